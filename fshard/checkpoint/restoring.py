@@ -324,8 +324,9 @@ def _read_all(source: Source, reads: Sequence[_Read]) -> None:
         try:
             with place.open(name) as file:
                 if file.size != sizes.get(name, file.size):  # formats of others do not say it
+                    why = "cut off" if file.size < sizes[name] else "too long"
                     raise CheckpointError(
-                        f"{place}/{name}: expected {sizes[name]:,} bytes, got {file.size:,}: it is cut off, or another "
+                        f"{place}/{name}: expected {sizes[name]:,} bytes, got {file.size:,}: it is {why}, or another "
                         f"file. It has leaf {first.name!r}"
                     )
                 for read in (first, *others):

@@ -36,6 +36,8 @@ def entries_at(path: Path) -> dict[str, Entry]:
         return indexed(raw, path / INDEX, lambda file: read_entries(path / file))
     pickles = [x.name for x in sorted(path.iterdir()) if x.suffix in PICKLES]
     sentence = f"expected {FILE} or {INDEX} in it, or the path of one .safetensors file"
+    if any(path.glob("shard-*-model-*.safetensors")):
+        sentence += "; the shards of torch's HuggingFaceStorageWriter are read by fshard.checkpoint.restore"
     sentence += f", it has {pickles[0]!r}, a pickle, which may run any code when it is read" if pickles else ""
     raise FileNotFoundError(errno.ENOENT, sentence, str(path))
 

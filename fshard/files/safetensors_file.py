@@ -85,7 +85,10 @@ def check_fits(function: str, names: Iterable[str], dtypes: Iterable[tuple[str, 
     if twice := [name for name, number in Counter(names).items() if number > 1 or name == METADATA]:
         raise ValueError(f"{function}: names that come twice, or mean something else: {', '.join(map(repr, twice))}")
     if lacking := [f"{name!r} is {dtype}" for name, dtype in dtypes if dtype not in NAMES]:
-        raise ValueError(f"{function}: dtypes that safetensors files do not have: {'; '.join(lacking)}")
+        raise ValueError(
+            f"{function}: dtypes that safetensors files do not have: {'; '.join(lacking)}. Cast them, or save "
+            "torch.view_as_real(x) of a complex x"
+        )
 
 
 def header(entries: Iterable[Entry]) -> bytes:
@@ -165,9 +168,8 @@ def _check_data(entries: Iterable[Entry], begin: int, size: int, path: Path) -> 
             raise ValueError(f"{path}: {x.name!r} begins at byte {start:,}, and the tensor before it ends at {end:,}")
         end += x.num_bytes
     if end != size:
-        raise ValueError(
-            f"{path}: its tensors need {end:,} bytes, and it has {size:,}: it is cut off, or not whole yet"
-        )
+        why = "it is cut off, or not whole yet" if end > size else "something was written behind them: copy it anew"
+        raise ValueError(f"{path}: its tensors need {end:,} bytes, and it has {size:,}: {why}")
 
 
 def read_chunks(file: FileIO, path: Path, start: int, num_bytes: int, dtype: torch.dtype) -> Iterator[Tensor]:

@@ -179,6 +179,7 @@ class Tape:
         # dropped before the next buffer is waited for, so that both are not in memory at once
         for other in self._here:
             if other is not unit and not other.stays:
+                self._writes.leave(other)
                 other.let_go()
         self._here = [*(other for other in self._here if other is not unit and other.stays), unit]
         leaves = unit.leaves = self._leaves(unit, self._buffers(unit))
@@ -223,7 +224,7 @@ class Tape:
 
     def _leaves(self, unit: Unit, buffers: Buffers) -> Leaves:
         """A unit's leaves, views of its buffers, without derivatives, and watched for writes in place."""
-        leaves = list[Tensor]()
+        leaves: list[Tensor] = []
         for part in unit.entry.parts:
             full = buffers[part.kind]
             is_callers = address(full) in self._rows  # nothing was gathered: memory of the parameters
@@ -322,15 +323,16 @@ class Tape:
             self._link(self._params.view.units[1])
         for tape in self._followers:
             tape.end()
-        self._writes.check()
         if self.shown:
             self.shown.settle()
         self.shown = None
         first = next(reversed(self._saved), None)
         for unit in self._here:
+            self._writes.leave(unit)
             unit.leaves = unit.bound = None
             if unit is not first:
                 unit.let_go()
+        self._writes.check()
         self._here = [unit for unit in self._here if unit is first]
         self._arrivals.drop()
         for unit in self._units.values():

@@ -6,12 +6,15 @@ Note [Writes in place]
     shares the counter, so watching keeps no buffer alive. But `batch_norm` updates running statistics without counting.
     Frozen leaves as small as such statistics are therefore copies, which are compared with their old values after the
     loss: any write is noticed, and the caller's tensors stay as they were. A write through `.data` to a larger leaf, or
-    to a trainable one, is not noticed. While a graph is traced there are no values to compare: instead the arguments of
-    every operator that writes are looked at, and a write to any frozen leaf is noticed.
+    to a trainable one, is not noticed. A leaf whose `.data` was set lies in another storage when the tape drops it; a
+    program that sets it later computes with it as in torch, and reads the old values again. While a graph is traced
+    there are no values to compare: instead the arguments of every operator that writes are looked at, and a write to
+    any frozen leaf is noticed.
 """
 
 from __future__ import annotations
 
+import operator
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
@@ -29,10 +32,13 @@ from ..core.tracing import Operator, is_tracing
 from ..core.tree import Tree
 from ..plan.plan import Slot
 from ..sharding.schedule import Entry
+from .unit import Unit
 
 # Leaves that share a version counter (one of them was written to, if it counted), and whether their memory is the
 # caller's: then the write has changed the parameters that were passed.
 Written: TypeAlias = tuple[Sequence[Slot], bool]
+_ADDRESS = operator.attrgetter("_cdata")  # of storages, as `address` of tensors
+_SET_DATA = Tensor.data.__set__  # type: ignore[attr-defined]
 _SMALL = 1 << 16  # elements: running statistics and counters have fewer
 _REMEDY = (
     "A loss changes nothing that it is given: work on a clone, and return its new value, as aux (has_aux=True) or, to "
@@ -46,7 +52,7 @@ _CHANGED = " The parameters that were passed are changed by it: do not use them 
 
 
 class _Refusing(TorchFunctionMode):
-    """ValueError if batch_norm would write to a leaf: for tracing, where there are no values to compare."""
+    """ValueError for `x.data = y`, and if batch_norm would write to a leaf: for tracing, which sees neither."""
 
     def __init__(self, frozen: dict[tuple[int, int], str]):
         super().__init__()
@@ -59,6 +65,10 @@ class _Refusing(TorchFunctionMode):
         args: Sequence[object] = (),
         kwargs: Mapping[str, object] | None = None,
     ) -> object:
+        if func == _SET_DATA:
+            raise ValueError(
+                f"the loss function: a graph has no `x.data = y`, and would compute with the old x. {_REMEDY}"
+            )
         for x in _statistics(func, args, kwargs or {}):
             if isinstance(x, Tensor) and _place(x) in self._frozen:
                 path = self._frozen[_place(x)]
@@ -114,6 +124,7 @@ class Writes:
         self.bound: list[Entry] = []  # the units with anchors
         self._nothing: Tensor | None = None  # (0,), made once: the memory of all aliases
         self._tracing = is_tracing()
+        self._storages = set[int]()  # addresses of what leaves lie in; the tape keeps them taken
         self._frozen_leaves: list[tuple[Tensor, Slot]] = []  # while a graph is traced
         self._frozen: dict[tuple[int, int], str] = {}  # while a graph is traced: paths of small frozen leaves, by place
 
@@ -159,6 +170,7 @@ class Writes:
                 self._nothing = x.new_empty(0)
             counter.data = self._nothing
         self._watched.append((counter, slots, is_callers))
+        self._storages.add(_ADDRESS(x.untyped_storage()))
         return x
 
     def frozen(self, leaves: Sequence[Tensor], slots: Sequence[Slot], is_callers: bool) -> list[Tensor]:
@@ -174,6 +186,13 @@ class Writes:
                 visible[n] = copy.view(leaves[n].shape)
         copied = () if self._tracing else small
         return [self.watch(x, [slots[n]], is_callers and n not in copied) for n, x in enumerate(visible)]
+
+    def leave(self, unit: Unit) -> None:
+        """Before the leaves of a unit are dropped: ValueError if the program has set the `.data` of one."""
+        leaves = unit.bound or unit.leaves or ()
+        if not self._storages.issuperset(map(_ADDRESS, map(Tensor.untyped_storage, leaves))):
+            pairs = zip(unit.entry.slots, leaves, strict=True)
+            raise _written([([slot], False) for slot, x in pairs if address(x) not in self._storages])
 
     def check(self) -> None:
         """Raise ValueError if anything was written to since it was watched."""

@@ -57,7 +57,7 @@ class Copies:
             mode: any(type(part).train is not nn.Module.train and not part.training for part in copied.modules())
             for mode, copied in self._skeletons.items()
         }
-        self._own = {path: weakref.ref(x) for path, x in params.items()}
+        self.own = {path: weakref.ref(x) for path, x in params.items()}
         self._parametrized = any(isinstance(part, ParametrizationList) for part in module.modules())
         self._calls = calls
         self._dtypes = [x.dtype for x in params.values()]  # by number, as in the module
@@ -90,7 +90,7 @@ class Copies:
         checked: set[int] = vars(self._of_thread).setdefault("checked", set())
         if id(copy) in checked or not torch.is_grad_enabled() or func_levels.inside():
             return
-        paths = {id(x): path for path, ref in self._own.items() if (x := ref()) is not None}
+        paths = {id(x): path for path, ref in self.own.items() if (x := ref()) is not None}
         passed = [path for x in tree.tops(given, Branch) if (path := paths.pop(id(x), None)) is not None]
         check_graph(paths, given, results, self._calls.name)
         if not passed and not is_tracing():

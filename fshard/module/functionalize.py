@@ -115,18 +115,19 @@ class ModuleFunction:
 
         The module may be on meta. Each submodule that has parameters is made once, with its own parameters alone, and
         initialized by its own `reset_parameters`, then by the module's `_init_weights` (as in transformers). Numbers
-        are drawn under a seed of (seed, path of the submodule). ValueError for a parameter that neither sets.
+        are drawn under a seed of (seed, path of the submodule). ValueError for a parameter that neither sets, and for
+        one that the module's own constructors have set otherwise, as far as its values, or on meta its writes, tell.
         """
         if plan.spec != self._params:
             expected = tree.unflatten(self._params, [0] * self._params.num_leaves)
             got = tree.unflatten(plan.spec, [0] * plan.spec.num_leaves)
             raise ValueError(f"{self._calls.name}: init: a plan of other parameters: {tree.difference(expected, got)}")
-        return init_params(plan, Initializer(self._skeleton, seed, plan.device), seed)
+        return init_params(plan, Initializer(self._skeleton, seed, plan.device, self._copies.own), seed)
 
     def init_buffers(self, device: torch.device | str = "cpu", seed: int = 0) -> Tree:
         """The buffers of a module on meta, made on a device as `init` makes parameters, from the same `seed`."""
         names = tree.paths(self._buffers)
-        made = Initializer(self._skeleton, seed, torch.device(device))
+        made = Initializer(self._skeleton, seed, torch.device(device), self._copies.own)
         return tree.unflatten(self._buffers, [made.buffer(name) for name in names])
 
     def state_dict(

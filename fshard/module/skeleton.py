@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from ..core import func_levels, tree
+from ..core.storage import writes
 from ..core.tracing import is_tracing
 from ..sharding.access import Leaves
 from .current import Call, Calls
@@ -48,7 +49,7 @@ class Place:
     def __init__(self, calls: Calls, path: str, number: int, is_buffer: bool, x: Tensor):
         self.calls, self.path, self.number, self.is_buffer = calls, path, number, is_buffer
         self.form = torch.empty_like(x, device="meta")  # with the shape and dtype in the module
-        self.trains = x.requires_grad
+        self.trains, self.writes = x.requires_grad, writes(x) or 0
         self.attributes: dict[str, Any] = {}  # those that the module's code has put on it
 
     def read(self) -> Tensor:
@@ -337,7 +338,7 @@ def _copy(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
     except Exception as failure:
         raise TypeError(
             f"functionalize: {type(module).__name__} cannot be copied: {type(failure).__name__}: {failure}. Remove "
-            "what it keeps of graphs, locks and files (instead of the old weight_norm and prune: parametrizations)"
+            "what it keeps of graphs, locks and files"
         ) from failure
 
 

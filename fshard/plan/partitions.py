@@ -47,19 +47,26 @@ def axes_of(name: str, over: object, sizes: Mapping[str, int]) -> Axes:
 
 
 def kept_over(
-    names: Sequence[str], regather: Regather | Mapping[str, Regather], sizes: Mapping[str, int], params_over: Axes
+    units: Mapping[str, Sequence[str]],
+    regather: Regather | Mapping[str, Regather],
+    sizes: Mapping[str, int],
+    params_over: Axes,
 ) -> list[Axes | None]:
     """Return what stays of each unit between forward and backward: `Unit.kept`.
+
+    `units` has the names of the subtrees of a unit of several, by its name; a pattern may name one of them.
 
     Raises TypeError for a value of another type, ValueError for wrong axes and for a pattern that chooses no unit.
     """
     if not isinstance(regather, Mapping):
-        return [_kept("regather", regather, sizes, params_over)] * len(names)
+        return [_kept("regather", regather, sizes, params_over)] * len(units)
     for pattern in regather:
         if not isinstance(pattern, str):
             raise TypeError(wrong("regather: a key", pattern, "the name of a unit, or a pattern such as 'blocks.*'"))
     kept = [_kept(f"regather[{pattern!r}]", x, sizes, params_over) for pattern, x in regather.items()]
-    fits = fitting([name.split(".") for name in names], list(regather))
+    names = [*units, *chain.from_iterable(units.values())]
+    numbers = dict(zip(names, fitting([name.split(".") for name in names], list(regather)), strict=True))
+    fits = [sorted({*chain(numbers[name], *(numbers[part] for part in parts))}) for name, parts in units.items()]
     matched, chosen = set(chain.from_iterable(fits)), {row[0] for row in fits if row}
     for number, pattern in enumerate(regather):
         if number not in matched:

@@ -62,7 +62,8 @@ def make_plan(
     - `regather`: gathered parameters are freed after the forward and gathered again in the backward (True), or stay
       (False). With the last axis of `params_over` (or several), a copy stays that is cut over this axis alone, and the
       backward gathers it over this axis: inside a host, say. A dict gives one of these to each unit: its keys are
-      names or patterns of units (`"(last)"`, say), the first that matches counts; other units have True.
+      names or patterns of units (`"(last)"`, say) or of their subtrees, the first that matches counts; other units
+      have True.
 
     Leaves with another treatment; `whole`, `frozen` and `offload` are each a pattern, several patterns, or a predicate.
     Integer leaves are always frozen. If some leaves of a tree require a gradient, as in a module, leaves that do not
@@ -113,7 +114,7 @@ def make_plan(
     origins = first_places(flat, paths)
     slot_of = {origin: number for number, origin in enumerate(dict.fromkeys(origins))}
     names, claims = claim_units(params, spec, flat, origins, units)
-    kept = kept_over([*names], regather, sizes, over["params_over"])
+    kept = kept_over(names, regather, sizes, over["params_over"])
     kind_of = _kinds(params, origins, {"whole": whole, "frozen": frozen, "offload": offload}, policy)
     steps = {kind: math.lcm(kind.aligned, block) for kind in dict.fromkeys(kind_of.values())}
     joined, claims = _join(names, kept, claims, flat, kind_of, steps, bucket)

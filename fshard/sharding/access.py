@@ -9,6 +9,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
+from dataclasses import is_dataclass
 from types import MethodDescriptorType
 from typing import Any, NamedTuple, Protocol
 
@@ -246,6 +247,9 @@ class Lazy(Branch, tree.StandIn):
         else:
             setattr(self._settled(), name, value)
 
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self.filled().__reduce_ex__(protocol)
+
     def __setitem__(self, key: Any, value: Tree) -> None:
         self._settled()[key] = value
 
@@ -308,10 +312,18 @@ class _LazySequence(Lazy):
     __slots__ = ()
 
 
+class _LazyDataclass(Lazy):
+    """One that stands for a dataclass: `replace`, `asdict` and `is_dataclass` ask the class."""
+
+    __slots__ = ()
+    __dataclass_fields__ = property(lambda self: self._spec.type.__dataclass_fields__)
+
+
 def lazy(tape: Gathers | None, spec: tree.Spec, first: int, held: Tree = None) -> Lazy:
     """What stands for a container: of a tape, or one that is there already."""
     kind = spec.type or Lazy
-    made = _LazyMapping if issubclass(kind, Mapping) else _LazySequence if issubclass(kind, Sequence) else Lazy
+    other = _LazyDataclass if is_dataclass(kind) else Lazy
+    made = _LazyMapping if issubclass(kind, Mapping) else _LazySequence if issubclass(kind, Sequence) else other
     return made(tape, spec, first, held)
 
 
@@ -346,7 +358,7 @@ def prefetch(params: Tree, units: str | Sequence[str]) -> None:
         params.prefetch(patterns)
 
 
-for _kind in (Lazy, _LazyMapping, _LazySequence):
+for _kind in (Lazy, _LazyMapping, _LazySequence, _LazyDataclass):
     tree.register_stand_in(_kind, Lazy.of)
 
 

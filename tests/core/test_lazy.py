@@ -2,6 +2,8 @@
 
 import copy
 import dataclasses
+import pickle
+from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -29,6 +31,8 @@ KINDS: dict[str, Callable[[], Any]] = {
     "tuple": lambda: (counting(2), counting(3), dicts()),
     "NamedTuple": lambda: Pair(counting(2), dicts()),
     "dataclass": lambda: Norm(counting(3), [counting(2), counting(1)]),
+    "OrderedDict": lambda: OrderedDict(dicts()),
+    "defaultdict": lambda: defaultdict(list, dicts()),
 }
 NEW = torch.tensor([7.0, 8.0])
 
@@ -123,6 +127,12 @@ DONE: dict[str, Callable[[Any], Any]] = {
     "_make": lambda p: p._make([NEW, NEW]),
     "fields": lambda p: [f.name for f in dataclasses.fields(p)],
     "vars": lambda p: vars(p),
+    "replaced": lambda p: (dataclasses.replace(p, scale=NEW), p),
+    "is_dataclass": lambda p: (dataclasses.is_dataclass(p), hasattr(p, "_fields")),
+    "pickled": lambda p: pickle.loads(pickle.dumps(p)),
+    "by name": lambda p: (lambda **more: more)(**p),
+    "by position": lambda p: (lambda *more: more)(*p) if isinstance(p, Sequence) else 0,
+    "another": lambda p: (p | p, dict(p, new=NEW), OrderedDict(p), {} | p, [*p.items()]),
     "reversed": lambda p: list(reversed(p)),
     "multiplied": lambda p: 2 * p,
     "truth": lambda p: (bool(p), not p),

@@ -303,7 +303,7 @@ def of_another_step(path: Path) -> None:
 DAMAGE: dict[Callable[[Path], None], tuple[str, str]] = {
     Path.unlink: ("no checkpoint of step 7; the last ones are: 6", "No such file or directory"),
     a_pickle: ("it is not JSON", "it is cut off, or another file. It has leaf '"),
-    a_zip: ("it is not JSON", "it is cut off, or another file"),
+    a_zip: ("it is not JSON", "it is too long, or another file"),
     compressed: ("it is not JSON", "it is cut off, or another file"),
     a_link: ("Too many levels of symbolic links", "Too many levels of symbolic links"),
     a_device: ("Too many levels of symbolic links", "Too many levels of symbolic links"),
@@ -311,7 +311,7 @@ DAMAGE: dict[Callable[[Path], None], tuple[str, str]] = {
     a_folder: ("expected a regular file", "expected a regular file"),
     torn: ("it is not JSON", "it is cut off, or another file"),
     zeros_at_the_end: ("it is not JSON", "are not those that were saved. Restore an earlier step, or pass fall_back"),
-    longer: ("it is not JSON", "it is cut off, or another file"),
+    longer: ("it is not JSON", "it is too long, or another file"),
     flipped: ("it was changed or damaged: its checksum is that of another text", "are not those that were saved"),
     of_another_step: ("expected the index of step 7, got that of step 6", "are not those that were saved"),
 }  # fmt: skip

@@ -286,7 +286,7 @@ HOSTILE: dict[str, tuple[bytes, str]] = {
     ),
     "gap": (file_of({"w": entry(begin=4, end=12)}, b"0" * 12), "'w' begins at byte 4, and the tensor before it ends"),
     "cut off": (file_of({"w": entry()}, b"0" * 7), "its tensors need 8 bytes, and it has 7: it is cut off"),
-    "more": (file_of({"w": entry()}, b"0" * 9), "its tensors need 8 bytes, and it has 9"),
+    "too long": (file_of({"w": entry()}, b"0" * 9), "need 8 bytes, and it has 9: something was written behind them"),
 }  # fmt: skip
 
 
@@ -318,6 +318,13 @@ def test_no_bytes_do_harm(tmp_path_factory, data, at, inserted):
     path.write_bytes(good[:at] + data + good[at + (0 if inserted else len(data)) :])
     with suppress(ValueError) if data else nullcontext():
         assert two(None, path, {"v": None})["w"].shape == (2,)
+
+
+def test_shards_of_torch_are_an_error_that_says_what_reads_them(tmp_path):
+    """Their folder would seem to have no tensors."""
+    (tmp_path / "shard-00001-model-00001-of-00001.safetensors").write_bytes(b"")
+    with pytest.raises(FileNotFoundError, match=r"HuggingFaceStorageWriter are read by fshard\.checkpoint\.restore"):
+        two(None, tmp_path)
 
 
 def test_pickles_are_refused(tmp_path):
@@ -591,7 +598,7 @@ def test_what_cannot_be_saved(tmp_path):
     params = {"a": {"w": torch.ones(2)}}
     with pytest.raises(ValueError, match="expected the parameters of a whole plan, got a subtree of 1 leaves"):
         save_safetensors(tmp_path / "x", fshard.shard_params(params, fshard.make_plan(params))["a"])
-    with pytest.raises(ValueError, match=r"dtypes that safetensors files do not have: 'w' is torch.complex128"):
+    with pytest.raises(ValueError, match=r"do not have: 'w' is torch.complex128. Cast them, or save torch\.view_as"):
         save({"w": torch.ones(2, dtype=torch.complex128)})
     with pytest.raises(ValueError, match=r"'__metadata__'"):
         save({"__metadata__": torch.ones(2)})

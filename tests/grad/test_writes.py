@@ -28,6 +28,83 @@ def test_a_write_in_place_on_one_device() -> None:
     check_words(simulated(refusals, "full", shard=1)[0])
 
 
+def _restored(w: torch.Tensor, new: torch.Tensor) -> None:
+    old = w.data
+    w.data = new
+    w.data = old
+
+
+# what a program may do to a leaf, given new values for it
+WAYS: dict[str, Any] = {
+    "w.data = x": lambda w, new: setattr(w, "data", new),
+    "set_": lambda w, new: w.set_(new),
+    "copy_": lambda w, new: w.copy_(new),
+    "w.detach()": lambda w, new: w.detach().mul_(2),
+    "a slice": lambda w, new: w[0].zero_(),
+    "transposed": lambda w, new: w.t_(),
+    "swapped": lambda w, new: torch.utils.swap_tensors(w, new),
+    "restored": _restored,
+    "w.data.data = x": lambda w, new: setattr(w.data, "data", new),
+    "w.data.set_": lambda w, new: w.data.set_(new),
+}
+
+
+def written_by(way: Any) -> Any:
+    """A loss that does this to a leaf, and reads it twice, with other units between."""
+
+    def loss(p: Any, x: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            way(p["a"], torch.arange(9.0).view(3, 3) / 10)
+        for name in ("a", "b", "c", "a"):
+            x = torch.tanh(x @ p[name])
+        return x.square().sum()
+
+    return loss
+
+
+def outcome(mesh: Any, way: Any, options: dict[str, Any]) -> list[torch.Tensor] | None:
+    """The loss and its gradients; None for an error that names the leaf."""
+    whole = {name: torch.linspace(-1, i, 9).view(3, 3) for i, name in enumerate("abc")}
+    sharded = fshard.shard_params(whole, fshard.make_plan(whole, mesh, **options))
+    try:
+        value, grads = fshard.value_and_grad(written_by(way))(sharded, torch.ones(2, 3))
+    except ValueError as failure:
+        if "wrote in place to leaf" in str(failure) and "'a'" in str(failure):
+            return None
+        raise
+    return [value, *tree.leaves(fshard.gather_params(grads))]
+
+
+@pytest.mark.parametrize("units", [None, "*"])
+@pytest.mark.parametrize("strategy", [name for name, plan in STRATEGIES.items() if "policy" not in plan])
+@pytest.mark.parametrize("way", WAYS)
+def test_a_write_is_an_error_or_that_of_torch(way: str, strategy: str, units: Any) -> None:
+    """A write to a leaf that is gathered again would be lost: in the next read, or in the backward."""
+    whole = {name: torch.linspace(-1, i, 9).view(3, 3).requires_grad_() for i, name in enumerate("abc")}
+    options = {**STRATEGIES[strategy], "units": units}
+    for found in (outcome(None, WAYS[way], options), *simulated(outcome, WAYS[way], options, shard=2)):
+        if found is None:
+            assert way not in ("restored", "w.data.data = x", "w.data.set_")
+            continue
+        value = written_by(WAYS[way])(whole, torch.ones(2, 3))
+        torch.testing.assert_close(found, [value.detach(), *torch.autograd.grad(value, [*whole.values()])])
+
+
+def test_a_graph_takes_no_new_data() -> None:
+    """torch records no `x.data = y`: the graph would compute with the old x, whether it is a leaf or not."""
+
+    def loss(p: Any, x: torch.Tensor) -> torch.Tensor:
+        y = x * p["w"]
+        y.data = 2 * y.data
+        return y.sum()
+
+    whole = {"w": torch.ones(2)}
+    sharded = fshard.shard_params(whole, fshard.make_plan(whole))
+    assert fshard.evaluate(loss)(sharded, torch.ones(2)) == 4
+    with pytest.raises(ValueError, match=r"a graph has no `x.data = y`"):
+        fshard.jit(fshard.value_and_grad(loss), backend="eager")(sharded, torch.ones(2))
+
+
 def allowed(p: Any, x: torch.Tensor) -> Any:
     """What looks like a write and is none: clones, evaluation, batch statistics, trained affine parameters."""
     n = p["norm"]

@@ -15,6 +15,7 @@ from support.models import STRATEGIES, same_bits
 from support.modules import BLOCKS, WORDS, Block, Recurrent, error, tied, trained, words
 from support.worlds import gloo, simulated
 from torch import Tensor, nn
+from torch.nn.utils import prune
 from torch.utils.checkpoint import checkpoint
 
 import fshard
@@ -400,6 +401,28 @@ def test_what_is_no_module_is_an_error():
     module = nn.Linear(1, 1)
     module.lock = threading.Lock()
     with pytest.raises(TypeError, match="functionalize: Linear cannot be copied: TypeError"):
+        functionalize(module)
+
+
+PRUNED = functools.partial(prune.random_unstructured, amount=1)
+
+
+@pytest.mark.filterwarnings("ignore:.*weight_norm.* is deprecated:FutureWarning")
+@pytest.mark.parametrize("ran", [False, True])
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+@pytest.mark.parametrize("old", [nn.utils.spectral_norm, nn.utils.weight_norm, PRUNED])
+def test_old_hooks_that_keep_a_weight_are_errors(old, device, ran):
+    """The errors would speak of memory, or of a deep copy, and not of what to use."""
+    with torch.device(device):
+        module = nn.Sequential(old(nn.Linear(2, 2), name="weight"))
+        if ran:
+            module(torch.ones(1, 2))
+    with pytest.raises(
+        TypeError, match=r"'0': the hook \w+ of torch.nn.utils keeps .* use torch.nn.utils.parametrizations"
+    ):
+        functionalize(module)
+    if old is PRUNED:
+        prune.remove(module[0], "weight")
         functionalize(module)
 
 

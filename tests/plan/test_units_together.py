@@ -94,6 +94,21 @@ def test_names() -> None:
     assert [unit.kept for unit in plan.units] == [(), None, None, None, None]
 
 
+@pytest.mark.parametrize("units", UNITS)
+def test_a_unit_stays_by_each_of_its_names(units: str) -> None:
+    """`regather` would take the name of a subtree for one that no unit has, where `prefetch` takes it."""
+    for name, subtrees in names_of(UNITS[units]).items():
+        for called in (name, *subtrees):
+            plan = fshard.make_plan(params_of(), units=UNITS[units], regather={called: False})
+            assert {unit.name: unit.kept for unit in plan.units if unit.kept is not None} == {name: ()}, called
+
+
+def test_two_choices_for_one_unit() -> None:
+    """The second would be lost without a word."""
+    with pytest.raises(ValueError, match="the pattern 'head' chooses no unit: the patterns before it match all"):
+        fshard.make_plan(params_of(), units=UNITS["ends"], regather={"embed": False, "head": True})
+
+
 WRONG: list[tuple[Any, type[Exception], str]] = [
     ([("embed", "layers.0"), ("layers.*",)], ValueError, "'layers.0' fits two tuples of patterns"),
     ([("embed", "nothing")], ValueError, "the pattern 'nothing' matches nothing"),

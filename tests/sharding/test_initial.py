@@ -2,8 +2,10 @@
 
 import inspect
 import re
+import warnings
 import weakref
 from collections import UserDict
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -761,6 +763,93 @@ def test_a_model_inside_a_model_is_initialized_by_itself():
             if f"{path}.weight" in whole:
                 assert whole[f"{path}.weight"].std().item() == pytest.approx(std, rel=0.1), path
                 assert whole[f"{path.replace('linear', 'norm')}.weight"].eq(1).all(), "by itself"
+
+
+def _small(part: nn.Module) -> None:
+    if isinstance(part, nn.Linear):
+        nn.init.normal_(part.weight, std=0.001)
+
+
+def _small_data(part: nn.Module) -> None:
+    if isinstance(part, nn.Linear):
+        part.weight.data.normal_(0, 0.001)
+
+
+def _zeroed(module: Any) -> None:
+    with torch.no_grad():
+        module.head.weight.zero_()
+
+
+# what a constructor does after it has made a child, and whether torch counts it on meta
+WRITTEN: dict[str, tuple[Any, bool]] = {
+    "zero_": (_zeroed, True),
+    "self.apply(fn)": (lambda module: module.apply(_small), True),
+    "constant_": (lambda module: nn.init.constant_(module.head.weight, 0.3), True),
+    "a slice": (lambda module: nn.init.normal_(module.head.weight[1:], std=9.0), True),
+    ".data": (lambda module: module.apply(_small_data), False),
+    "another parameter": (lambda module: setattr(module.head, "weight", nn.Parameter(torch.ones(4, 6))), False),
+    "loaded": (lambda module: module.load_state_dict({"head.weight": torch.ones(4, 6)}, strict=False), True),
+}
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+@pytest.mark.parametrize("name", WRITTEN)
+def test_what_a_constructor_writes_to_a_child_is_an_error(name, device):
+    """A head would start with other values than its constructor gives it, and with pretrained ones lost."""
+    write, counts = WRITTEN[name]
+
+    class Written(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.head = nn.Linear(6, 4)
+            write(self)
+
+    if device == "meta" and not counts:
+        pytest.skip("torch does not tell, which the docs say")
+    with torch.device(device), warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # of torch, where values are loaded to meta
+        module = Written()
+    apply, params, _ = functionalize(module)
+    words = r"init: the module has set 'head.weight' after 'head' \(Linear\) .* shard its own values with shard_params"
+    with pytest.raises(ValueError, match=words):
+        apply.init(fshard.make_plan(params))
+
+
+class Again(nn.Linear):
+    """Initializes itself twice, as many classes do whose parent calls `reset_parameters`."""
+
+    def __init__(self, *sizes: int) -> None:
+        super().__init__(*sizes)
+        self.reset_parameters()
+
+
+ALONE: list[Callable[[], nn.Module]] = [
+    *(lambda num=num: nn.Linear(1, num) for num in (1, 2, 4, 9)),
+    lambda: nn.Linear(64, 64),
+    lambda: Again(3, 5),
+    lambda: nn.Conv2d(2, 4, 3),
+    lambda: nn.Embedding(2, 2, padding_idx=0),
+    lambda: nn.EmbeddingBag(9, 4),
+    lambda: nn.Sequential(nn.BatchNorm1d(6), nn.LayerNorm(6), nn.GroupNorm(2, 6), nn.RMSNorm(6), nn.PReLU(4)),
+    lambda: nn.LSTM(3, 4, 2, proj_size=2),
+    lambda: nn.Bilinear(2, 3, 4),
+    lambda: nn.MultiheadAttention(8, 2, kdim=4, vdim=6, add_bias_kv=True),
+    lambda: nn.Transformer(8, 2, 2, 1, 16, batch_first=True),
+    lambda: nn.AdaptiveLogSoftmaxWithLoss(16, 30, [5, 10]),
+    lambda: nn.Linear(3, 5).bfloat16(),
+]
+
+
+@pytest.mark.parametrize("make", ALONE)
+def test_modules_that_initialize_themselves_are_no_errors(make):
+    """By chance a few elements are small, and a class may initialize itself twice: no reason to refuse a module."""
+    for seed in range(4):
+        torch.manual_seed(seed)
+        for device in ("cpu", "meta") if seed == 0 else ("cpu",):
+            with torch.device(device):
+                module = make()
+            apply, params, _ = functionalize(module)
+            apply.init(fshard.make_plan(params), seed=seed)
 
 
 @pytest.mark.parametrize("value", [torch.ones(2, dtype=torch.complex64), torch.arange(2), torch.tensor([True, False])])

@@ -107,6 +107,16 @@ def _through_data(p: Any, x: torch.Tensor) -> torch.Tensor:
     return x
 
 
+def _set_data(p: Any, x: torch.Tensor) -> torch.Tensor:
+    p["norm"]["weight"].data = torch.full((4,), 9.0, dtype=x.dtype)
+    return x * p["last"] * p["norm"]["weight"]
+
+
+def _set_data_of_frozen(p: Any, x: torch.Tensor) -> torch.Tensor:
+    p["norm"]["mean"].data = x.detach().mean(0)
+    return x * p["last"] - p["norm"]["mean"]
+
+
 # a function that writes in place, and the leaf that the error names
 WRITES: dict[str, tuple[Callable[[Any, torch.Tensor], torch.Tensor], str]] = {
     "batch_norm": (_batch_norm, "norm.mean"),
@@ -116,6 +126,8 @@ WRITES: dict[str, tuple[Callable[[Any, torch.Tensor], torch.Tensor], str]] = {
     "with gradients": (_with_gradients, "norm.mean"),
     "through a view": (_through_a_view, "norm.mean"),
     "through .data": (_through_data, "norm.mean"),
+    "data set": (_set_data, "norm.weight"),
+    "data of a frozen leaf set": (_set_data_of_frozen, "norm.mean"),
     "an integer": (_counts, "norm.count"),
     "a trainable leaf": (_trainable, "norm.weight"),
     "a trainable leaf, by autograd": (_torch_refuses, "norm.weight"),
