@@ -4,8 +4,9 @@ Note [What a graph depends on]
     A traced function reads its arguments, their defaults, torch's global state, and variables of closures and modules.
     A graph reads the values of tensor arguments each time it runs. Everything else is fixed during tracing, so it
     belongs to the cache key: tree structures, shapes, marks (`core.tracing.Marked`), numbers, meshes (each rank has its
-    own), global settings such as autocast, and the numbers, strings and functions in closures, globals and defaults,
-    in dicts, lists, tuples and sets there, and the shapes of tensors. Attributes of other objects are not compared.
+    own), global settings such as autocast, and the numbers, strings, arrays and functions in closures, globals and
+    defaults, in Python's containers there, and the shapes of tensors. Attributes of other objects are compared where a
+    path of names leads to them (`captures.py`).
 """
 
 from __future__ import annotations
