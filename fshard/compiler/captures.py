@@ -10,7 +10,7 @@ import sys
 import sysconfig
 from collections.abc import Iterator, Sequence
 from functools import partial
-from types import CellType, CodeType, FunctionType, ModuleType
+from types import CellType, CodeType, FunctionType, MemberDescriptorType, ModuleType
 from typing import Any, NamedTuple
 
 import torch
@@ -31,8 +31,8 @@ class Capture(NamedTuple):
     """A variable that a function reads: its name in error messages, and the place that stores its value."""
 
     name: str
-    # A closure cell, the globals of a module (a dict), a module or a class (for an attribute), or a function (for its
-    # default values). Any, because mypy takes a function that is read from a field for a bound method.
+    # A closure cell, the globals of a module (a dict), a module, class or object (for an attribute), or a function
+    # (for its default values). Any, because mypy takes a function that is read from a field for a bound method.
     place: Any
     key: str
     is_input: bool = False  # whether a graph reads the tensors of its value at each run
@@ -62,7 +62,7 @@ class Capture(NamedTuple):
                 return self.place.cell_contents
             except ValueError:  # the cell is empty: the variable is assigned later
                 return None
-        if isinstance(self.place, type | ModuleType):
+        if self.key:
             return getattr(self.place, self.key, None)
         named = self.place.__kwdefaults__ or {}
         return *(self.place.__defaults__ or ()), *named, *named.values()
@@ -88,11 +88,12 @@ def captures(fn: object, seen: set[int] | None = None) -> Iterator[Capture]:
             yield from captures(capture.read(), seen)
 
 
-def _functions(x: Any) -> Iterator[FunctionType]:  # Any: attributes of an unknown object are read
-    """Yield the Python functions that a program with `x` may run; of a container, the functions of each item."""
+def _functions(x: Any) -> Iterator[FunctionType | partial[Any]]:  # Any: attributes of an unknown object are read
+    """Yield Python's functions and partials that a program with `x` may run; of a container, those of each item."""
     while hasattr(x, "run") and not inspect.isclass(x):  # a train step, possibly wrapped by a check, wraps a function
         x = x.run
     if isinstance(x, partial):
+        yield x
         for part in (x.func, *x.args, *x.keywords.values()):
             yield from _functions(part)
     elif isinstance(x, dict | list | tuple | set | frozenset):
@@ -106,18 +107,21 @@ def _functions(x: Any) -> Iterator[FunctionType]:  # Any: attributes of an unkno
             yield from _functions(x.__wrapped__)
 
 
-def _methods(x: object) -> Iterator[FunctionType]:
+def _methods(x: object) -> Iterator[FunctionType | partial[Any]]:
     """Yield the functions in the user's classes among an object's: its own if it is one, a module's and its parts'."""
     parts: Any = x.modules() if hasattr(type(x), "named_modules") else [x]  # type: ignore[attr-defined]
     kinds = dict.fromkeys(base for part in parts for base in (part if isinstance(part, type) else type(part)).__mro__)
     for kind in kinds:
-        for method in () if _is_of_library(kind) else vars(kind).values():
+        for method in () if is_of_library(kind) else vars(kind).values():
             fn = method.fget if isinstance(method, property) else getattr(method, "__func__", method)
             if inspect.isfunction(fn):
                 yield from _functions(fn)
 
 
-def _variables(fn: FunctionType) -> Iterator[Capture]:
+def _variables(fn: FunctionType | partial[Any]) -> Iterator[Capture]:
+    if isinstance(fn, partial):
+        yield from (Capture(f"{key!r} of a partial", fn, key) for key in ("args", "keywords"))
+        return
     cells = dict(zip(fn.__code__.co_freevars, fn.__closure__ or (), strict=True))
     for name, cell in cells.items():
         yield Capture(f"{name!r} of {fn.__qualname__}", cell, name)
@@ -132,13 +136,19 @@ def _variables(fn: FunctionType) -> Iterator[Capture]:
 
 
 def _attributes(variable: Capture, path: str, names: Sequence[str], fn: FunctionType) -> Iterator[Capture]:
-    """Yield the attributes that a path of names reads, of modules and classes of the user's."""
+    """Yield the attributes that a path of names reads, of the user's modules, classes and objects."""
     for name in names:
         value, path = variable.read(), f"{path}.{name}"
-        if not isinstance(value, type | ModuleType) or _is_of_library(value):
+        if is_of_library(value) if isinstance(value, type | ModuleType) else not _has(value, name):
             return
         variable = Capture(f"{path!r} of {fn.__qualname__}", value, name)
         yield variable
+
+
+def _has(x: object, name: str) -> bool:
+    """Whether an object stores an attribute itself: to ask for another may compute it."""
+    slot = isinstance(getattr(type(x), name, None), MemberDescriptorType)
+    return slot or (name in getattr(x, "__dict__", ()) and not isinstance(x, dict))
 
 
 # Instructions that load a variable which outlives the call, and an attribute. LOAD_NAME is in bodies of classes.
@@ -179,7 +189,7 @@ def _generators(root: object, seen: dict[int, object]) -> Iterator[Any]:  # Any:
         elif isinstance(x, FunctionType):
             unseen += [variable.read() for variable in _variables(x)]
         elif isinstance(x, type | ModuleType):
-            unseen += [] if _is_of_library(x) else vars(x).values()
+            unseen += [] if is_of_library(x) else vars(x).values()
         elif type(x).__module__.startswith("fshard."):
             unseen += _functions(x)  # a step, an optimizer: not through meshes into the world
         elif not issubclass(type(x), Tensor):
@@ -207,7 +217,8 @@ def state_of(generator: Any) -> object:  # Any: numpy's classes have no common o
     return str(generator.bit_generator.state if hasattr(generator, "bit_generator") else generator.get_state())
 
 
-def _is_of_library(x: type | ModuleType) -> bool:
+def is_of_library(x: type | ModuleType) -> bool:
+    """Whether a class or a module belongs to fshard, torch, the standard library or an installed package."""
     module = sys.modules.get(x.__module__) if isinstance(x, type) else x
     file = getattr(module, "__file__", None)
     if file is None:  # such as `__main__` in a notebook, or a module that is not imported

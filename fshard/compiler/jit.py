@@ -119,8 +119,8 @@ def jit(
     - structure, shapes, strides, dtypes, devices, mesh or rank of the arguments, or a value that is not a tensor;
     - torch's settings: autocast, default dtype and device, grad mode, deterministic algorithms, precision of matrix
       products, enabled attention kernels;
-    - a number, string or function that `fn` reads from a closure, a global, an attribute of a module or class, or a
-      default, also in dicts, lists, tuples and sets there.
+    - a number, string, array or function that `fn` reads from a closure, a global, a default, an argument of a partial,
+      or by its name from a module, class or object, also in Python's containers there.
 
     Arguments:
 

@@ -4,17 +4,18 @@ Note [What a graph depends on]
     A traced function reads its arguments, their defaults, torch's global state, and variables of closures and modules.
     A graph reads the values of tensor arguments each time it runs. Everything else is fixed during tracing, so it
     belongs to the cache key: tree structures, shapes, marks (`core.tracing.Marked`), numbers, meshes (each rank has its
-    own), global settings such as autocast, and the numbers, strings and functions in closures, globals and defaults,
-    in dicts, lists, tuples and sets there, and the shapes of tensors. Attributes of other objects are not compared.
+    own), global settings such as autocast, and the numbers, strings, arrays and functions in closures, globals and
+    defaults, in Python's containers there, and the shapes of tensors. Attributes of other objects are compared where a
+    path of names leads to them (`captures.py`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import ItemsView, Iterable, Iterator, KeysView, Mapping, Sequence, ValuesView
 from dataclasses import fields, is_dataclass
 from itertools import chain
 from numbers import Number
-from types import FunctionType, ModuleType
+from types import BuiltinMethodType, FunctionType, MappingProxyType, ModuleType
 from typing import Any, NamedTuple
 
 import torch
@@ -25,7 +26,7 @@ from ..core import tree
 from ..core.storage import address
 from ..core.tracing import Marked
 from ..core.tree import Tree
-from .captures import Capture
+from .captures import Capture, is_of_library
 from .trace import resolved
 
 Key = tuple[type, *tuple[object, ...]]  # the type of a value, and what is compared of the value
@@ -60,6 +61,7 @@ class Signature(NamedTuple):
     """The part of the cache key that the arguments and torch's settings determine (Note [What a graph depends on])."""
 
     spec: tree.Spec
+    names: tuple[type, ...]  # by `_names`
     kinds: tuple[TensorKey | Key, ...]  # one for each leaf of the arguments
     trained: tuple[tuple[object, ...], ...]  # how tensors that require a gradient are one, or views of one
     meshes: tuple[str, ...]
@@ -105,11 +107,11 @@ def signature(leaves: Sequence[object], spec: tree.Spec, nodes: Sequence[OnMesh]
     try:
         kinds = tuple(map(_kind, leaves))
         hash((spec, kinds))
-    except (TypeError, RuntimeError) as failure:
+    except (TypeError, ValueError, RuntimeError) as failure:
         raise _incomparable(leaves, spec) from failure
     homes = (node.home.mesh for node in nodes if node.home is not None)
     meshes = tuple("" if mesh is None else MESHES.of(mesh) for mesh in homes)
-    return Signature(spec, kinds, _trained(leaves), meshes, ambient())
+    return Signature(spec, _names(spec), kinds, _trained(leaves), meshes, ambient())
 
 
 def _trained(leaves: Sequence[object]) -> tuple[tuple[object, ...], ...]:
@@ -140,7 +142,7 @@ def fixed(x: Any) -> Key:  # not `object`: `is_mesh` does not tell mypy that `x`
 
     The keys of 1, 1.0 and True differ, and so do the keys of 0.0 and -0.0. The keys of two NaNs are equal.
     """
-    kind = type(x)
+    kind: Any = type(x)
     if isinstance(x, Number):
         return kind, repr(x)  # as text, because NaN != NaN and 0.0 == -0.0
     if isinstance(x, list | tuple | set | frozenset):
@@ -149,7 +151,13 @@ def fixed(x: Any) -> Key:  # not `object`: `is_mesh` does not tell mypy that `x`
         return kind, *(fixed(getattr(x, field.name)) for field in fields(x))
     if is_mesh(x):  # not compared with ==: meshes of different ranks or simulated worlds may be equal
         return kind, MESHES.of(x)
-    return kind, x
+    # objects that are equal only to themselves, and methods of such objects
+    return kind, _content(x) if kind.__hash__ in (object.__hash__, BuiltinMethodType.__hash__) else x
+
+
+def _names(spec: tree.Spec) -> tuple[type, ...]:
+    """The types of the keys in a structure: 1, 1.0 and True are one to `==`, and not to a function."""
+    return tuple(map(type, chain.from_iterable(spec.paths())))
 
 
 class _Same:
@@ -176,7 +184,7 @@ def inputs_of(variables: Sequence[Capture]) -> Inputs:
 def contents(variables: Sequence[Capture], inputs: Inputs) -> Contents:
     """Return a key for the values of captured variables, one pair of name and content for each.
 
-    Numbers and strings are compared by value, tensors as arguments are, dicts, lists, tuples and sets by what is in
+    Numbers and strings are compared by value, tensors as arguments are, containers, arrays and partials by what is in
     them, and other objects by identity. Of variables whose tensors are inputs of a graph, it is compared which are one.
     """
     first: dict[int, int] = {}
@@ -193,14 +201,38 @@ def _content(value: Any) -> object:  # not `object`, as in `fixed`
     if isinstance(value, Tensor):
         key = _kind(value) if value.layout is torch.strided else (Tensor, value.shape, value.dtype, value.device)
         return key, value.is_conj(), value.is_neg()  # which say how it is laid out when they are resolved
-    if isinstance(value, dict | list | tuple):
-        leaves, spec = tree.flatten(value)
-        if not spec.is_leaf():
-            return spec, *map(_content, leaves)
-        return type(value), *map(_content, value.items() if isinstance(value, dict) else value)  # a subclass
+    if isinstance(value, dict | list | tuple) and not (flat := tree.flatten(value))[1].is_leaf():
+        return flat[1], _names(flat[1]), *map(_content, flat[0])
     if isinstance(value, set | frozenset):
         return type(value), frozenset(map(_content, value))
-    return MESHES.of(value) if is_mesh(value) else _Same(value)
+    if is_mesh(value):
+        return MESHES.of(value)
+    parts = _parts(value)
+    return _Same(value) if parts is None else (type(value), *map(_content, parts))
+
+
+# Modules whose objects are values: Python's containers and buffers, partials, and numpy's arrays.
+_OF_VALUES = {"_ctypes", "_io", "array", "builtins", "collections", "functools", "numpy", "types"}
+
+
+def _parts(x: Any) -> Iterable[object] | None:  # not `object`, as in `fixed`
+    """What is compared of an object: of values what `pickle` would save, of the user's dataclasses the fields.
+
+    None for an object that is compared by identity.
+    """
+    if is_dataclass(x) and not isinstance(x, type) and not is_of_library(type(x)):
+        return [getattr(x, field.name, None) for field in fields(x)]
+    if isinstance(x, type) or not any(base.__module__ in _OF_VALUES for base in type(x).__mro__[:-1]):
+        return None
+    if isinstance(x, memoryview | MappingProxyType):
+        return (x.format, x.shape, x.tobytes()) if isinstance(x, memoryview) else [dict(x)]
+    if isinstance(x, KeysView | ValuesView | ItemsView):
+        return list(x)
+    try:
+        saved = x.__reduce_ex__(4)
+    except Exception:  # what cannot be saved, such as a lock or a generator
+        return None
+    return None if isinstance(saved, str) else [list(y) if isinstance(y, Iterator) else y for y in saved]
 
 
 def _incomparable(leaves: Sequence[object], spec: tree.Spec) -> TypeError:
@@ -212,7 +244,7 @@ def _incomparable(leaves: Sequence[object], spec: tree.Spec) -> TypeError:
             )
         try:
             hash(_kind(leaf))
-        except (TypeError, RuntimeError) as failure:
+        except (TypeError, ValueError, RuntimeError) as failure:
             return TypeError(
                 f"jit: argument {path!r} is a {type(leaf).__name__}, which cannot be compared with the next call's "
                 f"({failure}): pass tensors, numbers, strings, trees of those, or hashable objects, as frozen "
@@ -223,7 +255,7 @@ def _incomparable(leaves: Sequence[object], spec: tree.Spec) -> TypeError:
 
 def difference(old: Signature, new: Signature) -> str:
     """Describe the first difference between two signatures, for `explain`."""
-    if old.spec != new.spec:
+    if (old.spec, old.names) != (new.spec, new.names):
         return "the structure of the arguments, or what their nodes carry (a plan, say), differs"
     for path, before, now in zip(tree.paths(new.spec), old.kinds, new.kinds, strict=True):
         if before != now:
@@ -248,7 +280,7 @@ def _words(key: TensorKey | Key) -> str:
         kind, *content = key
         if not content:  # an empty set, or a dataclass without fields
             return f"an empty {kind.__name__}"
-        return str(content[0]) if issubclass(kind, Number) else repr(content[0])
+        return str(content[0]) if issubclass(kind, Number) else repr(getattr(content[0], "value", content[0]))
     dtype = str(key.dtype).removeprefix("torch.")
     words = f"{dtype}{list(key.shape)} strides {list(key.stride)} on {key.device}"
     words += f" of class {key.kind.__name__}" * (key.kind is not Tensor)

@@ -10,9 +10,10 @@ Note [Traced functions]
 from __future__ import annotations
 
 import re
+import sys
 import traceback
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from numbers import Number
 from typing import ParamSpec, TypeVar
@@ -28,7 +29,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..core import tree
-from ..core.arguments import call_site, check_function, frame_of, line_of
+from ..core.arguments import NOT_THE_USER, call_site, check_function, frame_of, line_of
 from ..core.random import draws
 from ..core.storage import address
 from ..core.tracing import Marked, kind_of, mark
@@ -97,7 +98,8 @@ def trace(fn: Callable[..., Tree], leaves: Sequence[object], spec: tree.Spec, ca
             if isinstance(leaf, Marked):
                 mark(x, type(leaf))
         args, kwargs = tree.unflatten(spec, _merged(leaves, inputs))
-        with _without_random_state(fake_of), _undrawn(fn, leaves):
+        places = {address(x) for x in (*inputs, *more)}
+        with _without_random_state(fake_of), _Captured(fake_of, places), _undrawn(fn, leaves):
             out, out_spec = tree.flatten(fn(*args, **kwargs))
         out = [fake_of.get(id(leaf), leaf) for leaf in out]
         _check_same([*inputs, *more], before, [*paths, *("a captured tensor" for _ in more)])
@@ -249,11 +251,15 @@ def _put(fake_of: Mapping[int, Tensor], x: Tree) -> Tree:
 
 
 class _Captured(TorchFunctionMode):
-    """Put fake tensors in place of captured ones, also where no operator is called: in `.tolist()`, `.data`."""
+    """Put fake tensors in place of captured ones, also where no operator is called: in `.tolist()`, `.data`.
 
-    def __init__(self, fake_of: Mapping[int, Tensor]) -> None:
+    Raise TraceError if the function asks where a tensor lies in one of the inputs' storages, whose addresses are given:
+    in another call it may lie elsewhere.
+    """
+
+    def __init__(self, fake_of: Mapping[int, Tensor], inputs: Collection[int]) -> None:
         super().__init__()
-        self._fake_of = fake_of
+        self._fake_of, self._inputs = fake_of, inputs
 
     def __torch_function__(
         self,
@@ -262,7 +268,10 @@ class _Captured(TorchFunctionMode):
         args: tuple[object, ...] = (),
         kwargs: Mapping[str, object] | None = None,
     ) -> object:
-        args, kwargs = _put(self._fake_of, (args, kwargs or {}))
+        args, kwargs = _put(self._fake_of, (args, kwargs or {})) if self._fake_of else (args, kwargs or {})
+        asks = func is Tensor.storage_offset and address(args[0]) in self._inputs  # type: ignore[arg-type]
+        if asks and not sys._getframe(1).f_code.co_filename.startswith(NOT_THE_USER):
+            raise TraceError(f"jit: storage_offset() of an argument at {call_site()}: pass that number as an argument")
         return func(*args, **kwargs)
 
 
@@ -336,7 +345,7 @@ def _without_random_state(fake_of: Mapping[int, Tensor]) -> Iterator[None]:
     """
     saved = torch.default_generator.get_state()
     try:
-        with _Watch(fake_of) as watch, _Captured(fake_of) if fake_of else nullcontext():
+        with _Watch(fake_of) as watch:
             yield
         watch.check()
     finally:

@@ -72,8 +72,8 @@ def check_whole(
 
 
 def is_number(value: object) -> TypeGuard[float]:
-    """Whether a value is an int or a float, and not a bool."""
-    return isinstance(value, int | float) and not isinstance(value, bool)
+    """Whether a value is an int or a float, and not a bool; where torch.compile traces, also one of its sizes."""
+    return isinstance(value, int | float | torch.SymInt | torch.SymFloat) and not isinstance(value, bool)
 
 
 def check_positive(name: str, value: object, tensors: bool = True) -> None:

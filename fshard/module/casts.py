@@ -6,9 +6,10 @@ Note [Casts]
     in float32. The code of a module knows nothing of that: it gives a norm what has the dtype of the rest, and goes on
     with what the norm returns. So the outermost submodules whose parameters are all computed in one dtype, which is not
     the policy's own, cast their floating inputs to it, and their floating outputs back. `forward` is wrapped, and not
-    hooked: checkpoints of transformers call `forward` alone. A module whose parameters are computed in the dtypes that
-    they have in the module itself casts nothing: its code knows these. The submodules of `cast_at` of a policy cast
-    their inputs in any case, and not their outputs, as modules do that FSDP wraps.
+    hooked: checkpoints of transformers call `forward` alone. Where all parameters are computed in the dtypes that they
+    have in the module itself, its submodules cast nothing, since its code knows these dtypes; if the policy names
+    neither `compute` nor `storage`, the module casts nothing either. The submodules of `cast_at` of a policy cast their
+    inputs in any case, and not their outputs, as modules do that FSDP wraps.
 """
 
 from __future__ import annotations
@@ -37,13 +38,15 @@ def casts_of(
     dtypes: Sequence[tuple[torch.dtype, torch.dtype]],
     buffers: Sequence[torch.dtype],
     policy: Policy,
+    paths: Sequence[str],
     unasked: bool,
 ) -> Casts:
     """The casts of a module whose parameters, by number, are stored and computed in pairs of dtypes.
 
     The dtype around is that of the policy without its overrides, of most elements. `buffers` are the dtypes of buffers.
-    With `unasked` the module itself casts, and not only the submodules of `cast_at`; then ValueError for a batch norm
-    that would be computed in another dtype than its running statistics have.
+    `paths` are those of submodules that cast their inputs. With `unasked` the module itself casts, too, and those that
+    are computed in another dtype; then ValueError for a batch norm that would be computed in another dtype than its
+    running statistics have.
     """
     computed = [dtype for _, dtype in dtypes]
     if unasked:
@@ -56,7 +59,7 @@ def casts_of(
         return ()
     around = sizes.most_common(1)[0][0]
     both_ways = dict(_casting(skeleton, "", computed, around)) if unasked else {}
-    paths = (*[""] * unasked, *policy.cast_at)
+    paths = (*[""] * unasked, *paths)
     chosen = {path: _asked(skeleton, path, computed, around) for path in paths if path not in both_ways}
     return *((path, dtype, around) for path, dtype in both_ways.items()), *((*pair, None) for pair in chosen.items())
 

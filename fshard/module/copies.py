@@ -113,10 +113,12 @@ class Copies:
     def _casts_of(self, call: Call) -> Casts:
         dtypes, policy = call.params.dtypes(), call.params.policy
         unasked = policy.cast_inputs and [computed for _, computed in dtypes] != self._dtypes
-        if not unasked and not policy.cast_at:
+        # a module that is made in the dtypes of computation casts its own inputs alone
+        paths = (*[""] * (policy.cast_inputs and (policy.compute is not None or policy.stores)), *policy.cast_at)
+        if not unasked and not paths:
             return ()
         buffers = tuple(x.dtype for x in call.buffers)
-        key = tuple(dtypes), buffers, policy.storage, policy.compute, policy.cast_at, unasked
+        key = tuple(dtypes), buffers, policy.storage, policy.compute, paths, unasked
         if key not in self._casts:
-            self._casts[key] = casts_of(self.skeleton, dtypes, buffers, policy, unasked)
+            self._casts[key] = casts_of(self.skeleton, dtypes, buffers, policy, paths, unasked)
         return self._casts[key]

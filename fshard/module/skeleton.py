@@ -18,6 +18,9 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor, nn
 
+# Private: the class of tensors while torch.compile traces; `_weights` makes weights of it
+from torch._subclasses.functional_tensor import FunctionalTensor
+
 from ..core import func_levels, tree
 from ..core.storage import writes
 from ..core.tracing import is_tracing
@@ -71,10 +74,12 @@ class Place:
     def _worn(self, x: Any, is_gathered: bool) -> Tensor:
         """What says that it is this parameter: a gathered leaf's view, which lives with it, or the call's own alias."""
         worn = x
-        if is_gathered:  # whoever else reads the leaf reads a plain tensor
-            with func_levels.aside(), torch.enable_grad():
-                worn = x._worn = x.view_as(x)
         kind: Any = type(x)
+        if is_gathered or kind is FunctionalTensor:  # whoever else reads the leaf reads a plain tensor
+            with func_levels.aside(), torch.enable_grad():
+                worn = x._worn = x[...]  # `view_as` takes no sparse gradients
+                if kind is FunctionalTensor:
+                    worn._plain = x[...]
         worn.__class__ = _weights(kind)
         vars(worn).update(self.attributes, _place=self)
         return worn
@@ -106,6 +111,7 @@ class Weight(nn.Parameter):
     """
 
     _place: Place
+    _plain: Tensor  # while torch.compile traces: the same tensor, of the one class that operators take there
 
     is_leaf = property(lambda self: True)
     grad_fn = property(lambda self: None)
@@ -126,8 +132,15 @@ class Weight(nn.Parameter):
 
 @functools.cache
 def _weights(kind: type[Tensor]) -> type[Weight]:
-    """The class of weights that are tensors of a class: while a graph is traced, of fake ones."""
-    return Weight if kind is Tensor else type(kind.__name__, (Weight, kind), {})
+    """The class of weights that are tensors of a class: while a graph is traced, of fake or functional ones."""
+    more = {"__torch_function__": classmethod(_with_plain)} if kind is FunctionalTensor else {}
+    return Weight if kind is Tensor else type(kind.__name__, (Weight, kind), more)
+
+
+def _with_plain(cls: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    """Call `func` with the plain tensors of weights: functionalization takes no other class than its own."""
+    args, kwargs = tree.map_tops(lambda x: x._plain if isinstance(x, Weight) else x, Weight, (args, kwargs or {}))
+    return func(*args, **kwargs)
 
 
 class Stand(Tensor):

@@ -394,7 +394,7 @@ class Leaves:
             expected = tree.unflatten(spec, [0] * spec.num_leaves)
             raise ValueError(f"{what}: {tree.difference(expected, without)}") from None
         with torch.enable_grad():  # what is read under no_grad may be used outside of it
-            self._sources = [x if isinstance(x, _At) else x.view_as(x) for x in given]
+            self._sources = [x if isinstance(x, _At) else x[...] for x in given]
         plan = next((x.tape.plan for x in self._sources if isinstance(x, _At)), None)
         policy, mesh, self._remarks = _LOSS.get()
         self.policy, self.mesh = (policy, mesh) if plan is None else (plan.policy, plan.mesh)

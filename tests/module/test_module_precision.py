@@ -407,6 +407,53 @@ def test_a_module_of_several_dtypes_keeps_its_own_casts():
     assert out(sharded)[1].dtype == F32
 
 
+class Entered(nn.Module):
+    """Returns the dtypes of its inputs, and those that its submodule is given."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.stem = nn.Linear(2, 2, dtype=dtype)
+
+    def forward(self, x: Tensor, *, step: Any = None) -> Any:
+        """Two tensors of no elements."""
+        seen = [x.new_empty(0), self.stem(x.to(self.stem.weight.dtype)).new_empty(0)]
+        return seen if step is None else [*seen, step + 0]
+
+
+DTYPES = {"f32": F32, "bf16": BF16, None: None}
+
+
+@pytest.mark.parametrize("given", [F32, BF16, torch.float64])
+@pytest.mark.parametrize("compute", DTYPES)
+@pytest.mark.parametrize("storage", DTYPES)
+@pytest.mark.parametrize("own", [F32, BF16])
+@pytest.mark.parametrize("where", ["", "**: "])
+def test_inputs_are_cast_whatever_dtype_the_module_is_made_in(where, own, storage, compute, given):
+    """A module made in bfloat16 with float32 masters would be given inputs in float32."""
+    apply, params, buffers = functionalize(Entered(own))
+    words = ",".join(f"{name}={x}" for name, x in (("storage", storage), ("compute", compute)) if x)
+    policy = "; " * bool(where and words) + where * bool(words) + words
+    sharded = fshard.shard_params(params, fshard.make_plan(params, policy=policy))
+    out = fshard.evaluate(lambda p: (torch.zeros(()), apply(p, buffers, torch.ones(1, 2, dtype=given))[0]), True)
+    stored = DTYPES[storage] or own
+    computed = DTYPES[compute] or stored
+    casts = (compute is not None and not where) or storage is not None or computed != own
+    assert [x.dtype for x in out(sharded)[1]] == [computed if casts else given, computed]
+
+
+def test_a_timestep_that_is_not_rounded():
+    """A diffusion model would be told another time than that of its noise."""
+    apply, params, buffers = functionalize(Entered(F32))
+    t, x = torch.tensor(998.39), torch.ones(1, 2)
+    for policy, found in (
+        (apply.policy("compute=bf16"), torch.tensor(1000.0)),
+        (apply.policy("compute=bf16,cast_inputs=no", cast=["stem"]), t),
+    ):
+        sharded = fshard.shard_params(params, fshard.make_plan(params, policy=policy))
+        out = fshard.evaluate(lambda p: (torch.zeros(()), apply(p, buffers, x, step=t)[0]), True)(sharded)[1]
+        assert out[-1].float() == found
+
+
 def test_one_function_with_several_policies():
     """A function that was called with one policy would go on with its casts."""
     apply, params, buffers = functionalize(Lists())
