@@ -23,7 +23,8 @@ _NEAR = 200  # most characters that are quoted before and after the first that d
 # of fewer than 255 bytes: CUDA takes no more
 _UNEQUAL = (
     "ranks have states of different steps or seeds: restore the same; or losses of other classes or dtypes: return the "
-    "same; or read different units: read the same, with an empty batch, or params_over=(), or regather=False if some use it"
+    "same; or read different units: read the same, with an empty batch, or params_over=(); or, if some use a unit, "
+    "regather=False"
 )
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}  # by bytes of an element; else int64
 
