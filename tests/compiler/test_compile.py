@@ -340,7 +340,7 @@ def test_zero_over_whole_parameters(partition):
 
 def test_the_comparison_can_fail():
     """A difference of 1e-9, or of a shape, is noticed: otherwise the tests of compiled steps would always pass."""
-    warnings.filterwarnings("ignore", ".*torch.jit.script", DeprecationWarning)
+    warnings.filterwarnings("ignore", ".*torch.jit.script")
     bits, far, _ = alike(None, lambda step: lambda s, b: step(s, {**b, "x": b["x"] * (1 + 1e-9)}))
     assert not bits
     assert 1e-10 < far < 1e-6
