@@ -50,13 +50,13 @@ def kind_of(x: Tensor) -> type[Tensor]:
 
 
 def _renames(node: Node) -> bool:
-    """Whether a node returns its only argument as it is, as `detach` does.
+    """Whether a node returns its only argument, as `detach` and operators in place do, which eagerly keep the class.
 
     By what it does: torch 2.13 records `detach` as `aten.detach`, torch 2.14 as `aten.alias`.
     """
     arguments = node.target._schema.arguments if isinstance(node.target, torch._ops.OpOverload) else ()
     info = arguments[0].alias_info if len(arguments) == 1 else None
-    return info is not None and not info.is_write and _form(node) == _form(node.all_input_nodes[0])
+    return info is not None and _form(node) == _form(node.all_input_nodes[0])
 
 
 def _form(node: Node) -> object:

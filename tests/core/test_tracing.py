@@ -8,6 +8,7 @@ from support.graphs import graph_of
 from torch import Tensor
 
 from fshard.core.tracing import Marked, kind_of, mark
+from fshard.train.loss_scale import Unscaled
 
 
 class Divided(Marked):
@@ -62,9 +63,22 @@ def test_a_mark_goes_through_what_returns_its_argument(name):
     assert seen >= 3
 
 
-@pytest.mark.parametrize("jitted", [torch.clone, lambda x: x + 0, lambda x: x.detach() + 0, lambda x: x[:2]])
-def test_what_is_computed_has_no_mark(jitted):
-    """A step could not scale again what it has computed from unscaled gradients."""
-    kinds = []
-    graph_of(lambda x: kinds.append(kind_of(jitted(mark(x.clone(), Divided)))) or x + 1, torch.ones(3))
-    assert kinds == [Tensor]
+FUNCTIONS = {
+    "detach": lambda x: x.detach(),
+    "detach twice": lambda x: x.detach().detach(),
+    "in place": lambda x: x.relu_(),
+    "sum": lambda x: x + 0,
+    "clone": lambda x: x.clone(),
+    "sum of detached": lambda x: x.detach() + 0,
+    "part": lambda x: x[:2],
+    "view": lambda x: x.view(3, 1),
+    "view of its own shape": lambda x: x.view(3),
+}
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_graphs_mark_what_is_marked_eagerly(name):
+    """A step could unscale its gradients twice as a graph and not eagerly, or scale them again eagerly alone."""
+    function, kinds = FUNCTIONS[name], []
+    graph_of(lambda x: kinds.append(kind_of(function(mark(x.clone(), Unscaled)))) or x + 1, torch.ones(3))
+    assert kinds == [type(function(mark(torch.ones(3), Unscaled)))]
