@@ -290,6 +290,7 @@ def test_a_step_under_torch_compile_by_inductor():
     simulated(partial(compiles, backend="inductor", tx=SCHEDULED, clip_norm=1.0), shard=2)
 
 
+@pytest.mark.skipif(torch.__version__.startswith("2.11."), reason="dynamo of torch 2.11 does not follow optree")
 def test_a_step_in_a_function_under_torch_compile():
     """A user's function around a step is one graph: otherwise an average of parameters would need a second one."""
 
