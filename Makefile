@@ -4,8 +4,13 @@ INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c c
 ARGS ?=
 WHEELS ?=
 CUDA_VENV ?= .venv-cuda
+# of `make versions`: the newest torch with which fshard was tested (docs/limits.md)
+TORCH ?= 2.15.0
+TRIED_WITH := numpy pytest pytest-xdist pyyaml hypothesis safetensors torchdata torchopt
+# cases of each test
+MOST ?= 2
 
-.PHONY: train test lint docs bench gpu fakegpu mutants clean
+.PHONY: train test lint docs bench gpu fakegpu versions mutants clean
 
 train: .venv/train
 	OMP_NUM_THREADS=1 $(BIN)/python -m torch.distributed.run --standalone --nproc-per-node=2 examples/nanogpt.py $(ARGS)
@@ -56,6 +61,16 @@ $(CUDA_VENV)/ready:
 	PIP_CONFIG_FILE=/dev/null PIP_FIND_LINKS= $(CUDA_VENV)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt torch optree numpy pytest
 	touch $@
 
+# the tests that a release of torch may break, with one release of torch
+versions: .venv-torch-$(TORCH)/ready
+	OMP_NUM_THREADS=1 FSHARD_MOST=$(MOST) .venv-torch-$(TORCH)/bin/python -m pytest -n 2 --dist worksteal $(ARGS) $$(.venv-torch-$(TORCH)/bin/python tools/torch_tests.py)
+
+# from the package index alone, as above: torch for CUDA (5.4 GB)
+.venv-torch-$(TORCH)/ready:
+	$(PYTHON) -m venv $(@D)
+	PIP_CONFIG_FILE=/dev/null PIP_CONSTRAINT= PIP_FIND_LINKS= $(@D)/bin/python -m pip install --quiet --disable-pip-version-check torch==$(TORCH) optree $(TRIED_WITH)
+	touch $@
+
 # each of the other benchmarks: bench-optimizers is benchmarks/optimizers.py
 bench-%: .venv/ready
 	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/$*.py $(ARGS)
@@ -65,4 +80,4 @@ mutants: .venv/ready
 	$(BIN)/python benchmarks/mutants.py $(ARGS)
 
 clean:
-	rm -rf .venv .venv-cuda tools/fakegpu/stub/build build site runs mutants .pytest_cache .mypy_cache .ruff_cache
+	rm -rf .venv .venv-cuda .venv-torch-* tools/fakegpu/stub/build build site runs mutants .pytest_cache .mypy_cache .ruff_cache

@@ -39,13 +39,13 @@ def pytest_configure(config: pytest.Config) -> None:
 MOST_OF_REST = 8  # cases of one test: some have hundreds, and CI has 20 minutes
 
 
-def _evenly(items: list[pytest.Item]) -> tuple[list[pytest.Item], list[pytest.Item]]:
-    """At most `MOST_OF_REST` cases of each test, evenly chosen, and the other cases."""
+def _evenly(items: list[pytest.Item], limit: int) -> tuple[list[pytest.Item], list[pytest.Item]]:
+    """At most `limit` cases of each test, evenly chosen, and the other cases."""
     totals, seen = Counter(item.nodeid.split("[")[0] for item in items), Counter[str]()
     chosen, others = list[pytest.Item](), list[pytest.Item]()
     for item in items:
         name = item.nodeid.split("[")[0]
-        number, most, total = seen[name], min(MOST_OF_REST, totals[name]), totals[name]
+        number, most, total = seen[name], min(limit, totals[name]), totals[name]
         seen[name] += 1
         (chosen if (number + 1) * most // total > number * most // total else others).append(item)
     return chosen, others
@@ -55,11 +55,16 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     """Skip tests marked `cuda` without a GPU; of tests marked `sample(n)` keep one case in n, and none marked `slow`.
 
     With FSHARD_CI=1 keep others, too, at most `MOST_OF_REST` of one test, evenly chosen, and with FSHARD_REST=1 those
-    alone; all if asked for by name, or with FSHARD_ALL=1.
+    alone; all if asked for by name, or with FSHARD_ALL=1. With FSHARD_MOST=n keep n cases of each test, marked or not,
+    and cases that are asked for by name.
     """
     for item in items:
         if item.get_closest_marker("cuda") and not torch.cuda.is_available():
             item.add_marker(pytest.mark.skip(reason="needs a GPU"))
+    if most := os.environ.get("FSHARD_MOST"):
+        asked = {arg for arg in config.args if arg.endswith("]")}
+        _keep(config, items, _evenly([item for item in items if item.nodeid not in asked], int(most))[1])
+        return
     if os.environ.get("FSHARD_ALL") or any("::" in arg for arg in config.args) or config.option.keyword:
         return
     counts = Counter[str]()
@@ -70,11 +75,16 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         in_sample = not item.get_closest_marker("slow") and (mark is None or counts[name] % mark.args[0] == 0)
         counts[name] += 1
         (sampled if in_sample else others).append(item)
-    rest, left_out = _evenly(others)
+    rest, left_out = _evenly(others, MOST_OF_REST)
     if os.environ.get("FSHARD_REST"):
         left_out += sampled
     elif not os.environ.get("FSHARD_CI"):
         left_out += rest
+    _keep(config, items, left_out)
+
+
+def _keep(config: pytest.Config, items: list[pytest.Item], left_out: list[pytest.Item]) -> None:
+    """Take what is left out from the items."""
     if left_out:
         config.hook.pytest_deselected(items=left_out)
         left = set(left_out)

@@ -83,7 +83,7 @@ def tests(rows: Rows, mesh: DeviceMesh) -> None:
 def values(rows: Rows, mesh: DeviceMesh) -> None:
     """Compare optimizers, policies and kinds of steps with the CPU's, with warnings as errors; rows of odd sizes."""
     warnings.simplefilter("error")
-    warnings.filterwarnings("ignore", ".*torch.jit.script", DeprecationWarning)
+    warnings.filterwarnings("ignore", ".*torch.jit.script")
     for name, kind in alternatives():
         rows.check(name, lambda kind=kind: _as_on_cpus(mesh, kind))  # type: ignore[misc]
     for name in OPTIMIZERS:

@@ -35,6 +35,7 @@ from . import self_test
 from .output import FAULT, Line, report
 from .traps import TRAPS, Facts, Finding, several_hosts
 
+TESTED = ("2.11", "2.15")  # the oldest and the newest torch in the table of docs/limits.md
 _SELF_TEST = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", self_test.__name__)
 
 
@@ -66,7 +67,7 @@ def _line(name: str, wrong: str, do: str) -> Line:
 
 def versions() -> dict[str, str]:
     """Return versions, backends and GPUs."""
-    here = {"python": platform.python_version(), "torch": torch.__version__}
+    here = {"python": platform.python_version(), "torch": torch.__version__ + untested(torch.__version__)}
     here |= {"optree": importlib.metadata.version("optree"), "fshard": fshard.__version__}
     here["backends"] = ", ".join(name for name in ("gloo", "nccl", "mpi", "ucc") if dist.is_backend_available(name))
     if torch.cuda.is_available():
@@ -74,6 +75,12 @@ def versions() -> dict[str, str]:
         nccl = ".".join(map(str, torch.cuda.nccl.version()))
         here |= {"CUDA": str(torch.version.cuda), "NCCL": nccl, "GPUs": ", ".join(names)}
     return here
+
+
+def untested(version: str) -> str:
+    """Return a remark on a version of torch with which fshard was not tested; nothing for others."""
+    first, last, here = ([int(n) for n in text.split(".")[:2]] for text in (*TESTED, version))
+    return "" if first <= here <= last else f" (fshard was tested with {TESTED[0]} to {TESTED[1]})"
 
 
 def facts_here(env: Mapping[str, str], given: str | None) -> Facts:

@@ -71,7 +71,10 @@ class Lowered:
         return inspect.collectives(self.graph)
 
     def flops(self) -> int:
-        """Count the floating-point operations of this rank's matrix products, convolutions and attention."""
+        """Count the floating-point operations of this rank's matrix products, convolutions and attention.
+
+        Torch counts attention on CPUs since 2.15, and on GPUs in all releases.
+        """
         return inspect.flops(self.traced.module)
 
     def memory(self) -> Footprint:
@@ -101,8 +104,8 @@ class Lowered:
         module = fx.GraphModule(self.traced.module, graph)
         fakes = [node.meta["val"] for node in self.graph.nodes if node.op == "placeholder"]
         with torch.no_grad(), warnings.catch_warnings():
-            # torch 2.13 scripts a few functions when inductor is first used, and warns about its own call
-            warnings.filterwarnings("ignore", message=".*torch.jit.script", category=DeprecationWarning)
+            # torch scripts a few functions when inductor is first used, and warns about its own call
+            warnings.filterwarnings("ignore", message=".*torch.jit.script")
             options = {"config_patches": _INDUCTOR} if backend == "inductor" else {}
             return Compiled(self, lookup_backend(backend)(module, fakes, **options))
 

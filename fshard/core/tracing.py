@@ -44,9 +44,24 @@ def kind_of(x: Tensor) -> type[Tensor]:
     if isinstance(x, Marked):
         return type(x)
     node = _node_of(x) if is_tracing() else None
-    while node is not None and node.target is torch.ops.aten.detach.default:
-        (node,) = node.all_input_nodes  # `detach` keeps the class
+    while node is not None and _renames(node):
+        (node,) = node.all_input_nodes
     return Tensor if node is None else node.meta.get("kind", Tensor)
+
+
+def _renames(node: Node) -> bool:
+    """Whether a node returns its only argument, as `detach` and operators in place do, which eagerly keep the class.
+
+    By what it does: torch 2.13 records `detach` as `aten.detach`, torch 2.14 as `aten.alias`.
+    """
+    arguments = node.target._schema.arguments if isinstance(node.target, torch._ops.OpOverload) else ()
+    info = arguments[0].alias_info if len(arguments) == 1 else None
+    return info is not None and _form(node) == _form(node.all_input_nodes[0])
+
+
+def _form(node: Node) -> object:
+    x = node.meta["val"]
+    return (x.dtype, x.shape, x.layout is torch.strided and x.stride(), x.is_conj(), x.is_neg())
 
 
 def _node_of(x: Tensor) -> Node | None:

@@ -273,8 +273,9 @@ def register_fields(
     def unflatten(static: Sequence[Metadata], dynamic: Sequence[Tree]) -> Tree:
         # leaves may be anything while a tree is mapped: __post_init__ must not look at them
         x: object = object.__new__(cls)
-        # through vars, because a frozen dataclass refuses setattr
-        vars(x).update(zip(children, dynamic, strict=True), **dict(zip(metadata, static, strict=True)))
+        for name, value in zip((*children, *metadata), (*dynamic, *static), strict=True):
+            # a frozen dataclass refuses setattr; dynamo of torch 2.11 cannot trace `vars(x).update`
+            object.__setattr__(x, name, value)
         return x
 
     # on the class, because a node of torch's namespace has no names of its own

@@ -205,7 +205,7 @@ def _leaves(forms: Plain, items: dict[tuple[str, tuple[int, ...] | None], _Item]
 def _dtype(name: str, properties: Plain) -> torch.dtype:
     record = _expect(properties, Record, f"{name!r}: properties")
     state = _expect(record.state, tuple, f"{name!r}: properties")
-    require(record.name == f"{_OURS}TensorProperties" and len(state) == 5, f"{name!r}: properties of another form")
+    require(record.name == f"{_OURS}TensorProperties" and len(state) >= 5, f"{name!r}: properties of another form")
     dtype = _expect(state[0], Record, f"{name!r}: dtype")
     require(dtype.name in _DTYPES, f"{name!r}: expected one of the dtypes of safetensors, got {dtype.name}")
     return _DTYPES[dtype.name]

@@ -17,6 +17,7 @@ from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from ..comm.mesh import Grid, axis_sizes, digits, numbered
 from ..comm.primitives import fold, sum_dtype
@@ -204,8 +205,11 @@ class _SimulatedRanks:
 
 
 def _load_forward_mode() -> None:
-    with warnings.catch_warnings():  # torch 2.13 scripts some formulas at the first use, and warns about its own call
-        warnings.filterwarnings("ignore", message=".*torch.jit.script", category=DeprecationWarning)
+    # torch 2.11 for CUDA without a GPU keeps what its first fake tensors set up in their thread: the next would crash
+    with FakeTensorMode() if torch.version.cuda and not torch.cuda.is_available() else nullcontext():
+        pass
+    with warnings.catch_warnings():  # torch scripts some formulas at the first use, and warns about its own call
+        warnings.filterwarnings("ignore", message=".*torch.jit.script")
         torch.func.jvp(torch.neg, (torch.zeros((), device="cpu"),), (torch.zeros((), device="cpu"),))
 
 

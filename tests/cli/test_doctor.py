@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -134,6 +135,23 @@ def test_what_is_wrong_here_is_printed_with_a_remedy(
     assert {"python", "torch", "optree", "fshard", "backends", "two processes"} < rows.keys()
     assert main(["doctor"]) == 1
     assert "GLOO_SOCKET_IFNAME=nothing: no interface 'nothing' has an address here\n" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("version", "tested"), [("2.10.1", False), ("2.11.0+cu130", True), ("2.15.0", True), ("2.16.0a0+git1", False)]
+)
+def test_a_torch_that_nobody_tested_is_named(version: str, tested: bool) -> None:
+    """Users of a torch that came out after fshard would not learn that nobody has tried the two together."""
+    assert doctor.untested(version) == ("" if tested else " (fshard was tested with 2.11 to 2.15)")
+
+
+def test_the_tested_versions_are_those_of_the_page() -> None:
+    """The command would name other versions than the page that says what was tested."""
+    root = Path(__file__).parents[2]
+    rows = re.findall(r"^\| (2\.\d+)\.\d+ \|", (root / "docs" / "limits.md").read_text(), re.MULTILINE)
+    assert (rows[0], rows[-1]) == doctor.TESTED
+    (newest,) = re.findall(r"^TORCH \?= (2\.\d+)\.\d+$", (root / "Makefile").read_text(), re.MULTILINE)
+    assert newest == rows[-1]
 
 
 @pytest.mark.slow

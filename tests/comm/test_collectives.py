@@ -357,7 +357,7 @@ BATCH = {"vmap(grad)": 0, "vmap(grad), batched at the end": -1, "vmap(jvp(grad))
 
 def derivatives(mesh: Any) -> dict[tuple[str, ...], Tensor]:
     """Every program of every collective, on this rank's rows; and the forward derivative of the collective itself."""
-    warnings.filterwarnings("ignore", ".*torch.jit.script", DeprecationWarning)  # torch's own, where jvp is first used
+    warnings.filterwarnings("ignore", ".*torch.jit.script")  # torch's own, where jvp is first used
     size, rank = mesh.size(mesh.mesh_dim_names.index("shard")), mesh.get_local_rank("shard")
     found = {}
     for name in LINEAR:

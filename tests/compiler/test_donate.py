@@ -44,7 +44,7 @@ def test_a_donated_state(make):
     """Donation would copy, leave the old state usable, or change results over ten steps."""
 
     def law(mesh: Any) -> None:
-        warnings.filterwarnings("ignore", ".*torch.jit.script", DeprecationWarning)
+        warnings.filterwarnings("ignore", ".*torch.jit.script")
         state, step = start(mesh, optim.adamw(0.1), DynamicLossScale(4.0, growth_interval=2))
         given, fast = tree.map(torch.clone, state), make(step, donate=True)
         places = [x.data_ptr() for x in tree.leaves(given)]

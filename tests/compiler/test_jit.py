@@ -48,7 +48,7 @@ def sharded_loss(p: Any, x: Tensor) -> Tensor:
 
 def derivatives(mesh: Any, names: list[str], backend: str, **strategy: Any) -> None:
     """Derivatives of a loss that gathers, jitted and not."""
-    warnings.filterwarnings("ignore", ".*torch.jit.script", DeprecationWarning)
+    warnings.filterwarnings("ignore", ".*torch.jit.script")
     plan = fshard.make_plan(closed_params(), mesh, units=["w1", "w2"], **strategy)
     p, v = (fshard.shard_params(closed_params(seed), plan) for seed in (0, 10))
     x = rand(2, 6, seed=100 + rank_of(mesh))

@@ -110,7 +110,9 @@ def test_an_output_that_renames_an_input_stays():
     """A function that returns its argument detached would return a tensor that is the argument."""
     lowered = graph_of(lambda x: (x.detach(), x.detach() + 1), torch.ones(3))
     passes.shorten(lowered.graph)
-    assert [operator(n) for n in lowered.graph.nodes if n.op == "call_function"] == ["detach", "add"]
+    kept = [operator(n) for n in lowered.graph.nodes if n.op == "call_function"]
+    # torch before 2.14, and since. A third name belongs into `shorten` and `VIEWS`: else passes would miss it
+    assert kept in (["detach", "add"], ["alias", "add"])
     (add,) = (n for n in lowered.graph.nodes if is_call(n, "add"))
     assert add.args[0].op == "placeholder"
 

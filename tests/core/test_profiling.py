@@ -12,6 +12,8 @@ from torch.profiler import ProfilerActivity, profile
 import fshard
 from fshard.core.tracing import named
 
+# torch 2.11 warns at the first profile of a process
+pytestmark = pytest.mark.filterwarnings("ignore:.*Profiler clears events")
 UNITS = ["(first)", "blocks.0", "blocks.1", "blocks.2", "(last)"]
 
 

@@ -90,7 +90,7 @@ def noisy(draw: Callable[[Tensor], Tensor]) -> Callable[..., fshard.Mean]:
 
 def two_steps(mesh: Any, draw: Callable[[Tensor], Tensor], backend: str, **kw: Any) -> list[Any]:
     """Eager and compiled results of two steps, on data that is the same on all ranks."""
-    warnings.filterwarnings("ignore", ".*torch.jit.script", DeprecationWarning)
+    warnings.filterwarnings("ignore", ".*torch.jit.script")
     state, step = start(mesh, loss_fn=noisy(draw), **kw)
     other, fast, rows = state, fshard.jit(step, backend=backend), []
     for i in range(2):

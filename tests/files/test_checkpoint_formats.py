@@ -287,6 +287,17 @@ def test_every_dtype_and_shape(tmp_path, world):
         assert same_bits(whole, values)
 
 
+@pytest.mark.parametrize("more", [(), (None,), ((3, 1), "of a later torch")])
+def test_properties_of_later_releases(tmp_path, monkeypatch, more):
+    """Checkpoints that torch 2.15 wrote, whose properties of tensors have an entry more, could not be restored."""
+    from torch.distributed.checkpoint.metadata import TensorProperties
+
+    plain = TensorProperties.__getstate__
+    monkeypatch.setattr(TensorProperties, "__getstate__", lambda self: (*plain(self)[:5], *more))
+    values = saved(tmp_path, {"w": rand(5, 3, seed=1)})
+    assert same_bits(restored(None, tmp_path, values), values)
+
+
 def boxes(mesh: Any, folder: str, names: tuple[str, ...]) -> None:
     """torch saves DTensors that are cut along other dimensions."""
     warnings.simplefilter("ignore")  # what torch says of its own libraries

@@ -105,7 +105,7 @@ def test_a_product_is_a_tangent() -> None:
 
 def in_processes(mesh: Any) -> Any:
     """Two products."""
-    warnings.filterwarnings("ignore", ".*torch.jit.script", DeprecationWarning)
+    warnings.filterwarnings("ignore", ".*torch.jit.script")
     return [product(mesh, name, "full") for name in ("regression", "meanflow")]
 
 

@@ -223,7 +223,7 @@ def solve(params: Any, grads: Any, batch: Tensor, damping: float = 0.1, steps: i
 
 def newton(mesh: Any, strategy: dict[str, Any], steps: int = 12, jitted: bool = False) -> Any:
     """One step of Newton's method by conjugate gradients."""
-    warnings.filterwarnings("ignore", ".*torch.jit.script", DeprecationWarning)
+    warnings.filterwarnings("ignore", ".*torch.jit.script")
     params = fshard.shard_params(start(), fshard.make_plan(start(), mesh, units=["w"], **strategy))
     batch = data(mesh.get_rank())
     grads = fshard.value_and_grad(quadratic)(params, batch)[1]

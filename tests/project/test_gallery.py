@@ -39,7 +39,7 @@ FEW = 10  # steps, in which processes show that they print the same
 
 def main(mesh: Any, name: str, folder: Path) -> None:
     """An example on a rank; one that writes files takes the folder as `out`."""
-    warnings.filterwarnings("ignore", ".*torch.jit.script", DeprecationWarning)  # torch's first use of jvp warns
+    warnings.filterwarnings("ignore", ".*torch.jit.script")  # torch's first use of jvp warns
     example = importlib.import_module(name)
     options = {"out": folder} if "out" in inspect.signature(example.main).parameters else {}
     example.main(mesh, **options)

@@ -81,7 +81,7 @@ def sharded_loss(p: Any, x: torch.Tensor) -> torch.Tensor:
 
 def on_shards(mesh: Any, plans: dict[str, dict[str, Any]]) -> dict[tuple[str, str], Any]:
     """The results of every program under every plan, gathered."""
-    warnings.filterwarnings("ignore", ".*torch.jit.script", DeprecationWarning)  # torch's first use of jvp warns
+    warnings.filterwarnings("ignore", ".*torch.jit.script")  # torch's first use of jvp warns
     found = {}
     for key, chosen in plans.items():
         plan = fshard.make_plan(params(), mesh, units=["w1", "w2"], **chosen)

@@ -16,8 +16,8 @@ from fshard.train.loss_scale import LossScale
 
 from .models import rand, same_bits
 
-# Importing inductor warns of torch's own use of torch.jit (torch 2.13).
-QUIET = "ignore:.*torch.jit.script:DeprecationWarning"
+# Importing inductor warns of torch's own use of torch.jit: a DeprecationWarning, since torch 2.14 a FutureWarning.
+QUIET = "ignore:.*torch.jit.script"
 UNITS = ["a", "c"]
 # An optimizer whose compiled update has the eager one's bits.
 EXACT = optim.rmsprop(0.1, momentum=0.9)
@@ -90,7 +90,7 @@ def alike(
     **kw: Any,
 ) -> tuple[bool, float, tuple[list[dict[str, Tree]], fshard.TrainState]]:
     """Some steps as they are, and compiled, each on its own results: same bits? how far apart? the last metrics."""
-    warnings.filterwarnings("ignore", ".*torch.jit.script", DeprecationWarning)
+    warnings.filterwarnings("ignore", ".*torch.jit.script")
     state, step = start(mesh, **kw)
     other, fast, bits, far, rows = state, compiled(step), True, 0.0, []
     for i in range(num_steps):

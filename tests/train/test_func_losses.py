@@ -103,7 +103,7 @@ def test_training_is_that_of_one_device(world: str, strategy: str, name: str, ho
 
 def several(mesh: Any) -> list[Any]:
     """Gradients of several losses, and the training by one loss as a graph."""
-    warnings.filterwarnings("ignore", ".*torch.jit.script", DeprecationWarning)
+    warnings.filterwarnings("ignore", ".*torch.jit.script")
     found = [gradient(mesh, name, "full") for name in ("meanflow", "physics", "maml", "nested")]
     return tree.map(Tensor.detach, [found, trained(mesh, "laplacian", "full", jitted=True)])
 

@@ -182,7 +182,7 @@ def main() -> None:
     torch.cuda.set_sync_debug_mode("error")  # says once that it is a prototype
     torch.cuda.set_sync_debug_mode("default")
     warnings.simplefilter("error")
-    warnings.filterwarnings("ignore", ".*torch.jit.script", DeprecationWarning)
+    warnings.filterwarnings("ignore", ".*torch.jit.script")
     with Recorder():
         runs = Runs(mesh_of(shape, "last" in words), "graph" in words)
         for name, kind in kinds(shape, reduction, "graph" in words).items():

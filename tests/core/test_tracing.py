@@ -1,0 +1,84 @@
+"""Marks of traced tensors: a class that says how a tensor was made, carried by the nodes of a graph."""
+
+from typing import Any
+
+import pytest
+import torch
+from support.graphs import graph_of
+from torch import Tensor
+
+from fshard.core.tracing import Marked, kind_of, mark
+from fshard.train.loss_scale import Unscaled
+
+
+class Divided(Marked):
+    """A mark."""
+
+
+def views() -> list[Any]:
+    """The operators of torch that take one tensor and return it, or a view of it: what make_fx could record `detach` as
+    is one of them."""
+    found = []
+    for packet in (getattr(space, name) for space in (torch.ops.aten, torch.ops.prims) for name in dir(space)):
+        for overload in getattr(packet, "overloads", list)():
+            schema = getattr(packet, overload)._schema
+            args, returns = schema.arguments, schema.returns
+            aliases = [x.alias_info for x in (*args, *returns)]
+            is_view = (len(args), len(returns)) == (1, 1) and all(aliases) and not schema.is_mutable
+            if is_view and packet is not torch.ops.aten.lift_fresh:  # graphs have a copy in its place
+                found.append(getattr(packet, overload))
+    return found
+
+
+TENSORS = {
+    "vector": torch.arange(3.0),
+    "matrix": torch.arange(6.0).view(2, 3),
+    "row": torch.arange(3.0).view(1, 3),
+    "complex": torch.complex(torch.arange(3.0), torch.ones(3)),
+    "pairs": torch.ones(3, 2),
+}
+
+
+@pytest.mark.parametrize("name", TENSORS)
+def test_a_mark_goes_through_what_returns_its_argument(name):
+    """Gradients would be divided by the loss scale twice if torch recorded `detach` as an operator that fshard does not
+    know, and what torch computes from them could not be scaled if an operator that computes kept the mark."""
+    x, seen = TENSORS[name], 0
+    for op in views():
+        try:
+            same = op(x)
+        except (RuntimeError, TypeError):
+            continue  # not of such a tensor
+        is_same = same.is_set_to(x) if same.dtype == x.dtype and same.is_conj() == x.is_conj() else False
+        kinds = []
+
+        def fn(y: Tensor, op: Any = op, kinds: list[Any] = kinds) -> Tensor:
+            z = op(mark(y.clone(), Divided))
+            kinds.append(kind_of(z))
+            return z
+
+        graph_of(fn, x)
+        assert kinds == [Divided if is_same else Tensor], op
+        seen += is_same
+    assert seen >= 3
+
+
+FUNCTIONS = {
+    "detach": lambda x: x.detach(),
+    "detach twice": lambda x: x.detach().detach(),
+    "in place": lambda x: x.relu_(),
+    "sum": lambda x: x + 0,
+    "clone": lambda x: x.clone(),
+    "sum of detached": lambda x: x.detach() + 0,
+    "part": lambda x: x[:2],
+    "view": lambda x: x.view(3, 1),
+    "view of its own shape": lambda x: x.view(3),
+}
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_graphs_mark_what_is_marked_eagerly(name):
+    """A step could unscale its gradients twice as a graph and not eagerly, or scale them again eagerly alone."""
+    function, kinds = FUNCTIONS[name], []
+    graph_of(lambda x: kinds.append(kind_of(function(mark(x.clone(), Unscaled)))) or x + 1, torch.ones(3))
+    assert kinds == [type(function(mark(torch.ones(3), Unscaled)))]
