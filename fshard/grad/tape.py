@@ -101,7 +101,7 @@ class Tape:
         self._makes_buffers = any(gathers.is_buffer(params, kind, copied) for kind in params.view.kinds)
         # in the forward: places are saved
         self._regather = self._makes_buffers and self._schedule.regathers and gathered is None
-        self._keeps_on = gathered is not None
+        self._resends, self._keeps_on = self._regather and bool(self._schedule.sent), gathered is not None
         if gathered is not None:
             for unit in self._units.values():
                 unit.keep_in(gathered)
@@ -295,9 +295,8 @@ class Tape:
     @property
     def is_compared(self) -> bool:
         """Whether the host waits, before the backward, to know whether ranks saved the same units to gather again."""
-        if self._into is None or self.plan.device != HOST or is_tracing():
-            return False
-        return any(tape._regather and tape._schedule.sent for tape in [self, *self._followers])
+        waits = self._into is not None and self.plan.device == HOST and not is_tracing()
+        return waits and any(tape._resends for tape in [self, *self._followers])
 
     def reads(self) -> list[int]:
         """Numbers that ranks compare: of the units gathered, and of those saved, in order; none if no unit is sent."""
@@ -313,8 +312,7 @@ class Tape:
         for tape in [self, *self._followers]:
             for unit in tape._units.values():
                 if unit.is_touched and unit.keeps != ():
-                    buffers = tape._buffers(unit)
-                    unit.keeps = ()
+                    buffers, unit.keeps = tape._buffers(unit), ()
                     unit.keep(buffers)
 
     def end(self) -> None:
