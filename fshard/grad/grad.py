@@ -95,11 +95,12 @@ def _numbers(tape: Tape, place: Number) -> list[Number]:
 
 def _alike(tape: Tape, local: Tensor, mesh: AnyMesh, sums: Tensor) -> Tensor:
     """Sums over ranks without the numbers that ranks compare."""
-    if tape.is_compared:
-        if sums[-1] != local[-1] * num_ranks(mesh):
-            tape.keep_read()
-        sums, local = sums[:-1], local[:-1]
-    return consensus.without_place(sums, local, mesh)
+    if not tape.is_compared:
+        return consensus.without_place(sums, local, mesh)
+    losses = consensus.without_place(sums[:-1], local[:-1], mesh)
+    if sums[-1] != local[-1] * num_ranks(mesh):
+        tape.keep_read()
+    return losses
 
 
 def _compare_alone(tape: Tape, mesh: AnyMesh, device: torch.device) -> None:

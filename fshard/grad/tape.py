@@ -303,9 +303,9 @@ class Tape:
         tapes = [tape for tape in [self, *self._followers] if tape._schedule.sent]
         if not tapes or is_tracing():
             return []
-        gathered = [tuple(filter(tape._schedule.sent.__contains__, tape._arrivals.started)) for tape in tapes]
-        saved = [tuple(map(attrgetter("number"), tape._saved)) for tape in tapes]
-        return [hash(tuple(numbers)) & _BITS for numbers in (gathered, saved)]
+        gathered = [filter(tape._schedule.sent.__contains__, tape._arrivals.started) for tape in tapes]
+        saved = [filter(tape._schedule.sent.__contains__, map(attrgetter("number"), tape._saved)) for tape in tapes]
+        return [hash(tuple(map(tuple, numbers))) & _BITS for numbers in (gathered, saved)]
 
     def keep_read(self) -> None:
         """Gather all units that were read, and keep them for the backward, which then sends nothing for them."""

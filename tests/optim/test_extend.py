@@ -281,7 +281,7 @@ def test_a_leaf_that_joins_late_has_a_count_of_its_own(name, function):
 SHARED = {"scale_by_schedule", "clip_by_global_norm", "clip_by_global_norm-inf"}
 
 
-@pytest.mark.parametrize("name", TRANSFORMS.keys() - SHARED)
+@pytest.mark.parametrize("name", sorted(TRANSFORMS.keys() - SHARED))
 def test_added_leaves_share_no_count(name):
     """An added leaf is an error, or trains as it would alone: otherwise it would go on from another leaf's count."""
     tx = TRANSFORMS[name]()
