@@ -20,7 +20,7 @@ from ..files.directory import INDEX, folder, index_at, numbers
 from ..files.index import CheckpointError, Entry, Index, Piece
 from ..files.other_formats import header_of
 from ..files.places import Place
-from ..files.safetensors_file import CHUNK, NAMES
+from ..files.safetensors_file import CHUNK, NAMES, stored
 from ..plan.tables import aligned
 
 _RANK = re.compile(r"-rank-(\d{1,9})(-\d+)?\.safetensors")
@@ -227,5 +227,6 @@ def _header_faults(there: Place, name: str, pieces: Sequence[tuple[str, Entry, P
     said = {(x.name.rstrip("'"), x.dtype, x.shape, x.start) for x in header_of(there, name)[0].values()}
     for leaf, entry, x in pieces:
         title, shape = (leaf, entry.shape) if x.numel == entry.numel else (f"{leaf}[{x.begin}:{x.end}]", (x.numel,))
-        if (title.rstrip("'"), entry.dtype, shape, x.offset) not in said:
+        shape, dtype = stored(shape, entry.dtype)
+        if (title.rstrip("'"), dtype, shape, x.offset) not in said:
             yield f"leaf {printable(leaf)!r}: the file's header has another name, dtype, shape or place for it"

@@ -165,7 +165,8 @@ def _checked(
     check_whole("save_safetensors: max_bytes", max_bytes, what="a number of bytes")
     folder, beside = check_path("save_safetensors: dir", dir, _FILE), _buffers(buffers)
     leaves = [*_leaves(params), *((name, tuple(x.shape), x.dtype) for name, x in beside)]
-    check_fits("save_safetensors", (name for name, _, _ in leaves), ((name, dtype) for name, _, dtype in leaves))
+    dtypes = ((name, dtype) for name, _, dtype in leaves)
+    check_fits("save_safetensors", (name for name, _, _ in leaves), dtypes, [torch.complex128])
     return folder, _groups(leaves, max_bytes), beside
 
 

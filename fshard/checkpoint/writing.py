@@ -29,7 +29,7 @@ from ..files.index import (
     read_piece,
 )
 from ..files.places import Place
-from ..files.safetensors_file import CHUNK, copied_into, header, laid_out
+from ..files.safetensors_file import CHUNK, copied_into, header, laid_out, stored
 from .contents import Contents, Named
 from .host_copies import in_host_memory
 
@@ -167,7 +167,7 @@ def _form(leaf: str, forms: dict[str, Form]) -> Form:
 def _shaped(name: str, piece: Named, forms: dict[str, Form]) -> tuple[str, tuple[int, ...], torch.dtype]:
     """Name, shape and dtype of a piece in its file: the shape of the leaf, if the piece is the whole leaf."""
     form, numel = _form(piece[0], forms), piece[2] - piece[1]
-    return name, form.shape if numel == form.numel else (numel,), form.dtype
+    return name, *stored(form.shape if numel == form.numel else (numel,), form.dtype)
 
 
 def _by_name_in_file(pieces: Sequence[Named], forms: dict[str, Form]) -> dict[str, Named]:

@@ -10,7 +10,7 @@ import json
 import math
 import os
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from io import BufferedIOBase, FileIO
 from pathlib import Path
@@ -47,6 +47,7 @@ DTYPES = {
     "U8": torch.uint8,
     "BOOL": torch.bool,
     "C64": torch.complex64,
+    "C128": torch.complex128,  # in our indexes alone (`stored`)
 }
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
@@ -71,6 +72,11 @@ class Entry:
         return f"{self.name!r} {self.kind}{list(self.shape)} at {self.start} in {self.file.name}"
 
 
+def stored(shape: tuple[int, ...], dtype: torch.dtype) -> tuple[tuple[int, ...], torch.dtype]:
+    """The shape and dtype of a tensor in a file, which other programs read: of complex128, pairs of float64."""
+    return ((*shape, 2), torch.float64) if dtype == torch.complex128 else (shape, dtype)
+
+
 def laid_out(leaves: Iterable[tuple[str, tuple[int, ...], torch.dtype]], file: Path) -> list[Entry]:
     """Return the entries of a file of tensors, those of the largest elements first, so that each is aligned."""
     entries, start = [], 0
@@ -80,11 +86,16 @@ def laid_out(leaves: Iterable[tuple[str, tuple[int, ...], torch.dtype]], file: P
     return entries
 
 
-def check_fits(function: str, names: Iterable[str], dtypes: Iterable[tuple[str, torch.dtype]]) -> None:
-    """Raise ValueError for names and dtypes of leaves that a file of this format cannot have."""
+def check_fits(
+    function: str,
+    names: Iterable[str],
+    dtypes: Iterable[tuple[str, torch.dtype]],
+    lacks: Sequence[torch.dtype] = (),
+) -> None:
+    """Raise ValueError for names and dtypes of leaves that a file of this format cannot have, or `lacks`."""
     if twice := [name for name, number in Counter(names).items() if number > 1 or name == METADATA]:
         raise ValueError(f"{function}: names that come twice, or mean something else: {', '.join(map(repr, twice))}")
-    if lacking := [f"{name!r} is {dtype}" for name, dtype in dtypes if dtype not in NAMES]:
+    if lacking := [f"{name!r} is {dtype}" for name, dtype in dtypes if dtype not in NAMES or dtype in lacks]:
         raise ValueError(
             f"{function}: dtypes that safetensors files do not have: {'; '.join(lacking)}. Cast them, or save "
             "torch.view_as_real(x) of a complex x"
