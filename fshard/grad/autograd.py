@@ -7,21 +7,6 @@ Note [Anchors]
     touches. Of earlier outputs the tape keeps none but that one, of one element, so that no node keeps a buffer alive.
     The tape waits for the reductions at the end of the backward.
 
-Note [One order on all ranks]
-    Ranks may differ in what they compute: a branch, an expert or a head that the batch chooses. Their collectives must
-    not. Between several ranks each anchor takes an output of the anchor before it, and the backward starts from the
-    last one, beside the loss. So every anchor runs on every rank, in the reverse of the order in which they were made,
-    and gets None for what the loss does not use. That is the order in which units were first read: ranks that gather
-    units must read the same ones. Where a unit is whole on every rank, ranks may read different units. Then the order
-    is the plan's: units that come before another one, and were not read, get an anchor without leaves with that one.
-
-    The gathers of a backward are in one order, too. Autograd runs the nodes made last first. So when an anchor runs,
-    every unit whose place was saved after that anchor was made has been gathered again, if the loss depends on what
-    saved the place. If it does not, the tape gathers the unit then, and it gathers no unit before those whose places
-    were saved later (`Tape._catch_up`). The places may differ: ranks compare them in the collective that sums the loss.
-    If they differ, all ranks gather all units that were read, before the backward begins. On an accelerator the host
-    does not wait for that sum: the device stops with an error.
-
 Note [One root]
     A backward runs only the nodes on the way to the tensor that it differentiates with respect to. Here that is the
     root, a constant that all anchors take as input. So a backward also reaches leaves of an earlier call or
@@ -74,7 +59,8 @@ class Anchor(torch.autograd.Function):
     """The node of a touch of a unit: its backward gets the gradients of all leaves and calls `take(unit, gradients)`.
 
     `before` is the root, or the last output of another anchor: for further touches of a unit, that of the first (Note
-    [Anchors]); else that of the unit before (Note [One order on all ranks]).
+    [Anchors]); else that of the unit before (Note [One order on all ranks] in
+    `unit.py`).
     """
 
     @staticmethod
@@ -112,18 +98,41 @@ def has_reentrant(outs: Sequence[Tensor]) -> bool:
     return False
 
 
+def check_reached(outs: Sequence[Tensor], hides: bool, reached: bool) -> None:
+    """ValueError if a backward of `outs` has `reached` no parameter, or if a reentrant checkpoint hides some.
+
+    `hides` says that gradients of some parameters are lacking, or that some were read where gradients are off.
+    """
+    if hides and has_reentrant(outs):
+        raise ValueError(
+            "the loss function: torch.utils.checkpoint(use_reentrant=True) hides the parameters it uses from the "
+            "gradient of the loss. Pass use_reentrant=False."
+        )
+    if not reached:
+        raise ValueError(
+            "the loss function: the loss depends on no trainable parameter, though on other tensors that require "
+            "a gradient (were the parameters touched under no_grad, or detached?)"
+        )
+
+
 # private: nothing public tells which hooks are on (test_prefetch.py notices when it goes)
 _top_hooks = torch._C._autograd._top_saved_tensors_default_hooks
 
 
-def in_checkpoint() -> bool:
-    """Whether a checkpoint of torch runs, which will run again in the backward: its hooks on saved tensors are on."""
+def in_checkpoint() -> object:
+    """What tells a checkpoint of torch that runs, and will run again in the backward, from others; None if none does.
+
+    Its hooks on saved tensors are on.
+    """
     hooks = _top_hooks(True)
-    return hooks is not None and getattr(hooks[0], "__module__", "") == "torch.utils.checkpoint"
+    return hooks[0] if hooks and getattr(hooks[0], "__module__", "") == "torch.utils.checkpoint" else None
 
 
-class Unpacks(Protocol):
+class Saves(Protocol):
     """What gives saved tensors back: a `Tape`."""
+
+    def pack(self, x: Tensor) -> object:
+        """Return what autograd saves for a tensor."""
 
     def unpack(self, saved: object) -> Tensor:
         """Return the tensor for which autograd saved this."""
@@ -132,7 +141,7 @@ class Unpacks(Protocol):
 class SavedView(NamedTuple):
     """The place of a view of a gathered buffer, which autograd holds instead of the view."""
 
-    tape: Unpacks  # which gathers the unit again
+    tape: Saves  # which gathers the unit again
     unit: int
     kind: int
     size: torch.Size
@@ -148,6 +157,19 @@ class SavedView(NamedTuple):
         view = buffer.as_strided(self.size, self.stride, buffer.storage_offset() + self.offset)
         view = view.conj() if self.conj else view
         return view.neg() if self.neg else view  # a copy: torch has no public way to set the negative bit
+
+
+def saved_by(tapes: Sequence[Saves], x: Tensor) -> object:
+    """What autograd saves for a tensor: its place in a buffer of one of the tapes, or the tensor and its version."""
+    *others, last = tapes
+    place = next((saved for tape in others if isinstance(saved := tape.pack(x), SavedView)), None)
+    # what is in no buffer is packed by the last: the tape of `hvp`, which comes last, asks its tape of tangents
+    return last.pack(x) if place is None else place
+
+
+def unpacked(tape: Saves, saved: object) -> Tensor:
+    """The tensor for which this was saved: a view by the tape that gathers its unit, all else by the given one."""
+    return (saved.tape if isinstance(saved, SavedView) else tape).unpack(saved)
 
 
 class SavedTensor(NamedTuple):

@@ -229,7 +229,6 @@ class Arrivals:
         self._plan, self._units, self._gathers = params.plan, units, Gathers(params, copied)
         self._ahead = params.plan.ahead
         self._stepped: list[Pending] = []  # what may still be sent of earlier stages
-        self.started: list[int] = []  # the units whose gathers were started, in order
         self.stages = stages(params.plan, params.view.over)  # of a gather
         self.most = self._ahead.most(self.stages)  # units whose gathers are under way at once
         has_streams = self.stages > 1 and params.plan.device != HOST and not is_tracing()
@@ -260,7 +259,6 @@ class Arrivals:
         if unit.coming is not None:
             return
         entry, kept, parts = unit.entry, unit.kept, unit.entry.parts
-        self.started.append(entry.unit)
         if kept is None:
             unit.coming = self._gathers.start(entry, parts)
         elif unit.keeps:

@@ -30,6 +30,7 @@ from ..core.losses import (
 )
 from ..core.scalars import Number, on_device
 from ..core.storage import address, addresses
+from ..core.tracing import is_tracing
 from ..core.tree import Tree
 from ..layout.pieces import Unreduced
 from ..plan import offload
@@ -76,7 +77,7 @@ def _start_sums(tape: Tape, returned: _Returned, mesh: AnyMesh, built: str = "",
     """Start the small collective that sums the totals and counts of all ranks: (2,), and 2 more for each in aux.
 
     In the same collective ranks compare `place`, what they sum, and what they read (Note [One order on all ranks] in
-    `autograd.py`). With several axes those before the last have ended.
+    `unit.py`). With several axes those before the last have ended.
     """
     loss, kind, _, aux, words = returned
     device, output = loss.total.device, tape.plan.policy.output
@@ -89,8 +90,10 @@ def _start_sums(tape: Tape, returned: _Returned, mesh: AnyMesh, built: str = "",
 
 def _numbers(tape: Tape, place: Number) -> list[Number]:
     """The numbers that ranks compare: if all can be gathered, what they saved is apart."""
-    reads = tape.reads()
-    return [place + reads[0], reads[1]] if tape.is_compared else [place + sum(reads)]
+    gathered, saved = tape.reads()
+    if tape.is_compared and not is_tracing():
+        return [place + gathered, saved]
+    return [place + gathered + saved] + [0] * tape.is_compared  # a graph sends what the eager step sends
 
 
 def _alike(tape: Tape, local: Tensor, mesh: AnyMesh, sums: Tensor) -> Tensor:
@@ -98,14 +101,14 @@ def _alike(tape: Tape, local: Tensor, mesh: AnyMesh, sums: Tensor) -> Tensor:
     if not tape.is_compared:
         return consensus.without_place(sums, local, mesh)
     losses = consensus.without_place(sums[:-1], local[:-1], mesh)
-    if sums[-1] != local[-1] * num_ranks(mesh):
+    if not is_tracing() and sums[-1] != local[-1] * num_ranks(mesh):
         tape.keep_read()
     return losses
 
 
 def _compare_alone(tape: Tape, mesh: AnyMesh, device: torch.device) -> None:
     """Compare what ranks read where they sum no losses."""
-    if tape.reads():
+    if mesh is not None:
         local = torch.stack([on_device(number, device) for number in _numbers(tape, 0)])
         _alike(tape, local, mesh, primitives.total(local, mesh, label="loss"))
 
@@ -211,7 +214,7 @@ def run(
             outs, outcome = _local(returned.loss), _outcome(returned, sums, params.plan, mesh)
             if alone:
                 _compare_alone(tape, params.plan.live_mesh(), outs[0].device)
-            elif tape.is_compared:
+            elif tape.is_compared and not is_tracing():
                 outcome.sums()
             tape.end()
             del returned
@@ -240,8 +243,8 @@ def _backward(tape: Tape, outs: Sequence[Tensor], seeds: Sequence[Tensor]) -> No
     """The gradients of `outs`, times `seeds`, into the tape's destination, reduced."""
     pairs = [(out, seed.to(out.dtype)) for out, seed in zip(outs, seeds, strict=True) if out.requires_grad]
     differentiated = [out for out, _ in pairs]
-    if len(tape.chain) > 1:  # the gradient of an anchor's last output is not read
-        pairs.append((tape.chain[-1], tape.chain[-1].detach()))
+    if len(tape.chain.outputs) > 1:  # the gradient of an anchor's last output is not read
+        pairs.append((tape.chain.outputs[-1], tape.chain.outputs[-1].detach()))
     # on this thread: the tally and simulated ranks belong to it
     with torch.autograd.set_multithreading_enabled(False):
         # the root gets no gradient: the anchors on the way to it hand the leaves' gradients to the tape

@@ -27,7 +27,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from functools import partial
 from itertools import islice
-from operator import attrgetter
 from typing import TypeVar
 
 import torch
@@ -37,7 +36,6 @@ from ..comm.ranks import MismatchError, Pending
 from ..core import func_levels, tree
 from ..core.random import bookmark
 from ..core.storage import address
-from ..core.tracing import is_tracing
 from ..core.tree import Tree
 from ..plan.offload import HOST
 from ..plan.units import select_units
@@ -45,10 +43,10 @@ from ..sharding.access import Shown, lazy, loss_of
 from ..sharding.schedule import Reads, schedule
 from ..sharding.sharded import Sharded
 from . import autograd, gathers, gradients
-from .autograd import Owners, SavedTensor, SavedView, has_reentrant, in_checkpoint
+from .autograd import Owners, SavedTensor, SavedView, in_checkpoint
 from .gathers import Arrivals
 from .gradients import Gradients, Reductions, settle
-from .unit import Buffers, Gathered, Leaves, Unit
+from .unit import Buffers, Chain, Gathered, Leaves, Unit
 from .writes import Writes
 
 T = TypeVar("T")
@@ -70,20 +68,19 @@ class Tape:
         into: Gradients | None = None,
         beside: Sequence[Sharded] = (),
         gathered: Gathered | None = None,
-        chain: list[Tensor] | None = None,
+        chain: Chain | None = None,
     ):
         self._params = params
         self.plan = params.plan
         self._into = into
         self.root = autograd.root()
-        self._is_chained = bool(gathers.several(self.plan, self.plan.rest(())))
-        self.chain = [self.root] if chain is None else chain  # and the last output of each anchor that is chained
+        self._schedule = schedule(params.view)
+        self._units = {n: Unit(entry, stays=n == self.plan.root) for n, entry in self._schedule.entries.items()}
+        is_linked = bool(gathers.several(self.plan, self.plan.rest(())))
+        self.chain = chain or Chain(self._units, self.root, is_linked, self._schedule.any_whole)
+        self._index = self.chain.join()
         self.beside = [(x, Tape(x, chain=self.chain)) for x in beside]
         self._followers = [tape for _, tape in self.beside]  # which gather beside this tape
-        self._schedule = schedule(params.view)
-        # whether anchors are in the order of the plan, and the unit before which all have one
-        self._plans, self._linked = into is not None and self._is_chained and self._schedule.any_whole, 0
-        self._units = {n: Unit(entry, stays=n == self.plan.root) for n, entry in self._schedule.entries.items()}
         self._here: list[Unit] = []  # whose buffers stay at least until another unit is read
         # with places that were saved, or read in a checkpoint, the last one last, and the length of the chain then;
         # after the forward: those that the backward will gather again
@@ -98,10 +95,11 @@ class Tape:
         self._rows = {address(row) for row in params.tensors}
         self._gradless = self._binds = False  # whether a unit was touched where gradients are off; bound to an anchor
         self._reached = False  # whether a unit was given a gradient
+        self._late: list[Unit] = []  # units that are reduced after the backward
         self._makes_buffers = any(gathers.is_buffer(params, kind, copied) for kind in params.view.kinds)
         # in the forward: places are saved
         self._regather = self._makes_buffers and self._schedule.regathers and gathered is None
-        self._resends, self._keeps_on = self._regather and bool(self._schedule.sent), gathered is not None
+        self._resends, self._keeps_on = self._regather and self._schedule.sends, gathered is not None
         if gathered is not None:
             for unit in self._units.values():
                 unit.keep_in(gathered)
@@ -154,21 +152,25 @@ class Tape:
         if leaves is None:
             leaves = self._gather(unit)
         if self._into is not None:
-            self._gradless |= not torch.is_grad_enabled()
+            if torch.is_grad_enabled():
+                unit.is_used = True
+            else:
+                self._gradless = True
             if unit.bound is None:
                 with torch.enable_grad():  # what is read under no_grad may be used outside of it
                     self._keep(unit)
                     unit.bound = self._bind(unit, leaves)
             leaves = unit.bound
         # without a unit that trains, this or an earlier one, a checkpoint has nothing to run again for
-        if self._regather and in_checkpoint() and (self._binds or unit.entry.trained):
+        if self._regather and (block := in_checkpoint()) and (self._binds or unit.entry.trained):
+            unit.rerun_by(block, self.chain.is_linked)
             self._save(unit)
         return leaves
 
     def _save(self, unit: Unit) -> None:
         """Note that the backward will gather a unit again, before those that were noted before."""
         self._saved.pop(unit, None)
-        self._saved[unit] = len(self.chain)
+        self._saved[unit] = len(self.chain.outputs)
 
     def _gather(self, unit: Unit) -> Leaves:
         """The leaves of a unit that is not in memory; the others are let go of, but for those that stay."""
@@ -176,23 +178,32 @@ class Tape:
             unit.stays = True  # units between may read it, too: else it is gathered for each
         if self.shown:
             self.shown.let_go()
+        # a unit that is whole on all ranks, which may read different ones, changes nothing for those that are sent
+        mixed, sent = self._schedule.mixed, unit.entry.sent
+        stay = [x for x in self._here if x is not unit and (x.stays or (mixed and x.entry.sent and not sent))]
         # dropped before the next buffer is waited for, so that both are not in memory at once
         for other in self._here:
-            if other is not unit and not other.stays:
+            if other is not unit and other not in stay:
                 self._writes.leave(other)
                 other.let_go()
-        self._here = [*(other for other in self._here if other is not unit and other.stays), unit]
+        self._here = [*stay, unit]
+        if sent:
+            self.chain.gathered.append((self._index, unit.number))
         leaves = unit.leaves = self._leaves(unit, self._buffers(unit))
         unit.is_touched = True
         if self._into is None:
             self._keep(unit)
         if self._backward:
+            unit.is_again = unit.is_again or unit.is_tied
             if unit is next(reversed(self._saved), None):  # a checkpoint runs again, in order
                 del self._saved[unit]
                 self._arrivals.ahead(unit, self._before())
-        elif self._makes_buffers:
-            last = min(unit.number + 1 + self._arrivals.most, self._params.view.units[1])
-            following = [n for n in range(unit.number + 1, last) if not self._units[n].is_touched]
+        elif self._makes_buffers and (sent or not mixed):
+            end, most = self._params.view.units[1], self._arrivals.most
+            numbers = range(unit.number + 1, end if mixed else min(unit.number + 1 + most, end))
+            following = [n for n in numbers if not self._units[n].is_touched]
+            if mixed:
+                following = [n for n in following if self._units[n].entry.sent][:most]
             self._arrivals.ahead(unit, following)
         return leaves
 
@@ -247,23 +258,21 @@ class Tape:
             return leaves
         self._binds = True
         self._writes.bound.append(entry)
-        if self._plans and unit.anchor is None:
-            self._link(unit.number)
-        if len(entry.trained) == len(leaves):
-            return unit.bind(self.chain, self._is_chained, self.reduce, leaves)
+        is_late = self._backward and self.chain.is_linked
+        if not is_late and unit.anchor is None:
+            self.chain.link(unit.number, self.reduce)
+        trained = leaves if len(entry.trained) == len(leaves) else [leaves[number] for number in entry.trained]
+        bound = (
+            unit.bind_late(self.root, self._add_late, trained)
+            if is_late
+            else unit.bind(self.chain, self.reduce, trained)
+        )
+        if trained is leaves:
+            return bound
         both = list(leaves)
-        bound = unit.bind(self.chain, self._is_chained, self.reduce, [leaves[number] for number in entry.trained])
         for number, leaf in zip(entry.trained, bound, strict=True):
             both[number] = leaf
         return both
-
-    def _link(self, stop: int) -> None:
-        """Give an anchor to each unit before `stop` that was not read (Note [One order on all ranks])."""
-        for number in range(self._linked, stop):
-            unit = self._units[number]
-            if unit.anchor is None and unit.entry.trained:
-                unit.bind(self.chain, True, self._reduce_unread, [])
-        self._linked = max(self._linked, stop)
 
     def forward(self, loss: Callable[[Tree], T]) -> T:
         """The loss of the parameters. After it call `end`."""
@@ -295,17 +304,19 @@ class Tape:
     @property
     def is_compared(self) -> bool:
         """Whether the host waits, before the backward, to know whether ranks saved the same units to gather again."""
-        waits = self._into is not None and self.plan.device == HOST and not is_tracing()
+        waits = self._into is not None and self.plan.device == HOST
         return waits and any(tape._resends for tape in [self, *self._followers])
 
     def reads(self) -> list[int]:
-        """Numbers that ranks compare: of the units gathered, and of those saved, in order; none if no unit is sent."""
-        tapes = [tape for tape in [self, *self._followers] if tape._schedule.sent]
-        if not tapes or is_tracing():
-            return []
-        gathered = [filter(tape._schedule.sent.__contains__, tape._arrivals.started) for tape in tapes]
-        saved = [filter(tape._schedule.sent.__contains__, map(attrgetter("number"), tape._saved)) for tape in tapes]
-        return [hash(tuple(map(tuple, numbers))) & _BITS for numbers in (gathered, saved)]
+        """Two numbers that ranks compare: of the units gathered, in order, and hidden; and of those saved, in order."""
+        saved = [
+            (x.number, since) for tape in [self, *self._followers] for x, since in tape._saved.items() if x.entry.sent
+        ]
+        hidden = [unit.number for unit in self._hidden()]
+        return [hash(tuple(numbers)) & _BITS for numbers in ([*self.chain.gathered, *hidden], saved)]
+
+    def _hidden(self) -> list[Unit]:
+        return self.chain.hidden() if self._gradless else []
 
     def keep_read(self) -> None:
         """Gather all units that were read, and keep them for the backward, which then sends nothing for them."""
@@ -317,8 +328,8 @@ class Tape:
 
     def end(self) -> None:
         """End the forward: drop all buffers but those that the backward begins with, and start the next gather."""
-        if self._plans:
-            self._link(self._params.view.units[1])
+        if self._into is not None:
+            self.chain.link(self._params.view.units[1], self.reduce)
         for tape in self._followers:
             tape.end()
         if self.shown:
@@ -334,9 +345,10 @@ class Tape:
         self._here = [unit for unit in self._here if unit is first]
         self._arrivals.drop()
         for unit in self._units.values():
-            unit.gradients = "due"
+            unit.expect(self.chain.is_linked)
             if self._into is None and not unit.saved:  # no gradients will come
                 unit.drop_kept()
+        self._late = self._hidden()
         self._backward, self._regather = True, False
         # a unit that is in memory takes the place of one of several stages
         self._arrivals.ahead(first, islice(self._before(), self._arrivals.stages - len(self._here) or None))
@@ -348,12 +360,9 @@ class Tape:
             return nullcontext()
         if len(self._tapes) == 1:
             return torch.autograd.graph.saved_tensors_hooks(self.pack, self.unpack)
-        # one pair of hooks for all tapes: of nested pairs torch calls the innermost alone
-        return torch.autograd.graph.saved_tensors_hooks(partial(_saved_by, regathering), self._unpack_any)
-
-    def _unpack_any(self, saved: object) -> Tensor:
-        # of all tapes' saved tensors: a view belongs to the tape that gathers its unit
-        return (saved.tape if isinstance(saved, SavedView) else self).unpack(saved)
+        # one pair of hooks for all tapes: of nested pairs torch calls the innermost alone; a view has its tape
+        unpack = partial(autograd.unpacked, self)
+        return torch.autograd.graph.saved_tensors_hooks(partial(autograd.saved_by, regathering), unpack)
 
     def pack(self, x: Tensor) -> object:
         """What autograd saves for a tensor: its place in a buffer of this tape, or the tensor and its version."""
@@ -383,7 +392,7 @@ class Tape:
         """A unit's buffers in the backward: the first use gathers them, and starts the units that follow."""
         if unit.is_again and unit.buffers is not None:
             return unit.buffers
-        if self._is_chained and unit in self._saved and self._backward:
+        if self.chain.is_linked and unit in self._saved and self._backward:
             while (last := next(reversed(self._saved))) is not unit:
                 self._regathered(last)
         buffers, unit.is_again = self._buffers(unit), True
@@ -404,12 +413,16 @@ class Tape:
         into = self._into
         assert into is not None
         unit.check("reduce")
-        if self._is_chained and (self._saved or self._followers):
+        if self.chain.is_linked and (self._saved or self._followers):
             self._catch_up(unit.since)
+        if unit in self._late:
+            return unit.add(grads)
         grads = unit.total(grads)
         unit.gradients, unit.is_complete = "summing", all(grad is not None for grad in grads)
         if not self._reached:
             self._reached = any(grad is not None for grad in grads)
+        if unit.is_tied:
+            unit.is_tied, unit.is_again, unit.saved = False, False, 0
         if not unit.saved:
             unit.drop_kept()
             unit.let_go()  # of a checkpoint that ran again
@@ -433,27 +446,23 @@ class Tape:
         self._take(unit.number, kind, total)
         return total
 
-    def _reduce_unread(self, unit: Unit, _: Sequence[Tensor | None]) -> None:
-        """Reduce a unit whose anchor has no leaves: the gradients of later touches, if there were any."""
-        self.reduce(unit, [None] * len(unit.entry.trained))
+    def _add_late(self, unit: Unit, grads: Sequence[Tensor | None]) -> None:
+        """Add gradients of a touch in the backward, of a function that runs a backward of its own."""
+        unit.check("reduce")
+        self._reached = True
+        unit.add(grads)
 
     def check_reached(self, outs: Sequence[Tensor]) -> None:
         """ValueError if the backward of what a loss returned has not reached parameters it depends on."""
-        bound = [unit for unit in self._units.values() if unit.is_bound]
-        if (self._gradless or not all(unit.is_complete for unit in bound)) and has_reentrant(outs):
-            raise ValueError(
-                "the loss function: torch.utils.checkpoint(use_reentrant=True) hides the parameters it uses from the "
-                "gradient of the loss. Pass use_reentrant=False."
-            )
-        if not self._reached:
-            raise ValueError(
-                "the loss function: the loss depends on no trainable parameter, though on other tensors that require "
-                "a gradient (were the parameters touched under no_grad, or detached?)"
-            )
+        complete = all(unit.is_complete for unit in self._units.values() if unit.is_bound)
+        autograd.check_reached(outs, self._gradless or not complete, self._reached)
 
     def finish(self) -> None:
         """Reduce the units that no gradient reached in this backward, and wait for every reduction."""
         assert self._into is not None
+        late, self._late = self._late, []
+        for unit in late:
+            self.reduce(unit, ())
         for unit in self._units.values():
             if unit.gradients == "due":
                 for part, _, _ in unit.entry.reduced:
@@ -488,12 +497,4 @@ class Tape:
         for unit in self._units.values():
             unit.close()
         self.shown = None
-        self.chain.clear()  # its nodes hold this tape, in a cycle that Python's garbage collector cannot see
-
-
-def _saved_by(tapes: Sequence[Tape], x: Tensor) -> object:
-    """What autograd saves for a tensor: its place in a buffer of one of the tapes, or the tensor and its version."""
-    *others, last = tapes
-    place = next((saved for tape in others if isinstance(saved := tape.pack(x), SavedView)), None)
-    # what is in no buffer is packed by the last: the tape of `hvp`, which comes last, asks its tape of tangents
-    return last.pack(x) if place is None else place
+        self.chain.outputs.clear()  # their nodes hold this tape, in a cycle that Python's garbage collector cannot see

@@ -132,6 +132,7 @@ class Entry(NamedTuple):
     trained: tuple[int, ...]  # the numbers of the trainable leaves among them
     # the trainable parts with elements, each with the numbers [begin, end) of its leaves among the trainable ones
     reduced: tuple[tuple[Part, int, int], ...]
+    sent: bool  # whether ranks have parts of it
 
 
 class Reads(NamedTuple):
@@ -150,10 +151,9 @@ class Schedule:
         self.entries = {unit: _entry(view, unit) for unit in range(*view.units)}
         self.parts = {(e.unit, part.kind): part for e in self.entries.values() for part in e.parts}
         self.regathers = any(unit.kept != () for unit in plan.units)
-        several = {axis for axis, size in plan.axes if size > 1}
-        # the units that ranks send parts of, and whether one that trains is whole on every rank
-        self.sent = {n for n, e in self.entries.items() if any(not several.isdisjoint(part.axes) for part in e.parts)}
-        self.any_whole = any(e.trained and n not in self.sent for n, e in self.entries.items())
+        self.sends = any(e.sent for e in self.entries.values())
+        self.mixed = self.sends and not all(e.sent for e in self.entries.values())
+        self.any_whole = any(e.trained and not e.sent for e in self.entries.values())  # on every rank
         place_of = {slot: (e.unit, number) for e in self.entries.values() for number, slot in enumerate(e.slots)}
         # by the number of the leaf in the whole tree: the unit that claimed it, the unit that it lies in, its number
         # there; leaves of kinds that the view lacks are not there
@@ -212,7 +212,8 @@ def _entry(view: View, unit: int) -> Entry:
     reduced = tuple(
         (part, begin, end) for part, (begin, end) in zip(trainable, pairwise(ends), strict=True) if part.numel
     )
-    return Entry(unit, plan.units[unit].name, plan.units[unit].kept, parts, slots, trained, reduced)
+    sent = any(size > 1 and axis in part.axes for part in parts for axis, size in plan.axes)
+    return Entry(unit, plan.units[unit].name, plan.units[unit].kept, parts, slots, trained, reduced, sent)
 
 
 def _part(view: View, unit: int, kind: int) -> Part:

@@ -143,35 +143,106 @@ def test_programs_that_batches_choose_between_hosts() -> None:
     gloo(between_hosts, all_trained, shard=2)
 
 
+def at_other_times(p: Any, x: Tensor, rank: int) -> Tensor:
+    """Ranks save the same units, one of them later ones again."""
+    x = torch.tanh(torch.tanh(x @ p["first"] @ p["a"]["w"]) @ p["b"]["w"])
+    x = x + p["c"]["b"]  # of this unit nothing is saved
+    again = [p["a"]["w"], p["b"]["w"]]
+    for w in again if rank == 0 else ():
+        x = torch.tanh(x @ w)
+    return (x @ p["d"]["w"]).square().sum()
+
+
+def in_a_checkpoint_too(p: Any, x: Tensor, rank: int) -> Tensor:
+    """A unit is used in checkpoints, of which ranks count different ones, and outside."""
+    x = torch.tanh(x @ p["first"])
+    ways = [checkpoint(lambda h: torch.tanh(h @ p["b"]["w"]), x + n, use_reentrant=False) for n in range(2)]
+    x = torch.tanh(ways[rank % 2] @ p["b"]["w"])
+    return torch.tanh(x @ p["c"]["w"]).sum()
+
+
+def a_whole_unit_last(p: Any, x: Tensor, rank: int) -> Tensor:
+    """A unit that every rank has whole is read by some, between others and last."""
+    for name in ("a", "b", "c", "d"):
+        if name not in "bd" or rank:
+            x = torch.tanh(x @ p[name]["w"])
+    return x.sum()
+
+
+PROGRAMS: dict[str, tuple[Callable[..., Tensor], dict[str, Any]]] = {
+    "saved at other times": (at_other_times, {}),
+    "in a checkpoint, too": (in_a_checkpoint_too, {}),
+    "a whole unit last": (a_whole_unit_last, {"whole": ["b.*", "d.*"]}),
+}
+
+
+def has_plain_gradients(mesh: Any, name: str, more: dict[str, Any]) -> None:
+    """The gradients of a program are those of plain torch."""
+    loss, strategy = PROGRAMS[name]
+    params, ranks = params_of(3), range(mesh.size())
+    plain = tree.map(lambda x: x.clone().requires_grad_(), params_of(3))
+    sharded = fshard.shard_params(params, fshard.make_plan(params, mesh, units=UNITS, **strategy, **more))
+    xs = [torch.full((2, 3), 1.0 + rank, dtype=torch.float64) for rank in ranks]
+    _, grads = fshard.value_and_grad(loss)(sharded, xs[mesh.get_rank()], mesh.get_rank())
+    (sum(loss(plain, xs[rank], rank) for rank in ranks) / len(ranks)).backward()
+    expected = tree.map(lambda x: torch.zeros_like(x) if x.grad is None else x.grad, plain)
+    assert apart(fshard.gather_params(grads), expected) < 1e-12
+
+
+@pytest.mark.parametrize("more", [{}, {"prefetch": 0}, {"prefetch": 2}])
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_what_a_rank_saves_and_runs_again(name: str, more: dict[str, Any]) -> None:
+    """Gathers of a backward would come between other reductions on each rank."""
+    for shard in (2, 3):
+        simulated(has_plain_gradients, name, more, shard=shard)
+
+
 LOSSES: dict[str, Callable[..., Any]] = {
-    "gradients": lambda loss, params, x: fshard.value_and_grad(loss)(params, x),
-    "value": lambda loss, params, x: fshard.evaluate(loss)(params, x),
-    "step": lambda loss, params, x: fshard.train_step(loss, optim.sgd(0.1))(
-        fshard.init_state(params, optim.sgd(0.1)), x
+    "gradients": lambda loss, params, *args: fshard.value_and_grad(loss)(params, *args),
+    "value": lambda loss, params, *args: fshard.evaluate(loss)(params, *args),
+    "step": lambda loss, params, *args: fshard.train_step(loss, optim.sgd(0.1))(
+        fshard.init_state(params, optim.sgd(0.1)), *args
     ),
 }
 
 
-def read_apart(mesh: Any, name: str) -> None:
+READS: dict[str, Callable[[Any, Any, int], list[Tensor]]] = {  # of a loss that also takes a teacher of the same plan
+    "other units": lambda p, t, rank: [p["ab"[rank]]],
+    "another last unit": lambda p, t, rank: [p["a"], p["bc"[rank]]],
+    "another tree first": lambda p, t, rank: [x["a"] for x in ((p, t), (t, p))[rank]],
+}
+
+
+def read_apart(mesh: Any, name: str, reads: str, ahead: int) -> None:
     """A loss that reads another unit on each rank; the units have one size."""
-    params = {"a": torch.ones(8, 8), "b": torch.ones(8, 8)}
-    sharded = fshard.shard_params(params, fshard.make_plan(params, mesh, units=["a", "b"], prefetch=0))
-    chosen = "ab"[mesh.get_rank()]
-    LOSSES[name](lambda p, x: (x @ p[chosen]).sum(), sharded, torch.ones(2, 8))
+    params = {name: torch.ones(8, 8) for name in "abc"}
+    plan = fshard.make_plan(params, mesh, units=["a", "b", "c"], prefetch=ahead)
+    sharded, teacher = (fshard.shard_params(params, plan) for _ in range(2))
+
+    def loss(p: Any, x: Tensor, t: Any) -> Tensor:
+        for w in READS[reads](p, t, mesh.get_rank()):
+            x = x @ w
+        return x.sum()
+
+    LOSSES[name](loss, sharded, torch.ones(2, 8), teacher)
 
 
-def error_of(mesh: Any, name: str) -> str:
-    """The error of `read_apart` on this rank."""
-    with pytest.raises(RuntimeError) as failure:
-        read_apart(mesh, name)
-    return str(failure.value)
+def errors_of(mesh: Any, reads: str, ahead: int) -> list[str]:
+    """The errors of `read_apart` on this rank."""
+    texts = []
+    for name in LOSSES:
+        with pytest.raises(RuntimeError) as failure:
+            read_apart(mesh, name, reads, ahead)
+        texts.append(str(failure.value))
+    return texts
 
 
-@pytest.mark.parametrize("name", LOSSES)
-def test_units_that_not_all_ranks_gather_are_an_error(name: str) -> None:
+@pytest.mark.parametrize(("reads", "ahead"), [("other units", 0), ("another last unit", 1), ("another tree first", 0)])
+def test_units_that_not_all_ranks_gather_are_an_error(reads: str, ahead: int) -> None:
     """Ranks would take one unit for another of the same size, and train on it; or not be told what to do."""
-    with pytest.raises(fshard.MismatchError) as failure:
-        simulated(read_apart, name, shard=2)
-    for text in (str(failure.value), *gloo(between_hosts, error_of, name, shard=2)):
-        assert "an empty batch" in text
-        assert "params_over=()" in text
+    with pytest.raises(RuntimeError, match=r"an empty batch.*params_over=\(\)"):
+        simulated(read_apart, "gradients", reads, ahead, shard=2)
+    for texts in gloo(between_hosts, errors_of, reads, ahead, shard=2):
+        for text in texts:
+            assert "an empty batch" in text
+            assert "params_over=()" in text

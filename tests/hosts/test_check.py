@@ -283,7 +283,7 @@ def test_a_plan_on_one_rank() -> None:
 
 
 def plans_after_an_error(mesh: Any) -> torch.Tensor:
-    """One rank's loss raises, and it makes a plan while the others are in the backward; then all go on."""
+    """One rank's loss raises, and it makes a plan while the others sum theirs; then all go on."""
     whole = {"w": torch.arange(5.0)}
     shards, rank = fshard.shard_params(whole, fshard.make_plan(whole, mesh)), mesh.get_rank()
 
@@ -294,7 +294,7 @@ def plans_after_an_error(mesh: Any) -> torch.Tensor:
     with pytest.raises(fshard.MismatchError if rank else KeyError):
         fshard.value_and_grad(loss)(shards)
     if not rank:
-        with pytest.raises(fshard.MismatchError, match="this rank make_plan, rank 1 of axis 'shard' reduce_scatter"):
+        with pytest.raises(fshard.MismatchError, match="this rank make_plan, rank 1 of axis 'shard' all_reduce"):
             fshard.make_plan(whole, mesh)
     return fshard.gather_params(fshard.shard_params(whole, fshard.make_plan(whole, mesh)))["w"]
 

@@ -3,6 +3,7 @@
 import itertools
 import pickle
 import re
+from functools import partial
 from typing import Any
 
 import pytest
@@ -320,10 +321,10 @@ class Reads(TorchDispatchMode):
 READS = {torch.ops.aten._local_scalar_dense.default, torch.ops.aten.nonzero.default, torch.ops.aten.equal.default}
 
 
-def reads(mesh: Any) -> list[str]:
+def reads(mesh: Any, **strategy: Any) -> list[str]:
     """What the host reads in a step with clipping, micro-batches, a schedule and a loss scale."""
     params = lm_params(torch.float32)
-    plan = fshard.make_plan(params, mesh, units=LM_UNITS, policy="compute=f16,output=f32")
+    plan = fshard.make_plan(params, mesh, units=LM_UNITS, policy="compute=f16,output=f32", **strategy)
     tx = optim.adamw(optim.schedules.warmup_cosine(0.1, 2, 8))
     state = fshard.init_state(fshard.shard_params(params, plan), tx, DynamicLossScale())
     step = fshard.train_step(mean_loss, tx, clip_norm=1.0, accumulate=2)
@@ -334,8 +335,12 @@ def reads(mesh: Any) -> list[str]:
 
 
 def test_a_step_reads_nothing():
-    """A step reads no tensor on the host: otherwise each step would wait for the GPU, and the GPU for Python."""
-    assert simulated(reads, shard=2) == [[], []]
+    """A step reads no tensor on the host: otherwise each step would wait for the GPU, and the GPU for Python.
+
+    On a CPU it reads, for each micro-batch that gathers again, whether ranks saved the same units.
+    """
+    assert simulated(partial(reads, regather=False), shard=2) == [[], []]
+    assert simulated(reads, shard=2) == [["aten._local_scalar_dense.default"] * 2] * 2
     with Reads() as mode:
         torch.ones(1).item()
     assert mode.found  # it can fail
