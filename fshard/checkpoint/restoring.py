@@ -53,11 +53,7 @@ def steps(dir: str | os.PathLike[str], mesh: AnyMesh = None) -> list[int]:
 
 def _finished(place: Place) -> list[int]:
     if names := links(place):
-        warnings.warn(
-            f"{place}: passed over, because they are symbolic links: {', '.join(names[-8:])}. Put the folders in their "
-            "place, or make the directory of the run a link",
-            stacklevel=2,
-        )
+        warnings.warn(f"{place}: passed over, because they are symbolic links: {', '.join(names[-8:])}", stacklevel=2)
     return finished(place)
 
 

@@ -114,8 +114,8 @@ def _stepped(
         row.grad = g.detach().to(row.dtype).resolve_conj()
         optimizer.state[row] = entry if entry.get(BEGUN, True) else {}
     optimizer.step()
-    begun = {BEGUN: torch.ones((), dtype=torch.float32, device="cpu")}
-    return [optimizer.state[row] | (begun if BEGUN in entry else {}) for row, entry in zip(rows, entries, strict=True)]
+    begun = [{BEGUN: double(1.0)} if BEGUN in entry else {} for entry in entries]
+    return [optimizer.state[row] | more for row, more in zip(rows, begun, strict=True)]
 
 
 def _adapted(init: Callable[[Tree], TorchState], run: Run) -> Transform:
@@ -160,7 +160,7 @@ def _begin(cls: type[Optimizer], hyperparams: Settings, row: Tensor) -> Entry:
     if cls.__name__ == "SGD" and group["momentum"]:
         entry["momentum_buffer"] = torch.zeros_like(row)  # the first update makes of it what torch makes of none
         if group["dampening"]:  # unless it is dampened: then torch must be given none
-            entry[BEGUN] = torch.zeros((), dtype=torch.float32, device="cpu")
+            entry[BEGUN] = double(0.0)
     if strange := [name for name, x in entry.items() if not isinstance(x, Tensor)]:
         raise ValueError(f"from_torch: {cls.__name__} keeps {strange[0]!r}, which is no tensor: it cannot be a value")
     return entry
@@ -240,8 +240,7 @@ def _of_user(cls: type[Optimizer], hyperparams: Settings) -> Transform:
         return {name: _value(x) for name, x in _first_step(cls, hyperparams, row).items()}
 
     def init(params: Tree) -> TorchState:
-        begun = torch.zeros((), dtype=torch.float32, device="cpu")
-        return TorchState(_first_by_name(params, begin, "cpu"), {BEGUN: begun})
+        return TorchState(_first_by_name(params, begin, "cpu"), {BEGUN: double(0.0)})
 
     def run(grads: Tree, state: TorchState, params: Tree, extra: Settings) -> TorchState:
         if missing := [name for name in needed if name not in extra]:
@@ -265,9 +264,7 @@ def _of_user(cls: type[Optimizer], hyperparams: Settings) -> Transform:
                     alias.copy_(row)
             entries = [{name: _value(x) for name, x in optimizer.state[row].items()} for row in rows]
         _check_names(cls, {name for entry in entries for name in entry}, state)
-        return TorchState(
-            _next_by_name(state, layout, entries), {BEGUN: torch.ones((), dtype=torch.float32, device="cpu")}
-        )
+        return TorchState(_next_by_name(state, layout, entries), {BEGUN: double(1.0)})
 
     return _adapted(init, run)
 

@@ -177,13 +177,11 @@ def _check(what: str, x: Tree) -> None:
                 f"record: {what} leaf {path!r}: expected a tensor, a number or a string, got {type(leaf).__name__}. "
                 "Leave it out of what is given to the step."
             )
-        if error := unreadable(path, leaf):
+        error = unreadable(path, leaf)
+        if not error and isinstance(leaf, Tensor) and leaf.dtype not in READABLE:
+            error = f"{path!r}: expected a dtype that files have, got {leaf.dtype}: cast it (dequantize() if quantized)"
+        if error:
             raise TypeError(f"record: {what} leaf {error}")
-        if isinstance(leaf, Tensor) and leaf.dtype not in READABLE:
-            raise TypeError(
-                f"record: {what} leaf {path!r}: expected a dtype that files have, got {leaf.dtype}: cast it, or give "
-                "the step x.int_repr() of a quantized x, torch.view_as_real(x) of a complex one"
-            )
 
 
 def _filed(what: str, x: Tree) -> tuple[dict[str, Tensor], Json]:
