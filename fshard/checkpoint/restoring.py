@@ -24,7 +24,7 @@ from ..core.foreign import legible
 from ..core.storage import from_bytes
 from ..core.tree import Tree
 from ..files.checksum import read_block
-from ..files.directory import at, finished, folder, index_at, no_checkpoint
+from ..files.directory import at, finished, folder, index_at, links, no_checkpoint
 from ..files.index import CheckpointError, Entry, Index, Piece
 from ..files.other_formats import Source, format_at, source_at
 from ..files.places import Place, Reader
@@ -43,12 +43,18 @@ def steps(dir: str | os.PathLike[str], mesh: AnyMesh = None) -> list[int]:
     """Return the steps that have a whole checkpoint in the directory `dir`, the earliest first; [] if there is none.
 
     With `mesh` rank 0 looks, and every rank, which must call this, gets what it sees, or its error: on a network file
-    system others may see less, and would train apart.
+    system others may see less, and would train apart. Links are not followed; UserWarning for those named as steps.
 
     >>> steps("no/such/directory")
     []
     """
-    return _seen_by_first(mesh, lambda: finished(at(dir)))
+    return _seen_by_first(mesh, lambda: _finished(at(dir)))
+
+
+def _finished(place: Place) -> list[int]:
+    if names := links(place):
+        warnings.warn(f"{place}: passed over, because they are symbolic links: {', '.join(names[-8:])}", stacklevel=2)
+    return finished(place)
 
 
 def latest(dir: str | os.PathLike[str], mesh: AnyMesh = None) -> int | None:
@@ -147,7 +153,7 @@ def _candidates(place: Place, step: int | None, fall_back: bool) -> list[int]:
     """The steps to try, in order."""
     if step is not None and not fall_back:
         return [step]
-    numbers = [number for number in reversed(finished(place)) if step is None or number <= step]
+    numbers = [number for number in reversed(_finished(place)) if step is None or number <= step]
     return numbers if fall_back else numbers[:1]
 
 

@@ -85,6 +85,11 @@ def numbers(place: Place, folders: bool = False) -> list[int]:
     return sorted(int(name.group(1)) for name in map(_STEP.fullmatch, place.names(folders)) if name)
 
 
+def links(place: Place) -> list[str]:
+    """Return the names of steps that symbolic links have: no link is followed, and they are passed over."""
+    return [name for name in place.links() if _STEP.fullmatch(name)]
+
+
 def index_at(place: Place, step: int) -> tuple[Index, bytes]:
     """Return the index of a step's checkpoint and its text. CheckpointError if there is none, or it is not one."""
     there = folder(place, step)

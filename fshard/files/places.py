@@ -48,6 +48,12 @@ class LocalPlace:
             return sorted(x.name for x in entries if not folders or x.is_dir(follow_symlinks=False))
         return []
 
+    def links(self) -> list[str]:
+        """Return the names of symbolic links in this folder."""
+        with suppress(FileNotFoundError), os.scandir(self._path) as entries:
+            return sorted(x.name for x in entries if x.is_symlink())
+        return []
+
     def has(self, name: str) -> bool:
         """Whether there is a file of this name."""
         with suppress(FileNotFoundError, NotADirectoryError):

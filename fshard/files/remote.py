@@ -49,6 +49,10 @@ class RemotePlace:
         paths = {x["name"].rstrip("/") for x in entries if not folders or x["type"] == "directory"}
         return sorted(path.rpartition("/")[2] for path in paths - {self._path.rstrip("/")})
 
+    def links(self) -> list[str]:
+        """Return no names: a store has no symbolic links."""
+        return []
+
     def has(self, name: str) -> bool:
         """Whether there is a file of this name. OSError if the store does not answer: fsspec's isfile says False."""
         with suppress(FileNotFoundError):

@@ -53,6 +53,7 @@ _STORAGES = {
 }
 _STORAGE_DTYPES = {f"torch.{name}Storage": dtype for name, dtype in _STORAGES.items()}
 _DTYPES = {str(dtype): dtype for dtype in NAMES}  # "torch.float32"
+READABLE = {*_STORAGES.values(), *NAMES}  # dtypes
 # what torch's pickles name; private names are a part of the format
 _OF_METADATA = {
     *(f"{_OURS}{name}" for name in ("Metadata", "MetadataIndex", "StorageMeta")),

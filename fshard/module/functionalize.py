@@ -116,7 +116,7 @@ class ModuleFunction:
         The module may be on meta. Each submodule that has parameters is made once, with its own parameters alone, and
         initialized by its own `reset_parameters`, then by the module's `_init_weights` (as in transformers). Numbers
         are drawn under a seed of (seed, path of the submodule). ValueError for a parameter that neither sets, and for
-        one that the module's own constructors have set otherwise, as far as its values, or on meta its writes, tell.
+        one that the module's own constructors have set otherwise, as far as its values tell (on meta it has none).
         """
         if plan.spec != self._params:
             expected = tree.unflatten(self._params, [0] * self._params.num_leaves)

@@ -1,4 +1,11 @@
-"""A module's own initialization, for one submodule at a time."""
+"""A module's own initialization, for one submodule at a time.
+
+Note [What constructors write]
+    A constructor may write to the parameters of a child that it has made (`self.head.weight.zero_()`, or
+    `self.apply(fn)`), which is not done again here. A module that is not on meta has its values to compare with: by
+    size, and whether all are equal. On meta there are none. How often torch counts that a tensor was written to tells
+    nothing: many a constructor initializes a parameter twice, as nanoGPT does where two are tied.
+"""
 
 from __future__ import annotations
 
@@ -11,19 +18,11 @@ import torch
 from torch import Tensor, nn
 
 from ..core.random import seeded_by
-from ..core.storage import writes
 from .skeleton import Place, Slots, place_of
 
 
 class Initializer:
-    """`initializer(path, like)` returns an initialized parameter; the last submodule that was made is kept.
-
-    Note [What constructors write]
-        A constructor may write to the parameters of a child that it has made (`self.head.weight.zero_()`, or
-        `self.apply(fn)`), which is not done again here. A module that is not on meta has its values to compare with: by
-        size, and whether all are equal. On meta torch counts writes, but those through `.data`, and a parameter that
-        was replaced, are not seen. Nor are those to a child whose own constructor may have initialized it twice.
-    """
+    """`initializer(path, like)` returns an initialized parameter; the last submodule that was made is kept."""
 
     def __init__(self, skeleton: nn.Module, seed: int, device: torch.device, own: Mapping[str, ref[Tensor]]):
         self._skeleton, self._seed, self._device, self._own = skeleton, seed, device, own
@@ -32,15 +31,13 @@ class Initializer:
     def __call__(self, path: str, like: Tensor) -> Tensor:
         """The parameter at a path; `like` is not needed. ValueError if the module has set its own in another way."""
         value = self._tensor(path, "_parameters")
-        owner, _, name = path.rpartition(".")
-        part, given = self._skeleton.get_submodule(owner), self._own[path]()
-        kind, place = type(part), place_of(vars(part)["_parameters"].stands[name])
-        again = kind.__init__.__module__.startswith("torch.") and place.writes > (writes(value) or 0)
-        if again if given is None or given.is_meta else _is_other(value, given):  # Note [What constructors write]
+        owner, given = path.rpartition(".")[0], self._own[path]()
+        if given is not None and not given.is_meta and _is_other(value, given):  # Note [What constructors write]
+            of = type(self._skeleton.get_submodule(owner)).__name__
             raise ValueError(
-                f"init: the module has set {path!r} after {owner!r} ({kind.__name__}) initialized itself, and init "
-                "does not: set it in _init_weights or reset_parameters, use fshard.init_params(plan, fn), or make the "
-                "module on a device and shard its own values with shard_params"
+                f"init: the module has set {path!r} after {owner!r} ({of}) initialized itself, and init does not: set "
+                "it in _init_weights or reset_parameters, use fshard.init_params(plan, fn), or make the module on a "
+                "device and shard its own values with shard_params"
             )
         return value
 
@@ -105,10 +102,12 @@ class Initializer:
 
 def _is_other(x: Tensor, y: Tensor) -> bool:
     """Whether two tensors are surely not drawn alike: of other size than chance allows, or one is constant."""
-    num, (size, is_constant), (other, is_also) = x.numel(), _moments(x), _moments(y)
-    by_chance = 0.0 if is_constant and is_also else 12 / math.sqrt(max(num, 1))  # of the logarithm: 12 sigma, if normal
+    if (num := x.numel()) < 4:
+        return False
+    (size, is_constant), (other, is_also) = _moments(x), _moments(y)
+    by_chance = 0.0 if is_constant and is_also else 12 / math.sqrt(num)  # of the logarithm: 12 sigma, if normal
     is_far = max(size, other) > min(size, other) * math.exp(0.1 + by_chance)
-    return num >= 4 and (is_far or is_constant is not is_also)
+    return is_far or is_constant is not is_also
 
 
 def _moments(x: Tensor) -> tuple[float, bool]:

@@ -22,7 +22,6 @@ from torch import Tensor, nn
 from torch._subclasses.functional_tensor import FunctionalTensor
 
 from ..core import func_levels, tree
-from ..core.storage import writes
 from ..core.tracing import is_tracing
 from ..sharding.access import Leaves
 from .current import Call, Calls
@@ -52,7 +51,7 @@ class Place:
     def __init__(self, calls: Calls, path: str, number: int, is_buffer: bool, x: Tensor):
         self.calls, self.path, self.number, self.is_buffer = calls, path, number, is_buffer
         self.form = torch.empty_like(x, device="meta")  # with the shape and dtype in the module
-        self.trains, self.writes = x.requires_grad, writes(x) or 0
+        self.trains = x.requires_grad
         self.attributes: dict[str, Any] = {}  # those that the module's code has put on it
 
     def read(self) -> Tensor:

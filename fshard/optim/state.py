@@ -30,6 +30,7 @@ from ..layout.pieces import Parameters, Parts, layout_of, mesh_of, packed, pick,
 from ..layout.reshard import collect, on_rank
 from .base import TransformLike, as_transform
 from .torch_format import check_tensor, joined, known, read_saved
+from .torch_optim import BEGUN
 from .transforms import LabelState
 
 _CHUNK = 1 << 24  # elements on their way at a time
@@ -317,6 +318,8 @@ def state_dict(
     for (leaf, name), field in torchs.named.items():
         # one copy for each leaf, because torch updates `step` in place
         entries[leaf][name] = whole[field.key].clone() if field.lone else whole[field.key]
+    # as torch, which has no entry before the first step, and no name for whether there was one
+    entries = {leaf: entry if entry.pop(BEGUN, True) else {} for leaf, entry in entries.items()}
     names: dict[str, str | int] = {leaf: leaf if key == "path" else i for i, leaf in enumerate(entries)}
     param_groups = []
     for group, settings in zip(torchs.groups, [*groups, *[{}] * len(torchs.groups)], strict=False):
@@ -371,12 +374,12 @@ def load_state_dict(
         lines = [f"{key!r}: {sharding(x)}" for key, x in whole.items() if is_sharded(x)]
         text = "\n".join([*lines, *(f"{key!r} keeps its state" for key in sorted(untouched))])
         check_same(mesh, text, "load_state_dict: saved", "Pass the state of the same optimizer on all ranks")
-    return _sharded(whole, like, mesh, src, _agreed_keys(untouched, like, mesh, src, strict))
+    return _sharded(whole, like, mesh, src, _agreed_keys(untouched, like, mesh, src))
 
 
-def _agreed_keys(keys: Set[str], like: Tree, mesh: AnyMesh, src: int | None, strict: bool) -> Set[str]:
-    """The keys of rank `src`, which alone knows them, on every rank; with `strict` there are none."""
-    if src is None or mesh is None or strict:
+def _agreed_keys(keys: Set[str], like: Tree, mesh: AnyMesh, src: int | None) -> Set[str]:
+    """The keys of rank `src`, which alone knows them, on every rank."""
+    if src is None or mesh is None:
         return keys
     forms = list(_forms(like))
     flags = torch.tensor([key in keys for key, *_ in forms], dtype=torch.uint8, device=mesh_device(mesh))

@@ -16,7 +16,7 @@ from ..core.scalars import double
 from ..core.tree import Tree
 from ..layout.layout import Layout
 from ..layout.pieces import Parameters, Parts, layout_of
-from .torch_optim import TorchState
+from .torch_optim import BEGUN, TorchState
 from .transforms import LabelState
 
 # torch.optim's names for the fields of fshard's states, where they differ.
@@ -94,11 +94,13 @@ def _torch_names(fields: Sequence[Field], trained: Set[str]) -> dict[tuple[str, 
     named: dict[tuple[str, str], Field] = {}
     with_own = {leaf for field in fields if not field.lone for leaf in field.leaves}
     for field in (field for field in fields if field.hyperparam is None):
-        last = field.path.rpartition(".")[2]
+        *parents, last = field.path.split(".")
+        # a TorchState has the names of its class
+        torchs = last if parents[-1:] in (["tensors"], ["scalars"]) else _TORCH.get(last, last)
         # a count is that of the leaves that have moments; in a state without any, of all that are trained
         counted = [leaf for leaf in field.leaves if leaf in with_own] or [x for x in field.leaves if x in trained]
         for leaf in counted if field.lone else field.leaves:
-            name = leaf, _TORCH.get(last, last)
+            name = leaf, torchs
             if name in named:
                 named[leaf, named[name].path] = named[name]
             named[name] = field
@@ -176,8 +178,8 @@ def read_saved(
     lone, kept = dict[str, dict[str, Tensor]](), dict[str, dict[str, Tensor]]()
     for (leaf, name), field in state.named.items():
         entry = entries.get(leaf, {})
-        if entry and name == "begun":  # torch makes an entry in the first step of a class of the user's
-            entry = {name: 1.0, **entry}
+        if name == BEGUN and (entry or strict):  # torch makes an entry in the first step
+            entry = {name: float(bool(entry)), **entry}
         if name in entry:
             value = _value(f"leaf {leaf!r}: {name}", entry[name])
             if src is not None and is_sharded(value):
@@ -189,7 +191,7 @@ def read_saved(
                 whole[field.key] = value
         elif field.lone:
             kept.setdefault(field.key, {})[leaf] = whole[field.key]
-        elif not entry and not strict:
+        elif not entry and (not strict or (leaf, BEGUN) in state.named):
             untouched.add(field.key)
         else:
             names = ", ".join(map(repr, entry)) or "nothing"

@@ -23,6 +23,7 @@ from .matrix import whole_leaves
 
 # The classes of torch.optim that act on every element by itself; all others are given whole leaves.
 _ELEMENTWISE = ("ASGD", "Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD")
+BEGUN = "begun"  # 1 after the first update, before which a class expects no state
 Entry = dict[str, Tensor]  # what a torch optimizer keeps of one parameter
 Numbers = dict[str, Tensor | float]  # what a class of the user's keeps of one parameter: numbers too
 Settings: TypeAlias = Mapping[str, Any]  # arguments by name, which only the class knows
@@ -111,9 +112,10 @@ def _stepped(
     for row, g, entry in zip(rows, grads, entries, strict=True):
         # torch's optimizers take real views of complex tensors, which a lazily conjugated one (z.conj()) has not
         row.grad = g.detach().to(row.dtype).resolve_conj()
-        optimizer.state[row] = entry
+        optimizer.state[row] = entry if entry.get(BEGUN, True) else {}
     optimizer.step()
-    return [optimizer.state[row] for row in rows]
+    begun = [{BEGUN: double(1.0)} if BEGUN in entry else {} for entry in entries]
+    return [optimizer.state[row] | more for row, more in zip(rows, begun, strict=True)]
 
 
 def _adapted(init: Callable[[Tree], TorchState], run: Run) -> Transform:
@@ -125,9 +127,6 @@ def _adapted(init: Callable[[Tree], TorchState], run: Run) -> Transform:
         # with `found_inf` the old values are needed after the step, so they are copied even if donated
         new_params, inner = (params, state) if donate and found_inf is None else tree.map(torch.clone, (params, state))
         new_state = run(grads, inner, new_params, extra)
-        if found_inf is not None and new_state.tensors.keys() != state.tensors.keys():
-            # SGD with dampening begins its momentum with its first update: whether this is one must be read
-            return (params, state) if bool(found_inf) else (new_params, new_state)
         return choose(found_inf, (params, state), (new_params, new_state))
 
     def update(grads: Tree, state: TorchState, params: Tree = None, **extra: object) -> tuple[Tree, TorchState]:
@@ -158,8 +157,10 @@ def _begin(cls: type[Optimizer], hyperparams: Settings, row: Tensor) -> Entry:
     optimizer._init_group(optimizer.param_groups[0], *([] for _ in range(num_lists)))
     entry = dict(optimizer.state[row])
     group = optimizer.param_groups[0]
-    if cls.__name__ == "SGD" and group["momentum"] and not group["dampening"]:
+    if cls.__name__ == "SGD" and group["momentum"]:
         entry["momentum_buffer"] = torch.zeros_like(row)  # the first update makes of it what torch makes of none
+        if group["dampening"]:  # unless it is dampened: then torch must be given none
+            entry[BEGUN] = double(0.0)
     if strange := [name for name, x in entry.items() if not isinstance(x, Tensor)]:
         raise ValueError(f"from_torch: {cls.__name__} keeps {strange[0]!r}, which is no tensor: it cannot be a value")
     return entry
@@ -239,8 +240,7 @@ def _of_user(cls: type[Optimizer], hyperparams: Settings) -> Transform:
         return {name: _value(x) for name, x in _first_step(cls, hyperparams, row).items()}
 
     def init(params: Tree) -> TorchState:
-        begun = torch.zeros((), dtype=torch.float32, device="cpu")  # 1 after the first update
-        return TorchState(_first_by_name(params, begin, "cpu"), {"begun": begun})
+        return TorchState(_first_by_name(params, begin, "cpu"), {BEGUN: double(0.0)})
 
     def run(grads: Tree, state: TorchState, params: Tree, extra: Settings) -> TorchState:
         if missing := [name for name in needed if name not in extra]:
@@ -250,7 +250,7 @@ def _of_user(cls: type[Optimizer], hyperparams: Settings) -> Transform:
             )
         rows, layout = [row.detach() for row in tree.leaves(params)], layout_of(params)
         entries = list[Entry]()
-        begun = bool(state.scalars["begun"])  # on the CPU: no wait for a device
+        begun = bool(state.scalars[BEGUN])  # on the CPU: no wait for a device
         if rows:
             optimizer = cls(rows, **hyperparams)
             for row, g, entry in zip(rows, tree.leaves(grads), _by_leaf(state, layout), strict=True):
@@ -264,9 +264,7 @@ def _of_user(cls: type[Optimizer], hyperparams: Settings) -> Transform:
                     alias.copy_(row)
             entries = [{name: _value(x) for name, x in optimizer.state[row].items()} for row in rows]
         _check_names(cls, {name for entry in entries for name in entry}, state)
-        return TorchState(
-            _next_by_name(state, layout, entries), {"begun": torch.ones((), dtype=torch.float32, device="cpu")}
-        )
+        return TorchState(_next_by_name(state, layout, entries), {BEGUN: double(1.0)})
 
     return _adapted(init, run)
 

@@ -27,7 +27,7 @@ from ..comm import consensus
 from ..comm.mesh import coordinate
 from ..core import tree
 from ..core.arguments import check_function, check_path, wrong
-from ..core.differences import lacking
+from ..core.differences import lacking, unreadable
 from ..core.foreign import MOST_ITEMS, legible, open_file, parsed, read_text
 from ..core.scalars import double
 from ..core.storage import DonatedError, from_bytes
@@ -36,7 +36,7 @@ from ..files.index import require
 from ..files.inert_pickle import read_pickle
 from ..files.places import LocalReader
 from ..files.safetensors_file import CHUNK, read_chunks
-from ..files.torch_dcp import OF_TENSOR, stored_tensor
+from ..files.torch_dcp import OF_TENSOR, READABLE, stored_tensor
 from ..files.zip_item import ZipItem
 from ..sharding.sharded import Sharded
 from ..train.step import TrainState
@@ -74,8 +74,8 @@ def record(
     renames the folder when all files are written; `fshard replay` runs recorded steps again.
 
     Use `donate=True` for a step that donates its state: the state is then copied before each step that may be
-    recorded, which is every step if `nonfinite` is set. Raises TypeError for a leaf that is not a tensor, a number, a
-    string or None.
+    recorded, which is every step if `nonfinite` is set. Raises TypeError, before the step, for a leaf that is not a
+    dense tensor of a dtype that files have, a number, a string or None.
 
     >>> import tempfile
     >>> tx, w = sgd(0.5), torch.ones(2)
@@ -93,12 +93,15 @@ def record(
 
     def recorded(state: TrainState, batch: Tree, *args: Tree) -> tuple[TrainState, dict[str, Tree]]:
         chosen = _chosen(steps, number := int(state.step))
+        arguments = {"state": state, "batch": batch, "args": args}
+        if chosen or nonfinite:
+            for what, x in arguments.items():
+                _check(what, x)
         # copied before the step, whose loss decides whether it is recorded: a step that donates overwrites `state`
         before = _copied(state) if donate and (chosen or nonfinite) else state
         after, metrics = step(state, batch, *args)
         if chosen or (nonfinite and _went_nonfinite(metrics) and _has_room(folder, number, keep)):
-            arguments = {"state": before, "batch": batch, "args": args}
-            _write(step_folder(folder, number), arguments, {"state": after, "metrics": metrics})
+            _write(step_folder(folder, number), arguments | {"state": before}, {"state": after, "metrics": metrics})
         return after, metrics
 
     return recorded
@@ -165,20 +168,30 @@ def _write(folder: Path, before: dict[str, Tree], after: dict[str, Tree]) -> Non
     writing.rename(target)  # last: a folder of this name is complete
 
 
-def _filed(what: str, x: Tree) -> tuple[dict[str, Tensor], Json]:
-    """Return the tensors of a tree by number, and the JSON entry: all leaf paths, and the values of other leaves."""
+def _check(what: str, x: Tree) -> None:
+    """Raise TypeError for a leaf that a record cannot have."""
     leaves, spec = flatten(x)
-    paths = tree.paths(spec)
-    for path, leaf in zip(paths, leaves, strict=True):
+    for path, leaf in zip(tree.paths(spec), leaves, strict=True):
         if not isinstance(leaf, Tensor | int | float | str):
             raise TypeError(
                 f"record: {what} leaf {path!r}: expected a tensor, a number or a string, got {type(leaf).__name__}. "
                 "Leave it out of what is given to the step."
             )
+        error = unreadable(path, leaf)
+        if not error and isinstance(leaf, Tensor) and leaf.dtype not in READABLE:
+            error = f"{path!r}: expected a dtype that files have, got {leaf.dtype}: cast it (dequantize() if quantized)"
+        if error:
+            raise TypeError(f"record: {what} leaf {error}")
+
+
+def _filed(what: str, x: Tree) -> tuple[dict[str, Tensor], Json]:
+    """Return the tensors of a tree by number, and the JSON entry: all leaf paths, and the values of other leaves."""
+    _check(what, x)
+    leaves, spec = flatten(x)
     # Cloned, because for a view torch.save writes the whole storage that the view shares.
     tensors = {name: x.detach().cpu().clone() for name, x in _tensors_of(what, x).items()}
     plain = {str(i): x for i, x in enumerate(leaves) if not isinstance(x, Tensor)}
-    return tensors, {"paths": paths, "plain": plain}
+    return tensors, {"paths": tree.paths(spec), "plain": plain}
 
 
 def _tensors_of(what: str, x: Tree) -> dict[str, Tensor]:

@@ -165,6 +165,8 @@ def _gradients(
 def _nonfinite(rank: int, what: str, x: Tree) -> Iterator[Finding]:
     for place in places(x):
         value = double(place.value) if isinstance(place.value, float) else place.value
+        if isinstance(value, Tensor) and value.is_floating_point() and value.itemsize == 1:
+            value = value.float()  # torch has no isfinite of float8
         if isinstance(value, Tensor) and (bad := ~value.detach().isfinite()).any():
             first = int(bad.reshape(-1).int().argmax())
             text = f"element {first} is {value.detach().reshape(-1)[first].item()}, {int(bad.sum())} of {bad.numel()}"

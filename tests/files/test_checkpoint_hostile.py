@@ -336,7 +336,8 @@ def test_a_link_in_the_place_of_a_folder_leads_nowhere(folder, tmp_path):
     folder.rename(tmp_path / "elsewhere")
     folder.symlink_to(tmp_path / "elsewhere")
     before, dir = all_files(tmp_path), tmp_path / "run"
-    assert checkpoint.latest(dir) == 6
+    with pytest.warns(UserWarning, match=f"passed over, because they are symbolic links: {folder.name}"):
+        assert checkpoint.latest(dir) == 6
     for call in (
         lambda: checkpoint.delete(dir, 7),
         lambda: restored(None, dir),
@@ -359,6 +360,23 @@ ODD: dict[str, Callable[[Path], None]] = {
 }
 
 
+def test_a_run_whose_folders_are_links_does_not_begin_anew_without_a_word(folder, tmp_path):
+    """A job whose checkpoints were moved to another disk, with links in their place, would start from the beginning."""
+    dir = tmp_path / "run"
+    for name in ("step-000000000006", STEP):
+        (dir / name).rename(tmp_path / name)
+        (dir / name).symlink_to(tmp_path / name)
+    words = f"{dir}: passed over, .* links: step-000000000006, {STEP}"
+    with pytest.warns(UserWarning, match=words):
+        assert checkpoint.steps(dir) == []
+    with pytest.warns(UserWarning, match=words):
+        assert checkpoint.latest(dir) is None
+    none = "no checkpoint; the last ones are: none"
+    with pytest.warns(UserWarning, match=words), pytest.raises(CheckpointError, match=none):
+        restored(None, dir, None)
+
+
+@pytest.mark.filterwarnings("ignore:.* passed over, because they are symbolic links:UserWarning")
 @pytest.mark.parametrize("what", ODD)
 def test_what_has_the_name_of_a_step_is_passed_over(what, folder, tmp_path):
     """One odd name in the directory of a run would make every look at its checkpoints, and every save, fail."""

@@ -19,7 +19,7 @@ import fshard
 from fshard import optim
 from fshard.core import tree
 from fshard.optim import state
-from fshard.optim.state import gather_state, load_state_dict, shard_state, state_dict
+from fshard.optim.state import extend, gather_state, load_state_dict, shard_state, state_dict
 
 Make = Callable[..., Any]
 over_all = pytest.mark.parametrize("name", TRANSFORMS)
@@ -284,6 +284,11 @@ CLASSES: dict[str, tuple[optim.Transform, Make]] = {
     ),
     "Adafactor": (optim.adafactor(0.1), lambda xs: to.Adafactor(xs, 0.1)),
     "from_torch": (optim.from_torch(to.RAdam, lr=0.1), lambda xs: to.RAdam(xs, 0.1)),
+    "ASGD": (optim.from_torch(to.ASGD, lr=0.1, t0=2), lambda xs: to.ASGD(xs, 0.1, t0=2)),
+    "dampening": (
+        optim.from_torch(to.SGD, lr=0.1, momentum=0.9, dampening=0.5),
+        lambda xs: to.SGD(xs, 0.1, 0.9, dampening=0.5),
+    ),
     "chain": (optim.chain(optim.clip(9.0), optim.adamw(0.1)), lambda xs: to.AdamW(xs, 0.1)),
     "groups": (by_kind(optim.adamw(0.1), optim.adamw(0.02)), lambda xs: to.AdamW(in_two(xs, lr=0.02), 0.1)),
     "groups-bare": (by_kind(optim.sgd(0.1, 0.9), optim.sgd(0.1)), lambda xs: to.SGD(in_two(xs, momentum=0), 0.1, 0.9)),
@@ -576,6 +581,72 @@ def test_nothing_of_a_state_is_dropped(name):
             entry = {key: x for key, x in entry.items() if key not in listed}
         back = state_dict(loaded, MATRIX)["state"].get("w", {})
         torch.testing.assert_close({key: back[key].double() for key in entry}, tree.map(Tensor.double, entry))
+
+
+class Named(to.Optimizer):
+    """A class of a user's, whose names of state are those of fshard's own fields."""
+
+    def __init__(self, params: Any):
+        super().__init__(params, {})
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for x in self.param_groups[0]["params"]:
+            for name in ("mu", "nu", "momentum", "count"):
+                self.state[x][name] = self.state[x].get(name, torch.zeros_like(x)) + x.grad
+            x.data.sub_(self.state[x]["mu"])
+
+
+@pytest.mark.parametrize("how", ["plain", "by label", "resting"])
+def test_a_class_keeps_its_own_names(how):
+    """torch's next step would not find what the class keeps under another name."""
+    tx = optim.from_torch(Named)
+    tx = {"plain": tx, "by label": optim.by_label({"a": tx}, {"**": "a"}), "resting": optim.resting(tx)}[how]
+    optimizer = torchs(Named, MATRIX)
+    optimizer.leaves[0].grad = MATRIX["w"].clone()
+    optimizer.step()
+    saved = copy.deepcopy(optimizer.state_dict())
+    back = state_dict(load_state_dict(saved, tx.init(MATRIX), MATRIX), MATRIX, "index")
+    assert {name: back["state"][0][name].tolist() for name in saved["state"][0]} == tree.map(
+        lambda x: x.tolist(), saved["state"][0]
+    )
+
+
+DAMPED = {"momentum": 0.9, "dampening": 0.5}
+
+
+@pytest.mark.parametrize("num_steps", [0, 1])
+@pytest.mark.parametrize("how", ["strict", "lax", "src", "extend"])
+def test_a_dampened_momentum_goes_on(how, num_steps):
+    """torch's first step takes the gradient undampened: a port would lose momentum, or dampen that gradient."""
+    tx, later = optim.from_torch(to.SGD, lr=0.1, **DAMPED), {"late": MATRIX["w"].clone()}
+    optimizer = torchs(lambda xs: to.SGD(xs, 0.1, **DAMPED), MATRIX)
+    params, state = MATRIX, tx.init(MATRIX)
+    for _ in range(num_steps):
+        optimizer.leaves[0].grad = MATRIX["w"].clone()
+        optimizer.step()
+        params, state = tx.step(MATRIX, state, params)
+
+    def loaded(mesh: Any) -> Any:
+        sharded = fshard.shard_params(params, fshard.make_plan(params, mesh))
+        rest = {"src": 1} if how == "src" else {"strict": how == "strict"}
+        saved = copy.deepcopy(optimizer.state_dict()) if how != "src" or mesh.get_rank() == 1 else None
+        back = load_state_dict(saved, tx.init(sharded), sharded, **rest)
+        again = load_state_dict(state_dict(back, sharded), back, sharded)
+        assert same_bits(gather_state(again), gather_state(back))
+        new, _ = tx.step(fshard.shard_params(MATRIX, sharded.plan), back, sharded)
+        return fshard.gather_params(new)["w"]
+
+    if how == "extend":
+        both = optim.by_label({"old": tx, "new": tx}, {"late": "new", "**": "old"})
+        got = both.step(MATRIX | later, extend(state, both, params | later), params | later)[0]["w"]
+    else:
+        got = simulated(loaded, shard=2)[0]
+    theirs = torchs(lambda xs: to.SGD(xs, 0.1, **DAMPED), params)
+    theirs.load_state_dict(state_dict(state, params, "index", groups=theirs.state_dict()["param_groups"]))
+    for each in (optimizer, theirs):
+        each.leaves[0].grad = MATRIX["w"].clone()
+        each.step()
+        torch.testing.assert_close(each.leaves[0].detach(), got)
 
 
 SIX = {name: torch.full((2,), float(i)) for i, name in enumerate("abcdef")}

@@ -460,7 +460,10 @@ def nothing(mesh: Any) -> None:
 @pytest.mark.parametrize(
     ("jobs", "words"),
     [
-        ([gathers, sums], ["different collectives", f"rank 0 {GATHER} at", ".py:", f"rank 1 {SUM} at", "same ones"]),
+        (
+            [gathers, sums],
+            ["different collectives", f"rank 0 {GATHER} at", ".py:", f"rank 1 {SUM} at", "in the same order"],
+        ),
         ([gathers, gathers, sums], ["different collectives", f"rank 0 {GATHER}", f"rank 2 {SUM}", "same order"]),
         (
             [gathers, nothing],

@@ -10,6 +10,7 @@ import shutil
 import subprocess
 import sys
 import zipfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -176,6 +177,49 @@ def test_a_leaf_that_cannot_be_written_is_an_error(tmp_path):
     with pytest.raises(TypeError, match=r"record: args leaf '0\.f': expected a tensor, a number or a string, got type"):
         record(step, tmp_path, steps={0})(state, like, {"f": int})
     assert [name for name in files(tmp_path) if "rank" in name] == []
+
+
+DTYPES = sorted({x for x in vars(torch).values() if isinstance(x, torch.dtype)}, key=str)
+EIGHT = torch.tensor([1.0, -2.0, 0.5])
+LEAVES: dict[str, Callable[[], torch.Tensor]] = {
+    **{str(x): functools.partial(torch.zeros, 3, dtype=x) for x in DTYPES},
+    **{f"{x} ones": functools.partial(EIGHT.to, x) for x in DTYPES if x.is_floating_point and x.itemsize == 1},
+    "coo": lambda: torch.eye(3).to_sparse(),
+    "csr": lambda: torch.eye(3).to_sparse_csr(),
+    "quantized": lambda: torch.quantize_per_tensor(EIGHT, 0.1, 0, torch.quint8),
+    "meta": lambda: torch.empty(3, device="meta"),
+}
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")  # torch's, of quantized, complex32 and sparse tensors
+@pytest.mark.parametrize("name", LEAVES)
+def test_what_is_recorded_can_be_replayed(name, tmp_path):
+    """Any tensor is an error before the step, or is read again: a record of a failure would be found unreadable when
+    it is needed."""
+    try:
+        leaf = LEAVES[name]()
+    except (RuntimeError, NotImplementedError, TypeError):
+        pytest.skip("torch makes no such tensor")
+    step, state, like, _ = replayed.make(None)
+    calls = list[Any]()
+
+    def step_with(state: Any, batch: Any, given: Any) -> Any:
+        calls.append(given)
+        return step(state, batch)
+
+    try:
+        record(step_with, tmp_path, steps={0})(state, like, {"given": leaf})
+    except TypeError as error:
+        refused = str(error)
+    else:
+        refused = ""
+    if refused:
+        assert refused.startswith("record: args leaf '0.given': expected a ")
+        assert (calls, files(tmp_path)) == ([], [])
+        return
+    (found,) = replay(tmp_path, lambda mesh: (step_with, state, like, None, {"given": leaf}))
+    assert found.different is None
+    assert same_bits(calls[0], calls[1])
 
 
 @pytest.mark.parametrize(
