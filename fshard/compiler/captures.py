@@ -8,7 +8,8 @@ import inspect
 import random
 import sys
 import sysconfig
-from collections.abc import Iterator, Sequence
+from collections import deque
+from collections.abc import Collection, Iterator, Sequence
 from functools import partial
 from types import CellType, CodeType, FunctionType, MemberDescriptorType, ModuleType
 from typing import Any, NamedTuple
@@ -25,6 +26,7 @@ from ..core.arguments import NOT_THE_USER
 from ..core.tracing import Marked
 
 _LIBRARIES = (*NOT_THE_USER, *(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")))
+_Path = tuple[str, ...]  # a variable, an attribute of its value, an attribute of that one ...
 
 
 class Capture(NamedTuple):
@@ -37,6 +39,7 @@ class Capture(NamedTuple):
     key: str
     is_input: bool = False  # whether a graph reads the tensors of its value at each run
     of_tensors: bool = False  # whether only its tensors are compared, because tracing itself changes the rest
+    by_name: bool = False  # whether only attributes of its value are read, which are variables of their own
 
     @property
     def identity(self) -> tuple[int, str]:
@@ -49,13 +52,16 @@ class Capture(NamedTuple):
         The value is a tensor, or a tree of dicts, lists, tuples and other plain nodes.
         """
         value = self.read()
-        if not isinstance(value, Tensor | dict | list | tuple) or tree.nodes(value, OnMesh):
+        try:
+            if not isinstance(value, Tensor | dict | list | tuple) or tree.nodes(value, OnMesh):
+                return []
+        except RecursionError:  # a list that contains itself
             return []
         return [x for x in tree.leaves(value) if _is_plain(x)]
 
     def read(self) -> object:
         """Return the current value of the variable, or None if the variable is not assigned yet."""
-        if isinstance(self.place, dict):
+        if type(self.place) is dict:
             return self.place.get(self.key)
         if isinstance(self.place, CellType):
             try:
@@ -73,38 +79,41 @@ def _is_plain(x: object) -> bool:
     return dense and not x.requires_grad  # type: ignore[attr-defined]  # mypy does not see what `dense` implies
 
 
-def captures(fn: object, seen: set[int] | None = None) -> Iterator[Capture]:
+def captures(fn: object, seen: dict[int, object] | None = None) -> Iterator[Capture]:
     """Yield the variables that `fn` reads, and recursively the variables that functions among their values read.
 
     Of functions that belong to a library (torch, the standard library, installed packages) only closures are yielded.
+    `seen` are the functions and containers looked at, by id: stored, so that no other object gets the id of one.
     """
-    seen = set() if seen is None else seen
-    for function in _functions(fn):
+    seen = {} if seen is None else seen
+    for function in _functions(fn, seen):
         if id(function) in seen:
             continue
-        seen.add(id(function))
+        seen[id(function)] = function
         for capture in _variables(function):
             yield capture
             yield from captures(capture.read(), seen)
 
 
-def _functions(x: Any) -> Iterator[FunctionType | partial[Any]]:  # Any: attributes of an unknown object are read
+# Any: attributes of an unknown object are read
+def _functions(x: Any, seen: dict[int, object]) -> Iterator[FunctionType | partial[Any]]:
     """Yield Python's functions and partials that a program with `x` may run; of a container, those of each item."""
-    while hasattr(x, "run") and not inspect.isclass(x):  # a train step, possibly wrapped by a check, wraps a function
+    while type(x).__module__.startswith("fshard.") and hasattr(x, "run"):  # a train step, possibly wrapped by a check
         x = x.run
-    if isinstance(x, partial):
-        yield x
-        for part in (x.func, *x.args, *x.keywords.values()):
-            yield from _functions(part)
-    elif isinstance(x, dict | list | tuple | set | frozenset):
-        for part in x.values() if isinstance(x, dict) else x:
-            yield from _functions(part)
+    if isinstance(x, partial | dict | list | tuple | set | frozenset | deque) and id(x) not in seen:
+        if isinstance(x, partial):
+            yield x  # which `captures` adds to `seen`
+        seen[id(x)] = x
+        parts = (x.func, *x.args, *x.keywords.values()) if isinstance(x, partial) else x
+        for part in x.values() if isinstance(x, dict) else parts:
+            yield from _functions(part, seen)
     elif inspect.ismethod(x):
-        yield from (*_functions(x.__func__), *_methods(x.__self__))
+        yield from (*_functions(x.__func__, seen), *_methods(x.__self__))
     elif x is not None:
         yield from [x] if inspect.isfunction(x) else _methods(x)
-        if not inspect.isclass(x) and hasattr(x, "__wrapped__"):  # a jitted function has it, too
-            yield from _functions(x.__wrapped__)
+        # a jitted function has it, too; not `hasattr`, which runs an object's `__getattr__`
+        if not inspect.isclass(x) and inspect.getattr_static(x, "__wrapped__", None) is not None:
+            yield from _functions(x.__wrapped__, seen)
 
 
 def _methods(x: object) -> Iterator[FunctionType | partial[Any]]:
@@ -115,7 +124,7 @@ def _methods(x: object) -> Iterator[FunctionType | partial[Any]]:
         for method in () if is_of_library(kind) else vars(kind).values():
             fn = method.fget if isinstance(method, property) else getattr(method, "__func__", method)
             if inspect.isfunction(fn):
-                yield from _functions(fn)
+                yield from _functions(fn, {})
 
 
 def _variables(fn: FunctionType | partial[Any]) -> Iterator[Capture]:
@@ -123,36 +132,47 @@ def _variables(fn: FunctionType | partial[Any]) -> Iterator[Capture]:
         yield from (Capture(f"{key!r} of a partial", fn, key) for key in ("args", "keywords"))
         return
     cells = dict(zip(fn.__code__.co_freevars, fn.__closure__ or (), strict=True))
+    is_users = not fn.__code__.co_filename.startswith(_LIBRARIES)
+    paths = dict.fromkeys(_names_in(fn.__code__) if is_users else ())
     for name, cell in cells.items():
-        yield Capture(f"{name!r} of {fn.__qualname__}", cell, name)
-    if not fn.__code__.co_filename.startswith(_LIBRARIES):
+        yield _variable(fn, cell, (name,), paths)
+    if is_users:
         yield Capture(f"a default of {fn.__qualname__}", fn, "")
-        for name, *attributes in dict.fromkeys(_names_in(fn.__code__)):
-            place = cells.get(name, fn.__globals__)
-            variable = Capture(f"{name!r} of {fn.__qualname__}", place, name)
-            if place is fn.__globals__ and name in place:
-                yield variable
-            yield from _attributes(variable, name, attributes, fn)
+    for path in paths:
+        place = cells.get(path[0], fn.__globals__)
+        if place is fn.__globals__ and path[0] in place:
+            yield _variable(fn, place, path[:1], paths)
+        yield from _attributes(fn, place, path, paths)
 
 
-def _attributes(variable: Capture, path: str, names: Sequence[str], fn: FunctionType) -> Iterator[Capture]:
+def _variable(fn: FunctionType, place: Any, path: _Path, paths: Collection[_Path]) -> Capture:
+    """The variable that a path of names leads to. `paths` are all those of the function."""
+    variable = Capture(f"{'.'.join(path)!r} of {fn.__qualname__}", place, path[-1])
+    value, k = variable.read(), len(path)
+    names = {longer[k] for longer in paths if longer[:k] == path and len(longer) > k}
+    computed = any(isinstance(inspect.getattr_static(value, name, None), property) for name in names)
+    return variable._replace(by_name=bool(names) and path not in paths and not computed)
+
+
+def _attributes(fn: FunctionType, place: Any, path: _Path, paths: Collection[_Path]) -> Iterator[Capture]:
     """Yield the attributes that a path of names reads, of the user's modules, classes and objects."""
-    for name in names:
-        value, path = variable.read(), f"{path}.{name}"
+    variable = Capture("", place, path[0])
+    for k, name in enumerate(path[1:], 2):
+        value = variable.read()
         if is_of_library(value) if isinstance(value, type | ModuleType) else not _has(value, name):
             return
-        variable = Capture(f"{path!r} of {fn.__qualname__}", value, name)
-        yield variable
+        yield (variable := _variable(fn, value, path[:k], paths))
 
 
 def _has(x: object, name: str) -> bool:
-    """Whether an object stores an attribute itself: to ask for another may compute it."""
-    slot = isinstance(getattr(type(x), name, None), MemberDescriptorType)
-    return slot or (name in getattr(x, "__dict__", ()) and not isinstance(x, dict))
+    """Whether an object or its class stores an attribute as a value: to ask for another may compute it."""
+    value, of_class = (inspect.getattr_static(y, name, _has) for y in (x, type(x)))  # a function, where there is none
+    return value is not of_class or isinstance(value, MemberDescriptorType) or not hasattr(type(value), "__get__")
 
 
 # Instructions that load a variable which outlives the call, and an attribute. LOAD_NAME is in bodies of classes.
-_LOADS = ("LOAD_GLOBAL", "LOAD_NAME", "LOAD_DEREF", "LOAD_CLASSDEREF", "LOAD_FROM_DICT_OR_GLOBALS")
+_KINDS = ("GLOBAL", "NAME", "DEREF", "CLASSDEREF", "FROM_DICT_OR_GLOBALS", "FROM_DICT_OR_DEREF")
+_LOADS = {f"LOAD_{kind}" for kind in _KINDS}
 
 
 def _names_in(code: CodeType) -> Iterator[tuple[str, ...]]:
@@ -191,7 +211,7 @@ def _generators(root: object, seen: dict[int, object]) -> Iterator[Any]:  # Any:
         elif isinstance(x, type | ModuleType):
             unseen += [] if is_of_library(x) else vars(x).values()
         elif type(x).__module__.startswith("fshard."):
-            unseen += _functions(x)  # a step, an optimizer: not through meshes into the world
+            unseen += _functions(x, {})  # a step, an optimizer: not through meshes into the world
         elif not issubclass(type(x), Tensor):
             unseen += gc.get_referents(x)
 

@@ -15,7 +15,7 @@ from collections.abc import ItemsView, Iterable, Iterator, KeysView, Mapping, Se
 from dataclasses import fields, is_dataclass
 from itertools import chain
 from numbers import Number
-from types import BuiltinMethodType, FunctionType, MappingProxyType, ModuleType
+from types import BuiltinMethodType, FunctionType, MappingProxyType, ModuleType, SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
@@ -61,7 +61,7 @@ class Signature(NamedTuple):
     """The part of the cache key that the arguments and torch's settings determine (Note [What a graph depends on])."""
 
     spec: tree.Spec
-    names: tuple[type, ...]  # by `_names`
+    names: tuple[object, ...]  # by `_names`
     kinds: tuple[TensorKey | Key, ...]  # one for each leaf of the arguments
     trained: tuple[tuple[object, ...], ...]  # how tensors that require a gradient are one, or views of one
     meshes: tuple[str, ...]
@@ -152,12 +152,12 @@ def fixed(x: Any) -> Key:  # not `object`: `is_mesh` does not tell mypy that `x`
     if is_mesh(x):  # not compared with ==: meshes of different ranks or simulated worlds may be equal
         return kind, MESHES.of(x)
     # objects that are equal only to themselves, and methods of such objects
-    return kind, _content(x) if kind.__hash__ in (object.__hash__, BuiltinMethodType.__hash__) else x
+    return kind, _content(x, {}) if kind.__hash__ in (object.__hash__, BuiltinMethodType.__hash__) else x
 
 
-def _names(spec: tree.Spec) -> tuple[type, ...]:
-    """The types of the keys in a structure: 1, 1.0 and True are one to `==`, and not to a function."""
-    return tuple(map(type, chain.from_iterable(spec.paths())))
+def _names(spec: tree.Spec) -> tuple[object, ...]:
+    """The keys in a structure: 1, 1.0 and True are one to `==`, as 0.0 and -0.0 are, and not to a function."""
+    return tuple(k if type(k) in (str, int) else fixed(k) for k in chain.from_iterable(spec.paths()))
 
 
 class _Same:
@@ -189,30 +189,48 @@ def contents(variables: Sequence[Capture], inputs: Inputs) -> Contents:
     """
     first: dict[int, int] = {}
     same = tuple(first.setdefault(id(x), i) for i, x in enumerate(chain(*inputs.values())))
-    known = ((v.name, tuple(map(_content, v.tensors())) if v.of_tensors else _content(v.read())) for v in variables)
+    known = ((variable.name, _compared(variable)) for variable in variables)
     return *known, *([("one of two tensors that were one, or the other way round,", same)] if same else [])
 
 
-def _content(value: Any) -> object:  # not `object`, as in `fixed`
+def _compared(variable: Capture) -> object:
+    if variable.of_tensors:
+        return tuple(_content(x, {}) for x in variable.tensors())
+    value = variable.read()
+    # An attribute that is not read may change at each call, unless the object is frozen.
+    params = getattr(type(value), "__dataclass_params__", None)
+    changes = isinstance(value, SimpleNamespace) if params is None else not params.frozen
+    try:
+        return _Same(value) if changes and variable.by_name else _content(value, {})
+    except RecursionError:  # a list that contains itself, or a long chain of objects
+        return _Same(value)
+
+
+def _content(value: Any, seen: dict[int, tuple[int, object]]) -> object:  # Any: as in `fixed`
+    """What is compared of a value. `seen` are the objects around and before it in one variable, by id, in order."""
     if type(value) in (FunctionType, ModuleType):  # they compare by identity already; most captured values are these
         return value
-    if value is None or isinstance(value, Number | str | bytes):
+    if value is None or isinstance(value, Number | str | bytes | torch.device):
         return type(value), repr(value)
     if isinstance(value, Tensor):
         key = _kind(value) if value.layout is torch.strided else (Tensor, value.shape, value.dtype, value.device)
         return key, value.is_conj(), value.is_neg()  # which say how it is laid out when they are resolved
     if isinstance(value, dict | list | tuple) and not (flat := tree.flatten(value))[1].is_leaf():
-        return flat[1], _names(flat[1]), *map(_content, flat[0])
+        return flat[1], _names(flat[1]), *(_content(x, seen) for x in flat[0])
     if isinstance(value, set | frozenset):
-        return type(value), frozenset(map(_content, value))
+        return type(value), frozenset(_content(x, seen) for x in value)
     if is_mesh(value):
         return MESHES.of(value)
+    if id(value) in seen:
+        return seen[id(value)][0]
+    seen[id(value)] = len(seen), value  # a reference, so that no later object gets its id
     parts = _parts(value)
-    return _Same(value) if parts is None else (type(value), *map(_content, parts))
+    return _Same(value) if parts is None else (type(value), *(_content(x, seen) for x in parts))
 
 
-# Modules whose objects are values: Python's containers and buffers, partials, and numpy's arrays.
+# Modules whose objects are values: Python's containers and buffers, dates, paths, partials, and numpy's arrays.
 _OF_VALUES = {"_ctypes", "_io", "array", "builtins", "collections", "functools", "numpy", "types"}
+_OF_VALUES |= {"datetime", "pathlib", "pathlib._local", "uuid"}
 
 
 def _parts(x: Any) -> Iterable[object] | None:  # not `object`, as in `fixed`

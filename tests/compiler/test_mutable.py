@@ -3,13 +3,16 @@
 import argparse
 import array
 import ctypes
+import datetime
 import io
+import pathlib
 import types
 from collections import ChainMap, Counter, OrderedDict, UserDict, UserList, defaultdict, deque
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, field
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -241,6 +244,242 @@ def test_an_attribute_that_changes(kind, where):
     assert run.explain().count("\n") == 2
 
 
+@dataclass
+class Run:
+    """A run of the user's, with a field that changes at each step."""
+
+    rate: float = 2.0
+    step: int = 0
+    losses: list[float] = field(default_factory=list)
+    note: Any = None
+
+    def scaled(self, x: Tensor) -> Tensor:
+        """A method, which reads the field of its own."""
+        return x * self.rate
+
+    @property
+    def half(self) -> float:
+        """A number that is computed."""
+        return self.rate / 2
+
+
+@dataclass(frozen=True)
+class Frozen:
+    """A dataclass that can only be made again."""
+
+    rate: float = 2.0
+
+
+RUN = Run()
+UNREAD: dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]] = {
+    "dataclass": (Run, lambda run: lambda x: x * run.rate),
+    "a method of one": (Run, lambda run: lambda x: run.scaled(x)),
+    "one in an object": (
+        lambda: types.SimpleNamespace(run=Run(), step=0, losses=[]),
+        lambda box: lambda x: x * box.run.rate,
+    ),
+    "inside a function": (Run, lambda run: lambda x: (lambda y: y * run.rate)(x)),
+    "SimpleNamespace": (
+        lambda: types.SimpleNamespace(rate=2.0, step=0, losses=[]),
+        lambda box: lambda x: x * box.rate,
+    ),
+    "a global": (lambda: RUN, lambda _: lambda x: x * RUN.rate),
+}
+
+
+@pytest.mark.parametrize("case", UNREAD)
+def test_an_attribute_that_no_name_reads(case):
+    """A counter beside what a function reads would make it trace again at every step."""
+    make, fn_of = UNREAD[case]
+    fn = fn_of(box := make())
+    run = eager(fn)
+    for step in range(3):
+        box.step = step
+        box.losses.append(0.1)
+        assert same_bits(run(X), fn(X))
+    assert run.explain() == "traced for the first call"
+
+
+WHOLE: dict[str, Callable[[Any], Any]] = {
+    "handed on": lambda run: lambda x: x * asdict(run)["rate"] + run.step,
+    "handed on inside": lambda run: lambda x: (lambda y: y * vars(run)["rate"] + run.step)(x),
+    "in a list": lambda run: (lambda runs: lambda x: x * runs[0].rate)([run]),
+    "by a property": lambda run: lambda x: x * run.half,
+    "in a class": lambda run: lambda x: type("", (), {"rate": vars(run)["rate"]}).rate * x + run.step,
+}
+
+
+@pytest.mark.parametrize("case", WHOLE)
+def test_a_dataclass_that_is_read_otherwise(case):
+    """A graph would keep a field that is not read by its name."""
+    fn = WHOLE[case](box := Run())
+    run = eager(fn)
+    for rate in (2.0, 2.0, 3.0):
+        box.rate = rate
+        assert same_bits(run(X), fn(X))
+    assert run.explain().count("\n") == 1
+
+
+def test_what_is_made_again_and_equal():
+    """A function would be traced again where a value is replaced by an equal one, and not by another."""
+    box = Plain()
+    run = eager(fn := lambda x: x * len(repr(box.value)))
+    utc, other = (datetime.timezone(datetime.timedelta(hours=h)) for h in (0, 1))
+    for make, another in (
+        (lambda: torch.device("cpu"), torch.device("meta")),
+        (lambda: pathlib.Path("ab"), pathlib.Path("abc")),
+        (lambda: datetime.datetime(2020, 1, 2, 3), datetime.datetime(2020, 10, 2, 3)),
+        (lambda: datetime.datetime(2020, 1, 2, 3, tzinfo=utc), datetime.datetime(2020, 1, 2, 4, tzinfo=other)),
+        (lambda: Frozen(2), Frozen(2.0)),
+    ):
+        traces = run.explain().count("\n")
+        box.value = make()
+        assert same_bits(run(X), fn(X))
+        box.value = make()
+        assert same_bits(run(X), fn(X))
+        assert run.explain().count("\n") <= traces + 1
+        box.value = another
+        assert same_bits(run(X), fn(X))
+
+
+def nodes() -> Any:
+    """Two objects, each of which refers to the other."""
+    root = Run()
+    root.note = [Run(note=root)]
+    return root
+
+
+def own_method() -> Any:
+    """An object with a method of its own."""
+    root = Run()
+    root.note = root.scaled
+    return root
+
+
+def in_itself(x: Any) -> Any:
+    """A container or namespace that contains itself."""
+    if isinstance(x, list | deque):
+        x.append(x)
+    elif isinstance(x, dict | UserDict):
+        x["x"] = x
+    else:
+        x.x = x
+    return x
+
+
+def chain(length: int) -> Any:
+    """Objects inside of objects."""
+    x: Any = None
+    for _ in range(length):
+        x = Run(note=x)
+    return x
+
+
+def shared(depth: int) -> Any:
+    """Objects with the same object twice."""
+    x: Any = 1.0
+    for _ in range(depth):
+        x = types.SimpleNamespace(a=x, b=x)
+    return x
+
+
+CIRCLES: dict[str, Callable[[], Any]] = {
+    "nodes": nodes,
+    "a method": own_method,
+    "list": lambda: in_itself([1.0]),
+    "dict": lambda: in_itself({"k": 1.0}),
+    "deque": lambda: in_itself(deque([1.0])),
+    "namespace": lambda: in_itself(types.SimpleNamespace()),
+    "UserDict": lambda: in_itself(UserDict()),
+    "a long chain": lambda: chain(2000),
+    "shared": lambda: shared(40),
+}
+
+
+@pytest.mark.parametrize("case", CIRCLES)
+def test_objects_that_refer_to_themselves(case):
+    """A call would not end, or raise a RecursionError, because the content of a variable has no end."""
+    box = CIRCLES[case]()
+    run = eager(lambda x: x * 2 if box is not None else x)
+    for _ in range(2):
+        assert same_bits(run(X), X * 2)
+    assert run.explain() == "traced for the first call"
+
+
+class Base:
+    """A class with defaults."""
+
+    rate = 2.0
+    table: ClassVar = {"rate": 2.0}
+
+
+class Child(Base):
+    """Another that inherits them."""
+
+
+class Words(Child, dict):  # type: ignore[type-arg]
+    """A dict that inherits them."""
+
+
+class Net(nn.Module):
+    """A module with a default."""
+
+    rate = 2.0
+    table: ClassVar = {"rate": 2.0}
+
+
+@pytest.mark.parametrize("kind", [Base, Child, Words, Net])
+def test_a_default_of_a_class(kind, monkeypatch):
+    """A graph would keep the default of a class, when an object, or a class, gets another value."""
+    box = kind()
+    run = eager(fn := lambda x: x * box.rate + box.table["rate"])
+
+    def check() -> None:
+        for _ in range(2):
+            assert same_bits(run(X), fn(X))
+
+    check()
+    monkeypatch.setattr(kind, "rate", 3.0, raising=False)
+    check()
+    monkeypatch.setitem(kind.table, "rate", 4.0)
+    check()
+    box.rate = 5.0
+    check()
+    del box.rate
+    check()
+    assert run.explain().count("\n") == 3
+
+
+def test_a_function_in_a_deque():
+    """A graph would keep what a function in a container has read."""
+    box = [2.0]
+    functions = deque([lambda x: x * box[0]])
+    run = eager(fn := lambda x: functions[0](x))
+    for box[0] in (2.0, 3.0):
+        assert same_bits(run(X), fn(X))
+
+
+class Dotted(dict):  # type: ignore[type-arg]
+    """A dict whose items are attributes, with another error for those that are not there."""
+
+    __getattr__ = dict.__getitem__
+
+
+class Asked:
+    """An object that has another error for attributes that it lacks."""
+
+    def __getattr__(self, name: str) -> Any:
+        raise KeyError(name)
+
+
+@pytest.mark.parametrize("make", [mock.Mock, mock.MagicMock, lambda: Dotted(rate=2.0), Asked])
+def test_an_object_with_any_attribute(make):
+    """A search for functions would not end, or raise what an object says of an attribute that it lacks."""
+    box = make()
+    run = eager(lambda x: x * 2 if box is not None else x)
+    assert same_bits(run(X), X * 2)
+
+
 def test_a_property_is_not_read_for_a_key():
     """A call of a jitted function would run the user's code, once for each graph that it looks up."""
     calls = []
@@ -258,7 +497,7 @@ def test_a_property_is_not_read_for_a_key():
     assert len(calls) == 1
 
 
-KEYS = (1, 1.0, True, np.int64(1))
+KEYS = (1, 1.0, True, np.int64(1), (1,), (True,), 0.0, -0.0)
 
 
 @pytest.mark.parametrize("place", PLACES)
