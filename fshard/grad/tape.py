@@ -77,7 +77,7 @@ class Tape:
         self._schedule = schedule(params.view)
         self._units = {n: Unit(entry, stays=n == self.plan.root) for n, entry in self._schedule.entries.items()}
         is_linked = bool(gathers.several(self.plan, self.plan.rest(())))
-        self.chain = chain or Chain(self._units, self.root, is_linked, self._schedule.any_whole)
+        self.chain = chain or Chain(self._units, self.root, is_linked, is_linked and self._schedule.any_whole)
         self._index = self.chain.join()
         self.beside = [(x, Tape(x, chain=self.chain)) for x in beside]
         self._followers = [tape for _, tape in self.beside]  # which gather beside this tape
