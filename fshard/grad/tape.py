@@ -97,8 +97,7 @@ class Tape:
         self._reached = False  # whether a unit was given a gradient
         self._late: list[Unit] = []  # units that are reduced after the backward
         self._makes_buffers = any(gathers.is_buffer(params, kind, copied) for kind in params.view.kinds)
-        # in the forward: places are saved
-        self._regather = self._makes_buffers and self._schedule.regathers and gathered is None
+        self._regather = self._makes_buffers and self._schedule.regathers and gathered is None  # until the forward ends
         self._resends, self._keeps_on = self._regather and self._schedule.sends, gathered is not None
         if gathered is not None:
             for unit in self._units.values():
@@ -180,13 +179,14 @@ class Tape:
             self.shown.let_go()
         # a unit that is whole on all ranks, which may read different ones, changes nothing for those that are sent
         mixed, sent = self._schedule.mixed, unit.entry.sent
-        stay = [x for x in self._here if x is not unit and (x.stays or (mixed and x.entry.sent and not sent))]
         # dropped before the next buffer is waited for, so that both are not in memory at once
-        for other in self._here:
-            if other is not unit and other not in stay:
+        here, self._here = self._here, [unit]
+        for other in here:
+            if other.stays or (mixed and other.entry.sent and not sent):
+                self._here += [other] * (other is not unit)
+            elif other is not unit:
                 self._writes.leave(other)
                 other.let_go()
-        self._here = [*stay, unit]
         if sent:
             self.chain.gathered.append((self._index, unit.number))
         leaves = unit.leaves = self._leaves(unit, self._buffers(unit))
