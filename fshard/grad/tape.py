@@ -56,8 +56,6 @@ _BITS = (1 << 31) - 1  # of a number that ranks compare: its sums over ranks are
 class Tape:
     """The gathers and reductions of one forward and backward over one `Sharded`; without `into`, of a forward alone.
 
-    A subclass may extend `view`, `touch`, `pack`, `unpack`, `end` and `close`.
-
     `beside` are the other `Sharded` that the loss reads: without gradients, each with a tape that gathers for this one.
     With `gathered` all units stay there, for the next tape over these parameters.
     """
@@ -395,6 +393,7 @@ class Tape:
         if self.chain.is_linked and unit in self._saved and self._backward:
             while (last := next(reversed(self._saved))) is not unit:
                 self._regathered(last)
+                self._saved.pop(last, None)  # it may have been here already
         buffers, unit.is_again = self._buffers(unit), True
         if self._backward:
             self._saved.pop(unit, None)
@@ -405,6 +404,7 @@ class Tape:
         """Gather the units again whose places were saved when there were so many anchors, or more."""
         while self._saved and self._saved[last := next(reversed(self._saved))] > since:
             self._regathered(last)
+            self._saved.pop(last, None)
         for tape in self._followers:
             tape._catch_up(since)
 
