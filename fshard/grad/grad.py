@@ -108,7 +108,7 @@ def _alike(tape: Tape, local: Tensor, mesh: AnyMesh, sums: Tensor) -> Tensor:
 
 def _compare_alone(tape: Tape, mesh: AnyMesh, device: torch.device) -> None:
     """Compare what ranks read where they sum no losses."""
-    if mesh is not None:
+    if mesh is not None and tape.chain.gathered:
         local = torch.stack([on_device(number, device) for number in _numbers(tape, 0)])
         _alike(tape, local, mesh, primitives.total(local, mesh, label="loss"))
 
