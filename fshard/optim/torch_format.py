@@ -256,8 +256,8 @@ def _agreed(key: str, name: str, values: Mapping[str, Tensor], kept: Mapping[str
 def _check_used(entries: Mapping[str, Mapping[str, Tree]], named: Set[tuple[str, str]]) -> None:
     """Raise ValueError for what a leaf has in torch's format and not in the state to make."""
     for leaf, entry in entries.items():
-        wanted = ", ".join(repr(name) for of, name in named if of == leaf)
         if unused := [name for name, x in entry.items() if x is not None and (leaf, name) not in named]:
+            wanted = ", ".join(repr(name) for of, name in named if of == leaf)
             why = "like the optimizer of `like`" if wanted else "because it is frozen, or not given to the optimizer"
             raise ValueError(
                 f"load_state_dict: leaf {leaf!r}: expected {wanted or 'no state'}, {why}, there is "
