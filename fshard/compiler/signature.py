@@ -157,6 +157,8 @@ def fixed(x: Any) -> Key:  # not `object`: `is_mesh` does not tell mypy that `x`
 
 def _names(spec: tree.Spec) -> tuple[object, ...]:
     """The keys in a structure: 1, 1.0 and True are one to `==`, as 0.0 and -0.0 are, and not to a function."""
+    if {*map(type, chain.from_iterable(spec.paths()))} <= {str, int}:  # which differ to `==`, too
+        return ()
     return tuple(k if type(k) in (str, int) else fixed(k) for k in chain.from_iterable(spec.paths()))
 
 
