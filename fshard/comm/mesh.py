@@ -282,7 +282,10 @@ Axes = tuple[str, ...]
 
 def is_mesh(x: object) -> bool:
     """Whether `x` is a DeviceMesh or has the attributes of a `Mesh`."""
-    return isinstance(x, DeviceMesh | Grid) or all(map(hasattr, (type(x), x, x), ("once", "mesh_dim_names", "ranks")))
+    try:
+        return isinstance(x, DeviceMesh | Grid) or all(hasattr(x, name) for name in ("mesh_dim_names", "ranks", "once"))
+    except Exception:  # whatever an object raises for an attribute that it lacks
+        return False
 
 
 def adapted(mesh: AnyMesh) -> Mesh | None:

@@ -1,5 +1,6 @@
 """Marks of traced tensors: a class that says how a tensor was made, carried by the nodes of a graph."""
 
+import functools
 from typing import Any
 
 import pytest
@@ -17,16 +18,17 @@ class Divided(Marked):
 
 def views() -> list[Any]:
     """The operators of torch that take one tensor and return it, or a view of it: what make_fx could record `detach` as
-    is one of them."""
+    is one of them. Not those that graphs have as others: `x.T` as a permutation, `lift_fresh` as a copy."""
     found = []
-    for packet in (getattr(space, name) for space in (torch.ops.aten, torch.ops.prims) for name in dir(space)):
-        for overload in getattr(packet, "overloads", list)():
-            schema = getattr(packet, overload)._schema
-            args, returns = schema.arguments, schema.returns
-            aliases = [x.alias_info for x in (*args, *returns)]
-            is_view = (len(args), len(returns)) == (1, 1) and all(aliases) and not schema.is_mutable
-            if is_view and packet is not torch.ops.aten.lift_fresh:  # graphs have a copy in its place
-                found.append(getattr(packet, overload))
+    # `dir(torch.ops.aten)` would be those that were called: other ones after other tests
+    for schema in torch._C._jit_get_all_schemas():
+        space, _, name = schema.name.partition("::")
+        aliases = [x.alias_info for x in (*schema.arguments, *schema.returns)]
+        if space in ("aten", "prims") and name != "lift_fresh" and len(aliases) == 2 and all(aliases):
+            op = getattr(getattr(getattr(torch.ops, space), name), schema.overload_name or "default")
+            has = functools.partial(torch._C._dispatch_has_kernel_for_dispatch_key, op.name())
+            if torch._C._dispatch_has_kernel(op.name()) and not schema.is_mutable and not has("CompositeImplicitAutograd"):
+                found.append(op)
     return found
 
 
