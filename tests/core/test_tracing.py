@@ -1,6 +1,5 @@
 """Marks of traced tensors: a class that says how a tensor was made, carried by the nodes of a graph."""
 
-import functools
 from typing import Any
 
 import pytest
@@ -26,8 +25,8 @@ def views() -> list[Any]:
         aliases = [x.alias_info for x in (*schema.arguments, *schema.returns)]
         if space in ("aten", "prims") and name != "lift_fresh" and len(aliases) == 2 and all(aliases):
             op = getattr(getattr(getattr(torch.ops, space), name), schema.overload_name or "default")
-            has = functools.partial(torch._C._dispatch_has_kernel_for_dispatch_key, op.name())
-            if torch._C._dispatch_has_kernel(op.name()) and not schema.is_mutable and not has("CompositeImplicitAutograd"):
+            is_here = torch._C._dispatch_has_kernel(op.name()) and not schema.is_mutable
+            if is_here and not op.has_kernel_for_dispatch_key(torch._C.DispatchKey.CompositeImplicitAutograd):
                 found.append(op)
     return found
 
