@@ -23,7 +23,7 @@ SHAPES = ((6,), (2, 3), (0, 3))
 
 def messages(x: Tensor, ranks: GroupRanks) -> Tensor:
     """One message to each peer, of which there is none: that which lies there for the rank itself is sent."""
-    for work in ranks._start([x], [torch.empty_like(x)]):  # `exchange` sends nothing where there is one rank
+    for work in ranks._start([x], [torch.empty_like(x)], []):  # `exchange` sends nothing where there is one rank
         work.wait()
     return x
 

@@ -59,8 +59,7 @@ class Anchor(torch.autograd.Function):
     """The node of a touch of a unit: its backward gets the gradients of all leaves and calls `take(unit, gradients)`.
 
     `before` is the root, or the last output of another anchor: for further touches of a unit, that of the first (Note
-    [Anchors]); else that of the unit before (Note [One order on all ranks] in
-    `unit.py`).
+    [Anchors]); else that of the unit before (Note [One order on all ranks] in `chain.py`).
     """
 
     @staticmethod
@@ -117,15 +116,35 @@ def check_reached(outs: Sequence[Tensor], hides: bool, reached: bool) -> None:
 
 # private: nothing public tells which hooks are on (test_prefetch.py notices when it goes)
 _top_hooks = torch._C._autograd._top_saved_tensors_default_hooks
+_pop_hooks = torch._C._autograd._pop_saved_tensors_default_hooks
+_push_hooks = torch._C._autograd._push_saved_tensors_default_hooks
 
 
 def in_checkpoint() -> object:
     """What tells a checkpoint of torch that runs, and will run again in the backward, from others; None if none does.
 
-    Its hooks on saved tensors are on.
+    Its hooks on saved tensors are on. Of checkpoints inside each other the outermost: that runs again first.
     """
     hooks = _top_hooks(True)
-    return hooks[0] if hooks and getattr(hooks[0], "__module__", "") == "torch.utils.checkpoint" else None
+    return _outermost() if hooks and _is_checkpoint(hooks[0]) else None
+
+
+def _is_checkpoint(pack: object) -> bool:
+    return getattr(pack, "__module__", "") == "torch.utils.checkpoint"
+
+
+def _outermost() -> object:
+    stack = [*iter(_popped, None)]
+    for pack, unpack in reversed(stack):
+        _push_hooks(pack, unpack)
+    return next(pack for pack, _ in reversed(stack) if _is_checkpoint(pack))
+
+
+def _popped() -> tuple[Callable[[Tensor], object], Callable[[object], Tensor]] | None:
+    hooks = _top_hooks(True)
+    if hooks:
+        _pop_hooks()
+    return hooks
 
 
 class Saves(Protocol):

@@ -77,7 +77,7 @@ def _start_sums(tape: Tape, returned: _Returned, mesh: AnyMesh, built: str = "",
     """Start the small collective that sums the totals and counts of all ranks: (2,), and 2 more for each in aux.
 
     In the same collective ranks compare `place`, what they sum, and what they read (Note [One order on all ranks] in
-    `unit.py`). With several axes those before the last have ended.
+    `chain.py`). With several axes those before the last have ended.
     """
     loss, kind, _, aux, words = returned
     device, output = loss.total.device, tape.plan.policy.output

@@ -44,9 +44,10 @@ from ..sharding.schedule import Reads, schedule
 from ..sharding.sharded import Sharded
 from . import autograd, gathers, gradients
 from .autograd import Owners, SavedTensor, SavedView, in_checkpoint
+from .chain import Chain
 from .gathers import Arrivals
 from .gradients import Gradients, Reductions, settle
-from .unit import Buffers, Chain, Gathered, Leaves, Unit
+from .unit import Buffers, Gathered, Leaves, Unit
 from .writes import Writes
 
 T = TypeVar("T")
@@ -76,13 +77,10 @@ class Tape:
         self._units = {n: Unit(entry, stays=n == self.plan.root) for n, entry in self._schedule.entries.items()}
         is_linked = bool(gathers.several(self.plan, self.plan.rest(())))
         self.chain = chain or Chain(self._units, self.root, is_linked, is_linked and self._schedule.any_whole)
-        self._index = self.chain.join()
+        self.index = self.chain.join()
         self.beside = [(x, Tape(x, chain=self.chain)) for x in beside]
         self._followers = [tape for _, tape in self.beside]  # which gather beside this tape
         self._here: list[Unit] = []  # whose buffers stay at least until another unit is read
-        # with places that were saved, or read in a checkpoint, the last one last, and the length of the chain then;
-        # after the forward: those that the backward will gather again
-        self._saved: dict[Unit, int] = {}
         self.shown: Shown | None = Shown()  # until the forward ends
         self._owners = Owners()
         self._reductions = Reductions(self.plan, into)
@@ -160,17 +158,13 @@ class Tape:
             leaves = unit.bound
         # without a unit that trains, this or an earlier one, a checkpoint has nothing to run again for
         if self._regather and (block := in_checkpoint()) and (self._binds or unit.entry.trained):
-            unit.rerun_by(block, self.chain.is_linked)
-            self._save(unit)
+            self.chain.rerun(unit, self, block)
         return leaves
-
-    def _save(self, unit: Unit) -> None:
-        """Note that the backward will gather a unit again, before those that were noted before."""
-        self._saved.pop(unit, None)
-        self._saved[unit] = len(self.chain.outputs)
 
     def _gather(self, unit: Unit) -> Leaves:
         """The leaves of a unit that is not in memory; the others are let go of, but for those that stay."""
+        if self._backward:
+            self.chain.turn(unit)
         if unit.is_touched and unit.number in self.plan.lasting and not self._backward:
             unit.stays = True  # units between may read it, too: else it is gathered for each
         if self.shown:
@@ -186,16 +180,14 @@ class Tape:
                 self._writes.leave(other)
                 other.let_go()
         if sent:
-            self.chain.gathered.append((self._index, unit.number))
-        leaves = unit.leaves = self._leaves(unit, self._buffers(unit))
-        unit.is_touched = True
+            self.chain.gathered.append((self.index, unit.number))
+        leaves = unit.leaves = self._leaves(unit, self._next(unit))
+        if not unit.is_touched:
+            unit.is_touched, unit.since = True, len(self.chain.outputs) - 1
         if self._into is None:
             self._keep(unit)
         if self._backward:
             unit.is_again = unit.is_again or unit.is_tied
-            if unit is next(reversed(self._saved), None):  # a checkpoint runs again, in order
-                del self._saved[unit]
-                self._arrivals.ahead(unit, self._before())
         elif self._makes_buffers and (sent or not mixed):
             end, most = self._params.view.units[1], self._arrivals.most
             numbers = range(unit.number + 1, end if mixed else min(unit.number + 1 + most, end))
@@ -223,7 +215,12 @@ class Tape:
 
     def _before(self) -> Iterator[int]:
         """The units that the backward will gather again, the next one first."""
-        return (unit.number for unit in reversed(self._saved) if unit.buffers is None)
+        return (unit.number for unit in self._due() if unit.buffers is None)
+
+    def _due(self) -> Iterator[Unit]:
+        saved = self.chain.saved
+        due = (unit for unit in reversed(saved) if saved[unit].tape is self)
+        return (unit for unit in due if unit.entry.sent) if self._schedule.mixed else due
 
     def _buffers(self, unit: Unit) -> Buffers:
         """A unit's flat buffers: those in memory, or gathered now."""
@@ -256,15 +253,11 @@ class Tape:
             return leaves
         self._binds = True
         self._writes.bound.append(entry)
-        is_late = self._backward and self.chain.is_linked
-        if not is_late and unit.anchor is None:
-            self.chain.link(unit.number, self.reduce)
         trained = leaves if len(entry.trained) == len(leaves) else [leaves[number] for number in entry.trained]
-        bound = (
-            unit.bind_late(self.root, self._add_late, trained)
-            if is_late
-            else unit.bind(self.chain, self.reduce, trained)
-        )
+        if self._backward and self.chain.is_linked:
+            bound = self.chain.bind_late(unit, self._add_late, trained)
+        else:
+            bound = self.chain.bind(unit, self.reduce, trained)
         if trained is leaves:
             return bound
         both = list(leaves)
@@ -283,9 +276,9 @@ class Tape:
             if not func_levels.refuses_hooks(failure):
                 raise
         rewind()  # Note [Reverse mode inside a loss]
+        self.chain.saved.clear()
         for tape in self._tapes:
             tape._regather = False
-            tape._saved.clear()
             for unit in tape._units.values():
                 unit.keep_all()
         return self.forward_once(loss)
@@ -307,9 +300,7 @@ class Tape:
 
     def reads(self) -> list[int]:
         """Two numbers that ranks compare: of the units gathered, in order, and hidden; and of those saved, in order."""
-        saved = [
-            (x.number, since) for tape in [self, *self._followers] for x, since in tape._saved.items() if x.entry.sent
-        ]
+        saved = [(e.tape.index, x.number, e.since) for x, e in self.chain.saved.items() if x.entry.sent]
         hidden = [unit.number for unit in self._hidden()]
         return [hash(tuple(numbers)) & _BITS for numbers in ([*self.chain.gathered, *hidden], saved)]
 
@@ -333,7 +324,7 @@ class Tape:
         if self.shown:
             self.shown.settle()
         self.shown = None
-        first = next(reversed(self._saved), None)
+        first = next(self._due(), None)
         for unit in self._here:
             self._writes.leave(unit)
             unit.leaves = unit.bound = None
@@ -370,7 +361,7 @@ class Tape:
         if self.shown and self.shown.lingers:
             self.shown.drop()
         unit = self._units[place[0]]
-        self._save(unit)
+        self.chain.save(unit, self)
         unit.saved += 1
         return SavedView(self, *place)
 
@@ -380,49 +371,42 @@ class Tape:
             return saved.unchanged()
         assert isinstance(saved, SavedView)
         unit = self._units[saved.unit]
-        full = self._regathered(unit)[saved.kind]
+        full = self.again(unit)[saved.kind]
         unit.use()
         if not (unit.saved or self._backward):
-            self._saved.pop(unit, None)
+            self.chain.saved.pop(unit, None)
         return saved.view_of(full)
 
-    def _regathered(self, unit: Unit) -> Buffers:
-        """A unit's buffers in the backward: the first use gathers them, and starts the units that follow."""
-        if unit.is_again and unit.buffers is not None:
-            return unit.buffers
-        if self.chain.is_linked and unit in self._saved and self._backward:
-            while (last := next(reversed(self._saved))) is not unit:
-                self._regathered(last)
-                self._saved.pop(last, None)  # it may have been here already
-        buffers, unit.is_again = self._buffers(unit), True
-        if self._backward:
-            self._saved.pop(unit, None)
+    def again(self, unit: Unit) -> Buffers:
+        """A unit's buffers, which stay until the last saved place was used."""
+        if not unit.is_again or unit.buffers is None:
+            if self._backward:
+                self.chain.turn(unit)
+            self._next(unit)
+            unit.is_again = True
+        assert unit.buffers is not None
+        return unit.buffers
+
+    def _next(self, unit: Unit) -> Buffers:
+        """A unit's buffers; in the backward the gathers of those that follow are started."""
+        buffers = self._buffers(unit)
+        if self._backward and (unit.entry.sent or not self._schedule.mixed):
             self._arrivals.ahead(unit, self._before())
         return buffers
-
-    def _catch_up(self, since: int) -> None:
-        """Gather the units again whose places were saved when there were so many anchors, or more."""
-        while self._saved and self._saved[last := next(reversed(self._saved))] > since:
-            self._regathered(last)
-            self._saved.pop(last, None)
-        for tape in self._followers:
-            tape._catch_up(since)
 
     def reduce(self, unit: Unit, grads: Sequence[Tensor | None]) -> None:
         """Put a unit's gradients into flat buffers and start their reduction."""
         into = self._into
         assert into is not None
         unit.check("reduce")
-        if self.chain.is_linked and (self._saved or self._followers):
-            self._catch_up(unit.since)
+        if self.chain.is_linked:
+            self.chain.passes(unit)
         if unit in self._late:
             return unit.add(grads)
         grads = unit.total(grads)
         unit.gradients, unit.is_complete = "summing", all(grad is not None for grad in grads)
         if not self._reached:
             self._reached = any(grad is not None for grad in grads)
-        if unit.is_tied:
-            unit.is_tied, unit.is_again, unit.saved = False, False, 0
         if not unit.saved:
             unit.drop_kept()
             unit.let_go()  # of a checkpoint that ran again
@@ -497,4 +481,4 @@ class Tape:
         for unit in self._units.values():
             unit.close()
         self.shown = None
-        self.chain.outputs.clear()  # their nodes hold this tape, in a cycle that Python's garbage collector cannot see
+        self.chain.close()

@@ -1,4 +1,4 @@
-"""One unit in one forward and backward: what of it is in memory, how far its gradients have come, and in which order.
+"""One unit in one forward and backward: what of it is in memory, and how far its gradients have come.
 
 Note [A unit's life]
     In memory a unit is absent, coming, or here. It is here while the program reads its leaves, and in the backward
@@ -16,30 +16,11 @@ Note [A unit's life]
     | summing   | error            | allowed              |
     | taken     | error            | error                |
     | closed    | error            | error                |
-
-Note [One order on all ranks]
-    Ranks may differ in what they compute: a branch, an expert or a head that the batch chooses. Their collectives must
-    not. Between several ranks each anchor takes an output of the anchor before it, and the backward starts from the
-    last one, beside the loss. So every anchor runs on every rank, in the reverse of the order in which they were made,
-    and gets None for what the loss does not use. That is the order in which units were first read: ranks that gather
-    units must read the same ones. Where a unit is whole on every rank, ranks may read different units. Then the order
-    is the plan's: units that come before another one, and were not read, get an anchor without leaves with that one.
-
-    The gathers of a backward are in one order, too. Autograd runs the nodes made last first. So when an anchor runs,
-    every unit whose place was saved after that anchor was made has been gathered again, if the loss depends on what
-    saved the place. If it does not, the tape gathers the unit then, and it gathers no unit before those whose places
-    were saved later (`Tape._catch_up`). The places may differ: ranks compare them in the collective that sums the loss.
-    If they differ, all ranks gather all units that were read, before the backward begins. On an accelerator the host
-    does not wait for that sum: the device stops with an error.
-
-    A function that runs a backward of its own reads its units where gradients are off, and once more in the backward.
-    Nobody knows when their gradients come. Units that were only read where gradients are off are reduced after the
-    backward, and what is read in a backward is no part of the chain: its own backward must not run earlier anchors.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Literal, TypeAlias
 
 import torch
@@ -48,7 +29,6 @@ from torch import Tensor
 from ..comm.ranks import Pending
 from ..core.tracing import is_tracing
 from ..sharding.schedule import Entry
-from .autograd import Anchor, Take
 
 Leaves: TypeAlias = Sequence[Tensor]  # of a unit, in the order of its `Entry.slots`
 Buffers: TypeAlias = dict[int, Tensor]  # gathered flat buffers (n,), or copies (n / W,) that are cut, by kind
@@ -88,7 +68,7 @@ class Unit:
     gradients: Literal["forward", "due", "summing", "taken", "closed"] = "forward"
     is_complete = False  # whether gradients of all leaves that train have come
     anchor: Tensor | None = None  # the last output of its anchor (Note [Anchors] in `autograd.py`)
-    since = 0  # the number of the root and the anchors before its own
+    since = 0  # the number of its anchor in the chain; of a frozen unit, that of the anchor before
     _added: Sequence[Tensor | None] | None = None  # the gradients of later touches until the anchor runs
 
     def __init__(self, entry: Entry, stays: bool):
@@ -116,19 +96,24 @@ class Unit:
             self.buffers = None
 
     def rerun_by(self, block: object, is_linked: bool) -> None:
-        """Note a checkpoint that reads it, and may run again; ranks may differ in which of several do.
+        """Note a checkpoint that reads it: the unit stays, once gathered again, if its anchor will say until when.
 
-        A unit of one checkpoint alone is gathered when this runs again, or when its anchor runs. Others stay from one
-        to the next, so that all ranks gather them once.
+        A frozen unit has none, and stays if other checkpoints read it, too. So all ranks gather it once.
         """
-        self.is_tied = self.is_tied or (is_linked and bool(self.entry.trained) and self.block not in (None, block))
+        if is_linked and (self.entry.trained or self.block not in (None, block)):
+            self.is_tied = True
         self.block = block
 
     def expect(self, is_linked: bool) -> None:
         """End the forward: gradients may come, of a checkpoint and of other places."""
         self.gradients = "due"
         if self.block is not None and self.saved:
-            self.is_tied = is_linked and bool(self.entry.trained)
+            self.is_tied = is_linked
+
+    def forget(self) -> None:
+        """Drop the buffers: its saved places will not be used."""
+        self.is_tied, self.is_again, self.saved = False, False, 0
+        self.let_go()
 
     def use(self) -> None:
         """Count one saved place as used; after the last one drop what the backward needed."""
@@ -162,22 +147,6 @@ class Unit:
         """Whether gradients may come to it."""
         return self.anchor is not None
 
-    def bind(self, chain: Chain, take: Take, leaves: Leaves) -> list[Tensor]:
-        """The leaves of a touch, whose gradients, summed with those of other touches, `take` gets once."""
-        if self.anchor is None:
-            *bound, self.anchor = Anchor.apply(chain.outputs[-1], (take, self, leaves))
-            if chain.is_linked:
-                self.since = len(chain.outputs)
-                chain.outputs.append(self.anchor)
-        else:
-            *bound, _ = Anchor.apply(self.anchor, (Unit.add, self, leaves))
-        return bound
-
-    def bind_late(self, root: Tensor, take: Take, leaves: Leaves) -> list[Tensor]:
-        """The leaves of a touch in the backward, which is no part of a chain: `take` gets their gradients."""
-        *bound, _ = Anchor.apply(root, (take, self, leaves))
-        return bound
-
     def add(self, grads: Sequence[Tensor | None]) -> None:
         """Keep the gradients of a touch, added to those of others, until the anchor runs."""
         self._added = self.total(grads)
@@ -196,39 +165,6 @@ class Unit:
         self.let_go()
         self.buffers = self.kept = self.coming = self.anchor = self._added = self.block = None
         self.gradients = "closed"
-
-
-class Chain:
-    """The anchors of a forward (Note [One order on all ranks]): linked if there are several ranks.
-
-    `outputs` is the root, and the last output of each anchor that is linked. With `planned` units are in the order of
-    the plan, else in that in which they were read.
-    """
-
-    def __init__(self, units: Mapping[int, Unit], root: Tensor, is_linked: bool, planned: bool):
-        self.is_linked, self.outputs = is_linked, [root]
-        self.gathered: list[tuple[int, int]] = []  # the tape and the number of each unit that ranks gathered, in order
-        self._tapes = 0
-        self._units, self._next, self._last = units, min(units, default=0), max(units, default=0) if planned else -1
-
-    def link(self, stop: int, take: Take) -> None:
-        """Give an anchor to each unit before `stop` that was not read, in a chain in the order of the plan."""
-        stop = min(stop, self._last + 1)
-        while self._next < stop:
-            unit = self._units[self._next]
-            self._next += 1
-            if unit.anchor is None and unit.entry.trained:
-                unit.bind(self, take, [])
-
-    def join(self) -> int:
-        """Count a tape that gathers for this forward; returns its number."""
-        self._tapes += 1
-        return self._tapes
-
-    def hidden(self) -> list[Unit]:
-        """The units of a linked chain that were only read where gradients are off."""
-        units = self._units.values() if self.is_linked else ()
-        return [unit for unit in units if unit.is_bound and unit.is_touched and not unit.is_used]
 
 
 def _sum(x: Tensor | None, y: Tensor | None) -> Tensor | None:

@@ -27,6 +27,7 @@ STRATEGIES: dict[str, dict[str, Any]] = {
     "zero2": {"params_over": ()},
     "ddp": {"params_over": (), "grads_over": (), "state_over": ()},
     "a unit is whole": {"whole": ["b.*"]},
+    "a unit is frozen": {"frozen": ["c.*"]},
 }
 WAYS: dict[str, tuple[dict[str, Any], int]] = {  # how a step is built, and the losses of a rank that it averages
     "step": ({}, 1),
@@ -37,17 +38,34 @@ WAYS: dict[str, tuple[dict[str, Any], int]] = {  # how a step is built, and the 
 }
 
 
+def again(h: Tensor, unit: Any, other: Any) -> Tensor:
+    """Checkpoints inside another one, which reads a unit of its own last."""
+    for read in (other, unit):
+        h = checkpoint(lambda h, read=read: torch.tanh(h @ read()["w"]), h, use_reentrant=False)
+    return h + other()["b"]
+
+
+CHECKPOINTS: dict[str, Callable[[Tensor, Any, Any], Tensor]] = {
+    "checkpoint": lambda h, unit, other: torch.tanh(h @ unit()["w"] + unit()["b"]),
+    "checkpoint of two": lambda h, unit, other: torch.tanh(h @ unit()["w"] + other()["b"]) @ other()["w"] + unit()["b"],
+    "nested": again,
+}
+
+
 class Op:
     """One line of a program: what it does with a unit, and on whose batches it is computed and counted."""
 
     def __init__(self, draw: random.Random):
-        self.what = draw.choice(["layer", "layer", "shift", "product", "side", "checkpoint", "frozen input"])
-        self.unit = draw.choice(UNITS)
+        self.what = draw.choice(["layer", "layer", "shift", "product", "side", "frozen input", *CHECKPOINTS])
+        self.unit, self.other = draw.choice(UNITS), draw.choice(UNITS)
         self.computed, self.counted = (draw.choice([True, True, None]) for _ in range(2))
 
     def run(self, p: Any, h: Tensor, total: Tensor, chosen: bool) -> tuple[Tensor, Tensor]:
         """The hidden values and the loss after this line; `chosen` is what the batch says."""
-        w, b = p["w"], p["b"]
+        if block := CHECKPOINTS.get(self.what):  # computed by all ranks, which read its units there
+            out = checkpoint(block, h, lambda: p[self.unit], lambda: p[self.other], use_reentrant=False)
+            return out if self.counted or chosen else h, total
+        w, b = p[self.unit]["w"], p[self.unit]["b"]
         if not (self.computed or chosen):
             return h, total
         if self.what == "product":  # autograd saves no place of the unit
@@ -55,8 +73,6 @@ class Op:
         if self.what in ("side", "frozen input"):  # computed by all ranks, perhaps counted by some
             side = torch.sin((h.detach() if "frozen" in self.what else h) @ w).sum()
             return h, total + side if self.counted or chosen else total
-        if self.what == "checkpoint":
-            return checkpoint(lambda h: torch.tanh(h @ w + b), h, use_reentrant=False), total
         return (h + b if self.what == "shift" else torch.tanh(h @ w + b)), total
 
 
@@ -71,7 +87,7 @@ def program(seed: int, early: bool, lazy: bool) -> Callable[[Any, Any], Tensor]:
         read = {name: dict(p[name]) for name in UNITS} if early else {}
         for op in ops:
             if not lazy or op.computed or chosen:
-                h, total = op.run(read.get(op.unit) or p[op.unit], h, total, chosen)
+                h, total = op.run(read or p, h, total, chosen)
         return total + h.sum()
 
     return loss
@@ -111,6 +127,8 @@ def trained(mesh: Any, seeds: list[int], strategy: str, way: str) -> None:
             (sum(loss(plain, part) for part in parts) / len(parts)).backward()
             for x in tree.leaves(plain):
                 x.grad = torch.zeros_like(x) if x.grad is None else x.grad
+            for x in tree.leaves(plain["c"]) if "frozen" in STRATEGIES[strategy] else ():
+                x.grad = torch.zeros_like(x)
             reference.step()
         wrong = apart(fshard.gather_params(state.params), tree.map(torch.detach, plain))
         assert wrong < 1e-12, (seed, strategy, way, wrong)

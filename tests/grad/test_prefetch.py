@@ -1,7 +1,7 @@
 """Gathers that a loss starts early."""
 
 import re
-from functools import partial
+from functools import partial, reduce
 from itertools import pairwise
 from typing import Any
 
@@ -186,6 +186,34 @@ def test_a_graph_gathers_ahead_also_under_checkpoints(which: str) -> None:
         check_ahead(started[started.index(("all_gather", "(last)")) :])
 
     simulated(job, shard=2)
+
+
+def in_groups(p: Any, x: torch.Tensor, nested: bool) -> fshard.Mean:
+    """The loss of a chain of which two and three blocks run again together, and with `nested` each once more."""
+
+    def block(x: torch.Tensor, i: int) -> torch.Tensor:
+        return apply_block(p["blocks"][i], x)
+
+    again = partial(checkpoint, use_reentrant=False)
+    for group in ([0, 1], [2, 3, 4]):
+        x = again(lambda x, group=group: reduce(partial(again, block) if nested else block, group, x), x)
+    return mean(x * p["head"])
+
+
+@pytest.mark.parametrize("nested", [False, True])
+def test_checkpoints_of_several_units_gather_ahead(nested: bool) -> None:
+    """A checkpoint reads its units in the order of the forward: gathers for another order would keep all in memory."""
+
+    def job(mesh: Any) -> list[Any]:
+        logged, params = Logged(mesh), chain_params(5)
+        sharded = fshard.shard_params(params, fshard.make_plan(params, logged, units=["blocks.*"]))
+        logged.log.clear()
+        fshard.value_and_grad(partial(in_groups, nested=nested))(sharded, batch_of(0))
+        return logged.log[at(logged.log, "start", "all_reduce", "loss")[0] :]
+
+    for log in simulated(job, shard=2):
+        gathered = [label for what, kind, label in log if (what, kind) == ("start", "all_gather") and "blocks" in label]
+        assert gathered == [f"blocks.{i}" for i in (2, 3, 4, 0, 1)]
 
 
 def check_ahead(backward: list[tuple[str, str]]) -> None:

@@ -1,0 +1,163 @@
+"""The anchors of one forward in one order, and the gathers of its backward in one order, on all ranks.
+
+Note [One order on all ranks]
+    Ranks may differ in what they compute: a branch, an expert or a head that the batch chooses. Their collectives must
+    not. Between several ranks each anchor takes an output of the anchor before it, and the backward starts from the
+    last one, beside the loss. So every anchor runs on every rank, in the reverse of the order in which they were made,
+    and gets None for what the loss does not use. That is the order in which units were first read: ranks that gather
+    units must read the same ones. Where a unit is whole on every rank, ranks may read different units. Then the order
+    is the plan's: units that come before another one, and were not read, get an anchor without leaves with that one.
+
+    The gathers of a backward are in one order, too: the reverse of that in which units were last saved, or read in a
+    checkpoint. A checkpoint that runs again reads its units as it did before, and each of them stays until its anchor
+    runs. Autograd runs the nodes made last first. So when an anchor runs, every unit that was saved after that anchor
+    was made has been gathered again, if the loss depends on what saved it. If it does not, the tape gathers the unit
+    then; and it gathers no unit before those that were saved later. What was saved may differ: ranks compare it in the
+    collective that sums the loss. If it differs, all ranks gather all units that were read, before the backward begins.
+    On an accelerator the host does not wait for that sum: the device stops with an error.
+
+    A function that runs a backward of its own reads its units where gradients are off, and once more in the backward.
+    Nobody knows when their gradients come. Units that were only read where gradients are off are reduced after the
+    backward, and what is read in a backward is no part of the chain: its own backward must not run earlier anchors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from sys import maxsize
+from typing import NamedTuple, Protocol
+
+from torch import Tensor
+
+from .autograd import Anchor, Take
+from .unit import Buffers, Leaves, Unit
+
+
+class Gathering(Protocol):
+    """What gathers a unit in the backward: a `Tape`."""
+
+    index: int
+
+    def again(self, unit: Unit) -> Buffers:
+        """Return a unit's buffers, which are gathered if they are not in memory."""
+
+
+class Saved(NamedTuple):
+    """When a unit was saved, or read in a checkpoint, last: how many outputs the chain had."""
+
+    tape: Gathering
+    since: int
+    block: object = None  # the checkpoint, and the number of an anchor that was made before it
+    before: int = maxsize
+
+
+class Chain:
+    """The anchors of a forward, and what it saved (Note [One order on all ranks]): linked if there are several ranks.
+
+    `outputs` is the root, and the last output of each anchor that is linked. With `planned` units are in the order of
+    the plan, else in that in which they were read.
+    """
+
+    def __init__(self, units: Mapping[int, Unit], root: Tensor, is_linked: bool, planned: bool):
+        self.is_linked, self.outputs = is_linked, [root]
+        self.gathered: list[tuple[int, int]] = []  # the tape and the number of each unit that ranks gathered, in order
+        # the units that the backward will gather again, the first one last
+        self.saved: dict[Unit, Saved] = {}
+        # units that stay until an anchor runs that was made no later than the one with this number
+        self._waiting: list[tuple[int, Unit]] = []
+        self._tapes = 0
+        self._units, self._next, self._last = units, min(units, default=0), max(units, default=0) if planned else -1
+
+    def join(self) -> int:
+        """Count a tape that gathers for this forward; returns its number."""
+        self._tapes += 1
+        return self._tapes
+
+    def bind(self, unit: Unit, take: Take, leaves: Leaves) -> list[Tensor]:
+        """The leaves of a touch, whose gradients, summed with those of other touches, `take` gets once."""
+        if unit.anchor is not None:
+            *bound, _ = Anchor.apply(unit.anchor, (Unit.add, unit, leaves))
+            return bound
+        self.link(unit.number, take)
+        *bound, unit.anchor = Anchor.apply(self.outputs[-1], (take, unit, leaves))
+        if self.is_linked:
+            unit.since = len(self.outputs)
+            self.outputs.append(unit.anchor)
+        return bound
+
+    def bind_late(self, unit: Unit, take: Take, leaves: Leaves) -> list[Tensor]:
+        """The leaves of a touch in the backward, which is no part of the chain: `take` gets their gradients."""
+        *bound, _ = Anchor.apply(self.outputs[0], (take, unit, leaves))
+        return bound
+
+    def link(self, stop: int, take: Take) -> None:
+        """Give an anchor to each unit before `stop` that was not read, in a chain in the order of the plan."""
+        stop = min(stop, self._last + 1)
+        while self._next < stop:
+            unit = self._units[self._next]
+            self._next += 1
+            if unit.anchor is None and unit.entry.trained:
+                self.bind(unit, take, [])
+
+    def hidden(self) -> list[Unit]:
+        """The units of a linked chain that were only read where gradients are off."""
+        units = self._units.values() if self.is_linked else ()
+        return [unit for unit in units if unit.is_bound and unit.is_touched and not unit.is_used]
+
+    def save(self, unit: Unit, tape: Gathering) -> None:
+        """Note that the backward will gather a unit again, before those that were noted before."""
+        self.saved.pop(unit, None)
+        self.saved[unit] = Saved(tape, len(self.outputs))
+
+    def rerun(self, unit: Unit, tape: Gathering, block: object) -> None:
+        """Note that a checkpoint reads a unit: it gathers its units in the same order when it runs again."""
+        if unit in self.saved and self.saved[unit].block is block:
+            return
+        unit.rerun_by(block, self.is_linked)
+        self.saved.pop(unit, None)
+        units, before = [(unit, tape)], len(self.outputs) - 2  # the last may be of this read
+        while self.saved:
+            last, entry = self.saved.popitem()
+            if entry.block is not block:
+                self.saved[last] = entry
+                break
+            units.append((last, entry.tape))
+            before = entry.before
+        units[1:] = units[:0:-1]
+        self.saved.update((x, Saved(by, len(self.outputs), block, before)) for x, by in units)
+
+    def turn(self, unit: Unit) -> None:
+        """Gather again what comes before a unit, and note that this is gathered now."""
+        if unit in self.saved:
+            if self.is_linked and next(reversed(self.saved)) is not unit:
+                self._catch_up(-1, unit)
+            del self.saved[unit]
+            if unit.is_tied:
+                self._waiting.append((unit.since, unit))
+
+    def passes(self, unit: Unit) -> None:
+        """The anchor of a unit runs: no node of autograd that was made after it will run any more."""
+        if self.saved and self.saved[next(reversed(self.saved))].since > unit.since:
+            self._catch_up(unit.since)
+        if self._waiting:
+            for since, other in self._waiting:
+                if since >= unit.since:
+                    other.forget()
+            self._waiting = [(since, other) for since, other in self._waiting if since < unit.since]
+
+    def _catch_up(self, since: int, until: Unit | None = None) -> None:
+        """Gather again what was saved when there were more outputs, as far as the unit `until`."""
+        while self.saved:
+            last = next(reversed(self.saved))
+            entry = self.saved[last]
+            if last is until or entry.since <= since:
+                return
+            del self.saved[last]
+            entry.tape.again(last)
+            self._waiting.append((min(last.since, entry.before), last))
+
+    def close(self) -> None:
+        """Drop all nodes: they hold tapes, in a cycle that Python's garbage collector cannot see."""
+        self.outputs.clear()
+        self.saved.clear()
+        self._waiting.clear()
