@@ -500,6 +500,7 @@ def test_a_property_is_not_read_for_a_key():
 KEYS = (1, 1.0, True, np.int64(1), (1,), (True,), 0.0, -0.0)
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("place", PLACES)
 def test_keys_that_are_equal_are_not_one(place):
     """A graph would be used for a dict with other keys, which are equal and not the same."""
