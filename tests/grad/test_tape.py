@@ -822,7 +822,7 @@ def evaluated(mesh: Any, name: str) -> bool:
 
 @pytest.mark.parametrize("world", WORLDS)
 @pytest.mark.parametrize("name", HYBRIDS)
-@pytest.mark.sample(7)
+@pytest.mark.sample(17)
 def test_a_loss_is_evaluated_in_inference_mode(name, world):
     """Evaluating in inference mode would change the bits, or the training after it."""
     run = gloo if world == "gloo" else simulated
