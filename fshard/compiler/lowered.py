@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import warnings
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -24,6 +24,7 @@ from .captures import Capture, captures
 from .dataflow import written_inputs
 from .donate import Input, donated
 from .inspect import Traffic
+from .loops import in_one_file
 from .memory import Footprint, footprint
 from .signature import (
     Contents,
@@ -107,7 +108,8 @@ class Lowered:
             # torch scripts a few functions when inductor is first used, and warns about its own call
             warnings.filterwarnings("ignore", message=".*torch.jit.script")
             options = {"config_patches": _INDUCTOR} if backend == "inductor" else {}
-            return Compiled(self, lookup_backend(backend)(module, fakes, **options))
+            with in_one_file() if backend == "inductor" else nullcontext():
+                return Compiled(self, lookup_backend(backend)(module, fakes, **options))
 
 
 def _purpose(path: str) -> str:

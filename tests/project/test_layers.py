@@ -74,7 +74,7 @@ DOORS = {
     "fsspec": {"files.remote"},
     "threading": {
         *("testing.scheduler", "comm.announce", "comm.process_groups", "module.*"),
-        *("checkpoint.saving", "checkpoint.writing"),
+        *("checkpoint.saving", "checkpoint.writing", "compiler.loops"),
     },
     "torch.nn.Module": {"module.*", "cli.plan"},
     "torch.compile": set(),

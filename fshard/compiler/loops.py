@@ -1,0 +1,103 @@
+"""The loops that Inductor writes in C++ for one graph, compiled as one file.
+
+Note [Loops in one file]
+    Inductor writes a file for each fused loop. g++ takes 0.6 s for an empty file, and a tenth for a loop, so its runs
+    are most of a graph's first step. While a graph is compiled, its loops are collected. When the first one is asked
+    for, all are put into one file: each in a namespace, with the bindings that Inductor writes for it. The flags are
+    Inductor's, and the bits are the same. Each loop is a module of Python in that library, which torch caches as it
+    does the library of one loop.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+Loop = Callable[..., None]
+
+_ONE_AT_A_TIME = threading.RLock()
+_INCLUDE = re.compile(r"^[ \t]*#[ \t]*include\b.*$", re.MULTILINE)
+_DIRECTIVE = re.compile(r"^[ \t]*#[ \t]*(?!include\b|pragma\b)", re.MULTILINE)
+
+
+@contextmanager
+def in_one_file() -> Iterator[None]:
+    """A block in which the loops of this thread's graphs are compiled together, those of one graph in one file."""
+    # Private: Inductor has no public place for this. Without these names each loop is a file, as torch does it
+    # (test_loops.py notices when they go).
+    try:
+        from torch._inductor.async_compile import AsyncCompile, get_compile_threads
+        from torch._inductor.codecache import LambdaFuture
+    except ImportError:
+        yield
+        return
+    thread, alone, files = threading.get_ident(), AsyncCompile.cpp_pybinding, list[_File]()
+
+    def collected(compiler: Any, argtypes: list[str], source: str) -> object:
+        # with one thread torch asks for no results of what is compiled in the background
+        if threading.get_ident() != thread or get_compile_threads() <= 1 or _DIRECTIVE.search(source):
+            return alone(compiler, argtypes, source)
+        if not files or files[-1].loops is not None:
+            files.append(_File())
+        return LambdaFuture(partial(files[-1].loop, files[-1].add(argtypes, source)))
+
+    with _ONE_AT_A_TIME:
+        setattr(AsyncCompile, "cpp_pybinding", collected)  # noqa: B010  mypy refuses to assign to a method
+        try:
+            yield
+        finally:
+            setattr(AsyncCompile, "cpp_pybinding", alone)  # noqa: B010
+
+
+class _File:
+    """One file of loops."""
+
+    def __init__(self) -> None:
+        self._sources: dict[tuple[tuple[str, ...], str], str] = {}  # the name of each loop
+        self.loops: dict[str, Loop] | None = None  # by name, when they are compiled
+
+    def add(self, argtypes: Sequence[str], source: str) -> str:
+        """Add a loop, and return its name. The first is called as torch calls each."""
+        return self._sources.setdefault((tuple(argtypes), source), f"kernel{len(self._sources) or ''}")
+
+    def loop(self, name: str) -> Loop:
+        """The loop of this name; the first call compiles the file."""
+        if self.loops is None:
+            self.loops = self._compiled()
+        return self.loops[name]
+
+    def _compiled(self) -> dict[str, Loop]:
+        from torch._inductor.codecache import CppPythonBindingsCodeCache
+
+        parts = [_part(name, argtypes, source) for (argtypes, source), name in self._sources.items()]
+        includes = dict.fromkeys(line.strip() for part in parts for line in _INCLUDE.findall(part))
+        bodies = [f"namespace loop{n} {{\n{_INCLUDE.sub('', part)}\n}}\n" for n, part in enumerate(parts)]
+        first = CppPythonBindingsCodeCache.load("\n".join([*includes, *bodies]))
+        return {name: getattr(_module(name, first.__file__), name) for name in self._sources.values()}
+
+
+def _part(name: str, argtypes: Sequence[str], source: str) -> str:
+    """A loop and its bindings, as torch puts them into one file, under another name."""
+    from torch._inductor.codecache import CppPythonBindingsCodeCache as Bindings
+
+    parsed = ", ".join(f"parse_arg<{kind.replace('const ', '')}>(args, {n})" for n, kind in enumerate(argtypes))
+    call = Bindings.call_entry_function.format(parsed)
+    bindings = Bindings.suffix_template.format(
+        arg_len=len(argtypes), call_entry_func=call, entry_func=name, extra_parse_arg=""
+    )
+    return source.replace('extern "C"', "static") + bindings
+
+
+def _module(name: str, path: str) -> Any:
+    """The module of this name in a library: a library may have several."""
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
