@@ -120,11 +120,15 @@ _pop_hooks = torch._C._autograd._pop_saved_tensors_default_hooks
 _push_hooks = torch._C._autograd._push_saved_tensors_default_hooks
 
 
-def in_checkpoint() -> object:
-    """What tells a checkpoint of torch that runs, and will run again in the backward, from others; None if none does.
+class Block(NamedTuple):
+    """A checkpoint of torch that runs, and will run again in the backward: the outermost, which runs again first."""
 
-    Its hooks on saved tensors are on. Of checkpoints inside each other the outermost: that runs again first.
-    """
+    hook: object  # tells it from others
+    is_nested: bool  # whether one inside it runs, which will run once more
+
+
+def in_checkpoint() -> Block | None:
+    """The checkpoint that runs, whose hooks on saved tensors are on; None if none does."""
     hooks = _top_hooks(True)
     return _outermost() if hooks and _is_checkpoint(hooks[0]) else None
 
@@ -133,11 +137,12 @@ def _is_checkpoint(pack: object) -> bool:
     return getattr(pack, "__module__", "") == "torch.utils.checkpoint"
 
 
-def _outermost() -> object:
+def _outermost() -> Block:
     stack = [*iter(_popped, None)]
     for pack, unpack in reversed(stack):
         _push_hooks(pack, unpack)
-    return next(pack for pack, _ in reversed(stack) if _is_checkpoint(pack))
+    running = [pack for pack, _ in stack if _is_checkpoint(pack)]
+    return Block(running[-1], len(running) > 1)
 
 
 def _popped() -> tuple[Callable[[Tensor], object], Callable[[object], Tensor]] | None:

@@ -29,7 +29,7 @@ from typing import NamedTuple, Protocol
 
 from torch import Tensor
 
-from .autograd import Anchor, Take
+from .autograd import Anchor, Block, Take
 from .unit import Buffers, Leaves, Unit
 
 
@@ -47,7 +47,7 @@ class Saved(NamedTuple):
 
     tape: Gathering
     since: int
-    block: object = None  # the checkpoint, and the number of an anchor that was made before it
+    hook: object = None  # of the checkpoint; and the number of an anchor that was made before that
     before: int = maxsize
 
 
@@ -109,31 +109,37 @@ class Chain:
         self.saved.pop(unit, None)
         self.saved[unit] = Saved(tape, len(self.outputs))
 
-    def rerun(self, unit: Unit, tape: Gathering, block: object) -> None:
-        """Note that a checkpoint reads a unit: it gathers its units in the same order when it runs again."""
-        if unit in self.saved and self.saved[unit].block is block:
+    def rerun(self, unit: Unit, tape: Gathering, block: Block, is_new: bool) -> None:
+        """Note that a checkpoint reads a unit: it gathers its units in the same order when it runs again.
+
+        `is_new` says that the unit was gathered for this.
+        """
+        is_known = unit in self.saved and self.saved[unit].hook is block.hook
+        unit.rerun_by(block, self.is_linked, is_known and is_new)
+        if is_known:
             return
-        unit.rerun_by(block, self.is_linked)
         self.saved.pop(unit, None)
         units, before = [(unit, tape)], len(self.outputs) - 2  # the last may be of this read
         while self.saved:
             last, entry = self.saved.popitem()
-            if entry.block is not block:
+            if entry.hook is not block.hook:
                 self.saved[last] = entry
                 break
             units.append((last, entry.tape))
             before = entry.before
         units[1:] = units[:0:-1]
-        self.saved.update((x, Saved(by, len(self.outputs), block, before)) for x, by in units)
+        self.saved.update((x, Saved(by, len(self.outputs), block.hook, before)) for x, by in units)
+        unit.before = min(unit.before, before)
 
     def turn(self, unit: Unit) -> None:
         """Gather again what comes before a unit, and note that this is gathered now."""
         if unit in self.saved:
             if self.is_linked and next(reversed(self.saved)) is not unit:
                 self._catch_up(-1, unit)
-            del self.saved[unit]
+            entry = self.saved.pop(unit)
             if unit.is_tied:
-                self._waiting.append((unit.since, unit))
+                is_last = entry.hook is not None and not unit.is_shared  # of the checkpoint that runs again now
+                self._waiting.append((unit.since if is_last else min(unit.since, unit.before), unit))
 
     def passes(self, unit: Unit) -> None:
         """The anchor of a unit runs: no node of autograd that was made after it will run any more."""
@@ -145,6 +151,11 @@ class Chain:
                     other.forget()
             self._waiting = [(since, other) for since, other in self._waiting if since < unit.since]
 
+    def settle(self) -> None:
+        """End the forward: what was saved before the first anchor will not be used."""
+        while self.is_linked and self.saved and self.saved[first := next(iter(self.saved))].since == 1:
+            del self.saved[first]
+
     def _catch_up(self, since: int, until: Unit | None = None) -> None:
         """Gather again what was saved when there were more outputs, as far as the unit `until`."""
         while self.saved:
@@ -154,7 +165,7 @@ class Chain:
                 return
             del self.saved[last]
             entry.tape.again(last)
-            self._waiting.append((min(last.since, entry.before), last))
+            self._waiting.append((min(last.since, last.before), last))
 
     def close(self) -> None:
         """Drop all nodes: they hold tapes, in a cycle that Python's garbage collector cannot see."""

@@ -57,7 +57,8 @@ class _Duals(Tape):
         """The leaves of a unit: the trainable ones with their tangents."""
         leaves, tangents = list(super().touch(unit)), self._tangents.touch(unit)
         trained = schedule(self._params.view).entries[unit].trained
-        with func_levels.again(self._levels):
+        # what is read under no_grad may be used outside of it
+        with func_levels.again(self._levels), torch.enable_grad():
             for number, tangent in zip(trained, tangents, strict=True):
                 leaves[number] = make_dual(leaves[number], tangent)
         return leaves

@@ -89,12 +89,13 @@ class Tape:
         self._backward = False
         self._writes = Writes()
         self._rows = {address(row) for row in params.tensors}
-        self._gradless = self._binds = False  # whether a unit was touched where gradients are off; bound to an anchor
+        self._gradless = False  # whether a unit was touched where gradients are off
         self._reached = False  # whether a unit was given a gradient
         self._late: list[Unit] = []  # units that are reduced after the backward
         self._makes_buffers = any(gathers.is_buffer(params, kind, copied) for kind in params.view.kinds)
         self._regather = self._makes_buffers and self._schedule.regathers and gathered is None  # until the forward ends
         self._resends, self._keeps_on = self._regather and self._schedule.sends, gathered is not None
+        self._notes = self._regather or (is_linked and self._schedule.sends)  # what checkpoints read; in the forward
         if gathered is not None:
             for unit in self._units.values():
                 unit.keep_in(gathered)
@@ -143,7 +144,7 @@ class Tape:
     def touch(self, number: int) -> Leaves:
         """The leaves of a unit, gathered if they are not in memory; the gathers of the units after it are started."""
         unit = self._units[number]
-        leaves = unit.leaves
+        leaves, is_new = unit.leaves, unit.leaves is None
         if leaves is None:
             leaves = self._gather(unit)
         if self._into is not None:
@@ -156,9 +157,8 @@ class Tape:
                     self._keep(unit)
                     unit.bound = self._bind(unit, leaves)
             leaves = unit.bound
-        # without a unit that trains, this or an earlier one, a checkpoint has nothing to run again for
-        if self._regather and (block := in_checkpoint()) and (self._binds or unit.entry.trained):
-            self.chain.rerun(unit, self, block)
+        if self._notes and (block := in_checkpoint()):
+            self.chain.rerun(unit, self, block, is_new)
         return leaves
 
     def _gather(self, unit: Unit) -> Leaves:
@@ -208,9 +208,11 @@ class Tape:
         """Start the gathers of the units whose names fit the patterns, except of those in memory."""
         units = select_units([(*unit.joined, unit.name) for unit in self.plan.units], patterns, "prefetch")
         with func_levels.aside():
-            for unit in (self._units[n] for n in units):
+            # in a checkpoint that runs again, gathers are in the order of the backward
+            for unit in () if self._backward else (self._units[n] for n in units):
                 if unit.buffers is None:
                     unit.check("gather")
+                    self.chain.gathered += [(self.index, -1 - unit.number)] * unit.entry.sent
                     self._arrivals.start(unit)
 
     def _before(self) -> Iterator[int]:
@@ -251,7 +253,6 @@ class Tape:
         entry = unit.entry
         if not entry.trained:
             return leaves
-        self._binds = True
         self._writes.bound.append(entry)
         trained = leaves if len(entry.trained) == len(leaves) else [leaves[number] for number in entry.trained]
         if self._backward and self.chain.is_linked:
@@ -319,6 +320,7 @@ class Tape:
         """End the forward: drop all buffers but those that the backward begins with, and start the next gather."""
         if self._into is not None:
             self.chain.link(self._params.view.units[1], self.reduce)
+            self.chain.settle()
         for tape in self._followers:
             tape.end()
         if self.shown:
@@ -338,7 +340,7 @@ class Tape:
             if self._into is None and not unit.saved:  # no gradients will come
                 unit.drop_kept()
         self._late = self._hidden()
-        self._backward, self._regather = True, False
+        self._backward, self._regather, self._notes = True, False, False
         # a unit that is in memory takes the place of one of several stages
         self._arrivals.ahead(first, islice(self._before(), self._arrivals.stages - len(self._here) or None))
 

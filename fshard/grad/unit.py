@@ -21,6 +21,7 @@ Note [A unit's life]
 from __future__ import annotations
 
 from collections.abc import Sequence
+from sys import maxsize
 from typing import Literal, TypeAlias
 
 import torch
@@ -29,6 +30,7 @@ from torch import Tensor
 from ..comm.ranks import Pending
 from ..core.tracing import is_tracing
 from ..sharding.schedule import Entry
+from .autograd import Block
 
 Leaves: TypeAlias = Sequence[Tensor]  # of a unit, in the order of its `Entry.slots`
 Buffers: TypeAlias = dict[int, Tensor]  # gathered flat buffers (n,), or copies (n / W,) that are cut, by kind
@@ -60,7 +62,9 @@ class Unit:
     stages = 0  # how many stages of them have started
     kept: Buffers | None = None
     is_touched = False
-    block: object = None  # the checkpoint that read it last
+    hook: object = None  # of the checkpoint that read it last
+    is_shared = False  # whether several checkpoints gather it, or one does twice
+    before = maxsize  # the number of an anchor that was made before all of them
     is_tied = False  # whether it stays, once gathered again, until its anchor runs
     is_used = False  # whether it was read where gradients are on
     is_again = False  # whether the buffers stay until the last saved place was used
@@ -95,19 +99,21 @@ class Unit:
         if not self.is_again:
             self.buffers = None
 
-    def rerun_by(self, block: object, is_linked: bool) -> None:
+    def rerun_by(self, block: Block, is_linked: bool, is_twice: bool) -> None:
         """Note a checkpoint that reads it: the unit stays, once gathered again, if its anchor will say until when.
 
-        A frozen unit has none, and stays if other checkpoints read it, too. So all ranks gather it once.
+        A frozen unit has none, and stays if other checkpoints read it, too, or this one gathers it twice. So all ranks
+        gather it once.
         """
-        if is_linked and (self.entry.trained or self.block not in (None, block)):
+        self.is_shared = self.is_shared or is_twice or block.is_nested or self.hook not in (None, block.hook)
+        if is_linked and (self.entry.trained or self.is_shared):
             self.is_tied = True
-        self.block = block
+        self.hook = block.hook
 
     def expect(self, is_linked: bool) -> None:
         """End the forward: gradients may come, of a checkpoint and of other places."""
         self.gradients = "due"
-        if self.block is not None and self.saved:
+        if self.hook is not None and self.saved:
             self.is_tied = is_linked
 
     def forget(self) -> None:
@@ -163,7 +169,7 @@ class Unit:
     def close(self) -> None:
         """Drop all tensors: nodes of autograd hold this unit, in a cycle that Python's garbage collector cannot see."""
         self.let_go()
-        self.buffers = self.kept = self.coming = self.anchor = self._added = self.block = None
+        self.buffers = self.kept = self.coming = self.anchor = self._added = self.hook = None
         self.gradients = "closed"
 
 

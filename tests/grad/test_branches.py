@@ -187,7 +187,54 @@ def a_whole_unit_last(p: Any, x: Tensor, rank: int) -> Tensor:
     return x.sum()
 
 
+def layer(p: Any, name: str, x: Tensor) -> Tensor:
+    """One layer."""
+    return torch.tanh(x @ p[name]["w"] + p[name]["b"])
+
+
+def shared_with_a_checkpoint(p: Any, x: Tensor, rank: int) -> Tensor:
+    """A unit of a checkpoint of two, of which ranks take different results, is used outside, too."""
+
+    def both(x: Tensor) -> Tensor:
+        fshard.collectives.prefetch(p, "a")
+        return [layer(p, "c", x), layer(p, "a", x)][rank % 2]
+
+    return layer(p, "a", checkpoint(both, x, use_reentrant=False)).square().sum()
+
+
+def depth_in_a_checkpoint(p: Any, x: Tensor, rank: int) -> Tensor:
+    """Stochastic depth inside a checkpoint, whose last layer the head shares."""
+
+    def both(x: Tensor) -> Tensor:
+        x = x + layer(p, "a", x)
+        more = layer(p, "b", x)
+        return x + more if rank == 0 else x
+
+    return layer(p, "b", checkpoint(both, x, use_reentrant=False)).square().sum()
+
+
+def frozen_first(p: Any, x: Tensor, rank: int) -> Tensor:
+    """A frozen unit is read first, in checkpoints, of which some ranks do not use the second."""
+    for name in "ab":
+        more = checkpoint(lambda x, name=name: layer(p, name, layer(p, "c", x)), x, use_reentrant=False)
+        x = x + more if rank == 0 or name == "a" else x
+    return x.square().sum()
+
+
+def frozen_in_a_nested_one(p: Any, x: Tensor, rank: int) -> Tensor:
+    """A frozen unit is read outside, and last in a checkpoint inside another one, which gathers it twice."""
+    x, more = layer(p, "d", x), layer(p, "b", x)
+    x = layer(p, "c", layer(p, "c", x + more if rank == 0 else x))
+    inner = partial(checkpoint, lambda x: layer(p, "c", layer(p, "a", x)), use_reentrant=False)
+    more = checkpoint(inner, x, use_reentrant=False)
+    return (more if rank == 0 else x).square().sum()
+
+
 PROGRAMS: dict[str, tuple[Callable[..., Tensor], dict[str, Any]]] = {
+    "shared with a checkpoint": (shared_with_a_checkpoint, {}),
+    "depth in a checkpoint": (depth_in_a_checkpoint, {}),
+    "frozen first": (frozen_first, {"frozen": "c"}),
+    "frozen in a nested one": (frozen_in_a_nested_one, {"frozen": "c"}),
     "saved at other times": (at_other_times, {}),
     "in a checkpoint, too": (in_a_checkpoint_too, {}),
     "a whole unit last": (a_whole_unit_last, {"whole": ["b.*", "d.*"]}),
@@ -202,12 +249,14 @@ def has_plain_gradients(mesh: Any, name: str, more: dict[str, Any]) -> None:
     sharded = fshard.shard_params(params, fshard.make_plan(params, mesh, units=UNITS, **strategy, **more))
     xs = [torch.full((2, 3), 1.0 + rank, dtype=torch.float64) for rank in ranks]
     _, grads = fshard.value_and_grad(loss)(sharded, xs[mesh.get_rank()], mesh.get_rank())
-    (sum(loss(plain, xs[rank], rank) for rank in ranks) / len(ranks)).backward()
+    with mock.patch.object(fshard.collectives, "prefetch"):  # of plain leaves
+        (sum(loss(plain, xs[rank], rank) for rank in ranks) / len(ranks)).backward()
     expected = tree.map(lambda x: torch.zeros_like(x) if x.grad is None else x.grad, plain)
-    assert apart(fshard.gather_params(grads), expected) < 1e-12
+    found = fshard.gather_params(grads)
+    assert all(apart(found[name], expected[name]) < 1e-12 for name in found if name != strategy.get("frozen"))
 
 
-@pytest.mark.parametrize("more", [{}, {"prefetch": 0}, {"prefetch": 2}])
+@pytest.mark.parametrize("more", [{}, {"prefetch": 0}, {"prefetch": 2}, {"regather": False}])
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_what_a_rank_saves_and_runs_again(name: str, more: dict[str, Any]) -> None:
     """Gathers of a backward would come between other reductions on each rank."""
@@ -229,6 +278,16 @@ READS: dict[str, Callable[[Any, Any, int], list[Tensor]]] = {  # of a loss that 
     "another last unit": lambda p, t, rank: [p["a"], p["bc"[rank]]],
     "another tree first": lambda p, t, rank: [x["a"] for x in ((p, t), (t, p))[rank]],
 }
+
+
+def prefetched(p: Any, rank: int) -> list[Tensor]:
+    """All units, in one order, of which one rank has the last one sent first."""
+    if rank:
+        fshard.collectives.prefetch(p, "c")
+    return [p[name] for name in "abc"]
+
+
+READS["another one sent first"] = lambda p, t, rank: prefetched(p, rank)
 
 
 def read_apart(mesh: Any, name: str, reads: str, ahead: int) -> None:
@@ -255,7 +314,10 @@ def errors_of(mesh: Any, reads: str, ahead: int) -> list[str]:
     return texts
 
 
-@pytest.mark.parametrize(("reads", "ahead"), [("other units", 0), ("another last unit", 1), ("another tree first", 0)])
+@pytest.mark.parametrize(
+    ("reads", "ahead"),
+    [("other units", 0), ("another last unit", 1), ("another tree first", 0), ("another one sent first", 0)],
+)
 def test_units_that_not_all_ranks_gather_are_an_error(reads: str, ahead: int) -> None:
     """Ranks would take one unit for another of the same size, and train on it; or not be told what to do."""
     with pytest.raises(RuntimeError, match=r"an empty batch.*params_over=\(\)"):

@@ -110,6 +110,29 @@ def in_processes(mesh: Any) -> Any:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("shard", [1, 2])
+def test_a_unit_that_is_read_without_gradients_first(shard: int) -> None:
+    """The product of the unit would be zero: its leaves would have no tangents for the second read."""
+
+    def loss(p: Any, x: Tensor) -> fshard.Sum:
+        with torch.no_grad():
+            torch.tanh(x @ p["a"]["w"])  # as for a figure
+        return fshard.Sum(torch.tanh(torch.tanh(x @ p["a"]["w"]) @ p["b"]["w"]).square().sum())
+
+    values, x = {"a": {"w": rand(3, 3, seed=1)}, "b": {"w": rand(3, 3, seed=2)}}, rand(2, 3, seed=3)
+
+    def job(mesh: Any) -> Any:
+        sharded = fshard.shard_params(values, fshard.make_plan(values, mesh, units=["*"]))
+        return fshard.gather_params(fshard.hvp(loss)(sharded, sharded, x))
+
+    leaves, spec = tree.flatten(tree.map(lambda v: v.clone().requires_grad_(), values))
+    grads = torch.autograd.grad(loss(tree.unflatten(spec, leaves), x).total, leaves, create_graph=True)
+    dot = sum((g * v.detach()).sum() for g, v in zip(grads, leaves, strict=True))
+    wanted = [shard * g for g in torch.autograd.grad(dot, leaves)]  # every rank has the same batch
+    for got in simulated(job, shard=shard):
+        assert apart(tree.leaves(got), wanted) < 1e-5
+
+
 def test_processes_have_the_bits_of_the_simulation() -> None:
     """Gloo processes give the bits of simulated ranks: otherwise a simulation would say nothing about a real job."""
     assert same_bits(gloo(in_processes, shard=2), simulated(in_processes, shard=2))
