@@ -15,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 import fshard
 from fshard.collectives import prefetch
 from fshard.compiler.inspect import arguments, operator, starts
+from fshard.grad.tape import Tape
 
 
 def early(p: Any, x: torch.Tensor, start: Any = prefetch) -> fshard.Mean:
@@ -214,6 +215,34 @@ def test_checkpoints_of_several_units_gather_ahead(nested: bool) -> None:
     for log in simulated(job, shard=2):
         gathered = [label for what, kind, label in log if (what, kind) == ("start", "all_gather") and "blocks" in label]
         assert gathered == [f"blocks.{i}" for i in (2, 3, 4, 0, 1)]
+
+
+def tower(p: Any, x: torch.Tensor, rank: int, one_by_one: bool) -> fshard.Mean:
+    """The loss of a chain of checkpoints that rank 1 computes, and does not use."""
+    x = y = x * p["scale"].sin()  # both have gradients, so ranks save the same
+    for i in range(5):
+        block = partial(lambda y, i: apply_block(p["blocks"][i], y), i=i)
+        y = checkpoint(block, y, use_reentrant=False) if one_by_one else block(y)
+    return mean((x if rank else y) * p["head"])
+
+
+@pytest.mark.parametrize("one_by_one", [True, False])
+def test_what_ran_again_leaves_memory(one_by_one: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rank would hold the gathered units of a whole tower until its backward ends, used or not."""
+    reduce, counts = Tape.reduce, list[int]()
+
+    def counted(tape: Tape, unit: Any, grads: Any) -> None:
+        counts.append(sum(other.buffers is not None for other in tape._units.values()))
+        reduce(tape, unit, grads)
+
+    def job(mesh: Any) -> None:
+        params = chain_params(5)
+        sharded = fshard.shard_params(params, fshard.make_plan(params, mesh, units=["blocks.*"]))
+        fshard.value_and_grad(tower)(sharded, batch_of(0), mesh.get_rank(), one_by_one)
+
+    monkeypatch.setattr(Tape, "reduce", counted)
+    simulated(job, shard=2)
+    assert max(counts) <= 1, counts
 
 
 def check_ahead(backward: list[tuple[str, str]]) -> None:
