@@ -10,8 +10,9 @@ import sys
 import sysconfig
 from collections import deque
 from collections.abc import Collection, Iterator, Sequence
+from dataclasses import fields, is_dataclass
 from functools import partial
-from types import CellType, CodeType, FunctionType, MemberDescriptorType, ModuleType
+from types import CellType, CodeType, FunctionType, MemberDescriptorType, MethodType, ModuleType
 from typing import Any, NamedTuple
 
 import torch
@@ -100,6 +101,10 @@ def _functions(x: Any, seen: dict[int, object]) -> Iterator[FunctionType | parti
     """Yield Python's functions and partials that a program with `x` may run; of a container, those of each item."""
     while type(x).__module__.startswith("fshard.") and hasattr(x, "run"):  # a train step, possibly wrapped by a check
         x = x.run
+    if is_dataclass(x) and not isinstance(x, type) and not is_of_library(type(x)):
+        values = [getattr(x, field.name, None) for field in fields(x)]
+        for fn in (value for value in values if isinstance(value, partial | FunctionType | MethodType)):
+            yield from _functions(fn, seen)
     if isinstance(x, partial | dict | list | tuple | set | frozenset | deque) and id(x) not in seen:
         if isinstance(x, partial):
             yield x  # which `captures` adds to `seen`

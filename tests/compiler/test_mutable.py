@@ -459,6 +459,22 @@ def test_a_function_in_a_deque():
         assert same_bits(run(X), fn(X))
 
 
+@dataclass
+class Holder:
+    """A field with a function."""
+
+    fn: Any
+
+
+def test_functions_in_a_dataclass_in_a_list():
+    """What a function in a field reads would have its first value in all later calls."""
+    box = [2.0]
+    holders = [Holder(lambda x: x * box[0])]
+    run = eager(fn := lambda x: holders[0].fn(x))
+    for box[0] in (2.0, 3.0):
+        assert same_bits(run(X), fn(X))
+
+
 class Dotted(dict):  # type: ignore[type-arg]
     """A dict whose items are attributes, with another error for those that are not there."""
 
