@@ -33,10 +33,12 @@ def in_one_file() -> Iterator[None]:
     try:
         from torch._inductor.async_compile import AsyncCompile, get_compile_threads
         from torch._inductor.codecache import LambdaFuture
-    except ImportError:
+
+        alone = AsyncCompile.cpp_pybinding
+    except (ImportError, AttributeError):
         yield
         return
-    thread, alone, files = threading.get_ident(), AsyncCompile.cpp_pybinding, list[_File]()
+    thread, files = threading.get_ident(), list[_File]()
 
     def collected(compiler: Any, argtypes: list[str], source: str) -> object:
         # with one thread torch asks for no results of what is compiled in the background

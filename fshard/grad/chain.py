@@ -24,7 +24,6 @@ Note [One order on all ranks]
 from __future__ import annotations
 
 from collections.abc import Mapping
-from sys import maxsize
 from typing import NamedTuple, Protocol
 
 from torch import Tensor
@@ -47,8 +46,7 @@ class Saved(NamedTuple):
 
     tape: Gathering
     since: int
-    hook: object = None  # of the checkpoint; and the number of an anchor that was made before that
-    before: int = maxsize
+    hook: object = None  # of the checkpoint
 
 
 class Chain:
@@ -65,6 +63,8 @@ class Chain:
         self.saved: dict[Unit, Saved] = {}
         # units that stay until an anchor runs that was made no later than the one with this number
         self._waiting: list[tuple[int, Unit]] = []
+        self._hook: object = None  # of the checkpoint that read last
+        self._before = 0  # the number of an anchor that was made before that began
         self._tapes = 0
         self._units, self._next, self._last = units, min(units, default=0), max(units, default=0) if planned else -1
 
@@ -118,18 +118,19 @@ class Chain:
         unit.rerun_by(block, self.is_linked, is_known and is_new)
         if is_known:
             return
+        if block.hook is not self._hook:
+            self._hook, self._before = block.hook, len(self.outputs) - 2  # the last may be of this read
+        unit.before = min(unit.before, self._before)
         self.saved.pop(unit, None)
-        units, before = [(unit, tape)], len(self.outputs) - 2  # the last may be of this read
+        units = [(unit, tape)]
         while self.saved:
             last, entry = self.saved.popitem()
             if entry.hook is not block.hook:
                 self.saved[last] = entry
                 break
             units.append((last, entry.tape))
-            before = entry.before
         units[1:] = units[:0:-1]
-        self.saved.update((x, Saved(by, len(self.outputs), block.hook, before)) for x, by in units)
-        unit.before = min(unit.before, before)
+        self.saved.update((x, Saved(by, len(self.outputs), block.hook)) for x, by in units)
 
     def turn(self, unit: Unit) -> None:
         """Gather again what comes before a unit, and note that this is gathered now."""
@@ -172,3 +173,4 @@ class Chain:
         self.outputs.clear()
         self.saved.clear()
         self._waiting.clear()
+        self._hook = None

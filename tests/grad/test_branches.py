@@ -273,21 +273,19 @@ LOSSES: dict[str, Callable[..., Any]] = {
 }
 
 
-READS: dict[str, Callable[[Any, Any, int], list[Tensor]]] = {  # of a loss that also takes a teacher of the same plan
-    "other units": lambda p, t, rank: [p["ab"[rank]]],
-    "another last unit": lambda p, t, rank: [p["a"], p["bc"[rank]]],
-    "another tree first": lambda p, t, rank: [x["a"] for x in ((p, t), (t, p))[rank]],
-}
-
-
-def prefetched(p: Any, rank: int) -> list[Tensor]:
+def prefetched(p: Any, _: Any, rank: int) -> list[Tensor]:
     """All units, in one order, of which one rank has the last one sent first."""
     if rank:
         fshard.collectives.prefetch(p, "c")
     return [p[name] for name in "abc"]
 
 
-READS["another one sent first"] = lambda p, t, rank: prefetched(p, rank)
+READS: dict[str, Callable[[Any, Any, int], list[Tensor]]] = {  # of a loss that also takes a teacher of the same plan
+    "other units": lambda p, t, rank: [p["ab"[rank]]],
+    "another last unit": lambda p, t, rank: [p["a"], p["bc"[rank]]],
+    "another tree first": lambda p, t, rank: [x["a"] for x in ((p, t), (t, p))[rank]],
+    "another one sent first": prefetched,
+}
 
 
 def read_apart(mesh: Any, name: str, reads: str, ahead: int) -> None:

@@ -109,7 +109,6 @@ def in_processes(mesh: Any) -> Any:
     return [product(mesh, name, "full") for name in ("regression", "meanflow")]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("shard", [1, 2])
 def test_a_unit_that_is_read_without_gradients_first(shard: int) -> None:
     """The product of the unit would be zero: its leaves would have no tangents for the second read."""
@@ -133,6 +132,7 @@ def test_a_unit_that_is_read_without_gradients_first(shard: int) -> None:
         assert apart(tree.leaves(got), wanted) < 1e-5
 
 
+@pytest.mark.slow
 def test_processes_have_the_bits_of_the_simulation() -> None:
     """Gloo processes give the bits of simulated ranks: otherwise a simulation would say nothing about a real job."""
     assert same_bits(gloo(in_processes, shard=2), simulated(in_processes, shard=2))

@@ -229,11 +229,11 @@ def tower(p: Any, x: torch.Tensor, rank: int, one_by_one: bool) -> fshard.Mean:
 @pytest.mark.parametrize("one_by_one", [True, False])
 def test_what_ran_again_leaves_memory(one_by_one: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """A rank would hold the gathered units of a whole tower until its backward ends, used or not."""
-    reduce, counts = Tape.reduce, list[int]()
+    before, counts = Tape.reduce, list[int]()
 
     def counted(tape: Tape, unit: Any, grads: Any) -> None:
         counts.append(sum(other.buffers is not None for other in tape._units.values()))
-        reduce(tape, unit, grads)
+        before(tape, unit, grads)
 
     def job(mesh: Any) -> None:
         params = chain_params(5)
