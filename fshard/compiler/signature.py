@@ -11,6 +11,7 @@ Note [What a graph depends on]
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import ItemsView, Iterable, Iterator, KeysView, Mapping, Sequence, ValuesView
 from dataclasses import fields, is_dataclass
 from itertools import chain
@@ -95,8 +96,32 @@ def flatten(args: Sequence[Tree], kwargs: Mapping[str, Tree]) -> tuple[list[obje
 
 
 def on_meshes(x: Tree) -> list[OnMesh]:
-    """Return the nodes of a tree that lie on a mesh."""
-    return tree.nodes(x, OnMesh)
+    """Return the nodes of arguments that lie on a mesh.
+
+    Raises TypeError for an OrderedDict that the traced function would be given in another order.
+    """
+    tops = tree.tops(x, lambda node: isinstance(node, OnMesh) or bool(_order(node)))
+    if any(map(_order, tops)):
+        path = next(path for path, node in tree.paths_to(x, lambda node: bool(_order(node))) if _order(node))
+        raise TypeError(
+            f"jit: argument {path!r} is an OrderedDict whose order `move_to_end` has changed, which optree does not "
+            "see: pass OrderedDict(it.items()), or a plain dict"
+        )
+    return [node for node in tops if isinstance(node, OnMesh)]
+
+
+def _order(x: Tree) -> tuple[object, ...]:
+    """The keys of an OrderedDict, and the orders in its values, where the order is not that of insertion.
+
+    `move_to_end` does that. A structure of optree has the order of insertion.
+    """
+    if not isinstance(x, OrderedDict) or [*x] == [*dict.keys(x)]:
+        return ()
+    return *x, *(_orders(value) for value in x.values())
+
+
+def _orders(x: Tree) -> tuple[object, ...]:
+    return tuple(filter(None, map(_order, tree.tops(x, lambda node: bool(_order(node))))))
 
 
 def signature(leaves: Sequence[object], spec: tree.Spec, nodes: Sequence[OnMesh] = ()) -> Signature:
@@ -218,7 +243,7 @@ def _content(value: Any, seen: dict[int, tuple[int, object]]) -> object:  # Any:
         key = _kind(value) if value.layout is torch.strided else (Tensor, value.shape, value.dtype, value.device)
         return key, value.is_conj(), value.is_neg()  # which say how it is laid out when they are resolved
     if isinstance(value, dict | list | tuple) and not (flat := tree.flatten(value))[1].is_leaf():
-        return flat[1], _names(flat[1]), *(_content(x, seen) for x in flat[0])
+        return flat[1], _names(flat[1]), _orders(value), *(_content(x, seen) for x in flat[0])
     if isinstance(value, set | frozenset):
         return type(value), frozenset(_content(x, seen) for x in value)
     if is_mesh(value):
