@@ -5,8 +5,9 @@ Note [One order on all ranks]
     not. Between several ranks each anchor takes an output of the anchor before it, and the backward starts from the
     last one, beside the loss. So every anchor runs on every rank, in the reverse of the order in which they were made,
     and gets None for what the loss does not use. That is the order in which units were first read: ranks that gather
-    units must read the same ones. Where a unit is whole on every rank, ranks may read different units. Then the order
-    is the plan's: units that come before another one, and were not read, get an anchor without leaves with that one.
+    units must read the same ones. Where a unit is whole on every rank, ranks may read different units. Then an eager
+    step has an order of its own (`Schedule.likely`): units that come before another one there, and were not read, get
+    an anchor without leaves with that one.
 
     The gathers of a backward are in one order, too: the reverse of that in which units were last saved, or read in a
     checkpoint. A checkpoint that runs again reads its units as it did before, and each of them stays until its anchor
@@ -23,7 +24,7 @@ Note [One order on all ranks]
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import NamedTuple, Protocol
 
 from torch import Tensor
@@ -52,11 +53,11 @@ class Saved(NamedTuple):
 class Chain:
     """The anchors of a forward, and what it saved (Note [One order on all ranks]): linked if there are several ranks.
 
-    `outputs` is the root, and the last output of each anchor that is linked. With `planned` units are in the order of
-    the plan, else in that in which they were read.
+    `outputs` is the root, and the last output of each anchor that is linked. The units of `planned` come in that order,
+    others as they are read.
     """
 
-    def __init__(self, units: Mapping[int, Unit], root: Tensor, is_linked: bool, planned: bool):
+    def __init__(self, units: Mapping[int, Unit], root: Tensor, is_linked: bool, planned: Iterable[int]):
         self.is_linked, self.outputs = is_linked, [root]
         self.gathered: list[tuple[int, int]] = []  # the tape and the number of each unit that ranks gathered, in order
         # the units that the backward will gather again, the first one last
@@ -65,8 +66,7 @@ class Chain:
         self._waiting: list[tuple[int, Unit]] = []
         self._hook: object = None  # of the checkpoint that read last
         self._before = 0  # the number of an anchor that was made before that began
-        self._tapes = 0
-        self._units, self._next, self._last = units, min(units, default=0), max(units, default=0) if planned else -1
+        self._units, self._planned, self._tapes = units, iter(planned), 0
 
     def join(self) -> int:
         """Count a tape that gathers for this forward; returns its number."""
@@ -79,6 +79,9 @@ class Chain:
             *bound, _ = Anchor.apply(unit.anchor, (Unit.add, unit, leaves))
             return bound
         self.link(unit.number, take)
+        return self._linked(unit, take, leaves)
+
+    def _linked(self, unit: Unit, take: Take, leaves: Leaves) -> list[Tensor]:
         *bound, unit.anchor = Anchor.apply(self.outputs[-1], (take, unit, leaves))
         if self.is_linked:
             unit.since = len(self.outputs)
@@ -90,14 +93,14 @@ class Chain:
         *bound, _ = Anchor.apply(self.outputs[0], (take, unit, leaves))
         return bound
 
-    def link(self, stop: int, take: Take) -> None:
-        """Give an anchor to each unit before `stop` that was not read, in a chain in the order of the plan."""
-        stop = min(stop, self._last + 1)
-        while self._next < stop:
-            unit = self._units[self._next]
-            self._next += 1
+    def link(self, stop: int | None, take: Take) -> None:
+        """Give an anchor to each planned unit up to `stop` that has none, in a chain; with None, to all of them."""
+        for number in self._planned:
+            if number == stop:
+                return
+            unit = self._units[number]
             if unit.anchor is None and unit.entry.trained:
-                self.bind(unit, take, [])
+                self._linked(unit, take, [])
 
     def hidden(self) -> list[Unit]:
         """The units of a linked chain that were only read where gradients are off."""

@@ -36,6 +36,7 @@ from ..comm.ranks import MismatchError, Pending
 from ..core import func_levels, tree
 from ..core.random import bookmark
 from ..core.storage import address
+from ..core.tracing import is_tracing
 from ..core.tree import Tree
 from ..plan.offload import HOST
 from ..plan.units import select_units
@@ -76,7 +77,8 @@ class Tape:
         self._schedule = schedule(params.view)
         self._units = {n: Unit(entry, stays=n == self.plan.root) for n, entry in self._schedule.entries.items()}
         is_linked = bool(gathers.several(self.plan, self.plan.rest(())))
-        self.chain = chain or Chain(self._units, self.root, is_linked, is_linked and self._schedule.any_whole)
+        is_planned = is_linked and self._schedule.any_whole and not is_tracing()  # all ranks trace one program
+        self.chain = chain or Chain(self._units, self.root, is_linked, self._schedule.likely if is_planned else ())
         self.index = self.chain.join()
         self.beside = [(x, Tape(x, chain=self.chain)) for x in beside]
         self._followers = [tape for _, tape in self.beside]  # which gather beside this tape
@@ -319,7 +321,7 @@ class Tape:
     def end(self) -> None:
         """End the forward: drop all buffers but those that the backward begins with, and start the next gather."""
         if self._into is not None:
-            self.chain.link(self._params.view.units[1], self.reduce)
+            self.chain.link(None, self.reduce)
             self.chain.settle()
         for tape in self._followers:
             tape.end()

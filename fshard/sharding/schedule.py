@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import accumulate, pairwise
 from typing import NamedTuple
 
@@ -24,6 +25,7 @@ from ..core.flat import Places
 from ..layout.cuts import Interval, Intervals
 from ..layout.layout import Layout, Leaf
 from ..plan.plan import Plan, Slot
+from ..plan.units import ENDS, LAST
 
 
 @tree.constant
@@ -160,6 +162,15 @@ class Schedule:
         self._slots = [place_of.get(plan.slots[number]) for number in plan.leaves]
         self._claims = _claims(plan)
         self._reads: dict[tuple[int, int], Reads] = {}
+
+    @cached_property
+    def likely(self) -> list[int]:
+        """The units in the order in which a loss is likely to read them first.
+
+        What follows the layers may be an embedding, unless something is before them.
+        """
+        ends = [e.name for e in self.entries.values() if e.name in ENDS]
+        return sorted(self.entries, key=lambda unit: ends != [LAST] or self.entries[unit].name != LAST)
 
     def leaf(self, number: int) -> tuple[int, int]:
         """The unit of a leaf of the whole tree, and the leaf's number there. KeyError if the view has not its kind."""

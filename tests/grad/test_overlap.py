@@ -73,6 +73,45 @@ def test_a_reduction_is_waited_for_once_the_next_has_started(name: str) -> None:
         assert max(under_way) == 2
 
 
+# the order of the tree, and the leaves that are read before and after the layers
+ENDS = {
+    "an embedding after the layers": (("layers", "z"), "z", None),
+    "both after the layers": (("layers", "a", "z"), "a", "z"),
+    "ends": (("a", "layers", "z"), "a", "z"),
+    "a head": (("layers", "z"), None, "z"),
+    "a tied head": (("a", "layers"), "a", "a"),
+}
+
+
+@pytest.mark.parametrize("ends", ENDS)
+@pytest.mark.parametrize("name", ["ddp", "zero2"])
+def test_layers_are_reduced_in_the_backward_whatever_is_read_before_and_after_them(name: str, ends: str) -> None:
+    """All reductions would wait for the gradient of what is read first, the last one to come."""
+    strategy = {"ddp": REDUCED["ddp"], "zero2": {"params_over": ()}}[name]
+    order, first, last = ENDS[ends]
+
+    def job(mesh: Any) -> list[Event]:
+        params = {key: [torch.eye(6) for _ in range(3)] if key == "layers" else torch.eye(6) for key in order}
+        logged = Logged(mesh)
+        sharded = fshard.shard_params(params, fshard.make_plan(params, logged, units=["layers.*"], **strategy))
+        log = logged.log
+
+        def loss(p: Any, x: torch.Tensor) -> Any:
+            x = x @ p[first] if first else x
+            for i in range(3):
+                x = Mark.apply(torch.tanh(x @ p["layers"][i]), log, str(i))
+            return fshard.Sum((x @ p[last] if last else x).sum())
+
+        log.clear()
+        fshard.value_and_grad(loss)(sharded, torch.ones(2, 6) + mesh.get_rank())
+        return log
+
+    for log in simulated(job, shard=2):
+        for i in (2, 1):
+            (start,) = at(log, "start", "all_reduce" if name == "ddp" else "reduce_scatter", f"layers.{i}")
+            assert start < at(log, "use", "backward", str(i - 1))[0]
+
+
 def test_the_whole_order_of_a_small_stack() -> None:
     """Some collective of a small model would start or end at another place than documented."""
     (log, *others) = simulated(events, FULL, 2, shard=3)
