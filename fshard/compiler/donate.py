@@ -12,7 +12,7 @@ from torch import Tensor, fx
 
 from ..core import tree
 from ..core.storage import address
-from .dataflow import Index, call, computed, index
+from ..graph.dataflow import Index, call, computed, index
 from .trace import Output, Trace
 
 _clone, _copy_ = torch.ops.aten.clone.default, torch.ops.aten.copy_.default

@@ -2,8 +2,8 @@
 
 Note [Loops in one file]
     Inductor writes a file for each fused loop. g++ takes 0.6 s for an empty file, and a tenth for a loop, so its runs
-    are most of a graph's first step. While a graph is compiled, its loops are collected. When the first one is asked
-    for, all are put into one file: each in a namespace, with the bindings that Inductor writes for it. The flags are
+    are most of a graph's first step. While the regions of a graph are compiled, their loops are collected. At the end
+    all are put into one file: each in a namespace, with the bindings that Inductor writes for it. The flags are
     Inductor's, and the bits are the same. Each loop is a module of Python in that library, which torch caches as it
     does the library of one loop.
 """
@@ -34,26 +34,34 @@ def in_one_file() -> Iterator[None]:
         from torch._inductor.async_compile import AsyncCompile, get_compile_threads
         from torch._inductor.codecache import LambdaFuture
 
-        alone = AsyncCompile.cpp_pybinding
+        alone, wait = AsyncCompile.cpp_pybinding, AsyncCompile.wait
     except (ImportError, AttributeError):
         yield
         return
-    thread, files = threading.get_ident(), list[_File]()
+    thread, files, waiting = threading.get_ident(), [_File()], list[Callable[[], object]]()
 
     def collected(compiler: Any, argtypes: list[str], source: str) -> object:
         # with one thread torch asks for no results of what is compiled in the background
         if threading.get_ident() != thread or get_compile_threads() <= 1 or _DIRECTIVE.search(source):
             return alone(compiler, argtypes, source)
-        if not files or files[-1].loops is not None:
+        if files[-1].loops is not None:
             files.append(_File())
         return LambdaFuture(partial(files[-1].loop, files[-1].add(argtypes, source)))
 
+    def at_the_end(compiler: Any, scope: dict[str, Any]) -> None:
+        if threading.get_ident() == thread:
+            waiting.append(partial(wait, compiler, scope))
+        else:
+            wait(compiler, scope)
+
     with _ONE_AT_A_TIME:
-        setattr(AsyncCompile, "cpp_pybinding", collected)  # noqa: B010  mypy refuses to assign to a method
+        AsyncCompile.cpp_pybinding, AsyncCompile.wait = collected, at_the_end  # type: ignore[method-assign, assignment]
         try:
             yield
         finally:
-            setattr(AsyncCompile, "cpp_pybinding", alone)  # noqa: B010
+            AsyncCompile.cpp_pybinding, AsyncCompile.wait = alone, wait  # type: ignore[method-assign]
+    for put_into_scope in waiting:
+        put_into_scope()
 
 
 class _File:

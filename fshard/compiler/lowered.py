@@ -15,17 +15,18 @@ from torch import Tensor, fx
 from ..core import tree
 from ..core.tracing import mark
 from ..core.tree import Tree
+from ..graph import inspect, passes
+from ..graph.bucketing import bucket
+from ..graph.dataflow import written_inputs
+from ..graph.inspect import Traffic
+from ..graph.memory import Footprint, footprint
 from ..plan.plan import Plan
 from ..plan.units import ROOT
 from ..sharding.sharded import Sharded
-from . import inspect, passes
-from .bucketing import bucket
 from .captures import Capture, captures
-from .dataflow import written_inputs
 from .donate import Input, donated
-from .inspect import Traffic
 from .loops import in_one_file
-from .memory import Footprint, footprint
+from .regions import are_alike, driver, regions
 from .signature import (
     Contents,
     Inputs,
@@ -46,6 +47,7 @@ _PURPOSES = {"opt_state": "optimizer", "params": "parameters"}  # by name of a f
 # Inductor keeps the order of nodes, which decides the peak of memory, and keeps values that are read again: computing
 # them again from the parameters would keep every gathered buffer of the forward in memory until the backward.
 _INDUCTOR = {"reorder_for_peak_memory": False, "realize_reads_threshold": 0}
+_OF_REGIONS = ("inductor", "aot_eager")  # the backends that get each distinct region of a graph by itself
 
 
 @dataclass(frozen=True)
@@ -97,19 +99,27 @@ class Lowered:
         # test_jit.py fails if torch changes it. Imported here because the import takes seconds.
         from torch._dynamo import lookup_backend
 
-        # a copy, because backends change the graph that they compile, and this one stays for inspection
-        graph = copy.deepcopy(self.graph)
+        options = {"config_patches": _INDUCTOR} if backend == "inductor" else {}
+
+        def compiled(module: fx.GraphModule) -> Callable[..., Sequence[Tensor]]:
+            fakes = [node.meta["val"] for node in module.graph.nodes if node.op == "placeholder"]
+            return lookup_backend(backend)(module, fakes, **options)
+
         # private, as Inductor has no public place for its options (test_jit.py notices when it goes)
-        if backend == "inductor" and torch._inductor.config.triton.cudagraphs:
-            passes.fix_places(graph)
-        module = fx.GraphModule(self.traced.module, graph)
-        fakes = [node.meta["val"] for node in self.graph.nodes if node.op == "placeholder"]
-        with torch.no_grad(), warnings.catch_warnings():
+        is_captured = backend == "inductor" and torch._inductor.config.triton.cudagraphs
+        with torch.no_grad(), warnings.catch_warnings(), in_one_file() if backend == "inductor" else nullcontext():
             # torch scripts a few functions when inductor is first used, and warns about its own call
             warnings.filterwarnings("ignore", message=".*torch.jit.script")
-            options = {"config_patches": _INDUCTOR} if backend == "inductor" else {}
-            with in_one_file() if backend == "inductor" else nullcontext():
-                return Compiled(self, lookup_backend(backend)(module, fakes, **options))
+            # one CUDA graph has all addresses, and other backends may be any function
+            parts = [] if is_captured or backend not in _OF_REGIONS else regions(self.traced.module)
+            if are_alike(parts):
+                calls = driver(self.traced.module, parts, compiled)
+                return Compiled(self, calls.forward, calls.code)
+            # a copy, because backends change the graph that they compile, and this one stays for inspection
+            graph = copy.deepcopy(self.graph)
+            if is_captured:
+                passes.fix_places(graph)
+            return Compiled(self, compiled(fx.GraphModule(self.traced.module, graph)), self.as_text())
 
 
 def _purpose(path: str) -> str:
@@ -123,6 +133,11 @@ class Compiled:
 
     lowered: Lowered
     fn: Callable[..., Sequence[Tensor]]  # from the inputs of the graph to its outputs
+    text: str
+
+    def as_text(self) -> str:
+        """Return what runs: the code that calls the regions of the graph, or the graph if it was compiled whole."""
+        return self.text
 
     def __call__(self, *args: Tree, **kwargs: Tree) -> Tree:
         """Call the compiled function. Raises ValueError for arguments of another signature."""

@@ -183,19 +183,20 @@ def _mode_of(leaves: Sequence[object], caches: bool, takes_real: bool = False) -
         mode.cache_enabled, mode.allow_non_fake_inputs = before
 
 
-def _fake(mode: FakeTensorMode, leaf: Tensor, apart: bool = False) -> Tensor:
-    """Return a fake tensor with the metadata of `leaf`. A meta tensor becomes a fake one on the default device.
-
-    `apart`: in memory of its own, and not in that of another fake tensor.
-    """
-    is_meta = leaf.device.type == "meta"
-    if apart or is_meta:
-        device = torch.get_default_device() if is_meta else leaf.device
-        with mode:
-            return torch.empty_strided(leaf.shape, leaf.stride(), dtype=leaf.dtype, device=device)
+def _fake(mode: FakeTensorMode, leaf: Tensor) -> Tensor:
+    """Return a fake tensor with the metadata of `leaf`. A meta tensor becomes a fake one on the default device."""
+    if leaf.device.type == "meta":
+        return alone(leaf, mode)
     if isinstance(leaf, FakeTensor):
         return leaf
     return mode.from_tensor(leaf, static_shapes=True)
+
+
+def alone(x: Tensor, mode: FakeTensorMode | None = None) -> Tensor:
+    """Return a fake tensor like `x` in memory of its own, and not in that of another fake tensor."""
+    device = torch.get_default_device() if x.device.type == "meta" else x.device
+    with mode or x.fake_mode:  # type: ignore[attr-defined]
+        return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=device)
 
 
 def _fakes(mode: FakeTensorMode, leaves: Iterable[Tensor]) -> Iterator[Tensor]:
@@ -208,7 +209,8 @@ def _fakes(mode: FakeTensorMode, leaves: Iterable[Tensor]) -> Iterator[Tensor]:
     seen = set[int]()  # addresses of storages
     for leaf in leaves:
         memory = address(leaf)
-        yield _fake(mode, leaf, apart=memory in seen and not leaf.requires_grad)
+        is_apart = memory in seen and not leaf.requires_grad
+        yield alone(leaf, mode) if is_apart else _fake(mode, leaf)
         seen.add(memory)
 
 

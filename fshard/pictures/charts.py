@@ -7,9 +7,9 @@ import re
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from ..compiler.inspect import Flight, flights
 from ..compiler.lowered import Lowered
-from ..compiler.memory import Footprint
+from ..graph.inspect import Flight, flights
+from ..graph.memory import Footprint
 from ..plan.owners import Picture, shortened, span
 from ..plan.tables import aligned, size
 

@@ -19,7 +19,7 @@ import fshard
 from fshard import AbstractMesh, optim, tree
 from fshard.comm import primitives, process_groups
 from fshard.comm.mesh import MESHES
-from fshard.compiler.memory import footprint
+from fshard.graph.memory import footprint
 
 WORLDS = {"2": (1, 2), "3": (1, 3), "2x2": (2, 2)}
 PLANS: dict[str, dict[str, Any]] = {

@@ -11,10 +11,10 @@ from support.graphs import EVERYTHING, graph_of
 from torch import Tensor
 
 import fshard
-from fshard.compiler.dataflow import written_inputs
 from fshard.compiler.donate import donated
 from fshard.compiler.lowered import PASSES, Lowered, Options, Setting
-from fshard.compiler.memory import footprint
+from fshard.graph.dataflow import written_inputs
+from fshard.graph.memory import footprint
 
 FEW = 6  # units; the other model has four times as many
 BUSY = Options(in_flight=EVERYTHING, bucket=2048)

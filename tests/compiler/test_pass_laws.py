@@ -18,11 +18,12 @@ from torch import Tensor, fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import fshard
-from fshard.compiler.dataflow import VIEWS
-from fshard.compiler.inspect import arguments, operator, starts, values
-from fshard.compiler.lowered import PASSES, Lowered, Options, Pass, Setting
-from fshard.compiler.memory import storages_of
-from fshard.compiler.passes import fix_places
+from fshard.compiler.lowered import PASSES, Compiled, Lowered, Options, Pass, Setting
+from fshard.compiler.regions import driver, regions
+from fshard.graph.dataflow import VIEWS
+from fshard.graph.inspect import arguments, operator, starts, values
+from fshard.graph.memory import storages_of
+from fshard.graph.passes import fix_places
 from fshard.testing import World
 
 # Options that let every pass do as much as it can.
@@ -71,6 +72,9 @@ def check_kept(lowered: Lowered, expected: Any, args: Sequence[Any]) -> None:
     assert not [node for node in order if node.op == "call_function" and node.users and "val" not in node.meta]
     torch.manual_seed(0)
     assert same_bits(lowered.compile("eager")(*args), expected)
+    if parts := regions(lowered.traced.module):
+        calls = driver(lowered.traced.module, parts, lambda region: region.forward)
+        assert same_bits(Compiled(lowered, calls.forward, calls.code)(*args), expected)
 
 
 def keeps(chosen: Sequence[Pass], options: Options, fn: Callable[..., Any], *args: Any) -> list[tuple[Any, ...]]:

@@ -35,10 +35,10 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 import fshard
 from fshard import Sharded, gather_params, optim, tree
-from fshard.compiler import passes
-from fshard.compiler.dataflow import VIEWS, Gather, gathers, is_call
-from fshard.compiler.inspect import arguments, operator, values
-from fshard.compiler.memory import storages_of
+from fshard.graph import passes
+from fshard.graph.dataflow import VIEWS, Gather, gathers, is_call
+from fshard.graph.inspect import arguments, operator, values
+from fshard.graph.memory import storages_of
 
 # --- drop_dead ---
 

@@ -14,8 +14,8 @@ from torch.utils.checkpoint import checkpoint
 
 import fshard
 from fshard.collectives import prefetch
-from fshard.compiler.inspect import arguments, operator, starts
 from fshard.grad.tape import Tape
+from fshard.graph.inspect import arguments, operator, starts
 
 
 def early(p: Any, x: torch.Tensor, start: Any = prefetch) -> fshard.Mean:

@@ -10,11 +10,11 @@ from torch import Tensor, fx
 
 import fshard
 from fshard import Sharded, gather_params, tree
-from fshard.compiler.dataflow import gathers
-from fshard.compiler.inspect import arguments, operator
 from fshard.compiler.lowered import Lowered
 from fshard.compiler.signature import on_meshes, signature
 from fshard.compiler.trace import trace
+from fshard.graph.dataflow import gathers
+from fshard.graph.inspect import arguments, operator
 
 from .models import rand, same_bits
 from .steps import EXACT

@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
-from fshard.compiler.inspect import operator, values
 from fshard.compiler.lowered import Lowered
+from fshard.graph.inspect import operator, values
 
 # a number of the host's among tensors of a device is an argument of a kernel; not of these
 _STRICT = ("where", "cat", "stack", "copy_", "_to_copy")

@@ -87,9 +87,13 @@ def writes(node: fx.Node) -> bool:
 
 def written_inputs(graph: fx.Graph) -> list[int]:
     """Return the numbers of a graph's inputs whose memory a node writes to."""
-    inputs = [node for node in graph.nodes if node.op == "placeholder"]
-    written = {key for node in graph.nodes if writes(node) for x in _written_by(node) for key in storages_of(x)}
-    return [number for number, node in enumerate(inputs) if written & set(storages_of(node))]
+    inputs, memory = [node for node in graph.nodes if node.op == "placeholder"], written(graph.nodes)
+    return [number for number, node in enumerate(inputs) if memory & set(storages_of(node))]
+
+
+def written(nodes: Iterable[fx.Node]) -> set[int]:
+    """Return the storages that these nodes write to."""
+    return {key for node in nodes if writes(node) for x in _written_by(node) for key in storages_of(x)}
 
 
 def _written_by(node: fx.Node) -> list[fx.Node]:
