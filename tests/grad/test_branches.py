@@ -230,7 +230,24 @@ def frozen_in_a_nested_one(p: Any, x: Tensor, rank: int) -> Tensor:
     return (more if rank == 0 else x).square().sum()
 
 
+def towers(p: Any, x: Tensor, rank: int) -> Tensor:
+    """Two towers in a checkpoint, each of checkpoints, and two in another: ranks use one of each."""
+    run = partial(checkpoint, use_reentrant=False)
+
+    def deep(x: Tensor) -> Tensor:
+        one = run(lambda x: layer(p, "a", x), x)
+        other = run(lambda x: layer(p, "c", x), run(lambda x: layer(p, "b", x), x))
+        return one if rank else other
+
+    def flat(x: Tensor) -> Tensor:
+        one, other = layer(p, "b", x), layer(p, "a", x)
+        return one if rank else other
+
+    return run(flat, run(deep, x)).square().sum()
+
+
 PROGRAMS: dict[str, tuple[Callable[..., Tensor], dict[str, Any]]] = {
+    "towers in checkpoints": (towers, {}),
     "shared with a checkpoint": (shared_with_a_checkpoint, {}),
     "depth in a checkpoint": (depth_in_a_checkpoint, {}),
     "frozen first": (frozen_first, {"frozen": "c"}),
