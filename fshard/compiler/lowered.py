@@ -26,7 +26,7 @@ from ..sharding.sharded import Sharded
 from .captures import Capture, captures
 from .donate import Input, donated
 from .loops import in_one_file
-from .regions import are_alike, driver, regions
+from .regions import are_alike, as_text, driver, regions
 from .signature import (
     Contents,
     Inputs,
@@ -114,7 +114,7 @@ class Lowered:
             parts = [] if is_captured or backend not in _OF_REGIONS else regions(self.traced.module)
             if are_alike(parts):
                 calls = driver(self.traced.module, parts, compiled)
-                return Compiled(self, calls.forward, calls.code)
+                return Compiled(self, calls.forward, as_text(calls))
             # a copy, because backends change the graph that they compile, and this one stays for inspection
             graph = copy.deepcopy(self.graph)
             if is_captured:

@@ -91,10 +91,15 @@ def driver(module: fx.GraphModule, parts: Sequence[fx.Node | Region], compiled: 
             fn = compiled(fx.GraphModule(module, part.graph))
             functions[part.key] = _named(_boxed(fn), f"region_{len(functions)}")
         given = copies.graph.call_function(boxed, tuple(map(copies.get, part.inputs)))
-        results = copies.graph.call_function(functions[part.key], (given,))
+        out = copies.graph.create_node("call_function", functions[part.key], (given,), name="out")
         for number, node in enumerate(part.outputs):
-            copies.of[node] = copies.graph.call_function(python.getitem, (results, number))
+            copies.of[node] = copies.graph.call_function(python.getitem, (out, number))
     return fx.GraphModule(module, copies.graph)
+
+
+def as_text(module: fx.GraphModule) -> str:
+    """The code of a driver, with the names of regions alone."""
+    return module.code.replace(f"{__name__.replace('.', '_')}_", "")
 
 
 def _keeps_whole(module: fx.GraphModule, node: fx.Node) -> bool:

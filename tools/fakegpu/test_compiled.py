@@ -27,7 +27,7 @@ import fshard
 from fshard import optim, tree
 
 TX = optim.adamw(1e-3)
-CALL = re.compile(r"(?:(buf\d+) = )?torch\.ops\.fshard\.(\w+)\.default\((.*)\)")
+CALL = re.compile(r"(?:(\w+) = )?torch\.ops\.fshard\.(\w+)\.default\((.*)\)")
 pytestmark = pytest.mark.filterwarnings("ignore:TensorFloat32", "ignore:.*torch.jit.script")
 
 
@@ -52,7 +52,7 @@ def begun() -> Iterator[Any]:
 
 
 class Run(NamedTuple):
-    """A compiled step: its generated code, and of each run the addresses of the state and the lines of the log."""
+    """A compiled step: the code that runs, and of each run the addresses of the state and the lines of the log."""
 
     code: str
     addresses: list[list[int]]
@@ -77,7 +77,8 @@ def ran(step: Any, state: Any, name: str, steps: int = 4, keep: Any = lambda sta
         if number:
             state, _ = step(keep(state), tokens)
         else:
-            (state, _), (code, *_) = run_and_get_code(step, state, tokens)
+            (state, _), codes = run_and_get_code(step, state, tokens)
+            code = "\n".join(codes)
         logs.append(lines_since(f"{name} {number}"))
         addresses.append([x.data_ptr() for x in tensors(state)])
     return Run(code, addresses, logs)
@@ -85,8 +86,10 @@ def ran(step: Any, state: Any, name: str, steps: int = 4, keep: Any = lambda sta
 
 @pytest.fixture(scope="module")
 def jitted(begun: Any) -> Run:
-    step = fshard.train_step(loss, TX, reduction="fast")
-    return ran(fshard.jit(step, donate=True, bucket=0), begun(), "jit")
+    """A jitted step: its driver, and the code of its regions."""
+    state, step = begun(), fshard.jit(fshard.train_step(loss, TX, reduction="fast"), donate=True, bucket=0)
+    compiled, codes = run_and_get_code(lambda: step.lower(state, batch(0)).compile())
+    return ran(compiled, state, "jit")._replace(code="\n".join([compiled.as_text(), *codes]))
 
 
 @pytest.fixture(scope="module")
@@ -122,9 +125,9 @@ class Call(NamedTuple):
 
 
 def code_of(run: Run) -> list[str]:
-    """The lines of the function that calls everything; kernels are before it."""
+    """The lines of the driver, and of the regions after it."""
     lines = run.code.splitlines()
-    return lines[next(number for number, line in enumerate(lines) if line.lstrip().startswith("def call(")) :]
+    return lines[next(number for number, line in enumerate(lines) if line.lstrip().startswith("def forward(")) :]
 
 
 def calls(lines: Sequence[str]) -> list[Call]:
@@ -142,7 +145,7 @@ def gathers(lines: Sequence[str]) -> list[tuple[str, int, int, str]]:
     for call in every:
         if call.operator == "all_gather":
             made[call.result] = call
-    names = {f"{hit[2]}": hit[1] for hit in (re.search(r"(buf\d+) = (buf\d+)\[0\]", line) for line in lines) if hit}
+    names = {hit[2]: hit[1] for hit in (re.search(r"(\w+) = (\w+)\[0\]", line) for line in lines) if hit}
     waits = {call.buffer: call.line for call in every if call.operator == "wait"}
     units = {result: re.findall(r"'([^']*)'", call.arguments)[2] for result, call in made.items()}
     return [(units[r], call.line, waits.get(names[r], len(lines)), names[r]) for r, call in made.items()]
@@ -163,9 +166,8 @@ def test_a_gather_starts_one_unit_ahead(jitted: Run) -> None:
 
 
 def first_use(lines: Sequence[str], buffer: str) -> int:
-    """The line of the first kernel or product that reads a buffer."""
-    calls = (number for number, line in enumerate(lines) if re.search(rf"(\.run\(|extern_kernels).*\b{buffer}\b", line))
-    return next(calls)
+    """The line of the first call of a region that reads a buffer."""
+    return next(number for number, line in enumerate(lines) if re.search(rf"boxed\(.*\b{buffer}\b", line))
 
 
 def test_waits_come_before_uses(jitted: Run) -> None:
@@ -189,8 +191,11 @@ def test_each_step_starts_the_same_kernels(jitted: Run) -> None:
 
 
 def test_number_of_kernels(jitted: Run) -> None:
-    """Of torch 2.13's Inductor, for three blocks: more of them would be something that is not fused any more."""
-    assert jitted.code.count("async_compile.triton(") <= 31
+    """Of torch 2.13's Inductor, for three blocks: more of them would be something that is not fused any more.
+
+    As one graph the step has 44: what is before and after a collective cannot be fused.
+    """
+    assert sum(line.startswith("kernel") and line.endswith("of a module") for line in jitted.logs[-1]) <= 59
 
 
 def test_donated_state_stays_where_it_is(jitted: Run) -> None:
