@@ -133,11 +133,11 @@ class Compiled:
 
     lowered: Lowered
     fn: Callable[..., Sequence[Tensor]]  # from the inputs of the graph to its outputs
-    text: str
+    _text: str
 
     def as_text(self) -> str:
         """Return what runs: the code that calls the regions of the graph, or the graph if it was compiled whole."""
-        return self.text
+        return self._text
 
     def __call__(self, *args: Tree, **kwargs: Tree) -> Tree:
         """Call the compiled function. Raises ValueError for arguments of another signature."""
