@@ -33,9 +33,7 @@ def in_one_file() -> Iterator[None]:
     try:
         from torch._inductor.async_compile import AsyncCompile, get_compile_threads
         from torch._inductor.codecache import LambdaFuture
-
-        alone, wait = AsyncCompile.cpp_pybinding, AsyncCompile.wait
-    except (ImportError, AttributeError):
+    except ImportError:
         yield
         return
     thread, files, waiting = threading.get_ident(), [_File()], list[Callable[[], object]]()
@@ -55,6 +53,8 @@ def in_one_file() -> Iterator[None]:
             wait(compiler, scope)
 
     with _ONE_AT_A_TIME:
+        # read here: another thread's are in their place until it is done
+        alone, wait = AsyncCompile.cpp_pybinding, AsyncCompile.wait
         AsyncCompile.cpp_pybinding, AsyncCompile.wait = collected, at_the_end  # type: ignore[method-assign, assignment]
         try:
             yield

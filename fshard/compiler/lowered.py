@@ -45,8 +45,9 @@ from .trace import Output, Trace, TraceError, input_paths, resolved, tensors, tr
 _PURPOSES = {"opt_state": "optimizer", "params": "parameters"}  # by name of a field in the path of an input
 
 # Inductor keeps the order of nodes, which decides the peak of memory, and keeps values that are read again: computing
-# them again from the parameters would keep every gathered buffer of the forward in memory until the backward.
-_INDUCTOR = {"reorder_for_peak_memory": False, "realize_reads_threshold": 0}
+# them again from the parameters would keep every gathered buffer of the forward in memory until the backward. It folds
+# no constants: it takes `x + zeros` for `x` even where both are returned, and then a write to one changes the other.
+_INDUCTOR = {"reorder_for_peak_memory": False, "realize_reads_threshold": 0, "joint_graph_constant_folding": False}
 _OF_REGIONS = ("inductor", "aot_eager")  # the backends that get each distinct region of a graph by itself
 
 
@@ -244,6 +245,7 @@ def lower(fn: Callable[..., Tree], leaves: Sequence[object], spec: tree.Spec, op
     arguments = tree.unflatten(spec, leaves)
     key = signature(leaves, spec, on_meshes(arguments))
     captured = [(variable, variable.tensors()) for variable in captures(fn)]
+    contents([variable for variable, _ in captured], {})  # of a mesh that is new, which a trace cannot read
     traced = trace(fn, leaves, spec, [x for _, values in captured for x in values])
     names = [variable.name for variable, values in captured for _ in values]
     _check_unchanged(traced, leaves, names)  # before `donated`, which adds writes to arguments

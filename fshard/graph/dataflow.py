@@ -12,6 +12,7 @@ from torch import fx
 from torch.fx.node import Argument
 
 from ..core.random import draws
+from ..core.storage import address
 from .inspect import arguments, operator, values
 from .memory import storages_of
 
@@ -83,6 +84,17 @@ def writes(node: fx.Node) -> bool:
     if not isinstance(node.target, torch._ops.OpOverload):
         return False
     return node.target._schema.is_mutable or (is_call(node, *_UNMARKED) and bool(_written_by(node)))
+
+
+def returns_place(node: fx.Node) -> bool:
+    """Whether a node writes to its first argument and returns it as it is, as `add_` does, and `t_` does not."""
+    if not writes(node) or not node.args or not isinstance(node.args[0], fx.Node):
+        return False
+    made, given = (
+        [(address(x), x.shape, x.stride(), x.storage_offset(), x.dtype) for x in values(each)]
+        for each in (node, node.args[0])
+    )
+    return len(made) == 1 and made == given
 
 
 def written_inputs(graph: fx.Graph) -> list[int]:

@@ -46,6 +46,7 @@ from .dataflow import (
     index,
     is_call,
     is_fixed,
+    returns_place,
     writes,
 )
 from .inspect import arguments, operator, starts, values
@@ -73,7 +74,7 @@ def _drop_unread(graph: fx.Graph) -> None:
 
 
 def shorten(graph: fx.Graph) -> None:
-    """Make each view of a gathered buffer one node, and drop nodes that only rename a value (`detach`).
+    """Make each view of a gathered buffer one node, and read no value by another name (`detach`, a write's result).
 
     A compiler works out the views of a buffer anew wherever it was written to: with a split of n parts, all n parts for
     each of them.
@@ -87,7 +88,7 @@ def shorten(graph: fx.Graph) -> None:
                 view.target, view.kwargs = _as_strided, {}
                 view.args = (buffer, list(value.shape), list(value.stride()), value.storage_offset())
     for node in list(graph.nodes):
-        if is_call(node, "detach", "alias"):
+        if is_call(node, "detach", "alias") or returns_place(node):
             node.replace_all_uses_with(node.args[0], lambda user: user.op != "output")
     _drop_unread(graph)
 

@@ -94,6 +94,24 @@ def test_a_thread_of_its_own() -> None:
     assert len({*map(library, (*here.values(), *there[0].values()))}) == 3
 
 
+def test_two_threads_compile() -> None:
+    """The thread that ends last would leave the methods of the other in their place: torch could compile no more."""
+    before, begun, ended = AsyncCompile.cpp_pybinding, threading.Event(), threading.Event()
+
+    def other() -> None:
+        begun.set()
+        with in_one_file():
+            ended.wait()
+
+    thread = threading.Thread(target=other)
+    with in_one_file():
+        thread.start()
+        begun.wait()
+    ended.set()
+    thread.join()
+    assert AsyncCompile.cpp_pybinding is before
+
+
 def test_nothing_is_left_behind() -> None:
     """Other graphs of the process would be compiled by fshard."""
     before = AsyncCompile.cpp_pybinding

@@ -11,9 +11,10 @@ from support.accelerator import Ranks
 from support.models import STRATEGIES, rand, same_bits
 from support.steps import batch, params, start
 from support.wires import WIRES
-from support.worlds import simulated
+from support.worlds import gloo, simulated
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.device_mesh import init_device_mesh
 
 import fshard
 from fshard import AbstractMesh, optim, tree
@@ -228,6 +229,19 @@ def test_nothing_runs_on_an_abstract_mesh():
     """A collective on a mesh without processes would hang or give wrong values."""
     with pytest.raises(RuntimeError, match=r"all_reduce.*: an abstract mesh has no ranks. Use fshard.eval_shape"):
         fshard.all_reduce(torch.ones(2), AbstractMesh(shard=2), "shard")
+
+
+def lowered_first(mesh: Any) -> None:
+    """Lower a function of a mesh that nothing has used."""
+    new = init_device_mesh("cpu", (mesh.size(),), mesh_dim_names=("shard",))
+    lowered = fshard.jit(lambda x: fshard.all_reduce(x, new, "shard")).lower(torch.ones(2))
+    assert [traffic.kind for traffic in lowered.collectives()] == ["all_reduce"]
+
+
+@pytest.mark.slow
+def test_a_mesh_that_nothing_has_used():
+    """A trace would read its ranks, which are in a tensor."""
+    gloo(lowered_first, shard=2)
 
 
 def test_a_step_on_64_ranks():

@@ -209,6 +209,78 @@ def test_what_lies_between_collectives(backend: str) -> None:
     simulated(job)
 
 
+# what a compiler may take for `x` itself, though it is a tensor of its own
+COPIES: dict[str, Callable[[Tensor], Tensor]] = {
+    "add": lambda x: x + torch.zeros_like(x),
+    "sub": lambda x: x - torch.zeros_like(x),
+    "mul": lambda x: x * torch.ones_like(x),
+    "div": lambda x: x / torch.ones_like(x),
+    "numbers": lambda x: (x + 0) * 1,
+    "power": lambda x: x**1,
+    "cat": lambda x: torch.cat([x]),
+    "stack": lambda x: torch.stack([x])[0],
+    "repeat": lambda x: x.repeat(1),
+    "pad": lambda x: torch.constant_pad_nd(x, [0, 0]),
+    "slice": lambda x: x[0:4].clone(),
+    "view": lambda x: x.view(2, 2).view(4).clone(),
+    "flip": lambda x: x.flip(0).flip(0),
+    "roll": lambda x: torch.roll(x, 0),
+    "cast": lambda x: x.to(torch.float64).to(torch.float32),
+    "copy": lambda x: x.to(torch.float32, copy=True),
+    "where": lambda x: torch.where(torch.ones_like(x, dtype=torch.bool), x, torch.zeros_like(x)),
+    "index": lambda x: x.index_select(0, torch.arange(4)),
+    "negative": lambda x: x.neg().neg(),
+}
+
+
+@pytest.mark.parametrize("is_result", [False, True])
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
+def test_copies_lie_apart(backend: str, is_result: bool) -> None:
+    """A result would change with the donated argument, or with another result, that it is equal to."""
+
+    def fn(mesh: Any, state: list[Tensor]) -> Any:
+        a, b = state
+        x = b * 3 if is_result else b
+        made = [copy(x) for copy in COPIES.values()]
+        y = fshard.all_reduce(x * 2, mesh, "shard")
+        z = fshard.all_reduce(y * 2, mesh, "shard")
+        last = fshard.all_reduce(z * 2, mesh, "shard")
+        for each in made[::2]:
+            each.mul_(last)
+        return [z, y], x, made, last * a
+
+    def job(mesh: Any) -> None:
+        given = [rand(4, seed=mesh.get_rank() + n, dtype=torch.float32) for n in range(2)]
+        expected = fn(mesh, [x.clone() for x in given])
+        run = fshard.jit(partial(fn, mesh), True, backend=backend, bucket=0)
+        new, x, made, last = run([x.clone() for x in given])
+        assert same_bits((new, x, last), (expected[0], expected[1], expected[3]))
+        assert [name for name, a, b in zip(COPIES, made, expected[2], strict=True) if not same_bits(a, b)] == []
+
+    simulated(job)
+
+
+def test_what_is_written_in_another_dtype() -> None:
+    """A region would be given a value and a view of another dtype of the same memory, to which it writes."""
+
+    def fn(mesh: Any, x: Tensor) -> list[Tensor]:
+        made = []
+        for _ in range(2):
+            y = x * 2
+            bits = y.view(torch.int32).add_(1)
+            total = fshard.all_reduce(x, mesh, "shard")
+            bits.add_(5)
+            x = fshard.all_reduce(y + total, mesh, "shard")
+            made += [y, bits]
+        return made
+
+    def job(mesh: Any) -> None:
+        x = rand(4, seed=mesh.get_rank(), dtype=torch.float32)
+        assert same_bits(fshard.jit(partial(fn, mesh), backend="aot_eager")(x), fn(mesh, x))
+
+    simulated(job)
+
+
 def test_the_text_of_a_driver() -> None:
     """A reader would not see what runs."""
 
