@@ -113,8 +113,8 @@ class Index:
     """The places of a graph's nodes, and which of them touch which storage.
 
     `order` has the number of every node. The other fields have, by storage, nodes or their numbers in ascending order:
-    of those that return the storage, that write to it, and that read it after a write. An index stays as it is when its graph
-    changes. One index answers for all collectives: a scan of the graph for each would take quadratic time.
+    of those that return the storage, that write to it, and that read it after a write. An index stays as it is when its
+    graph changes. One index answers for all collectives: a scan of the graph for each would take quadratic time.
     """
 
     order: Mapping[fx.Node, int]
