@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
@@ -37,11 +36,12 @@ class _Move(NamedTuple):
 def donated(traced: Trace, leaves: Sequence[object]) -> Trace:
     """Copy, at the end of the graph, each tensor of the first result to the same leaf of the first argument.
 
-    The inputs that were written to are then results in place of the outputs. Raises ValueError unless the result, or
-    its first element, has the structure of the first argument, and the same shapes, dtypes and devices.
+    The inputs that were written to are then results in place of the outputs. The graph is changed in place. Raises
+    ValueError unless the result, or its first element, has the structure of the first argument, and the same shapes,
+    dtypes and devices.
     """
     first = _first_argument(traced)
-    graph, results = copy.deepcopy(traced.module.graph), list(traced.results)
+    graph, results = traced.module.graph, list(traced.results)
     inputs, output = [node for node in graph.nodes if node.op == "placeholder"], graph.output_node()
     outputs: list[fx.Node] = list(output.args[0])  # type: ignore[arg-type]
     moves = [
@@ -59,7 +59,7 @@ def donated(traced: Trace, leaves: Sequence[object]) -> Trace:
     kept = [result.number for result in results if isinstance(result, Output)]
     output.args = ([outputs[number] for number in kept],)
     results = [replace(x, number=kept.index(x.number)) if isinstance(x, Output) else x for x in results]
-    return Trace(fx.GraphModule(traced.module, graph), traced.spec, traced.out_spec, tuple(results))
+    return replace(traced, results=tuple(results))
 
 
 def _place(

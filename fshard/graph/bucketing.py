@@ -68,7 +68,7 @@ def bucket(graph: fx.Graph, nbytes: int) -> None:
     """Merge consecutive labelled collectives of one kind, of flat tensors, into ones of up to `nbytes` bytes."""
     nodes = index(graph)
     order = dict(nodes.order)  # with the nodes that are inserted: each has the number of the node after it
-    dead = [x for group in _early(_gathers(graph, nodes), nodes, nbytes) for x in _merge_gathers(graph, group, order)]
+    dead = [x for group in _early(_gathers(nodes), nodes, nbytes) for x in _merge_gathers(graph, group, order)]
     _erase(graph, dead)
     nodes = index(graph)  # anew: a merged gather may read what a reduction wrote
     in_order = list(nodes.order)
@@ -82,9 +82,9 @@ def _erase(graph: fx.Graph, nodes: Iterable[fx.Node]) -> None:
         graph.erase_node(node)
 
 
-def _gathers(graph: fx.Graph, nodes: Index) -> list[_Collective]:
+def _gathers(nodes: Index) -> list[_Collective]:
     collectives, order = [], nodes.order
-    for gather in gathers(graph):
+    for gather in gathers(nodes):
         places = [view for view in gather.views if is_call(view, "getitem") and view.args[0] is gather.start]
         if all(order[view] > order[gather.wait] for view in gather.views if view not in places):
             collectives.append(_Collective(gather.start, gather.wait, places))

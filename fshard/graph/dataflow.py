@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect, bisect_left
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -83,7 +84,7 @@ def writes(node: fx.Node) -> bool:
     """Whether a node writes to an argument in place."""
     if not isinstance(node.target, torch._ops.OpOverload):
         return False
-    return node.target._schema.is_mutable or (is_call(node, *_UNMARKED) and bool(_written_by(node)))
+    return node.target._schema.is_mutable or (operator(node) in _UNMARKED and bool(_written_by(node)))
 
 
 def returns_place(node: fx.Node) -> bool:
@@ -124,8 +125,8 @@ class Index:
     """The places of a graph's nodes, and which of them touch which storage.
 
     `order` has the number of every node. The other fields have, by storage, nodes or their numbers in ascending order:
-    of those that return the storage, that write to it, and that read it. An index stays as it is when its graph
-    changes. One index answers for all collectives: a scan of the graph for each would take quadratic time.
+    of those that return the storage, that write to it, and that read it after a write. An index stays as it is when its
+    graph changes. One index answers for all collectives: a scan of the graph for each would take quadratic time.
     """
 
     order: Mapping[fx.Node, int]
@@ -153,30 +154,27 @@ class Index:
 
 def index(graph: fx.Graph) -> Index:
     """Return the index of a graph, in one pass over its nodes."""
-    order = {node: i for i, node in enumerate(graph.nodes)}
-    returned: dict[int, list[fx.Node]] = {}
-    written: dict[int, list[int]] = {}
-    read: dict[int, list[int]] = {}
-    for node, number in order.items():
-        made, is_writer = set(storages_of(node)), writes(node)
+    order, memory = dict[fx.Node, int](), dict[fx.Node, set[int]]()  # memory: the storages that each node returns
+    returned = defaultdict[int, list[fx.Node]](list)
+    written, read = (defaultdict[int, list[int]](list) for _ in range(2))
+    for number, node in enumerate(graph.nodes):
+        order[node], made = number, {*storages_of(node)}
+        memory[node], is_writer = made, writes(node)
         for storage in made:
-            returned.setdefault(storage, []).append(node)
-        for storage in _storages(_written_by(node) if is_writer else []):  # a wait writes what was received
-            written.setdefault(storage, []).append(number)
-        for storage in _storages(_read_by(node)):
-            if storage not in made or is_writer:  # a view reads nothing
-                read.setdefault(storage, []).append(number)
+            returned[storage].append(node)
+        for x in _read_by(node):
+            for storage in memory[x]:
+                if storage in written and (is_writer or storage not in made):  # a view reads nothing
+                    read[storage].append(number)
+        for x in _written_by(node) if is_writer else ():  # a wait writes what was received
+            for storage in memory[x]:
+                written[storage].append(number)
     return Index(order, returned, written, read)
 
 
-def _storages(nodes: Iterable[fx.Node]) -> set[int]:
-    return {storage for node in nodes for storage in storages_of(node)}
-
-
-def gathers(graph: fx.Graph) -> list[Gather]:
+def gathers(nodes: Index) -> list[Gather]:
     """Return the all-gathers of a graph, in the order of their first readers; those without readers come first."""
-    nodes, result = index(graph), []
-    order = nodes.order
+    order, result = nodes.order, []
     for start in (node for node in order if is_call(node, "fshard.all_gather")):
         same = [node for node in nodes.returned[next(storages_of(start))] if node is not start]
         first = min((order[node] for node in same if writes(node)), default=len(order))
@@ -193,9 +191,8 @@ def gathers(graph: fx.Graph) -> list[Gather]:
 
 def _read_by(node: fx.Node) -> list[fx.Node]:
     """Return the arguments that a node reads: of a collective not the place of its result, of a wait none."""
-    if is_call(node, "fshard.wait"):
-        return []
-    return [arguments(node)["x"]] if is_call(node, *PLACED) else node.all_input_nodes
+    name = operator(node)
+    return [] if name == "fshard.wait" else [arguments(node)["x"]] if name in PLACED else node.all_input_nodes
 
 
 def copy(graph: fx.Graph, node: fx.Node, other: Mapping[fx.Node, fx.Node]) -> fx.Node:

@@ -32,8 +32,7 @@ def operator(node: fx.Node) -> str:
     target = node.target
     if not isinstance(target, torch._ops.OpOverload):
         return getattr(target, "__name__", str(target))
-    name = target.overloadpacket.__name__
-    return name if target.namespace == "aten" else f"{target.namespace}.{name}"
+    return target.name().partition(".")[0].removeprefix("aten::").replace("::", ".")
 
 
 def arguments(node: fx.Node) -> dict[str, Any]:  # Any: the schema of the operator says what each argument is
@@ -91,7 +90,7 @@ def flops(module: fx.GraphModule) -> int:
     """
     fakes = [n.meta["val"] for n in module.graph.nodes if n.op == "placeholder"]
     with fakes[0].fake_mode, FlopCounterMode(display=False) as counter:
-        module(*fakes)
+        fx.Interpreter(module).run(*fakes)
     return counter.get_total_flops()
 
 
@@ -138,4 +137,5 @@ def _type(node: fx.Node) -> str:
 
 def values(node: fx.Node) -> list[Tensor]:
     """Return the fake tensors that a node produces; an operator that returns numbers alone produces none."""
-    return [v for v in tree.leaves(node.meta.get("val")) if isinstance(v, Tensor)]
+    made = node.meta.get("val")
+    return [made] if isinstance(made, Tensor) else [v for v in tree.leaves(made) if isinstance(v, Tensor)]

@@ -59,7 +59,7 @@ def drop_dead(graph: fx.Graph) -> None:
     """Erase nodes that nothing reads, and gathers of leaves that are not used."""
     _drop_unread(graph)
     # in a loop, because what a dropped gather sent may have been the last reader of another gather
-    while dead := [gather for gather in gathers(graph) if not gather.readers and not gather.fixed]:
+    while dead := [gather for gather in gathers(index(graph)) if not gather.readers and not gather.fixed]:
         for gather in dead:
             for node in (gather.wait, *reversed(gather.views), gather.ticket, gather.start):  # readers before values
                 graph.erase_node(node)
@@ -79,7 +79,7 @@ def shorten(graph: fx.Graph) -> None:
     A compiler works out the views of a buffer anew wherever it was written to: with a split of n parts, all n parts for
     each of them.
     """
-    for gather in gathers(graph):
+    for gather in gathers(index(graph)):
         buffer = next(x for x in gather.views if is_call(x, "getitem") and x.args == (gather.start, 0))  # (n,)
         (whole,) = values(buffer)
         for view in gather.views:
@@ -247,7 +247,7 @@ def sink(graph: fx.Graph, in_flight: int = 0, ahead: int = 1) -> None:
     reductions are waited for as late as this number of bytes allows. A gather without a label starts where it did.
     """
     nodes, places = index(graph), dict[fx.Node, _Place]()
-    order, read = nodes.order, [gather for gather in gathers(graph) if gather.readers]
+    order, read = nodes.order, [gather for gather in gathers(nodes) if gather.readers]
     for gather in read:
         # what is sent must have the same bits until the wait
         sent = nodes.first_write([arguments(gather.start)["x"]], order[gather.start])
@@ -324,9 +324,8 @@ def regather(graph: fx.Graph, units: Iterable[str], lasting: Collection[str] = E
 
     A unit of `lasting` that would be gathered again more than once stays (`Plan.lasting`).
     """
-    wanted, all_gathers = set(units), [gather for gather in gathers(graph) if not gather.fixed]
-    nodes = index(graph)
-    order = nodes.order
+    wanted, nodes = set(units), index(graph)
+    order, all_gathers = nodes.order, [gather for gather in gathers(nodes) if not gather.fixed]
     heads = sorted({order[gather.readers[0]] for gather in all_gathers})
     for gather in (g for g in all_gathers if g.unit in wanted):
         chain = sorted([gather.start, gather.ticket, gather.wait, *gather.views], key=order.__getitem__)

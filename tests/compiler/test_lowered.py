@@ -66,6 +66,17 @@ def test_flops_by_hand():
     simulated(law)
 
 
+def test_flops_of_what_the_graph_computes():
+    """`flops()` would count a product that nothing reads, or fail where a tensor of a closure is not read."""
+    weight = torch.ones(4, 4)
+
+    def fn(x: Tensor) -> Tensor:
+        _ = x @ x
+        return x @ x.T if x.dim() == 2 else x @ weight
+
+    assert fshard.jit(fn, backend="eager").lower(torch.ones(4, 4)).flops() == 2 * 4 * 4 * 4
+
+
 def test_memory_by_hand():
     """`memory()` would count a tensor before it is made, or after it is freed."""
 

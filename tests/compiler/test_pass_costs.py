@@ -13,7 +13,7 @@ from torch import Tensor
 import fshard
 from fshard.compiler.donate import donated
 from fshard.compiler.lowered import PASSES, Lowered, Options, Setting
-from fshard.graph.dataflow import written_inputs
+from fshard.graph.dataflow import index, written_inputs
 from fshard.graph.memory import footprint
 
 FEW = 6  # units; the other model has four times as many
@@ -72,6 +72,31 @@ def costs(units: int) -> dict[str, int]:
         counts[each.name] = bytecodes(lambda each=each: each.apply(graph, setting))  # type: ignore[misc]
     counts["footprint"] = bytecodes(lambda: footprint(graph, lowered.holds()))
     return counts
+
+
+def calls(fn: Callable[[], object], of: Callable[..., object]) -> int:
+    """How often a call of `fn` calls the function `of`."""
+    codes = list[object]()
+    sys.setprofile(lambda frame, event, _: codes.append(frame.f_code) if event == "call" else None)
+    try:
+        fn()
+    finally:
+        sys.setprofile(None)
+    return codes.count(of.__code__)  # type: ignore[attr-defined]
+
+
+def test_a_pass_looks_at_all_nodes_once_for_what_it_moves_or_merges():
+    """A pass would build an index for each list of gathers, or copy the graph, which took most of the time of all."""
+    lowered, state = traced(FEW)
+    leaves, graph = fshard.tree.leaves(((state, torch.empty(3, 4)), {})), lowered.graph
+    setting = Setting([state.params.plan], BUSY)
+    counts = {"donated": calls(lambda: donated(lowered.traced, leaves), index)}
+    for each in PASSES:
+        counts[each.name] = calls(lambda each=each: each.apply(graph, setting), index)  # type: ignore[misc]
+    once = {"drop_dead": 1, "shorten": 1, "regather": 1}
+    twice = {"donated": 2, "sink": 2, "bucket": 2}  # it is another graph then
+    assert {name: count for name, count in counts.items() if count} == once | twice
+    assert any(node.target is torch.ops.aten.copy_.default for node in graph.nodes), "`donated` changed a copy"
 
 
 @pytest.mark.slow

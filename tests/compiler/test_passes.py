@@ -36,7 +36,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 import fshard
 from fshard import Sharded, gather_params, optim, tree
 from fshard.graph import passes
-from fshard.graph.dataflow import VIEWS, Gather, gathers, is_call
+from fshard.graph.dataflow import VIEWS, Gather, gathers, index, is_call
 from fshard.graph.inspect import arguments, operator, values
 from fshard.graph.memory import storages_of
 
@@ -52,7 +52,7 @@ def drops(mesh: Any, **plan: Any) -> None:
     passes.drop_dead(lowered.graph)
     assert set(labels(lowered.graph)) == {"(last)", "blocks.0", "blocks.2"}
     assert writers(lowered.graph) == written
-    assert all(gather.readers for gather in gathers(lowered.graph))
+    assert all(gather.readers for gather in gathers(index(lowered.graph)))
     dead = [n.name for n in lowered.graph.nodes if n.op == "call_function" and not n.users]
     assert {n.rpartition("_")[0] or n for n in dead if not n.startswith("wait")} == set()
     is_right(lowered, fn, *args)
@@ -75,7 +75,7 @@ def test_each_view_of_a_gathered_buffer_is_one_node():
     def law(mesh: Any) -> None:
         step, state, tokens = state_of(mesh, optim.adamw(0.1))
         graph = fshard.jit(step, donate=True, backend="eager", bucket=0).lower(state, tokens).graph
-        for gather in gathers(graph):
+        for gather in gathers(index(graph)):
             views = [view for view in gather.views if not (is_call(view, "getitem") and view.args[0] is gather.start)]
             assert views
             assert all(view.args[0].args == (gather.start, 0) for view in views)
@@ -202,7 +202,7 @@ def test_gathers_in_the_order_they_are_read():
 
     def law(mesh: Any) -> None:
         graph = graph_of(fn, sharded(mesh), rand(2, 4, seed=1)).graph
-        found = gathers(graph)
+        found = gathers(index(graph))
         assert [g.unit for g in found[-2:]] == ["blocks.2", "blocks.0"]
         assert {g.unit for g in found[:-2]} == {"(last)", "blocks.1", "blocks.3"}
         assert not any(g.readers for g in found[:-2])
@@ -225,7 +225,7 @@ def test_gathers_in_the_order_they_are_read():
 
 def crossings(graph: fx.Graph) -> list[tuple[str, str]]:
     """Blocks with a reader on both sides of another block's first reader."""
-    order, found = places(graph), [g for g in gathers(graph) if g.unit in BLOCKS]
+    order, found = places(graph), [g for g in gathers(index(graph)) if g.unit in BLOCKS]
     heads = {(other.unit, order[other.readers[0]]) for other in found}
     crossed = []
     for g in found:
@@ -304,7 +304,7 @@ def test_a_gradient_of_a_gradient():
 
 def starts_near(graph: fx.Graph) -> None:
     """Every gather starts after the first reader of the one before the previous, and is waited for where it is read."""
-    order, found = places(graph), gathers(graph)
+    order, found = places(graph), gathers(index(graph))
     for i, g in enumerate(found):
         if i > 1:
             assert order[g.start] > order[found[i - 2].readers[0]], g.unit
@@ -355,7 +355,7 @@ def test_a_graph_gathers_as_many_units_ahead_as_the_plan_says() -> None:
         for prefetch in (0, 1, 2, 3, None):
             args = given_to(gradient, mesh, widths=(8, 8, 8, 8, 8), prefetch=prefetch)
             lowered = fshard.jit(gradient, backend="eager", bucket=0).lower(*args)
-            order, found = places(lowered.graph), [g for g in gathers(lowered.graph) if not g.fixed]
+            order, found = places(lowered.graph), [g for g in gathers(index(lowered.graph)) if not g.fixed]
             heads = [order[g.readers[0]] for g in found]
             ahead = [sum(order[g.start] <= at < head for at in heads) for g, head in zip(found, heads, strict=True)]
             most.append(max(ahead))
@@ -374,7 +374,7 @@ def test_bytes_in_flight(widths):
         args, before = given_to(gradient, mesh, widths=widths), list[int]()
         for in_flight in (0, 700, 1500, EVERYTHING):
             lowered = fshard.jit(gradient, backend="eager", bucket=0, in_flight=in_flight).lower(*args)
-            order, found = places(lowered.graph), gathers(lowered.graph)
+            order, found = places(lowered.graph), gathers(index(lowered.graph))
             heads = [order[g.readers[0]] for g in found]
             for at, nbytes in under_way(found, order).items():
                 ahead = [g for g in found if order[g.start] <= at < order[g.wait]]
@@ -529,10 +529,10 @@ def test_the_graph_of_a_step(regather):
         (turn,) = (
             i for n, i in order.items() if operator(n) == "fshard.all_reduce" and arguments(n)["label"] == "loss"
         )
-        both = [g.unit for g in gathers(graph) if order[g.readers[0]] < turn < order[g.readers[-1]]]
+        both = [g.unit for g in gathers(index(graph)) if order[g.readers[0]] < turn < order[g.readers[-1]]]
         assert both == ["(last)"] if regather else len(both) > 1
         # the loss's small sum is not behind the first gather of the backward
-        again = [order[g.start] for i, g in enumerate(gathers(graph)) if i > len(BLOCKS) and g.unit in BLOCKS]
+        again = [order[g.start] for i, g in enumerate(gathers(index(graph))) if i > len(BLOCKS) and g.unit in BLOCKS]
         assert len(again) == len(BLOCKS) * regather
         assert all(turn < start for start in again)
         is_right(lowered, step, *args)

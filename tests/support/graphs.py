@@ -13,7 +13,7 @@ from fshard import Sharded, gather_params, tree
 from fshard.compiler.lowered import Lowered
 from fshard.compiler.signature import on_meshes, signature
 from fshard.compiler.trace import trace
-from fshard.graph.dataflow import gathers
+from fshard.graph.dataflow import gathers, index
 from fshard.graph.inspect import arguments, operator
 
 from .models import rand, same_bits
@@ -102,7 +102,7 @@ def labels(graph: fx.Graph, kind: str = "all_gather") -> list[str]:
 def writers(graph: fx.Graph) -> Counter[str]:
     """Nodes that write to something that is no gathered buffer."""
     kinds = (node for node in graph.nodes if getattr(getattr(node.target, "_schema", None), "is_mutable", False))
-    waits = {gather.wait for gather in gathers(graph)}
+    waits = {gather.wait for gather in gathers(index(graph))}
     return Counter(operator(node) for node in kinds if node not in waits)
 
 
