@@ -13,7 +13,7 @@ from __future__ import annotations
 import importlib.util
 import re
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -26,14 +26,24 @@ _DIRECTIVE = re.compile(r"^[ \t]*#[ \t]*(?!include\b|pragma\b)", re.MULTILINE)
 
 
 @contextmanager
-def in_one_file() -> Iterator[None]:
-    """A block in which the loops of this thread's graphs are compiled together, those of one graph in one file."""
+def in_one_file(settings: Mapping[str, object]) -> Iterator[None]:
+    """A block in which the loops of this thread's graphs are compiled as one file, with these settings of Inductor."""
+    from torch._inductor import config
+
+    # inside the lock: another thread's settings and methods are in the place of torch's until it is done
+    with _ONE_AT_A_TIME, config.patch({**settings}):
+        yield from _collected()
+
+
+def _collected() -> Iterator[None]:
     # Private: Inductor has no public place for this. Without these names each loop is a file, as torch does it
     # (test_loops.py notices when they go).
     try:
         from torch._inductor.async_compile import AsyncCompile, get_compile_threads
         from torch._inductor.codecache import LambdaFuture
-    except ImportError:
+
+        alone, wait = AsyncCompile.cpp_pybinding, AsyncCompile.wait
+    except (ImportError, AttributeError):
         yield
         return
     thread, files, waiting = threading.get_ident(), [_File()], list[Callable[[], object]]()
@@ -52,14 +62,11 @@ def in_one_file() -> Iterator[None]:
         else:
             wait(compiler, scope)
 
-    with _ONE_AT_A_TIME:
-        # read here: another thread's are in their place until it is done
-        alone, wait = AsyncCompile.cpp_pybinding, AsyncCompile.wait
-        AsyncCompile.cpp_pybinding, AsyncCompile.wait = collected, at_the_end  # type: ignore[method-assign, assignment]
-        try:
-            yield
-        finally:
-            AsyncCompile.cpp_pybinding, AsyncCompile.wait = alone, wait  # type: ignore[method-assign]
+    AsyncCompile.cpp_pybinding, AsyncCompile.wait = collected, at_the_end  # type: ignore[method-assign, assignment]
+    try:
+        yield
+    finally:
+        AsyncCompile.cpp_pybinding, AsyncCompile.wait = alone, wait  # type: ignore[method-assign]
     for put_into_scope in waiting:
         put_into_scope()
 

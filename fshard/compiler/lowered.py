@@ -48,6 +48,9 @@ _PURPOSES = {"opt_state": "optimizer", "params": "parameters"}  # by name of a f
 # them again from the parameters would keep every gathered buffer of the forward in memory until the backward. It folds
 # no constants: it takes `x + zeros` for `x` even where both are returned, and then a write to one changes the other.
 _INDUCTOR = {"reorder_for_peak_memory": False, "realize_reads_threshold": 0, "joint_graph_constant_folding": False}
+# A compiler of C++20 knows AVX2 and AVX-512; to try them takes Inductor longer than a graph. Newer instructions (VNNI,
+# bfloat16, AMX) it tries in any case, with small programs.
+_UNTRIED = {"cpp.vec_isa_ok": True}
 _OF_REGIONS = ("inductor", "aot_eager")  # the backends that get each distinct region of a graph by itself
 
 
@@ -100,15 +103,14 @@ class Lowered:
         # test_jit.py fails if torch changes it. Imported here because the import takes seconds.
         from torch._dynamo import lookup_backend
 
-        options = {"config_patches": _INDUCTOR} if backend == "inductor" else {}
-
         def compiled(module: fx.GraphModule) -> Callable[..., Sequence[Tensor]]:
             fakes = [node.meta["val"] for node in module.graph.nodes if node.op == "placeholder"]
-            return lookup_backend(backend)(module, fakes, **options)
+            return lookup_backend(backend)(module, fakes)
 
         # private, as Inductor has no public place for its options (test_jit.py notices when it goes)
         is_captured = backend == "inductor" and torch._inductor.config.triton.cudagraphs
-        with torch.no_grad(), warnings.catch_warnings(), in_one_file() if backend == "inductor" else nullcontext():
+        block = in_one_file(_settings()) if backend == "inductor" else nullcontext()
+        with torch.no_grad(), warnings.catch_warnings(), block:
             # torch scripts a few functions when inductor is first used, and warns about its own call
             warnings.filterwarnings("ignore", message=".*torch.jit.script")
             # one CUDA graph has all addresses, and other backends may be any function
@@ -121,6 +123,11 @@ class Lowered:
             if is_captured:
                 passes.fix_places(graph)
             return Compiled(self, compiled(fx.GraphModule(self.traced.module, graph)), self.as_text())
+
+
+def _settings() -> dict[str, object]:
+    """Inductor's settings for a graph; whether vector instructions may be used untried is left to a user who says."""
+    return {**_INDUCTOR, **(_UNTRIED if torch._inductor.config.cpp.vec_isa_ok is None else {})}
 
 
 def _purpose(path: str) -> str:

@@ -2,7 +2,6 @@
 
 import threading
 from collections.abc import Iterator
-from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -52,7 +51,7 @@ def results(scope: dict[str, Any]) -> list[float]:
 
 def test_loops_are_in_one_file() -> None:
     """Each would take a run of g++; or one loop would be called for another."""
-    with in_one_file():
+    with in_one_file({}):
         scope = built(PLUS.format(1), PLUS.format(2), PLUS.format(1), PLUS.format(3))
     assert results(scope) == [2.0, 3.0, 2.0, 4.0]
     assert len({*map(library, scope.values())}) == 1
@@ -61,12 +60,12 @@ def test_loops_are_in_one_file() -> None:
 
 def test_modules_of_one_block() -> None:
     """Each region of a graph would take a run of g++; or a loop that is asked for early would wait for later ones."""
-    with in_one_file():
+    with in_one_file({}):
         first = built(PLUS.format(4), PLUS.format(5))
         second = built(PLUS.format(6), PLUS.format(5))
     assert (results(first), results(second)) == ([5.0, 6.0], [7.0, 6.0])
     assert library(first["loop0"]) == library(second["loop0"])
-    with in_one_file():
+    with in_one_file({}):
         early = AsyncCompile().cpp_pybinding(TYPES, PLUS.format(12)).result()
         late = built(PLUS.format(13))
     assert (results({"early": early}), results(late)) == ([13.0], [14.0])
@@ -74,18 +73,18 @@ def test_modules_of_one_block() -> None:
 
 def test_what_goes_into_no_file_with_others() -> None:
     """A macro would change the loops after it; with one thread torch asks for no results."""
-    with in_one_file():
+    with in_one_file({}):
         scope = built(DIRECTIVE, PLUS.format(7), PLUS.format(8))
     assert results(scope) == [2.0, 8.0, 9.0]
     assert library(scope["loop0"]) != library(scope["loop1"]) == library(scope["loop2"])
-    with config.patch(compile_threads=1), in_one_file():
+    with config.patch(compile_threads=1), in_one_file({}):
         assert results(built(PLUS.format(1), PLUS.format(2))) == [2.0, 3.0]
 
 
 def test_a_thread_of_its_own() -> None:
     """Another thread's loops would be compiled when this thread asks for its own, or never."""
     there: list[dict[str, Any]] = []
-    with in_one_file():
+    with in_one_file({}):
         thread = threading.Thread(target=lambda: there.append(built(PLUS.format(9), PLUS.format(10))))
         thread.start()
         thread.join()
@@ -100,11 +99,11 @@ def test_two_threads_compile() -> None:
 
     def other() -> None:
         begun.set()
-        with in_one_file():
+        with in_one_file({}):
             ended.wait()
 
     thread = threading.Thread(target=other)
-    with in_one_file():
+    with in_one_file({}):
         thread.start()
         begun.wait()
     ended.set()
@@ -113,11 +112,19 @@ def test_two_threads_compile() -> None:
 
 
 def test_nothing_is_left_behind() -> None:
-    """Other graphs of the process would be compiled by fshard."""
-    before = AsyncCompile.cpp_pybinding
-    with pytest.raises(ZeroDivisionError), in_one_file():
-        1 / (AsyncCompile.cpp_pybinding is before)
-    assert AsyncCompile.cpp_pybinding is before
+    """Other graphs of the process would be compiled by fshard, or with its settings."""
+    before = AsyncCompile.cpp_pybinding, AsyncCompile.wait, config.realize_reads_threshold
+    with pytest.raises(ZeroDivisionError), in_one_file({"realize_reads_threshold": 0}):
+        1 / (AsyncCompile.cpp_pybinding is before[0] or config.realize_reads_threshold)
+    assert (AsyncCompile.cpp_pybinding, AsyncCompile.wait, config.realize_reads_threshold) == before
+
+
+def test_the_settings_of_a_graph() -> None:
+    """Inductor would try each vector instruction for seconds, or not heed what the user told it."""
+    assert lowered._settings()["cpp.vec_isa_ok"] is True
+    for told in (True, False):
+        with config.patch({"cpp.vec_isa_ok": told}):
+            assert "cpp.vec_isa_ok" not in lowered._settings()
 
 
 @pytest.mark.sample(2)
@@ -137,5 +144,5 @@ def test_the_bits_are_those_of_files_of_their_own(name: str, monkeypatch: pytest
         return fshard.jit(lambda x: (x.exp().sum(0), torch.sort(x.sin(), -1).values.cumsum(1)))(x)
 
     together = run()
-    monkeypatch.setattr(lowered, "in_one_file", nullcontext)
+    monkeypatch.setattr(lowered, "in_one_file", config.patch)
     assert same_bits(together, run())
