@@ -104,7 +104,7 @@ def test_compiling_does_not_grow_with_depth(plan: str, called: str) -> None:
     assert len(many) > len(few)
 
 
-@settings(max_examples=3, deadline=None)
+@settings(max_examples=2, deadline=None)
 @given(
     *(st.sampled_from([*rows]) for rows in (PLANS, BLOCKS, OPTIMIZERS, WAYS)),
     st.booleans(),
