@@ -11,7 +11,7 @@ from torch._inductor import config
 from torch._inductor.async_compile import AsyncCompile
 
 import fshard
-from fshard.compiler import lowered
+from fshard.compiler import loops, lowered
 from fshard.compiler.loops import in_one_file
 
 PLUS = '#include <cmath>\nextern "C" void kernel(const float* x, float* y)\n{{\n    y[0] = std::floor(x[0]) + {};\n}}\n'
@@ -93,20 +93,35 @@ def test_a_thread_of_its_own() -> None:
     assert len({*map(library, (*here.values(), *there[0].values()))}) == 3
 
 
-def test_two_threads_compile() -> None:
+class Lock:
+    """The lock of compilers, which says when the second one waits for it."""
+
+    def __init__(self) -> None:
+        self.lock, self.asked, self.second = threading.RLock(), 0, threading.Event()
+
+    def __enter__(self) -> None:
+        self.asked += 1
+        if self.asked == 2:
+            self.second.set()
+        self.lock.acquire()
+
+    def __exit__(self, *_: object) -> None:
+        self.lock.release()
+
+
+def test_two_threads_compile(monkeypatch: pytest.MonkeyPatch) -> None:
     """The thread that ends last would leave the methods of the other in their place: torch could compile no more."""
-    before, begun, ended = AsyncCompile.cpp_pybinding, threading.Event(), threading.Event()
+    before, lock = AsyncCompile.cpp_pybinding, Lock()
+    monkeypatch.setattr(loops, "_ONE_AT_A_TIME", lock)
 
     def other() -> None:
-        begun.set()
         with in_one_file({}):
-            ended.wait()
+            pass
 
     thread = threading.Thread(target=other)
     with in_one_file({}):
         thread.start()
-        begun.wait()
-    ended.set()
+        lock.second.wait()
     thread.join()
     assert AsyncCompile.cpp_pybinding is before
 
