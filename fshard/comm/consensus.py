@@ -34,15 +34,12 @@ def check_same(mesh: AnyMesh, describe: str, what: str, remedy: str = _SAME_TREE
 
     Ranks compare digests, and send the texts only if these differ.
     """
-    grid = adapted(mesh)
-    if grid is None or grid.abstract:
-        return
-    digests = _texts(_sha(describe), mesh)
+    digests = of_all(_sha(describe), mesh)
     other_rank = next((rank for rank, text in enumerate(digests) if text != digests[0]), None)
     if other_rank is None:
         return
     # only now the long texts: every rank knows all digests, so all of them come here or none
-    texts = _texts(describe, mesh)
+    texts = of_all(describe, mesh)
     sentence = f"rank 0 has {{}}; rank {other_rank} has {{}}"
     raise MismatchError(
         f"{what} differs between ranks: {first_difference(texts[0], texts[other_rank], sentence)}. {remedy}."
@@ -55,10 +52,9 @@ def differing(texts: Mapping[str, str], mesh: AnyMesh) -> set[str]:
     Ranks compare a digest of all texts, and send digests of each only if these differ.
     """
     digests = {key: _sha(text) for key, text in texts.items()}
-    grid = adapted(mesh)
-    if grid is None or grid.abstract or len({*_texts(_sha(json.dumps(digests)), mesh)}) == 1:
+    if len({*of_all(_sha(json.dumps(digests)), mesh)}) == 1:
         return set()
-    by_rank = [json.loads(text) for text in _texts(json.dumps(digests), mesh)]
+    by_rank = [json.loads(text) for text in of_all(json.dumps(digests), mesh)]
     return {key for key in digests if len({of_rank[key] for of_rank in by_rank}) > 1}
 
 
@@ -68,8 +64,7 @@ def of_first(text: str, mesh: AnyMesh) -> str:
     >>> of_first("a", None)
     'a'
     """
-    grid = adapted(mesh)
-    return text if grid is None or grid.abstract else _texts(text, mesh)[0]
+    return of_all(text, mesh)[0]
 
 
 def _sha(text: str) -> str:
@@ -90,12 +85,12 @@ def together(
     >>> together(None, lambda: 1)
     1
     """
-    grid, result, failure = adapted(mesh), list[T](), None
+    result, failure = list[T](), None
     try:
         result.append(make())
     except Exception as error:
         failure = error
-    texts = [] if grid is None or grid.abstract else _texts("" if failure is None else _described(failure), mesh)
+    texts = of_all("" if failure is None else _described(failure), mesh)
     if failure is not None:
         raise failure
     rank = next((rank for rank, text in enumerate(texts) if text), None)
@@ -152,8 +147,15 @@ def any_rank(flags: T, mesh: AnyMesh) -> T:
     return tree.unflatten(spec, list(primitives.total(stacked, mesh, op="max", label="found_inf").unbind()))
 
 
-def _texts(text: str, mesh: AnyMesh) -> list[str]:
-    """The texts of all ranks, in rank order."""
+def of_all(text: str, mesh: AnyMesh) -> list[str]:
+    """The texts of all ranks, in rank order.
+
+    >>> of_all("a", None)
+    ['a']
+    """
+    grid = adapted(mesh)
+    if grid is None or grid.abstract:
+        return [text]
     data, end = text.encode(errors="surrogatepass"), b"\x1e"  # names of files may have surrogates
     for axis in reversed(axis_sizes(mesh)):
         data = end.join(rows_of_bytes(data, along(mesh, axis)))

@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
 from typing import Generic, ParamSpec, TypeVar
 
 import torch
 
+from ..comm.consensus import together
 from ..comm.mesh import OnMesh
 from ..core import func_levels, tree
-from ..core.arguments import check_flags, check_whole, wrong
+from ..core.arguments import check_flags, check_path, check_whole, wrong
 from ..core.tracing import is_tracing
 from ..hosts.check import Checked, is_wanted
 from ..sharding.sharded import Sharded
+from . import artifact
 from .captures import Capture, captures
-from .lowered import Compiled, Lowered, Options, lower
+from .identity import identity
+from .lowered import Compiled, Lowered, Options, loaded, lower
 from .signature import Contents, Signature, changed, contents, difference, flatten, inputs_of, on_meshes, signature
 
 P = ParamSpec("P")
@@ -29,8 +35,8 @@ _SMALL = 1 << 20
 class Jitted(Generic[P, R]):
     """A function returned by `jit`. Its calls take the arguments of the original function."""
 
-    def __init__(self, fn: Callable[P, R], backend: str, options: Options):
-        self._fn, self._backend, self._options = fn, backend, options
+    def __init__(self, fn: Callable[P, R], backend: str, options: Options, path: str):
+        self._fn, self._backend, self._options, self._path = fn, backend, options, path
         self.__wrapped__ = fn  # where `captures` finds it
         self._graphs: dict[_CacheKey, Compiled] = {}  # graphs of calls in which no argument lies on a mesh
         self._captures: list[Capture] = []
@@ -40,7 +46,9 @@ class Jitted(Generic[P, R]):
 
     def lower(self, *args: P.args, **kwargs: P.kwargs) -> Lowered:
         """Return the graph for these arguments, to inspect or compile. Arguments may be meta or fake tensors."""
-        return lower(self._fn, *flatten(args, kwargs), self._options)
+        leaves, spec = flatten(args, kwargs)
+        known = identity(self._fn, signature(leaves, spec, on_meshes((args, kwargs))), self._options)
+        return replace(lower(self._fn, leaves, spec, self._options), identity=known)
 
     def explain(self) -> str:
         """Return one line for each trace of the function, with the reason why it was traced again."""
@@ -65,10 +73,10 @@ class Jitted(Generic[P, R]):
         inputs = inputs_of(variables)
         compiled = graphs.get((called, contents(variables, inputs)))
         if compiled is None:
-            compiled, variables = self._compiled(leaves, spec)
+            compiled, variables, how = self._compiled(leaves, called, nodes)
             inputs = inputs_of(variables)
             key = called, contents(variables, inputs)
-            self._reasons.append(self._reason(graphs, key))
+            self._reasons.append(how or self._reason(graphs, key))
             graphs[key] = compiled
         return compiled.run(leaves, args, inputs)
 
@@ -80,18 +88,45 @@ class Jitted(Generic[P, R]):
         homes = [node.home for node in nodes if node.home is not None]
         return homes[0].derived.graphs.setdefault(self, {}) if homes else self._graphs
 
-    def _compiled(self, leaves: list[object], spec: tree.Spec) -> tuple[Compiled, list[Capture]]:
-        """Trace and compile a graph for these arguments. Return it, and the variables that the function reads."""
+    def _compiled(
+        self, leaves: list[object], called: Signature, nodes: list[OnMesh]
+    ) -> tuple[Compiled, list[Capture], str]:
+        """Trace and compile a graph for these arguments, or load it.
+
+        Return it, the variables that the function reads, and how it came from the artifact, if there is one.
+        """
         variables = list(captures(self._fn))
         before = contents(variables, {})
-        compiled = lower(self._fn, leaves, spec, self._options).compile(self._backend)
-        self._inputs |= {variable.identity for variable in compiled.lowered.captured}
+        if self._path:
+            compiled, how = self._from_artifact(leaves, called, variables, nodes)
+        else:
+            compiled, how = lower(self._fn, leaves, called.spec, self._options).compile(self._backend), ""
+        self._inputs |= {variable.identity for variable in compiled.interface.captured}
         # Of a variable that changed during the trace only the tensors are compared, if they are inputs: a function that
         # counts its own traces would otherwise be traced in every call.
         compared = zip(variables, before, contents(variables, {}), strict=True)
         known = [v._replace(is_input=v.identity in self._inputs, of_tensors=old != new) for v, old, new in compared]
         self._captures = [variable for variable in known if variable.is_input or not variable.of_tensors]
-        return compiled, self._captures
+        return compiled, self._captures, how
+
+    def _from_artifact(
+        self, leaves: list[object], called: Signature, variables: list[Capture], nodes: list[OnMesh]
+    ) -> tuple[Compiled, str]:
+        """Load a compiled function from the artifact; if any rank finds none there, trace, and write it."""
+        known, first = identity(self._fn, called, self._options), not self._reasons
+        mesh = next((node.home.mesh for node in nodes if node.home is not None), None)
+        # Ranks come together to the first call alone: later ones may have new arguments on some ranks.
+        others = mesh if first else None
+        try:
+            program = together(others, lambda: artifact.find(self._path, known, mesh), kind=artifact.MissingError)
+        except artifact.MissingError as missing:
+            traced = partial(lower, self._fn, leaves, called.spec, self._options)
+            program = together(others, lambda: traced().program(leaves))
+            if first:
+                artifact.save(self._path, known, program, mesh)
+            how = f"traced, and written to {self._path}" if first else "traced again, and not written"
+            return loaded(program, leaves, called, variables, self._options), f"{how}: {missing}"
+        return loaded(program, leaves, called, variables, self._options), f"loaded from {self._path}"
 
     def _reason(self, graphs: dict[_CacheKey, Compiled], key: _CacheKey) -> str:
         if not self._reasons:
@@ -111,6 +146,7 @@ def jit(
     backend: str = "inductor",
     in_flight: int = 0,
     bucket: int = _SMALL,
+    artifact: str | os.PathLike[str] | None = None,
 ) -> Jitted[P, R]:
     """Return a function that runs `fn` (a step, a loss, a gradient, any pure function) as one compiled graph.
 
@@ -129,6 +165,9 @@ def jit(
     - `in_flight`: start gathers of parameters early, up to this many bytes ahead; 0 means one unit ahead.
     - `bucket`: merge consecutive collectives of one kind, up to this many bytes (by default 1 MiB); 0 merges none. What
       is merged is in memory together. Results have the same bits: sums are element by element, in the order of ranks.
+    - `artifact`: a file of compiled functions. The first call loads this one from it; if the file has it not, the
+      function is traced, and rank 0 writes it there. `.explain()` says which, and why. All ranks must see the file, and
+      come to the first call together. It is a program: load none that you would not run.
 
     Gradients cannot be taken through a jitted function from outside: put the gradient inside.
 
@@ -149,4 +188,8 @@ def jit(
         raise TypeError(f"jit: {wrong('backend', backend, 'the name of a backend of torch.compile')}")
     check_whole("jit: in_flight", in_flight, least=0, what="a number of bytes")
     check_whole("jit: bucket", bucket, least=0, what="a number of bytes")
-    return Jitted(fn, backend, Options(donate, in_flight, bucket))
+    if artifact is not None:
+        check_path("jit: artifact", artifact, "the path of a file")
+        if backend != "inductor":
+            raise TypeError(f"jit: artifact: {wrong('backend', backend, 'inductor, whose code can be saved')}")
+    return Jitted(fn, backend, Options(donate, in_flight, bucket), "" if artifact is None else os.fspath(artifact))

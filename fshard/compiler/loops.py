@@ -11,12 +11,15 @@ Note [Loops in one file]
 from __future__ import annotations
 
 import importlib.util
+import os
 import re
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
+
+import torch
 
 Loop = Callable[..., None]
 
@@ -77,6 +80,7 @@ class _File:
     def __init__(self) -> None:
         self._sources: dict[tuple[tuple[str, ...], str], str] = {}  # the name of each loop
         self.loops: dict[str, Loop] | None = None  # by name, when they are compiled
+        self.path = ""  # of the library then
 
     def add(self, argtypes: Sequence[str], source: str) -> str:
         """Add a loop, and return its name. The first is called as torch calls each."""
@@ -95,7 +99,8 @@ class _File:
         includes = dict.fromkeys(line.strip() for part in parts for line in _INCLUDE.findall(part))
         bodies = [f"namespace loop{n} {{\n{_INCLUDE.sub('', part)}\n}}\n" for n, part in enumerate(parts)]
         first = CppPythonBindingsCodeCache.load("\n".join([*includes, *bodies]))
-        return {name: getattr(_module(name, first.__file__), name) for name in self._sources.values()}
+        self.path = first.__file__
+        return {name: load(name, self.path) for name in self._sources.values()}
 
 
 def _part(name: str, argtypes: Sequence[str], source: str) -> str:
@@ -110,11 +115,29 @@ def _part(name: str, argtypes: Sequence[str], source: str) -> str:
     return source.replace('extern "C"', "static") + bindings
 
 
-def _module(name: str, path: str) -> Any:
-    """The module of this name in a library: a library may have several."""
+def load(name: str, path: str) -> Loop:
+    """The loop of this name in a library, which may have several: each is in a module of Python."""
+    # private: where torch's bindings, which are in the library, find the memory of a tensor (test_loops.py)
+    place = torch._C._dynamo.guards._torchinductor_pyobject_tensor_data_ptr  # type: ignore[attr-defined]
+    os.environ["_TORCHINDUCTOR_PYOBJECT_TENSOR_DATA_PTR"] = str(place)
     spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    return module
+    return getattr(module, name)
+
+
+def libraries(loops: Sequence[tuple[Sequence[str], str]]) -> tuple[list[str], list[tuple[int, str]]]:
+    """Compile loops, each given by the types of its arguments and its source.
+
+    Return the paths of libraries, and for each loop the number of its library and its name there.
+    """
+    files, places = dict[str, _File](), list[tuple[int, str]]()
+    for argtypes, source in loops:
+        apart = source if _DIRECTIVE.search(source) else ""  # what a macro changes is its own file alone
+        file = files.setdefault(apart, _File())
+        places.append(([*files].index(apart), file.add(argtypes, source)))
+    for file in files.values():
+        file.loop("kernel")  # the first
+    return [file.path for file in files.values()], places

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import copy
+import os
 import warnings
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, fx
 
+from ..comm.consensus import together
+from ..comm.mesh import MESHES
 from ..core import tree
 from ..core.tracing import mark
 from ..core.tree import Tree
@@ -23,9 +27,12 @@ from ..graph.memory import Footprint, footprint
 from ..plan.plan import Plan
 from ..plan.units import ROOT
 from ..sharding.sharded import Sharded
+from . import artifact
 from .captures import Capture, captures
 from .donate import Input, donated
+from .identity import Identity
 from .loops import in_one_file
+from .program import InnerCompile, Program, UnsavableError, record, result_of, run
 from .regions import are_alike, as_text, driver, regions
 from .signature import (
     Contents,
@@ -42,6 +49,8 @@ from .signature import (
 )
 from .trace import Output, Trace, TraceError, input_paths, resolved, tensors, trace
 
+Graph = Callable[..., Sequence[Tensor]]  # a compiled graph: from its inputs to its outputs
+
 _PURPOSES = {"opt_state": "optimizer", "params": "parameters"}  # by name of a field in the path of an input
 
 # Inductor keeps the order of nodes, which decides the peak of memory, and keeps values that are read again: computing
@@ -54,6 +63,17 @@ _UNTRIED = {"cpp.vec_isa_ok": True}
 _OF_REGIONS = ("inductor", "aot_eager")  # the backends that get each distinct region of a graph by itself
 
 
+class Interface(NamedTuple):
+    """How the function of a graph is called: with what, and which of the graph's outputs its result has."""
+
+    signature: Signature
+    donate: bool
+    captured: tuple[Capture, ...]  # variables whose tensors are inputs of the graph, after the arguments
+    contents: Contents  # of those variables
+    out_spec: tree.Spec
+    results: tuple[object, ...]  # as in `Trace`
+
+
 @dataclass(frozen=True)
 class Lowered:
     """The graph of a function for arguments of one signature."""
@@ -61,8 +81,10 @@ class Lowered:
     traced: Trace
     signature: Signature
     donate: bool
-    captured: tuple[Capture, ...] = ()  # variables whose tensors are inputs of the graph, after the arguments
-    contents: Contents = ()  # of those variables
+    captured: tuple[Capture, ...] = ()  # as in `Interface`
+    contents: Contents = ()
+    numbers: tuple[int, ...] = ()  # of `captured` among all variables that the function reads
+    identity: Identity | None = None  # of the function, if it may be saved
 
     @property
     def graph(self) -> fx.Graph:
@@ -99,30 +121,70 @@ class Lowered:
 
     def compile(self, backend: str = "inductor") -> Compiled:
         """Compile the graph with one of torch.compile's backends."""
-        # Private API, which torch's guide to backends imports: there is no public way to call a backend by its name.
-        # test_jit.py fails if torch changes it. Imported here because the import takes seconds.
-        from torch._dynamo import lookup_backend
-
-        def compiled(module: fx.GraphModule) -> Callable[..., Sequence[Tensor]]:
-            fakes = [node.meta["val"] for node in module.graph.nodes if node.op == "placeholder"]
-            return lookup_backend(backend)(module, fakes)
-
-        # private, as Inductor has no public place for its options (test_jit.py notices when it goes)
-        is_captured = backend == "inductor" and torch._inductor.config.triton.cudagraphs
-        block = in_one_file(_settings()) if backend == "inductor" else nullcontext()
-        with torch.no_grad(), warnings.catch_warnings(), block:
-            # torch scripts a few functions when inductor is first used, and warns about its own call
-            warnings.filterwarnings("ignore", message=".*torch.jit.script")
+        module, is_captured = self.traced.module, backend == "inductor" and _has_cuda_graphs()
+        with _compiling(backend):
             # one CUDA graph has all addresses, and other backends may be any function
-            parts = [] if is_captured or backend not in _OF_REGIONS else regions(self.traced.module)
+            parts = [] if is_captured or backend not in _OF_REGIONS else regions(module)
+            saved = self if backend == "inductor" else None
             if are_alike(parts):
-                calls = driver(self.traced.module, parts, compiled)
-                return Compiled(self, calls.forward, as_text(calls))
+                calls = driver(module, parts, partial(_compiled, backend))
+                return Compiled(self.interface, calls.forward, as_text(calls), saved)
             # a copy, because backends change the graph that they compile, and this one stays for inspection
             graph = copy.deepcopy(self.graph)
             if is_captured:
                 passes.fix_places(graph)
-            return Compiled(self, compiled(fx.GraphModule(self.traced.module, graph)), self.as_text())
+            fn = _compiled(backend, fx.GraphModule(module, graph))
+            return Compiled(self.interface, fn, self.as_text(), saved)
+
+    @property
+    def interface(self) -> Interface:
+        """How the function is called."""
+        return Interface(
+            self.signature, self.donate, self.captured, self.contents, self.traced.out_spec, self.traced.results
+        )
+
+    def program(self, leaves: Sequence[object] = ()) -> Program:
+        """Compile the graph with Inductor as data (Note [A program]). `leaves` are those of the arguments.
+
+        UnsavableError for a graph that stays whole, and with CUDA graphs, which have addresses.
+        """
+        with _compiling("inductor"):
+            parts = [] if _has_cuda_graphs() else regions(self.traced.module)
+            if not parts:
+                raise UnsavableError(
+                    "jit: artifact: the graph stays whole: it draws from torch's generator, or runs as a CUDA graph"
+                )
+            meshes = [*dict.fromkeys(filter(None, self.signature.meshes))]
+            return record(self.traced, parts, partial(_compiled, "inductor"), meshes, leaves, self.numbers)
+
+
+def _compiled(
+    backend: str, module: fx.GraphModule, inner: InnerCompile | None = None
+) -> Callable[..., Sequence[Tensor]]:
+    """Compile a graph with a backend, and each of its parts with `inner` if that is given."""
+    # Private API, which torch's guide to backends imports: there is no public way to call a backend by its name.
+    # test_jit.py fails if torch changes it. Imported here because the import takes seconds.
+    from torch._dynamo import lookup_backend
+
+    fakes = [node.meta["val"] for node in module.graph.nodes if node.op == "placeholder"]
+    return lookup_backend(backend)(module, fakes, **({} if inner is None else {"inner_compile": inner}))
+
+
+def _has_cuda_graphs() -> bool:
+    # private, as Inductor has no public place for its options (test_jit.py notices when it goes)
+    import torch._inductor
+
+    return torch._inductor.config.triton.cudagraphs
+
+
+@contextmanager
+def _compiling(backend: str) -> Iterator[None]:
+    """A block in which a backend compiles graphs."""
+    block = in_one_file(_settings()) if backend == "inductor" else nullcontext()
+    with torch.no_grad(), warnings.catch_warnings(), block:
+        # torch scripts a few functions when inductor is first used, and warns about its own call
+        warnings.filterwarnings("ignore", message=".*torch.jit.script")
+        yield
 
 
 def _settings() -> dict[str, object]:
@@ -139,23 +201,40 @@ def _purpose(path: str) -> str:
 class Compiled:
     """A compiled function, for arguments of one signature: call it like the original function."""
 
-    lowered: Lowered
-    fn: Callable[..., Sequence[Tensor]]  # from the inputs of the graph to its outputs
+    interface: Interface
+    fn: Graph  # from the inputs of the graph to its outputs
     _text: str
+    _lowered: Lowered | None = None  # of what can be saved
 
     def as_text(self) -> str:
         """Return what runs: the code that calls the regions of the graph, or the graph if it was compiled whole."""
         return self._text
 
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Add the function to the artifact at `path`, from which `jit(fn, artifact=path)` loads it. All ranks call it.
+
+        Raises TypeError for a function that no other process can be given, and OSError, on all ranks, if the file
+        cannot be written: then the one that was there stays.
+        """
+        names = [name for name in self.interface.signature.meshes if name]
+        mesh = MESHES.find(names[0]) if names else None
+        if self._lowered is None or self._lowered.identity is None or (mesh is not None and mesh.abstract):
+            raise UnsavableError(
+                "save: expected what `jit(fn).lower(...).compile()` returned, with Inductor, for arguments on one "
+                "device or on a mesh with processes"
+            )
+        program = together(mesh, self._lowered.program)
+        artifact.save(path, self._lowered.identity, program, mesh)
+
     def __call__(self, *args: Tree, **kwargs: Tree) -> Tree:
         """Call the compiled function. Raises ValueError for arguments of another signature."""
         leaves, spec = flatten(args, kwargs)
         called = signature(leaves, spec, on_meshes((args, kwargs)))
-        if called != self.lowered.signature:
-            raise ValueError(f"compiled for other arguments: {difference(self.lowered.signature, called)}")
-        inputs = inputs_of(self.lowered.captured)
-        if (now := contents(self.lowered.captured, inputs)) != self.lowered.contents:
-            raise ValueError(f"compiled for other values: {changed(self.lowered.contents, now)}")
+        if called != self.interface.signature:
+            raise ValueError(f"compiled for other arguments: {difference(self.interface.signature, called)}")
+        inputs = inputs_of(self.interface.captured)
+        if (now := contents(self.interface.captured, inputs)) != self.interface.contents:
+            raise ValueError(f"compiled for other values: {changed(self.interface.contents, now)}")
         return self.run(leaves, args, inputs)
 
     def run(self, leaves: Sequence[object], args: Sequence[Tree], captured: Inputs) -> Tree:
@@ -163,25 +242,24 @@ class Compiled:
 
         `captured` has the tensors of the captured variables.
         """
-        traced = self.lowered.traced
-        more = (x for variable in self.lowered.captured for x in captured[variable.identity])
+        more = (x for variable in self.interface.captured for x in captured[variable.identity])
         inputs = [*tensors(leaves), *map(resolved, more)]
-        if self.lowered.donate:
-            (donated_spec, *_), _ = (part.children() for part in traced.spec.children())
+        if self.interface.donate:
+            (donated_spec, *_), _ = (part.children() for part in self.interface.signature.spec.children())
             _check_apart(inputs, len(tensors(leaves[: donated_spec.num_leaves])))
         with ExitStack() as stack:
             # the graph has the backward already: autograd would record it once more
             stack.enter_context(torch.no_grad())
-            for device, dtype in self.lowered.signature.ambient.autocast:  # the graph has the casts already
+            for device, dtype in self.interface.signature.ambient.autocast:  # the graph has the casts already
                 stack.enter_context(torch.autocast(device, dtype, enabled=False))
             outputs = self.fn(*inputs)
-        results = [_result(result, inputs, outputs) for result in traced.results]
-        if self.lowered.donate:
+        results = [_result(result, inputs, outputs) for result in self.interface.results]
+        if self.interface.donate:
             # also a `Sharded` in the `extra` of a state: the graph writes to every tensor of its first argument
             for node in tree.nodes(args[0], Sharded):
                 node.give_away()
             tree.give_away(args[0])
-        return tree.unflatten(traced.out_spec, results)
+        return tree.unflatten(self.interface.out_spec, results)
 
 
 def _result(result: object, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> object:
@@ -189,6 +267,16 @@ def _result(result: object, inputs: Sequence[Tensor], outputs: Sequence[Tensor])
     if isinstance(result, Input):
         return inputs[result.number]
     return mark(outputs[result.number], result.kind) if isinstance(result, Output) else result
+
+
+def loaded(
+    program: Program, leaves: Sequence[object], called: Signature, variables: Sequence[Capture], options: Options
+) -> Compiled:
+    """The compiled function of a program, for arguments with these leaves. `variables` are all that it reads."""
+    captured = tuple(variables[number]._replace(is_input=True) for number in program.head["captured"])
+    fn, text = run(program, [*dict.fromkeys(filter(None, called.meshes))])
+    inside = contents(captured, inputs_of(captured)), *result_of(program, leaves, called.spec)
+    return Compiled(Interface(called, options.donate, captured, *inside), fn, text)
 
 
 @dataclass(frozen=True)
@@ -259,7 +347,9 @@ def lower(fn: Callable[..., Tree], leaves: Sequence[object], spec: tree.Spec, op
     variables = _used(traced, captured)
     if options.donate:
         traced = donated(traced, leaves)
-    lowered = Lowered(traced, key, options.donate, variables, contents(variables, inputs_of(variables)))
+    places = [variable.identity for variable, _ in captured]
+    numbers = tuple(places.index(variable.identity) for variable in variables)
+    lowered = Lowered(traced, key, options.donate, variables, contents(variables, inputs_of(variables)), numbers)
     plans = [node.plan for node in tree.nodes(arguments, Sharded)]
     setting = Setting(plans, options)
     for each in PASSES:

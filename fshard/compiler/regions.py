@@ -90,7 +90,7 @@ def driver(module: fx.GraphModule, parts: Sequence[fx.Node | Region], compiled: 
         if part.key not in functions:
             fn = compiled(fx.GraphModule(module, part.graph))
             functions[part.key] = _named(_boxed(fn), f"region_{len(functions)}")
-        given = copies.graph.call_function(boxed, tuple(map(copies.get, part.inputs)))
+        given = copies.graph.create_node("call_function", boxed, tuple(map(copies.get, part.inputs)), name="values")
         out = copies.graph.create_node("call_function", functions[part.key], (given,), name="out")
         for number, node in enumerate(part.outputs):
             copies.of[node] = copies.graph.call_function(python.getitem, (out, number))

@@ -130,7 +130,7 @@ def signature(leaves: Sequence[object], spec: tree.Spec, nodes: Sequence[OnMesh]
     Raises TypeError for an argument that cannot be hashed and compared with the argument of a later call.
     """
     try:
-        kinds = tuple(map(_kind, leaves))
+        kinds = tuple(map(key_of, leaves))
         hash((spec, kinds))
     except (TypeError, ValueError, RuntimeError) as failure:
         raise _incomparable(leaves, spec) from failure
@@ -152,7 +152,8 @@ def _trained(leaves: Sequence[object]) -> tuple[tuple[object, ...], ...]:
     )
 
 
-def _kind(leaf: object) -> TensorKey | Key:
+def key_of(leaf: object) -> TensorKey | Key:
+    """What is compared of a leaf. TypeError for a tensor that is not strided."""
     if isinstance(leaf, Tensor):
         if leaf.layout is not torch.strided:
             raise TypeError(f"a tensor of layout {leaf.layout}")
@@ -240,7 +241,7 @@ def _content(value: Any, seen: dict[int, tuple[int, object]]) -> object:  # Any:
     if value is None or isinstance(value, Number | str | bytes | torch.device):
         return type(value), repr(value)
     if isinstance(value, Tensor):
-        key = _kind(value) if value.layout is torch.strided else (Tensor, value.shape, value.dtype, value.device)
+        key = key_of(value) if value.layout is torch.strided else (Tensor, value.shape, value.dtype, value.device)
         return key, value.is_conj(), value.is_neg()  # which say how it is laid out when they are resolved
     if isinstance(value, dict | list | tuple) and not (flat := tree.flatten(value))[1].is_leaf():
         return flat[1], _names(flat[1]), _orders(value), *(_content(x, seen) for x in flat[0])
@@ -251,8 +252,8 @@ def _content(value: Any, seen: dict[int, tuple[int, object]]) -> object:  # Any:
     if id(value) in seen:
         return seen[id(value)][0]
     seen[id(value)] = len(seen), value  # a reference, so that no later object gets its id
-    parts = _parts(value)
-    return _Same(value) if parts is None else (type(value), *(_content(x, seen) for x in parts))
+    inside = parts(value)
+    return _Same(value) if inside is None else (type(value), *(_content(x, seen) for x in inside))
 
 
 # Modules whose objects are values: Python's containers and buffers, dates, paths, partials, and numpy's arrays.
@@ -260,7 +261,7 @@ _OF_VALUES = {"_ctypes", "_io", "array", "builtins", "collections", "functools",
 _OF_VALUES |= {"datetime", "pathlib", "pathlib._local", "uuid"}
 
 
-def _parts(x: Any) -> Iterable[object] | None:  # not `object`, as in `fixed`
+def parts(x: Any) -> Iterable[object] | None:  # not `object`, as in `fixed`
     """What is compared of an object: of values what `pickle` would save, of the user's dataclasses the fields.
 
     None for an object that is compared by identity.
@@ -288,7 +289,7 @@ def _incomparable(leaves: Sequence[object], spec: tree.Spec) -> TypeError:
                 f"jit: argument {path!r} is a tensor of layout {leaf.layout}: make it dense with .to_dense()"
             )
         try:
-            hash(_kind(leaf))
+            hash(key_of(leaf))
         except (TypeError, ValueError, RuntimeError) as failure:
             return TypeError(
                 f"jit: argument {path!r} is a {type(leaf).__name__}, which cannot be compared with the next call's "
@@ -304,7 +305,7 @@ def difference(old: Signature, new: Signature) -> str:
         return "the structure of the arguments, or what their nodes carry (a plan, say), differs"
     for path, before, now in zip(tree.paths(new.spec), old.kinds, new.kinds, strict=True):
         if before != now:
-            return f"argument {path!r} was {_words(before)}, is {_words(now)}"
+            return f"argument {path!r} was {words(before)}, is {words(now)}"
     if old.trained != new.trained:
         return "other arguments are one tensor that requires a gradient, or views of one"
     for name, was, value in zip(Ambient._fields, old.ambient, new.ambient, strict=True):
@@ -320,7 +321,8 @@ def changed(old: Contents, new: Contents) -> str:
     return f"{', '.join(names) or 'a function'} changed"
 
 
-def _words(key: TensorKey | Key) -> str:
+def words(key: TensorKey | Key) -> str:
+    """A leaf as errors tell it."""
     if not isinstance(key, TensorKey):
         kind, *content = key
         if not content:  # an empty set, or a dataclass without fields

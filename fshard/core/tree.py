@@ -206,6 +206,18 @@ def one_level(tree: Tree, namespace: str = _NAMESPACE) -> tuple[list[Tree], Spec
     return optree.tree_flatten(tree, is_leaf=lambda x: x is not tree, namespace=namespace)
 
 
+def opened(node: Tree) -> tuple[list[tuple[Hashable, Tree]] | None, Metadata]:
+    """Return the children of a node with their names, and what the node carries beside them; None for a leaf.
+
+    >>> tree.opened({"b": 1, "a": [2]})[0], tree.opened(1)[0]
+    ([('b', 1), ('a', [2])], None)
+    """
+    if optree.tree_is_leaf(node, namespace=_NAMESPACE):
+        return None, None
+    children, metadata, entries, _ = optree.tree_flatten_one_level(node, namespace=_NAMESPACE)
+    return [*zip(entries, children, strict=True)], metadata
+
+
 def register_stand_in(cls: type, of: Callable[[Tree], Tree]) -> None:
     """Register a class of nodes that stand for containers; `of(container)` is one that has its children already.
 

@@ -1,5 +1,6 @@
 """Tensors in closures, globals and defaults: a graph reads them at each run, as the function does eagerly."""
 
+import sys
 from collections import OrderedDict
 from collections.abc import Callable
 from functools import partial
@@ -9,6 +10,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 import torch.nn.functional as F
+from support.known import known
 from support.models import STRATEGIES, rand, same_bits
 from support.steps import EXACT, rank_of
 from support.worlds import simulated
@@ -446,6 +448,21 @@ def test_variables_that_are_reached_in_another_way(way):
                 assert same_bits(run(x), fn(x))
     finally:
         GAIN, Helper.OWN = 2.0, 1.0
+
+
+@pytest.mark.parametrize("way", REACHED)
+def test_what_another_process_compares_of_what_is_reached(way, monkeypatch):
+    """It would load what was compiled for another value of a global, or of an attribute of a class or module."""
+    fn, x = REACHED[way](), rand(3, seed=1)
+    before = known(eager(fn), x)
+    assert known(eager(REACHED[way]()), x) == before
+    assert not before.unknown
+    expected = fn(x)
+    for place, name in ((sys.modules[__name__], "GAIN"), (Helper, "OWN"), (HELPERS, "GAIN")):
+        monkeypatch.setattr(place, name, 7.0)
+    monkeypatch.setitem(HELPERS.TABLE, "gain", 7.0)
+    now = known(eager(fn), x)
+    assert same_bits(fn(x), expected) or before.difference(now.where, now.what)
 
 
 def test_a_mode_of_the_callers():

@@ -17,6 +17,7 @@ from unittest import mock
 import numpy as np
 import pytest
 import torch
+from support.known import known
 from support.models import same_bits
 from torch import Tensor, nn
 
@@ -243,6 +244,29 @@ def test_a_value_that_changes_in_place(kind, place):
             run(X, *more)
         return
     assert same_bits(run(X, *more), fn(X, *more))
+
+
+@pytest.mark.sample(5)
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("kind", VALUES)
+def test_what_another_process_compares(kind, place):
+    """It would load what was compiled for another value, or never load anything."""
+    make, read, change = VALUES[kind]
+    if place is in_an_argument and (kind in NO_ARGUMENTS or kind.startswith("order")):
+        pytest.skip("an error in any process")
+    texts = []
+    for _ in range(2):
+        CHANGING.clear()
+        CHANGING["k"] = 2
+        fn, more = place(box := make(), read)
+        texts.append(known(eager(fn), X, *more))
+    assert texts[0] == texts[1]
+    assert not texts[0].unknown
+    change(box)
+    # made again, as another process does: a default or a partial is what it was given
+    fn, more = place(box, read)
+    changed = known(eager(fn), X, *more)
+    assert texts[0].difference(changed.where, changed.what)
 
 
 @pytest.mark.parametrize("where", ["closure", "global"])

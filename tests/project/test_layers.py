@@ -41,7 +41,7 @@ FOLDERS = {
     "zero_optimizer": {"core", "comm", "hosts", "layout", "plan", "sharding", "optim"},
     "train": {"core", "comm", "hosts", "layout", "plan", "sharding", "grad", "optim"},
     "graph": {"core", "comm", "plan"},
-    "compiler": {"core", "comm", "hosts", "layout", "plan", "sharding", "graph"},
+    "compiler": {"core", "files", "comm", "hosts", "layout", "plan", "sharding", "graph"},
     "module": {"core", "comm", "layout", "plan", "sharding"},
     "checkpoint": {"core", "files", "comm", "layout", "plan", "sharding"},
     "testing": {

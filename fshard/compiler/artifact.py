@@ -1,0 +1,131 @@
+"""The file of compiled programs, which later processes load in place of tracing: what is in it, who writes it.
+
+Note [An artifact]
+    An artifact is a zip file of parts, each by the digest of its bytes, and an index. The index lists programs: for
+    each rank the texts that must be equal (Note [What another process compares]) and the program. Ranks of an even plan
+    have equal ones, which are in the file once. A rank loads its own program if all its texts are equal: then it is the
+    program that it would trace, with the same collectives. Texts and digests are compared before anything of a program
+    is run. Rank 0 puts the file into its place as a whole (Note [A file is whole or not there]), with what other ranks
+    have sent it. Programs for other arguments stay in the file; those of other code, versions or machines do not.
+"""
+
+from __future__ import annotations
+
+import base64
+import io
+import json
+import os
+import zipfile
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from ..comm.consensus import of_all, together
+from ..comm.mesh import AnyMesh, num_ranks, rank_in
+from ..files.places import place_of
+from .identity import Identity
+from .program import Program, UnsavableError, digest_of
+
+Path = str | os.PathLike[str]
+_INDEX, _FORMAT = "index.json", 1
+
+
+class MissingError(LookupError):
+    """There is no program of a function in the file. The message says why."""
+
+
+def find(path: Path, identity: Identity, mesh: AnyMesh) -> Program:
+    """Return this rank's program from the file at `path`. MissingError if it has none of this identity."""
+    programs, parts = _read(path)
+    rank, reason = rank_in(mesh), "it has no program"
+    for entry in reversed(programs):
+        if len(entry["keys"]) != num_ranks(mesh):
+            reason = f"the number of ranks was {len(entry['keys'])}, is {num_ranks(mesh)}"
+        elif not (reason := identity.difference(**json.loads(parts[entry["keys"][rank]]))):
+            head = json.loads(parts[entry["programs"][rank]])
+            return Program(head, {digest: parts[digest] for digest in _digests(head)})
+    raise MissingError(reason)
+
+
+def save(path: Path, identity: Identity, program: Program, mesh: AnyMesh) -> None:
+    """Add the programs of all ranks to the file at `path`. Every rank calls this; the first one writes.
+
+    OSError on all ranks if it cannot be written: the file that was there stays. UnsavableError for an identity with
+    values that another process cannot compare.
+    """
+
+    def check() -> None:
+        if identity.unknown:
+            raise UnsavableError(
+                f"jit: artifact: {identity.unknown}, which another process cannot compare: pass what the function "
+                "needs of it as numbers, strings or tensors, or jit without an artifact"
+            )
+
+    together(mesh, check)
+    texts = {"where": identity.where, "what": identity.what}
+    key, head = (json.dumps(x).encode() for x in (texts, program.head))
+    parts = {digest_of(data): data for data in (key, head)} | dict(program.parts)
+    places = [json.loads(text) for text in of_all(json.dumps([digest_of(key), digest_of(head), *parts]), mesh)]
+    entry = {"keys": [place[0] for place in places], "programs": [place[1] for place in places]}
+    rank = rank_in(mesh)
+    there = {digest for place in places[:rank] for digest in place}  # on a rank before this one
+    sent = {digest: base64.b64encode(parts[digest]).decode() for digest in parts if digest not in there}
+    # what ranks differ in: nothing, if the plan is even
+    is_needed = any({*place} - {*places[0]} for place in places[1:])
+    received = of_all(json.dumps(sent if rank else {}), mesh) if is_needed else []
+    others = {digest: base64.b64decode(data) for text in received for digest, data in json.loads(text).items()}
+    together(mesh, lambda: None if rank else _write(path, entry, parts | others, identity.where))
+
+
+def _write(path: Path, entry: Mapping[str, Any], parts: Mapping[str, bytes], where: Mapping[str, str]) -> None:
+    try:
+        programs, before = _read(path)
+    except MissingError:
+        programs, before = [], {}
+    alike = [x for x in programs if json.loads(before[x["keys"][0]])["where"] == where]
+    programs, parts = [*(x for x in alike if x["keys"] != entry["keys"]), entry], {**before, **parts}
+    file = io.BytesIO()
+    with zipfile.ZipFile(file, "w") as archive:
+        archive.writestr(_INDEX, json.dumps({"format": _FORMAT, "programs": programs}))
+        for digest in _used(programs, parts):
+            archive.writestr(digest, parts[digest])
+    folder, name = os.path.split(os.fspath(path))
+    place_of(folder or ".").put(name, file.getvalue())
+
+
+def _used(index: Sequence[Mapping[str, Any]], parts: Mapping[str, bytes]) -> list[str]:
+    """The digests of all parts that programs have."""
+    named = dict.fromkeys(digest for entry in index for digest in (*entry["keys"], *entry["programs"]))
+    heads = dict.fromkeys(digest for entry in index for digest in entry["programs"])
+    return [*dict.fromkeys([*named, *(x for head in heads for x in _digests(json.loads(parts[head])))])]
+
+
+def _digests(head: Mapping[str, Any]) -> list[str]:
+    """The digests of the parts of a program."""
+    regions = [region["text"] for region in head["regions"]]
+    return [head["driver"], *regions, *head["libraries"], *(digest for *_, digest in head["constants"].values())]
+
+
+def _read(path: Path) -> tuple[list[Any], dict[str, bytes]]:
+    """The programs of a file, and its parts. MissingError if there is no such file, or it is no whole artifact."""
+    folder, name = os.path.split(os.fspath(path))
+    try:
+        with place_of(folder or ".").open(name) as file:
+            data = bytearray(file.size)
+            file.read_into(0, memoryview(data))
+    except FileNotFoundError:
+        raise MissingError("there is no such file") from None
+    try:
+        with zipfile.ZipFile(io.BytesIO(data)) as archive:
+            parts = {member.filename: archive.read(member) for member in archive.infolist()}
+        index = json.loads(parts.pop(_INDEX))
+        if index["format"] != _FORMAT:
+            raise MissingError(f"its format was {index['format']}, is {_FORMAT}")
+        if any(digest_of(part) != digest for digest, part in parts.items()) or {*_used(index["programs"], parts)} - {
+            *parts
+        }:
+            raise ValueError("a part is not what was written")
+        return index["programs"], parts
+    except (zipfile.BadZipFile, ValueError, LookupError, TypeError, EOFError, NotImplementedError) as error:
+        if isinstance(error, MissingError):
+            raise
+        raise MissingError(f"it is damaged, or no artifact: {type(error).__name__}: {error}") from None

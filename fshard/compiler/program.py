@@ -1,0 +1,332 @@
+"""A compiled function as data: texts and libraries, of which another process makes the function again.
+
+Note [A program]
+    A program is what Inductor wrote: the code of the driver and of each distinct region as text, and the loops of all
+    regions as libraries. Of a region's text only what it needs is kept, so that running it imports nothing of Inductor
+    where it calls loops and torch's operators alone. Meshes have other names in another process: in the driver they are
+    `mesh_0`, `mesh_1`, in the order of the arguments. The structure of the result is told by the structures of the
+    arguments that it has, and by Python's containers. So nothing is pickled; but a program is a program: it runs.
+"""
+
+from __future__ import annotations
+
+import ast
+import hashlib
+import re
+import sys
+import tempfile
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor, fx
+
+from ..core import tree
+from ..core.storage import as_bytes, from_bytes
+from ..core.tracing import Marked
+from ..core.tree import Tree
+from ..graph.inspect import arguments, operator
+from .donate import Input
+from .loops import libraries, load
+from .regions import Region, boxed, driver
+from .trace import Output, Trace
+
+Json: TypeAlias = Any  # what `json` reads
+InnerCompile = Callable[..., Any]  # of Inductor: compiles one graph
+
+_CONTAINERS: dict[str, Any] = {kind.__name__: kind for kind in (dict, list, tuple, OrderedDict)}
+_NAMES = {"torch": torch, "device": torch.device, "inf": float("inf"), "nan": float("nan"), "boxed": boxed}
+_MESH = re.compile(r"'mesh_(\d+) of the arguments'")
+
+
+class UnsavableError(TypeError):
+    """A function of which no other process can be given a program."""
+
+
+@dataclass(frozen=True)
+class Program:
+    """A compiled function as data (Note [A program]): `head` says what it consists of, `parts` are bytes by digest."""
+
+    head: Json
+    parts: Mapping[str, bytes]
+
+
+class _Parts(dict[str, bytes]):
+    """Bytes by their digest."""
+
+    def put(self, data: bytes) -> str:
+        """Add bytes, and return their digest."""
+        digest = digest_of(data)
+        self[digest] = data
+        return digest
+
+
+def digest_of(data: bytes) -> str:
+    """The name of bytes in a program."""
+    return hashlib.sha256(data).hexdigest()
+
+
+def record(
+    traced: Trace,
+    nodes: Sequence[fx.Node | Region],
+    compile: Callable[[fx.GraphModule, InnerCompile], Callable[..., Sequence[Tensor]]],
+    meshes: Sequence[str],
+    leaves: Sequence[object],
+    captured: Sequence[int],
+) -> Program:
+    """Compile a graph with these parts as a program. `compile(region, inner)` has Inductor compile one region.
+
+    `meshes` are the names of the arguments' meshes, `leaves` the arguments, `captured` the numbers of the variables
+    whose tensors are inputs. UnsavableError for a graph that calls what has no name in another process.
+    """
+    wrappers, parts = list[Any](), _Parts()
+    calls = _compiled(traced.module, nodes, compile, wrappers)
+    texts = [_needed(wrapper.source_code) for wrapper in wrappers]
+    paths, places = libraries([(kinds, source) for _, loops in texts for _, kinds, source in loops])
+    remaining = iter(places)
+    head = {
+        "driver": parts.put(_driver_text(calls, meshes).encode()),
+        "regions": [
+            {
+                "text": parts.put(text.encode()),
+                "loops": {name: next(remaining) for name, *_ in loops},
+                "aligned": [*wrapper.inputs_to_check],
+                "written": [*wrapper.mutated_input_idxs],
+            }
+            for (text, loops), wrapper in zip(texts, wrappers, strict=True)
+        ],
+        "libraries": [parts.put(Path(path).read_bytes()) for path in paths],
+        "constants": {
+            node.target: _constant(getattr(calls, str(node.target)), parts)
+            for node in calls.graph.nodes
+            if node.op == "get_attr"
+        },
+        "captured": [*captured],
+        "result": _result(traced, leaves),
+    }
+    return Program(head, parts)
+
+
+def _compiled(
+    module: fx.GraphModule, nodes: Sequence[fx.Node | Region], compile: Any, wrappers: list[Any]
+) -> fx.GraphModule:
+    """The driver of a graph; adds to `wrappers` what Inductor made of each region, in order."""
+    # Private: Inductor's results have no public place, and those of this cache do not come by it (test_artifact.py).
+    from torch._functorch import config
+    from torch._inductor.compile_fx import compile_fx_inner
+
+    def inner(graph: fx.GraphModule, inputs: Sequence[Tensor], **settings: Any) -> Any:
+        wrappers.append(compile_fx_inner(graph, inputs, **settings))
+        ends.append(_ends(graph))
+        return wrappers[-1]
+
+    def compiled(region: fx.GraphModule) -> Callable[..., Sequence[Tensor]]:
+        expected, before = _ends(region), len(ends)
+        fn = compile(region, inner)
+        # what AOTAutograd adds to a graph (results for inputs that it writes to, say) its own functions would undo
+        if ends[before:] != [expected] or wrappers[-1].constants:
+            raise UnsavableError("jit: artifact: Inductor compiled a part of the graph in another form than it has")
+        return fn
+
+    ends = list[tuple[int, int]]()
+    with config.patch(enable_autograd_cache=False):
+        return driver(module, nodes, compiled)
+
+
+def _ends(graph: fx.GraphModule) -> tuple[int, int]:
+    """The numbers of inputs and of results."""
+    nodes = graph.graph.nodes
+    return sum(node.op == "placeholder" for node in nodes), sum(len(n.args[0]) for n in nodes if n.op == "output")
+
+
+def _driver_text(calls: fx.GraphModule, meshes: Sequence[str]) -> str:
+    for node in calls.graph.nodes:
+        if operator(node).startswith("fshard.") and "mesh" in (named := arguments(node)):
+            if named["mesh"] not in meshes:
+                raise UnsavableError("jit: artifact: the function communicates on a mesh that no argument lies on")
+            number = f"mesh_{meshes.index(named['mesh'])} of the arguments"
+            node.args = tuple(number if x is named["mesh"] else x for x in node.args)
+    code = calls.graph.python_code("self")
+    text, values = _MESH.sub(r"mesh_\1", code.src), dict(code.globals)
+    for name in [name for name in values if name.startswith(_prefix)]:
+        text = re.sub(rf"\b{name}\b", name.removeprefix(_prefix), text)
+        values.pop(name)
+    called = {node.id for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Name)}
+    if others := [name for name in values if name in called and name not in _NAMES]:
+        raise UnsavableError(f"jit: artifact: the graph calls {others[0]}, which has no name in another process")
+    return text
+
+
+_prefix = f"{boxed.__module__.replace('.', '_')}_"
+
+
+def _needed(source: str) -> tuple[str, list[tuple[str, list[str], str]]]:
+    """What a wrapper of Inductor needs to be called, and its loops: name, types of arguments, source."""
+    body, kept, loops = ast.parse(source).body, list[ast.stmt](), list[tuple[str, list[str], str]]()
+    for statement in body:
+        match statement:
+            case ast.Assign([ast.Name(name)], ast.Call(ast.Attribute(attr="cpp_pybinding"), [kinds, text])):
+                loops.append((name, ast.literal_eval(kinds), ast.literal_eval(text)))
+            case ast.ImportFrom(names=[ast.alias("extern_kernels")]) if _are_torchs(body):
+                kept.append(ast.parse("extern_kernels = torch").body[0])
+            case _:
+                kept.append(statement)
+    names, before = {"call"}, -1
+    while len(names) > before:
+        before = len(names)
+        for statement in kept:
+            if names & _bound(statement):
+                names |= {node.id for node in ast.walk(statement) if isinstance(node, ast.Name)}
+    # kernels for GPUs are compiled when the text runs, and awaited by a statement that binds no name
+    rest = ast.Expr | ast.Delete if "async_compile" in names else ()
+    body = [x for x in kept if names & _bound(x) or isinstance(x, rest)]
+    return ast.unparse(ast.Module(body, [])), loops
+
+
+def _bound(statement: ast.stmt) -> set[str]:
+    match statement:
+        case ast.Import(names) | ast.ImportFrom(names=names):
+            return {alias.asname or alias.name.partition(".")[0] for alias in names}
+        case ast.FunctionDef(name) | ast.ClassDef(name):
+            return {name}
+        case ast.Assign(targets):
+            return {target.id for target in targets if isinstance(target, ast.Name)}
+    return set()
+
+
+def _are_torchs(body: Iterable[ast.stmt]) -> bool:
+    """Whether all of Inductor's `extern_kernels` that are called are torch's functions of the same names."""
+    from torch._inductor.select_algorithm import extern_kernels
+
+    nodes = [node for x in body for node in ast.walk(x) if isinstance(node, ast.Attribute)]
+    names = {x.attr for x in nodes if isinstance(x.value, ast.Name) and x.value.id == "extern_kernels"}
+    return all(getattr(torch, name, None) is getattr(extern_kernels, name) for name in names)
+
+
+def _constant(x: Tensor, parts: _Parts) -> Json:
+    data = bytes(as_bytes(x.detach().cpu().contiguous()).tolist())
+    return [str(x.dtype).removeprefix("torch."), [*x.shape], str(x.device), parts.put(data)]
+
+
+def run(program: Program, meshes: Sequence[str]) -> tuple[Callable[..., Sequence[Tensor]], str]:
+    """The function of a program, from the inputs of its graph to its outputs, and the text of its driver."""
+    head, parts = program.head, program.parts
+    with tempfile.TemporaryDirectory() as folder:  # a library that is loaded needs its file no more
+        paths = [Path(folder) / f"{number}.so" for number in range(len(head["libraries"]))]
+        for path, digest in zip(paths, head["libraries"], strict=True):
+            path.write_bytes(parts[digest])
+        regions = [_region(region, parts, paths) for region in head["regions"]]
+    constants = {}
+    for name, (dtype, shape, device, digest) in head["constants"].items():
+        data = torch.frombuffer(bytearray(parts[digest]), dtype=torch.uint8) if parts[digest] else torch.empty(0)
+        constants[name] = from_bytes(data, getattr(torch, dtype)).view(shape).to(device)
+    scope: dict[str, Any] = {**_NAMES, **{f"region_{n}": fn for n, fn in enumerate(regions)}}
+    scope |= {f"mesh_{n}": name for n, name in enumerate(meshes)}
+    text = parts[head["driver"]].decode()
+    exec(text, scope)
+    forward, constants_of = scope["forward"], SimpleNamespace(**constants)
+    return lambda *inputs: forward(constants_of, *inputs), text
+
+
+def _region(region: Json, parts: Mapping[str, bytes], paths: Sequence[Path]) -> Callable[..., Sequence[Tensor]]:
+    scope: dict[str, Any] = {name: load(loop, str(paths[number])) for name, (number, loop) in region["loops"].items()}
+    exec(parts[region["text"]].decode(), scope)
+    if not region["aligned"]:
+        return scope["call"]
+    # private: Inductor's own function for inputs that a GPU's kernels expect at multiples of 16 bytes
+    from torch._inductor.utils import align_inputs_from_check_idxs
+
+    written: Any = {*region["written"]}
+    return align_inputs_from_check_idxs(scope["call"], region["aligned"], written)
+
+
+def result_of(program: Program, leaves: Sequence[object], spec: tree.Spec) -> tuple[tree.Spec, tuple[object, ...]]:
+    """The structure of the result, and what each of its leaves is (`Trace.results`), for these arguments."""
+    subtrees = [node for _, node, _ in tree.walk(spec)]
+
+    def read(told: Json) -> Tree:
+        match told:
+            case {"argument": number}:
+                return tree.unflatten(subtrees[number], [*map(read, told["leaves"])])
+            case {"kind": kind, "names": names}:
+                children = [*map(read, told["children"])]
+                pairs = zip(names, children, strict=True)
+                return _CONTAINERS[kind](children if kind in ("list", "tuple") else pairs)
+            case {"module": module, "class": name}:
+                return _named_tuple(module, name)(*map(read, told["children"]))
+            case ["output", number, name]:
+                kinds: list[type[Tensor]] = [Tensor, *Marked.__subclasses__()]
+                return Output(number, next(kind for kind in kinds if kind.__name__ == name))
+            case ["input", number]:
+                return Input(number)
+            case ["leaf", number]:
+                return leaves[number]
+            case ["torch", name]:
+                return getattr(torch, name)
+            case ["device", name]:
+                return torch.device(name)
+        return told
+
+    results, out_spec = tree.flatten(read(program.head["result"]))
+    return out_spec, tuple(results)
+
+
+def _named_tuple(module: str, name: str) -> Any:
+    """A class by its names, which must be that of a named tuple: nothing else is called."""
+    kind: Any = sys.modules[module]
+    for part in name.split("."):
+        kind = getattr(kind, part)
+    if not (isinstance(kind, type) and issubclass(kind, tuple) and hasattr(kind, "_fields")):
+        raise TypeError(f"expected a named tuple, got {kind!r}")
+    return kind
+
+
+def _result(traced: Trace, leaves: Sequence[object]) -> Json:
+    """The result as JSON: its structure told by the arguments, and what each leaf is."""
+    subtrees = [node for _, node, _ in tree.walk(traced.spec)]
+    numbers = {node: number for number, node in reversed([*enumerate(subtrees)]) if not node.is_leaf()}
+    places = {id(leaf): number for number, leaf in enumerate(leaves)}
+
+    def told(x: Any, path: tuple[str, ...]) -> Json:
+        (children, _), spec = tree.opened(x), tree.flatten(x)[1]
+        if spec in numbers:
+            return {"argument": numbers[spec], "leaves": [told(leaf, path) for leaf in tree.leaves(x)]}
+        kind, simple = type(x), (bool, int, float, str, type(None))
+        if kind in simple:
+            return x
+        if children is None:
+            return _leaf(x, places, path)
+        inside = [told(child, (*path, str(name))) for name, child in children]
+        if isinstance(x, tuple) and hasattr(x, "_fields"):
+            return {"module": kind.__module__, "class": kind.__qualname__, "children": inside}
+        names = [name for name, _ in children]
+        if kind in _CONTAINERS.values() and {*map(type, names)} <= {str, int}:
+            return {"kind": kind.__name__, "names": names, "children": inside}
+        raise _no_result(x, path, "whose structure no argument has")
+
+    return told(tree.unflatten(traced.out_spec, traced.results), ())
+
+
+def _leaf(x: object, places: Mapping[int, int], path: Sequence[str]) -> Json:
+    if isinstance(x, Output):
+        return ["output", x.number, x.kind.__name__]
+    if isinstance(x, Input):
+        return ["input", x.number]
+    if isinstance(x, torch.dtype | torch.layout | torch.memory_format):
+        return ["torch", str(x).removeprefix("torch.")]
+    if isinstance(x, torch.device):
+        return ["device", str(x)]
+    if id(x) in places:
+        return ["leaf", places[id(x)]]
+    raise _no_result(x, path, "which is no argument")
+
+
+def _no_result(x: object, path: Sequence[str], what: str) -> UnsavableError:
+    return UnsavableError(
+        f"jit: artifact: the result has at {'.'.join(path)!r} a {type(x).__qualname__}, {what}: give back parts of the "
+        "arguments, dicts, lists, named tuples, tensors, numbers and strings"
+    )

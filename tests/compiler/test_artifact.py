@@ -1,0 +1,514 @@
+"""Compiled functions in a file, which later processes load."""
+
+import json
+import os
+import pickle
+import subprocess
+import sys
+import threading
+import zipfile
+from collections.abc import Callable
+from dataclasses import fields
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support.graphs import batch, mean, net, sharded
+from support.known import known
+from support.models import rand, same_bits
+from support.worlds import gloo, simulated
+from torch import Tensor
+from torch._inductor import config
+from torch._inductor.output_code import CompiledFxGraph
+from torch._inductor.utils import align_inputs_from_check_idxs
+from torch.utils.checkpoint import checkpoint
+
+import fshard
+from fshard import optim
+from fshard.compiler import identity
+from fshard.compiler.artifact import MissingError, find
+from fshard.compiler.program import UnsavableError
+
+
+def dropped(p: Any, tokens: Tensor) -> fshard.Mean:
+    """A loss with random numbers, which differ between ranks, and with a tensor that it makes."""
+    rows = torch.nn.functional.dropout(net(p, tokens), 0.3) * torch.tensor([1.0, 2.0, 3.0], dtype=torch.float64)
+    return fshard.Mean(rows.sum(), rows.numel())
+
+
+def again(p: Any, tokens: Tensor) -> fshard.Mean:
+    """A loss that is computed again in the backward."""
+    rows = checkpoint(lambda: net(p, tokens), use_reentrant=False)
+    return fshard.Mean(rows.sum(), rows.numel())
+
+
+class Way(NamedTuple):
+    """A step: its loss, optimizer, options, plan, and options of `jit`."""
+
+    loss: Callable[..., Any]
+    tx: Callable[[], Any]
+    step: dict[str, Any]
+    plan: dict[str, Any]
+    jit: dict[str, Any]
+
+
+WAYS = {
+    "adamw": Way(mean, lambda: optim.adamw(0.1), {}, {}, {"donate": True}),
+    "dropout": Way(dropped, lambda: optim.sgd(0.1, momentum=0.9), {}, {"regather": False}, {}),
+    "checkpoint": Way(again, lambda: optim.lion(0.1), {"clip_norm": 1.0}, {"params_over": ()}, {"donate": True}),
+    "bf16": Way(mean, lambda: optim.adamw(0.1), {}, {"policy": "compute=bf16"}, {"bucket": 0}),
+    "muon": Way(mean, lambda: optim.muon(0.1), {}, {"frozen": ["blocks.*.b"]}, {"donate": True}),
+    "accumulate": Way(mean, lambda: optim.sgd(0.1), {"accumulate": 2}, {}, {"donate": True}),
+}
+
+
+def steps(mesh: Any, way: str, path: str | None, count: int = 2) -> tuple[Any, str]:
+    """The result of some steps, and what the jitted step says."""
+    loss, tx, options, plan, by = WAYS[way]
+    params = sharded(mesh, **plan)
+    state = fshard.init_state(params, tx(), seed=3)
+    run = fshard.jit(fshard.train_step(loss, tx(), **options), artifact=path, **by)
+    data = [batch(2 * mesh.get_rank()), batch(2 * mesh.get_rank() + 1)]
+    rows = torch.stack(data) if "accumulate" in options else data[0]
+    results = []
+    for _ in range(count):
+        state, metrics = run(state, rows)
+        results.append(metrics)
+    return (fshard.gather_params(state.params), fshard.tree.leaves(state.opt_state), results), run.explain()
+
+
+def both(mesh: Any, way: str, path: str) -> None:
+    """A step that is written, one that is loaded, and one without a file give the same bits."""
+    expected, _ = steps(mesh, way, None)
+    for begin in ("traced, and written to", "loaded from"):
+        got, said = steps(mesh, way, path)
+        assert said.startswith(f"{begin} {path}"), said
+        assert same_bits(got, expected)
+
+
+@pytest.mark.sample(3)
+@pytest.mark.parametrize("way", WAYS)
+def test_what_is_loaded_is_what_was_compiled(way, tmp_path):
+    """A step would be another one in a second process."""
+    simulated(both, way, str(tmp_path / "step"))
+    (entry,) = json.loads(zipfile.ZipFile(tmp_path / "step").read("index.json"))["programs"]
+    # muon's matrices have owners; leaves that are cut unevenly have other norms on each rank, and dropout other numbers
+    assert len({*entry["keys"]}) == (2 if way == "muon" else 1)
+    assert len({*entry["programs"]}) == (1 if way in ("adamw", "accumulate") else 2)
+
+
+def in_a_process(mesh: Any, way: str, path: str) -> tuple[Any, str, bool]:
+    """The same in a process of its own, and whether it imported the compiler."""
+    got, said = steps(mesh, way, path)
+    return got, said, "torch._inductor.compile_fx" in sys.modules
+
+
+def test_processes_load_one_file(tmp_path):
+    """A second process would trace and compile again, or import the compiler."""
+    path = str(tmp_path / "step")
+    written = gloo(in_a_process, "dropout", path)
+    for (got, said, imported), (expected, before, _) in zip(gloo(in_a_process, "dropout", path), written, strict=True):
+        assert before == f"traced, and written to {path}: there is no such file"
+        assert said == f"loaded from {path}"
+        assert not imported
+        assert same_bits(got, expected)
+
+
+# ---- what must be the same
+
+
+def times(x: Tensor, by: float = 2.0) -> Tensor:
+    """A function without a loop that g++ compiles anew for each number."""
+    return x * by
+
+
+class Rate:
+    """An object whose method is the function, and that has another one."""
+
+    def __init__(self, value: float, inner: Any = None) -> None:
+        self.value, self.inner = value, inner
+
+    def run(self, x: Tensor) -> Tensor:
+        """Reads attributes that no name leads to."""
+        return x * self.value if self.inner is None else self.inner.run(x)
+
+
+def other_code(self: Rate, x: Tensor) -> Tensor:
+    """Another method."""
+    return x * self.value + 1
+
+
+def options(**by: Any) -> Callable[[], Any]:
+    """A jitted function with other options."""
+    return lambda: fshard.jit(times, **by)
+
+
+X = rand(4, 6, seed=1, dtype=torch.float32)
+SAME = (lambda: fshard.jit(times), lambda: (X,))
+# name: how the other function is made, its arguments, and what the reason says
+OTHERS: dict[str, tuple[Callable[[], Any], Callable[[], Any], str]] = {
+    "donate": (options(donate=True), SAME[1], "jit's options was Options"),
+    "bucket": (options(bucket=0), SAME[1], "jit's options was"),
+    "a default": (lambda: fshard.jit(lambda x, by=3.0: x * by), SAME[1], "the code of .*lambda.* was not there"),
+    "shape": (SAME[0], lambda: (X[:3],), r"argument '0.0' was float32\[4, 6\].*, is float32\[3, 6\]"),
+    "strides": (SAME[0], lambda: (X.T.contiguous().T,), "argument '0.0' was .*strides"),
+    "dtype": (SAME[0], lambda: (X.double(),), "argument '0.0' was float32.*, is float64"),
+    "gradient": (SAME[0], lambda: (X.clone().requires_grad_(),), "that requires a gradient"),
+    "a number": (SAME[0], lambda: (X, 3.0), "argument '0.1' was not there, is 3.0"),
+    "structure": (SAME[0], lambda: ({"a": X},), "argument '0.0.a' was not there"),
+}
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A file with the program of `times`."""
+    path = tmp_path_factory.mktemp("artifact") / "times"
+    run = fshard.jit(times, artifact=path)
+    assert same_bits(run(X), times(X))
+    assert run.explain().endswith("there is no such file")
+    return path
+
+
+def reason(path: Path, jitted: Any, *args: Any) -> str:
+    """Why a function is not loaded from a file; "" if it is."""
+    try:
+        find(path, known(jitted, *args), None)
+    except MissingError as error:
+        return str(error)
+    return ""
+
+
+def test_the_same_function_is_loaded(written):
+    """The reasons below would be others than they say."""
+    assert not reason(written, fshard.jit(times), X)
+    run = fshard.jit(times, artifact=written)
+    assert same_bits(run(X), times(X))
+    assert run.explain() == f"loaded from {written}"
+
+
+@pytest.mark.parametrize("case", OTHERS)
+def test_another_function_is_not_loaded(case, written):
+    """What was compiled for other code or arguments would run."""
+    make, args, words = OTHERS[case]
+    with pytest.raises(AssertionError, match=words):
+        assert not (said := reason(written, make(), *args())), said
+
+
+PLACES: dict[str, tuple[str, str, Any]] = {
+    "fshard": ("fshard.compiler.identity._digest_of_package", "fshard was", lambda: "9.9"),
+    "torch": ("torch.__version__", "torch was", "9.9"),
+    "Python": ("platform.python_version", "Python was", lambda: "9.9"),
+    "the processor": ("torch.backends.cpu.get_cpu_capability", "the processor was", lambda: "AVX9"),
+    "the number of threads": ("torch.get_num_threads", "the number of threads was", lambda: 77),
+}
+
+
+@pytest.mark.parametrize("case", PLACES)
+def test_another_machine_is_told(case, written, monkeypatch):
+    """A library would be loaded that another torch, or another processor, cannot run."""
+    place, words, value = PLACES[case]
+    identity._processor.cache_clear()
+    monkeypatch.setattr(place, value)
+    assert reason(written, fshard.jit(times), X).startswith(words)
+    monkeypatch.undo()
+    identity._processor.cache_clear()
+
+
+def test_other_settings_are_told(written, monkeypatch):
+    """What was compiled with other settings of torch, Inductor or g++ would run."""
+    with config.patch(max_fusion_size=3):
+        assert reason(written, fshard.jit(times), X).startswith("Inductor's settings was")
+    monkeypatch.setenv("CXX", "another")
+    assert reason(written, fshard.jit(times), X).startswith("the environment was")
+    monkeypatch.undo()
+    with torch.autocast("cpu"):
+        assert reason(written, fshard.jit(times), X).startswith("torch's autocast was")
+    with torch.no_grad():
+        assert reason(written, fshard.jit(times), X).startswith("torch's grad mode was")
+
+
+def test_what_methods_read_is_compared(monkeypatch):
+    """In one process it is fixed at the first call; another process may have made the object otherwise."""
+    before, inner = (known(fshard.jit(rate.run), X) for rate in (Rate(2.0), Rate(1.0, Rate(2.0))))
+    assert known(fshard.jit(Rate(2.0).run), X) == before
+    assert known(fshard.jit(Rate(3.0).run), X) != before
+    assert known(fshard.jit(Rate(1.0, Rate(3.0)).run), X) != inner
+    monkeypatch.setattr(Rate, "run", other_code)
+    assert known(fshard.jit(Rate(1.0, Rate(2.0)).run), X) != inner
+
+
+def test_plans_meshes_and_ranks_are_compared():
+    """A rank would run the program of another plan, mesh or rank."""
+
+    def texts(mesh: Any, **plan: Any) -> Any:
+        return known(fshard.jit(fshard.value_and_grad(mean)), sharded(mesh, **plan), batch(0))
+
+    ones = simulated(texts)
+    assert ones[0] == ones[1]
+    others = [
+        simulated(lambda mesh: texts(mesh, regather=False)),
+        simulated(lambda mesh: texts(mesh, units=["blocks.0"])),
+        simulated(lambda mesh: texts(mesh, prefetch=2)),
+        simulated(texts, shard=3),
+        simulated(texts, replicate=2),
+    ]
+    assert all(one != ones[0] for (one, *_) in others)
+
+
+SCRIPT = """
+import json, torch
+from dataclasses import dataclass
+from fshard import jit
+from support.known import known
+
+class Child(dict):
+    NAMES = {"one", "two", "three", "four"}
+    def run(self, x):
+        return x * len(self) if x.ndim in {1, 2, "a", "b"} else x
+
+@dataclass
+class Options:
+    words: frozenset = frozenset({"five", "six", "seven"})
+
+child, options, table = Child(k=2), Options(), {"a": {"b", "c", "d"}, "f": lambda x: x}
+
+def fn(x):
+    return table["f"](child.run(x)) * len(options.words)
+
+print(json.dumps([known(jit(f), torch.ones(2)).what for f in (fn, child.run)]))
+"""
+
+
+def test_texts_are_the_same_in_every_process():
+    """Sets and strings have other orders and hashes there."""
+    here = Path(__file__).parents[2]
+    seen = []
+    for seed in "12":
+        env = {**os.environ, "PYTHONHASHSEED": seed, "PYTHONPATH": f"{here}:{here / 'tests'}"}
+        out = subprocess.run([sys.executable, "-c", SCRIPT], env=env, stdout=subprocess.PIPE, check=True)
+        seen.append(json.loads(out.stdout.splitlines()[-1]))
+    assert seen[0] == seen[1]
+
+
+# ---- files
+
+
+@settings(max_examples=40)
+@given(st.data())
+def test_a_file_that_is_damaged(written, tmp_path_factory, data):
+    """Bytes that are not what was written would run."""
+    whole = bytearray(written.read_bytes())
+    if data.draw(st.booleans(), "cut off"):
+        del whole[data.draw(st.integers(0, len(whole) - 1), "from") :]
+    else:
+        whole[data.draw(st.integers(0, len(whole) - 1), "at")] ^= data.draw(st.integers(1, 255), "bits")
+    path = tmp_path_factory.mktemp("damaged") / "times"
+    path.write_bytes(whole)
+    try:
+        got = find(path, known(fshard.jit(times), X), None)
+    except MissingError:
+        return
+    # what a zip file has twice (dates, say) may be damaged in one place
+    assert got == find(written, known(fshard.jit(times), X), None)
+
+
+class Evil:
+    """What runs when it is unpickled."""
+
+    def __reduce__(self) -> Any:
+        return os.abort, ()
+
+
+STRANGE: dict[str, bytes] = {
+    "empty": b"",
+    "text": b"hello",
+    "pickle": pickle.dumps(Evil()),
+    "torch": b"",
+}
+
+
+@pytest.mark.parametrize("kind", STRANGE)
+def test_a_file_of_another_kind(kind, tmp_path):
+    """It would be run, or the error would not say which file it is."""
+    path = tmp_path / "file"
+    path.write_bytes(STRANGE[kind])
+    if kind == "torch":
+        torch.save({"a": X}, path)
+    assert "it is damaged, or no artifact" in reason(path, fshard.jit(times), X)
+    run = fshard.jit(times, artifact=path)
+    assert same_bits(run(X), times(X))
+    assert "damaged" in run.explain()
+    assert not reason(path, fshard.jit(times), X), "it was written anew"
+
+
+def test_another_format(written, tmp_path):
+    """A later version's file would be misread."""
+    path = tmp_path / "file"
+    with zipfile.ZipFile(path, "w") as file:
+        file.writestr("index.json", json.dumps({"format": 99, "programs": []}))
+    assert reason(path, fshard.jit(times), X) == "its format was 99, is 1"
+
+
+def test_a_file_that_cannot_be_written(tmp_path):
+    """One rank would go on alone, and the others wait for it."""
+    (tmp_path / "file").write_text("no folder")
+
+    def job(mesh: Any) -> str:
+        params = sharded(mesh)
+        with pytest.raises(OSError, match="file"):
+            fshard.jit(fshard.value_and_grad(mean), artifact=tmp_path / "file" / "step")(params, batch(0))
+        return "raised"
+
+    assert simulated(job) == ["raised", "raised"]
+    assert [*tmp_path.iterdir()] == [tmp_path / "file"]
+
+
+def test_a_write_that_is_cut_off_leaves_the_file(written, tmp_path, monkeypatch):
+    """A disk that is full would take the programs of before with it."""
+    path = tmp_path / "step"
+    path.write_bytes(written.read_bytes())
+    monkeypatch.setattr(os, "fsync", lambda number: (_ for _ in ()).throw(OSError(28, "No space left on device")))
+    with pytest.raises(OSError, match="No space left"):
+        fshard.jit(times, artifact=path)(X[:2])
+    monkeypatch.undo()
+    assert path.read_bytes() == written.read_bytes()
+    assert [*tmp_path.iterdir()] == [path]
+
+
+# ---- several programs in one file
+
+
+def test_programs_for_other_arguments_stay(written, tmp_path):
+    """A job of two shapes would compile one of them in each process."""
+    path = tmp_path / "step"
+    path.write_bytes(written.read_bytes())
+    fshard.jit(times).lower(X[:2]).compile().save(path)
+    run = fshard.jit(times, artifact=path)
+    for x in (X, X[:2], X[:3]):
+        assert same_bits(run(x), times(x))
+    assert run.explain().splitlines() == [
+        f"loaded from {path}",
+        f"loaded from {path}",
+        "traced again, and not written: argument '0.0' was float32[4, 6] strides [6, 1] on cpu, is float32[3, 6] "
+        "strides [6, 1] on cpu",
+    ]
+    with config.patch(max_fusion_size=3):
+        fshard.jit(times, artifact=path)(X)
+    assert reason(path, fshard.jit(times), X).startswith("Inductor's settings was"), "those of other settings do not"
+
+
+def test_a_rank_with_other_arguments_waits_for_no_other(tmp_path):
+    """A rank that traces after the first call would wait for ranks that do not come."""
+
+    def job(mesh: Any) -> tuple[bool, str]:
+        params, rank = sharded(mesh), mesh.get_rank()
+        run = fshard.jit(fshard.value_and_grad(mean), artifact=tmp_path / "step")
+        first = run(params, batch(0))
+        rows = batch(0) if rank else batch(0)[:3]
+        got, expected = run(params, rows), fshard.value_and_grad(mean)(params, rows)
+        torch.testing.assert_close(got[0], expected[0])
+        return first is not None, run.explain()
+
+    (good, said), (good_too, other) = simulated(job)
+    assert good
+    assert good_too
+    assert "traced again, and not written" in said
+    assert "again" not in other
+
+
+# ---- what cannot be saved
+
+
+class Own:
+    """A class of the user's that is a node of trees."""
+
+    def __init__(self, x: Any) -> None:
+        self.x = x
+
+
+fshard.tree.register(Own, lambda own: ([own.x], None), lambda _, children: Own(*children))
+
+
+def locked() -> Any:
+    """A function that reads an object which no other process can compare."""
+    lock = threading.Lock()
+    return lambda x: x * (1 if lock else 2)
+
+
+def drawn(x: Tensor) -> Tensor:
+    """Draws from torch's generator."""
+    return x * torch.rand(())
+
+
+REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
+    "a lock": (locked, r"'lock' of locked.<locals>.<lambda> has a _thread.lock, which another process cannot compare"),
+    "torch's generator": (lambda: drawn, "draws from torch's generator"),
+    "a class": (lambda: lambda x: {"a": Own(x * 2)}, r"the result has at 'a' a Own, whose structure no argument has"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_cannot_be_saved(case, tmp_path):
+    """It would be saved and be wrong, or be traced in each process without a word."""
+    make, words = REFUSED[case]
+    for run in (
+        lambda: fshard.jit(make(), artifact=tmp_path / "step")(X),
+        lambda: fshard.jit(make()).lower(X).compile().save(tmp_path / "step"),
+    ):
+        with pytest.raises(UnsavableError, match=words):
+            run()
+    assert not [*tmp_path.iterdir()]
+
+
+def test_arguments_of_jit(tmp_path):
+    """A mistake would be told where the file is written."""
+    wrong: Any = 3
+    with pytest.raises(TypeError, match="artifact=3: expected the path of a file"):
+        fshard.jit(times, artifact=wrong)
+    with pytest.raises(TypeError, match=r"backend=.*inductor"):
+        fshard.jit(times, artifact=tmp_path / "step", backend="eager")
+
+
+class Pair(NamedTuple):
+    """A result of the user's."""
+
+    x: Any
+    note: Any
+
+
+def everything(x: Tensor, own: Own, note: Any) -> Any:
+    """A result with all that a result may have."""
+    more = [None, (1, 2.5, float("inf"), "a", True), torch.float16, torch.device("cpu"), torch.strided]
+    return Pair({"b": x + 1, "a": [x.sum(), own]}, (note, more, MEAN * 2, {1: x, "k": Own}.get(1)))
+
+
+MEAN = torch.tensor([3.0, 4.0])
+
+
+def test_results_of_every_kind(tmp_path):
+    """A leaf would be lost on the way through the file, or be of another type."""
+    global MEAN
+    for begin in ("traced", "loaded"):
+        run = fshard.jit(everything, artifact=tmp_path / "all")
+        for now in (MEAN, MEAN + 1):  # read at each run
+            MEAN = now
+            got, expected = (fn(X, Own(X[0]), "note") for fn in (run, everything))
+            assert same_bits(fshard.tree.leaves(got.x), fshard.tree.leaves(expected.x))
+            assert type(got) is Pair
+            assert str(got.note) == str(expected.note)
+        assert run.explain().startswith(begin)
+        assert "\n" not in run.explain()
+
+
+def test_private_names_of_torch():
+    """Loading would fail at the first step of a job, if torch renamed one of them."""
+    assert torch._C._dynamo.guards._torchinductor_pyobject_tensor_data_ptr  # type: ignore[attr-defined]
+    names = {field.name for field in fields(CompiledFxGraph)}
+    assert {"source_code", "constants", "inputs_to_check", "mutated_input_idxs"} <= names
+    twice = align_inputs_from_check_idxs(lambda xs: [xs[0].mul_(2)], [0], {0})  # type: ignore[arg-type]
+    x = torch.ones(2)
+    assert torch.equal(twice([x])[0], torch.full((2,), 2.0))
+    assert torch.equal(x, torch.full((2,), 2.0))
