@@ -5,6 +5,7 @@ kernels compute nothing. The order of collectives is read off the generated code
 the log as well.
 """
 
+import json
 import os
 import re
 from collections.abc import Iterator, Sequence
@@ -25,6 +26,9 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import fshard
 from fshard import optim, tree
+from fshard.compiler.lowered import Options, loaded
+from fshard.compiler.program import Program
+from fshard.compiler.signature import flatten
 
 TX = optim.adamw(1e-3)
 CALL = re.compile(r"(?:(\w+) = )?torch\.ops\.fshard\.(\w+)\.default\((.*)\)")
@@ -188,6 +192,19 @@ def test_each_step_starts_the_same_kernels(jitted: Run) -> None:
     later = [[word for word in log if word not in ("given", "back")] for log in words]  # of torch's allocator
     assert later[0] == later[1] == later[2]
     assert not {"malloc", "sync"} & {*later[0]}
+
+
+def test_what_is_loaded_starts_the_same_kernels(begun: Any, jitted: Run) -> None:
+    """A program is made of texts; Triton's kernels are compiled again, or come from its cache."""
+    state, step = begun(), fshard.jit(fshard.train_step(loss, TX, reduction="fast"), donate=True, bucket=0)
+    lowered = step.lower(state, batch(0))
+    made = lowered.program()
+    leaves, _ = flatten((state, batch(0)), {})
+    same = Program(json.loads(json.dumps(made.head)), made.parts)
+    again = loaded(same, leaves, lowered.signature, [], Options(donate=True))
+    logs = ran(again, state, "loaded").logs
+    words = [[line.split()[0] for line in run[-1]] for run in (jitted.logs, logs)]
+    assert [word for word in words[0] if word != "given"] == [word for word in words[1] if word != "given"]
 
 
 def test_number_of_kernels(jitted: Run) -> None:
