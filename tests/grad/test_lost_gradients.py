@@ -176,6 +176,15 @@ def test_functions_that_run_a_backward_of_their_own(strategy: str) -> None:
         simulated(gradient, _twice, STRATEGIES[strategy] | {"policy": "reduce=f64"}, shard=1)
 
 
+def test_all_gradients_of_a_unit_come_twice_on_one_device() -> None:
+    """The second ones would be written over the first."""
+    whole = {**parameters(), "blocks": parameters()["blocks"][:1]}
+    sharded = fshard.shard_params(whole, fshard.make_plan(whole, units=["blocks.*"]))
+    found, expected = (fshard.value_and_grad(f)(sharded, torch.tensor([1, 2])) for f in (_twice, _twice_plainly))
+    for a, b in zip(fshard.tree.leaves(found), fshard.tree.leaves(expected), strict=True):
+        torch.testing.assert_close(a, b)
+
+
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_a_backward_inside_a_loss_is_an_error(strategy: str) -> None:
     """A backward inside a loss is an error: without it gradients of a value not returned would be added to those of

@@ -11,7 +11,7 @@ from support.worlds import simulated
 from torch import Tensor
 
 import fshard
-from fshard import optim, tree
+from fshard import AbstractMesh, optim, tree
 from fshard.reduction import Sums
 
 
@@ -152,3 +152,49 @@ def test_gradients_are_in_memory_once(kilobytes: int) -> None:
     with live:
         fshard.value_and_grad(loss)(sharded, x)
     assert live.peak <= (8 << 20) + (3 << 19), live.peak / (1 << 20)
+
+
+def test_a_subtree_is_read_beside_the_parameters() -> None:
+    """Rows of a subtree begin with its first unit: by the plan of fewer units they would be read at other places."""
+    whole, x = parameters(), rand(4, 5, seed=3)
+    sharded = fshard.shard_params(whole, fshard.make_plan(whole, units=["layers.*"], frozen="**.scale"))
+
+    def loss(p: Any, layers: Any, x: Tensor) -> Tensor:
+        return in_order({**p, "layers": layers}, x).total
+
+    found = fshard.evaluate(loss)(sharded, sharded["layers"], x)
+    assert same_bits(found, in_order(whole, x).total)
+
+
+@pytest.mark.parametrize("policy", [None, "compute=f32"])
+def test_a_layer_whose_order_was_changed_keeps_it(policy: str | None) -> None:
+    """A container that a loss has changed is what it reads again, also when another unit was read meanwhile."""
+    whole, orders = parameters(), list[list[str]]()
+    sharded = fshard.shard_params(whole, fshard.make_plan(whole, units=["layers.*"], policy=policy))
+
+    def loss(p: Any) -> Tensor:
+        p["layers"][0]["w"] = p["layers"][0].pop("w")
+        total = p["layers"][1]["w"].sum()
+        orders.append([*p["layers"][0]])
+        return total
+
+    fshard.evaluate(loss)(sharded)
+    assert orders == [["b", "scale", "w"]]
+
+
+def test_print_says_which_bucket_would_send_fewer_messages() -> None:
+    """Of small units each costs its message: a user who does not know of `bucket=` would not look for it."""
+    layers = [{"w": torch.zeros(64, 64), "b": torch.zeros(64)} for _ in range(100)]
+    whole = {"embed": torch.zeros(1 << 20), "layers": layers}
+    two, line = AbstractMesh(shard=2), "100 units of 16.2 KiB: bucket=1 << 20 would send 2 in place of 100 messages."
+    assert line in str(fshard.make_plan(whole, two, units=["layers.*"])).splitlines()
+    joined = fshard.make_plan(whole, two, units=["layers.*"], bucket=1 << 20)
+    assert len(joined.units) == 3  # as the line says, and the embedding
+    larger = {"layers": [torch.zeros(1 << 17) for _ in range(20)]}  # 512 KiB each, of which two are a bucket
+    few = {"layers": layers[:8]}  # one message would be seven fewer
+    assert "20 units of 512 KiB: bucket=1 << 20 would send 10 in" in str(
+        fshard.make_plan(larger, two, units="layers.*")
+    )
+    none = [joined, fshard.make_plan(whole, units=["layers.*"]), fshard.make_plan(few, two, units=["layers.*"])]
+    none += [fshard.make_plan(whole, AbstractMesh(shard=1), units=["layers.*"]), fshard.make_plan(whole, two)]
+    assert not any("bucket=" in str(plan) for plan in none)
