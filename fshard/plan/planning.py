@@ -137,12 +137,15 @@ def make_plan(
         prefetch=prefetch,
         mesh=connected(mesh),
     ).join(bucket)
-    # so that an all-reduce over any axis divides evenly, too
-    multiples = [step * num_ranks(mesh) for step in steps.values()]
-    padded = (replace(unit, lengths=tuple(map(_rounded_up, unit.lengths, multiples))) for unit in plan.units)
-    plan = replace(plan, units=tuple(padded))
+    plan = _padded(plan, [step * num_ranks(mesh) for step in steps.values()])
     consensus.check_same(plan.mesh, plan.describe(), "the plan")
     return plan
+
+
+def _padded(plan: Plan, multiples: Sequence[int]) -> Plan:
+    """The plan with lengths that are multiples, by kind: of all ranks, so that an all-reduce over any axis is even."""
+    padded = (replace(unit, lengths=tuple(map(_rounded_up, unit.lengths, multiples))) for unit in plan.units)
+    return replace(plan, units=tuple(padded))
 
 
 def _check_arguments(

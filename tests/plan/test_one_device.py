@@ -174,12 +174,13 @@ def test_a_layer_whose_order_was_changed_keeps_it(policy: str | None) -> None:
 
     def loss(p: Any) -> Tensor:
         p["layers"][0]["w"] = p["layers"][0].pop("w")
-        total = p["layers"][1]["w"].sum()
-        orders.append([*p["layers"][0]])
+        p["layers"][1]["factor"] = p["layers"][1].pop("scale")  # the last one
+        total = p["layers"][2]["w"].sum()
+        orders.extend([[*p["layers"][0]], [*p["layers"][1]]])
         return total
 
     fshard.evaluate(loss)(sharded)
-    assert orders == [["b", "scale", "w"]]
+    assert orders == [["b", "scale", "w"], ["w", "b", "factor"]]
 
 
 def test_print_says_which_bucket_would_send_fewer_messages() -> None:
