@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import compress, pairwise
-from operator import eq, not_
+from operator import not_
 
 import torch
 from torch import Tensor
@@ -37,8 +37,12 @@ class Places:
         self.numel, self.starts = numel, list(starts)
         ends = [start + math.prod(shape) for start, shape in zip(starts, shapes, strict=True)]
         edges = [0, *(edge for pair in zip(starts, ends, strict=True) for edge in pair), numel]
-        self._sizes = [end - start for start, end in pairwise(edges)]  # of gap and part in turn, a gap first and last
-        self._gaps = [number for number in range(0, len(self._sizes), 2) if self._sizes[number]]
+        sizes = [end - start for start, end in pairwise(edges)]  # of gap and part in turn, a gap first and last
+        there = [
+            number for number, size in enumerate(sizes) if number % 2 or size
+        ]  # all parts, and gaps of some elements
+        self._sizes = [sizes[number] for number in there]
+        self._parts, self._gaps = ([i for i, n in enumerate(there) if n % 2 == is_part] for is_part in (1, 0))
         # a piece has the shape of a vector already
         self._shapes = [(number, shape) for number, shape in enumerate(shapes) if len(shape) != 1]
 
@@ -48,7 +52,7 @@ class Places:
         return self._shaped(flat.split_with_sizes(self._sizes))
 
     def _shaped(self, pieces: Sequence[Tensor]) -> list[Tensor]:
-        parts = list(pieces[1::2])
+        parts = [pieces[number] for number in self._parts]
         for number, shape in self._shapes:
             parts[number] = parts[number].view(shape)
         return parts
@@ -59,12 +63,15 @@ class Places:
         if is_tracing():
             torch.ops.fshard.put(flat, parts, self.starts, add)
             return
+        if not (add or self._gaps) and flat.device.type == "cpu" and all(map(Tensor.is_contiguous, parts)):
+            # takes half as long as a view of `flat` for each part, and copies to those
+            torch.cat([part if part.dim() == 1 else part.view(-1) for part in parts], out=flat)
+            return
         pieces = flat.split_with_sizes(self._sizes)
         into = self._shaped(pieces)  # views of `flat`, each of its part's shape
-        # for one pair of unlike strides torch would start a kernel for each pair of the list
-        fits = [*map(eq, map(Tensor.stride, into), map(Tensor.stride, parts))]
-        if self.numel > most:  # a foreach kernel may index the elements of a tensor with int32
-            fits = [False] * len(fits)
+        # for one pair of unlike strides torch would start a kernel for each pair of the list, and a foreach kernel may
+        # index the elements of a tensor with int32
+        fits = [self.numel <= most and x.stride() == y.stride() for x, y in zip(into, parts, strict=True)]
         if not all(fits):
             for to, part in compress(zip(into, parts, strict=True), map(not_, fits)):
                 to.add_(part) if add else to.copy_(part)

@@ -32,16 +32,12 @@ class Branch:
         """Return the children of the container that this object represents."""
 
     @abstractmethod
-    def _child(self, spec: Spec, first: int) -> Tree:
-        """Create the child of structure `spec`, whose first leaf is number `first` among this container's leaves."""
+    def _pick(self, index: int) -> Tree:
+        """Create the child at a position."""
 
     @abstractmethod
     def gathered(self) -> Tree:
         """Return the plain tree that this container represents, with all children created."""
-
-    def _pick(self, index: int) -> Tree:
-        """Create the child at a position."""
-        return self._child(*self._container().children[index])
 
     def __getitem__(self, key: Any) -> Tree:  # a key of any dict, or an index or slice: no type has both
         container = self._container()

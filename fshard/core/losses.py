@@ -5,6 +5,7 @@ from __future__ import annotations
 import zlib
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -179,7 +180,7 @@ class Outcome:
         """The sum of all ranks' counts."""
         return self.sums()[1] if self.weight is None else self.weight
 
-    @property
+    @cached_property
     def divisor(self) -> Tensor:
         """What the total is divided by: the count, NaN if that is 0, so that the loss is NaN; 1 for a Sum."""
         return torch.ones_like(self.count) if self.kind is Sum else torch.where(self.count == 0, torch.nan, self.count)

@@ -78,7 +78,7 @@ def unflatten(spec: Spec, leaves: Sequence[Tree]) -> Tree:
     >>> tree.unflatten(tree.flatten({"b": 1, "a": [2, 3]})[1], [4, 5, 6])
     {'b': 4, 'a': [5, 6]}
     """
-    return optree.tree_unflatten(spec, leaves)
+    return spec.unflatten(leaves)
 
 
 def leaves(tree: Tree) -> list[Tree]:
@@ -114,6 +114,8 @@ def map(fn: Callable[..., Tree], tree: Tree, *rest: Tree) -> Tree:
 
 def consists_of(tree: Tree, spec: Spec, leaves: Sequence[Tree]) -> bool:
     """Return whether a tree has this structure, in the order of use, and these very leaves."""
+    if type(tree) is dict is spec.type and spec.num_nodes == len(leaves) + 1:  # of leaves alone, as layers often are
+        return [*tree] == spec.entries() and all(builtins.map(operator.is_, tree.values(), leaves))
     now, form = optree.tree_flatten(tree, namespace=_NAMESPACE)
     return len(now) == len(leaves) and all(builtins.map(operator.is_, now, leaves)) and form == spec
 

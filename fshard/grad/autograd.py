@@ -74,7 +74,7 @@ class Anchor(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         # without leaves not of `before`, which in a graph may be a tensor of no graph
         last = leaves[0].new_empty(()) if leaves else torch.empty((), dtype=torch.float32, device=before.device)
-        return (*[leaf.view_as(leaf) for leaf in leaves], last)
+        return (*leaves, last)
 
     @staticmethod
     def backward(ctx: Ctx, *grads: Tensor | None) -> tuple[None, ...]:

@@ -33,7 +33,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NamedTuple
 
@@ -312,6 +312,11 @@ class Gradients:
     later: Axes = ()  # the axes that this backward does not reduce over
     take: Take | None = None  # is handed each sum in `reduced` (Note [Updates in a backward])
 
+    def by_plan(self, plan: Plan) -> Gradients:
+        """The same rows, by a plan with other units."""
+        later = [x and (lambda x=x: x().by_plan(plan)) for x in (self.reduced, self.local)]
+        return replace(self, reduced=later[0], local=later[1])
+
     @cached_property
     def _reducer(self) -> Reducer:
         assert self.reduced is not None
@@ -329,21 +334,32 @@ class Gradients:
         parts, rows = self._local
         return parts[unit, kind].of(rows)
 
-    def filled(self, unit: int, part: Part, grads: Sequence[Tensor | None]) -> Tensor:
-        """The flat buffer (n,) with the gradients of the leaves of a part; zeros for leaves that have none."""
+    def filled(self, unit: int, part: Part, grads: Sequence[Tensor | None], again: bool) -> Tensor:
+        """The flat buffer (n,) with the gradients of the leaves of a part; zeros for leaves that have none.
+
+        `again` says that it has some already, to which these are added.
+        """
         flat = self.buffer(unit, part.kind)
         # embedding(sparse=True) gives a sparse gradient
         dense = [g if g.layout is torch.strided else g.to_dense() for g in grads if g is not None]
         if len(dense) == len(grads):
-            part.places.put(flat, dense, self.add)
+            part.places.put(flat, dense, self.add or again)
         else:
             starts = [start for start, grad in zip(part.places.starts, grads, strict=True) if grad is not None]
-            put(flat, dense, starts, self.add)
+            put(flat, dense, starts, self.add or again)
         return flat
 
     def emit(self, unit: int, kind: int, flat: Tensor) -> Pending | None:
         """Start the reduction of a filled buffer; None if gradients stay local."""
         return None if self.reduced is None else self._reducer.start(unit, kind, flat)
+
+
+def as_read(params: Sharded, into: Gradients | None) -> tuple[Sharded, Gradients | None, bool]:
+    """The same rows by `Plan.as_read`, and whether there is one, and nobody is handed what becomes of each unit."""
+    plan, whole = params.plan.as_read, params.view.units == (0, len(params.plan.units))
+    if plan is None or not whole or is_tracing() or (into and (into.take or not only_reads(into.by))):
+        return params, into, False
+    return params.by_plan(plan), into and into.by_plan(plan), True
 
 
 class Reductions:

@@ -70,9 +70,8 @@ class Tape:
         gathered: Gathered | None = None,
         chain: Chain | None = None,
     ):
-        self._params = params
-        self.plan = params.plan
-        self._into = into
+        params, into, self._adds = gradients.as_read(params, into)  # and whether gradients that come twice are added
+        self._params, self.plan, self._into = params, params.plan, into
         self.root = autograd.root()
         self._schedule = schedule(params.view)
         self._units = {n: Unit(entry, stays=n == self.plan.root) for n, entry in self._schedule.entries.items()}
@@ -105,22 +104,21 @@ class Tape:
 
     def view(self) -> Tree:
         """The parameters as the loss sees them."""
-        return self.enter(self._params.view.spec, self._params.view.first)
+        return self.enter(self._params.view.spec, self._params.view.first)[0]
 
-    def enter(self, spec: tree.Spec, first: int) -> Tree:
-        """A leaf, or a subtree of one unit, gathered; of a subtree of several units a lazy container."""
+    def enter(self, spec: tree.Spec, first: int) -> tuple[Tree, Leaves]:
+        """A leaf, or a subtree of one unit, gathered, and its leaves; of one of several units a lazy container."""
         reads = self._schedule.reads(first, spec.num_leaves)
         if reads.is_shared:
-            return lazy(self, spec, first)
-        if not func_levels.inside():
-            return tree.unflatten(spec, self._read(reads))
-        with func_levels.aside():  # Note [Gathers inside transforms] in `func_levels`
-            leaves = self._read(reads)
-        return tree.unflatten(spec, leaves)
+            return lazy(self, spec, first), ()
+        if func_levels.inside():
+            with func_levels.aside():  # Note [Gathers inside transforms] in `func_levels`
+                return self.enter(spec, first)
+        return tree.unflatten(spec, leaves := self._read(reads)), leaves
 
     def _read(self, reads: Reads) -> Leaves:
-        if reads.unit is not None:
-            return self.touch(reads.unit)
+        if reads.run is not None:
+            return self.touch(reads.run[0])[reads.run[1]]
         touched = {unit: self.touch(unit) for unit in dict.fromkeys(unit for unit, _ in reads.leaves)}
         return [touched[unit][number] for unit, number in reads.leaves]
 
@@ -402,22 +400,22 @@ class Tape:
         """Put a unit's gradients into flat buffers and start their reduction."""
         into = self._into
         assert into is not None
-        unit.check("reduce")
+        if not (again := self._adds and unit.gradients == "summing"):
+            unit.check("reduce")
         if self.chain.is_linked:
             self.chain.passes(unit)
         if unit in self._late:
             return unit.add(grads)
         grads = unit.total(grads)
         unit.gradients, unit.is_complete = "summing", all(grad is not None for grad in grads)
-        if not self._reached:
-            self._reached = any(grad is not None for grad in grads)
+        self._reached = self._reached or any(grad is not None for grad in grads)
         if not unit.saved:
             unit.drop_kept()
             unit.let_go()  # of a checkpoint that ran again
         self._reductions.make_room(unit.number)
         self._reductions.join()  # what the sums before have read is free for the next buffer
         for part, begin, end in unit.entry.reduced:
-            flat = into.filled(unit.number, part, grads[begin:end])  # (n,)
+            flat = into.filled(unit.number, part, grads[begin:end], again)  # (n,)
             if pending := into.emit(unit.number, part.kind, flat):
                 self._add(pending, unit, part.kind)
         self._reductions.move_on(unit.number - 1)

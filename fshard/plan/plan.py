@@ -22,7 +22,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from itertools import accumulate
-from operator import mul
+from operator import add, mul
 
 import torch
 from torch import Tensor
@@ -43,9 +43,12 @@ from .ahead import Ahead
 from .offload import Crossings, crossings
 from .owners import Holders, Picture, Row, Share, picture, span
 from .precision import Policy, Precision
+from .tables import size
 from .units import ENDS, ROOT
 
 _ALIGN = 16  # bytes
+_BUCKET = 1 << 20  # bytes of units that cost their number, and not their size
+_MANY = 8  # messages that are worth a word
 
 Shares = Mapping[str, tuple[Axes, Sequence[int]]]
 
@@ -116,6 +119,17 @@ class Unit:
         """The argument of `make_plan`, as text."""
         return ", ".join(self.kept) if self.kept else str(self.kept is None)
 
+    @property
+    def is_single(self) -> bool:
+        """Whether it is one subtree, as it was selected."""
+        return self.name not in (ROOT, *ENDS) and not self.joined
+
+
+def _joined(units: Sequence[Unit]) -> Unit:
+    """Neighbours as one unit."""
+    names, lengths = tuple(unit.name for unit in units), tuple(map(sum, zip(*(x.lengths for x in units), strict=True)))
+    return Unit(f"{names[0]} to {names[-1]}", lengths, units[0].kept, names) if len(units) > 1 else units[0]
+
 
 @tree.constant
 @dataclass(frozen=True, kw_only=True)
@@ -180,6 +194,35 @@ class Plan:
             )
         return replace(self, mesh=connected(mesh))
 
+    def join(self, bucket: int) -> Plan:
+        """Return this plan with neighbouring units as one, while they have together at most so many bytes.
+
+        The root, the ends and units of several subtrees stay as they are, and so do units that keep something else in
+        memory.
+        """
+        groups, begins, filled = list[list[Unit]](), list[tuple[int, Sequence[int]]](), 0
+        for unit, nbytes in zip(self.units, self.ahead.sizes, strict=True):
+            before = groups[-1][-1] if groups else unit
+            fits = before.is_single and unit.is_single and before.kept == unit.kept and filled + nbytes <= bucket
+            if not (groups and fits):
+                groups.append([])
+                filled, lengths = 0, [0] * len(self.kinds)
+            begins.append((len(groups) - 1, lengths))
+            groups[-1].append(unit)
+            filled, lengths = filled + nbytes, [*map(add, lengths, unit.lengths)]
+        places = ((slot, *begins[slot.unit]) for slot in self.slots)
+        slots = tuple(replace(slot, unit=unit, start=slot.start + begin[slot.kind]) for slot, unit, begin in places)
+        claims = tuple(begins[unit][0] for unit in self.claims)
+        return replace(self, units=tuple(map(_joined, groups)), slots=slots, claims=claims)
+
+    @cached_property
+    def as_read(self) -> Plan | None:
+        """The plan by which an eager loss reads, of fewer units in the same rows; None if anything is sent or cast."""
+        if self.gather or self.param_wire or self.grad_wire or self.num_parts(self.rest(())) > 1:
+            return None
+        casts = any(kind.host or len({*vars(kind.precision).values()}) > 1 for kind in self.kinds)
+        return None if casts else self.join(_BUCKET)
+
     def live_mesh(self) -> AnyMesh:
         """Return the mesh. ValueError for an unpickled plan, which has none."""
         if self.mesh is None and self.axes:
@@ -228,27 +271,19 @@ class Plan:
 
     def container(self, spec: tree.Spec, first: int) -> Container:
         """The children of the container of structure `spec` whose first leaf has the number `first`."""
-        if torch.compiler.is_compiling():  # a graph must not change what belongs to a plan
-            return Container(spec)
         # of containers with one first leaf each lies inside another, which has more nodes
-        known, key = self.derived.containers, (first, spec.num_nodes)
+        known, key = self._known.containers, (first, spec.num_nodes)
         if key not in known:
             known[key] = Container(spec)
         return known[key]
 
     def units_of(self, first: int, num_leaves: int) -> tuple[int, int]:
         """The first unit of some consecutive leaves, and one past the last."""
-        if torch.compiler.is_compiling():
-            return self._units_of(first, num_leaves)
-        known, key = self.derived.units, (first, num_leaves)
-        if key not in known:
-            known[key] = self._units_of(first, num_leaves)
+        known, key = self._known.units, (first, num_leaves)
+        if key not in known:  # tied leaves may be in units far from the others
+            units = [self.slots[n].unit for n in self.leaves[first : first + num_leaves]]
+            known[key] = min(units), max(units) + 1
         return known[key]
-
-    def _units_of(self, first: int, num_leaves: int) -> tuple[int, int]:
-        # tied leaves may be in units far from the others
-        units = [self.slots[n].unit for n in self.leaves[first : first + num_leaves]]
-        return min(units), max(units) + 1
 
     @cached_property
     def places(self) -> dict[tuple[int, int], list[Slot]]:
@@ -262,6 +297,11 @@ class Plan:
     def derived(self) -> Derived:
         """Memoized results computed from this plan, which are freed with the plan."""
         return Derived()
+
+    @property
+    def _known(self) -> Derived:
+        # a graph must not change what belongs to a plan
+        return Derived() if torch.compiler.is_compiling() else self.derived
 
     @cached_property
     def ahead(self) -> Ahead:
@@ -363,6 +403,16 @@ class Plan:
             },
         )
 
+    def _advice(self) -> list[str]:
+        """What `bucket=` would save, if that is many messages: of a small one the start costs more than the bytes."""
+        joined = [unit for unit in self.join(_BUCKET).units if unit not in self.units]
+        names = {name for unit in joined for name in unit.joined}
+        small = [nbytes for unit, nbytes in zip(self.units, self.ahead.sizes, strict=True) if unit.name in names]
+        if self.num_parts(self.rest(())) == 1 or len(small) - len(joined) < _MANY:
+            return []
+        units = f"{len(small)} units of {size(sum(small) // len(small))}"
+        return [f"{units}: bucket=1 << 20 would send {len(joined)} in place of {len(small)} messages."]
+
     def picture(self, *above: str) -> Picture:
         """Return who holds what of each unit, below some lines: what `print` and `fshard.show` show."""
         trained = [kind.dtype.itemsize * kind.trainable for kind in self.kinds]
@@ -380,7 +430,7 @@ class Plan:
         head = f"Plan on {dict(self.axes) or 'one device'}: leaves {len(self.slots):,}, elements {numel:,}"
         said = {name: f"over {axes}" if axes else "whole on every rank" for name, axes in over.items()}
         note = "Bytes of a line's units, and of a rank; state: of one tensor (AdamW has two)."
-        title = [*above, head, *textwrap.wrap(" ".join(words), 80), note]
+        title = [*above, head, *textwrap.wrap(" ".join(words), 80), *self._advice(), note]
         return picture(title, said, self.rows(shares, range(len(self.units))))
 
     def __str__(self) -> str:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ..comm import consensus
-from ..comm.mesh import AnyMesh, Axes, axis_sizes, num_ranks
+from ..comm.mesh import AnyMesh, axis_sizes, num_ranks
 from ..comm.reduction import Gather
 from ..comm.wire import Wire
 from ..core import tree
@@ -21,7 +21,7 @@ from .leaves import check_tensors, first_places, is_differentiable, join_frozen
 from .partitions import Regather, kept_over, partitions
 from .plan import Kind, Plan, Slot, Unit, check_plain
 from .precision import Policy, Precision, policy_of, precisions
-from .units import Units, Where, claim_leaves, claim_policies, claim_units, join_units
+from .units import Units, Where, claim_leaves, claim_policies, claim_units
 
 
 def make_plan(
@@ -117,14 +117,13 @@ def make_plan(
     kept = kept_over(names, regather, sizes, over["params_over"])
     kind_of = _kinds(params, origins, {"whole": whole, "frozen": frozen, "offload": offload}, policy)
     steps = {kind: math.lcm(kind.aligned, block) for kind in dict.fromkeys(kind_of.values())}
-    joined, claims = _join(names, kept, claims, flat, kind_of, steps, bucket)
-    slots, lengths = _place(flat, paths, kind_of, steps, claims, len(joined), num_ranks(mesh))
+    slots, lengths = _place(flat, paths, kind_of, steps, claims, len(names))
     plan = Plan(
         spec=spec,
         leaves=tuple(slot_of[i] for i in origins),
         claims=tuple(claims),
         slots=slots,
-        units=tuple(replace(unit, lengths=tuple(row)) for unit, row in zip(joined, lengths, strict=True)),
+        units=tuple(map(Unit, names, lengths, kept, names.values())),
         kinds=tuple(steps),
         axes=tuple(sizes.items()),
         **over,
@@ -137,32 +136,16 @@ def make_plan(
         gather=gather,
         prefetch=prefetch,
         mesh=connected(mesh),
-    )
+    ).join(bucket)
+    plan = _padded(plan, [step * num_ranks(mesh) for step in steps.values()])
     consensus.check_same(plan.mesh, plan.describe(), "the plan")
     return plan
 
 
-def _join(
-    parts: Mapping[str, tuple[str, ...]],
-    kept: Sequence[Axes | None],
-    claims: Sequence[int],
-    flat: Sequence[Tensor],
-    kind_of: Mapping[int, Kind],
-    steps: Mapping[Kind, int],
-    bucket: int,
-) -> tuple[list[Unit], list[int]]:
-    """Return the units without their lengths, small ones joined; and the number of every leaf's unit."""
-    names, sizes = [*parts], [0] * len(parts)
-    for i, kind in kind_of.items():
-        sizes[claims[i]] += _rounded_up(flat[i].numel(), steps[kind]) * kind.precision.compute.itemsize
-    groups = join_units(parts, kept, sizes, bucket)
-    units, number_of = list[Unit](), dict[int, int]()
-    for first, *others in groups:
-        name = f"{names[first]} to {names[others[-1]]}" if others else names[first]
-        number_of |= dict.fromkeys((first, *others), len(units))
-        joined = tuple(names[unit] for unit in (first, *others)) if others else parts[name]
-        units.append(Unit(name, (), kept[first], joined))
-    return units, [number_of[unit] for unit in claims]
+def _padded(plan: Plan, multiples: Sequence[int]) -> Plan:
+    """The plan with lengths that are multiples, by kind: of all ranks, so that an all-reduce over any axis is even."""
+    padded = (replace(unit, lengths=tuple(map(_rounded_up, unit.lengths, multiples))) for unit in plan.units)
+    return replace(plan, units=tuple(padded))
 
 
 def _check_arguments(
@@ -208,12 +191,10 @@ def _place(
     steps: Mapping[Kind, int],
     claims: Sequence[int],
     num_units: int,
-    mesh_size: int,
-) -> tuple[tuple[Slot, ...], list[list[int]]]:
-    """Return the slot of each leaf, and the padded length of every unit and kind.
+) -> tuple[tuple[Slot, ...], list[tuple[int, ...]]]:
+    """Return the slot of each leaf, and the length of every unit and kind.
 
-    Leaves start at multiples of the `steps` of their kinds; lengths are multiples of that times the number of ranks of
-    the whole mesh, so that an all-reduce over any axis divides evenly, too.
+    Leaves start at multiples of the `steps` of their kinds, and lengths are such multiples.
     """
     lengths, slots = [[0] * len(steps) for _ in range(num_units)], []
     number_of = {kind: k for k, kind in enumerate(steps)}
@@ -221,8 +202,7 @@ def _place(
         unit, k = claims[i], number_of[kind]
         slots.append(Slot(paths[i], tuple(flat[i].shape), k, unit, lengths[unit][k]))
         lengths[unit][k] += _rounded_up(flat[i].numel(), steps[kind])
-    multiples = [step * mesh_size for step in steps.values()]
-    return tuple(slots), [[_rounded_up(n, step) for n, step in zip(row, multiples, strict=True)] for row in lengths]
+    return tuple(slots), [tuple(row) for row in lengths]
 
 
 def _rounded_up(number: int, step: int) -> int:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import chain
 from typing import Any
 
@@ -206,30 +206,6 @@ def _fill_units(flat: Sequence[Tensor], origins: Sequence[int], size: int) -> li
         filled += leaf.numel() if origins[i] == i else 0  # a tied leaf is stored with its first occurrence
         owner.append(f"part.{number}")
     return owner
-
-
-def join_units(
-    names: Mapping[str, Sequence[str]], kept: Sequence[object], sizes: Sequence[int], bucket: int
-) -> list[list[int]]:
-    """Return the numbers of the units that are joined into each unit: neighbours of at most `bucket` bytes together.
-
-    The root, the ends and units of several subtrees stay as they are, and so do units that keep something else in
-    memory (`kept`).
-
-    >>> join_units(dict.fromkeys(["(first)", "a", "b", "c", "d"], ()), [None] * 5, [1, 2, 3, 2, 9], 5)
-    [[0], [1, 2], [3], [4]]
-    """
-    groups, filled = list[list[int]](), 0
-    stays = [name in (ROOT, *ENDS) or bool(parts) for name, parts in names.items()]
-    for number, size in enumerate(sizes):
-        before = number - 1
-        alone = any(stays[max(0, before) : number + 1])
-        if not groups or alone or kept[number] != kept[before] or filled + size > bucket:
-            groups.append([])
-            filled = 0
-        groups[-1].append(number)
-        filled += size
-    return groups
 
 
 def select_units(units: Sequence[Sequence[str]], patterns: Sequence[str], what: str) -> list[int]:

@@ -53,8 +53,8 @@ class Gathers(Protocol):
     def plan(self) -> Plan:
         """The plan of the parameters."""
 
-    def enter(self, spec: tree.Spec, first: int) -> Tree:
-        """Return the subtree of this structure whose first leaf has the number `first`."""
+    def enter(self, spec: tree.Spec, first: int) -> tuple[Tree, Sequence[Tree]]:
+        """Return the subtree of this structure whose first leaf has the number `first`; a plain one with its leaves."""
 
     @property
     def shown(self) -> Shown | None:
@@ -77,7 +77,7 @@ class _Read(NamedTuple):
     position: int
     spec: tree.Spec
     container: Tree
-    leaves: list[Tree]
+    leaves: Sequence[Tree]
 
 
 class Shown:
@@ -91,10 +91,9 @@ class Shown:
         self._read: dict[tuple[int, int], _Read] = {}  # by the identity of `inside`, and the position
         self.lingers = False  # whether containers of units that were let go may be here
 
-    def at(self, inside: dict[int, Tree], index: int, spec: tree.Spec, read: Tree) -> Tree:
+    def at(self, new: _Read) -> Tree:
         """The container that was read at this place before, else this one."""
-        new = _Read(inside, index, spec, read, spec.flatten_up_to(read))
-        return self._read.setdefault((id(inside), index), new).container
+        return self._read.setdefault((id(new.inside), new.position), new).container
 
     def let_go(self) -> None:
         """Forget the containers, but for those that were changed, and those that the program has."""
@@ -170,7 +169,7 @@ class Lazy(Branch, tree.StandIn):
         self._tape, self._held = tape, held
         self._spec, self._first = spec, first
         self._inside: dict[int, Tree] = {}  # the lazy children that were read and the changed ones, by position
-        self._listed = tape and tape.plan.container(spec, first)
+        self._listed = None if tape is None else tape.plan.container(spec, first)
 
     @property  # type: ignore[misc]
     def __class__(self) -> type:
@@ -190,23 +189,19 @@ class Lazy(Branch, tree.StandIn):
         assert self._listed  # else `_held` answers
         return self._listed
 
-    def _child(self, spec: tree.Spec, first: int) -> Tree:
-        assert self._tape
-        return self._tape.enter(spec, self._first + first)
-
     def _pick(self, index: int) -> Tree:
-        if self._tape is None:  # since a loop over this list began
+        if self._tape is None or self._listed is None:  # since a loop over this list began
             return self._held[index]
         if index in self._inside:
             return self._inside[index]
-        spec, first = self._container().children[index]
-        child = self._child(spec, first)
+        spec, first = self._listed.children[index]
+        child, leaves = self._tape.enter(spec, self._first + first)
         if index in self._inside:  # to gather it, its unit was let go, in which it was changed
             return self._inside[index]
         if isinstance(child, Lazy):  # a change of it is a change of this one
             self._inside[index] = child
         elif (shown := self._tape.shown) and not isinstance(child, Tensor):
-            child = shown.at(self._inside, index, spec, child)
+            child = shown.at(_Read(self._inside, index, spec, child, leaves))
         return child
 
     def filled(self) -> Tree:
@@ -263,8 +258,11 @@ class Lazy(Branch, tree.StandIn):
         """As of a dict or a list: the container itself."""
         return copy.copy(self.filled())
 
+    def __len__(self) -> int:  # of a list, for each child
+        return len(self._listed.children if self._tape is not None and self._listed is not None else self._held)
+
     __copy__ = copy
-    __getitem__, __len__, __iter__, __contains__ = map(_reading, ("__getitem__", "__len__", "__iter__", "__contains__"))
+    __getitem__, __iter__, __contains__ = map(_reading, ("__getitem__", "__iter__", "__contains__"))
     keys, values, items, get = map(_reading, ("keys", "values", "items", "get"))
     __eq__, __or__, __add__, __mul__ = map(_operator, (operator.eq, operator.or_, operator.add, operator.mul))
     __ior__, __iadd__, __imul__ = map(_in_place, (operator.ior, operator.iadd, operator.imul))

@@ -142,7 +142,7 @@ class Reads(NamedTuple):
 
     is_shared: bool  # units claim parts of the subtree
     leaves: tuple[tuple[int, int], ...]
-    unit: int | None  # if the leaves are all those of one unit, in the unit's order
+    run: tuple[int, slice] | None  # if the leaves follow on each other in one unit: the unit, and which they are there
 
 
 class Schedule:
@@ -185,9 +185,10 @@ class Schedule:
         if known is None:
             is_shared = len(set(self._claims[first : first + num])) > 1
             leaves = () if is_shared else tuple(map(self.leaf, range(first, first + num)))
-            unit = leaves[0][0] if leaves else None
-            in_order = unit is not None and leaves == tuple((unit, n) for n in range(len(self.entries[unit].slots)))
-            known = self._reads[first, num] = Reads(is_shared, leaves, unit if in_order else None)
+            unit, begin = leaves[0] if leaves else (None, 0)
+            follow = leaves == tuple((unit, begin + n) for n in range(num))
+            run = (unit, slice(begin, begin + num)) if unit is not None and follow else None
+            known = self._reads[first, num] = Reads(is_shared, leaves, run)
         return known
 
 

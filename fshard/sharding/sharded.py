@@ -108,9 +108,15 @@ class Sharded(Parameters, Branch):
         """
         return Sharded(replace(self.view, plan=with_policy(self.plan, policy)), self.tensors, self._life)
 
+    def by_plan(self, plan: Plan) -> Sharded:
+        """Return the same rows, by a plan with other units."""
+        return Sharded(replace(self.view, plan=plan, units=(0, len(plan.units))), self.tensors, self._life)
+
     def only(self, kinds: Iterable[int]) -> Sharded:
         """Return some of the kinds: the same tensors, given away together with these."""
         keep = tuple(kinds)
+        if keep == self.view.kinds:
+            return self
         rows = dict(zip(self.view.kinds, self.tensors, strict=True))
         return Sharded(replace(self.view, kinds=keep), [rows[k] for k in keep], self._life)
 
@@ -160,7 +166,8 @@ class Sharded(Parameters, Branch):
     def _container(self) -> Container:
         return self.plan.container(self.view.spec, self.view.first)
 
-    def _child(self, spec: tree.Spec, first: int) -> Tree:
+    def _pick(self, index: int) -> Tree:
+        spec, first = self._container().children[index]
         if spec.num_leaves == 0:
             return tree.unflatten(spec, [])
         first += self.view.first

@@ -165,15 +165,24 @@ def _twice_plainly(p: Any, x: torch.Tensor) -> torch.Tensor:
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_functions_that_run_a_backward_of_their_own(strategy: str) -> None:
-    """Gradients of a unit used in one such function, or in two, would be lost, or counted twice. On one rank the second
-    is an error, because nothing tells when the last one has come."""
-    for own, plain in ((_own_backward, _plainly), (_twice, _twice_plainly)):
-        results = (simulated(gradient, f, STRATEGIES[strategy], shard=2) for f in (own, plain))
+    """Gradients of a unit used in one such function, or in two, would be lost, or counted twice. On one rank that casts
+    the second is an error, because nothing tells when the last one has come; where nothing is cast they are added."""
+    for (own, plain), size in itertools.product(((_own_backward, _plainly), (_twice, _twice_plainly)), (1, 2)):
+        results = (simulated(gradient, f, STRATEGIES[strategy], shard=size) for f in (own, plain))
         for found, expected in zip(*results, strict=True):
             for a, b in zip(fshard.tree.leaves(found), fshard.tree.leaves(expected), strict=True):
                 torch.testing.assert_close(a, b)
     with pytest.raises(ValueError, match=r"unit 'blocks.0' was given gradients twice .* use_reentrant=False"):
-        simulated(gradient, _twice, STRATEGIES[strategy], shard=1)
+        simulated(gradient, _twice, STRATEGIES[strategy] | {"policy": "reduce=f64"}, shard=1)
+
+
+def test_all_gradients_of_a_unit_come_twice_on_one_device() -> None:
+    """The second ones would be written over the first."""
+    whole = {**parameters(), "blocks": parameters()["blocks"][:1]}
+    sharded = fshard.shard_params(whole, fshard.make_plan(whole, units=["blocks.*"]))
+    found, expected = (fshard.value_and_grad(f)(sharded, torch.tensor([1, 2])) for f in (_twice, _twice_plainly))
+    for a, b in zip(fshard.tree.leaves(found), fshard.tree.leaves(expected), strict=True):
+        torch.testing.assert_close(a, b)
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
@@ -262,10 +271,10 @@ EARLIER = " of the parameters of an earlier call or micro-batch was used"
 
 # what a loss keeps of the parameters, and what it makes of that later on; torch's words where the graph is gone
 KEPT: dict[str, tuple[Any, Any, str]] = {
-    "a leaf": (lambda p: p["blocks"][1]["w"], lambda kept: kept, "'blocks.1'" + EARLIER),
+    "a leaf": (lambda p: p["blocks"][1]["w"], lambda kept: kept, "'blocks.(1|0 to blocks.2)'" + EARLIER),
     "a leaf of the last unit": (lambda p: p["head"], lambda kept: kept, r"'\(last\)'" + EARLIER),
-    "a view": (lambda p: p["blocks"][1]["w"][0], lambda kept: kept, "'blocks.1'" + EARLIER),
-    "a value": (lambda p: -p["blocks"][1]["w"], lambda kept: kept, "'blocks.1'" + EARLIER),
+    "a view": (lambda p: p["blocks"][1]["w"][0], lambda kept: kept, "'blocks.(1|0 to blocks.2)'" + EARLIER),
+    "a value": (lambda p: -p["blocks"][1]["w"], lambda kept: kept, "'blocks.(1|0 to blocks.2)'" + EARLIER),
     "a value whose graph is gone": (lambda p: p["blocks"][1]["w"].exp(), lambda kept: kept, "a second time"),
 }
 
