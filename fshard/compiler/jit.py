@@ -38,6 +38,11 @@ class Jitted(Generic[P, R]):
         self._reasons: list[str] = []
         self._checked = is_wanted()
 
+    @property
+    def options(self) -> Options:
+        """The options of the passes."""
+        return self._options
+
     def lower(self, *args: P.args, **kwargs: P.kwargs) -> Lowered:
         """Return the graph for these arguments, to inspect or compile. Arguments may be meta or fake tensors."""
         return lower(self._fn, *flatten(args, kwargs), self._options)

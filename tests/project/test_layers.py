@@ -48,10 +48,11 @@ FOLDERS = {
         *("core", "files", "comm", "layout", "plan", "sharding", "grad", "optim"),
         *("zero_optimizer", "train", "compiler"),
     },
+    "planner": {"core", "plan", "sharding", "train", "graph", "compiler"},
     "pictures": {"core", "plan", "sharding", "train", "graph", "compiler"},
     "cli": {
         *("core", "files", "comm", "hosts", "plan", "sharding", "optim", "train", "compiler", "module"),
-        *("checkpoint", "testing"),
+        *("planner", "checkpoint", "testing"),
     },
 }
 
