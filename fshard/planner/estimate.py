@@ -1,4 +1,4 @@
-"""What a step needs before it runs: its peak of memory, what is there then, what a rank sends, and the room it takes."""
+"""What a step needs before it runs: the peak of memory, what is there then, what a rank sends, and room on a GPU."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from ..plan.plan import Plan
 from ..plan.tables import aligned, size
 from ..sharding.sharded import Sharded
 from ..train.step import Step
-from .depth import DEPTHS, Key, Stack, calls, expanded, images, runs, shortened, stack_of, with_plan
+from .depth import DEPTHS, Key, Results, Stack, calls, expanded, images, runs, shortened, stack_of, with_plan
 
 MOST = 10  # tensors of the peak that are listed
 
@@ -75,7 +75,7 @@ class Peak:
 
 @dataclass(frozen=True)
 class Device:
-    """The memory of a GPU that a process takes: what torch allocates and reserves, and what libraries take beside it."""
+    """The memory of a GPU that a process takes: what torch allocates and reserves, and what libraries take."""
 
     allocated: Interval
     workspaces: Interval
@@ -193,9 +193,12 @@ def _of_few(
     try:
         plans = [shortened(plan, stack, depth) for depth in DEPTHS]
         states = [with_plan(given, plan, new) for new in plans]
-        heard = [calls(fn, p, *_loss_args(g)) for p, g in zip([*plans[:2], plan], [*states[:2], given], strict=True)]
-        places = runs(*heard[:2])
-        if places is None or expanded(heard[0], places, stack.depth - DEPTHS[0]) != heard[2]:
+        results: Results = {}
+        few, more, whole = (
+            calls(fn, p, each, results) for p, each in ((plans[0], states[0]), (plans[1], states[1]), (plan, given))
+        )
+        places = runs(few, more)
+        if places is None or expanded(few, places, stack.depth - DEPTHS[0]) != whole:
             return None, f"{name}, but the loss does not compute the same with each"
         readings = [_Reading(_lowered(fn, options, each), stack) for each in states]
     except (TraceError, RuntimeError, TypeError, ValueError, LookupError, AttributeError) as failure:
@@ -215,16 +218,12 @@ def _of_few(
     return figures, f"the graphs of {', '.join(map(str, DEPTHS))} of {name}, from which those of all follow"
 
 
-def _loss_args(given: Sequence[Tree]) -> tuple[Tree, Tree, Sequence[Tree]]:
-    return given[0].extra, given[1], given[2:]
-
-
 class _Uneven(Exception):
     """A figure that is not a linear function of the number of units."""
 
 
 def _at(numbers: Sequence[int], depth: int, what: str) -> int:
-    """The number at this depth of a linear function with these values at DEPTHS; a single value is that of the whole."""
+    """The number at this depth of a linear function with these values at DEPTHS; a single value stands for itself."""
     if len(numbers) == 1:
         return numbers[0]
     slope, rest = divmod(numbers[1] - numbers[0], DEPTHS[1] - DEPTHS[0])
@@ -239,7 +238,7 @@ def _row_at(each: Sequence[Mapping[str, int]], depth: int) -> dict[str, int]:
 
 
 def _at_most(each: Sequence[Mapping[str, int]], depth: int) -> dict[str, int]:
-    """The bytes at this depth; more than there can be of purposes that do not grow evenly, as partial sums of a norm."""
+    """The bytes at this depth; of purposes that do not grow evenly (partial sums of a norm) more than there can be."""
 
     def most(numbers: list[int], name: str) -> int:
         try:
@@ -308,9 +307,9 @@ class _Reading:
         """The name of a unit, or of several together, that has the same place in the stack as others."""
         return "+".join(self._stack.general(name) if self._stack else name for name in unit.split("+"))
 
-    def there(self, i: int) -> dict[tuple[str, ...], tuple[int, int]]:
+    def there(self, i: int) -> dict[tuple[str, str, str, str, str], tuple[int, int]]:
         """The number and bytes of equal tensors in memory at a node, by what `Tensors` has before them."""
-        groups = dict[tuple[str, ...], tuple[int, int]]()
+        groups = dict[tuple[str, str, str, str, str], tuple[int, int]]()
         for span in self.spans:
             if span.first <= i <= span.last and span.nbytes:
                 is_input = span.node.op == "placeholder"
@@ -349,8 +348,8 @@ def _figures(
     memory = [Memory(name, resident.get(name, 0), grown[top].get(name, 0), own[name]) for name in purposes]
     there = [reading.there(i) for reading, i in pairs[top]]
     tensors = [
-        Tensors(*key, *(_at([groups.get(key, (0, 0))[k] for groups in there], depth, "a tensor") for k in (0, 1)))
-        for key in dict.fromkeys(key for groups in there for key in groups)
+        Tensors(*key, *_pair_at([groups.get(key, (0, 0)) for groups in there], depth))
+        for key in dict.fromkeys(chain(*there))
     ]
     largest = sorted(tensors, key=lambda row: -row.bytes)[:MOST]
     (first, i), unit = pairs[top][0], _unit_at([reading.units[i] for reading, i in pairs[top]], depth, stack)
@@ -388,8 +387,8 @@ def _sent_at(readings: Sequence[_Reading], depth: int, stack: Stack | None) -> _
 
 
 def _pair_at(pairs: Sequence[tuple[int, int]], depth: int) -> tuple[int, int]:
-    nbytes, count = (_at([pair[k] for pair in pairs], depth, "what ranks send") for k in (0, 1))
-    return nbytes, count
+    first, second = (_at([pair[k] for pair in pairs], depth, "what ranks send") for k in (0, 1))
+    return first, second
 
 
 def _device(peak: int, num_axes: int) -> Device:
