@@ -247,18 +247,13 @@ PASSES = (
 )
 
 
-def lower(
-    fn: Callable[..., Tree], leaves: Sequence[object], spec: tree.Spec, options: Options, lines: bool = False
-) -> Lowered:
-    """Trace `fn(*args, **kwargs)` for arguments with these leaves and structure, and apply the passes.
-
-    With `lines` nodes know the user's code that they are from, which takes a fifth longer.
-    """
+def lower(fn: Callable[..., Tree], leaves: Sequence[object], spec: tree.Spec, options: Options) -> Lowered:
+    """Trace `fn(*args, **kwargs)` for arguments with these leaves and structure, and apply the passes."""
     arguments = tree.unflatten(spec, leaves)
     key = signature(leaves, spec, on_meshes(arguments))
     captured = [(variable, variable.tensors()) for variable in captures(fn)]
     contents([variable for variable, _ in captured], {})  # of a mesh that is new, which a trace cannot read
-    traced = trace(fn, leaves, spec, [x for _, values in captured for x in values], lines)
+    traced = trace(fn, leaves, spec, [x for _, values in captured for x in values])
     names = [variable.name for variable, values in captured for _ in values]
     _check_unchanged(traced, leaves, names)  # before `donated`, which adds writes to arguments
     variables = _used(traced, captured)

@@ -9,7 +9,6 @@ Note [Traced functions]
 
 from __future__ import annotations
 
-import operator
 import re
 import sys
 import traceback
@@ -17,7 +16,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from contextlib import contextmanager
 from dataclasses import dataclass
 from numbers import Number
-from typing import NamedTuple, ParamSpec, TypeVar
+from typing import ParamSpec, TypeVar
 
 import torch
 from torch import Tensor, fx
@@ -33,7 +32,7 @@ from ..core import tree
 from ..core.arguments import NOT_THE_USER, call_site, check_function, frame_of, line_of
 from ..core.random import draws
 from ..core.storage import address
-from ..core.tracing import Marked, kind_of, mark, node_of
+from ..core.tracing import Marked, kind_of, mark
 from ..core.tree import Tree
 from .captures import captures, generators, state_of
 
@@ -63,13 +62,6 @@ class Trace:
     results: tuple[object, ...]
 
 
-class Origin(NamedTuple):
-    """What called the operator of a node: a line of the user's code ("" for none) in the loss; autograd's backward."""
-
-    line: str
-    is_backward: bool
-
-
 @dataclass(frozen=True)
 class Output:
     """A placeholder for output number `number` of a graph, and the class of the result: a `Marked`, or `Tensor`."""
@@ -88,22 +80,14 @@ def resolved(x: Tensor) -> Tensor:
     return x.resolve_conj().resolve_neg() if x.is_conj() or x.is_neg() else x
 
 
-def trace(
-    fn: Callable[..., Tree],
-    leaves: Sequence[object],
-    spec: tree.Spec,
-    captured: Sequence[Tensor] = (),
-    lines: bool = False,
-) -> Trace:
+def trace(fn: Callable[..., Tree], leaves: Sequence[object], spec: tree.Spec, captured: Sequence[Tensor] = ()) -> Trace:
     """Trace `fn(*args, **kwargs)`, where `tree.flatten((args, kwargs))` gave `leaves` and `spec`.
 
-    `captured` are tensors that `fn` reads from its closures and globals: further inputs of the graph. With `lines`
-    `meta` of a node says which line of the user's code it is from, and whether autograd called it (`Origin`).
+    `captured` are tensors that `fn` reads from its closures and globals: further inputs of the graph.
     Raises TraceError for a function that cannot become a graph.
     """
     out_spec: tree.Spec
     results: list[object] = []
-    caller = call_site() if lines else None
 
     def flat(*inputs: Tensor) -> list[Tensor]:
         """Call `fn` with the fake tensors `inputs`; make_fx, which accepts only tensors, calls this function."""
@@ -116,7 +100,7 @@ def trace(
                 mark(x, type(leaf))
         args, kwargs = tree.unflatten(spec, _merged(leaves, inputs))
         places = {address(x) for x in (*inputs, *more)}
-        with _without_random_state(fake_of, caller), _Captured(fake_of, places), _undrawn(fn, leaves):
+        with _without_random_state(fake_of), _Captured(fake_of, places), _undrawn(fn, leaves):
             out, out_spec = tree.flatten(fn(*args, **kwargs))
         out = [fake_of.get(id(leaf), leaf) for leaf in out]
         _check_same([*inputs, *more], before, [*paths, *("a captured tensor" for _ in more)])
@@ -321,10 +305,9 @@ class _Watch(TorchDispatchMode):
         """Return True, so that a function that is compiled inside the traced one (flex_attention) still compiles."""
         return True
 
-    def __init__(self, fake_of: Mapping[int, Tensor], caller: str | None) -> None:
+    def __init__(self, fake_of: Mapping[int, Tensor]) -> None:
         super().__init__()
         self._fake_of = fake_of
-        self._caller = caller  # where the nodes' origins are noted: the line that the function was traced at
         self._seed = _UNLIKELY
         # A seed that user code is unlikely to set: a call of manual_seed with the old seed is then noticed, too.
         torch.default_generator.manual_seed(_UNLIKELY)
@@ -346,8 +329,6 @@ class _Watch(TorchDispatchMode):
             self._seed += 1  # a state that was saved before this draw has an older seed, and is noticed if it returns
             torch.default_generator.manual_seed(self._seed)
         out = func(*args, **kwargs)
-        if self._caller is not None:
-            _note(out, self._caller)
         if isinstance(out, Tensor) and out.layout is not torch.strided:
             raise TraceError(
                 f"jit: {func} makes a sparse tensor at {call_site()}, and none can be traced: use dense tensors, and "
@@ -370,26 +351,15 @@ _REPEATED = (
 )
 
 
-def _note(out: object, caller: str) -> None:
-    """Note in the nodes of a result where the operator was called; `caller`: where the traced function was."""
-    # Private: torch has no public way to ask whether autograd runs (test_estimate.py notices when it goes).
-    is_backward, line = torch._C._current_autograd_node() is not None, call_site()
-    for x in tree.leaves(out):
-        node = node_of(x) if isinstance(x, Tensor) else None
-        while node is not None and "origin" not in node.meta:
-            node.meta["origin"] = Origin("" if line == caller else line, is_backward)
-            node = node.args[0] if node.target is operator.getitem else None  # type: ignore[assignment]
-
-
 @contextmanager
-def _without_random_state(fake_of: Mapping[int, Tensor], caller: str | None) -> Iterator[None]:
+def _without_random_state(fake_of: Mapping[int, Tensor]) -> Iterator[None]:
     """Raise TraceError if the block seeds torch's generator: a graph would repeat the numbers of the first call.
 
     The state of that generator is restored afterwards.
     """
     saved = torch.default_generator.get_state()
     try:
-        with _Watch(fake_of, caller) as watch:
+        with _Watch(fake_of) as watch:
             yield
         watch.check()
     finally:

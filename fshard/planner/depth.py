@@ -16,26 +16,33 @@ Note [Depth]
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
+import operator as python
+import os
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..core import tree
+from ..core.arguments import call_site
 from ..core.losses import read_loss
 from ..core.storage import address
-from ..core.tracing import Operator
+from ..core.tracing import Operator, node_of
 from ..core.tree import Tree
 from ..plan.plan import Plan
 from ..sharding.sharded import Sharded, local_numel, whole_view
 from ..train.accumulate import cut
 from ..train.step import Step
 
-DEPTHS = (4, 5, 7)  # the first one has room for what is in memory around the first and the last unit alone
-_NEAR = 64  # operators: memory that was written longer ago is only said to be older
+_STANDARD = os.path.dirname(os.__file__) + os.sep  # the files of Python's own library
+_NEAR = 16  # operators: memory that was written longer ago is only said to be older
 Key = Hashable
+Args = tuple[Any, ...]
+Kwargs = Mapping[str, object] | None
 
 
 @dataclass(frozen=True)
@@ -91,7 +98,18 @@ def _equal_units(plan: Plan, spec: tree.Spec, first: int) -> tuple[tuple[str, ..
     return tuple(units) if len(forms) == 1 and len(units) > 1 else ()
 
 
-def shortened(plan: Plan, stack: Stack, depth: int) -> Plan:
+def depths_of(plan: Plan, stack: Stack) -> tuple[int, int, int]:
+    """The numbers of units to lower: enough for what is in memory near the first and the last unit alone.
+
+    That is more where several of them travel beside a large one (Note [Two units] in `ahead.py`).
+    """
+    names, sizes = {*chain(*stack.units)}, plan.ahead.sizes
+    unit = min(size for size, unit in zip(sizes, plan.units, strict=True) if unit.name in names)
+    more = 2 * (2 * max(sizes) >= 3 * unit) if plan.prefetch is None else max(plan.prefetch - 1, 0)
+    return 4 + more, 5 + more, 7 + more
+
+
+def with_few(plan: Plan, stack: Stack, depth: int) -> Plan:
     """The plan without the last children of a stack: it has the first `depth`."""
 
     def is_stack(x: object) -> bool:
@@ -147,13 +165,7 @@ class _Recorder(TorchDispatchMode):
         self._results = results
         self._written: dict[int, int] = {}  # by address: the number of the operator
 
-    def __torch_dispatch__(
-        self,
-        func: Operator,
-        types: Sequence[type],
-        args: tuple[object, ...] = (),
-        kwargs: Mapping[str, object] | None = None,
-    ) -> object:
+    def __torch_dispatch__(self, func: Operator, types: object, args: Args = (), kwargs: Kwargs = None) -> object:
         inputs = tree.leaves((args, kwargs or {}))
         key = func, *(_form(x) if isinstance(x, Tensor) else repr(x) for x in inputs)
         ago = [len(self.keys) - self._written.get(address(x), 0) for x in inputs if isinstance(x, Tensor)]
@@ -169,6 +181,41 @@ class _Recorder(TorchDispatchMode):
                 self._results[key] = [_form(x) for x in leaves], spec
         self._written |= {address(x): len(self.keys) for x in tree.leaves(out) if isinstance(x, Tensor)}
         return out
+
+
+class Origin(NamedTuple):
+    """What called the operator of a node: a line of the user's code ("" for none) in the loss; autograd's backward."""
+
+    line: str
+    is_backward: bool
+
+
+class _Origins(TorchDispatchMode):
+    """Notes in `meta` of the nodes of a trace their `Origin`; `caller` is the line that asks for the trace."""
+
+    supports_higher_order_operators = True
+
+    def __init__(self, caller: str) -> None:
+        super().__init__()
+        self._caller = caller
+
+    def __torch_dispatch__(self, func: Operator, types: object, args: Args = (), kwargs: Kwargs = None) -> object:
+        out, line = func(*args, **(kwargs or {})), call_site()
+        # Private: torch has no public way to ask whether autograd runs (test_estimate.py notices when it goes).
+        line = "" if line == self._caller or line.startswith(_STANDARD) else line
+        origin = Origin(line, torch._C._current_autograd_node() is not None)
+        for x in tree.leaves(out):
+            node = node_of(x) if isinstance(x, Tensor) else None
+            while node is not None and "origin" not in node.meta:
+                node.meta["origin"] = origin
+                node = node.args[0] if node.target is python.getitem else None  # type: ignore[assignment]
+        return out
+
+
+def noted(fn: Callable[..., Tree], caller: str, *args: Tree) -> Tree:
+    """Call a function that is traced; its nodes have an `Origin`."""
+    with _Origins(caller):
+        return fn(*args)
 
 
 def calls(step: Step, plan: Plan, given: Sequence[Tree], results: Results) -> list[Key]:
@@ -203,36 +250,30 @@ Runs = list[tuple[int, int]]  # where each run of equal periods ends in the shor
 
 
 def runs(short: Sequence[Key], long: Sequence[Key]) -> Runs | None:
-    """The places where the longer list has one period more; None if the lists differ otherwise."""
+    """The places where the longer list has one period more; None if the lists differ otherwise.
+
+    Of the periods that may be repeated at a place it is the one after which the lists agree for longest.
+    """
     places: Runs = []
-    at, more = 0, 0  # where the short list has got to, and how many more keys the long one has had
-    while more < len(long) - len(short) or at < len(short):
-        while at < len(short) and at + more < len(long) and short[at] == long[at + more]:
-            at += 1
-        if at == len(short) and at + more == len(long):
+    at = there = 0
+    while there < len(long):
+        same = _num_same(short[at:], long[there:])
+        at, there = at + same, there + same
+        periods = range(1, min(there, len(long) - there) + 1)
+        repeated = [
+            p for p in periods if long[there - p] == long[there] and long[there - p : there] == long[there : there + p]
+        ]
+        if not repeated:
             break
-        period = _period(short, long, at, at + more)
-        if not period:
-            return None
+        period = max(repeated, key=lambda p: _num_same(short[at:], long[there + p :]))
         places.append((at, period))
-        more += period
-    return places if expanded(short, places, 1) == list(long) else None
+        there += period
+    return places if expanded(short, places, 1) == [*long] else None
 
 
-def _period(short: Sequence[Key], long: Sequence[Key], at: int, there: int) -> int:
-    """The number of keys that `long` repeats from `there`, after which the lists agree for longest; 0 if none."""
-    best, longest = 0, -1
-    for period in range(1, min(there, len(long) - len(short) - (there - at)) + 1):
-        if long[there - 1] != long[there - 1 + period] or long[there - period : there] != long[there : there + period]:
-            continue
-        same = 0
-        while at + same < len(short) and there + period + same < len(long):
-            if short[at + same] != long[there + period + same]:
-                break
-            same += 1
-        if same > longest:
-            best, longest = period, same
-    return best
+def _num_same(one: Sequence[Key], other: Sequence[Key]) -> int:
+    pairs = enumerate(zip(one, other, strict=False))
+    return next((n for n, (x, y) in pairs if x != y), min(len(one), len(other)))
 
 
 def expanded(short: Sequence[Key], places: Runs, times: int) -> list[Key]:
@@ -256,23 +297,23 @@ def images(graphs: Sequence[Rows], short: Sequence[Key], places: Runs, times: Se
     """
     result = [[at + n * _before(places, at) for n in times] for at in _outside(short, places)]
     for end, period in places:
-        begin, before = _begin(short, end, period), _before(places, end - 1)
-        heads, tails = (
-            [[at + n * more for n in times] for at in range(begin, end)] for more in (before, before + period)
-        )
-        num_heads = (
-            next((i for i, image in enumerate(heads) if not is_even(graphs, image, times)), len(heads)) // period
-        )
-        num_tails = next((i for i, x in enumerate(tails[::-1]) if not is_even(graphs, x, times)), len(tails)) // period
-        if not num_heads or not num_tails:
+        nodes, before = range(_begin(short, end, period), end), _before(places, end - 1)
+        heads = [[at + n * before for n in times] for at in nodes]
+        tails = [[at + n * (before + period) for n in times] for at in nodes]
+        heads = heads[: _num_even(graphs, heads, times) // period * period]
+        tails = tails[len(tails) - _num_even(graphs, tails[::-1], times) // period * period :]
+        if not heads or not tails:
             return None
-        first = heads[(num_heads - 1) * period][-1]
-        last = tails[len(tails) - num_tails * period][-1] + period
-        between = ((i - period, i, i + period) for i in range(first + period, last - period))
-        if not all(is_even([graphs[-1]] * 3, image, (0, 1, 2)) for image in between):
+        between = range(heads[-1][-1] + 1, tails[0][-1])
+        if not all(is_even([graphs[-1]] * 3, (i - period, i, i + period), (0, 1, 2)) for i in between):
             return None
-        result += [*heads[: num_heads * period], *tails[len(tails) - num_tails * period :]]
+        result += [*heads, *tails]
     return result
+
+
+def _num_even(graphs: Sequence[Rows], candidates: Sequence[Sequence[int]], times: Sequence[int]) -> int:
+    """The number of images before the first one that is not even."""
+    return next((n for n, image in enumerate(candidates) if not is_even(graphs, image, times)), len(candidates))
 
 
 def _before(places: Runs, at: int) -> int:

@@ -2,28 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import asdict, dataclass
-from functools import cached_property
+from functools import partial
 from itertools import chain
+from pathlib import PurePath
 from typing import NamedTuple
 
+import torch
 from torch import fx
 
 from ..compiler.jit import Jitted, jit
 from ..compiler.lowered import Lowered, Options, lower
 from ..compiler.signature import flatten
-from ..compiler.trace import Origin, TraceError, eval_shape
+from ..compiler.trace import TraceError, eval_shape
 from ..core import tree
-from ..core.arguments import check_whole
+from ..core.arguments import call_site, check_whole
 from ..core.tree import Tree
 from ..graph.inspect import Flight, Traffic, collectives, flights, form, operator, values
 from ..graph.memory import Span, rows, spans
+from ..plan.owners import shortened
 from ..plan.plan import Plan
 from ..plan.tables import aligned, size
 from ..sharding.sharded import Sharded
 from ..train.step import Step
-from .depth import DEPTHS, Key, Results, Stack, calls, expanded, images, runs, shortened, stack_of, with_plan
+from .depth import Key, Results, Stack, calls, depths_of, expanded, images, noted, runs, stack_of, with_few, with_plan
 
 MOST = 10  # tensors of the peak that are listed
 
@@ -146,10 +149,11 @@ def estimate(step: Callable[..., Tree], state: Tree, batch: Tree, *args: Tree) -
     stack = stack_of(sharded[0]) if sharded else None
     figures, said = _of_few(fn, options, given, sharded[0], stack) if stack else (None, "no list of equal units")
     if figures is None:
-        whole = _Reading(_lowered(fn, options, given), stack)
-        figures, said = _figures([whole], [[i] for i in range(len(whole.nodes))], 0, stack), f"the whole graph: {said}"
+        whole = _read(fn, options, given, stack)
+        sites = [[i] for i in range(len(whole.sites))]
+        figures, said = _figures([whole], sites, _Growth((0,), 0), stack), f"the whole graph: {said}"
     notes = [f"the graph of jit(step, donate={options.donate}, bucket={options.bucket}, in_flight={options.in_flight})"]
-    notes += [_EAGER] * (jitted is not step)
+    notes += [EAGER] * (jitted is not step)
     order = {unit.name: number for number, unit in enumerate(sharded[0].units)} if sharded else {}
     kinds = dict.fromkeys(kind for kind, _, _ in figures.sent)
     keys = sorted(figures.sent, key=lambda key: ([*kinds].index(key[0]), order.get(key[1], -1)))
@@ -158,7 +162,7 @@ def estimate(step: Callable[..., Tree], state: Tree, batch: Tree, *args: Tree) -
     return Estimate(figures.peak, tuple(figures.memory), traffic, device, said, tuple(notes))
 
 
-_EAGER = "a step that is not jitted keeps values that a graph fuses: its own peak may be higher"
+EAGER = "a step that is not jitted keeps values that a graph fuses: its own peak may be higher"
 _SOURCE = "counted on the graph; the allocator of CPU ranks agreed to 3% (docs/estimate.md)"
 _RESERVED = "1 to 1.6 times what is allocated: DeepSpeed ZeRO-2 and FSDP1 in OpenTau PR#273"
 _WORKSPACES = "cuBLAS: 8,519,680 bytes, on Hopper 32 MiB a stream (pytorch PR#120925), of two streams at most"
@@ -177,218 +181,188 @@ class _Figures(NamedTuple):
     sent: _Sent
 
 
-def _lowered(fn: Callable[..., Tree], options: Options, given: Sequence[Tree]) -> Lowered:
-    return lower(fn, *flatten(given, {}), options, lines=True)
+def _read(fn: Callable[..., Tree], options: Options, given: Sequence[Tree], stack: Stack | None) -> _Reading:
+    return _Reading(lower(partial(noted, fn, call_site()), *flatten(given, {}), options), stack)
 
 
 def _of_few(
     fn: Callable[..., Tree], options: Options, given: Sequence[Tree], plan: Plan, stack: Stack
 ) -> tuple[_Figures | None, str]:
     """The figures of a step by graphs of a few units of a stack; None, and why the whole graph is needed."""
-    name = f"{stack.depth} equal units {stack.path}.*"
-    if stack.depth <= DEPTHS[-1] + 1:
+    name, depths = f"{stack.depth} equal units {stack.path}.*", depths_of(plan, stack)
+    if stack.depth <= depths[-1] + 1:
         return None, f"few units, {name}"
     if not isinstance(fn, Step):
         return None, f"{name}, but the step is not what train_step returns"
     try:
-        plans = [shortened(plan, stack, depth) for depth in DEPTHS]
+        plans = [with_few(plan, stack, depth) for depth in depths]
         states = [with_plan(given, plan, new) for new in plans]
         results: Results = {}
         few, more, whole = (
             calls(fn, p, each, results) for p, each in ((plans[0], states[0]), (plans[1], states[1]), (plan, given))
         )
         places = runs(few, more)
-        if places is None or expanded(few, places, stack.depth - DEPTHS[0]) != whole:
+        if places is None or expanded(few, places, stack.depth - depths[0]) != whole:
             return None, f"{name}, but the loss does not compute the same with each"
-        readings = [_Reading(_lowered(fn, options, each), stack) for each in states]
+        readings = [_read(fn, options, each, stack) for each in states]
     except (TraceError, RuntimeError, TypeError, ValueError, LookupError, AttributeError) as failure:
         return None, f"{name}, but with fewer the loss fails: {type(failure).__name__}: {failure}".splitlines()[0]
     sizes = set.intersection(*(reading.sizes for reading in readings))
-    short, middle, long = (reading.keys(sizes) for reading in readings)
-    places, times = runs(short, middle), [depth - DEPTHS[0] for depth in DEPTHS]
+    short, middle, long = ([site.key(sizes) for site in reading.sites] for reading in readings)
+    places, times = runs(short, middle), [depth - depths[0] for depth in depths]
     if places is None or expanded(short, places, times[2]) != long:
         return None, f"{name}, but their graphs differ"
     image = images([reading.bytes for reading in readings], short, places, times)
     if image is None:
         return None, f"{name}, but memory does not grow evenly from one to the next"
     try:
-        figures = _figures(readings, image, stack.depth, stack)
+        figures = _figures(readings, image, _Growth(depths, stack.depth), stack)
     except _Uneven as failure:
         return None, f"{name}, but {failure} does not grow evenly with them"
-    return figures, f"the graphs of {', '.join(map(str, DEPTHS))} of {name}, from which those of all follow"
+    return figures, f"the graphs of {', '.join(map(str, depths))} of {name}, from which those of all follow"
 
 
 class _Uneven(Exception):
     """A figure that is not a linear function of the number of units."""
 
 
-def _at(numbers: Sequence[int], depth: int, what: str) -> int:
-    """The number at this depth of a linear function with these values at DEPTHS; a single value stands for itself."""
-    if len(numbers) == 1:
-        return numbers[0]
-    slope, rest = divmod(numbers[1] - numbers[0], DEPTHS[1] - DEPTHS[0])
-    if rest or numbers[2] - numbers[0] != slope * (DEPTHS[2] - DEPTHS[0]):
-        raise _Uneven(what)
-    return numbers[0] + slope * (depth - DEPTHS[0])
+class _Growth(NamedTuple):
+    """Numbers of units of which graphs were read, and the number of all; one graph stands for itself."""
+
+    depths: tuple[int, ...]
+    depth: int
+
+    def bounded(self, numbers: Sequence[int]) -> tuple[int, bool]:
+        """The number of all of a linear function, and True; of another function, as partial sums of a norm, a bound."""
+        if len(numbers) == 1:
+            return numbers[0], True
+        near, far, further = (depth - self.depths[0] for depth in (*self.depths[1:], self.depth))
+        slope, rest = divmod(numbers[1] - numbers[0], near)
+        if rest or numbers[2] - numbers[0] != slope * far:
+            return max(numbers) + 2 * self.depth * max(numbers[1] - numbers[0], numbers[2] - numbers[1], 0), False
+        return numbers[0] + slope * further, True
+
+    def exact(self, numbers: Sequence[int], what: str) -> int:
+        """The number of all."""
+        number, is_exact = self.bounded(numbers)
+        if not is_exact:
+            raise _Uneven(what)
+        return number
+
+    def pair(self, pairs: Sequence[tuple[int, int]], what: str) -> tuple[int, int]:
+        """A number and bytes of all."""
+        return self.exact([n for n, _ in pairs], what), self.exact([nbytes for _, nbytes in pairs], what)
 
 
-def _row_at(each: Sequence[Mapping[str, int]], depth: int) -> dict[str, int]:
-    names = dict.fromkeys(name for row in each for name in row)
-    return {name: _at([row.get(name, 0) for row in each], depth, name) for name in names}
+class _Site(NamedTuple):
+    """A node that allocates: its number, what it is, and what equal nodes of other units have in common with it."""
 
+    number: int
+    operator: str
+    unit: str
+    phase: str
+    line: str
+    forms: tuple[tuple[torch.dtype, int], ...]
+    starts: str | None
 
-def _at_most(each: Sequence[Mapping[str, int]], depth: int) -> dict[str, int]:
-    """The bytes at this depth; of purposes that do not grow evenly (partial sums of a norm) more than there can be."""
-
-    def most(numbers: list[int], name: str) -> int:
-        try:
-            return _at(numbers, depth, name)
-        except _Uneven:
-            return max(numbers) + 2 * depth * max(numbers[1] - numbers[0], numbers[2] - numbers[1], 0)
-
-    return {name: most([row.get(name, 0) for row in each], name) for name in dict.fromkeys(chain(*each))}
+    def key(self, sizes: Collection[int]) -> Key:
+        """What is equal in other units, and in graphs of other numbers of units: the bytes that are in `sizes`."""
+        known = sizes if self.phase != "update" else ()  # which computes with rows alone, longer ones for more units
+        return *self[1:5], self.starts, *((dtype, n if n in known else None) for dtype, n in self.forms)
 
 
 class _Reading:
-    """What is read of a lowered graph: its nodes by what equal ones have in common, and the memory at each."""
+    """What is read of a lowered graph: its nodes that allocate, the bytes in memory at each, and what is sent."""
 
     def __init__(self, lowered: Lowered, stack: Stack | None):
-        self.nodes: list[fx.Node] = list(lowered.graph.nodes)
-        self._stack = stack
         self.spans: list[Span] = spans(lowered.graph, lowered.holds())
-        self.bytes: list[dict[str, int]] = rows(self.spans, len(self.nodes))
-        self.num_inputs: int = sum(node.op == "placeholder" for node in self.nodes)
-        self.sent: _Sent = {
-            (row.kind, row.unit, row.axis): (row.bytes, row.count) for row in collectives(lowered.graph)
-        }
-        origins = [self._origin(node) for node in self.nodes]
-        last = max((i for i, origin in enumerate(origins) if origin and origin.is_backward), default=len(self.nodes))
-        self._flights: list[Flight] = flights(lowered.graph)
-        gathered = {flight.wait: flight.unit for flight in self._flights if flight.kind == "all_gather"}
-        self.phases, self.units, self.lines = list[str](), list[str](), list[str]()
+        nodes, firsts = list(lowered.graph.nodes), {span.first for span in self.spans}
+        self._stack = stack
+        self.sites: list[_Site] = [site for site in self._sites(nodes, flights(lowered.graph)) if site.number in firsts]
+        self._units: dict[int, _Site] = {site.number: site for site in self.sites}
+        counted = rows(self.spans, len(nodes))
+        self.bytes: list[dict[str, int]] = [counted[site.number] for site in self.sites]
+        self.num_inputs: int = sum(nodes[site.number].op == "placeholder" for site in self.sites)
+        self.sent: _Sent = {(x.kind, x.unit, x.axis): (x.bytes, x.count) for x in collectives(lowered.graph)}
+        self.sizes: set[int] = {nbytes for site in self.sites for _, nbytes in site.forms}
+
+    def _sites(self, nodes: Sequence[fx.Node], sent: Sequence[Flight]) -> Iterator[_Site]:
+        # collectives are moved between phases
+        origins = [None if operator(node).startswith("fshard.") else node.meta.get("origin") for node in nodes]
+        last = max((i for i, origin in enumerate(origins) if origin and origin.is_backward), default=len(nodes))
+        started = {flight.start: self.general(flight.unit) for flight in sent}
+        gathered = {flight.wait: self.general(flight.unit) for flight in sent if flight.kind == "all_gather"}
         phase, unit = "forward", ""
-        for i, origin in enumerate(origins):
-            phase = "update" if i > last else phase if origin is None else _PHASES[origin.is_backward]
+        for i, (node, origin) in enumerate(zip(nodes, origins, strict=True)):
+            phase = "update" if i > last else phase if origin is None else ("forward", "backward")[origin.is_backward]
             unit = "" if phase == "update" else gathered.get(i, unit)
-            self.phases.append(phase)
-            self.units.append(unit)
-            self.lines.append(origin.line if origin else "")
+            line, forms = origin.line if origin else "", tuple((x.dtype, x.nbytes) for x in values(node))
+            name = "input" if node.op == "placeholder" else operator(node)
+            yield _Site(i, name, unit, phase, line, forms, started.get(i))
 
-    def _origin(self, node: fx.Node) -> Origin | None:
-        """The origin of a node that computes: collectives are moved between phases."""
-        origin: Origin | None = None if operator(node).startswith("fshard.") else node.meta.get("origin")
-        return origin
+    def general(self, units: str) -> str:
+        """The name of a unit, or of several together, with a star for the number in the stack."""
+        return "+".join(self._stack.general(name) if self._stack else name for name in units.split("+"))
 
-    @cached_property
-    def sizes(self) -> set[int]:
-        """The bytes of all values."""
-        return {x.nbytes for node in self.nodes for x in values(node)}
-
-    def keys(self, sizes: Collection[int]) -> list[Key]:
-        """What nodes have in common with those of other units, and in graphs of other numbers of units.
-
-        Of the bytes of values those that are among `sizes`: others are of rows, which are longer for more units.
-        """
-        started = {flight.start: self.general(flight.unit) for flight in self._flights}
-        return [
-            (operator(node), *self._forms(i, sizes), started.get(i), self.general(self.units[i]), *self.at(i))
-            for i, node in enumerate(self.nodes)
-        ]
-
-    def _forms(self, i: int, sizes: Collection[int]) -> list[Key]:
-        known = sizes if self.phases[i] != "update" else ()  # which computes with rows alone
-        return [(x.dtype, x.nbytes if x.nbytes in known else None) for x in values(self.nodes[i])]
-
-    def at(self, i: int) -> tuple[str, str]:
-        """The phase and the line of a node."""
-        return self.phases[i], self.lines[i]
-
-    def general(self, unit: str) -> str:
-        """The name of a unit, or of several together, that has the same place in the stack as others."""
-        return "+".join(self._stack.general(name) if self._stack else name for name in unit.split("+"))
-
-    def there(self, i: int) -> dict[tuple[str, str, str, str, str], tuple[int, int]]:
+    def there(self, site: _Site) -> dict[tuple[str, ...], tuple[int, int]]:
         """The number and bytes of equal tensors in memory at a node, by what `Tensors` has before them."""
-        groups = dict[tuple[str, str, str, str, str], tuple[int, int]]()
+        groups = dict[tuple[str, ...], tuple[int, int]]()
         for span in self.spans:
-            if span.first <= i <= span.last and span.nbytes:
-                is_input = span.node.op == "placeholder"
-                text = form(span.value) if span.value.dim() != 1 else form(span.value).partition("[")[0]
-                unit = self.units[span.first] if span.what != "gathered" else str(span.node.args[3])
-                what = "input" if is_input else operator(span.node)
-                key = (span.what, what, text, "" if is_input else self.general(unit), self.lines[span.first])
+            if span.first <= site.number <= span.last and span.nbytes:
+                at, text = self._units[span.first], form(span.value)
+                text = text.partition("[")[0] if span.value.dim() == 1 else text  # rows are longer for more units
+                unit = at.starts if span.what == "gathered" else at.unit
+                key = (span.what, at.operator, text, unit or "", at.line)
                 count, nbytes = groups.get(key, (0, 0))
                 groups[key] = count + 1, nbytes + span.nbytes
         return groups
 
 
-_PHASES = ("forward", "backward")
-
-
 def _figures(
-    readings: Sequence[_Reading], images: Sequence[Sequence[int]], depth: int, stack: Stack | None
+    readings: Sequence[_Reading], images: Sequence[Sequence[int]], all_of: _Growth, stack: Stack | None
 ) -> _Figures:
-    """The figures of a graph of so many units of the stack, read of one graph, or computed from three."""
-    pairs, grown = list[list[tuple[_Reading, int]]](), list[dict[str, int]]()
-    uneven = list[dict[str, int]]()
-    for image in images:
-        each = [reading.bytes[i] for reading, i in zip(readings, image, strict=True)]
-        try:
-            grown.append(_row_at(each, depth))
-            pairs.append([*zip(readings, image, strict=True)])
-        except _Uneven:
-            uneven.append(_at_most(each, depth))
-    top = max(range(len(grown)), key=lambda i: sum(grown[i].values()))
-    resident = _row_at([reading.bytes[reading.num_inputs - 1] for reading in readings], depth)
-    purposes = dict.fromkeys(name for row in grown for name in row)
-    own = {name: max(row.get(name, 0) for row in grown) for name in purposes}
-    for row in uneven:
-        if sum(row.values()) > sum(grown[top].values()) or any(row[name] > own.get(name, 0) for name in row):
-            raise _Uneven("the memory of some node")
-    memory = [Memory(name, resident.get(name, 0), grown[top].get(name, 0), own[name]) for name in purposes]
-    there = [reading.there(i) for reading, i in pairs[top]]
+    """The figures of a graph, read of it, or computed from those of three smaller ones."""
+    purposes = dict.fromkeys(name for row in readings[-1].bytes for name in row)
+    each = ([reading.bytes[i] for reading, i in zip(readings, image, strict=True)] for image in images)
+    table = [{name: all_of.bounded([row.get(name, 0) for row in at]) for name in purposes} for at in each]
+    totals = [sum(n for n, _ in row.values()) for row in table]
+    top = max(range(len(table)), key=totals.__getitem__)
+    most = {name: max(row[name] for row in table) for name in purposes}
+    if not all(is_exact for _, is_exact in (*table[top].values(), *most.values())):
+        raise _Uneven("the memory of some node")
+    before = [reading.bytes[reading.num_inputs - 1] for reading in readings]
+    resident = {name: all_of.exact([row.get(name, 0) for row in before], "the state") for name in purposes}
+    memory = [Memory(name, resident[name], table[top][name][0], most[name][0]) for name in purposes]
+    sites = [reading.sites[i] for reading, i in zip(readings, images[top], strict=True)]
+    there = [reading.there(site) for reading, site in zip(readings, sites, strict=True)]
     tensors = [
-        Tensors(*key, *_pair_at([groups.get(key, (0, 0)) for groups in there], depth))
+        Tensors(*key, *all_of.pair([groups.get(key, (0, 0)) for groups in there], "a tensor"))  # type: ignore[call-arg, arg-type]
         for key in dict.fromkeys(chain(*there))
     ]
     largest = sorted(tensors, key=lambda row: -row.bytes)[:MOST]
-    (first, i), unit = pairs[top][0], _unit_at([reading.units[i] for reading, i in pairs[top]], depth, stack)
-    peak = Peak(sum(grown[top].values()), operator(first.nodes[i]), unit, *first.at(i), tuple(largest))
-    return _Figures(peak, sorted(memory, key=lambda row: -row.at_peak), _sent_at(readings, depth, stack))
+    peak = Peak(totals[top], *sites[0][1:5], tuple(largest))
+    return _Figures(peak, sorted(memory, key=lambda row: -row.at_peak), _sent_by_all(readings, all_of, stack))
 
 
-def _unit_at(units: Sequence[str], depth: int, stack: Stack | None) -> str:
-    """The unit at this depth of a node that is in these units in the graphs."""
-    places = [stack.place(unit) if stack else None for unit in units]
-    if len({*units}) == 1 or stack is None or None in places:
-        return units[0]
-    children = [place[0] for place in places if place]
-    return stack.units[_at(children, depth, "the unit of a node")][places[0][1]] if places[0] else units[0]
-
-
-def _sent_at(readings: Sequence[_Reading], depth: int, stack: Stack | None) -> _Sent:
+def _sent_by_all(readings: Sequence[_Reading], all_of: _Growth, stack: Stack | None) -> _Sent:
     """The bytes and number of collectives, by kind, unit and axis: the units between the ends of a stack are equal."""
     if len(readings) == 1 or stack is None:
         return readings[0].sent
     outside = [{key: x for key, x in r.sent.items() if not stack.place(key[1])} for r in readings]
-    sent = {key: _pair_at([each.get(key, (0, 0)) for each in outside], depth) for key in dict.fromkeys(chain(*outside))}
+    names = dict.fromkeys(chain(*outside))
+    sent = {key: all_of.pair([each.get(key, (0, 0)) for each in outside], "what ranks send") for key in names}
     inside = {(kind, place[1], axis) for r in readings for kind, unit, axis in r.sent if (place := stack.place(unit))}
     for kind, number, axis in inside:
         rows = [
             [r.sent.get((kind, names[number], axis), (0, 0)) for names in stack.units[:num]]
-            for r, num in zip(readings, DEPTHS, strict=True)
+            for r, num in zip(readings, all_of.depths, strict=True)
         ]
         if len({(row[0], *{*row[1:-1]}, row[-1]) for row in rows}) > 1 or len({*rows[-1][1:-1]}) > 1:
             raise _Uneven("what ranks send")
         first, middle, *_, last = rows[-1]
-        each = [first, *[middle] * (depth - 2), last]
+        each = [first, *[middle] * (all_of.depth - 2), last]
         sent |= {(kind, names[number], axis): x for names, x in zip(stack.units, each, strict=True)}
     return {key: x for key, x in sent.items() if x[1]}
-
-
-def _pair_at(pairs: Sequence[tuple[int, int]], depth: int) -> tuple[int, int]:
-    first, second = (_at([pair[k] for pair in pairs], depth, "what ranks send") for k in (0, 1))
-    return first, second
 
 
 def _device(peak: int, num_axes: int) -> Device:
@@ -404,11 +378,13 @@ def _device(peak: int, num_axes: int) -> Device:
 def _lines(x: Estimate) -> list[str]:
     peak, device = x.peak, x.device
     at = " of ".join(filter(None, [peak.operator, peak.unit]))
-    head = f"peak {size(peak.bytes)} at {at}, in the {peak.phase}{f', {peak.line}' if peak.line else ''}"
+    head = f"peak {size(peak.bytes)} at {at}, in the {peak.phase}{f', {PurePath(peak.line).name}' if peak.line else ''}"
     memory = [["memory", "before", "at the peak", "own peak"]]
     memory += [[row.purpose, *map(size, row[1:])] for row in x.memory]
     largest = [["largest at the peak", "", "unit", "line", "number", "bytes"]]
-    largest += [[f"{t.operator} {t.form}", *t[:1], *t[3:5], str(t.count), size(t.bytes)] for t in peak.largest]
+    for t in peak.largest:
+        unit, line = shortened(t.unit, 24), PurePath(t.line).name
+        largest.append([f"{t.operator} {t.form}", t.purpose, unit, line, str(t.count), size(t.bytes)])
     kinds = dict[tuple[str, str], list[Traffic]]()
     for row in x.traffic:
         kinds.setdefault((row.kind, row.axis), []).append(row)
