@@ -200,15 +200,17 @@ class _Origins(TorchDispatchMode):
         self._caller = caller
 
     def __torch_dispatch__(self, func: Operator, types: object, args: Args = (), kwargs: Kwargs = None) -> object:
-        out, line = func(*args, **(kwargs or {})), call_site()
-        # Private: torch has no public way to ask whether autograd runs (test_estimate.py notices when it goes).
-        line = "" if line == self._caller or line.startswith(_STANDARD) else line
-        origin = Origin(line, torch._C._current_autograd_node() is not None)
-        for x in tree.leaves(out):
-            node = node_of(x) if isinstance(x, Tensor) else None
-            while node is not None and "origin" not in node.meta:
+        out = func(*args, **(kwargs or {}))
+        nodes = [node for x in tree.leaves(out) if isinstance(x, Tensor) and (node := node_of(x))]
+        if nodes and "origin" not in nodes[0].meta:
+            line = call_site()
+            line = "" if line == self._caller or line.startswith(_STANDARD) else line
+            # Private: torch has no public way to ask whether autograd runs (test_estimate.py notices when it goes).
+            origin = Origin(line, torch._C._current_autograd_node() is not None)
+            for node in nodes:
                 node.meta["origin"] = origin
-                node = node.args[0] if node.target is python.getitem else None  # type: ignore[assignment]
+                for source in node.all_input_nodes if node.target is python.getitem else ():
+                    source.meta["origin"] = origin
         return out
 
 
@@ -271,9 +273,9 @@ def runs(short: Sequence[Key], long: Sequence[Key]) -> Runs | None:
     return places if expanded(short, places, 1) == [*long] else None
 
 
-def _num_same(one: Sequence[Key], other: Sequence[Key]) -> int:
-    pairs = enumerate(zip(one, other, strict=False))
-    return next((n for n, (x, y) in pairs if x != y), min(len(one), len(other)))
+def _num_same(short: Sequence[Key], long: Sequence[Key]) -> int:
+    pairs = enumerate(zip(short, long, strict=False))
+    return next((n for n, (x, y) in pairs if x != y), min(len(short), len(long)))
 
 
 def expanded(short: Sequence[Key], places: Runs, times: int) -> list[Key]:
@@ -336,8 +338,8 @@ def _begin(keys: Sequence[Key], end: int, period: int) -> int:
 
 def is_even(graphs: Sequence[Rows], image: Sequence[int], times: Sequence[int]) -> bool:
     """Whether the bytes at a node of three graphs grow by the same number for each period more."""
-    one, two, three = (rows[i] for rows, i in zip(graphs, image, strict=True))
+    few, more, most = (rows[i] for rows, i in zip(graphs, image, strict=True))
     near, far = times[1] - times[0], times[2] - times[0]
     return all(
-        (two.get(x, 0) - one.get(x, 0)) * far == (three.get(x, 0) - one.get(x, 0)) * near for x in {*one, *two, *three}
+        (more.get(x, 0) - few.get(x, 0)) * far == (most.get(x, 0) - few.get(x, 0)) * near for x in {*few, *more, *most}
     )
