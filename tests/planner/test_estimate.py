@@ -95,7 +95,7 @@ def both(make: dict[str, Any], how: dict[str, Any], jitted: dict[str, Any]) -> t
     return tuple(fshard.estimate(fshard.jit(fn, **options), state, batch) for fn in (step, partial(step)))
 
 
-@pytest.mark.sample(6)
+@pytest.mark.sample(12)
 @pytest.mark.parametrize("name", CASES)
 def test_a_few_units_say_what_all_say(name):
     """Figures that are computed from graphs of a few units would not be those of the whole graph, to the byte."""
@@ -182,6 +182,7 @@ def measured(mesh: Any, name: str = "full") -> tuple[Any, dict[str, int], Any]:
     return said.to_dict()
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("name", ["full", "zero1", "ddp"])
 def test_state_and_traffic_are_those_of_ranks(name):
     """The bytes of state, or those that a rank sends, would be others than a rank has and sends."""
