@@ -137,10 +137,10 @@ def estimate(step: Callable[..., Tree], state: Tree, batch: Tree, *args: Tree) -
     >>> state = eval_shape(lambda p: init_state(shard_params(p, plan), tx), {"w": torch.empty(512, 512)})
     >>> step = jit(train_step(lambda p, x: (x @ p["w"]).square().mean(), tx), donate=True)
     >>> needed = estimate(step, state, torch.empty(8, 512))
-    >>> needed.memory[0], needed.device.fits(16 << 30)
-    (Memory(purpose='parameters', resident=262144, at_peak=262144, own_peak=262144), 'yes')
+    >>> {row.purpose: row.resident for row in needed.memory}["parameters"], needed.device.fits(16 << 30)
+    (262144, 'yes')
     >>> [(row.kind, row.bytes, row.count) for row in needed.traffic][:2]
-    [('all_gather', 786432, 1), ('reduce_scatter', 786432, 1)]
+    [('all_gather', 786432, 1), ('all_reduce', 96, 1)]
     """
     jitted = step if isinstance(step, Jitted) else jit(step, donate=getattr(step, "donate", False))
     fn, options = jitted.__wrapped__, jitted.options

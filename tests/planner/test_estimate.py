@@ -19,7 +19,7 @@ import fshard
 from fshard import AbstractMesh, optim, tree
 from fshard.hosts import one_host
 from fshard.planner import estimate as planner
-from fshard.planner.depth import expanded, runs
+from fshard.planner.depth import expanded, images, runs
 
 DEPTH, WIDTH = 9, 64  # one unit more than the graphs of 4, 5 and 7 may need
 
@@ -160,6 +160,43 @@ def test_runs_of_equal_periods(text):
     assert places is not None
     assert "".join(map(str, expanded(short, places, 4))) == longer
     assert runs(short, long + "-") is None
+
+
+@pytest.mark.parametrize("slope", [-3, 0, 2])
+@pytest.mark.parametrize("uneven", [None, 0, 3, 6])
+def test_the_most_is_at_a_node_that_has_an_image(slope, uneven):
+    """The most of a graph of 30 would be at a node that none of the graphs of a few shows."""
+
+    def row(depth: int, at: int) -> int:
+        return 100 + 5 * depth + slope * at + 50 * (at == uneven)
+
+    times = (0, 1, 3)
+    graphs = [[{"x": row(4 + more, at)} for at in range(4 + more)] for more in times]
+    places = images(graphs, "aaaa", [(4, 1)], times)
+    if uneven in (3, 6):  # not at the same distance from an end in each of the graphs
+        assert places is None or max(row(7, at) for at in range(7)) == max(row(7, x[-1]) for x in places)
+        return
+    assert places is not None
+    growth = planner._Growth((4, 5, 7), 30)
+    said = [growth.exact([graph[i]["x"] for graph, i in zip(graphs, image, strict=True)], "") for image in places]
+    assert max(said) == max(row(30, at) for at in range(30))
+
+
+def test_a_bump_between_the_ends_is_noticed():
+    """Bytes that are larger in the middle of a graph, far from both ends, would be taken to lie on a line."""
+    graphs = [[{"x": 100 + at + 50 * (len(graph) == 7 and at == 3)} for at in graph] for graph in map(range, (4, 5, 7))]
+    assert images(graphs, "aaaa", [(4, 1)], (0, 1, 3)) is None
+
+
+def test_what_does_not_grow_evenly_is_bounded():
+    """A number that grows unevenly would be taken for exact, or for less than it may be."""
+    growth = planner._Growth((4, 5, 7), 9)
+    assert growth.bounded([10, 12, 16]) == (20, True)
+    for numbers in ([10, 12, 17], [10, 13, 16], [10, 10, 11]):
+        bound, is_exact = growth.bounded(numbers)
+        assert not is_exact
+        assert bound > numbers[-1] + 2 * (numbers[-1] - numbers[1]) / 2
+    assert planner._Growth((0,), 0).bounded([7]) == (7, True)
 
 
 def measured(mesh: Any, name: str = "full") -> tuple[Any, dict[str, int], Any]:
