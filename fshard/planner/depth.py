@@ -153,6 +153,12 @@ def _form(x: Tensor) -> _Form:
     return x.shape, x.stride(), x.dtype
 
 
+def _bare(x: object) -> object:
+    if not isinstance(x, Tensor) or x.is_meta:
+        return x
+    return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta")
+
+
 class _Recorder(TorchDispatchMode):
     """Records what is called: operator, forms of tensors, other arguments, and how long ago memory was written.
 
@@ -167,6 +173,8 @@ class _Recorder(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Operator, types: object, args: Args = (), kwargs: Kwargs = None) -> object:
         inputs = tree.leaves((args, kwargs or {}))
+        if any(isinstance(x, Tensor) and not x.is_meta for x in inputs):  # of a closure
+            args, kwargs = tree.map(_bare, (args, kwargs or {}))
         key = func, *(_form(x) if isinstance(x, Tensor) else repr(x) for x in inputs)
         ago = [len(self.keys) - self._written.get(address(x), 0) for x in inputs if isinstance(x, Tensor)]
         self.keys.append((key, torch.is_grad_enabled(), *(n if n <= _NEAR else None for n in ago)))
@@ -232,9 +240,7 @@ def calls(step: Step, plan: Plan, given: Sequence[Tree], results: Results) -> li
         return tree.unflatten(sharded.plan.spec, [leaves[number] for number in sharded.plan.leaves])
 
     def bare(x: object) -> object:
-        if isinstance(x, Sharded):
-            return whole(x)
-        return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta") if isinstance(x, Tensor) else x
+        return whole(x) if isinstance(x, Sharded) else _bare(x)
 
     state, batch, *args = given
     first = cut(tree.map(bare, batch), step.accumulate)[0]

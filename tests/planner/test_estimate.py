@@ -74,12 +74,21 @@ def start(
     return fshard.train_step(loss_fn, tx, **kw), state, batch
 
 
+WEIGHTS = torch.ones(WIDTH)
+
+
+def weighted(_: int, p: dict[str, Tensor], x: Tensor) -> Tensor:
+    """Each block reads a tensor that is no argument."""
+    return block(p, x * WEIGHTS)
+
+
 CASES: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
     # how parameters are made, how the step is, how it is jitted
     "transformer": ({}, {"clip_norm": 1.0}, {"donate": True}),
     "tied head": ({"tied": True}, {}, {"donate": True}),
     "head of 2.4 blocks": ({"vocab": 614, "depth": 11}, {}, {"donate": True}),
     "checkpointed": ({}, {"loss_fn": partial(loss, each=checkpointed)}, {"donate": True}),
+    "a captured tensor": ({}, {"loss_fn": partial(loss, each=weighted)}, {"donate": True}),
     "frozen": ({}, {"plan": {"frozen": ["embed", "blocks.*.up"]}}, {"donate": True}),
     "accumulated": ({}, {"accumulate": 2}, {"donate": True}),
     "in half": ({}, {"plan": {"policy": "compute=bf16"}}, {}),
