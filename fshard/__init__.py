@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from .compiler.jit import jit
     from .compiler.trace import TraceError, eval_shape
     from .pictures.show import show
+    from .planner.estimate import estimate
 
 __version__ = "0.2.0"
 
@@ -51,6 +52,7 @@ __all__ = [
     "check",
     "checkpoint",
     "collectives",
+    "estimate",
     "eval_shape",
     "evaluate",
     "gather_params",
@@ -80,6 +82,7 @@ __all__ = [
 # what is imported when it is first used: the compiler takes torch half a second of imports
 _LAZY = {
     "TraceError": "compiler.trace",
+    "estimate": "planner.estimate",
     "eval_shape": "compiler.trace",
     "jit": "compiler.jit",
     "show": "pictures.show",

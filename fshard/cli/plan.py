@@ -1,10 +1,14 @@
-"""Show the plan of a model: which ranks hold what of each unit, and how many bytes.
+"""Show the plan of a model: which ranks hold what of each unit, how many bytes, and what a step would need.
 
   fshard plan my_model:build --units "layers.*" --mesh shard=8
+  fshard plan my_model:build --units "layers.*" --mesh shard=8 --batch tokens=4x2049:int64 --loss my_model:loss
   fshard plan checkpoint/model.safetensors --units "model.layers.*" --mesh replicate=2 shard=4 --json
 
 A model is a function that returns a module or a tree of tensors; it is called without memory for tensors (on the device
 meta). Or it is a safetensors file, or a folder of Hugging Face's, of which the headers alone are read.
+
+With --batch and --loss the step is lowered, and its memory and traffic shown (fshard.estimate); it is jitted, donated.
+The loss is a function of the model and the batch: of the module, which it calls, or of the tree of tensors.
 
 Exit status: 0; 2: an error.
 """
@@ -12,7 +16,7 @@ Exit status: 0; 2: an error.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +25,7 @@ from torch import Tensor, nn
 
 from .. import optim
 from ..comm.mesh import AbstractMesh
+from ..compiler.jit import jit
 from ..compiler.trace import eval_shape
 from ..core import tree
 from ..core.tree import Tree
@@ -31,8 +36,9 @@ from ..plan.owners import Row
 from ..plan.plan import Plan
 from ..plan.planning import make_plan
 from ..plan.tables import size
+from ..planner.estimate import estimate
 from ..sharding.sharded import shard_params
-from ..train.step import init_state
+from ..train.step import init_state, train_step
 from .output import Line, report
 from .values import function
 
@@ -59,11 +65,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--whole", nargs="+", metavar="PATTERN", help="leaves that stay whole on every rank")
     parser.add_argument("--policy", help='dtypes: "storage=f32,compute=bf16"')
     parser.add_argument("--optimizer", choices=_OPTIMIZERS, default="adamw", help="for the optimizer's state (adamw)")
+    parser.add_argument("--batch", nargs="+", metavar="SHAPE", help="a rank's batch: 4x2049:int64, or NAME=SHAPE each")
+    parser.add_argument("--loss", metavar="MODULE:FUNCTION", help="a function of the model and the batch")
+    parser.add_argument("--capacity", metavar="GIB", type=float, help="whether the step fits a device of this memory")
 
 
 def run(args: argparse.Namespace) -> int:
     """Print the plan, and the bytes of a rank."""
-    params = _params(args.model)
+    apply, params, buffers = _model(args.model)
     mesh = AbstractMesh(**_sizes(args.mesh)) if args.mesh else None
     plan = make_plan(
         params,
@@ -80,23 +89,66 @@ def run(args: argparse.Namespace) -> int:
     picture = plan.picture()
     nbytes = _nbytes(plan, picture.rows, params, args.optimizer)
     said = ", ".join(f"{name} {size(number)}" for name, number in nbytes.items())
-    text = f"{picture.text}\nbytes of a rank with {args.optimizer}: {said}"
-    return report([Line(text, _data(plan, picture.rows, nbytes))], args.json)
+    text, shown = f"{picture.text}\nbytes of a rank with {args.optimizer}: {said}", _data(plan, picture.rows, nbytes)
+    if args.batch or args.loss:
+        text, shown = _with_estimate(args, apply, params, buffers, plan, text, shown)
+    return report([Line(text, shown)], args.json)
 
 
-def _params(model: str) -> Tree:
-    """The parameters of a model, on the device meta."""
+def _model(model: str) -> tuple[Callable[..., Any] | None, Tree, Tree]:
+    """The function of a module (None of a tree), the parameters and the buffers, on the device meta."""
     if Path(model).exists():
         entries = entries_at(Path(model)).values()
         if lacking := [f"{x.name!r} is {x.kind}" for x in entries if x.dtype is None]:
             raise ValueError(f"{model}: dtypes that torch lacks: {'; '.join(lacking)}")
-        return nested({x.name: torch.empty(x.shape, dtype=x.dtype, device="meta") for x in entries})
+        return None, nested({x.name: torch.empty(x.shape, dtype=x.dtype, device="meta") for x in entries}), None
     if ":" not in model:
         raise ValueError(f"{model}: expected MODULE:FUNCTION, or the path of a file or folder, of which there is none")
     build = function("model", model, "without arguments", 0)
     with torch.device("meta"):
         made = build()
-    return functionalize(made)[1] if isinstance(made, nn.Module) else made
+    return functionalize(made) if isinstance(made, nn.Module) else (None, made, None)
+
+
+def _with_estimate(
+    args: argparse.Namespace,
+    apply: Callable[..., Any] | None,
+    params: Tree,
+    buffers: Tree,
+    plan: Plan,
+    text: str,
+    shown: dict[str, object],
+) -> tuple[str, dict[str, object]]:
+    """What is printed, with what a step needs."""
+    if not args.batch or not args.loss:
+        raise ValueError("--batch and --loss: expected both, of which a step is made, or neither")
+    loss, tx = function("--loss", args.loss, "of the model and the batch", 2), getattr(optim, args.optimizer)(1e-3)
+
+    def loss_fn(params: Tree, batch: Tree, buffers: Tree) -> Tree:
+        return loss(params if apply is None else lambda *x, **kw: apply(params, buffers, *x, **kw)[0], batch)
+
+    state = eval_shape(lambda x: init_state(shard_params(x, plan), tx), params)
+    needed = estimate(jit(train_step(loss_fn, tx), donate=True), state, _batch(args.batch), buffers)
+    text, shown = f"{text}\n\n{needed}", {**shown, "estimate": needed.to_dict()}
+    if args.capacity is None:
+        return text, shown
+    fits = needed.device.fits(round(args.capacity * (1 << 30)))
+    return f"{text}\nfits {args.capacity:g} GiB: {fits}", {**shown, "fits": fits}
+
+
+def _batch(texts: Sequence[str]) -> Tree:
+    """Tensors on meta of shapes that are given as text, by their names; one tensor if it has no name."""
+    batch = {}
+    for text in texts:
+        name, _, form = text.rpartition("=")
+        sizes, _, dtype = form.partition(":")
+        kind = getattr(torch, dtype or "float32", None)
+        if not isinstance(kind, torch.dtype) or not all(number.isdecimal() for number in sizes.split("x")):
+            raise ValueError(f"--batch {text}: expected sizes and a dtype, as in 4x2049:int64 or tokens=4x2049:int64")
+        batch[name] = torch.empty([*map(int, sizes.split("x"))], dtype=kind, device="meta")
+    if ("" in batch and len(texts) > 1) or len(batch) < len(texts):
+        raise ValueError(f"--batch {' '.join(texts)}: expected one tensor, or several with names that differ")
+    return batch.get("", batch)
 
 
 def _sizes(texts: Sequence[str]) -> dict[str, Any]:

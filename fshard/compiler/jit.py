@@ -36,7 +36,8 @@ class Jitted(Generic[P, R]):
     """A function returned by `jit`. Its calls take the arguments of the original function."""
 
     def __init__(self, fn: Callable[P, R], backend: str, options: Options, path: str):
-        self._fn, self._backend, self._options, self._path = fn, backend, options, path
+        self._fn, self._backend, self._path = fn, backend, path
+        self.options: Options = options  # of the passes
         self.__wrapped__ = fn  # where `captures` finds it
         self._graphs: dict[_CacheKey, Compiled] = {}  # graphs of calls in which no argument lies on a mesh
         self._captures: list[Capture] = []
@@ -47,8 +48,8 @@ class Jitted(Generic[P, R]):
     def lower(self, *args: P.args, **kwargs: P.kwargs) -> Lowered:
         """Return the graph for these arguments, to inspect or compile. Arguments may be meta or fake tensors."""
         leaves, spec = flatten(args, kwargs)
-        known = identity(self._fn, signature(leaves, spec, on_meshes((args, kwargs))), self._options)
-        return replace(lower(self._fn, leaves, spec, self._options), identity=known)
+        known = identity(self._fn, signature(leaves, spec, on_meshes((args, kwargs))), self.options)
+        return replace(lower(self._fn, leaves, spec, self.options), identity=known)
 
     def explain(self) -> str:
         """Return one line for each trace of the function, with the reason why it was traced again."""
@@ -100,7 +101,7 @@ class Jitted(Generic[P, R]):
         if self._path:
             compiled, how = self._from_artifact(leaves, called, variables, nodes)
         else:
-            compiled, how = lower(self._fn, leaves, called.spec, self._options).compile(self._backend), ""
+            compiled, how = lower(self._fn, leaves, called.spec, self.options).compile(self._backend), ""
         self._inputs |= {variable.identity for variable in compiled.interface.captured}
         # Of a variable that changed during the trace only the tensors are compared, if they are inputs: a function that
         # counts its own traces would otherwise be traced in every call.
@@ -113,20 +114,20 @@ class Jitted(Generic[P, R]):
         self, leaves: list[object], called: Signature, variables: list[Capture], nodes: list[OnMesh]
     ) -> tuple[Compiled, str]:
         """Load a compiled function from the artifact; if any rank finds none there, trace, and write it."""
-        known, first = identity(self._fn, called, self._options), not self._reasons
+        known, first = identity(self._fn, called, self.options), not self._reasons
         mesh = next((node.home.mesh for node in nodes if node.home is not None), None)
         # Ranks come together to the first call alone: later ones may have new arguments on some ranks.
         others = mesh if first else None
         try:
             program = together(others, lambda: artifact.find(self._path, known, mesh), kind=artifact.MissingError)
         except artifact.MissingError as missing:
-            traced = partial(lower, self._fn, leaves, called.spec, self._options)
+            traced = partial(lower, self._fn, leaves, called.spec, self.options)
             program = together(others, lambda: traced().program(leaves))
             if first:
                 artifact.save(self._path, known, program, mesh)
             how = f"traced, and written to {self._path}" if first else "traced again, and not written"
-            return loaded(program, leaves, called, variables, self._options), f"{how}: {missing}"
-        return loaded(program, leaves, called, variables, self._options), f"loaded from {self._path}"
+            return loaded(program, leaves, called, variables, self.options), f"{how}: {missing}"
+        return loaded(program, leaves, called, variables, self.options), f"loaded from {self._path}"
 
     def _reason(self, graphs: dict[_CacheKey, Compiled], key: _CacheKey) -> str:
         if not self._reasons:

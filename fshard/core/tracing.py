@@ -33,7 +33,7 @@ def mark(x: Tensor, kind: type[Tensor]) -> Tensor:
         return x
     if not is_tracing() and not torch.compiler.is_compiling():
         return x.as_subclass(kind)
-    node = _node_of(x)
+    node = node_of(x)
     if node is not None:
         node.meta["kind"] = kind
     return x
@@ -43,7 +43,7 @@ def kind_of(x: Tensor) -> type[Tensor]:
     """The class with which a tensor, or the node that made it, was marked; `Tensor` for any other one."""
     if isinstance(x, Marked):
         return type(x)
-    node = _node_of(x) if is_tracing() else None
+    node = node_of(x) if is_tracing() else None
     while node is not None and _renames(node):
         (node,) = node.all_input_nodes
     return Tensor if node is None else node.meta.get("kind", Tensor)
@@ -64,8 +64,8 @@ def _form(node: Node) -> object:
     return (x.dtype, x.shape, x.layout is torch.strided and x.stride(), x.is_conj(), x.is_neg())
 
 
-def _node_of(x: Tensor) -> Node | None:
-    """The node of a traced tensor; None for what no graph records."""
+def node_of(x: Tensor) -> Node | None:
+    """Return the node of a traced tensor; None for what no graph records."""
     # Private: where make_fx keeps the node of a tensor has no public name (test_loss_scale.py notices when it goes).
     mode = get_proxy_mode()
     traced = None if mode is None else get_proxy_slot(x, mode.tracer, None)

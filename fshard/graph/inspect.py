@@ -132,7 +132,12 @@ _NAMES = {
 
 
 def _type(node: fx.Node) -> str:
-    return " ".join(f"{_NAMES.get(v.dtype, str(v.dtype)[6:])}{list(v.shape)}" for v in values(node)) or "()"
+    return " ".join(map(form, values(node))) or "()"
+
+
+def form(x: Tensor) -> str:
+    """Return dtype and shape of a tensor, as in "bf16[8, 128]"."""
+    return f"{_NAMES.get(x.dtype, str(x.dtype)[6:])}{list(x.shape)}"
 
 
 def values(node: fx.Node) -> list[Tensor]:

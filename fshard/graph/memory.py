@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from bisect import bisect
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -26,6 +26,12 @@ from ..comm.primitives import is_direct
 from ..comm.process_groups import FEW
 from ..core.storage import address
 from .inspect import arguments, operator, values
+
+# Operators that compilers write as sums and pointwise operators, which are fused, but not written over what they read.
+_DECOMPOSED = (
+    *("_softmax", "_softmax_backward_data", "_log_softmax", "_log_softmax_backward_data"),
+    *("nll_loss_forward", "nll_loss_backward"),
+)
 
 
 @dataclass(frozen=True)
@@ -60,38 +66,59 @@ class Footprint:
 
 
 @dataclass
-class _Storage:
-    nbytes: int
+class Span:
+    """Memory that a node allocates, from the node where it is first there to the last one at which it is."""
+
+    node: fx.Node
+    value: torch.Tensor
     what: str  # its purpose
-    first: int  # the index of the node that creates it
-    last: int  # the index of the last node that reads it
+    nbytes: int
+    first: int  # indices of nodes
+    last: int
+
+
+@dataclass
+class _Storage(Span):
     fusible: bool  # whether a compiler may compute it inside its readers
     sources: list[int] = field(default_factory=list)  # storages of the arguments of the node that creates it
 
 
 def footprint(graph: fx.Graph, inputs: Sequence[str]) -> Footprint:
     """Estimate the memory of a graph. `inputs` gives the purpose of each input, such as "parameters"."""
+    names = tuple(node.name for node in graph.nodes)
+    return Footprint(names, tuple(rows(spans(graph, inputs), len(names))))
+
+
+def rows(counted: Iterable[Span], number: int) -> list[dict[str, int]]:
+    """Return the bytes in memory by purpose at each of so many nodes."""
+    # changes[i]: bytes by purpose that appear at node i, or were last needed at node i - 1
+    changes: list[Counter[str]] = [Counter() for _ in range(number + 2)]
+    for s in counted:
+        changes[s.first][s.what] += s.nbytes
+        changes[s.last + 1][s.what] -= s.nbytes
+    now, result = Counter[str](), list[dict[str, int]]()
+    for change in changes[:number]:
+        now.update(change)
+        result.append({k: v for k, v in now.items() if v})
+    return result
+
+
+def spans(graph: fx.Graph, inputs: Sequence[str]) -> list[Span]:
+    """Return the memory that is counted, in the order of the nodes that allocate it."""
     nodes = list(graph.nodes)
     storages = _storages(nodes, inputs)
     barriers = [i for i, node in enumerate(nodes) if node.op == "call_function" and _is_barrier(node)] + [len(nodes)]
     # what is read up to the next barrier alone is computed inside its readers
     counted = [s for s in storages.values() if not s.fusible or s.last > barriers[bisect(barriers, s.first)]]
-    # changes[i]: bytes by purpose that appear at node i, or were last needed at node i - 1
-    changes: list[Counter[str]] = [Counter() for _ in range(len(nodes) + 2)]
-    for s in counted:
-        changes[s.first][s.what] += s.nbytes
-        changes[s.last + 1][s.what] -= s.nbytes
-    _in_place(counted, storages, changes)
+    _in_place(counted, storages)
     numbers = {node: i for i, node in enumerate(nodes)}
+    received = list[Span]()
     for node, nbytes in ((node, _received(node)) for node in nodes):
-        changes[numbers[node]]["gradients"] += nbytes
-        waits = (numbers[user] for user in node.users if operator(user) == "fshard.wait")
-        changes[max([numbers[node], *waits]) + 1]["gradients"] -= nbytes
-    now, rows = Counter[str](), list[dict[str, int]]()
-    for change in changes[: len(nodes)]:
-        now.update(change)
-        rows.append({k: v for k, v in now.items() if v})
-    return Footprint(tuple(node.name for node in nodes), tuple(rows))
+        waits = [numbers[user] for user in node.users if operator(user) == "fshard.wait"]
+        if nbytes:
+            (x,) = values(arguments(node)["x"])
+            received.append(Span(node, x, "gradients", nbytes, numbers[node], max([numbers[node], *waits])))
+    return [*counted, *received]
 
 
 def _received(node: fx.Node) -> int:
@@ -114,20 +141,20 @@ def _received(node: fx.Node) -> int:
     return -(-x.numel() // size) * size * x.itemsize  # padded to equal parts
 
 
-def _in_place(counted: Sequence[_Storage], storages: dict[int, _Storage], changes: list[Counter[str]]) -> None:
+def _in_place(counted: Sequence[_Storage], storages: dict[int, _Storage]) -> None:
     """Count a value that can reuse a same-sized input's storage (its last use) once: free the input one node earlier.
 
     At most one value reuses a storage.
     """
     counted_ids, reused = {id(s) for s in counted}, set[int]()
     for s in counted:
-        for key in s.sources if s.fusible else []:
+        for key in s.sources if s.fusible and _is_pointwise(s.node) else []:
             old = storages[key]
             if id(old) in counted_ids and key not in reused and old.last == s.first and old.nbytes == s.nbytes:
-                changes[s.first][old.what] -= old.nbytes
-                changes[s.first + 1][old.what] += old.nbytes
                 reused.add(key)
                 break
+    for key in reused:
+        storages[key].last -= 1
 
 
 def _storages(nodes: Sequence[fx.Node], inputs: Sequence[str]) -> dict[int, _Storage]:
@@ -139,7 +166,7 @@ def _storages(nodes: Sequence[fx.Node], inputs: Sequence[str]) -> dict[int, _Sto
         sources = [key for source in node.all_input_nodes for key in storages_of(source)]
         for value, key in zip(values(node), storages_of(node), strict=True):
             storage = storages.setdefault(
-                key, _Storage(value.untyped_storage().nbytes(), what, i, i, _is_fusible(node), sources)
+                key, _Storage(node, value, what, value.untyped_storage().nbytes(), i, i, _is_fusible(node), sources)
             )
             storage.last = max([storage.last, *(numbers[user] for user in node.users)])
             if node.op == "placeholder" or any(user.op == "output" for user in node.users):
@@ -174,4 +201,8 @@ def _is_barrier(node: fx.Node) -> bool:
 
 
 def _is_fusible(node: fx.Node) -> bool:
+    return _is_pointwise(node) or (node.op == "call_function" and operator(node) in _DECOMPOSED)
+
+
+def _is_pointwise(node: fx.Node) -> bool:
     return node.op == "call_function" and torch.Tag.pointwise in getattr(node.target, "tags", ())

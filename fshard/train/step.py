@@ -162,9 +162,16 @@ def _check_alike(params: Sharded, seed: int, scaler: LossScale) -> None:
 class Step:
     """What `train_step` returns: torch.compile takes it as one call (Note [torch.compile])."""
 
-    def __init__(self, run: Callable[..., tuple[TrainState, dict[str, Tree]]], with_extra: bool):
+    def __init__(
+        self,
+        run: Callable[..., tuple[TrainState, dict[str, Tree]]],
+        loss_fn: Callable[..., Tree],
+        accumulate: int,
+        with_extra: bool,
+        donate: bool,
+    ):
         self.run: Callable[..., tuple[TrainState, dict[str, Tree]]] = run
-        self.with_extra: bool = with_extra
+        self.loss_fn, self.accumulate, self.with_extra, self.donate = loss_fn, accumulate, with_extra, donate
 
     def __eq__(self, other: object) -> bool:
         return self is other
@@ -288,7 +295,7 @@ def train_step(
             state.give_away()
         return new_state, metrics
 
-    return Step(Checked(run) if is_wanted() else run, with_extra)
+    return Step(Checked(run) if is_wanted() else run, loss_fn, accumulate, with_extra, donate)
 
 
 def _step_after_backward(

@@ -33,6 +33,7 @@ def build():
     return model
 def tree(): return {"w": torch.empty(1 << 50)}
 def number(): return 3
+def pair(model, batch): return 3
 def make(mesh): return 3
 def broken(): raise ValueError("two\\nlines")
 """
@@ -77,7 +78,7 @@ def run(capsys: pytest.CaptureFixture[str], *args: str) -> tuple[int, str, str]:
 def test_the_page_shows_what_commands_print(here):
     """Readers would see other tables than they get: write the page anew with python tests/cli/test_cli.py."""
     page = PAGE.read_text()
-    assert len(CONSOLE.findall(page)) == 4
+    assert len(CONSOLE.findall(page)) == 5
     assert shown(page) == page
 
 
@@ -127,7 +128,42 @@ def test_a_model_that_no_host_has_room_for(here, capsys):
     assert "(root)  4.00 PiB    4.00 TiB   4.00 TiB  4.00 TiB\n" in out
 
 
+def test_what_a_step_of_a_module_needs(here, capsys):
+    """The step of another model or batch would be estimated, or its figures be missing in the JSON."""
+    (here / "my_model.py").write_text(STEP)
+    args = ["plan", "my_model:build", "--mesh", "shard=2", "--batch", "x=6x8", "n=6:int64", "--loss", "my_model:loss"]
+    status, out, _ = run(capsys, *args, "--capacity", "1", "--json")
+    said = json.loads(out)
+    assert (status, said["fits"]) == (0, "likely")
+    arguments = next(row for row in said["estimate"]["memory"] if row["purpose"] == "arguments")
+    assert arguments["resident"] == 6 * 8 * 4 + 6 * 8 + 16  # the number of steps and the seed, too
+    assert {row["kind"] for row in said["estimate"]["traffic"]} == {"all_gather", "reduce_scatter", "all_reduce"}
+    status, out, _ = run(capsys, *args)
+    assert "largest at the peak" in out
+    tree = [*args[:1], "my_model:tree", *args[2:-1], "my_model:loss_of_a_tree"]
+    assert json.loads(run(capsys, *tree, "--json")[1])["estimate"]["peak"]["bytes"] > 0
+
+
+STEP = """
+import torch
+def build(): return torch.nn.Linear(8, 3)
+def loss(model, batch): return (model(batch["x"]).sum(1) * batch["n"]).mean()
+def tree(): return {"w": torch.empty(8, 3)}
+def loss_of_a_tree(params, batch): return (batch["x"] @ params["w"]).square().mean()
+"""
 ERRORS = {
+    "a batch without a loss": (
+        ["plan", "my_model:build", "--batch", "3"],
+        "fshard plan: --batch and --loss: expected both, of which a step is made, or neither",
+    ),
+    "a batch of words": (
+        ["plan", "my_model:build", "--batch", "3xa", "--loss", "my_model:pair"],
+        "fshard plan: --batch 3xa: expected sizes and a dtype, as in 4x2049:int64",
+    ),
+    "a batch of two without names": (
+        ["plan", "my_model:build", "--batch", "3", "4", "--loss", "my_model:pair"],
+        "fshard plan: --batch 3 4: expected one tensor, or several with names that differ",
+    ),
     "nothing there": (["plan", "nothing"], "fshard plan: nothing: expected MODULE:FUNCTION, or the path of a file"),
     "no module": (["plan", "no_such:build"], "fshard plan: model no_such:build: expected MODULE:FUNCTION"),
     "no tree": (["plan", "my_model:number"], "fshard plan: leaf '': expected a tensor, got int"),

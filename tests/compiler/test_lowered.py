@@ -93,6 +93,18 @@ def test_memory_by_hand():
     assert memory.bytes[-1] == {"arguments": arguments, "results": value}
 
 
+def test_memory_of_a_cross_entropy():
+    """What compilers write as sums and pointwise operators would be counted, as if it were in memory."""
+
+    def fn(x: Tensor, w: Tensor, y: Tensor) -> Tensor:
+        return torch.func.grad(lambda w: torch.nn.functional.cross_entropy(x @ w, y))(w)
+
+    x, w, y = rand(8, 4, seed=1), rand(4, 64, seed=2), torch.arange(8)
+    memory = fshard.jit(fn, backend="eager").lower(x, w, y).memory()
+    most, logits = max(row.get("activations", 0) for row in memory.bytes), 8 * 64 * 8
+    assert logits <= most < 2 * logits
+
+
 def test_memory_of_a_step():
     """`memory()` would count whole parameters instead of this rank's, or miss gathered units."""
 

@@ -10,4 +10,4 @@ from fshard.compiler.signature import flatten, on_meshes, signature
 def known(jitted: Jitted[Any, Any], *args: Any) -> Identity:
     """What is compared of a function before its compiled form is loaded."""
     leaves, spec = flatten(args, {})
-    return identity(jitted._fn, signature(leaves, spec, on_meshes((args, {}))), jitted._options)
+    return identity(jitted._fn, signature(leaves, spec, on_meshes((args, {}))), jitted.options)

@@ -1,0 +1,351 @@
+"""Graphs of a few equal units instead of all: what a stack of units is, and how figures of its graphs grow.
+
+Note [Depth]
+    To lower a step takes time in proportion to its units. In most networks nearly all of them are equal, and a loss
+    reads them in a loop. Such a step is lowered with a few of them, three times. The figures of the whole graph follow
+    if two things hold, which are checked; else the whole graph is lowered.
+
+    - Forward and backward of the loss, of all units, call the operators that those of a few call, with one period
+      more for each unit. They are recorded on meta tensors, which is fast: operators, shapes, numbers, and how far
+      before the memory was written that they read. So a loss whose last units do something else is noticed.
+    - The graphs after all passes are equal but for a whole number of periods more at the same places. The bytes at each
+      node grow by the same number for each unit, and from period to period. So the most are at a node of the
+      smallest graph, or in its copy in the first or last periods: a figure of the whole is never that of a sum that
+      is largest elsewhere.
+"""
+
+from __future__ import annotations
+
+import operator as python
+import os
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import chain
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from ..core import tree
+from ..core.arguments import call_site
+from ..core.losses import read_loss
+from ..core.storage import address
+from ..core.tracing import Operator, node_of
+from ..core.tree import Tree
+from ..plan.plan import Plan
+from ..sharding.sharded import Sharded, local_numel, whole_view
+from ..train.accumulate import cut
+from ..train.step import Step
+
+_STANDARD = os.path.dirname(os.__file__) + os.sep  # the files of Python's own library
+_NEAR = 16  # operators: memory that was written longer ago is only said to be older
+Key = Hashable
+Args = tuple[Any, ...]
+Kwargs = Mapping[str, object] | None
+
+
+@dataclass(frozen=True)
+class Stack:
+    """A list in a tree of parameters whose children are equal units: `units[child]` are the names of their units."""
+
+    path: str
+    first: int  # the number of its first leaf
+    num_leaves: int
+    units: tuple[tuple[str, ...], ...]
+
+    @property
+    def depth(self) -> int:
+        """The number of children."""
+        return len(self.units)
+
+    def place(self, unit: str) -> tuple[int, int] | None:
+        """The child that a unit belongs to, and which of its units it is; None for a unit outside."""
+        pairs = ((child, names.index(unit)) for child, names in enumerate(self.units) if unit in names)
+        return next(pairs, None)
+
+    def general(self, unit: str) -> str:
+        """The name of a unit with a star for the number of the child."""
+        place = self.place(unit)
+        return unit if place is None else unit.replace(f"{self.path}.{place[0]}", f"{self.path}.*", 1)
+
+
+def stack_of(plan: Plan) -> Stack | None:
+    """The stack of a plan with most leaves; None if it has no list of equal units."""
+    stacks = [
+        Stack(".".join(path), first, spec.num_leaves, units)
+        for path, spec, first in tree.walk(plan.spec)
+        if spec.type in (list, tuple) and (units := _equal_units(plan, spec, first))
+    ]
+    return max(stacks, key=lambda stack: stack.num_leaves, default=None)
+
+
+def _equal_units(plan: Plan, spec: tree.Spec, first: int) -> tuple[tuple[str, ...], ...]:
+    """The units of each child of a list; () unless there are several, which are equal and follow each other."""
+    forms, units = set[object](), list[tuple[str, ...]]()
+    for child, offset in tree.children(spec):
+        numbers = plan.leaves[first + offset : first + offset + child.num_leaves]
+        slots = [plan.slots[number] for number in numbers]
+        if not slots:
+            return ()
+        base = slots[0].unit
+        inside = [plan.units[number] for number in sorted({slot.unit for slot in slots})]
+        at = [(n - numbers[0], x.unit - base, x.shape, x.kind, x.start) for n, x in zip(numbers, slots, strict=True)]
+        forms.add(
+            (child, *at, *((unit.lengths, unit.kept, unit.joined) for unit in inside), base - sum(map(len, units)))
+        )
+        units.append(tuple(unit.name for unit in inside))
+    return tuple(units) if len(forms) == 1 and len(units) > 1 else ()
+
+
+def depths_of(plan: Plan, stack: Stack) -> tuple[int, int, int]:
+    """The numbers of units to lower: enough for what is in memory near the first and the last unit alone.
+
+    That is more where several of them travel beside a large one (Note [Two units] in `ahead.py`).
+    """
+    names, sizes = {*chain(*stack.units)}, plan.ahead.sizes
+    unit = min(size for size, unit in zip(sizes, plan.units, strict=True) if unit.name in names)
+    more = 2 * (2 * max(sizes) >= 3 * unit) if plan.prefetch is None else max(plan.prefetch - 1, 0)
+    return 4 + more, 5 + more, 7 + more
+
+
+def with_few(plan: Plan, stack: Stack, depth: int) -> Plan:
+    """The plan without the last children of a stack: it has the first `depth`."""
+
+    def is_stack(x: object) -> bool:
+        return isinstance(x, list | tuple) and tree.leaves(x) == [*range(stack.first, stack.first + stack.num_leaves)]
+
+    numbers = tree.unflatten(plan.spec, range(len(plan.leaves)))
+    kept, spec = tree.flatten(tree.map_tops(lambda x: x[:depth] if is_stack(x) else x, is_stack, numbers))
+    gone = {name for names in stack.units[depth:] for name in names}
+    units = {old: new for new, old in enumerate(n for n, unit in enumerate(plan.units) if unit.name not in gone)}
+    slots = {old: new for new, old in enumerate(n for n, slot in enumerate(plan.slots) if slot.unit in units)}
+    return replace(
+        plan,
+        spec=spec,
+        leaves=tuple(slots[plan.leaves[number]] for number in kept),
+        claims=tuple(units[plan.claims[number]] for number in kept),
+        slots=tuple(replace(plan.slots[old], unit=units[plan.slots[old].unit]) for old in slots),
+        units=tuple(plan.units[old] for old in units),
+    )
+
+
+def with_plan(args: Tree, old: Plan, new: Plan) -> Tree:
+    """The arguments of a step, on no device, with trees on another plan. ValueError for what lies otherwise."""
+
+    def moved(x: object) -> object:
+        if not isinstance(x, Sharded) or x.plan != old:
+            return x
+        if x.view.spec != old.spec:
+            raise ValueError("a part of a sharded tree is an argument by itself")
+        view = whole_view(new, x.view.over, x.view.kinds)
+        rows = zip(view.kinds, x.tensors, strict=True)
+        return Sharded(view, [row.new_empty(local_numel(new, kind, view.over)) for kind, row in rows])
+
+    return tree.map_tops(moved, Sharded, args)
+
+
+_Form = tuple[torch.Size, tuple[int, ...], torch.dtype]
+Results = dict[Key, tuple[list[_Form], tree.Spec]]  # what operators returned, by what they were called with
+
+
+def _form(x: Tensor) -> _Form:
+    return x.shape, x.stride(), x.dtype
+
+
+def _bare(x: object) -> object:
+    if not isinstance(x, Tensor) or x.is_meta:
+        return x
+    return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta")
+
+
+class _Recorder(TorchDispatchMode):
+    """Records what is called: operator, forms of tensors, other arguments, and how long ago memory was written.
+
+    What an operator returned once is made again without it, which takes a tenth of the time.
+    """
+
+    def __init__(self, results: Results) -> None:
+        super().__init__()
+        self.keys: list[Key] = []
+        self._results = results
+        self._written: dict[int, int] = {}  # by address: the number of the operator
+
+    def __torch_dispatch__(self, func: Operator, types: object, args: Args = (), kwargs: Kwargs = None) -> object:
+        inputs = tree.leaves((args, kwargs or {}))
+        if any(isinstance(x, Tensor) and not x.is_meta for x in inputs):  # of a closure
+            args, kwargs = tree.map(_bare, (args, kwargs or {}))
+        key = func, *(_form(x) if isinstance(x, Tensor) else repr(x) for x in inputs)
+        ago = [len(self.keys) - self._written.get(address(x), 0) for x in inputs if isinstance(x, Tensor)]
+        self.keys.append((key, torch.is_grad_enabled(), *(n if n <= _NEAR else None for n in ago)))
+        if key in self._results:
+            forms, spec = self._results[key]
+            out = tree.unflatten(spec, [torch.empty_strided(*x, dtype=kind, device="meta") for *x, kind in forms])
+        else:
+            out = func(*args, **(kwargs or {}))
+            leaves, spec = tree.flatten(out)
+            is_new = not any(x.alias_info for x in (*func._schema.arguments, *func._schema.returns))
+            if is_new and all(isinstance(x, Tensor) for x in leaves):
+                self._results[key] = [_form(x) for x in leaves], spec
+        self._written |= {address(x): len(self.keys) for x in tree.leaves(out) if isinstance(x, Tensor)}
+        return out
+
+
+class Origin(NamedTuple):
+    """What called the operator of a node: a line of the user's code ("" for none) in the loss; autograd's backward."""
+
+    line: str
+    is_backward: bool
+
+
+class _Origins(TorchDispatchMode):
+    """Notes in `meta` of the nodes of a trace their `Origin`; `caller` is the line that asks for the trace."""
+
+    supports_higher_order_operators = True
+
+    def __init__(self, caller: str) -> None:
+        super().__init__()
+        self._caller = caller
+
+    def __torch_dispatch__(self, func: Operator, types: object, args: Args = (), kwargs: Kwargs = None) -> object:
+        out = func(*args, **(kwargs or {}))
+        nodes = [node for x in tree.leaves(out) if isinstance(x, Tensor) and (node := node_of(x))]
+        if nodes and "origin" not in nodes[0].meta:
+            line = call_site()
+            line = "" if line == self._caller or line.startswith(_STANDARD) else line
+            # Private: torch has no public way to ask whether autograd runs (test_estimate.py notices when it goes).
+            origin = Origin(line, torch._C._current_autograd_node() is not None)
+            for node in nodes:
+                node.meta["origin"] = origin
+                for source in node.all_input_nodes if node.target is python.getitem else ():
+                    source.meta["origin"] = origin
+        return out
+
+
+def noted(fn: Callable[..., Tree], caller: str, *args: Tree) -> Tree:
+    """Call a function that is traced; its nodes have an `Origin`."""
+    with _Origins(caller):
+        return fn(*args)
+
+
+def calls(step: Step, plan: Plan, given: Sequence[Tree], results: Results) -> list[Key]:
+    """What forward and backward of a step's loss call, recorded on meta tensors. `results` are those so far."""
+
+    def whole(sharded: Sharded) -> Tree:
+        kinds = [sharded.plan.kinds[slot.kind] for slot in sharded.plan.slots]
+        leaves = [
+            torch.empty(slot.shape, dtype=kind.precision.compute, device="meta", requires_grad=kind.trainable)
+            for slot, kind in zip(sharded.plan.slots, kinds, strict=True)
+        ]
+        return tree.unflatten(sharded.plan.spec, [leaves[number] for number in sharded.plan.leaves])
+
+    def bare(x: object) -> object:
+        return whole(x) if isinstance(x, Sharded) else _bare(x)
+
+    state, batch, *args = given
+    first = cut(tree.map(bare, batch), step.accumulate)[0]
+    rest = tree.map_tops(bare, Sharded, (*[state.extra] * step.with_extra, first, *args))
+    params = whole(Sharded(whole_view(plan, plan.params_over, range(len(plan.kinds))), []))
+    with torch.device("meta"), torch.enable_grad(), _Recorder(results) as recorder:
+        out = step.loss_fn(params, *rest)
+        total = read_loss(out[0] if isinstance(out, tuple) else out)[0].total
+        trained = [x for x in dict.fromkeys(tree.leaves(params)) if x.requires_grad]
+        torch.autograd.grad(total, trained, allow_unused=True)
+    return recorder.keys
+
+
+Runs = list[tuple[int, int]]  # where each run of equal periods ends in the shorter of two lists, and its period
+
+
+def runs(short: Sequence[Key], long: Sequence[Key]) -> Runs | None:
+    """The places where the longer list has one period more; None if the lists differ otherwise.
+
+    Of the periods that may be repeated at a place it is the one after which the lists agree for longest.
+    """
+    places: Runs = []
+    at = there = 0
+    while there < len(long):
+        same = _num_same(short[at:], long[there:])
+        at, there = at + same, there + same
+        periods = range(1, min(there, len(long) - there) + 1)
+        repeated = [
+            p for p in periods if long[there - p] == long[there] and long[there - p : there] == long[there : there + p]
+        ]
+        if not repeated:
+            break
+        period = max(repeated, key=lambda p: _num_same(short[at:], long[there + p :]))
+        places.append((at, period))
+        there += period
+    return places if expanded(short, places, 1) == [*long] else None
+
+
+def _num_same(short: Sequence[Key], long: Sequence[Key]) -> int:
+    pairs = enumerate(zip(short, long, strict=False))
+    return next((n for n, (x, y) in pairs if x != y), min(len(short), len(long)))
+
+
+def expanded(short: Sequence[Key], places: Runs, times: int) -> list[Key]:
+    """The list with so many periods more in each run."""
+    keys, before = list[Key](), 0
+    for at, period in places:
+        keys += [*short[before:at], *list(short[at - period : at]) * times]
+        before = at
+    return [*keys, *short[before:]]
+
+
+Rows = Sequence[Mapping[str, int]]  # bytes by purpose, at each node of a graph
+
+
+def images(graphs: Sequence[Rows], short: Sequence[Key], places: Runs, times: Sequence[int]) -> list[list[int]] | None:
+    """Where nodes of the shortest graph are in graphs with so many periods more: of those that decide the maximum.
+
+    A node inside a run has two images: as far from the run's beginning, and as far from its end. Of each run those
+    near both ends are returned at which bytes grow by the same number for each period more of the graph; None if bytes
+    between them do not grow by the same from period to period.
+    """
+    result = [[at + n * _before(places, at) for n in times] for at in _outside(short, places)]
+    for end, period in places:
+        nodes, before = range(_begin(short, end, period), end), _before(places, end - 1)
+        heads = [[at + n * before for n in times] for at in nodes]
+        tails = [[at + n * (before + period) for n in times] for at in nodes]
+        heads = heads[: _num_even(graphs, heads, times) // period * period]
+        tails = tails[len(tails) - _num_even(graphs, tails[::-1], times) // period * period :]
+        if not heads or not tails:
+            return None
+        between = range(heads[-1][-1] + 1, tails[0][-1])
+        if not all(is_even([graphs[-1]] * 3, (i - period, i, i + period), (0, 1, 2)) for i in between):
+            return None
+        result += [*heads, *tails]
+    return result
+
+
+def _num_even(graphs: Sequence[Rows], candidates: Sequence[Sequence[int]], times: Sequence[int]) -> int:
+    """The number of images before the first one that is not even."""
+    return next((n for n, image in enumerate(candidates) if not is_even(graphs, image, times)), len(candidates))
+
+
+def _before(places: Runs, at: int) -> int:
+    """The nodes that one period more of each run puts before a node."""
+    return sum(period for end, period in places if end <= at)
+
+
+def _outside(short: Sequence[Key], places: Runs) -> list[int]:
+    inside = {at for end, period in places for at in range(_begin(short, end, period), end)}
+    return [at for at in range(len(short)) if at not in inside]
+
+
+def _begin(keys: Sequence[Key], end: int, period: int) -> int:
+    """Where the first whole period of the run begins that ends at `end`."""
+    begin = end - period
+    while begin >= period and keys[begin - period : begin] == keys[begin : begin + period]:
+        begin -= period
+    return begin
+
+
+def is_even(graphs: Sequence[Rows], image: Sequence[int], times: Sequence[int]) -> bool:
+    """Whether the bytes at a node of three graphs grow by the same number for each period more."""
+    few, more, most = (rows[i] for rows, i in zip(graphs, image, strict=True))
+    near, far = times[1] - times[0], times[2] - times[0]
+    return all(
+        (more.get(x, 0) - few.get(x, 0)) * far == (most.get(x, 0) - few.get(x, 0)) * near for x in {*few, *more, *most}
+    )
