@@ -114,9 +114,7 @@ def map(fn: Callable[..., Tree], tree: Tree, *rest: Tree) -> Tree:
 
 def consists_of(tree: Tree, spec: Spec, leaves: Sequence[Tree]) -> bool:
     """Return whether a tree has this structure, in the order of use, and these very leaves."""
-    if (type(tree), spec.type) == (dict, dict) and spec.num_nodes == len(
-        leaves
-    ) + 1:  # of leaves alone, as most layers are
+    if (type(tree), spec.type) == (dict, dict) and spec.num_nodes == len(leaves) + 1:  # of leaves alone, as layers are
         return [*tree] == spec.entries() and all(builtins.map(operator.is_, tree.values(), leaves))
     now, form = optree.tree_flatten(tree, namespace=_NAMESPACE)
     return len(now) == len(leaves) and all(builtins.map(operator.is_, now, leaves)) and form == spec
