@@ -157,6 +157,9 @@ SYSTEMS = {
     "fshard-whole": System(partial(ours, over=WHOLE), "`params_over=()`, `grads_over=()`, `state_over=()`", mean=True),
     "fshard-zero1": System(partial(ours, over=ZERO1), "`params_over=()`, `grads_over=()`", mean=True),
     "fshard-jit": System(partial(ours, jit={}), "`fshard.jit(step, donate=True)`", mean=True, compiled=True),
+    "fshard-artifact": System(
+        from_artifact, "the same with `artifact=`, which the second process loads", mean=True, compiled=True, extra=True
+    ),
     "fshard-buckets": System(
         partial(ours, jit={"bucket": 1 << 20}), "the same with `bucket=1 << 20`", mean=True, compiled=True, extra=True
     ),
