@@ -342,6 +342,11 @@ def rank_in(mesh: AnyMesh) -> int:
     return coordinate(mesh, tuple(axis_sizes(mesh)))
 
 
+def process_rank() -> str:
+    """Say which process this is, of those that torch.distributed has started; "" if it has started none."""
+    return f"{dist.get_rank()} of {dist.get_world_size()}" if dist.is_available() and dist.is_initialized() else ""
+
+
 def mesh_device(mesh: AnyMesh) -> torch.device:
     """Return the device of this rank's tensors; the CPU if the mesh is None."""
     grid = adapted(mesh)

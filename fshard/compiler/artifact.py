@@ -21,7 +21,8 @@ from typing import Any
 
 from ..comm.consensus import of_all, together
 from ..comm.mesh import AnyMesh, num_ranks, rank_in
-from ..files.places import place_of
+from ..core.arguments import check_path
+from ..files.places import Place, place_of
 from .identity import Identity
 from .program import Program, UnsavableError, digest_of
 
@@ -29,21 +30,31 @@ Path = str | os.PathLike[str]
 _INDEX, _FORMAT = "index.json", 1
 
 
-class MissingError(LookupError):
-    """There is no program of a function in the file. The message says why."""
+def file_at(name: str, path: Path) -> str:
+    """The path of a file, with symbolic links followed. TypeError or ValueError for what is none."""
+    check_path(name, path, "the path of a file")
+    text = os.fspath(path)
+    return text if "://" in text else os.path.realpath(text)
 
 
-def find(path: Path, identity: Identity, mesh: AnyMesh) -> Program:
-    """Return this rank's program from the file at `path`. MissingError if it has none of this identity."""
-    programs, parts = _read(path)
-    rank, reason = rank_in(mesh), "it has no program"
-    for entry in reversed(programs):
-        if len(entry["keys"]) != num_ranks(mesh):
-            reason = f"the number of ranks was {len(entry['keys'])}, is {num_ranks(mesh)}"
-        elif not (reason := identity.difference(**json.loads(parts[entry["keys"][rank]]))):
-            head = json.loads(parts[entry["programs"][rank]])
-            return Program(head, {digest: parts[digest] for digest in _digests(head)})
-    raise MissingError(reason)
+def find(path: Path, identity: Identity, mesh: AnyMesh) -> Program | str:
+    """Return this rank's program from the file at `path`, or the reason why it has none of this identity."""
+    try:
+        programs, parts = _read(path)
+        rank, reason = rank_in(mesh), "it has no program"
+        for entry in programs:
+            if len(entry["keys"]) != num_ranks(mesh):
+                reason = f"the number of ranks was {len(entry['keys'])}, is {num_ranks(mesh)}"
+            elif not (reason := identity.difference(json.loads(parts[entry["keys"][rank]]))):
+                head = json.loads(parts[entry["programs"][rank]])
+                return Program(head, {digest: parts[digest] for digest in _digests(head)})
+    except FileNotFoundError:
+        return "there is no such file"
+    except OSError:
+        raise
+    except Exception as error:  # whatever is raised for bytes that are not what was written
+        return f"it is damaged, or no artifact: {type(error).__name__}: {error}"
+    return reason
 
 
 def save(path: Path, identity: Identity, program: Program, mesh: AnyMesh) -> None:
@@ -61,8 +72,7 @@ def save(path: Path, identity: Identity, program: Program, mesh: AnyMesh) -> Non
             )
 
     together(mesh, check)
-    texts = {"where": identity.where, "what": identity.what}
-    key, head = (json.dumps(x).encode() for x in (texts, program.head))
+    key, head = (json.dumps(x).encode() for x in (identity.texts(), program.head))
     parts = {digest_of(data): data for data in (key, head)} | dict(program.parts)
     places = [json.loads(text) for text in of_all(json.dumps([digest_of(key), digest_of(head), *parts]), mesh)]
     entry = {"keys": [place[0] for place in places], "programs": [place[1] for place in places]}
@@ -73,23 +83,28 @@ def save(path: Path, identity: Identity, program: Program, mesh: AnyMesh) -> Non
     is_needed = any({*place} - {*places[0]} for place in places[1:])
     received = of_all(json.dumps(sent if rank else {}), mesh) if is_needed else []
     others = {digest: base64.b64decode(data) for text in received for digest, data in json.loads(text).items()}
-    together(mesh, lambda: None if rank else _write(path, entry, parts | others, identity.where))
+    together(mesh, lambda: None if rank else _write(path, entry, parts | others, identity))
 
 
-def _write(path: Path, entry: Mapping[str, Any], parts: Mapping[str, bytes], where: Mapping[str, str]) -> None:
+def _write(path: Path, entry: Mapping[str, Any], parts: Mapping[str, bytes], identity: Identity) -> None:
+    def stays(old: Mapping[str, Any]) -> bool:
+        texts = json.loads(before[old["keys"][0]])
+        is_of_other = texts["code"].keys() != identity.code.keys()  # by the names of its functions
+        return texts["where"] == identity.where and (is_of_other or texts["code"] == identity.code)
+
     try:
         programs, before = _read(path)
-    except MissingError:
+        programs = [old for old in programs if old["keys"] != entry["keys"] and stays(old)]
+    except Exception:  # there is none, or it is damaged
         programs, before = [], {}
-    alike = [x for x in programs if json.loads(before[x["keys"][0]])["where"] == where]
-    programs, parts = [*(x for x in alike if x["keys"] != entry["keys"]), entry], {**before, **parts}
+    programs, parts = [entry, *programs], {**before, **parts}
     file = io.BytesIO()
     with zipfile.ZipFile(file, "w") as archive:
         archive.writestr(_INDEX, json.dumps({"format": _FORMAT, "programs": programs}))
         for digest in _used(programs, parts):
             archive.writestr(digest, parts[digest])
-    folder, name = os.path.split(os.fspath(path))
-    place_of(folder or ".").put(name, file.getvalue())
+    place, name = _place(path)
+    place.put(name, file.getvalue())
 
 
 def _used(index: Sequence[Mapping[str, Any]], parts: Mapping[str, bytes]) -> list[str]:
@@ -106,26 +121,23 @@ def _digests(head: Mapping[str, Any]) -> list[str]:
 
 
 def _read(path: Path) -> tuple[list[Any], dict[str, bytes]]:
-    """The programs of a file, and its parts. MissingError if there is no such file, or it is no whole artifact."""
-    folder, name = os.path.split(os.fspath(path))
-    try:
-        with place_of(folder or ".").open(name) as file:
-            data = bytearray(file.size)
-            file.read_into(0, memoryview(data))
-    except FileNotFoundError:
-        raise MissingError("there is no such file") from None
-    try:
-        with zipfile.ZipFile(io.BytesIO(data)) as archive:
-            parts = {member.filename: archive.read(member) for member in archive.infolist()}
-        index = json.loads(parts.pop(_INDEX))
-        if index["format"] != _FORMAT:
-            raise MissingError(f"its format was {index['format']}, is {_FORMAT}")
-        if any(digest_of(part) != digest for digest, part in parts.items()) or {*_used(index["programs"], parts)} - {
-            *parts
-        }:
-            raise ValueError("a part is not what was written")
-        return index["programs"], parts
-    except (zipfile.BadZipFile, ValueError, LookupError, TypeError, EOFError, NotImplementedError) as error:
-        if isinstance(error, MissingError):
-            raise
-        raise MissingError(f"it is damaged, or no artifact: {type(error).__name__}: {error}") from None
+    """The programs of a file, the latest first, and its parts. An error of any class if it is no whole artifact."""
+    place, name = _place(path)
+    with place.open(name) as file:
+        data = bytearray(file.size)
+        file.read_into(0, memoryview(data))
+    with zipfile.ZipFile(io.BytesIO(data)) as archive:
+        parts = {member.filename: archive.read(member) for member in archive.infolist()}
+    index = json.loads(parts.pop(_INDEX))
+    if index["format"] != _FORMAT:
+        raise ValueError(f"its format was {index['format']}, is {_FORMAT}")
+    torn = any(digest_of(part) != digest for digest, part in parts.items())
+    if torn or {*_used(index["programs"], parts)} - {*parts}:
+        raise ValueError("a part is not what was written")
+    return index["programs"], parts
+
+
+def _place(path: Path) -> tuple[Place, str]:
+    """The folder of a file, and its name there."""
+    folder, _, name = os.fspath(path).rpartition("/")
+    return place_of(folder), name

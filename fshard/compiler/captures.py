@@ -23,10 +23,10 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from ..comm.mesh import OnMesh
 from ..core import tree
-from ..core.arguments import NOT_THE_USER
+from ..core.arguments import CODE
 from ..core.tracing import Marked
 
-_LIBRARIES = (*NOT_THE_USER, *(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")))
+LIBRARIES = (*CODE, *(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")))
 _Path = tuple[str, ...]  # a variable, an attribute of its value, an attribute of that one ...
 
 
@@ -91,7 +91,7 @@ def captures(fn: object, seen: dict[int, object] | None = None) -> Iterator[Capt
         if id(function) in seen:
             continue
         seen[id(function)] = function
-        for capture in _variables(function):
+        for capture in variables(function):
             yield capture
             yield from captures(capture.read(), seen)
 
@@ -132,12 +132,13 @@ def _methods(x: object) -> Iterator[FunctionType | partial[Any]]:
                 yield from _functions(fn, {})
 
 
-def _variables(fn: FunctionType | partial[Any]) -> Iterator[Capture]:
+def variables(fn: FunctionType | partial[Any]) -> Iterator[Capture]:
+    """Yield the variables that one function reads itself; of one of a library those of its closure."""
     if isinstance(fn, partial):
         yield from (Capture(f"{key!r} of a partial", fn, key) for key in ("args", "keywords"))
         return
     cells = dict(zip(fn.__code__.co_freevars, fn.__closure__ or (), strict=True))
-    is_users = not fn.__code__.co_filename.startswith(_LIBRARIES)
+    is_users = not fn.__code__.co_filename.startswith(LIBRARIES)
     paths = dict.fromkeys(_names_in(fn.__code__) if is_users else ())
     for name, cell in cells.items():
         yield _variable(fn, cell, (name,), paths)
@@ -212,7 +213,7 @@ def _generators(root: object, seen: dict[int, object]) -> Iterator[Any]:  # Any:
         if issubclass(type(x), kinds):
             yield x
         elif isinstance(x, FunctionType):
-            unseen += [variable.read() for variable in _variables(x)]
+            unseen += [variable.read() for variable in variables(x)]
         elif isinstance(x, type | ModuleType):
             unseen += [] if is_of_library(x) else vars(x).values()
         elif type(x).__module__.startswith("fshard."):
@@ -246,6 +247,9 @@ def is_of_library(x: type | ModuleType) -> bool:
     """Whether a class or a module belongs to fshard, torch, the standard library or an installed package."""
     module = sys.modules.get(x.__module__) if isinstance(x, type) else x
     file = getattr(module, "__file__", None)
-    if file is None:  # such as `__main__` in a notebook, or a module that is not imported
-        return module is not None and module.__name__ != "__main__"
-    return file.startswith(_LIBRARIES)
+    if file is None:  # such as a module of C, `__main__` in a notebook, or a module that is not imported
+        return module is not None and getattr(getattr(module, "__spec__", None), "origin", None) in (
+            "built-in",
+            "frozen",
+        )
+    return file.startswith(LIBRARIES)

@@ -15,10 +15,9 @@ import hashlib
 import os
 import platform
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass
-from functools import cache, cached_property
-from numbers import Number
+from functools import cache, cached_property, singledispatchmethod
 from pathlib import Path
 from types import CodeType, FunctionType, MemberDescriptorType, MethodType, ModuleType
 from typing import Any
@@ -27,16 +26,16 @@ import torch
 from torch import Tensor
 
 from ..comm.consensus import first_difference
-from ..comm.mesh import MESHES, axis_sizes, is_mesh, mesh_device, rank_in
+from ..comm.mesh import MESHES, axis_sizes, is_mesh, mesh_device, present, process_rank, rank_in
 from ..core import tree
-from ..core.arguments import NOT_THE_USER
 from ..core.storage import Source
-from .captures import captures, is_of_library
-from .signature import Ambient, Key, Signature, TensorKey, key_of, parts, words
+from .captures import LIBRARIES, Capture, captures, is_of_library, variables
+from .signature import Ambient, Signature, TensorKey, key_of, parts, words
 
 Texts = dict[str, str]
 
-_SIMPLE = (Number, str, torch.dtype, torch.device, torch.layout, torch.memory_format, type(None), type(...))
+_SIMPLE = {int, float, bool, complex, str, type(None), type(...), torch.dtype, torch.device, torch.layout}
+_SIMPLE |= {torch.memory_format, torch.Size, torch.finfo, torch.iinfo, range, slice}
 _LONG = 1000  # characters, of a text that is compared by its digest
 # environment variables that Inductor and g++ read
 _VARIABLES = ("TORCHINDUCTOR_", "TORCH_COMPILE_", "CXX", "CPATH", "TRITON_")
@@ -47,19 +46,24 @@ _NO_MATTER = {"TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR", "TORCHINDUCTOR_FORC
 class Identity:
     """A function as another process knows it, by named texts.
 
-    `where` is what all its programs have in common: versions, machine, settings, code. `what` are the arguments and the
-    values that it reads. `unknown` names the first value that has no text; "" if there is none.
+    `where` are versions, machine and settings, `code` of the user's functions that it reaches, `what` the arguments and
+    the values that it reads. `unknown` names the first value that has no text; "" if there is none.
     """
 
     where: Texts
+    code: Texts
     what: Texts
     unknown: str = ""
 
-    def difference(self, where: Mapping[str, str], what: Mapping[str, str]) -> str:
+    def texts(self) -> dict[str, Texts]:
+        """All that is compared."""
+        return {"where": self.where, "code": self.code, "what": self.what}
+
+    def difference(self, texts: Mapping[str, Texts]) -> str:
         """Describe the first difference from the texts of another one; "" if there is none."""
-        pairs = [(was, now) for was, now in ((where, self.where), (what, self.what)) if was != now]
-        for was, now in pairs:
-            for name in dict.fromkeys((*now, *was)):
+        for part, now in self.texts().items():
+            was = texts[part]
+            for name in dict.fromkeys((*now, *was)) if was != now else ():
                 if was.get(name) != now.get(name):
                     before, after = was.get(name, "not there"), now.get(name, "not there")
                     return first_difference(before, after, f"{name} was {{}}, is {{}}")
@@ -68,23 +72,23 @@ class Identity:
 
 def identity(fn: object, called: Signature, options: object) -> Identity:
     """The texts of a function that is called with arguments of a signature, compiled with these options."""
-    writer, seen, what = _Writer(called.meshes), dict[int, object](), Texts()
-    what["the function"] = writer.named("the function", fn)
-    waiting, tensors = [fn], list[Tensor]()
-    while waiting:
-        for variable in captures(waiting.pop(), seen):
-            _add(what, variable.name, writer.named(variable.name, variable.read()))
-            tensors += variable.tensors()
-        waiting, writer.met = [x for x in writer.met if id(x) not in seen], []
-        seen |= {id(x): x for x in waiting if not isinstance(x, FunctionType)}
+    writer, what, tensors = _Writer(called.meshes), {"jit's options": str(options)}, list[Tensor]()
+    for variable in captures(fn):
+        _add(what, variable.name, writer.read(variable, variable.name))
+        tensors += variable.tensors()
     first: dict[int, int] = {}
     what["which captured tensors are one"] = str([first.setdefault(id(x), i) for i, x in enumerate(tensors)])
-    what |= _of_arguments(called, writer)
-    where = {**_machine(called), "jit's options": str(options)}
-    for function in seen.values():
-        if isinstance(function, FunctionType) and _is_users(function):
-            _add(where, f"the code of {function.__qualname__}", _digest_of_code(function.__code__))
-    return Identity(where, what, writer.unknown)
+    for name, text in _of_arguments(called, writer):
+        _add(what, name, text)
+    what["the function"], code = writer.named("the function", fn), Texts()
+    for function in writer.functions:
+        _add(code, f"the code of {function.__qualname__}", _digest_of_code(function.__code__))
+    return Identity(_machine(called), code, what, writer.unknown)
+
+
+def structure(spec: tree.Spec) -> str:
+    """The text of a structure: equal for structures that are the same to a function, where 1 and True are not."""
+    return _Writer(()).text(spec)
 
 
 def _add(texts: Texts, name: str, text: str) -> None:
@@ -92,18 +96,18 @@ def _add(texts: Texts, name: str, text: str) -> None:
     texts[name] = f"{texts[name]}, {text}" if name in texts else text
 
 
-def _of_arguments(called: Signature, writer: _Writer) -> Texts:
-    paths = zip(tree.paths(called.spec), called.kinds, strict=True)
-    texts = {f"argument {path!r}": _told(k, writer) for path, k in paths}
-    texts["the structure of the arguments"] = writer.named("the arguments", called.spec)
-    texts["which arguments are one"] = str(called.trained)
-    texts["the meshes of the arguments"] = writer.text([MESHES.find(name) for name in called.meshes if name])
-    named = zip(Ambient._fields, called.ambient, strict=True)
-    return texts | {f"torch's {name.replace('_', ' ')}": str(value) for name, value in named}
-
-
-def _told(key: TensorKey | Key, writer: _Writer) -> str:
-    return words(key) if isinstance(key, TensorKey) or issubclass(key[0], Number) else writer.text(key)
+def _of_arguments(called: Signature, writer: _Writer) -> Iterator[tuple[str, str]]:
+    for path, key in zip(tree.paths(called.spec), called.kinds, strict=True):
+        is_simple = isinstance(key, TensorKey) or key[0] in _SIMPLE
+        yield f"argument {path!r}", words(key) if is_simple else writer.named(f"argument {path!r}", key)
+    yield "the structure of the arguments", writer.named("the arguments", called.spec)
+    yield "which arguments are one", str(called.trained)
+    grids = [MESHES.find(name) for name in called.meshes if name]
+    # a rank of the first mesh finds its own program; without a mesh, it is that of the process
+    yield "the meshes of the arguments", writer.text(grids) if grids else f"none, process {process_rank()}"
+    yield "the processes of the mesh", _short(str(grids[0].likeness if grids else ()))
+    for name, value in zip(Ambient._fields, called.ambient, strict=True):
+        yield f"torch's {name.replace('_', ' ')}", str(value)
 
 
 def _machine(called: Signature) -> Texts:
@@ -159,11 +163,6 @@ def _digest(*texts: str) -> str:
     return hashlib.sha256("\0".join(texts).encode(errors="surrogatepass")).hexdigest()[:16]
 
 
-def _is_users(fn: FunctionType) -> bool:
-    module = sys.modules.get(fn.__module__ or "")
-    return not (fn.__code__.co_filename.startswith(NOT_THE_USER) or (module is not None and is_of_library(module)))
-
-
 def _digest_of_code(code: CodeType) -> str:
     """A digest of what code does: instructions, constants and names, and no line numbers."""
     numbers = code.co_argcount, code.co_posonlyargcount, code.co_kwonlyargcount, code.co_flags
@@ -183,8 +182,8 @@ class _Writer:
     """Writes values as texts, which are equal in another process if the values are the same there."""
 
     def __init__(self, meshes: Sequence[str]) -> None:
-        self.unknown, self.met = "", list[object]()  # functions and classes of the user
-        self._meshes = meshes
+        self.unknown, self.functions = "", list[FunctionType]()  # of the user
+        self._meshes = [MESHES.find(name).likeness for name in dict.fromkeys(filter(None, meshes))]
         self._texts: dict[int, tuple[object, str]] = {}  # with the object, so that no later one gets its id
         self._around: list[object] = []  # the objects around the one that is written
 
@@ -197,10 +196,17 @@ class _Writer:
             self._around = []
             return "?"
 
+    def read(self, variable: Capture, name: str = "") -> str:
+        """The text of a variable. Of a module of which attributes alone are read, these are variables of their own."""
+        value = variable.read()
+        if isinstance(value, ModuleType) and (variable.by_name or is_of_library(value)):
+            return f"module {value.__name__}"
+        return self.named(name, value) if name else self.text(value)
+
     def text(self, x: Any) -> str:
         """The text of a value; of a long one its begin and a digest."""
-        if isinstance(x, _SIMPLE):
-            return _short(f"{_name(type(x))} {x!r}" if type(x) not in (int, float, bool, str) else repr(x))
+        if type(x) in _SIMPLE:
+            return _short(repr(x))
         around = [*map(id, self._around)]
         if id(x) in around:  # what contains itself
             return f"^{len(around) - around.index(id(x))}"
@@ -210,72 +216,86 @@ class _Writer:
             self._around.pop()
         return self._texts[id(x)][1]
 
+    def _all(self, values: Iterable[object]) -> str:
+        return ", ".join(map(self.text, values))
+
     def _written(self, x: Any) -> str:
         if isinstance(x, Tensor):
-            return f"a tensor {words(key_of(x))}" if x.layout is torch.strided else f"{x.layout} {x.shape} {x.dtype}"
+            is_stand = type(x).__module__.startswith("fshard.module.")  # for a parameter, in no memory
+            form = "" if is_stand else words(key_of(x)) if x.layout is torch.strided else f"{x.layout} {x.dtype}"
+            return f"{_name(type(x))} {form} {self.text(vars(x)) if vars(x) else ''}"
         if isinstance(x, bytes | bytearray):
-            return f"{len(x)} bytes {hashlib.sha256(x).hexdigest()[:16]}"
+            return f"{_name(type(x))} of {len(x)} bytes {hashlib.sha256(x).hexdigest()[:16]}"
         if is_mesh(x):
             return self._mesh(x)
-        if isinstance(x, ModuleType | MemberDescriptorType):
-            return f"{type(x).__name__} {x.__name__}"
         if isinstance(x, tree.Spec):
             return self._structure(tree.unflatten(x, range(x.num_leaves)))
-        if isinstance(x, FunctionType | type):
-            return self._code(x)
         if type(x) is dict:
             return f"{{{', '.join(f'{self.text(k)}: {self.text(v)}' for k, v in x.items())}}}"
-        if type(x) in (list, tuple, set, frozenset):
-            texts = map(self.text, x)
-            return f"{_name(type(x))} [{', '.join(sorted(texts) if isinstance(x, set | frozenset) else texts)}]"
-        if inside := [self.text(getattr(x, attribute)) for attribute in self._wrapped(x)]:
-            return f"{_name(type(x))} of {', '.join(inside)}"
-        if is_dataclass(x):  # the fields alone: what an object remembers is this process's
+        if type(x) in (list, tuple):
+            return f"{type(x).__name__} [{self._all(x)}]"
+        if isinstance(x, set | frozenset):
+            # in another process objects without a value are in another order
+            if any(y.__hash__() == object.__hash__(y) for y in x):
+                raise TypeError("a set of objects")
+            inside = ", ".join(sorted(map(self.text, x)))
+            return f"{self.text(type(x))} {{{inside}}} {self.text(getattr(x, '__dict__', None))}"
+        return self._object(x)
+
+    def _object(self, x: Any) -> str:
+        if isinstance(x, FunctionType):
+            return self._function(x)
+        if isinstance(x, type):
+            return self._class(x)
+        if isinstance(x, ModuleType):
+            return self._module(x)
+        if type(x).__module__ in ("weakref", "_weakref", "torch._ops"):  # what is remembered; operators
+            return str(x) if type(x).__module__ == "torch._ops" else _name(type(x))
+        if names := _parts_of(x):
+            return f"{self.text(type(x))} of {self._all(getattr(x, name) for name in names)}"
+        if is_dataclass(x) and type(x).__module__.startswith("fshard."):
+            # the fields alone: what it remembers is this process's
             return f"{_name(type(x))} {self.text({field.name: getattr(x, field.name, None) for field in fields(x)})}"
         return self._saved(x)
 
+    def _function(self, x: FunctionType) -> str:
+        """Its name, what its closure, defaults and attributes have; of the user's also what it reads by name."""
+        if not x.__code__.co_filename.startswith(LIBRARIES):
+            self.functions.append(x)
+        read = [f"{variable.name}: {self.read(variable)}" for variable in variables(x)]
+        code = "" if x.__code__.co_filename.startswith(LIBRARIES) else _digest_of_code(x.__code__)
+        return f"{x.__module__}.{x.__qualname__} {code} {read} {self.text(vars(x)) if vars(x) else ''}"
+
+    def _class(self, x: type) -> str:
+        if is_of_library(x):
+            return _name(x)
+        inside = [f"{name}: {self.text(value)}" for name, value in vars(x).items() if _says(name, value)]
+        return f"{_name(x)} ({self._all(x.__bases__)}) {inside}"
+
+    def _module(self, x: ModuleType) -> str:
+        """Its name; of one of the user's also the numbers and strings in it, and its file."""
+        if is_of_library(x):
+            return f"module {x.__name__}"
+        values = {name: value for name, value in vars(x).items() if type(value) in _SIMPLE and name[:2] != "__"}
+        file = Path(getattr(x, "__file__", None) or "")
+        return f"module {x.__name__} {self.text(values)} {_digest(file.read_text()) if file.is_file() else ''}"
+
     def _mesh(self, x: Any) -> str:
         # a rank of the first mesh finds its own program; its place on another one is part of what was traced
-        number = self._meshes.index(name) if (name := MESHES.of(x)) in self._meshes else len(self._meshes)
+        likeness = present(x).likeness
+        number = self._meshes.index(likeness) if likeness in self._meshes else -1
         at = f", rank {rank_in(x)}" if number else ""
         return f"mesh {number} {axis_sizes(x)} on {mesh_device(x).type}{at}"
 
-    def _wrapped(self, x: object) -> Iterator[str]:
-        """The attributes of an object that has a function, instead of what `pickle` would save."""
-        if isinstance(x, MethodType):
-            yield from ("__func__", "__self__")
-        elif isinstance(x, staticmethod | classmethod):
-            yield "__func__"
-        elif isinstance(x, property | cached_property):
-            yield "fget" if isinstance(x, property) else "func"
-        elif isinstance(x, Source):
-            yield "static"
-        elif type(x).__module__.startswith("fshard."):
-            yield from (name for name in ("run", "__wrapped__") if hasattr(x, name))
-
-    def _code(self, x: FunctionType | type) -> str:
-        name = f"{x.__module__}.{x.__qualname__}"
-        if isinstance(x, FunctionType):
-            if not _is_users(x):
-                return name
-            self.met.append(x)
-            return f"{name} {_digest_of_code(x.__code__)}"
-        if is_of_library(x):
-            return name
-        self.met.append(x)
-        bases = [*map(self.text, x.__bases__)]
-        inside = [f"{k}: {self.text(v)}" for k, v in vars(x).items() if isinstance(v, FunctionType) or _says(k, v)]
-        return f"{name} {bases} {inside}"
-
     def _saved(self, x: Any) -> str:
         """What `pickle` would save of an object, or an error."""
-        saved = parts(x)
+        saved = None if is_dataclass(x) else parts(x)
         if saved is None:
             saved = x.__reduce_ex__(4)
         if isinstance(saved, str):
             return f"{getattr(x, '__module__', '')}.{saved}"
         inside = [list(part) if isinstance(part, Iterator) else part for part in saved]
-        return f"{self.text(type(x))} {' '.join(map(self.text, inside))}"
+        return f"{self.text(type(x))} {self._all(inside)}"
 
     def _structure(self, x: Any) -> str:
         """The text of a tree's structure: types, names of children, and what nodes carry beside them."""
@@ -283,13 +303,36 @@ class _Writer:
         if children is None:
             return "*"
         inside = ", ".join(f"{self.text(name)}: {self._structure(child)}" for name, child in children)
-        beside = "" if type(x) in (dict, list, tuple) else f" with {self.text(carried)}"
-        return f"{_name(type(x))}{beside} ({inside})"
+        if type(x) in (dict, list, tuple):
+            return f"{type(x).__name__} ({inside})"
+        return f"{self.text(type(x))} with {self.text(carried)} ({inside})"
+
+
+def _parts_of(x: object) -> tuple[str, ...]:
+    """The attributes of an object that has functions, which are written instead of what `pickle` would save."""
+    of_ours = ("run", "__wrapped__") if type(x).__module__.startswith("fshard.") else ()
+    of_kinds: list[tuple[type | tuple[type, ...], tuple[str, ...]]] = [
+        (MethodType, ("__func__", "__self__")),
+        ((staticmethod, classmethod), ("__func__",)),
+        (property, ("fget", "fset")),
+        ((cached_property, singledispatchmethod), ("func", "dispatcher")),
+        (type(_processor), ("__wrapped__",)),  # what `cache` makes
+        (Source, ("static",)),
+        (object, of_ours),
+    ]
+    names = next(names for kinds, names in of_kinds if isinstance(x, kinds))
+    return tuple(name for name in names if hasattr(x, name))
+
+
+# what Python keeps in a class beside the user's code
+_KEPT = {"__module__", "__qualname__", "__dict__", "__weakref__", "__doc__", "__annotations__", "__firstlineno__"}
+_KEPT |= {"__static_attributes__", "__dataclass_fields__", "__dataclass_params__", "__abstractmethods__"}
+_KEPT |= {"__orig_bases__", "__parameters__", "__annotate__", "__annotate_func__", "__annotations_cache__"}
 
 
 def _says(name: str, value: object) -> bool:
-    """Whether an attribute of a class is part of its code: not what Python keeps there."""
-    return not name.startswith("__") and type(value).__module__ != "_abc"
+    """Whether an attribute of a class is the user's."""
+    return name not in _KEPT and type(value).__module__ != "_abc" and not isinstance(value, MemberDescriptorType)
 
 
 def _name(kind: type) -> str:

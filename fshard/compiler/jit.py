@@ -10,14 +10,15 @@ from typing import Generic, ParamSpec, TypeVar
 
 import torch
 
-from ..comm.consensus import together
+from ..comm.consensus import of_all, together
 from ..comm.mesh import OnMesh
 from ..core import func_levels, tree
-from ..core.arguments import check_flags, check_path, check_whole, wrong
+from ..core.arguments import check_flags, check_whole, wrong
 from ..core.tracing import is_tracing
 from ..hosts.check import Checked, is_wanted
 from ..sharding.sharded import Sharded
-from . import artifact
+from . import artifact as artifacts
+from .artifact import file_at
 from .captures import Capture, captures
 from .identity import identity
 from .lowered import Compiled, Lowered, Options, loaded, lower
@@ -35,7 +36,7 @@ _SMALL = 1 << 20
 class Jitted(Generic[P, R]):
     """A function returned by `jit`. Its calls take the arguments of the original function."""
 
-    def __init__(self, fn: Callable[P, R], backend: str, options: Options, path: str):
+    def __init__(self, fn: Callable[P, R], backend: str, options: Options, path: str | None):
         self._fn, self._backend, self._path = fn, backend, path
         self.options: Options = options  # of the passes
         self.__wrapped__ = fn  # where `captures` finds it
@@ -98,8 +99,8 @@ class Jitted(Generic[P, R]):
         """
         variables = list(captures(self._fn))
         before = contents(variables, {})
-        if self._path:
-            compiled, how = self._from_artifact(leaves, called, variables, nodes)
+        if self._path is not None:
+            compiled, how = self._from_artifact(self._path, leaves, called, variables, nodes)
         else:
             compiled, how = lower(self._fn, leaves, called.spec, self.options).compile(self._backend), ""
         self._inputs |= {variable.identity for variable in compiled.interface.captured}
@@ -111,23 +112,25 @@ class Jitted(Generic[P, R]):
         return compiled, self._captures, how
 
     def _from_artifact(
-        self, leaves: list[object], called: Signature, variables: list[Capture], nodes: list[OnMesh]
+        self, path: str, leaves: list[object], called: Signature, variables: list[Capture], nodes: list[OnMesh]
     ) -> tuple[Compiled, str]:
         """Load a compiled function from the artifact; if any rank finds none there, trace, and write it."""
         known, first = identity(self._fn, called, self.options), not self._reasons
         mesh = next((node.home.mesh for node in nodes if node.home is not None), None)
         # Ranks come together to the first call alone: later ones may have new arguments on some ranks.
         others = mesh if first else None
-        try:
-            program = together(others, lambda: artifact.find(self._path, known, mesh), kind=artifact.MissingError)
-        except artifact.MissingError as missing:
-            traced = partial(lower, self._fn, leaves, called.spec, self.options)
-            program = together(others, lambda: traced().program(leaves))
-            if first:
-                artifact.save(self._path, known, program, mesh)
-            how = f"traced, and written to {self._path}" if first else "traced again, and not written"
-            return loaded(program, leaves, called, variables, self.options), f"{how}: {missing}"
-        return loaded(program, leaves, called, variables, self.options), f"loaded from {self._path}"
+        there = together(others, lambda: artifacts.find(path, known, mesh))
+        reasons = of_all(there if isinstance(there, str) else "", others)
+        rank = next((rank for rank, reason in enumerate(reasons) if reason), None)
+        if rank is None and not isinstance(there, str):
+            return loaded(there, leaves, called, variables, self.options), f"loaded from {path}"
+        traced = partial(lower, self._fn, leaves, called.spec, self.options)
+        program = together(others, lambda: traced().program(leaves))
+        if first:
+            artifacts.save(path, known, program, mesh)
+        how = f"traced, and written to {path}" if first else "traced again, and not written"
+        why = there if isinstance(there, str) else f"rank {rank}: {reasons[rank or 0]}"
+        return loaded(program, leaves, called, variables, self.options), f"{how}: {why}"
 
     def _reason(self, graphs: dict[_CacheKey, Compiled], key: _CacheKey) -> str:
         if not self._reasons:
@@ -190,7 +193,7 @@ def jit(
     check_whole("jit: in_flight", in_flight, least=0, what="a number of bytes")
     check_whole("jit: bucket", bucket, least=0, what="a number of bytes")
     if artifact is not None:
-        check_path("jit: artifact", artifact, "the path of a file")
+        artifact = file_at("jit: artifact", artifact)
         if backend != "inductor":
             raise TypeError(f"jit: artifact: {wrong('backend', backend, 'inductor, whose code can be saved')}")
-    return Jitted(fn, backend, Options(donate, in_flight, bucket), "" if artifact is None else os.fspath(artifact))
+    return Jitted(fn, backend, Options(donate, in_flight, bucket), artifact)

@@ -28,6 +28,7 @@ from ..plan.plan import Plan
 from ..plan.units import ROOT
 from ..sharding.sharded import Sharded
 from . import artifact
+from .artifact import file_at
 from .captures import Capture, captures
 from .donate import Input, donated
 from .identity import Identity
@@ -223,7 +224,7 @@ class Compiled:
                 "save: expected what `jit(fn).lower(...).compile()` returned, with Inductor, for arguments on one "
                 "device or on a mesh with processes"
             )
-        program = together(mesh, self._lowered.program)
+        path, program = file_at("save: path", path), together(mesh, self._lowered.program)
         artifact.save(path, self._lowered.identity, program, mesh)
 
     def __call__(self, *args: Tree, **kwargs: Tree) -> Tree:

@@ -25,12 +25,14 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor, fx
 
+from ..comm.mesh import MESHES
 from ..core import tree
 from ..core.storage import as_bytes, from_bytes
 from ..core.tracing import Marked
 from ..core.tree import Tree
 from ..graph.inspect import arguments, operator
 from .donate import Input
+from .identity import structure
 from .loops import libraries, load
 from .regions import Region, boxed, driver
 from .trace import Output, Trace
@@ -146,9 +148,11 @@ def _ends(graph: fx.GraphModule) -> tuple[int, int]:
 def _driver_text(calls: fx.GraphModule, meshes: Sequence[str]) -> str:
     for node in calls.graph.nodes:
         if operator(node).startswith("fshard.") and "mesh" in (named := arguments(node)):
-            if named["mesh"] not in meshes:
+            likeness = MESHES.find(named["mesh"]).likeness  # a mesh may have a connected twin
+            numbers = [number for number, name in enumerate(meshes) if MESHES.find(name).likeness == likeness]
+            if not numbers:
                 raise UnsavableError("jit: artifact: the function communicates on a mesh that no argument lies on")
-            number = f"mesh_{meshes.index(named['mesh'])} of the arguments"
+            number = f"mesh_{numbers[0]} of the arguments"
             node.args = tuple(number if x is named["mesh"] else x for x in node.args)
     code = calls.graph.python_code("self")
     text, values = _MESH.sub(r"mesh_\1", code.src), dict(code.globals)
@@ -269,6 +273,8 @@ def result_of(program: Program, leaves: Sequence[object], spec: tree.Spec) -> tu
                 return getattr(torch, name)
             case ["device", name]:
                 return torch.device(name)
+            case ["complex", text]:
+                return complex(text)
         return told
 
     results, out_spec = tree.flatten(read(program.head["result"]))
@@ -277,9 +283,9 @@ def result_of(program: Program, leaves: Sequence[object], spec: tree.Spec) -> tu
 
 def _named_tuple(module: str, name: str) -> Any:
     """A class by its names, which must be that of a named tuple: nothing else is called."""
-    kind: Any = sys.modules[module]
+    kind: Any = sys.modules.get(module)
     for part in name.split("."):
-        kind = getattr(kind, part)
+        kind = getattr(kind, part, None)
     if not (isinstance(kind, type) and issubclass(kind, tuple) and hasattr(kind, "_fields")):
         raise TypeError(f"expected a named tuple, got {kind!r}")
     return kind
@@ -288,20 +294,20 @@ def _named_tuple(module: str, name: str) -> Any:
 def _result(traced: Trace, leaves: Sequence[object]) -> Json:
     """The result as JSON: its structure told by the arguments, and what each leaf is."""
     subtrees = [node for _, node, _ in tree.walk(traced.spec)]
-    numbers = {node: number for number, node in reversed([*enumerate(subtrees)]) if not node.is_leaf()}
+    numbers = {structure(node): number for number, node in reversed([*enumerate(subtrees)]) if not node.is_leaf()}
     places = {id(leaf): number for number, leaf in enumerate(leaves)}
 
     def told(x: Any, path: tuple[str, ...]) -> Json:
-        (children, _), spec = tree.opened(x), tree.flatten(x)[1]
-        if spec in numbers:
-            return {"argument": numbers[spec], "leaves": [told(leaf, path) for leaf in tree.leaves(x)]}
+        (children, _), text = tree.opened(x), structure(tree.flatten(x)[1])
+        if text in numbers:
+            return {"argument": numbers[text], "leaves": [told(leaf, path) for leaf in tree.leaves(x)]}
         kind, simple = type(x), (bool, int, float, str, type(None))
         if kind in simple:
             return x
         if children is None:
             return _leaf(x, places, path)
         inside = [told(child, (*path, str(name))) for name, child in children]
-        if isinstance(x, tuple) and hasattr(x, "_fields"):
+        if isinstance(x, tuple) and hasattr(x, "_fields") and _is_found(kind):
             return {"module": kind.__module__, "class": kind.__qualname__, "children": inside}
         names = [name for name, _ in children]
         if kind in _CONTAINERS.values() and {*map(type, names)} <= {str, int}:
@@ -309,6 +315,14 @@ def _result(traced: Trace, leaves: Sequence[object]) -> Json:
         raise _no_result(x, path, "whose structure no argument has")
 
     return told(tree.unflatten(traced.out_spec, traced.results), ())
+
+
+def _is_found(kind: type) -> bool:
+    """Whether a named tuple is found by its names: one of a function is not."""
+    try:
+        return _named_tuple(kind.__module__, kind.__qualname__) is kind
+    except TypeError:
+        return False
 
 
 def _leaf(x: object, places: Mapping[int, int], path: Sequence[str]) -> Json:
@@ -320,6 +334,8 @@ def _leaf(x: object, places: Mapping[int, int], path: Sequence[str]) -> Json:
         return ["torch", str(x).removeprefix("torch.")]
     if isinstance(x, torch.device):
         return ["device", str(x)]
+    if type(x) is complex:
+        return ["complex", repr(x)]
     if id(x) in places:
         return ["leaf", places[id(x)]]
     raise _no_result(x, path, "which is no argument")

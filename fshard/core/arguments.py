@@ -146,12 +146,11 @@ def check_rate(value: object) -> None:
         raise TypeError(f"a schedule gave {shown(value)}: expected a number or a 0-d tensor")
 
 
-# prefixes of the names of files that are not the user's: fshard, torch, and generated code
+# prefixes of the names of files that are not the user's: fshard and torch; and generated code
+CODE = (os.path.dirname(os.path.dirname(__file__)) + os.sep, os.path.dirname(torch.__file__) + os.sep, "<frozen ")
 NOT_THE_USER = (
-    os.path.dirname(os.path.dirname(__file__)) + os.sep,
-    os.path.dirname(torch.__file__) + os.sep,
+    *CODE,
     "<eval_with_key>",
-    "<frozen ",
     "<string>",
     os.environ.get("TORCHINDUCTOR_CACHE_DIR", os.path.join(tempfile.gettempdir(), "torchinductor_")),
 )

@@ -57,7 +57,7 @@ COMPILED = {
     "conv": ["jax"],
     "S": ["jax"],
     "M": ["fsdp2-compiled", "simple-compiled"],
-    "T": ["fshard-buckets"],
+    "T": ["fshard-buckets", "fshard-artifact"],
     "experts": ["jax"],
     "gpt2": ["fshard-jit"],
 }

@@ -1,0 +1,270 @@
+"""What another process compares before it loads a compiled function: all that changes the result."""
+
+import enum
+import functools
+import types
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from support.graphs import batch, mean, sharded
+from support.known import known
+from support.worlds import simulated
+from torch import Tensor, nn
+
+import fshard
+from fshard import optim
+from fshard.optim import schedules
+
+X = torch.tensor([1.0, 2.0])
+RATES = (2.0, 3.0)  # a function and the other one
+
+
+def helper(k: int) -> Callable[[Tensor], Tensor]:
+    """One of two functions of the same name with other code."""
+    return (lambda x: x * 2) if k == 0 else (lambda x: x * 3)
+
+
+class Rate:
+    """An object with a method, and another object in it."""
+
+    def __init__(self, value: Any, inner: Any = None) -> None:
+        self.value, self.inner = value, inner
+
+    def run(self, x: Tensor) -> Tensor:
+        """Reads attributes that no name leads to."""
+        return x * self.value if self.inner is None else self.inner.run(x)
+
+    def at(self, count: Tensor) -> Tensor:
+        """A schedule."""
+        return count * 0 + self.value
+
+
+class Node:
+    """A node of trees, whose method a function calls."""
+
+    def __init__(self, x: Any) -> None:
+        self.x = x
+
+    def run(self) -> Tensor:
+        """Calls a function of the module."""
+        return HELPER(self.x)
+
+
+fshard.tree.register(Node, lambda node: ([node.x], None), lambda _, children: Node(*children))
+HELPER = helper(0)
+MODULE = types.ModuleType("made_by_hand")
+
+
+class Cached:
+    """Methods behind wrappers."""
+
+    @functools.lru_cache  # noqa: B019
+    def gain(self, _: int) -> float:
+        return float(HELPER(torch.tensor(1.0)))
+
+    @functools.singledispatchmethod
+    def kind(self, x: Any) -> Any:
+        return HELPER(x)
+
+
+@dataclass(frozen=True)
+class Scale:
+    """An argument whose method calls a function, with a value that is no field."""
+
+    by: float = 1.0
+    more: float = field(default=1.0, init=False, compare=False)
+
+    def run(self, x: Tensor) -> Tensor:
+        return HELPER(x) * self.by * self.more
+
+
+class Choice(enum.Enum):
+    """Another one."""
+
+    ONE = 1
+
+    def run(self, x: Tensor) -> Tensor:
+        return HELPER(x)
+
+
+class Pair(NamedTuple):
+    """Another one."""
+
+    a: float
+
+    def run(self, x: Tensor) -> Tensor:
+        return HELPER(x)
+
+
+class Number(float):
+    """A number with an attribute."""
+
+    more = 1.0
+
+
+def numbered(k: int) -> Number:
+    """A number, and its attribute."""
+    number = Number(1.0)
+    number.more = RATES[k]
+    return number
+
+
+def scaled(k: int) -> Scale:
+    """A dataclass, and a value that is no field."""
+    scale = Scale()
+    object.__setattr__(scale, "more", RATES[k])
+    return scale
+
+
+def decorated(k: int) -> Any:
+    """A function with an attribute, which is read through another name."""
+
+    def fn(x: Tensor) -> Tensor:
+        return x
+
+    fn.rate = RATES[k]  # type: ignore[attr-defined]
+    return fn
+
+
+def moduled(k: int) -> Any:
+    """A module of the user's without a file, in an object."""
+    module = types.ModuleType("made_by_hand")
+    module.RATE = RATES[k]  # type: ignore[attr-defined]
+    return module
+
+
+class Dunder:
+    """A rate by the name of a special attribute."""
+
+    __rate__ = 2.0
+
+
+def executed(k: int) -> Any:
+    """A function that has no file."""
+    scope: dict[str, Any] = {}
+    exec(f"def fn(x): return x * {RATES[k]}", scope)
+    return scope["fn"]
+
+
+def functionalized(k: int) -> Any:
+    """A module's function."""
+    layer = nn.Sequential(nn.Linear(2, 2), nn.Dropout(0.0))
+    layer.rate = RATES[k]
+    layer.forward = types.MethodType(lambda self, x: nn.Sequential.forward(self, x) * self.rate, layer)
+    apply, params, buffers = fshard.module.functionalize(layer)
+    return lambda x: apply(params, buffers, x)[0]
+
+
+def trained(tx: Any) -> Any:
+    """A step of one parameter."""
+    return fshard.train_step(lambda p, x: (p["w"] * x).sum(), tx), (state(tx), X)
+
+
+def state(tx: Any) -> Any:
+    """Its state."""
+    params = {"w": torch.ones(2)}
+    return fshard.init_state(fshard.shard_params(params, fshard.make_plan(params)), tx)
+
+
+Made = tuple[Any, tuple[Any, ...]]
+REACHED: dict[str, Callable[[int], Made]] = {
+    "an object's object": lambda k: (Rate(1.0, Rate(RATES[k])).run, (X,)),
+    "a schedule": lambda k: trained(optim.sgd((lambda c: c * 0 + 0.1) if k else (lambda c: c * 0 + 0.3))),
+    "a schedule's closure": lambda k: trained(optim.adamw((lambda r: lambda c: c * 0 + r)(RATES[k]))),
+    "a schedule's object": lambda k: trained(optim.adamw(Rate(RATES[k]).at)),
+    "a schedule of schedules": lambda k: trained(
+        optim.sgd(schedules.join([schedules.constant(0.1), (lambda r: lambda c: c * 0 + r)(RATES[k])], [1]))
+    ),
+    "an optimizer in an object": lambda k: (Rate(1.0, Rate(optim.sgd(RATES[k]))).run, (X,)),
+    "an optimizer in a closure": lambda k: ((lambda tx: lambda x: (x, tx)[0])(optim.adamw(RATES[k])), (X,)),
+    "a function as an argument": lambda k: (lambda x, fn: fn(x), (X, helper(k))),
+    "a partial as an argument": lambda k: (lambda x, fn: fn(x), (X, functools.partial(torch.mul, RATES[k]))),
+    "a method as an argument": lambda k: (lambda x, fn: fn(x), (X, Rate(RATES[k]).run)),
+    "what is no field": lambda k: (lambda x, scale: scale.run(x), (X, scaled(k))),
+    "an attribute of a number": lambda k: ((lambda n: lambda x: x * n.more)(numbered(k)), (X,)),
+    "an attribute of a function": lambda k: ((lambda f: lambda x: f(x) * vars(f)["rate"])(decorated(k)), (X,)),
+    "a module in an object": lambda k: (Rate(1.0, moduled(k)).run, (X,)),
+    "a module by another name": lambda k: ((lambda m: lambda x: x * vars(m)["RATE"])(moduled(k)), (X,)),
+    "code without a file": lambda k: (executed(k), (X,)),
+    "a function of a module": lambda k: (functionalized(k), (X,)),
+    "paths that are one": lambda k: (lambda t: t["x"] * t["a"]["b"], ({"x": X, "a": {"b": RATES[k]}, "a.b": 1.0},)),
+    "keys that are one": lambda k: (lambda t: t[0] * t[1], ({0: X, 1: RATES[k], "1": 7.0},)),
+    "a kind of number": lambda k: (lambda x, n: x * len(type(n).__name__), (X, (3.0, Number(3.0))[k])),
+}
+
+
+@pytest.mark.parametrize("case", REACHED)
+def test_what_is_reached(case):
+    """Another process would load what was compiled for another value, or load nothing."""
+    make = REACHED[case]
+    (fn, args), (same, again), (other, others) = make(0), make(0), make(1)
+    texts = known(fshard.jit(fn), *args)
+    assert not texts.unknown
+    assert known(fshard.jit(same), *again) == texts
+    assert texts.difference(known(fshard.jit(other), *others).texts())
+
+
+CODE: dict[str, Callable[[], Made]] = {
+    "a node's method": lambda: (lambda node: node.run(), (Node(X),)),
+    "a dataclass's method": lambda: (lambda x, scale: scale.run(x), (X, Scale())),
+    "an enum's method": lambda: (lambda x, choice: choice.run(x), (X, Choice.ONE)),
+    "a named tuple's method": lambda: (lambda x, pair: pair.run(x), (X, Pair(1.0))),
+    "a method that is cached": lambda: ((lambda c: lambda x: x * c.gain(1))(Cached()), (X,)),
+    "a method for kinds": lambda: ((lambda c: lambda x: c.kind(x))(Cached()), (X,)),
+}
+
+
+@pytest.mark.parametrize("case", CODE)
+def test_code_that_is_reached(case, monkeypatch):
+    """Another process would load what was compiled for other code of a helper."""
+    (fn, args) = CODE[case]()
+    texts = known(fshard.jit(fn), *args)
+    assert not texts.unknown
+    assert known(fshard.jit(fn), *args) == texts
+    monkeypatch.setattr(f"{__name__}.HELPER", helper(1))
+    assert texts.difference(known(fshard.jit(fn), *args).texts())
+
+
+def test_attributes_with_the_names_of_special_ones(monkeypatch):
+    """Another process would load what was compiled for another value of one."""
+    fn = (lambda d: lambda x: x * vars(type(d))["__rate__"])(Dunder())
+    texts = known(fshard.jit(fn), X)
+    monkeypatch.setattr(Dunder, "__rate__", 3.0)
+    assert texts.difference(known(fshard.jit(fn), X).texts())
+
+
+def test_a_set_of_functions():
+    """In another process they are in another order, and so are the tensors that they read."""
+    fns = {lambda x: x + torch.ones(1), lambda x: x * 2}
+    assert "has a set" in known(fshard.jit(lambda x: [fn(x) for fn in fns]), X).unknown
+
+
+def test_ranks_without_a_mesh_among_the_arguments():
+    """A rank would load the program of another one."""
+
+    def job(mesh: Any) -> Any:
+        return known(fshard.jit(lambda x: x * (1 + mesh.get_rank())), X)
+
+    one, other = simulated(job)
+    assert one.difference(other.texts())
+
+
+def test_plans_and_meshes_are_compared():
+    """A rank would run the program of another plan or mesh."""
+
+    def texts(mesh: Any, **plan: Any) -> Any:
+        return known(fshard.jit(fshard.value_and_grad(mean)), sharded(mesh, **plan), batch(0))
+
+    ones = simulated(texts)
+    assert ones[0] == ones[1]
+    others = [
+        simulated(lambda mesh: texts(mesh, regather=False)),
+        simulated(lambda mesh: texts(mesh, units=["blocks.0"])),
+        simulated(lambda mesh: texts(mesh, prefetch=2)),
+        simulated(texts, shard=3),
+        simulated(texts, replicate=2),
+    ]
+    assert all(one != ones[0] for (one, *_) in others)
