@@ -28,6 +28,7 @@ from .program import Program, UnsavableError, digest_of
 
 Path = str | os.PathLike[str]
 _INDEX, _FORMAT = "index.json", 1
+_MOST = 1 << 60
 
 
 def file_at(name: str, path: Path) -> str:
@@ -41,20 +42,23 @@ def find(path: Path, identity: Identity, mesh: AnyMesh) -> Program | str:
     """Return this rank's program from the file at `path`, or the reason why it has none of this identity."""
     try:
         programs, parts = _read(path)
-        rank, reason = rank_in(mesh), "it has no program"
+        rank, reasons = rank_in(mesh), dict[int, str]()  # by the number of differences
         for entry in programs:
             if len(entry["keys"]) != num_ranks(mesh):
-                reason = f"the number of ranks was {len(entry['keys'])}, is {num_ranks(mesh)}"
-            elif not (reason := identity.difference(json.loads(parts[entry["keys"][rank]]))):
+                reasons[_MOST] = f"the number of ranks was {len(entry['keys'])}, is {num_ranks(mesh)}"
+                continue
+            differences = identity.differences(json.loads(parts[entry["keys"][rank]]))
+            if not differences:
                 head = json.loads(parts[entry["programs"][rank]])
                 return Program(head, {digest: parts[digest] for digest in _digests(head)})
+            reasons.setdefault(len(differences), differences[0])
+        return reasons[min(reasons)]
     except FileNotFoundError:
         return "there is no such file"
     except OSError:
         raise
     except Exception as error:  # whatever is raised for bytes that are not what was written
         return f"it is damaged, or no artifact: {type(error).__name__}: {error}"
-    return reason
 
 
 def save(path: Path, identity: Identity, program: Program, mesh: AnyMesh) -> None:

@@ -59,15 +59,16 @@ class Identity:
         """All that is compared."""
         return {"where": self.where, "code": self.code, "what": self.what}
 
-    def difference(self, texts: Mapping[str, Texts]) -> str:
-        """Describe the first difference from the texts of another one; "" if there is none."""
-        for part, now in self.texts().items():
-            was = texts[part]
-            for name in dict.fromkeys((*now, *was)) if was != now else ():
-                if was.get(name) != now.get(name):
-                    before, after = was.get(name, "not there"), now.get(name, "not there")
-                    return first_difference(before, after, f"{name} was {{}}, is {{}}")
-        return ""
+    def differences(self, texts: Mapping[str, Texts]) -> list[str]:
+        """Describe the differences from the texts of another one."""
+        pairs = [(texts[part], now) for part, now in self.texts().items() if texts[part] != now]
+        none = "not there"
+        return [
+            first_difference(was.get(name, none), now.get(name, none), f"{name} was {{}}, is {{}}")
+            for was, now in pairs
+            for name in dict.fromkeys((*now, *was))
+            if was.get(name) != now.get(name)
+        ]
 
 
 def identity(fn: object, called: Signature, options: object) -> Identity:

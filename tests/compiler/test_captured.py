@@ -462,7 +462,7 @@ def test_what_another_process_compares_of_what_is_reached(way, monkeypatch):
         monkeypatch.setattr(place, name, 7.0)
     monkeypatch.setitem(HELPERS.TABLE, "gain", 7.0)
     now = known(eager(fn), x)
-    assert same_bits(fn(x), expected) or before.difference(now.texts())
+    assert same_bits(fn(x), expected) or before.differences(now.texts())
 
 
 def test_a_mode_of_the_callers():

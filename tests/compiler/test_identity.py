@@ -204,7 +204,7 @@ def test_what_is_reached(case):
     texts = known(fshard.jit(fn), *args)
     assert not texts.unknown
     assert known(fshard.jit(same), *again) == texts
-    assert texts.difference(known(fshard.jit(other), *others).texts())
+    assert texts.differences(known(fshard.jit(other), *others).texts())
 
 
 CODE: dict[str, Callable[[], Made]] = {
@@ -225,7 +225,7 @@ def test_code_that_is_reached(case, monkeypatch):
     assert not texts.unknown
     assert known(fshard.jit(fn), *args) == texts
     monkeypatch.setattr(f"{__name__}.HELPER", helper(1))
-    assert texts.difference(known(fshard.jit(fn), *args).texts())
+    assert texts.differences(known(fshard.jit(fn), *args).texts())
 
 
 def test_attributes_with_the_names_of_special_ones(monkeypatch):
@@ -233,7 +233,7 @@ def test_attributes_with_the_names_of_special_ones(monkeypatch):
     fn = (lambda d: lambda x: x * vars(type(d))["__rate__"])(Dunder())
     texts = known(fshard.jit(fn), X)
     monkeypatch.setattr(Dunder, "__rate__", 3.0)
-    assert texts.difference(known(fshard.jit(fn), X).texts())
+    assert texts.differences(known(fshard.jit(fn), X).texts())
 
 
 def test_a_set_of_functions():
@@ -249,7 +249,7 @@ def test_ranks_without_a_mesh_among_the_arguments():
         return known(fshard.jit(lambda x: x * (1 + mesh.get_rank())), X)
 
     one, other = simulated(job)
-    assert one.difference(other.texts())
+    assert one.differences(other.texts())
 
 
 def test_plans_and_meshes_are_compared():

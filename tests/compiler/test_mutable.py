@@ -266,7 +266,7 @@ def test_what_another_process_compares(kind, place):
     # made again, as another process does: a default or a partial is what it was given
     fn, more = place(box, read)
     changed = known(eager(fn), X, *more)
-    assert texts[0].difference(changed.texts())
+    assert texts[0].differences(changed.texts())
 
 
 @pytest.mark.parametrize("where", ["closure", "global"])
