@@ -60,6 +60,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
             default=["shard"],
             help=f"the axes over which {what} are cut (shard); without a name: over none",
         )
+    parser.add_argument("--bucket", type=int, default=0, metavar="BYTES", help="join small units, up to so many bytes")
     parser.add_argument("--no-regather", action="store_true", help="keep gathered parameters for the backward")
     parser.add_argument("--frozen", nargs="+", metavar="PATTERN", help="leaves without gradient and optimizer state")
     parser.add_argument("--whole", nargs="+", metavar="PATTERN", help="leaves that stay whole on every rank")
@@ -78,6 +79,7 @@ def run(args: argparse.Namespace) -> int:
         params,
         mesh,
         units=args.units,
+        bucket=args.bucket,
         params_over=args.params_over,
         grads_over=args.grads_over,
         state_over=args.state_over,

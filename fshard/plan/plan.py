@@ -48,6 +48,7 @@ from .units import ENDS, ROOT
 
 _ALIGN = 16  # bytes
 _BUCKET = 1 << 20  # bytes of units that cost their number, and not their size
+_SMALL = 16 << 20  # bytes of all gradients, which may wait until their joined units are complete
 _MANY = 8  # messages that are worth a word
 
 Shares = Mapping[str, tuple[Axes, Sequence[int]]]
@@ -220,6 +221,8 @@ class Plan:
         """The plan by which an eager loss reads, of fewer units in the same rows; None if anything is sent or cast."""
         if self.gather or self.param_wire or self.grad_wire or self.num_parts(self.rest(())) > 1:
             return None
+        if sum(self.ahead.sizes) > _SMALL:
+            return None
         casts = any(kind.host or len({*vars(kind.precision).values()}) > 1 for kind in self.kinds)
         return None if casts else self.join(_BUCKET)
 
@@ -289,7 +292,8 @@ class Plan:
     def places(self) -> dict[tuple[int, int], list[Slot]]:
         """The slots by (unit, kind), in the order in which they lie in the flat buffer."""
         by_place: dict[tuple[int, int], list[Slot]] = {}
-        for slot in self.slots:
+        # leaves of a unit inside another one lie behind those of the other; one without elements lies before its place
+        for slot in sorted(self.slots, key=lambda slot: (slot.start, slot.numel)):
             by_place.setdefault((slot.unit, slot.kind), []).append(slot)
         return by_place
 
@@ -408,7 +412,8 @@ class Plan:
         joined = [unit for unit in self.join(_BUCKET).units if unit not in self.units]
         names = {name for unit in joined for name in unit.joined}
         small = [nbytes for unit, nbytes in zip(self.units, self.ahead.sizes, strict=True) if unit.name in names]
-        if self.num_parts(self.rest(())) == 1 or len(small) - len(joined) < _MANY:
+        is_sent = any(kind.trainable or (self.params_over and not kind.whole) for kind in self.kinds)
+        if self.num_parts(self.rest(())) == 1 or not is_sent or len(small) - len(joined) < _MANY:
             return []
         units = f"{len(small)} units of {size(sum(small) // len(small))}"
         return [f"{units}: bucket=1 << 20 would send {len(joined)} in place of {len(small)} messages."]

@@ -201,6 +201,8 @@ class Lazy(Branch, tree.StandIn):
         if isinstance(child, Lazy):  # a change of it is a change of this one
             self._inside[index] = child
         elif (shown := self._tape.shown) and not isinstance(child, Tensor):
+            if type(child) is not dict or spec.num_nodes > len(leaves) + 1:  # a node's class may make tensors anew
+                leaves = spec.flatten_up_to(child)
             child = shown.at(_Read(self._inside, index, spec, child, leaves))
         return child
 

@@ -199,3 +199,79 @@ def test_print_says_which_bucket_would_send_fewer_messages() -> None:
     none = [joined, fshard.make_plan(whole, units=["layers.*"]), fshard.make_plan(few, two, units=["layers.*"])]
     none += [fshard.make_plan(whole, AbstractMesh(shard=1), units=["layers.*"]), fshard.make_plan(whole, two)]
     assert not any("bucket=" in str(plan) for plan in none)
+    still = fshard.make_plan(whole, two, units=["layers.*"], frozen="**", whole="**")
+    assert "bucket" not in str(still), "nothing is sent"
+
+
+NESTED: dict[str, list[str]] = {
+    "in the middle": ["layers.*", "layers.*.mlp"],
+    "first": ["layers.*", "layers.*.ln"],
+    "last": ["layers.*", "layers.*.out"],
+    "two": ["layers.*", "layers.*.ln", "layers.*.mlp"],
+}
+
+
+def nested(p: Any, x: Tensor) -> Tensor:
+    """Layers that have a part of their own unit."""
+    for layer in p["layers"]:
+        x = torch.tanh((x * layer["ln"]) @ layer["mlp"]["w"] @ layer["out"])
+    return x.square().mean()
+
+
+@pytest.mark.parametrize("bucket", [0, 700, 1 << 20])
+@pytest.mark.parametrize("units", NESTED)
+def test_units_inside_others_that_are_joined(units: str, bucket: int) -> None:
+    """Their leaves lie behind those of the unit around them, and were looked for between these."""
+    layers = [
+        {
+            "ln": rand(5, seed=i),
+            "mlp": {"w": rand(5, 5, seed=10 + i)},
+            "e": torch.empty(0),
+            "out": rand(5, 5, seed=20 + i),
+        }
+        for i in range(4)
+    ]
+    whole, x = {"layers": layers}, rand(2, 5, seed=3)
+    plain = tree.map(lambda leaf: leaf.clone().requires_grad_(), whole)
+    loss = nested(plain, x)
+    loss.backward()
+    expected = tree.map(lambda leaf: torch.zeros_like(leaf) if leaf.grad is None else leaf.grad, plain)
+
+    def job(mesh: Any) -> None:
+        params = fshard.shard_params(whole, fshard.make_plan(whole, mesh, units=NESTED[units], bucket=bucket))
+        got, grads = fshard.value_and_grad(nested)(params, x)
+        assert same_bits(got, loss.detach())
+        assert same_bits(fshard.gather_params(params), whole)
+        torch.testing.assert_close(fshard.gather_params(grads), expected)
+
+    job(None)
+    simulated(job, shard=1)
+    simulated(job)
+
+
+class Linear:
+    """A node whose class makes its tensors anew."""
+
+    def __init__(self, w: Any) -> None:
+        self.w = w.view(w.shape) if isinstance(w, Tensor) else w
+
+
+tree.register(Linear, lambda x: ([x.w], None), lambda _, children: Linear(*children))
+
+
+def test_nodes_that_make_their_tensors_anew_are_let_go() -> None:
+    """Every gathered unit would stay in memory, as if the program had changed it."""
+    whole = {"layers": [Linear(rand(16, 16, seed=i)) for i in range(20)]}
+
+    def loss(p: Any, x: Tensor) -> Tensor:
+        for layer in p["layers"]:
+            x = torch.tanh(x @ layer.w)
+        return x.square().mean()
+
+    def job(mesh: Any) -> int:
+        params = fshard.shard_params(whole, fshard.make_plan(whole, mesh, units=["layers.*"], prefetch=0))
+        with Live() as live:
+            fshard.evaluate(loss)(params, rand(2, 16, seed=3))
+        return live.peak
+
+    assert max(simulated(job)) < 20 * 16 * 16 * 8, "two ranks have less than all layers"
