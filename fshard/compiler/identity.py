@@ -285,7 +285,7 @@ class _Writer:
         # a rank of the first mesh finds its own program; its place on another one is part of what was traced
         likeness = present(x).likeness
         number = self._meshes.index(likeness) if likeness in self._meshes else -1
-        at = f", rank {rank_in(x)}" if number else ""
+        at = f", rank {rank_in(x)} of {likeness}" if number else ""
         return f"mesh {number} {axis_sizes(x)} on {mesh_device(x).type}{at}"
 
     def _saved(self, x: Any) -> str:

@@ -42,6 +42,7 @@ InnerCompile = Callable[..., Any]  # of Inductor: compiles one graph
 
 _CONTAINERS: dict[str, Any] = {kind.__name__: kind for kind in (dict, list, tuple, OrderedDict)}
 _NAMES = {"torch": torch, "device": torch.device, "inf": float("inf"), "nan": float("nan"), "boxed": boxed}
+_PREFIX = f"{boxed.__module__.replace('.', '_')}_"  # of names of this package in a graph's code
 _MESH = re.compile(r"'mesh_(\d+) of the arguments'")
 
 
@@ -156,16 +157,13 @@ def _driver_text(calls: fx.GraphModule, meshes: Sequence[str]) -> str:
             node.args = tuple(number if x is named["mesh"] else x for x in node.args)
     code = calls.graph.python_code("self")
     text, values = _MESH.sub(r"mesh_\1", code.src), dict(code.globals)
-    for name in [name for name in values if name.startswith(_prefix)]:
-        text = re.sub(rf"\b{name}\b", name.removeprefix(_prefix), text)
+    for name in [name for name in values if name.startswith(_PREFIX)]:
+        text = re.sub(rf"\b{name}\b", name.removeprefix(_PREFIX), text)
         values.pop(name)
     called = {node.id for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Name)}
     if others := [name for name in values if name in called and name not in _NAMES]:
         raise UnsavableError(f"jit: artifact: the graph calls {others[0]}, which has no name in another process")
     return text
-
-
-_prefix = f"{boxed.__module__.replace('.', '_')}_"
 
 
 def _needed(source: str) -> tuple[str, list[tuple[str, list[str], str]]]:
