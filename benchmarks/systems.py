@@ -128,8 +128,8 @@ def ours(
 
 def from_artifact(task: Task, mesh: DeviceMesh) -> Step:
     """A jitted step of fshard that the next process loads."""
-    folder = os.environ.get("TORCHINDUCTOR_CACHE_DIR", tempfile.gettempdir())
-    return ours(task, mesh, jit={"artifact": f"{folder}/step.artifact"})
+    path = f"{os.environ.get('TORCHINDUCTOR_CACHE_DIR', tempfile.gettempdir())}/step.artifact"
+    return ours(task, mesh, jit={"artifact": path} if task.backend == "inductor" else {})
 
 
 def in_parts(task: Task, mesh: DeviceMesh) -> Step:

@@ -74,7 +74,7 @@ def check_kept(lowered: Lowered, expected: Any, args: Sequence[Any]) -> None:
     assert same_bits(lowered.compile("eager")(*args), expected)
     if parts := regions(lowered.traced.module):
         calls = driver(lowered.traced.module, parts, lambda region: region.forward)
-        assert same_bits(Compiled(lowered, calls.forward, calls.code)(*args), expected)
+        assert same_bits(Compiled(lowered.interface, calls.forward, calls.code)(*args), expected)
 
 
 def keeps(chosen: Sequence[Pass], options: Options, fn: Callable[..., Any], *args: Any) -> list[tuple[Any, ...]]:
