@@ -292,10 +292,10 @@ class Plan:
     def places(self) -> dict[tuple[int, int], list[Slot]]:
         """The slots by (unit, kind), in the order in which they lie in the flat buffer."""
         by_place: dict[tuple[int, int], list[Slot]] = {}
-        # leaves of a unit inside another one lie behind those of the other; one without elements lies before its place
-        for slot in sorted(self.slots, key=lambda slot: (slot.start, slot.numel)):
+        for slot in self.slots:
             by_place.setdefault((slot.unit, slot.kind), []).append(slot)
-        return by_place
+        # leaves of a unit inside another one may lie behind those of the other; a start may also be an empty leaf's
+        return {place: sorted(slots, key=lambda slot: (slot.start, slot.numel)) for place, slots in by_place.items()}
 
     @cached_property
     def derived(self) -> Derived:
