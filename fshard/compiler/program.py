@@ -224,7 +224,9 @@ def run(program: Program, meshes: Sequence[str]) -> tuple[Callable[..., Sequence
         regions = [_region(region, parts, paths) for region in head["regions"]]
     constants = {}
     for name, (dtype, shape, device, digest) in head["constants"].items():
-        data = torch.frombuffer(bytearray(parts[digest]), dtype=torch.uint8) if parts[digest] else torch.empty(0)
+        data = torch.empty(len(parts[digest]), dtype=torch.uint8, device="cpu")
+        if parts[digest]:  # there is no tensor of an empty buffer
+            data = torch.frombuffer(bytearray(parts[digest]), dtype=torch.uint8)
         constants[name] = from_bytes(data, getattr(torch, dtype)).view(shape).to(device)
     scope: dict[str, Any] = {**_NAMES, **{f"region_{n}": fn for n, fn in enumerate(regions)}}
     scope |= {f"mesh_{n}": name for n, name in enumerate(meshes)}
