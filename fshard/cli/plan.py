@@ -93,7 +93,8 @@ def run(args: argparse.Namespace) -> int:
     said = ", ".join(f"{name} {size(number)}" for name, number in nbytes.items())
     text, shown = f"{picture.text}\nbytes of a rank with {args.optimizer}: {said}", _data(plan, picture.rows, nbytes)
     if args.batch or args.loss:
-        text, shown = _with_estimate(args, apply, params, buffers, plan, text, shown)
+        needed, more = _estimate(args, apply, params, buffers, plan)
+        text, shown = f"{text}\n\n{needed}", shown | more
     return report([Line(text, shown)], args.json)
 
 
@@ -112,16 +113,10 @@ def _model(model: str) -> tuple[Callable[..., Any] | None, Tree, Tree]:
     return functionalize(made) if isinstance(made, nn.Module) else (None, made, None)
 
 
-def _with_estimate(
-    args: argparse.Namespace,
-    apply: Callable[..., Any] | None,
-    params: Tree,
-    buffers: Tree,
-    plan: Plan,
-    text: str,
-    shown: dict[str, object],
+def _estimate(
+    args: argparse.Namespace, apply: Callable[..., Any] | None, params: Tree, buffers: Tree, plan: Plan
 ) -> tuple[str, dict[str, object]]:
-    """What is printed, with what a step needs."""
+    """What a step needs, as text and as data."""
     if not args.batch or not args.loss:
         raise ValueError("--batch and --loss: expected both, of which a step is made, or neither")
     loss, tx = function("--loss", args.loss, "of the model and the batch", 2), getattr(optim, args.optimizer)(1e-3)
@@ -131,11 +126,10 @@ def _with_estimate(
 
     state = eval_shape(lambda x: init_state(shard_params(x, plan), tx), params)
     needed = estimate(jit(train_step(loss_fn, tx), donate=True), state, _batch(args.batch), buffers)
-    text, shown = f"{text}\n\n{needed}", {**shown, "estimate": needed.to_dict()}
     if args.capacity is None:
-        return text, shown
+        return f"{needed}", {"estimate": needed.to_dict()}
     fits = needed.device.fits(round(args.capacity * (1 << 30)))
-    return f"{text}\nfits {args.capacity:g} GiB: {fits}", {**shown, "fits": fits}
+    return f"{needed}\nfits {args.capacity:g} GiB: {fits}", {"estimate": needed.to_dict(), "fits": fits}
 
 
 def _batch(texts: Sequence[str]) -> Tree:

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from ..comm.consensus import first_difference
-from ..comm.mesh import MESHES, axis_sizes, is_mesh, mesh_device, present, process_rank, rank_in
+from ..comm.mesh import Mesh, axis_sizes, is_mesh, mesh_device, present, process_rank, rank_in
 from ..core import tree
 from ..core.storage import Source
 from .captures import LIBRARIES, Capture, captures, is_of_library, variables
@@ -73,7 +73,7 @@ class Identity:
 
 def identity(fn: object, called: Signature, options: object) -> Identity:
     """The texts of a function that is called with arguments of a signature, compiled with these options."""
-    writer, what, tensors = _Writer(called.meshes), {"jit's options": str(options)}, list[Tensor]()
+    writer, what, tensors = _Writer([*called.grids.values()]), {"jit's options": str(options)}, list[Tensor]()
     for variable in captures(fn):
         _add(what, variable.name, writer.read(variable, variable.name))
         tensors += variable.tensors()
@@ -103,7 +103,7 @@ def _of_arguments(called: Signature, writer: _Writer) -> Iterator[tuple[str, str
         yield f"argument {path!r}", words(key) if is_simple else writer.named(f"argument {path!r}", key)
     yield "the structure of the arguments", writer.named("the arguments", called.spec)
     yield "which arguments are one", str(called.trained)
-    grids = [MESHES.find(name) for name in called.meshes if name]
+    grids = [*map(called.grids.__getitem__, filter(None, called.meshes))]
     # a rank of the first mesh finds its own program; without a mesh, it is that of the process
     yield "the meshes of the arguments", writer.text(grids) if grids else f"none, process {process_rank()}"
     yield "the processes of the mesh", _short(str(grids[0].likeness if grids else ()))
@@ -182,9 +182,9 @@ def _constants(code: CodeType) -> Iterator[str]:
 class _Writer:
     """Writes values as texts, which are equal in another process if the values are the same there."""
 
-    def __init__(self, meshes: Sequence[str]) -> None:
+    def __init__(self, meshes: Sequence[Mesh]) -> None:
         self.unknown, self.functions = "", list[FunctionType]()  # of the user
-        self._meshes = [MESHES.find(name).likeness for name in dict.fromkeys(filter(None, meshes))]
+        self._meshes = [mesh.likeness for mesh in meshes]
         self._texts: dict[int, tuple[object, str]] = {}  # with the object, so that no later one gets its id
         self._around: list[object] = []  # the objects around the one that is written
 
@@ -261,10 +261,10 @@ class _Writer:
 
     def _function(self, x: FunctionType) -> str:
         """Its name, what its closure, defaults and attributes have; of the user's also what it reads by name."""
+        read, code = [f"{variable.name}: {self.read(variable)}" for variable in variables(x)], ""
         if not x.__code__.co_filename.startswith(LIBRARIES):
             self.functions.append(x)
-        read = [f"{variable.name}: {self.read(variable)}" for variable in variables(x)]
-        code = "" if x.__code__.co_filename.startswith(LIBRARIES) else _digest_of_code(x.__code__)
+            code = _digest_of_code(x.__code__)
         return f"{x.__module__}.{x.__qualname__} {code} {read} {self.text(vars(x)) if vars(x) else ''}"
 
     def _class(self, x: type) -> str:

@@ -75,7 +75,7 @@ class Jitted(Generic[P, R]):
         inputs = inputs_of(variables)
         compiled = graphs.get((called, contents(variables, inputs)))
         if compiled is None:
-            compiled, variables, how = self._compiled(leaves, called, nodes)
+            compiled, variables, how = self._compiled(leaves, called)
             inputs = inputs_of(variables)
             key = called, contents(variables, inputs)
             self._reasons.append(how or self._reason(graphs, key))
@@ -90,9 +90,7 @@ class Jitted(Generic[P, R]):
         homes = [node.home for node in nodes if node.home is not None]
         return homes[0].derived.graphs.setdefault(self, {}) if homes else self._graphs
 
-    def _compiled(
-        self, leaves: list[object], called: Signature, nodes: list[OnMesh]
-    ) -> tuple[Compiled, list[Capture], str]:
+    def _compiled(self, leaves: list[object], called: Signature) -> tuple[Compiled, list[Capture], str]:
         """Trace and compile a graph for these arguments, or load it.
 
         Return it, the variables that the function reads, and how it came from the artifact, if there is one.
@@ -100,7 +98,7 @@ class Jitted(Generic[P, R]):
         variables = list(captures(self._fn))
         before = contents(variables, {})
         if self._path is not None:
-            compiled, how = self._from_artifact(self._path, leaves, called, variables, nodes)
+            compiled, how = self._from_artifact(self._path, leaves, called, variables)
         else:
             compiled, how = lower(self._fn, leaves, called.spec, self.options).compile(self._backend), ""
         self._inputs |= {variable.identity for variable in compiled.interface.captured}
@@ -112,25 +110,23 @@ class Jitted(Generic[P, R]):
         return compiled, self._captures, how
 
     def _from_artifact(
-        self, path: str, leaves: list[object], called: Signature, variables: list[Capture], nodes: list[OnMesh]
+        self, path: str, leaves: list[object], called: Signature, variables: list[Capture]
     ) -> tuple[Compiled, str]:
         """Load a compiled function from the artifact; if any rank finds none there, trace, and write it."""
-        known, first = identity(self._fn, called, self.options), not self._reasons
-        mesh = next((node.home.mesh for node in nodes if node.home is not None), None)
+        known, mesh, first = identity(self._fn, called, self.options), called.mesh, not self._reasons
         # Ranks come together to the first call alone: later ones may have new arguments on some ranks.
         others = mesh if first else None
-        there = together(others, lambda: artifacts.find(path, known, mesh))
-        reasons = of_all(there if isinstance(there, str) else "", others)
-        rank = next((rank for rank, reason in enumerate(reasons) if reason), None)
-        if rank is None and not isinstance(there, str):
-            return loaded(there, leaves, called, variables, self.options), f"loaded from {path}"
-        traced = partial(lower, self._fn, leaves, called.spec, self.options)
-        program = together(others, lambda: traced().program(leaves))
-        if first:
-            artifacts.save(path, known, program, mesh)
-        how = f"traced, and written to {path}" if first else "traced again, and not written"
-        why = there if isinstance(there, str) else f"rank {rank}: {reasons[rank or 0]}"
-        return loaded(program, leaves, called, variables, self.options), f"{how}: {why}"
+        program, how = together(others, lambda: artifacts.find(path, known, mesh)), f"loaded from {path}"
+        reasons = of_all(program if isinstance(program, str) else "", others)
+        if isinstance(program, str) or any(reasons):
+            how = f"traced, and written to {path}" if first else "traced again, and not written"
+            rank = next(rank for rank, reason in enumerate(reasons) if reason)
+            how += f": {program if isinstance(program, str) else f'rank {rank}: {reasons[rank]}'}"
+            traced = partial(lower, self._fn, leaves, called.spec, self.options)
+            program = together(others, lambda: traced().program(leaves))
+            if first:
+                artifacts.save(path, known, program, mesh)
+        return loaded(program, leaves, called, variables, self.options), how
 
     def _reason(self, graphs: dict[_CacheKey, Compiled], key: _CacheKey) -> str:
         if not self._reasons:

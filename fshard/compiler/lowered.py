@@ -15,7 +15,6 @@ import torch
 from torch import Tensor, fx
 
 from ..comm.consensus import together
-from ..comm.mesh import MESHES
 from ..core import tree
 from ..core.tracing import mark
 from ..core.tree import Tree
@@ -155,8 +154,8 @@ class Lowered:
                 raise UnsavableError(
                     "jit: artifact: the graph stays whole: it draws from torch's generator, or runs as a CUDA graph"
                 )
-            meshes = [*dict.fromkeys(filter(None, self.signature.meshes))]
-            return record(self.traced, parts, partial(_compiled, "inductor"), meshes, leaves, self.numbers)
+            grids = [*self.signature.grids.values()]
+            return record(self.traced, parts, partial(_compiled, "inductor"), grids, leaves, self.numbers)
 
 
 def _compiled(
@@ -217,8 +216,7 @@ class Compiled:
         Raises TypeError for a function that no other process can be given, and OSError, on all ranks, if the file
         cannot be written: then the one that was there stays.
         """
-        names = [name for name in self.interface.signature.meshes if name]
-        mesh = MESHES.find(names[0]) if names else None
+        mesh = self.interface.signature.mesh
         if self._lowered is None or self._lowered.identity is None or (mesh is not None and mesh.abstract):
             raise UnsavableError(
                 "save: expected what `jit(fn).lower(...).compile()` returned, with Inductor, for arguments on one "
@@ -275,7 +273,7 @@ def loaded(
 ) -> Compiled:
     """The compiled function of a program, for arguments with these leaves. `variables` are all that it reads."""
     captured = tuple(variables[number]._replace(is_input=True) for number in program.head["captured"])
-    fn, text = run(program, [*dict.fromkeys(filter(None, called.meshes))])
+    fn, text = run(program, [*called.grids])
     inside = contents(captured, inputs_of(captured)), *result_of(program, leaves, called.spec)
     return Compiled(Interface(called, options.donate, captured, *inside), fn, text)
 

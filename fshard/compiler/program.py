@@ -25,7 +25,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor, fx
 
-from ..comm.mesh import MESHES
+from ..comm.mesh import MESHES, Mesh
 from ..core import tree
 from ..core.storage import as_bytes, from_bytes
 from ..core.tracing import Marked
@@ -77,13 +77,13 @@ def record(
     traced: Trace,
     nodes: Sequence[fx.Node | Region],
     compile: Callable[[fx.GraphModule, InnerCompile], Callable[..., Sequence[Tensor]]],
-    meshes: Sequence[str],
+    meshes: Sequence[Mesh],
     leaves: Sequence[object],
     captured: Sequence[int],
 ) -> Program:
     """Compile a graph with these parts as a program. `compile(region, inner)` has Inductor compile one region.
 
-    `meshes` are the names of the arguments' meshes, `leaves` the arguments, `captured` the numbers of the variables
+    `meshes` are those of the arguments, `leaves` the arguments, `captured` the numbers of the variables
     whose tensors are inputs. UnsavableError for a graph that calls what has no name in another process.
     """
     wrappers, parts = list[Any](), _Parts()
@@ -146,11 +146,11 @@ def _ends(graph: fx.GraphModule) -> tuple[int, int]:
     return sum(node.op == "placeholder" for node in nodes), sum(len(n.args[0]) for n in nodes if n.op == "output")
 
 
-def _driver_text(calls: fx.GraphModule, meshes: Sequence[str]) -> str:
+def _driver_text(calls: fx.GraphModule, meshes: Sequence[Mesh]) -> str:
     for node in calls.graph.nodes:
         if operator(node).startswith("fshard.") and "mesh" in (named := arguments(node)):
             likeness = MESHES.find(named["mesh"]).likeness  # a mesh may have a connected twin
-            numbers = [number for number, name in enumerate(meshes) if MESHES.find(name).likeness == likeness]
+            numbers = [number for number, mesh in enumerate(meshes) if mesh.likeness == likeness]
             if not numbers:
                 raise UnsavableError("jit: artifact: the function communicates on a mesh that no argument lies on")
             number = f"mesh_{numbers[0]} of the arguments"

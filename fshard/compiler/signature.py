@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..comm.mesh import MESHES, OnMesh, is_mesh
+from ..comm.mesh import MESHES, Mesh, OnMesh, is_mesh
 from ..core import tree
 from ..core.storage import address
 from ..core.tracing import Marked
@@ -67,6 +67,16 @@ class Signature(NamedTuple):
     trained: tuple[tuple[object, ...], ...]  # how tensors that require a gradient are one, or views of one
     meshes: tuple[str, ...]
     ambient: Ambient
+
+    @property
+    def grids(self) -> dict[str, Mesh]:
+        """The meshes that arguments lie on, by their names in graphs, in the order of the arguments."""
+        return {name: MESHES.find(name) for name in self.meshes if name}
+
+    @property
+    def mesh(self) -> Mesh | None:
+        """The first of these meshes; None for one device."""
+        return next(iter(self.grids.values()), None)
 
 
 def ambient() -> Ambient:

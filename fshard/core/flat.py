@@ -38,9 +38,8 @@ class Places:
         ends = [start + math.prod(shape) for start, shape in zip(starts, shapes, strict=True)]
         edges = [0, *(edge for pair in zip(starts, ends, strict=True) for edge in pair), numel]
         sizes = [end - start for start, end in pairwise(edges)]  # of gap and part in turn, a gap first and last
-        there = [
-            number for number, size in enumerate(sizes) if number % 2 or size
-        ]  # all parts, and gaps of some elements
+        # all parts, and gaps of some elements
+        there = [number for number, size in enumerate(sizes) if number % 2 or size]
         self._sizes = [sizes[number] for number in there]
         self._parts, self._gaps = ([i for i, n in enumerate(there) if n % 2 == is_part] for is_part in (1, 0))
         # a piece has the shape of a vector already
