@@ -211,7 +211,7 @@ def one_level(tree: Tree, namespace: str = _NAMESPACE) -> tuple[list[Tree], Spec
 def opened(node: Tree) -> tuple[list[tuple[Hashable, Tree]] | None, Metadata]:
     """Return the children of a node with their names, and what the node carries beside them; None for a leaf.
 
-    >>> tree.opened({"b": 1, "a": [2]})[0], tree.opened(1)[0]
+    >>> opened({"b": 1, "a": [2]})[0], opened(1)[0]
     ([('b', 1), ('a', [2])], None)
     """
     if optree.tree_is_leaf(node, namespace=_NAMESPACE):

@@ -49,7 +49,7 @@ STRATEGIES: dict[str, tuple[bool, dict[str, Any], tuple[int, int]]] = {
     # whether there are two ranks, the strategy, and the most bytecodes and operators of a unit: 2 to 5% above them
     "one device": (False, {}, (450, 12)),
     "full": (True, {}, (4660, 35)),
-    "keep": (True, {"regather": False}, (3400, 28)),
+    "keep": (True, {"regather": False}, (3480, 28)),
     "ddp": (True, {"params_over": (), "grads_over": (), "state_over": ()}, (3010, 24)),
 }
 
