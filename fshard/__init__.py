@@ -11,6 +11,7 @@ from .core.losses import Mean, Sum
 from .core.storage import DonatedError
 from .grad.grad import evaluate, reduce_grads, value_and_grad
 from .grad.hvp import hvp
+from .graph.scan import scan
 from .hosts.check import check
 from .plan.plan import Plan
 from .plan.planning import make_plan
@@ -67,6 +68,7 @@ __all__ = [
     "reduce_grads",
     "reduce_scatter",
     "reduction",
+    "scan",
     "select",
     "shard_params",
     "show",

@@ -136,6 +136,13 @@ def trace(fn: Callable[..., Tree], leaves: Sequence[object], spec: tree.Spec, ca
         raise
     except Exception as failure:
         raise _explained(failure, fn) from failure
+    if any(
+        isinstance(getattr(module, str(node.target)), FakeTensor) for node in module.graph.find_nodes(op="get_attr")
+    ):
+        raise TraceError(
+            "jit: the function uses a tensor that the body of a scan put somewhere: a body is traced once for several "
+            "units, so that it returns what others read (`carry, y`)"
+        )
     return Trace(module, spec, out_spec, tuple(results))
 
 

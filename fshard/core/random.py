@@ -12,6 +12,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
+from contextvars import ContextVar
 
 import torch
 from torch import Tensor
@@ -31,8 +32,12 @@ def seeded(seed: Tensor, step: Tensor, rank: int, part: int, device: torch.devic
     # a graph writes to the host's generator alone: it keeps the index of the next state there
     with torch.random.fork_rng([device] if cuda and not is_tracing() else []):
         if is_tracing():
-            with _Draws(torch.ops.fshard.seeded(seed, step, rank, part, device), device):
-                yield
+            with Stream(torch.ops.fshard.seeded(seed, step, rank, part, device), device) as draws:
+                token = _STREAM.set(draws)
+                try:
+                    yield
+                finally:
+                    _STREAM.reset(token)
             return
         number = _number(int(seed), int(step), rank, part)
         torch.default_generator.manual_seed(number)
@@ -129,7 +134,7 @@ def draw(
     return x, generator.get_state()
 
 
-class _Draws(TorchDispatchMode):
+class Stream(TorchDispatchMode):
     """Record every random operator as a node that takes and returns the state of a generator."""
 
     def __init__(self, state: Tensor, device: torch.device):
@@ -137,15 +142,23 @@ class _Draws(TorchDispatchMode):
         self._states, self._device = [state], device
         torch.default_generator.manual_seed(0)  # the index of the next state
 
-    def _draw(self, how: str, like: Tensor, numbers: Sequence[float] = (), by: Sequence[Tensor] = ()) -> Tensor:
-        """Return what the in-place method `how` draws from the next state; arguments as in the function `draw`."""
+    @property
+    def state(self) -> Tensor:
+        """The state from which the next numbers are drawn."""
         number = torch.default_generator.initial_seed()  # the index of the next state, unless the user has set a seed
         if number >= len(self._states):
             raise RuntimeError("a seed was set (torch.manual_seed) inside the loss: a graph draws from the state alone")
-        state = self._states[number]
-        drawn, state = torch.ops.fshard.draw(state, how, by, numbers, like)
+        return self._states[number]
+
+    def go_on(self, state: Tensor) -> None:
+        """Draw from this state next."""
         torch.default_generator.manual_seed(len(self._states))
         self._states.append(state)
+
+    def _draw(self, how: str, like: Tensor, numbers: Sequence[float] = (), by: Sequence[Tensor] = ()) -> Tensor:
+        """Return what the in-place method `how` draws from the next state; arguments as in the function `draw`."""
+        drawn, state = torch.ops.fshard.draw(self.state, how, by, numbers, like)
+        self.go_on(state)
         return drawn
 
     def __torch_dispatch__(
@@ -186,6 +199,15 @@ class _Draws(TorchDispatchMode):
             options = options if "dtype" in options or name == "randint_like" else {**options, "dtype": torch.int64}
             return self._draw("random_", _room(name, [of], options), [low, high])
         raise NotImplementedError(_unknown(func))
+
+
+# of the step that is traced in this thread, inside of its loss
+_STREAM: ContextVar[Stream | None] = ContextVar("fshard.core.random", default=None)
+
+
+def stream() -> Stream | None:
+    """Return the stream that random numbers are drawn from while a graph is traced; None for torch's generator."""
+    return _STREAM.get()
 
 
 def _unknown(func: Operator) -> str:

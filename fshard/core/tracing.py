@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, TypeAlias
 
 import torch
@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.autograd import profiler
 from torch.fx import Node
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot
+from torch.utils._python_dispatch import _disable_current_modes
 
 Operator: TypeAlias = Any  # an operator as dispatch modes and graphs see it: its class is private to torch
 
@@ -21,6 +22,15 @@ def is_tracing() -> bool:
         return False
     # Private: there is no public way to ask (test_jit.py notices when it goes).
     return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None
+
+
+@contextmanager
+def unrecorded() -> Iterator[None]:
+    """A block in a trace whose operators run on fake tensors, and are seen by nothing else: no mode, no graph."""
+    # Private: there is no public way to leave the modes of a trace (test_scan.py notices when it goes).
+    fake = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE)
+    with torch._C.DisableTorchFunction(), _disable_current_modes(), fake:
+        yield
 
 
 class Marked(Tensor):

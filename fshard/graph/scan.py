@@ -1,0 +1,91 @@
+"""A loop over equal units, whose body a graph traces once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+from ..core import tree
+from ..core.arguments import check_function, wrong
+from ..core.tree import Tree
+from .replay import Repeated, can_record
+
+Carry = TypeVar("Carry")
+_FEW = 3  # units that a trace calls the body for
+
+
+def scan(body: Callable[..., Tree], carry: Carry, units: Sequence[Tree], xs: Tree = None) -> tuple[Carry, Tree]:
+    """Call a body for each unit, and hand its result on: a loop over layers that `jit` traces once for equal ones.
+
+    Rule: `carry, y = body(unit, carry)` for each unit in turn, or `body(unit, carry, x)` with the rows `x` of `xs`.
+    Returns the last carry and all `y`, stacked.
+
+    Units: a list of trees, as `params["blocks"]` inside of a loss: what the plan gathers. A body returns the new carry,
+    or (carry, y). The carry keeps its structure. Tensors of `xs` are (len(units), ...), those of `ys` too; `ys` is None
+    if there is no `y`.
+
+    Eagerly this is the loop. `jit` calls the body for two units, traces it once more, and copies that for units with
+    the same structure, shapes, dtypes and numbers. Values, derivatives and random numbers are the loop's, to the bit.
+    So a body is pure: it returns what others read, and numbers that change with the unit come in `xs`.
+
+    Raises TypeError for a result with another structure, and for a `y` that is no tensor; ValueError for another number
+    of rows than of units; under `jit` TraceError for a second derivative by `torch.autograd.grad`.
+
+    >>> layers = [{"w": torch.full((1,), 2.0)}, {"w": torch.full((1,), 3.0)}]
+    >>> scan(lambda layer, x: (layer["w"] * x, x), torch.ones(1), layers)
+    (tensor([6.]), tensor([[1.],
+            [2.]]))
+
+    Source: jax.lax.scan.
+    """
+    check_function("scan: body", body, "body(unit, carry)")
+    if not isinstance(units, list | tuple):
+        raise TypeError(wrong("scan: units", units, "a list of trees", "A stacked leaf is cut by x.unbind()."))
+    call = Repeated(body) if can_record() and len(units) > _FEW else body
+    ys: list[Tree] = []
+    for unit, row in zip(units, _rows(xs, len(units)), strict=True):
+        carry, y = _split(call(unit, carry, *row), carry)
+        ys.append(y)
+    return carry, _stacked(ys)
+
+
+def _rows(xs: Tree, count: int) -> Sequence[tuple[Tree, ...]]:
+    """The arguments after the carry, for each unit."""
+    leaves, spec = tree.flatten(xs)
+    for path, x in zip(tree.paths(spec), leaves, strict=True):
+        if not isinstance(x, Tensor):
+            raise TypeError(wrong(f"scan: xs {path!r}", x, "a tensor with a row for each unit"))
+        if not x.dim() or len(x) != count:
+            raise ValueError(f"scan: xs {path!r}: shape {list(x.shape)}: expected {count} rows, one for each unit")
+    columns = [x.unbind() for x in leaves]  # its derivative is one sum, not one for each row
+    return [() if xs is None else (tree.unflatten(spec, [x[n] for x in columns]),) for n in range(count)]
+
+
+def _split(out: Tree, carry: Carry) -> tuple[Carry, Tree]:
+    """The carry and `y` of what a body returned."""
+    form = tree.flatten(carry)[1]
+    if tree.flatten(out)[1] == form:
+        return out, None
+    if isinstance(out, tuple) and len(out) == 2 and tree.flatten(out[0])[1] == form:
+        return out
+    got = out[0] if isinstance(out, tuple) and len(out) == 2 else out
+    what = "scan: body: expected carry or (carry, y), with the structure of the carry that it was given"
+    raise TypeError(f"{what}: {tree.difference(carry, got)}")
+
+
+def _stacked(ys: Sequence[Tree]) -> Tree:
+    """One tree for those of all units, with their tensors as rows."""
+    if not ys:
+        return None
+    leaves, spec = tree.flatten(ys[0])
+    rest = [[leaf for _, leaf in tree.pairs("scan: y of a later unit", ys[0], y)[0]] for y in ys[1:]]
+    columns = [*zip(leaves, *rest, strict=True)]
+    for path, column in zip(tree.paths(spec), columns, strict=True):
+        if not all(isinstance(x, Tensor) for x in column):
+            raise TypeError(wrong(f"scan: y {path!r}", column[0], "a tensor for each unit"))
+        if len(shapes := dict.fromkeys(x.shape for x in column)) > 1:
+            raise ValueError(f"scan: y {path!r}: shapes {[*map(list, shapes)]}: expected one shape for all units")
+    return tree.unflatten(spec, [torch.stack(column) for column in columns])

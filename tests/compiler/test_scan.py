@@ -1,0 +1,248 @@
+"""A loop over equal units: eagerly the loop, and in a graph the graph of the loop, whose body is traced once."""
+
+import itertools
+import re
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from support.models import rand, same_bits
+from support.steps import EXACT
+from support.worlds import simulated
+from torch import Tensor, fx
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+import fshard
+from fshard import optim
+
+D = 8
+Body = Callable[..., Any]
+
+
+def loop(body: Body, carry: Any, units: Any, xs: Any = None) -> tuple[Any, Any]:
+    """What `fshard.scan` is, written by hand."""
+    rows = [()] * len(units) if xs is None else [(x,) for x in xs.unbind()]
+    ys, form = [], fshard.tree.flatten(carry)[1]
+    for unit, row in zip(units, rows, strict=True):
+        out = body(unit, carry, *row)
+        carry, y = (out, None) if fshard.tree.flatten(out)[1] == form else out
+        ys.append(y)
+    return carry, fshard.tree.map(lambda *y: torch.stack(y), *ys)
+
+
+class Twice(torch.autograd.Function):
+    """A function with a derivative of its own."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        """Return 2 x."""
+        ctx.save_for_backward(x)
+        return 2 * x
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        """Read what was saved, too."""
+        return 2 * grad + 0 * ctx.saved_tensors[0]
+
+
+def dense(p: Any, h: Tensor) -> Tensor:
+    """A layer, (n, D) to (n, D)."""
+    return torch.tanh(h @ p["w"] + p["b"]) * p["g"]
+
+
+def in_place(p: Any, h: Tensor) -> Tensor:
+    """A body that writes to what it has made."""
+    return h + dense(p, h).clone().mul_(2).add_(1)
+
+
+def writes_carry(p: Any, h: Tensor) -> Tensor:
+    """A body that writes to what it is given."""
+    return h.mul_(1.5).add(dense(p, h.clone()))
+
+
+def without_gradient(p: Any, h: Tensor) -> Tensor:
+    """A body of which a part has no derivative."""
+    with torch.no_grad():
+        size = dense(p, h).abs().mean()
+    return h + dense({**p, "b": p["b"].detach()}, h) / (1 + size)
+
+
+def with_penalty(p: Any, h: Tensor) -> Tensor:
+    """A body that differentiates."""
+    x = h.detach().requires_grad_()
+    (slope,) = torch.autograd.grad(dense(p, x).sum(), x, create_graph=True)
+    return h + slope
+
+
+def beside(p: Any, h: Tensor) -> Tensor:
+    """A checkpoint that reads what was computed outside of it."""
+    a = torch.sin(h) * 2
+    return h + checkpoint(lambda p: torch.tanh(a @ p["w"]) * a, p, use_reentrant=False) + p["b"] + p["g"]
+
+
+def attention(p: Any, h: Tensor) -> Tensor:
+    """Attention and a layer norm."""
+    q = (h @ p["w"]).view(1, 2, -1, D // 2)
+    x = F.scaled_dot_product_attention(q, q, q).reshape(h.shape)
+    return h + F.layer_norm(x, (D,), p["g"], p["b"])
+
+
+def conjugated(p: Any, h: Tensor) -> Tensor:
+    """Complex numbers."""
+    return h + (torch.fft.ifft(torch.fft.fft(h).conj() * torch.fft.fft(dense(p, h)))).real * 0.1
+
+
+# how often a trace calls a body for five units: as often as there are units, or for three of them
+BODIES: dict[str, tuple[Body, int]] = {
+    "dense": (lambda p, h: h + dense(p, h), 3),
+    "dropout": (lambda p, h: F.dropout(h + F.dropout(dense(p, h), 0.3), 0.1) + torch.rand_like(h), 3),
+    "checkpoint": (lambda p, h: checkpoint(lambda p, h: F.dropout(dense(p, h), 0.3), p, h, use_reentrant=False) + h, 3),
+    "beside": (beside, 3),
+    "custom": (lambda p, h: h + Twice.apply(dense(p, h)), 3),
+    "in place": (in_place, 3),
+    "detached": (without_gradient, 3),
+    "penalty": (with_penalty, 3),
+    "constant": (lambda p, h: h + dense(p, h) * torch.tensor([0.5] * D), 3),
+    "twice": (lambda p, h: h + dense(p, h) @ p["w"].t(), 3),
+    "view": (lambda p, h: (h + dense(p, h)).reshape(-1).view(h.shape), 3),
+    "attention": (attention, 3),
+    "conjugated": (conjugated, 3),
+    "writes": (writes_carry, 6),
+    "same": (lambda p, h: h, 6),
+    "vmap": (lambda p, h: h + torch.func.vmap(lambda row: dense(p, row))(h), 5),
+}
+
+
+def pair(run: Body, body: Body, h: Tensor, units: Any, p: Any) -> Tensor:
+    """A carry of two tensors, and results of each unit; of both one part is never used."""
+
+    def both(unit: Any, carry: tuple[Tensor, Tensor]) -> Any:
+        h, total = body(unit, carry[0]), carry[1]
+        return (h, total + h.square().sum()), {"sin": h.sin(), "cos": h.cos() + unit["b"], "norm": h.detach().norm()}
+
+    (h, _), ys = run(both, (h, torch.zeros(())), units)
+    return h + ys["sin"].sum(0) + ys["norm"].sum()
+
+
+def rows(run: Body, body: Body, h: Tensor, units: Any, p: Any) -> Tensor:
+    """Rows that have a gradient, and parameters that are read beside the units."""
+    xs = torch.arange(len(units) * D, dtype=h.dtype).view(len(units), D) * p["shared"]["s"]
+    made = torch.tanh(xs[0]) * p["shared"]["s"]
+    return run(lambda unit, h, x: body(unit, h + made) * p["shared"]["s"] + x, h, units, xs)[0] * made
+
+
+def twice_beside(run: Body, body: Body, h: Tensor, units: Any, p: Any) -> Tensor:
+    """What is read beside the units gets two gradients of each."""
+    return run(lambda unit, h: body(unit, h * p["shared"]["s"]) + p["shared"]["s"], h, units)[0]
+
+
+def nested(run: Body, body: Body, h: Tensor, units: Any, p: Any) -> Tensor:
+    """A scan in the body of a scan."""
+    many = [{"b": 0.1 * n} for n in [1] * 4]
+    return run(lambda unit, h: run(lambda few, h: body(unit, h + few["b"]), h, many)[0], h, units)[0]
+
+
+def outside(run: Body, body: Body, h: Tensor, units: Any, p: Any) -> Tensor:
+    """Units are read outside, too."""
+    return run(body, h, units)[0] + sum(unit["w"].square().sum() for unit in units)
+
+
+USES: dict[str, Body] = {
+    "carry": lambda run, body, h, units, p: run(body, h, units)[0],
+    "pair": pair,
+    "rows": rows,
+    "twice beside": twice_beside,
+    "nested": nested,
+    "outside": outside,
+    "one result twice": lambda run, body, h, units, p: run(lambda u, h: (body(u, h),) * 2, h, units)[1].mean(0),
+    "the carry before": lambda run, body, h, units, p: run(lambda u, h: (body(u, h), h), h, units)[1].mean(0),
+    "in a checkpoint": lambda run, body, h, units, p: checkpoint(
+        lambda h: run(body, h, units)[0], h, use_reentrant=False
+    ),
+    "several times": lambda run, body, h, units, p: run(body, run(body, h, units)[0], units)[0],
+    "one unit": lambda run, body, h, units, p: run(body, h, [units[0]] * 5)[0],
+    "no gradient": lambda run, body, h, units, p: h @ units[0]["w"] + run(body, h.detach(), units)[0].detach(),
+}
+PLANS: dict[str, dict[str, Any]] = {
+    "full": {},
+    "keep": {"regather": False},
+    "zero1": {"params_over": (), "grads_over": ()},
+    "bf16": {"policy": "compute=bf16"},
+    "frozen": {"frozen": ["blocks.*.b"]},
+    "whole": {"whole": ["blocks.*.g"]},
+    "parts": {"units": ["blocks.*.w", "blocks.*.b"]},
+    "bucket": {"bucket": 1 << 20},
+}
+WAYS: dict[str, dict[str, Any]] = {"once": {}, "accumulate": {"accumulate": 2}, "clip": {"clip_norm": 0.1}}
+
+
+def params(units: int = 5) -> Any:
+    """An embedding, equal blocks, a leaf that all of them may read, and a head."""
+    blocks = [{"w": rand(D, D, seed=n) / D, "b": rand(D, seed=n + 9), "g": rand(D, seed=n + 19)} for n in range(units)]
+    return {"embed": rand(D, D, seed=0), "blocks": blocks, "shared": {"s": rand(D, seed=1)}, "head": rand(D, 3, seed=2)}
+
+
+def loss_of(run: Body, body: Body, use: Body) -> Body:
+    """A loss that runs over the blocks."""
+
+    def loss(p: Any, x: Tensor) -> Tensor:
+        h = (x.to(p["embed"].dtype) @ p["embed"]).sin()
+        return (use(run, body, h, p["blocks"], p) @ p["head"]).float().square().mean()
+
+    return loss
+
+
+def counted(body: Body) -> tuple[Body, list[int]]:
+    """A body that counts its calls."""
+    calls = [0]
+
+    def called(*args: Any) -> Any:
+        calls[0] += 1
+        return body(*args)
+
+    return called, calls
+
+
+def lowered(mesh: Any, run: Body, body: Body, use: Body, plan: str, way: str) -> Any:
+    """The graph of a training step."""
+    whole = params()
+    laid = fshard.make_plan(whole, mesh, **{"units": ["blocks.*"], **PLANS[plan]})
+    state = fshard.init_state(fshard.shard_params(whole, laid), EXACT, seed=3)
+    x = rand(*([2] * (way == "accumulate")), 4, D, seed=5)
+    return fshard.jit(fshard.train_step(loss_of(run, body, use), EXACT, **WAYS[way])).lower(state, x)
+
+
+def meaning(graph: fx.Graph) -> tuple[Any, Counter[Any]]:
+    """What a graph returns as an expression of its inputs, and how often each of its nodes computes what it does."""
+    keys: dict[fx.Node, Any] = {}
+    inputs = itertools.count()
+    for node in graph.nodes:
+        args = fx.node.map_arg((node.args, node.kwargs), lambda n: f"n{keys[n]}")
+        # constants and ends have no operator, and inputs are told apart by their number
+        what = next(inputs) if node.op == "placeholder" else "constant" if node.op == "get_attr" else str(node.target)
+        # a sum of two has the same bits in either order; ranks compare the order of reads as a large number
+        text = re.sub(r"\b\d{6,10}\b", "reads", str(sorted(map(str, args[0])) if what == "aten.add.Tensor" else args))
+        keys[node] = hash((node.op, what, text))
+    return keys[node], Counter(keys.values())
+
+
+CASES = [
+    *((body, "carry", "full", "once") for body in BODIES),
+    *((body, use, "full", "once") for use in USES for body in ("dense", "checkpoint")),
+    *((body, use, plan, way) for plan in PLANS for way in WAYS for body in ("dropout", "checkpoint") for use in USES),
+]
+
+
+@pytest.mark.sample(14)
+@pytest.mark.parametrize(("body", "use", "plan", "way"), dict.fromkeys(CASES))
+def test_a_graph_of_a_scan_is_that_of_the_loop(body: str, use: str, plan: str, way: str) -> None:
+    """A step would compute something else under `jit`, or in another order, or send other messages."""
+    mesh = fshard.AbstractMesh(shard=2)
+    by_hand = lowered(mesh, loop, BODIES[body][0], USES[use], plan, way)
+    copied = lowered(mesh, fshard.scan, BODIES[body][0], USES[use], plan, way)
+    assert meaning(copied.graph) == meaning(by_hand.graph)
+    assert copied.collectives() == by_hand.collectives()
+    assert copied.memory().peak <= 1.005 * by_hand.memory().peak
