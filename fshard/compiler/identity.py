@@ -4,9 +4,10 @@ Note [What another process compares]
     In one process a graph is found by values and objects (Note [What a graph depends on]). In another process the
     objects are others, so each is written as text: numbers and strings as they are; tensors by shape, strides, dtype
     and device; functions and classes by name, and by a digest of their code if they are the user's; containers and
-    objects by what `pickle` would save of them. Nothing is unpickled: texts are compared. A function that reads what
-    has no such text (a lock, a file, a generator) cannot be saved. Of libraries the versions of Python, torch and
-    fshard are compared.
+    objects by what `pickle` would save of them, and those of the user's classes by all that they have. What refers to
+    an object that is being written, or was, has its number: so cycles end. Nothing is unpickled: texts are compared. A
+    function that reads what has no such text (a lock, a file, a generator) cannot be saved. Of libraries the versions
+    of Python, torch and fshard are compared.
 """
 
 from __future__ import annotations

@@ -198,10 +198,12 @@ ASKED: dict[str, Any] = {
 }
 
 
+@pytest.mark.parametrize("kind", [torch.Tensor, nn.Parameter])
 @pytest.mark.parametrize("ask", ASKED)
-def test_values_of_tensors_of_objects(ask):
+def test_values_of_tensors_of_objects(ask, kind):
     """A graph would keep the first value of a tensor that an object has."""
-    holder = Holder(torch.tensor(2 if ask == "place" else 2.0))
+    x = torch.tensor(2 if ask == "place" else 2.0)
+    holder = Holder(x if kind is Tensor else nn.Parameter(x, requires_grad=False))
     with pytest.raises(TraceError, match="a tensor that is not among its arguments"):
         eager(lambda x: (lambda h: x * ASKED[ask](h.x))(holder))(rand(3, seed=1))
 

@@ -398,6 +398,23 @@ def test_what_is_only_looked_at(case):
     assert known(fshard.jit(wholly(value)[0]), X) == texts
 
 
+def test_numbers_of_a_process():
+    """A program would be compiled in each process: attrs writes a number of the process into `__hash__`."""
+
+    def texts(k: int) -> Any:
+        kind = type("Made", (), {"__module__": __name__, "__hash__": executed(k)})
+        return known(fshard.jit(wholly(kind())[0]), X)
+
+    assert texts(0) == texts(1)
+
+
+def test_a_function_of_numpy_without_a_name():
+    """Another process would load what was compiled for another function, which numpy saves by one name."""
+    fn = np.frompyfunc(lambda x: x * 2, 1, 1)
+    assert "has a numpy.ufunc" in known(fshard.jit(wholly(fn)[0]), X).unknown
+    assert not known(fshard.jit(wholly(np.add)[0]), X).unknown
+
+
 def test_attributes_with_the_names_of_special_ones(monkeypatch):
     """Another process would load what was compiled for another value of one."""
     fn = (lambda d: lambda x: x * vars(type(d))["__rate__"])(Dunder())
