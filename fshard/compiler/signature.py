@@ -173,6 +173,9 @@ def key_of(leaf: object) -> TensorKey | Key:
     return fixed(leaf)
 
 
+_VALUES = (Number, str, bytes, list, tuple, set, frozenset)
+
+
 def fixed(x: Any) -> Key:  # not `object`: `is_mesh` does not tell mypy that `x` is a mesh
     """Return a key that is equal for values that are the same to a graph.
 
@@ -180,8 +183,8 @@ def fixed(x: Any) -> Key:  # not `object`: `is_mesh` does not tell mypy that `x`
     or container of a class of the user's its attributes are compared, too.
     """
     kind: Any = type(x)
-    own = getattr(x, "__dict__", None)
-    more = [_content(own, {})] if own and isinstance(x, Number | str | bytes | list | tuple | set | frozenset) else []
+    attributes = getattr(x, "__dict__", None)
+    more = [_content(attributes, {})] if attributes and isinstance(x, _VALUES) else []
     if isinstance(x, Number):
         return kind, repr(x), *more  # as text, because NaN != NaN and 0.0 == -0.0
     if isinstance(x, list | tuple | set | frozenset):

@@ -286,8 +286,8 @@ class _Captured(TorchFunctionMode):
         asks = func is Tensor.storage_offset and address(args[0]) in self._inputs  # type: ignore[arg-type]
         if asks and not sys._getframe(1).f_code.co_filename.startswith(NOT_THE_USER):
             raise TraceError(f"jit: storage_offset() of an argument at {call_site()}: pass that number as an argument")
-        if func is Tensor.tolist:  # which reads the memory of a real tensor, and calls no operator
-            torch.detach(args[0])  # type: ignore[arg-type]
+        if func in (Tensor.tolist, torch.tensor):  # which read the memory of real tensors, and call no operator
+            tree.map(lambda x: torch.detach(x) if isinstance(x, Tensor) else x, args)
         return func(*args, **kwargs)
 
 

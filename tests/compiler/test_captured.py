@@ -195,6 +195,7 @@ ASKED: dict[str, Any] = {
     "place": lambda x: [2.0, 3.0, 4.0][x],
     "condition": lambda x: 2.0 if x else 3.0,
     "operator": lambda x: x * 2,
+    "list of tensors": lambda x: torch.tensor([x, 1.0]),
 }
 
 
@@ -205,7 +206,7 @@ def test_values_of_tensors_of_objects(ask, kind):
     x = torch.tensor(2 if ask == "place" else 2.0)
     holder = Holder(x if kind is Tensor else nn.Parameter(x, requires_grad=False))
     with pytest.raises(TraceError, match="a tensor that is not among its arguments"):
-        eager(lambda x: (lambda h: x * ASKED[ask](h.x))(holder))(rand(3, seed=1))
+        eager(lambda x: (lambda h: x * ASKED[ask](h.x))(holder))(rand(2, seed=1))
 
 
 def test_donation_and_a_captured_tensor():
