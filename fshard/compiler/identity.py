@@ -246,7 +246,8 @@ class _Writer:
         if is_mesh(x):
             return self._mesh(x)
         if isinstance(x, tree.Spec):
-            return self._structure(tree.unflatten(x, range(x.num_leaves)))
+            # its nodes: types, keys in their orders, and what nodes carry beside their children
+            return self.text(x.__getstate__()[0])  # type: ignore[index]  # a tuple
         if type(x) is dict:
             return f"{{{', '.join(f'{self.text(k)}: {self.text(v)}' for k, v in x.items())}}}"
         if type(x) in (list, tuple):
@@ -323,16 +324,6 @@ class _Writer:
             return f"{module}.{saved}"
         inside = [list(part) if isinstance(part, Iterator) else part for part in saved]
         return f"{self.text(type(x))} {self._all(inside)}"
-
-    def _structure(self, x: Any) -> str:
-        """The text of a tree's structure: types, names of children, and what nodes carry beside them."""
-        children, carried = tree.opened(x)
-        if children is None:
-            return "*"
-        inside = ", ".join(f"{self.text(name)}: {self._structure(child)}" for name, child in children)
-        if type(x) in (dict, list, tuple):
-            return f"{type(x).__name__} ({inside})"
-        return f"{self.text(type(x))} with {self.text(carried)} ({inside})"
 
 
 def _parts_of(x: object) -> tuple[str, ...]:

@@ -28,6 +28,29 @@ X = torch.tensor([1.0, 2.0])
 RATES = (2.0, 3.0)  # a function and the other one
 
 
+class Carrying:
+    """A node of trees with a rate beside its child."""
+
+    def __init__(self, x: Any, rate: float) -> None:
+        self.x, self.rate = x, rate
+
+
+fshard.tree.register(Carrying, lambda node: ([node.x], node.rate), lambda rate, children: Carrying(*children, rate))
+
+
+class Checked:
+    """A node of trees that takes no other children than tensors of two elements."""
+
+    rate = 2.0
+
+    def __init__(self, x: Tensor) -> None:
+        assert x.shape == (2,)
+        self.x = x
+
+
+fshard.tree.register(Checked, lambda node: ([node.x], None), lambda _, children: Checked(*children))
+
+
 def helper(k: int) -> Callable[[Tensor], Tensor]:
     """One of two functions of the same name with other code."""
     return (lambda x: x * 2) if k == 0 else (lambda x: x * 3)
@@ -270,6 +293,7 @@ REACHED: dict[str, Callable[[int], Made]] = {
     "a default in a library": lambda k: wholly(of_a_library(k)),
     "a negative bit": lambda k: wholly(conjugated(k)),
     "a pattern": lambda k: wholly(re.compile("ab"[k])),
+    "what a node carries": lambda k: (lambda x: x.x * x.rate, (Carrying(X, RATES[k]),)),
     "a kind of number": lambda k: (lambda x, n: x * len(type(n).__name__), (X, (3.0, Number(3.0))[k])),
 }
 
@@ -413,6 +437,15 @@ def test_a_function_of_numpy_without_a_name():
     fn = np.frompyfunc(lambda x: x * 2, 1, 1)
     assert "has a numpy.ufunc" in known(fshard.jit(wholly(fn)[0]), X).unknown
     assert not known(fshard.jit(wholly(np.add)[0]), X).unknown
+
+
+def test_a_node_that_checks_its_children():
+    """A step could not be saved for the class of a node."""
+    texts = known(fshard.jit(lambda node: node.x * node.rate), Checked(X))
+    assert not texts.unknown
+    other = type("Checked", (Checked,), {"__module__": __name__, "rate": 3.0})
+    fshard.tree.register(other, lambda node: ([node.x], None), lambda _, children: other(*children))
+    assert texts.differences(known(fshard.jit(lambda node: node.x * node.rate), other(X)).texts())
 
 
 def test_attributes_with_the_names_of_special_ones(monkeypatch):
