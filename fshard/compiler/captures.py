@@ -8,6 +8,7 @@ import inspect
 import random
 import sys
 import sysconfig
+import types
 from collections import deque
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import fields, is_dataclass
@@ -142,7 +143,7 @@ def variables(fn: FunctionType | partial[Any]) -> Iterator[Capture]:
     paths = dict.fromkeys(_names_in(fn.__code__) if is_users else ())
     for name, cell in cells.items():
         yield _variable(fn, cell, (name,), paths)
-    if is_users:
+    if is_users or "<locals>" in fn.__qualname__:  # what a library makes for the user
         yield Capture(f"a default of {fn.__qualname__}", fn, "")
     for path in paths:
         place = cells.get(path[0], fn.__globals__)
@@ -245,6 +246,8 @@ def state_of(generator: Any) -> object:  # Any: numpy's classes have no common o
 
 def is_of_library(x: type | ModuleType) -> bool:
     """Whether a class or a module belongs to fshard, torch, the standard library or an installed package."""
+    if isinstance(x, type) and x.__module__ == "types":  # or one that `new_class` or `make_dataclass` made
+        return hasattr(types, x.__name__)
     module = sys.modules.get(x.__module__) if isinstance(x, type) else x
     file = getattr(module, "__file__", None)
     if file is None:  # such as a module of C, `__main__` in a notebook, or a module that is not imported

@@ -4,23 +4,26 @@ Note [What another process compares]
     In one process a graph is found by values and objects (Note [What a graph depends on]). In another process the
     objects are others, so each is written as text: numbers and strings as they are; tensors by shape, strides, dtype
     and device; functions and classes by name, and by a digest of their code if they are the user's; containers and
-    objects by what `pickle` would save of them. Nothing is unpickled: texts are compared. A function that reads what
-    has no such text (a lock, a file, a generator) cannot be saved. Of libraries the versions of Python, torch and
-    fshard are compared.
+    objects by what `pickle` would save of them, and those of the user's classes by all that they have. What refers to
+    an object that is being written, or was, has its number: so cycles end. Nothing is unpickled: texts are compared. A
+    function that reads what has no such text (a lock, a file, a generator) cannot be saved. Of libraries the versions
+    of Python, torch and fshard are compared.
 """
 
 from __future__ import annotations
 
+import copyreg
 import hashlib
 import os
 import platform
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass
-from functools import cache, cached_property, singledispatchmethod
+from functools import cache, cached_property, partial, singledispatchmethod
 from pathlib import Path
 from types import CodeType, FunctionType, MemberDescriptorType, MethodType, ModuleType
 from typing import Any
+from weakref import ProxyTypes, ReferenceType, WeakKeyDictionary, WeakValueDictionary
 
 import torch
 from torch import Tensor
@@ -31,6 +34,7 @@ from ..core import tree
 from ..core.storage import Source
 from .captures import LIBRARIES, Capture, captures, is_of_library, variables
 from .signature import Ambient, Signature, TensorKey, key_of, parts, words
+from .trace import resolved
 
 Texts = dict[str, str]
 
@@ -193,7 +197,7 @@ class _Writer:
         try:
             return self.text(x)
         except Exception:  # whatever an object raises that is asked for what it has, or cannot be saved
-            self.unknown = self.unknown or f"{name} has a {_name(type(self._around[-1]))}"
+            self.unknown = self.unknown or f"{name} has a {_name(type([x, *self._around][-1]))}"
             self._around = []
             return "?"
 
@@ -208,29 +212,42 @@ class _Writer:
         """The text of a value; of a long one its begin and a digest."""
         if type(x) in _SIMPLE:
             return _short(repr(x))
-        around = [*map(id, self._around)]
-        if id(x) in around:  # what contains itself
-            return f"^{len(around) - around.index(id(x))}"
         if id(x) not in self._texts:
             self._around.append(x)
-            self._texts[id(x)] = x, _short(self._written(x))
+            self._texts[id(x)] = x, f"^{len(self._texts)}"  # for what is inside and refers to it
+            self._texts[id(x)] = x, _short(self._written(x) + self._own(x))
             self._around.pop()
         return self._texts[id(x)][1]
+
+    def _apart(self, x: Any) -> str:
+        """The text of a value, which those of later values do not refer to."""
+        before, text = len(self._texts), self.text(x)
+        while len(self._texts) > before:
+            self._texts.popitem()
+        return text
 
     def _all(self, values: Iterable[object]) -> str:
         return ", ".join(map(self.text, values))
 
+    def _own(self, x: Any) -> str:
+        """What an object of a class of the user's has itself: what is saved of it may leave that out."""
+        return "" if isinstance(x, type) or is_of_library(type(x)) else self.text(object.__getstate__(x))
+
     def _written(self, x: Any) -> str:
+        if type(x) in ProxyTypes:
+            return f"weak {self.text(x.__repr__.__self__)}"
         if isinstance(x, Tensor):
-            is_stand = type(x).__module__.startswith("fshard.module.")  # for a parameter, in no memory
-            form = "" if is_stand else words(key_of(x)) if x.layout is torch.strided else f"{x.layout} {x.dtype}"
-            return f"{_name(type(x))} {form} {self.text(vars(x)) if vars(x) else ''}"
-        if isinstance(x, bytes | bytearray):
+            if type(x).__module__.startswith("fshard.module."):  # it stands for a parameter, in no memory
+                return f"{_name(type(x))} {self.text(vars(x))}"
+            form = words(key_of(resolved(x))) if x.layout is torch.strided else f"{x.layout} {x.dtype}"
+            return f"{_name(type(x))} {form} {self.text(vars(x))}"
+        if type(x) in (bytes, bytearray):
             return f"{_name(type(x))} of {len(x)} bytes {hashlib.sha256(x).hexdigest()[:16]}"
         if is_mesh(x):
             return self._mesh(x)
         if isinstance(x, tree.Spec):
-            return self._structure(tree.unflatten(x, range(x.num_leaves)))
+            # its nodes: types, keys in their orders, and what nodes carry beside their children
+            return self.text(x.__getstate__()[0])  # type: ignore[index]  # a tuple
         if type(x) is dict:
             return f"{{{', '.join(f'{self.text(k)}: {self.text(v)}' for k, v in x.items())}}}"
         if type(x) in (list, tuple):
@@ -239,8 +256,7 @@ class _Writer:
             # in another process objects without a value are in another order
             if any(y.__hash__() == object.__hash__(y) for y in x):
                 raise TypeError("a set of objects")
-            inside = ", ".join(sorted(map(self.text, x)))
-            return f"{self.text(type(x))} {{{inside}}} {self.text(getattr(x, '__dict__', None))}"
+            return f"{self.text(type(x))} {{{', '.join(sorted(map(self._apart, x)))}}}"
         return self._object(x)
 
     def _object(self, x: Any) -> str:
@@ -250,8 +266,15 @@ class _Writer:
             return self._class(x)
         if isinstance(x, ModuleType):
             return self._module(x)
-        if type(x).__module__ in ("weakref", "_weakref", "torch._ops"):  # what is remembered; operators
-            return str(x) if type(x).__module__ == "torch._ops" else _name(type(x))
+        if type(x).__module__ == "torch._ops":
+            return str(x)
+        if isinstance(x, ReferenceType):
+            # a tensor that a graph cannot read
+            return f"weak {'' if isinstance(x(), Tensor) else self.text(x())}"
+        if isinstance(x, WeakKeyDictionary | WeakValueDictionary):
+            # by classes and jitted functions: what `singledispatch` and plans remember
+            kept = {k: v for k, v in x.items() if not (isinstance(k, type) or type(k).__module__.startswith("fshard."))}
+            return f"weak {self.text(kept)}"
         if names := _parts_of(x):
             return f"{self.text(type(x))} of {self._all(getattr(x, name) for name in names)}"
         if is_dataclass(x) and type(x).__module__.startswith("fshard."):
@@ -270,16 +293,17 @@ class _Writer:
     def _class(self, x: type) -> str:
         if is_of_library(x):
             return _name(x)
-        inside = [f"{name}: {self.text(value)}" for name, value in vars(x).items() if _says(name, value)]
-        return f"{_name(x)} ({self._all(x.__bases__)}) {inside}"
+        inside = [f"{name}: {self.text(value)}" for name, value in [*vars(x).items()] if _says(name, value)]
+        of = "" if is_of_library(type(x)) else self.text(type(x))
+        notes = [dict(field.metadata) for field in fields(x)] if is_dataclass(x) else []
+        return f"{_name(x)} {of} ({self._all(x.__bases__)}) {inside} {self.text(notes)}"
 
     def _module(self, x: ModuleType) -> str:
-        """Its name; of one of the user's also the numbers and strings in it, and its file."""
+        """Its name; of one of the user's also all that is in it."""
         if is_of_library(x):
             return f"module {x.__name__}"
-        values = {name: value for name, value in vars(x).items() if type(value) in _SIMPLE and name[:2] != "__"}
-        file = Path(getattr(x, "__file__", None) or "")
-        return f"module {x.__name__} {self.text(values)} {_digest(file.read_text()) if file.is_file() else ''}"
+        values = {name: value for name, value in vars(x).items() if name[:2] != "__"}
+        return f"module {x.__name__} {self.text(values)}"
 
     def _mesh(self, x: Any) -> str:
         # a rank of the first mesh finds its own program; its place on another one is part of what was traced
@@ -292,21 +316,14 @@ class _Writer:
         """What `pickle` would save of an object, or an error."""
         saved = None if is_dataclass(x) else parts(x)
         if saved is None:
-            saved = x.__reduce_ex__(4)
+            saved = copyreg.dispatch_table.get(type(x), lambda y: y.__reduce_ex__(4))(x)
         if isinstance(saved, str):
-            return f"{getattr(x, '__module__', '')}.{saved}"
+            module = getattr(x, "__module__", "")
+            if is_of_library(type(x)) and getattr(sys.modules.get(module), saved, None) is not x:
+                raise TypeError("a name that does not lead to it")
+            return f"{module}.{saved}"
         inside = [list(part) if isinstance(part, Iterator) else part for part in saved]
         return f"{self.text(type(x))} {self._all(inside)}"
-
-    def _structure(self, x: Any) -> str:
-        """The text of a tree's structure: types, names of children, and what nodes carry beside them."""
-        children, carried = tree.opened(x)
-        if children is None:
-            return "*"
-        inside = ", ".join(f"{self.text(name)}: {self._structure(child)}" for name, child in children)
-        if type(x) in (dict, list, tuple):
-            return f"{type(x).__name__} ({inside})"
-        return f"{self.text(type(x))} with {self.text(carried)} ({inside})"
 
 
 def _parts_of(x: object) -> tuple[str, ...]:
@@ -315,6 +332,7 @@ def _parts_of(x: object) -> tuple[str, ...]:
     of_kinds: list[tuple[type | tuple[type, ...], tuple[str, ...]]] = [
         (MethodType, ("__func__", "__self__")),
         ((staticmethod, classmethod), ("__func__",)),
+        (partial, ("func", "args", "keywords", "__dict__")),
         (property, ("fget", "fset")),
         ((cached_property, singledispatchmethod), ("func", "dispatcher")),
         (type(_processor), ("__wrapped__",)),  # what `cache` makes
@@ -328,7 +346,10 @@ def _parts_of(x: object) -> tuple[str, ...]:
 # what Python keeps in a class beside the user's code
 _KEPT = {"__module__", "__qualname__", "__dict__", "__weakref__", "__doc__", "__annotations__", "__firstlineno__"}
 _KEPT |= {"__static_attributes__", "__dataclass_fields__", "__dataclass_params__", "__abstractmethods__"}
-_KEPT |= {"__orig_bases__", "__parameters__", "__annotate__", "__annotate_func__", "__annotations_cache__"}
+_KEPT |= {"__orig_bases__", "__parameters__", "__type_params__", "__slotnames__"}
+_KEPT |= {"__annotate__", "__annotate_func__", "__annotations_cache__"}
+# numbers of this process: a hash of attrs', and what pydantic makes of fields that are compared
+_KEPT |= {"__hash__", "__pydantic_core_schema__", "__pydantic_validator__", "__pydantic_serializer__"}
 
 
 def _says(name: str, value: object) -> bool:

@@ -152,7 +152,8 @@ class Lowered:
             parts = [] if _has_cuda_graphs() else regions(self.traced.module)
             if not parts:
                 raise UnsavableError(
-                    "jit: artifact: the graph stays whole: it draws from torch's generator, or runs as a CUDA graph"
+                    "jit: artifact: the graph stays whole: it draws from torch's generator, has values that are "
+                    "conjugated lazily, or runs as a CUDA graph"
                 )
             grids = [*self.signature.grids.values()]
             return record(self.traced, parts, partial(_compiled, "inductor"), grids, leaves, self.numbers)

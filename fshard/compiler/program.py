@@ -261,7 +261,8 @@ def result_of(program: Program, leaves: Sequence[object], spec: tree.Spec) -> tu
                 pairs = zip(names, children, strict=True)
                 return _CONTAINERS[kind](children if kind in ("list", "tuple") else pairs)
             case {"module": module, "class": name}:
-                return _named_tuple(module, name)(*map(read, told["children"]))
+                kind, children = _named_tuple(module, name), [*map(read, told["children"])]
+                return kind(*children) if hasattr(kind, "_fields") else kind(children)
             case ["output", number, name]:
                 kinds: list[type[Tensor]] = [Tensor, *Marked.__subclasses__()]
                 return Output(number, next(kind for kind in kinds if kind.__name__ == name))
@@ -286,7 +287,8 @@ def _named_tuple(module: str, name: str) -> Any:
     kind: Any = sys.modules.get(module)
     for part in name.split("."):
         kind = getattr(kind, part, None)
-    if not (isinstance(kind, type) and issubclass(kind, tuple) and hasattr(kind, "_fields")):
+    fields = hasattr(kind, "_fields") or hasattr(kind, "n_fields")  # or of torch's, as `topk` gives back
+    if not (isinstance(kind, type) and issubclass(kind, tuple) and fields):
         raise TypeError(f"expected a named tuple, got {kind!r}")
     return kind
 
@@ -307,7 +309,7 @@ def _result(traced: Trace, leaves: Sequence[object]) -> Json:
         if children is None:
             return _leaf(x, places, path)
         inside = [told(child, (*path, str(name))) for name, child in children]
-        if isinstance(x, tuple) and hasattr(x, "_fields") and _is_found(kind):
+        if _is_found(kind):
             return {"module": kind.__module__, "class": kind.__qualname__, "children": inside}
         names = [name for name, _ in children]
         if kind in _CONTAINERS.values() and {*map(type, names)} <= {str, int}:

@@ -173,22 +173,28 @@ def key_of(leaf: object) -> TensorKey | Key:
     return fixed(leaf)
 
 
+_VALUES = (Number, str, bytes, list, tuple, set, frozenset)
+
+
 def fixed(x: Any) -> Key:  # not `object`: `is_mesh` does not tell mypy that `x` is a mesh
     """Return a key that is equal for values that are the same to a graph.
 
-    The keys of 1, 1.0 and True differ, and so do the keys of 0.0 and -0.0. The keys of two NaNs are equal.
+    The keys of 1, 1.0 and True differ, and so do the keys of 0.0 and -0.0. The keys of two NaNs are equal. Of a number
+    or container of a class of the user's its attributes are compared, too.
     """
     kind: Any = type(x)
+    attributes = getattr(x, "__dict__", None)
+    more = [_content(attributes, {})] if attributes and isinstance(x, _VALUES) else []
     if isinstance(x, Number):
-        return kind, repr(x)  # as text, because NaN != NaN and 0.0 == -0.0
+        return kind, repr(x), *more  # as text, because NaN != NaN and 0.0 == -0.0
     if isinstance(x, list | tuple | set | frozenset):
-        return kind, *map(fixed, x)
+        return kind, *map(fixed, x), *more
     if is_dataclass(x) and not isinstance(x, type):
         return kind, *(fixed(getattr(x, field.name)) for field in fields(x))
     if is_mesh(x):  # not compared with ==: meshes of different ranks or simulated worlds may be equal
         return kind, MESHES.of(x)
     # objects that are equal only to themselves, and methods of such objects
-    return kind, _content(x, {}) if kind.__hash__ in (object.__hash__, BuiltinMethodType.__hash__) else x
+    return kind, _content(x, {}) if kind.__hash__ in (object.__hash__, BuiltinMethodType.__hash__) else x, *more
 
 
 def _names(spec: tree.Spec) -> tuple[object, ...]:

@@ -19,7 +19,7 @@ from numbers import Number
 from typing import ParamSpec, TypeVar
 
 import torch
-from torch import Tensor, fx
+from torch import Tensor, fx, nn
 
 # Private API: torch has no public way to make fake tensors. test_jit.py fails if torch moves or changes these classes.
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
@@ -293,7 +293,12 @@ class _Captured(TorchFunctionMode):
         asks = func is Tensor.storage_offset and address(args[0]) in self._inputs  # type: ignore[arg-type]
         if asks and not sys._getframe(1).f_code.co_filename.startswith(NOT_THE_USER):
             raise TraceError(f"jit: storage_offset() of an argument at {call_site()}: pass that number as an argument")
+        if func in (Tensor.tolist, torch.tensor):  # which read the memory of real tensors, and call no operator
+            tree.map(lambda x: torch.detach(x) if isinstance(x, Tensor) else x, args)
         return func(*args, **kwargs)
+
+
+_LIFTS = {torch.ops.aten.lift.default, torch.ops.aten.lift_fresh.default}  # of what `torch.tensor` has made
 
 
 class _Watch(TorchDispatchMode):
@@ -329,6 +334,9 @@ class _Watch(TorchDispatchMode):
         kwargs = kwargs or {}
         if self._fake_of:
             args, kwargs = _put(self._fake_of, (args, kwargs))  # what was called without a name in Python, too
+        if any(type(x) in (Tensor, nn.Parameter) for x in args) and func not in _LIFTS:
+            # as torch's fake tensors say, which let tensors of one element pass
+            raise RuntimeError("convert all Tensors to FakeTensors")
         if draws(func, args, kwargs):
             if any(isinstance(value, torch.Generator) for value in (*args, *kwargs.values())):
                 raise TraceError(f"jit: {func} with a generator of its own at {call_site()}{_REPEATED}")

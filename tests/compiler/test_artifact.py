@@ -470,7 +470,7 @@ class Pair(NamedTuple):
 def everything(x: Tensor, own: Own, note: Any) -> Any:
     """A result with all that a result may have."""
     more = [None, (1, 2.5, float("inf"), "a", True, 1 - 2j), torch.float16, torch.device("cpu"), torch.strided]
-    return Pair({"b": x + 1, "a": [x.sum(), own]}, (note, more, MEAN * 2, {1: x, "k": Own}.get(1)))
+    return Pair({"b": x + 1, "a": [x.sum(), own]}, (note, more, MEAN * 2, {1: x, "k": Own}.get(1), x.topk(1)))
 
 
 MEAN = torch.tensor([3.0, 4.0])

@@ -178,6 +178,37 @@ def test_what_a_graph_cannot_do_with_a_captured_tensor(name):
     assert same_bits(BUFFERS, {"n": torch.ones(3)})
 
 
+class Holder:
+    """An object with a tensor."""
+
+    def __init__(self, x: Any) -> None:
+        self.x = x
+
+
+ASKED: dict[str, Any] = {
+    "item": lambda x: x.item(),
+    "list": lambda x: x.tolist(),
+    "array": lambda x: x.numpy().item(),
+    "number": float,
+    "whole number": int,
+    "complex number": complex,
+    "place": lambda x: [2.0, 3.0, 4.0][x],
+    "condition": lambda x: 2.0 if x else 3.0,
+    "operator": lambda x: x * 2,
+    "list of tensors": lambda x: torch.tensor([x, 1.0]),
+}
+
+
+@pytest.mark.parametrize("kind", [torch.Tensor, nn.Parameter])
+@pytest.mark.parametrize("ask", ASKED)
+def test_values_of_tensors_of_objects(ask, kind):
+    """A graph would keep the first value of a tensor that an object has."""
+    x = torch.tensor(2 if ask == "place" else 2.0)
+    holder = Holder(x if kind is Tensor else nn.Parameter(x, requires_grad=False))
+    with pytest.raises(TraceError, match="a tensor that is not among its arguments"):
+        eager(lambda x: (lambda h: x * ASKED[ask](h.x))(holder))(rand(2, seed=1))
+
+
 def test_donation_and_a_captured_tensor():
     """A donated argument would be overwritten while the function reads it by another name."""
     x = rand(3, seed=1)

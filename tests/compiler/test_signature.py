@@ -144,6 +144,19 @@ def test_numbers_that_are_equal_are_not_the_same():
     assert fixed(complex(0, -0.0)) != fixed(complex(0, 0.0))
 
 
+@pytest.mark.parametrize(
+    "base", [int, float, complex, str, bytes, tuple, list, frozenset], ids=lambda base: base.__name__
+)
+def test_attributes_of_numbers_and_containers(base):
+    """A graph would be run for an argument that is equal and has another attribute."""
+    run, kind, x = eager(lambda x, n: x * n.rate), type("Own", (base,), {}), torch.ones(2)
+    for rate in (2.0, 3.0, 2.0):
+        number = kind()
+        number.rate = rate
+        assert same_bits(run(x, number), x * rate)
+    assert len(run.explain().splitlines()) == 2
+
+
 def test_an_empty_set_is_explained():
     """explain() names an argument that was an empty set: otherwise a user who asks why jit traced again would get an
     error."""
