@@ -105,6 +105,19 @@ def test_memory_of_a_cross_entropy():
     assert logits <= most < 2 * logits
 
 
+@pytest.mark.parametrize("part", [8, 16])
+def test_memory_of_what_is_written_part_by_part(part):
+    """A value that a program writes to a part of would be taken to be fused, as a value of which all is written."""
+
+    def fn(x: Tensor) -> Tensor:
+        y = x * 2
+        y[:part].mul_(y.sum())
+        return x - y
+
+    memory = fshard.jit(fn, backend="eager").lower(rand(16, seed=1)).memory()
+    assert max(row.get("activations", 0) for row in memory.bytes) == (16 * 8 + 8 if part < 16 else 8)
+
+
 def test_memory_of_a_step():
     """`memory()` would count whole parameters instead of this rank's, or miss gathered units."""
 
