@@ -12,6 +12,7 @@ import sys
 from collections.abc import Sequence
 from typing import Protocol
 
+from ..compiler.trace import TraceError
 from . import doctor, inspect, plan, replay
 from .output import ERROR, say
 
@@ -32,7 +33,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # whoever reads the output has seen enough, as `head` does; Python would flush the rest
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return ERROR
-    except (ValueError, TypeError, OSError, ImportError) as wrong:
+    except (ValueError, TypeError, OSError, ImportError, TraceError) as wrong:
         say(f"fshard {args.command}: {' '.join(str(wrong).split())}", "red", is_error=True)
         return ERROR
 

@@ -92,7 +92,7 @@ def run(args: argparse.Namespace) -> int:
     nbytes = _nbytes(plan, picture.rows, params, args.optimizer)
     said = ", ".join(f"{name} {size(number)}" for name, number in nbytes.items())
     text, shown = f"{picture.text}\nbytes of a rank with {args.optimizer}: {said}", _data(plan, picture.rows, nbytes)
-    if args.batch or args.loss:
+    if args.batch or args.loss or args.capacity is not None:
         needed, more = _estimate(args, apply, params, buffers, plan)
         text, shown = f"{text}\n\n{needed}", shown | more
     return report([Line(text, shown)], args.json)
@@ -118,7 +118,9 @@ def _estimate(
 ) -> tuple[str, dict[str, object]]:
     """What a step needs, as text and as data."""
     if not args.batch or not args.loss:
-        raise ValueError("--batch and --loss: expected both, of which a step is made, or neither")
+        raise ValueError("--batch and --loss: expected both, of which a step is made, or neither; --capacity needs it")
+    if args.capacity is not None and not 0 < args.capacity < 1e9:
+        raise ValueError(f"--capacity {args.capacity:g}: expected a number of GiB above 0, as in 80")
     loss, tx = function("--loss", args.loss, "of the model and the batch", 2), getattr(optim, args.optimizer)(1e-3)
 
     def loss_fn(params: Tree, batch: Tree, buffers: Tree) -> Tree:

@@ -194,7 +194,7 @@ def _settings() -> dict[str, object]:
 
 
 def _purpose(path: str) -> str:
-    parts = path.split(".")
+    parts = path.split(".") if path.startswith("0.0.") else []  # a state is the first argument
     return next((purpose for field, purpose in _PURPOSES.items() if field in parts), "arguments")
 
 

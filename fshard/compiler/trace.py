@@ -192,7 +192,7 @@ def _mode_of(leaves: Sequence[object], caches: bool, takes_real: bool = False) -
 
 def _fake(mode: FakeTensorMode, leaf: Tensor) -> Tensor:
     """Return a fake tensor with the metadata of `leaf`. A meta tensor becomes a fake one on the default device."""
-    if leaf.device.type == "meta":
+    if leaf.device.type == "meta" or (isinstance(leaf, FakeTensor) and leaf.fake_mode is not mode):
         return alone(leaf, mode)
     if isinstance(leaf, FakeTensor):
         return leaf

@@ -4,10 +4,11 @@ Note [Memory of a graph]
     Each storage is counted from the node that creates it to the last node that reads it, in the order of execution.
     Inputs are counted for the whole graph, because the caller holds them, and outputs from their creation to the end.
     Values that a compiler fuses into their readers are not counted: an elementwise value whose readers all come before
-    the next node that is not fused (a matrix product, attention, a collective). A value that can reuse a same-sized
-    input's storage (its last use) is counted once. An exact sum on an accelerator, or between more than a few hosts,
-    receives the parts of all ranks in a buffer that is not a value of the graph; this buffer is counted from the node
-    that starts the sum to the node that waits for the result.
+    the next node that is not fused (a matrix product, attention, a collective). Elementwise values of one size between
+    two such nodes are written by one loop: what it reads is there until the last of them is. A value that can reuse a
+    same-sized input's storage (its last use) is counted once. An exact sum on an accelerator, or between more than a
+    few hosts, receives the parts of all ranks in a buffer that is not a value of the graph; this buffer is counted from
+    the node that starts the sum to the node that waits for the result.
 """
 
 from __future__ import annotations
@@ -110,7 +111,7 @@ def spans(graph: fx.Graph, inputs: Sequence[str]) -> list[Span]:
     barriers = [i for i, node in enumerate(nodes) if node.op == "call_function" and _is_barrier(node)] + [len(nodes)]
     # what is read up to the next barrier alone is computed inside its readers
     counted = [s for s in storages.values() if not s.fusible or s.last > barriers[bisect(barriers, s.first)]]
-    _in_place(counted, storages)
+    _in_loops(nodes, barriers, counted, storages)
     numbers = {node: i for i, node in enumerate(nodes)}
     received = list[Span]()
     for node, nbytes in ((node, _received(node)) for node in nodes):
@@ -141,20 +142,32 @@ def _received(node: fx.Node) -> int:
     return -(-x.numel() // size) * size * x.itemsize  # padded to equal parts
 
 
-def _in_place(counted: Sequence[_Storage], storages: dict[int, _Storage]) -> None:
-    """Count a value that can reuse a same-sized input's storage (its last use) once: free the input one node earlier.
+def _in_loops(
+    nodes: Sequence[fx.Node], barriers: Sequence[int], counted: Sequence[_Storage], storages: dict[int, _Storage]
+) -> None:
+    """Keep what a loop reads until its last result is there: an optimizer's gradients until it has written all."""
+    reused = _in_place(barriers, counted, storages)
+    loops = {i: (bisect(barriers, i), values(node)[0].numel()) for i, node in enumerate(nodes) if _is_fusible(node)}
+    ends = {loops[s.first]: s.first for s in counted if s.first in loops}
+    for key, s in storages.items():
+        s.last = s.last - 1 if key in reused else max(s.last, ends.get(loops.get(s.last, (-1, -1)), 0))
 
-    At most one value reuses a storage.
+
+def _in_place(barriers: Sequence[int], counted: Sequence[_Storage], storages: dict[int, _Storage]) -> set[int]:
+    """Return the storages over which a value of their size is written: its last use, and the only one of its loops.
+
+    At most one value reuses a storage; the storage is freed one node earlier.
     """
     counted_ids, reused = {id(s) for s in counted}, set[int]()
+    uses = {(key, bisect(barriers, s.first), s.first) for s in storages.values() for key in s.sources}
+    number = Counter((key, part) for key, part, _ in uses)
     for s in counted:
         for key in s.sources if s.fusible and _is_pointwise(s.node) else []:
-            old = storages[key]
-            if id(old) in counted_ids and key not in reused and old.last == s.first and old.nbytes == s.nbytes:
+            old, only = storages[key], number[key, bisect(barriers, s.first)] == 1
+            if only and id(old) in counted_ids and key not in reused and (old.last, old.nbytes) == (s.first, s.nbytes):
                 reused.add(key)
                 break
-    for key in reused:
-        storages[key].last -= 1
+    return reused
 
 
 def _storages(nodes: Sequence[fx.Node], inputs: Sequence[str]) -> dict[int, _Storage]:
@@ -169,6 +182,8 @@ def _storages(nodes: Sequence[fx.Node], inputs: Sequence[str]) -> dict[int, _Sto
                 key, _Storage(node, value, what, value.untyped_storage().nbytes(), i, i, _is_fusible(node), sources)
             )
             storage.last = max([storage.last, *(numbers[user] for user in node.users)])
+            # what is written part by part is stored: a compiler fuses no writes to a part
+            storage.fusible &= not (operator(node).endswith("_") and value.nbytes < storage.nbytes)
             if node.op == "placeholder" or any(user.op == "output" for user in node.users):
                 storage.last, storage.fusible = len(nodes), False
                 storage.what = "results" if storage.what == "activations" else storage.what
@@ -197,7 +212,9 @@ def storages_of(node: fx.Node) -> Iterator[int]:
 
 def _is_barrier(node: fx.Node) -> bool:
     packet = getattr(node.target, "overloadpacket", None)
-    return operator(node).startswith("fshard.") or packet in flop_registry or "attention" in operator(node)
+    # a number that is made before loops is no end of them
+    is_ours = operator(node).startswith("fshard.") and operator(node) != "fshard.materialize"
+    return is_ours or packet in flop_registry or "attention" in operator(node)
 
 
 def _is_fusible(node: fx.Node) -> bool:

@@ -10,7 +10,7 @@ from pathlib import PurePath
 from typing import NamedTuple
 
 import torch
-from torch import fx
+from torch import Tensor, fx
 
 from ..compiler.jit import Jitted, jit
 from ..compiler.lowered import Lowered, Options, lower
@@ -194,6 +194,8 @@ def _of_few(
         return None, f"few units, {name}"
     if not isinstance(fn, Step):
         return None, f"{name}, but the step is not what train_step returns"
+    if any(isinstance(x, Tensor) and x.dim() for x in tree.tops(getattr(given[0], "opt_state", None), Sharded)):
+        return None, f"{name}, but the optimizer has state of its own shapes, which is not that of fewer"
     try:
         plans = [with_few(plan, stack, depth) for depth in depths]
         states = [with_plan(given, plan, new) for new in plans]
@@ -352,12 +354,12 @@ def _sent_by_all(readings: Sequence[_Reading], all_of: _Growth, stack: Stack | N
     names = dict.fromkeys(chain(*outside))
     sent = {key: all_of.pair([each.get(key, (0, 0)) for each in outside], "what ranks send") for key in names}
     inside = {(kind, place[1], axis) for r in readings for kind, unit, axis in r.sent if (place := stack.place(unit))}
+    of_few = [*zip(readings, all_of.depths, strict=True)]
     for kind, number, axis in inside:
-        rows = [
-            [r.sent.get((kind, names[number], axis), (0, 0)) for names in stack.units[:num]]
-            for r, num in zip(readings, all_of.depths, strict=True)
-        ]
-        if len({(row[0], *{*row[1:-1]}, row[-1]) for row in rows}) > 1 or len({*rows[-1][1:-1]}) > 1:
+        rows = [[r.sent.get((kind, names[number], axis), (0, 0)) for names in stack.units[:n]] for r, n in of_few]
+        # another tree may have units of these names, also of those that the graphs of a few do not have
+        others = {r.sent.get((kind, names[number], axis)) for r, n in of_few for names in stack.units[n:]}
+        if len({(row[0], *{*row[1:-1]}, row[-1]) for row in rows}) > 1 or len({*rows[-1][1:-1]}) > 1 or len(others) > 1:
             raise _Uneven("what ranks send")
         first, middle, *_, last = rows[-1]
         each = [first, *[middle] * (all_of.depth - 2), last]

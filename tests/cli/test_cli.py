@@ -34,6 +34,7 @@ def build():
 def tree(): return {"w": torch.empty(1 << 50)}
 def number(): return 3
 def pair(model, batch): return 3
+def asks(model, batch): return torch.ones(()) * batch.sum().item()
 def make(mesh): return 3
 def broken(): raise ValueError("two\\nlines")
 """
@@ -155,6 +156,21 @@ ERRORS = {
     "a batch without a loss": (
         ["plan", "my_model:build", "--batch", "3"],
         "fshard plan: --batch and --loss: expected both, of which a step is made, or neither",
+    ),
+    "a capacity without a batch": (
+        ["plan", "my_model:build", "--capacity", "80"],
+        "or neither; --capacity needs it",
+    ),
+    **{
+        f"a capacity of {number}": (
+            ["plan", "my_model:build", "--batch", "3", "--loss", "my_model:pair", "--capacity", number],
+            f"fshard plan: --capacity {number}: expected a number of GiB above 0",
+        )
+        for number in ("0", "nan", "inf")
+    },
+    "a loss that asks for a value": (
+        ["plan", "my_model:build", "--batch", "3x4", "--loss", "my_model:asks"],
+        "fshard plan: jit: the function asks for the value of a tensor",
     ),
     "a batch of words": (
         ["plan", "my_model:build", "--batch", "3xa", "--loss", "my_model:pair"],

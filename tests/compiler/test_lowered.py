@@ -105,6 +105,33 @@ def test_memory_of_a_cross_entropy():
     assert logits <= most < 2 * logits
 
 
+@pytest.mark.parametrize("twice", [False, True])
+def test_memory_of_a_value_over_what_it_reads(twice):
+    """A value would be said to be written over one that its loop reads once more, or to take memory of its own."""
+
+    def fn(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        product = x @ x
+        total = product.sum() if twice else x.sum()
+        changed = product + x
+        return changed.T @ (changed @ y), total
+
+    memory = fshard.jit(fn, backend="eager").lower(rand(64, 64, seed=1), rand(64, 1, seed=2)).memory()
+    assert memory.by["activations"] // (64 * 64 * 8) == 1 + twice
+
+
+@pytest.mark.parametrize("part", [8, 16])
+def test_memory_of_what_is_written_part_by_part(part):
+    """A value that a program writes to a part of would be taken to be fused, as a value of which all is written."""
+
+    def fn(x: Tensor) -> Tensor:
+        y = x * 2
+        y[:part].mul_(y.sum())
+        return x - y
+
+    memory = fshard.jit(fn, backend="eager").lower(rand(16, seed=1)).memory()
+    assert max(row.get("activations", 0) for row in memory.bytes) == (16 * 8 + 8 if part < 16 else 8)
+
+
 def test_memory_of_a_step():
     """`memory()` would count whole parameters instead of this rank's, or miss gathered units."""
 

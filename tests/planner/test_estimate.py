@@ -5,12 +5,14 @@ import re
 from collections import Counter
 from collections.abc import Callable
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from support.models import STRATEGIES, rand
+from support.optimizers import ROWS
 from support.worlds import gloo, simulated
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
@@ -19,7 +21,7 @@ import fshard
 from fshard import AbstractMesh, optim, tree
 from fshard.hosts import one_host
 from fshard.planner import estimate as planner
-from fshard.planner.depth import expanded, images, runs
+from fshard.planner.depth import Stack, expanded, images, runs
 
 DEPTH, WIDTH = 9, 64  # one unit more than the graphs of 4, 5 and 7 may need
 
@@ -158,6 +160,55 @@ def test_units_that_differ_are_lowered_whole(name):
     few, whole = both(*REFUSED[name])
     assert few.graph.startswith("the whole graph"), few.graph
     assert (few.peak, few.memory, few.traffic) == (whole.peak, whole.memory, whole.traffic)
+
+
+def distilled(p: Any, batch: Tensor, teacher: Any) -> Tensor:
+    """The loss of a model, weighted by that of another one, which has blocks of the same names."""
+    return loss(p, batch).total * loss(teacher, batch).total
+
+
+@pytest.mark.parametrize("depth", range(DEPTH + 3))
+def test_what_two_trees_of_equal_names_send(depth):
+    """The bytes that a shallower tree sends for its units would be said of all units of a deeper one."""
+
+    def sent(*trees: int) -> Any:
+        keys = Counter[Any]()
+        for number in trees:
+            keys.update(f"blocks.{unit}" for unit in range(number))
+        return {("all_gather", name, "shard"): (8 * count, count) for name, count in keys.items()}
+
+    stack = Stack("blocks", 0, DEPTH, tuple((f"blocks.{unit}",) for unit in range(DEPTH)))
+    readings: Any = [SimpleNamespace(sent=sent(few, depth)) for few in (4, 5, 7)]
+    try:
+        said = planner._sent_by_all(readings, planner._Growth((4, 5, 7), DEPTH), stack)
+    except planner._Uneven:
+        assert 0 < depth < DEPTH
+    else:
+        assert said == sent(DEPTH, depth)
+        assert not 4 < depth < DEPTH
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("depth", [DEPTH - 1, DEPTH])
+def test_another_tree_with_units_of_these_names(depth):
+    """What ranks send for the blocks of a shallower teacher would be said of all blocks."""
+    step, state, batch = start(params(), distilled)
+    whole = params(depth)
+    plan = fshard.make_plan(whole, AbstractMesh(shard=4), units=["blocks.*"], frozen="**")
+    given = state, batch, fshard.shard_params(whole, plan)
+    few, all_of = (fshard.estimate(fshard.jit(fn, True, bucket=0), *given) for fn in (step, partial(step)))
+    assert few.graph.startswith("the graphs of" if depth >= DEPTH else "the whole graph"), few.graph
+    assert (few.peak, few.memory, few.traffic) == (all_of.peak, all_of.memory, all_of.traffic)
+
+
+@pytest.mark.sample(1)
+@pytest.mark.parametrize("name", ["muon", "adafactor"])
+def test_an_optimizer_with_state_of_its_own_shapes(name, capfd):
+    """A graph of a few units would be asked for with the state of all, and torch would print an error of its own."""
+    step, state, batch = start(params(), tx=ROWS[name].make())
+    said = fshard.estimate(fshard.jit(step, True, bucket=0), state, batch)
+    assert "the optimizer has state of its own shapes" in said.graph, said.graph
+    assert capfd.readouterr().err == ""
 
 
 @pytest.mark.parametrize("text", ["abcXYZ", "aabXcddY", "aXbXcX", "abab"])
@@ -330,6 +381,55 @@ def test_any_function():
     assert said.peak.bytes == (32 + 32 + 64 + 1) * 8
     assert said.traffic == ()
     assert said.graph == "the whole graph: no list of equal units"
+
+
+def test_arguments_are_real_or_fake_in_any_mixture():
+    """What `eval_shape` returned in another call could not be an argument beside a state."""
+    kinds = [lambda x: x, lambda x: x.to("meta"), partial(fshard.eval_shape, lambda x: x)]
+    x, y = rand(8, 4, seed=1), rand(4, 8, seed=2)
+    assert len({fshard.estimate(lambda x, y: (x @ y).sum(), a(x), b(y)).peak.bytes for a in kinds for b in kinds}) == 1
+
+
+@pytest.mark.parametrize("name", ["params", "opt_state"])
+def test_a_purpose_is_that_of_a_part_of_the_state(name):
+    """A batch whose names are those of parts of a state would be counted as parameters."""
+    step, state, batch = start(params(1), lambda p, batch: loss(p, batch[name]))
+    said = fshard.estimate(fshard.jit(step), state, {name: batch})
+    resident = {row.purpose: row.resident for row in said.memory}
+    assert resident["arguments"] == batch.nbytes + 2 * 8  # the number of steps and the seed, too
+
+
+ELEMENTWISE = [name for name, row in ROWS.items() if row.make().elementwise]
+
+
+def updated(name: str) -> tuple[Any, Any, Tensor, int]:
+    """A step that keeps its old state, jitted, its arguments, and the bytes of both states and all gradients."""
+    whole, tx = [rand(64, 32, seed=seed, dtype=torch.float32) for seed in range(4)], ROWS[name].make()
+    state = fshard.init_state(fshard.shard_params(whole, fshard.make_plan(whole, None, block=ROWS[name].block)), tx)
+    step = fshard.jit(fshard.train_step(lambda p, x: sum((x @ w).square().mean() for w in p), tx))
+    changed = sum(x.nbytes for x in tree.leaves((state.params, state.opt_state)))
+    batch = rand(1, 64, seed=2, dtype=torch.float32)
+    return step, state, batch, 2 * changed + sum(w.nbytes for w in whole) + batch.nbytes
+
+
+@pytest.mark.sample(6)
+@pytest.mark.parametrize("name", ELEMENTWISE)
+def test_an_update_reads_all_gradients_until_it_has_written_all(name):
+    """The loop of an update would be said to free its gradients before its last result is there."""
+    step, state, batch, nbytes = updated(name)
+    said = fshard.estimate(step, state, batch).peak
+    assert (said.phase, nbytes <= said.bytes < nbytes + 200) == ("update", True), (said, nbytes)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["sgd-all", "adamw", "with_hyperparams-schedule"])
+def test_the_peak_of_an_update_is_that_of_the_allocator(name):
+    """A step that is compiled would take more for its update than is said, or much less."""
+    step, state, batch, _ = updated(name)
+    said = fshard.estimate(step, state, batch).peak.bytes
+    state, _ = step(state, batch)
+    before = sum(x.nbytes for x in tree.leaves((state, batch)))
+    assert abs(said / (before + allocated(lambda: step(state, batch))) - 1) < 0.03
 
 
 def test_a_step_that_is_not_jitted_says_so():
