@@ -240,8 +240,8 @@ class Recorded:
         """Trace the function, with `read` for arguments, too."""
         self._given, self._more = [*_tensors(self._leaves), *read], read
         self._inputs = [_alone(x).requires_grad_(x.requires_grad) for x in self._given]
-        own = self._inputs[len(self._inputs) - len(read) :]
-        self._instead = _Instead({id(x): stand_in for x, stand_in in zip(read, own, strict=True)})
+        stand_ins = self._inputs[len(self._inputs) - len(read) :]
+        self._instead = _Instead({id(x): stand_in for x, stand_in in zip(read, stand_ins, strict=True)})
         self._saved: dict[fx.Node, Tensor] = {}  # what autograd saves, by the tracer's nodes
         self._derivatives: dict[object, _Derivative] = {}  # by the gradients that come
         start = None if self._stream is None else self._stream.state
