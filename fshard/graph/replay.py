@@ -27,12 +27,7 @@ from torch import Tensor, fx
 from torch.autograd import forward_ad
 
 # Experimental in torch: to trace inside of a trace, and to make a tensor one of a graph's (test_scan.py notices).
-from torch.fx.experimental.proxy_tensor import (
-    get_proxy_mode,
-    get_proxy_slot,
-    make_fx,
-    track_tensor_tree,
-)
+from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot, make_fx, track_tensor_tree
 from torch.overrides import TorchFunctionMode
 
 from ..core import func_levels, tree
@@ -166,16 +161,13 @@ class _Piece:
         read = (node for node, other in self.others.items() if other is x)
         return next(read, None) if slot is None else self.copies[slot.proxy.node]
 
-    def insert(self, values: dict[fx.Node, Tensor]) -> dict[fx.Node, Any]:
+    def insert(self, values: dict[fx.Node, Tensor]) -> dict[fx.Node, fx.Node]:
         """Copy the calls into the graph that is traced, with these inputs; their results are put into `values`.
 
         Returns that graph's nodes.
         """
-        nodes: dict[fx.Node, Any] = {node: node_of(x) for node, x in values.items()}
-        tracer = _tracer()
-        for node, x in self.others.items():
-            if node not in values:  # a constant
-                nodes[node], values[node] = tracer.create_arg(x), x
+        values.update((node, x) for node, x in self.others.items() if node not in values)  # constants
+        nodes, tracer = {node: _traced(x) for node, x in values.items()}, _tracer()
         with unrecorded(), torch.no_grad():
             for node in self.calls:
                 copied = nodes[node] = tracer.graph.node_copy(node, nodes.__getitem__)
@@ -327,8 +319,9 @@ class Recorded:
         return all(times[node] < 2 for node, x in is_shared if x.requires_grad)
 
     def fits(self, leaves: Sequence[object], spec: tree.Spec) -> bool:
-        """Whether a call with these arguments is like the one that was recorded."""
-        return spec == self._spec and [*map(_form, leaves)] == self._forms
+        """Whether a call with these arguments is like the one that was recorded, and the graph knows them."""
+        is_known = all(node_of(x) is not None for x in _tensors(leaves))
+        return is_known and spec == self._spec and [*map(_form, leaves)] == self._forms
 
     def __call__(self, leaves: Sequence[object]) -> Tree:
         """Copy the call."""

@@ -176,6 +176,7 @@ PLANS: dict[str, dict[str, Any]] = {
     "whole": {"whole": ["blocks.*.g"]},
     "parts": {"units": ["blocks.*.w", "blocks.*.b"]},
     "bucket": {"bucket": 1 << 20},
+    "beside": {"units": ["blocks.*", "shared"]},
 }
 WAYS: dict[str, dict[str, Any]] = {"once": {}, "accumulate": {"accumulate": 2}, "clip": {"clip_norm": 0.1}}
 
@@ -250,7 +251,9 @@ def test_a_graph_of_a_scan_is_that_of_the_loop(body: str, use: str, plan: str, w
     assert copied.collectives() == by_hand.collectives()
     # a checkpoint around stops where it has what it needs: in the middle of a unit, or after it
     assert use == "in a checkpoint" or (effects, copied.flops()) == (others, by_hand.flops())
-    assert copied.memory().peak <= 1.02 * by_hand.memory().peak
+    # a generator's state, of 5056 bytes, is more than a layer here
+    states = 2 * 5056 * (body in ("checkpoint", "dropout"))
+    assert copied.memory().peak <= 1.02 * by_hand.memory().peak + states
     if (use, way) == ("carry", "once"):
         assert calls[0] == BODIES[body][1]
 
@@ -364,6 +367,23 @@ def test_units_that_differ_are_called() -> None:
     counting = fshard.jit(lambda x, units: fshard.scan(body, (x, 0), units)[0][0], backend="eager")
     assert same_bits(counting(rand(4, D, seed=1), units[:5]), f(loop)(rand(4, D, seed=1), units[:5]))
     assert calls[0] == 5 + 5  # the third is copied once; those of the loop, too
+
+
+CAPTURED = [rand(3, seed=n) for n in range(6)]
+
+
+def test_captured_tensors() -> None:
+    """A copy would read the tensors of another unit, or their values of the first call."""
+
+    def f(x: Tensor) -> tuple[Any, ...]:
+        inside = fshard.scan(lambda unit, x: torch.tanh(x * unit + CAPTURED[0]), x, CAPTURED)[0]
+        rows = fshard.scan(lambda unit, x, row: (x * row, x + unit), x, CAPTURED, torch.stack(CAPTURED))
+        return inside, rows
+
+    step = fshard.jit(f, backend="eager")
+    for _ in range(2):
+        assert same_bits(step(rand(3, seed=9)), f(rand(3, seed=9)))
+        CAPTURED[0].mul_(2)
 
 
 def test_what_a_body_puts_somewhere_is_an_error_in_a_graph() -> None:
