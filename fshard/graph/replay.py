@@ -10,16 +10,18 @@ Note [Replays]
 
     A random operator is a node that takes the state of a stream and returns the next one: a further argument and result
     (Note [Random numbers in a graph] in `random.py`). Nothing is recorded where a copy is not what a call is: if the
-    function talks to other ranks, writes to what it is given, or returns that or views of it; under forward mode and
-    autocast; and where gradients would be summed in another order, as the function reads a tensor twice that others
-    may read, too.
+    function changes between its calls, talks to other ranks, writes to what it is given, returns that or views of it,
+    or asks autograd about it (its derivative, a hook, `is_leaf`); under forward mode, autocast and modes of others; and
+    where gradients would be summed in another order, as the function reads a tensor twice that others may read, too.
 """
 
 from __future__ import annotations
 
 import operator
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Container, Mapping, Sequence
+from contextlib import suppress
+from types import FunctionType, SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
@@ -27,7 +29,13 @@ from torch import Tensor, fx
 from torch.autograd import forward_ad
 
 # Experimental in torch: to trace inside of a trace, and to make a tensor one of a graph's (test_scan.py notices).
-from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot, make_fx, track_tensor_tree
+from torch.fx.experimental.proxy_tensor import (
+    get_proxy_mode,
+    get_proxy_slot,
+    get_torch_dispatch_modes,
+    make_fx,
+    track_tensor_tree,
+)
 from torch.overrides import TorchFunctionMode
 
 from ..core import func_levels, tree
@@ -39,13 +47,25 @@ from .dataflow import written
 from .inspect import operator as name_of
 
 Ctx = Any  # torch's context of a function, on which forward sets any attributes for backward
+_NUMBERS = (bool, int, float, complex, str, bytes, type(None))
 _OWN = ("fshard.draw", "fshard.materialize")  # operators of fshard that only return their result
 
 
+# What tells a function whether a tensor was computed, and from what: that it was given is another thing than in a call.
+_ASKS = (
+    *(torch.autograd.grad, Tensor.register_hook, Tensor.register_post_accumulate_grad_hook, Tensor.retain_grad),
+    *(Tensor.is_leaf.__get__, Tensor.grad_fn.__get__),  # type: ignore[attr-defined, union-attr]
+)
+
+
 def can_record() -> bool:
-    """Whether calls can be recorded: in a trace, outside of transforms of torch.func and of autocast."""
+    """Whether calls can be recorded: in a trace, without transforms of torch.func, autocast, and modes of others."""
     is_cast = any(map(torch.is_autocast_enabled, ("cpu", "cuda")))
-    return is_tracing() and get_proxy_mode() is not None and not func_levels.inside() and not is_cast
+    if not is_tracing() or get_proxy_mode() is None or func_levels.inside() or is_cast:
+        return False
+    # a mode of others may change what the function's operators do
+    kinds = [type(mode).__module__ for mode in get_torch_dispatch_modes()]
+    return all(kind.startswith(("fshard.", "torch._subclasses.", "torch.fx.")) for kind in kinds)
 
 
 class Repeated:
@@ -54,23 +74,47 @@ class Repeated:
     def __init__(self, fn: Callable[..., Tree]):
         self._fn, self._count = fn, 0
         self._seen: list[Tree] = []  # the leaves of the first arguments
-        self._is_alone = True  # whether the second call has not talked to other ranks
+        self._is_steady = False  # whether the last call has changed nothing, and not talked to other ranks
         self._recorded: Recorded | None = None
 
     def __call__(self, *args: Tree) -> Tree:
         """Call it. Others may read the tensors of its first argument, and those that it reads by itself."""
-        args = tree.plain(args)  # gathered before
+        if tree.nodes(args, tree.StandIn):  # of several units: which are gathered, and when, only a call says
+            return self._fn(*args)
         self._count += 1
-        if self._count == 3 and self._is_alone:
+        if self._count == 3 and self._is_steady:
             self._recorded = _recorded(self._fn, args, {id(x) for x in self._seen})
-        self._seen += tree.leaves(args[0]) * (self._count < 3)
         leaves, spec = tree.flatten(args)
         if self._recorded is not None and self._recorded.fits(leaves, spec):
             return self._recorded(leaves)
-        node = _last_node()
-        out = self._fn(*args)
-        self._is_alone = not _talks(node)
+        node, before = _last_node(), _surroundings(self._fn)
+        out, after = self._fn(*args), _surroundings(self._fn)
+        is_same = len(before) == len(after) and all(map(operator.is_, before, after))
+        self._is_steady = is_same and not _talks(node)
+        self._seen += tree.leaves(args[0]) * (self._count < 3)
         return out
+
+
+def _surroundings(fn: object) -> list[object]:
+    """What a function, and what it calls, read outside and may change: variables, and what their containers have."""
+    read, waiting = list[object](), [fn]
+    while waiting:
+        x = waiting.pop()
+        if any(x is other for other in read):
+            continue
+        read.append(x)
+        if isinstance(x, FunctionType) and not (x.__module__ or "").startswith(("torch.", "fshard.")):
+            for cell in x.__closure__ or ():
+                with suppress(ValueError):  # a variable that is not set yet
+                    waiting.append(cell.cell_contents)
+            waiting += [x.__globals__[name] for name in x.__code__.co_names if name in x.__globals__]
+        elif type(x) in (list, set, deque):
+            read += x  # type: ignore[arg-type]
+        elif type(x) is dict:
+            read += x.values()
+        elif isinstance(x, SimpleNamespace):
+            read += vars(x).values()
+    return read
 
 
 def _last_node() -> fx.Node:
@@ -109,7 +153,8 @@ def _alone(x: Tensor) -> Tensor:
 def _form(leaf: object) -> object:
     """What a graph depends on of a leaf."""
     if not isinstance(leaf, Tensor):
-        return type(leaf), leaf
+        # as text: 0.0 and -0.0 are equal, and so are 1 and True
+        return type(leaf), repr(leaf) if type(leaf) in _NUMBERS else id(leaf)
     return leaf.shape, leaf.stride(), leaf.dtype, leaf.device, leaf.requires_grad, kind_of(leaf), _is_plain(leaf)
 
 
@@ -201,12 +246,17 @@ class _Derivative(NamedTuple):
 class _Instead(TorchFunctionMode):
     """Put tensors in place of others, which are given by their identity, wherever they are read."""
 
-    def __init__(self, instead: Mapping[int, Tensor]):
+    def __init__(self, instead: Mapping[int, Tensor], refuses: bool):
         super().__init__()
-        self._instead = instead
+        self._instead, self._refuses = instead, refuses
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         args, kwargs = tree.map(lambda x: self._instead.get(id(x), x), (args, kwargs or {}))
+        if self._refuses and func in _ASKS:
+            of = args[1:2] if func is torch.autograd.grad else args[:1]
+            nodes = [node_of(x) for x in _tensors(tree.leaves((of, kwargs.get("inputs"))))]
+            if any(node is None or node.op == "placeholder" for node in nodes):
+                raise RuntimeError("it asks autograd about what it was given")
         return func(*args, **kwargs)
 
 
@@ -218,6 +268,7 @@ class Recorded:
         self._forms, self._stream = [*map(_form, self._leaves)], stream()
         self._saves: list[fx.Node]  # whose values autograd saves
         self._keeps: list[fx.Node] = []  # whose values the derivative reads, too
+        self._draws_late = False  # whether the derivative draws random numbers of its own
         self._trace(fn, [])
         # The derivative must end at what has one and is read beside the arguments, and not go on to what that was made
         # of: it becomes an argument.
@@ -233,13 +284,16 @@ class Recorded:
         self._given, self._more = [*_tensors(self._leaves), *read], read
         self._inputs = [_alone(x).requires_grad_(x.requires_grad) for x in self._given]
         stand_ins = self._inputs[len(self._inputs) - len(read) :]
-        self._instead = _Instead({id(x): stand_in for x, stand_in in zip(read, stand_ins, strict=True)})
+        self._instead = {id(x): stand_in for x, stand_in in zip(read, stand_ins, strict=True)}
         self._saved: dict[fx.Node, Tensor] = {}  # what autograd saves, by the tracer's nodes
         self._derivatives: dict[object, _Derivative] = {}  # by the gradients that come
         start = None if self._stream is None else self._stream.state
 
         def run(*inputs: Tensor) -> list[Tensor]:
-            with torch.autograd.graph.saved_tensors_hooks(self._pack, lambda saved: saved), self._instead:
+            with (
+                torch.autograd.graph.saved_tensors_hooks(self._pack, lambda saved: saved),
+                _Instead(self._instead, True),
+            ):
                 out = fn(*tree.unflatten(self._spec, _put(self._leaves, inputs)))
             self._result, self._out_spec = tree.flatten(out)
             end = None if self._stream is None else self._stream.state
@@ -275,10 +329,14 @@ class Recorded:
 
             def run(*inputs: Tensor) -> Sequence[Tensor | None]:
                 # on this thread: traces belong to it
-                with torch.autograd.set_multithreading_enabled(False), self._instead:
+                with torch.autograd.set_multithreading_enabled(False), _Instead(self._instead, False):
                     return torch.autograd.grad(outs, wanted, inputs[: len(outs)], retain_graph=True, allow_unused=True)
 
+            state = None if self._stream is None else self._stream.state
             piece, call = _Piece(run, [*given, *self._saved.values()]), self._call
+            if self._stream is not None and state is not None and self._stream.state is not state:
+                self._draws_late = True
+                self._stream.go_on(state)
             reads = dict(zip(piece.inputs[len(outs) :], (call.copies[node] for node in self._saved), strict=True))
             reads.update((node, at) for node, x in piece.others.items() if (at := call.at(x)) is not None)
             self._derivatives[key] = _Derivative(piece, reads)
@@ -295,7 +353,9 @@ class Recorded:
         constants = [x for piece, known in pieces for node, x in piece.others.items() if node not in known]
         tensors = [*self._given, *self._read.values(), *self._outs]
         return (
-            not any(_is_foreign(node) for piece, _ in pieces for node in piece.calls)
+            not self._draws_late
+            and (torch.is_grad_enabled() or not any(x.requires_grad for x in self._outs))
+            and not any(_is_foreign(node) for piece, _ in pieces for node in piece.calls)
             and all(type(x) is Tensor for x in constants)
             and not any(x.requires_grad for x in self._read.values())
             and all(map(_is_plain, tensors))
@@ -320,8 +380,11 @@ class Recorded:
 
     def fits(self, leaves: Sequence[object], spec: tree.Spec) -> bool:
         """Whether a call with these arguments is like the one that was recorded, and the graph knows them."""
-        is_known = all(node_of(x) is not None for x in _tensors(leaves))
-        return is_known and spec == self._spec and [*map(_form, leaves)] == self._forms
+        given = _tensors(leaves)
+        is_known = all(node_of(x) is not None for x in given) and len({*map(id, given)}) == len(given)
+        # as text: keys 1 and True are equal
+        is_alike = spec == self._spec and str(spec) == str(self._spec)
+        return is_known and is_alike and [*map(_form, leaves)] == self._forms
 
     def __call__(self, leaves: Sequence[object]) -> Tree:
         """Copy the call."""
@@ -352,6 +415,8 @@ class Recorded:
         """Copy the nodes of the derivative; the gradients of all inputs."""
         given = [None if g is None else g.resolve_conj().resolve_neg() for g in grads]
         piece, reads = self._derivative(given)
+        if self._draws_late:
+            raise RuntimeError("scan: the body's derivative draws random numbers: write the loop in its place")
         of = dict(zip([*self._saves, *self._keeps], saved, strict=True))
         values = dict(zip(piece.inputs, (g for g in given if g is not None), strict=False))
         values.update((node, of[source]) for node, source in reads.items())
@@ -365,7 +430,7 @@ class Recorded:
 def _recorded(fn: Callable[..., Tree], args: Sequence[Tree], shared: Container[int]) -> Recorded | None:
     try:
         recorded = Recorded(fn, args)
-    except RuntimeError:  # the call that follows raises it, if it is the function's
+    except Exception:  # the call that follows raises it, if it is the function's
         return None
     return recorded if recorded.is_faithful(shared) else None
 
@@ -384,5 +449,7 @@ class _Replay(torch.autograd.Function):
     def backward(ctx: Ctx, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         """Copy the derivative."""
         if torch.is_grad_enabled():
-            raise RuntimeError("scan: a derivative of a derivative inside of a graph: write the loop in its place")
+            raise RuntimeError("scan: create_graph=True around it, in a graph: write the loop in its place")
+        if not any(grad is not None for grad in grads):
+            return (None,) * len(ctx.needs_input_grad)
         return None, *ctx.call.backward([*ctx.saved_tensors, *ctx.kept], grads)

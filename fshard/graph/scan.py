@@ -25,14 +25,15 @@ def scan(body: Callable[..., Tree], carry: Carry, units: Sequence[Tree], xs: Tre
 
     Units: a list of trees, as `params["blocks"]` inside of a loss: what the plan gathers. A body returns the new carry,
     or (carry, y). The carry keeps its structure. Tensors of `xs` are (len(units), ...), those of `ys` too; `ys` is None
-    if there is no `y`.
+    if there is no `y`, or no unit.
 
     Eagerly this is the loop. `jit` calls the body for two units, traces it once more, and copies that for units with
     the same structure, shapes, dtypes and numbers. Values, derivatives and random numbers are the loop's, to the bit.
-    So a body is pure: it returns what others read, and numbers that change with the unit come in `xs`.
+    So a body is pure: it returns what others read, numbers that change with the unit come in `xs`, and it does not ask
+    by identity which tensors it has.
 
     Raises TypeError for a result with another structure, and for a `y` that is no tensor; ValueError for another number
-    of rows than of units; under `jit` TraceError for a second derivative by `torch.autograd.grad`.
+    of rows than of units; under `jit` TraceError for a `torch.autograd.grad(create_graph=True)` around it.
 
     >>> layers = [{"w": torch.full((1,), 2.0)}, {"w": torch.full((1,), 3.0)}]
     >>> scan(lambda layer, x: (layer["w"] * x, x), torch.ones(1), layers)
@@ -41,7 +42,7 @@ def scan(body: Callable[..., Tree], carry: Carry, units: Sequence[Tree], xs: Tre
 
     Source: jax.lax.scan.
     """
-    check_function("scan: body", body, "body(unit, carry)")
+    check_function("scan: body", body, "body(unit, carry)", "A module's is module.forward.")
     if not isinstance(units, list | tuple):
         raise TypeError(wrong("scan: units", units, "a list of trees", "A stacked leaf is cut by x.unbind()."))
     call = Repeated(body) if can_record() and len(units) > _FEW else body
@@ -57,11 +58,15 @@ def _rows(xs: Tree, count: int) -> Sequence[tuple[Tree, ...]]:
     leaves, spec = tree.flatten(xs)
     for path, x in zip(tree.paths(spec), leaves, strict=True):
         if not isinstance(x, Tensor):
-            raise TypeError(wrong(f"scan: xs {path!r}", x, "a tensor with a row for each unit"))
+            raise TypeError(wrong(f"scan: xs{_at(path)}", x, "a tensor with a row for each unit"))
         if not x.dim() or len(x) != count:
-            raise ValueError(f"scan: xs {path!r}: shape {list(x.shape)}: expected {count} rows, one for each unit")
+            raise ValueError(f"scan: xs{_at(path)}: shape {list(x.shape)}: expected {count} rows, one for each unit")
     columns = [x.unbind() for x in leaves]  # its derivative is one sum, not one for each row
     return [() if xs is None else (tree.unflatten(spec, [x[n] for x in columns]),) for n in range(count)]
+
+
+def _at(path: str) -> str:
+    return f" {path!r}" * bool(path)
 
 
 def _split(out: Tree, carry: Carry) -> tuple[Carry, Tree]:
@@ -85,7 +90,7 @@ def _stacked(ys: Sequence[Tree]) -> Tree:
     columns = [*zip(leaves, *rest, strict=True)]
     for path, column in zip(tree.paths(spec), columns, strict=True):
         if not all(isinstance(x, Tensor) for x in column):
-            raise TypeError(wrong(f"scan: y {path!r}", column[0], "a tensor for each unit"))
+            raise TypeError(wrong(f"scan: y{_at(path)}", column[0], "a tensor for each unit"))
         if len(shapes := dict.fromkeys(x.shape for x in column)) > 1:
-            raise ValueError(f"scan: y {path!r}: shapes {[*map(list, shapes)]}: expected one shape for all units")
+            raise ValueError(f"scan: y{_at(path)}: shapes {[*map(list, shapes)]}: expected one shape for all units")
     return tree.unflatten(spec, [torch.stack(column) for column in columns])

@@ -13,6 +13,7 @@ from support.steps import EXACT
 from support.worlds import simulated
 from torch import Tensor, fx
 from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import fshard
@@ -197,15 +198,16 @@ def loss_of(run: Body, body: Body, use: Body) -> Body:
     return loss
 
 
-def counted(body: Body) -> tuple[Body, list[int]]:
-    """A body that counts its calls."""
-    calls = [0]
+class Counted:
+    """A body that counts its calls, in what no other call reads."""
 
-    def called(*args: Any) -> Any:
-        calls[0] += 1
-        return body(*args)
+    def __init__(self, body: Body):
+        self.body, self.calls = body, 0
 
-    return called, calls
+    def __call__(self, *args: Any) -> Any:
+        """Call it."""
+        self.calls += 1
+        return self.body(*args)
 
 
 def lowered(mesh: Any, run: Body, body: Body, use: Body, plan: str, way: str) -> Any:
@@ -244,7 +246,7 @@ def test_a_graph_of_a_scan_is_that_of_the_loop(body: str, use: str, plan: str, w
     """A step would compute something else under `jit`, or in another order, or send other messages."""
     mesh = fshard.AbstractMesh(shard=2)
     by_hand = lowered(mesh, loop, BODIES[body][0], USES[use], plan, way)
-    called, calls = counted(BODIES[body][0])
+    called = Counted(BODIES[body][0])
     copied = lowered(mesh, fshard.scan, called, USES[use], plan, way)
     (result, effects), (expected, others) = meaning(copied.graph), meaning(by_hand.graph)
     assert result == expected
@@ -254,8 +256,8 @@ def test_a_graph_of_a_scan_is_that_of_the_loop(body: str, use: str, plan: str, w
     # a generator's state, of 5056 bytes, is more than a layer here
     states = 2 * 5056 * (body in ("checkpoint", "dropout"))
     assert copied.memory().peak <= 1.02 * by_hand.memory().peak + states
-    if (use, way) == ("carry", "once"):
-        assert calls[0] == BODIES[body][1]
+    if (use, plan, way) == ("carry", "full", "once"):
+        assert called.calls == BODIES[body][1]
 
 
 STEPS = [
@@ -348,8 +350,8 @@ def test_hvp_and_torch_compile() -> None:
 
 def test_units_that_differ_are_called() -> None:
     """A copy would have the numbers, shapes or dtypes of another unit."""
-    body, calls = counted(lambda unit, c: (torch.tanh(c[0] @ unit["w"]) * unit["k"], c[1] + 1))
-    units = [{"w": rand(D, D, seed=n), "k": 2.0 if n == 5 else 3.0} for n in range(9)]
+    body = Counted(lambda unit, c: (torch.tanh(c[0] @ unit["w"]) * unit["k"], c[1] + 1))
+    units: list[dict[str, Any]] = [{"w": rand(D, D, seed=n), "k": 2.0 if n == 5 else 3.0} for n in range(9)]
     units[6]["w"] = units[6]["w"].t()
 
     def f(run: Body) -> Body:
@@ -359,14 +361,134 @@ def test_units_that_differ_are_called() -> None:
         return lambda x, units: run(doubled, x, units)[0]
 
     expected = f(loop)(rand(4, D, seed=1), units)
-    calls[0] = 0
+    body.calls = 0
     assert same_bits(fshard.jit(f(fshard.scan), backend="eager")(rand(4, D, seed=1), units), expected)
-    assert calls[0] == 3 + 2
+    assert body.calls == 3 + 2
     # a number in the carry that changes is another one for each unit
-    calls[0] = 0
+    body.calls = 0
     counting = fshard.jit(lambda x, units: fshard.scan(body, (x, 0), units)[0][0], backend="eager")
     assert same_bits(counting(rand(4, D, seed=1), units[:5]), f(loop)(rand(4, D, seed=1), units[:5]))
-    assert calls[0] == 5 + 5  # the third is copied once; those of the loop, too
+    assert body.calls == 5 + 5  # the third is copied once; those of the loop, too
+
+
+class Rounded(TorchDispatchMode):
+    """Rounds what products return."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Call it."""
+        out = func(*args, **(kwargs or {}))
+        return out.bfloat16().to(out.dtype) if func is torch.ops.aten.mm.default else out
+
+
+class Noisy(torch.autograd.Function):
+    """A function whose derivative draws."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        """Return x."""
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        """Return noise."""
+        return grad * torch.rand_like(grad)
+
+
+def counter(run: Body, h: Tensor, units: Any, p: Any) -> Tensor:
+    """A body that counts, and keeps what it has made."""
+    count, kept = [0], list[Tensor]()
+
+    def body(unit: Any, h: Tensor) -> Tensor:
+        count[0] += 1
+        kept.append(h + count[0] * dense(unit, h))
+        return kept[-1]
+
+    return run(body, h, units)[0] + sum(kept)
+
+
+def upstream(run: Body, h: Tensor, units: Any, p: Any) -> Tensor:
+    """A body that differentiates with respect to what its carry was made of."""
+
+    def body(unit: Any, c: Tensor) -> tuple[Tensor, Tensor]:
+        c = dense(unit, c) + h
+        return c, torch.autograd.grad(c.square().sum(), h, retain_graph=True)[0].clone()
+
+    c, ys = run(body, h, units)
+    return c + ys.sum(0)
+
+
+def hooked(run: Body, h: Tensor, units: Any, p: Any) -> Tensor:
+    """A hook that would see a part of the gradient alone."""
+    w = p["shared"]["s"]
+
+    def body(unit: Any, h: Tensor) -> Tensor:
+        w.register_hook(lambda grad: grad / grad.norm())
+        return h + dense(unit, h) * w
+
+    return run(body, h, units)[0]
+
+
+def enabled(run: Body, h: Tensor, units: Any, p: Any) -> Tensor:
+    """Gradients are off outside, and on inside."""
+
+    def body(unit: Any, h: Tensor) -> Tensor:
+        with torch.enable_grad():
+            return h + dense(unit, h)
+
+    with torch.no_grad():
+        return run(body, h, units)[0]
+
+
+def rounded(run: Body, h: Tensor, units: Any, p: Any) -> Tensor:
+    """A mode of others around the scan."""
+    with Rounded():
+        return run(BODIES["dense"][0], h, units)[0]
+
+
+def noisy(run: Body, h: Tensor, units: Any, p: Any) -> Tensor:
+    """A derivative that draws."""
+    return run(lambda unit, h: Noisy.apply(h + dense(unit, h)), F.dropout(h, 0.2), units)[0]
+
+
+def asking(run: Body, h: Tensor, units: Any, p: Any) -> Tensor:
+    """A body that asks whether its tensors were computed."""
+    return run(lambda unit, h: h + dense(unit, h) * (2 if h.is_leaf else 3) + (h.grad_fn is None), h, units)[0]
+
+
+def numbered(run: Body, h: Tensor, units: Any, p: Any) -> Tensor:
+    """Units with numbers and keys that are equal, and not the same."""
+    signs: list[Any] = [0.0, 0.0, 0.0, -0.0, 0.0]
+    keys: list[Any] = [1, 1, 1, True, 1.0]
+    extra = [{"s": sign, "k": {key: 2.0}} for sign, key in zip(signs, keys, strict=True)]
+
+    def body(unit: Any, h: Tensor) -> Tensor:
+        (key,) = unit[1]["k"]
+        return torch.copysign(h, torch.full_like(h, unit[1]["s"])) + dense(unit[0], h) * (2 + isinstance(key, bool))
+
+    return run(body, h, [*zip(units, extra, strict=True)])[0]
+
+
+def tied(run: Body, h: Tensor, units: Any, p: Any) -> Tensor:
+    """A unit that has a tensor twice, and a body that sees it."""
+    twins = [{**unit, "w2": unit["w"]} for unit in units]
+    return run(lambda unit, h: h + dense(unit, h) * (2 if unit["w2"] is unit["w"] else 3), h, twins)[0]
+
+
+ODD: dict[str, Body] = {
+    each.__name__: each for each in (counter, upstream, hooked, enabled, rounded, noisy, asking, numbered, tied)
+}
+
+
+@pytest.mark.parametrize("name", ODD)
+@pytest.mark.parametrize("plan", ["full", "keep"])
+def test_a_body_of_which_a_copy_would_be_another_is_called(name: str, plan: str) -> None:
+    """A step would have other values under `jit`, without a word."""
+    mesh = fshard.AbstractMesh(shard=2)
+    graphs = [
+        lowered(mesh, run, dense, lambda run, body, h, units, p: ODD[name](run, h, units, p), plan, "once").graph
+        for run in (loop, fshard.scan)
+    ]
+    assert meaning(graphs[0]) == meaning(graphs[1])
 
 
 CAPTURED = [rand(3, seed=n) for n in range(6)]
@@ -389,14 +511,18 @@ def test_captured_tensors() -> None:
 def test_what_a_body_puts_somewhere_is_an_error_in_a_graph() -> None:
     """A graph would read a tensor of a trace that is over."""
 
+    class Holder:
+        def __init__(self) -> None:
+            self.seen: list[Tensor] = []
+
     def f(x: Tensor, units: Any) -> Tensor:
-        seen: list[Tensor] = []
+        holder = Holder()
 
         def body(unit: Any, x: Tensor) -> Tensor:
-            seen.append(x * unit)
-            return seen[-1]
+            holder.seen.append(x * unit)
+            return holder.seen[-1]
 
-        return fshard.scan(body, x, units)[0] + sum(seen)
+        return fshard.scan(body, x, units)[0] + sum(holder.seen)
 
     units = [rand(3, seed=n) for n in range(5)]
     with pytest.raises(fshard.TraceError, match=r"the body of a scan put somewhere.*carry, y"):
@@ -412,7 +538,7 @@ def test_a_second_derivative_in_a_graph_is_an_error() -> None:
         (slope,) = torch.autograd.grad(out.sum(), x, create_graph=True)
         return torch.autograd.grad(slope.sum(), x)[0]
 
-    with pytest.raises(fshard.TraceError, match=r"scan: a derivative of a derivative.*write the loop"):
+    with pytest.raises(fshard.TraceError, match=r"scan: create_graph=True around it.*write the loop"):
         fshard.jit(f, backend="eager")(rand(3, seed=9), [rand(3, seed=n) for n in range(5)])
 
 
