@@ -138,7 +138,8 @@ def rows(run: Body, body: Body, h: Tensor, units: Any, p: Any) -> Tensor:
 
 def twice_beside(run: Body, body: Body, h: Tensor, units: Any, p: Any) -> Tensor:
     """What is read beside the units gets two gradients of each."""
-    return run(lambda unit, h: body(unit, h * p["shared"]["s"]) + p["shared"]["s"], h, units)[0]
+    s = p["shared"]["s"]
+    return run(lambda unit, h: body(unit, h * s) + s, h, units)[0]
 
 
 def nested(run: Body, body: Body, h: Tensor, units: Any, p: Any) -> Tensor:
