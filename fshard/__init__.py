@@ -11,7 +11,6 @@ from .core.losses import Mean, Sum
 from .core.storage import DonatedError
 from .grad.grad import evaluate, reduce_grads, value_and_grad
 from .grad.hvp import hvp
-from .graph.scan import scan
 from .hosts.check import check
 from .plan.plan import Plan
 from .plan.planning import make_plan
@@ -27,6 +26,7 @@ if TYPE_CHECKING:
     from . import checkpoint, testing
     from .compiler.jit import jit
     from .compiler.trace import TraceError, eval_shape
+    from .graph.scan import scan
     from .pictures.show import show
     from .planner.estimate import estimate
 
@@ -87,6 +87,7 @@ _LAZY = {
     "estimate": "planner.estimate",
     "eval_shape": "compiler.trace",
     "jit": "compiler.jit",
+    "scan": "graph.scan",
     "show": "pictures.show",
 }
 

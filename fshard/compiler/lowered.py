@@ -17,7 +17,7 @@ from torch import Tensor, fx
 from ..comm.consensus import together
 from ..core import tree
 from ..core.tracing import mark
-from ..core.tree import Tree
+from ..core.tree import Tree, tensors
 from ..graph import inspect, passes
 from ..graph.bucketing import bucket
 from ..graph.dataflow import written_inputs
@@ -47,7 +47,7 @@ from .signature import (
     on_meshes,
     signature,
 )
-from .trace import Output, Trace, TraceError, input_paths, resolved, tensors, trace
+from .trace import Output, Trace, TraceError, input_paths, resolved, trace
 
 Graph = Callable[..., Sequence[Tensor]]  # a compiled graph: from its inputs to its outputs
 

@@ -33,7 +33,7 @@ from ..core.arguments import NOT_THE_USER, call_site, check_function, frame_of, 
 from ..core.random import draws
 from ..core.storage import address
 from ..core.tracing import Marked, kind_of, mark
-from ..core.tree import Tree
+from ..core.tree import Tree, tensors, with_tensors
 from .captures import captures, generators, state_of
 
 P = ParamSpec("P")
@@ -70,11 +70,6 @@ class Output:
     kind: type[Tensor]
 
 
-def tensors(leaves: Sequence[object]) -> list[Tensor]:
-    """Return the leaves that are tensors, in order."""
-    return [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-
-
 def resolved(x: Tensor) -> Tensor:
     """Return the tensor without a conjugate or negative bit, which a graph would not see: it reads the memory."""
     return x.resolve_conj().resolve_neg() if x.is_conj() or x.is_neg() else x
@@ -98,7 +93,7 @@ def trace(fn: Callable[..., Tree], leaves: Sequence[object], spec: tree.Spec, ca
         for x, leaf in zip(inputs, tensors(leaves), strict=True):
             if isinstance(leaf, Marked):
                 mark(x, type(leaf))
-        args, kwargs = tree.unflatten(spec, _merged(leaves, inputs))
+        args, kwargs = tree.unflatten(spec, with_tensors(leaves, inputs))
         places = {address(x) for x in (*inputs, *more)}
         with _without_random_state(fake_of), _Captured(fake_of, places), _undrawn(fn, leaves):
             out, out_spec = tree.flatten(fn(*args, **kwargs))
@@ -219,12 +214,6 @@ def _fakes(mode: FakeTensorMode, leaves: Iterable[Tensor]) -> Iterator[Tensor]:
         is_apart = memory in seen and not leaf.requires_grad
         yield alone(leaf, mode) if is_apart else _fake(mode, leaf)
         seen.add(memory)
-
-
-def _merged(leaves: Sequence[object], inputs: Sequence[Tensor]) -> list[object]:
-    """Return the leaves with the tensors among them replaced by `inputs`, in order."""
-    remaining = iter(inputs)
-    return [next(remaining) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
 
 
 def input_paths(leaves: Sequence[object], spec: tree.Spec) -> list[str]:

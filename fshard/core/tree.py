@@ -90,6 +90,21 @@ def leaves(tree: Tree) -> list[Tree]:
     return flatten(tree)[0]
 
 
+def tensors(leaves: Sequence[object]) -> list[Tensor]:
+    """Return the leaves that are tensors, in order."""
+    return [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+
+
+def with_tensors(leaves: Sequence[object], tensors: Iterable[Tensor]) -> list[object]:
+    """Return the leaves with the tensors among them replaced by others, in order.
+
+    >>> with_tensors([1, torch.ones(1), "a"], [torch.zeros(1)])
+    [1, tensor([0.]), 'a']
+    """
+    remaining = iter(tensors)
+    return [next(remaining) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+
+
 def flatten_up_to(spec: Spec, tree: Tree) -> list[Tree]:
     """Return the subtrees of `tree` at the leaves of a structure; ValueError if they do not fit."""
     try:

@@ -42,7 +42,7 @@ from ..core import func_levels, tree
 from ..core.random import stream
 from ..core.storage import address, addresses
 from ..core.tracing import Operator, is_tracing, kind_of, node_of, unrecorded
-from ..core.tree import Tree
+from ..core.tree import Tree, tensors, with_tensors
 from .dataflow import written
 from .inspect import operator as name_of
 
@@ -164,16 +164,6 @@ def _is_plain(x: Tensor) -> bool:
         return forward_ad.unpack_dual(x).tangent is None and not (x.is_conj() or x.is_neg())
 
 
-def _tensors(leaves: Sequence[object]) -> list[Tensor]:
-    return [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-
-
-def _put(leaves: Sequence[object], tensors: Sequence[Tensor]) -> list[object]:
-    """The leaves, with these tensors in the places of those among them."""
-    given = iter(tensors)
-    return [next(given) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
-
-
 class _Piece:
     """A function of fake tensors as nodes of a graph of its own, also those that nobody reads."""
 
@@ -254,7 +244,7 @@ class _Instead(TorchFunctionMode):
         args, kwargs = tree.map(lambda x: self._instead.get(id(x), x), (args, kwargs or {}))
         if self._refuses and func in _ASKS:
             of = args[1:2] if func is torch.autograd.grad else args[:1]
-            nodes = [node_of(x) for x in _tensors(tree.leaves((of, kwargs.get("inputs"))))]
+            nodes = [node_of(x) for x in tensors(tree.leaves((of, kwargs.get("inputs"))))]
             if any(node is None or node.op == "placeholder" for node in nodes):
                 raise RuntimeError("it asks autograd about what it was given")
         return func(*args, **kwargs)
@@ -281,7 +271,7 @@ class Recorded:
 
     def _trace(self, fn: Callable[..., Tree], read: Sequence[Tensor]) -> None:
         """Trace the function, with `read` for arguments, too."""
-        self._given, self._more = [*_tensors(self._leaves), *read], read
+        self._given, self._more = [*tensors(self._leaves), *read], read
         self._inputs = [_alone(x).requires_grad_(x.requires_grad) for x in self._given]
         stand_ins = self._inputs[len(self._inputs) - len(read) :]
         self._instead = {id(x): stand_in for x, stand_in in zip(read, stand_ins, strict=True)}
@@ -294,17 +284,17 @@ class Recorded:
                 torch.autograd.graph.saved_tensors_hooks(self._pack, lambda saved: saved),
                 _Instead(self._instead, True),
             ):
-                out = fn(*tree.unflatten(self._spec, _put(self._leaves, inputs)))
+                out = fn(*tree.unflatten(self._spec, with_tensors(self._leaves, inputs)))
             self._result, self._out_spec = tree.flatten(out)
             end = None if self._stream is None else self._stream.state
-            return [*_tensors(self._result), *([] if end is None or end is start else [end])]
+            return [*tensors(self._result), *([] if end is None or end is start else [end])]
 
         try:
             self._call = _Piece(run, self._inputs)
         finally:
             if self._stream is not None and start is not None:
                 self._stream.go_on(start)
-        self._outs = _tensors(self._result)
+        self._outs = tensors(self._result)
         # what else is no constant; the state of the stream is another one in each call
         self._read = {node: x for node, x in self._call.others.items() if node_of(x) is not None}
         self._is_start = [x is start for x in self._read.values()]
@@ -351,14 +341,13 @@ class Recorded:
         pieces = [(self._call, self._read), *((d.piece, d.reads) for d in self._derivatives.values())]
         # a fake tensor that neither trace knows is no constant: it was made in another one
         constants = [x for piece, known in pieces for node, x in piece.others.items() if node not in known]
-        tensors = [*self._given, *self._read.values(), *self._outs]
         return (
             not self._draws_late
             and (torch.is_grad_enabled() or not any(x.requires_grad for x in self._outs))
             and not any(_is_foreign(node) for piece, _ in pieces for node in piece.calls)
             and all(type(x) is Tensor for x in constants)
             and not any(x.requires_grad for x in self._read.values())
-            and all(map(_is_plain, tensors))
+            and all(map(_is_plain, (*self._given, *self._read.values(), *self._outs)))
         )
 
     def _is_apart(self) -> bool:
@@ -380,20 +369,20 @@ class Recorded:
 
     def fits(self, leaves: Sequence[object], spec: tree.Spec) -> bool:
         """Whether a call with these arguments is like the one that was recorded, and the graph knows them."""
-        given = _tensors(leaves)
+        given = tensors(leaves)
         is_known = all(node_of(x) is not None for x in given) and len({*map(id, given)}) == len(given)
         # as text: keys 1 and True are equal
         is_alike = spec == self._spec and str(spec) == str(self._spec)
         return is_known and is_alike and [*map(_form, leaves)] == self._forms
 
     def __call__(self, leaves: Sequence[object]) -> Tree:
-        """Copy the call."""
+        """Copy the recorded call with these leaves of its arguments; what it would return."""
         read = zip(self._read.values(), self._is_start, strict=True)
         others = [self._stream.state if self._stream is not None and is_start else x for x, is_start in read]
-        outs = _Replay.apply(self, *_tensors(leaves), *self._more, *others)
+        outs = _Replay.apply(self, *tensors(leaves), *self._more, *others)
         if self._stream is not None and len(outs) > len(self._outs):
             self._stream.go_on(outs[-1])
-        return tree.unflatten(self._out_spec, _put(self._result, outs))
+        return tree.unflatten(self._out_spec, with_tensors(self._result, outs))
 
     def forward(self, ctx: Ctx, inputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
         """Copy the nodes of the call."""
@@ -440,14 +429,14 @@ class _Replay(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Ctx, call: Recorded, *inputs: Tensor) -> tuple[Tensor, ...]:
-        """Copy the call."""
+        """Copy the call's nodes into the graph; its results, and the next state if it draws."""
         ctx.set_materialize_grads(False)
         ctx.call = call
         return call.forward(ctx, inputs)
 
     @staticmethod
     def backward(ctx: Ctx, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        """Copy the derivative."""
+        """Copy the nodes of its derivative; None for the call, and the gradients of the inputs."""
         if torch.is_grad_enabled():
             raise RuntimeError("scan: create_graph=True around it, in a graph: write the loop in its place")
         if not any(grad is not None for grad in grads):

@@ -20,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 import fshard
 from fshard import optim
 from fshard.compiler.regions import Region, are_alike, driver, regions
-from fshard.compiler.trace import tensors
+from fshard.core.tree import tensors
 
 
 def by_block(step: Callable[..., Any]) -> Callable[[Any, Tensor], fshard.Mean]:
