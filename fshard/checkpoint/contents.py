@@ -20,7 +20,6 @@ from ..core.tree import Tree
 from ..files.checksum import checksum
 from ..files.index import Json, rank_key
 from ..files.safetensors_file import CHUNK, check_fits
-from ..layout.cuts import EVERYONE
 from ..layout.pieces import Parts, pieces, typed
 from ..sharding.sharded import Sharded
 
@@ -103,9 +102,9 @@ def _add_parts(contents: Contents, path: str, node: Parts) -> list[str]:
     if isinstance(node, Sharded):
         for first, *same in node.view.names().values():
             contents.aliases.update({_joined(path, name): _joined(path, first) for name in same})
-    others = tuple(axis for axis in axis_sizes(contents.mesh) if axis not in layout.axes)
     for span, (number, piece) in zip(layout.mine, pieces(node), strict=True):
-        axes = (*others, *layout.axes) if span.rank == EVERYONE else others
+        over = layout.row_of[number].rule.over
+        axes = [axis for axis in axis_sizes(contents.mesh) if axis not in over]  # along which ranks have copies
         holder, holders = coordinate(contents.mesh, axes), num_ranks(contents.mesh, axes)
         contents.parts.append(Part(names[number], span.begin, piece.detach(), holder, holders))
     return [*names.values()]

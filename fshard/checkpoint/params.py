@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from itertools import groupby
+from itertools import groupby, product
 from operator import attrgetter
 from pathlib import Path
 from typing import NamedTuple
@@ -24,9 +24,10 @@ from ..core.storage import as_bytes
 from ..core.tree import Tree
 from ..files.hugging_face import Leaf, entries_at, finish, new_files, put, remove_partial
 from ..files.safetensors_file import Entry, check_fits, read_chunks
+from ..layout.row import Row
 from ..plan.plan import Plan, Slot, check_plain
 from ..sharding.names import Rename, renamed
-from ..sharding.sharded import Sharded, cut, empty_params, gather_unit, intervals
+from ..sharding.sharded import Sharded, empty_params, gather_unit
 from ..sharding.state_dict import check_sharded, check_whole_tree
 
 
@@ -95,15 +96,16 @@ class _Read(NamedTuple):
 def _reads(into: Sharded, entry_of: Mapping[Slot, Sequence[Entry]]) -> Iterator[_Read]:
     """The parts of all leaves that this rank holds, each once for every name in the files."""
     plan = into.plan
-    for unit, kind in plan.places:
-        row = into.piece(unit, kind)
-        for slot, begin, end, start in intervals(plan, unit, kind, plan.params_over):
-            first = entry_of[slot][0]
-            for entry in entry_of[slot]:
+    for row in into.view.rows.values():
+        shard = row.of(into.tensors)
+        for slot, _, start, begin, numel in row.mine(plan.index(row.rule.over)):
+            first, out = entry_of[slot][0], shard[start : start + numel]
+            runs = slot.runs(begin, numel)
+            parts = out.split([length for _, length in runs])
+            for entry, ((at, _), part) in product(entry_of[slot], zip(runs, parts, strict=True)):
                 assert entry.dtype is not None  # `_entries` has refused it
-                at = entry.start + begin * entry.dtype.itemsize
-                out, names = row[start : start + end - begin], (entry.name, first.name)
-                yield _Read(entry is not first, entry.file, at, entry.dtype, out, names)
+                at = entry.start + at * entry.dtype.itemsize
+                yield _Read(entry is not first, entry.file, at, entry.dtype, part, (entry.name, first.name))
 
 
 def _read(reads: Sequence[_Read]) -> None:
@@ -192,17 +194,17 @@ def _put_units(params: Sharded, entries: Mapping[str, Entry]) -> Exception | Non
     """
     failure, names = None, params.view.names()
     entry_of = {slot: entries[first] for slot, (first, *_) in names.items()} if entries else {}
-    for unit, kind in _places(params):
-        failure = _put_unit(params, unit, kind, {} if failure else entry_of) or failure
+    for row in _rows(params):
+        failure = _put_unit(params, row, {} if failure else entry_of) or failure
     return failure
 
 
-def _put_unit(params: Sharded, unit: int, kind: int, entry_of: Mapping[Slot, Entry]) -> Exception | None:
+def _put_unit(params: Sharded, row: Row[Slot], entry_of: Mapping[Slot, Entry]) -> Exception | None:
     """Gather a unit, which is freed before the next one is gathered, and write the leaves that have an entry."""
     with torch.no_grad():
-        values = cut(params.plan, gather_unit(params, unit, kind), unit, kind)
+        values = row.places.views(gather_unit(params, row.unit, row.kind))
     try:
-        for slot, value in zip(params.plan.places[unit, kind], values, strict=True):
+        for slot, value in zip(row.leaves, values, strict=True):
             if slot in entry_of:
                 put(entry_of[slot], value)
     except Exception as error:
@@ -210,17 +212,17 @@ def _put_unit(params: Sharded, unit: int, kind: int, entry_of: Mapping[Slot, Ent
     return None
 
 
-def _places(params: Sharded) -> list[tuple[int, int]]:
-    """The units and kinds, in the order in which they are gathered."""
-    return [place for place in params.plan.places if place[1] in params.view.kinds]
+def _rows(params: Sharded) -> list[Row[Slot]]:
+    """The rows, in the order in which they are gathered."""
+    return [params.view.rows[place] for place in params.plan.rows if place in params.view.rows]
 
 
 def _leaves(params: Sharded) -> Iterator[Leaf]:
     """The leaves in the order in which they are written."""
     names = params.view.names()
     dtypes = dict(zip(params.view.kinds, (row.dtype for row in params.tensors), strict=True))
-    for place in _places(params):
-        yield from ((names[slot][0], slot.shape, dtypes[slot.kind]) for slot in params.plan.places[place])
+    for row in _rows(params):
+        yield from ((names[slot][0], slot.shape, dtypes[slot.kind]) for slot in row.leaves)
 
 
 def _groups(leaves: Sequence[Leaf], max_bytes: int) -> list[list[Leaf]]:

@@ -32,7 +32,7 @@ from ..core.tree import Tree
 from ..files.hugging_face import entries_at
 from ..module.functionalize import functionalize
 from ..module.skeleton import nested
-from ..plan.owners import Row
+from ..plan.owners import TableLine
 from ..plan.plan import Plan
 from ..plan.planning import make_plan
 from ..plan.tables import size
@@ -156,7 +156,7 @@ def _sizes(texts: Sequence[str]) -> dict[str, Any]:
     return {axis: int(number) for axis, _, number in pairs}
 
 
-def _nbytes(plan: Plan, rows: Sequence[Row], params: Tree, optimizer: str) -> dict[str, int]:
+def _nbytes(plan: Plan, rows: Sequence[TableLine], params: Tree, optimizer: str) -> dict[str, int]:
     """The bytes of a rank by purpose; those of optimizer state are of the state that the optimizer makes."""
     tx = getattr(optim, optimizer)(1e-3)
     state = eval_shape(lambda x: init_state(shard_params(x, plan), tx), params)
@@ -168,6 +168,6 @@ def _nbytes(plan: Plan, rows: Sequence[Row], params: Tree, optimizer: str) -> di
     }
 
 
-def _data(plan: Plan, rows: Sequence[Row], nbytes: dict[str, int]) -> dict[str, object]:
+def _data(plan: Plan, rows: Sequence[TableLine], nbytes: dict[str, int]) -> dict[str, object]:
     units = [{**row._asdict(), "shares": {name: x.nbytes for name, x in row.shares.items()}} for row in rows]
     return {"mesh": dict(plan.axes), **{name: getattr(plan, name) for name in _OVERS}, "rank": nbytes, "units": units}

@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
-from itertools import islice, pairwise
+from itertools import islice
 
 from torch import Tensor
 
@@ -27,11 +27,12 @@ from ..comm.wire import Wire, pack, unpack
 from ..core.flat import cleared_outside
 from ..core.storage import address
 from ..core.tracing import is_tracing, named
-from ..layout.rows import COPIES, Rule, reshard
+from ..layout.row import Row
+from ..layout.rules import COPIES, Rule, reshard
 from ..plan.offload import HOST
-from ..plan.plan import Plan
-from ..sharding.schedule import Entry, Part
-from ..sharding.sharded import Sharded, intervals
+from ..plan.plan import Plan, Slot
+from ..sharding.schedule import Entry
+from ..sharding.sharded import Sharded
 from .unit import Buffers, Unit
 
 
@@ -60,81 +61,83 @@ class Gathers:
 
     def __init__(self, params: Sharded, copied: bool):
         plan, axes = params.plan, several(params.plan, params.view.over)
-        self._params, self._plan, self._rows, self._copied = params, plan, params.tensors, copied
+        self._params, self._plan, self._tensors, self._copied = params, plan, params.tensors, copied
+        self._compute = [kind.precision.compute for kind in plan.kinds]
         # whether each kind of a unit is one collective, or none, after a cast at most
         special = plan.gather or plan.param_wire or plan.together or any(kind.host for kind in plan.kinds)
         self._is_plain = not special and len(axes) <= 1
         self._ranks = primitives.along(plan.live_mesh(), axes[0]) if self._is_plain and axes else None
 
-    def start(self, entry: Entry, parts: Sequence[Part]) -> dict[int, Pending]:
-        """Start the gathers of some parts of a unit: on the device, in the dtype of computation, by kind."""
+    def start(self, entry: Entry, rows: Sequence[Row[Slot]]) -> dict[int, Pending]:
+        """Start the gathers of some rows of a unit: on the device, in the dtype of computation, by kind."""
         if self._is_plain:
-            return {part.kind: self._plain(entry.name, part) for part in parts}
-        if not any(self._plan.kinds[part.kind].host for part in parts):
-            return self._each(entry, parts)
+            return {row.kind: self._plain(entry.name, row) for row in rows}
+        if not any(self._plan.kinds[row.kind].host for row in rows):
+            return self._each(entry, rows)
         up = self._plan.crossings.up  # shards in host memory go to the device beside the computation
         with up.ahead():
-            started = self._each(entry, parts)
+            started = self._each(entry, rows)
         return {kind: up.joined(pending) for kind, pending in started.items()}
 
-    def _plain(self, name: str, part: Part) -> Pending:
-        if self._ranks is None or not (part.axes and part.numel):
-            return self._whole(part)
-        shard = part.of(self._rows)
-        sent = shard if shard.dtype == part.compute else self._cast(part)
+    def _plain(self, name: str, row: Row[Slot]) -> Pending:
+        if self._ranks is None or not (row.rule.over and row.numel):
+            return self._whole(row)
+        shard = row.of(self._tensors)
+        sent = shard if shard.dtype == self._compute[row.kind] else self._cast(row)
         return primitives.all_gather(sent, self._ranks, name, lent=True)
 
-    def _each(self, entry: Entry, parts: Sequence[Part]) -> dict[int, Pending]:
-        sent = {part.kind: part for part in parts if part.numel and _travels(self._params, part.kind)}
-        whole = {part.kind: self._whole(part) for part in parts if part.kind not in sent}
+    def _each(self, entry: Entry, rows: Sequence[Row[Slot]]) -> dict[int, Pending]:
+        sent = {row.kind: row for row in rows if row.numel and _travels(self._params, row.kind)}
+        whole = {row.kind: self._whole(row) for row in rows if row.kind not in sent}
         if not (self._plan.together and len(sent) > 1):
-            return whole | {kind: self._gather(entry, part) for kind, part in sent.items()}
-        encoded, messages = self._plan.param_wire is not None, {k: self._sent(entry, part) for k, part in sent.items()}
+            return whole | {kind: self._gather(entry, row) for kind, row in sent.items()}
+        encoded, messages = self._plan.param_wire is not None, {kind: self._sent(row) for kind, row in sent.items()}
         return whole | self._in_one_message(entry, messages, self._params.view.over, encoded)
 
-    def _whole(self, part: Part) -> Pending:
+    def _whole(self, row: Row[Slot]) -> Pending:
         """The flat buffer of leaves that this rank has whole: nothing is sent."""
-        full = self._cast(part)
-        is_view = self._copied and part.trainable and not is_buffer(self._params, part.kind, copied=False)
+        full = self._cast(row)
+        trains = self._plan.kinds[row.kind].trainable
+        is_view = self._copied and trains and not is_buffer(self._params, row.kind, copied=False)
         return arrived(full.clone() if is_view else full)
 
-    def _brought(self, part: Part) -> Tensor:
+    def _brought(self, row: Row[Slot]) -> Tensor:
         """A shard (n / W,) on the device; from host memory it is copied without waiting."""
-        shard = part.of(self._rows)
-        return shard.to(self._plan.device, non_blocking=True) if self._plan.kinds[part.kind].host else shard
+        shard = row.of(self._tensors)
+        return shard.to(self._plan.device, non_blocking=True) if self._plan.kinds[row.kind].host else shard
 
-    def _cast(self, part: Part) -> Tensor:
+    def _cast(self, row: Row[Slot]) -> Tensor:
         """A shard (n / W,) on the device, in the dtype of computation: the shard itself if it is both already."""
-        shard = self._brought(part)
-        if shard.dtype == part.compute:
+        shard = self._brought(row)
+        if shard.dtype == self._compute[row.kind]:
             return shard
-        axes, like = part.axes or self._plan.rest(()), shard.new_empty(0, dtype=part.compute)
+        axes, like = row.rule.over or self._plan.rest(()), shard.new_empty(0, dtype=self._compute[row.kind])
         return primitives.buffer(self._plan.live_mesh(), axes, shard.numel(), like, lent=False).copy_(shard)
 
-    def _sent(self, entry: Entry, part: Part) -> Tensor:
+    def _sent(self, row: Row[Slot]) -> Tensor:
         """What this rank sends of its shard: cast, or encoded by the plan's `param_wire`."""
-        plan, wire = self._plan, _wire(self._plan, part.kind)
+        plan, wire = self._plan, _wire(self._plan, row.kind)
         if wire is None:
-            return self._cast(part)
-        lengths = sizes(plan, entry.unit, part.kind, plan.num_parts(part.axes), plan.index(part.axes))
+            return self._cast(row)
+        number = plan.index(row.rule.over)
         # the elements between leaves are zeros unless a user's function of elements made NaN of those, and a wire has
         # one scale for several elements
-        return wire.encode(cleared_outside(self._brought(part), filled(self._params, entry.unit, part.kind)), lengths)
+        shard = cleared_outside(self._brought(row), row.filled(number))
+        return wire.encode(shard, row.lengths(number, row.shards))
 
-    def _gather(self, entry: Entry, part: Part) -> Pending:
+    def _gather(self, entry: Entry, row: Row[Slot]) -> Pending:
         """Start the gather of one flat buffer: (n / W,) on each rank -> (n,)."""
-        lent = _wire(self._plan, part.kind) is None  # a wire may decode in place
-        whole = self._over(self._sent(entry, part), part.axes, entry.name, lent)
+        lent = _wire(self._plan, row.kind) is None  # a wire may decode in place
+        whole = self._over(self._sent(row), row.rule.over, entry.name, lent)
         if self._copied or not lent:
-            whole = whole.then(partial(self._apart, part))
+            whole = whole.then(partial(self._apart, row))
         if lent:
             return whole
-        num = self._plan.num_parts(part.axes)
-        return whole.then(lambda full: self._arrived(entry, part.kind, part.axes, full.chunk(num), encoded=True))
+        return whole.then(lambda full: self._arrived(row, row.rule.over, full.chunk(row.shards), encoded=True))
 
-    def _apart(self, part: Part, full: Tensor) -> Tensor:
+    def _apart(self, row: Row[Slot], full: Tensor) -> Tensor:
         """A buffer beside the parameters: on one rank a gather, or the user's, may give the shard itself."""
-        return full.clone() if address(full) == address(self._rows[part.row]) else full
+        return full.clone() if address(full) == address(self._tensors[row.tensor]) else full
 
     def from_copies(self, entry: Entry, copies: Mapping[int, Tensor], axes: Axes) -> dict[int, Pending]:
         """Start the gathers of a unit from copies that are cut over `axes`, by kind: (n / W,) on each rank -> (n,)."""
@@ -151,32 +154,31 @@ class Gathers:
         self, entry: Entry, sent: Mapping[int, Tensor], axes: Axes, encoded: bool
     ) -> dict[int, Pending]:
         """Start one gather, as bytes, of what this rank sends of several kinds; `encoded`: by the plan's wire."""
-        kinds, packed = list(sent), pack(*sent.values())  # (bytes,), of the same length on every rank
+        rows, packed = [row for row in entry.rows if row.kind in sent], pack(*sent.values())  # (bytes,), on every rank
         # not lent if there is a wire, which may decode in place
         whole = self._over(packed, axes, entry.name, lent=not encoded)
         sizes_of_kinds = [(x.dtype, x.numel()) for x in sent.values()]
         buffers = dict[int, Tensor]()
 
         def split(full: Tensor) -> Tensor:
-            rows = [unpack(data, *sizes_of_kinds) for data in full.chunk(self._plan.num_parts(axes))]  # of each rank
-            for kind, parts in zip(kinds, zip(*rows, strict=True), strict=True):
-                buffers[kind] = self._arrived(entry, kind, axes, parts, encoded)
-            return buffers[kinds[0]]
+            shards = [unpack(data, *sizes_of_kinds) for data in full.chunk(self._plan.num_parts(axes))]  # of each rank
+            for row, of_row in zip(rows, zip(*shards, strict=True), strict=True):
+                buffers[row.kind] = self._arrived(row, axes, of_row, encoded)
+            return buffers[rows[0].kind]
 
         def after(kind: int) -> Pending:
             return Pending(None, lambda _: buffers[kind])
 
-        # the message belongs to the first kind; the tape waits for that before it waits for the others
-        return {kinds[0]: whole.then(split)} | {kind: after(kind) for kind in kinds[1:]}
+        # only the first kind waits for the message; the others read what it split
+        return {rows[0].kind: whole.then(split)} | {row.kind: after(row.kind) for row in rows[1:]}
 
-    def _arrived(self, entry: Entry, kind: int, axes: Axes, parts: Sequence[Tensor], encoded: bool) -> Tensor:
+    def _arrived(self, row: Row[Slot], axes: Axes, sent: Sequence[Tensor], encoded: bool) -> Tensor:
         """The flat buffer (n,) made of what every rank along `axes` sent."""
-        plan, wire = self._plan, _wire(self._plan, kind) if encoded else None
-        like = parts[0].new_empty(0, dtype=plan.kinds[kind].precision.compute)
-        out = primitives.buffer(plan.live_mesh(), axes, plan.units[entry.unit].lengths[kind], like, lent=False)
-        for number, (part, data) in enumerate(zip(out.chunk(len(parts)), parts, strict=True)):  # (n / W,) each
-            lengths = [] if wire is None else sizes(plan, entry.unit, kind, len(parts), number)
-            part.copy_(data if wire is None else decode(wire, data, lengths))
+        plan, wire = self._plan, _wire(self._plan, row.kind) if encoded else None
+        like = sent[0].new_empty(0, dtype=self._compute[row.kind])
+        out = primitives.buffer(plan.live_mesh(), axes, row.numel, like, lent=False)
+        for number, (shard, data) in enumerate(zip(out.chunk(len(sent)), sent, strict=True)):  # (n / W,) each
+            shard.copy_(data if wire is None else decode(wire, data, row.lengths(number, len(sent))))
         return out
 
 
@@ -195,21 +197,6 @@ def decode(wire: Wire, data: Tensor, lengths: Sequence[int]) -> Tensor:
     if out.shape != (numel,):
         raise ValueError(f"{wire}: decode gave {list(out.shape)}, expected the {numel} elements that were encoded")
     return out
-
-
-def sizes(plan: Plan, unit: int, kind: int, num_parts: int, part: int) -> list[int]:
-    """The length of each leaf, with the padding after it, inside one of `num_parts` equal parts of a flat buffer."""
-    numel = plan.units[unit].lengths[kind] // num_parts
-    begin, end = part * numel, (part + 1) * numel
-    starts = [slot.start for slot in plan.places[unit, kind]]
-    # a leaf and the padding after it end where the next leaf starts; a leaf outside the part has length 0
-    edges = [min(max(edge, begin), end) for edge in (0, *starts[1:], plan.units[unit].lengths[kind])]
-    return [high - low for low, high in pairwise(edges)]
-
-
-def filled(x: Sharded, unit: int, kind: int) -> list[tuple[int, int]]:
-    """The spans [start, end) of leaves in this rank's interval of one unit and kind, in order."""
-    return [(start, start + last - first) for _, first, last, start in intervals(x.plan, unit, kind, x.view.over)]
 
 
 def several(plan: Plan, axes: Sequence[str]) -> Axes:
@@ -238,15 +225,15 @@ class Arrivals:
         """Keep of a unit's buffers what `unit.keeps` says; what is kept already stays."""
         assert unit.buffers is not None
         if unit.keeps:
-            cut = [part.kind for part in unit.entry.parts if part.axes and part.numel]
+            cut = [row.kind for row in unit.entry.rows if row.rule.over and row.numel]
             unit.keep({kind: self._copy(unit.buffers[kind], kind, unit.keeps) for kind in cut})
         else:
             unit.keep(unit.buffers)
 
     def _copy(self, full: Tensor, kind: int, axes: Axes) -> Tensor:
-        """This rank's part (n / W,) of a buffer (n,)."""
-        part = self._plan.within(full, kind, axes)
-        return primitives.buffer(self._plan.live_mesh(), axes, part.numel(), part, lent=False).copy_(part)
+        """A copy of what this rank has of a buffer (n,) that is cut over some axes: (n / W,)."""
+        shard = self._plan.within(full, kind, axes)
+        return primitives.buffer(self._plan.live_mesh(), axes, shard.numel(), shard, lent=False).copy_(shard)
 
     def _stages(self, unit: Unit) -> int:
         """The number of stages of a unit's gather, one for each axis; none if all of it was kept."""
@@ -258,12 +245,12 @@ class Arrivals:
         """Start the gather of a unit, from what was kept of it if anything was, unless it is under way."""
         if unit.coming is not None:
             return
-        entry, kept, parts = unit.entry, unit.kept, unit.entry.parts
+        entry, kept, rows = unit.entry, unit.kept, unit.entry.rows
         if kept is None:
-            unit.coming = self._gathers.start(entry, parts)
+            unit.coming = self._gathers.start(entry, rows)
         elif unit.keeps:
             copied = self._gathers.from_copies(entry, kept, unit.keeps)
-            unit.coming = self._gathers.start(entry, [part for part in parts if part.kind not in kept]) | copied
+            unit.coming = self._gathers.start(entry, [row for row in rows if row.kind not in kept]) | copied
         else:
             unit.coming = {kind: arrived(full) for kind, full in kept.items()}
         unit.stages = 1

@@ -403,8 +403,8 @@ def reduce_all(local: Sharded, reduced: Sharded, by: Reduction) -> None:
     """Sum every rank's own whole gradients `local` into `reduced`, all units at once."""
     plan, into = local.plan, Gradients(lambda: reduced, lambda: local, by=by)
     # in the order of units and kinds: every rank must start the same collectives in the same order
-    places = [(u, k) for u in range(len(plan.units)) for k in local.view.kinds if plan.units[u].lengths[k]]
-    started = [into.emit(unit, kind, local.piece(unit, kind)) for unit, kind in places]  # of (n,) buffers
+    rows = (row for row in local.view.rows.values() if row.numel)
+    started = [into.emit(row.unit, row.kind, row.of(local.tensors)) for row in rows]  # of (n,) buffers
     for pending in started:
         if pending is not None:
             pending.wait()

@@ -48,13 +48,13 @@ from ..comm.wire import Wire
 from ..core.arguments import shown
 from ..core.flat import clear_outside_, put
 from ..core.tracing import is_tracing
-from ..layout.rows import COPIES, Rule, reshard, route
+from ..layout.row import Row
+from ..layout.rules import COPIES, Rule, reshard, route
 from ..plan import offload
 from ..plan.offload import HOST
-from ..plan.plan import Plan
-from ..sharding.schedule import Part, schedule
+from ..plan.plan import Plan, Slot
 from ..sharding.sharded import Sharded, whole_view
-from .gathers import arrived, decode, filled, several, sizes
+from .gathers import arrived, decode, several
 
 _LARGE = 1 << 20  # bytes of gradients that are summed in place: a second message is worth the memory
 
@@ -67,18 +67,18 @@ class Reducer:
 
     def __init__(self, reduced: Sharded, by: Reduction, later: Axes):
         self._reduced, self._by, self._later = reduced, by, later
-        self._parts, self._rows, self._units = schedule(reduced.view).parts, reduced.tensors, reduced.plan.units
+        self._rows, self._tensors, self._units = reduced.view.rows, reduced.tensors, reduced.plan.units
         self._routes = {kind: _route(reduced, kind, by, later) for kind in reduced.view.kinds}
         self._landed: dict[tuple[int, int], Tensor] = {}  # by unit and kind: buffers that are intervals of `reduced`
 
     def _interval(self, unit: int, kind: int) -> Tensor:
-        """This rank's interval (n / W,) of `reduced`, a view."""
-        # `UnitSums` has no rows, but makes pieces
-        return self._parts[unit, kind].of(self._rows) if self._rows else self._reduced.piece(unit, kind)
+        """This rank's shard (n / W,) of `reduced`, a view."""
+        # `UnitSums` has no tensors, but makes shards
+        return self._rows[unit, kind].of(self._tensors) if self._tensors else self._reduced.shard(unit, kind)
 
     def buffer(self, unit: int, kind: int) -> Tensor:
         """A flat buffer (n,) for a unit's gradients before they are reduced: their interval of `reduced` if it can."""
-        route, numel = self._routes[kind], self._parts[unit, kind].numel
+        route, numel = self._routes[kind], self._rows[unit, kind].numel
         if route.least is not None and numel * route.like.itemsize >= route.least:
             self._landed[unit, kind] = self._interval(unit, kind)
             return self._landed[unit, kind]
@@ -163,8 +163,8 @@ def nothing(reduced: Sharded, unit: int, kind: int, by: Reduction, later: Axes) 
 def reduce_rest(sums: Sharded, reduced: Sharded, later: Axes, by: Reduction) -> None:
     """All-reduce `sums` over the axes `later` into `reduced`: one collective for each unit, all started at once."""
     plan, started = reduced.plan, list[Pending]()
-    for unit, kind in ((u, k) for u in range(len(plan.units)) for k in sums.view.kinds if plan.units[u].lengths[k]):
-        x, out = sums.piece(unit, kind).to(plan.device), _landing(reduced, unit, kind)
+    for unit, kind in (place for place, row in sums.view.rows.items() if row.numel):
+        x, out = sums.shard(unit, kind).to(plan.device), _landing(reduced, unit, kind)
         axes = reduced.view.axes(kind)
         pending = reshard(x, Rule(axes, later), Rule(axes), plan.live_mesh(), plan.units[unit].name, out, by=by)
         started.append(_landed(pending, out, reduced, unit, kind, by))
@@ -174,13 +174,13 @@ def reduce_rest(sums: Sharded, reduced: Sharded, later: Axes, by: Reduction) -> 
 
 def _landing(reduced: Sharded, unit: int, kind: int) -> Tensor:
     """Where a sum is written: this rank's interval; if that is in host memory, a buffer on the device."""
-    row = reduced.piece(unit, kind)
+    row = reduced.shard(unit, kind)
     return offload.landing(row, reduced.plan.device) if reduced.plan.kinds[kind].host else row
 
 
 def _landed(pending: Pending, out: Tensor, reduced: Sharded, unit: int, kind: int, by: Reduction | None) -> Pending:
     """A sum after the reduction's hook `after`, in this rank's interval, copied to host memory if that is there."""
-    plan, row, name = reduced.plan, reduced.piece(unit, kind), reduced.plan.units[unit].name
+    plan, row, name = reduced.plan, reduced.shard(unit, kind), reduced.plan.units[unit].name
     after = getattr(by, "after", None)
     if after is not None:
 
@@ -235,7 +235,8 @@ def _reduce_encoded(
     # encoded along one axis: the first that gradients are cut over, else the longest
     axis = _first(plan, axes) if axes else max(other_axes, key=dict(plan.axes).__getitem__)
     ranks = primitives.along(mesh, axis)
-    lengths = [sizes(plan, unit, kind, ranks.size, part) for part in range(ranks.size)]  # of each rank's part
+    row = reduced.view.rows[unit, kind]
+    lengths = [row.lengths(number, ranks.size) for number in range(ranks.size)]  # of each rank's part
     parts = flat.chunk(len(lengths))  # (n / W,) for each rank
     sends = [wire.encode(part, part_lengths) for part, part_lengths in zip(parts, lengths, strict=True)]
     added = primitives.scatter(sends, ranks, lambda received: _added(wire, received, lengths[ranks.rank]), name)
@@ -252,7 +253,8 @@ def _unpadded(total: Tensor, reduced: Sharded, unit: int, kind: int) -> Tensor:
 
     A wire may decode anything there, and so may a hook return, which unscaling would take for an overflow.
     """
-    return clear_outside_(total, filled(reduced, unit, kind))
+    row = reduced.view.rows[unit, kind]
+    return clear_outside_(total, row.filled(reduced.plan.index(row.rule.over)))
 
 
 def _first(plan: Plan, axes: Axes) -> str:
@@ -273,25 +275,24 @@ Take = Callable[[int, int, Tensor], None]  # of a unit's and kind's sum over ran
 
 
 class UnitSums(Sharded):
-    """Gradients of parameters as a backward writes them; a piece is allocated when it is asked for."""
+    """Gradients of parameters as a backward writes them; a shard is allocated when it is asked for."""
 
     def __init__(self, params: Sharded):
         plan, trained = params.plan, params.trainable.view.kinds
         super().__init__(whole_view(plan, plan.grads_over, trained), [])
-        self._pieces: dict[tuple[int, int], Tensor] = {}  # by unit and kind
+        self._shards: dict[tuple[int, int], Tensor] = {}  # by unit and kind
 
-    def piece(self, unit: int, kind: int) -> Tensor:
-        """This rank's interval (n / W,) of one unit and kind: the same tensor at every call, until it is dropped."""
-        if (unit, kind) not in self._pieces:
-            plan, over = self.plan, self.view.over
+    def shard(self, unit: int, kind: int) -> Tensor:
+        """This rank's shard (n / W,) of one unit and kind: the same tensor at every call, until it is dropped."""
+        if (unit, kind) not in self._shards:
+            plan, numel = self.plan, self.view.rows[unit, kind].length
             like = torch.empty(0, dtype=plan.kinds[kind].precision.grads, device=plan.device)
-            numel = plan.length(unit, kind, over)
-            self._pieces[unit, kind] = primitives.buffer(plan.live_mesh(), plan.rest(()), numel, like, lent=False)
-        return self._pieces[unit, kind]
+            self._shards[unit, kind] = primitives.buffer(plan.live_mesh(), plan.rest(()), numel, like, lent=False)
+        return self._shards[unit, kind]
 
     def drop(self, unit: int, kind: int) -> None:
-        """Drop one piece: whoever holds the tensor has it alone."""
-        del self._pieces[unit, kind]
+        """Drop one shard: whoever holds the tensor has it alone."""
+        del self._shards[unit, kind]
 
 
 @dataclass(frozen=True)
@@ -323,29 +324,29 @@ class Gradients:
         return Reducer(self.reduced(), self.by, self.later)
 
     @cached_property
-    def _local(self) -> tuple[Mapping[tuple[int, int], Part], Sequence[Tensor]] | None:
+    def _local(self) -> tuple[Mapping[tuple[int, int], Row[Slot]], Sequence[Tensor]] | None:
         local = None if self.local is None else self.local()
-        return None if local is None else (schedule(local.view).parts, local.tensors)
+        return None if local is None else (local.view.rows, local.tensors)
 
     def buffer(self, unit: int, kind: int) -> Tensor:
         """The flat buffer (n,) that a unit's gradients are written to."""
         if self._local is None:
             return self._reducer.buffer(unit, kind)
-        parts, rows = self._local
-        return parts[unit, kind].of(rows)
+        rows, tensors = self._local
+        return rows[unit, kind].of(tensors)
 
-    def filled(self, unit: int, part: Part, grads: Sequence[Tensor | None], again: bool) -> Tensor:
-        """The flat buffer (n,) with the gradients of the leaves of a part; zeros for leaves that have none.
+    def filled(self, row: Row[Slot], grads: Sequence[Tensor | None], again: bool) -> Tensor:
+        """The flat buffer (n,) with the gradients of the leaves of a row; zeros for leaves that have none.
 
         `again` says that it has some already, to which these are added.
         """
-        flat = self.buffer(unit, part.kind)
+        flat = self.buffer(row.unit, row.kind)
         # embedding(sparse=True) gives a sparse gradient
         dense = [g if g.layout is torch.strided else g.to_dense() for g in grads if g is not None]
         if len(dense) == len(grads):
-            part.places.put(flat, dense, self.add or again)
+            row.places.put(flat, dense, self.add or again)
         else:
-            starts = [start for start, grad in zip(part.places.starts, grads, strict=True) if grad is not None]
+            starts = [start for start, grad in zip(row.starts, grads, strict=True) if grad is not None]
             put(flat, dense, starts, self.add or again)
         return flat
 

@@ -233,15 +233,15 @@ class Tape:
     def _leaves(self, unit: Unit, buffers: Buffers) -> Leaves:
         """A unit's leaves, views of its buffers, without derivatives, and watched for writes in place."""
         leaves: list[Tensor] = []
-        for part in unit.entry.parts:
-            full = buffers[part.kind]
+        for row in unit.entry.rows:
+            full = buffers[row.kind]
             is_callers = address(full) in self._rows  # nothing was gathered: memory of the parameters
             if not is_callers:
-                self._owners.add(full, unit.number, part.kind, unit.keeps != ())
-            if part.trainable:
-                leaves += part.places.views(self._writes.watch(full, part.slots, is_callers))
+                self._owners.add(full, unit.number, row.kind, unit.keeps != ())
+            if self.plan.kinds[row.kind].trainable:
+                leaves += row.places.views(self._writes.watch(full, row.leaves, is_callers))
             else:
-                leaves += self._writes.frozen(part.places.views(full), part.slots, is_callers)
+                leaves += self._writes.frozen(row.places.views(full), row.leaves, is_callers)
         return leaves
 
     def gathered_into(self) -> set[int]:
@@ -414,10 +414,10 @@ class Tape:
             unit.let_go()  # of a checkpoint that ran again
         self._reductions.make_room(unit.number)
         self._reductions.join()  # what the sums before have read is free for the next buffer
-        for part, begin, end in unit.entry.reduced:
-            flat = into.filled(unit.number, part, grads[begin:end], again)  # (n,)
-            if pending := into.emit(unit.number, part.kind, flat):
-                self._add(pending, unit, part.kind)
+        for row, begin, end in unit.entry.reduced:
+            flat = into.filled(row, grads[begin:end], again)  # (n,)
+            if pending := into.emit(unit.number, row.kind, flat):
+                self._add(pending, unit, row.kind)
         self._reductions.move_on(unit.number - 1)
 
     def _add(self, pending: Pending, unit: Unit, kind: int) -> None:
@@ -451,8 +451,8 @@ class Tape:
             self.reduce(unit, ())
         for unit in self._units.values():
             if unit.gradients == "due":
-                for part, _, _ in unit.entry.reduced:
-                    self._finish_untouched(self._into, unit, part.kind)
+                for row, _, _ in unit.entry.reduced:
+                    self._finish_untouched(self._into, unit, row.kind)
         self._reductions.finish()
         settle(self.plan)
 
@@ -460,11 +460,11 @@ class Tape:
         """Zeros for a unit and kind that got no gradient; the sum so far, if gradients are added up."""
         if not into.add:
             if into.local is not None:
-                into.local().piece(unit.number, kind).zero_()
+                into.local().shard(unit.number, kind).zero_()
             if into.reduced is not None:
                 self._add(gradients.nothing(into.reduced(), unit.number, kind, into.by, into.later), unit, kind)
             return
-        local = None if into.local is None else into.local().piece(unit.number, kind)  # the sum so far
+        local = None if into.local is None else into.local().shard(unit.number, kind)  # the sum so far
         if local is not None and (pending := into.emit(unit.number, kind, local)):
             self._add(pending, unit, kind)
 

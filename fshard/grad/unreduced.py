@@ -42,13 +42,12 @@ def unreduced(grads: Tree, params: Sharded) -> Unreduced:
     if errors := [*_differences(params, by_name)]:
         raise ValueError("unreduced: " + "; ".join(errors))
     local = empty_grads(params, (), local=True)  # (n,) for each trainable kind
-    for (unit, kind), slots in plan.places.items():
-        if kind in local.view.kinds:
-            row = local.piece(unit, kind)
-            sums = {
-                slot: _sum([by_name[name].to(row.dtype) for name in names[slot] if name in by_name]) for slot in slots
-            }
-            pack(sums, plan, unit, kind, (), row)
+    for place, row in local.view.rows.items():
+        out = local.shard(*place)
+        pairs = (
+            (slot, [by_name[name].to(out.dtype) for name in names[slot] if name in by_name]) for slot in row.leaves
+        )
+        pack({slot: _sum(grads) for slot, grads in pairs}, plan, row, out)
     return Unreduced(local)
 
 

@@ -1,11 +1,12 @@
-"""Layouts: which elements of which leaf lie in which row of this rank, and which ranks hold the others.
+"""Layouts: which elements of which leaf lie in which tensor of this rank, and which ranks hold the others.
 
 Note [Layouts]
-    A rank holds a tree as a few tensors, called *rows*: flat tensors with intervals of many leaves, or whole leaves. A
-    `Layout` says in plain integers which elements of every leaf lie in which row of this rank, and which ranks hold
-    the others (Note [One rank's spans] in `cuts.py`). An optimizer derives all that it needs to know about leaves from
-    the layout (norms of leaves, leaves with one label, whole matrices), and so does not depend on how parameters are
-    cut or on the number of ranks.
+    A rank holds a tree as a few tensors: flat ones, with shards of many rows end to end, or whole leaves. A `Layout` is
+    the rows of a tree, each with its rule: it says which elements of every leaf lie in which tensor of this rank, and
+    which ranks hold the others (Note [One rank's spans] in `row.py`). An optimizer derives all that it needs to know
+    about leaves from the layout (norms of leaves, leaves with one label, whole matrices), and so does not depend on how
+    parameters are cut or on the number of ranks. Ranks with the same coordinates along the axes that a row is cut over
+    have copies of one shard.
 """
 
 from __future__ import annotations
@@ -17,11 +18,12 @@ from typing import Any, Generic, TypeVar
 from weakref import WeakKeyDictionary
 
 import torch
+from torch import Tensor
 
 from ..comm.mesh import AnyMesh, Axes, coordinate
 from ..core import tree
 from ..core.lazy import Container
-from .cuts import EVERYONE, Cut, Span
+from .row import Row, Span, end_to_end
 
 S = TypeVar("S")
 T = TypeVar("T")
@@ -50,6 +52,7 @@ class Derived:
     """
 
     layouts: dict[Hashable, Layout] = field(default_factory=dict)  # of a plan, by view
+    rows: dict[Hashable, Any] = field(default_factory=dict)  # of a plan, by what a view holds of it
     # The values of `routes`, `runs`, `schedules` and `graphs` are of modules that import this one.
     runs: dict[Hashable, Any] = field(default_factory=dict)  # of a label's layout, by what a view holds
     routes: dict[Hashable, Any] = field(default_factory=dict)  # of a layout, by the `source` of the target layout
@@ -63,7 +66,10 @@ class Derived:
 
 @dataclass(frozen=True)
 class Leaf:
-    """A leaf of the whole tree: its path, and its shape and dtype before it is cut."""
+    """A leaf of the whole tree: its path, and its shape and dtype before it is cut.
+
+    Its elements have an order, that of `flat`: an interval of elements is always one in this order.
+    """
 
     path: str
     shape: tuple[int, ...]
@@ -73,6 +79,21 @@ class Leaf:
     def numel(self) -> int:
         """The number of elements of the leaf."""
         return math.prod(self.shape)
+
+    def flat(self, x: Tensor) -> Tensor:
+        """The elements of the whole leaf in their order, (numel,). Dual: `shaped`."""
+        return x.reshape(-1)
+
+    def shaped(self, flat: Tensor) -> Tensor:
+        """The whole leaf of elements in their order. Dual: `flat`."""
+        return flat.view(self.shape)
+
+    def runs(self, begin: int, numel: int) -> list[tuple[int, int]]:
+        """Where elements [begin, begin + numel) lie in the leaf in row-major order: pairs of a first one and a number.
+
+        Files have leaves in row-major order.
+        """
+        return [(begin, numel)] if numel else []
 
 
 @tree.constant
@@ -84,10 +105,11 @@ class Layout:
     spec: tree.Spec
     places: tuple[int | None, ...]  # index of the leaf at each position of the tree; None if it was left out
     leaves: tuple[Leaf, ...]
-    cut: Cut  # how the leaves are cut among ranks
-    flat: bool  # True: rows are 1-D with spans of many leaves; False: each row is one whole leaf
+    rows: tuple[Row[int], ...]  # of leaves by index
+    flat: bool  # True: tensors are 1-D with spans of many leaves; False: each is one whole leaf
     mesh: AnyMesh
-    axes: Axes  # the axes along which ranks are counted; the first varies slowest
+    axes: Axes  # the axes that rows are cut over: each over all of these, some or none; the first varies slowest
+    packed: bool = False  # whether spans lie end to end in flat tensors, without padding
     origin: Layout | None = None  # the layout that `pick` made this one from
 
     def __eq__(self, other: object) -> bool:
@@ -112,14 +134,19 @@ class Layout:
         return self.mesh
 
     @memo
-    def rank(self) -> int:
-        """The number of this rank along `axes`."""
-        return coordinate(self.live_mesh(), self.axes)
-
-    @memo
     def mine(self) -> tuple[Span, ...]:
-        """The spans that this rank holds: first those that every rank holds, each sorted by row and start."""
-        return (*self.cut.of(EVERYONE), *self.cut.of(self.rank))
+        """The spans that this rank holds, sorted by tensor and start."""
+        mesh, overs = self.live_mesh(), dict.fromkeys(row.rule.over for row in self.rows)
+        numbers = {over: coordinate(mesh, over) for over in overs}  # of this rank's shards
+        spans = [
+            span._replace(start=row.start // row.block + span.start)
+            for row in self.rows
+            for span in row.mine(numbers[row.rule.over])
+        ]
+        if not self.flat:  # a rank's tensors are numbered from 0
+            return tuple(span._replace(tensor=number) for number, span in enumerate(spans))
+        spans.sort(key=lambda span: (span.tensor, span.start))
+        return tuple(end_to_end(spans) if self.packed else spans)
 
     @memo
     def span_of(self) -> dict[int, Span]:
@@ -127,28 +154,43 @@ class Layout:
         return {span.leaf: span for span in self.mine}
 
     @memo
+    def row_of(self) -> dict[int, Row[int]]:
+        """The row of each leaf."""
+        return {leaf: row for row in self.rows for leaf in row.leaves}
+
+    @memo
     def shared(self) -> frozenset[int]:
         """The leaves that every rank holds."""
-        return frozenset(s.leaf for s in self.cut.of(EVERYONE))
+        return frozenset(leaf for leaf, row in self.row_of.items() if not row.rule.over)
 
     @memo
-    def is_cut(self) -> bool:
-        """Whether any rank holds elements that other ranks do not hold."""
-        return any(n not in self.shared and self.leaves[n].numel for n in self.numbers)
+    def counted(self) -> frozenset[int]:
+        """The leaves whose elements count here in a sum over `axes`: of ranks with copies, the first counts."""
+        left = {row.rule.over: [axis for axis in self.axes if axis not in row.rule.over] for row in self.rows}
+        first = {over for over, axes in left.items() if coordinate(self.live_mesh(), axes) == 0}
+        return frozenset(leaf for leaf, row in self.row_of.items() if row.rule.over in first)
 
     @memo
-    def shared_rows(self) -> frozenset[int]:
-        """The rows that every rank holds; all others are cut."""
-        return frozenset(s.row for s in self.cut.of(EVERYONE))
+    def cut_over(self) -> dict[int, Axes]:
+        """The axes that each tensor of this rank is cut over, by its number; of those that may have elements."""
+        if not self.flat:
+            return {number: self.row_of[span.leaf].rule.over for number, span in enumerate(self.mine)}
+        return {row.tensor: row.rule.over for row in self.rows}
+
+    @memo
+    def cut_axes(self) -> tuple[Axes, ...]:
+        """The axes that rows with elements are cut over, each once, the same on all ranks."""
+        overs = (row.rule.over for row in self.rows if row.rule.over and any(row.numels))
+        return tuple(dict.fromkeys(overs))
 
     @memo
     def filled(self) -> dict[int, list[tuple[int, int]]]:
-        """The intervals [start, stop) of this rank's flat rows that hold leaves, by row; adjacent ones are merged."""
-        by_row: dict[int, list[tuple[int, int]]] = {}
+        """The intervals [start, stop) of this rank's flat tensors that hold leaves, by number; adjacent ones merged."""
+        by_tensor: dict[int, list[tuple[int, int]]] = {}
         for span in (s for s in self.mine if s.numel):
-            runs = by_row.setdefault(span.row, [])
+            runs = by_tensor.setdefault(span.tensor, [])
             runs.append((runs.pop()[0] if runs and runs[-1][1] == span.start else span.start, span.start + span.numel))
-        return by_row
+        return by_tensor
 
     @memo
     def numbers(self) -> tuple[int, ...]:
@@ -165,13 +207,16 @@ class Layout:
         return self
 
     def pick(self, numbers: Iterable[int]) -> Layout:
-        """Return a layout of some leaves only. Flat rows are packed without padding; empty rows are dropped."""
-        keep = set(numbers)
+        """Return a layout of some leaves only. Flat tensors are packed without padding; empty ones are dropped."""
+        keep = {number: number for number in numbers}
+        rows = [row for row in (row.renamed(keep) for row in self.rows) if row.leaves]
+        tensors = {tensor: number for number, tensor in enumerate(sorted({row.tensor for row in rows}))}
         return replace(
             self,
             source=(self.source, tuple(sorted(keep))),
-            cut=self.cut.pick(keep),
+            rows=tuple(replace(row, tensor=tensors[row.tensor]) for row in rows),
             places=tuple(n if n in keep else None for n in self.places),
+            packed=self.flat,
             origin=self,
         )
 
@@ -181,24 +226,25 @@ class Layout:
         return Derived()
 
     @memo
-    def origin_rows(self) -> list[int]:
-        """The rows of `origin` that hold leaves of this layout; this layout's flat rows are packed from them."""
+    def origin_tensors(self) -> list[int]:
+        """The tensors of `origin` that hold leaves of this layout; this layout's flat tensors are packed from them."""
         assert self.origin is not None
-        return sorted({self.origin.cut.row(n) for n in self.numbers} if self.flat else ())
+        return sorted({self.origin.row_of[n].tensor for n in self.numbers} if self.flat else ())
 
     @memo
     def runs(self) -> list[list[tuple[int, int, int]]]:
-        """For each row of this rank, the intervals (row, start, length) of `origin` in which its elements lie."""
+        """For each tensor of this rank, the intervals (tensor, start, length) of `origin` in which its elements lie."""
         assert self.origin is not None
         keep = set(self.numbers)
         spans = [s for s in self.origin.mine if s.leaf in keep]
         if not self.flat:
-            return [[(s.row, 0, s.numel)] for s in spans]
-        by_row: dict[int, list[tuple[int, int, int]]] = {row: [] for row in self.origin_rows}
-        for span in spans:
-            runs = by_row[span.row]
+            return [[(s.tensor, 0, s.numel)] for s in spans]
+        by_tensor: dict[int, list[tuple[int, int, int]]] = {tensor: [] for tensor in self.origin_tensors}
+        for _, tensor, start, _, numel in spans:
+            runs = by_tensor[tensor]
             # a span that begins where the last interval ends makes it longer: fewer views, and fewer kernels
-            if runs and sum(runs[-1][1:]) == span.start:
-                span = replace(span, start=runs[-1][1], numel=runs.pop()[2] + span.numel)
-            runs.append((span.row, span.start, span.numel))
-        return [*by_row.values()]
+            if runs and sum(runs[-1][1:]) == start:
+                _, start, before = runs.pop()
+                numel += before
+            runs.append((tensor, start, numel))
+        return [*by_tensor.values()]

@@ -118,8 +118,9 @@ def _by_leaf(numbers: Sequence[int], powers: Sequence[Tensor], op: str, layout: 
     local = [_joined_pieces(values, op) if values else zero for values in of_leaf]
     if not layout.axes:
         return torch.stack(local)
-    # a leaf that all ranks hold must count once, not once for each rank
-    cut = torch.stack([zero if n in layout.shared else x for n, x in enumerate(local)])
+    # elements that several ranks hold must count once, not once for each rank
+    counted = layout.counted - layout.shared
+    cut = torch.stack([x if n in counted else zero for n, x in enumerate(local)])
     sums = primitives.total(cut, layout.mesh, layout.axes, op, label="leaf norms")
     return sums + torch.stack([x if n in layout.shared else zero for n, x in enumerate(local)])
 
@@ -294,26 +295,26 @@ def _worlds(x: Tree) -> dict[tuple[int, Axes], _World]:
 
     world(None, ())
     for node in tree.tops(x, Parts):
-        if isinstance(node, Parts) and node.layout.is_cut:  # a rank without rows takes part in the collective, too
-            world(node.layout.mesh, node.layout.axes)
+        for axes in node.layout.cut_axes if isinstance(node, Parts) else ():
+            world(node.layout.mesh, axes)  # a rank without elements takes part in the collective, too
         for row, mesh, axes in _rows(node):
             world(mesh, axes).rows.append(row)
     return worlds
 
 
 def _rows(node: Parts | Tensor) -> Iterator[tuple[Tensor, AnyMesh, Axes]]:
-    """The filled intervals of a node's rows, each with mesh and axes; the padding between may hold any values.
+    """The filled intervals of a node's tensors, each with mesh and axes; the padding between may hold any values.
 
-    A row that this rank holds nothing of has an empty one: under vmap the results of all ranks have one shape.
+    A tensor that this rank holds nothing of has an empty one: under vmap the results of all ranks have one shape.
     """
     if not isinstance(node, Parts):
         yield node, None, ()
         return
     layout = node.layout
-    for number, row in enumerate(node.tensors):
-        world = (None, ()) if number in layout.shared_rows else (layout.mesh, layout.axes)
-        for start, stop in layout.filled.get(number, [(0, 0)]) if layout.flat else [(0, row.numel())]:
-            yield (row if stop - start == row.numel() else row[start:stop]), *world
+    for number, x in enumerate(node.tensors):
+        axes = layout.cut_over.get(number, ())
+        for start, stop in layout.filled.get(number, [(0, 0)]) if layout.flat else [(0, x.numel())]:
+            yield (x if stop - start == x.numel() else x[start:stop]), layout.mesh if axes else None, axes
 
 
 def _dtypes(node: Parts | Tensor) -> Iterable[torch.dtype]:

@@ -16,8 +16,8 @@ from ..comm.mesh import AnyMesh, OnMesh, mesh_device
 from ..core import tree
 from ..core.flat import clear_outside_, cleared_outside
 from ..core.tree import Tree
-from .cuts import EVERYONE, Holder, Whole
 from .layout import Layout, Leaf
+from .row import Row, Span
 
 T = TypeVar("T")
 Key = TypeVar("Key", bound=Hashable)
@@ -154,16 +154,16 @@ def layout_of(x: Tree) -> Layout:
     tensors, spec = tree.flatten(x)
     named = zip(tree.paths(spec), tensors, strict=True)
     leaves = tuple(Leaf(path, tuple(leaf.shape), leaf.dtype) for path, leaf in named)
-    cut = Whole({number: Holder(EVERYONE, 0, leaf.numel) for number, leaf in enumerate(leaves)})
-    return Layout((spec, leaves), spec, tuple(range(len(leaves))), leaves, cut, False, None, ())
+    rows = tuple(Row((number,), (0,), (leaf.shape,), leaf.numel) for number, leaf in enumerate(leaves))
+    return Layout((spec, leaves), spec, tuple(range(len(leaves))), leaves, rows, False, None, ())
 
 
 def typed(x: Tree) -> Layout:
-    """The layout of `x` with the dtypes of its flat rows: optimizer state may have other dtypes than parameters."""
-    layout, rows = layout_of(x), tree.leaves(x)
+    """The layout of `x` with the dtypes of its flat tensors: optimizer state may have others than parameters."""
+    layout, tensors = layout_of(x), tree.leaves(x)
     if not layout.flat:
         return layout
-    dtypes = {number: rows[layout.cut.row(number)].dtype for number in layout.numbers}
+    dtypes = {number: tensors[layout.row_of[number].tensor].dtype for number in layout.numbers}
     if all(layout.leaves[n].dtype == dtype for n, dtype in dtypes.items()):
         return layout
     leaves = tuple(replace(leaf, dtype=dtypes.get(n, leaf.dtype)) for n, leaf in enumerate(layout.leaves))
@@ -176,25 +176,32 @@ def structure(x: Tree) -> Hashable:
 
 
 def pieces(x: Tree, layout: Layout | None = None) -> list[tuple[int, Tensor]]:
-    """This rank's pieces of leaves: pairs of the leaf's number and a view into a row.
+    """This rank's pieces of leaves: pairs of the leaf's number and a view into a tensor.
 
-    A piece of a flat row is flat, whatever the shape of the leaf; of whole leaves it is the leaf.
+    A piece of a flat tensor is flat, whatever the shape of the leaf; of whole leaves it is the leaf.
     """
-    layout, rows = layout or layout_of(x), tree.leaves(x)
+    layout, tensors = layout or layout_of(x), tree.leaves(x)
     if not layout.flat:
-        return [(s.leaf, rows[s.row]) for s in layout.mine]
-    return [(s.leaf, rows[s.row][s.start : s.start + s.numel]) for s in layout.mine]
+        return [(s.leaf, tensors[s.tensor]) for s in layout.mine]
+    return [(s.leaf, tensors[s.tensor][s.start : s.start + s.numel]) for s in layout.mine]
+
+
+def elements(x: Tree, layout: Layout | None = None) -> Iterator[tuple[Span, Tensor]]:
+    """Yield this rank's spans, each with its elements in the order of the leaf, (numel,): views where that can be."""
+    layout = layout or layout_of(x)
+    for span, (number, piece) in zip(layout.mine, pieces(x, layout), strict=True):
+        yield span, piece if layout.flat else layout.leaves[number].flat(piece)
 
 
 def pick(x: Tree, layout: Layout) -> Pieces | Views[Any]:
     """The leaves of `x` that are in `layout`, a subset of its own layout: views of flat rows, or whole rows."""
     if not layout.flat:
-        rows = tree.leaves(x)
-        return Pieces(layout, [rows[row] for ((row, _, _),) in layout.runs])
-    views = _runs(x)  # of each row of the origin
-    picked = [[view for row, *run in runs for view in _between(views[row], *run)] for runs in layout.runs]
-    # a row that this rank holds nothing of still has a view, which says its dtype and device
-    empty = [views[row][0][:0] for row in layout.origin_rows]
+        tensors = tree.leaves(x)
+        return Pieces(layout, [tensors[number] for ((number, _, _),) in layout.runs])
+    views = _runs(x)  # of each tensor of the origin
+    picked = [[view for number, *run in runs for view in _between(views[number], *run)] for runs in layout.runs]
+    # a tensor that this rank holds nothing of still has a view, which says its dtype and device
+    empty = [views[tensor][0][:0] for tensor in layout.origin_tensors]
     return Views(Pieces, layout, [runs or [nothing] for runs, nothing in zip(picked, empty, strict=True)])
 
 

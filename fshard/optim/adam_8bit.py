@@ -87,20 +87,20 @@ def _derived(layout: Layout, name: str, dtype: torch.dtype, block: int) -> Layou
         replace(leaf, dtype=dtype, shape=leaf.shape if block == 1 else (-(-leaf.numel // block),))
         for leaf in layout.leaves
     )
-    cut = layout.cut.in_blocks(block)
-    return replace(layout, source=(name, block, layout.source), leaves=leaves, cut=cut, origin=None)
+    rows = tuple(replace(row, block=block) for row in layout.rows)
+    return replace(layout, source=(name, block, layout.source), leaves=leaves, rows=rows, origin=None)
 
 
 def _check_blocks(layout: Layout, block: int) -> None:
     """Raise ValueError where a block would lie in two leaves or on two ranks, on any number of ranks."""
     numbers = [n for n in layout.numbers if layout.flat and layout.leaves[n].numel]
-    in_row = Counter(layout.cut.row(n) for n in numbers)
+    in_tensor = Counter(layout.row_of[n].tensor for n in numbers)
     for number in numbers:
-        shares_row = layout.origin is not None and in_row[layout.cut.row(number)] > 1
-        ragged = shares_row and layout.leaves[number].numel % block
-        if ragged or layout.cut.step(number) % block:
+        row = layout.row_of[number]
+        ragged = layout.packed and in_tensor[row.tensor] > 1 and layout.leaves[number].numel % block
+        if ragged or row.step(number, layout.packed) % block:
             advice = f"lay parameters out with make_plan or zero and block={block}"
-            if layout.origin is not None:  # packed, without the plan's padding between leaves
+            if layout.packed:  # without the plan's padding between leaves
                 advice += f", and label for it only leaves whose number of elements is a multiple of {block}"
             raise ValueError(
                 f"adamw_8bit: leaf {layout.leaves[number].path!r}: a block of {block} elements would lie in two "

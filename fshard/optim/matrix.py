@@ -21,11 +21,11 @@ from ..core.arguments import check_flags, check_hyperparams, check_whole, is_num
 from ..core.scalars import Number, beside, is_zero, on_device
 from ..core.tracing import is_tracing
 from ..core.tree import Tree
-from ..layout.cuts import EVERYONE, Span
 from ..layout.layout import Layout, Leaf
+from ..layout.moves import collect, owned, spread
 from ..layout.norms import leaf_norms, scale_leaves_
-from ..layout.pieces import Pieces, device_of, layout_of, packed, pick, pieces, put
-from ..layout.reshard import collect, owned, spread
+from ..layout.pieces import Pieces, device_of, elements, layout_of, packed, pick, pieces, put
+from ..layout.row import Span
 from .base import Needs, Transform, TransformLike, as_transform, at, checked, start_count
 from .elementwise import AdamState, Rate, adam_transform
 from .transforms import by_label
@@ -182,10 +182,11 @@ def _averaged(state: AdafactorState, grads: Tree, layout: Layout, weight: Tensor
 def _divided(grads: Tree, state: AdafactorState, layout: Layout, eps: float | None) -> Tree:
     """Gradients over the roots of their second moments, in new rows."""
     steps = tree.map(torch.zeros_like, grads)
-    for span, (number, g), (_, out) in zip(layout.mine, pieces(grads, layout), pieces(steps, layout), strict=True):
-        if factors := _factors(layout.leaves[number]):
-            path = layout.leaves[number].path
-            out.copy_(_scaled(g, span, factors, state.row_var[path], state.col_var[path], _floor(eps, g)))
+    for (span, g), (number, out) in zip(elements(grads, layout), pieces(steps, layout), strict=True):
+        leaf = layout.leaves[number]
+        if factors := _factors(leaf):
+            step = _scaled(g, span, factors, state.row_var[leaf.path], state.col_var[leaf.path], _floor(eps, g))
+            out.copy_(step if layout.flat else leaf.shaped(step))
     if state.vectors is None:
         return steps
     roots = tree.map(
@@ -224,11 +225,10 @@ def _row_and_column_means(grads: Tree, layout: Layout) -> tuple[dict[str, Tensor
     sizes = [size for f in factored.values() for size in (f.leaf.numel // f.m, f.leaf.numel // f.n)]
     sums = torch.zeros(sum(sizes), dtype=torch.float64, device=device_of(grads))
     views = dict(zip(((n, k) for n in factored for k in (0, 1)), sums.split(sizes), strict=True))
-    for span, (number, g) in zip(layout.mine, pieces(grads, layout), strict=True):
-        # a leaf that every rank holds must count once
-        if number in factored and (span.rank != EVERYONE or layout.rank == 0):
+    for (number, _, _, begin, _), g in elements(grads, layout):
+        if number in factored and number in layout.counted:
             factors = factored[number]
-            squares, first, _ = factors.fold(g.reshape(-1).square().to(sums.device), span.begin)
+            squares, first, _ = factors.fold(g.square().to(sums.device), begin)
             views[number, 0][first : first + len(squares)] += squares.sum(1, dtype=torch.float64)
             factors.add_by_matrix(views[number, 1].view(-1, factors.m), squares.double(), first)
     whole = primitives.total(sums, layout.mesh, layout.axes, label="rows and columns").split(sizes)
@@ -241,13 +241,13 @@ def _row_and_column_means(grads: Tree, layout: Layout) -> tuple[dict[str, Tensor
 
 
 def _scaled(g: Tensor, span: Span, factors: Factors, row: Tensor, col: Tensor, eps: float) -> Tensor:
-    """A piece of g divided by the root of its second moment."""
-    rows, first, matrix = factors.fold(g.reshape(-1), span.begin)  # (rows, m), matrix: (rows,)
+    """Elements of g, of this span, divided by the root of their second moment."""
+    rows, first, matrix = factors.fold(g, span.begin)  # (rows, m), matrix: (rows,)
     row, col = row.to(g.device), col.to(g.device)
     mean = row.mean(-2).clamp(min=eps).view(-1, 1)[matrix]  # (rows, 1)
     nu = row.view(-1, 1)[first : first + len(rows)] * col.view(-1, factors.m)[matrix] / mean  # (rows, m)
     start = span.begin - first * factors.m  # `fold` padded the first row in front
-    return (rows * nu.clamp(min=eps * eps).rsqrt()).view(-1)[start : start + span.numel].view(g.shape)
+    return (rows * nu.clamp(min=eps * eps).rsqrt()).view(-1)[start : start + span.numel]
 
 
 def whole_leaves(tx: TransformLike) -> Transform:

@@ -24,10 +24,10 @@ from ..core.arguments import check_flags, check_whole, check_word, wrong
 from ..core.differences import Form, Wanted, differences, listed
 from ..core.storage import as_bytes
 from ..core.tree import Tree
-from ..layout.cuts import EVERYONE, Span
 from ..layout.layout import Layout
-from ..layout.pieces import Parameters, Parts, layout_of, mesh_of, packed, pick, pieces, typed
-from ..layout.reshard import collect, on_rank
+from ..layout.moves import collect, on_rank
+from ..layout.pieces import Parameters, Parts, elements, layout_of, mesh_of, packed, pick, typed
+from ..layout.row import Span
 from .base import TransformLike, as_transform
 from .torch_format import check_tensor, joined, known, read_saved
 from .torch_optim import BEGUN
@@ -115,7 +115,7 @@ def _whole_leaves(x: Parts, rank: int | None) -> Iterator[tuple[str, Tensor]]:
     layout = x.layout
     for numbers in _chunks(layout):
         part = layout.pick(numbers)
-        target = on_rank(part, layout.mesh, layout.axes, EVERYONE if rank is None else _along(layout, rank))
+        target = on_rank(part, None if rank is None else _along(layout, rank))
         label = _LABEL if rank is None else f"{_LABEL} for rank {rank}"  # ranks compare it
         whole = collect(packed(pick(x, part)), target, label)
         yield from ((layout.leaves[s.leaf].path, row) for s, row in zip(whole.layout.mine, whole.tensors, strict=True))
@@ -212,12 +212,14 @@ def _forms(like: Tree) -> Iterator[tuple[str, Form]]:
 
 def _cut(whole: Mapping[str, Tensor], path: str, like: Parts, mesh: AnyMesh, src: int | None, kept: Set[str]) -> Parts:
     """This rank's part of one tree of a whole state, in the partition of `like`, which keeps the leaves `kept`."""
-    out, layout = tree.map(torch.zeros_like, like), typed(like)
-    by_leaf: dict[int, list[tuple[Span, Tensor]]] = {n: [] for n in layout.numbers}
-    for span, (number, piece), (_, old) in zip(layout.mine, pieces(out), pieces(like), strict=True):
-        by_leaf[number].append((span, piece))
-        if joined(path, layout.leaves[number].path) in kept:
-            piece.copy_(old)
+    # contiguous, so that the elements of a whole leaf are a view
+    out = tree.map(partial(torch.zeros_like, memory_format=torch.contiguous_format), like)
+    layout = typed(like)
+    of_leaf: dict[int, tuple[Span, Tensor]] = {}
+    for (span, x), (_, old) in zip(elements(out), elements(like), strict=True):
+        of_leaf[span.leaf] = span, x
+        if joined(path, layout.leaves[span.leaf].path) in kept:
+            x.copy_(old)
     for number in layout.numbers:
         leaf, key = layout.leaves[number], joined(path, layout.leaves[number].path)
         if key in kept:
@@ -227,8 +229,9 @@ def _cut(whole: Mapping[str, Tensor], path: str, like: Parts, mesh: AnyMesh, src
         else:
             empty = torch.empty(leaf.shape, dtype=leaf.dtype, device=mesh_device(mesh))
             value = primitives.from_rank(whole[key].to(empty) if key in whole else empty, mesh, src, _LABEL)
-        for span, piece in by_leaf[number]:  # elements [begin, begin + numel) of the flattened leaf
-            piece.copy_(value.reshape(-1)[span.begin : span.begin + span.numel].view(piece.shape))
+        if number in of_leaf:
+            span, x = of_leaf[number]
+            x.copy_(leaf.flat(value)[span.begin : span.begin + span.numel])
     return out
 
 
@@ -333,7 +336,8 @@ def _chunked(state: Tree, params: Tree) -> Callable[[str, Tensor], Tensor]:
     """What makes DTensors of tensors of a leaf's shape, cut as that leaf is; other tensors are copied."""
     layout = layout_of(params)
     on = device_mesh(layout.mesh if layout.axes else _mesh(state, params), "state_dict: dtensors=True")
-    axes = {(leaf.path, leaf.shape): () if n in layout.shared else layout.axes for n, leaf in enumerate(layout.leaves)}
+    leaves = ((n, layout.leaves[n]) for n in layout.numbers)
+    axes = {(leaf.path, leaf.shape): layout.row_of[n].rule.over for n, leaf in leaves}
 
     def keep(path: str, x: Tensor) -> Tensor:
         over = axes.get((path, tuple(x.shape)))

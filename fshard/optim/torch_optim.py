@@ -15,7 +15,6 @@ from torch.optim import Optimizer
 from ..core import tree
 from ..core.scalars import double
 from ..core.tree import Tree
-from ..layout.cuts import Whole
 from ..layout.layout import Layout
 from ..layout.pieces import Pieces, clear_padding_, layout_of
 from .base import Needs, Transform, checked, choose
@@ -181,7 +180,7 @@ def _first_by_name(params: Tree, begin: Callable[[Tensor], Entry], device: str) 
     rows, layout = tree.leaves(params), layout_of(params)
     leaves = {n: layout.leaves[n] for n in layout.numbers}
     shapes = {n: begin(torch.zeros(leaf.shape, dtype=leaf.dtype, device=device)) for n, leaf in leaves.items()}
-    local_entries = {s.leaf: begin(rows[s.row]) for s in layout.mine}
+    local_entries = {s.leaf: begin(rows[s.tensor]) for s in layout.mine}
     names = dict.fromkeys(name for entry in shapes.values() for name in entry)
     return {name: _pieces_of(name, layout, shapes, local_entries) for name in names}
 
@@ -203,9 +202,9 @@ def _pieces_of(name: str, layout: Layout, shapes: Mapping[int, Entry], local_ent
         for n, leaf in enumerate(layout.leaves)
     ]
     part = layout.pick(known)
-    assert isinstance(part.cut, Whole)
-    cut = part.cut.resized({n: x.numel() for n, x in known.items()})
-    part = replace(part, source=(name, part.source), leaves=tuple(leaves), cut=cut, origin=None)
+    pairs = ((row, known[row.leaves[0]]) for row in part.rows)  # each of one whole leaf
+    rows = tuple(replace(row, shapes=(tuple(x.shape),), numel=x.numel()) for row, x in pairs)
+    part = replace(part, source=(name, part.source), leaves=tuple(leaves), rows=rows, origin=None)
     return Pieces(part, [local_entries[s.leaf][name] for s in part.mine])
 
 

@@ -25,7 +25,7 @@ class Share(NamedTuple):
     nbytes: int
 
 
-class Row(NamedTuple):
+class TableLine(NamedTuple):
     """Equal units, and their leaves of one kind: numbers of all of them together, and how each of `shares` is held.
 
     `brief` is what tells the kind from the others of the plan.
@@ -68,7 +68,7 @@ class Picture:
         return f"<pre>{escape(self.text)}</pre>\n{self.svg()}"
 
 
-def picture(title: Sequence[str], shares: Mapping[str, str], rows: Sequence[Row]) -> Picture:
+def picture(title: Sequence[str], shares: Mapping[str, str], rows: Sequence[TableLine]) -> Picture:
     """Return the picture of some rows. `shares` has the name of each column of shares, and what is said of it."""
     return Picture("\n".join([*title, *table([*shares], rows)]), rows, lambda: _svg(title, shares, rows))
 
@@ -95,7 +95,7 @@ def shortened(name: str, width: int) -> str:
     return name if len(name) <= width else f"{name[: width - 3 - end]}...{name[len(name) - end :]}"
 
 
-def table(columns: Sequence[str], rows: Sequence[Row]) -> list[str]:
+def table(columns: Sequence[str], rows: Sequence[TableLine]) -> list[str]:
     """Return the rows as lines that fit a screen of 80 x 24 characters: units that do not fit are one line."""
     regather = len({row.regather for row in rows}) > 1
     title = ["unit", "bytes", *columns, *["regather"] * regather]
@@ -114,13 +114,13 @@ def table(columns: Sequence[str], rows: Sequence[Row]) -> list[str]:
     return list(aligned(lines, right=range(1, len(columns) + 2)))
 
 
-def _sizes(columns: Sequence[str], rows: Sequence[Row]) -> list[str]:
+def _sizes(columns: Sequence[str], rows: Sequence[TableLine]) -> list[str]:
     """The bytes of some rows: of whole buffers, and of what a rank has of each column."""
     of_rank = [[row.shares[name].nbytes for row in rows if name in row.shares] for name in columns]
     return [size(sum(row.nbytes for row in rows)), *(size(sum(sizes)) if sizes else "-" for sizes in of_rank)]
 
 
-def _svg(title: Sequence[str], shares: Mapping[str, str], rows: Sequence[Row]) -> str:
+def _svg(title: Sequence[str], shares: Mapping[str, str], rows: Sequence[TableLine]) -> str:
     width, top = _NAMES + len(shares) * (_BAR + _GAP) + _GAP, 60 + 14 * len(title)
     height = top + len(rows) * _ROW + 30
     shapes = [f'<rect width="{width}" height="{height}" rx="6" fill="#ffffff"/>', _text(_GAP, 24, title[0], bold=True)]

@@ -36,12 +36,13 @@ from ..core.arguments import wrong
 from ..core.lazy import Branch, Container
 from ..core.tree import Tree
 from ..hosts.one_host import connected
-from ..layout.layout import Derived
+from ..layout.layout import Derived, Leaf
 from ..layout.pieces import Parts
-from ..layout.rows import interval
+from ..layout.row import Row
+from ..layout.rules import COPIES, Rule, interval
 from .ahead import Ahead
 from .offload import Crossings, crossings
-from .owners import Holders, Picture, Row, Share, picture, span
+from .owners import Holders, Picture, Share, TableLine, picture, span
 from .precision import Policy, Precision
 from .tables import size
 from .units import ENDS, ROOT
@@ -81,24 +82,21 @@ class Kind:
         """The properties that are not the usual ones."""
         return ["frozen"] * (not self.trainable) + ["whole"] * self.whole + ["host"] * self.host
 
+    def rule(self, over: Axes) -> Rule:
+        """Return how leaves lie in a tree that is cut over these axes: those kept whole are copies."""
+        return COPIES if self.whole else Rule(over)
+
 
 @dataclass(frozen=True)
-class Slot:
-    """The position of a leaf: elements [start, start + numel) of the flat buffer of its unit and kind."""
+class Slot(Leaf):
+    """A leaf and its place: elements [start, start + numel) of the flat buffer of its unit and kind."""
 
-    path: str
-    shape: tuple[int, ...]
     kind: int
     unit: int
     start: int
 
     def __hash__(self) -> int:
         return hash((self.unit, self.kind, self.start))  # slots are keys in a step: that of all fields takes longer
-
-    @property
-    def numel(self) -> int:
-        """The number of elements of the leaf."""
-        return math.prod(self.shape)
 
 
 @dataclass(frozen=True)
@@ -232,10 +230,6 @@ class Plan:
             raise ValueError(f"this plan has no mesh (it was unpickled): call plan.on(mesh), axes {dict(self.axes)}")
         return self.mesh
 
-    def over(self, axes: Axes, kind: int) -> Axes:
-        """Return the axes over which a kind is partitioned: `axes`, or none for leaves kept whole."""
-        return () if self.kinds[kind].whole else axes
-
     def rest(self, axes: Axes) -> Axes:
         """Return the axes of the mesh that are not in `axes`."""
         return tuple(name for name, _ in self.axes if name not in axes)
@@ -247,11 +241,11 @@ class Plan:
 
     def length(self, unit: int, kind: int, axes: Axes) -> int:
         """Return the number of elements of a unit and kind in one interval over these axes."""
-        return self.units[unit].lengths[kind] // self.num_parts(self.over(axes, kind))
+        return self.units[unit].lengths[kind] // self.num_parts(self.kinds[kind].rule(axes).over)
 
     def offset(self, unit: int, kind: int, axes: Axes) -> int:
         """Return where a unit begins in a rank's tensor of one kind; one past the last unit: where the tensor ends."""
-        return self._offsets[self.over(axes, kind)][kind][unit]
+        return self._offsets[self.kinds[kind].rule(axes).over][kind][unit]
 
     def index(self, axes: Axes) -> int:
         """Return the number of this rank's interval of a partition over `axes`."""
@@ -259,7 +253,7 @@ class Plan:
 
     def within(self, x: Tensor, kind: int, axes: Axes) -> Tensor:
         """This rank's interval (n / W,) of a buffer (n,) of one kind that is cut further, over these axes: a view."""
-        return interval(x, self.live_mesh(), self.over(axes, kind))
+        return interval(x, self.live_mesh(), self.kinds[kind].rule(axes).over)
 
     @cached_property
     def _indices(self) -> dict[Axes, int]:
@@ -289,13 +283,18 @@ class Plan:
         return known[key]
 
     @cached_property
-    def places(self) -> dict[tuple[int, int], list[Slot]]:
-        """The slots by (unit, kind), in the order in which they lie in the flat buffer."""
+    def rows(self) -> dict[tuple[int, int], Row[Slot]]:
+        """The flat buffers by (unit, kind), whole."""
         by_place: dict[tuple[int, int], list[Slot]] = {}
         for slot in self.slots:
             by_place.setdefault((slot.unit, slot.kind), []).append(slot)
         # leaves of a unit inside another one may lie behind those of the other; a start may also be an empty leaf's
-        return {place: sorted(slots, key=lambda slot: (slot.start, slot.numel)) for place, slots in by_place.items()}
+        ordered = ((place, sorted(x, key=lambda slot: (slot.start, slot.numel))) for place, x in by_place.items())
+        return {place: self._row(*place, slots) for place, slots in ordered}
+
+    def _row(self, unit: int, kind: int, slots: Sequence[Slot]) -> Row[Slot]:
+        starts, shapes = tuple(slot.start for slot in slots), tuple(slot.shape for slot in slots)
+        return Row(tuple(slots), starts, shapes, self.units[unit].lengths[kind], unit, kind)
 
     @cached_property
     def derived(self) -> Derived:
@@ -371,8 +370,8 @@ class Plan:
             by_interval.setdefault(tuple(at[axis] for axis in axes), []).append(rank)
         return tuple(tuple(by_interval[at]) for at in sorted(by_interval))
 
-    def rows(self, shares: Shares, units: Iterable[int]) -> list[Row]:
-        """Return what units consist of and who holds it, a row for each kind of equal units.
+    def lines(self, shares: Shares, units: Iterable[int]) -> list[TableLine]:
+        """Return what units consist of and who holds it, a line for each kind of equal units.
 
         Names of equal units differ in numbers alone. `shares` has, by name, the axes over which something is cut, and
         the bytes of an element of each kind; 0 for kinds that do not have it.
@@ -380,18 +379,19 @@ class Plan:
         equal = dict[object, list[int]]()
         for number in units:
             unit = self.units[number]
-            leaves = [len(self.places.get((number, kind), ())) for kind in range(len(self.kinds))]
+            rows = (self.rows.get((number, kind)) for kind in range(len(self.kinds)))
+            leaves = [len(row.leaves) if row else 0 for row in rows]
             key = (re.sub(r"\d+", "0", unit.name), unit.lengths, unit.kept, tuple(leaves))
             equal.setdefault(key, []).append(number)
         pairs = [(numbers, kind) for numbers in equal.values() for kind in range(len(self.kinds))]
         holders = {axes: self.holders(axes) for axes in ((), *(axes for axes, _ in shares.values()))}
-        return [self._row(shares, holders, *pair) for pair in pairs if (pair[0][0], pair[1]) in self.places]
+        return [self._line(shares, holders, *pair) for pair in pairs if (pair[0][0], pair[1]) in self.rows]
 
-    def _row(self, shares: Shares, holders: Mapping[Axes, Holders], units: Sequence[int], number: int) -> Row:
+    def _line(self, shares: Shares, holders: Mapping[Axes, Holders], units: Sequence[int], number: int) -> TableLine:
         kind, first, last = self.kinds[number], self.units[units[0]], self.units[units[-1]]
-        slots = [slot for unit in units for slot in self.places[unit, number]]
+        slots = [slot for unit in units for slot in self.rows[unit, number].leaves]
         lengths = {name: self.length(units[0], number, axes) * len(units) for name, (axes, _) in shares.items()}
-        return Row(
+        return TableLine(
             unit=span(first.name, last.name),
             num_units=len(units),
             kind=str(kind),
@@ -401,7 +401,7 @@ class Plan:
             elements=sum(slot.numel for slot in slots),
             nbytes=first.lengths[number] * len(units) * kind.dtype.itemsize,
             shares={
-                name: Share(holders[self.over(axes, number)], lengths[name] * sizes[number])
+                name: Share(holders[kind.rule(axes).over], lengths[name] * sizes[number])
                 for name, (axes, sizes) in shares.items()
                 if sizes[number]
             },
@@ -436,7 +436,7 @@ class Plan:
         said = {name: f"over {axes}" if axes else "whole on every rank" for name, axes in over.items()}
         note = "Bytes of a line's units, and of a rank; state: of one tensor (AdamW has two)."
         title = [*above, head, *textwrap.wrap(" ".join(words), 80), *self._advice(), note]
-        return picture(title, said, self.rows(shares, range(len(self.units))))
+        return picture(title, said, self.lines(shares, range(len(self.units))))
 
     def __str__(self) -> str:
         return self.picture().text

@@ -200,7 +200,7 @@ def _place(
     number_of = {kind: k for k, kind in enumerate(steps)}
     for i, kind in kind_of.items():
         unit, k = claims[i], number_of[kind]
-        slots.append(Slot(paths[i], tuple(flat[i].shape), k, unit, lengths[unit][k]))
+        slots.append(Slot(paths[i], tuple(flat[i].shape), kind.dtype, k, unit, lengths[unit][k]))
         lengths[unit][k] += _rounded_up(flat[i].numel(), steps[kind])
     return tuple(slots), [tuple(row) for row in lengths]
 

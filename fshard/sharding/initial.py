@@ -50,9 +50,9 @@ def init_params(plan: Plan, fn: Initialize, seed: int = 0) -> Sharded:
 
 
 def filled(into: Sharded, read: Callable[[Slot], Tensor]) -> Sharded:
-    """Fill the rows of a whole tree, one unit and kind at a time."""
-    for (unit, kind), slots in into.plan.places.items():
-        if kind in into.view.kinds:
+    """Fill the tensors of a whole tree, one unit and kind at a time."""
+    for place in into.plan.rows:
+        if row := into.view.rows.get(place):
             # no variable holds the leaves: they would be alive until those of the next unit are read
-            pack({slot: read(slot) for slot in slots}, into.plan, unit, kind, into.view.over, into.piece(unit, kind))
+            pack({slot: read(slot) for slot in row.leaves}, into.plan, row, into.shard(*place))
     return into

@@ -9,21 +9,17 @@ Note [Computed once]
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate, pairwise
 from typing import NamedTuple
 
-import torch
-from torch import Tensor
-
 from ..comm.mesh import Axes
 from ..core import tree
 from ..core.differences import Form, Wanted
-from ..core.flat import Places
-from ..layout.cuts import Interval, Intervals
-from ..layout.layout import Layout, Leaf
+from ..layout.layout import Layout
+from ..layout.row import Row
 from ..plan.plan import Plan, Slot
 from ..plan.units import ENDS, LAST
 
@@ -60,7 +56,30 @@ class View:
 
     def axes(self, kind: int) -> Axes:
         """Return the axes over which a kind is cut in this view: none for kinds that are kept whole."""
-        return self.plan.over(self.over, kind)
+        return self.plan.kinds[kind].rule(self.over).over
+
+    @property
+    def rows(self) -> dict[tuple[int, int], Row[Slot]]:
+        """The rows of the units and kinds, by these: where they lie in the tensors of this view; made once."""
+        known, key = self.plan.derived.rows, (self.over, self.kinds, self.units)
+        if key not in known:
+            known[key] = {place: self._row(*place) for place in sorted(self.plan.rows) if self._has(*place)}
+        rows: dict[tuple[int, int], Row[Slot]] = known[key]
+        return rows
+
+    def of_kind(self, kind: int) -> list[Row[Slot]]:
+        """The rows of one kind, in the order in which their shards lie in its tensor."""
+        return [row for row in self.rows.values() if row.kind == kind]
+
+    def _has(self, unit: int, kind: int) -> bool:
+        return self.units[0] <= unit < self.units[1] and kind in self.kinds
+
+    def _row(self, unit: int, kind: int) -> Row[Slot]:
+        plan = self.plan
+        # a tensor of a subtree begins with the subtree's first unit
+        start = plan.offset(unit, kind, self.over) - plan.offset(self.units[0], kind, self.over)
+        rule, sizes = plan.kinds[kind].rule(self.over), dict(plan.axes)
+        return plan.rows[unit, kind].at(rule, sizes, self.kinds.index(kind), start)
 
     @property
     def layout(self) -> Layout:
@@ -80,47 +99,18 @@ class View:
         plan, numbers = self.plan, self.plan.leaves[self.first : self.first + self.spec.num_leaves]
         order = [n for n in dict.fromkeys(numbers) if plan.slots[n].kind in self.kinds]
         index = {n: i for i, n in enumerate(order)}
+        by_slot = {plan.slots[n]: i for n, i in index.items()}
+        rows = (row.renamed(by_slot) for row in self.rows.values())
         return Layout(
             source=self._key,
             spec=self.spec,
             places=tuple(index.get(n) for n in numbers),
-            leaves=tuple(Leaf(s.path, s.shape, plan.kinds[s.kind].dtype) for s in (plan.slots[n] for n in order)),
-            cut=Intervals({i: self._interval(plan.slots[n]) for i, n in enumerate(order)}),
+            leaves=tuple(plan.slots[n] for n in order),
+            rows=tuple(row for row in rows if row.leaves),
             flat=True,
             mesh=plan.live_mesh(),
             axes=self.over,
         )
-
-    def _interval(self, slot: Slot) -> Interval:
-        plan, kind, over = self.plan, slot.kind, self.over
-        return Interval(
-            row=self.kinds.index(kind),
-            # the row of a subtree begins with the subtree's first unit
-            base=plan.offset(slot.unit, kind, over) - plan.offset(self.units[0], kind, over),
-            length=plan.length(slot.unit, kind, over),
-            start=slot.start,
-            numel=slot.numel,
-            shared=plan.kinds[kind].whole,
-        )
-
-
-class Part(NamedTuple):
-    """The leaves of one kind in a unit."""
-
-    kind: int
-    slots: tuple[Slot, ...]
-    numel: int  # of the flat buffer (n,)
-    places: Places  # of the leaves in the flat buffer
-    trainable: bool
-    axes: Axes  # that this rank's interval is cut over
-    row: int  # the number of the tensor in which the interval lies, and where
-    start: int
-    stop: int
-    compute: torch.dtype  # in which the leaves are computed with
-
-    def of(self, rows: Sequence[Tensor]) -> Tensor:
-        """This rank's interval (n / W,), a view."""
-        return rows[self.row][self.start : self.stop]
 
 
 class Entry(NamedTuple):
@@ -129,12 +119,12 @@ class Entry(NamedTuple):
     unit: int
     name: str
     kept: Axes | None  # as in `Unit`
-    parts: tuple[Part, ...]
-    slots: tuple[Slot, ...]  # of all leaves, part by part
+    rows: tuple[Row[Slot], ...]
+    slots: tuple[Slot, ...]  # of all leaves, row by row
     trained: tuple[int, ...]  # the numbers of the trainable leaves among them
-    # the trainable parts with elements, each with the numbers [begin, end) of its leaves among the trainable ones
-    reduced: tuple[tuple[Part, int, int], ...]
-    sent: bool  # whether ranks have parts of it
+    # the trainable rows with elements, each with the numbers [begin, end) of its leaves among the trainable ones
+    reduced: tuple[tuple[Row[Slot], int, int], ...]
+    sent: bool  # whether ranks have shards of it
 
 
 class Reads(NamedTuple):
@@ -151,7 +141,7 @@ class Schedule:
     def __init__(self, view: View):
         plan = view.plan
         self.entries = {unit: _entry(view, unit) for unit in range(*view.units)}
-        self.parts = {(e.unit, part.kind): part for e in self.entries.values() for part in e.parts}
+        self.rows = view.rows
         self.regathers = any(unit.kept != () for unit in plan.units)
         self.sends = any(e.sent for e in self.entries.values())
         self.mixed = self.sends and not all(e.sent for e in self.entries.values())
@@ -216,32 +206,11 @@ def schedule(view: View) -> Schedule:
 
 def _entry(view: View, unit: int) -> Entry:
     plan = view.plan
-    parts = tuple(_part(view, unit, kind) for kind in view.kinds if (unit, kind) in plan.places)
-    slots = tuple(slot for part in parts for slot in part.slots)
+    rows = tuple(view.rows[unit, kind] for kind in view.kinds if (unit, kind) in view.rows)
+    slots = tuple(slot for row in rows for slot in row.leaves)
     trained = tuple(number for number, slot in enumerate(slots) if plan.kinds[slot.kind].trainable)
-    trainable = [part for part in parts if part.trainable]
-    ends = list(accumulate((len(part.slots) for part in trainable), initial=0))
-    reduced = tuple(
-        (part, begin, end) for part, (begin, end) in zip(trainable, pairwise(ends), strict=True) if part.numel
-    )
-    sent = any(size > 1 and axis in part.axes for part in parts for axis, size in plan.axes)
-    return Entry(unit, plan.units[unit].name, plan.units[unit].kept, parts, slots, trained, reduced, sent)
-
-
-def _part(view: View, unit: int, kind: int) -> Part:
-    plan, over = view.plan, view.over
-    slots, numel = tuple(plan.places[unit, kind]), plan.units[unit].lengths[kind]
-    # the row of a subtree begins with the subtree's first unit
-    start = plan.offset(unit, kind, over) - plan.offset(view.units[0], kind, over)
-    return Part(
-        kind,
-        slots,
-        numel,
-        Places(numel, [slot.start for slot in slots], [slot.shape for slot in slots]),
-        plan.kinds[kind].trainable,
-        view.axes(kind),
-        view.kinds.index(kind),
-        start,
-        start + plan.length(unit, kind, over),
-        plan.kinds[kind].precision.compute,
-    )
+    trainable = [row for row in rows if plan.kinds[row.kind].trainable]
+    ends = list(accumulate((len(row.leaves) for row in trainable), initial=0))
+    reduced = tuple((row, *edge) for row, edge in zip(trainable, pairwise(ends), strict=True) if row.numel)
+    sent = any(row.shards > 1 for row in rows)
+    return Entry(unit, plan.units[unit].name, plan.units[unit].kept, rows, slots, trained, reduced, sent)

@@ -16,14 +16,14 @@ from ..comm.mesh import AnyMesh, Axes, coordinate, mesh_device
 from ..core import tree
 from ..core.arguments import check_whole, wrong
 from ..core.differences import lacking
-from ..core.flat import Places
 from ..core.lazy import Branch, Container
 from ..core.storage import Life, Source
 from ..core.tree import Tree
-from ..layout import reshard, rows
 from ..layout.layout import Layout
+from ..layout.moves import gathered
 from ..layout.pieces import Parameters, Parts, Pieces, Views, packed
-from ..layout.rows import COPIES, Rule
+from ..layout.row import Row, Span
+from ..layout.rules import COPIES, Rule, reshard
 from ..plan import offload
 from ..plan.leaves import check_tensors, identity
 from ..plan.owners import Picture, picture
@@ -126,13 +126,9 @@ class Sharded(Parameters, Branch):
         rows |= dict(zip(new.view.kinds, new.tensors, strict=True))
         return Sharded(self.view, [rows[k] for k in self.view.kinds])
 
-    def piece(self, unit: int, kind: int) -> Tensor:
-        """This rank's interval of one unit and kind, a view."""
-        plan, axes, (first_unit, _) = self.plan, self.view.over, self.view.units
-        row = self.tensors[self.view.kinds.index(kind)]
-        # the row of a subtree begins with the subtree's first unit
-        start = plan.offset(unit, kind, axes) - plan.offset(first_unit, kind, axes)
-        return row[start : start + plan.length(unit, kind, axes)]
+    def shard(self, unit: int, kind: int) -> Tensor:
+        """This rank's shard (n / W,) of one unit and kind, a view."""
+        return self.view.rows[unit, kind].of(self.tensors)
 
     def local_views(self) -> dict[str, Tensor]:
         """This rank's piece of every leaf, by path: 1-D views, empty if other ranks hold the whole leaf.
@@ -145,12 +141,12 @@ class Sharded(Parameters, Branch):
         >>> grads.local_views()["w"], optim.global_norm(grads["head"])
         (tensor([1., 1., 1., 1.]), tensor(4.))
         """
-        views = {}
+        layout, views = self.layout, {}
         names = self.plan.paths[self.view.first :][: self.view.spec.num_leaves]
-        for path, slot in zip(names, self.view.slots(), strict=True):
-            if slot.kind in self.view.kinds:
-                begin, end, shift = _overlap(self.plan, slot, self.view.over)
-                views[path] = self.piece(slot.unit, slot.kind)[begin + shift : end + shift]
+        for path, number in zip(names, layout.places, strict=True):
+            if number is not None:
+                span = layout.span_of.get(number) or Span(number, layout.row_of[number].tensor, 0, 0, 0)
+                views[path] = self.tensors[span.tensor][span.start : span.start + span.numel]
         return views
 
     def gathered(self) -> Tree:
@@ -158,8 +154,8 @@ class Sharded(Parameters, Branch):
         slots, whole = self.view.slots(), dict[Slot, Tensor]()
         # sorted: every rank must start the same gathers in the same order
         for unit, kind in sorted({(s.unit, s.kind) for s in slots if s.kind in self.view.kinds}):
-            pieces = cut(self.plan, gather_unit(self, unit, kind), unit, kind)
-            whole.update(zip(self.plan.places[unit, kind], pieces, strict=True))
+            row = self.view.rows[unit, kind]
+            whole.update(zip(row.leaves, row.places.views(gather_unit(self, unit, kind)), strict=True))
         # a kind that is not here, as frozen leaves among gradients, has None
         return tree.unflatten(self.view.spec, [whole.get(slot) for slot in slots])
 
@@ -185,7 +181,7 @@ class Sharded(Parameters, Branch):
         for kind, row in zip(self.view.kinds, self.tensors, strict=True):
             sizes[kind] = row.itemsize
         over = f"over {','.join(self.view.over)}" if self.view.over else "whole on every rank"
-        rows = self.plan.rows({"of a rank": (self.view.over, sizes)}, range(*self.view.units))
+        rows = self.plan.lines({"of a rank": (self.view.over, sizes)}, range(*self.view.units))
         rows = [row for row in rows if row.shares]
         return picture([f"Sharded on {dict(self.plan.axes) or 'one device'}"], {"of a rank": over}, rows)
 
@@ -223,15 +219,6 @@ def in_new_containers(x: Tree) -> Tree:
     return tree.map_tops(lambda top: Sharded(top.view, top.tensors) if isinstance(top, Sharded) else top, Sharded, x)
 
 
-def _overlap(plan: Plan, slot: Slot, over: Axes) -> tuple[int, int, int]:
-    """The elements [begin, end) of a leaf in this rank's interval, and the offset from leaf to interval."""
-    axes = plan.over(over, slot.kind)
-    length = plan.length(slot.unit, slot.kind, over)
-    low = plan.index(axes) * length - slot.start  # where the interval begins, in elements of the leaf
-    begin = min(max(low, 0), slot.numel)
-    return begin, min(max(low + length, begin), slot.numel), -low
-
-
 def whole_view(plan: Plan, over: Axes, kinds: Sequence[int]) -> View:
     """The view of a whole tree: all units, some kinds, cut over some axes."""
     return View(plan, over, tuple(kinds), plan.spec, 0, (0, len(plan.units)))
@@ -263,11 +250,11 @@ def shard_params(params: Tree, plan: Plan, src: int | None = None) -> Sharded:
     device = _check_leaves(leaves, plan, src)
     sharded = empty_params(plan, device)
     by_slot = dict(zip(plan.slots, leaves, strict=True))
-    for (unit, kind), slots in plan.places.items():
+    for place, row in plan.rows.items():
         values = by_slot
         if src is not None:  # the leaves of one unit and kind at a time: a rank may have no room for all
-            values = {slot: _from_rank(by_slot[slot].detach(), plan, src, device) for slot in slots}
-        pack(values, plan, unit, kind, plan.params_over, sharded.piece(unit, kind))
+            values = {slot: _from_rank(by_slot[slot].detach(), plan, src, device) for slot in row.leaves}
+        pack(values, plan, sharded.view.rows[place], sharded.shard(*place))
     return sharded
 
 
@@ -284,21 +271,9 @@ def room(plan: Plan, kind: int, over: Axes, like: Tensor) -> Tensor:
     return offload.empty(numel, like.dtype, plan.device) if plan.kinds[kind].host else like.new_empty(numel)
 
 
-def pack(leaves: Mapping[Slot, Tensor], plan: Plan, unit: int, kind: int, over: Axes, out: Tensor) -> Tensor:
-    """Fill `out`, this rank's interval of one unit and kind, from whole leaves, and set its padding to zero."""
-    parts, filled = [], 0  # `filled`: the number of elements of `out`, (n / W,), that the parts so far fill
-    for slot, begin, end, start in intervals(plan, unit, kind, over):
-        parts += [out.new_zeros(start - filled)] * (start > filled)
-        parts.append(leaves[slot].detach().reshape(-1)[begin:end].to(out.device))
-        filled = start + end - begin
-    # `cat` with `out` also casts to the dtype of `out`
-    return torch.cat([*parts, out.new_zeros(out.numel() - filled)], out=out)
-
-
-def intervals(plan: Plan, unit: int, kind: int, over: Axes) -> list[tuple[Slot, int, int, int]]:
-    """The parts of leaves in this rank's interval of a unit and kind: slot, begin, end, offset in the interval."""
-    overlaps = ((slot, *_overlap(plan, slot, over)) for slot in plan.places[unit, kind])
-    return [(slot, begin, end, begin + shift) for slot, begin, end, shift in overlaps if begin < end]
+def pack(leaves: Mapping[Slot, Tensor], plan: Plan, row: Row[Slot], out: Tensor) -> Tensor:
+    """Fill `out`, this rank's shard of a row, from whole leaves, and set its padding to zero."""
+    return row.fill(lambda slot: slot.flat(leaves[slot].detach()), plan.index(row.rule.over), out)
 
 
 def _from_rank(leaf: Tensor, plan: Plan, src: int, device: torch.device) -> Tensor:
@@ -370,7 +345,7 @@ def gather_params(x: Tree) -> Tree:
     tensor(3)
     """
     if isinstance(x, Pieces):
-        return reshard.gathered(x)
+        return gathered(x)
     if isinstance(x, Branch):
         return x.gathered()
     if isinstance(x, Plan):
@@ -384,7 +359,7 @@ def gather_unit(x: Sharded, unit: int, kind: int) -> Tensor:
     """The flat buffer (n,) of one unit and kind, on the device; differentiable."""
     plan, axes = x.plan, x.view.axes(kind)
     # `to(copy=True)` has a derivative, which brings gradients back to host memory
-    full, label = x.piece(unit, kind), plan.units[unit].name
+    full, label = x.shard(unit, kind), plan.units[unit].name
     if plan.kinds[kind].host:
         full = full.to(plan.device, copy=True)
     elif not axes:  # a copy, as a gather gives: a donated step writes to the parameters
@@ -396,12 +371,6 @@ def gather_unit(x: Sharded, unit: int, kind: int) -> Tensor:
     for axis in reversed(axes):  # the last axis first: the first axis varies slowest in the buffer
         full = collectives.all_gather(full, plan.live_mesh(), axis, label)
     return full
-
-
-def cut(plan: Plan, full: Tensor, unit: int, kind: int) -> list[Tensor]:
-    """The leaves of one unit and kind, views of its gathered flat buffer."""
-    slots = plan.places[unit, kind]
-    return Places(full.numel(), [slot.start for slot in slots], [slot.shape for slot in slots]).views(full)
 
 
 def refine(x: Sharded, over: Axes) -> Sharded | Views[Any]:
@@ -416,8 +385,8 @@ def refine(x: Sharded, over: Axes) -> Sharded | Views[Any]:
     if plan.num_parts(further) == 1:  # this rank has all of what it cuts
         return Sharded(view, x.tensors, x._life)
     # for each kind the views of all units, (n / W,) each, W the number of ranks along `over`
-    units = range(len(plan.units))
-    runs = [[plan.within(x.piece(unit, kind), kind, further) for unit in units] for kind in view.kinds]
+    shards = ([(kind, row.of(x.tensors)) for row in x.view.of_kind(kind)] for kind in view.kinds)
+    runs = [[plan.within(shard, kind, further) for kind, shard in of_kind] for of_kind in shards]
     return Views(Sharded, view, runs)
 
 
@@ -434,18 +403,19 @@ def coarsen(x: Sharded | Views[Any], over: Axes, into: Sharded | None = None) ->
         likes = [run[0] for run in x.runs] if isinstance(x, Views) else x.tensors
         into = Sharded(view, [room(plan, k, over, like) for k, like in zip(view.kinds, likes, strict=True)])
     started = []
-    for kind in view.kinds:
+    for number, kind in enumerate(view.kinds):
         axes = () if plan.kinds[kind].whole else further
-        for unit, name in enumerate(u.name for u in plan.units):
-            if plan.length(unit, kind, over):
-                row = into.piece(unit, kind)
-                piece = x.runs[view.kinds.index(kind)][unit] if isinstance(x, Views) else x.piece(unit, kind)
-                out = offload.landing(row, plan.device) if axes and plan.kinds[kind].host else row
-                pending = rows.reshard(piece.to(out.device), Rule(axes), COPIES, plan.live_mesh(), name, out)
-                if out is row:
+        rows = fine.of_kind(kind)
+        shards = x.runs[number] if isinstance(x, Views) else [row.of(x.tensors) for row in rows]
+        for row, shard in zip(rows, shards, strict=True):
+            if row.numel:
+                whole, name = into.shard(row.unit, kind), plan.units[row.unit].name
+                out = offload.landing(whole, plan.device) if axes and plan.kinds[kind].host else whole
+                pending = reshard(shard.to(out.device), Rule(axes), COPIES, plan.live_mesh(), name, out)
+                if out is whole:
                     started.append(pending)
                 else:  # host memory: one after the other, as the device may have no room for all
-                    row.copy_(pending.wait())
+                    whole.copy_(pending.wait())
     for pending in started:
         pending.wait()
     return into

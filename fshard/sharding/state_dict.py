@@ -15,10 +15,11 @@ from ..comm.consensus import check_same, together
 from ..comm.mesh import AnyMesh, num_ranks, rank_in
 from ..core.arguments import check_flags, check_whole, wrong
 from ..core.differences import Form, Wanted, equal_values, name_differences, unfit
+from ..layout.pieces import pieces
 from ..plan.plan import Slot
 from .initial import filled
 from .names import Rename, renamed
-from .sharded import Sharded, cut, gather_unit, intervals
+from .sharded import Sharded, gather_unit
 
 
 def state_dict(x: Sharded, rank: int | None = None, dtensors: bool = False) -> dict[str, Tensor]:
@@ -46,16 +47,16 @@ def state_dict(x: Sharded, rank: int | None = None, dtensors: bool = False) -> d
     on = torch_sharded.device_mesh(mesh, "state_dict: dtensors=True") if dtensors else None
     keeps = rank is None or rank_in(mesh) == rank
     result = dict[Slot, Tensor]()
-    for (unit, kind), slots in plan.places.items():
-        if kind in x.view.kinds:
+    for place in plan.rows:
+        if row := x.view.rows.get(place):
             with torch.no_grad():
-                leaves = cut(plan, gather_unit(x, unit, kind), unit, kind)
-            for slot, leaf in zip(slots, leaves if keeps else (), strict=keeps):
+                leaves = row.places.views(gather_unit(x, *place))
+            for slot, leaf in zip(row.leaves, leaves if keeps else (), strict=keeps):
                 if on is None:
                     result[slot] = leaf.to("cpu", copy=True)
                 else:
-                    device = x.piece(unit, kind).device  # host memory for leaves that are kept there
-                    result[slot] = torch_sharded.dtensor_of(leaf.to(device), on, x.view.axes(kind))
+                    device = x.shard(*place).device  # host memory for leaves that are kept there
+                    result[slot] = torch_sharded.dtensor_of(leaf.to(device), on, row.rule.over)
     names = zip(plan.paths, x.view.slots(), strict=True)
     return {name: result[slot] for name, slot in names if slot in result}
 
@@ -145,12 +146,11 @@ def load_with_buffers(
 
 
 def _keep(absent: Collection[Slot], x: Sharded, into: Sharded) -> None:
-    """Copy this rank's parts of leaves that were not read."""
-    for unit, kind in x.plan.places if absent else ():
-        for slot, begin, end, start in intervals(x.plan, unit, kind, x.view.over) if kind in x.view.kinds else ():
-            if slot in absent:
-                part = slice(start, start + end - begin)
-                into.piece(unit, kind)[part] = x.piece(unit, kind)[part].detach()
+    """Copy this rank's elements of leaves that were not read."""
+    absent_paths, layout = {slot.path for slot in absent}, x.layout
+    for (number, new), (_, old) in zip(pieces(into), pieces(x), strict=True):
+        if layout.leaves[number].path in absent_paths:
+            new.copy_(old.detach())
 
 
 class _Source(NamedTuple):

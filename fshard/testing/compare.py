@@ -42,8 +42,8 @@ def _places_of(path: str, x: Parts) -> Iterator[Place]:
         yield Place(".".join(filter(None, (path, leaf))), units.get(leaf), piece)
     for number, row in enumerate(tree.leaves(x) if layout.flat else []):
         covered = torch.zeros(len(row), dtype=torch.bool, device=row.device)  # (n / W,)
-        for span in (s for s in layout.mine if s.row == number):
-            covered[span.start : span.start + span.numel] = True  # elements of a leaf; the others are padding
+        for start, stop in layout.filled.get(number, ()):
+            covered[start:stop] = True  # elements of leaves; the others are padding
         yield Place(".".join(filter(None, (path, f"(padding of row {number})"))), None, row[~covered])
 
 

@@ -29,7 +29,7 @@ from ..grad.gradients import Gradients, Take, UnitSums
 from ..layout.layout import Layout
 from ..layout.norms import square_sum
 from ..layout.pieces import Parts, Views
-from ..layout.rows import Rule, reshard
+from ..layout.rules import Rule, reshard
 from ..optim.base import Label, Transform, clip_factor, update_part
 from ..optim.transforms import LabelState
 from ..sharding.schedule import View
@@ -162,7 +162,7 @@ class Squares:
 
     def add(self, unit: int, kind: int, total: Tensor) -> None:
         """Add the squares of the gradients of one unit and kind."""
-        is_cut = self._plan.over(self._plan.grads_over, kind)
+        is_cut = self._plan.kinds[kind].rule(self._plan.grads_over).over
         (self._cut if is_cut else self._shared).append(square_sum(total))
 
     def norm(self) -> Tensor:
@@ -189,7 +189,7 @@ class Part:
     def update(self, params: Tensor, grads: Tensor, unit: int, kind: int) -> Tree:
         """Update the intervals of one unit and kind in place; returns a state in which only the 0-d tensors are new."""
         if self.runs is None:
-            return update_part(self.tx, self.state, [params], [grads], lambda x: [x.piece(unit, kind)], own_grads=True)
+            return update_part(self.tx, self.state, [params], [grads], lambda x: [x.shard(unit, kind)], own_grads=True)
         runs = self.runs.get((unit, kind), ())
         of_params, of_grads = ([x[start : start + numel] for start, numel, _, _ in runs] for x in (params, grads))
 
@@ -217,8 +217,8 @@ def _runs(layout: Layout, view: View) -> Runs:
         runs = dict[tuple[int, int], list[tuple[int, int, int, int]]]()
         for span in layout.mine:
             slot = slots[span.leaf]
-            start = view.layout.span_of[span.leaf].start - view.plan.offset(slot.unit, slot.kind, view.over)
-            runs.setdefault((slot.unit, slot.kind), []).append((start, span.numel, span.row, span.start))
+            start = view.layout.span_of[span.leaf].start - view.rows[slot.unit, slot.kind].start
+            runs.setdefault((slot.unit, slot.kind), []).append((start, span.numel, span.tensor, span.start))
         known[key] = runs
     made: Runs = known[key]
     return made
@@ -243,14 +243,15 @@ class Updates:
         plan = self._params.plan
         further = () if plan.kinds[kind].whole else plan.state_over[len(plan.params_over) :]
         if plan.num_parts(further) > 1:  # the optimizer's state is cut further than parameters are
-            row, rules = self._params.piece(unit, kind), (Rule(plan.state_over), Rule(plan.params_over))
-            self._gathers.append(reshard(params, *rules, plan.live_mesh(), plan.units[unit].name, row))
+            out, rules = self._params.shard(unit, kind), (Rule(plan.state_over), Rule(plan.params_over))
+            self._gathers.append(reshard(params, *rules, plan.live_mesh(), plan.units[unit].name, out))
 
     def _interval(self, unit: int, kind: int) -> Tensor:
         """The parameters (n / W_state,) that this rank updates, a view."""
         if isinstance(self._fine, Views):
-            return self._fine.runs[self._fine.key.kinds.index(kind)][unit]
-        return self._fine.piece(unit, kind)
+            view: View = self._fine.key
+            return self._fine.runs[view.kinds.index(kind)][view.of_kind(kind).index(view.rows[unit, kind])]
+        return self._fine.shard(unit, kind)
 
     def _own(self, total: Tensor, kind: int) -> Tensor:
         """The gradients (n / W_state,) that this rank updates with, in the dtype of the parameters."""
@@ -263,8 +264,8 @@ class Updates:
     def finish(self) -> Tree:
         """Wait for all new parameters, and return the new optimizer state."""
         if not self.begun:  # no parameter has an element: the counts alone go on
-            kind = self._params.trainable.view.kinds[0]
-            self.make(0, kind, self._interval(0, kind))
+            unit, kind = next(iter(self._fine.key.rows))
+            self.make(unit, kind, self._interval(unit, kind))
         for pending in self._gathers:
             pending.wait()
         new = self._new[None] if None in self._parts else LabelState(self._new, self._old.layouts)

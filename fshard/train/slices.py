@@ -35,7 +35,7 @@ from ..core.scalars import on_device
 from ..core.tracing import copied
 from ..core.tree import Tree
 from ..grad.grad import later_grads, reduce_all
-from ..layout.rows import COPIES, reshard
+from ..layout.rules import COPIES, reshard
 from ..plan.plan import Plan
 from ..sharding.sharded import Sharded
 from .accumulate import Recipe, StepGradients, cut, joined, num_rows, rank_of, run_each, summed_locally

@@ -14,12 +14,14 @@ from ..comm.ranks import Pending
 from ..core import tree
 from ..core.differences import Form, form_difference
 from ..core.tree import Tree
-from ..layout.rows import COPIES, Rule, reshard
+from ..layout.row import Row
+from ..layout.rules import COPIES, Rule, reshard
 from ..optim.base import FoundInf, Transform, update_part
 from ..plan.leaves import is_differentiable
 from ..plan.plan import Plan, Slot
 from ..plan.planning import make_plan
-from ..sharding.sharded import Sharded, cut, intervals, local_numel, pack, whole_view
+from ..sharding.schedule import View
+from ..sharding.sharded import Sharded, local_numel, pack, whole_view
 from .leaf import ZeroState, check_zero_state, leaves_of
 
 # On the storage of a bucket, because users hold views of it: the plan, unit and kind. A tensor of the user's that fills
@@ -55,14 +57,18 @@ def _kinds(plan: Plan) -> list[int]:
     return [k for k, kind in enumerate(plan.kinds) if kind.trainable]
 
 
-def _places(plan: Plan) -> list[tuple[int, int]]:
-    """Pairs of a unit and a trainable kind that have leaves, in the order of units."""
-    return sorted((u, k) for u, k in plan.places if plan.kinds[k].trainable)
+def _rows(plan: Plan) -> list[Row[Slot]]:
+    """The trainable rows, cut over `state_over`, in the order of units."""
+    return [*_view(plan).rows.values()]
+
+
+def _view(plan: Plan) -> View:
+    return whole_view(plan, plan.state_over, _kinds(plan))
 
 
 def _empty(plan: Plan, device: torch.device) -> Sharded:
     """An uninitialised `Sharded` for this rank's part."""
-    view = whole_view(plan, plan.state_over, _kinds(plan))
+    view = _view(plan)
     sizes = [(local_numel(plan, k, plan.state_over), plan.kinds[k].dtype) for k in view.kinds]
     return Sharded(view, [torch.empty(numel, dtype=dtype, device=device) for numel, dtype in sizes])
 
@@ -70,8 +76,8 @@ def _empty(plan: Plan, device: torch.device) -> Sharded:
 def _part(plan: Plan, leaves: Mapping[Slot, Tensor]) -> Sharded:
     """Copy this rank's part out of whole leaves."""
     part = _empty(plan, next(iter(leaves.values())).device)
-    for unit, kind in _places(plan):
-        pack(leaves, plan, unit, kind, plan.state_over, part.piece(unit, kind))
+    for row in _rows(plan):
+        pack(leaves, plan, row, row.of(part.tensors))
     return part
 
 
@@ -80,43 +86,38 @@ def _grads_part(
 ) -> dict[tuple[int, int], Pending]:
     """This rank's part of the gradients, by unit and kind: local ones are being reduced, wait() copies others."""
     mesh, axes, started = plan.live_mesh(), plan.state_over, {}
-    for unit, kind in _places(plan):  # every rank starts the same reductions in the same order
-        like, out = leaves[plan.places[unit, kind][0]], None if into is None else into.piece(unit, kind)
+    for row in _rows(plan):  # every rank starts the same reductions in the same order
+        like, out = leaves[row.leaves[0]], None if into is None else row.of(into.tensors)
         if local:
-            whole = primitives.buffer(mesh, plan.rest(()), plan.length(unit, kind, ()), like, lent=True)  # (n,)
-            pack(leaves, plan, unit, kind, (), whole)
+            whole = primitives.buffer(mesh, plan.rest(()), row.numel, like, lent=True)  # (n,)
+            pack(leaves, plan, plan.rows[row.unit, row.kind], whole)
             old = COPIES.dual(plan.rest(()))
-            pending = reshard(whole, old, Rule(axes), mesh, plan.units[unit].name, out)
+            pending = reshard(whole, old, Rule(axes), mesh, plan.units[row.unit].name, out)
         else:
-            pending = Pending(None, partial(_read, leaves, plan, unit, kind, out))
-        started[unit, kind] = pending
+            pending = Pending(None, partial(_read, leaves, plan, row, out))
+        started[row.unit, row.kind] = pending
     return started
 
 
-def _read(
-    leaves: Mapping[Slot, Tensor], plan: Plan, unit: int, kind: int, out: Tensor | None, _: Sequence[Tensor]
-) -> Tensor:
-    """Copy this rank's interval (n / W,) of a bucket out of whole gradients, into `out` or a new tensor."""
+def _read(leaves: Mapping[Slot, Tensor], plan: Plan, row: Row[Slot], out: Tensor | None, _: Sequence[Tensor]) -> Tensor:
+    """Copy this rank's shard (n / W,) of a bucket out of whole gradients, into `out` or a new tensor."""
     if out is None:
-        like, length = leaves[plan.places[unit, kind][0]], plan.length(unit, kind, plan.state_over)
-        out = primitives.buffer(plan.live_mesh(), plan.state_over[-1:], length, like, lent=False)
-    return pack(leaves, plan, unit, kind, plan.state_over, out)
+        like = leaves[row.leaves[0]]
+        out = primitives.buffer(plan.live_mesh(), plan.state_over[-1:], row.length, like, lent=False)
+    return pack(leaves, plan, row, out)
 
 
-def _bucket_of(leaves: Mapping[Slot, Tensor], plan: Plan, place: tuple[int, int]) -> Tensor | None:
-    """The bucket that leaves are views of, if a step of this plan made it; else None."""
-    slots, length = plan.places[place], plan.length(*place, ())
-    first = leaves[slots[0]]
+def _bucket_of(leaves: Mapping[Slot, Tensor], plan: Plan, row: Row[Slot]) -> Tensor | None:
+    """The bucket (n,) that leaves are views of, if a step of this plan made it; else None."""
+    first = leaves[row.leaves[0]]
     storage = first.untyped_storage()
-    is_bucket = getattr(storage, _MARK, None) == (plan.fingerprint, place) and all(
+    is_bucket = getattr(storage, _MARK, None) == (plan.fingerprint, (row.unit, row.kind)) and all(
         leaves[slot].untyped_storage().data_ptr() == storage.data_ptr()
         and leaves[slot].storage_offset() == slot.start
         and leaves[slot].is_contiguous()
-        for slot in slots
+        for slot in row.leaves
     )
-    return (
-        first.detach().as_strided((length,), (1,), 0) if is_bucket else None
-    )  # (n,), from the storage's first element
+    return first.detach().as_strided((row.numel,), (1,), 0) if is_bucket else None  # from the storage's first element
 
 
 def _whole_part(plan: Plan, leaves: Mapping[Slot, Tensor], local: bool) -> Sharded:
@@ -134,15 +135,15 @@ class _Buckets:
         self.plan, self.started = plan, list[Pending]()
         self.whole = dict[tuple[int, int], Tensor]()  # (n,) for each unit and kind
         self.reused = set[tuple[int, int]]()  # the buckets that are those of the parameters given away
-        for unit, kind in _places(plan):
-            like, length = torch.empty(0, dtype=plan.kinds[kind].dtype, device=device), plan.length(unit, kind, ())
-            bucket = None if given_away is None else _bucket_of(given_away, plan, (unit, kind))
+        for row in _rows(plan):
+            place, like = (row.unit, row.kind), torch.empty(0, dtype=plan.kinds[row.kind].dtype, device=device)
+            bucket = None if given_away is None else _bucket_of(given_away, plan, row)
             if bucket is None:
-                bucket = primitives.buffer(plan.live_mesh(), plan.state_over[-1:], length, like, lent=False)
-                setattr(bucket.untyped_storage(), _MARK, (plan.fingerprint, (unit, kind)))
+                bucket = primitives.buffer(plan.live_mesh(), plan.state_over[-1:], row.numel, like, lent=False)
+                setattr(bucket.untyped_storage(), _MARK, (plan.fingerprint, place))
             else:
-                self.reused.add((unit, kind))
-            self.whole[unit, kind] = bucket
+                self.reused.add(place)
+            self.whole[place] = bucket
 
     def interval(self, place: tuple[int, int]) -> Tensor:
         """This rank's interval (n / W,) of a bucket, a view."""
@@ -162,7 +163,8 @@ class _Buckets:
             pending.wait()
         plan, leaves = self.plan, dict[Slot, Tensor]()
         for place, whole in self.whole.items():
-            leaves.update(zip(plan.places[place], cut(plan, whole, *place), strict=True))
+            row = plan.rows[place]
+            leaves.update(zip(row.leaves, row.places.views(whole), strict=True))
         return leaves
 
 
@@ -176,7 +178,7 @@ def flat_update(
     params_part = None if params is None else _part(plan, _by_slot(plan, params, "parameters"))
     updates, inner = tx.update(grads_part, state.inner, params_part, **extra)
     buckets = _Buckets(plan, _device(plan, gradients))
-    buckets.gather({place: updates.piece(*place) for place in _places(plan)})
+    buckets.gather({(row.unit, row.kind): row.of(updates.tensors) for row in _rows(plan)})
     updated = buckets.leaves()
     return tree.unflatten(plan.spec, [updated.get(slot) for slot in plan.slots]), ZeroState(inner, plan)
 
@@ -202,7 +204,7 @@ def flat_step(
         # the parts of gradients and parameters are copies, which the optimizer may overwrite
         grads_part, params_part = _whole_part(plan, gradients, local), _part(plan, old)
         new, inner = tx.step(grads_part, inner, params_part, found_inf, True, **extra | {"own_grads": True})
-        buckets.gather({place: new.piece(*place) for place in _places(plan)})
+        buckets.gather({(row.unit, row.kind): row.of(new.tensors) for row in _rows(plan)})
     updated = old | buckets.leaves()
     return tree.unflatten(plan.spec, [updated[slot] for slot in plan.slots]), ZeroState(inner, plan)
 
@@ -226,25 +228,26 @@ def _step_by_bucket(
 ) -> Tree:
     """Update bucket after bucket, and start the gather of each before the next; state is updated in place."""
     arriving, after = _grads_part(plan, gradients, local), inner
-    for place, pending in arriving.items():
+    for row in _rows(plan):
+        place = row.unit, row.kind
         interval = buckets.interval(place)  # (n / W,)
         if place not in buckets.reused:  # a reused bucket holds the parameters already
-            pack(old, plan, *place, plan.state_over, interval)
-        sources = ([] if local else _large_views(gradients, plan, place)) or [(0, pending.wait())]
+            pack(old, plan, row, interval)
+        sources = ([] if local else _large_views(gradients, plan, row)) or [(0, arriving[place].wait())]
         grads, spans = [grad for _, grad in sources], [(start, grad.numel()) for start, grad in sources]
 
         def cut(x: Sharded, place: tuple[int, int] = place, spans: Sequence[tuple[int, int]] = spans) -> list[Tensor]:
-            return _views(x.piece(*place), spans)
+            return _views(x.shard(*place), spans)
 
         after = update_part(tx, inner, _views(interval, spans), grads, cut, found_inf, **extra)
         buckets.gather({place: interval})
     return after
 
 
-def _large_views(leaves: Mapping[Slot, Tensor], plan: Plan, place: tuple[int, int]) -> list[tuple[int, Tensor]]:
-    """The pieces of leaves in this rank's interval and their offsets, if they are large; else []."""
-    overlaps = intervals(plan, *place, plan.state_over)
-    views = [(start, leaves[slot].detach().reshape(-1)[begin:end]) for slot, begin, end, start in overlaps]
+def _large_views(leaves: Mapping[Slot, Tensor], plan: Plan, row: Row[Slot]) -> list[tuple[int, Tensor]]:
+    """The pieces of leaves in this rank's shard and their offsets, if they are large; else []."""
+    spans = (span for span in row.mine(plan.index(row.rule.over)) if span.numel)
+    views = [(x.start, x.leaf.flat(leaves[x.leaf].detach())[x.begin : x.begin + x.numel]) for x in spans]
     return views if sum(view.numel() for _, view in views) >= _LARGE * len(views) else []
 
 

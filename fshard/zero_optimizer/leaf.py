@@ -19,10 +19,9 @@ from ..core.differences import Form, form_difference
 from ..core.flat import put
 from ..core.tree import Tree
 from ..hosts import one_host
-from ..layout.cuts import EVERYONE
 from ..layout.layout import Layout
+from ..layout.moves import collect, on_rank, owned
 from ..layout.pieces import Pieces, layout_of, packed, pick
-from ..layout.reshard import collect, on_rank, owned
 from ..optim.base import FoundInf, Transform
 from ..plan.leaves import is_differentiable, read_frozen
 from ..plan.plan import Plan
@@ -135,13 +134,13 @@ def _owned_grads(parting: Layout, grads: Tree, local: bool) -> Pieces:
         return owned_grads
     outer, last = parting.axes[:-1], parting.axes[-1:]
     flat = leaves_of(grads, parting.spec, "gradients")
-    sums = {n: flat[n].reshape(-1) for n in parting.numbers}  # by leaf, (numel,)
+    sums = {n: parting.leaves[n].flat(flat[n]) for n in parting.numbers}  # by leaf, (numel,)
     # all axes but one are summed whole: only along the last axis does a leaf go to one rank alone
     for axis in (*outer, *(name for name in axis_sizes(mesh) if name not in parting.axes)):
         sums = _all_reduced(sums, primitives.along(mesh, axis))
     for axis in last:
-        sums = _reduced_to_owners(sums, parting, primitives.along(mesh, axis), coordinate(mesh, outer))
-    return Pieces(parting, [sums[span.leaf].view(parting.leaves[span.leaf].shape) for span in parting.mine])
+        sums = _reduced_to_owners(sums, parting, primitives.along(mesh, axis))
+    return Pieces(parting, [parting.leaves[span.leaf].shaped(sums[span.leaf]) for span in parting.mine])
 
 
 def _all_reduced(leaves: dict[int, Tensor], ranks: Ranks) -> dict[int, Tensor]:
@@ -158,16 +157,13 @@ def _all_reduced(leaves: dict[int, Tensor], ranks: Ranks) -> dict[int, Tensor]:
     return {n: sums[n] for n in leaves}
 
 
-def _reduced_to_owners(leaves: dict[int, Tensor], parting: Layout, ranks: Ranks, row: int) -> dict[int, Tensor]:
-    """Reduce each flat leaf to the rank that owns it, with one message to each other rank.
-
-    `row` is this rank's number along the other axes of the partition, the only row of ranks that it exchanges with.
-    """
-    column = range(row * ranks.size, (row + 1) * ranks.size)  # the ranks along this axis
-    owned_by: list[list[int]] = [[] for _ in column]
+def _reduced_to_owners(leaves: dict[int, Tensor], parting: Layout, ranks: Ranks) -> dict[int, Tensor]:
+    """Reduce each flat leaf to the rank that owns it, of those along the last axis; one message to each other rank."""
+    sizes, owned_by = axis_sizes(parting.mesh), list[list[int]]([] for _ in range(ranks.size))
+    here = {axis: coordinate(parting.mesh, (axis,)) for axis in parting.axes[:-1]}
     for number in leaves:
-        for holder in parting.cut.holders(number, column):
-            owned_by[holder.rank - column.start].append(number)
+        for owner, _ in parting.row_of[number].shards_of(number, sizes, here):
+            owned_by[owner[-1]].append(number)
     own_numbers = owned_by[ranks.rank]
     others = [peer for peer in range(ranks.size) if peer != ranks.rank]
     sends = [[leaves[n] for n in owned_by[peer]] if peer in others else [] for peer in range(ranks.size)]
@@ -183,7 +179,7 @@ def _reduced_to_owners(leaves: dict[int, Tensor], parting: Layout, ranks: Ranks,
 def _shared(part: Pieces, params: Tree) -> Tree:
     """All-gather the leaves that ranks own into a whole tree; a leaf that no rank owns is taken from `params`."""
     layout = part.layout
-    whole = collect(part, on_rank(layout, layout.mesh, layout.axes, EVERYONE), "parameters")
+    whole = collect(part, on_rank(layout), "parameters")
     leaves = [None] * layout.spec.num_leaves if params is None else leaves_of(params, layout.spec, "parameters")
     for span, row in zip(whole.layout.mine, whole.tensors, strict=True):
         leaves[span.leaf] = row

@@ -17,7 +17,6 @@ from torch import Tensor
 import fshard
 from fshard import MismatchError, gather_params, optim, tree
 from fshard.comm import wire as comm_wire
-from fshard.grad.gathers import sizes as sizes_of
 from fshard.wire import Float8, Identity, Int8, pack, unpack
 
 over_wires = pytest.mark.parametrize("name", WIRES)
@@ -107,20 +106,20 @@ def gathers(mesh: Any, name: str, strategy: str) -> None:
         seen = fshard.evaluate(lambda p, _: (p["embed"].sum(), gather_params(p)), has_aux=True)(sharded, 0)[1]
     whole = gather_params(sharded)
     want, sent = {}, []
-    for (unit, kind), slots in plan.places.items():
+    for (unit, kind), row in plan.rows.items():
         axes, name_ = sharded.view.axes(kind), plan.units[unit].name
         buffer = torch.zeros(plan.units[unit].lengths[kind])
         leaves = dict(zip(tree.paths(plan.spec), tree.leaves(whole), strict=True))
-        for slot in slots:
+        for slot in row.leaves:
             buffer[slot.start : slot.start + slot.numel] = leaves[slot.path].reshape(-1)
         num = plan.num_parts(axes)
-        held = [sizes_of(plan, unit, kind, num, part) for part in range(num)]
+        held = [row.lengths(part, num) for part in range(num)]
         parts = list(zip(buffer.chunk(num), held, strict=True))
         assert all(sum(own) == len(x) for x, own in parts)
         if axes:
             buffer = torch.cat([wire.decode(wire.encode(x, own), own).float() for x, own in parts])
             sent.append(sum(r.nbytes for r in records.select("all_gather", name_)))
-        want |= {s.path: buffer[s.start : s.start + s.numel].view(s.shape) for s in slots}
+        want |= {s.path: buffer[s.start : s.start + s.numel].view(s.shape) for s in row.leaves}
     by_path = dict(zip(tree.paths(plan.spec), tree.leaves(seen), strict=True))
     assert all(same_bits(by_path[path], x) for path, x in want.items())
     assert same_bits(whole, gather_params(flat))
@@ -145,8 +144,8 @@ def reduces(mesh: Any, name: str, strategy: str) -> tuple[Any, Any, Any]:
     again = fshard.reduce_grads(fshard.value_and_grad(mean_loss, reduce=False)(sharded, lm_batch(0, rank))[1])
     assert same_bits(gather_params(grads), gather_params(again))
     plan, num = sharded.plan, mesh.size()
-    held = {(u, k): [sizes_of(plan, u, k, num, part) for part in range(num)] for u, k in plan.places}
-    flat = {key: local.piece(*key).clone() for key in held}
+    held = {place: [row.lengths(part, num) for part in range(num)] for place, row in plan.rows.items()}
+    flat = {key: local.shard(*key).clone() for key in held}
     return flat, held, {key: gathered_flat(grads, *key) for key in held}
 
 
@@ -172,7 +171,7 @@ def gathered_flat(x: fshard.Sharded, unit: int, kind: int) -> Tensor:
     """A unit's flat buffer of a whole tree; NaN where it is padding."""
     leaves = dict(zip(tree.paths(x.plan.spec), tree.leaves(gather_params(x)), strict=True))
     flat = x.tensors[0].new_full((x.plan.units[unit].lengths[kind],), torch.nan)
-    for slot in x.plan.places[unit, kind]:
+    for slot in x.plan.rows[unit, kind].leaves:
         flat[slot.start : slot.start + slot.numel] = leaves[slot.path].reshape(-1)
     return flat
 

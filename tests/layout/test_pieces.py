@@ -8,7 +8,7 @@ import torch
 from support.worlds import simulated
 
 import fshard
-from fshard.layout import pieces, reshard
+from fshard.layout import moves, pieces
 
 
 def test_rows_are_cut_alike() -> None:
@@ -37,7 +37,7 @@ def test_leaves_of_owners_are_gathered() -> None:
         again = pickle.loads(pickle.dumps(layout))
         assert again == layout
         assert again.mesh is None
-        owned = reshard.collect(sharded, reshard.owned(layout, mesh, layout.axes))
+        owned = moves.collect(sharded, moves.owned(layout, mesh, layout.axes))
         whole = fshard.gather_params(owned)
         assert all(torch.equal(whole[name], params[name]) for name in params)
 

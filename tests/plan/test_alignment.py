@@ -50,7 +50,8 @@ def test_every_leaf_starts_at_16_bytes(data):
         assert slot.start % plan.block == 0
         for dtype in held_in(plan, slot.kind):
             assert slot.start * dtype.itemsize % 16 == 0, (slot, dtype)
-    for (unit, kind), slots in plan.places.items():
+    for (unit, kind), row in plan.rows.items():
+        slots = row.leaves
         step = math.lcm(-(-16 // plan.kinds[kind].precision.itemsize), plan.block)
         ends = [*(slot.start for slot in slots[1:]), -(-(slots[-1].start + slots[-1].numel) // step) * step]
         assert all(0 <= end - slot.start - slot.numel < step for slot, end in zip(slots, ends, strict=True))

@@ -1,11 +1,11 @@
-"""Rows: how a flat buffer lies on the ranks of a mesh, by a rule, and the collectives that take it to another rule.
+"""Rules: how a row lies on the ranks of a mesh, and the collectives that take it from one rule to another.
 
 Note [Rules]
     A row is a flat buffer (n,) of the leaves of one unit and kind. A `Rule` says one of three things of every axis of
     the mesh: the row is *cut* over the axis into equal intervals (`over`, the first axis varies slowest), a *sum* over
     the axis is outstanding (`sums`), or its ranks have *copies*. A strategy is the choice of four rules for one row:
     parameters, what a loss computes with (copies), gradients, and optimizer state. What a backward gives is the dual of
-    what the loss computes with.
+    what the loss computes with. A row of one whole leaf may also lie on one rank along `over` alone, its owner (`at`).
 
 Note [Duals]
     A linear map from one rule to another has a transpose, from the dual of the second to the dual of the first: copies
@@ -24,7 +24,7 @@ Note [Routes]
 
     Intervals lie inside each other, so an axis is cut after those before it and gathered before them: a route exists if
     one of the two lists of axes begins with the other. Sums come before gathers, when a rank has the least. All other
-    moves, of single leaves, are those of `reshard.py`.
+    moves, of single leaves, are those of `moves.py`.
 """
 
 from __future__ import annotations
@@ -47,12 +47,13 @@ class Rule(NamedTuple):
 
     over: Axes = ()
     sums: Axes = ()
+    at: int | None = None  # the number, along `over`, of the ranks that have all of it
 
     def dual(self, axes: Axes) -> Rule:
         """The rule of gradients of a row that lies by this rule, on a mesh of these axes.
 
         >>> Rule(("shard",)).dual(("replicate", "shard"))
-        Rule(over=('shard',), sums=('replicate',))
+        Rule(over=('shard',), sums=('replicate',), at=None)
         """
         return Rule(self.over, tuple(axis for axis in axes if axis not in self.over + self.sums))
 

@@ -1,5 +1,6 @@
-"""Cuts of leaves: one rank's spans, and what moves between two layouts, without a list of all ranks."""
+"""Rows: the spans of one rank, and what moves between two layouts, without a list of all ranks."""
 
+from dataclasses import replace
 from itertools import pairwise, product
 from typing import Any
 
@@ -8,10 +9,10 @@ import torch
 from support.costs import cost
 
 import fshard
-from fshard.comm.mesh import axis_sizes
-from fshard.layout import reshard
-from fshard.layout.cuts import EVERYONE, InBlocks, Packed
+from fshard.comm.mesh import axis_sizes, digits
+from fshard.layout import moves
 from fshard.layout.layout import Layout
+from fshard.layout.row import Row
 from fshard.sharding.sharded import whole_view
 
 MESHES = [{"shard": 1}, {"shard": 2}, {"shard": 3}, {"replicate": 2, "shard": 2}, {"replicate": 3, "shard": 2}]
@@ -45,46 +46,53 @@ def _ranks(layout: Layout) -> int:
 
 def _derived(layout: Layout) -> dict[str, Layout]:
     """The layouts that are made of one: of some leaves, of owners, of one rank, of all."""
-    some = layout.pick(layout.numbers[::2])
-    axes = layout.axes
+    some, axes = layout.pick(layout.numbers[::2]), layout.axes
     return {
         "all": layout,
         "some": some,
         "fewer": some.pick(some.numbers[1:]),
-        "owned": reshard.owned(layout, layout.mesh, axes),
-        "owned some": reshard.owned(some, layout.mesh, axes),
-        "last rank": reshard.on_rank(layout, layout.mesh, axes, _ranks(layout) - 1),
-        "everyone": reshard.on_rank(layout, layout.mesh, axes, EVERYONE),
+        "owned": moves.owned(layout, layout.mesh, axes),
+        "owned some": moves.owned(some, layout.mesh, axes),
+        "last rank": moves.on_rank(layout, _ranks(layout) - 1),
+        "everyone": moves.on_rank(layout),
     }
+
+
+def _check_row(row: Row[int], sizes: dict[str, int], packed: bool) -> None:
+    """The spans of all shards are each leaf, end to end, and do not overlap; `shards_of` and `step` say the same."""
+    shards = [*product(*(range(sizes[axis]) for axis in row.rule.over))]
+    spans = [[*row.mine(number)] for number in range(len(shards))]
+    for of_shard in spans:
+        assert all(a.start + a.numel <= b.start for a, b in pairwise(of_shard))
+        assert all(span.start + span.numel <= row.length for span in of_shard)
+    for leaf, numel in zip(row.leaves, row.numels, strict=True):
+        of_leaf = [(at, x) for at, of_shard in zip(shards, spans, strict=True) for x in of_shard if x.leaf == leaf]
+        assert sum(span.numel for _, span in of_leaf) == numel
+        assert [b.begin for _, b in of_leaf[1:]] == [a.begin + a.numel for _, a in of_leaf[:-1]]
+        for fixed in ({}, *({axis: n} for axis in row.rule.over for n in range(sizes[axis]))):
+            expected = [
+                (at, x) for at, x in of_leaf if fixed.items() <= dict(zip(row.rule.over, at, strict=True)).items()
+            ]
+            assert [*row.shards_of(leaf, sizes, fixed)] == expected
+        step = max(row.step(leaf, packed), 1)
+        starts = [] if packed else [row.start + span.start for _, span in of_leaf]
+        assert not any(n % step for n in [*(span.begin for _, span in of_leaf), *starts])
 
 
 @pytest.mark.sample(3)
 @pytest.mark.parametrize("sizes", MESHES, ids=str)
 @pytest.mark.parametrize("name", PLANS)
-def test_every_element_is_of_one_rank_or_of_all(name: str, sizes: dict[str, int]) -> None:
-    """The spans of all ranks are every leaf, end to end, and do not overlap in rows; `holders` says the same of ranks,
-    and `row` and `step` of rows: otherwise elements would be lost, counted twice, or sent to a wrong rank."""
-    for which, layout in _derived(_layout(sizes, 0, **PLANS[name])).items():
-        cut, ranks = layout.cut, range(_ranks(layout))
-        spans = [span for rank in (EVERYONE, *ranks) for span in cut.of(rank)]
-        for rank in (EVERYONE, *ranks):
-            of = cut.of(rank)
-            assert [(s.row, s.start) for s in of] == sorted((s.row, s.start) for s in of), which
-            for a, b in pairwise(of):
-                assert a.row < b.row or a.start + a.numel <= b.start, which
-        for number in layout.numbers:
-            of_leaf = [s for s in spans if s.leaf == number]
-            assert sum(s.numel for s in of_leaf) == layout.leaves[number].numel, which
-            assert [s.begin for s in of_leaf[1:]] == [s.begin + s.numel for s in of_leaf[:-1]], which
-            expected = [(s.rank, s.begin, s.numel) for s in of_leaf]
-            assert list(cut.holders(number, ranks)) == expected, which
-            for few in (ranks[1:], ranks[::2], ranks[1::2]):
-                assert list(cut.holders(number, few)) == [h for h in expected if h[0] in (EVERYONE, *few)], which
-            if layout.flat:
-                assert {s.row for s in of_leaf} <= {cut.row(number)}, which
-                step = max(cut.step(number), 1)
-                starts = [] if isinstance(cut, Packed) else [s.start for s in of_leaf]
-                assert not any(n % step for n in [*(s.begin for s in of_leaf), *starts]), which
+def test_every_element_is_of_one_shard(name: str, sizes: dict[str, int]) -> None:
+    """The shards of a row are every leaf, end to end, and the spans of a rank do not overlap in its tensors: otherwise
+    elements would be lost, counted twice, or sent to a wrong rank."""
+    for rank in range(torch.Size(sizes.values()).numel()):
+        for which, layout in _derived(_layout(sizes, rank, **PLANS[name])).items():
+            assert sorted(layout.row_of) == sorted(layout.numbers), which
+            assert [*layout.mine] == sorted(layout.mine, key=lambda span: (span.tensor, span.start)), which
+            for a, b in pairwise(layout.mine):
+                assert a.tensor < b.tensor or a.start + a.numel <= b.start, which
+            for row in layout.rows if rank == 0 else ():
+                _check_row(row, sizes, layout.packed)
 
 
 @pytest.mark.parametrize("sizes", MESHES, ids=str)
@@ -95,8 +103,8 @@ def test_what_is_sent_is_what_is_received(sizes: dict[str, int]) -> None:
     of_rank = [_derived(_layout(sizes, rank, units=["blocks.*"], whole="norm")) for rank in range(num_ranks)]
     names = [pair for pair in product(of_rank[0], repeat=2) if ("some" in pair[0]) == ("some" in pair[1])]
     for old, new in [pair for pair in names if "fewer" not in pair]:
-        routes = [reshard._make_route(layouts[old], layouts[new]) for layouts in of_rank]
-        held = [{item for item in route.items if item.source == route.rank} for route in routes]
+        routes = [moves._make_route(layouts[old], layouts[new]) for layouts in of_rank]
+        held = [{item for item in route.items if item.source == route.here} for route in routes]
         for number in range(len(routes[0].stages)):
             peers = _peers(sizes, list(sizes)[::-1][number])
             for rank, route in enumerate(routes):
@@ -108,7 +116,9 @@ def test_what_is_sent_is_what_is_received(sizes: dict[str, int]) -> None:
             held = [{item for items in route.stages[number].recvs for item in items} for route in routes]
         for rank, layouts in enumerate(of_rank):
             arrived = sorted((i.leaf, i.begin, i.numel) for i in held[rank])
-            assert all(item.target == rank for item in held[rank])
+            here = dict(zip(sizes, routes[rank].here, strict=True))
+            assert [*here.values()] == digits(rank, [*sizes.values()])
+            assert all(item.target == routes[rank].here for item in held[rank])
             spans = sorted((s.leaf, s.begin, s.numel) for s in layouts[new].mine if s.numel)
             assert sum(numel for _, _, numel in arrived) == sum(numel for _, _, numel in spans), (old, new)
             for leaf, begin, numel in arrived:
@@ -124,32 +134,29 @@ def _peers(sizes: dict[str, int], axis: str) -> list[list[int]]:
     return [next(line for line in lines if rank in line) for rank in range(numbers.numel())]
 
 
-def test_blocks_of_other_cuts() -> None:
-    """A cut in blocks has the spans of the other cut, in blocks: otherwise scales would be those of other blocks."""
+def test_rows_in_blocks() -> None:
+    """A row in blocks has the spans of the other row, in blocks: otherwise scales would be those of other blocks."""
     layout = _layout({"shard": 3}, 1, block=8)
-    cut = layout.cut.in_blocks(8)
-    assert isinstance(cut, InBlocks)
-    for number in layout.numbers:
-        assert layout.cut.step(number) % 8 == 0
-        blocks = sum(holder.numel for holder in cut.holders(number, range(3)))
-        assert blocks == -(-layout.leaves[number].numel // 8)
-    for rank in range(3):
-        for span, inside in zip(layout.cut.of(rank), cut.of(rank), strict=True):
-            assert (8 * inside.start, 8 * inside.begin, inside.leaf) == (span.start, span.begin, span.leaf)
-            assert inside.numel == -(-span.numel // 8)
-    with pytest.raises(TypeError, match="the row of a whole leaf differs from rank to rank"):
-        reshard.owned(layout, layout.mesh, layout.axes).cut.row(0)
+    for row in layout.rows:
+        in_blocks, sizes = replace(row, block=8), {"shard": 3}
+        for number, numel in zip(row.leaves, row.numels, strict=True):
+            assert row.step(number, packed=False) % 8 == 0
+            assert sum(span.numel for _, span in in_blocks.shards_of(number, sizes, {})) == -(-numel // 8)
+        for shard in range(row.shards):
+            for span, inside in zip(row.mine(shard), in_blocks.mine(shard), strict=True):
+                assert (8 * inside.start, 8 * inside.begin, inside.leaf) == (span.start, span.begin, span.leaf)
+                assert inside.numel == -(-span.numel // 8)
 
 
 def _of_many(num_ranks: int) -> list[int]:
     """What a rank in the middle pays for what a step needs of a layout, and for a route to owners without its lists."""
     layout = _layout({"shard": num_ranks}, num_ranks // 2, units=["blocks.*"])
-    owned = reshard.owned(layout, layout.mesh, layout.axes)
+    owned = moves.owned(layout, layout.mesh, layout.axes)
     return [
         cost(lambda: _layout({"shard": num_ranks}, num_ranks // 2, units=["blocks.*"]).filled),
-        cost(lambda: (layout.is_cut, layout.shared_rows, layout.pick(layout.numbers[1:]).runs)),
-        cost(lambda: reshard._make_route(layout, owned).items) - 11 * num_ranks,  # a list for each rank
-        cost(lambda: reshard._make_route(owned, layout).items) - 11 * num_ranks,
+        cost(lambda: (layout.counted, layout.cut_axes, layout.pick(layout.numbers[1:]).runs)),
+        cost(lambda: moves._make_route(layout, owned).items) - 11 * num_ranks,  # a list for each rank
+        cost(lambda: moves._make_route(owned, layout).items) - 11 * num_ranks,
     ]
 
 

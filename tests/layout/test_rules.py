@@ -10,7 +10,7 @@ from support.worlds import simulated
 from torch import Tensor
 
 from fshard.comm.reduction import DEFAULT, TREE, Reduction
-from fshard.layout.rows import Rule, reshard, route
+from fshard.layout.rules import Rule, reshard, route
 
 SIZES = {"replicate": 2, "shard": 3}
 AXES = tuple(SIZES)

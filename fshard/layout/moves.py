@@ -7,22 +7,23 @@ however many leaves move.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import product
 from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
 from ..comm import primitives
-from ..comm.mesh import AnyMesh, Axes, axis_sizes, coordinate, digits, num_ranks
+from ..comm.mesh import AnyMesh, Axes, axis_sizes, coordinate, num_ranks
 from ..comm.ranks import Ranks
 from ..core import tree
 from ..core.tree import Tree
-from .cuts import EVERYONE, Holder, Span, Whole
 from .layout import Layout, Leaf
-from .pieces import Pieces, device_of, layout_of, pieces, typed
+from .pieces import Pieces, device_of, elements, layout_of, typed
+from .row import Row
+from .rules import COPIES, Rule
 
 T = TypeVar("T")
 
@@ -43,27 +44,30 @@ def assign(costs: Sequence[float], num_ranks: int) -> list[int]:
 
 def owned(layout: Layout, mesh: AnyMesh, axes: Axes, cost: Callable[[Leaf], float] = lambda leaf: leaf.numel) -> Layout:
     """The layout in which every leaf is whole on one rank along `axes`, balanced by cost."""
-    numbers = layout.numbers
-    ranks = assign([cost(layout.leaves[n]) for n in numbers], num_ranks(mesh, axes))
-    owners = {n: Holder(rank, 0, layout.leaves[n].numel) for n, rank in zip(numbers, ranks, strict=True)}
-    source = ("owned", layout.source, axes, tuple(ranks))
-    return replace(layout, source=source, cut=Whole(owners), flat=False, mesh=mesh, axes=axes, origin=None)
+    ranks = assign([cost(layout.leaves[n]) for n in layout.numbers], num_ranks(mesh, axes))
+    return _whole(replace(layout, mesh=mesh, axes=axes), [Rule(axes, at=rank) for rank in ranks])
 
 
-def on_rank(layout: Layout, mesh: AnyMesh, axes: Axes, rank: int) -> Layout:
-    """The layout in which one rank along `axes` (or `EVERYONE`) holds all leaves whole."""
-    owners = {n: Holder(rank, 0, layout.leaves[n].numel) for n in layout.numbers}
-    source = ("on", layout.source, axes, rank)
-    return replace(layout, source=source, cut=Whole(owners), flat=False, mesh=mesh, axes=axes, origin=None)
+def on_rank(layout: Layout, rank: int | None = None) -> Layout:
+    """The layout in which every rank holds all leaves whole, or, of those along `layout.axes`, the one of a number."""
+    return _whole(layout, [COPIES if rank is None else Rule(layout.axes, at=rank)] * len(layout.numbers))
+
+
+def _whole(layout: Layout, rules: Sequence[Rule]) -> Layout:
+    """The layout of whole leaves, each by its rule."""
+    pairs = [(n, layout.leaves[n], rule) for n, rule in zip(layout.numbers, rules, strict=True)]
+    rows = tuple(Row((n,), (0,), (leaf.shape,), leaf.numel, rule=rule) for n, leaf, rule in pairs)
+    source = ("whole", layout.source, layout.axes, tuple(rules))
+    return replace(layout, source=source, rows=rows, flat=False, packed=False, origin=None)
 
 
 class Item(NamedTuple):
-    """Elements [begin, begin + numel) of a leaf, which move from the span of rank `source` to that of `target`."""
+    """Elements [begin, begin + numel) of a leaf, which move from one rank to another, told by their coordinates."""
 
     leaf: int
     begin: int
-    source: int
-    target: int
+    source: tuple[int, ...]
+    target: tuple[int, ...]
     numel: int
 
 
@@ -80,7 +84,7 @@ class Stage:
 class Route:
     """The items that this rank sends, receives or passes on between two layouts, in the order they are sent."""
 
-    rank: int
+    here: tuple[int, ...]  # this rank's coordinates
     items: list[Item]
     stages: list[Stage]
 
@@ -96,78 +100,79 @@ def _route(old: Layout, new: Layout) -> Route:
 
 
 def _way(old: Layout, new: Layout) -> tuple[AnyMesh, Axes]:
-    """The mesh of two layouts, and the axes along which their ranks are numbered."""
-    return (old.mesh, old.axes) if old.axes else (new.mesh, new.axes)
+    """The mesh of two layouts, and the axes along which ranks have coordinates; along others nothing moves."""
+    return old.mesh if old.axes else new.mesh, tuple(dict.fromkeys(old.axes + new.axes))
 
 
 def _make_route(old: Layout, new: Layout) -> Route:
     """Find what this rank sends, receives and passes on, and split it into one stage for each axis."""
     mesh, axes = _way(old, new)
-    all_sizes, rank = axis_sizes(mesh), coordinate(mesh, axes)
-    sizes = [all_sizes[axis] for axis in axes]
+    sizes = {axis: size for axis, size in axis_sizes(mesh).items() if axis in axes}
+    here = {axis: coordinate(mesh, (axis,)) for axis in axes}
     known = set(old.numbers)
     leaves = [n for n in new.numbers if n in known]
-    through = (item for n in leaves for k in range(len(sizes) + 1) for item in _items(old, new, n, rank, sizes, k))
+    through = (item for n in leaves for k in range(len(axes) + 1) for item in _items(old, new, n, here, sizes, k))
     items = sorted(set(through))  # in the same order on all ranks
-    moves = [(i, digits(i.source, sizes), digits(i.target, sizes)) for i in items]
-    local = digits(rank, sizes)
-    return Route(rank, items, [_stage(k, axes[k], sizes[k], local, moves) for k in reversed(range(len(sizes)))])
+    local = tuple(here.values())
+    return Route(local, items, [_stage(k, axes[k], sizes[axes[k]], local, items) for k in reversed(range(len(axes)))])
 
 
-def _items(old: Layout, new: Layout, leaf: int, rank: int, sizes: Sequence[int], k: int) -> Iterator[Item]:
+def _items(
+    old: Layout, new: Layout, leaf: int, here: Mapping[str, int], sizes: Mapping[str, int], k: int
+) -> Iterator[Item]:
     """Yield what of a leaf is on this rank after the stages of all axes from number `k` on.
 
     The last axis comes first: such an item is at its source's coordinates along axes before `k`, at its target's along
-    the others.
+    the others. Of ranks with copies the one serves that differs from the target along no other axis.
     """
-    block = math.prod(sizes[k:])  # ranks whose coordinates before `k` are equal follow one another
-    sources = range(rank - rank % block, rank - rank % block + block)
-    targets = range(rank % block, math.prod(sizes), block)
-    if next(old.cut.holders(leaf, sources), None) is None:
+    source_row, target_row = old.row_of[leaf], new.row_of[leaf]
+    passed = [axis for axis in list(here)[:k] if axis in source_row.rule.over]  # the target may be anywhere along these
+    from_here = {axis: here[axis] for axis in list(here)[:k]}
+    to_here = {axis: number for axis, number in here.items() if axis not in passed}
+    if next(source_row.shards_of(leaf, sizes, from_here), None) is None:
         return  # before it goes through the targets, which may be all ranks
-    for give in new.cut.holders(leaf, targets):
-        for take in old.cut.holders(leaf, sources):
+    for target_at, give in target_row.shards_of(leaf, sizes, to_here):
+        for source_at, take in source_row.shards_of(leaf, sizes, from_here):
             begin = max(take.begin, give.begin)
             numel = min(take.begin + take.numel, give.begin + give.numel) - begin
-            for target in (targets if give.rank == EVERYONE else [give.rank]) if numel > 0 else ():
-                if take.rank != EVERYONE:
-                    yield Item(leaf, begin, take.rank, target, numel)
-                elif target == rank:  # what all ranks hold does not move
-                    yield Item(leaf, begin, rank, rank, numel)
+            known = to_here | dict(zip(target_row.rule.over, target_at, strict=True))
+            choices = [[known[axis]] if axis in known else range(sizes[axis]) for axis in here]
+            for target in product(*choices) if numel > 0 else ():
+                moved = dict(zip(here, target, strict=True)) | dict(zip(source_row.rule.over, source_at, strict=True))
+                yield Item(leaf, begin, tuple(moved.values()), target, numel)
 
 
-def _stage(k: int, axis: str, size: int, local: list[int], moves: Sequence[tuple[Item, list[int], list[int]]]) -> Stage:
-    """Return the stage along axis number `k`; `moves` are items with coordinates of their source and target rank."""
+def _stage(k: int, axis: str, size: int, here: tuple[int, ...], items: Sequence[Item]) -> Stage:
+    """Return the stage along axis number `k`."""
     sends: list[list[Item]] = [[] for _ in range(size)]
     recvs: list[list[Item]] = [[] for _ in range(size)]
-    for item, source, target in moves:
+    for item in items:
         # the last axis comes first: before this stage an item is at its target's coordinates along later axes only
-        before, after = [*source[: k + 1], *target[k + 1 :]], [*source[:k], *target[k:]]
-        if before == local:
-            sends[target[k]].append(item)
-        if after == local:
-            recvs[source[k]].append(item)
+        if item.source[: k + 1] + item.target[k + 1 :] == here:
+            sends[item.target[k]].append(item)
+        if item.source[:k] + item.target[k:] == here:
+            recvs[item.source[k]].append(item)
     return Stage(axis, sends, recvs)
 
 
 def _moved(x: Tree, new: Layout, label: str) -> dict[int, list[tuple[int, Tensor]]]:
     """Move elements; return pairs of begin and elements, for each leaf that this rank has a span of in `new`."""
-    old, rows = typed(x), tree.leaves(x)
+    old = typed(x)
     route = _route(old, new)
-    held_items = {i: _elements(rows, old.span_of[i.leaf], i) for i in route.items if i.source == route.rank}  # views
+    local = {span.leaf: (span.begin, x) for span, x in elements(x, old)}
+    held_items = {item: _part(*local[item.leaf], item) for item in route.items if item.source == route.here}  # views
     mesh, dtypes = _way(old, new)[0], [leaf.dtype for leaf in old.leaves]
     for stage in route.stages:
         held_items = _along(primitives.along(mesh, stage.axis), dtypes, stage, held_items, label)
     arrived: dict[int, list[tuple[int, Tensor]]] = {span.leaf: [] for span in new.mine}
-    for item, elements in held_items.items():
-        arrived[item.leaf].append((item.begin, elements))
+    for item, part in held_items.items():
+        arrived[item.leaf].append((item.begin, part))
     return arrived
 
 
-def _elements(rows: Sequence[Tensor], span: Span, item: Item) -> Tensor:
-    """Return the view of an item's elements in the span of its leaf: (numel,)."""
-    start = span.start + item.begin - span.begin
-    return rows[span.row].reshape(-1)[start : start + item.numel]
+def _part(begin: int, x: Tensor, item: Item) -> Tensor:
+    """Return the view of an item's elements, (numel,), in those of its leaf from `begin` on."""
+    return x[item.begin - begin :][: item.numel]
 
 
 def _along(
@@ -189,30 +194,29 @@ def _along(
 def collect(x: Tree, layout: Layout, label: str = "") -> Pieces:
     """Return the leaves of a tree whole on the ranks that `layout` names, on the device. Dual: `spread`."""
     arrived = _moved(x, layout, label)
-    rows, device = [], device_of(x)
+    tensors, device = [], device_of(x)
     for span in layout.mine:
         leaf, parts = layout.leaves[span.leaf], sorted(arrived[span.leaf], key=lambda part: part[0])
         # sorted by begin, the parts are the leaf, end to end
-        elements = [part.to(device) for _, part in parts] or [torch.empty(0, dtype=leaf.dtype, device=device)]
-        rows.append((elements[0] if len(elements) == 1 else torch.cat(elements)).view(leaf.shape))
-    return Pieces(layout, rows)
+        flat = [part.to(device) for _, part in parts] or [torch.empty(0, dtype=leaf.dtype, device=device)]
+        tensors.append(leaf.shaped(flat[0] if len(flat) == 1 else torch.cat(flat)))
+    return Pieces(layout, tensors)
 
 
 def spread(x: Tree, like: T, label: str = "") -> T:
     """Return a tree with the layout of `like` and the elements of `x`; padding is zero. Dual: `collect`."""
     out = tree.map(lambda row: torch.zeros_like(row, memory_format=torch.contiguous_format), like)
-    layout = layout_of(like)
-    arrived = _moved(x, layout, label)
-    for span, (_, piece) in zip(layout.mine, pieces(out), strict=True):
-        for begin, elements in arrived[span.leaf]:
+    arrived = _moved(x, layout_of(like), label)
+    for span, piece in elements(out):
+        for begin, part in arrived[span.leaf]:
             start = begin - span.begin  # in the piece
-            piece.view(-1)[start : start + elements.numel()] = elements
+            piece[start : start + part.numel()] = part
     return out
 
 
-def gathered(x: Tree, rank: int = EVERYONE) -> Tree:
-    """Return the tree of whole leaves, on every rank, or on `rank` alone (others get None in place of leaves)."""
+def gathered(x: Tree) -> Tree:
+    """Return the tree of whole leaves, on every rank."""
     layout = layout_of(x)
-    whole = collect(x, on_rank(layout, layout.mesh, layout.axes, rank))
-    rows = dict(zip((s.leaf for s in whole.layout.mine), whole.tensors, strict=True))
-    return tree.unflatten(layout.spec, [None if n is None else rows.get(n) for n in layout.places])
+    whole = collect(x, on_rank(layout))
+    tensors = dict(zip((s.leaf for s in whole.layout.mine), whole.tensors, strict=True))
+    return tree.unflatten(layout.spec, [None if n is None else tensors.get(n) for n in layout.places])

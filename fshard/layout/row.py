@@ -1,0 +1,175 @@
+"""Rows: flat buffers of leaves, which elements of each leaf lie in which shard, and which ranks hold a leaf.
+
+Note [One rank's spans]
+    A tree of n leaves on W ranks has a span for almost every leaf of every rank: 664,000 of a model of 70B parameters
+    on 8192 ranks. A step needs those of this rank alone. So a row is asked by arithmetic: `mine` gives the spans of one
+    shard, and `shards_of` the shards that hold elements of one leaf, which is what moving elements needs.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import pairwise, product
+from typing import Any, Generic, NamedTuple, TypeVar
+
+import torch
+from torch import Tensor
+
+from ..comm.mesh import digits
+from ..core.flat import Places
+from .rules import COPIES, Rule
+
+L = TypeVar("L")
+M = TypeVar("M")
+
+
+class Span(NamedTuple):
+    """Elements [begin, begin + numel) of a leaf, in its order of elements, from `start` on in tensor number `tensor`.
+
+    The tensor is one of a rank's; of a span that a row gives, `start` counts from the beginning of the shard.
+    """
+
+    leaf: Any  # as the row has it: a number, or a `Slot` of a plan
+    tensor: int
+    start: int
+    begin: int
+    numel: int
+
+
+@dataclass(frozen=True, eq=False)
+class Row(Generic[L]):
+    """A flat buffer (numel,) of the leaves of one unit and kind, and how it lies on the ranks.
+
+    Leaf number i begins at `starts[i]`; what lies between leaves, and after the last, is padding. The buffer is cut
+    into `shards` equal intervals over the axes of `rule`. That of a rank begins at `start` of its tensor `tensor`.
+    """
+
+    leaves: tuple[L, ...]  # in the order in which they lie
+    starts: tuple[int, ...]
+    shapes: tuple[tuple[int, ...], ...]
+    numel: int  # padding included
+    unit: int = 0
+    kind: int = 0
+    rule: Rule = COPIES
+    shards: int = 1
+    tensor: int = 0
+    start: int = 0
+    block: int = 1  # spans count blocks of so many elements: state in blocks has one value for each
+
+    @cached_property
+    def length(self) -> int:
+        """The number of elements of a shard."""
+        return self.numel if self.rule.at is not None else self.numel // self.shards
+
+    @cached_property
+    def stop(self) -> int:
+        """Where the shard ends in its tensor."""
+        return self.start + self.length
+
+    @cached_property
+    def numels(self) -> list[int]:
+        """The number of elements of each leaf."""
+        return [math.prod(shape) for shape in self.shapes]
+
+    @cached_property
+    def _number(self) -> dict[L, int]:
+        return {leaf: i for i, leaf in enumerate(self.leaves)}
+
+    @cached_property
+    def places(self) -> Places:
+        """Where the leaves lie in the buffer."""
+        return Places(self.numel, self.starts, self.shapes)
+
+    def of(self, tensors: Sequence[Tensor]) -> Tensor:
+        """This rank's shard (n / W,), a view of one of its tensors."""
+        return tensors[self.tensor][self.start : self.stop]
+
+    def at(self, rule: Rule, sizes: Mapping[str, int], tensor: int, start: int) -> Row[L]:
+        """Return the row by another rule, on a mesh of these sizes, and at another place in a rank's tensors."""
+        shards = math.prod(sizes[axis] for axis in rule.over)
+        return replace(self, rule=rule, shards=shards, tensor=tensor, start=start)
+
+    def renamed(self, names: Mapping[L, M]) -> Row[M]:
+        """Return the row of the leaves that have a name here, by these names."""
+        kept = [i for i, leaf in enumerate(self.leaves) if leaf in names]
+        leaves: Any = tuple(names[self.leaves[i]] for i in kept)  # of another type
+        starts, shapes = tuple(self.starts[i] for i in kept), tuple(self.shapes[i] for i in kept)
+        return replace(self, leaves=leaves, starts=starts, shapes=shapes)  # type: ignore[return-value]
+
+    def _holding(self, i: int) -> range:
+        """The numbers of the shards that hold leaf number i of the row; the elements of an empty leaf are in none."""
+        if self.rule.at is not None:
+            return range(self.rule.at, self.rule.at + 1)
+        length, start = max(self.length, 1), self.starts[i]
+        return range(start // length, -(-(start + self.numels[i]) // length)) if self.shards > 1 else range(1)
+
+    def _span(self, i: int, shard: int) -> Span:
+        """What of leaf number i of the row lies in a shard."""
+        low = 0 if self.rule.at is not None else shard * self.length
+        begin, end = max(self.starts[i], low), min(self.starts[i] + self.numels[i], low + self.length)
+        in_leaf, block = begin - self.starts[i], self.block
+        return Span(self.leaves[i], self.tensor, (begin - low) // block, in_leaf // block, -(-(end - begin) // block))
+
+    def mine(self, shard: int) -> Iterator[Span]:
+        """Yield the spans of the shard of this number, in order."""
+        return (self._span(i, shard) for i in range(len(self.leaves)) if shard in self._holding(i))
+
+    def shards_of(
+        self, leaf: L, sizes: Mapping[str, int], at: Mapping[str, int]
+    ) -> Iterator[tuple[tuple[int, ...], Span]]:
+        """Yield coordinates along the rule's axes, and the span there, of each shard that holds elements of a leaf.
+
+        Only shards with the coordinates `at` along these axes.
+        """
+        i, axes = self._number[leaf], self.rule.over
+        of_axes, numbers = [sizes[axis] for axis in axes], self._holding(i)
+        choices = [range(at[axis], at[axis] + 1) if axis in at else range(sizes[axis]) for axis in axes]
+        # whichever is less: the shards of the leaf, or those with these coordinates
+        few = math.prod(map(len, choices)) < len(numbers)
+        for coordinates in product(*choices) if few else (tuple(digits(number, of_axes)) for number in numbers):
+            number = 0
+            for size, coordinate in zip(of_axes, coordinates, strict=True):
+                number = number * size + coordinate
+            if number in numbers and all(x in choice for x, choice in zip(coordinates, choices, strict=True)):
+                yield coordinates, self._span(i, number)
+
+    def step(self, leaf: L, packed: bool) -> int:
+        """The greatest common divisor of where the spans of a leaf begin in it and, unless packed, in their shards."""
+        i = self._number[leaf]
+        # spans after the third follow at the distance between the second and the third
+        spans = [self._span(i, number) for number in self._holding(i)[:3]]
+        return math.gcd(*(span.begin for span in spans), *(0 if packed else self.start + span.start for span in spans))
+
+    def filled(self, shard: int) -> list[tuple[int, int]]:
+        """The intervals [start, stop) of a shard that hold leaves, in order."""
+        return [(span.start, span.start + span.numel) for span in self.mine(shard) if span.numel]
+
+    def lengths(self, shard: int, shards: int) -> list[int]:
+        """The length of each leaf, with the padding after it, in one of so many equal intervals of the buffer."""
+        length = self.numel // shards
+        begin, end = shard * length, (shard + 1) * length
+        # a leaf and the padding after it end where the next leaf starts; a leaf outside the interval has length 0
+        edges = [min(max(edge, begin), end) for edge in (0, *self.starts[1:], self.numel)]
+        return [high - low for low, high in pairwise(edges)]
+
+    def fill(self, flat: Callable[[L], Tensor], shard: int, out: Tensor) -> Tensor:
+        """Fill a shard `out` from whole leaves, `flat` gives the elements of one, and set its padding to zero."""
+        parts, filled = [], 0  # the number of elements of `out`, (n / W,), that the parts so far fill
+        for leaf, _, start, begin, numel in (span for span in self.mine(shard) if span.numel):
+            parts += [out.new_zeros(start - filled)] * (start > filled)
+            parts.append(flat(leaf)[begin : begin + numel].to(out.device))
+            filled = start + numel
+        # `cat` with `out` also casts to the dtype of `out`
+        return torch.cat([*parts, out.new_zeros(out.numel() - filled)], out=out)
+
+
+def end_to_end(spans: Iterable[Span]) -> list[Span]:
+    """Spans end to end in their tensors, in the order in which they come."""
+    ends, result = dict[int, int](), list[Span]()
+    for span in spans:
+        result.append(span._replace(start=ends.get(span.tensor, 0)))
+        ends[span.tensor] = result[-1].start + span.numel
+    return result
