@@ -34,7 +34,7 @@ from .traced import NodeRanks
 GROUP = 8  # consecutive ranks whose contributions are added before those of others
 # A smaller tensor is sent whole to every rank in an all-reduce: one message instead of two, and the same bits.
 _SMALL = 1 << 14  # bytes
-_only = itemgetter(0)  # of the list of one tensor that `Whole` gives
+_only = itemgetter(0)  # of the list of one tensor that `OwnCollectives` gives
 _COMBINE: dict[str, Callable[..., Tensor]] = {"sum": torch.add, "max": torch.maximum, "min": torch.minimum}
 _INTEGERS = (torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 _ORDERED = frozenset({*_INTEGERS, torch.float16, torch.bfloat16, torch.float32, torch.float64})

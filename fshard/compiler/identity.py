@@ -47,7 +47,7 @@ _NO_MATTER = {"TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR", "TORCHINDUCTOR_FORC
 
 
 @dataclass(frozen=True)
-class Identity:
+class FunctionIdentity:
     """A function as another process knows it, by named texts.
 
     `where` are versions, machine and settings, `code` of the user's functions that it reaches, `what` the arguments and
@@ -75,7 +75,7 @@ class Identity:
         ]
 
 
-def identity(fn: object, called: Signature, options: object) -> Identity:
+def identity(fn: object, called: Signature, options: object) -> FunctionIdentity:
     """The texts of a function that is called with arguments of a signature, compiled with these options."""
     writer, what, tensors = _Writer([*called.grids.values()]), {"jit's options": str(options)}, list[Tensor]()
     for variable in captures(fn):
@@ -88,7 +88,7 @@ def identity(fn: object, called: Signature, options: object) -> Identity:
     what["the function"], code = writer.named("the function", fn), Texts()
     for function in writer.functions:
         _add(code, f"the code of {function.__qualname__}", _digest_of_code(function.__code__))
-    return Identity(_machine(called), code, what, writer.unknown)
+    return FunctionIdentity(_machine(called), code, what, writer.unknown)
 
 
 def structure(spec: tree.Spec) -> str:

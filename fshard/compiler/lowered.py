@@ -30,7 +30,7 @@ from . import artifact
 from .artifact import file_at
 from .captures import Capture, captures
 from .donate import Input, donated
-from .identity import Identity
+from .identity import FunctionIdentity
 from .loops import in_one_file
 from .program import InnerCompile, Program, UnsavableError, record, result_of, run
 from .regions import are_alike, as_text, driver, regions
@@ -84,7 +84,7 @@ class Lowered:
     captured: tuple[Capture, ...] = ()  # as in `Interface`
     contents: Contents = ()
     numbers: tuple[int, ...] = ()  # of `captured` among all variables that the function reads
-    identity: Identity | None = None  # of the function, if it may be saved
+    identity: FunctionIdentity | None = None  # of the function, if it may be saved
 
     @property
     def graph(self) -> fx.Graph:

@@ -1,12 +1,12 @@
 """A function that is traced once, and put into the graph again for other tensors of the same shapes.
 
 Note [Replays]
-    `Recorded` traces a function of traced tensors once more, on fake tensors that the graph does not know, into a piece
-    of its own. A replay copies the nodes of that piece into the graph that is being traced, as one node of autograd.
-    Its backward copies those of the derivative, which is traced from what autograd saved of that run: for the gradients
-    that come, since not all may, and in their strides. So a replay leaves the nodes that a call would leave, in the
-    same order, and runs no Python of the function, no autograd and no tracer. What is saved goes through the hooks on
-    saved tensors that are on: a loss gathers its units again as always.
+    `RecordedCall` traces a function of traced tensors once more, on fake tensors that the graph does not know, into a
+    piece of its own. A replay copies the nodes of that piece into the graph that is being traced, as one node of
+    autograd. Its backward copies those of the derivative, which is traced from what autograd saved of that run: for the
+    gradients that come, since not all may, and in their strides. So a replay leaves the nodes that a call would leave,
+    in the same order, and runs no Python of the function, no autograd and no tracer. What is saved goes through the
+    hooks on saved tensors that are on: a loss gathers its units again as always.
 
     A random operator is a node that takes the state of a stream and returns the next one: a further argument and result
     (Note [Random numbers in a graph] in `random.py`). Nothing is recorded where a copy is not what a call is: if the
@@ -75,7 +75,7 @@ class Repeated:
         self._fn, self._count = fn, 0
         self._seen: list[Tree] = []  # the leaves of the first arguments
         self._is_steady = False  # whether the last call has changed nothing, and not talked to other ranks
-        self._recorded: Recorded | None = None
+        self._recorded: RecordedCall | None = None
 
     def __call__(self, *args: Tree) -> Tree:
         """Call it. Others may read the tensors of its first argument, and those that it reads by itself."""
@@ -250,7 +250,7 @@ class _Instead(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
-class Recorded:
+class RecordedCall:
     """A function of trees whose calls are copied (Note [Replays]), for trees like those of `args`."""
 
     def __init__(self, fn: Callable[..., Tree], args: Sequence[Tree]):
@@ -416,9 +416,9 @@ class Recorded:
         return [next(results) if x.requires_grad else None for x in (*self._inputs, *self._read.values())]
 
 
-def _recorded(fn: Callable[..., Tree], args: Sequence[Tree], shared: Container[int]) -> Recorded | None:
+def _recorded(fn: Callable[..., Tree], args: Sequence[Tree], shared: Container[int]) -> RecordedCall | None:
     try:
-        recorded = Recorded(fn, args)
+        recorded = RecordedCall(fn, args)
     except Exception:  # the call that follows raises it, if it is the function's
         return None
     return recorded if recorded.is_faithful(shared) else None
@@ -428,7 +428,7 @@ class _Replay(torch.autograd.Function):
     """The copy of a call (Note [Replays])."""
 
     @staticmethod
-    def forward(ctx: Ctx, call: Recorded, *inputs: Tensor) -> tuple[Tensor, ...]:
+    def forward(ctx: Ctx, call: RecordedCall, *inputs: Tensor) -> tuple[Tensor, ...]:
         """Copy the call's nodes into the graph; its results, and the next state if it draws."""
         ctx.set_materialize_grads(False)
         ctx.call = call

@@ -24,7 +24,7 @@ from torch._subclasses.functional_tensor import FunctionalTensor
 from ..core import func_levels, tree
 from ..core.tracing import is_tracing
 from ..sharding.access import Leaves
-from .current import Call, Calls
+from .current import Calls, ModuleCall
 
 # Functions that ask for the form of a tensor and not for its values.
 _ATTRIBUTES = ("dtype", "device", "shape", "ndim", "layout", "itemsize", "nbytes", "is_cuda", "is_cpu", "is_meta")
@@ -45,7 +45,7 @@ _REFUSED: dict[Any, str] = {
 _NEW_VALUES = "return new values, or make it a buffer"
 
 
-class Place:
+class ModulePlace:
     """Which parameter or buffer of a call a tensor of the copy stands for, and what the module knew of it."""
 
     def __init__(self, calls: Calls, path: str, number: int, is_buffer: bool, x: Tensor):
@@ -58,7 +58,7 @@ class Place:
         """The tensor of the current call; its unit is gathered."""
         return self.read_from(self.calls.current())
 
-    def read_from(self, call: Call, where: tuple[int, str] | None = None) -> Tensor:
+    def read_from(self, call: ModuleCall, where: tuple[int, str] | None = None) -> Tensor:
         """The tensor of a call; its unit is gathered. `where` tells apart the places of a buffer."""
         if self.is_buffer:
             x = call.buffer(self.number, self.path, where)
@@ -109,7 +109,7 @@ class Weight(nn.Parameter):
     it into other modules (a slice of a ParameterList). `.data` counts writes, so that they are noticed.
     """
 
-    _place: Place
+    _place: ModulePlace
     _plain: Tensor  # while torch.compile traces: the same tensor, of the one class that operators take there
 
     is_leaf = property(lambda self: True)
@@ -145,10 +145,10 @@ def _with_plain(cls: Any, func: Any, types: Any, args: Any = (), kwargs: Any = N
 class Stand(Tensor):
     """Stands for a parameter or buffer of the current call (Note [Stands]); it has a shape and no memory."""
 
-    _place: Place
+    _place: ModulePlace
 
     @staticmethod
-    def of(place: Place, x: Tensor) -> Stand:
+    def of(place: ModulePlace, x: Tensor) -> Stand:
         """Stand for a place, where the module has `x`."""
         # An autograd function takes a stand as it is: then the graph of its result ends at this one (`checks.py`)
         requires_grad = place.trains and not place.is_buffer
@@ -210,9 +210,9 @@ class Stand(Tensor):
         self._place.refuse("copied (copy.deepcopy)")
 
 
-def place_of(stand: Any) -> Place:
+def place_of(stand: Any) -> ModulePlace:
     """What a stand stands for."""
-    place: Place = stand._place
+    place: ModulePlace = stand._place
     return place
 
 
@@ -296,7 +296,7 @@ def stands_for(params: Mapping[str, Tensor], buffers: Mapping[str, Tensor], call
     stands: dict[int, Stand] = {}
     for tensors, is_buffer in ((params, False), (buffers, True)):
         for number, (path, x) in enumerate(tensors.items()):
-            stands.setdefault(id(x), Stand.of(Place(calls, path, number, is_buffer, x), x))
+            stands.setdefault(id(x), Stand.of(ModulePlace(calls, path, number, is_buffer, x), x))
     for x in (*params.values(), *buffers.values()):
         stands[id(x)].know(vars(x), stands)
     return stands
@@ -308,7 +308,7 @@ def ties(tensors: Mapping[str, Tensor]) -> list[int]:
     return [first.setdefault(id(x), number) for number, x in enumerate(tensors.values())]
 
 
-def places_in(part: nn.Module) -> list[Place]:
+def places_in(part: nn.Module) -> list[ModulePlace]:
     """The places of the parameters of a submodule of a copy, and of all submodules inside it; tied ones once."""
     return [place_of(x) for x in part.parameters() if isinstance(x, Stand)]
 
@@ -335,7 +335,7 @@ def in_eval_mode(skeleton: nn.Module) -> nn.Module:
 def copy_of(skeleton: nn.Module, calls: Calls) -> nn.Module:
     """Copy a skeleton: what a forward assigns to attributes stays in the copy."""
     # an RNN reads its weights while it is copied, and keeps what it reads
-    with calls.during(Call(_Stands(skeleton), [])):
+    with calls.during(ModuleCall(_Stands(skeleton), [])):
         return _copy(skeleton, same_stands(skeleton))
 
 
