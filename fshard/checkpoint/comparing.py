@@ -55,7 +55,7 @@ def _shown(x: object) -> str:
 
 
 def _of_leaf(place: Place, a: IndexEntry, other_place: Place, b: IndexEntry, name: str) -> str | None:
-    """How two leaves differ; None if they do not."""
+    """Say how two leaves differ; None if they do not."""
     if a.shape != b.shape:
         return f"{_shown(a)} in A, {_shown(b)} in B"
     if a.dtype == b.dtype and (a.numel == 0 or _same_checksums(a, b)):
@@ -83,7 +83,7 @@ def _same_checksums(a: IndexEntry, b: IndexEntry) -> bool:
 
 
 class _Gap(NamedTuple):
-    """How many elements differ, the largest absolute difference, and its place in the flattened leaf."""
+    """The number of elements that differ, the largest absolute difference, and its place in the flattened leaf."""
 
     num: int = 0
     largest: float = 0.0

@@ -1,4 +1,4 @@
-"""What a directory of checkpoints has, line by line, for people and programs: `fshard inspect`.
+"""Describe a directory of checkpoints line by line, for people and programs: `fshard inspect`.
 
 Data is read in blocks, so that a checkpoint may be larger than the memory. Names come from files that anyone may have
 written: what a terminal would not print as it is, is escaped.
@@ -147,7 +147,7 @@ def _digest(entry: IndexEntry) -> str:
 
 
 def _holders(entry: IndexEntry) -> str:
-    """Which ranks have written a leaf: "ranks 0-2, 5"; the number of files where their names do not say it."""
+    """The ranks that have written a leaf, as in "ranks 0-2, 5"; the number of files if their names tell no rank."""
     files = {piece.file for piece in entry.pieces}
     matches = [_RANK.search(file) for file in files]
     if not all(matches):
@@ -203,7 +203,7 @@ def verify(place: Place, step: int) -> Iterator[TextLine]:
 
 
 def _file_faults(there: Place, name: str, size: int, pieces: Sequence[tuple[str, IndexEntry, Piece]]) -> Iterator[str]:
-    """What is wrong with a file: it cannot be read, its size, its header, or blocks of leaves."""
+    """Yield the faults of a file: it cannot be read, its size, its header, or blocks of leaves."""
     buffer = bytearray(CHUNK)
     try:
         with there.open(name) as file:
@@ -223,7 +223,7 @@ def _file_faults(there: Place, name: str, size: int, pieces: Sequence[tuple[str,
 
 
 def _header_faults(there: Place, name: str, pieces: Sequence[tuple[str, IndexEntry, Piece]]) -> Iterator[str]:
-    """Which leaves have another name, dtype, shape or place in the header of their file, which other programs read."""
+    """Yield each leaf whose name, dtype, shape or place differs in the header of its file: other programs read that."""
     said = {(x.name.rstrip("'"), x.dtype, x.shape, x.start) for x in header_of(there, name)[0].values()}
     for leaf, entry, x in pieces:
         title, shape = (leaf, entry.shape) if x.numel == entry.numel else (f"{leaf}[{x.begin}:{x.end}]", (x.numel,))

@@ -69,7 +69,7 @@ def latest(dir: str | os.PathLike[str], mesh: AnyMesh = None) -> int | None:
 
 
 def _seen_by_first(mesh: AnyMesh, look: Callable[[], T]) -> T:
-    """What rank 0 sees, or its error, on every rank: JSON. Object stores are paid for each look."""
+    """Return or raise on every rank what `look()` does on rank 0 (JSON): object stores are paid for each look."""
     seen = consensus.together(mesh, lambda: "" if rank_in(mesh) else json.dumps(look()), _REMEDY, CheckpointError)
     result: T = json.loads(consensus.of_first(seen, mesh))
     return result

@@ -39,7 +39,7 @@ _AFTER_THE_PROGRAM = 30.0  # seconds to wait for slower ranks when this rank's p
 
 @dataclass(frozen=True)
 class RankRecord:
-    """What a rank has written: the size of each file, the pieces of each leaf, the values that differ between ranks."""
+    """A rank's record of what it wrote: sizes of files, pieces of each leaf, values that differ between ranks."""
 
     files: dict[str, int] = field(default_factory=dict)
     pieces: dict[str, list[Piece]] = field(default_factory=dict)

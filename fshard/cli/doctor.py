@@ -138,7 +138,7 @@ def _limit(which: int) -> float:
 
 
 def _port(endpoint: tuple[str, int]) -> str:
-    """What a connection meets: "open"; "refused" while nobody listens, as before a job starts; or an error's text."""
+    """How a connection ends: "open"; "refused" while nobody listens, as before a job starts; or an error's text."""
     try:
         socket.create_connection(endpoint, timeout=5).close()
     except ConnectionRefusedError:

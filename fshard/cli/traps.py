@@ -1,4 +1,4 @@
-"""What is often wrong on clusters, by facts of a host: pure functions, which `fshard doctor` calls."""
+"""Frequent mistakes on clusters: pure functions of facts about a host, which `fshard doctor` calls."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ HOSTS = ("PET_NNODES", "GROUP_WORLD_SIZE", "SLURM_NNODES", "SKYPILOT_NUM_NODES")
 
 
 class Facts(NamedTuple):
-    """What a host is like. `port` is what a connection to the rendezvous met: "open", "refused", or an error's text."""
+    """Facts about a host. `port` is how a connection to the rendezvous ended: "open", "refused", or an error's text."""
 
     env: Mapping[str, str]
     several: bool  # the job has several hosts
@@ -30,7 +30,7 @@ class Facts(NamedTuple):
 
 
 class Advice(NamedTuple):
-    """What is wrong, and what to do; nothing is wrong if both are empty."""
+    """A mistake and its remedy; nothing is wrong if both are empty."""
 
     wrong: str = ""
     do: str = ""

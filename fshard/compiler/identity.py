@@ -1,4 +1,4 @@
-"""What must be the same in another process, so that a compiled function may be used there: as named texts.
+"""Identity of a compiled function: named texts, which must be equal in another process that uses the function.
 
 Note [What another process compares]
     In one process a graph is found by values and objects (Note [What a graph depends on]). In another process the
@@ -220,7 +220,7 @@ class _Writer:
         return self._texts[id(x)][1]
 
     def _apart(self, x: Any) -> str:
-        """The text of a value, which those of later values do not refer to."""
+        """The text of a value; the texts of later values do not refer to it."""
         before, text = len(self._texts), self.text(x)
         while len(self._texts) > before:
             self._texts.popitem()
@@ -230,7 +230,7 @@ class _Writer:
         return ", ".join(map(self.text, values))
 
     def _own(self, x: Any) -> str:
-        """What an object of a class of the user's has itself: what is saved of it may leave that out."""
+        """The text of the attributes of a user's object: what `pickle` would save of it may lack them."""
         return "" if isinstance(x, type) or is_of_library(type(x)) else self.text(object.__getstate__(x))
 
     def _written(self, x: Any) -> str:
@@ -313,7 +313,7 @@ class _Writer:
         return f"mesh {number} {axis_sizes(x)} on {mesh_device(x).type}{at}"
 
     def _saved(self, x: Any) -> str:
-        """What `pickle` would save of an object, or an error."""
+        """The text of what `pickle` would save of an object; raises for an object that cannot be saved."""
         saved = None if is_dataclass(x) else parts(x)
         if saved is None:
             saved = copyreg.dispatch_table.get(type(x), lambda y: y.__reduce_ex__(4))(x)

@@ -64,7 +64,7 @@ _OF_REGIONS = ("inductor", "aot_eager")  # the backends that get each distinct r
 
 
 class Interface(NamedTuple):
-    """How the function of a graph is called: with what, and which of the graph's outputs its result has."""
+    """How a graph is called: the signature, the captured variables, and where the leaves of the result come from."""
 
     signature: Signature
     donate: bool
@@ -290,14 +290,14 @@ class Options:
 
 @dataclass(frozen=True)
 class Setting:
-    """What a pass may read in addition to the graph: the options, and the plans, which an eager step reads, too."""
+    """The values that a pass reads beside the graph: the options, and the plans, which an eager step reads, too."""
 
     plans: Sequence[Plan]
     options: Options
 
     @property
     def units(self) -> list[str]:
-        """The names of the units that are gathered again in the backward."""
+        """The names of the units that `regather` gathers again in the backward."""
         return [unit.name for plan in self.plans for unit in plan.units if unit.kept is None and unit.name != ROOT]
 
     @property

@@ -82,7 +82,7 @@ class IndexEntry:
 
 @dataclass(frozen=True)
 class Index:
-    """What a checkpoint has: leaves and other values by name, and the size of every file in bytes."""
+    """The contents of a checkpoint: leaves and other values by name, and the size of every file in bytes."""
 
     step: int
     ranks: int

@@ -26,7 +26,7 @@ Plain = Any  # None, numbers, strings, lists, tuples, dicts, and records
 
 @dataclass(eq=False, slots=True)
 class PickleRecord:
-    """What a pickle says of an object: its class or function, the arguments of the call, the state it is given.
+    """An object as a pickle tells it: its class or function, the arguments of the call, the state it is given.
 
     `args` is None for a class or function itself. Two records are equal if they are one.
     """

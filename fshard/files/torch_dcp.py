@@ -1,4 +1,4 @@
-"""What torch.distributed.checkpoint wrote, read as data: `.metadata`, and the items of its files.
+"""Checkpoints of torch.distributed.checkpoint, read as data: `.metadata`, and the items of its files.
 
 Note [A checkpoint of torch]
     `.metadata` is a pickle: the shape and dtype of each tensor, the boxes that ranks wrote of it (chunks), and where

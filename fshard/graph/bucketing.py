@@ -39,7 +39,7 @@ class _FlatCollective:
 
     @property
     def kind(self) -> tuple[object, ...]:
-        """What two collectives must have in common to be merged: operator, dtypes, mesh, axis, options."""
+        """A key that is equal for collectives that can be merged: operator, dtypes, mesh, axis, options."""
         by_name = arguments(self.start)
         dtypes = [values(node)[0].dtype for node in (self.x, self.places[0])]
         return self.start.target, *dtypes, *(by_name.get(name) for name in ("mesh", "axis", "op", "fast", "lent"))
@@ -188,7 +188,7 @@ def _merge_gathers(graph: fx.Graph, group: Sequence[_FlatCollective], order: dic
 
 
 def _source(x: fx.Node) -> Any:  # hashable
-    """Equal for nodes that are equal views of one value."""
+    """A key that is equal for equal views of one value."""
     if operator(x) not in VIEWS:
         return x
     return x.target, fx.map_arg((x.args, tuple(x.kwargs.items())), _source)

@@ -1,4 +1,4 @@
-"""How values flow through a graph: what reads, writes and shares memory."""
+"""The flow of values through a graph: which nodes read, write and share memory."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class GatherNodes:
 
 
 def is_fixed(start: fx.Node) -> bool:
-    """Whether a collective has no label: such a one keeps its place (Note [What a pass must keep] in `passes.py`)."""
+    """Whether a collective keeps its place: it has no label (Note [What a pass must keep] in `passes.py`)."""
     return not arguments(start)["label"]
 
 
@@ -88,7 +88,7 @@ def writes(node: fx.Node) -> bool:
 
 
 def returns_place(node: fx.Node) -> bool:
-    """Whether a node writes to its first argument and returns it as it is, as `add_` does, and `t_` does not."""
+    """Whether a node writes to its first argument and returns it in the same form: `add_` does, `t_` does not."""
     if not writes(node) or not node.args or not isinstance(node.args[0], fx.Node):
         return False
     made, given = (
@@ -190,7 +190,7 @@ def gathers(nodes: NodeIndex) -> list[GatherNodes]:
 
 
 def _read_by(node: fx.Node) -> list[fx.Node]:
-    """Return the arguments that a node reads: of a collective not the place of its result, of a wait none."""
+    """Return the arguments that a node reads: a collective does not read the place of its result, a wait reads none."""
     name = operator(node)
     return [] if name == "fshard.wait" else [arguments(node)["x"]] if name in PLACED else node.all_input_nodes
 

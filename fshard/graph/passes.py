@@ -180,7 +180,7 @@ def _element(graph: fx.Graph, x: fx.Node, after: fx.Node) -> fx.Node:
 
 
 def _read_storages(graph: fx.Graph) -> set[int]:
-    """Return the storages that anything but their own collective reads, and those that are copied to such a storage.
+    """Return the storages that are read outside of their own collective, directly or through copies.
 
     The caller reads the inputs.
     """

@@ -96,7 +96,7 @@ class Repeated:
 
 
 def _surroundings(fn: object) -> list[object]:
-    """What a function, and what it calls, read outside and may change: variables, and what their containers have."""
+    """The objects outside that a function, and what it calls, may read and change: variables, and items in them."""
     read, waiting = list[object](), [fn]
     while waiting:
         x = waiting.pop()
@@ -151,7 +151,7 @@ def _alone(x: Tensor) -> Tensor:
 
 
 def _form(leaf: object) -> object:
-    """What a graph depends on of a leaf."""
+    """The properties of a leaf that a graph depends on."""
     if not isinstance(leaf, Tensor):
         # as text: 0.0 and -0.0 are equal, and so are 1 and True
         return type(leaf), repr(leaf) if type(leaf) in _NUMBERS else id(leaf)
@@ -301,7 +301,7 @@ class RecordedCall:
         self._saves = [self._call.copies[node] for node in self._saved]
 
     def _pack(self, x: Tensor) -> Tensor:
-        """What autograd saves for a tensor: one without derivatives, which the trace of a derivative can be given."""
+        """Replace a tensor that autograd saves by one without derivatives, for the trace of a derivative."""
         node = _traced(x)
         if node not in self._saved:
             with unrecorded():
@@ -333,11 +333,11 @@ class RecordedCall:
         return self._derivatives[key]
 
     def is_faithful(self, shared: Container[int]) -> bool:
-        """Whether a copy is what a call is. `shared` are the identities of arguments that others read, too."""
+        """Whether a copy does what a call does. `shared` are the identities of arguments that others read, too."""
         return self._is_plain() and self._is_apart() and self._adds_once(shared)
 
     def _is_plain(self) -> bool:
-        """Whether nodes depend on what they are given alone, and are the same wherever they stand."""
+        """Whether the nodes depend on their inputs alone, and are the same at any place in a graph."""
         pieces = [(self._call, self._read), *((d.piece, d.reads) for d in self._derivatives.values())]
         # a fake tensor that neither trace knows is no constant: it was made in another one
         constants = [x for piece, known in pieces for node, x in piece.others.items() if node not in known]
@@ -359,7 +359,7 @@ class RecordedCall:
         return len({*memory} - given - kept) == len(memory) and not written(calls) & given
 
     def _adds_once(self, shared: Container[int]) -> bool:
-        """Whether what others read, too, gets one gradient of each call, which autograd would add one by one."""
+        """Whether the call reads each tensor that others read, too, once: autograd would add gradients one by one."""
         times, first_more = Counter[fx.Node](), len(self._given) - len(self._more)
         for node in self._call.calls:
             fx.node.map_arg((node.args, node.kwargs), lambda read: times.update([read]))

@@ -108,7 +108,7 @@ class ModuleCall:
     @contextmanager
     def running(self) -> Iterator[None]:
         """Remember the numbers of the autograd nodes that are made in the block."""
-        # Private, as `_of_backward` says
+        # Private: torch has no public counter of autograd nodes
         first = torch.autograd._get_sequence_nr()
         yield
         self._nodes = first, torch.autograd._get_sequence_nr()
@@ -118,7 +118,7 @@ class ModuleCall:
         return self._nodes[0] <= node < self._nodes[1]
 
     def stay_alive_with(self, results: Tree) -> None:
-        """Let the graph of the results refer to this call, for what runs again in the backward."""
+        """Keep this call alive with the graph of the results: parts of the forward may run again in the backward."""
         for node in nodes_of(results):
             metadata: dict[Any, Any] = node.metadata
             metadata[self] = None
@@ -193,7 +193,7 @@ class Calls:
         return call
 
     def found(self) -> ModuleCall | None:
-        """As `current`; None outside of calls."""
+        """The call that `current` returns; None outside of calls."""
         # Private: no public function tells which node a hook on saved tensors runs for, nor its number
         # (test_module.py notices when these go).
         node: Any = torch._C._current_autograd_node()

@@ -65,7 +65,7 @@ class ModuleFunction:
         return out, tree.unflatten(self._buffers, after)
 
     def _replaced(self, module: nn.Module) -> dict[int, Tensor]:
-        """What the forward has put in the places of buffers, by number; ValueError if a tied buffer is two now."""
+        """The tensors that the forward put in places of buffers, by number; ValueError if a tied buffer is two now."""
         now, paths = dict(module.named_buffers(remove_duplicate=False)), tree.paths(self._buffers)
         new = {i: now[path] for i, path in enumerate(paths) if path in now and not isinstance(now[path], Stand)}
         for i, first in enumerate(self._calls.ties):

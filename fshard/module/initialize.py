@@ -101,7 +101,7 @@ class Initializer:
 
 
 def _is_other(x: Tensor, y: Tensor) -> bool:
-    """Whether two tensors are surely not drawn alike: of other size than chance allows, or one is constant."""
+    """Whether two tensors were surely not drawn alike: their norms are too far apart, or one alone is constant."""
     if (num := x.numel()) < 4:
         return False
     (size, is_constant), (other, is_also) = _moments(x), _moments(y)

@@ -46,7 +46,7 @@ _NEW_VALUES = "return new values, or make it a buffer"
 
 
 class ModulePlace:
-    """Which parameter or buffer of a call a tensor of the copy stands for, and what the module knew of it."""
+    """A parameter or buffer that a tensor of the copy stands for, and the attributes that code has put on it."""
 
     def __init__(self, calls: Calls, path: str, number: int, is_buffer: bool, x: Tensor):
         self.calls, self.path, self.number, self.is_buffer = calls, path, number, is_buffer
@@ -71,7 +71,7 @@ class ModulePlace:
         return self._worn(x, call.params.is_gathered(self.number))
 
     def _worn(self, x: Any, is_gathered: bool) -> Tensor:
-        """What says that it is this parameter: a gathered leaf's view, which lives with it, or the call's own alias."""
+        """Mark a call's tensor as this parameter: a view of a gathered leaf, which lives with it, or `x` itself."""
         worn = x
         kind: Any = type(x)
         if is_gathered or kind is FunctionalTensor:  # whoever else reads the leaf reads a plain tensor
@@ -168,7 +168,7 @@ class Stand(Tensor):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Call `func` with what the stands stand for."""
+        """Replace each `Stand` by the tensor of the current call, then call `func`; refuse what a copy cannot do."""
         place = args[0]._place if args and isinstance(args[0], Stand) else None
         if place is not None and func == _REQUIRES_GRAD:
             return place.trains
@@ -211,7 +211,7 @@ class Stand(Tensor):
 
 
 def place_of(stand: Any) -> ModulePlace:
-    """What a stand stands for."""
+    """The parameter or buffer that a stand stands for."""
     place: ModulePlace = stand._place
     return place
 
@@ -247,20 +247,20 @@ class Slots(dict[str, Any]):
         return place.read_from(call, (id(self), name)) if value is stand else _current(value, False)
 
     def _listed(self, name: str, stand: Stand | None) -> Tensor | None:
-        """What stands in a place now, without a read."""
+        """The stand of a name, or what a call has put in its place; nothing is gathered."""
         call = None if stand is None else stand._place.calls.found()
         return stand if call is None else call.put.get((id(self), name), (stand, stand))[1]
 
     def get(self, name: str, default: Any = None) -> Any:
-        """As of a dict: a stand, or what was put in its place."""
+        """As dict.get: a stand, or what was put in its place."""
         return self._listed(name, super().get(name)) if name in self else default
 
     def items(self) -> Any:
-        """As of a dict: stands, or what was put in their place."""
+        """As dict.items: stands, or what was put in their place."""
         return [(name, self._listed(name, stand)) for name, stand in super().items()]
 
     def values(self) -> Any:
-        """As of a dict: stands, or what was put in their place."""
+        """As dict.values: stands, or what was put in their place."""
         return [x for _, x in self.items()]
 
     def __setitem__(self, name: str, value: Any) -> None:
@@ -340,7 +340,7 @@ def copy_of(skeleton: nn.Module, calls: Calls) -> nn.Module:
 
 
 def same_stands(part: nn.Module) -> dict[int, Any]:
-    """What to give copy.deepcopy so that a copy of a part of a skeleton has the same stands."""
+    """The memo with which copy.deepcopy copies a part of a skeleton and keeps its stands."""
     return {id(x): x for kind in (part.parameters(), part.buffers()) for x in kind}
 
 

@@ -1,4 +1,4 @@
-"""What all elementwise optimizers share: over flat shards they update a few flat tensors with one kernel."""
+"""Elementwise optimizers in common: over flat shards they update a few flat tensors with one kernel."""
 
 from __future__ import annotations
 
