@@ -12,15 +12,15 @@ from torch import Tensor
 from ..core.foreign import printable
 from ..core.storage import as_bytes, from_bytes
 from ..files.directory import folder, index_at
-from ..files.index import CheckpointError, Entry, Index
+from ..files.index import CheckpointError, Index, IndexEntry
 from ..files.places import Place
 from ..files.safetensors_file import NAMES
-from .inspecting import Line, sentence
+from .inspecting import TextLine, sentence
 
 _WINDOW = 1 << 18  # elements that are read and compared at a time
 
 
-def compare(place: Place, step: int, other_place: Place, other_step: int) -> Iterator[Line]:
+def compare(place: Place, step: int, other_place: Place, other_step: int) -> Iterator[TextLine]:
     """Yield how the checkpoint of a step differs from another one. CheckpointError if one of them is damaged.
 
     Leaves that were cut alike and have the same checksums are taken to have the same bits; of others, the data is read.
@@ -40,7 +40,7 @@ def _differences(place: Place, index: Index, other_place: Place, other: Index) -
     names = dict.fromkeys([*index.leaves, *index.values, *other.leaves, *other.values])
     for name in names:
         a, b = (x.leaves.get(name, x.values.get(name)) for x in (index, other))
-        if isinstance(a, Entry) and isinstance(b, Entry):
+        if isinstance(a, IndexEntry) and isinstance(b, IndexEntry):
             difference = _of_leaf(place, a, other_place, b, name)
             if difference is not None:
                 yield f"{printable(name)}: {difference}"
@@ -49,13 +49,13 @@ def _differences(place: Place, index: Index, other_place: Place, other: Index) -
 
 
 def _shown(x: object) -> str:
-    if isinstance(x, Entry):
+    if isinstance(x, IndexEntry):
         return f"{NAMES[x.dtype]}{[*x.shape]}"
     return "nothing" if x is None else printable(repr(x))
 
 
-def _of_leaf(place: Place, a: Entry, other_place: Place, b: Entry, name: str) -> str | None:
-    """How two leaves differ; None if they do not."""
+def _of_leaf(place: Place, a: IndexEntry, other_place: Place, b: IndexEntry, name: str) -> str | None:
+    """Say how two leaves differ; None if they do not."""
     if a.shape != b.shape:
         return f"{_shown(a)} in A, {_shown(b)} in B"
     if a.dtype == b.dtype and (a.numel == 0 or _same_checksums(a, b)):
@@ -76,14 +76,14 @@ def _of_leaf(place: Place, a: Entry, other_place: Place, b: Entry, name: str) ->
     return f"{forms}: {total.num:,} of {a.numel:,} elements have {what}; largest difference {far}, at {at}"
 
 
-def _same_checksums(a: Entry, b: Entry) -> bool:
+def _same_checksums(a: IndexEntry, b: IndexEntry) -> bool:
     """Whether two leaves were cut alike, and all checksums are the same."""
     first, second = ([(piece.begin, piece.checksums) for piece in entry.pieces] for entry in (a, b))
     return first == second and all(checksums for _, checksums in first)
 
 
 class _Gap(NamedTuple):
-    """How many elements differ, the largest absolute difference, and its place in the flattened leaf."""
+    """The number of elements that differ, the largest absolute difference, and its place in the flattened leaf."""
 
     num: int = 0
     largest: float = 0.0
@@ -107,7 +107,7 @@ def _double(x: Tensor) -> Tensor:
     return (x.float() if x.itemsize == 1 else x).double()  # float8 has no kernel to float64
 
 
-def elements(place: Place, entry: Entry, begin: int, end: int, name: str) -> Tensor:
+def elements(place: Place, entry: IndexEntry, begin: int, end: int, name: str) -> Tensor:
     """Read elements [begin, end) of a flattened leaf to the host. CheckpointError if a file ends before."""
     size = entry.dtype.itemsize
     data = bytearray((end - begin) * size)

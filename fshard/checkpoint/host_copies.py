@@ -17,7 +17,7 @@ _BLOCK = 1 << 30  # bytes of one allocation: torch rounds pinned ones up to a po
 
 
 def snapshot(tensors: Sequence[Tensor], blocks: list[Tensor]) -> list[list[Tensor]]:
-    """Copy tensors to blocks of host memory; returns the bytes of each, in parts of `CHUNK` and a last one.
+    """Copy tensors to blocks of host memory (pinned, from a device); returns the bytes of each, in parts of `CHUNK`.
 
     Blocks (bytes,) that are missing or too small are made. All copies from a device are under way at once, and the host
     waits for the device when the last has started.

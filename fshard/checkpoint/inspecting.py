@@ -1,4 +1,4 @@
-"""What a directory of checkpoints has, line by line, for people and programs: `fshard inspect`.
+"""Describe a directory of checkpoints line by line, for people and programs: `fshard inspect`.
 
 Data is read in blocks, so that a checkpoint may be larger than the memory. Names come from files that anyone may have
 written: what a terminal would not print as it is, is escaped.
@@ -17,7 +17,7 @@ from typing import NamedTuple
 from ..core.foreign import printable
 from ..files.checksum import read_block
 from ..files.directory import INDEX, folder, index_at, numbers
-from ..files.index import CheckpointError, Entry, Index, Piece
+from ..files.index import CheckpointError, Index, IndexEntry, Piece
 from ..files.other_formats import header_of
 from ..files.places import Place
 from ..files.safetensors_file import CHUNK, NAMES, stored
@@ -30,7 +30,7 @@ _NO_FILE = (errno.ENOENT, errno.ELOOP, errno.EINVAL, errno.EISDIR, errno.ENXIO, 
 _LEVELS = 16  # of a tree; deeper names are shown as one
 
 
-class Line(NamedTuple):
+class TextLine(NamedTuple):
     """A line to print; `is_fault`: it says that something is damaged, or differs. `data` is what it says, by name."""
 
     text: str
@@ -38,12 +38,12 @@ class Line(NamedTuple):
     data: Mapping[str, object] | None = None
 
 
-def sentence(text: str, is_fault: bool = False) -> Line:
+def sentence(text: str, is_fault: bool = False) -> TextLine:
     """A line that is not of a table."""
-    return Line(text, is_fault, {"text": text, "fault": is_fault})
+    return TextLine(text, is_fault, {"text": text, "fault": is_fault})
 
 
-def overview(place: Place) -> Iterator[Line]:
+def overview(place: Place) -> Iterator[TextLine]:
     """Yield a table of the steps of a directory: sizes, and what killed saves have left. CheckpointError if none."""
     steps = numbers(place)
     if not steps:
@@ -51,9 +51,9 @@ def overview(place: Place) -> Iterator[Line]:
     names = ["step", "leaves", "bytes", "ranks", "files", "left over", "note"]
     rows = [_summary(place, step) for step in steps]
     title, *texts = aligned([[*names[:-1], ""], *([_cell(x) for x in row] for row in rows)], right=range(6))
-    yield Line(title)
+    yield TextLine(title)
     for text, row in zip(texts, rows, strict=True):
-        yield Line(text, str(row[-1]).startswith(_DAMAGED), dict(zip(names, row, strict=True)))
+        yield TextLine(text, str(row[-1]).startswith(_DAMAGED), dict(zip(names, row, strict=True)))
 
 
 def _cell(x: object) -> str:
@@ -91,30 +91,30 @@ def _size(there: Place, name: str) -> int | None:
         return None
 
 
-def step_lines(place: Place, step: int) -> Iterator[Line]:
+def step_lines(place: Place, step: int) -> Iterator[TextLine]:
     """Yield what the checkpoint of a step has: leaves as a tree, values, files, and what killed saves have left."""
     index, there = index_at(place, step)[0], folder(place, step)
     title = f"{place}: step {index.step:,}, saved by {index.ranks:,} rank(s)"
-    yield Line(title, False, {"step": index.step, "ranks": index.ranks})
+    yield TextLine(title, False, {"step": index.step, "ranks": index.ranks})
     # once: parameters and optimizer state have the same
     yield from (sentence(f"plan {printable(plan)}") for plan in dict.fromkeys(index.plans) if plan)
     yield from contents_lines(index)
-    yield Line("")
+    yield TextLine("")
     yield from _file_lines(there, index)
 
 
-def contents_lines(index: Index) -> Iterator[Line]:
+def contents_lines(index: Index) -> Iterator[TextLine]:
     """Yield the leaves of a checkpoint as a tree, other values, and what cannot be restored."""
-    yield Line("")
+    yield TextLine("")
     rows, leaves = zip((["leaf", "shape", "dtype", "bytes", "checksum", "on"], None), *_tree(index), strict=True)
-    yield from (Line(text, False, leaf) for text, leaf in zip(aligned(rows, right={3}), leaves, strict=True))
+    yield from (TextLine(text, False, leaf) for text, leaf in zip(aligned(rows, right={3}), leaves, strict=True))
     for title, texts in (("value", index.values), ("not readable", index.left_out)):
         if texts:
-            yield Line("")
+            yield TextLine("")
             cells = [[printable(name), printable(repr(text))] for name, text in texts.items()]
             said = [None, *({title: name, "text": text} for name, text in cells)]
             lines = aligned([[title, ""], *cells])
-            yield from (Line(text, False, data) for text, data in zip(lines, said, strict=True))
+            yield from (TextLine(text, False, data) for text, data in zip(lines, said, strict=True))
 
 
 def _tree(index: Index) -> Iterator[tuple[list[str], dict[str, object] | None]]:
@@ -138,7 +138,7 @@ def _tree(index: Index) -> Iterator[tuple[list[str], dict[str, object] | None]]:
         before = path[:-1]
 
 
-def _digest(entry: Entry) -> str:
+def _digest(entry: IndexEntry) -> str:
     """The checksum of a leaf of one block; of others, the CRC-32 of where its pieces begin and of their checksums."""
     blocks = [(piece.begin, piece.checksums) for piece in entry.pieces]
     if len(blocks) == 1 and len(blocks[0][1]) == 1:
@@ -146,8 +146,8 @@ def _digest(entry: Entry) -> str:
     return f"{zlib.crc32(repr(blocks).encode()):08x}" if all(piece.checksums for piece in entry.pieces) else ""
 
 
-def _holders(entry: Entry) -> str:
-    """Which ranks have written a leaf: "ranks 0-2, 5"; the number of files where their names do not say it."""
+def _holders(entry: IndexEntry) -> str:
+    """The ranks that have written a leaf, as in "ranks 0-2, 5"; the number of files if their names tell no rank."""
     files = {piece.file for piece in entry.pieces}
     matches = [_RANK.search(file) for file in files]
     if not all(matches):
@@ -159,20 +159,20 @@ def _holders(entry: Entry) -> str:
     return f"rank{'s' * (len(ranks) > 1)} {text}" if ranks else ""
 
 
-def _file_lines(there: Place, index: Index) -> Iterator[Line]:
+def _file_lines(there: Place, index: Index) -> Iterator[TextLine]:
     pieces = Counter(piece.file for entry in index.leaves.values() for piece in entry.pieces)
     sizes = {name: _size(there, name) for name in index.files}
     rows = [[printable(name), size, pieces[name], _fault(sizes[name], size)] for name, size in index.files.items()]
     title, *texts = aligned([["file", "bytes", "pieces", ""], *([_cell(x) for x in row] for row in rows)], right={1, 2})
-    yield Line(title)
+    yield TextLine(title)
     for text, row in zip(texts, rows, strict=True):
-        yield Line(text, bool(row[-1]), dict(zip(("file", "bytes", "pieces", "note"), row, strict=True)))
+        yield TextLine(text, bool(row[-1]), dict(zip(("file", "bytes", "pieces", "note"), row, strict=True)))
     if left_over := _left_over(there, index.files):
-        yield Line("")
-        yield Line("left over by saves that were killed, or are under way:")
+        yield TextLine("")
+        yield TextLine("left over by saves that were killed, or are under way:")
         cells = [[printable(name), "no file" if size is None else f"{size:,}"] for name, size in left_over.items()]
         said = [{"left over": name, "bytes": size} for name, size in left_over.items()]
-        yield from (Line(text, False, data) for text, data in zip(aligned(cells, right={1}), said, strict=True))
+        yield from (TextLine(text, False, data) for text, data in zip(aligned(cells, right={1}), said, strict=True))
 
 
 def _fault(size: int | None, expected: int) -> str:
@@ -181,7 +181,7 @@ def _fault(size: int | None, expected: int) -> str:
     return "" if size == expected else f"{_DAMAGED}: it has {size:,} bytes"
 
 
-def verify(place: Place, step: int) -> Iterator[Line]:
+def verify(place: Place, step: int) -> Iterator[TextLine]:
     """Read all data of a checkpoint; yield what is not as it was saved, by leaf and file, and how much there is."""
     try:
         index, there = index_at(place, step)[0], folder(place, step)
@@ -202,8 +202,8 @@ def verify(place: Place, step: int) -> Iterator[Line]:
         yield sentence(f"step {step:,}: {size:,} bytes of {len(index.leaves):,} leaves are as they were saved{without}")
 
 
-def _file_faults(there: Place, name: str, size: int, pieces: Sequence[tuple[str, Entry, Piece]]) -> Iterator[str]:
-    """What is wrong with a file: it cannot be read, its size, its header, or blocks of leaves."""
+def _file_faults(there: Place, name: str, size: int, pieces: Sequence[tuple[str, IndexEntry, Piece]]) -> Iterator[str]:
+    """Yield the faults of a file: it cannot be read, its size, its header, or blocks of leaves."""
     buffer = bytearray(CHUNK)
     try:
         with there.open(name) as file:
@@ -222,8 +222,8 @@ def _file_faults(there: Place, name: str, size: int, pieces: Sequence[tuple[str,
         yield f"{printable(error, 2000)}. It has leaf {printable(pieces[0][0])!r}"
 
 
-def _header_faults(there: Place, name: str, pieces: Sequence[tuple[str, Entry, Piece]]) -> Iterator[str]:
-    """Which leaves have another name, dtype, shape or place in the header of their file, which other programs read."""
+def _header_faults(there: Place, name: str, pieces: Sequence[tuple[str, IndexEntry, Piece]]) -> Iterator[str]:
+    """Yield each leaf whose name, dtype, shape or place differs in the header of its file: other programs read that."""
     said = {(x.name.rstrip("'"), x.dtype, x.shape, x.start) for x in header_of(there, name)[0].values()}
     for leaf, entry, x in pieces:
         title, shape = (leaf, entry.shape) if x.numel == entry.numel else (f"{leaf}[{x.begin}:{x.end}]", (x.numel,))

@@ -23,7 +23,7 @@ from ..core.foreign import legible, open_file
 from ..core.storage import as_bytes
 from ..core.tree import Tree
 from ..files.hugging_face import Leaf, entries_at, finish, new_files, put, remove_partial
-from ..files.safetensors_file import Entry, check_fits, read_chunks
+from ..files.safetensors_file import FileEntry, check_fits, read_chunks
 from ..layout.row import Row
 from ..plan.plan import Plan, Slot, check_plain
 from ..sharding.names import Rename, renamed
@@ -71,7 +71,7 @@ _FILE = "the path of a file or directory"
 
 def _entries(
     path: str | os.PathLike[str], wanted: Iterable[Wanted], rename: Rename | None
-) -> tuple[dict[str, Entry], dict[str, Entry]]:
+) -> tuple[dict[str, FileEntry], dict[str, FileEntry]]:
     """The tensors of the files by their names there, and those that the plan needs by its names."""
     folder = check_path("load_safetensors: path", path, _FILE)
     there = entries_at(folder)
@@ -82,7 +82,7 @@ def _entries(
     return there, given
 
 
-class _Read(NamedTuple):
+class _RowRead(NamedTuple):
     """Elements to read from a file into a part of a row, or, if they are read `again`, to compare with it."""
 
     again: bool  # whether the leaf has been read already, under another of its names
@@ -93,7 +93,7 @@ class _Read(NamedTuple):
     names: tuple[str, str]  # of the leaf, and the one under which it is read first
 
 
-def _reads(into: Sharded, entry_of: Mapping[Slot, Sequence[Entry]]) -> Iterator[_Read]:
+def _reads(into: Sharded, entry_of: Mapping[Slot, Sequence[FileEntry]]) -> Iterator[_RowRead]:
     """The parts of all leaves that this rank holds, each once for every name in the files."""
     plan = into.plan
     for row in into.view.rows.values():
@@ -105,10 +105,10 @@ def _reads(into: Sharded, entry_of: Mapping[Slot, Sequence[Entry]]) -> Iterator[
             for entry, ((at, _), part) in product(entry_of[slot], zip(runs, parts, strict=True)):
                 assert entry.dtype is not None  # `_entries` has refused it
                 at = entry.start + at * entry.dtype.itemsize
-                yield _Read(entry is not first, entry.file, at, entry.dtype, part, (entry.name, first.name))
+                yield _RowRead(entry is not first, entry.file, at, entry.dtype, part, (entry.name, first.name))
 
 
-def _read(reads: Sequence[_Read]) -> None:
+def _read(reads: Sequence[_RowRead]) -> None:
     for path, of_file in groupby(reads, attrgetter("file")):
         with open_file(path) as file:
             for read in of_file:
@@ -187,7 +187,7 @@ def _buffers(buffers: Tree) -> list[tuple[str, Tensor]]:
     return named
 
 
-def _put_units(params: Sharded, entries: Mapping[str, Entry]) -> Exception | None:
+def _put_units(params: Sharded, entries: Mapping[str, FileEntry]) -> Exception | None:
     """Gather one unit after the other, and write it if there are `entries`; return what failed.
 
     After an error the gathers go on, because other ranks wait in them.
@@ -199,7 +199,7 @@ def _put_units(params: Sharded, entries: Mapping[str, Entry]) -> Exception | Non
     return failure
 
 
-def _put_unit(params: Sharded, row: Row[Slot], entry_of: Mapping[Slot, Entry]) -> Exception | None:
+def _put_unit(params: Sharded, row: Row[Slot], entry_of: Mapping[Slot, FileEntry]) -> Exception | None:
     """Gather a unit, which is freed before the next one is gathered, and write the leaves that have an entry."""
     with torch.no_grad():
         values = row.places.views(gather_unit(params, row.unit, row.kind))

@@ -25,8 +25,8 @@ from ..core.storage import from_bytes
 from ..core.tree import Tree
 from ..files.checksum import read_block
 from ..files.directory import at, finished, folder, index_at, links, no_checkpoint
-from ..files.index import CheckpointError, Entry, Index, Piece
-from ..files.other_formats import Source, format_at, source_at
+from ..files.index import CheckpointError, Index, IndexEntry, Piece
+from ..files.other_formats import Checkpoint, format_at, source_at
 from ..files.places import Place, Reader
 from ..files.safetensors_file import CHUNK
 from ..files.torch_dcp import located
@@ -69,7 +69,7 @@ def latest(dir: str | os.PathLike[str], mesh: AnyMesh = None) -> int | None:
 
 
 def _seen_by_first(mesh: AnyMesh, look: Callable[[], T]) -> T:
-    """What rank 0 sees, or its error, on every rank: JSON. Object stores are paid for each look."""
+    """Return or raise on every rank what `look()` does on rank 0 (JSON): object stores are paid for each look."""
     seen = consensus.together(mesh, lambda: "" if rank_in(mesh) else json.dumps(look()), _REMEDY, CheckpointError)
     result: T = json.loads(consensus.of_first(seen, mesh))
     return result
@@ -157,14 +157,14 @@ def _candidates(place: Place, step: int | None, fall_back: bool) -> list[int]:
     return numbers if fall_back else numbers[:1]
 
 
-def _of_step(place: Place, step: int) -> Source:
+def _of_step(place: Place, step: int) -> Checkpoint:
     index, text = index_at(place, step)
-    return Source(f"step {step} in {place}", folder(place, step), index, text.decode(errors="replace"))
+    return Checkpoint(f"step {step} in {place}", folder(place, step), index, text.decode(errors="replace"))
 
 
 def _matched(
-    read: Callable[[], Source], wanted: Contents, rename: Rename | None
-) -> tuple[Source, dict[str, list[str]]]:
+    read: Callable[[], Checkpoint], wanted: Contents, rename: Rename | None
+) -> tuple[Checkpoint, dict[str, list[str]]]:
     """Read the index of a checkpoint: the checkpoint, and for each name in `like` the names in the checkpoint."""
     source = consensus.together(wanted.mesh, read, _REMEDY, CheckpointError)
     what = f"restore: the index of {source.what}"
@@ -203,9 +203,10 @@ def _into(like: Tree, index: Index, origins: Mapping[str, Sequence[str]], wanted
     return result
 
 
-def _read_state(source: Source, origins: Mapping[str, Sequence[str]], into: Tree, mesh: AnyMesh) -> None:
+def _read_state(source: Checkpoint, origins: Mapping[str, Sequence[str]], into: Tree, mesh: AnyMesh) -> None:
     """Read this rank's part of a checkpoint into the tensors of a state."""
-    contents, index, reads, checks = contents_of(into, "restore", mesh), source.index, list[_Read](), list[_Read]()
+    contents, index = contents_of(into, "restore", mesh), source.index
+    reads, checks = list[_PieceRead](), list[_PieceRead]()
     for part in contents.parts:
         first, *others = (index.key(origin, contents.rank) for origin in origins[part.name])
         if first in index.values:
@@ -218,7 +219,7 @@ def _read_state(source: Source, origins: Mapping[str, Sequence[str]], into: Tree
     consensus.together(contents.mesh, lambda: _read_all(source, checks), _REMEDY, CheckpointError)
 
 
-def _tell_threads(source: Source, state: Tree) -> None:
+def _tell_threads(source: Checkpoint, state: Tree) -> None:
     """Warn if a run on CPUs goes on with another number of threads."""
     devices = {x.device.type for x in tree.leaves(state) if isinstance(x, Tensor)}
     saved, now = source.index.threads, torch.get_num_threads()
@@ -231,7 +232,7 @@ def _tell_threads(source: Source, state: Tree) -> None:
         )
 
 
-def _origins(source: Source, wanted: Contents, rename: Rename | None) -> dict[str, list[str]]:
+def _origins(source: Checkpoint, wanted: Contents, rename: Rename | None) -> dict[str, list[str]]:
     """The names in the checkpoint by those in `like`. ValueError lists all differences."""
     index = source.index
     origins = names_by_new(index.names, rename, index.left_out)
@@ -294,7 +295,7 @@ def _differences(name: str, origin: str, index: Index, wanted: Contents) -> Iter
             yield difference
 
 
-class _Read(NamedTuple):
+class _PieceRead(NamedTuple):
     """Elements of a piece, from `begin` of the piece on, to read into `out`, or to compare with it."""
 
     name: str  # of the leaf
@@ -305,7 +306,7 @@ class _Read(NamedTuple):
     unlike: str  # what to say of elements that are not those of `out`; "" to read them
 
 
-def _reads(part: Part, entry: Entry, unlike: str = "") -> Iterator[_Read]:
+def _reads(part: Part, entry: IndexEntry, unlike: str = "") -> Iterator[_PieceRead]:
     """Yield what this rank reads for a part: the pieces that have elements of it."""
     out = part.elements.view(-1)
     end = part.begin + len(out)
@@ -315,10 +316,10 @@ def _reads(part: Part, entry: Entry, unlike: str = "") -> Iterator[_Read]:
             break
         low, high = max(part.begin, piece.begin), min(end, piece.end)
         into = out[low - part.begin : high - part.begin]
-        yield _Read(part.name, piece, entry.dtype, low - piece.begin, into, unlike)
+        yield _PieceRead(part.name, piece, entry.dtype, low - piece.begin, into, unlike)
 
 
-def _read_all(source: Source, reads: Sequence[_Read]) -> None:
+def _read_all(source: Checkpoint, reads: Sequence[_PieceRead]) -> None:
     """Read file after file, each from its beginning to its end. CheckpointError names the file and the leaf."""
     place, sizes = source.place, source.index.files
     pieces = located(place, [read.piece for read in reads])
@@ -341,7 +342,7 @@ def _read_all(source: Source, reads: Sequence[_Read]) -> None:
             raise CheckpointError(f"{place}/{name}: {error}. It has leaf {first.name!r}") from error
 
 
-def _read(file: Reader, read: _Read, where: str, buffer: bytearray) -> None:
+def _read(file: Reader, read: _PieceRead, where: str, buffer: bytearray) -> None:
     """Read the blocks of a piece that have the elements, and compare each with its checksum."""
     piece, size = read.piece, read.dtype.itemsize
     first, last, end = read.begin * size, (read.begin + len(read.out)) * size, piece.numel * size  # bytes of the piece

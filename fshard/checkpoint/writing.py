@@ -18,8 +18,8 @@ from ..files.checksum import checksum
 from ..files.directory import INDEX, folder, index_at, read_all
 from ..files.index import (
     CheckpointError,
-    Entry,
     Index,
+    IndexEntry,
     Json,
     Piece,
     in_order,
@@ -38,8 +38,8 @@ _AFTER_THE_PROGRAM = 30.0  # seconds to wait for slower ranks when this rank's p
 
 
 @dataclass(frozen=True)
-class Record:
-    """What a rank has written: the size of each file, the pieces of each leaf, the values that differ between ranks."""
+class RankRecord:
+    """A rank's record of what it wrote: sizes of files, pieces of each leaf, values that differ between ranks."""
 
     files: dict[str, int] = field(default_factory=dict)
     pieces: dict[str, list[Piece]] = field(default_factory=dict)
@@ -51,11 +51,11 @@ class Record:
         return json.dumps({"files": self.files, "pieces": pieces, "values": self.values}).encode()
 
 
-def read_record(text: bytes, where: str) -> Record:
+def read_record(text: bytes, where: str) -> RankRecord:
     """Return the record that a text is."""
     raw = parsed(text, where)
     pieces = {name: [read_piece(piece) for piece in of_leaf] for name, of_leaf in raw["pieces"].items()}
-    return Record(raw["files"], pieces, raw["values"])
+    return RankRecord(raw["files"], pieces, raw["values"])
 
 
 @dataclass(frozen=True)
@@ -71,10 +71,10 @@ class Writer:
     def _name(self, rank: int) -> str:
         return f"{self.token}-rank-{rank:05}"
 
-    def write(self, pieces: Sequence[Named]) -> Record:
+    def write(self, pieces: Sequence[Named]) -> RankRecord:
         """Write pieces to the file of this rank, and return the record of it; no pieces make no file."""
         if not pieces:
-            return Record()
+            return RankRecord()
         file, forms = f"{self._name(self.contents.rank)}.safetensors", self.contents.forms
         by_name = _by_name_in_file(pieces, forms)
         entries = laid_out((_shaped(name, piece, forms) for name, piece in by_name.items()), Path(file))
@@ -96,14 +96,14 @@ class Writer:
             leaf, begin, end, _ = by_name[entry.name]
             piece = Piece(file, len(head) + entry.start, begin, end - begin, tuple(checksums[entry.name]))
             by_leaf.setdefault(leaf, []).append(piece)
-        return Record({file: len(head) + size}, by_leaf)
+        return RankRecord({file: len(head) + size}, by_leaf)
 
-    def put(self, record: Record) -> None:
+    def put(self, record: RankRecord) -> None:
         """Write the record of this rank, which says that its files are written."""
         values = {
             rank_key(name, self.contents.rank): x for name, x in self.contents.values.items() if name in self.by_rank
         }
-        text = Record(record.files, record.pieces, values).to_json()
+        text = RankRecord(record.files, record.pieces, values).to_json()
         folder(self.directory, self.step).put(f"{self._name(self.contents.rank)}.json", text)
 
     def finish(self, patience: float, stop: threading.Event) -> None:
@@ -146,12 +146,12 @@ class Writer:
             place.remove(INDEX)
             raise CheckpointError(f"{place}/{lost[0]}: deleted meanwhile: expected one job at a time in a directory")
 
-    def _index(self, records: Sequence[Record]) -> Index:
-        leaves = dict[str, Entry]()
+    def _index(self, records: Sequence[RankRecord]) -> Index:
+        leaves = dict[str, IndexEntry]()
         for name, form in self.contents.forms.items():
             for key in [rank_key(name, rank) for rank in range(len(records))] if name in self.by_rank else [name]:
                 pieces = [piece for record in records for piece in record.pieces.get(key, ())]
-                leaves[key] = Entry(form.shape, form.dtype, in_order(pieces, form.numel, repr(key)))
+                leaves[key] = IndexEntry(form.shape, form.dtype, in_order(pieces, form.numel, repr(key)))
         values = {name: x for name, x in self.contents.values.items() if name not in self.by_rank}
         for record in records:
             values |= record.values

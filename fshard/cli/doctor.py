@@ -33,7 +33,7 @@ import fshard
 from ..hosts.rendezvous import address_of
 from . import self_test
 from .output import FAULT, Line, report
-from .traps import TRAPS, Facts, Finding, several_hosts
+from .traps import TRAPS, Advice, Facts, several_hosts
 
 TESTED = ("2.11", "2.15")  # the oldest and the newest torch in the table of docs/limits.md
 _SELF_TEST = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", self_test.__name__)
@@ -55,7 +55,7 @@ def _lines(facts: Facts) -> Iterator[Line]:
     if not facts.several:
         yield Line("one host: for a job of several give --endpoint HOST:PORT")
     for name, trap in TRAPS.items():
-        yield from (_line(name, *finding) for finding in list(trap(facts)) or [Finding()])
+        yield from (_line(name, *finding) for finding in list(trap(facts)) or [Advice()])
     yield _line("two processes", two_processes(), "what is wrong above may explain it")
 
 
@@ -138,7 +138,7 @@ def _limit(which: int) -> float:
 
 
 def _port(endpoint: tuple[str, int]) -> str:
-    """What a connection meets: "open"; "refused" while nobody listens, as before a job starts; or an error's text."""
+    """How a connection ends: "open"; "refused" while nobody listens, as before a job starts; or an error's text."""
     try:
         socket.create_connection(endpoint, timeout=5).close()
     except ConnectionRefusedError:

@@ -44,7 +44,7 @@ def run(args: argparse.Namespace) -> int:
     return report(lines, args.json)
 
 
-def _lines(args: argparse.Namespace, place: Place) -> Iterator[inspecting.Line]:
+def _lines(args: argparse.Namespace, place: Place) -> Iterator[inspecting.TextLine]:
     if args.against is not None:
         other = at(args.against)
         return compare(place, _step(place, args.step), other, _step(other, args.at))
@@ -59,7 +59,7 @@ def _lines(args: argparse.Namespace, place: Place) -> Iterator[inspecting.Line]:
     if args.step is not None:
         return step_lines(place, args.step)
     if kind:
-        title = inspecting.Line(f"{place}: a checkpoint of {kind}")
+        title = inspecting.TextLine(f"{place}: a checkpoint of {kind}")
         return chain([title], contents_lines(source_at(str(place), place, kind).index))
     return overview(place)
 

@@ -1,4 +1,4 @@
-"""What a command prints: lines for people, in colour where rich is installed, or JSON for programs."""
+"""Output of a command: lines for people, in colour where rich is installed, or JSON for programs."""
 
 from __future__ import annotations
 

@@ -116,7 +116,7 @@ def _model(model: str) -> tuple[Callable[..., Any] | None, Tree, Tree]:
 def _estimate(
     args: argparse.Namespace, apply: Callable[..., Any] | None, params: Tree, buffers: Tree, plan: Plan
 ) -> tuple[str, dict[str, object]]:
-    """What a step needs, as text and as data."""
+    """The estimate of a step, as text and as data."""
     if not args.batch or not args.loss:
         raise ValueError("--batch and --loss: expected both, of which a step is made, or neither; --capacity needs it")
     if args.capacity is not None and not 0 < args.capacity < 1e9:

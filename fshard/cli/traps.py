@@ -1,4 +1,4 @@
-"""What is often wrong on clusters, by facts of a host: pure functions, which `fshard doctor` calls."""
+"""Frequent mistakes on clusters: pure functions of facts about a host, which `fshard doctor` calls."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ HOSTS = ("PET_NNODES", "GROUP_WORLD_SIZE", "SLURM_NNODES", "SKYPILOT_NUM_NODES")
 
 
 class Facts(NamedTuple):
-    """What a host is like. `port` is what a connection to the rendezvous met: "open", "refused", or an error's text."""
+    """Facts about a host. `port` is how a connection to the rendezvous ended: "open", "refused", or an error's text."""
 
     env: Mapping[str, str]
     several: bool  # the job has several hosts
@@ -29,8 +29,8 @@ class Facts(NamedTuple):
     port: str
 
 
-class Finding(NamedTuple):
-    """What is wrong, and what to do; nothing is wrong if both are empty."""
+class Advice(NamedTuple):
+    """A mistake and its remedy; nothing is wrong if both are empty."""
 
     wrong: str = ""
     do: str = ""
@@ -50,61 +50,61 @@ def is_loopback(host: str) -> bool:
         return host == "localhost"
 
 
-def worlds(facts: Facts) -> Iterator[Finding]:
+def worlds(facts: Facts) -> Iterator[Advice]:
     """Every host its own world."""
     env, host = facts.env, (facts.endpoint or ("", 0))[0]
     head = "give all hosts the name of one: HEAD=$(scontrol show hostnames $SLURM_JOB_NODELIST | sed -n 1p)"
     if facts.several and is_loopback(host):
-        yield Finding(f"the rendezvous is at {host}: each host waits for itself, or trains alone", head)
+        yield Advice(f"the rendezvous is at {host}: each host waits for itself, or trains alone", head)
     if facts.several and host and host == env.get("SLURM_LAUNCH_NODE_IPADDR"):
-        yield Finding(f"the rendezvous is at SLURM_LAUNCH_NODE_IPADDR ({host}), the host where srun was called", head)
+        yield Advice(f"the rendezvous is at SLURM_LAUNCH_NODE_IPADDR ({host}), the host where srun was called", head)
     tasks, size = env.get("SLURM_NTASKS"), env.get("WORLD_SIZE")
     if tasks and size and size != tasks and "TORCHELASTIC_RUN_ID" not in env:
-        yield Finding(
+        yield Advice(
             f"WORLD_SIZE is {size}, and Slurm started {tasks} tasks",
             "unset WORLD_SIZE and let torchrun set it, or set WORLD_SIZE=$SLURM_NTASKS RANK=$SLURM_PROCID",
         )
     if tasks and not size and int(tasks) > int(env.get("SLURM_NNODES", tasks)):
-        yield Finding(
+        yield Advice(
             f"{tasks} tasks on {env['SLURM_NNODES']} hosts: several torchrun of one host would be hosts of their own",
             "#SBATCH --ntasks-per-node=1, and torchrun --nproc-per-node=$SLURM_GPUS_ON_NODE",
         )
 
 
-def own_name(facts: Facts) -> Iterator[Finding]:
+def own_name(facts: Facts) -> Iterator[Advice]:
     """The host's own name is a loopback address."""
     if facts.several and "GLOO_SOCKET_IFNAME" not in facts.env and all(map(is_loopback, facts.addresses)):
-        yield Finding(
+        yield Advice(
             f"{facts.name} resolves to {', '.join(facts.addresses) or 'nothing'} here: gloo tells others that address",
             f"correct /etc/hosts, or export GLOO_SOCKET_IFNAME={_likely(facts)} (and torchrun --local-addr=ADDRESS)",
         )
 
 
-def gloo_interface(facts: Facts) -> Iterator[Finding]:
+def gloo_interface(facts: Facts) -> Iterator[Advice]:
     """GLOO_SOCKET_IFNAME names no interface."""
     value = facts.env.get("GLOO_SOCKET_IFNAME", "")
     for name in value.split(",") if value else []:
         if name not in facts.interfaces:
-            yield Finding(
+            yield Advice(
                 f"GLOO_SOCKET_IFNAME={value}: no interface {name!r} has an address here",
                 f"name one of {', '.join(facts.interfaces)}, whole: `^lo` and prefixes are for NCCL",
             )
         elif facts.several and is_loopback(facts.interfaces[name]):
-            yield Finding(f"GLOO_SOCKET_IFNAME={value}: a loopback", f"GLOO_SOCKET_IFNAME={_likely(facts)}")
+            yield Advice(f"GLOO_SOCKET_IFNAME={value}: a loopback", f"GLOO_SOCKET_IFNAME={_likely(facts)}")
 
 
-def nccl_interface(facts: Facts) -> Iterator[Finding]:
+def nccl_interface(facts: Facts) -> Iterator[Advice]:
     """NCCL may take an interface that other hosts do not reach."""
     value, names = facts.env.get("NCCL_SOCKET_IFNAME"), _outer(facts)
     if not facts.several or not facts.gpus:
         return
     if value is None and len(names) > 1:
-        yield Finding(
+        yield Advice(
             f"NCCL_SOCKET_IFNAME is not set, and NCCL may take any of {', '.join(names)}",
             f"export NCCL_SOCKET_IFNAME={_likely(facts)}, or that with which hosts reach each other",
         )
     elif value is not None and not any(_nccl_takes(value, name) for name in facts.interfaces):
-        yield Finding(f"NCCL_SOCKET_IFNAME={value} fits no interface", f"name one of {', '.join(names)}")
+        yield Advice(f"NCCL_SOCKET_IFNAME={value} fits no interface", f"name one of {', '.join(names)}")
 
 
 def _nccl_takes(value: str, name: str) -> bool:
@@ -124,40 +124,40 @@ def _likely(facts: Facts) -> str:
     return next(iter(real), "INTERFACE")
 
 
-def shared_memory(facts: Facts) -> Iterator[Finding]:
+def shared_memory(facts: Facts) -> Iterator[Advice]:
     """/dev/shm is too small for what NCCL and the workers of loaders put there."""
     if facts.shm < SMALL_SHM:
-        yield Finding(
+        yield Advice(
             f"/dev/shm has {facts.shm >> 20} MiB: NCCL, DataLoader's workers and gloo on one host use it",
             "docker run --shm-size=16g (or --ipc=host); in Kubernetes an emptyDir of medium Memory at /dev/shm",
         )
 
 
-def limits(facts: Facts) -> Iterator[Finding]:
+def limits(facts: Facts) -> Iterator[Advice]:
     """The limits of locked memory and of open files are low."""
     if facts.infiniband and facts.memlock < float("inf"):
-        yield Finding(
+        yield Advice(
             f"ulimit -l is {int(facts.memlock) >> 10} KiB, and InfiniBand locks the memory that it sends",
             "docker run --ulimit memlock=-1; in Slurm LimitMEMLOCK=infinity for slurmd",
         )
     if facts.several and facts.files < FEW_FILES:
-        yield Finding(
+        yield Advice(
             f"ulimit -n is {int(facts.files)}: each rank has a socket for each other one",
             'ulimit -n "$(ulimit -Hn)" before torchrun',
         )
 
 
-def rendezvous(facts: Facts) -> Iterator[Finding]:
+def rendezvous(facts: Facts) -> Iterator[Advice]:
     """The port of the rendezvous is not reached."""
     if facts.several and facts.endpoint is not None and facts.port not in ("open", "refused"):
         host, port = facts.endpoint
-        yield Finding(
+        yield Advice(
             f"{host}:{port} is not reached: {facts.port}",
             "all hosts must resolve the name, and reach that port and those above 1024 of each other (firewall)",
         )
 
 
-TRAPS: dict[str, Callable[[Facts], Iterator[Finding]]] = {
+TRAPS: dict[str, Callable[[Facts], Iterator[Advice]]] = {
     "one world": worlds,
     "own name": own_name,
     "gloo's interface": gloo_interface,

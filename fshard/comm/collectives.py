@@ -93,7 +93,7 @@ class _Collective:
 
 
 class _Context(Protocol):
-    """What the backward and the jvp of a collective need to know of the forward."""
+    """The values that the forward of a collective keeps for its backward and its jvp."""
 
     collective: _Collective
     call: CallInBlocks
@@ -190,7 +190,7 @@ def reduce_scatter(x: T, mesh: AnyMesh, axis: str, label: str = "") -> T:
 
 
 def all_reduce(x: T, mesh: AnyMesh, axis: str, op: Literal["sum", "max", "min"] = "sum", label: str = "") -> T:
-    """Reduce over ranks by sum, max or min, in rank order: (...) -> (...), partial -> replicated.
+    """All-reduce by sum, max or min, in rank order: (...) -> (...), partial -> replicated.
 
     `x` is a tensor or a tree, `op` "sum", "max" or "min"; `axis` and `label` as for `all_gather`. The sum is its own
     transpose. Max and min have no derivative (NotImplementedError).

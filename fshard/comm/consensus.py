@@ -126,7 +126,7 @@ def first_unlike(rows: Sequence[Tensor], mesh: AnyMesh, axes: Axes) -> int | Non
 
 
 def without_place(sums: Tensor, local: Tensor, mesh: AnyMesh) -> Tensor:
-    """Return sums over ranks (n,) without the last: that of whole numbers, made of what must be equal on all ranks.
+    """Check, by its sum, that all ranks gave the same last number; return the other sums over ranks: (n,) -> (n - 1,).
 
     RuntimeError if they differ; a host waits for no device, which stops with these words.
     """

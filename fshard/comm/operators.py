@@ -48,7 +48,7 @@ def _ranks(mesh: str, axis: str) -> Ranks:
 
 
 def _define_start(schema: str, run: Callable[..., object], shapes: Callable[..., object]) -> None:
-    """Define an operator that starts a collective. It can be given the ticket of another, which then starts before."""
+    """Define an operator that starts a collective; with `after`, the ticket of another one, it starts after that."""
     schema = schema.replace(") ->", ", *, Tensor? after=None) ->")
     define(schema, lambda *args, after=None, **rest: run(*args, **rest), lambda *args, after=None, **_: shapes(*args))
 

@@ -34,7 +34,7 @@ from .traced import NodeRanks
 GROUP = 8  # consecutive ranks whose contributions are added before those of others
 # A smaller tensor is sent whole to every rank in an all-reduce: one message instead of two, and the same bits.
 _SMALL = 1 << 14  # bytes
-_only = itemgetter(0)  # of the list of one tensor that `Whole` gives
+_only = itemgetter(0)  # of the list of one tensor that `OwnCollectives` gives
 _COMBINE: dict[str, Callable[..., Tensor]] = {"sum": torch.add, "max": torch.maximum, "min": torch.minimum}
 _INTEGERS = (torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 _ORDERED = frozenset({*_INTEGERS, torch.float16, torch.bfloat16, torch.float32, torch.float64})
@@ -73,7 +73,7 @@ def _built_in(collective: Callable[..., dist.Work], ranks: Ranks, call: Call, *a
 
 
 def _dealt(x: Tensor, ranks: Ranks, call: Call) -> tuple[Works, Tensor]:
-    """Start to send part p of dim 0 to rank p, by one call of the backend; and where what the ranks send arrives."""
+    """Start the backend's all-to-all of dim 0; returns what is under way, and its output: (W n, ...) -> (W n, ...)."""
     place = ranks.empty(x.numel(), x, lent=False).view(x.shape)  # (W n, ...)
     # as bytes, because backends lack dtypes
     return _built_in(dist.all_to_all_single, ranks, call, as_bytes(place), as_bytes(x)), place
@@ -262,7 +262,7 @@ def all_reduce(
     fast: bool = False,
     more: str = "",
 ) -> Pending:
-    """Reduce over ranks by sum, max or min: (...) on each rank -> (...) on all.
+    """All-reduce by sum, max or min: (...) on each rank -> (...) on all.
 
     Each rank sends 2 (W - 1) / W of a large tensor (a reduce-scatter, then an all-gather), and W - 1 copies of a small
     one. `out` may have a wider dtype; the summed parts are then gathered in this dtype. If it is `x` itself, the result
@@ -312,7 +312,7 @@ def _summed_by_backend(x: Tensor, ranks: Ranks, result: Tensor, call: Call) -> P
 
 
 def _all_to_everyone(x: Tensor, ranks: Ranks, result: Tensor, call: Call) -> Pending:
-    """Send the whole tensor to every rank; each rank reduces all tensors."""
+    """All-reduce in one stage: send the whole tensor to every rank; each rank reduces all tensors."""
     if ranks.built_in is None:
         exchange = ranks.exchange([x] * ranks.size, [None] * ranks.size, call)
         return Pending(exchange, lambda received: fold(received, call.op, result))
@@ -321,7 +321,7 @@ def _all_to_everyone(x: Tensor, ranks: Ranks, result: Tensor, call: Call) -> Pen
 
 
 def _in_two_stages(x: Tensor, ranks: Ranks, result: Tensor, call: Call) -> Pending:
-    """Reduce-scatter, then all-gather: each rank reduces one part."""
+    """All-reduce in two stages: reduce-scatter, so that each rank reduces one part, then all-gather."""
     flat, into, gap = x.view(-1), result.view(-1), -x.numel() % ranks.size
     if gap:
         flat, into = torch.cat([flat, flat.new_zeros(gap)]), into.new_empty(into.numel() + gap)

@@ -170,9 +170,9 @@ class GroupRanks:
 
     @property
     def may_be_replaced(self) -> bool:
-        """Whether the group's backend is one of torch's own: a backend that somebody registered was chosen on purpose.
+        """Whether other ways to send the same data may replace the group's backend: one of torch's own for CPUs.
 
-        Other ways to send the same data may replace torch's own backends for CPUs.
+        A backend that somebody registered was chosen on purpose.
         """
         backends = dict(pair.split(":") for pair in dist.get_backend_config(self._group).split(","))
         return backends.get(self.device.type) in (dist.Backend.GLOO, dist.Backend.MPI, dist.Backend.UCC)

@@ -204,7 +204,7 @@ class Exchange(Protocol):
         """Say that what was received has been read, so that its memory may be used again."""
 
 
-class Whole(Protocol):
+class OwnCollectives(Protocol):
     """Ranks that carry out a gather or a reduction themselves; waiting for it gives a list of its result alone."""
 
     def all_gather(self, x: Tensor, out: Tensor | None, lent: bool, call: Call) -> Exchange:
@@ -234,7 +234,7 @@ class Ranks(Protocol):
         """A process group whose own collectives are the fast ones, or None."""
 
     @property
-    def whole(self) -> Whole | None:
+    def whole(self) -> OwnCollectives | None:
         """These ranks, if they carry out gathers and reductions themselves; else None."""
 
     def exchange(self, sends: Sequence[Tensor], recvs: Sequence[Tensor | None], call: Call) -> Exchange:

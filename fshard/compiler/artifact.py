@@ -23,7 +23,7 @@ from ..comm.consensus import of_all, together
 from ..comm.mesh import AnyMesh, num_ranks, rank_in
 from ..core.arguments import check_path
 from ..files.places import Place, place_of
-from .identity import Identity
+from .identity import FunctionIdentity
 from .program import Program, UnsavableError, digest_of
 
 Path = str | os.PathLike[str]
@@ -38,7 +38,7 @@ def file_at(name: str, path: Path) -> str:
     return text if "://" in text else os.path.realpath(text)
 
 
-def find(path: Path, identity: Identity, mesh: AnyMesh) -> Program | str:
+def find(path: Path, identity: FunctionIdentity, mesh: AnyMesh) -> Program | str:
     """Return this rank's program from the file at `path`, or the reason why it has none of this identity."""
     try:
         programs, parts = _read(path)
@@ -61,7 +61,7 @@ def find(path: Path, identity: Identity, mesh: AnyMesh) -> Program | str:
         return f"it is damaged, or no artifact: {type(error).__name__}: {error}"
 
 
-def save(path: Path, identity: Identity, program: Program, mesh: AnyMesh) -> None:
+def save(path: Path, identity: FunctionIdentity, program: Program, mesh: AnyMesh) -> None:
     """Add the programs of all ranks to the file at `path`. Every rank calls this; the first one writes.
 
     OSError on all ranks if it cannot be written: the file that was there stays. UnsavableError for an identity with
@@ -90,7 +90,7 @@ def save(path: Path, identity: Identity, program: Program, mesh: AnyMesh) -> Non
     together(mesh, lambda: None if rank else _write(path, entry, parts | others, identity))
 
 
-def _write(path: Path, entry: Mapping[str, Any], parts: Mapping[str, bytes], identity: Identity) -> None:
+def _write(path: Path, entry: Mapping[str, Any], parts: Mapping[str, bytes], identity: FunctionIdentity) -> None:
     def stays(old: Mapping[str, Any]) -> bool:
         texts = json.loads(before[old["keys"][0]])
         is_of_other = texts["code"].keys() != identity.code.keys()  # by the names of its functions

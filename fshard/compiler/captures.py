@@ -45,7 +45,7 @@ class Capture(NamedTuple):
 
     @property
     def identity(self) -> tuple[int, str]:
-        """What two captures of one variable have in common."""
+        """A key that is equal for two captures of one variable."""
         return id(self.place), self.key
 
     def tensors(self) -> list[Tensor]:
@@ -172,7 +172,7 @@ def _attributes(fn: FunctionType, place: Any, path: _Path, paths: Collection[_Pa
 
 
 def _has(x: object, name: str) -> bool:
-    """Whether an object or its class stores an attribute as a value: to ask for another may compute it."""
+    """Whether an object or its class stores an attribute as a value: reading any other attribute may run code."""
     value, of_class = (inspect.getattr_static(y, name, _has) for y in (x, type(x)))  # a function, where there is none
     return value is not of_class or isinstance(value, MemberDescriptorType) or not hasattr(type(value), "__get__")
 
@@ -237,7 +237,7 @@ def generators(fn: object, leaves: Sequence[object]) -> list[tuple[str, Any]]:
 
 
 def state_of(generator: Any) -> object:  # Any: numpy's classes have no common one
-    """What of a generator changes when a number is drawn from it."""
+    """The state of a generator, to compare by `==`: each draw changes it. None for a generator without one."""
     if isinstance(generator, random.Random):
         return None if isinstance(generator, random.SystemRandom) else generator.getstate()
     # as text, because == of its arrays has no truth value; their position is in it, too

@@ -11,7 +11,7 @@ from torch import Tensor, fx
 
 from ..core import tree
 from ..core.storage import address
-from ..graph.dataflow import Index, call, computed, index
+from ..graph.dataflow import NodeIndex, call, computed, index
 from .trace import Output, Trace
 
 _clone, _copy_ = torch.ops.aten.clone.default, torch.ops.aten.copy_.default
@@ -85,7 +85,7 @@ def _place(
     return others
 
 
-def _last_use(x: fx.Node, nodes: Index) -> int:
+def _last_use(x: fx.Node, nodes: NodeIndex) -> int:
     """Return the number of the last node that uses a value or a view of it; -1 if there is none."""
     return max((nodes.order[user] for view in nodes.returned[_storage(x)] for user in view.users), default=-1)
 

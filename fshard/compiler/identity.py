@@ -1,4 +1,4 @@
-"""What must be the same in another process, so that a compiled function may be used there: as named texts.
+"""Identity of a compiled function: named texts, which must be equal in another process that uses the function.
 
 Note [What another process compares]
     In one process a graph is found by values and objects (Note [What a graph depends on]). In another process the
@@ -47,7 +47,7 @@ _NO_MATTER = {"TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR", "TORCHINDUCTOR_FORC
 
 
 @dataclass(frozen=True)
-class Identity:
+class FunctionIdentity:
     """A function as another process knows it, by named texts.
 
     `where` are versions, machine and settings, `code` of the user's functions that it reaches, `what` the arguments and
@@ -75,7 +75,7 @@ class Identity:
         ]
 
 
-def identity(fn: object, called: Signature, options: object) -> Identity:
+def identity(fn: object, called: Signature, options: object) -> FunctionIdentity:
     """The texts of a function that is called with arguments of a signature, compiled with these options."""
     writer, what, tensors = _Writer([*called.grids.values()]), {"jit's options": str(options)}, list[Tensor]()
     for variable in captures(fn):
@@ -88,7 +88,7 @@ def identity(fn: object, called: Signature, options: object) -> Identity:
     what["the function"], code = writer.named("the function", fn), Texts()
     for function in writer.functions:
         _add(code, f"the code of {function.__qualname__}", _digest_of_code(function.__code__))
-    return Identity(_machine(called), code, what, writer.unknown)
+    return FunctionIdentity(_machine(called), code, what, writer.unknown)
 
 
 def structure(spec: tree.Spec) -> str:
@@ -220,7 +220,7 @@ class _Writer:
         return self._texts[id(x)][1]
 
     def _apart(self, x: Any) -> str:
-        """The text of a value, which those of later values do not refer to."""
+        """The text of a value; the texts of later values do not refer to it."""
         before, text = len(self._texts), self.text(x)
         while len(self._texts) > before:
             self._texts.popitem()
@@ -230,7 +230,7 @@ class _Writer:
         return ", ".join(map(self.text, values))
 
     def _own(self, x: Any) -> str:
-        """What an object of a class of the user's has itself: what is saved of it may leave that out."""
+        """The text of the attributes of a user's object: what `pickle` would save of it may lack them."""
         return "" if isinstance(x, type) or is_of_library(type(x)) else self.text(object.__getstate__(x))
 
     def _written(self, x: Any) -> str:
@@ -313,7 +313,7 @@ class _Writer:
         return f"mesh {number} {axis_sizes(x)} on {mesh_device(x).type}{at}"
 
     def _saved(self, x: Any) -> str:
-        """What `pickle` would save of an object, or an error."""
+        """The text of what `pickle` would save of an object; raises for an object that cannot be saved."""
         saved = None if is_dataclass(x) else parts(x)
         if saved is None:
             saved = copyreg.dispatch_table.get(type(x), lambda y: y.__reduce_ex__(4))(x)

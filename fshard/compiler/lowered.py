@@ -30,7 +30,7 @@ from . import artifact
 from .artifact import file_at
 from .captures import Capture, captures
 from .donate import Input, donated
-from .identity import Identity
+from .identity import FunctionIdentity
 from .loops import in_one_file
 from .program import InnerCompile, Program, UnsavableError, record, result_of, run
 from .regions import are_alike, as_text, driver, regions
@@ -64,7 +64,7 @@ _OF_REGIONS = ("inductor", "aot_eager")  # the backends that get each distinct r
 
 
 class Interface(NamedTuple):
-    """How the function of a graph is called: with what, and which of the graph's outputs its result has."""
+    """How a graph is called: the signature, the captured variables, and where the leaves of the result come from."""
 
     signature: Signature
     donate: bool
@@ -84,7 +84,7 @@ class Lowered:
     captured: tuple[Capture, ...] = ()  # as in `Interface`
     contents: Contents = ()
     numbers: tuple[int, ...] = ()  # of `captured` among all variables that the function reads
-    identity: Identity | None = None  # of the function, if it may be saved
+    identity: FunctionIdentity | None = None  # of the function, if it may be saved
 
     @property
     def graph(self) -> fx.Graph:
@@ -290,14 +290,14 @@ class Options:
 
 @dataclass(frozen=True)
 class Setting:
-    """What a pass may read in addition to the graph: the options, and the plans, which an eager step reads, too."""
+    """The values that a pass reads beside the graph: the options, and the plans, which an eager step reads, too."""
 
     plans: Sequence[Plan]
     options: Options
 
     @property
     def units(self) -> list[str]:
-        """The names of the units that are gathered again in the backward."""
+        """The names of the units that `regather` gathers again in the backward."""
         return [unit.name for plan in self.plans for unit in plan.units if unit.kept is None and unit.name != ROOT]
 
     @property

@@ -167,7 +167,7 @@ def _driver_text(calls: fx.GraphModule, meshes: Sequence[Mesh]) -> str:
 
 
 def _needed(source: str) -> tuple[str, list[tuple[str, list[str], str]]]:
-    """What a wrapper of Inductor needs to be called, and its loops: name, types of arguments, source."""
+    """Cut the source of an Inductor wrapper down to what a call runs; return it, and its loops: name, types, source."""
     body, kept, loops = ast.parse(source).body, list[ast.stmt](), list[tuple[str, list[str], str]]()
     for statement in body:
         match statement:
@@ -320,7 +320,7 @@ def _result(traced: Trace, leaves: Sequence[object]) -> Json:
 
 
 def _is_found(kind: type) -> bool:
-    """Whether a named tuple is found by its names: one of a function is not."""
+    """Whether a named tuple can be found by its names: one that is defined inside a function cannot."""
     try:
         return _named_tuple(kind.__module__, kind.__qualname__) is kind
     except TypeError:

@@ -48,7 +48,7 @@ class Region:
 
     @cached_property
     def key(self) -> tuple[object, ...]:
-        """What equal regions have in common: operators, numbers, wiring, and the memory of the inputs."""
+        """A key that is equal for equal regions: operators, numbers, wiring, and the memory of the inputs."""
         numbers = {node: number for number, node in enumerate(self.graph.nodes)}
         memory: dict[int, int] = {}
         key: list[object] = []
@@ -111,7 +111,7 @@ def _keeps_whole(module: fx.GraphModule, node: fx.Node) -> bool:
 
 
 def _is_computed(node: fx.Node) -> bool:
-    """Whether a region has this node; the driver has what starts, awaits or fills a collective, and new memory."""
+    """Whether a node belongs to a region; starts, waits and places of collectives, and new memory, are the driver's."""
     if node.op != "call_function" or _is_memory(node):
         return False
     if is_call(node, "getitem"):
@@ -156,7 +156,7 @@ def _runs(graph: fx.Graph) -> list[list[fx.Node]]:
 
 
 def _read(run: Sequence[fx.Node]) -> list[fx.Node]:
-    """What a run reads: of a view what that is a view of, or the view itself of an input of the graph."""
+    """The nodes that a run reads: for a view its base, or the view itself if it is of an input not written here."""
     memory = written(run)
 
     def read(node: fx.Node, parts: bool) -> Iterator[fx.Node]:
@@ -189,7 +189,7 @@ def boxed(*values: Tensor) -> list[Tensor]:
 
 
 def _boxed(fn: Callable[..., Sequence[Tensor]]) -> Boxed:
-    """The function of a list inside a compiled function of several arguments, which would hold them until its end."""
+    """The function that takes one list: inside of `fn`, which would hold its arguments until its end, or around it."""
     inner = inspect.unwrap(fn, stop=_takes_one)
     return inner if _takes_one(inner) else lambda args: fn(*args)
 

@@ -163,7 +163,7 @@ def _trained(leaves: Sequence[object]) -> tuple[tuple[object, ...], ...]:
 
 
 def key_of(leaf: object) -> TensorKey | Key:
-    """What is compared of a leaf. TypeError for a tensor that is not strided."""
+    """Return the key by which a leaf is compared. TypeError for a tensor that is not strided."""
     if isinstance(leaf, Tensor):
         if leaf.layout is not torch.strided:
             raise TypeError(f"a tensor of layout {leaf.layout}")
@@ -198,7 +198,7 @@ def fixed(x: Any) -> Key:  # not `object`: `is_mesh` does not tell mypy that `x`
 
 
 def _names(spec: tree.Spec) -> tuple[object, ...]:
-    """The keys in a structure: 1, 1.0 and True are one to `==`, as 0.0 and -0.0 are, and not to a function."""
+    """The keys in a structure, told apart: to `==`, 1, 1.0 and True are one, and so are 0.0 and -0.0."""
     if {*map(type, chain.from_iterable(spec.paths()))} <= {str, int}:  # which differ to `==`, too
         return ()
     return tuple(k if type(k) in (str, int) else fixed(k) for k in chain.from_iterable(spec.paths()))
@@ -251,7 +251,7 @@ def _compared(variable: Capture) -> object:
 
 
 def _content(value: Any, seen: dict[int, tuple[int, object]]) -> object:  # Any: as in `fixed`
-    """What is compared of a value. `seen` are the objects around and before it in one variable, by id, in order."""
+    """Return the key of a value. `seen` are the objects around and before it in one variable, by id, in order."""
     if type(value) in (FunctionType, ModuleType):  # they compare by identity already; most captured values are these
         return value
     if value is None or isinstance(value, Number | str | bytes | torch.device):
@@ -278,7 +278,7 @@ _OF_VALUES |= {"datetime", "pathlib", "pathlib._local", "uuid"}
 
 
 def parts(x: Any) -> Iterable[object] | None:  # not `object`, as in `fixed`
-    """What is compared of an object: of values what `pickle` would save, of the user's dataclasses the fields.
+    """The parts by which an object is compared: fields of a user's dataclass, or what `pickle` would save of a value.
 
     None for an object that is compared by identity.
     """

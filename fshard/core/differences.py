@@ -1,4 +1,4 @@
-"""How names, shapes and dtypes differ from those that are expected: one sentence for each, and what to do."""
+"""Differences of names, shapes and dtypes from the expected ones: one sentence for each, and a remedy."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _LEFT_OUT = ". Names for which rename gives None are left out"
 
 
 class Form(NamedTuple):
-    """What is known of a tensor that has not been read."""
+    """The shape and dtype of a tensor that has not been read."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -91,7 +91,7 @@ def name_differences(expected: Iterable[Sequence[str]], given: Collection[str], 
 
 
 def _remedy(missing: Sequence[str], unknown: Sequence[str]) -> str:
-    """What to do about names that differ; "" if that is not known."""
+    """The remedy for names that differ; "" if none is known."""
     if any(name.rpartition(".")[2].startswith("_flat_param") for name in unknown):
         return (
             ". FSDP1's LOCAL_STATE_DICT has flat parameters, which do not say which leaves are in them: let FSDP1 "
@@ -150,12 +150,12 @@ def form_difference(name: str, expected: Form, given: object) -> str:
 
 
 def _kind(dtype: torch.dtype) -> torch.dtype | str:
-    """What is cast into what: floating dtypes into each other, complex ones into each other, others into none."""
+    """The kind of dtypes that are cast into each other: "floating", "complex", or the dtype alone."""
     return "floating" if dtype.is_floating_point else "complex" if dtype.is_complex else dtype
 
 
 def unreadable(name: str, value: object) -> str:
-    """Say why a tensor's values cannot be read; "" if they can, and of what is no tensor.
+    """Say why a tensor's values cannot be read; "" if they can, or if `value` is no tensor.
 
     >>> unreadable("w", torch.zeros(2, device="meta"))
     "'w': expected a tensor with values, got one on meta"

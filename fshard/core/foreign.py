@@ -1,4 +1,4 @@
-"""What others wrote: regular files, JSON that takes bounded memory, and errors that quote it as printable text."""
+"""Read what others wrote: regular files, JSON that takes bounded memory, and errors that quote it as printable text."""
 
 from __future__ import annotations
 

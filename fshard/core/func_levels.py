@@ -58,7 +58,7 @@ def again(levels: Sequence[object]) -> AbstractContextManager[None]:
 
 
 def refuses_hooks(failure: RuntimeError) -> bool:
-    """Whether an error is that of torch.func.grad, vjp, jacrev or hessian under hooks on saved tensors.
+    """Whether an error says that torch.func refuses hooks on saved tensors: the loss then runs again without hooks.
 
     >>> refuses_hooks(RuntimeError("something else"))
     False

@@ -90,7 +90,7 @@ class Branch:
 
 
 class _Values(ValuesView[Tree]):
-    """As of a dict: may be iterated again, and shows what a program puts there meanwhile."""
+    """Values that, like a dict's, can be iterated again, and show what a program puts there meanwhile."""
 
     _mapping: Any  # a Branch
 
@@ -99,7 +99,7 @@ class _Values(ValuesView[Tree]):
 
 
 class _Items(ItemsView[Hashable, Tree]):
-    """As of a dict: may be iterated again, and shows what a program puts there meanwhile."""
+    """Items that, like a dict's, can be iterated again, and show what a program puts there meanwhile."""
 
     _mapping: Any  # a Branch
 

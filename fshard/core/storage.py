@@ -91,7 +91,7 @@ def pack(tensors: Sequence[Tensor], out: Tensor | None = None) -> Tensor:
 
 
 def aligned(end: int) -> int:
-    """Where a tensor begins after one that ends here: at a multiple of STEP."""
+    """The first multiple of STEP at or after `end`, where the next tensor begins."""
     return -(-end // STEP) * STEP
 
 

@@ -1,4 +1,4 @@
-"""Whether torch traces, operators that it traces, and names in the traces of torch.profiler."""
+"""Tracing: whether it is on, operators that it records, and names in the traces of torch.profiler."""
 
 from __future__ import annotations
 

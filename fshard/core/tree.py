@@ -271,7 +271,7 @@ def register_stand_in(cls: type, of: Callable[[Tree], Tree]) -> None:
 
 
 def _key(name: Any) -> pytree.KeyEntry:
-    """As torch names a child that is not a dict's: by its position, or its attribute."""
+    """The key of a child of anything but a dict, as torch names it: by a position, or by an attribute."""
     return pytree.SequenceKey(name) if isinstance(name, int) else pytree.GetAttrKey(name)
 
 

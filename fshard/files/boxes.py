@@ -28,7 +28,7 @@ def num_runs(shape: Sequence[int], sizes: Sequence[int]) -> int:
 
 
 def _first_whole(shape: Sequence[int], sizes: Sequence[int]) -> int:
-    """The number of dimensions before the last that a box cuts: those after it are whole."""
+    """The last dimension that a box cuts, 0 if it cuts none: all dimensions after it are whole."""
     cut = [dim for dim, (whole, size) in enumerate(zip(shape, sizes, strict=True)) if whole != size]
     return max(cut, default=0)
 

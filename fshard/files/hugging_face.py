@@ -16,13 +16,14 @@ from torch import Tensor
 
 from ..core.differences import lacking
 from ..core.foreign import parsed, read_text
+from .index import Json
 from .places import flush, is_file_name, naming
-from .safetensors_file import PICKLES, Entry, header, laid_out, read_entries, write_tensor
+from .safetensors_file import PICKLES, FileEntry, header, laid_out, read_entries, write_tensor
 
 FILE, INDEX, PARTIAL = "model.safetensors", "model.safetensors.index.json", ".partial"
 
 
-def entries_at(path: Path) -> dict[str, Entry]:
+def entries_at(path: Path) -> dict[str, FileEntry]:
     """Return the tensors of a file, or of all files of a directory, by name: headers are read, and no data.
 
     FileNotFoundError; ValueError for what is not in this format, and for an index that is not of its files.
@@ -42,21 +43,19 @@ def entries_at(path: Path) -> dict[str, Entry]:
     raise FileNotFoundError(errno.ENOENT, sentence, str(path))
 
 
-def indexed(raw: Mapping[str, object], index: object, read: Callable[[str], dict[str, Entry]]) -> dict[str, Entry]:
+def indexed(raw: Json, index: object, read: Callable[[str], dict[str, FileEntry]]) -> dict[str, FileEntry]:
     """Return the tensors of the files that an index lists; errors call it `index`, and `read` reads one file."""
-    file_of = _weight_map(raw, index)
-    entries, names_of = dict[str, Entry](), dict[str, list[str]]()
-    for name, file in file_of.items():
+    entries, names_of = dict[str, FileEntry](), dict[str, list[str]]()
+    for name, file in _weight_map(raw, index).items():
         names_of.setdefault(file, []).append(name)
     for file, listed in names_of.items():
-        there = read(file)
-        if difference := lacking(listed, there):
+        if difference := lacking(listed, there := read(file)):
             raise ValueError(f"{index}: {file} has other tensors: {difference}")
         entries |= there
     return entries
 
 
-def _weight_map(raw: Mapping[str, object], index: object) -> dict[str, str]:
+def _weight_map(raw: Json, index: object) -> dict[str, str]:
     """The file of each tensor, by an index. ValueError for names of files that are not in the index's directory."""
     file_of = raw.get("weight_map")
     if not isinstance(file_of, dict) or not all(isinstance(file, str) for file in file_of.values()):
@@ -70,11 +69,11 @@ def _weight_map(raw: Mapping[str, object], index: object) -> dict[str, str]:
 Leaf = tuple[str, tuple[int, ...], torch.dtype]  # of a file: name, shape, dtype
 
 
-def new_files(folder: Path, groups: Sequence[Sequence[Leaf]]) -> dict[str, Entry]:
+def new_files(folder: Path, groups: Sequence[Sequence[Leaf]]) -> dict[str, FileEntry]:
     """Make the files of some groups of leaves under other names, and return where each leaf belongs, by name."""
     folder.mkdir(parents=True, exist_ok=True)
     remove_partial(folder)  # of a save that was killed
-    entries: dict[str, Entry] = {}
+    entries: dict[str, FileEntry] = {}
     for name, leaves in zip(_free_names(folder, len(groups)), groups, strict=True):
         group = laid_out(leaves, folder / (name + PARTIAL))
         first = header(group)
@@ -99,13 +98,13 @@ def _free_names(folder: Path, num_files: int) -> list[str]:
     return next(names for names in choices if not any((folder / name).exists() for name in names))
 
 
-def put(entry: Entry, value: Tensor) -> None:
+def put(entry: FileEntry, value: Tensor) -> None:
     """Write the data of a leaf to its file."""
     with naming(entry.file) as path, open(path, "r+b") as file:
         write_tensor(file, entry.start, value)
 
 
-def finish(folder: Path, entries: Mapping[str, Entry]) -> None:
+def finish(folder: Path, entries: Mapping[str, FileEntry]) -> None:
     """Give files of `new_files` their names, when all of them are whole, and remove those of an earlier save.
 
     The process may be killed between any two lines: then either the earlier files are loaded, whole, or the new ones.

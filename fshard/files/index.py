@@ -62,7 +62,7 @@ class Piece:
 
 
 @dataclass(frozen=True)
-class Entry:
+class IndexEntry:
     """A leaf: its shape, its dtype, and the pieces that make it up, in order."""
 
     shape: tuple[int, ...]
@@ -82,13 +82,13 @@ class Entry:
 
 @dataclass(frozen=True)
 class Index:
-    """What a checkpoint has: leaves and other values by name, and the size of every file in bytes."""
+    """The contents of a checkpoint: leaves and other values by name, and the size of every file in bytes."""
 
     step: int
     ranks: int
     plans: tuple[str, ...]  # fingerprints of the plans of the parameters
     files: Mapping[str, int]
-    leaves: Mapping[str, Entry]
+    leaves: Mapping[str, IndexEntry]
     values: Mapping[str, Json]
     by_rank: frozenset[str] = frozenset()  # names with an entry for each rank
     left_out: Mapping[str, str] = field(default_factory=dict)  # what else formats of others have, and why
@@ -175,13 +175,13 @@ def _strings(raw: Json, key: str) -> list[str]:
     return strings
 
 
-def _entry(name: str, raw: Json, files: Mapping[str, int]) -> Entry:
+def _entry(name: str, raw: Json, files: Mapping[str, int]) -> IndexEntry:
     try:
         kind = _field(raw, "dtype", str)
         require(kind in DTYPES, f"expected one of the dtypes of safetensors, got {reprlib.repr(kind)}")
         dtype, shape = DTYPES[kind], tuple(map(_count, _field(raw, "shape", list)))
         pieces = map(read_piece, _field(raw, "pieces", list))
-        entry = Entry(shape, dtype, in_order(pieces, _numel(shape), "its pieces"))
+        entry = IndexEntry(shape, dtype, in_order(pieces, _numel(shape), "its pieces"))
         for piece in entry.pieces:
             _check_piece(piece, piece.numel * dtype.itemsize, files)
         return entry
@@ -208,7 +208,7 @@ def _check_piece(piece: Piece, num_bytes: int, files: Mapping[str, int]) -> None
         raise ValueError(f"expected a checksum of each {CHUNK} bytes, got {len(piece.checksums)} for {num_bytes} bytes")
 
 
-def _check_apart(leaves: Mapping[str, Entry]) -> None:
+def _check_apart(leaves: Mapping[str, IndexEntry]) -> None:
     """Raise ValueError if two pieces have a byte of a file in common."""
     spans = sorted(
         (piece.file, piece.offset, piece.offset + piece.numel * entry.dtype.itemsize, name)

@@ -2,9 +2,9 @@
 
 The standard library's unpickler is a machine with a stack, whose program may import any function and call it. Here the
 program is first rewritten to one of the operations that plain data needs, or refused. It imports nothing: each name
-that is expected is a `Record`, whose call is a `Record` with arguments. Every operation takes constant time and memory
-beyond the bytes that it reads. What is read may refer to one object from many places, or to itself: a walk over it must
-count its steps.
+that is expected is a `PickleRecord`, whose call is a `PickleRecord` with arguments. Every operation takes constant time
+and memory beyond the bytes that it reads. What is read may refer to one object from many places, or to itself: a walk
+over it must count its steps.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ Plain = Any  # None, numbers, strings, lists, tuples, dicts, and records
 
 
 @dataclass(eq=False, slots=True)
-class Record:
-    """What a pickle says of an object: its class or function, the arguments of the call, the state it is given.
+class PickleRecord:
+    """An object as a pickle tells it: its class or function, the arguments of the call, the state it is given.
 
     `args` is None for a class or function itself. Two records are equal if they are one.
     """
@@ -38,7 +38,7 @@ class Record:
     def __call__(self, *args: Plain) -> Plain:
         """The record of a call, where the unpickler would call the function; of the name _DICT, a dict."""
         _require(self.args is None, "calls what is no name")
-        return _Dict(*args) if self.name == _DICT else Record(self.name, args)
+        return _Dict(*args) if self.name == _DICT else PickleRecord(self.name, args)
 
     def __setstate__(self, state: Plain) -> None:
         _require(self.args is not None and self.state is None, "fills what is no object")
@@ -54,7 +54,7 @@ class _Dict(dict[Plain, Plain]):
         super().__init__()
 
     def __setitem__(self, key: Plain, value: Plain) -> None:
-        _require(type(key) in (str, Record), "has a dict with keys that are no strings")
+        _require(type(key) in (str, PickleRecord), "has a dict with keys that are no strings")
         super().__setitem__(key, value)
 
 
@@ -70,12 +70,12 @@ class _Unpickler(pickle.Unpickler):
             raise ValueError(
                 f"a pickle that names {full_name[:80]!r}, which plain data does not need: nothing of it was run"
             )
-        return Record(full_name)
+        return PickleRecord(full_name)
 
-    def persistent_load(self, pid: Plain) -> Record:
+    def persistent_load(self, pid: Plain) -> PickleRecord:
         """The record of what lies outside of the pickle."""
         _require(PERSISTENT in self._names, "refers to what lies outside of it")
-        return Record(PERSISTENT, (pid,))
+        return PickleRecord(PERSISTENT, (pid,))
 
 
 def read_pickle(data: bytes, names: Set[str]) -> Plain:
@@ -87,7 +87,7 @@ def read_pickle(data: bytes, names: Set[str]) -> Plain:
     >>> read_pickle(pickle.dumps({"lr": [0.5, None]}), set())
     {'lr': [0.5, None]}
     >>> read_pickle(pickle.dumps(slice(1, 3)), {"builtins.slice"})
-    Record(name='builtins.slice', args=(1, 3, None), state=None)
+    PickleRecord(name='builtins.slice', args=(1, 3, None), state=None)
     >>> read_pickle(pickle.dumps(exec), set())
     Traceback (most recent call last):
     ValueError: a pickle that names 'builtins.exec', which plain data does not need: nothing of it was run

@@ -17,10 +17,9 @@ from .boxes import MOST_RUNS, num_runs, runs_of
 from .directory import finished, read_all
 from .hugging_face import FILE, indexed
 from .hugging_face import INDEX as FILES
-from .index import CheckpointError, Entry, Index, Piece, in_order
+from .index import CheckpointError, Index, IndexEntry, Piece, in_order
 from .places import Place, place_of
-from .safetensors_file import PICKLES, are_counts, read_header
-from .safetensors_file import Entry as File
+from .safetensors_file import PICKLES, FileEntry, are_counts, read_header
 from .torch_dcp import METADATA, index_of_dcp
 
 DCP, SAFETENSORS = "torch.distributed.checkpoint", "safetensors"
@@ -31,7 +30,7 @@ _SHARDING = "DCP_SHARDING_INFO"
 
 
 @dataclass(frozen=True)
-class Source:
+class Checkpoint:
     """A checkpoint: what errors call it, the folder of its files, its index, and a text that is the same on all ranks.
 
     The text stands for the index: ranks compare it.
@@ -71,11 +70,11 @@ def format_at(path: str | os.PathLike[str], place: Place) -> str:
     return ""
 
 
-def source_at(path: str | os.PathLike[str], place: Place, kind: str) -> Source:
+def source_at(path: str | os.PathLike[str], place: Place, kind: str) -> Checkpoint:
     """Return the checkpoint of a format that is at a path. CheckpointError for one that is damaged."""
     if kind == DCP:
         index, data = index_of_dcp(place)
-        return Source(f"{place}", place, index, hashlib.sha256(data).hexdigest())
+        return Checkpoint(f"{place}", place, index, hashlib.sha256(data).hexdigest())
     folder = place_of(Path(path).parent) if os.path.isfile(path) else place
     try:
         chunks = [chunk for file in _files(Path(path), folder) for chunk in file]
@@ -83,16 +82,16 @@ def source_at(path: str | os.PathLike[str], place: Place, kind: str) -> Source:
     except (OSError, ValueError) as error:  # they begin with the path
         raise CheckpointError(str(error)) from error
     lines = [f"{name!r}: {entry}" for name, entry in index.leaves.items()]
-    return Source(f"{place}", folder, index, "\n".join(lines))
+    return Checkpoint(f"{place}", folder, index, "\n".join(lines))
 
 
-_Chunk = tuple[File, tuple[int, ...] | None]  # a tensor of a file, and where it begins in the whole one
+_Chunk = tuple[FileEntry, tuple[int, ...] | None]  # a tensor of a file, and where it begins in the whole one
 
 
 def _files(path: Path, folder: Place) -> Iterator[list[_Chunk]]:
     """Yield the tensors of the files of a path."""
 
-    def read(name: str) -> dict[str, File]:
+    def read(name: str) -> dict[str, FileEntry]:
         return header_of(folder, name)[0]
 
     if os.path.isfile(path):
@@ -107,7 +106,7 @@ def _files(path: Path, folder: Place) -> Iterator[list[_Chunk]]:
             yield [*_chunks(folder, name)]
 
 
-def header_of(folder: Place, name: str) -> tuple[dict[str, File], dict[str, Any]]:
+def header_of(folder: Place, name: str) -> tuple[dict[str, FileEntry], dict[str, Any]]:
     """Return the tensors and the metadata of a safetensors file. ValueError as `read_header`."""
     position = 0
     with folder.open(name) as file:
@@ -139,7 +138,7 @@ def _index(chunks: Iterable[_Chunk]) -> Index:
     by_name = dict[str, list[_Chunk]]()
     for chunk in chunks:
         by_name.setdefault(chunk[0].name, []).append(chunk)
-    leaves, left_out, left = dict[str, Entry](), dict[str, str](), MOST_RUNS
+    leaves, left_out, left = dict[str, IndexEntry](), dict[str, str](), MOST_RUNS
     for name, of_name in by_name.items():
         first = of_name[0][0]
         if first.dtype is None:
@@ -158,5 +157,5 @@ def _index(chunks: Iterable[_Chunk]) -> Index:
             if x.num_bytes
             for begin, at, numel in runs_of(shape, offsets, x.shape)
         ]
-        leaves[name] = Entry(shape, first.dtype, in_order(pieces, math.prod(shape), f"{first.file}: {name!r}"))
+        leaves[name] = IndexEntry(shape, first.dtype, in_order(pieces, math.prod(shape), f"{first.file}: {name!r}"))
     return Index(0, 0, (), {}, leaves, {}, left_out=left_out)

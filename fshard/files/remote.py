@@ -37,7 +37,7 @@ class RemotePlace:
         return RemotePlace(self._fs, f"{self._path}/{name}", f"{self._url}/{name}")
 
     def names(self, folders: bool = False) -> list[str]:
-        """Return the names in this folder, or those of `folders` in it; [] if there is none, but a bucket for it."""
+        """The names in this folder, or those of `folders` in it; [] if the bucket exists and the folder does not."""
         self._fs.invalidate_cache()
         try:
             with _naming(self._url):

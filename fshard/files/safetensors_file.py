@@ -53,7 +53,7 @@ NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
 @dataclass(frozen=True)
-class Entry:
+class FileEntry:
     """A tensor in a file: `start` is the offset of its first byte, counted from the first byte of all data."""
 
     name: str
@@ -77,11 +77,11 @@ def stored(shape: tuple[int, ...], dtype: torch.dtype) -> tuple[tuple[int, ...],
     return ((*shape, 2), torch.float64) if dtype == torch.complex128 else (shape, dtype)
 
 
-def laid_out(leaves: Iterable[tuple[str, tuple[int, ...], torch.dtype]], file: Path) -> list[Entry]:
+def laid_out(leaves: Iterable[tuple[str, tuple[int, ...], torch.dtype]], file: Path) -> list[FileEntry]:
     """Return the entries of a file of tensors, those of the largest elements first, so that each is aligned."""
     entries, start = [], 0
     for name, shape, dtype in sorted(leaves, key=lambda leaf: -leaf[2].itemsize):
-        entries.append(Entry(name, NAMES[dtype], shape, start, math.prod(shape) * dtype.itemsize, file))
+        entries.append(FileEntry(name, NAMES[dtype], shape, start, math.prod(shape) * dtype.itemsize, file))
         start += entries[-1].num_bytes
     return entries
 
@@ -102,7 +102,7 @@ def check_fits(
         )
 
 
-def header(entries: Iterable[Entry]) -> bytes:
+def header(entries: Iterable[FileEntry]) -> bytes:
     """Return what stands before the data. Dual: `read_entries`."""
     forms = {
         x.name: {"dtype": x.kind, "shape": list(x.shape), "data_offsets": [x.start, x.start + x.num_bytes]}
@@ -114,7 +114,7 @@ def header(entries: Iterable[Entry]) -> bytes:
     return len(text).to_bytes(8, "little") + text
 
 
-def read_entries(path: Path) -> dict[str, Entry]:
+def read_entries(path: Path) -> dict[str, FileEntry]:
     """Return the tensors of a file by name, `start` counted from the first byte of the file; nothing else is read.
 
     FileNotFoundError, or ValueError for a file that is not in this format or not whole.
@@ -123,7 +123,7 @@ def read_entries(path: Path) -> dict[str, Entry]:
         return read_header(file.read, os.fstat(file.fileno()).st_size, path)[0]
 
 
-def read_header(read: Callable[[int], bytes], size: int, path: Path) -> tuple[dict[str, Entry], dict[str, Any]]:
+def read_header(read: Callable[[int], bytes], size: int, path: Path) -> tuple[dict[str, FileEntry], dict[str, Any]]:
     """Return the tensors and the metadata of a file of `size` bytes; `read` gives its next bytes.
 
     ValueError for a file that is not in this format or not whole.
@@ -149,14 +149,14 @@ def read_header(read: Callable[[int], bytes], size: int, path: Path) -> tuple[di
     return {x.name: x for x in entries}, metadata if isinstance(metadata, dict) else {}
 
 
-def _entries(forms: Mapping[str, Any], begin: int, path: Path) -> list[Entry]:
+def _entries(forms: Mapping[str, Any], begin: int, path: Path) -> list[FileEntry]:
     entries = []
     for name, form in forms.items():
         fields = form if isinstance(form, dict) else {}
         kind, shape, offsets = (fields.get(key) for key in ("dtype", "shape", "data_offsets"))
         if not isinstance(kind, str) or not are_counts(shape) or not are_counts(offsets) or len(offsets) != 2:
             raise ValueError(f"{path}: {name!r}: expected its dtype, shape and data_offsets, got {str(form)[:200]}")
-        entries.append(Entry(name, kind, tuple(shape), begin + offsets[0], offsets[1] - offsets[0], path))
+        entries.append(FileEntry(name, kind, tuple(shape), begin + offsets[0], offsets[1] - offsets[0], path))
     return entries
 
 
@@ -166,7 +166,7 @@ def are_counts(values: object) -> TypeGuard[list[int]]:
     return isinstance(values, list) and len(values) <= 64 and all(type(x) is int and 0 <= x < 1 << 63 for x in values)
 
 
-def _check_data(entries: Iterable[Entry], begin: int, size: int, path: Path) -> None:
+def _check_data(entries: Iterable[FileEntry], begin: int, size: int, path: Path) -> None:
     """Raise ValueError unless the tensors fill the data, one after the other, from byte `begin` of the file on."""
     end = 0
     for x in sorted(entries, key=lambda x: (x.start, x.num_bytes)):

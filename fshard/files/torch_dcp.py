@@ -1,4 +1,4 @@
-"""What torch.distributed.checkpoint wrote, read as data: `.metadata`, and the items of its files.
+"""Checkpoints of torch.distributed.checkpoint, read as data: `.metadata`, and the items of its files.
 
 Note [A checkpoint of torch]
     `.metadata` is a pickle: the shape and dtype of each tensor, the boxes that ranks wrote of it (chunks), and where
@@ -24,8 +24,8 @@ import torch
 from ..core.arguments import shown
 from .boxes import MOST_RUNS, check_box, num_runs, runs_of
 from .directory import read_all
-from .index import CheckpointError, Entry, Index, Json, Piece, in_order, require
-from .inert_pickle import PERSISTENT, Plain, Record, read_pickle
+from .index import CheckpointError, Index, IndexEntry, Json, Piece, in_order, require
+from .inert_pickle import PERSISTENT, PickleRecord, Plain, read_pickle
 from .places import Place, is_file_name
 from .safetensors_file import NAMES
 from .zip_item import ZipItem
@@ -77,7 +77,7 @@ OF_TENSOR = {
 
 
 @dataclass(frozen=True)
-class Run(Piece):
+class ChunkRun(Piece):
     """A run of elements of a chunk: `offset` and `length` are of the item that has the chunk, not of the elements."""
 
     leaf: str
@@ -88,7 +88,7 @@ class Run(Piece):
 
 
 def index_of_dcp(place: Place) -> tuple[Index, bytes]:
-    """Return the index of a checkpoint of torch.distributed.checkpoint, whose pieces are of class `Run`, and its text.
+    """Return the index of a checkpoint of torch.distributed.checkpoint, whose pieces are `ChunkRun`s, and its text.
 
     Numbers and strings, which torch pickles one by one, are values; those in lists and tuples by name and number.
     Everything else is left out. CheckpointError for anything but such a checkpoint.
@@ -126,7 +126,7 @@ def _naming(where: str) -> Iterator[None]:
 
 def _fields(record: Plain, name: str) -> dict[str, Plain]:
     """Return the fields of an object of a class."""
-    require(type(record) is Record and record.name == name, f"expected {name}, got {_kind(record)}")
+    require(type(record) is PickleRecord and record.name == name, f"expected {name}, got {_kind(record)}")
     return _expect(record.state, dict, name)
 
 
@@ -136,7 +136,7 @@ def _expect(x: Plain, kind: type, name: str) -> Any:
 
 
 def _kind(x: Plain) -> str:
-    if type(x) is Record:
+    if type(x) is PickleRecord:
         return x.name
     # what nested lists and tuples look like may be of exponential length
     return f"an object of type {type(x).__name__}" if isinstance(x, list | tuple | dict) else shown(x)[:80]
@@ -144,7 +144,7 @@ def _kind(x: Plain) -> str:
 
 def _counts(x: Plain, name: str) -> tuple[int, ...]:
     """Return the numbers of a torch.Size, or of a tuple."""
-    if type(x) is Record and x.name == "torch.Size" and x.args is not None and len(x.args) == 1:
+    if type(x) is PickleRecord and x.name == "torch.Size" and x.args is not None and len(x.args) == 1:
         x = x.args[0]
     counts = tuple(_expect(x, tuple, name))
     is_plain = len(counts) <= _MOST_DIMS and all(type(n) is int and n >= 0 for n in counts)
@@ -153,11 +153,12 @@ def _counts(x: Plain, name: str) -> tuple[int, ...]:
 
 
 _Item = tuple[str, int, int]  # a file, the offset and the length of what torch.save wrote
+_Items = dict[tuple[str, tuple[int, ...] | None], _Item]  # by name and the offset of a chunk
 
 
-def _items(storage_data: Plain) -> dict[tuple[str, tuple[int, ...] | None], _Item]:
+def _items(storage_data: Plain) -> _Items:
     """The item of each name and each offset of a chunk; None in place of the offset for what is not a tensor."""
-    items, by_file = dict[tuple[str, tuple[int, ...] | None], _Item](), dict[str, list[tuple[int, int]]]()
+    items, by_file = _Items(), dict[str, list[tuple[int, int]]]()
     for key, info in _expect(storage_data, dict, "storage_data").items():
         index = _fields(key, f"{_OURS}MetadataIndex")
         name = _expect(index["fqn"], str, "a name")
@@ -176,17 +177,17 @@ def _items(storage_data: Plain) -> dict[tuple[str, tuple[int, ...] | None], _Ite
     return items
 
 
-def _leaves(forms: Plain, items: dict[tuple[str, tuple[int, ...] | None], _Item]) -> tuple[dict[str, Entry], list[str]]:
+def _leaves(forms: Plain, items: _Items) -> tuple[dict[str, IndexEntry], list[str]]:
     """The tensors by name, and the names of what is not a tensor."""
-    leaves, others, left = dict[str, Entry](), list[str](), MOST_RUNS
+    leaves, others, left = dict[str, IndexEntry](), list[str](), MOST_RUNS
     for name, form in _expect(forms, dict, "state_dict_metadata").items():
-        if _expect(form, Record, f"{name!r}").name == f"{_OURS}BytesStorageMetadata":
+        if _expect(form, PickleRecord, f"{name!r}").name == f"{_OURS}BytesStorageMetadata":
             require((name, None) in items, f"{name!r}: no file has it")
             others.append(name)
             continue
         fields = _fields(form, f"{_OURS}TensorStorageMetadata")
         shape, dtype = _counts(fields["size"], f"{name!r}: size"), _dtype(name, fields["properties"])
-        runs = list[Run]()
+        runs = list[ChunkRun]()
         for chunk in _expect(fields["chunks"], list, f"{name!r}: chunks"):
             box = _fields(chunk, f"{_OURS}ChunkStorageMetadata")
             offsets, sizes = (_counts(box[key], f"{name!r}: {key}") for key in ("offsets", "sizes"))
@@ -198,16 +199,16 @@ def _leaves(forms: Plain, items: dict[tuple[str, tuple[int, ...] | None], _Item]
             require(left >= 0, f"{name!r}: its chunks are cut so that there are more than {MOST_RUNS:,} runs")
             file, offset, length = items[name, offsets]
             for first, begin, numel in runs_of(shape, offsets, sizes):
-                runs.append(Run(file, offset, begin, numel, (), name, dtype, length, sizes, first))
-        leaves[name] = Entry(shape, dtype, in_order(runs, math.prod(shape), repr(name)))
+                runs.append(ChunkRun(file, offset, begin, numel, (), name, dtype, length, sizes, first))
+        leaves[name] = IndexEntry(shape, dtype, in_order(runs, math.prod(shape), repr(name)))
     return leaves, others
 
 
 def _dtype(name: str, properties: Plain) -> torch.dtype:
-    record = _expect(properties, Record, f"{name!r}: properties")
+    record = _expect(properties, PickleRecord, f"{name!r}: properties")
     state = _expect(record.state, tuple, f"{name!r}: properties")
     require(record.name == f"{_OURS}TensorProperties" and len(state) >= 5, f"{name!r}: properties of another form")
-    dtype = _expect(state[0], Record, f"{name!r}: dtype")
+    dtype = _expect(state[0], PickleRecord, f"{name!r}: dtype")
     require(dtype.name in _DTYPES, f"{name!r}: expected one of the dtypes of safetensors, got {dtype.name}")
     return _DTYPES[dtype.name]
 
@@ -217,7 +218,7 @@ def located(place: Place, pieces: Sequence[Piece]) -> list[Piece]:
 
     CheckpointError names the file and the leaf of an item that is not what `.metadata` says.
     """
-    items = {(piece.file, piece.offset): piece for piece in pieces if isinstance(piece, Run)}
+    items = {(piece.file, piece.offset): piece for piece in pieces if isinstance(piece, ChunkRun)}
     starts = dict[tuple[str, int], int]()
     for file, of_file in groupby(sorted(items), key=lambda item: item[0]):
         first, *others = of_file
@@ -227,14 +228,14 @@ def located(place: Place, pieces: Sequence[Piece]) -> list[Piece]:
                 with _naming(f"{place}/{file}: leaf {run.leaf!r}"):
                     starts[item] = _start(ZipItem(reader, run.offset, run.length), run)
 
-    def at(run: Run) -> Piece:
+    def at(run: ChunkRun) -> Piece:
         start = starts[run.file, run.offset] + run.first * run.dtype.itemsize
         return Piece(run.file, start, run.begin, run.numel, ())
 
-    return [at(piece) if isinstance(piece, Run) else piece for piece in pieces]
+    return [at(piece) if isinstance(piece, ChunkRun) else piece for piece in pieces]
 
 
-def _start(item: ZipItem, run: Run) -> int:
+def _start(item: ZipItem, run: ChunkRun) -> int:
     """The offset in the file of the first element of a chunk."""
     key, dtype, first, sizes, strides = stored_tensor(read_pickle(item.read("data.pkl"), OF_TENSOR))
     require((dtype, sizes) == (run.dtype, run.sizes), f"expected {run.dtype} {[*run.sizes]}, got {dtype} {[*sizes]}")
@@ -257,15 +258,15 @@ def stored_tensor(record: Plain) -> tuple[str, torch.dtype, int, tuple[int, ...]
 
     ValueError for any other record of a pickle, which was read with the names `OF_TENSOR`.
     """
-    require(type(record) is Record and record.args is not None, f"expected a tensor, got {_kind(record)}")
+    require(type(record) is PickleRecord and record.args is not None, f"expected a tensor, got {_kind(record)}")
     args, is_typed = record.args, record.name == "torch._utils._rebuild_tensor_v2"
     require(is_typed or record.name == "torch._utils._rebuild_tensor_v3", f"expected a tensor, got {record.name}")
     fewest = 6 if is_typed else 7
     require(len(args) >= fewest and not any(args[fewest:]), "a tensor that is conjugated, or has attributes")
-    require(type(args[0]) is Record and args[0].name == PERSISTENT, "a tensor without a storage")
+    require(type(args[0]) is PickleRecord and args[0].name == PERSISTENT, "a tensor without a storage")
     storage = _expect(args[0].args[0], tuple, "a storage")
-    kind, key = _expect(storage[1], Record, "a storage").name, _expect(storage[2], str, "the key of a storage")
-    dtype = _STORAGE_DTYPES.get(kind) if is_typed else _DTYPES.get(_expect(args[6], Record, "the dtype").name)
+    kind, key = _expect(storage[1], PickleRecord, "a storage").name, _expect(storage[2], str, "the key of a storage")
+    dtype = _STORAGE_DTYPES.get(kind) if is_typed else _DTYPES.get(_expect(args[6], PickleRecord, "the dtype").name)
     require(dtype is not None, f"a storage of another kind: {kind}")
     assert dtype is not None
     (first,) = _counts((args[1],), "the first element")

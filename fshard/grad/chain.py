@@ -108,7 +108,7 @@ class Chain:
         return [unit for unit in units if unit.is_bound and unit.is_touched and not unit.is_used]
 
     def save(self, unit: Unit, tape: Gathering) -> None:
-        """Note that the backward will gather a unit again, before those that were noted before."""
+        """Put a unit first in the order in which the backward gathers."""
         self.saved.pop(unit, None)
         self.saved[unit] = Saved(tape, len(self.outputs))
 

@@ -341,7 +341,7 @@ class Tape:
                 unit.drop_kept()
         self._late = self._hidden()
         self._backward, self._regather, self._notes = True, False, False
-        # a unit that is in memory takes the place of one of several stages
+        # a buffer already here counts as one gather under way
         self._arrivals.ahead(first, islice(self._before(), self._arrivals.stages - len(self._here) or None))
 
     def _hooks(self) -> AbstractContextManager[None]:

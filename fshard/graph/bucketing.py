@@ -11,14 +11,14 @@ from typing import Any
 import torch
 from torch import fx
 
-from .dataflow import REDUCTIONS, VIEWS, Index, call, copy, gathers, index, is_call, is_fixed
+from .dataflow import REDUCTIONS, VIEWS, NodeIndex, call, copy, gathers, index, is_call, is_fixed
 from .inspect import arguments, operator, values
 
 _aten, _fshard = torch.ops.aten, torch.ops.fshard
 
 
 @dataclass(frozen=True)
-class _Collective:
+class _FlatCollective:
     """A collective of flat tensors: its start, its wait, and the nodes that are its result."""
 
     start: fx.Node
@@ -39,7 +39,7 @@ class _Collective:
 
     @property
     def kind(self) -> tuple[object, ...]:
-        """What two collectives must have in common to be merged: operator, dtypes, mesh, axis, options."""
+        """A key that is equal for collectives that can be merged: operator, dtypes, mesh, axis, options."""
         by_name = arguments(self.start)
         dtypes = [values(node)[0].dtype for node in (self.x, self.places[0])]
         return self.start.target, *dtypes, *(by_name.get(name) for name in ("mesh", "axis", "op", "fast", "lent"))
@@ -53,11 +53,11 @@ class _Bucket:
     first place where a result is read, or where what is sent is written to: all start before.
     """
 
-    collectives: list[_Collective]
+    collectives: list[_FlatCollective]
     nbytes: int
     place: int
 
-    def add(self, collective: _Collective, place: int) -> None:
+    def add(self, collective: _FlatCollective, place: int) -> None:
         """Put one more collective in."""
         self.collectives.append(collective)
         self.nbytes += collective.nbytes
@@ -82,22 +82,22 @@ def _erase(graph: fx.Graph, nodes: Iterable[fx.Node]) -> None:
         graph.erase_node(node)
 
 
-def _gathers(nodes: Index) -> list[_Collective]:
+def _gathers(nodes: NodeIndex) -> list[_FlatCollective]:
     collectives, order = [], nodes.order
     for gather in gathers(nodes):
         places = [view for view in gather.views if is_call(view, "getitem") and view.args[0] is gather.start]
         if all(order[view] > order[gather.wait] for view in gather.views if view not in places):
-            collectives.append(_Collective(gather.start, gather.wait, places))
+            collectives.append(_FlatCollective(gather.start, gather.wait, places))
     return sorted(collectives, key=lambda collective: order[collective.start])
 
 
-def _reductions(nodes: Index) -> Iterator[_Collective]:
+def _reductions(nodes: NodeIndex) -> Iterator[_FlatCollective]:
     for start in (node for node in nodes.order if is_call(node, *REDUCTIONS)):
         (wait,) = (user for user in start.users if is_call(user, "fshard.wait"))
-        yield _Collective(start, wait, [arguments(start)["place"]])
+        yield _FlatCollective(start, wait, [arguments(start)["place"]])
 
 
-def _early(gathers: Iterable[_Collective], nodes: Index, nbytes: int) -> list[Sequence[_Collective]]:
+def _early(gathers: Iterable[_FlatCollective], nodes: NodeIndex, nbytes: int) -> list[Sequence[_FlatCollective]]:
     """Return groups of gathers whose inputs exist, with the same values, where the first of the group starts."""
     open_buckets, buckets = dict[object, _Bucket](), list[_Bucket]()  # the last bucket of each kind, and all
     for gather in filter(_may_merge, gathers):
@@ -110,7 +110,7 @@ def _early(gathers: Iterable[_Collective], nodes: Index, nbytes: int) -> list[Se
     return [bucket.collectives for bucket in buckets if len(bucket.collectives) > 1]
 
 
-def _late(reductions: Iterable[_Collective], nodes: Index, nbytes: int) -> list[Sequence[_Collective]]:
+def _late(reductions: Iterable[_FlatCollective], nodes: NodeIndex, nbytes: int) -> list[Sequence[_FlatCollective]]:
     """Return groups of reductions that may all start where the last starts: nothing uses their buffers before."""
     open_buckets, buckets = dict[object, _Bucket](), list[_Bucket]()
     for reduction in filter(_may_merge, reductions):
@@ -124,11 +124,11 @@ def _late(reductions: Iterable[_Collective], nodes: Index, nbytes: int) -> list[
     return [bucket.collectives for bucket in buckets if len(bucket.collectives) > 1]
 
 
-def _may_merge(collective: _Collective) -> bool:
+def _may_merge(collective: _FlatCollective) -> bool:
     return values(collective.x)[0].dim() == 1 and collective.numel > 0 and not is_fixed(collective.start)
 
 
-def _may_start_at(first: int, gather: _Collective, nodes: Index) -> bool:
+def _may_start_at(first: int, gather: _FlatCollective, nodes: NodeIndex) -> bool:
     """Whether the input of a gather exists, with the same values, at the place `first`."""
     exists = _is_there(gather.x, first, nodes.order)
     return exists and nodes.first_write([gather.x], first) > nodes.order[gather.start]
@@ -138,11 +138,11 @@ def _is_there(x: fx.Node, at: int, order: Mapping[fx.Node, int]) -> bool:
     return order[x] < at or (operator(x) in VIEWS and all(_is_there(y, at, order) for y in x.all_input_nodes))
 
 
-def _ends(group: Sequence[_Collective], parts: int) -> list[tuple[int, int]]:
+def _ends(group: Sequence[_FlatCollective], parts: int) -> list[tuple[int, int]]:
     return list(pairwise(accumulate((collective.numel // parts for collective in group), initial=0)))
 
 
-def _start(graph: fx.Graph, group: Sequence[_Collective], place: Sequence[fx.Node], x: fx.Node) -> fx.Node:
+def _start(graph: fx.Graph, group: Sequence[_FlatCollective], place: Sequence[fx.Node], x: fx.Node) -> fx.Node:
     """Insert the start of the merged collective, with the options of the first of the group."""
     by_name = [arguments(collective.start) for collective in group]
     options = {k: v for k, v in by_name[0].items() if k not in ("place", "x", "label", "nbytes")}
@@ -151,13 +151,13 @@ def _start(graph: fx.Graph, group: Sequence[_Collective], place: Sequence[fx.Nod
     return call(graph, group[0].start.target, *place, x, *at, *options.values())  # type: ignore[arg-type]
 
 
-def _merge_gathers(graph: fx.Graph, group: Sequence[_Collective], order: dict[fx.Node, int]) -> list[fx.Node]:
+def _merge_gathers(graph: fx.Graph, group: Sequence[_FlatCollective], order: dict[fx.Node, int]) -> list[fx.Node]:
     """Gather all shards as one, at the first start. Collective i gathers n_i elements; n is the sum of the n_i.
 
     What is gathered again, as a unit in the backward, is sent once. Adds the numbers of new results to `order`. Returns
     the nodes to erase.
     """
-    by_source = dict[object, _Collective]()
+    by_source = dict[object, _FlatCollective]()
     for collective in group:
         by_source.setdefault(_source(collective.x), collective)
     sent = [*by_source.values()]
@@ -188,7 +188,7 @@ def _merge_gathers(graph: fx.Graph, group: Sequence[_Collective], order: dict[fx
 
 
 def _source(x: fx.Node) -> Any:  # hashable
-    """Equal for nodes that are equal views of one value."""
+    """A key that is equal for equal views of one value."""
     if operator(x) not in VIEWS:
         return x
     return x.target, fx.map_arg((x.args, tuple(x.kwargs.items())), _source)
@@ -202,7 +202,7 @@ def _there(graph: fx.Graph, x: fx.Node, at: int, order: Mapping[fx.Node, int]) -
 
 
 def _merge_reductions(
-    graph: fx.Graph, group: Sequence[_Collective], nodes: Index, in_order: Sequence[fx.Node]
+    graph: fx.Graph, group: Sequence[_FlatCollective], nodes: NodeIndex, in_order: Sequence[fx.Node]
 ) -> list[fx.Node]:
     """Reduce all inputs as one, at the last start. Collective i has a result of m_i elements; m is the sum of the m_i.
 

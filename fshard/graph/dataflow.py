@@ -1,4 +1,4 @@
-"""How values flow through a graph: what reads, writes and shares memory."""
+"""The flow of values through a graph: which nodes read, write and share memory."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def is_call(node: fx.Node, *names: str) -> bool:
 
 
 @dataclass(frozen=True)
-class Gather:
+class GatherNodes:
     """The nodes of an all-gather: start, ticket, wait, those that return its buffer or a view of it, and readers."""
 
     start: fx.Node
@@ -60,7 +60,7 @@ class Gather:
 
 
 def is_fixed(start: fx.Node) -> bool:
-    """Whether a collective has no label: such a one keeps its place (Note [What a pass must keep] in `passes.py`)."""
+    """Whether a collective keeps its place: it has no label (Note [What a pass must keep] in `passes.py`)."""
     return not arguments(start)["label"]
 
 
@@ -88,7 +88,7 @@ def writes(node: fx.Node) -> bool:
 
 
 def returns_place(node: fx.Node) -> bool:
-    """Whether a node writes to its first argument and returns it as it is, as `add_` does, and `t_` does not."""
+    """Whether a node writes to its first argument and returns it in the same form: `add_` does, `t_` does not."""
     if not writes(node) or not node.args or not isinstance(node.args[0], fx.Node):
         return False
     made, given = (
@@ -121,7 +121,7 @@ def _written_by(node: fx.Node) -> list[fx.Node]:
 
 
 @dataclass(frozen=True)
-class Index:
+class NodeIndex:
     """The places of a graph's nodes, and which of them touch which storage.
 
     `order` has the number of every node. The other fields have, by storage, nodes or their numbers in ascending order:
@@ -152,7 +152,7 @@ class Index:
         return min((at[i] for at in lists if (i := bisect(at, after)) < len(at)), default=len(self.order))
 
 
-def index(graph: fx.Graph) -> Index:
+def index(graph: fx.Graph) -> NodeIndex:
     """Return the index of a graph, in one pass over its nodes."""
     order, memory = dict[fx.Node, int](), dict[fx.Node, set[int]]()  # memory: the storages that each node returns
     returned = defaultdict[int, list[fx.Node]](list)
@@ -169,10 +169,10 @@ def index(graph: fx.Graph) -> Index:
         for x in _written_by(node) if is_writer else ():  # a wait writes what was received
             for storage in memory[x]:
                 written[storage].append(number)
-    return Index(order, returned, written, read)
+    return NodeIndex(order, returned, written, read)
 
 
-def gathers(nodes: Index) -> list[Gather]:
+def gathers(nodes: NodeIndex) -> list[GatherNodes]:
     """Return the all-gathers of a graph, in the order of their first readers; those without readers come first."""
     order, result = nodes.order, []
     for start in (node for node in order if is_call(node, "fshard.all_gather")):
@@ -185,12 +185,12 @@ def gathers(nodes: Index) -> list[Gather]:
         (ticket,) = (user for user in start.users if is_call(user, "getitem") and user.args[1] == 1)
         (wait,) = (user for user in waits if arguments(user)["ticket"] is ticket)
         readers = users - {start, ticket, *waits, *views}
-        result.append(Gather(start, ticket, wait, views, sorted(readers, key=order.__getitem__)))
+        result.append(GatherNodes(start, ticket, wait, views, sorted(readers, key=order.__getitem__)))
     return sorted(result, key=lambda gather: order[gather.readers[0]] if gather.readers else -1)
 
 
 def _read_by(node: fx.Node) -> list[fx.Node]:
-    """Return the arguments that a node reads: of a collective not the place of its result, of a wait none."""
+    """Return the arguments that a node reads: a collective does not read the place of its result, a wait reads none."""
     name = operator(node)
     return [] if name == "fshard.wait" else [arguments(node)["x"]] if name in PLACED else node.all_input_nodes
 

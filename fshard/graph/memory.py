@@ -67,7 +67,7 @@ class Footprint:
 
 
 @dataclass
-class Span:
+class MemorySpan:
     """Memory that a node allocates, from the node where it is first there to the last one at which it is."""
 
     node: fx.Node
@@ -79,7 +79,7 @@ class Span:
 
 
 @dataclass
-class _Storage(Span):
+class _Storage(MemorySpan):
     fusible: bool  # whether a compiler may compute it inside its readers
     sources: list[int] = field(default_factory=list)  # storages of the arguments of the node that creates it
 
@@ -90,7 +90,7 @@ def footprint(graph: fx.Graph, inputs: Sequence[str]) -> Footprint:
     return Footprint(names, tuple(rows(spans(graph, inputs), len(names))))
 
 
-def rows(counted: Iterable[Span], number: int) -> list[dict[str, int]]:
+def rows(counted: Iterable[MemorySpan], number: int) -> list[dict[str, int]]:
     """Return the bytes in memory by purpose at each of so many nodes."""
     # changes[i]: bytes by purpose that appear at node i, or were last needed at node i - 1
     changes: list[Counter[str]] = [Counter() for _ in range(number + 2)]
@@ -104,7 +104,7 @@ def rows(counted: Iterable[Span], number: int) -> list[dict[str, int]]:
     return result
 
 
-def spans(graph: fx.Graph, inputs: Sequence[str]) -> list[Span]:
+def spans(graph: fx.Graph, inputs: Sequence[str]) -> list[MemorySpan]:
     """Return the memory that is counted, in the order of the nodes that allocate it."""
     nodes = list(graph.nodes)
     storages = _storages(nodes, inputs)
@@ -113,12 +113,12 @@ def spans(graph: fx.Graph, inputs: Sequence[str]) -> list[Span]:
     counted = [s for s in storages.values() if not s.fusible or s.last > barriers[bisect(barriers, s.first)]]
     _in_loops(nodes, barriers, counted, storages)
     numbers = {node: i for i, node in enumerate(nodes)}
-    received = list[Span]()
+    received = list[MemorySpan]()
     for node, nbytes in ((node, _received(node)) for node in nodes):
         waits = [numbers[user] for user in node.users if operator(user) == "fshard.wait"]
         if nbytes:
             (x,) = values(arguments(node)["x"])
-            received.append(Span(node, x, "gradients", nbytes, numbers[node], max([numbers[node], *waits])))
+            received.append(MemorySpan(node, x, "gradients", nbytes, numbers[node], max([numbers[node], *waits])))
     return [*counted, *received]
 
 

@@ -15,7 +15,7 @@ Note [What a pass must keep]
        because of its readers. Its wait may move, unless it starts the second stage of an all-reduce.
     3. Every collective has one `fshard.wait`, before the first node that reads its result.
     4. Writes: a node does not move past a write to memory that it reads, nor past a reader of memory that it writes to.
-       `Index` of `dataflow.py` answers where such writes are.
+       `NodeIndex` of `dataflow.py` answers where such writes are.
     5. Fake values: each new node has `meta["val"]`, with the storages that it would have (`call` and `copy` see to it).
 """
 
@@ -37,7 +37,7 @@ from .dataflow import (
     PLACED,
     REDUCTIONS,
     VIEWS,
-    Gather,
+    GatherNodes,
     acts,
     call,
     copy,
@@ -180,7 +180,7 @@ def _element(graph: fx.Graph, x: fx.Node, after: fx.Node) -> fx.Node:
 
 
 def _read_storages(graph: fx.Graph) -> set[int]:
-    """Return the storages that anything but their own collective reads, and those that are copied to such a storage.
+    """Return the storages that are read outside of their own collective, directly or through copies.
 
     The caller reads the inputs.
     """
@@ -266,7 +266,7 @@ def sink(graph: fx.Graph, in_flight: int = 0, ahead: int = 1) -> None:
         _delay(graph, in_flight)
 
 
-def _early(moved: Sequence[Gather], order: Mapping[fx.Node, int], in_flight: int, ahead: int) -> Iterator[_Place]:
+def _early(moved: Sequence[GatherNodes], order: Mapping[fx.Node, int], in_flight: int, ahead: int) -> Iterator[_Place]:
     """Yield the place where each gather starts: at the first reader of an earlier gather.
 
     That is the gather before, the last gather of the unit `ahead` units before, or with `in_flight` the earliest gather

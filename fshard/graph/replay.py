@@ -1,12 +1,12 @@
 """A function that is traced once, and put into the graph again for other tensors of the same shapes.
 
 Note [Replays]
-    `Recorded` traces a function of traced tensors once more, on fake tensors that the graph does not know, into a piece
-    of its own. A replay copies the nodes of that piece into the graph that is being traced, as one node of autograd.
-    Its backward copies those of the derivative, which is traced from what autograd saved of that run: for the gradients
-    that come, since not all may, and in their strides. So a replay leaves the nodes that a call would leave, in the
-    same order, and runs no Python of the function, no autograd and no tracer. What is saved goes through the hooks on
-    saved tensors that are on: a loss gathers its units again as always.
+    `RecordedCall` traces a function of traced tensors once more, on fake tensors that the graph does not know, into a
+    piece of its own. A replay copies the nodes of that piece into the graph that is being traced, as one node of
+    autograd. Its backward copies those of the derivative, which is traced from what autograd saved of that run: for the
+    gradients that come, since not all may, and in their strides. So a replay leaves the nodes that a call would leave,
+    in the same order, and runs no Python of the function, no autograd and no tracer. What is saved goes through the
+    hooks on saved tensors that are on: a loss gathers its units again as always.
 
     A random operator is a node that takes the state of a stream and returns the next one: a further argument and result
     (Note [Random numbers in a graph] in `random.py`). Nothing is recorded where a copy is not what a call is: if the
@@ -75,7 +75,7 @@ class Repeated:
         self._fn, self._count = fn, 0
         self._seen: list[Tree] = []  # the leaves of the first arguments
         self._is_steady = False  # whether the last call has changed nothing, and not talked to other ranks
-        self._recorded: Recorded | None = None
+        self._recorded: RecordedCall | None = None
 
     def __call__(self, *args: Tree) -> Tree:
         """Call it. Others may read the tensors of its first argument, and those that it reads by itself."""
@@ -96,7 +96,7 @@ class Repeated:
 
 
 def _surroundings(fn: object) -> list[object]:
-    """What a function, and what it calls, read outside and may change: variables, and what their containers have."""
+    """The objects outside that a function, and what it calls, may read and change: variables, and items in them."""
     read, waiting = list[object](), [fn]
     while waiting:
         x = waiting.pop()
@@ -151,7 +151,7 @@ def _alone(x: Tensor) -> Tensor:
 
 
 def _form(leaf: object) -> object:
-    """What a graph depends on of a leaf."""
+    """The properties of a leaf that a graph depends on."""
     if not isinstance(leaf, Tensor):
         # as text: 0.0 and -0.0 are equal, and so are 1 and True
         return type(leaf), repr(leaf) if type(leaf) in _NUMBERS else id(leaf)
@@ -250,7 +250,7 @@ class _Instead(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
-class Recorded:
+class RecordedCall:
     """A function of trees whose calls are copied (Note [Replays]), for trees like those of `args`."""
 
     def __init__(self, fn: Callable[..., Tree], args: Sequence[Tree]):
@@ -301,7 +301,7 @@ class Recorded:
         self._saves = [self._call.copies[node] for node in self._saved]
 
     def _pack(self, x: Tensor) -> Tensor:
-        """What autograd saves for a tensor: one without derivatives, which the trace of a derivative can be given."""
+        """Replace a tensor that autograd saves by one without derivatives, for the trace of a derivative."""
         node = _traced(x)
         if node not in self._saved:
             with unrecorded():
@@ -333,11 +333,11 @@ class Recorded:
         return self._derivatives[key]
 
     def is_faithful(self, shared: Container[int]) -> bool:
-        """Whether a copy is what a call is. `shared` are the identities of arguments that others read, too."""
+        """Whether a copy does what a call does. `shared` are the identities of arguments that others read, too."""
         return self._is_plain() and self._is_apart() and self._adds_once(shared)
 
     def _is_plain(self) -> bool:
-        """Whether nodes depend on what they are given alone, and are the same wherever they stand."""
+        """Whether the nodes depend on their inputs alone, and are the same at any place in a graph."""
         pieces = [(self._call, self._read), *((d.piece, d.reads) for d in self._derivatives.values())]
         # a fake tensor that neither trace knows is no constant: it was made in another one
         constants = [x for piece, known in pieces for node, x in piece.others.items() if node not in known]
@@ -359,7 +359,7 @@ class Recorded:
         return len({*memory} - given - kept) == len(memory) and not written(calls) & given
 
     def _adds_once(self, shared: Container[int]) -> bool:
-        """Whether what others read, too, gets one gradient of each call, which autograd would add one by one."""
+        """Whether the call reads each tensor that others read, too, once: autograd would add gradients one by one."""
         times, first_more = Counter[fx.Node](), len(self._given) - len(self._more)
         for node in self._call.calls:
             fx.node.map_arg((node.args, node.kwargs), lambda read: times.update([read]))
@@ -416,9 +416,9 @@ class Recorded:
         return [next(results) if x.requires_grad else None for x in (*self._inputs, *self._read.values())]
 
 
-def _recorded(fn: Callable[..., Tree], args: Sequence[Tree], shared: Container[int]) -> Recorded | None:
+def _recorded(fn: Callable[..., Tree], args: Sequence[Tree], shared: Container[int]) -> RecordedCall | None:
     try:
-        recorded = Recorded(fn, args)
+        recorded = RecordedCall(fn, args)
     except Exception:  # the call that follows raises it, if it is the function's
         return None
     return recorded if recorded.is_faithful(shared) else None
@@ -428,7 +428,7 @@ class _Replay(torch.autograd.Function):
     """The copy of a call (Note [Replays])."""
 
     @staticmethod
-    def forward(ctx: Ctx, call: Recorded, *inputs: Tensor) -> tuple[Tensor, ...]:
+    def forward(ctx: Ctx, call: RecordedCall, *inputs: Tensor) -> tuple[Tensor, ...]:
         """Copy the call's nodes into the graph; its results, and the next state if it draws."""
         ctx.set_materialize_grads(False)
         ctx.call = call

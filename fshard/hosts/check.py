@@ -71,7 +71,7 @@ def check(fn: Callable[P, R], mesh: AnyMesh | EllipsisType = ...) -> Checked[P, 
 
 
 def is_wanted() -> bool:
-    """Whether the environment asks for every step to be checked."""
+    """Whether the environment asks for a check of every step."""
     value = os.environ.get("FSHARD_CHECK", "")
     if value not in ("", "0", "1"):
         raise ValueError(f"FSHARD_CHECK: expected 1 (check every step), 0 or nothing, got {value!r}")

@@ -1,4 +1,4 @@
-"""How ranks compare collectives during a checked call: each announces the next one, and how its call ended.
+"""Compare collectives between ranks in a checked call: each rank announces the next one, and how its call ended.
 
 Note [Lines]
     Each rank has a separate connection to every peer along every axis. Before a collective, a rank sends a message with

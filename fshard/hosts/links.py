@@ -43,7 +43,7 @@ class Segment:
         self.used = False
 
 
-class Memory:
+class SegmentPool:
     """The segments of this rank. Segments with no tensor and no unacknowledged message are reused."""
 
     def __init__(self) -> None:
@@ -168,7 +168,7 @@ class Link:
     socket: socket.socket
     peer: str
     timeout: float  # seconds
-    memory: Memory | None = None
+    memory: SegmentPool | None = None
     num_expected: int = 0
     num_arrived: int = 0
     arrived: dict[int, _Message] = field(default_factory=dict)

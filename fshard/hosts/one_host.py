@@ -35,7 +35,7 @@ from ..comm.primitives import along
 from ..comm.process_groups import GroupRanks
 from ..comm.ranks import Call, MismatchError, Ranks, message_timeout
 from ..core.storage import as_bytes, from_bytes
-from .links import PLANS, SMALL, Link, Memory, Segment, refusal, tensor_in
+from .links import PLANS, SMALL, Link, Segment, SegmentPool, refusal, tensor_in
 from .rendezvous import links_to
 
 _LARGE = 1 << 20  # buffers of at least so many bytes are allocated in a segment
@@ -84,7 +84,7 @@ class _HostRanks:
     def __init__(self, ranks: Ranks, links: dict[int, Link]):
         self.axis, self.rank, self.size = ranks.axis, ranks.rank, ranks.size
         # Links refer to the memory, and the memory not to the links: without a cycle, both are freed with the ranks.
-        self._memory, self.links, self.timeout = Memory(), links, message_timeout(ranks)
+        self._memory, self.links, self.timeout = SegmentPool(), links, message_timeout(ranks)
         for link in links.values():
             link.memory = self._memory
             weakref.finalize(self, link.socket.close)

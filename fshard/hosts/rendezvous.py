@@ -1,4 +1,4 @@
-"""How ranks connect to each other: both sides authenticate, and either all ranks get links or all raise an error.
+"""Connect ranks to each other: both sides authenticate, and either all ranks get links or all raise an error.
 
 Note [Who may connect]
     A link carries parameters, so only ranks may connect. Each rank of an axis draws a secret and sends it to the others

@@ -1,4 +1,4 @@
-"""What of a module a copy could not read from a call: such modules are refused."""
+"""Checks that refuse modules: a copy would read the original's own tensors, or lose something of a parameter."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ from .batch_norm import BATCH_NORMS, synchronise
 from .casts import Casts, cast_around, casts_of
 from .checks import check_graph, check_memory, check_references, check_uncached, is_compiled
 from .compiled import compile_again
-from .current import Call, Calls
+from .current import Calls, ModuleCall
 from .skeleton import Stand, copy_of, in_eval_mode, skeleton
 
 
@@ -70,7 +70,7 @@ class Copies:
         """A copy that no call uses."""
         return self._skeletons[True]
 
-    def copy_for(self, call: Call, training: bool) -> nn.Module:
+    def copy_for(self, call: ModuleCall, training: bool) -> nn.Module:
         """The copy on which a call runs in this thread."""
         if self._parametrized:
             check_uncached(self._calls.name)
@@ -110,7 +110,7 @@ class Copies:
                 compile_again(part)
         return made
 
-    def _casts_of(self, call: Call) -> Casts:
+    def _casts_of(self, call: ModuleCall) -> Casts:
         dtypes, policy = call.params.dtypes(), call.params.policy
         unasked = policy.cast_inputs and [computed for _, computed in dtypes] != self._dtypes
         # a module that is made in the dtypes of computation casts its own inputs alone

@@ -35,10 +35,10 @@ from ..core.tree import Tree
 from ..sharding.access import Leaves, placed
 
 # The calls that run in this context, by skeleton: those of other threads and of other simulated ranks are not seen.
-_RUNNING: ContextVar[dict[Calls, Call] | None] = ContextVar("fshard.module", default=None)
+_RUNNING: ContextVar[dict[Calls, ModuleCall] | None] = ContextVar("fshard.module", default=None)
 
 
-class Call:
+class ModuleCall:
     """One call of a module's function: its parameters by number, its buffers, and what it wrote to buffers."""
 
     def __init__(self, params: Leaves, buffers: Sequence[Tensor]):
@@ -108,7 +108,7 @@ class Call:
     @contextmanager
     def running(self) -> Iterator[None]:
         """Remember the numbers of the autograd nodes that are made in the block."""
-        # Private, as `_of_backward` says
+        # Private: torch has no public counter of autograd nodes
         first = torch.autograd._get_sequence_nr()
         yield
         self._nodes = first, torch.autograd._get_sequence_nr()
@@ -118,7 +118,7 @@ class Call:
         return self._nodes[0] <= node < self._nodes[1]
 
     def stay_alive_with(self, results: Tree) -> None:
-        """Let the graph of the results refer to this call, for what runs again in the backward."""
+        """Keep this call alive with the graph of the results: parts of the forward may run again in the backward."""
         for node in nodes_of(results):
             metadata: dict[Any, Any] = node.metadata
             metadata[self] = None
@@ -167,10 +167,10 @@ class Calls:
 
     def __init__(self, name: str, ties: Sequence[int]):
         self.name, self.ties = name, ties
-        self._alive: weakref.WeakSet[Call] = weakref.WeakSet()
+        self._alive: weakref.WeakSet[ModuleCall] = weakref.WeakSet()
 
     @contextmanager
-    def during(self, call: Call) -> Iterator[None]:
+    def during(self, call: ModuleCall) -> Iterator[None]:
         """Let the skeleton read from `call` in the block."""
         token = _RUNNING.set({**(_RUNNING.get() or {}), self: call})
         try:
@@ -181,7 +181,7 @@ class Calls:
         if torch.is_grad_enabled():
             self._alive.add(call)
 
-    def current(self) -> Call:
+    def current(self) -> ModuleCall:
         """The call that runs, or, in a backward that runs a part of a forward again, the call of that forward."""
         call = self.found()
         if call is None:
@@ -192,8 +192,8 @@ class Calls:
             )
         return call
 
-    def found(self) -> Call | None:
-        """As `current`; None outside of calls."""
+    def found(self) -> ModuleCall | None:
+        """The call that `current` returns; None outside of calls."""
         # Private: no public function tells which node a hook on saved tensors runs for, nor its number
         # (test_module.py notices when these go).
         node: Any = torch._C._current_autograd_node()

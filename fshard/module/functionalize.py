@@ -22,7 +22,7 @@ from ..sharding.names import Rename
 from ..sharding.sharded import Sharded
 from .checks import check_parameters
 from .copies import Copies
-from .current import Call, Calls
+from .current import Calls, ModuleCall
 from .initialize import Initializer
 from .skeleton import Stand, in_tree_order, nested, stands_for, ties
 from .state_dict import StateDict
@@ -52,7 +52,7 @@ class ModuleFunction:
             remedy = "Call it in a loss (train_step, value_and_grad, evaluate), or gather_params first"
             raise TypeError(f"{name}: {wrong('params', params, expected, remedy)}")
         leaves = Leaves(params, self._params, f"{name}: params")
-        call, versions = Call(leaves, self._listed(buffers)), leaves.versions()
+        call, versions = ModuleCall(leaves, self._listed(buffers)), leaves.versions()
         leaves.remark(self._copies.modes[self._training])
         module = self._copies.copy_for(call, self._training)
         with self._calls.during(call):
@@ -65,7 +65,7 @@ class ModuleFunction:
         return out, tree.unflatten(self._buffers, after)
 
     def _replaced(self, module: nn.Module) -> dict[int, Tensor]:
-        """What the forward has put in the places of buffers, by number; ValueError if a tied buffer is two now."""
+        """The tensors that the forward put in places of buffers, by number; ValueError if a tied buffer is two now."""
         now, paths = dict(module.named_buffers(remove_duplicate=False)), tree.paths(self._buffers)
         new = {i: now[path] for i, path in enumerate(paths) if path in now and not isinstance(now[path], Stand)}
         for i, first in enumerate(self._calls.ties):
@@ -76,7 +76,7 @@ class ModuleFunction:
                 )
         return new
 
-    def _check_unwritten(self, call: Call, before: list[int | None]) -> None:
+    def _check_unwritten(self, call: ModuleCall, before: list[int | None]) -> None:
         """Raise ValueError if the forward set parameters, or wrote to whole ones; a tape checks those it gathers."""
         done, after = [("set", path) for path in call.replaced()], call.params.versions()
         if after != before:  # paths take longer than a small module's forward

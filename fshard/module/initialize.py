@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from ..core.random import seeded_by
-from .skeleton import Place, Slots, place_of
+from .skeleton import ModulePlace, Slots, place_of
 
 
 class Initializer:
@@ -67,7 +67,7 @@ class Initializer:
     def _owner(self, path: str, start: int) -> nn.Module:
         """A submodule with initialized tensors of its own, as the modules around it leave them."""
 
-        def empty(place: Place) -> Tensor:
+        def empty(place: ModulePlace) -> Tensor:
             fill = start if _counts(place.form) else torch.nan
             return torch.full(place.form.shape, fill, dtype=place.form.dtype, device=self._device)
 
@@ -101,7 +101,7 @@ class Initializer:
 
 
 def _is_other(x: Tensor, y: Tensor) -> bool:
-    """Whether two tensors are surely not drawn alike: of other size than chance allows, or one is constant."""
+    """Whether two tensors were surely not drawn alike: their norms are too far apart, or one alone is constant."""
     if (num := x.numel()) < 4:
         return False
     (size, is_constant), (other, is_also) = _moments(x), _moments(y)
@@ -121,7 +121,7 @@ def _counts(x: Tensor) -> bool:
     return not (x.is_floating_point() or x.is_complex())
 
 
-def _with_tensors(part: nn.Module, make: Callable[[Place], Tensor]) -> nn.Module:
+def _with_tensors(part: nn.Module, make: Callable[[ModulePlace], Tensor]) -> nn.Module:
     """A shallow copy of a submodule with tensors of its own; those of the submodules inside are on meta."""
     made = object.__new__(type(part))
     vars(made).update(vars(part))
@@ -133,10 +133,10 @@ def _with_tensors(part: nn.Module, make: Callable[[Place], Tensor]) -> nn.Module
     return made
 
 
-def _made(place: Place, make: Callable[[Place], Tensor]) -> Tensor:
+def _made(place: ModulePlace, make: Callable[[ModulePlace], Tensor]) -> Tensor:
     x = make(place)
     return x if place.is_buffer else nn.Parameter(x, requires_grad=place.trains)
 
 
-def _form(place: Place) -> Tensor:
+def _form(place: ModulePlace) -> Tensor:
     return place.form

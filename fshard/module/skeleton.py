@@ -24,7 +24,7 @@ from torch._subclasses.functional_tensor import FunctionalTensor
 from ..core import func_levels, tree
 from ..core.tracing import is_tracing
 from ..sharding.access import Leaves
-from .current import Call, Calls
+from .current import Calls, ModuleCall
 
 # Functions that ask for the form of a tensor and not for its values.
 _ATTRIBUTES = ("dtype", "device", "shape", "ndim", "layout", "itemsize", "nbytes", "is_cuda", "is_cpu", "is_meta")
@@ -45,8 +45,8 @@ _REFUSED: dict[Any, str] = {
 _NEW_VALUES = "return new values, or make it a buffer"
 
 
-class Place:
-    """Which parameter or buffer of a call a tensor of the copy stands for, and what the module knew of it."""
+class ModulePlace:
+    """A parameter or buffer that a tensor of the copy stands for, and the attributes that code has put on it."""
 
     def __init__(self, calls: Calls, path: str, number: int, is_buffer: bool, x: Tensor):
         self.calls, self.path, self.number, self.is_buffer = calls, path, number, is_buffer
@@ -58,7 +58,7 @@ class Place:
         """The tensor of the current call; its unit is gathered."""
         return self.read_from(self.calls.current())
 
-    def read_from(self, call: Call, where: tuple[int, str] | None = None) -> Tensor:
+    def read_from(self, call: ModuleCall, where: tuple[int, str] | None = None) -> Tensor:
         """The tensor of a call; its unit is gathered. `where` tells apart the places of a buffer."""
         if self.is_buffer:
             x = call.buffer(self.number, self.path, where)
@@ -71,7 +71,7 @@ class Place:
         return self._worn(x, call.params.is_gathered(self.number))
 
     def _worn(self, x: Any, is_gathered: bool) -> Tensor:
-        """What says that it is this parameter: a gathered leaf's view, which lives with it, or the call's own alias."""
+        """Mark a call's tensor as this parameter: a view of a gathered leaf, which lives with it, or `x` itself."""
         worn = x
         kind: Any = type(x)
         if is_gathered or kind is FunctionalTensor:  # whoever else reads the leaf reads a plain tensor
@@ -109,7 +109,7 @@ class Weight(nn.Parameter):
     it into other modules (a slice of a ParameterList). `.data` counts writes, so that they are noticed.
     """
 
-    _place: Place
+    _place: ModulePlace
     _plain: Tensor  # while torch.compile traces: the same tensor, of the one class that operators take there
 
     is_leaf = property(lambda self: True)
@@ -145,10 +145,10 @@ def _with_plain(cls: Any, func: Any, types: Any, args: Any = (), kwargs: Any = N
 class Stand(Tensor):
     """Stands for a parameter or buffer of the current call (Note [Stands]); it has a shape and no memory."""
 
-    _place: Place
+    _place: ModulePlace
 
     @staticmethod
-    def of(place: Place, x: Tensor) -> Stand:
+    def of(place: ModulePlace, x: Tensor) -> Stand:
         """Stand for a place, where the module has `x`."""
         # An autograd function takes a stand as it is: then the graph of its result ends at this one (`checks.py`)
         requires_grad = place.trains and not place.is_buffer
@@ -168,7 +168,7 @@ class Stand(Tensor):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Call `func` with what the stands stand for."""
+        """Replace each `Stand` by the tensor of the current call, then call `func`; refuse what a copy cannot do."""
         place = args[0]._place if args and isinstance(args[0], Stand) else None
         if place is not None and func == _REQUIRES_GRAD:
             return place.trains
@@ -210,9 +210,9 @@ class Stand(Tensor):
         self._place.refuse("copied (copy.deepcopy)")
 
 
-def place_of(stand: Any) -> Place:
-    """What a stand stands for."""
-    place: Place = stand._place
+def place_of(stand: Any) -> ModulePlace:
+    """The parameter or buffer that a stand stands for."""
+    place: ModulePlace = stand._place
     return place
 
 
@@ -247,20 +247,20 @@ class Slots(dict[str, Any]):
         return place.read_from(call, (id(self), name)) if value is stand else _current(value, False)
 
     def _listed(self, name: str, stand: Stand | None) -> Tensor | None:
-        """What stands in a place now, without a read."""
+        """The stand of a name, or what a call has put in its place; nothing is gathered."""
         call = None if stand is None else stand._place.calls.found()
         return stand if call is None else call.put.get((id(self), name), (stand, stand))[1]
 
     def get(self, name: str, default: Any = None) -> Any:
-        """As of a dict: a stand, or what was put in its place."""
+        """As dict.get: a stand, or what was put in its place."""
         return self._listed(name, super().get(name)) if name in self else default
 
     def items(self) -> Any:
-        """As of a dict: stands, or what was put in their place."""
+        """As dict.items: stands, or what was put in their place."""
         return [(name, self._listed(name, stand)) for name, stand in super().items()]
 
     def values(self) -> Any:
-        """As of a dict: stands, or what was put in their place."""
+        """As dict.values: stands, or what was put in their place."""
         return [x for _, x in self.items()]
 
     def __setitem__(self, name: str, value: Any) -> None:
@@ -296,7 +296,7 @@ def stands_for(params: Mapping[str, Tensor], buffers: Mapping[str, Tensor], call
     stands: dict[int, Stand] = {}
     for tensors, is_buffer in ((params, False), (buffers, True)):
         for number, (path, x) in enumerate(tensors.items()):
-            stands.setdefault(id(x), Stand.of(Place(calls, path, number, is_buffer, x), x))
+            stands.setdefault(id(x), Stand.of(ModulePlace(calls, path, number, is_buffer, x), x))
     for x in (*params.values(), *buffers.values()):
         stands[id(x)].know(vars(x), stands)
     return stands
@@ -308,7 +308,7 @@ def ties(tensors: Mapping[str, Tensor]) -> list[int]:
     return [first.setdefault(id(x), number) for number, x in enumerate(tensors.values())]
 
 
-def places_in(part: nn.Module) -> list[Place]:
+def places_in(part: nn.Module) -> list[ModulePlace]:
     """The places of the parameters of a submodule of a copy, and of all submodules inside it; tied ones once."""
     return [place_of(x) for x in part.parameters() if isinstance(x, Stand)]
 
@@ -335,12 +335,12 @@ def in_eval_mode(skeleton: nn.Module) -> nn.Module:
 def copy_of(skeleton: nn.Module, calls: Calls) -> nn.Module:
     """Copy a skeleton: what a forward assigns to attributes stays in the copy."""
     # an RNN reads its weights while it is copied, and keeps what it reads
-    with calls.during(Call(_Stands(skeleton), [])):
+    with calls.during(ModuleCall(_Stands(skeleton), [])):
         return _copy(skeleton, same_stands(skeleton))
 
 
 def same_stands(part: nn.Module) -> dict[int, Any]:
-    """What to give copy.deepcopy so that a copy of a part of a skeleton has the same stands."""
+    """The memo with which copy.deepcopy copies a part of a skeleton and keeps its stands."""
     return {id(x): x for kind in (part.parameters(), part.buffers()) for x in kind}
 
 

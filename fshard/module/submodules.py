@@ -1,4 +1,4 @@
-"""Which submodules are units, which parameters are frozen, and which policy a module with batch norms needs."""
+"""Select submodules as units and parameters as frozen, and make the policy that a module with batch norms needs."""
 
 from __future__ import annotations
 

@@ -128,7 +128,7 @@ def choose(found_inf: FoundInf | None, old: T, new: T) -> T:
 
 
 def any_found(found_inf: FoundInf) -> Tensor:
-    """1 if `found_inf` is 1, or that of any label."""
+    """`found_inf`, or with labels 1 if that of any label is 1, else 0: 0-d."""
     check_found(found_inf)
     return found_inf if isinstance(found_inf, Tensor) else torch.stack([*found_inf.values()]).amax()  # (labels,) -> ()
 
@@ -148,7 +148,7 @@ def check_found(found_inf: object, labelled: bool = True) -> None:
 
 
 def num_made(found_inf: FoundInf | None) -> Tensor | int:
-    """What a step adds to the number of updates: 1, or 0 if it is skipped for all labels."""
+    """The number of updates that a step makes: 1, or 0 if it is skipped for all labels."""
     if isinstance(found_inf, Mapping):
         found_inf = torch.stack([*found_inf.values()]).amin()  # (labels,) -> (): 1 only if every label is skipped
     return 1 if found_inf is None else 1 - found_inf
@@ -257,7 +257,7 @@ def at(value: Number | Schedule, count: Tensor) -> Number:
 
 @dataclass(frozen=True)
 class Needs:
-    """What a transformation requires of its arguments; anything else is an error that names the transformation."""
+    """The requirements of a transformation on its arguments; other arguments are an error that names it."""
 
     name: str
     state_type: type | None = None

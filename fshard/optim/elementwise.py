@@ -1,4 +1,4 @@
-"""What all elementwise optimizers share: over flat shards they update a few flat tensors with one kernel."""
+"""Elementwise optimizers in common: over flat shards they update a few flat tensors with one kernel."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ class LionState(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Rule:
+class UpdateRule:
     """An elementwise optimizer: a reference function of `kernels`, and `constants`, which computes its constants.
 
     - `name`: the function's name in `fshard.optim`, for errors
@@ -98,13 +98,13 @@ class Rule:
     takes_sparse: bool = False
 
 
-def from_rule(rule: Rule) -> Transform:
+def from_rule(rule: UpdateRule) -> Transform:
     """Return the transformation of a rule."""
     tx = Transform(partial(_init, rule), partial(_update, rule), partial(_fused, rule), elementwise=True, views=True)
     return checked(tx, Needs(rule.name, rule.state_type, rule.reads_params, rule.takes_sparse))
 
 
-def _init(rule: Rule, params: Tree) -> State:
+def _init(rule: UpdateRule, params: Tree) -> State:
     make: Callable[..., State] = rule.state_type
     moments = {name: _filled(params, value) for name, value in rule.initial_moments.items()}
     return make(start_count(params), **moments)
@@ -119,7 +119,7 @@ def _filled(params: Tree, value: float) -> Tree:
     return moment
 
 
-def _check_moments(rule: Rule, state: State) -> None:
+def _check_moments(rule: UpdateRule, state: State) -> None:
     """Raise ValueError for a state that lacks a moment of this rule, or has one that the rule does not keep (None)."""
     for name in state._fields[1:]:  # without the count
         expected = name in rule.initial_moments
@@ -130,15 +130,15 @@ def _check_moments(rule: Rule, state: State) -> None:
             )
 
 
-def _moments_of(rule: Rule, state: State) -> list[Tree]:
+def _moments_of(rule: UpdateRule, state: State) -> list[Tree]:
     return [getattr(state, name) for name in rule.initial_moments]
 
 
-def _next_state(rule: Rule, state: State, count: Tensor, moments: Sequence[Tree]) -> State:
+def _next_state(rule: UpdateRule, state: State, count: Tensor, moments: Sequence[Tree]) -> State:
     return state._replace(count=count, **dict(zip(rule.initial_moments, moments, strict=True)))
 
 
-def _update(rule: Rule, grads: Tree, state: State, params: Tree = None, **extra: object) -> tuple[Tree, State]:
+def _update(rule: UpdateRule, grads: Tree, state: State, params: Tree = None, **extra: object) -> tuple[Tree, State]:
     """Run the reference on one row (or leaf) after another: no kernel, and nothing in place."""
     _check_moments(rule, state)
     constants = {**rule.constants(state.count), **rule.corrections(state.count)}
@@ -158,7 +158,7 @@ def _update(rule: Rule, grads: Tree, state: State, params: Tree = None, **extra:
 
 
 def _fused(
-    rule: Rule, grads: Tree, state: State, params: Tree, found_inf: Tensor | None, donate: bool, **extra: object
+    rule: UpdateRule, grads: Tree, state: State, params: Tree, found_inf: Tensor | None, donate: bool, **extra: object
 ) -> tuple[Tree, State]:
     """Update parameters and moments in place, or copies of them unless `donate`; nothing changes if `found_inf` is 1.
 
@@ -181,7 +181,7 @@ def _fused(
 
 
 def _run(
-    rule: Rule, columns: list[list[Tensor]], count: Tensor, found_inf: Tensor | None, constants: kernels.Constants
+    rule: UpdateRule, columns: list[list[Tensor]], count: Tensor, found_inf: Tensor | None, constants: kernels.Constants
 ) -> None:
     """Update the rows on one device, in place: `columns` has lists of parameters, gradients and each of the moments."""
     params, grads, *moments = columns
@@ -220,5 +220,5 @@ def adam_transform(
     constants = with_rate(lr, b1=b1, b2=b2, eps=eps, weight_decay=weight_decay, decoupled=decoupled)
     corrections, moments = partial(adam_corrections, b1=b1, b2=b2), {"mu": 0.0, "nu": 0.0}
     fused = kernels.adam_ if all_numbers(b1, b2, eps, weight_decay) else None
-    reads = not is_zero(weight_decay)
-    return from_rule(Rule(name, AdamState, kernels.adam, constants, moments, corrections, fused, reads_params=reads))
+    reads_params = not is_zero(weight_decay)
+    return from_rule(UpdateRule(name, AdamState, kernels.adam, constants, moments, corrections, fused, reads_params))

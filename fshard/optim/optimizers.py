@@ -13,8 +13,8 @@ from .elementwise import (
     LionState,
     Rate,
     RmspropState,
-    Rule,
     SgdState,
+    UpdateRule,
     adam_transform,
     all_numbers,
     from_rule,
@@ -41,7 +41,7 @@ def sgd(lr: Rate, momentum: Number = 0, nesterov: bool = False, weight_decay: Nu
         raise ValueError("sgd: nesterov=True needs a momentum above 0")
     takes_sparse = is_zero(momentum) and is_zero(weight_decay)  # else every element changes
     return from_rule(
-        Rule(
+        UpdateRule(
             "sgd",
             SgdState,
             kernels.sgd,
@@ -109,8 +109,8 @@ def rmsprop(
     check_flags(centered=centered)
     constants = with_rate(lr, **numbers, centered=centered)
     moments = ["square_avg", *["grad_avg"] * centered, *["momentum_buffer"] * (not is_zero(momentum))]
-    first_values, reads_params = dict.fromkeys(moments, 0.0), not is_zero(weight_decay)
-    return from_rule(Rule("rmsprop", RmspropState, kernels.rmsprop, constants, first_values, reads_params=reads_params))
+    first_values, reads = dict.fromkeys(moments, 0.0), not is_zero(weight_decay)
+    return from_rule(UpdateRule("rmsprop", RmspropState, kernels.rmsprop, constants, first_values, reads_params=reads))
 
 
 def adagrad(
@@ -137,8 +137,8 @@ def adagrad(
         rate = at(lr, count) / (1 + count.double() * lr_decay)
         return {"lr": rate, "eps": eps, "weight_decay": weight_decay}
 
-    first_values, reads_params = {"sum": initial_accumulator_value}, not is_zero(weight_decay)
-    return from_rule(Rule("adagrad", AdagradState, kernels.adagrad, constants, first_values, reads_params=reads_params))
+    first_values, reads = {"sum": initial_accumulator_value}, not is_zero(weight_decay)
+    return from_rule(UpdateRule("adagrad", AdagradState, kernels.adagrad, constants, first_values, reads_params=reads))
 
 
 def lion(lr: Rate, b1: Number = 0.9, b2: Number = 0.99, weight_decay: Number = 1e-3) -> Transform:
@@ -153,4 +153,4 @@ def lion(lr: Rate, b1: Number = 0.9, b2: Number = 0.99, weight_decay: Number = 1
     numbers = {"b1": b1, "b2": b2, "weight_decay": weight_decay}
     check_hyperparams("lion", lr, **numbers)
     constants, reads_params = with_rate(lr, **numbers), not is_zero(weight_decay)
-    return from_rule(Rule("lion", LionState, kernels.lion, constants, {"mu": 0.0}, reads_params=reads_params))
+    return from_rule(UpdateRule("lion", LionState, kernels.lion, constants, {"mu": 0.0}, reads_params=reads_params))

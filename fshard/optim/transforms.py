@@ -96,7 +96,7 @@ def _is_bare(tx: Transform) -> bool:
 
 
 def _not_own(extra: Mapping[str, object]) -> Mapping[str, object]:
-    """Arguments for a transformation whose gradients are another's updates, which that one may keep in its state."""
+    """Arguments for a later transformation of a chain: an earlier one may keep the updates that are its gradients."""
     return {**extra, "own_grads": False} if "own_grads" in extra else extra
 
 
@@ -392,7 +392,7 @@ def _match(path: str, labels: Tree) -> tuple[str, Label] | None:
 
 
 def _of_label(found_inf: FoundInf | None, label: Label) -> Tensor | None:
-    """Whether to skip the update of one label (0-d, 1 or 0); None if no update is skipped."""
+    """The `found_inf` of one label (0-d, 1 or 0); None if no update is skipped."""
     if not isinstance(found_inf, Mapping):
         return found_inf
     if label not in found_inf:

@@ -60,7 +60,7 @@ class Ahead:
         return list(self._fitting(unit, following) if fits else islice(following, self.most(stages)))
 
     def reductions(self, unit: int, under_way: Sequence[int], stages: int) -> int:
-        """How many of the last units of `under_way` are in their first stage when the gradients of `unit` come.
+        """How many reductions, the last of `under_way`, may stay in their first stage when `unit`'s gradients arrive.
 
         >>> Ahead((6, 1, 1, 6), None).reductions(1, [3, 2], 1), Ahead((6, 1, 1, 6), 1).reductions(1, [3, 2], 1)
         (2, 1)

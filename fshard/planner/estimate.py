@@ -20,7 +20,7 @@ from ..core import tree
 from ..core.arguments import call_site, check_whole
 from ..core.tree import Tree
 from ..graph.inspect import Flight, Traffic, collectives, flights, form, operator, values
-from ..graph.memory import Span, rows, spans
+from ..graph.memory import MemorySpan, rows, spans
 from ..plan.owners import shortened
 from ..plan.plan import Plan
 from ..plan.tables import aligned, size
@@ -277,7 +277,7 @@ class _Reading:
     """What is read of a lowered graph: its nodes that allocate, the bytes in memory at each, and what is sent."""
 
     def __init__(self, lowered: Lowered, stack: Stack | None):
-        self.spans: list[Span] = spans(lowered.graph, lowered.holds())
+        self.spans: list[MemorySpan] = spans(lowered.graph, lowered.holds())
         nodes, firsts = list(lowered.graph.nodes), {span.first for span in self.spans}
         self._stack = stack
         self.sites: list[_Site] = [site for site in self._sites(nodes, flights(lowered.graph)) if site.number in firsts]

@@ -18,7 +18,7 @@ from ..layout.pieces import Parts, pieces
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes
 
 
-class Place(NamedTuple):
+class LeafPlace(NamedTuple):
     """A leaf of a tree, or this rank's piece of a leaf: path, unit with which it is gathered (or None), and value."""
 
     path: str
@@ -26,25 +26,25 @@ class Place(NamedTuple):
     value: object
 
 
-def places(x: Tree) -> list[Place]:
+def places(x: Tree) -> list[LeafPlace]:
     """Return the leaves of a tree, in order. For a node of `Parts`, this rank's pieces of leaves and the padding."""
-    result = list[Place]()
+    result = list[LeafPlace]()
     for path, node in tree.paths_to(x, Parts):
-        result += _places_of(path, node) if isinstance(node, Parts) else [Place(path, None, node)]
+        result += _places_of(path, node) if isinstance(node, Parts) else [LeafPlace(path, None, node)]
     return result
 
 
-def _places_of(path: str, x: Parts) -> Iterator[Place]:
+def _places_of(path: str, x: Parts) -> Iterator[LeafPlace]:
     plan, layout = getattr(x, "plan", None), x.layout
     units = {} if plan is None else {slot.path: plan.units[slot.unit].name for slot in plan.slots}
     for number, piece in pieces(x, layout):
         leaf = layout.leaves[number].path
-        yield Place(".".join(filter(None, (path, leaf))), units.get(leaf), piece)
+        yield LeafPlace(".".join(filter(None, (path, leaf))), units.get(leaf), piece)
     for number, row in enumerate(tree.leaves(x) if layout.flat else []):
         covered = torch.zeros(len(row), dtype=torch.bool, device=row.device)  # (n / W,)
         for start, stop in layout.filled.get(number, ()):
             covered[start:stop] = True  # elements of leaves; the others are padding
-        yield Place(".".join(filter(None, (path, f"(padding of row {number})"))), None, row[~covered])
+        yield LeafPlace(".".join(filter(None, (path, f"(padding of row {number})"))), None, row[~covered])
 
 
 class Gap(NamedTuple):

@@ -126,7 +126,7 @@ def _has_room(folder: Path, number: int, keep: int | None) -> bool:
 
 
 @dataclass(frozen=True)
-class Origin:
+class RecordOrigin:
     """The layout of a recorded state: sizes of the mesh axes, in their order, this rank, and the plan as text."""
 
     axes: dict[str, int]
@@ -134,13 +134,13 @@ class Origin:
     plan: str
 
 
-def origin_of(state: TrainState) -> Origin:
+def origin_of(state: TrainState) -> RecordOrigin:
     """Return the origin of a state's parameters; plain parameters have no axes, rank 0 and no plan."""
     params: Tree = state.params  # `Sharded`, or plain in the state of a step without shards
     if not isinstance(params, Sharded):
-        return Origin({}, 0, "")
+        return RecordOrigin({}, 0, "")
     plan = params.plan
-    return Origin(dict(plan.axes), coordinate(plan.live_mesh(), plan.rest(())), plan.describe())
+    return RecordOrigin(dict(plan.axes), coordinate(plan.live_mesh(), plan.rest(())), plan.describe())
 
 
 def _write(folder: Path, before: dict[str, Tree], after: dict[str, Tree]) -> None:
@@ -199,7 +199,7 @@ def _tensors_of(what: str, x: Tree) -> dict[str, Tensor]:
 
 
 @dataclass(frozen=True)
-class Recorded:
+class RecordedStep:
     """The files that one rank wrote for one step."""
 
     folder: Path
@@ -353,12 +353,12 @@ def _about(folder: Path) -> Json:
 
 
 @legible()
-def read(folder: Path) -> list[Recorded]:
+def read(folder: Path) -> list[RecordedStep]:
     """Read what all ranks wrote for a step, in rank order.
 
     Raises ValueError if `folder` is not a recorded step, if ranks are missing, or if ranks disagree.
     """
-    by_rank = [Recorded(path, _about(path)) for path in folder.glob("rank-*")]
+    by_rank = [RecordedStep(path, _about(path)) for path in folder.glob("rank-*")]
     by_rank.sort(key=lambda recorded: recorded.about["rank"])  # as a number: "rank-10" comes before "rank-2" as a name
     if not by_rank:
         raise ValueError(f"{folder}: expected a recorded step (rank-0, ...), found none")

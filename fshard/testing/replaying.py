@@ -20,8 +20,8 @@ from ..core.tree import Tree
 from ..grad.grad import value_and_grad
 from ..sharding.sharded import Sharded
 from ..train.step import TrainState
-from .compare import Place, gap, places
-from .recording import Recorded, form, origin_of, read, step_folder
+from .compare import LeafPlace, gap, places
+from .recording import RecordedStep, form, origin_of, read, step_folder
 from .rng import with_threads
 from .world import World
 
@@ -124,7 +124,7 @@ def _on_ranks(axes: dict[str, int], threads: int, fn: Callable[[AnyMesh, int], T
     return World(axes=axes, threads=threads).run(lambda mesh: fn(mesh, mesh.get_rank()))
 
 
-def _again(mesh: AnyMesh, make: Make, recorded: Recorded) -> tuple[list[Finding], list[tuple[int, Finding]]]:
+def _again(mesh: AnyMesh, make: Make, recorded: RecordedStep) -> tuple[list[Finding], list[tuple[int, Finding]]]:
     """Replay a step on one rank. Return the differing leaves, and the non-finite leaves with their stage number."""
     step, like, batch_like, *more = make(mesh)
     loss_fn, args_like = (more[0], tuple(more[1:])) if more else (None, ())
@@ -183,5 +183,5 @@ def _different(rank: int, what: str, got: Tree, expected: Tree) -> Iterator[Find
             yield _finding(rank, what, new, f"{text}, {apart.num_wrong} of {apart.numel} elements differ")
 
 
-def _finding(rank: int, what: str, place: Place, text: str) -> Finding:
+def _finding(rank: int, what: str, place: LeafPlace, text: str) -> Finding:
     return Finding(rank, what, place.path, place.unit, text)

@@ -1,4 +1,4 @@
-"""What a process has once, for each simulated rank: random generators (python, numpy, torch); torch's threads."""
+"""Process-wide state of a simulated run: random generators (python, numpy, torch), one per rank; torch's threads."""
 
 from __future__ import annotations
 

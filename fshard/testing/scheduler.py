@@ -123,7 +123,7 @@ def _garbage(x: Tensor, seed: int) -> Tensor:
     return from_bytes(data ^ flips.to(x.device), x.dtype).view(x.shape)
 
 
-class Run:
+class WorldRun:
     """The state of one run: which ranks wait or have ended, who holds the baton, the log and the first failure."""
 
     def __init__(self, sizes: Mapping[str, int], device: torch.device, faults: Sequence[Fault]):
@@ -147,7 +147,7 @@ class Run:
 
     def reopen(self) -> None:
         """Make the meshes of this run, which has ended, usable in another one, without faults."""
-        Run.__init__(self, self.sizes, self.device, ())
+        WorldRun.__init__(self, self.sizes, self.device, ())
 
     def begin(self, rank: int) -> None:
         """Wait for the baton, and restore the random states of the rank. Raises Stopped if another rank failed."""
@@ -278,7 +278,7 @@ def _call_site(thread: threading.Thread) -> str:
     return call_site(sys._current_frames()[thread.ident or 0])
 
 
-def on_threads(run: Run, rank_main: Callable[[int], None]) -> None:
+def on_threads(run: WorldRun, rank_main: Callable[[int], None]) -> None:
     """Run `rank_main(rank)` for every rank on a thread of its own, and return when all threads have ended."""
     run.threads = [
         threading.Thread(target=contextvars.copy_context().run, args=(rank_main, rank), daemon=True)

@@ -30,7 +30,7 @@ from ..layout.pieces import Parts, Unreduced, mesh_of
 from ..sharding.sharded import gather_params
 from .late import UnderWay
 from .rng import with_threads
-from .scheduler import Collective, Fault, Post, Run, Stopped, on_threads
+from .scheduler import Collective, Fault, Post, Stopped, WorldRun, on_threads
 
 T = TypeVar("T")
 
@@ -98,7 +98,7 @@ def _reduce(posts: list[Post], op: str) -> None:
 class SimulatedMesh(Grid):
     """The mesh that one simulated rank sees, with the methods of a DeviceMesh and the axes of the world."""
 
-    def __init__(self, run: Run, rank: int, under_way: UnderWay | None = None):
+    def __init__(self, run: WorldRun, rank: int, under_way: UnderWay | None = None):
         super().__init__(run.sizes, rank, digits(rank, [*run.sizes.values()]), run.device)
         self.run, self.under_way = run, under_way  # `under_way` is None except in a late world
         self._ranks: dict[str, _SimulatedRanks] = {}
@@ -137,7 +137,7 @@ class _Arrived(NamedTuple):
 class _SimulatedRanks:
     built_in = None
 
-    def __init__(self, mesh: SimulatedMesh, run: Run, axis: str):
+    def __init__(self, mesh: SimulatedMesh, run: WorldRun, axis: str):
         self.axis, self._run, self._me, self._under_way = axis, run, mesh.get_rank(), mesh.under_way
         self.device = mesh.device
         number = mesh.mesh_dim_names.index(axis)
@@ -221,7 +221,7 @@ def _on_rank(mesh: SimulatedMesh, fn: Callable[..., T], args: Sequence[object]) 
 
 
 def _on_ranks(
-    run: Run, world: World, fn: Callable[..., T], args: Sequence[object]
+    run: WorldRun, world: World, fn: Callable[..., T], args: Sequence[object]
 ) -> tuple[dict[int, T], BaseException | None]:
     """Run `fn(mesh, *args)` on every rank. Return the results by rank, and any failure."""
     results = dict[int, T]()
@@ -261,7 +261,7 @@ def _on_ranks(
     return results, run.failure
 
 
-def _check_result(result: Tree, rank: int, run: Run) -> None:
+def _check_result(result: Tree, rank: int, run: WorldRun) -> None:
     if tree.nodes(result, Unreduced):
         raise TypeError(
             f"World.gather: results[{rank}]: expected reduced gradients, got Unreduced, each rank's own: call "
@@ -339,7 +339,7 @@ class World:
         """Call `fn(mesh, *args)` once for every rank, and return the results in rank order."""
         if not callable(fn):
             raise TypeError(f"a simulated world: {wrong('fn', fn, 'fn(mesh, *args), a function')}")
-        run = Run(self.axes, numbered(self.device), self.faults)
+        run = WorldRun(self.axes, numbered(self.device), self.faults)
         results, failure = _on_ranks(run, self, fn, args)
         self.log = run.log
         if failure is not None:

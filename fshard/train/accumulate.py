@@ -1,4 +1,4 @@
-"""A step's batch, cut into micro-batches or made as many on every rank, and gradients summed over micro-batches."""
+"""Micro-batches: cut a batch, add up their gradients; and `join_batches`, for ranks whose data end earlier."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ Later = Callable[[], Sharded]  # gradients that are made when they are first ask
 
 @dataclass(frozen=True)
 class Recipe:
-    """How a step was built: `train_step`'s arguments of these names; `built` describes all of them.
+    """The arguments of `train_step` with which a step was built; `built` describes all of them.
 
     `built` also has the state's step and seed, as has the number `place` (Note [Built alike] in `describe.py`). With
     `keep_gathered` units stay in `gathered` until the last micro-batch has ended; else that is None.
@@ -152,7 +152,7 @@ def run_each(
 
 
 def _versions(extra: Tree) -> list[int | None]:
-    """How often each leaf was written to in place; None for inference tensors, which do not count it."""
+    """The number of writes in place to each leaf; None for inference tensors, which do not count it."""
     return [writes(x) if isinstance(x, Tensor) else None for x in tree.leaves(extra)]
 
 
@@ -224,7 +224,7 @@ def _reduced_last(reduce_once: bool | str | tuple[str, ...], plan: Plan) -> Axes
 
 
 def _destinations(sums: Later, params: Sharded, recipe: Recipe, reduced_last: Axes) -> Iterator[Gradients]:
-    """Where each micro-batch's gradients go: into `sums`, or into new buffers that the caller adds to `sums`."""
+    """Yield a destination for each micro-batch's gradients: `sums`, or new buffers that the caller adds to `sums`."""
     over, num, by = params.plan.grads_over, recipe.accumulate, recipe.by
     if is_idle(by, params.plan.axes):  # one device: nothing to reduce, so every backward adds to one buffer
         yield from (Gradients(None, sums, add=number > 0) for number in range(num))

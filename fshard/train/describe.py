@@ -1,4 +1,4 @@
-"""What a step was built with, as text that ranks compare.
+"""Describe the arguments with which a step was built, as text that ranks compare.
 
 Note [Built alike]
     Ranks whose steps were built with different arguments may issue the same collectives, and train different models.

@@ -143,7 +143,7 @@ def _agreed(flags: T, meshes: Sequence[AnyMesh]) -> T:
 
 
 def _not_finite_by(key: Callable[[Leaf], K], x: Tree, meshes: Sequence[AnyMesh]) -> dict[K, Tensor]:
-    """For each key, 1 if any of its leaves is not finite on any rank, else 0: float32, 0-d, equal on all ranks."""
+    """`found_inf` by key: 1 if a leaf of the key is not finite on any rank, else 0 (float32, 0-d, equal on all)."""
     flags, device = dict[K, list[Tensor]](), device_of(x)
     for path, node in tree.paths_to(x, Parts):
         layout = layout_of(node)
@@ -162,7 +162,7 @@ def _not_finite_by(key: Callable[[Leaf], K], x: Tree, meshes: Sequence[AnyMesh])
 
 
 def _not_finite(x: Tensor) -> Tensor:
-    """1 if any element is not finite, else 0: float32, 0-d."""
+    """`found_inf` of one tensor: 1 if any element is not finite, else 0 (float32, 0-d)."""
     low, high = torch.aminmax(torch.view_as_real(x.resolve_conj()) if x.is_complex() else x)  # NaN if any is
     return (~(low.isfinite() & high.isfinite())).float()
 

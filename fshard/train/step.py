@@ -352,7 +352,7 @@ def _check_built(
 
 
 def _chosen(skip: FoundInf | None, old: Tree, new: Tree) -> Tree:
-    """The new extra, or the old one if any update is skipped. A leaf that is one object in both is returned itself."""
+    """The new extra, or the old one if any update is skipped; leaves that both share stay as they are (no `where`)."""
     if skip is None:
         return new
     skipped = any_found(skip)

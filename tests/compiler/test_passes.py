@@ -36,7 +36,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 import fshard
 from fshard import Sharded, gather_params, optim, tree
 from fshard.graph import passes
-from fshard.graph.dataflow import VIEWS, Gather, gathers, index, is_call
+from fshard.graph.dataflow import VIEWS, GatherNodes, gathers, index, is_call
 from fshard.graph.inspect import arguments, operator, values
 from fshard.graph.memory import storages_of
 
@@ -313,7 +313,7 @@ def starts_near(graph: fx.Graph) -> None:
         assert set(between) <= near, g.unit
 
 
-def under_way(found: list[Gather], order: dict[fx.Node, int]) -> dict[int, int]:
+def under_way(found: list[GatherNodes], order: dict[fx.Node, int]) -> dict[int, int]:
     """Bytes of gathers that have started and are not waited for, where each of them starts."""
     spans = [(order[g.start], order[g.wait], g.nbytes) for g in found]
     return {begin: sum(n for a, b, n in spans if a <= begin < b) for begin, _, _ in spans}

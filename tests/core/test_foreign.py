@@ -27,7 +27,7 @@ from fshard.core import foreign
 from fshard.files import hugging_face, index, inert_pickle, zip_item
 from fshard.files.index import sealed
 from fshard.files.places import LocalReader
-from fshard.files.safetensors_file import Entry
+from fshard.files.safetensors_file import FileEntry
 from fshard.testing import record, recording, replay
 
 NAME = "\x1b[2J\n"  # it clears a terminal, and begins a new line
@@ -337,7 +337,7 @@ def test_an_index_is_read_in_linear_time():
     """An index of as many files as tensors would keep a reader busy for the square of their number."""
 
     def read(num: int) -> int:
-        entries = {f"{n}.safetensors": {f"w{n}": Entry(f"w{n}", "F32", (), 0, 4, Path())} for n in range(num)}
+        entries = {f"{n}.safetensors": {f"w{n}": FileEntry(f"w{n}", "F32", (), 0, 4, Path())} for n in range(num)}
         raw = {"weight_map": {name: file for file, there in entries.items() for name in there}}
         return cost(lambda: hugging_face.indexed(raw, "an index", entries.__getitem__))
 

@@ -61,11 +61,11 @@ def test_a_rank_that_ends_when_it_has_answered() -> None:
 
 
 @pytest.fixture
-def ends() -> Iterator[tuple[socket.socket, links.Link, links.Memory]]:
+def ends() -> Iterator[tuple[socket.socket, links.Link, links.SegmentPool]]:
     """The socket of a peer that may send anything, and this rank's link to it."""
     theirs, ours = hostile.pair()
     with theirs, ours:
-        yield theirs, links.Link(ours, "rank 7", 10.0, memory := links.Memory()), memory
+        yield theirs, links.Link(ours, "rank 7", 10.0, memory := links.SegmentPool()), memory
 
 
 HEADER = struct.Struct("<BHIQQ")
@@ -113,7 +113,7 @@ def test_any_bytes(seed: int) -> None:
     for _ in range(50):
         theirs, ours = hostile.pair()
         with theirs, ours:
-            link = links.Link(ours, "rank 7", 10.0, links.Memory())
+            link = links.Link(ours, "rank 7", 10.0, links.SegmentPool())
             for _ in range(4):
                 fields = r.randrange(5), r.choice([0, 3]), r.randrange(2), r.choice([0, HUGE]), r.choice([0, 5])
                 theirs.send(r.choice([HEADER.pack(*fields), b"abc", r.randbytes(r.randrange(1, 60)), b"\xff" * 8]))
@@ -188,7 +188,7 @@ def test_descriptors_that_nobody_asked_for(with_memory: bool) -> None:
     before = hostile.num_open()
     theirs, ours = hostile.pair()
     with theirs, ours:
-        link = links.Link(ours, "rank 7", 10.0, links.Memory() if with_memory else None)
+        link = links.Link(ours, "rank 7", 10.0, links.SegmentPool() if with_memory else None)
         socket.send_fds(theirs, [HEADER.pack(0, 0, 0, 0, 0)], [0, 1, 2])
         with pytest.raises(fshard.MismatchError, match="rank 7 sent 3 descriptors of no segment"):
             link.take(0, "a call")
@@ -199,7 +199,7 @@ def test_descriptors_that_nobody_asked_for(with_memory: bool) -> None:
 
 def test_memory_cannot_be_cut() -> None:
     """A shared segment cannot be truncated or enlarged: otherwise a peer could crash the ranks that read it."""
-    segment = links.Memory().new(8192)
+    segment = links.SegmentPool().new(8192)
     for size in (0, 4096, 1 << 20):
         with pytest.raises(PermissionError):
             os.ftruncate(segment.fd, size)

@@ -7,6 +7,7 @@ import inspect
 import re
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -55,6 +56,9 @@ FOLDERS = {
         *("planner", "checkpoint", "testing"),
     },
 }
+
+# Classes of one name in two modules. Users know one of each; this list only gets shorter.
+TWINS = {"Gathers", "Interval", "Part", "Step", "Unit"}
 
 # Which modules may name an outside thing, in an import or as an attribute.
 DOORS = {
@@ -368,6 +372,18 @@ def test_a_newcomer_finds_few_names_and_each_means_one_thing() -> None:
 
 # Names that say nothing of what they hold.
 PRONOUNS = {"found", "held", "mine", "one", "own"}
+
+
+def twins(sources: dict[str, str]) -> set[str]:
+    """The names that several classes have."""
+    names = [node.name for x in sources.values() for node in ast.parse(x).body if isinstance(node, ast.ClassDef)]
+    return {name for name, times in Counter(names).items() if times > 1}
+
+
+def test_a_class_has_a_name_of_its_own() -> None:
+    """Where two classes have one name, a reader who meets both takes one for the other."""
+    assert twins(SOURCES) <= TWINS
+    assert twins({"a": "class A: ...", "b": "class A: ...\nclass B: ..."}) == {"A"}
 
 
 def pronouns(source: str) -> list[str]:

@@ -1,5 +1,5 @@
 """How much of the house one has to read: the files that a unit and a step enter, the lines that a step runs, and all
-lines.
+lines. Two processes of one host are measured: the messages between ranks are part of a step.
 
 A change that is no feature raises none of these numbers; a feature says in its commit which it raises, and by what it
 is paid for.
@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 from sizes import code_lines
-from support.worlds import simulated
+from support.worlds import gloo
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -21,7 +21,6 @@ import fshard
 from fshard import optim
 
 HOUSE = Path(fshard.__file__).parent
-TESTING = HOUSE / "testing"  # simulated ranks are the machine, not the house
 
 Line = tuple[str, int]  # of a file
 
@@ -40,7 +39,7 @@ def entered(fn: Callable[[], object], within: str = "") -> list[set[Line]]:
     def traced(frame: FrameType, event: str, _: Any) -> Any:
         nonlocal depth
         path = Path(frame.f_code.co_filename)
-        if HOUSE not in path.parents or TESTING in path.parents:
+        if HOUSE not in path.parents:
             return None
         if frame.f_code.co_qualname.startswith(within) and event in ("call", "return"):
             depth += 1 if event == "call" else -1
@@ -75,8 +74,9 @@ def walks(mesh: Any) -> dict[str, set[Line]]:
 
 def test_the_house_is_no_larger_than_it_was() -> None:
     """Each feature fits, and one after the other they grow over the heads of those who keep them."""
-    lines = simulated(walks)[0]
+    first, second = gloo(walks)
+    lines = {name: first[name] | second[name] for name in first}  # a rank that has to wait runs ten lines more
     rooms = {name: len({file for file, _ in entered}) for name, entered in lines.items()}
-    assert rooms == {"touched": 13, "reduced": 10, "step": 39}, {n: sorted({f for f, _ in x}) for n, x in lines.items()}
-    assert len(lines["step"]) <= 1_165, len(lines["step"])
+    assert rooms == {"touched": 15, "reduced": 13, "step": 42}, {n: sorted({f for f, _ in x}) for n, x in lines.items()}
+    assert len(lines["step"]) <= 1_282, len(lines["step"])
     assert sum(len(code_lines(path.read_text())) for path in HOUSE.rglob("*.py")) <= 21_425
