@@ -17,6 +17,7 @@ from torch import Tensor
 import fshard
 from fshard import optim
 from fshard.checkpoint.contents import contents_of, own_pieces
+from fshard.comm.mesh import axis_sizes
 from fshard.core import tree
 from fshard.layout import reshard
 from fshard.layout.pieces import Parts, layout_of, packed, pick, pieces
@@ -97,6 +98,13 @@ def by_owners(x: Any) -> tuple[dict[str, Tensor], Any, list[Any]]:
     owned = reshard.collect(x, reshard.owned(layout, layout.mesh, layout.axes))
     leaves = {owned.layout.leaves[number].path: leaf for number, leaf in pieces(owned)}
     return leaves, reshard.spread(owned, x), [reshard.gathered(owned), reshard.gathered(x)]
+
+
+def on_last(x: Any) -> tuple[bool, Any]:
+    """Whether this rank is the last of those that the tree is cut over, and the leaves, which that rank alone has."""
+    layout = layout_of(x)
+    last = math.prod(axis_sizes(layout.mesh)[axis] for axis in layout.axes) - 1
+    return layout.rank == last, reshard.gathered(x, last)
 
 
 def moved(x: Any, like: Any) -> Any:
@@ -379,7 +387,7 @@ def test_all_say_where_an_element_lies_as_the_note_does(seed: int) -> None:
     assert_saved(leaves, of_ranks)
 
 
-@pytest.mark.sample(10)
+@pytest.mark.sample(12)
 @pytest.mark.parametrize("seed", range(1000, 1150))
 def test_elements_come_back_from_where_they_went(seed: int) -> None:
     """What is sent to owners, to all ranks or to those that keep gradients would arrive as another element."""
@@ -410,6 +418,8 @@ def test_elements_come_back_from_where_they_went(seed: int) -> None:
             assert_lies(again, rows, leaves)
             for whole in (*wholes, *([fshard.gather_params(part)] if isinstance(part, fshard.Sharded) else [])):
                 assert_whole(case, whole, leaves)
+            is_last, whole = on_last(part)
+            assert_whole(case, whole, leaves if is_last else {})
             assert {path: leaf.tolist() for path, leaf in owned.items()} == {p: leaves[p].tolist() for p in owned}
             owners[name] = [*owned], [*leaves]
         assert_lies(x.with_trained(x.for_state), note.rows(rank, case.params_over, note.kinds), case.whole_leaves)
