@@ -8,6 +8,7 @@ import math
 import random
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterator
+from itertools import permutations
 from typing import Any, NamedTuple
 
 import pytest
@@ -17,9 +18,9 @@ from torch import Tensor
 import fshard
 from fshard import optim
 from fshard.checkpoint.contents import contents_of, own_pieces
-from fshard.comm.mesh import axis_sizes
+from fshard.comm.mesh import axis_sizes, coordinate
 from fshard.core import tree
-from fshard.layout import reshard
+from fshard.layout import moves
 from fshard.layout.pieces import Parts, layout_of, packed, pick, pieces
 from fshard.sharding.sharded import refine
 from fshard.testing import World
@@ -39,7 +40,7 @@ def said(x: Any) -> dict[str, tuple[int, Tensor]]:
     """What the layout says is here of each leaf, by path: the number of the first element, and the elements."""
     layout, rows, places = layout_of(x), tree.leaves(x), {}
     for span, (number, piece) in zip(layout.mine, pieces(x), strict=True):
-        row = rows[span.row].reshape(-1)[span.start : span.start + span.numel]
+        row = rows[span.tensor].reshape(-1)[span.start : span.start + span.numel]
         assert (span.leaf, span.numel) == (number, piece.numel())
         assert row.tolist() == piece.flatten().tolist()
         if span.numel:
@@ -95,21 +96,24 @@ def by_owners(x: Any) -> tuple[dict[str, Tensor], Any, list[Any]]:
     """The leaves that this rank has, whole, if each has one owner; the tree made of them again; and all leaves whole,
     from the owners and from the tree."""
     layout = layout_of(x)
-    owned = reshard.collect(x, reshard.owned(layout, layout.mesh, layout.axes))
+    owned = moves.collect(x, moves.owned(layout, layout.mesh, layout.axes))
     leaves = {owned.layout.leaves[number].path: leaf for number, leaf in pieces(owned)}
-    return leaves, reshard.spread(owned, x), [reshard.gathered(owned), reshard.gathered(x)]
+    return leaves, moves.spread(owned, x), [moves.gathered(owned), moves.gathered(x)]
 
 
 def on_last(x: Any) -> tuple[bool, Any]:
     """Whether this rank is the last of those that the tree is cut over, and the leaves, which that rank alone has."""
     layout = layout_of(x)
     last = math.prod(axis_sizes(layout.mesh)[axis] for axis in layout.axes) - 1
-    return layout.rank == last, reshard.gathered(x, last)
+    owned = moves.collect(x, moves.on_rank(layout, last))
+    leaves = dict(zip((span.leaf for span in owned.layout.mine), owned.tensors, strict=True))
+    whole = tree.unflatten(layout.spec, [None if n is None else leaves.get(n) for n in layout.places])
+    return coordinate(layout.mesh, layout.axes) == last, whole
 
 
 def moved(x: Any, like: Any) -> Any:
-    """The elements of a tree, as another lies that is cut over the same axes."""
-    return reshard.spread(x, like)
+    """The elements of a tree, as another lies."""
+    return moves.spread(x, tree.map(torch.zeros_like, like))
 
 
 # A case, and what the note says of it.
@@ -425,8 +429,10 @@ def test_elements_come_back_from_where_they_went(seed: int) -> None:
         assert_lies(x.with_trained(x.for_state), note.rows(rank, case.params_over, note.kinds), case.whole_leaves)
         other = case.plan(mesh, units=3, bucket=0, whole=None, block=2)  # and so cut at other elements
         expected = fshard.shard_params(case.params, other)
-        zeros = tree.map(torch.zeros_like, expected)
-        assert [row.tolist() for row in moved(x, zeros).tensors] == [row.tolist() for row in expected.tensors]
+        assert [row.tolist() for row in moved(x, expected).tensors] == [row.tolist() for row in expected.tensors]
+        trees = [trained(x, case.params_over), trained(x, case.grads_over), x.for_state]
+        for one, like in permutations(trees, 2):  # cut over fewer axes, or over more
+            assert [row.tolist() for row in moved(one, like).tensors] == [row.tolist() for row in like.tensors]
         if not case.policy:
             grads = fshard.value_and_grad(loss)(x)[1]
             kinds = [kind for kind in note.kinds if kind.trainable]
