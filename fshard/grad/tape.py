@@ -41,7 +41,7 @@ from ..core.tree import Tree
 from ..plan.offload import HOST
 from ..plan.units import select_units
 from ..sharding.access import Shown, lazy, loss_of
-from ..sharding.schedule import Reads, schedule
+from ..sharding.schedule import Runs, schedule
 from ..sharding.sharded import Sharded
 from . import autograd, gathers, gradients
 from .autograd import Owners, SavedTensor, SavedView, in_checkpoint
@@ -108,19 +108,20 @@ class Tape:
 
     def enter(self, spec: tree.Spec, first: int) -> tuple[Tree, Leaves]:
         """A leaf, or a subtree of one unit, gathered, and its leaves; of one of several units a lazy container."""
-        reads = self._schedule.reads(first, spec.num_leaves)
-        if reads.is_shared:
+        runs = self._schedule.runs(first, spec.num_leaves)
+        if runs is None:
             return lazy(self, spec, first), ()
         if func_levels.inside():
             with func_levels.aside():  # Note [Gathers inside transforms] in `func_levels`
                 return self.enter(spec, first)
-        return tree.unflatten(spec, leaves := self._read(reads)), leaves
+        return tree.unflatten(spec, leaves := self._read(runs)), leaves
 
-    def _read(self, reads: Reads) -> Leaves:
-        if reads.run is not None:
-            return self.touch(reads.run[0])[reads.run[1]]
-        touched = {unit: self.touch(unit) for unit in dict.fromkeys(unit for unit, _ in reads.leaves)}
-        return [touched[unit][number] for unit, number in reads.leaves]
+    def _read(self, runs: Runs) -> Leaves:
+        if len(runs) == 1:
+            ((unit, leaves),) = runs
+            return self.touch(unit)[leaves]
+        touched = {unit: self.touch(unit) for unit in dict.fromkeys(unit for unit, _ in runs)}
+        return [leaf for unit, leaves in runs for leaf in touched[unit][leaves]]
 
     def leaf(self, number: int) -> Tensor:
         """A leaf by its number in the whole tree, gathered with its unit."""

@@ -21,7 +21,7 @@ from ..comm.ranks import Ranks
 from ..core import tree
 from ..core.tree import Tree
 from .layout import Layout, Leaf
-from .pieces import Pieces, device_of, elements, layout_of, typed
+from .pieces import Parts, device_of, elements, layout_of, typed
 from .row import Row
 from .rules import COPIES, Rule
 
@@ -191,7 +191,7 @@ def _along(
     return result
 
 
-def collect(x: Tree, layout: Layout, label: str = "") -> Pieces:
+def collect(x: Tree, layout: Layout, label: str = "") -> Parts:
     """Return the leaves of a tree whole on the ranks that `layout` names, on the device. Dual: `spread`."""
     arrived = _moved(x, layout, label)
     tensors, device = [], device_of(x)
@@ -200,7 +200,7 @@ def collect(x: Tree, layout: Layout, label: str = "") -> Pieces:
         # sorted by begin, the parts are the leaf, end to end
         flat = [part.to(device) for _, part in parts] or [torch.empty(0, dtype=leaf.dtype, device=device)]
         tensors.append(leaf.shaped(flat[0] if len(flat) == 1 else torch.cat(flat)))
-    return Pieces(layout, tensors)
+    return Parts(layout, tensors)
 
 
 def spread(x: Tree, like: T, label: str = "") -> T:

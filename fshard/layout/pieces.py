@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from abc import abstractmethod
 from bisect import bisect_right
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -24,12 +23,23 @@ Key = TypeVar("Key", bound=Hashable)
 
 
 class Parts(OnMesh):
-    """A tree of which this rank holds some elements, in rows: a pytree node whose leaves are the rows."""
+    """A tree of which this rank holds some elements, in tensors: a pytree node whose leaves are these.
+
+    Some leaves, or parts of leaves: those with one label, or those this rank owns. `Sharded` is one with all of a plan.
+    """
+
+    def __init__(self, layout: Layout, tensors: Sequence[Tensor]):
+        self._layout, self._tensors = layout, tuple(tensors)
 
     @property
-    @abstractmethod
     def layout(self) -> Layout:
         """Which elements of which leaf lie where."""
+        return self._layout
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        """The tensors themselves, never copies; while a tree is mapped, what the function put there."""
+        return self._tensors
 
     @property
     def mesh(self) -> AnyMesh:
@@ -42,61 +52,26 @@ class Parts(OnMesh):
         return self.layout
 
     @property
-    @abstractmethod
     def key(self) -> Hashable:
-        """A value that is equal for two trees exactly if their layouts are."""
+        """Equal for two trees exactly if their layouts are."""
+        return self.layout
 
     @property
-    @abstractmethod
-    def tensors(self) -> tuple[Tensor, ...]:
-        """The rows themselves, never copies of them; while a tree is mapped, what the function put there."""
-
-
-class Parameters(Parts):
-    """Parameters; the optimizer state may be sharded over more axes than they are."""
+    def trainable(self) -> Parts:
+        """The leaves that are not frozen alone."""
+        return self
 
     @property
-    @abstractmethod
-    def trainable(self) -> Parameters:
-        """The parameters that are not frozen alone."""
-
-    @property
-    @abstractmethod
     def for_state(self) -> Parts:
-        """The trainable parameters, sharded as optimizer state is."""
-
-    @abstractmethod
-    def with_trained(self, fine: Tree) -> Parameters:
-        """Return these parameters with the trainable ones from `fine`, which is sharded as optimizer state is."""
-
-
-class Pieces(Parts):
-    """Some leaves of a tree, or parts of leaves: those with one label, or those this rank owns."""
-
-    def __init__(self, layout: Layout, tensors: Sequence[Tensor]):
-        self._layout, self._tensors = layout, tuple(tensors)
-
-    @property
-    def layout(self) -> Layout:
-        """Which elements of which leaf lie where."""
-        return self._layout
-
-    @property
-    def tensors(self) -> tuple[Tensor, ...]:
-        """The rows, in the order of the layout."""
-        return self._tensors
-
-    @property
-    def key(self) -> Hashable:
-        """The layout, which is compared."""
-        return self._layout
+        """The trainable leaves, sharded as optimizer state is, which may be over more axes."""
+        return self
 
     def __repr__(self) -> str:
         shapes = ", ".join(f"{list(getattr(t, 'shape', ['?']))}" for t in self.tensors)
-        return f"Pieces({len(self.layout.numbers)} leaves of {len(self.layout.leaves)}: {shapes})"
+        return f"{type(self).__name__}({len(self.layout.numbers)} leaves of {len(self.layout.leaves)}: {shapes})"
 
 
-tree.register(Pieces, lambda x: (x.tensors, x.layout), Pieces)
+tree.register(Parts, lambda x: (x.tensors, x.layout), Parts)
 
 
 @dataclass(frozen=True)
@@ -193,16 +168,16 @@ def elements(x: Tree, layout: Layout | None = None) -> Iterator[tuple[Span, Tens
         yield span, piece if layout.flat else layout.leaves[number].flat(piece)
 
 
-def pick(x: Tree, layout: Layout) -> Pieces | Views[Any]:
+def pick(x: Tree, layout: Layout) -> Parts | Views[Any]:
     """The leaves of `x` that are in `layout`, a subset of its own layout: views of flat rows, or whole rows."""
     if not layout.flat:
         tensors = tree.leaves(x)
-        return Pieces(layout, [tensors[number] for ((number, _, _),) in layout.runs])
+        return Parts(layout, [tensors[number] for ((number, _, _),) in layout.runs])
     views = _runs(x)  # of each tensor of the origin
     picked = [[view for number, *run in runs for view in _between(views[number], *run)] for runs in layout.runs]
     # a tensor that this rank holds nothing of still has a view, which says its dtype and device
     empty = [views[tensor][0][:0] for tensor in layout.origin_tensors]
-    return Views(Pieces, layout, [runs or [nothing] for runs, nothing in zip(picked, empty, strict=True)])
+    return Views(Parts, layout, [runs or [nothing] for runs, nothing in zip(picked, empty, strict=True)])
 
 
 def _runs(x: Tree) -> Sequence[Sequence[Tensor]]:

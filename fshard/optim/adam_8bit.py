@@ -19,7 +19,7 @@ from ..core.scalars import Number
 from ..core.tracing import is_tracing
 from ..core.tree import Tree
 from ..layout.layout import Layout
-from ..layout.pieces import Pieces, layout_of, without_padding
+from ..layout.pieces import Parts, layout_of, without_padding
 from . import kernels
 from .base import Needs, Transform, checked, start_count
 from .elementwise import Rate, adam_corrections, with_rate
@@ -31,8 +31,8 @@ Books = tuple[Tensor, Tensor]  # code books of the first and of the second momen
 class Quantised(NamedTuple):
     """A moment: a code for every element (uint8, 0 is zero), and a scale for every block (float32)."""
 
-    codes: Pieces
-    scales: Pieces
+    codes: Parts
+    scales: Parts
 
 
 class Adam8bitState(NamedTuple):
@@ -154,7 +154,7 @@ def adamw_8bit(
             codes = [torch.zeros_like(row, dtype=torch.uint8) for row in rows]
             scales = [torch.zeros(-(-row.numel() // block), dtype=torch.float32, device=row.device) for row in rows]
             derived = _derived(layout, "codes", torch.uint8, 1), _derived(layout, "scales", torch.float32, block)
-            return Quantised(Pieces(derived[0], codes), Pieces(derived[1], scales))
+            return Quantised(Parts(derived[0], codes), Parts(derived[1], scales))
 
         return Adam8bitState(start_count(params), zero(), zero())
 
@@ -166,7 +166,7 @@ def adamw_8bit(
         columns = zip(tree.leaves(params), rows_of_grads, *(m.tensors for m in moments), strict=True)
         rows = [_update_row(constants, _books(numbers, p.device), block, p, *others) for p, *others in columns]
         updates = tree.unflatten(tree.flatten(grads)[1], [row[0] for row in rows])
-        new_moments = [Pieces(old.layout, [row[i + 1] for row in rows]) for i, old in enumerate(moments)]
+        new_moments = [Parts(old.layout, [row[i + 1] for row in rows]) for i, old in enumerate(moments)]
         return updates, Adam8bitState(state.count + 1, Quantised(*new_moments[:2]), Quantised(*new_moments[2:]))
 
     return checked(Transform(init, update), Needs("adamw_8bit", Adam8bitState, params=True, real=True))

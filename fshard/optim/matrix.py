@@ -24,7 +24,7 @@ from ..core.tree import Tree
 from ..layout.layout import Layout, Leaf
 from ..layout.moves import collect, owned, spread
 from ..layout.norms import leaf_norms, scale_leaves_
-from ..layout.pieces import Pieces, device_of, elements, layout_of, packed, pick, pieces, put
+from ..layout.pieces import Parts, device_of, elements, layout_of, packed, pick, pieces, put
 from ..layout.row import Span
 from .base import Needs, Transform, TransformLike, as_transform, at, checked, start_count
 from .elementwise import AdamState, Rate, adam_transform
@@ -356,7 +356,7 @@ def muon(
     return by_label(by_kind, lambda path, leaf: "matrix" if leaf.ndim == 2 else "rest")
 
 
-def _to_owners(x: Tree, layout: Layout) -> Pieces:
+def _to_owners(x: Tree, layout: Layout) -> Parts:
     """Send every matrix whole to one rank, so that all ranks have about as much to compute."""
 
     def cost(leaf: Leaf) -> float:  # of one product with the small side's Gram matrix

@@ -26,7 +26,7 @@ from ..core.storage import as_bytes
 from ..core.tree import Tree
 from ..layout.layout import Layout
 from ..layout.moves import collect, on_rank
-from ..layout.pieces import Parameters, Parts, elements, layout_of, mesh_of, packed, pick, typed
+from ..layout.pieces import Parts, elements, layout_of, mesh_of, packed, pick, typed
 from ..layout.row import Span
 from .base import TransformLike, as_transform
 from .torch_format import check_tensor, joined, known, read_saved
@@ -249,7 +249,7 @@ def extend(state: Tree, tx: TransformLike, params: Tree) -> Tree:
     >>> [*optim.state.gather_state(optim.state.extend(state, tx, {"w": torch.ones(1), "lora": torch.ones(1)}))][:2]
     ['inner.old.count', 'inner.old.mu.w']
     """
-    begun = as_transform(tx).init(params.for_state if isinstance(params, Parameters) else params)
+    begun = as_transform(tx).init(params.for_state if isinstance(params, Parts) else params)
     mesh, origins = _mesh(begun, params), _origins(state, begun, params)
     src = None if mesh is None else 0
     old = gather_state(state, src)

@@ -15,7 +15,7 @@ from ..core.arguments import is_number, wrong
 from ..core.scalars import double
 from ..core.tree import Tree
 from ..layout.layout import Layout
-from ..layout.pieces import Parameters, Parts, layout_of
+from ..layout.pieces import Parts, layout_of
 from .torch_optim import BEGUN, TorchState
 from .transforms import LabelState
 
@@ -159,7 +159,7 @@ def known(state: Tree, params: Tree) -> Known:
 
 def _trainable(params: Tree) -> set[str]:
     """The leaves that have gradients: floating-point and complex ones, without a plan's frozen ones."""
-    layout = layout_of(params.trainable if isinstance(params, Parameters) else params)
+    layout = layout_of(params.trainable if isinstance(params, Parts) else params)
     leaves = [layout.leaves[n] for n in layout.numbers]
     return {leaf.path for leaf in leaves if leaf.dtype.is_floating_point or leaf.dtype.is_complex}
 

@@ -16,7 +16,7 @@ from ..core import tree
 from ..core.scalars import double
 from ..core.tree import Tree
 from ..layout.layout import Layout
-from ..layout.pieces import Pieces, clear_padding_, layout_of
+from ..layout.pieces import Parts, clear_padding_, layout_of
 from .base import Needs, Transform, checked, choose
 from .matrix import whole_leaves
 
@@ -172,7 +172,7 @@ def _like_params(entries: Sequence[Entry], params: Tree, first: Entry, scalars: 
     return TorchState({n: clear_padding_(x) for n, x in tensors.items()}, {n: first[n] for n in first if n in scalars})
 
 
-def _first_by_name(params: Tree, begin: Callable[[Tensor], Entry], device: str) -> dict[str, Pieces]:
+def _first_by_name(params: Tree, begin: Callable[[Tensor], Entry], device: str) -> dict[str, Parts]:
     """The state that a class makes of whole leaves, by the class's names.
 
     Every rank describes the state of all leaves, made on `device`, and keeps memory for that of its own leaves.
@@ -185,16 +185,16 @@ def _first_by_name(params: Tree, begin: Callable[[Tensor], Entry], device: str) 
     return {name: _pieces_of(name, layout, shapes, local_entries) for name in names}
 
 
-def _next_by_name(state: TorchState, layout: Layout, entries: Sequence[Entry]) -> dict[str, Pieces]:
+def _next_by_name(state: TorchState, layout: Layout, entries: Sequence[Entry]) -> dict[str, Parts]:
     """The state after a step, by the class's names, of the new entries of this rank's leaves."""
     entry_of = dict(zip((s.leaf for s in layout.mine), entries, strict=True))
     return {
-        name: Pieces(old.layout, [entry_of[s.leaf][name] for s in old.layout.mine])
+        name: Parts(old.layout, [entry_of[s.leaf][name] for s in old.layout.mine])
         for name, old in state.tensors.items()
     }
 
 
-def _pieces_of(name: str, layout: Layout, shapes: Mapping[int, Entry], local_entries: Mapping[int, Entry]) -> Pieces:
+def _pieces_of(name: str, layout: Layout, shapes: Mapping[int, Entry], local_entries: Mapping[int, Entry]) -> Parts:
     """The tensors of one name that a class keeps of whole leaves, of any shapes; some leaves may have none."""
     known = {n: entry[name] for n, entry in shapes.items() if name in entry}
     leaves = [
@@ -205,7 +205,7 @@ def _pieces_of(name: str, layout: Layout, shapes: Mapping[int, Entry], local_ent
     pairs = ((row, known[row.leaves[0]]) for row in part.rows)  # each of one whole leaf
     rows = tuple(replace(row, shapes=(tuple(x.shape),), numel=x.numel()) for row, x in pairs)
     part = replace(part, source=(name, part.source), leaves=tuple(leaves), rows=rows, origin=None)
-    return Pieces(part, [local_entries[s.leaf][name] for s in part.mine])
+    return Parts(part, [local_entries[s.leaf][name] for s in part.mine])
 
 
 def _by_row(state: TorchState, num_rows: int) -> list[Entry]:

@@ -9,11 +9,11 @@ Note [Computed once]
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate, pairwise
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 from ..comm.mesh import Axes
 from ..core import tree
@@ -127,12 +127,8 @@ class Entry(NamedTuple):
     sent: bool  # whether ranks have shards of it
 
 
-class Reads(NamedTuple):
-    """What a subtree of the tree reads: its leaves, each by its unit and its number there."""
-
-    is_shared: bool  # units claim parts of the subtree
-    leaves: tuple[tuple[int, int], ...]
-    run: tuple[int, slice] | None  # if the leaves follow on each other in one unit: the unit, and which they are there
+# What a subtree reads: runs of leaves that follow on each other in a unit, each by the unit and its leaves there
+Runs: TypeAlias = Sequence[tuple[int, slice]]
 
 
 class Schedule:
@@ -151,7 +147,7 @@ class Schedule:
         # there; leaves of kinds that the view lacks are not there
         self._slots = [place_of.get(plan.slots[number]) for number in plan.leaves]
         self._claims = _claims(plan)
-        self._reads: dict[tuple[int, int], Reads] = {}
+        self._runs: dict[tuple[int, int], Runs | None] = {}
 
     @cached_property
     def likely(self) -> list[int]:
@@ -169,17 +165,24 @@ class Schedule:
             raise KeyError(number)
         return place
 
-    def reads(self, first: int, num: int) -> Reads:
-        """What the subtree of `num` leaves reads whose first leaf is number `first` of the whole tree."""
-        known = self._reads.get((first, num))
-        if known is None:
+    def runs(self, first: int, num: int) -> Runs | None:
+        """What the subtree of `num` leaves from number `first` on reads; None if several units claim parts of it."""
+        if (first, num) not in self._runs:
             is_shared = len(set(self._claims[first : first + num])) > 1
-            leaves = () if is_shared else tuple(map(self.leaf, range(first, first + num)))
-            unit, begin = leaves[0] if leaves else (None, 0)
-            follow = leaves == tuple((unit, begin + n) for n in range(num))
-            run = (unit, slice(begin, begin + num)) if unit is not None and follow else None
-            known = self._reads[first, num] = Reads(is_shared, leaves, run)
-        return known
+            self._runs[first, num] = None if is_shared else _runs([*map(self.leaf, range(first, first + num))])
+        return self._runs[first, num]
+
+
+def _runs(places: Iterable[tuple[int, int]]) -> Runs:
+    """Leaves, each by its unit and its number there, as runs."""
+    runs = list[tuple[int, slice]]()
+    for unit, number in places:
+        last, leaves = runs[-1] if runs else (None, slice(0))
+        if last == unit and leaves.stop == number:
+            runs[-1] = unit, slice(leaves.start, number + 1)
+        else:
+            runs.append((unit, slice(number, number + 1)))
+    return runs
 
 
 def _claims(plan: Plan) -> list[tuple[int, str]]:

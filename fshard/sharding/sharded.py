@@ -21,7 +21,7 @@ from ..core.storage import Life, Source
 from ..core.tree import Tree
 from ..layout.layout import Layout
 from ..layout.moves import gathered
-from ..layout.pieces import Parameters, Parts, Pieces, Views, packed
+from ..layout.pieces import Parts, Views, packed
 from ..layout.row import Row, Span
 from ..layout.rules import COPIES, Rule, reshard
 from ..plan import offload
@@ -33,7 +33,7 @@ from ..plan.precision import Policy
 from .schedule import View
 
 
-class Sharded(Parameters, Branch):
+class Sharded(Parts, Branch):
     """A tree of parameters, gradients or optimizer state, of this rank's intervals alone: a pytree node.
 
     Its leaves are flat 1-D tensors, one for each kind (dtype, trainable or frozen, sharded or whole). Each consists of
@@ -64,7 +64,7 @@ class Sharded(Parameters, Branch):
 
     @property
     def layout(self) -> Layout:
-        """Which elements of the leaves lie where, on every rank."""
+        """Which elements of the leaves lie where."""
         return self.view.layout
 
     @property
@@ -344,10 +344,10 @@ def gather_params(x: Tree) -> Tree:
     >>> gather_params(shard_params({"w": torch.ones(2), "n": torch.tensor(3)}, plan)["n"])
     tensor(3)
     """
-    if isinstance(x, Pieces):
-        return gathered(x)
     if isinstance(x, Branch):
         return x.gathered()
+    if isinstance(x, Parts):
+        return gathered(x)
     if isinstance(x, Plan):
         raise TypeError(wrong("x", x, "a Sharded, or a tree", "fshard.shard_params(params, plan) makes a Sharded."))
     if not isinstance(x, Tensor) and tree.nodes(x, Parts):

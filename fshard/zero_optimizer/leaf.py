@@ -21,7 +21,7 @@ from ..core.tree import Tree
 from ..hosts import one_host
 from ..layout.layout import Layout
 from ..layout.moves import collect, on_rank, owned
-from ..layout.pieces import Pieces, layout_of, packed, pick
+from ..layout.pieces import Parts, layout_of, packed, pick
 from ..optim.base import FoundInf, Transform
 from ..plan.leaves import is_differentiable, read_frozen
 from ..plan.plan import Plan
@@ -111,12 +111,12 @@ def leaf_step(
     owned_grads = _owned_grads(parting, grads, local)
     owned_params = _owned_leaves(parting, params, "parameters")
     if donate:  # of the state alone: no other rank writes to the parameters that this one owns
-        owned_params = Pieces(parting, [x.clone() for x in owned_params.tensors])
+        owned_params = Parts(parting, [x.clone() for x in owned_params.tensors])
     new, inner = tx.step(owned_grads, state.inner, owned_params, found_inf, donate, **extra)
     return _shared(new, params), ZeroState(inner, parting)
 
 
-def _owned_leaves(parting: Layout, x: Tree, what: str) -> Pieces:
+def _owned_leaves(parting: Layout, x: Tree, what: str) -> Parts:
     """The leaves of a whole tree that this rank owns, not copied."""
     flat = leaves_of(x, parting.spec, what)
     # all leaves are checked, not only those owned, so that every rank raises
@@ -124,10 +124,10 @@ def _owned_leaves(parting: Layout, x: Tree, what: str) -> Pieces:
         leaf = parting.leaves[number]
         if difference := form_difference(leaf.path, Form(leaf.shape, leaf.dtype), flat[number]):
             raise ValueError(f"zero: {what}: leaf {difference}")
-    return Pieces(parting, [flat[span.leaf] for span in parting.mine])
+    return Parts(parting, [flat[span.leaf] for span in parting.mine])
 
 
-def _owned_grads(parting: Layout, grads: Tree, local: bool) -> Pieces:
+def _owned_grads(parting: Layout, grads: Tree, local: bool) -> Parts:
     """The gradients of the leaves this rank owns; local ones are summed over the mesh, by axis in rank order."""
     owned_grads, mesh = _owned_leaves(parting, grads, "gradients"), parting.mesh
     if not local:
@@ -140,7 +140,7 @@ def _owned_grads(parting: Layout, grads: Tree, local: bool) -> Pieces:
         sums = _all_reduced(sums, primitives.along(mesh, axis))
     for axis in last:
         sums = _reduced_to_owners(sums, parting, primitives.along(mesh, axis))
-    return Pieces(parting, [parting.leaves[span.leaf].shaped(sums[span.leaf]) for span in parting.mine])
+    return Parts(parting, [parting.leaves[span.leaf].shaped(sums[span.leaf]) for span in parting.mine])
 
 
 def _all_reduced(leaves: dict[int, Tensor], ranks: Ranks) -> dict[int, Tensor]:
@@ -176,7 +176,7 @@ def _reduced_to_owners(leaves: dict[int, Tensor], parting: Layout, ranks: Ranks)
     return {n: reduce(torch.add, parts) for n, parts in zip(own_numbers, zip(*received, strict=True), strict=True)}
 
 
-def _shared(part: Pieces, params: Tree) -> Tree:
+def _shared(part: Parts, params: Tree) -> Tree:
     """All-gather the leaves that ranks own into a whole tree; a leaf that no rank owns is taken from `params`."""
     layout = part.layout
     whole = collect(part, on_rank(layout), "parameters")

@@ -6,18 +6,18 @@ from pathlib import Path
 
 PACKAGE = Path(__file__).parents[2] / "fshard"
 
-LIMIT = 39  # only ever less: who takes nouns away lowers it
+LIMIT = 36  # only ever less: who takes nouns away lowers it
 
 NOUNS: dict[str, list[str]] = {
     "layout/layout.py": ["Leaf", "Layout"],
     "layout/norms.py": ["_World"],
-    "layout/pieces.py": ["Parts", "Parameters", "Pieces", "Views", "Unreduced"],
+    "layout/pieces.py": ["Parts", "Views", "Unreduced"],
     "layout/moves.py": ["Item", "Stage", "Route"],
     "layout/row.py": ["Row", "Span"],
     "layout/rules.py": ["Rule", "Step"],
     "plan/owners.py": ["Share", "TableLine"],
     "plan/plan.py": ["Kind", "Slot", "Unit", "Plan"],
-    "sharding/schedule.py": ["View", "Entry", "Reads", "Schedule"],
+    "sharding/schedule.py": ["View", "Entry", "Schedule"],
     "sharding/sharded.py": ["Sharded"],
     "grad/gradients.py": ["_Route", "UnitSums"],
     "train/in_backward.py": ["Part"],
