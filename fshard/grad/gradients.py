@@ -35,13 +35,12 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from ..comm import primitives
-from ..comm.mesh import Axes, num_ranks
+from ..comm.mesh import AnyMesh, Axes, num_ranks
 from ..comm.ranks import Pending, Ranks
 from ..comm.reduction import DEFAULT, Reduction, Sums, TreeSums, only_reads
 from ..comm.wire import Wire
@@ -53,7 +52,8 @@ from ..layout.rules import COPIES, Rule, reshard, route
 from ..plan import offload
 from ..plan.offload import HOST
 from ..plan.plan import Plan, Slot
-from ..sharding.sharded import Sharded, whole_view
+from ..plan.precision import Precision
+from ..sharding.sharded import Sharded
 from .gathers import arrived, decode, several
 
 _LARGE = 1 << 20  # bytes of gradients that are summed in place: a second message is worth the memory
@@ -62,199 +62,192 @@ _LARGE = 1 << 20  # bytes of gradients that are summed in place: a second messag
 class Reducer:
     """The reductions of one backward into `reduced`; what they have in common is worked out once.
 
-    The sum is not taken over the axes `later`: `reduce_rest` does that.
+    The sum is not taken over the axes `later`: `rest` does that. A `reduced` without tensors gets a new one for each
+    sum.
     """
 
-    def __init__(self, reduced: Sharded, by: Reduction, later: Axes):
-        self._reduced, self._by, self._later = reduced, by, later
-        self._rows, self._tensors, self._units = reduced.view.rows, reduced.tensors, reduced.plan.units
-        self._routes = {kind: _route(reduced, kind, by, later) for kind in reduced.view.kinds}
-        self._landed: dict[tuple[int, int], Tensor] = {}  # by unit and kind: buffers that are intervals of `reduced`
+    def __init__(self, reduced: Sharded, by: Reduction, later: Axes = ()):
+        self._rows, self._tensors, self._plan = reduced.view.rows, reduced.tensors, reduced.plan
+        self._by, self._later = by, later
+        self._ways = {kind: RowReduction(reduced, kind, by, later) for kind in reduced.view.kinds}
+        self._landed: dict[tuple[int, int], Tensor] = {}  # by unit and kind: buffers that are shards of `reduced`
 
-    def _interval(self, unit: int, kind: int) -> Tensor:
-        """This rank's shard (n / W,) of `reduced`, a view."""
-        # `UnitSums` has no tensors, but makes shards
-        return self._rows[unit, kind].of(self._tensors) if self._tensors else self._reduced.shard(unit, kind)
+    def _shard(self, row: Row[Slot]) -> Tensor:
+        """This rank's shard (n / W,) of `reduced`, a view; of one without tensors, a new tensor."""
+        if self._tensors:
+            return row.of(self._tensors)
+        plan, like = self._plan, torch.empty(0, dtype=self._ways[row.kind].kept, device=self._plan.device)
+        return primitives.buffer(plan.live_mesh(), plan.rest(()), row.length, like, lent=False)
 
     def buffer(self, unit: int, kind: int) -> Tensor:
-        """A flat buffer (n,) for a unit's gradients before they are reduced: their interval of `reduced` if it can."""
-        route, numel = self._routes[kind], self._rows[unit, kind].numel
-        if route.least is not None and numel * route.like.itemsize >= route.least:
-            self._landed[unit, kind] = self._interval(unit, kind)
+        """A flat buffer (n,) for a unit's gradients before they are reduced: their shard of `reduced` if it can."""
+        way, row = self._ways[kind], self._rows[unit, kind]
+        if way.least is not None and row.numel * way.like.itemsize >= way.least:
+            self._landed[unit, kind] = self._shard(row)
             return self._landed[unit, kind]
-        return route.like.new_empty(numel) if route.room is None else route.room(numel, route.like, route.lent)
+        return way.like.new_empty(row.numel) if way.room is None else way.room(row.numel, way.like, way.lent)
 
     def start(self, unit: int, kind: int, flat: Tensor) -> Pending:
-        """Start the sum over ranks of a filled buffer (n,), into this rank's interval of `reduced`, (n / W,)."""
-        route, landed = self._routes[kind], self._landed.pop((unit, kind), None)
-        if route.along is None and landed is flat:  # nobody to add to, and nothing to cast
+        """Start the sum over ranks of a filled buffer (n,), into this rank's shard of `reduced`, (n / W,)."""
+        way, landed = self._ways[kind], self._landed.pop((unit, kind), None)
+        if way.along is None and landed is flat:  # nobody to add to, and nothing to cast
             return arrived(flat)
-        if route.collective is None:
-            return reduce(flat, self._reduced, unit, kind, self._by, self._later)
-        out = self._interval(unit, kind) if landed is None else landed
-        sent = flat if route.dtype is None else flat.to(route.dtype)
-        return route.collective(sent, route.along, self._units[unit].name, out).keeping(sent)
+        row = self._rows[unit, kind]
+        out = self._shard(row) if landed is None else landed
+        if way.collective is None:
+            return way.reduced(row, flat, out)
+        sent = flat if way.dtype is None else flat.to(way.dtype)
+        return way.collective(sent, way.along, self._plan.units[unit].name, out).keeping(sent)
+
+    def nothing(self, unit: int, kind: int) -> Pending:
+        """Zeros for a unit that no rank gives a gradient: none has read it. `by.after` is still called."""
+        way, row = self._ways[kind], self._rows[unit, kind]
+        out = self._shard(row)
+        landing = way.landing(out).zero_()
+        return way.landed(arrived(landing), landing, out, row)
+
+    def rest(self, sums: Sharded, later: Axes) -> None:
+        """All-reduce `sums` over the axes `later` into `reduced`: one collective for each unit, all started at once."""
+        plan, started = self._plan, list[Pending]()
+        for row in (row for row in sums.view.rows.values() if row.numel):
+            way, x, rule = self._ways[row.kind], row.of(sums.tensors).to(plan.device), row.rule
+            out = self._shard(row)
+            landing, summed = way.landing(out), Rule(rule.over, later)
+            pending = reshard(x, summed, rule, plan.live_mesh(), plan.units[row.unit].name, landing, by=self._by)
+            started.append(way.landed(pending, landing, out, row))
+        for pending in started:
+            pending.wait()
 
 
-class _Route(NamedTuple):
-    """How the gradients of one kind travel."""
+class RowReduction:
+    """How gradients of one kind travel: a row (n,) of each rank's own is summed into the shards (n / W,) of `reduced`.
 
-    like: Tensor  # (0,), with the device and dtype of their buffers
-    room: Callable[[int, Tensor, bool], Tensor] | None  # allocates the buffers, which peers may read if `lent`
-    lent: bool
-    collective: Callable[..., Pending] | None  # set if the reduction is a single collective; then `along` are its ranks
-    along: Ranks | None
-    dtype: torch.dtype | None  # in which gradients are sent; None for their own
-    least: int | None  # buffers of at least this many bytes are summed in place; None: never
-
-
-def _route(reduced: Sharded, kind: int, by: Reduction, later: Axes) -> _Route:
-    plan, axes, mesh = reduced.plan, reduced.view.axes(kind), reduced.plan.live_mesh()
-    summed, needed = _summed(reduced, kind, later)
-    like = torch.empty(0, dtype=buffer_dtype(plan, kind), device=plan.device)
-    lent = plan.grad_wire is None and only_reads(by)
-    # the first axis that the buffer is sent over: the mesh may allocate it where peers can read
-    room = next((primitives.along(mesh, axis).empty for axis in axes + plan.rest(axes)), None)
-    is_last = like.dtype == plan.kinds[kind].precision.grads and only_reads(by)  # what is put is what is kept
-    special = plan.grad_wire or plan.kinds[kind].host or _is_split(plan, kind) or hasattr(by, "after")
-    if not special and not several(plan, needed) and is_last:
-        return _Route(like, room, lent, None, None, None, least=0)
-    steps = route(*summed, needed)
-    if special or len(steps) != 1:
-        return _Route(like, room, lent, None, None, None, least=None)
-    collective = by.reduce_scatter if steps[0].kind == "scatter" else by.all_reduce
-    sent = None if isinstance(by, TreeSums) else plan.kinds[kind].precision.reduce  # sums travel in their own dtype
-    # whole gradients are replaced by their sum
-    in_place = is_last and type(by) is Sums and not several(plan, axes)
-    least = _LARGE if in_place else None
-    return _Route(like, room, lent, collective, primitives.along(mesh, steps[0].axis), sent, least)
-
-
-def _summed(reduced: Sharded, kind: int, later: Axes) -> tuple[tuple[Rule, Rule], Axes]:
-    """The rules of a kind's gradients before and after their reduction, and the axes along which it has a step.
-
-    On one rank it has one, too, which casts, and is the user's if the reduction is.
+    If that is one collective, `collective` starts it along the ranks `along`, on gradients in `dtype` (None: in their
+    own); else `reduced` does.
     """
-    plan, new = reduced.plan, Rule(reduced.view.axes(kind), later)
-    summed = new.over + plan.rest(new.over + later)
-    return (COPIES.dual(plan.rest(())), new), several(plan, summed) or summed[:1]
 
+    collective: Callable[..., Pending] | None = None
+    along: Ranks | None = None
+    dtype: torch.dtype | None = None
+    least: int | None = None  # buffers of at least this many bytes are summed in place; None: never
 
-def reduce(flat: Tensor, reduced: Sharded, unit: int, kind: int, by: Reduction, later: Axes) -> Pending:
-    """Start the sum over ranks of a flat buffer of gradients (n,), into this rank's interval of `reduced`, (n / W,).
+    def __init__(self, reduced: Sharded, kind: int, by: Reduction, later: Axes):
+        plan, mesh = reduced.plan, reduced.plan.live_mesh()
+        self._plan, self._kind, self._by, self._later = plan, plan.kinds[kind], by, later
+        precision, axes = self._kind.precision, reduced.view.axes(kind)
+        self._old, self._new = COPIES.dual(plan.rest(())), Rule(axes, later)
+        summed = axes + plan.rest(axes + later)
+        # on one rank it has a step, too, which casts, and is the user's if the reduction is
+        self._needed = several(plan, summed) or summed[:1]
+        self.kept = precision.grads  # the dtype of sums
+        self.like = torch.empty(0, dtype=buffer_dtype(plan, kind), device=plan.device)  # with that of buffers
+        # the first axis that the buffer is sent over: the mesh may allocate it where peers, if it is `lent`, can read
+        self.room = next((primitives.along(mesh, axis).empty for axis in axes + plan.rest(axes)), None)
+        self.lent = plan.grad_wire is None and only_reads(by)
+        special = plan.grad_wire or self._kind.host or self._is_split or hasattr(by, "after")
+        if not special:
+            self._find_collective(kind, mesh)
 
-    `by` and `later` are as in `Reducer`.
-    """
-    plan, out = reduced.plan, _landing(reduced, unit, kind)
-    if plan.grad_wire is not None and _summed(reduced, kind, later)[1] and flat.is_floating_point():
-        pending = _reduce_encoded(flat, reduced, unit, kind, out, by, later)
-        pending = pending.then(lambda total: _unpadded(total, reduced, unit, kind))
-    else:
-        pending = _reduce_cast(flat, reduced, unit, kind, out, by, later)
-    return _landed(pending, out, reduced, unit, kind, None if later else by)
+    def _find_collective(self, kind: int, mesh: AnyMesh) -> None:
+        """Set what spares small units the general way: one collective, or none."""
+        plan, by = self._plan, self._by
+        is_last = self.like.dtype == self.kept and only_reads(by)  # what is put is what is kept
+        if is_last and not several(plan, self._needed):
+            self.least = 0
+            return
+        steps = route(self._old, self._new, self._needed)
+        if len(steps) == 1:
+            self.collective = by.reduce_scatter if steps[0].kind == "scatter" else by.all_reduce
+            self.along = primitives.along(mesh, steps[0].axis)
+            # sums travel in the dtype they are taken in
+            self.dtype = None if isinstance(by, TreeSums) else self._kind.precision.reduce
+            # whole gradients are replaced by their sum
+            self.least = _LARGE if is_last and type(by) is Sums and not several(plan, self._new.over) else None
 
+    @property
+    def _is_split(self) -> bool:
+        return _is_split(self._kind.precision)
 
-def nothing(reduced: Sharded, unit: int, kind: int, by: Reduction, later: Axes) -> Pending:
-    """Zeros for a unit that no rank gives a gradient: none has read it. `by.after` is still called."""
-    out = _landing(reduced, unit, kind).zero_()
-    return _landed(Pending(None, lambda _: out), out, reduced, unit, kind, None if later else by)
+    def reduced(self, row: Row[Slot], flat: Tensor, out: Tensor) -> Pending:
+        """Start the sum over ranks of a row's gradients (n,), into the shard `out`, (n / W,)."""
+        landing = self.landing(out)
+        if self._plan.grad_wire is not None and self._needed and flat.is_floating_point():
+            pending = self._encoded(row, flat, landing)
+            pending = pending.then(lambda total: self._unpadded(total, row))
+        else:
+            pending = self._cast(row, flat, landing)
+        return self.landed(pending, landing, out, row)
 
+    def landing(self, out: Tensor) -> Tensor:
+        """Where a sum is written: the shard; if that is in host memory, a buffer on the device."""
+        return offload.landing(out, self._plan.device) if self._kind.host else out
 
-def reduce_rest(sums: Sharded, reduced: Sharded, later: Axes, by: Reduction) -> None:
-    """All-reduce `sums` over the axes `later` into `reduced`: one collective for each unit, all started at once."""
-    plan, started = reduced.plan, list[Pending]()
-    for unit, kind in (place for place, row in sums.view.rows.items() if row.numel):
-        x, out = sums.shard(unit, kind).to(plan.device), _landing(reduced, unit, kind)
-        axes = reduced.view.axes(kind)
-        pending = reshard(x, Rule(axes, later), Rule(axes), plan.live_mesh(), plan.units[unit].name, out, by=by)
-        started.append(_landed(pending, out, reduced, unit, kind, by))
-    for pending in started:
-        pending.wait()
+    def landed(self, pending: Pending, landing: Tensor, out: Tensor, row: Row[Slot]) -> Pending:
+        """A sum after the reduction's hook `after`, in its shard, copied to host memory if that is there."""
+        after = None if self._later else getattr(self._by, "after", None)
+        if after is not None:
 
+            def hooked(total: Tensor) -> Tensor:
+                result = after(total, self._plan.units[row.unit].name)
+                if not isinstance(result, Tensor) or result.shape != total.shape:
+                    raise TypeError(
+                        f"{self._by}: after: expected the sum to go on with, of shape {list(total.shape)}, "
+                        f"got {shown(result)}"
+                    )
+                return self._unpadded(landing.copy_(result), row)
 
-def _landing(reduced: Sharded, unit: int, kind: int) -> Tensor:
-    """Where a sum is written: this rank's interval; if that is in host memory, a buffer on the device."""
-    row = reduced.shard(unit, kind)
-    return offload.landing(row, reduced.plan.device) if reduced.plan.kinds[kind].host else row
+            pending = pending.then(hooked)
+        if not self._kind.host:
+            return pending
+        return pending.then(lambda total: self._plan.crossings.down.copied(total, out))
 
+    def _cast(self, row: Row[Slot], flat: Tensor, out: Tensor) -> Pending:
+        """Start the sum of (n,) into `out`, (n / W,), sent in the dtype that the plan's policy says."""
+        mesh, name = self._plan.live_mesh(), self._plan.units[row.unit].name
+        # Each gradient was divided by the number of ranks W. Multiplied by about sqrt(W), neither small gradients nor
+        # sums of large ones leave the range of float16. A power of two rounds nothing.
+        adds_up = isinstance(self._by, TreeSums)  # whose sums travel in the dtype they are taken in
+        factor = 2.0 ** round(math.log2(num_ranks(mesh)) / 2) if self._is_split and not adds_up else 1
+        scaled = flat if factor == 1 else flat * factor
+        sent = scaled if adds_up else scaled.to(self._kind.precision.reduce)
+        pending = reshard(sent, self._old, self._new, mesh, name, out, by=self._by, along=self._needed)
+        return pending if factor == 1 else pending.then(lambda total: total.mul_(1 / factor))
 
-def _landed(pending: Pending, out: Tensor, reduced: Sharded, unit: int, kind: int, by: Reduction | None) -> Pending:
-    """A sum after the reduction's hook `after`, in this rank's interval, copied to host memory if that is there."""
-    plan, row, name = reduced.plan, reduced.shard(unit, kind), reduced.plan.units[unit].name
-    after = getattr(by, "after", None)
-    if after is not None:
+    def _encoded(self, row: Row[Slot], flat: Tensor, out: Tensor) -> Pending:
+        """Start the sum of (n,) into `out`, (n / W,), encoded by the plan's `grad_wire` along one axis."""
+        plan, axes, by = self._plan, self._new.over, self._by
+        mesh, name, wire = plan.live_mesh(), plan.units[row.unit].name, plan.grad_wire
+        assert wire is not None  # `reduced` has looked
+        # encoded along one axis: the first that gradients are cut over, else the longest
+        axis = _first(plan, axes) if axes else max(plan.rest(self._later), key=dict(plan.axes).__getitem__)
+        ranks = primitives.along(mesh, axis)
+        lengths = [row.lengths(number, ranks.size) for number in range(ranks.size)]  # of what each rank sums
+        sends = [wire.encode(x, of_leaves) for x, of_leaves in zip(flat.chunk(ranks.size), lengths, strict=True)]
+        added = primitives.scatter(sends, ranks, lambda received: _added(wire, received, lengths[ranks.rank]), name)
+        # a sum travels on in its own dtype, not encoded again, along the other axes of several ranks
+        over = axes[: axes.index(axis) + 1] if axes else ()
+        old = Rule(over, plan.rest((axis, *over)))
+        if not axes:  # every rank needs the whole sum: what `scatter` has cut is gathered again before the other axes
+            added = added.then(lambda shard: reshard(shard, Rule((axis,)), COPIES, mesh, name))
+        return added.then(lambda total: reshard(total, old, self._new, mesh, name, out, by=by))
 
-        def hooked(total: Tensor) -> Tensor:
-            result = after(total, name)
-            if not isinstance(result, Tensor) or result.shape != total.shape:
-                raise TypeError(
-                    f"{by}: after: expected the sum to go on with, of shape {list(total.shape)}, got {shown(result)}"
-                )
-            return _unpadded(out.copy_(result), reduced, unit, kind)
+    def _unpadded(self, total: Tensor, row: Row[Slot]) -> Tensor:
+        """Set the padding of a rank's shard to zero, in place.
 
-        pending = pending.then(hooked)
-    return pending.then(lambda total: plan.crossings.down.copied(total, row)) if plan.kinds[kind].host else pending
+        A wire may decode anything there, and so may a hook return, which unscaling would take for an overflow.
+        """
+        return clear_outside_(total, row.filled(self._plan.index(row.rule.over)))
 
 
 def buffer_dtype(plan: Plan, kind: int) -> torch.dtype:
     """The dtype of the flat buffer that a unit's gradients are written to before they are reduced."""
     precision = plan.kinds[kind].precision
-    return torch.float32 if _is_split(plan, kind) else precision.reduce
+    return torch.float32 if _is_split(precision) else precision.reduce
 
 
-def _is_split(plan: Plan, kind: int) -> bool:
+def _is_split(precision: Precision) -> bool:
     """Whether gradients are computed in a wider dtype and sent as float16."""
-    precision = plan.kinds[kind].precision
     return precision.reduce == torch.float16 and precision.compute != torch.float16
-
-
-def _reduce_cast(
-    flat: Tensor, reduced: Sharded, unit: int, kind: int, out: Tensor, by: Reduction, later: Axes
-) -> Pending:
-    """Start the sum of (n,) into `out`, (n / W,), sent in the dtype that the plan's policy says."""
-    plan, mesh, name = reduced.plan, reduced.plan.live_mesh(), reduced.plan.units[unit].name
-    summed, needed = _summed(reduced, kind, later)
-    if isinstance(by, TreeSums):  # sums travel in the dtype they are taken in
-        return reshard(flat, *summed, mesh, name, out, by=by, along=needed)
-    # Each gradient was divided by the number of ranks W. Multiplied by about sqrt(W), neither small gradients nor sums
-    # of large ones leave the range of float16. A power of two rounds nothing.
-    factor = 2.0 ** round(math.log2(num_ranks(mesh)) / 2) if _is_split(plan, kind) else 1
-    scaled = (flat if factor == 1 else flat * factor).to(plan.kinds[kind].precision.reduce)
-    pending = reshard(scaled, *summed, mesh, name, out, by=by, along=needed)
-    return pending if factor == 1 else pending.then(lambda total: total.mul_(1 / factor))
-
-
-def _reduce_encoded(
-    flat: Tensor, reduced: Sharded, unit: int, kind: int, out: Tensor, by: Reduction, later: Axes
-) -> Pending:
-    """Start the sum of (n,) into `out`, (n / W,), encoded by the plan's `grad_wire` along one axis."""
-    plan, axes = reduced.plan, reduced.view.axes(kind)
-    mesh, name, wire = plan.live_mesh(), plan.units[unit].name, plan.grad_wire
-    other_axes = plan.rest(axes + later)
-    assert wire is not None  # `reduce` has looked
-    # encoded along one axis: the first that gradients are cut over, else the longest
-    axis = _first(plan, axes) if axes else max(other_axes, key=dict(plan.axes).__getitem__)
-    ranks = primitives.along(mesh, axis)
-    row = reduced.view.rows[unit, kind]
-    lengths = [row.lengths(number, ranks.size) for number in range(ranks.size)]  # of each rank's part
-    parts = flat.chunk(len(lengths))  # (n / W,) for each rank
-    sends = [wire.encode(part, part_lengths) for part, part_lengths in zip(parts, lengths, strict=True)]
-    added = primitives.scatter(sends, ranks, lambda received: _added(wire, received, lengths[ranks.rank]), name)
-    # a sum travels on in its own dtype, not encoded again, along the other axes of several ranks
-    over = axes[: axes.index(axis) + 1] if axes else ()
-    old, new = Rule(over, plan.rest((axis, *over))), Rule(axes, later)
-    if not axes:  # every rank needs the whole sum: what `scatter` has cut is gathered again before the other axes
-        added = added.then(lambda part: reshard(part, Rule((axis,)), COPIES, mesh, name))
-    return added.then(lambda total: reshard(total, old, new, mesh, name, out, by=by))
-
-
-def _unpadded(total: Tensor, reduced: Sharded, unit: int, kind: int) -> Tensor:
-    """Set the padding of a rank's interval to zero, in place.
-
-    A wire may decode anything there, and so may a hook return, which unscaling would take for an overflow.
-    """
-    row = reduced.view.rows[unit, kind]
-    return clear_outside_(total, row.filled(reduced.plan.index(row.rule.over)))
 
 
 def _first(plan: Plan, axes: Axes) -> str:
@@ -274,27 +267,6 @@ def _added(wire: Wire, received: Sequence[Tensor], lengths: Sequence[int]) -> Te
 Take = Callable[[int, int, Tensor], None]  # of a unit's and kind's sum over ranks, (n / W,)
 
 
-class UnitSums(Sharded):
-    """Gradients of parameters as a backward writes them; a shard is allocated when it is asked for."""
-
-    def __init__(self, params: Sharded):
-        plan, trained = params.plan, params.trainable.view.kinds
-        super().__init__(whole_view(plan, plan.grads_over, trained), [])
-        self._shards: dict[tuple[int, int], Tensor] = {}  # by unit and kind
-
-    def shard(self, unit: int, kind: int) -> Tensor:
-        """This rank's shard (n / W,) of one unit and kind: the same tensor at every call, until it is dropped."""
-        if (unit, kind) not in self._shards:
-            plan, numel = self.plan, self.view.rows[unit, kind].length
-            like = torch.empty(0, dtype=plan.kinds[kind].precision.grads, device=plan.device)
-            self._shards[unit, kind] = primitives.buffer(plan.live_mesh(), plan.rest(()), numel, like, lent=False)
-        return self._shards[unit, kind]
-
-    def drop(self, unit: int, kind: int) -> None:
-        """Drop one shard: whoever holds the tensor has it alone."""
-        del self._shards[unit, kind]
-
-
 @dataclass(frozen=True)
 class Gradients:
     """Where a backward writes its gradients.
@@ -303,7 +275,7 @@ class Gradients:
     `reduced` is given, the buffer is then summed over ranks into `reduced`.
 
     `reduced` and `local` return the same value at every call, and allocate it at the first: there are no gradients in
-    memory before the backward has one, while activations take the most.
+    memory before the backward has one, while activations take the most. With `take` their `reduced` has no tensors.
     """
 
     reduced: Callable[[], Sharded] | None
@@ -334,6 +306,14 @@ class Gradients:
             return self._reducer.buffer(unit, kind)
         rows, tensors = self._local
         return rows[unit, kind].of(tensors)
+
+    def untouched(self, unit: int, kind: int) -> Pending | None:
+        """Zeros for a unit and kind that got no gradient; the sum so far, if gradients are added up. As `emit`."""
+        if self.add:
+            return self.emit(unit, kind, self.buffer(unit, kind)) if self.local else None
+        if self.local is not None:
+            self.buffer(unit, kind).zero_()
+        return None if self.reduced is None else self._reducer.nothing(unit, kind)
 
     def filled(self, row: Row[Slot], grads: Sequence[Tensor | None], again: bool) -> Tensor:
         """The flat buffer (n,) with the gradients of the leaves of a row; zeros for leaves that have none.

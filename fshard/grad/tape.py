@@ -453,21 +453,10 @@ class Tape:
         for unit in self._units.values():
             if unit.gradients == "due":
                 for row, _, _ in unit.entry.reduced:
-                    self._finish_untouched(self._into, unit, row.kind)
+                    if pending := self._into.untouched(unit.number, row.kind):
+                        self._add(pending, unit, row.kind)
         self._reductions.finish()
         settle(self.plan)
-
-    def _finish_untouched(self, into: Gradients, unit: Unit, kind: int) -> None:
-        """Zeros for a unit and kind that got no gradient; the sum so far, if gradients are added up."""
-        if not into.add:
-            if into.local is not None:
-                into.local().shard(unit.number, kind).zero_()
-            if into.reduced is not None:
-                self._add(gradients.nothing(into.reduced(), unit.number, kind, into.by, into.later), unit, kind)
-            return
-        local = None if into.local is None else into.local().shard(unit.number, kind)  # the sum so far
-        if local is not None and (pending := into.emit(unit.number, kind, local)):
-            self._add(pending, unit, kind)
 
     def close(self) -> None:
         """Drop all tensors, and wait for all collectives under way; after an error too.

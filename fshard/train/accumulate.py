@@ -21,9 +21,8 @@ from ..core.random import seeded
 from ..core.scalars import Number
 from ..core.storage import writes
 from ..core.tree import Tree
-from ..grad import gradients
 from ..grad.grad import later_grads, run
-from ..grad.gradients import Gradients, settle
+from ..grad.gradients import Gradients, Reducer, settle
 from ..grad.unit import Gathered
 from ..layout.pieces import device_of
 from ..optim.transforms import Labels
@@ -93,7 +92,7 @@ def gradients_of_micro_batches(recipe: Recipe, state: Tree, batch: Tree, args: S
         if into.reduced is not None and into.reduced is not sums:
             tree.map(lambda total, more: total.add_(more), sums(), into.reduced())
     if reduced_last:
-        gradients.reduce_rest(sums(), grads(), reduced_last, recipe.by)
+        Reducer(grads(), recipe.by).rest(sums(), reduced_last)
         settle(plan)
     outcome = joined(outcomes)
     if num == 1:

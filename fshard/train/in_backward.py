@@ -25,7 +25,7 @@ from ..core.losses import Outcome
 from ..core.scalars import beside, wide
 from ..core.tree import Tree
 from ..grad.grad import apart
-from ..grad.gradients import Gradients, Take, UnitSums
+from ..grad.gradients import Gradients, Take
 from ..layout.layout import Layout
 from ..layout.norms import square_sum
 from ..layout.pieces import Parts, Views
@@ -33,7 +33,7 @@ from ..layout.rules import Rule, reshard
 from ..optim.base import Label, Transform, clip_factor, update_part
 from ..optim.transforms import LabelState
 from ..sharding.schedule import View
-from ..sharding.sharded import Sharded, in_new_containers, refine
+from ..sharding.sharded import Sharded, in_new_containers, refine, whole_view
 from .accumulate import Recipe, rank_of, run_each
 from .loss_scale import NoLossScale
 
@@ -138,13 +138,9 @@ def _check_state(state: Tree) -> None:
 
 def _run(recipe: Recipe, state: Tree, batch: Tree, args: Sequence[Tree], take: Take) -> Outcome:
     """Forward and backward of the batch; `take` is handed the sum of each unit and kind, (n / W_grads,)."""
-    sums = UnitSums(state.params)
-
-    def taken(unit: int, kind: int, total: Tensor) -> None:
-        sums.drop(unit, kind)
-        take(unit, kind, total)
-
-    into = Gradients(lambda: sums, by=recipe.by, take=taken)
+    plan = state.params.plan
+    sums = Sharded(whole_view(plan, plan.grads_over, state.params.trainable.view.kinds), [])
+    into = Gradients(lambda: sums, by=recipe.by, take=take)
     rank = rank_of(state.params)
     ((outcome, _),) = run_each(recipe, state, [batch], args, [into], rank, lambda x: x.divisor, whole=True)
     return outcome

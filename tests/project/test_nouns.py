@@ -6,7 +6,7 @@ from pathlib import Path
 
 PACKAGE = Path(__file__).parents[2] / "fshard"
 
-LIMIT = 36  # only ever less: who takes nouns away lowers it
+LIMIT = 35  # only ever less: who takes nouns away lowers it
 
 NOUNS: dict[str, list[str]] = {
     "layout/layout.py": ["Leaf", "Layout"],
@@ -19,7 +19,7 @@ NOUNS: dict[str, list[str]] = {
     "plan/plan.py": ["Kind", "Slot", "Unit", "Plan"],
     "sharding/schedule.py": ["View", "Entry", "Schedule"],
     "sharding/sharded.py": ["Sharded"],
-    "grad/gradients.py": ["_Route", "UnitSums"],
+    "grad/gradients.py": ["RowReduction"],
     "train/in_backward.py": ["Part"],
     "zero_optimizer/flat.py": ["_Buckets"],
     "zero_optimizer/leaf.py": ["ZeroState"],
