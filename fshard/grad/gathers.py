@@ -111,7 +111,7 @@ class Gathers:
         shard = self._brought(row)
         if shard.dtype == self._compute[row.kind]:
             return shard
-        axes, like = row.rule.over or self._plan.rest(()), shard.new_empty(0, dtype=self._compute[row.kind])
+        axes, like = row.rule.over or self._plan.axis_names, shard.new_empty(0, dtype=self._compute[row.kind])
         return primitives.buffer(self._plan.live_mesh(), axes, shard.numel(), like, lent=False).copy_(shard)
 
     def _sent(self, row: Row[Slot]) -> Tensor:
@@ -119,7 +119,7 @@ class Gathers:
         plan, wire = self._plan, _wire(self._plan, row.kind)
         if wire is None:
             return self._cast(row)
-        number = plan.index(row.rule.over)
+        number = row.rule.number(plan.live_mesh())
         # the elements between leaves are zeros unless a user's function of elements made NaN of those, and a wire has
         # one scale for several elements
         shard = cleared_outside(self._brought(row), row.filled(number))
@@ -161,7 +161,7 @@ class Gathers:
         buffers = dict[int, Tensor]()
 
         def split(full: Tensor) -> Tensor:
-            shards = [unpack(data, *sizes_of_kinds) for data in full.chunk(self._plan.num_parts(axes))]  # of each rank
+            shards = [unpack(data, *sizes_of_kinds) for data in full.chunk(self._plan.num_ranks(axes))]  # of each rank
             for row, of_row in zip(rows, zip(*shards, strict=True), strict=True):
                 buffers[row.kind] = self._arrived(row, axes, of_row, encoded)
             return buffers[rows[0].kind]

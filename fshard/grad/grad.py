@@ -36,7 +36,7 @@ from ..layout.pieces import Unreduced
 from ..plan import offload
 from ..plan.plan import Plan
 from ..sharding.access import remarks
-from ..sharding.sharded import Sharded, local_numel, whole_view
+from ..sharding.sharded import Sharded, whole_view
 from . import autograd
 from .gradients import Gradients, settle
 from .tape import Tape
@@ -286,17 +286,17 @@ def check_loss(loss_fn: object) -> None:
 
 def empty_grads(params: Sharded, over: Axes, local: bool = False) -> Sharded:
     """Allocate the gradients of a whole tree, cut over some axes; with `local` all of them on the device."""
-    plan, trained, axes = params.plan, params.trainable, params.plan.rest(())
-    rows = []  # one of (n / W,) for each trainable kind, W the number of ranks along `over`
+    plan, trained, axes = params.plan, params.trainable, params.plan.axis_names
+    view, rows = whole_view(plan, over, trained.view.kinds), []  # one of (n / W,) for each trainable kind
     for kind, param_row in zip(trained.view.kinds, trained.tensors, strict=True):
-        dtype, numel, host = plan.kinds[kind].precision.grads, local_numel(plan, kind, over), plan.kinds[kind].host
+        dtype, numel, host = plan.kinds[kind].precision.grads, view.numel(kind), plan.kinds[kind].host
         if host and not local:
             rows.append(offload.empty(numel, dtype, plan.device))
         else:
             like = torch.empty(0, dtype=dtype, device=plan.device if host else param_row.device)
             # the mesh allocates it: processes of one host exchange large tensors through memory that they share
             rows.append(primitives.buffer(plan.live_mesh(), axes, numel, like, lent=False))
-    return Sharded(whole_view(plan, over, trained.view.kinds), rows)
+    return Sharded(view, rows)
 
 
 def later_grads(params: Sharded, over: Axes, local: bool = False) -> Callable[[], Sharded]:

@@ -77,7 +77,7 @@ class Reducer:
         if self._tensors:
             return row.of(self._tensors)
         plan, like = self._plan, torch.empty(0, dtype=self._ways[row.kind].kept, device=self._plan.device)
-        return primitives.buffer(plan.live_mesh(), plan.rest(()), row.length, like, lent=False)
+        return primitives.buffer(plan.live_mesh(), plan.axis_names, row.length, like, lent=False)
 
     def buffer(self, unit: int, kind: int) -> Tensor:
         """A flat buffer (n,) for a unit's gradients before they are reduced: their shard of `reduced` if it can."""
@@ -135,7 +135,7 @@ class RowReduction:
         plan, mesh = reduced.plan, reduced.plan.live_mesh()
         self._plan, self._kind, self._by, self._later = plan, plan.kinds[kind], by, later
         precision, axes = self._kind.precision, reduced.view.axes(kind)
-        self._old, self._new = COPIES.dual(plan.rest(())), Rule(axes, later)
+        self._old, self._new = self._kind.loss_rule.dual(plan.axis_names), Rule(axes, later)
         summed = axes + plan.rest(axes + later)
         # on one rank it has a step, too, which casts, and is the user's if the reduction is
         self._needed = several(plan, summed) or summed[:1]
@@ -236,7 +236,7 @@ class RowReduction:
 
         A wire may decode anything there, and so may a hook return, which unscaling would take for an overflow.
         """
-        return clear_outside_(total, row.filled(self._plan.index(row.rule.over)))
+        return clear_outside_(total, row.filled(row.rule.number(self._plan.live_mesh())))
 
 
 def buffer_dtype(plan: Plan, kind: int) -> torch.dtype:

@@ -75,7 +75,7 @@ class Tape:
         self.root = autograd.root()
         self._schedule = schedule(params.view)
         self._units = {n: Unit(entry, stays=n == self.plan.root) for n, entry in self._schedule.entries.items()}
-        is_linked = bool(gathers.several(self.plan, self.plan.rest(())))
+        is_linked = bool(gathers.several(self.plan, self.plan.axis_names))
         is_planned = is_linked and self._schedule.any_whole and not is_tracing()  # all ranks trace one program
         self.chain = chain or Chain(self._units, self.root, is_linked, self._schedule.likely if is_planned else ())
         self.index = self.chain.join()

@@ -57,6 +57,10 @@ class Rule(NamedTuple):
         """
         return Rule(self.over, tuple(axis for axis in axes if axis not in self.over + self.sums))
 
+    def number(self, mesh: AnyMesh) -> int:
+        """The number of this rank's shard of a row that lies by this rule."""
+        return coordinate(mesh, self.over)
+
 
 COPIES = Rule()
 

@@ -21,14 +21,13 @@ import textwrap
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
-from itertools import accumulate
 from operator import add, mul
 
 import torch
 from torch import Tensor
 
 from ..comm import consensus
-from ..comm.mesh import AnyMesh, Axes, axis_sizes, coordinate, digits, mesh_device, present
+from ..comm.mesh import AnyMesh, Axes, axis_sizes, digits, mesh_device, present
 from ..comm.reduction import Gather
 from ..comm.wire import Wire
 from ..core import tree
@@ -85,6 +84,11 @@ class Kind:
     def rule(self, over: Axes) -> Rule:
         """Return how leaves lie in a tree that is cut over these axes: those kept whole are copies."""
         return COPIES if self.whole else Rule(over)
+
+    @property
+    def loss_rule(self) -> Rule:
+        """The rule of what a loss computes with."""
+        return self.rule(())
 
 
 @dataclass(frozen=True)
@@ -217,7 +221,7 @@ class Plan:
     @cached_property
     def as_read(self) -> Plan | None:
         """The plan by which an eager loss reads, of fewer units in the same rows; None if anything is sent or cast."""
-        if self.gather or self.param_wire or self.grad_wire or self.num_parts(self.rest(())) > 1:
+        if self.gather or self.param_wire or self.grad_wire or self.num_ranks(self.axis_names) > 1:
             return None
         if sum(self.ahead.sizes) > _SMALL:
             return None
@@ -230,36 +234,23 @@ class Plan:
             raise ValueError(f"this plan has no mesh (it was unpickled): call plan.on(mesh), axes {dict(self.axes)}")
         return self.mesh
 
+    @cached_property
+    def axis_names(self) -> Axes:
+        """The names of all axes of the mesh."""
+        return tuple(name for name, _ in self.axes)
+
     def rest(self, axes: Axes) -> Axes:
         """Return the axes of the mesh that are not in `axes`."""
-        return tuple(name for name, _ in self.axes if name not in axes)
+        return tuple(name for name in self.axis_names if name not in axes)
 
-    def num_parts(self, axes: Axes) -> int:
-        """Return the number of intervals of a partition over these axes."""
+    def num_ranks(self, axes: Axes) -> int:
+        """Return the number of ranks along these axes together."""
         sizes = dict(self.axes)
         return math.prod(sizes[axis] for axis in axes)
-
-    def length(self, unit: int, kind: int, axes: Axes) -> int:
-        """Return the number of elements of a unit and kind in one interval over these axes."""
-        return self.units[unit].lengths[kind] // self.num_parts(self.kinds[kind].rule(axes).over)
-
-    def offset(self, unit: int, kind: int, axes: Axes) -> int:
-        """Return where a unit begins in a rank's tensor of one kind; one past the last unit: where the tensor ends."""
-        return self._offsets[self.kinds[kind].rule(axes).over][kind][unit]
-
-    def index(self, axes: Axes) -> int:
-        """Return the number of this rank's interval of a partition over `axes`."""
-        return self._indices[axes]
 
     def within(self, x: Tensor, kind: int, axes: Axes) -> Tensor:
         """This rank's interval (n / W,) of a buffer (n,) of one kind that is cut further, over these axes: a view."""
         return interval(x, self.live_mesh(), self.kinds[kind].rule(axes).over)
-
-    @cached_property
-    def _indices(self) -> dict[Axes, int]:
-        mesh = self.live_mesh()
-        partitions = {(), self.params_over, self.grads_over, self.state_over}
-        return {axes: coordinate(mesh, axes) for axes in partitions}
 
     @cached_property
     def paths(self) -> tuple[str, ...]:
@@ -323,16 +314,6 @@ class Plan:
         return present(self.live_mesh()).once(crossings)
 
     @cached_property
-    def _offsets(self) -> dict[Axes, list[list[int]]]:
-        def ends(axes: Axes, kind: int) -> list[int]:
-            lengths = (unit.lengths[kind] // self.num_parts(axes) for unit in self.units)
-            return list(accumulate(lengths, initial=0))  # one more than there are units
-
-        # () is the partition of leaves kept whole, and of gathered buffers
-        partitions = {(), self.params_over, self.grads_over, self.state_over}
-        return {axes: [ends(axes, kind) for kind in range(len(self.kinds))] for axes in partitions}
-
-    @cached_property
     def fingerprint(self) -> str:
         """A SHA-256 digest of everything that must be equal on all ranks."""
         return hashlib.sha256(self.describe().encode()).hexdigest()
@@ -390,7 +371,8 @@ class Plan:
     def _line(self, shares: Shares, holders: Mapping[Axes, Holders], units: Sequence[int], number: int) -> TableLine:
         kind, first, last = self.kinds[number], self.units[units[0]], self.units[units[-1]]
         slots = [slot for unit in units for slot in self.rows[unit, number].leaves]
-        lengths = {name: self.length(units[0], number, axes) * len(units) for name, (axes, _) in shares.items()}
+        numel = first.lengths[number] * len(units)
+        shards = {name: numel // self.num_ranks(kind.rule(axes).over) for name, (axes, _) in shares.items()}
         return TableLine(
             unit=span(first.name, last.name),
             num_units=len(units),
@@ -399,9 +381,9 @@ class Plan:
             regather=first.regather,
             leaves=len(slots),
             elements=sum(slot.numel for slot in slots),
-            nbytes=first.lengths[number] * len(units) * kind.dtype.itemsize,
+            nbytes=numel * kind.dtype.itemsize,
             shares={
-                name: Share(holders[kind.rule(axes).over], lengths[name] * sizes[number])
+                name: Share(holders[kind.rule(axes).over], shards[name] * sizes[number])
                 for name, (axes, sizes) in shares.items()
                 if sizes[number]
             },
@@ -413,7 +395,7 @@ class Plan:
         names = {name for unit in joined for name in unit.joined}
         small = [nbytes for unit, nbytes in zip(self.units, self.ahead.sizes, strict=True) if unit.name in names]
         is_sent = any(kind.trainable or (self.params_over and not kind.whole) for kind in self.kinds)
-        if self.num_parts(self.rest(())) == 1 or not is_sent or len(small) - len(joined) < _MANY:
+        if self.num_ranks(self.axis_names) == 1 or not is_sent or len(small) - len(joined) < _MANY:
             return []
         units = f"{len(small)} units of {size(sum(small) // len(small))}"
         return [f"{units}: bucket=1 << 20 would send {len(joined)} in place of {len(small)} messages."]

@@ -34,7 +34,7 @@ from ..core.storage import address
 from ..core.tracing import Operator, node_of
 from ..core.tree import Tree
 from ..plan.plan import Plan
-from ..sharding.sharded import Sharded, local_numel, whole_view
+from ..sharding.sharded import Sharded, whole_view
 from ..train.accumulate import cut
 from ..train.step import Step
 
@@ -140,7 +140,7 @@ def with_plan(args: Tree, old: Plan, new: Plan) -> Tree:
             raise ValueError("a part of a sharded tree is an argument by itself")
         view = whole_view(new, x.view.over, x.view.kinds)
         rows = zip(view.kinds, x.tensors, strict=True)
-        return Sharded(view, [row.new_empty(local_numel(new, kind, view.over)) for kind, row in rows])
+        return Sharded(view, [row.new_empty(view.numel(kind)) for kind, row in rows])
 
     return tree.map_tops(moved, Sharded, args)
 

@@ -398,7 +398,7 @@ class Leaves:
         plan = next((x.tape.plan for x in self._sources if isinstance(x, _At)), None)
         policy, mesh, self._remarks = _LOSS.get()
         self.policy, self.mesh = (policy, mesh) if plan is None else (plan.policy, plan.mesh)
-        self._is_cut = plan is not None and plan.num_parts(plan.params_over) > 1
+        self._is_cut = plan is not None and plan.num_ranks(plan.params_over) > 1
 
     def read(self, number: int) -> Tensor:
         """Return a leaf, gathered with its unit."""

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import accumulate, pairwise
+from itertools import accumulate, pairwise, product
 from typing import NamedTuple, TypeAlias
 
 from ..comm.mesh import Axes
@@ -63,23 +63,26 @@ class View:
         """The rows of the units and kinds, by these: where they lie in the tensors of this view; made once."""
         known, key = self.plan.derived.rows, (self.over, self.kinds, self.units)
         if key not in known:
-            known[key] = {place: self._row(*place) for place in sorted(self.plan.rows) if self._has(*place)}
+            known[key] = self._rows()
         rows: dict[tuple[int, int], Row[Slot]] = known[key]
         return rows
+
+    def _rows(self) -> dict[tuple[int, int], Row[Slot]]:
+        plan, sizes, rows = self.plan, dict(self.plan.axes), dict[tuple[int, int], Row[Slot]]()
+        ends = [0] * len(self.kinds)  # of what the tensors have so far
+        for unit, (tensor, kind) in product(range(*self.units), enumerate(self.kinds)):
+            if row := plan.rows.get((unit, kind)):
+                rows[unit, kind] = row.at(plan.kinds[kind].rule(self.over), sizes, tensor, ends[tensor])
+                ends[tensor] = rows[unit, kind].stop
+        return rows
+
+    def numel(self, kind: int) -> int:
+        """The number of elements of one kind that a rank holds."""
+        return sum(row.length for row in self.of_kind(kind))
 
     def of_kind(self, kind: int) -> list[Row[Slot]]:
         """The rows of one kind, in the order in which their shards lie in its tensor."""
         return [row for row in self.rows.values() if row.kind == kind]
-
-    def _has(self, unit: int, kind: int) -> bool:
-        return self.units[0] <= unit < self.units[1] and kind in self.kinds
-
-    def _row(self, unit: int, kind: int) -> Row[Slot]:
-        plan = self.plan
-        # a tensor of a subtree begins with the subtree's first unit
-        start = plan.offset(unit, kind, self.over) - plan.offset(self.units[0], kind, self.over)
-        rule, sizes = plan.kinds[kind].rule(self.over), dict(plan.axes)
-        return plan.rows[unit, kind].at(rule, sizes, self.kinds.index(kind), start)
 
     @property
     def layout(self) -> Layout:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ..comm import collectives, primitives
-from ..comm.mesh import AnyMesh, Axes, coordinate, mesh_device
+from ..comm.mesh import AnyMesh, Axes, mesh_device, rank_in
 from ..core import tree
 from ..core.arguments import check_whole, wrong
 from ..core.differences import lacking
@@ -168,12 +168,11 @@ class Sharded(Parts, Branch):
             return tree.unflatten(spec, [])
         first += self.view.first
         view = replace(self.view, spec=spec, first=first, units=self.plan.units_of(first, spec.num_leaves))
-        plan, over, first_unit = self.plan, self.view.over, self.view.units[0]
-        rows = []
-        for kind, row in zip(self.view.kinds, self.tensors, strict=True):
-            start, low, high = (plan.offset(u, kind, over) for u in (first_unit, *view.units))
-            rows.append(row[low - start : high - start])
-        return Sharded(view, rows, self._life)
+        parts = []
+        for kind, x in zip(self.view.kinds, self.tensors, strict=True):
+            rows = [self.view.rows[row.unit, kind] for row in view.of_kind(kind)]
+            parts.append(x[rows[0].start : rows[-1].stop] if rows else x[:0])
+        return Sharded(view, parts, self._life)
 
     def picture(self) -> Picture:
         """Return which ranks hold what of this tree: what `fshard.show` shows."""
@@ -224,11 +223,6 @@ def whole_view(plan: Plan, over: Axes, kinds: Sequence[int]) -> View:
     return View(plan, over, tuple(kinds), plan.spec, 0, (0, len(plan.units)))
 
 
-def local_numel(plan: Plan, kind: int, over: Axes) -> int:
-    """The number of elements of one kind that a rank holds."""
-    return plan.offset(len(plan.units), kind, over)
-
-
 def shard_params(params: Tree, plan: Plan, src: int | None = None) -> Sharded:
     """Cut `params`, a tree of whole tensors, into this rank's intervals. Values are copied, the tree stays as it is.
 
@@ -260,20 +254,20 @@ def shard_params(params: Tree, plan: Plan, src: int | None = None) -> Sharded:
 
 def empty_params(plan: Plan, device: torch.device) -> Sharded:
     """Sharded parameters of zeros."""
+    view = whole_view(plan, plan.params_over, range(len(plan.kinds)))
     likes = [torch.empty(0, dtype=kind.dtype, device=device) for kind in plan.kinds]
-    rows = [room(plan, k, plan.params_over, like).zero_() for k, like in enumerate(likes)]  # (n / W,) for each kind
-    return Sharded(whole_view(plan, plan.params_over, range(len(plan.kinds))), rows)
+    return Sharded(view, [room(view, k, like).zero_() for k, like in enumerate(likes)])  # (n / W,) for each kind
 
 
-def room(plan: Plan, kind: int, over: Axes, like: Tensor) -> Tensor:
-    """A new row of one kind, in the dtype and on the device of `like`; in host memory if the kind is kept there."""
-    numel = local_numel(plan, kind, over)
+def room(view: View, kind: int, like: Tensor) -> Tensor:
+    """A new tensor for one kind, in the dtype and on the device of `like`; in host memory if the kind is kept there."""
+    plan, numel = view.plan, view.numel(kind)
     return offload.empty(numel, like.dtype, plan.device) if plan.kinds[kind].host else like.new_empty(numel)
 
 
 def pack(leaves: Mapping[Slot, Tensor], plan: Plan, row: Row[Slot], out: Tensor) -> Tensor:
     """Fill `out`, this rank's shard of a row, from whole leaves, and set its padding to zero."""
-    return row.fill(lambda slot: slot.flat(leaves[slot].detach()), plan.index(row.rule.over), out)
+    return row.fill(lambda slot: slot.flat(leaves[slot].detach()), row.rule.number(plan.mesh), out)
 
 
 def _from_rank(leaf: Tensor, plan: Plan, src: int, device: torch.device) -> Tensor:
@@ -306,7 +300,7 @@ def _placed_leaves(params: Tree, plan: Plan) -> list[Tensor]:
 
 def _check_leaves(leaves: Sequence[Tensor], plan: Plan, src: int | None) -> torch.device:
     device = mesh_device(plan.mesh) if plan.axes or not leaves else leaves[0].device
-    is_source = src is None or src == coordinate(plan.mesh, plan.rest(()))  # whether this rank's values are used
+    is_source = src is None or src == rank_in(plan.mesh)  # whether this rank's values are used
     for slot, leaf in zip(plan.slots, leaves, strict=True):
         kind = plan.kinds[slot.kind]
         cast = plan.policy.stores and isinstance(leaf, Tensor) and leaf.is_floating_point()
@@ -382,7 +376,7 @@ def refine(x: Sharded, over: Axes) -> Sharded | Views[Any]:
     if view == x.view:
         return x
     plan, further = x.plan, over[len(x.view.over) :]
-    if plan.num_parts(further) == 1:  # this rank has all of what it cuts
+    if plan.num_ranks(further) == 1:  # this rank has all of what it cuts
         return Sharded(view, x.tensors, x._life)
     # for each kind the views of all units, (n / W,) each, W the number of ranks along `over`
     shards = ([(kind, row.of(x.tensors)) for row in x.view.of_kind(kind)] for kind in view.kinds)
@@ -397,11 +391,11 @@ def coarsen(x: Sharded | Views[Any], over: Axes, into: Sharded | None = None) ->
     if isinstance(x, Sharded) and view == fine:
         return x
     plan, further = fine.plan, fine.over[len(over) :]
-    if isinstance(x, Sharded) and plan.num_parts(further) == 1:  # every row is whole already
+    if isinstance(x, Sharded) and plan.num_ranks(further) == 1:  # every row is whole already
         return Sharded(view, x.tensors)
     if into is None:
         likes = [run[0] for run in x.runs] if isinstance(x, Views) else x.tensors
-        into = Sharded(view, [room(plan, k, over, like) for k, like in zip(view.kinds, likes, strict=True)])
+        into = Sharded(view, [room(view, k, like) for k, like in zip(view.kinds, likes, strict=True)])
     started = []
     for number, kind in enumerate(view.kinds):
         axes = () if plan.kinds[kind].whole else further

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from ..comm import consensus
-from ..comm.mesh import coordinate
+from ..comm.mesh import rank_in
 from ..core import tree
 from ..core.arguments import check_function, check_path, wrong
 from ..core.differences import lacking, unreadable
@@ -140,7 +140,7 @@ def origin_of(state: TrainState) -> RecordOrigin:
     if not isinstance(params, Sharded):
         return RecordOrigin({}, 0, "")
     plan = params.plan
-    return RecordOrigin(dict(plan.axes), coordinate(plan.live_mesh(), plan.rest(())), plan.describe())
+    return RecordOrigin(dict(plan.axes), rank_in(plan.live_mesh()), plan.describe())
 
 
 def _write(folder: Path, before: dict[str, Tree], after: dict[str, Tree]) -> None:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ..comm import primitives
-from ..comm.mesh import AnyMesh, Axes, axis_sizes, coordinate, mesh_device
+from ..comm.mesh import AnyMesh, Axes, axis_sizes, mesh_device, rank_in
 from ..comm.reduction import Reduction, TreeSums, is_idle
 from ..core import tree
 from ..core.arguments import wrong
@@ -254,7 +254,7 @@ def _check_equal_parts(outcome: Outcome, micro_batches: Sequence[Tree], params: 
 
 def rank_of(params: Sharded) -> int:
     """This rank's number among all ranks of the plan's mesh."""
-    return coordinate(params.plan.live_mesh(), params.plan.rest(()))
+    return rank_in(params.plan.live_mesh())
 
 
 def join_batches(data: Iterable[T], mesh: AnyMesh = None, like: T | None = None) -> Iterator[tuple[T, Tensor]]:

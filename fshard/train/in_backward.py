@@ -238,7 +238,7 @@ class Updates:
         self._new = {label: part.update(params, grads, unit, kind) for label, part in self._parts.items()}
         plan = self._params.plan
         further = () if plan.kinds[kind].whole else plan.state_over[len(plan.params_over) :]
-        if plan.num_parts(further) > 1:  # the optimizer's state is cut further than parameters are
+        if plan.num_ranks(further) > 1:  # the optimizer's state is cut further than parameters are
             out, rules = self._params.shard(unit, kind), (Rule(plan.state_over), Rule(plan.params_over))
             self._gathers.append(reshard(params, *rules, plan.live_mesh(), plan.units[unit].name, out))
 

@@ -124,7 +124,7 @@ def _add_to_counter(counter: list[Sharded], number: int, grads: Sharded) -> None
 def _over_ranks(outcomes: Sequence[Outcome], plan: Plan) -> Outcome:
     """The outcome of all slices of all ranks, summed in the tree's order; aux is this rank's."""
     local = tree_sum([torch.stack([*outcome.sums()]) for outcome in outcomes])  # (2,), and 2 for each average in aux
-    old = COPIES.dual(plan.rest(()))
+    old = COPIES.dual(plan.axis_names)
     sums = reshard(local, old, COPIES, plan.live_mesh(), "loss", by=TREE).wait().unbind()
     return replace(
         outcomes[0], sums=lambda: sums, weight=None, aux=[aux for outcome in outcomes for aux in outcome.aux]

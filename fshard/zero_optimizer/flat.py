@@ -21,7 +21,7 @@ from ..plan.leaves import is_differentiable
 from ..plan.plan import Plan, Slot
 from ..plan.planning import make_plan
 from ..sharding.schedule import View
-from ..sharding.sharded import Sharded, local_numel, pack, whole_view
+from ..sharding.sharded import Sharded, pack, room, whole_view
 from .leaf import ZeroState, check_zero_state, leaves_of
 
 # On the storage of a bucket, because users hold views of it: the plan, unit and kind. A tensor of the user's that fills
@@ -69,8 +69,8 @@ def _view(plan: Plan) -> View:
 def _empty(plan: Plan, device: torch.device) -> Sharded:
     """An uninitialised `Sharded` for this rank's part."""
     view = _view(plan)
-    sizes = [(local_numel(plan, k, plan.state_over), plan.kinds[k].dtype) for k in view.kinds]
-    return Sharded(view, [torch.empty(numel, dtype=dtype, device=device) for numel, dtype in sizes])
+    likes = [torch.empty(0, dtype=plan.kinds[kind].dtype, device=device) for kind in view.kinds]
+    return Sharded(view, [room(view, kind, like) for kind, like in zip(view.kinds, likes, strict=True)])
 
 
 def _part(plan: Plan, leaves: Mapping[Slot, Tensor]) -> Sharded:
@@ -89,9 +89,9 @@ def _grads_part(
     for row in _rows(plan):  # every rank starts the same reductions in the same order
         like, out = leaves[row.leaves[0]], None if into is None else row.of(into.tensors)
         if local:
-            whole = primitives.buffer(mesh, plan.rest(()), row.numel, like, lent=True)  # (n,)
+            whole = primitives.buffer(mesh, plan.axis_names, row.numel, like, lent=True)  # (n,)
             pack(leaves, plan, plan.rows[row.unit, row.kind], whole)
-            old = COPIES.dual(plan.rest(()))
+            old = COPIES.dual(plan.axis_names)
             pending = reshard(whole, old, Rule(axes), mesh, plan.units[row.unit].name, out)
         else:
             pending = Pending(None, partial(_read, leaves, plan, row, out))
@@ -246,7 +246,7 @@ def _step_by_bucket(
 
 def _large_views(leaves: Mapping[Slot, Tensor], plan: Plan, row: Row[Slot]) -> list[tuple[int, Tensor]]:
     """The pieces of leaves in this rank's shard and their offsets, if they are large; else []."""
-    spans = (span for span in row.mine(plan.index(row.rule.over)) if span.numel)
+    spans = (span for span in row.mine(row.rule.number(plan.live_mesh())) if span.numel)
     views = [(x.start, x.leaf.flat(leaves[x.leaf].detach())[x.begin : x.begin + x.numel]) for x in spans]
     return views if sum(view.numel() for _, view in views) >= _LARGE * len(views) else []
 

@@ -112,7 +112,7 @@ def gathers(mesh: Any, name: str, strategy: str) -> None:
         leaves = dict(zip(tree.paths(plan.spec), tree.leaves(whole), strict=True))
         for slot in row.leaves:
             buffer[slot.start : slot.start + slot.numel] = leaves[slot.path].reshape(-1)
-        num = plan.num_parts(axes)
+        num = plan.num_ranks(axes)
         held = [row.lengths(part, num) for part in range(num)]
         parts = list(zip(buffer.chunk(num), held, strict=True))
         assert all(sum(own) == len(x) for x, own in parts)

@@ -35,7 +35,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import fshard
 from fshard import tree
-from fshard.sharding.sharded import local_numel
+from fshard.sharding.sharded import whole_view
 
 WORLDS = ["simulated", pytest.param("gloo", marks=pytest.mark.slow)]
 STRATEGIES = {
@@ -474,7 +474,7 @@ def rows_made(mesh: Any, strategy: dict[str, Any], options: dict[str, Any]) -> l
     plan = fshard.make_plan(params, mesh, units=["blocks.*"], **strategy)
     sharded = fshard.shard_params(params, plan)
     over = () if options.get("reduce_once") or options.get("reduction") == "tree" else plan.grads_over
-    factories = Factories(local_numel(plan, 0, over))
+    factories = Factories(whole_view(plan, over, [0]).numel(0))
 
     def loss(p: Any, x: torch.Tensor) -> fshard.Mean:
         factories.log.append("forward")

@@ -13,6 +13,7 @@ from torch import Tensor
 
 import fshard
 from fshard import AbstractMesh, optim
+from fshard.comm.mesh import coordinate
 from fshard.core import tree
 from fshard.pictures.charts import figure
 
@@ -50,7 +51,8 @@ def test_the_numbers_are_those_of_the_ranks(strategy, tied):
         state = fshard.init_state(fshard.shard_params(params(tied=tied), plan), optim.adamw(0.1))
         moments = sum(x.nbytes for x in tree.leaves(state.opt_state) if x.dim())
         held = sum(x.nbytes for x in state.params.tensors), moments // 2
-        index = {axes: plan.index(axes) for axes in ((), plan.params_over, plan.grads_over, plan.state_over)}
+        overs = (), plan.params_over, plan.grads_over, plan.state_over
+        index = {axes: coordinate(mesh, axes) for axes in overs}
         return plan, index, held, fshard.show(state).rows, fshard.show(state.params).rows
 
     results = simulated(run, replicate=2, shard=3)

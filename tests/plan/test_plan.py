@@ -16,6 +16,7 @@ from torch import Tensor
 import fshard
 from fshard import gather_params, make_plan, shard_params, tree
 from fshard.comm.mesh import coordinate
+from fshard.sharding.sharded import whole_view
 
 UNITS = {"root": None, "leaves": "**", "size": 6, "top": lambda path, part: path != "" and "." not in path}
 CUTS = {"full": {}, "wide": STRATEGIES["wide"], "wide_state": STRATEGIES["wide_state"], "ddp": STRATEGIES["ddp"]}
@@ -46,12 +47,11 @@ def check_intervals(plan: fshard.Plan) -> None:
             size = what.dtype.itemsize
             sizes = [s.numel * size for s in plan.slots if (s.unit, s.kind) == (unit, kind)]
             least = sum(-(-nbytes // 16) * 16 for nbytes in sizes)
-            for over in (plan.params_over, plan.grads_over, plan.state_over):
-                parts = 1 if what.whole else plan.num_parts(over)
-                nbytes = plan.length(unit, kind, over) * size
-                assert nbytes % 16 == plan.offset(unit, kind, over) * size % 16 == 0
-                finest = plan.num_parts(tuple(axis for axis, _ in plan.axes))
-                assert least <= nbytes * parts < least + 16 * finest
+            for over in (plan.params_over, plan.grads_over, plan.state_over) if sizes else ():
+                row = whole_view(plan, over, [kind]).rows[unit, kind]
+                assert row.shards == (1 if what.whole else plan.num_ranks(over))
+                assert row.length * size % 16 == row.start * size % 16 == 0
+                assert least <= row.length * size * row.shards < least + 16 * plan.num_ranks(plan.axis_names)
 
 
 @pytest.mark.sample(5)

@@ -79,7 +79,7 @@ def test_an_eager_step(name, ranks, donate):
         plan = fshard.make_plan(params(), mesh, units=["layers.*"], **STRATEGIES[name])
         state = fshard.init_state(fshard.shard_params(params("cpu"), plan), OPTIMIZERS["adamw"])
         before, x = nbytes((state.params, state.opt_state)), torch.ones(ROWS, WIDTH)
-        most = promised(name, ranks, donate, state, nbytes(params()) // plan.num_parts(plan.grads_over), 2) - before
+        most = promised(name, ranks, donate, state, nbytes(params()) // plan.num_ranks(plan.grads_over), 2) - before
         live.leave_out(t for t in tree.leaves((state, x)) if isinstance(t, Tensor))
         with live:
             result = fshard.train_step(loss, OPTIMIZERS["adamw"], donate=donate)(state, x)
