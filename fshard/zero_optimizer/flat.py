@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from functools import partial
+from itertools import chain
 
 import torch
 from torch import Tensor
@@ -15,7 +15,7 @@ from ..core import tree
 from ..core.differences import Form, form_difference
 from ..core.tree import Tree
 from ..layout.row import Row
-from ..layout.rules import COPIES, Rule, reshard
+from ..layout.rules import COPIES, reshard
 from ..optim.base import FoundInf, Transform, update_part
 from ..plan.leaves import is_differentiable
 from ..plan.plan import Plan, Slot
@@ -53,58 +53,40 @@ def _by_slot(plan: Plan, x: Tree, what: str) -> dict[Slot, Tensor]:
     return by_slot
 
 
-def _kinds(plan: Plan) -> list[int]:
-    return [k for k, kind in enumerate(plan.kinds) if kind.trainable]
+def _view(plan: Plan) -> View:
+    """The trainable kinds, cut over `state_over`."""
+    return whole_view(plan, plan.state_over, [k for k, kind in enumerate(plan.kinds) if kind.trainable])
 
 
 def _rows(plan: Plan) -> list[Row[Slot]]:
-    """The trainable rows, cut over `state_over`, in the order of units."""
+    """The rows of the buckets, always the same ones, in the order of units."""
     return [*_view(plan).rows.values()]
 
 
-def _view(plan: Plan) -> View:
-    return whole_view(plan, plan.state_over, _kinds(plan))
-
-
-def _empty(plan: Plan, device: torch.device) -> Sharded:
-    """An uninitialised `Sharded` for this rank's part."""
-    view = _view(plan)
+def _empty(plan: Plan, leaves: Mapping[Slot, Tensor]) -> Sharded:
+    """An uninitialised `Sharded` for this rank's part, on the device of whole leaves."""
+    view, device = _view(plan), _device(plan, leaves)
     likes = [torch.empty(0, dtype=plan.kinds[kind].dtype, device=device) for kind in view.kinds]
     return Sharded(view, [room(view, kind, like) for kind, like in zip(view.kinds, likes, strict=True)])
 
 
 def _part(plan: Plan, leaves: Mapping[Slot, Tensor]) -> Sharded:
     """Copy this rank's part out of whole leaves."""
-    part = _empty(plan, next(iter(leaves.values())).device)
+    part = _empty(plan, leaves)
     for row in _rows(plan):
         pack(leaves, plan, row, row.of(part.tensors))
     return part
 
 
-def _grads_part(
-    plan: Plan, leaves: Mapping[Slot, Tensor], local: bool, into: Sharded | None = None
-) -> dict[tuple[int, int], Pending]:
-    """This rank's part of the gradients, by unit and kind: local ones are being reduced, wait() copies others."""
-    mesh, axes, started = plan.live_mesh(), plan.state_over, {}
+def _summing(plan: Plan, leaves: Mapping[Slot, Tensor], into: Sharded | None = None) -> dict[Row[Slot], Pending]:
+    """Start the sums of every rank's own gradients over ranks: this rank's shards (n / W,), in `into` or new ones."""
+    mesh, old, started = plan.live_mesh(), COPIES.dual(plan.axis_names), {}
     for row in _rows(plan):  # every rank starts the same reductions in the same order
-        like, out = leaves[row.leaves[0]], None if into is None else row.of(into.tensors)
-        if local:
-            whole = primitives.buffer(mesh, plan.axis_names, row.numel, like, lent=True)  # (n,)
-            pack(leaves, plan, plan.rows[row.unit, row.kind], whole)
-            old = COPIES.dual(plan.axis_names)
-            pending = reshard(whole, old, Rule(axes), mesh, plan.units[row.unit].name, out)
-        else:
-            pending = Pending(None, partial(_read, leaves, plan, row, out))
-        started[row.unit, row.kind] = pending
+        whole = primitives.buffer(mesh, plan.axis_names, row.numel, leaves[row.leaves[0]], lent=True)  # (n,)
+        pack(leaves, plan, plan.rows[row.unit, row.kind], whole)
+        out = None if into is None else row.of(into.tensors)
+        started[row] = reshard(whole, old, row.rule, mesh, plan.units[row.unit].name, out)
     return started
-
-
-def _read(leaves: Mapping[Slot, Tensor], plan: Plan, row: Row[Slot], out: Tensor | None, _: Sequence[Tensor]) -> Tensor:
-    """Copy this rank's shard (n / W,) of a bucket out of whole gradients, into `out` or a new tensor."""
-    if out is None:
-        like = leaves[row.leaves[0]]
-        out = primitives.buffer(plan.live_mesh(), plan.state_over[-1:], row.length, like, lent=False)
-    return pack(leaves, plan, row, out)
 
 
 def _bucket_of(leaves: Mapping[Slot, Tensor], plan: Plan, row: Row[Slot]) -> Tensor | None:
@@ -121,51 +103,50 @@ def _bucket_of(leaves: Mapping[Slot, Tensor], plan: Plan, row: Row[Slot]) -> Ten
 
 
 def _whole_part(plan: Plan, leaves: Mapping[Slot, Tensor], local: bool) -> Sharded:
-    """Wait for this rank's part of all gradients."""
-    part = _empty(plan, _device(plan, leaves))
-    for pending in _grads_part(plan, leaves, local, part).values():
+    """This rank's part of all gradients; `local` ones are summed over ranks."""
+    if not local:
+        return _part(plan, leaves)
+    part = _empty(plan, leaves)
+    for pending in _summing(plan, leaves, part).values():
         pending.wait()
     return part
 
 
 class _Buckets:
-    """Whole flat buckets: each rank updates its interval and gathers the others."""
+    """Whole flat buckets: each rank updates its shard and gathers the others."""
 
     def __init__(self, plan: Plan, device: torch.device, given_away: Mapping[Slot, Tensor] | None = None):
         self.plan, self.started = plan, list[Pending]()
-        self.whole = dict[tuple[int, int], Tensor]()  # (n,) for each unit and kind
-        self.reused = set[tuple[int, int]]()  # the buckets that are those of the parameters given away
+        self.whole = dict[Row[Slot], Tensor]()  # (n,) for each row
+        self.reused = set[Row[Slot]]()  # whose buckets are those of the parameters given away
         for row in _rows(plan):
-            place, like = (row.unit, row.kind), torch.empty(0, dtype=plan.kinds[row.kind].dtype, device=device)
+            like = torch.empty(0, dtype=plan.kinds[row.kind].dtype, device=device)
             bucket = None if given_away is None else _bucket_of(given_away, plan, row)
             if bucket is None:
                 bucket = primitives.buffer(plan.live_mesh(), plan.state_over[-1:], row.numel, like, lent=False)
-                setattr(bucket.untyped_storage(), _MARK, (plan.fingerprint, place))
+                setattr(bucket.untyped_storage(), _MARK, (plan.fingerprint, (row.unit, row.kind)))
             else:
-                self.reused.add(place)
-            self.whole[place] = bucket
+                self.reused.add(row)
+            self.whole[row] = bucket
 
-    def interval(self, place: tuple[int, int]) -> Tensor:
-        """This rank's interval (n / W,) of a bucket, a view."""
-        return self.plan.within(self.whole[place], place[1], self.plan.state_over)
+    def gather(self, row: Row[Slot], shard: Tensor) -> None:
+        """Start the all-gather of a bucket."""
+        mesh, name = self.plan.live_mesh(), self.plan.units[row.unit].name
+        # not lent: the user gets the bucket, and may write to it (Note [Lent memory])
+        self.started.append(reshard(shard, row.rule, COPIES, mesh, name, self.whole[row]))
 
-    def gather(self, parts: Mapping[tuple[int, int], Tensor]) -> None:
-        """Start the all-gather of some buckets."""
-        plan = self.plan
-        for (unit, kind), interval in parts.items():
-            out, name = self.whole[unit, kind], plan.units[unit].name
-            # not lent: the user gets the bucket, and may write to it (Note [Lent memory])
-            self.started.append(reshard(interval, Rule(plan.state_over), COPIES, plan.live_mesh(), name, out))
+    def gather_all(self, x: Sharded) -> dict[Slot, Tensor]:
+        """All-gather the buckets from this rank's shards; as `leaves`."""
+        for row in _rows(self.plan):
+            self.gather(row, row.of(x.tensors))
+        return self.leaves()
 
     def leaves(self) -> dict[Slot, Tensor]:
         """Wait for all gathers; return the whole leaves, views of the buckets."""
         for pending in self.started:
             pending.wait()
-        plan, leaves = self.plan, dict[Slot, Tensor]()
-        for place, whole in self.whole.items():
-            row = plan.rows[place]
-            leaves.update(zip(row.leaves, row.places.views(whole), strict=True))
-        return leaves
+        views = (zip(row.leaves, row.places.views(whole), strict=True) for row, whole in self.whole.items())
+        return dict(chain.from_iterable(views))
 
 
 def flat_update(
@@ -177,9 +158,7 @@ def flat_update(
     grads_part = _whole_part(plan, gradients, local)
     params_part = None if params is None else _part(plan, _by_slot(plan, params, "parameters"))
     updates, inner = tx.update(grads_part, state.inner, params_part, **extra)
-    buckets = _Buckets(plan, _device(plan, gradients))
-    buckets.gather({(row.unit, row.kind): row.of(updates.tensors) for row in _rows(plan)})
-    updated = buckets.leaves()
+    updated = _Buckets(plan, _device(plan, gradients)).gather_all(updates)
     return tree.unflatten(plan.spec, [updated.get(slot) for slot in plan.slots]), ZeroState(inner, plan)
 
 
@@ -199,13 +178,14 @@ def flat_step(
     old, gradients = _by_slot(plan, params, "parameters"), _by_slot(plan, grads, "gradients")
     buckets = _Buckets(plan, _device(plan, old), old if donate else None)
     if tx.elementwise:
-        inner = _step_by_bucket(tx, plan, gradients, local, inner, old, buckets, found_inf, extra)
+        inner = _step_by_bucket(tx, gradients, local, inner, old, buckets, found_inf, extra)
+        new_leaves = buckets.leaves()
     else:
         # the parts of gradients and parameters are copies, which the optimizer may overwrite
         grads_part, params_part = _whole_part(plan, gradients, local), _part(plan, old)
         new, inner = tx.step(grads_part, inner, params_part, found_inf, True, **extra | {"own_grads": True})
-        buckets.gather({(row.unit, row.kind): row.of(new.tensors) for row in _rows(plan)})
-    updated = old | buckets.leaves()
+        new_leaves = buckets.gather_all(new)
+    updated = old | new_leaves
     return tree.unflatten(plan.spec, [updated[slot] for slot in plan.slots]), ZeroState(inner, plan)
 
 
@@ -217,7 +197,6 @@ def _device(plan: Plan, leaves: Mapping[Slot, Tensor]) -> torch.device:
 
 def _step_by_bucket(
     tx: Transform,
-    plan: Plan,
     gradients: Mapping[Slot, Tensor],
     local: bool,
     inner: Tree,
@@ -227,28 +206,32 @@ def _step_by_bucket(
     extra: Mapping[str, object],
 ) -> Tree:
     """Update bucket after bucket, and start the gather of each before the next; state is updated in place."""
-    arriving, after = _grads_part(plan, gradients, local), inner
-    for row in _rows(plan):
-        place = row.unit, row.kind
-        interval = buckets.interval(place)  # (n / W,)
-        if place not in buckets.reused:  # a reused bucket holds the parameters already
-            pack(old, plan, row, interval)
-        sources = ([] if local else _large_views(gradients, plan, row)) or [(0, arriving[place].wait())]
+    plan = buckets.plan
+    arriving, after = _summing(plan, gradients) if local else {}, inner
+    for row, bucket in buckets.whole.items():
+        shard = plan.within(bucket, row.kind, plan.state_over)  # (n / W,)
+        if row not in buckets.reused:  # a reused bucket holds the parameters already
+            pack(old, plan, row, shard)
+        sources = [(0, arriving[row].wait())] if local else _sources(gradients, plan, row)
         grads, spans = [grad for _, grad in sources], [(start, grad.numel()) for start, grad in sources]
 
-        def cut(x: Sharded, place: tuple[int, int] = place, spans: Sequence[tuple[int, int]] = spans) -> list[Tensor]:
-            return _views(x.shard(*place), spans)
+        def cut(x: Sharded, row: Row[Slot] = row, spans: Sequence[tuple[int, int]] = spans) -> list[Tensor]:
+            return _views(row.of(x.tensors), spans)
 
-        after = update_part(tx, inner, _views(interval, spans), grads, cut, found_inf, **extra)
-        buckets.gather({place: interval})
+        after = update_part(tx, inner, _views(shard, spans), grads, cut, found_inf, **extra)
+        buckets.gather(row, shard)
     return after
 
 
-def _large_views(leaves: Mapping[Slot, Tensor], plan: Plan, row: Row[Slot]) -> list[tuple[int, Tensor]]:
-    """The pieces of leaves in this rank's shard and their offsets, if they are large; else []."""
+def _sources(leaves: Mapping[Slot, Tensor], plan: Plan, row: Row[Slot]) -> list[tuple[int, Tensor]]:
+    """Whole gradients in this rank's shard of a bucket: views with their offsets if they are large, else one copy."""
     spans = (span for span in row.mine(row.rule.number(plan.live_mesh())) if span.numel)
     views = [(x.start, x.leaf.flat(leaves[x.leaf].detach())[x.begin : x.begin + x.numel]) for x in spans]
-    return views if sum(view.numel() for _, view in views) >= _LARGE * len(views) else []
+    if views and sum(view.numel() for _, view in views) >= _LARGE * len(views):
+        return views
+    mesh, like = plan.live_mesh(), leaves[row.leaves[0]]
+    out = primitives.buffer(mesh, plan.state_over[-1:], row.length, like, lent=False)
+    return [(0, pack(leaves, plan, row, out))]
 
 
 def _views(x: Tensor, spans: Sequence[tuple[int, int]]) -> list[Tensor]:
