@@ -202,7 +202,7 @@ def _put_units(params: Sharded, entries: Mapping[str, FileEntry]) -> Exception |
 def _put_unit(params: Sharded, row: Row[Slot], entry_of: Mapping[Slot, FileEntry]) -> Exception | None:
     """Gather a unit, which is freed before the next one is gathered, and write the leaves that have an entry."""
     with torch.no_grad():
-        values = row.places.views(gather_unit(params, row.unit, row.kind))
+        values = row.views(gather_unit(params, row.unit, row.kind))
     try:
         for slot, value in zip(row.leaves, values, strict=True):
             if slot in entry_of:

@@ -63,6 +63,8 @@ class Gathers:
         plan, axes = params.plan, several(params.plan, params.view.over)
         self._params, self._plan, self._tensors, self._copied = params, plan, params.tensors, copied
         self._compute = [kind.precision.compute for kind in plan.kinds]
+        stored = zip(params.view.kinds, params.tensors, strict=True)
+        self._casts = {kind for kind, x in stored if x.dtype != self._compute[kind]}
         # whether each kind of a unit is one collective, or none, after a cast at most
         special = plan.gather or plan.param_wire or plan.together or any(kind.host for kind in plan.kinds)
         self._is_plain = not special and len(axes) <= 1
@@ -83,7 +85,7 @@ class Gathers:
         if self._ranks is None or not (row.rule.over and row.numel):
             return self._whole(row)
         shard = row.of(self._tensors)
-        sent = shard if shard.dtype == self._compute[row.kind] else self._cast(row)
+        sent = self._cast(row) if row.kind in self._casts else shard
         return primitives.all_gather(sent, self._ranks, name, lent=True)
 
     def _each(self, entry: Entry, rows: Sequence[Row[Slot]]) -> dict[int, Pending]:
@@ -97,9 +99,13 @@ class Gathers:
     def _whole(self, row: Row[Slot]) -> Pending:
         """The flat buffer of leaves that this rank has whole: nothing is sent."""
         full = self._cast(row)
-        trains = self._plan.kinds[row.kind].trainable
-        is_view = self._copied and trains and not is_buffer(self._params, row.kind, copied=False)
-        return arrived(full.clone() if is_view else full)
+        if (
+            self._copied
+            and self._plan.kinds[row.kind].trainable
+            and not is_buffer(self._params, row.kind, copied=False)
+        ):
+            full = full.clone()
+        return arrived(full)
 
     def _brought(self, row: Row[Slot]) -> Tensor:
         """A shard (n / W,) on the device; from host memory it is copied without waiting."""
@@ -109,7 +115,7 @@ class Gathers:
     def _cast(self, row: Row[Slot]) -> Tensor:
         """A shard (n / W,) on the device, in the dtype of computation: the shard itself if it is both already."""
         shard = self._brought(row)
-        if shard.dtype == self._compute[row.kind]:
+        if row.kind not in self._casts:
             return shard
         axes, like = row.rule.over or self._plan.axis_names, shard.new_empty(0, dtype=self._compute[row.kind])
         return primitives.buffer(self._plan.live_mesh(), axes, shard.numel(), like, lent=False).copy_(shard)

@@ -45,9 +45,9 @@ from ..comm.ranks import Pending, Ranks
 from ..comm.reduction import DEFAULT, Reduction, Sums, TreeSums, only_reads
 from ..comm.wire import Wire
 from ..core.arguments import shown
-from ..core.flat import clear_outside_, put
+from ..core.flat import clear_outside_
 from ..core.tracing import is_tracing
-from ..layout.row import Row
+from ..layout.row import Row, put
 from ..layout.rules import COPIES, Rule, reshard, route
 from ..plan import offload
 from ..plan.offload import HOST
@@ -92,10 +92,9 @@ class Reducer:
         way, landed = self._ways[kind], self._landed.pop((unit, kind), None)
         if way.along is None and landed is flat:  # nobody to add to, and nothing to cast
             return arrived(flat)
-        row = self._rows[unit, kind]
-        out = self._shard(row) if landed is None else landed
+        out = self._shard(self._rows[unit, kind]) if landed is None else landed
         if way.collective is None:
-            return way.reduced(row, flat, out)
+            return way.reduced(self._rows[unit, kind], flat, out)
         sent = flat if way.dtype is None else flat.to(way.dtype)
         return way.collective(sent, way.along, self._plan.units[unit].name, out).keeping(sent)
 
@@ -324,7 +323,7 @@ class Gradients:
         # embedding(sparse=True) gives a sparse gradient
         dense = [g if g.layout is torch.strided else g.to_dense() for g in grads if g is not None]
         if len(dense) == len(grads):
-            row.places.put(flat, dense, self.add or again)
+            row.put(flat, dense, self.add or again)
         else:
             starts = [start for start, grad in zip(row.starts, grads, strict=True) if grad is not None]
             put(flat, dense, starts, self.add or again)

@@ -240,9 +240,9 @@ class Tape:
             if not is_callers:
                 self._owners.add(full, unit.number, row.kind, unit.keeps != ())
             if self.plan.kinds[row.kind].trainable:
-                leaves += row.places.views(self._writes.watch(full, row.leaves, is_callers))
+                leaves += row.views(self._writes.watch(full, row.leaves, is_callers))
             else:
-                leaves += self._writes.frozen(row.places.views(full), row.leaves, is_callers)
+                leaves += self._writes.frozen(row.views(full), row.leaves, is_callers)
         return leaves
 
     def gathered_into(self) -> set[int]:

@@ -12,14 +12,16 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import pairwise, product
+from itertools import compress, pairwise, product
+from operator import not_
 from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
 from ..comm.mesh import digits
-from ..core.flat import Places
+from ..core.flat import MOST
+from ..core.tracing import define, is_tracing
 from .rules import COPIES, Rule
 
 L = TypeVar("L")
@@ -64,7 +66,7 @@ class Row(Generic[L]):
         """The number of elements of a shard."""
         return self.numel if self.rule.at is not None else self.numel // self.shards
 
-    @cached_property
+    @property
     def stop(self) -> int:
         """Where the shard ends in its tensor."""
         return self.start + self.length
@@ -79,13 +81,73 @@ class Row(Generic[L]):
         return {leaf: i for i, leaf in enumerate(self.leaves)}
 
     @cached_property
-    def places(self) -> Places:
-        """Where the leaves lie in the buffer."""
-        return Places(self.numel, self.starts, self.shapes)
+    def _cuts(self) -> list[tuple[int, bool]]:
+        """The sizes of gaps and leaves in turn, without empty gaps, and whether each is a leaf."""
+        ends = [start + numel for start, numel in zip(self.starts, self.numels, strict=True)]
+        edges = [0, *(edge for pair in zip(self.starts, ends, strict=True) for edge in pair), self.numel]
+        sizes = [(end - start, number % 2 == 1) for number, (start, end) in enumerate(pairwise(edges))]
+        return [(size, is_leaf) for size, is_leaf in sizes if is_leaf or size]
+
+    @cached_property
+    def _sizes(self) -> list[int]:
+        return [size for size, _ in self._cuts]
+
+    @cached_property
+    def _is_leaf(self) -> list[bool]:
+        return [is_leaf for _, is_leaf in self._cuts]
+
+    @cached_property
+    def _gaps(self) -> list[int]:
+        return [number for number, is_leaf in enumerate(self._is_leaf) if not is_leaf]
+
+    @cached_property
+    def _others(self) -> list[tuple[int, tuple[int, ...]]]:
+        return [(number, shape) for number, shape in enumerate(self.shapes) if len(shape) != 1]  # that are no vectors
+
+    def views(self, flat: Tensor) -> list[Tensor]:
+        """The leaves as views of the buffer (numel,). Dual: `put`."""
+        # split, not narrow: one operator, and its derivative is one cat; that of each narrow is a buffer of zeros
+        return self._shaped(flat.split_with_sizes(self._sizes))
+
+    def _shaped(self, pieces: Sequence[Tensor]) -> list[Tensor]:
+        leaves = [*compress(pieces, self._is_leaf)]
+        for number, shape in self._others:
+            leaves[number] = leaves[number].view(shape)
+        return leaves
+
+    def put(self, flat: Tensor, leaves: list[Tensor], add: bool = False, most: int = MOST) -> None:
+        """Copy all leaves into the buffer and zero the gaps; with `add`, accumulate and leave the gaps."""
+        # one node: Inductor would fuse one copy for each leaf into one kernel that searches the leaf of each element
+        if is_tracing():
+            torch.ops.fshard.put(flat, leaves, self.starts, add)
+            return
+        if not (add or self._gaps) and flat.device.type == "cpu" and all(map(Tensor.is_contiguous, leaves)):
+            # takes half as long as a view of `flat` for each leaf, and copies to those
+            torch.cat([leaf if leaf.dim() == 1 else leaf.view(-1) for leaf in leaves], out=flat)
+            return
+        pieces = flat.split_with_sizes(self._sizes)
+        into = self._shaped(pieces)  # views of `flat`, each of its leaf's shape
+        # for one pair of unlike strides torch would start a kernel for each pair of the list, and a foreach kernel may
+        # index the elements of a tensor with int32
+        fits = [self.numel <= most and x.stride() == y.stride() for x, y in zip(into, leaves, strict=True)]
+        if not all(fits):
+            for to, leaf in compress(zip(into, leaves, strict=True), map(not_, fits)):
+                to.add_(leaf) if add else to.copy_(leaf)
+            into, leaves = [*compress(into, fits)], [*compress(leaves, fits)]
+        # Private: one call, and on a GPU one kernel, where a loop starts one for each leaf (test_blocks.py notices
+        # when they go)
+        if into:
+            (torch._foreach_add_ if add else torch._foreach_copy_)(into, leaves)
+        if self._gaps and not add:
+            torch._foreach_zero_([pieces[number] for number in self._gaps])
+
+    @cached_property
+    def _interval(self) -> slice:
+        return slice(self.start, self.stop)
 
     def of(self, tensors: Sequence[Tensor]) -> Tensor:
         """This rank's shard (n / W,), a view of one of its tensors."""
-        return tensors[self.tensor][self.start : self.stop]
+        return tensors[self.tensor][self._interval]
 
     def at(self, rule: Rule, sizes: Mapping[str, int], tensor: int, start: int) -> Row[L]:
         """Return the row by another rule, on a mesh of these sizes, and at another place in a rank's tensors."""
@@ -173,3 +235,16 @@ def end_to_end(spans: Iterable[Span]) -> list[Span]:
         result.append(span._replace(start=ends.get(span.tensor, 0)))
         ends[span.tensor] = result[-1].start + span.numel
     return result
+
+
+def put(place: Tensor, leaves: Sequence[Tensor], starts: Sequence[int], add: bool = False, most: int = MOST) -> None:
+    """`Row.put` into a buffer of leaves that begin at `starts`."""
+    shapes = tuple(tuple(leaf.shape) for leaf in leaves)
+    Row(tuple(range(len(shapes))), tuple(starts), shapes, place.numel()).put(place, list(leaves), add, most)
+
+
+define(
+    "put(Tensor(a!) place, Tensor[] parts, int[] starts, bool add) -> ()",
+    put,
+    lambda place, parts, starts, add: None,
+)

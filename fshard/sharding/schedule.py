@@ -78,7 +78,7 @@ class View:
 
     def numel(self, kind: int) -> int:
         """The number of elements of one kind that a rank holds."""
-        return sum(row.length for row in self.of_kind(kind))
+        return next((row.stop for row in reversed(self.rows.values()) if row.kind == kind), 0)
 
     def of_kind(self, kind: int) -> list[Row[Slot]]:
         """The rows of one kind, in the order in which their shards lie in its tensor."""
@@ -170,10 +170,13 @@ class Schedule:
 
     def runs(self, first: int, num: int) -> Runs | None:
         """What the subtree of `num` leaves from number `first` on reads; None if several units claim parts of it."""
-        if (first, num) not in self._runs:
+        try:
+            return self._runs[first, num]
+        except KeyError:
             is_shared = len(set(self._claims[first : first + num])) > 1
-            self._runs[first, num] = None if is_shared else _runs([*map(self.leaf, range(first, first + num))])
-        return self._runs[first, num]
+        runs = None if is_shared else _runs([*map(self.leaf, range(first, first + num))])
+        self._runs[first, num] = runs
+        return runs
 
 
 def _runs(places: Iterable[tuple[int, int]]) -> Runs:

@@ -155,7 +155,7 @@ class Sharded(Parts, Branch):
         # sorted: every rank must start the same gathers in the same order
         for unit, kind in sorted({(s.unit, s.kind) for s in slots if s.kind in self.view.kinds}):
             row = self.view.rows[unit, kind]
-            whole.update(zip(row.leaves, row.places.views(gather_unit(self, unit, kind)), strict=True))
+            whole.update(zip(row.leaves, row.views(gather_unit(self, unit, kind)), strict=True))
         # a kind that is not here, as frozen leaves among gradients, has None
         return tree.unflatten(self.view.spec, [whole.get(slot) for slot in slots])
 

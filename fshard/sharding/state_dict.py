@@ -50,7 +50,7 @@ def state_dict(x: Sharded, rank: int | None = None, dtensors: bool = False) -> d
     for place in plan.rows:
         if row := x.view.rows.get(place):
             with torch.no_grad():
-                leaves = row.places.views(gather_unit(x, *place))
+                leaves = row.views(gather_unit(x, *place))
             for slot, leaf in zip(row.leaves, leaves if keeps else (), strict=keeps):
                 if on is None:
                     result[slot] = leaf.to("cpu", copy=True)

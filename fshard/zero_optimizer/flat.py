@@ -145,7 +145,7 @@ class _Buckets:
         """Wait for all gathers; return the whole leaves, views of the buckets."""
         for pending in self.started:
             pending.wait()
-        views = (zip(row.leaves, row.places.views(whole), strict=True) for row, whole in self.whole.items())
+        views = (zip(row.leaves, row.views(whole), strict=True) for row, whole in self.whole.items())
         return dict(chain.from_iterable(views))
 
 

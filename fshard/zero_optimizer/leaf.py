@@ -16,12 +16,12 @@ from ..comm.ranks import Ranks
 from ..comm.reduction import DEFAULT
 from ..core import storage, tree
 from ..core.differences import Form, form_difference
-from ..core.flat import put
 from ..core.tree import Tree
 from ..hosts import one_host
 from ..layout.layout import Layout
 from ..layout.moves import collect, on_rank, owned
 from ..layout.pieces import Parts, layout_of, packed, pick
+from ..layout.row import put
 from ..optim.base import FoundInf, Transform
 from ..plan.leaves import is_differentiable, read_frozen
 from ..plan.plan import Plan

@@ -11,9 +11,10 @@ from support.optimizers import TRANSFORMS
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fshard import optim, tree
-from fshard.core.flat import block_size, put
+from fshard.core.flat import block_size
 from fshard.layout import norms
 from fshard.layout.layout import Leaf
+from fshard.layout.row import put
 from fshard.optim.matrix import Factors
 
 LARGE = 1 << 24

@@ -15,7 +15,7 @@ from torch import Tensor
 
 import fshard
 from fshard import DynamicLossScale, NoLossScale, StaticLossScale, tree
-from fshard.core.flat import put
+from fshard.layout.row import put
 
 LOSSES = ("number", "tensor", "sum", "plain")
 SCALERS = {

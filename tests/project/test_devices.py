@@ -15,9 +15,10 @@ from fshard import optim
 from fshard.comm import primitives
 from fshard.comm.mesh import mesh_device
 from fshard.comm.process_groups import as_sent, first_of
-from fshard.core.flat import MOST, put
+from fshard.core.flat import MOST
 from fshard.core.storage import as_bytes
 from fshard.layout import norms
+from fshard.layout.row import put
 from fshard.optim import kernels
 from fshard.testing import scheduler
 from fshard.testing.world import _SimulatedRanks

@@ -68,7 +68,7 @@ DOORS = {
     "torch.library": {"core.tracing"},
     "torch.ops.fshard": {
         "core.storage",
-        "core.flat",
+        "layout.row",
         "core.tracing",
         "core.random",
         "comm.traced",

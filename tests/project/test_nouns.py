@@ -6,7 +6,7 @@ from pathlib import Path
 
 PACKAGE = Path(__file__).parents[2] / "fshard"
 
-LIMIT = 35  # only ever less: who takes nouns away lowers it
+LIMIT = 34  # only ever less: who takes nouns away lowers it
 
 NOUNS: dict[str, list[str]] = {
     "layout/layout.py": ["Leaf", "Layout"],
@@ -23,7 +23,6 @@ NOUNS: dict[str, list[str]] = {
     "train/in_backward.py": ["Part"],
     "zero_optimizer/flat.py": ["_Buckets"],
     "zero_optimizer/leaf.py": ["ZeroState"],
-    "core/flat.py": ["Places"],
     "optim/matrix.py": ["Factors"],
     "checkpoint/contents.py": ["Part", "Contents"],
     "checkpoint/params.py": ["_RowRead"],

@@ -77,8 +77,8 @@ def test_the_house_is_no_larger_than_it_was() -> None:
     first, second = gloo(walks)
     lines = {name: first[name] | second[name] for name in first}  # a rank that has to wait runs ten lines more
     rooms = {name: len({file for file, _ in entered}) for name, entered in lines.items()}
-    assert rooms == {"touched": 15, "reduced": 13, "step": 42}, {
+    assert rooms == {"touched": 14, "reduced": 12, "step": 42}, {
         n: " ".join(sorted({f for f, _ in x})) for n, x in lines.items()
     }
-    assert len(lines["step"]) <= 1_282, len(lines["step"])
+    assert len(lines["step"]) <= 1_296, len(lines["step"])
     assert sum(len(code_lines(path.read_text())) for path in HOUSE.rglob("*.py")) <= 21_425
