@@ -8,7 +8,7 @@ however many leaves move.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import product
 from typing import NamedTuple, TypeVar
 
@@ -71,22 +71,15 @@ class Item(NamedTuple):
     numel: int
 
 
-@dataclass(frozen=True)
-class Stage:
-    """The items this rank sends to, and receives from, each rank along one axis."""
-
-    axis: str
-    sends: list[list[Item]]  # one list for each rank along the axis, this one included
-    recvs: list[list[Item]]
+Lists = list[list[Item]]  # one list for each rank along an axis, this one included
 
 
-@dataclass(frozen=True)
-class Route:
+class Route(NamedTuple):
     """The items that this rank sends, receives or passes on between two layouts, in the order they are sent."""
 
     here: tuple[int, ...]  # this rank's coordinates
     items: list[Item]
-    stages: list[Stage]
+    stages: list[tuple[str, Lists, Lists]]  # an axis, and what this rank sends and receives along it
 
 
 def _route(old: Layout, new: Layout) -> Route:
@@ -114,7 +107,8 @@ def _make_route(old: Layout, new: Layout) -> Route:
     through = (item for n in leaves for k in range(len(axes) + 1) for item in _items(old, new, n, here, sizes, k))
     items = sorted(set(through))  # in the same order on all ranks
     local = tuple(here.values())
-    return Route(local, items, [_stage(k, axes[k], sizes[axes[k]], local, items) for k in reversed(range(len(axes)))])
+    stages = [(axes[k], *_stage(k, sizes[axes[k]], local, items)) for k in reversed(range(len(axes)))]
+    return Route(local, items, stages)
 
 
 def _items(
@@ -142,17 +136,17 @@ def _items(
                 yield Item(leaf, begin, tuple(moved.values()), target, numel)
 
 
-def _stage(k: int, axis: str, size: int, here: tuple[int, ...], items: Sequence[Item]) -> Stage:
-    """Return the stage along axis number `k`."""
-    sends: list[list[Item]] = [[] for _ in range(size)]
-    recvs: list[list[Item]] = [[] for _ in range(size)]
+def _stage(k: int, size: int, here: tuple[int, ...], items: Sequence[Item]) -> tuple[Lists, Lists]:
+    """Return what this rank sends and receives along axis number `k`."""
+    sends: Lists = [[] for _ in range(size)]
+    recvs: Lists = [[] for _ in range(size)]
     for item in items:
         # the last axis comes first: before this stage an item is at its target's coordinates along later axes only
         if item.source[: k + 1] + item.target[k + 1 :] == here:
             sends[item.target[k]].append(item)
         if item.source[:k] + item.target[k:] == here:
             recvs[item.source[k]].append(item)
-    return Stage(axis, sends, recvs)
+    return sends, recvs
 
 
 def _moved(x: Tree, new: Layout, label: str) -> dict[int, list[tuple[int, Tensor]]]:
@@ -162,8 +156,8 @@ def _moved(x: Tree, new: Layout, label: str) -> dict[int, list[tuple[int, Tensor
     local = {span.leaf: (span.begin, x) for span, x in elements(x, old)}
     held_items = {item: _part(*local[item.leaf], item) for item in route.items if item.source == route.here}  # views
     mesh, dtypes = _way(old, new)[0], [leaf.dtype for leaf in old.leaves]
-    for stage in route.stages:
-        held_items = _along(primitives.along(mesh, stage.axis), dtypes, stage, held_items, label)
+    for axis, sends, recvs in route.stages:
+        held_items = _along(primitives.along(mesh, axis), dtypes, sends, recvs, held_items, label)
     arrived: dict[int, list[tuple[int, Tensor]]] = {span.leaf: [] for span in new.mine}
     for item, part in held_items.items():
         arrived[item.leaf].append((item.begin, part))
@@ -176,18 +170,15 @@ def _part(begin: int, x: Tensor, item: Item) -> Tensor:
 
 
 def _along(
-    ranks: Ranks, by_leaf: Sequence[torch.dtype], stage: Stage, held_items: dict[Item, Tensor], label: str
+    ranks: Ranks, by_leaf: Sequence[torch.dtype], sends: Lists, recvs: Lists, held_items: dict[Item, Tensor], label: str
 ) -> dict[Item, Tensor]:
     """Move items along one axis, one message to each rank; return the items that this rank then holds."""
-    sends = [[held_items[item] for item in items] if p != ranks.rank else [] for p, items in enumerate(stage.sends)]
-    dtypes = [  # and the sizes of what each rank sends here
-        [(by_leaf[i.leaf], i.numel) for i in items] if p != ranks.rank else [] for p, items in enumerate(stage.recvs)
-    ]
-    arrived = primitives.swap(sends, dtypes, ranks, label)
-    result = {item: held_items[item] for item in stage.sends[ranks.rank]}  # these stay on this rank
-    for peer, items in enumerate(stage.recvs):
-        if peer != ranks.rank:
-            result.update(zip(items, arrived[peer], strict=True))
+    result = {item: held_items[item] for item in sends[ranks.rank]}  # these stay on this rank
+    sends, recvs = ([x if p != ranks.rank else [] for p, x in enumerate(lists)] for lists in (sends, recvs))
+    forms = [[(by_leaf[item.leaf], item.numel) for item in items] for items in recvs]  # of what each rank sends here
+    arrived = primitives.swap([[held_items[item] for item in items] for items in sends], forms, ranks, label)
+    for items, tensors in zip(recvs, arrived, strict=True):
+        result.update(zip(items, tensors, strict=True))
     return result
 
 

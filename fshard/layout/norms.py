@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from functools import reduce
-from typing import NamedTuple, TypeVar
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -167,16 +167,16 @@ def global_norm(x: Tree, p: float = 2, exact: bool = False) -> Tensor:
     """
     check_positive("global_norm: p", p, tensors=False)
     _check_floating(x)
-    worlds, device = _worlds(x), device_of(x)
+    by_axes, device = _by_axes(x), device_of(x)
     if exact and p != math.inf:
         largest = global_norm(x, math.inf)
         scale, binned = _scale(largest), torch.zeros(2, dtype=torch.float64, device=device)
-        for mesh, axes, rows in worlds.values():
+        for mesh, axes, rows in by_axes:
             local = torch.stack([torch.zeros_like(binned), *(_binned(row, p, scale) for row in rows)]).sum(0)  # (2,)
             binned = binned + primitives.total(local, mesh, axes, label="norm")
         return _unbinned(binned, p, scale, largest).to(largest.dtype)
     sums = []
-    for mesh, axes, rows in worlds.values():
+    for mesh, axes, rows in by_axes:
         if rows or axes:
             powers = _power_sums(rows, p, device) if rows else torch.zeros(1, dtype=torch.float64, device=device)
             sums.append(primitives.total(_joined(powers, p), mesh, axes, _op(p), label="norm"))
@@ -204,10 +204,9 @@ def gram(trees: Sequence[Tree]) -> Tensor:
     A leaf that all ranks hold counts once.
     """
     total = torch.zeros(len(trees), len(trees), dtype=torch.float64, device=device_of(trees[0]))
-    columns = [_worlds(x) for x in trees]
-    for key, (mesh, axes, _) in columns[0].items():
-        local = torch.zeros_like(total)  # (k, k)
-        for rows in zip(*(column[key].rows for column in columns), strict=True):
+    for of_trees in zip(*map(_by_axes, trees), strict=True):
+        (mesh, axes, _), local = of_trees[0], torch.zeros_like(total)  # (k, k)
+        for rows in zip(*(tensors for _, _, tensors in of_trees), strict=True):
             for parts in zip(*(row.reshape(-1).split(block_size(row, _BLOCK)) for row in rows), strict=True):
                 block = torch.stack(parts).double()  # (k, elements)
                 local += (block @ block.T).to(local.device)
@@ -230,9 +229,8 @@ def dot(x: Tree, y: Tree) -> Tensor:
     _check_alike(x, y)
     device, dtypes = device_of(x), [dtype for z in (x, y) for node in tree.tops(z, Parts) for dtype in _dtypes(node)]
     products = [torch.zeros((), dtype=torch.float64, device=device)]
-    columns = _worlds(x), _worlds(y)
-    for key, (mesh, axes, rows) in columns[0].items():
-        local = [part for pair in zip(rows, columns[1][key].rows, strict=True) for part in _products(*pair)]
+    for (mesh, axes, of_x), (_, _, of_y) in zip(_by_axes(x), _by_axes(y), strict=True):
+        local = [part for pair in zip(of_x, of_y, strict=True) for part in _products(*pair)]
         product = torch.stack([torch.zeros_like(products[0]), *(part.to(device) for part in local)]).sum()
         for axis in axes:
             product = collectives.total(product, mesh, axis, label="dot product")
@@ -275,31 +273,17 @@ def _kind(x: Parts | Tensor) -> str:
     return f"a {type(x).__name__}" if isinstance(x, Parts) else "a tensor"
 
 
-class _World(NamedTuple):
-    """The rows of a tree that are cut over the same axes of one mesh."""
-
-    mesh: AnyMesh
-    axes: Axes
-    rows: list[Tensor]
-
-
-def _worlds(x: Tree) -> dict[tuple[int, Axes], _World]:
-    """The rows of a tree, by the identity of the mesh (a user's class may have no hash) and the axes they are cut over.
-
-    The first world, without a mesh, has what this rank holds whole.
-    """
-    worlds: dict[tuple[int, Axes], _World] = {}
-
-    def world(mesh: AnyMesh, axes: Axes) -> _World:
-        return worlds.setdefault((id(mesh), axes), _World(mesh, axes, []))
-
-    world(None, ())
+def _by_axes(x: Tree) -> list[tuple[AnyMesh, Axes, list[Tensor]]]:
+    """The tensors of a tree by the axes of a mesh that they are cut over; first, without axes, what is whole here."""
+    # by the identity of the mesh: a user's class may have no hash
+    known: dict[tuple[int, Axes], tuple[AnyMesh, Axes, list[Tensor]]] = {(id(None), ()): (None, (), [])}
     for node in tree.tops(x, Parts):
         for axes in node.layout.cut_axes if isinstance(node, Parts) else ():
-            world(node.layout.mesh, axes)  # a rank without elements takes part in the collective, too
+            # a rank without elements takes part in the collective, too
+            known.setdefault((id(node.layout.mesh), axes), (node.layout.mesh, axes, []))
         for row, mesh, axes in _rows(node):
-            world(mesh, axes).rows.append(row)
-    return worlds
+            known.setdefault((id(mesh), axes), (mesh, axes, []))[2].append(row)
+    return [*known.values()]
 
 
 def _rows(node: Parts | Tensor) -> Iterator[tuple[Tensor, AnyMesh, Axes]]:

@@ -11,7 +11,8 @@ Note [Steps that update in the backward]
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from functools import partial
 from typing import NamedTuple, TypeAlias
 
 import torch
@@ -170,41 +171,6 @@ class Squares:
         return (shared + cut).sqrt().to(self._dtype)
 
 
-@dataclass(frozen=True)
-class Part:
-    """An elementwise optimizer, its state before the step, and what it updates: all, or the leaves of one label.
-
-    `runs` are, for each unit and kind, the intervals of the unit's row that the part updates, and where they begin in
-    rows of the state: (start, numel, row, start in the row). None: the state is cut as parameters are.
-    """
-
-    tx: Transform
-    state: Tree
-    runs: Runs | None = None
-
-    def update(self, params: Tensor, grads: Tensor, unit: int, kind: int) -> Tree:
-        """Update the intervals of one unit and kind in place; returns a state in which only the 0-d tensors are new."""
-        if self.runs is None:
-            return update_part(self.tx, self.state, [params], [grads], lambda x: [x.shard(unit, kind)], own_grads=True)
-        runs = self.runs.get((unit, kind), ())
-        of_params, of_grads = ([x[start : start + numel] for start, numel, _, _ in runs] for x in (params, grads))
-
-        def cut(x: Parts) -> list[Tensor]:
-            return [x.tensors[row][at : at + numel] for _, numel, row, at in runs]
-
-        return update_part(self.tx, self.state, of_params, of_grads, cut, own_grads=True)
-
-
-def parts_of(tx: Transform, opt_state: Tree, params: Sharded | Views) -> dict[Label, Part]:
-    """The parts of an optimizer: one, or for `by_label` one for each label; `params` are cut as its state is."""
-    if tx.parts is None:
-        return {None: Part(tx, opt_state)}
-    return {
-        label: Part(tx.parts[label], opt_state.inner[label], _runs(layout, params.key))
-        for label, layout in opt_state.layouts
-    }
-
-
 def _runs(layout: Layout, view: View) -> Runs:
     """The intervals of a view's rows that hold the leaves of one label, whose own layout this is; made once."""
     known, key = layout.derived.runs, (view.plan.fingerprint, view.over, view.kinds)
@@ -224,10 +190,9 @@ class Updates:
     """The updates of one step, unit by unit, in the memory of a state; gradients are multiplied by `factor`."""
 
     def __init__(self, tx: Transform, state: Tree, factor: Tensor | None):
-        self._params, self._old, self._factor = state.params, state.opt_state, factor
+        self._params, self._tx, self._old, self._factor = state.params, tx, state.opt_state, factor
         self._fine = refine(state.params.trainable, state.params.plan.state_over)
-        self._parts = parts_of(tx, state.opt_state, self._fine)
-        self._new: dict[Label, Tree] = {}  # the state of each part after its last update
+        self._new: dict[Label, Tree] = {}  # the newest state by label; None: of an optimizer without labels
         self._gathers: list[Pending] = []
         self.begun = False
 
@@ -235,12 +200,40 @@ class Updates:
         """Update one unit and kind by the sum of its gradients, (n / W_grads,)."""
         self.begun = True
         params, grads = self._interval(unit, kind), self._own(total, kind)  # (n / W_state,)
-        self._new = {label: part.update(params, grads, unit, kind) for label, part in self._parts.items()}
+        update = partial(self._update, (unit, kind), params, grads)
+        if self._tx.parts is None:
+            self._new = {None: update(self._tx, self._old)}
+        else:
+            parts, inner = self._tx.parts, self._old.inner
+            self._new = {label: update(parts[label], inner[label], layout) for label, layout in self._old.layouts}
         plan = self._params.plan
         further = () if plan.kinds[kind].whole else plan.state_over[len(plan.params_over) :]
         if plan.num_ranks(further) > 1:  # the optimizer's state is cut further than parameters are
             out, rules = self._params.shard(unit, kind), (Rule(plan.state_over), Rule(plan.params_over))
             self._gathers.append(reshard(params, *rules, plan.live_mesh(), plan.units[unit].name, out))
+
+    def _update(
+        self,
+        place: tuple[int, int],
+        params: Tensor,
+        grads: Tensor,
+        tx: Transform,
+        state: Tree,
+        layout: Layout | None = None,
+    ) -> Tree:
+        """Update one unit and kind in place, or the leaves of one label in it, which `layout` has.
+
+        Of the state that is returned the 0-d tensors alone are new.
+        """
+        if layout is None:  # the state is cut as parameters are
+            return update_part(tx, state, [params], [grads], lambda x: [x.shard(*place)], own_grads=True)
+        runs = _runs(layout, self._fine.key).get(place, ())
+        of_params, of_grads = ([x[start : start + numel] for start, numel, _, _ in runs] for x in (params, grads))
+
+        def cut(x: Parts) -> list[Tensor]:
+            return [x.tensors[tensor][at : at + numel] for _, numel, tensor, at in runs]
+
+        return update_part(tx, state, of_params, of_grads, cut, own_grads=True)
 
     def _interval(self, unit: int, kind: int) -> Tensor:
         """The parameters (n / W_state,) that this rank updates, a view."""
@@ -264,5 +257,5 @@ class Updates:
             self.make(unit, kind, self._interval(unit, kind))
         for pending in self._gathers:
             pending.wait()
-        new = self._new[None] if None in self._parts else LabelState(self._new, self._old.layouts)
+        new = self._new[None] if self._tx.parts is None else LabelState(self._new, self._old.layouts)
         return in_new_containers(new)

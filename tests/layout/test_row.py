@@ -108,12 +108,12 @@ def test_what_is_sent_is_what_is_received(sizes: dict[str, int]) -> None:
         for number in range(len(routes[0].stages)):
             peers = _peers(sizes, list(sizes)[::-1][number])
             for rank, route in enumerate(routes):
-                stage = route.stages[number]
+                _, sends, _ = route.stages[number]
                 for place, peer in enumerate(peers[rank]):
-                    other = routes[peer].stages[number]
-                    assert stage.sends[place] == other.recvs[peers[peer].index(rank)], (old, new)
-                assert held[rank] == {item for items in stage.sends for item in items}, (old, new)
-            held = [{item for items in route.stages[number].recvs for item in items} for route in routes]
+                    _, _, received = routes[peer].stages[number]
+                    assert sends[place] == received[peers[peer].index(rank)], (old, new)
+                assert held[rank] == {item for items in sends for item in items}, (old, new)
+            held = [{item for items in route.stages[number][2] for item in items} for route in routes]
         for rank, layouts in enumerate(of_rank):
             arrived = sorted((i.leaf, i.begin, i.numel) for i in held[rank])
             here = dict(zip(sizes, routes[rank].here, strict=True))

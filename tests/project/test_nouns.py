@@ -6,13 +6,12 @@ from pathlib import Path
 
 PACKAGE = Path(__file__).parents[2] / "fshard"
 
-LIMIT = 34  # only ever less: who takes nouns away lowers it
+LIMIT = 31  # only ever less: who takes nouns away lowers it
 
 NOUNS: dict[str, list[str]] = {
     "layout/layout.py": ["Leaf", "Layout"],
-    "layout/norms.py": ["_World"],
     "layout/pieces.py": ["Parts", "Views", "Unreduced"],
-    "layout/moves.py": ["Item", "Stage", "Route"],
+    "layout/moves.py": ["Item", "Route"],
     "layout/row.py": ["Row", "Span"],
     "layout/rules.py": ["Rule", "Step"],
     "plan/owners.py": ["Share", "TableLine"],
@@ -20,7 +19,6 @@ NOUNS: dict[str, list[str]] = {
     "sharding/schedule.py": ["View", "Entry", "Schedule"],
     "sharding/sharded.py": ["Sharded"],
     "grad/gradients.py": ["RowReduction"],
-    "train/in_backward.py": ["Part"],
     "zero_optimizer/flat.py": ["_Buckets"],
     "zero_optimizer/leaf.py": ["ZeroState"],
     "optim/matrix.py": ["Factors"],
