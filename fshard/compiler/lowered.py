@@ -298,7 +298,7 @@ class Setting:
     @property
     def units(self) -> list[str]:
         """The names of the units that `regather` gathers again in the backward."""
-        return [unit.name for plan in self.plans for unit in plan.units if unit.kept is None and unit.name != ROOT]
+        return [unit.name for plan in self.plans for unit in plan.units if unit.keep_rule is None and unit.name != ROOT]
 
     @property
     def lasting(self) -> set[str]:

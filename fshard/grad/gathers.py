@@ -1,10 +1,10 @@
 """Gathers of units: what is sent, what stays in memory, and which are under way.
 
 Note [What stays of a unit]
-    `Unit.kept` says whether all of a unit's gathered buffers stay, or a copy of them that is cut over some axes, or
-    nothing. A copy is made when the unit is gathered in the forward; every later gather of the unit is from the copy,
-    over these axes alone: that for the backward, those of a checkpoint that runs again, and a second one in the
-    forward. It has the dtype of computation, and values that a wire has decoded already.
+    `Unit.keep_rule`, which `regather=` sets, says whether all of a unit's gathered buffers stay, or a copy of them that
+    is cut over some axes, or nothing. A copy is made when the unit is gathered in the forward; every later gather of
+    the unit is from the copy, over these axes alone: that for the backward, those of a checkpoint that runs again, and
+    a second one in the forward. It has the dtype of computation, and values that a wire has decoded already.
 
     All of a unit stays where its leaves are trainable, until its gradients have come. Of frozen leaves, whose backward
     has no end that the tape could see, only what autograd saves stays. Copies stay until the unit's gradients have
@@ -211,7 +211,7 @@ def several(plan: Plan, axes: Sequence[str]) -> Axes:
 
 
 class Arrivals:
-    """Gathers of one `Sharded` in flight; a unit that a copy was kept of is gathered from the copy.
+    """Gathers of one `Sharded` in flight; a unit of which a copy is held is gathered from the copy.
 
     A gather has a stage for each axis. With several stages, one unit more is under way for each, one stage behind the
     unit before it. On an accelerator a stream beside the computation waits for a stage, and starts the next one. What
@@ -228,13 +228,14 @@ class Arrivals:
         self._side = params.plan.crossings.stages if has_streams else None
 
     def keep(self, unit: Unit) -> None:
-        """Keep of a unit's buffers what `unit.keeps` says; what is kept already stays."""
+        """Hold what `regather=` keeps of a unit: all buffers, or copies of them that are cut."""
         assert unit.buffers is not None
-        if unit.keeps:
+        assert unit.keep_rule is not None
+        if over := unit.keep_rule.over:
             cut = [row.kind for row in unit.entry.rows if row.rule.over and row.numel]
-            unit.keep({kind: self._copy(unit.buffers[kind], kind, unit.keeps) for kind in cut})
+            unit.hold({kind: self._copy(unit.buffers[kind], kind, over) for kind in cut})
         else:
-            unit.keep(unit.buffers)
+            unit.hold(unit.buffers)
 
     def _copy(self, full: Tensor, kind: int, axes: Axes) -> Tensor:
         """A copy of what this rank has of a buffer (n,) that is cut over some axes: (n / W,)."""
@@ -242,23 +243,23 @@ class Arrivals:
         return primitives.buffer(self._plan.live_mesh(), axes, shard.numel(), shard, lent=False).copy_(shard)
 
     def _stages(self, unit: Unit) -> int:
-        """The number of stages of a unit's gather, one for each axis; none if all of it was kept."""
-        if unit.kept is None:
+        """The number of stages of a unit's gather, one for each axis; none if all of it is held."""
+        if unit.held is None or unit.keep_rule is None:
             return self.stages
-        return stages(self._plan, unit.keeps) if unit.keeps else 0
+        return stages(self._plan, unit.keep_rule.over) if unit.keep_rule.over else 0
 
     def start(self, unit: Unit) -> None:
-        """Start the gather of a unit, from what was kept of it if anything was, unless it is under way."""
+        """Start the gather of a unit, from what is held of it if anything is, unless it is under way."""
         if unit.coming is not None:
             return
-        entry, kept, rows = unit.entry, unit.kept, unit.entry.rows
-        if kept is None:
+        entry, held_buffers, rows, rule = unit.entry, unit.held, unit.entry.rows, unit.keep_rule
+        if held_buffers is None or rule is None:
             unit.coming = self._gathers.start(entry, rows)
-        elif unit.keeps:
-            copied = self._gathers.from_copies(entry, kept, unit.keeps)
-            unit.coming = self._gathers.start(entry, [row for row in rows if row.kind not in kept]) | copied
+        elif rule.over:
+            copied = self._gathers.from_copies(entry, held_buffers, rule.over)
+            unit.coming = self._gathers.start(entry, [row for row in rows if row.kind not in held_buffers]) | copied
         else:
-            unit.coming = {kind: arrived(full) for kind, full in kept.items()}
+            unit.coming = {kind: arrived(full) for kind, full in held_buffers.items()}
         unit.stages = 1
 
     def ahead(self, current: Unit | None, following: Iterable[int]) -> None:

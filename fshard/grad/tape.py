@@ -9,7 +9,7 @@ Note [Tensors of a step]
     the view instead (`SavedView`), so saving keeps no buffer alive. In the backward the first use of a place of a unit
     gathers the unit again, and the last use drops it. A unit that is read in an activation checkpoint is gathered again
     when that runs again. The backward begins with the unit that was saved, or read in a checkpoint, last: if its buffer
-    is in memory when the forward ends, it stays. Of units with another `Unit.kept` more stays (Note [What stays of a
+    is in memory when the forward ends, it stays. With another `regather=` more of a unit stays (Note [What stays of a
     unit] in `gathers.py`). Which collectives run depends on the program alone, never on when memory is freed, so ranks
     that run the same function issue the same collectives.
 
@@ -38,6 +38,7 @@ from ..core.random import bookmark
 from ..core.storage import address
 from ..core.tracing import is_tracing
 from ..core.tree import Tree
+from ..layout.rules import COPIES
 from ..plan.offload import HOST
 from ..plan.units import select_units
 from ..sharding.access import Shown, lazy, loss_of
@@ -200,9 +201,9 @@ class Tape:
 
     def _keep(self, unit: Unit) -> None:
         """Keep what the plan says of a unit that was just gathered, if there will be a backward."""
-        if unit.keeps is None or unit.kept is not None or self._backward or not torch.is_grad_enabled():
+        if unit.keep_rule is None or unit.held is not None or self._backward or not torch.is_grad_enabled():
             return
-        if unit.keeps or self._keeps_on or (self._into is not None and unit.entry.reduced):
+        if unit.keep_rule.over or self._keeps_on or (self._into is not None and unit.entry.reduced):
             self._arrivals.keep(unit)
 
     def prefetch(self, patterns: Sequence[str]) -> None:
@@ -238,7 +239,7 @@ class Tape:
             full = buffers[row.kind]
             is_callers = address(full) in self._rows  # nothing was gathered: memory of the parameters
             if not is_callers:
-                self._owners.add(full, unit.number, row.kind, unit.keeps != ())
+                self._owners.add(full, unit.number, row.kind, unit.keep_rule != COPIES)
             if self.plan.kinds[row.kind].trainable:
                 leaves += row.views(self._writes.watch(full, row.leaves, is_callers))
             else:
@@ -313,9 +314,9 @@ class Tape:
         """Gather all units that were read, and keep them for the backward, which then sends nothing for them."""
         for tape in [self, *self._followers]:
             for unit in tape._units.values():
-                if unit.is_touched and unit.keeps != ():
-                    buffers, unit.keeps = tape._buffers(unit), ()
-                    unit.keep(buffers)
+                if unit.is_touched and unit.keep_rule != COPIES:
+                    buffers, unit.keep_rule = tape._buffers(unit), COPIES
+                    unit.hold(buffers)
 
     def end(self) -> None:
         """End the forward: drop all buffers but those that the backward begins with, and start the next gather."""
@@ -339,7 +340,7 @@ class Tape:
         for unit in self._units.values():
             unit.expect(self.chain.is_linked)
             if self._into is None and not unit.saved:  # no gradients will come
-                unit.drop_kept()
+                unit.drop_held()
         self._late = self._hidden()
         self._backward, self._regather, self._notes = True, False, False
         # a buffer already here counts as one gather under way
@@ -411,7 +412,7 @@ class Tape:
         unit.gradients, unit.is_complete = "summing", all(grad is not None for grad in grads)
         self._reached = self._reached or any(grad is not None for grad in grads)
         if not unit.saved:
-            unit.drop_kept()
+            unit.drop_held()
             unit.let_go()  # of a checkpoint that ran again
         self._reductions.make_room(unit.number)
         self._reductions.join()  # what the sums before have read is free for the next buffer

@@ -2,7 +2,7 @@
 
 Note [A unit's life]
     In memory a unit is absent, coming, or here. It is here while the program reads its leaves, and in the backward
-    until its last saved place was used. `kept` is what stays of it even then (Note [What stays of a unit] in
+    until its last saved place was used. `held` is what stays of it even then (Note [What stays of a unit] in
     `gathers.py`): from that it comes back with fewer messages, or with none.
 
     Its gradients come once, after the forward, and are then given to a reduction. The sum is there about one unit
@@ -29,6 +29,7 @@ from torch import Tensor
 
 from ..comm.ranks import Pending
 from ..core.tracing import is_tracing
+from ..layout.rules import COPIES
 from ..sharding.schedule import Entry
 from .autograd import Block
 
@@ -60,7 +61,7 @@ class Unit:
     bound: Leaves | None = None  # the leaves, those that train as outputs of an anchor
     coming: dict[int, Pending] | None = None  # its gathers, by kind
     stages = 0  # how many stages of them have started
-    kept: Buffers | None = None
+    held: Buffers | None = None  # what stays of it by `keep_rule`
     is_touched = False
     hook: object = None  # of the checkpoint that read it last
     is_shared = False  # whether several checkpoints gather it, or one does twice
@@ -78,13 +79,13 @@ class Unit:
     def __init__(self, entry: Entry, stays: bool):
         self.entry = entry
         self.number = entry.unit
-        self.keeps = entry.kept  # as in the plan's `Unit.kept`
+        self.keep_rule = entry.keep_rule  # of `regather=`
         self.stays = stays  # until the forward ends
         self._gathered: Gathered | None = None
 
     def keep_in(self, gathered: Gathered) -> None:
         """Keep all of the unit in `gathered`, beyond this tape; what is there already is not gathered again."""
-        self._gathered, self.keeps, self.kept = gathered, (), gathered.get(self.number)
+        self._gathered, self.keep_rule, self.held = gathered, COPIES, gathered.get(self.number)
         if is_tracing():  # another label than that of units which a graph may gather again
             self.entry = self.entry._replace(name=f"{self.entry.name} (kept)")
 
@@ -129,24 +130,24 @@ class Unit:
             if self.leaves is None:
                 self.buffers = None
             if not (self.is_bound and self.gradients in ("forward", "due")):
-                self.drop_kept()
+                self.drop_held()
 
-    def keep(self, kept: Buffers) -> None:
+    def hold(self, held: Buffers) -> None:
         """Keep these of its buffers, or copies of them."""
-        self.kept = kept
+        self.held = held
         if self._gathered is not None:
-            self._gathered[self.number] = kept
+            self._gathered[self.number] = held
 
-    def drop_kept(self) -> None:
-        """Drop what was kept, unless it outlives the tape."""
+    def drop_held(self) -> None:
+        """Drop what is held, unless it outlives the tape."""
         if self._gathered is None:
-            self.kept = None
+            self.held = None
 
     def keep_all(self) -> None:
         """Before a second forward: from now on keep all of the unit; nothing is saved yet."""
-        if self.keeps != ():
-            self.kept = None
-        self.keeps, self.saved, self.is_touched = (), 0, False
+        if self.keep_rule != COPIES:
+            self.held = None
+        self.keep_rule, self.saved, self.is_touched = COPIES, 0, False
 
     @property
     def is_bound(self) -> bool:
@@ -169,7 +170,7 @@ class Unit:
     def close(self) -> None:
         """Drop all tensors: nodes of autograd hold this unit, in a cycle that Python's garbage collector cannot see."""
         self.let_go()
-        self.buffers = self.kept = self.coming = self.anchor = self._added = self.hook = None
+        self.buffers = self.held = self.coming = self.anchor = self._added = self.hook = None
         self.gradients = "closed"
 
 

@@ -7,6 +7,7 @@ from itertools import chain
 
 from ..comm.mesh import Axes
 from ..core.arguments import wrong
+from ..layout.rules import COPIES, Rule
 from .units import fitting, no_unit
 
 Regather = bool | str | Sequence[str]  # whether a unit is gathered again, or the axes over which a copy of it stays cut
@@ -46,24 +47,24 @@ def axes_of(name: str, over: object, sizes: Mapping[str, int]) -> Axes:
     return tuple(names) if sizes else ()
 
 
-def kept_over(
+def keep_rules(
     units: Mapping[str, Sequence[str]],
     regather: Regather | Mapping[str, Regather],
     sizes: Mapping[str, int],
     params_over: Axes,
-) -> list[Axes | None]:
-    """Return what stays of each unit between forward and backward: `Unit.kept`.
+) -> list[Rule | None]:
+    """Return the rule by which `regather` keeps each unit from forward to backward: `Unit.keep_rule`.
 
     `units` has the names of the subtrees of a unit of several, by its name; a pattern may name one of them.
 
     Raises TypeError for a value of another type, ValueError for wrong axes and for a pattern that chooses no unit.
     """
     if not isinstance(regather, Mapping):
-        return [_kept("regather", regather, sizes, params_over)] * len(units)
+        return [_keep_rule("regather", regather, sizes, params_over)] * len(units)
     for pattern in regather:
         if not isinstance(pattern, str):
             raise TypeError(wrong("regather: a key", pattern, "the name of a unit, or a pattern such as 'blocks.*'"))
-    kept = [_kept(f"regather[{pattern!r}]", x, sizes, params_over) for pattern, x in regather.items()]
+    rules = [_keep_rule(f"regather[{pattern!r}]", x, sizes, params_over) for pattern, x in regather.items()]
     names = [*units, *chain.from_iterable(units.values())]
     numbers = dict(zip(names, fitting([name.split(".") for name in names], list(regather)), strict=True))
     fits = [sorted({*chain(numbers[name], *(numbers[part] for part in parts))}) for name, parts in units.items()]
@@ -76,13 +77,13 @@ def kept_over(
                 f"regather: the pattern {pattern!r} chooses no unit: the patterns before it match all of its units, "
                 "and the first that matches counts. Put it before them."
             )
-    return [kept[row[0]] if row else None for row in fits]
+    return [rules[row[0]] if row else None for row in fits]
 
 
-def _kept(name: str, value: object, sizes: Mapping[str, int], params_over: Axes) -> Axes | None:
-    """What `regather` says of one unit: None (nothing stays), () (all of it), or the axes of the copy that stays."""
+def _keep_rule(name: str, value: object, sizes: Mapping[str, int], params_over: Axes) -> Rule | None:
+    """What `regather` says of one unit: None (nothing stays), copies (all of it), or the rule of a copy that is cut."""
     if isinstance(value, bool):
-        return None if value else ()
+        return None if value else COPIES
     if not isinstance(value, str | list | tuple):
         raise TypeError(wrong(name, value, "True, False, or names of the last axes of params_over"))
     axes = axes_of(name, value, sizes)
@@ -92,4 +93,4 @@ def _kept(name: str, value: object, sizes: Mapping[str, int], params_over: Axes)
             "stays cut over them, and is gathered over them alone in the backward"
         )
     # a copy cut like the parameters would equal the shard itself
-    return None if value and axes == params_over else axes
+    return None if value and axes == params_over else Rule(axes)

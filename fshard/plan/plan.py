@@ -107,20 +107,21 @@ class Slot(Leaf):
 class Unit:
     """Leaves that are gathered together: `lengths[k]` elements, padding included, in the flat buffer of kind k.
 
-    `kept` says what stays of the gathered buffers from the forward to the backward: nothing (None), all of them (()),
-    or copies that are cut over these axes, the last of `params_over`. `joined` has the names of small units that are
-    one unit here, if there are several.
+    `keep_rule` says what `regather=` leaves of the gathered buffers from the forward to the backward: nothing (None),
+    all of them (copies), or copies that are cut over the last axes of `params_over`. `joined` has the names of small
+    units that are one unit here, if there are several.
     """
 
     name: str
     lengths: tuple[int, ...]
-    kept: Axes | None = None
+    keep_rule: Rule | None = None
     joined: tuple[str, ...] = ()
 
     @property
     def regather(self) -> str:
         """The argument of `make_plan`, as text."""
-        return ", ".join(self.kept) if self.kept else str(self.kept is None)
+        over = () if self.keep_rule is None else self.keep_rule.over
+        return ", ".join(over) if over else str(self.keep_rule is None)
 
     @property
     def is_single(self) -> bool:
@@ -131,7 +132,7 @@ class Unit:
 def _joined(units: Sequence[Unit]) -> Unit:
     """Neighbours as one unit."""
     names, lengths = tuple(unit.name for unit in units), tuple(map(sum, zip(*(x.lengths for x in units), strict=True)))
-    return Unit(f"{names[0]} to {names[-1]}", lengths, units[0].kept, names) if len(units) > 1 else units[0]
+    return Unit(f"{names[0]} to {names[-1]}", lengths, units[0].keep_rule, names) if len(units) > 1 else units[0]
 
 
 @tree.constant
@@ -206,7 +207,9 @@ class Plan:
         groups, begins, filled = list[list[Unit]](), list[tuple[int, Sequence[int]]](), 0
         for unit, nbytes in zip(self.units, self.ahead.sizes, strict=True):
             before = groups[-1][-1] if groups else unit
-            fits = before.is_single and unit.is_single and before.kept == unit.kept and filled + nbytes <= bucket
+            fits = (
+                before.is_single and unit.is_single and before.keep_rule == unit.keep_rule and filled + nbytes <= bucket
+            )
             if not (groups and fits):
                 groups.append([])
                 filled, lengths = 0, [0] * len(self.kinds)
@@ -362,7 +365,7 @@ class Plan:
             unit = self.units[number]
             rows = (self.rows.get((number, kind)) for kind in range(len(self.kinds)))
             leaves = [len(row.leaves) if row else 0 for row in rows]
-            key = (re.sub(r"\d+", "0", unit.name), unit.lengths, unit.kept, tuple(leaves))
+            key = (re.sub(r"\d+", "0", unit.name), unit.lengths, unit.keep_rule, tuple(leaves))
             equal.setdefault(key, []).append(number)
         pairs = [(numbers, kind) for numbers in equal.values() for kind in range(len(self.kinds))]
         holders = {axes: self.holders(axes) for axes in ((), *(axes for axes, _ in shares.values()))}

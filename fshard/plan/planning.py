@@ -18,7 +18,7 @@ from ..core.arguments import check_flags, check_has, check_whole
 from ..core.tree import Tree
 from ..hosts.one_host import connected
 from .leaves import check_tensors, first_places, is_differentiable, join_frozen
-from .partitions import Regather, kept_over, partitions
+from .partitions import Regather, keep_rules, partitions
 from .plan import Kind, Plan, Slot, Unit, check_plain
 from .precision import Policy, Precision, policy_of, precisions
 from .units import Units, Where, claim_leaves, claim_policies, claim_units
@@ -114,7 +114,7 @@ def make_plan(
     origins = first_places(flat, paths)
     slot_of = {origin: number for number, origin in enumerate(dict.fromkeys(origins))}
     names, claims = claim_units(params, spec, flat, origins, units)
-    kept = kept_over(names, regather, sizes, over["params_over"])
+    keep = keep_rules(names, regather, sizes, over["params_over"])
     kind_of = _kinds(params, origins, {"whole": whole, "frozen": frozen, "offload": offload}, policy)
     steps = {kind: math.lcm(kind.aligned, block) for kind in dict.fromkeys(kind_of.values())}
     slots, lengths = _place(flat, paths, kind_of, steps, claims, len(names))
@@ -123,7 +123,7 @@ def make_plan(
         leaves=tuple(slot_of[i] for i in origins),
         claims=tuple(claims),
         slots=slots,
-        units=tuple(map(Unit, names, lengths, kept, names.values())),
+        units=tuple(map(Unit, names, lengths, keep, names.values())),
         kinds=tuple(steps),
         axes=tuple(sizes.items()),
         **over,

@@ -92,7 +92,7 @@ def _equal_units(plan: Plan, spec: tree.Spec, first: int) -> tuple[tuple[str, ..
         inside = [plan.units[number] for number in sorted({slot.unit for slot in slots})]
         at = [(n - numbers[0], x.unit - base, x.shape, x.kind, x.start) for n, x in zip(numbers, slots, strict=True)]
         forms.add(
-            (child, *at, *((unit.lengths, unit.kept, unit.joined) for unit in inside), base - sum(map(len, units)))
+            (child, *at, *((unit.lengths, unit.keep_rule, unit.joined) for unit in inside), base - sum(map(len, units)))
         )
         units.append(tuple(unit.name for unit in inside))
     return tuple(units) if len(forms) == 1 and len(units) > 1 else ()

@@ -20,6 +20,7 @@ from ..core import tree
 from ..core.differences import Form, Wanted
 from ..layout.layout import Layout
 from ..layout.row import Row
+from ..layout.rules import COPIES, Rule
 from ..plan.plan import Plan, Slot
 from ..plan.units import ENDS, LAST
 
@@ -121,7 +122,7 @@ class Entry(NamedTuple):
 
     unit: int
     name: str
-    kept: Axes | None  # as in `Unit`
+    keep_rule: Rule | None  # as in `Unit`
     rows: tuple[Row[Slot], ...]
     slots: tuple[Slot, ...]  # of all leaves, row by row
     trained: tuple[int, ...]  # the numbers of the trainable leaves among them
@@ -141,7 +142,7 @@ class Schedule:
         plan = view.plan
         self.entries = {unit: _entry(view, unit) for unit in range(*view.units)}
         self.rows = view.rows
-        self.regathers = any(unit.kept != () for unit in plan.units)
+        self.regathers = any(unit.keep_rule != COPIES for unit in plan.units)
         self.sends = any(e.sent for e in self.entries.values())
         self.mixed = self.sends and not all(e.sent for e in self.entries.values())
         self.any_whole = any(e.trained and not e.sent for e in self.entries.values())  # on every rank
@@ -222,4 +223,4 @@ def _entry(view: View, unit: int) -> Entry:
     ends = list(accumulate((len(row.leaves) for row in trainable), initial=0))
     reduced = tuple((row, *edge) for row, edge in zip(trainable, pairwise(ends), strict=True) if row.numel)
     sent = any(row.shards > 1 for row in rows)
-    return Entry(unit, plan.units[unit].name, plan.units[unit].kept, rows, slots, trained, reduced, sent)
+    return Entry(unit, plan.units[unit].name, plan.units[unit].keep_rule, rows, slots, trained, reduced, sent)

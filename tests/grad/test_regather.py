@@ -389,10 +389,10 @@ def test_a_plan_says_what_stays() -> None:
         regather = {"blocks.0": False, "blocks.*": "shard"}
         plan = fshard.make_plan(chain_params(), mesh, units=CHAIN["units"], regather=regather, **SLOW)
         same = fshard.make_plan(chain_params(), mesh, units=CHAIN["units"], regather=ALL, **SLOW)
-        return [unit.kept for unit in plan.units], str(plan), same.describe() + str(same)
+        return [unit.regather for unit in plan.units], str(plan), same.describe() + str(same)
 
     for kept, table, same in simulate(job, shard=2, replicate=2):
-        assert kept == [None, (), ("shard",), ("shard",), None]
+        assert kept == ["True", "False", "shard", "shard", "True"]
         *head, _, columns, first, whole, two, last, _ = table.splitlines()
         assert "regather" not in "".join(head)
         assert columns.split()[-1] == "regather"
@@ -461,4 +461,4 @@ def test_an_axis_that_parameters_are_not_cut_over_is_an_error() -> None:
 def test_one_device_takes_the_plan_of_a_mesh() -> None:
     """A script that names axes would not run on one device."""
     plan = fshard.make_plan(chain_params(), regather={"(root)": "shard"}, params_over=ALL)
-    assert [unit.kept for unit in plan.units] == [None]
+    assert [unit.regather for unit in plan.units] == ["True"]

@@ -91,7 +91,7 @@ def test_names() -> None:
     }
     assert names_of([("head",), "**.w"]).keys() == {"(first)", "(root)", *(f"{x}.w" for x in layers), "head"}
     plan = fshard.make_plan(params_of(), units=UNITS["ends"], regather={"embed and head": False})
-    assert [unit.kept for unit in plan.units] == [(), None, None, None, None]
+    assert [unit.regather for unit in plan.units] == ["False", "True", "True", "True", "True"]
 
 
 @pytest.mark.parametrize("units", UNITS)
@@ -100,7 +100,7 @@ def test_a_unit_stays_by_each_of_its_names(units: str) -> None:
     for name, subtrees in names_of(UNITS[units]).items():
         for called in (name, *subtrees):
             plan = fshard.make_plan(params_of(), units=UNITS[units], regather={called: False})
-            assert {unit.name: unit.kept for unit in plan.units if unit.kept is not None} == {name: ()}, called
+            assert {unit.name for unit in plan.units if unit.regather == "False"} == {name}, called
 
 
 def test_two_choices_for_one_unit() -> None:
