@@ -1,4 +1,4 @@
-"""Sharded parameters from safetensors files, each rank reading its intervals alone, and back to such files."""
+"""Sharded parameters from safetensors files, each rank reading its shards alone, and back to such files."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from ..sharding.state_dict import check_sharded, check_whole_tree
 def load_safetensors(path: str | os.PathLike[str], plan: Plan, rename: Rename | None = None) -> Sharded:
     """Make sharded parameters from the .safetensors file `path`, or from a directory as Hugging Face writes it.
 
-    Each rank reads the headers, and of the data its own intervals alone. A directory has model.safetensors, or
+    Each rank reads the headers, and of the data its own shards alone. A directory has model.safetensors, or
     model.safetensors.index.json and the files it lists. Values are moved to the device of the plan and cast among
     floating dtypes. A tied leaf may be under one of its names or under all. `rename` is a function from a name in the
     file to the name in the plan, or a dict of the names that change; None instead of a name leaves a tensor out.

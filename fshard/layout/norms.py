@@ -139,11 +139,11 @@ def scaled(x: T, factor: Tensor, own: bool = False) -> T:
     """Multiply a tree by a 0-d factor; in place if `own` says that the caller may overwrite the tree."""
     mesh, axes = (x.layout.mesh, x.layout.axes[-1:]) if isinstance(x, Parts) else (None, ())
 
-    def multiplied(row: Tensor) -> Tensor:
-        by = beside(factor.to(wide(row.dtype)), row)
+    def multiplied(x: Tensor) -> Tensor:
+        by = beside(factor.to(wide(x.dtype)), x)
         # memory that is used again: the page faults of a new tensor this large cost more than the product
-        out = row if own else primitives.buffer(mesh, axes, row.numel(), row, lent=False).view(row.shape)
-        return torch.mul(row, by, out=out)
+        out = x if own else primitives.buffer(mesh, axes, x.numel(), x, lent=False).view(x.shape)
+        return torch.mul(x, by, out=out)
 
     return tree.map(multiplied, x)
 
@@ -171,16 +171,16 @@ def global_norm(x: Tree, p: float = 2, exact: bool = False) -> Tensor:
     if exact and p != math.inf:
         largest = global_norm(x, math.inf)
         scale, binned = _scale(largest), torch.zeros(2, dtype=torch.float64, device=device)
-        for mesh, axes, rows in by_axes:
-            local = torch.stack([torch.zeros_like(binned), *(_binned(row, p, scale) for row in rows)]).sum(0)  # (2,)
+        for mesh, axes, tensors in by_axes:
+            local = torch.stack([torch.zeros_like(binned), *(_binned(t, p, scale) for t in tensors)]).sum(0)  # (2,)
             binned = binned + primitives.total(local, mesh, axes, label="norm")
         return _unbinned(binned, p, scale, largest).to(largest.dtype)
     sums = []
-    for mesh, axes, rows in by_axes:
-        if rows or axes:
-            powers = _power_sums(rows, p, device) if rows else torch.zeros(1, dtype=torch.float64, device=device)
+    for mesh, axes, tensors in by_axes:
+        if tensors or axes:
+            powers = _power_sums(tensors, p, device) if tensors else torch.zeros(1, dtype=torch.float64, device=device)
             sums.append(primitives.total(_joined(powers, p), mesh, axes, _op(p), label="norm"))
-    # ranks without rows must return the dtype that the others return
+    # ranks without tensors must return the dtype that the others return
     dtypes = {wide(dtype) for node in tree.tops(x, Parts) for dtype in _dtypes(node)}
     dtype = torch.float64 if torch.float64 in dtypes else torch.float32
     return _root(_joined(torch.stack(sums), p), p).to(dtype) if sums else torch.zeros((), dtype=dtype, device="cpu")
@@ -206,8 +206,8 @@ def gram(trees: Sequence[Tree]) -> Tensor:
     total = torch.zeros(len(trees), len(trees), dtype=torch.float64, device=device_of(trees[0]))
     for of_trees in zip(*map(_by_axes, trees), strict=True):
         (mesh, axes, _), local = of_trees[0], torch.zeros_like(total)  # (k, k)
-        for rows in zip(*(tensors for _, _, tensors in of_trees), strict=True):
-            for parts in zip(*(row.reshape(-1).split(block_size(row, _BLOCK)) for row in rows), strict=True):
+        for xs in zip(*(tensors for _, _, tensors in of_trees), strict=True):
+            for parts in zip(*(x.reshape(-1).split(block_size(x, _BLOCK)) for x in xs), strict=True):
                 block = torch.stack(parts).double()  # (k, elements)
                 local += (block @ block.T).to(local.device)
         total = total + primitives.total(local, mesh, axes, label="dot products")
@@ -235,12 +235,12 @@ def dot(x: Tree, y: Tree) -> Tensor:
         for axis in axes:
             product = collectives.total(product, mesh, axis, label="dot product")
         products.append(product)
-    # ranks without rows must return the dtype that the others return
+    # ranks without tensors must return the dtype that the others return
     return torch.stack(products).sum().to(reduce(torch.promote_types, dtypes, torch.float32))
 
 
 def _products(x: Tensor, y: Tensor) -> Iterator[Tensor]:
-    """The dot products of the blocks of two rows: 0-d, float64 or complex128."""
+    """The dot products of the blocks of two tensors: 0-d, float64 or complex128."""
     dtype = torch.promote_types(torch.promote_types(x.dtype, y.dtype), torch.float64)
     size = block_size(x, _BLOCK)
     for a, b in zip(x.reshape(-1).split(size), y.reshape(-1).split(size), strict=True):
@@ -281,12 +281,12 @@ def _by_axes(x: Tree) -> list[tuple[AnyMesh, Axes, list[Tensor]]]:
         for axes in node.layout.cut_axes if isinstance(node, Parts) else ():
             # a rank without elements takes part in the collective, too
             known.setdefault((id(node.layout.mesh), axes), (node.layout.mesh, axes, []))
-        for row, mesh, axes in _rows(node):
-            known.setdefault((id(mesh), axes), (mesh, axes, []))[2].append(row)
+        for part, mesh, axes in _filled(node):
+            known.setdefault((id(mesh), axes), (mesh, axes, []))[2].append(part)
     return [*known.values()]
 
 
-def _rows(node: Parts | Tensor) -> Iterator[tuple[Tensor, AnyMesh, Axes]]:
+def _filled(node: Parts | Tensor) -> Iterator[tuple[Tensor, AnyMesh, Axes]]:
     """The filled intervals of a node's tensors, each with mesh and axes; the padding between may hold any values.
 
     A tensor that this rank holds nothing of has an empty one: under vmap the results of all ranks have one shape.
@@ -302,10 +302,10 @@ def _rows(node: Parts | Tensor) -> Iterator[tuple[Tensor, AnyMesh, Axes]]:
 
 
 def _dtypes(node: Parts | Tensor) -> Iterable[torch.dtype]:
-    """The dtypes of a node's rows, the same on all ranks, also on those without rows."""
+    """The dtypes of a node's tensors, the same on all ranks, also on those without any."""
     if not isinstance(node, Parts):
         return [node.dtype]
-    return [row.dtype for row in node.tensors] or [node.layout.leaves[n].dtype for n in node.layout.numbers]
+    return [x.dtype for x in node.tensors] or [node.layout.leaves[n].dtype for n in node.layout.numbers]
 
 
 def _joined(powers: Tensor, p: float) -> Tensor:

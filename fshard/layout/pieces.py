@@ -1,4 +1,4 @@
-"""Trees of which a rank holds some elements, in rows: views of its pieces of leaves, and subsets of leaves."""
+"""Trees of which a rank holds some elements, in tensors: views of its pieces of leaves, and subsets of leaves."""
 
 from __future__ import annotations
 
@@ -76,13 +76,13 @@ tree.register(Parts, lambda x: (x.tensors, x.layout), Parts)
 
 @dataclass(frozen=True)
 class Views(Generic[Key]):
-    """Parts that lie in rows of another tree: `runs` has, for each row, the views that make it up, in order.
+    """Parts that lie in tensors of another tree: `runs` has, for each of its own, the views that make it up, in order.
 
-    It is not a pytree node and has no rows: a function over leaves raises an error, and reads or writes no copy.
-    `packed` copies the elements into rows, `write` writes to the views.
+    It is not a pytree node and has no tensors: a function over leaves raises an error, and reads or writes no copy.
+    `packed` copies the elements into tensors, `write` writes to the views.
     """
 
-    make: Callable[[Key, Sequence[Tensor]], Parts]  # (key, rows) -> the tree with rows of its own
+    make: Callable[[Key, Sequence[Tensor]], Parts]  # (key, tensors) -> the tree with tensors of its own
     key: Key
     runs: Sequence[Sequence[Tensor]]
 
@@ -98,8 +98,8 @@ tree.register_fields(Unreduced, ("local",), names=("",))  # so that leaves have 
 
 
 def packed(x: Tree) -> Tree:
-    """Copy `Views` into rows of their own; return anything else as it is."""
-    # one row for each run, the elements of its views end to end
+    """Copy `Views` into tensors of their own; return anything else as it is."""
+    # one tensor for each run, the elements of its views end to end
     return x.make(x.key, [torch.cat(list(run)) for run in x.runs]) if isinstance(x, Views) else x
 
 
@@ -169,7 +169,7 @@ def elements(x: Tree, layout: Layout | None = None) -> Iterator[tuple[Span, Tens
 
 
 def pick(x: Tree, layout: Layout) -> Parts | Views[Any]:
-    """The leaves of `x` that are in `layout`, a subset of its own layout: views of flat rows, or whole rows."""
+    """The leaves of `x` that are in `layout`, a subset of its own layout: views of flat tensors, or whole leaves."""
     if not layout.flat:
         tensors = tree.leaves(x)
         return Parts(layout, [tensors[number] for ((number, _, _),) in layout.runs])
@@ -181,8 +181,8 @@ def pick(x: Tree, layout: Layout) -> Parts | Views[Any]:
 
 
 def _runs(x: Tree) -> Sequence[Sequence[Tensor]]:
-    """For each row of a tree the tensors that make it up: its views, or the row itself."""
-    return x.runs if isinstance(x, Views) else [[row] for row in tree.leaves(x)]
+    """For each tensor of a tree what makes it up: views, or the tensor itself."""
+    return x.runs if isinstance(x, Views) else [[leaf] for leaf in tree.leaves(x)]
 
 
 def _between(views: Sequence[Tensor], start: int, numel: int) -> Iterator[Tensor]:
@@ -200,18 +200,18 @@ def _between(views: Sequence[Tensor], start: int, numel: int) -> Iterator[Tensor
 
 
 def put(x: T, part: Tree, layout: Layout) -> T:
-    """Return `x` with the leaves in `layout` taken from `part`; flat rows of `x` are written to in place."""
+    """Return `x` with the leaves in `layout` taken from `part`; flat tensors of `x` are written to in place."""
     if layout.flat:
         write(pick(x, layout), part)
         return x
-    rows, spec = tree.flatten(x)
-    for ((row, _, _),), new in zip(layout.runs, tree.leaves(part), strict=True):
-        rows[row] = new
-    return tree.unflatten(spec, rows)
+    tensors, spec = tree.flatten(x)
+    for ((number, _, _),), new in zip(layout.runs, tree.leaves(part), strict=True):
+        tensors[number] = new
+    return tree.unflatten(spec, tensors)
 
 
 def write(into: Tree, x: Tree) -> None:
-    """Copy the elements of `x` into the rows or views of `into`, which has the same layout."""
+    """Copy the elements of `x` into the tensors or views of `into`, which has the same layout."""
     if into is not x:
         for to, new in zip(*aligned(into, x), strict=True):
             to.copy_(new)
@@ -228,7 +228,7 @@ def aligned(*trees: Tree) -> list[list[Tensor]]:
 
 
 def _cut_alike(groups: Sequence[Sequence[Tensor]]) -> list[Sequence[Tensor]]:
-    """Split several rows of one length, each a list of 1-D views, at every boundary that any of them has."""
+    """Split several tensors of one length, each a list of 1-D views, at every boundary that any of them has."""
     sizes = [[view.numel() for view in group] for group in groups]
     finest = max(sizes, key=len)
     if not all(len(lengths) == 1 or lengths == finest for lengths in sizes):
@@ -252,19 +252,19 @@ def _split(views: Sequence[Tensor], sizes: Sequence[int]) -> list[Tensor]:
 
 
 def clear_padding_(x: T) -> T:
-    """Set the padding of flat rows to zero, in place: the elements that belong to no leaf."""
-    layout, rows = layout_of(x), tree.leaves(x)
-    for number, row in enumerate(rows if layout.flat else []):
-        clear_outside_(row, layout.filled.get(number, ()))
+    """Set the padding of flat tensors to zero, in place: the elements that belong to no leaf."""
+    layout, tensors = layout_of(x), tree.leaves(x)
+    for number, flat in enumerate(tensors if layout.flat else []):
+        clear_outside_(flat, layout.filled.get(number, ()))
     return x
 
 
 def without_padding(x: T) -> T:
-    """A tree with zeros where flat rows hold no leaf, for functions that mix elements (the scale of a block).
+    """A tree with zeros where flat tensors hold no leaf, for functions that mix elements (the scale of a block).
 
     A step's gradients are zero there, but a user's function of elements (`g / |g|`) may make NaN of these zeros.
     """
     if not isinstance(x, Parts) or not x.layout.flat:
         return x
-    (rows, spec), filled = tree.flatten(x), x.layout.filled
-    return tree.unflatten(spec, [cleared_outside(row, filled.get(n, ())) for n, row in enumerate(rows)])
+    (tensors, spec), filled = tree.flatten(x), x.layout.filled
+    return tree.unflatten(spec, [cleared_outside(flat, filled.get(n, ())) for n, flat in enumerate(tensors)])

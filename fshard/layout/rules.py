@@ -17,7 +17,7 @@ Note [Routes]
 
     | of an axis, from | to     | step      |                                |
     |------------------|--------|-----------|--------------------------------|
-    | copies           | cut    | `view`    | this rank's interval, no copy  |
+    | copies           | cut    | `view`    | this rank's shard, no copy     |
     | sum              | cut    | `scatter` | reduce-scatter                 |
     | sum              | copies | `add`     | all-reduce                     |
     | cut              | copies | `gather`  | all-gather                     |
@@ -143,7 +143,7 @@ def reshard(
 
 
 def interval(x: Tensor, mesh: AnyMesh, axes: Axes) -> Tensor:
-    """This rank's interval (n / W,) of a row (n,) that is cut over these axes: a view."""
+    """This rank's shard (n / W,) of a row (n,) that is cut over these axes: a view."""
     sizes = axis_sizes(mesh)
     length = x.numel() // math.prod(sizes[axis] for axis in axes)
     begin = coordinate(mesh, axes) * length

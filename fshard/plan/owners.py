@@ -1,4 +1,4 @@
-"""Who owns what of a plan, as a picture: for each unit, the ranks that hold each interval of its flat buffers."""
+"""Who owns what of a plan, as a picture: for each unit, the ranks that hold each shard of its flat buffers."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from .tables import aligned, size
 
-Holders = tuple[tuple[int, ...], ...]  # the ranks that hold each interval
+Holders = tuple[tuple[int, ...], ...]  # the ranks that hold each shard
 
 _COLOURS = ("#8ecae6", "#ffd166", "#a8d5a2", "#f4a6a0", "#c9b6e4", "#f9b572", "#8fd3c8", "#e3b3d1")
 _ALL = "#d9dee3"  # what all ranks hold
@@ -19,7 +19,7 @@ _NAMES, _BAR, _GAP, _ROW = 272, 208, 20, 42  # widths and a height in the pictur
 
 
 class Share(NamedTuple):
-    """How ranks hold a buffer: the ranks that have each of its equal intervals, and the bytes of one interval."""
+    """How ranks hold a buffer: the ranks that have each of its shards, and the bytes of one."""
 
     holders: Holders
     nbytes: int
@@ -146,11 +146,11 @@ def _svg(title: Sequence[str], shares: Mapping[str, str], rows: Sequence[TableLi
 
 
 def _bar(x: int, y: int, share: Share | None) -> list[str]:
-    """The intervals of a buffer, and the bytes of one."""
+    """The shards of a buffer, and the bytes of one."""
     if share is None:
         return [_text(x, y + 14, "none", small=True)]
     num = len(share.holders)
-    # intervals of less than two pixels are drawn as one
+    # shards of less than two pixels are drawn as one
     parts = share.holders if num <= _BAR // 2 else (tuple(sorted(chain(*share.holders))),)
     shapes, width = list[str](), _BAR / len(parts)
     for number, ranks in enumerate(parts):
@@ -163,7 +163,7 @@ def _bar(x: int, y: int, share: Share | None) -> list[str]:
         if len(said) * 6.2 + 4 < width:
             shapes.append(_text(left + width / 2, y + 14, said, small=True, anchor="middle"))
     said = f"{size(share.nbytes)} a rank" + f", 1/{num}" * (num > 1)
-    if len(shapes) < 2 * len(parts):  # intervals without room for their ranks
+    if len(shapes) < 2 * len(parts):  # shards without room for their ranks
         said += f", {sum(map(len, parts))} ranks"
     return [*shapes, _text(x, y + 29, said, small=True)]
 

@@ -1,15 +1,15 @@
-"""Plans: which rank owns which interval of which flat buffer, computed once, from shapes alone.
+"""Plans: which rank owns which shard of which flat buffer, computed once, from shapes alone.
 
 Note [Layout]
     The leaves of a tree are grouped in *units* (leaves that are gathered together) and, inside a unit, by *kind*
     (dtype, trainable or frozen, sharded or whole, on the device or in host memory). The leaves of one unit and kind lie
     in one flat buffer, in the order of the tree. Every leaf starts at a multiple of 16 bytes in each dtype of the
     buffer, because kernels load 16 bytes at once, and multiply a matrix that starts elsewhere more slowly. The end of
-    the buffer is padded with zeros so that the length of the smallest interval of a rank is such a multiple, too.
-    Rank r along the axes of a partition owns the r-th of equal intervals. A rank holds one tensor per kind: its
-    intervals of all units, one after the other.
+    the buffer is padded with zeros so that the length of the smallest shard of a rank is such a multiple, too.
+    Rank r along the axes of a partition owns the r-th of equal intervals, its shard. A rank holds one tensor per kind:
+    its shards of all units, one after the other.
     Each of the three partitions (params, grads, state) has the axes of the one before and possibly more, and the first
-    axis varies slowest. So an interval of a finer partition lies inside one interval of a coarser partition.
+    axis varies slowest. So a shard of a finer partition lies inside one shard of a coarser partition.
 """
 
 from __future__ import annotations
@@ -252,7 +252,7 @@ class Plan:
         return math.prod(sizes[axis] for axis in axes)
 
     def within(self, x: Tensor, kind: int, axes: Axes) -> Tensor:
-        """This rank's interval (n / W,) of a buffer (n,) of one kind that is cut further, over these axes: a view."""
+        """This rank's shard (n / W,) of a tensor (n,) of one kind that is cut further, over these axes: a view."""
         return interval(x, self.live_mesh(), self.kinds[kind].rule(axes).over)
 
     @cached_property
@@ -346,13 +346,13 @@ class Plan:
         return lines
 
     def holders(self, axes: Axes) -> Holders:
-        """Return the ranks that hold each interval of a partition over these axes."""
+        """Return the ranks that hold each shard of a partition over these axes."""
         sizes = dict(self.axes)
-        by_interval = dict[tuple[int, ...], list[int]]()
+        by_shard = dict[tuple[int, ...], list[int]]()
         for rank in range(math.prod(sizes.values())):
             at = dict(zip(sizes, digits(rank, [*sizes.values()]), strict=True))
-            by_interval.setdefault(tuple(at[axis] for axis in axes), []).append(rank)
-        return tuple(tuple(by_interval[at]) for at in sorted(by_interval))
+            by_shard.setdefault(tuple(at[axis] for axis in axes), []).append(rank)
+        return tuple(tuple(by_shard[at]) for at in sorted(by_shard))
 
     def lines(self, shares: Shares, units: Iterable[int]) -> list[TableLine]:
         """Return what units consist of and who holds it, a line for each kind of equal units.

@@ -2,9 +2,9 @@
 
 Note [Computed once]
     Gathering, splitting and reducing a unit always need the same facts: its kinds, where its leaves and this rank's
-    interval lie, which of them a subtree of the tree reads. For
-    small units the answers would cost more than the work on tensors. So they are computed once for each `View` of a
-    plan, and kept in `plan.derived`. A schedule has integers, names and slots; it refers to no plan, mesh or tensor.
+    shard lie, which of them a subtree of the tree reads. For small units the answers would cost more than the work on
+    tensors. So they are computed once for each `View` of a plan, and kept in `plan.derived`. A schedule has integers,
+    names and slots; it refers to no plan, mesh or tensor.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class View:
         return names
 
     def wanted(self) -> dict[Slot, Wanted]:
-        """Return what is read into each leaf that is held: a tensor of one of its names, of its shape and dtype."""
+        """Return the names, shape and dtype to look for when each leaf is loaded."""
         kinds = self.plan.kinds
         return {x: Wanted(names, Form(x.shape, kinds[x.kind].dtype)) for x, names in self.names().items()}
 

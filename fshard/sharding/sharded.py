@@ -1,4 +1,4 @@
-"""`Sharded`, a tree that lies on ranks in intervals; how it is made, gathered, cut further and less far."""
+"""`Sharded`, a tree that lies on ranks in shards; how it is made, gathered, cut further and less far."""
 
 from __future__ import annotations
 
@@ -34,14 +34,14 @@ from .schedule import View
 
 
 class Sharded(Parts, Branch):
-    """A tree of parameters, gradients or optimizer state, of this rank's intervals alone: a pytree node.
+    """A tree of parameters, gradients or optimizer state, of this rank's shards alone: a pytree node.
 
     Its leaves are flat 1-D tensors, one for each kind (dtype, trainable or frozen, sharded or whole). Each consists of
-    this rank's intervals of all units, end to end, with their padding (zeros). `x["blocks"][3]` is a subtree, still
+    this rank's shards of all units, end to end, with their padding (zeros). `x["blocks"][3]` is a subtree, still
     sharded.
     """
 
-    # Rows are typed as tensors, which they are for users. While a tree is mapped or vmapped they may be anything.
+    # Typed as tensors, which they are for users. While a tree is mapped or vmapped they may be anything.
     def __init__(self, view: View, tensors: Sequence[Tensor], life: Life | None = None):
         self.view = view
         self._tensors = tuple(tensors)
@@ -109,7 +109,7 @@ class Sharded(Parts, Branch):
         return Sharded(replace(self.view, plan=with_policy(self.plan, policy)), self.tensors, self._life)
 
     def by_plan(self, plan: Plan) -> Sharded:
-        """Return the same rows, by a plan with other units."""
+        """Return the same tensors, by a plan with other units."""
         return Sharded(replace(self.view, plan=plan, units=(0, len(plan.units))), self.tensors, self._life)
 
     def only(self, kinds: Iterable[int]) -> Sharded:
@@ -117,14 +117,14 @@ class Sharded(Parts, Branch):
         keep = tuple(kinds)
         if keep == self.view.kinds:
             return self
-        rows = dict(zip(self.view.kinds, self.tensors, strict=True))
-        return Sharded(replace(self.view, kinds=keep), [rows[k] for k in keep], self._life)
+        by_kind = dict(zip(self.view.kinds, self.tensors, strict=True))
+        return Sharded(replace(self.view, kinds=keep), [by_kind[k] for k in keep], self._life)
 
     def updated(self, new: Sharded) -> Sharded:
         """Return a tree of these kinds, with the tensors of `new` for the kinds that `new` has."""
-        rows = dict(zip(self.view.kinds, self.tensors, strict=True))
-        rows |= dict(zip(new.view.kinds, new.tensors, strict=True))
-        return Sharded(self.view, [rows[k] for k in self.view.kinds])
+        by_kind = dict(zip(self.view.kinds, self.tensors, strict=True))
+        by_kind |= dict(zip(new.view.kinds, new.tensors, strict=True))
+        return Sharded(self.view, [by_kind[k] for k in self.view.kinds])
 
     def shard(self, unit: int, kind: int) -> Tensor:
         """This rank's shard (n / W,) of one unit and kind, a view."""
@@ -177,22 +177,22 @@ class Sharded(Parts, Branch):
     def picture(self) -> Picture:
         """Return which ranks hold what of this tree: what `fshard.show` shows."""
         sizes = [0] * len(self.plan.kinds)
-        for kind, row in zip(self.view.kinds, self.tensors, strict=True):
-            sizes[kind] = row.itemsize
+        for kind, x in zip(self.view.kinds, self.tensors, strict=True):
+            sizes[kind] = x.itemsize
         over = f"over {','.join(self.view.over)}" if self.view.over else "whole on every rank"
-        rows = self.plan.lines({"of a rank": (self.view.over, sizes)}, range(*self.view.units))
-        rows = [row for row in rows if row.shares]
-        return picture([f"Sharded on {dict(self.plan.axes) or 'one device'}"], {"of a rank": over}, rows)
+        lines = self.plan.lines({"of a rank": (self.view.over, sizes)}, range(*self.view.units))
+        lines = [line for line in lines if line.shares]
+        return picture([f"Sharded on {dict(self.plan.axes) or 'one device'}"], {"of a rank": over}, lines)
 
     def _repr_html_(self) -> str:
         return self.picture()._repr_html_()
 
     def __repr__(self) -> str:
-        rows = ", ".join(
-            f"{self.plan.kinds[k]}{list(getattr(row, 'shape', ['?']))}"  # while a tree is mapped, not a tensor
-            for k, row in zip(self.view.kinds, self.tensors, strict=True)
+        tensors = ", ".join(
+            f"{self.plan.kinds[k]}{list(getattr(x, 'shape', ['?']))}"  # while a tree is mapped, not a tensor
+            for k, x in zip(self.view.kinds, self.tensors, strict=True)
         )
-        return f"Sharded({self.view.spec.num_leaves} leaves over {self.view.over or 'no axis'}: {rows})"
+        return f"Sharded({self.view.spec.num_leaves} leaves over {self.view.over or 'no axis'}: {tensors})"
 
 
 def _flatten(x: Sharded) -> tuple[tuple[Tensor, ...], View | Source]:
@@ -203,11 +203,11 @@ def _unflatten(source: View | Source, tensors: Iterable[Tensor]) -> Sharded:
     """A `Sharded` of these tensors. It is given away together with the value that the tensors came from, if any."""
     view, old = (source.static, source.of()) if isinstance(source, Source) else (source, None)
     assert isinstance(view, View)
-    rows = tuple(tensors)
-    pairs = zip(view.kinds, old._tensors if old is not None else (), rows, strict=False)
+    new = tuple(tensors)
+    pairs = zip(view.kinds, old._tensors if old is not None else (), new, strict=False)
     # a donated step writes to trainable kinds alone, so a tree that shares only frozen ones lives on
-    shared = any(old_row is row and view.plan.kinds[kind].trainable for kind, old_row, row in pairs)
-    return Sharded(view, rows, old._life if old is not None and shared else None)
+    shared = any(before is x and view.plan.kinds[kind].trainable for kind, before, x in pairs)
+    return Sharded(view, new, old._life if old is not None and shared else None)
 
 
 tree.register(Sharded, _flatten, _unflatten)
@@ -224,7 +224,7 @@ def whole_view(plan: Plan, over: Axes, kinds: Sequence[int]) -> View:
 
 
 def shard_params(params: Tree, plan: Plan, src: int | None = None) -> Sharded:
-    """Cut `params`, a tree of whole tensors, into this rank's intervals. Values are copied, the tree stays as it is.
+    """Cut `params`, a tree of whole tensors, into this rank's shards. Values are copied, the tree stays as it is.
 
     `src` is a rank of the mesh whose values all ranks take, leaf by leaf; the others' may then be meta tensors.
     Without it every rank passes the same values. Raises ValueError if the tree, or a leaf's shape, dtype or device,
@@ -368,9 +368,9 @@ def gather_unit(x: Sharded, unit: int, kind: int) -> Tensor:
 
 
 def refine(x: Sharded, over: Axes) -> Sharded | Views[Any]:
-    """Cut a whole tree further, over axes that extend its own: views of its rows, or `x` if nothing changes.
+    """Cut a whole tree further, over axes that extend its own: views of its tensors, or `x` if nothing changes.
 
-    Views, because a unit's smaller interval lies inside its larger one: in a row they are not next to each other.
+    Views, because a unit's smaller shard lies inside its larger one: in a tensor they are not next to each other.
     """
     view = replace(x.view, over=over)
     if view == x.view:
@@ -391,7 +391,7 @@ def coarsen(x: Sharded | Views[Any], over: Axes, into: Sharded | None = None) ->
     if isinstance(x, Sharded) and view == fine:
         return x
     plan, further = fine.plan, fine.over[len(over) :]
-    if isinstance(x, Sharded) and plan.num_ranks(further) == 1:  # every row is whole already
+    if isinstance(x, Sharded) and plan.num_ranks(further) == 1:  # every shard is whole already
         return Sharded(view, x.tensors)
     if into is None:
         likes = [run[0] for run in x.runs] if isinstance(x, Views) else x.tensors

@@ -2,7 +2,7 @@
 
 Note [Steps that update in the backward]
     `Updates` is handed the sum of each unit (Note [Updates in a backward] in `grad/gradients.py`), and runs the
-    optimizer on that unit alone: on its flat parameters, and on the same interval of every tree in the optimizer's
+    optimizer on that unit alone: on its flat parameters, and on the same shard of every tree in the optimizer's
     state. This is the same update, because the optimizer is elementwise. The 0-d tensors of the state (counts) are
     those before the step for every unit. Clipping must know the norm of all gradients first, so the
     forward and backward run twice.
@@ -38,7 +38,7 @@ from ..sharding.sharded import Sharded, in_new_containers, refine, whole_view
 from .accumulate import Recipe, rank_of, run_each
 from .loss_scale import NoLossScale
 
-# by unit and kind: start and length of an interval in the unit's row, and the row and start of it in a state
+# by unit and kind: start and length of an interval in the unit's shard, and the tensor and start of it in a state
 Runs: TypeAlias = Mapping[tuple[int, int], Sequence[tuple[int, int, int, int]]]
 
 # `state` is a `TrainState` throughout, whose module imports this one.
@@ -172,7 +172,7 @@ class Squares:
 
 
 def _runs(layout: Layout, view: View) -> Runs:
-    """The intervals of a view's rows that hold the leaves of one label, whose own layout this is; made once."""
+    """The intervals of a view's shards that hold the leaves of one label, whose own layout this is; made once."""
     known, key = layout.derived.runs, (view.plan.fingerprint, view.over, view.kinds)
     if key not in known:
         slots = [slot for slot in dict.fromkeys(view.slots()) if slot.kind in view.kinds]  # by the number of the leaf
@@ -199,7 +199,7 @@ class Updates:
     def make(self, unit: int, kind: int, total: Tensor) -> None:
         """Update one unit and kind by the sum of its gradients, (n / W_grads,)."""
         self.begun = True
-        params, grads = self._interval(unit, kind), self._own(total, kind)  # (n / W_state,)
+        params, grads = self._shard(unit, kind), self._own(total, kind)  # (n / W_state,)
         update = partial(self._update, (unit, kind), params, grads)
         if self._tx.parts is None:
             self._new = {None: update(self._tx, self._old)}
@@ -235,7 +235,7 @@ class Updates:
 
         return update_part(tx, state, of_params, of_grads, cut, own_grads=True)
 
-    def _interval(self, unit: int, kind: int) -> Tensor:
+    def _shard(self, unit: int, kind: int) -> Tensor:
         """The parameters (n / W_state,) that this rank updates, a view."""
         if isinstance(self._fine, Views):
             view: View = self._fine.key
@@ -254,7 +254,7 @@ class Updates:
         """Wait for all new parameters, and return the new optimizer state."""
         if not self.begun:  # no parameter has an element: the counts alone go on
             unit, kind = next(iter(self._fine.key.rows))
-            self.make(unit, kind, self._interval(unit, kind))
+            self.make(unit, kind, self._shard(unit, kind))
         for pending in self._gathers:
             pending.wait()
         new = self._new[None] if self._tx.parts is None else LabelState(self._new, self._old.layouts)

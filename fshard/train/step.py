@@ -386,7 +386,7 @@ def _update(
 ) -> tuple[Sharded | Views, Tree]:
     """New parameters, cut as the state is, and optimizer state; with `donate` in the memory of the old ones."""
     plan, trained = params.plan, params.trainable
-    # params (n / W_params,) -> the interval that this rank updates, a view of them (n / W_state,)
+    # params (n / W_params,) -> the shard that this rank updates, a view of them (n / W_state,)
     fine_params = refine(trained, plan.state_over)
     # a policy's `grads` may be another dtype than the parameters'
     grads = Sharded(grads.view, [g.to(p.dtype) for g, p in zip(grads.tensors, trained.tensors, strict=True)])

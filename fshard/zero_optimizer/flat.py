@@ -1,4 +1,4 @@
-"""ZeRO's flat partition: equal intervals of flat buckets of leaves, laid out by a plan."""
+"""ZeRO's flat partition: shards of flat buckets of leaves, laid out by a plan."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _LARGE = 1 << 16  # mean elements of pieces from which reading them in place bea
 
 
 def flat_init(tx: Transform, mesh: AnyMesh, axes: Axes, bucket: int, block: int, params: Tree) -> ZeroState:
-    """Make the plan of buckets, and the optimizer's state for this rank's intervals of them."""
+    """Make the plan of buckets, and the optimizer's state for this rank's shards of them."""
     trained = [x for x in tree.leaves(params) if is_differentiable(x)]
     # a plan counts elements: a bucket has as many as `bucket` bytes have in the mean of the trained leaves' dtypes
     size = max(1, bucket * sum(x.numel() for x in trained) // max(1, sum(x.nbytes for x in trained)))
@@ -152,7 +152,7 @@ class _Buckets:
 def flat_update(
     tx: Transform, local: bool, grads: Tree, state: ZeroState, params: Tree = None, **extra: object
 ) -> tuple[Tree, ZeroState]:
-    """Return whole updates: each rank computes its intervals, and they are all-gathered."""
+    """Return whole updates: each rank computes its shards, and they are all-gathered."""
     plan = check_zero_state(state, Plan)
     gradients = _by_slot(plan, grads, "gradients")
     grads_part = _whole_part(plan, gradients, local)

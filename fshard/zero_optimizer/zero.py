@@ -2,7 +2,7 @@
 
 Note [A step of ZeRO]
     Every rank has all parameters and a part of the optimizer's state. A rank updates its part of the parameters and
-    gathers the other parts from the other ranks. With partition="flat" the parts are equal intervals of flat buckets of
+    gathers the other parts from the other ranks. With partition="flat" the parts are shards of flat buckets of
     leaves, laid out by a plan that shards the state but not the parameters; with "leaf" the parts are whole leaves.
     Local gradients are reduce-scattered, so that a rank gets the sum for its part only (ZeRO-2); of gradients that are
     reduced already a rank reads its part (ZeRO-1).
