@@ -29,7 +29,7 @@ _SMALL = 1 << 18  # elements: larger parts that several ranks have are split bet
 
 
 @dataclass(frozen=True)
-class Part:
+class SavedSpan:
     """Elements of a leaf that this rank has, from `begin` of the flattened leaf on; `holders` ranks have the same.
 
     `holder` is the number of this rank among them. `elements` is a view of the state where that is possible.
@@ -55,7 +55,7 @@ class Contents:
 
     mesh: AnyMesh
     forms: dict[str, Form] = field(default_factory=dict)
-    parts: list[Part] = field(default_factory=list)
+    parts: list[SavedSpan] = field(default_factory=list)
     values: dict[str, Json] = field(default_factory=dict)
     plans: list[str] = field(default_factory=list)
     aliases: dict[str, str] = field(default_factory=dict)  # other names of tied leaves
@@ -84,7 +84,7 @@ def contents_of(state: Tree, function: str, mesh: AnyMesh) -> Contents:
             _check_tensor(function, path, node)
             contents.forms[path] = Form(tuple(node.shape), node.dtype)
             plain = node.detach().resolve_conj().resolve_neg().contiguous()  # its bytes are those of its elements
-            contents.parts.append(Part(path, 0, plain, contents.rank, contents.ranks))
+            contents.parts.append(SavedSpan(path, 0, plain, contents.rank, contents.ranks))
         else:
             names.append(path)
             contents.values[path] = _value(function, path, node)
@@ -106,7 +106,7 @@ def _add_parts(contents: Contents, path: str, node: Parts) -> list[str]:
         over = layout.row_of[number].rule.over
         axes = [axis for axis in axis_sizes(contents.mesh) if axis not in over]  # along which ranks have copies
         holder, holders = coordinate(contents.mesh, axes), num_ranks(contents.mesh, axes)
-        contents.parts.append(Part(names[number], span.begin, piece.detach(), holder, holders))
+        contents.parts.append(SavedSpan(names[number], span.begin, piece.detach(), holder, holders))
     return [*names.values()]
 
 

@@ -33,7 +33,7 @@ from ..files.torch_dcp import located
 from ..layout.pieces import Parts, mesh_of
 from ..sharding.names import Rename
 from ..sharding.names import origins as names_by_new
-from .contents import Contents, Part, check_same_call, contents_of
+from .contents import Contents, SavedSpan, check_same_call, contents_of
 
 T = TypeVar("T")
 _REMEDY = "let all ranks see the same files"
@@ -306,7 +306,7 @@ class _PieceRead(NamedTuple):
     unlike: str  # what to say of elements that are not those of `out`; "" to read them
 
 
-def _reads(part: Part, entry: IndexEntry, unlike: str = "") -> Iterator[_PieceRead]:
+def _reads(part: SavedSpan, entry: IndexEntry, unlike: str = "") -> Iterator[_PieceRead]:
     """Yield what this rank reads for a part: the pieces that have elements of it."""
     out = part.elements.view(-1)
     end = part.begin + len(out)

@@ -27,7 +27,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from ..core.storage import address
 
-Take = Callable[[Any, Sequence[Tensor | None]], None]  # of a `Unit`, and its gradients
+OnGrads = Callable[[Any, Sequence[Tensor | None]], None]  # of a `TapeUnit`, and its gradients
 Ctx = Any  # torch's context of a function, on which forward sets any attributes for backward
 
 
@@ -66,7 +66,7 @@ class Anchor(torch.autograd.Function):
     def forward(
         ctx: Ctx,
         before: Tensor,
-        touch: tuple[Take, object, Sequence[Tensor]],
+        touch: tuple[OnGrads, object, Sequence[Tensor]],
     ) -> tuple[Tensor, ...]:
         """Return views of the leaves, and a 0-d tensor."""
         ctx.take, ctx.unit, leaves = touch  # one argument: torch looks at each in Python

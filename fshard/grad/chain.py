@@ -29,8 +29,8 @@ from typing import NamedTuple, Protocol
 
 from torch import Tensor
 
-from .autograd import Anchor, Block, Take
-from .unit import Buffers, Leaves, Unit
+from .autograd import Anchor, Block, OnGrads
+from .unit import Buffers, Leaves, TapeUnit
 
 
 class Gathering(Protocol):
@@ -38,7 +38,7 @@ class Gathering(Protocol):
 
     index: int
 
-    def again(self, unit: Unit) -> Buffers:
+    def again(self, unit: TapeUnit) -> Buffers:
         """Return a unit's buffers, which are gathered if they are not in memory."""
 
 
@@ -57,13 +57,13 @@ class Chain:
     others as they are read.
     """
 
-    def __init__(self, units: Mapping[int, Unit], root: Tensor, is_linked: bool, planned: Iterable[int]):
+    def __init__(self, units: Mapping[int, TapeUnit], root: Tensor, is_linked: bool, planned: Iterable[int]):
         self.is_linked, self.outputs = is_linked, [root]
         self.gathered: list[tuple[int, int]] = []  # the tape and the number of each unit that ranks gathered, in order
         # the units that the backward will gather again, the first one last
-        self.saved: dict[Unit, Saved] = {}
+        self.saved: dict[TapeUnit, Saved] = {}
         # units that stay until an anchor runs that was made no later than the one with this number
-        self._waiting: list[tuple[int, Unit]] = []
+        self._waiting: list[tuple[int, TapeUnit]] = []
         self._hook: object = None  # of the checkpoint that read last
         self._before = 0  # the number of an anchor that was made before that began
         self._units, self._planned, self._tapes = units, iter(planned), 0
@@ -73,27 +73,27 @@ class Chain:
         self._tapes += 1
         return self._tapes
 
-    def bind(self, unit: Unit, take: Take, leaves: Leaves) -> list[Tensor]:
+    def bind(self, unit: TapeUnit, take: OnGrads, leaves: Leaves) -> list[Tensor]:
         """The leaves of a touch, whose gradients, summed with those of other touches, `take` gets once."""
         if unit.anchor is not None:
-            *bound, _ = Anchor.apply(unit.anchor, (Unit.add, unit, leaves))
+            *bound, _ = Anchor.apply(unit.anchor, (TapeUnit.add, unit, leaves))
             return bound
         self.link(unit.number, take)
         return self._linked(unit, take, leaves)
 
-    def _linked(self, unit: Unit, take: Take, leaves: Leaves) -> list[Tensor]:
+    def _linked(self, unit: TapeUnit, take: OnGrads, leaves: Leaves) -> list[Tensor]:
         *bound, unit.anchor = Anchor.apply(self.outputs[-1], (take, unit, leaves))
         if self.is_linked:
             unit.since = len(self.outputs)
             self.outputs.append(unit.anchor)
         return bound
 
-    def bind_late(self, unit: Unit, take: Take, leaves: Leaves) -> list[Tensor]:
+    def bind_late(self, unit: TapeUnit, take: OnGrads, leaves: Leaves) -> list[Tensor]:
         """The leaves of a touch in the backward, which is no part of the chain: `take` gets their gradients."""
         *bound, _ = Anchor.apply(self.outputs[0], (take, unit, leaves))
         return bound
 
-    def link(self, stop: int | None, take: Take) -> None:
+    def link(self, stop: int | None, take: OnGrads) -> None:
         """Give an anchor to each planned unit up to `stop` that has none, in a chain; with None, to all of them."""
         for number in self._planned:
             if number == stop:
@@ -102,17 +102,17 @@ class Chain:
             if unit.anchor is None and unit.entry.trained:
                 self._linked(unit, take, [])
 
-    def hidden(self) -> list[Unit]:
+    def hidden(self) -> list[TapeUnit]:
         """The units of a linked chain that were only read where gradients are off."""
         units = self._units.values() if self.is_linked else ()
         return [unit for unit in units if unit.is_bound and unit.is_touched and not unit.is_used]
 
-    def save(self, unit: Unit, tape: Gathering) -> None:
+    def save(self, unit: TapeUnit, tape: Gathering) -> None:
         """Put a unit first in the order in which the backward gathers."""
         self.saved.pop(unit, None)
         self.saved[unit] = Saved(tape, len(self.outputs))
 
-    def rerun(self, unit: Unit, tape: Gathering, block: Block, is_new: bool) -> None:
+    def rerun(self, unit: TapeUnit, tape: Gathering, block: Block, is_new: bool) -> None:
         """Note that a checkpoint reads a unit: it gathers its units in the same order when it runs again.
 
         `is_new` says that the unit was gathered for this.
@@ -135,7 +135,7 @@ class Chain:
         units[1:] = units[:0:-1]
         self.saved.update((x, Saved(by, len(self.outputs), block.hook)) for x, by in units)
 
-    def turn(self, unit: Unit) -> None:
+    def turn(self, unit: TapeUnit) -> None:
         """Gather again what comes before a unit, and note that this is gathered now."""
         if unit in self.saved:
             if self.is_linked and next(reversed(self.saved)) is not unit:
@@ -145,7 +145,7 @@ class Chain:
                 is_last = entry.hook is not None and not unit.is_shared  # of the checkpoint that runs again now
                 self._waiting.append((unit.since if is_last else min(unit.since, unit.before), unit))
 
-    def passes(self, unit: Unit) -> None:
+    def passes(self, unit: TapeUnit) -> None:
         """The anchor of a unit runs: no node of autograd that was made after it will run any more."""
         if self.saved and self.saved[next(reversed(self.saved))].since > unit.since:
             self._catch_up(unit.since)
@@ -160,7 +160,7 @@ class Chain:
         while self.is_linked and self.saved and self.saved[first := next(iter(self.saved))].since == 1:
             del self.saved[first]
 
-    def _catch_up(self, since: int, until: Unit | None = None) -> None:
+    def _catch_up(self, since: int, until: TapeUnit | None = None) -> None:
         """Gather again what was saved when there were more outputs, as far as the unit `until`."""
         while self.saved:
             last = next(reversed(self.saved))

@@ -33,7 +33,7 @@ from ..plan.offload import HOST
 from ..plan.plan import Plan, Slot
 from ..sharding.schedule import Entry
 from ..sharding.sharded import Sharded
-from .unit import Buffers, Unit
+from .unit import Buffers, TapeUnit
 
 
 def is_buffer(params: Sharded, kind: int, copied: bool) -> bool:
@@ -218,7 +218,7 @@ class Arrivals:
     was sent is kept until the computation has waited for that stream. `copied` is as in `is_buffer`.
     """
 
-    def __init__(self, params: Sharded, units: Mapping[int, Unit], copied: bool):
+    def __init__(self, params: Sharded, units: Mapping[int, TapeUnit], copied: bool):
         self._plan, self._units, self._gathers = params.plan, units, Gathers(params, copied)
         self._ahead = params.plan.ahead
         self._stepped: list[Pending] = []  # what may still be sent of earlier stages
@@ -227,7 +227,7 @@ class Arrivals:
         has_streams = self.stages > 1 and params.plan.device != HOST and not is_tracing()
         self._side = params.plan.crossings.stages if has_streams else None
 
-    def keep(self, unit: Unit) -> None:
+    def keep(self, unit: TapeUnit) -> None:
         """Hold what `regather=` keeps of a unit: all buffers, or copies of them that are cut."""
         assert unit.buffers is not None
         assert unit.keep_rule is not None
@@ -242,13 +242,13 @@ class Arrivals:
         shard = self._plan.within(full, kind, axes)
         return primitives.buffer(self._plan.live_mesh(), axes, shard.numel(), shard, lent=False).copy_(shard)
 
-    def _stages(self, unit: Unit) -> int:
+    def _stages(self, unit: TapeUnit) -> int:
         """The number of stages of a unit's gather, one for each axis; none if all of it is held."""
         if unit.held is None or unit.keep_rule is None:
             return self.stages
         return stages(self._plan, unit.keep_rule.over) if unit.keep_rule.over else 0
 
-    def start(self, unit: Unit) -> None:
+    def start(self, unit: TapeUnit) -> None:
         """Start the gather of a unit, from what is held of it if anything is, unless it is under way."""
         if unit.coming is not None:
             return
@@ -262,7 +262,7 @@ class Arrivals:
             unit.coming = {kind: arrived(full) for kind, full in held_buffers.items()}
         unit.stages = 1
 
-    def ahead(self, current: Unit | None, following: Iterable[int]) -> None:
+    def ahead(self, current: TapeUnit | None, following: Iterable[int]) -> None:
         """Gather as many of the units that follow on the current one as the plan says.
 
         Gathers under way go on to their next stage, the others start.
@@ -282,7 +282,7 @@ class Arrivals:
             elif unit.coming is not None and unit.stages < stages:
                 self._advance(unit)
 
-    def _advance(self, unit: Unit) -> None:
+    def _advance(self, unit: TapeUnit) -> None:
         """Start the next stage of the gather of a unit."""
         older = unit.coming
         assert older is not None
@@ -298,7 +298,7 @@ class Arrivals:
             self._side.join()
             self._stepped.clear()
 
-    def take(self, unit: Unit) -> Buffers:
+    def take(self, unit: TapeUnit) -> Buffers:
         """Wait for the gather of a unit, which starts now if it is not under way."""
         unit.check("gather")
         self.start(unit)

@@ -49,7 +49,7 @@ from .autograd import Owners, SavedTensor, SavedView, in_checkpoint
 from .chain import Chain
 from .gathers import Arrivals
 from .gradients import Gradients, Reductions, settle
-from .unit import Buffers, Gathered, Leaves, Unit
+from .unit import Buffers, Gathered, Leaves, TapeUnit
 from .writes import Writes
 
 T = TypeVar("T")
@@ -75,14 +75,14 @@ class Tape:
         self._params, self.plan, self._into = params, params.plan, into
         self.root = autograd.root()
         self._schedule = schedule(params.view)
-        self._units = {n: Unit(entry, stays=n == self.plan.root) for n, entry in self._schedule.entries.items()}
+        self._units = {n: TapeUnit(entry, stays=n == self.plan.root) for n, entry in self._schedule.entries.items()}
         is_linked = bool(gathers.several(self.plan, self.plan.axis_names))
         is_planned = is_linked and self._schedule.any_whole and not is_tracing()  # all ranks trace one program
         self.chain = chain or Chain(self._units, self.root, is_linked, self._schedule.likely if is_planned else ())
         self.index = self.chain.join()
         self.beside = [(x, Tape(x, chain=self.chain)) for x in beside]
         self._followers = [tape for _, tape in self.beside]  # which gather beside this tape
-        self._here: list[Unit] = []  # whose buffers stay at least until another unit is read
+        self._here: list[TapeUnit] = []  # whose buffers stay at least until another unit is read
         self.shown: Shown | None = Shown()  # until the forward ends
         self._owners = Owners()
         self._reductions = Reductions(self.plan, into)
@@ -93,7 +93,7 @@ class Tape:
         self._rows = {address(row) for row in params.tensors}
         self._gradless = False  # whether a unit was touched where gradients are off
         self._reached = False  # whether a unit was given a gradient
-        self._late: list[Unit] = []  # units that are reduced after the backward
+        self._late: list[TapeUnit] = []  # units that are reduced after the backward
         self._makes_buffers = any(gathers.is_buffer(params, kind, copied) for kind in params.view.kinds)
         self._regather = self._makes_buffers and self._schedule.regathers and gathered is None  # until the forward ends
         self._resends, self._keeps_on = self._regather and self._schedule.sends, gathered is not None
@@ -163,7 +163,7 @@ class Tape:
             self.chain.rerun(unit, self, block, is_new)
         return leaves
 
-    def _gather(self, unit: Unit) -> Leaves:
+    def _gather(self, unit: TapeUnit) -> Leaves:
         """The leaves of a unit that is not in memory; the others are let go of, but for those that stay."""
         if self._backward:
             self.chain.turn(unit)
@@ -199,7 +199,7 @@ class Tape:
             self._arrivals.ahead(unit, following)
         return leaves
 
-    def _keep(self, unit: Unit) -> None:
+    def _keep(self, unit: TapeUnit) -> None:
         """Keep what the plan says of a unit that was just gathered, if there will be a backward."""
         if unit.keep_rule is None or unit.held is not None or self._backward or not torch.is_grad_enabled():
             return
@@ -221,18 +221,18 @@ class Tape:
         """The units that the backward will gather again, the next one first."""
         return (unit.number for unit in self._due() if unit.buffers is None)
 
-    def _due(self) -> Iterator[Unit]:
+    def _due(self) -> Iterator[TapeUnit]:
         saved = self.chain.saved
         due = (unit for unit in reversed(saved) if saved[unit].tape is self)
         return (unit for unit in due if unit.entry.sent) if self._schedule.mixed else due
 
-    def _buffers(self, unit: Unit) -> Buffers:
+    def _buffers(self, unit: TapeUnit) -> Buffers:
         """A unit's flat buffers: those in memory, or gathered now."""
         if unit.buffers is None:
             unit.buffers = self._arrivals.take(unit)
         return unit.buffers
 
-    def _leaves(self, unit: Unit, buffers: Buffers) -> Leaves:
+    def _leaves(self, unit: TapeUnit, buffers: Buffers) -> Leaves:
         """A unit's leaves, views of its buffers, without derivatives, and watched for writes in place."""
         leaves: list[Tensor] = []
         for row in unit.entry.rows:
@@ -250,7 +250,7 @@ class Tape:
         """The addresses of the storages of gathered buffers."""
         return {x for tape in self._tapes for x in tape._owners.addresses()}
 
-    def _bind(self, unit: Unit, leaves: Leaves) -> Leaves:
+    def _bind(self, unit: TapeUnit, leaves: Leaves) -> Leaves:
         """A unit's leaves, the trainable ones bound to its anchor (Note [Anchors])."""
         entry = unit.entry
         if not entry.trained:
@@ -307,7 +307,7 @@ class Tape:
         hidden = [unit.number for unit in self._hidden()]
         return [hash(tuple(numbers)) & _BITS for numbers in ([*self.chain.gathered, *hidden], saved)]
 
-    def _hidden(self) -> list[Unit]:
+    def _hidden(self) -> list[TapeUnit]:
         return self.chain.hidden() if self._gradless else []
 
     def keep_read(self) -> None:
@@ -381,7 +381,7 @@ class Tape:
             self.chain.saved.pop(unit, None)
         return saved.view_of(full)
 
-    def again(self, unit: Unit) -> Buffers:
+    def again(self, unit: TapeUnit) -> Buffers:
         """A unit's buffers, which stay until the last saved place was used."""
         if not unit.is_again or unit.buffers is None:
             if self._backward:
@@ -391,14 +391,14 @@ class Tape:
         assert unit.buffers is not None
         return unit.buffers
 
-    def _next(self, unit: Unit) -> Buffers:
+    def _next(self, unit: TapeUnit) -> Buffers:
         """A unit's buffers; in the backward the gathers of those that follow are started."""
         buffers = self._buffers(unit)
         if self._backward and (unit.entry.sent or not self._schedule.mixed):
             self._arrivals.ahead(unit, self._before())
         return buffers
 
-    def reduce(self, unit: Unit, grads: Sequence[Tensor | None]) -> None:
+    def reduce(self, unit: TapeUnit, grads: Sequence[Tensor | None]) -> None:
         """Put a unit's gradients into flat buffers and start their reduction."""
         into = self._into
         assert into is not None
@@ -422,19 +422,19 @@ class Tape:
                 self._add(pending, unit, row.kind)
         self._reductions.move_on(unit.number - 1)
 
-    def _add(self, pending: Pending, unit: Unit, kind: int) -> None:
+    def _add(self, pending: Pending, unit: TapeUnit, kind: int) -> None:
         """Keep a reduction that was started, and hand its sum on if that is asked for."""
         if self._take is not None:
             pending = pending.then(partial(self._taken, unit, kind))
         self._reductions.add(unit.number, pending)
 
-    def _taken(self, unit: Unit, kind: int, total: Tensor) -> Tensor:
+    def _taken(self, unit: TapeUnit, kind: int, total: Tensor) -> Tensor:
         assert self._take is not None
         unit.gradients = "taken"
         self._take(unit.number, kind, total)
         return total
 
-    def _add_late(self, unit: Unit, grads: Sequence[Tensor | None]) -> None:
+    def _add_late(self, unit: TapeUnit, grads: Sequence[Tensor | None]) -> None:
         """Add gradients of a touch in the backward, of a function that runs a backward of its own."""
         unit.check("reduce")
         self._reached = True

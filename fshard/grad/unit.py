@@ -53,7 +53,7 @@ _REFUSED = {
 }
 
 
-class Unit:
+class TapeUnit:
     """One unit of a tape (Note [A unit's life])."""
 
     buffers: Buffers | None = None  # while it is here

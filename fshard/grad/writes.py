@@ -32,7 +32,7 @@ from ..core.tracing import Operator, is_tracing
 from ..core.tree import Tree
 from ..plan.plan import Slot
 from ..sharding.schedule import Entry
-from .unit import Unit
+from .unit import TapeUnit
 
 # Leaves that share a version counter (one of them was written to, if it counted), and whether their memory is the
 # caller's: then the write has changed the parameters that were passed.
@@ -187,7 +187,7 @@ class Writes:
         copied = () if self._tracing else small
         return [self.watch(x, [slots[n]], is_callers and n not in copied) for n, x in enumerate(visible)]
 
-    def leave(self, unit: Unit) -> None:
+    def leave(self, unit: TapeUnit) -> None:
         """Before the leaves of a unit are dropped: ValueError if the program has set the `.data` of one."""
         leaves = unit.bound or unit.leaves or ()
         if not self._storages.issuperset(map(_ADDRESS, map(Tensor.untyped_storage, leaves))):

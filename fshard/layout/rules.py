@@ -65,7 +65,7 @@ class Rule(NamedTuple):
 COPIES = Rule()
 
 
-class Step(NamedTuple):
+class RouteStep(NamedTuple):
     """One step of a route; before a `view` or a `scatter` the row is still to be cut over `to_cut`."""
 
     kind: Literal["view", "scatter", "add", "gather"]
@@ -73,14 +73,14 @@ class Step(NamedTuple):
     to_cut: Axes = ()
 
 
-def route(old: Rule, new: Rule, order: Sequence[str], innermost_first: bool = False) -> list[Step]:
+def route(old: Rule, new: Rule, order: Sequence[str], innermost_first: bool = False) -> list[RouteStep]:
     """Return the steps from one rule to another along the axes in `order`, those of the mesh (Note [Routes]).
 
     Sums are taken along the axes of `new.over`, then along the others; or, innermost axis first, from the last in
     `order`. ValueError if there is no route.
 
     >>> route(Rule((), ("replicate", "shard")), Rule(("shard",)), ("replicate", "shard"))
-    [Step(kind='scatter', axis='shard', to_cut=('shard',)), Step(kind='add', axis='replicate', to_cut=())]
+    [RouteStep(kind='scatter', axis='shard', to_cut=('shard',)), RouteStep(kind='add', axis='replicate', to_cut=())]
     """
     common = min(len(old.over), len(new.over))
     if old.over[:common] != new.over[:common] or not set(new.sums) <= set(old.sums):
@@ -90,11 +90,11 @@ def route(old: Rule, new: Rule, order: Sequence[str], innermost_first: bool = Fa
     narrowed = [*to_cut, *due]
     if innermost_first:
         narrowed.sort(key=order.index, reverse=True)
-    steps = list[Step]()
+    steps = list[RouteStep]()
     for axis in narrowed:
         left = tuple(other for other in to_cut if other in narrowed[len(steps) :])
-        steps.append(Step("add" if axis in due else "scatter" if axis in old.sums else "view", axis, left))
-    return steps + [Step("gather", axis) for axis in reversed(old.over[common:]) if axis in order]
+        steps.append(RouteStep("add" if axis in due else "scatter" if axis in old.sums else "view", axis, left))
+    return steps + [RouteStep("gather", axis) for axis in reversed(old.over[common:]) if axis in order]
 
 
 def reshard(
@@ -155,7 +155,7 @@ def _arrived(x: Tensor, out: Tensor | None) -> Pending:
     return Pending(None, lambda _: x if out is None or out is x else out.copy_(x))
 
 
-def _parts_first(x: Tensor, step: Step, sizes: Mapping[str, int]) -> Tensor:
+def _parts_first(x: Tensor, step: RouteStep, sizes: Mapping[str, int]) -> Tensor:
     """`x` with the parts for the ranks along the axis of a step end to end."""
     if not step.to_cut or step.axis == step.to_cut[0] or step.kind == "add":
         return x

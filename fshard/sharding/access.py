@@ -46,7 +46,7 @@ def remarks() -> str:
     return "".join(f", {words}" for words in sorted(_LOSS.get()[2] or ()))
 
 
-class Gathers(Protocol):
+class ReadsTape(Protocol):
     """A tape, as what reads from it sees it."""
 
     @property
@@ -165,7 +165,7 @@ class Lazy(Branch, tree.StandIn):
 
     __slots__ = ("_first", "_held", "_inside", "_listed", "_spec", "_tape")  # `vars` gives what the container has
 
-    def __init__(self, tape: Gathers | None, spec: tree.Spec, first: int, held: Tree = None):
+    def __init__(self, tape: ReadsTape | None, spec: tree.Spec, first: int, held: Tree = None):
         self._tape, self._held = tape, held
         self._spec, self._first = spec, first
         self._inside: dict[int, Tree] = {}  # the lazy children that were read and the changed ones, by position
@@ -319,7 +319,7 @@ class _LazyDataclass(Lazy):
     __dataclass_fields__ = property(lambda self: self._spec.type.__dataclass_fields__)
 
 
-def lazy(tape: Gathers | None, spec: tree.Spec, first: int, held: Tree = None) -> Lazy:
+def lazy(tape: ReadsTape | None, spec: tree.Spec, first: int, held: Tree = None) -> Lazy:
     """What stands for a container: of a tape, or one that is there already."""
     kind = spec.type or Lazy
     other = _LazyDataclass if is_dataclass(kind) else Lazy
@@ -367,7 +367,7 @@ class _At:
 
     __slots__ = ("number", "tape")
 
-    def __init__(self, tape: Gathers, number: int):
+    def __init__(self, tape: ReadsTape, number: int):
         self.tape, self.number = tape, number
 
 

@@ -26,7 +26,7 @@ from ..core.losses import Outcome
 from ..core.scalars import beside, wide
 from ..core.tree import Tree
 from ..grad.grad import apart
-from ..grad.gradients import Gradients, Take
+from ..grad.gradients import Gradients, OnSum
 from ..layout.layout import Layout
 from ..layout.norms import square_sum
 from ..layout.pieces import Parts, Views
@@ -137,7 +137,7 @@ def _check_state(state: Tree) -> None:
         )
 
 
-def _run(recipe: Recipe, state: Tree, batch: Tree, args: Sequence[Tree], take: Take) -> Outcome:
+def _run(recipe: Recipe, state: Tree, batch: Tree, args: Sequence[Tree], take: OnSum) -> Outcome:
     """Forward and backward of the batch; `take` is handed the sum of each unit and kind, (n / W_grads,)."""
     plan = state.params.plan
     sums = Sharded(whole_view(plan, plan.grads_over, state.params.trainable.view.kinds), [])
