@@ -48,6 +48,18 @@ def digits(number: int, sizes: Sequence[int]) -> list[int]:
     return coordinates
 
 
+def number_of(coordinates: Sequence[int], sizes: Sequence[int]) -> int:
+    """Return the number of a rank by its coordinates. Dual: `digits`.
+
+    >>> number_of([1, 2], [2, 3])
+    5
+    """
+    number = 0
+    for coordinate, size in zip(coordinates, sizes, strict=True):
+        number = number * size + coordinate
+    return number
+
+
 class Mesh(Protocol):
     """A mesh as one of its ranks sees it. `adapted` converts a DeviceMesh to a `Mesh`; None stands for one device."""
 

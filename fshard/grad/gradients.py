@@ -367,7 +367,7 @@ class Reductions:
             self._stepped.clear()
 
     def move_on(self, following: int) -> None:
-        """OnSum older reductions one stage further, so that the gradients of the unit `following` have room next.
+        """Take older reductions one stage further, so that the gradients of the unit `following` have room next.
 
         The reductions that `Ahead.reductions` counts are not advanced.
         """
@@ -383,7 +383,7 @@ class Reductions:
         return list(dict.fromkeys(unit for unit, _ in self._under_way))
 
     def _leave(self, number: int) -> None:
-        """OnSum all reductions one stage further but those of so many units, the last ones."""
+        """Take all reductions one stage further but those of so many units, the last ones."""
         units = self._units()
         older = units[: max(0, len(units) - number)]
         self._step(sum(unit in older for unit, _ in self._under_way))
@@ -401,7 +401,7 @@ class Reductions:
             self._leave(max(0, self._ahead.reductions(unit - 1, [*self._units(), unit], self._stages) - 1))
 
     def _step(self, num: int) -> None:
-        """OnSum the first `num` reductions one stage further, and drop those that are done.
+        """Take the first `num` reductions one stage further, and drop those that are done.
 
         The youngest goes first: its next stage is under way while the host waits for the others.
         """

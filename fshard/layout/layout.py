@@ -209,7 +209,8 @@ class Layout:
     def pick(self, numbers: Iterable[int]) -> Layout:
         """Return a layout of some leaves only. Flat tensors are packed without padding; empty ones are dropped."""
         keep = {number: number for number in numbers}
-        rows = [row for row in (row.renamed(keep) for row in self.rows) if row.leaves]
+        there = dict.fromkeys(self.row_of[number] for number in sorted(keep))
+        rows = [row.renamed(keep) for row in sorted(there, key=lambda row: (row.tensor, row.start))]
         tensors = {tensor: number for number, tensor in enumerate(sorted({row.tensor for row in rows}))}
         return replace(
             self,

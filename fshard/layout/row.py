@@ -19,7 +19,7 @@ from typing import Any, Generic, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from ..comm.mesh import digits
+from ..comm.mesh import digits, number_of
 from ..core.flat import MOST
 from ..core.tracing import define, is_tracing
 from .rules import COPIES, Rule
@@ -186,17 +186,16 @@ class Row(Generic[L]):
 
         Only shards with the coordinates `at` along these axes.
         """
-        i, axes = self._number[leaf], self.rule.over
-        of_axes, numbers = [sizes[axis] for axis in axes], self._holding(i)
-        choices = [range(at[axis], at[axis] + 1) if axis in at else range(sizes[axis]) for axis in axes]
-        # whichever is less: the shards of the leaf, or those with these coordinates
-        few = math.prod(map(len, choices)) < len(numbers)
-        for coordinates in product(*choices) if few else (tuple(digits(number, of_axes)) for number in numbers):
-            number = 0
-            for size, coordinate in zip(of_axes, coordinates, strict=True):
-                number = number * size + coordinate
-            if number in numbers and all(x in choice for x, choice in zip(coordinates, choices, strict=True)):
-                yield coordinates, self._span(i, number)
+        i, over, numbers = self._number[leaf], self.rule.over, self._holding(self._number[leaf])
+        of_axes, free = [sizes[axis] for axis in over], [sizes[axis] for axis in over if axis not in at]
+        if len(numbers) <= math.prod(free):  # the shards of the leaf are fewer than those with these coordinates
+            all_of_leaf = ((number, tuple(digits(number, of_axes))) for number in numbers)
+            found = (x for x in all_of_leaf if all(at.get(axis, n) == n for axis, n in zip(over, x[1], strict=True)))
+        else:
+            choices = product(*([at[axis]] if axis in at else range(sizes[axis]) for axis in over))
+            found = (x for x in ((number_of(at, of_axes), at) for at in choices) if x[0] in numbers)
+        for number, coordinates in found:
+            yield coordinates, self._span(i, number)
 
     def step(self, leaf: L, packed: bool) -> int:
         """The greatest common divisor of where the spans of a leaf begin in it and, unless packed, in their shards."""

@@ -18,7 +18,7 @@ from torch import Tensor
 from ..comm import primitives
 from ..comm.consensus import check_same, together
 from ..comm.dtensors import check_no_rank, device_mesh, dtensor_of, is_sharded, sharding, whole_tensor
-from ..comm.mesh import AnyMesh, axis_sizes, mesh_device, num_ranks, rank_in
+from ..comm.mesh import AnyMesh, axis_sizes, digits, mesh_device, num_ranks, number_of, rank_in
 from ..core import tree
 from ..core.arguments import check_flags, check_whole, check_word, wrong
 from ..core.differences import Form, Wanted, differences, listed
@@ -46,13 +46,8 @@ def _mesh(state: Tree, params: Tree = ()) -> AnyMesh:
 def _along(layout: Layout, rank: int) -> int:
     """The number along a layout's axes of the rank that has number `rank` in the mesh."""
     sizes = axis_sizes(layout.mesh)
-    digits = dict[str, int]()
-    for axis in reversed(sizes):
-        rank, digits[axis] = divmod(rank, sizes[axis])
-    number = 0
-    for axis in layout.axes:
-        number = number * sizes[axis] + digits[axis]
-    return number
+    at = dict(zip(sizes, digits(rank, [*sizes.values()]), strict=True))
+    return number_of([at[axis] for axis in layout.axes], [sizes[axis] for axis in layout.axes])
 
 
 def _chunks(layout: Layout) -> Iterator[list[int]]:

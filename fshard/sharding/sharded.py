@@ -170,8 +170,9 @@ class Sharded(Parts, Branch):
         view = replace(self.view, spec=spec, first=first, units=self.plan.units_of(first, spec.num_leaves))
         parts = []
         for kind, x in zip(self.view.kinds, self.tensors, strict=True):
-            rows = [self.view.rows[row.unit, kind] for row in view.of_kind(kind)]
-            parts.append(x[rows[0].start : rows[-1].stop] if rows else x[:0])
+            row = next((row for row in view.rows.values() if row.kind == kind), None)  # the first
+            start = self.view.rows[row.unit, kind].start if row else 0
+            parts.append(x[start : start + view.numel(kind)])
         return Sharded(view, parts, self._life)
 
     def picture(self) -> Picture:
