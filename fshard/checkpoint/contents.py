@@ -30,9 +30,9 @@ _SMALL = 1 << 18  # elements: larger parts that several ranks have are split bet
 
 @dataclass(frozen=True)
 class SavedSpan:
-    """Elements of a leaf that this rank has, from `begin` of the flattened leaf on; `holders` ranks have the same.
+    """Elements of a leaf that this rank has, from number `begin` in the leaf's order on.
 
-    `holder` is the number of this rank among them. `elements` is a view of the state where that is possible.
+    `holders` ranks have equal copies, and this one is number `holder`. `elements` is a view of the state if it can be.
     """
 
     name: str

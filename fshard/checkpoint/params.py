@@ -98,7 +98,7 @@ def _reads(into: Sharded, entry_of: Mapping[Slot, Sequence[FileEntry]]) -> Itera
     plan = into.plan
     for row in into.view.rows.values():
         shard = row.of(into.tensors)
-        for slot, _, start, begin, numel in row.mine(row.rule.number(plan.live_mesh())):
+        for slot, _, start, begin, numel in row.spans(row.rule.number(plan.live_mesh())):
             first, out = entry_of[slot][0], shard[start : start + numel]
             runs = slot.runs(begin, numel)
             parts = out.split([length for _, length in runs])

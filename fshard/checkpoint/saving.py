@@ -1,4 +1,4 @@
-"""`save`: every rank writes its part of a state once, while the training goes on if wanted.
+"""`save`: each element of a state is written by one rank, while the training goes on if wanted.
 
 Note [The stages of a save]
     1. Ranks compare their states, and every rank finds the pieces that it writes. With `wait=False` it copies them to
@@ -120,9 +120,10 @@ def save(
     """Save a state as the checkpoint of a step in a directory that all ranks see; every rank must call this.
 
     A state is a tree of `Sharded`, optimizer states, tensors, numbers and strings, as a `TrainState`. Each rank writes
-    the elements that it has, and what several ranks have is written by one of them. Files are safetensors and an index
-    in JSON. The checkpoint appears as a whole, in the place of an earlier one of this step, or not at all. A leaf that
-    every rank has and that differs between ranks (the position of a rank in its data) is saved for each rank.
+    the elements that it has; what several ranks have is written once, by one of them or, if it is large, in parts by
+    all. Files are safetensors and an index in JSON. The checkpoint appears as a whole, in the place of an earlier one
+    of this step, or not at all. A leaf that every rank has and that differs between ranks (the position of a rank in
+    its data) is saved for each rank.
 
     - `wait=False`: copy this rank's part to host memory, and write it while the training goes on. `wait()` of what is
       returned waits for it. One save is under way at a time: the next `save` waits for it first.

@@ -28,7 +28,7 @@ from ..core.flat import cleared_outside
 from ..core.storage import address
 from ..core.tracing import is_tracing, named
 from ..layout.row import Row
-from ..layout.rules import COPIES, Rule, reshard
+from ..layout.rules import COPIES, Rule, arrived, reshard
 from ..plan.offload import HOST
 from ..plan.plan import Plan, Slot
 from ..sharding.schedule import Entry
@@ -186,11 +186,6 @@ class Gathers:
         for number, (shard, data) in enumerate(zip(out.chunk(len(sent)), sent, strict=True)):  # (n / W,) each
             shard.copy_(data if wire is None else decode(wire, data, row.lengths(number, len(sent))))
         return out
-
-
-def arrived(full: Tensor) -> Pending:
-    """A buffer that this rank has, as a gather that has ended."""
-    return Pending(None, lambda _: full)
 
 
 def _wire(plan: Plan, kind: int) -> Wire | None:

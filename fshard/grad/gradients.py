@@ -48,13 +48,13 @@ from ..core.arguments import shown
 from ..core.flat import clear_outside_
 from ..core.tracing import is_tracing
 from ..layout.row import Row, put
-from ..layout.rules import COPIES, Rule, reshard, route
+from ..layout.rules import COPIES, Rule, arrived, reshard, route
 from ..plan import offload
 from ..plan.offload import HOST
 from ..plan.plan import Plan, Slot
 from ..plan.precision import Precision
 from ..sharding.sharded import Sharded
-from .gathers import arrived, decode, several
+from .gathers import decode, several
 
 _LARGE = 1 << 20  # bytes of gradients that are summed in place: a second message is worth the memory
 

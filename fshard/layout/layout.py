@@ -47,21 +47,21 @@ class memo(Generic[S, T]):  # lower case, because it is a decorator like `proper
 class Derived:
     """Memoized results of pure functions of a plan or a layout, which therefore never become stale.
 
-    Layouts, routes and schedules refer neither to a plan nor to a `Derived`, so they are in no reference cycle. Graphs
-    are in one, because their outputs refer to the plan: Python's garbage collector frees them.
+    Layouts, rows, moves and schedules refer to no plan, so they are in no reference cycle with one. Graphs are in one,
+    because their outputs refer to the plan: Python's garbage collector frees them.
     """
 
     layouts: dict[Hashable, Layout] = field(default_factory=dict)  # of a plan, by view
     rows: dict[Hashable, Any] = field(default_factory=dict)  # of a plan, by what a view holds of it
-    # The values of `routes`, `runs`, `schedules` and `graphs` are of modules that import this one.
+    # The values of `moves`, `runs`, `schedules` and `graphs` are of modules that import this one.
     runs: dict[Hashable, Any] = field(default_factory=dict)  # of a label's layout, by what a view holds
-    routes: dict[Hashable, Any] = field(default_factory=dict)  # of a layout, by the `source` of the target layout
+    moves: dict[Hashable, Any] = field(default_factory=dict)  # of a layout, by the `source` of the target layout
     containers: dict[Hashable, Container] = field(default_factory=dict)  # of a plan, by first leaf and number of nodes
     units: dict[Hashable, tuple[int, int]] = field(
         default_factory=dict
     )  # of a plan, by first leaf and number of leaves
     schedules: dict[Hashable, Any] = field(default_factory=dict)  # of a plan, by what a view holds of it
-    graphs: WeakKeyDictionary[object, dict[Any, Any]] = field(default_factory=WeakKeyDictionary)  # of a plan, by `jit`
+    graphs: WeakKeyDictionary[object, dict[Any, Any]] = field(default_factory=WeakKeyDictionary)  # of both, by `jit`
 
 
 @dataclass(frozen=True)
@@ -108,7 +108,7 @@ class Layout:
     rows: tuple[Row[int], ...]  # of leaves by index
     flat: bool  # True: tensors are 1-D with spans of many leaves; False: each is one whole leaf
     mesh: AnyMesh
-    axes: Axes  # the axes that rows are cut over: each over all of these, some or none; the first varies slowest
+    axes: Axes  # that rows are cut over, or leaves owned along: each over all of these, some or none
     packed: bool = False  # whether spans lie end to end in flat tensors, without padding
     origin: Layout | None = None  # the layout that `pick` made this one from
 
@@ -141,7 +141,7 @@ class Layout:
         spans = [
             span._replace(start=row.start // row.block + span.start)
             for row in self.rows
-            for span in row.mine(numbers[row.rule.over])
+            for span in row.spans(numbers[row.rule.over])
         ]
         if not self.flat:  # a rank's tensors are numbered from 0
             return tuple(span._replace(tensor=number) for number, span in enumerate(spans))
@@ -165,14 +165,14 @@ class Layout:
 
     @memo
     def counted(self) -> frozenset[int]:
-        """The leaves whose elements count here in a sum over `axes`: of ranks with copies, the first counts."""
+        """The leaves that this rank adds to a sum over `axes`: of ranks with copies, the first adds them."""
         left = {row.rule.over: [axis for axis in self.axes if axis not in row.rule.over] for row in self.rows}
         first = {over for over, axes in left.items() if coordinate(self.live_mesh(), axes) == 0}
         return frozenset(leaf for leaf, row in self.row_of.items() if row.rule.over in first)
 
     @memo
     def cut_over(self) -> dict[int, Axes]:
-        """The axes that each tensor of this rank is cut over, by its number; of those that may have elements."""
+        """For each tensor of this rank, by its number, the axes that it is cut over."""
         if not self.flat:
             return {number: self.row_of[span.leaf].rule.over for number, span in enumerate(self.mine)}
         return {row.tensor: row.rule.over for row in self.rows}
@@ -200,7 +200,7 @@ class Layout:
     def prepared(self) -> Layout:
         """Fill every memo now, so that torch.compile does not see new attributes and recompile; returns self.
 
-        Only for layouts made by `pick`.
+        Only for layouts made by `pick`, which have an `origin`.
         """
         for name in (name for name, attribute in vars(Layout).items() if isinstance(attribute, memo)):
             getattr(self, name)

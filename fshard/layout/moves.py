@@ -49,7 +49,7 @@ def owned(layout: Layout, mesh: AnyMesh, axes: Axes, cost: Callable[[Leaf], floa
 
 
 def on_rank(layout: Layout, rank: int | None = None) -> Layout:
-    """The layout in which every rank holds all leaves whole, or, of those along `layout.axes`, the one of a number."""
+    """The layout of whole leaves on every rank, or on one: its number along `layout.axes`."""
     return _whole(layout, [COPIES if rank is None else Rule(layout.axes, at=rank)] * len(layout.numbers))
 
 
@@ -74,7 +74,7 @@ class Item(NamedTuple):
 Lists = list[list[Item]]  # one list for each rank along an axis, this one included
 
 
-class Route(NamedTuple):
+class Moves(NamedTuple):
     """The items that this rank sends, receives or passes on between two layouts, in the order they are sent."""
 
     here: tuple[int, ...]  # this rank's coordinates
@@ -82,14 +82,14 @@ class Route(NamedTuple):
     stages: list[tuple[str, Lists, Lists]]  # an axis, and what this rank sends and receives along it
 
 
-def _route(old: Layout, new: Layout) -> Route:
+def _moves(old: Layout, new: Layout) -> Moves:
     """Return the route between two layouts; the old one keeps it."""
     if torch.compiler.is_compiling():  # dynamo cannot hash a layout; it traces this only once
-        return _make_route(old, new)
-    routes = old.derived.routes
-    if new.source not in routes:
-        routes[new.source] = _make_route(old, new)
-    return routes[new.source]
+        return _find_moves(old, new)
+    known = old.derived.moves
+    if new.source not in known:
+        known[new.source] = _find_moves(old, new)
+    return known[new.source]
 
 
 def _way(old: Layout, new: Layout) -> tuple[AnyMesh, Axes]:
@@ -97,7 +97,7 @@ def _way(old: Layout, new: Layout) -> tuple[AnyMesh, Axes]:
     return old.mesh if old.axes else new.mesh, tuple(dict.fromkeys(old.axes + new.axes))
 
 
-def _make_route(old: Layout, new: Layout) -> Route:
+def _find_moves(old: Layout, new: Layout) -> Moves:
     """Find what this rank sends, receives and passes on, and split it into one stage for each axis."""
     mesh, axes = _way(old, new)
     sizes = {axis: size for axis, size in axis_sizes(mesh).items() if axis in axes}
@@ -108,13 +108,13 @@ def _make_route(old: Layout, new: Layout) -> Route:
     items = sorted(set(through))  # in the same order on all ranks
     local = tuple(here.values())
     stages = [(axes[k], *_stage(k, sizes[axes[k]], local, items)) for k in reversed(range(len(axes)))]
-    return Route(local, items, stages)
+    return Moves(local, items, stages)
 
 
 def _items(
     old: Layout, new: Layout, leaf: int, here: Mapping[str, int], sizes: Mapping[str, int], k: int
 ) -> Iterator[Item]:
-    """Yield what of a leaf is on this rank after the stages of all axes from number `k` on.
+    """Yield the items of a leaf that are on this rank once the messages along the axes from number `k` on were sent.
 
     The last axis comes first: such an item is at its source's coordinates along axes before `k`, at its target's along
     the others. Of ranks with copies the one serves that differs from the target along no other axis.
@@ -152,11 +152,11 @@ def _stage(k: int, size: int, here: tuple[int, ...], items: Sequence[Item]) -> t
 def _moved(x: Tree, new: Layout, label: str) -> dict[int, list[tuple[int, Tensor]]]:
     """Move elements; return pairs of begin and elements, for each leaf that this rank has a span of in `new`."""
     old = typed(x)
-    route = _route(old, new)
+    moves = _moves(old, new)
     local = {span.leaf: (span.begin, x) for span, x in elements(x, old)}
-    held_items = {item: _part(*local[item.leaf], item) for item in route.items if item.source == route.here}  # views
+    held_items = {item: _part(*local[item.leaf], item) for item in moves.items if item.source == moves.here}  # views
     mesh, dtypes = _way(old, new)[0], [leaf.dtype for leaf in old.leaves]
-    for axis, sends, recvs in route.stages:
+    for axis, sends, recvs in moves.stages:
         held_items = _along(primitives.along(mesh, axis), dtypes, sends, recvs, held_items, label)
     arrived: dict[int, list[tuple[int, Tensor]]] = {span.leaf: [] for span in new.mine}
     for item, part in held_items.items():

@@ -1,4 +1,4 @@
-"""Trees of which a rank holds some elements, in tensors: views of its pieces of leaves, and subsets of leaves."""
+"""`Parts`, trees of which a rank holds some elements: list these, select leaves, and write them back."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ Key = TypeVar("Key", bound=Hashable)
 class Parts(OnMesh):
     """A tree of which this rank holds some elements, in tensors: a pytree node whose leaves are these.
 
-    Some leaves, or parts of leaves: those with one label, or those this rank owns. `Sharded` is one with all of a plan.
+    Those with one label, say, or whole leaves that this rank owns. `Sharded` is one of a plan.
     """
 
     def __init__(self, layout: Layout, tensors: Sequence[Tensor]):
@@ -58,7 +58,7 @@ class Parts(OnMesh):
 
     @property
     def trainable(self) -> Parts:
-        """The leaves that are not frozen alone."""
+        """Only the leaves that are not frozen."""
         return self
 
     @property
@@ -76,7 +76,7 @@ tree.register(Parts, lambda x: (x.tensors, x.layout), Parts)
 
 @dataclass(frozen=True)
 class Views(Generic[Key]):
-    """Parts that lie in tensors of another tree: `runs` has, for each of its own, the views that make it up, in order.
+    """Parts that lie in tensors of another tree: `runs[i]` are the views that together are its tensor i.
 
     It is not a pytree node and has no tensors: a function over leaves raises an error, and reads or writes no copy.
     `packed` copies the elements into tensors, `write` writes to the views.
@@ -252,7 +252,10 @@ def _split(views: Sequence[Tensor], sizes: Sequence[int]) -> list[Tensor]:
 
 
 def clear_padding_(x: T) -> T:
-    """Set the padding of flat tensors to zero, in place: the elements that belong to no leaf."""
+    """Set the elements of flat tensors that are of no leaf of the layout to zero, in place.
+
+    In a subtree these are leaves of the tree that it is a part of, too: only for tensors of its own.
+    """
     layout, tensors = layout_of(x), tree.leaves(x)
     for number, flat in enumerate(tensors if layout.flat else []):
         clear_outside_(flat, layout.filled.get(number, ()))

@@ -175,7 +175,7 @@ class Row(Generic[L]):
         in_leaf, block = begin - self.starts[i], self.block
         return Span(self.leaves[i], self.tensor, (begin - low) // block, in_leaf // block, -(-(end - begin) // block))
 
-    def mine(self, shard: int) -> Iterator[Span]:
+    def spans(self, shard: int) -> Iterator[Span]:
         """Yield the spans of the shard of this number, in order."""
         return (self._span(i, shard) for i in range(len(self.leaves)) if shard in self._holding(i))
 
@@ -190,11 +190,11 @@ class Row(Generic[L]):
         of_axes, free = [sizes[axis] for axis in over], [sizes[axis] for axis in over if axis not in at]
         if len(numbers) <= math.prod(free):  # the shards of the leaf are fewer than those with these coordinates
             all_of_leaf = ((number, tuple(digits(number, of_axes))) for number in numbers)
-            found = (x for x in all_of_leaf if all(at.get(axis, n) == n for axis, n in zip(over, x[1], strict=True)))
+            holders = (x for x in all_of_leaf if all(at.get(axis, n) == n for axis, n in zip(over, x[1], strict=True)))
         else:
             choices = product(*([at[axis]] if axis in at else range(sizes[axis]) for axis in over))
-            found = (x for x in ((number_of(at, of_axes), at) for at in choices) if x[0] in numbers)
-        for number, coordinates in found:
+            holders = (x for x in ((number_of(at, of_axes), at) for at in choices) if x[0] in numbers)
+        for number, coordinates in holders:
             yield coordinates, self._span(i, number)
 
     def step(self, leaf: L, packed: bool) -> int:
@@ -206,7 +206,7 @@ class Row(Generic[L]):
 
     def filled(self, shard: int) -> list[tuple[int, int]]:
         """The intervals [start, stop) of a shard that hold leaves, in order."""
-        return [(span.start, span.start + span.numel) for span in self.mine(shard) if span.numel]
+        return [(span.start, span.start + span.numel) for span in self.spans(shard) if span.numel]
 
     def lengths(self, shard: int, shards: int) -> list[int]:
         """The length of each leaf, with the padding after it, in one of so many equal intervals of the buffer."""
@@ -219,7 +219,7 @@ class Row(Generic[L]):
     def fill(self, flat: Callable[[L], Tensor], shard: int, out: Tensor) -> Tensor:
         """Fill a shard `out` from whole leaves, `flat` gives the elements of one, and set its padding to zero."""
         parts, filled = [], 0  # the number of elements of `out`, (n / W,), that the parts so far fill
-        for leaf, _, start, begin, numel in (span for span in self.mine(shard) if span.numel):
+        for leaf, _, start, begin, numel in (span for span in self.spans(shard) if span.numel):
             parts += [out.new_zeros(start - filled)] * (start > filled)
             parts.append(flat(leaf)[begin : begin + numel].to(out.device))
             filled = start + numel

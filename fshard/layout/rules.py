@@ -3,9 +3,11 @@
 Note [Rules]
     A row is a flat buffer (n,) of the leaves of one unit and kind. A `Rule` says one of three things of every axis of
     the mesh: the row is *cut* over the axis into equal intervals (`over`, the first axis varies slowest), a *sum* over
-    the axis is outstanding (`sums`), or its ranks have *copies*. A strategy is the choice of four rules for one row:
-    parameters, what a loss computes with (copies), gradients, and optimizer state. What a backward gives is the dual of
-    what the loss computes with. A row of one whole leaf may also lie on one rank along `over` alone, its owner (`at`).
+    the axis is outstanding (`sums`), or its ranks have *copies*. With `at` the row is not cut: of the ranks along
+    `over` the one of this number has all of it, as the owner of a whole leaf.
+
+    A strategy is a choice of rules for one row: of parameters, of what a loss computes with (copies), of gradients, and
+    of optimizer state. What a backward gives, before any reduction, is the dual of what the loss computes with.
 
 Note [Duals]
     A linear map from one rule to another has a transpose, from the dual of the second to the dual of the first: copies
@@ -50,7 +52,7 @@ class Rule(NamedTuple):
     at: int | None = None  # the number, along `over`, of the ranks that have all of it
 
     def dual(self, axes: Axes) -> Rule:
-        """The rule of gradients of a row that lies by this rule, on a mesh of these axes.
+        """The rule of what a backward gives, before any reduction, for a row that a loss reads by this rule.
 
         >>> Rule(("shard",)).dual(("replicate", "shard"))
         Rule(over=('shard',), sums=('replicate',), at=None)
@@ -66,7 +68,7 @@ COPIES = Rule()
 
 
 class RouteStep(NamedTuple):
-    """One step of a route; before a `view` or a `scatter` the row is still to be cut over `to_cut`."""
+    """One step of a route. `to_cut`: the axes, this one included, over which the row must still be cut."""
 
     kind: Literal["view", "scatter", "add", "gather"]
     axis: str
@@ -74,7 +76,7 @@ class RouteStep(NamedTuple):
 
 
 def route(old: Rule, new: Rule, order: Sequence[str], innermost_first: bool = False) -> list[RouteStep]:
-    """Return the steps from one rule to another along the axes in `order`, those of the mesh (Note [Routes]).
+    """Return the steps from one rule to another along the axes in `order`; others have one rank (Note [Routes]).
 
     Sums are taken along the axes of `new.over`, then along the others; or, innermost axis first, from the last in
     `order`. ValueError if there is no route.
@@ -125,7 +127,7 @@ def reshard(
         ranks = primitives.along(mesh, step.axis)
         if step.kind == "view":
             part = interval(_parts_first(x, step, sizes), mesh, (step.axis,))
-            return _arrived(part, out if is_last else None)
+            return arrived(part, out if is_last else None)
         if step.kind == "gather":
             full = _gathered(x, ranks, label, out if is_last else None, gather, lent)
             return full if is_last else full.keeping(x)
@@ -136,7 +138,7 @@ def reshard(
         act = by.reduce_scatter if step.kind == "scatter" else by.all_reduce
         return act(_parts_first(x, step, sizes), ranks, label, into).keeping(x)
 
-    pending = start(0, x) if steps else _arrived(x, out)
+    pending = start(0, x) if steps else arrived(x, out)
     for number in range(1, len(steps)):
         pending = pending.then(partial(start, number))
     return pending
@@ -150,7 +152,7 @@ def interval(x: Tensor, mesh: AnyMesh, axes: Axes) -> Tensor:
     return x[begin : begin + length]
 
 
-def _arrived(x: Tensor, out: Tensor | None) -> Pending:
+def arrived(x: Tensor, out: Tensor | None = None) -> Pending:
     """What needs no message, as a collective that has ended."""
     return Pending(None, lambda _: x if out is None or out is x else out.copy_(x))
 

@@ -1,6 +1,6 @@
 """Plans: which rank owns which shard of which flat buffer, computed once, from shapes alone.
 
-Note [Layout]
+Note [Flat buffers]
     The leaves of a tree are grouped in *units* (leaves that are gathered together) and, inside a unit, by *kind*
     (dtype, trainable or frozen, sharded or whole, on the device or in host memory). The leaves of one unit and kind lie
     in one flat buffer, in the order of the tree. Every leaf starts at a multiple of 16 bytes in each dtype of the
@@ -108,7 +108,7 @@ class Unit:
     """Leaves that are gathered together: `lengths[k]` elements, padding included, in the flat buffer of kind k.
 
     `keep_rule` says what `regather=` leaves of the gathered buffers from the forward to the backward: nothing (None),
-    all of them (copies), or copies that are cut over the last axes of `params_over`. `joined` has the names of small
+    all of them (whole), or shards of them over the last axes of `params_over`. `joined` has the names of small
     units that are one unit here, if there are several.
     """
 
@@ -138,10 +138,11 @@ def _joined(units: Sequence[Unit]) -> Unit:
 @tree.constant
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """A layout of a tree over the axes of a mesh: immutable, hashable, picklable, the same on every rank.
+    """How a tree lies over the axes of a mesh: immutable, hashable, picklable, the same on every rank.
 
-    `slots[leaves[i]]` is the position of leaf i, and `claims[i]` the unit that claimed it. A tied leaf has the slot of
-    its first occurrence, which may be in another unit. Pickling drops the mesh: `plan.on(mesh)` sets it again.
+    `slots[leaves[i]]` is the position of leaf i. `claims[i]` is the unit in which it is gathered, which may have joined
+    the one that claimed it. A tied leaf has the slot of its first occurrence, which may be in another unit. Pickling
+    drops the mesh: `plan.on(mesh)` sets it again.
     """
 
     spec: tree.Spec

@@ -1,4 +1,4 @@
-"""`Sharded`, a tree that lies on ranks in shards; how it is made, gathered, cut further and less far."""
+"""`Sharded`, a tree that lies on ranks in shards: how it is made, gathered, and cut over more or fewer axes."""
 
 from __future__ import annotations
 
@@ -369,7 +369,7 @@ def gather_unit(x: Sharded, unit: int, kind: int) -> Tensor:
 
 
 def refine(x: Sharded, over: Axes) -> Sharded | Views[Any]:
-    """Cut a whole tree further, over axes that extend its own: views of its tensors, or `x` if nothing changes.
+    """Cut a whole tree over `over`, which extends its own axes: `Views`, or the same tensors if that cuts nothing.
 
     Views, because a unit's smaller shard lies inside its larger one: in a tensor they are not next to each other.
     """
@@ -386,7 +386,10 @@ def refine(x: Sharded, over: Axes) -> Sharded | Views[Any]:
 
 
 def coarsen(x: Sharded | Views[Any], over: Axes, into: Sharded | None = None) -> Sharded:
-    """Gather a whole tree over the axes that it is cut over beyond `over`, into `into` if given. Dual: `refine`."""
+    """Gather a whole tree over those of its axes that are not in `over`. Dual: `refine`.
+
+    What is gathered is written into `into`, if given; where nothing is, the tensors of `x` are returned.
+    """
     fine: View = x.key
     view = replace(fine, over=over)
     if isinstance(x, Sharded) and view == fine:

@@ -8,7 +8,7 @@ Note [Slices]
 
     A matrix product may round otherwise where an operand starts at another address, as MKL's does on AMD processors:
     what counts is the address modulo 16. So the loss is given a copy of each slice, which starts at a multiple of 64
-    bytes. Leaves of parameters start at multiples of 16 (Note [Layout] in `plan/plan.py`).
+    bytes. Leaves of parameters start at multiples of 16 (Note [Flat buffers] in `plan/plan.py`).
 
     A rank sums its slices like a binary counter whose digits are trees of gradients (`_add_to_counter`). All
     totals are divided by the count of the first slice, and the sum is rescaled once every slice has been counted.

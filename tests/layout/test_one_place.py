@@ -1,4 +1,4 @@
-"""One place: whatever says which elements of which leaf lie where, says what Note [Layout] in `plan/plan.py` says.
+"""One place: whatever says which elements of which leaf lie where, says what Note [Flat buffers] in `plan.py` says.
 
 Each element of a drawn tree has a number of its own, from 1 on, and padding is 0: a row says by itself what lies in it.
 `Note` makes every rank's rows of these numbers, from the words of the note alone.
@@ -246,7 +246,7 @@ class Kind(NamedTuple):
 
 
 class Note:
-    """The rows that Note [Layout] says each rank of a case has."""
+    """The rows that Note [Flat buffers] says each rank of a case has."""
 
     def __init__(self, case: Case):
         self.case = case

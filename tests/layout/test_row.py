@@ -61,7 +61,7 @@ def _derived(layout: Layout) -> dict[str, Layout]:
 def _check_row(row: Row[int], sizes: dict[str, int], packed: bool) -> None:
     """The spans of all shards are each leaf, end to end, and do not overlap; `shards_of` and `step` say the same."""
     shards = [*product(*(range(sizes[axis]) for axis in row.rule.over))]
-    spans = [[*row.mine(number)] for number in range(len(shards))]
+    spans = [[*row.spans(number)] for number in range(len(shards))]
     for of_shard in spans:
         assert all(a.start + a.numel <= b.start for a, b in pairwise(of_shard))
         assert all(span.start + span.numel <= row.length for span in of_shard)
@@ -103,7 +103,7 @@ def test_what_is_sent_is_what_is_received(sizes: dict[str, int]) -> None:
     of_rank = [_derived(_layout(sizes, rank, units=["blocks.*"], whole="norm")) for rank in range(num_ranks)]
     names = [pair for pair in product(of_rank[0], repeat=2) if ("some" in pair[0]) == ("some" in pair[1])]
     for old, new in [pair for pair in names if "fewer" not in pair]:
-        routes = [moves._make_route(layouts[old], layouts[new]) for layouts in of_rank]
+        routes = [moves._find_moves(layouts[old], layouts[new]) for layouts in of_rank]
         held = [{item for item in route.items if item.source == route.here} for route in routes]
         for number in range(len(routes[0].stages)):
             peers = _peers(sizes, list(sizes)[::-1][number])
@@ -143,7 +143,7 @@ def test_rows_in_blocks() -> None:
             assert row.step(number, packed=False) % 8 == 0
             assert sum(span.numel for _, span in in_blocks.shards_of(number, sizes, {})) == -(-numel // 8)
         for shard in range(row.shards):
-            for span, inside in zip(row.mine(shard), in_blocks.mine(shard), strict=True):
+            for span, inside in zip(row.spans(shard), in_blocks.spans(shard), strict=True):
                 assert (8 * inside.start, 8 * inside.begin, inside.leaf) == (span.start, span.begin, span.leaf)
                 assert inside.numel == -(-span.numel // 8)
 
@@ -155,8 +155,8 @@ def _of_many(num_ranks: int) -> list[int]:
     return [
         cost(lambda: _layout({"shard": num_ranks}, num_ranks // 2, units=["blocks.*"]).filled),
         cost(lambda: (layout.counted, layout.cut_axes, layout.pick(layout.numbers[1:]).runs)),
-        cost(lambda: moves._make_route(layout, owned).items) - 11 * num_ranks,  # a list for each rank
-        cost(lambda: moves._make_route(owned, layout).items) - 11 * num_ranks,
+        cost(lambda: moves._find_moves(layout, owned).items) - 11 * num_ranks,  # a list for each rank
+        cost(lambda: moves._find_moves(owned, layout).items) - 11 * num_ranks,
     ]
 
 

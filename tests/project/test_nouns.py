@@ -11,7 +11,7 @@ LIMIT = 31  # only ever less: who takes nouns away lowers it
 NOUNS: dict[str, list[str]] = {
     "layout/layout.py": ["Leaf", "Layout"],
     "layout/pieces.py": ["Parts", "Views", "Unreduced"],
-    "layout/moves.py": ["Item", "Route"],
+    "layout/moves.py": ["Item", "Moves"],
     "layout/row.py": ["Row", "Span"],
     "layout/rules.py": ["Rule", "RouteStep"],
     "plan/owners.py": ["Share", "TableLine"],
