@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from .tracing import Operator, define, is_tracing
+from .tracing import Args, Kwargs, Operator, define, is_tracing
 from .tree import Tree
 
 _aten = torch.ops.aten
@@ -161,13 +161,7 @@ class Stream(TorchDispatchMode):
         self.go_on(state)
         return drawn
 
-    def __torch_dispatch__(
-        self,
-        func: Operator,
-        types: Sequence[type],
-        args: tuple[Tree, ...] = (),
-        kwargs: dict[str, Tree] | None = None,
-    ) -> Tree:
+    def __torch_dispatch__(self, func: Operator, types: object, args: Args = (), kwargs: Kwargs = None) -> object:
         kwargs = kwargs or {}
         if not draws(func, args, kwargs):
             return func(*args, **kwargs)

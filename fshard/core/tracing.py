@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, TypeAlias
 
@@ -14,6 +14,9 @@ from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot
 from torch.utils._python_dispatch import _disable_current_modes
 
 Operator: TypeAlias = Any  # an operator as dispatch modes and graphs see it: its class is private to torch
+# The arguments of a function of torch, or of an operator, as modes and subclasses of tensors are given them.
+Args: TypeAlias = tuple[Any, ...]
+Kwargs: TypeAlias = Mapping[str, Any] | None
 
 
 def is_tracing() -> bool:
