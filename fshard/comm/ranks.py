@@ -23,7 +23,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -202,6 +202,19 @@ class Exchange(Protocol):
 
     def done(self) -> None:
         """Say that what was received has been read, so that its memory may be used again."""
+
+
+class Arrived(NamedTuple):
+    """An exchange that has ended, or in which nothing is sent."""
+
+    parts: Sequence[Tensor]
+
+    def wait(self) -> Sequence[Tensor]:
+        """Return what was received."""
+        return self.parts
+
+    def done(self) -> None:
+        """Do nothing: no memory is shared with another rank."""
 
 
 class OwnCollectives(Protocol):

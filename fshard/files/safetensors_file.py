@@ -21,6 +21,7 @@ from torch import Tensor
 
 from ..core.foreign import open_file, parsed
 from ..core.storage import as_bytes, from_bytes
+from .places import LocalReader
 
 _LONGEST_HEADER = 100_000_000  # bytes; the library's own limit
 CHUNK = 1 << 22  # bytes that are read, written and checked at a time
@@ -185,18 +186,12 @@ def _check_data(entries: Iterable[FileEntry], begin: int, size: int, path: Path)
 
 def read_chunks(file: FileIO, path: Path, start: int, num_bytes: int, dtype: torch.dtype) -> Iterator[Tensor]:
     """Yield flat tensors in host memory that have these bytes of a file, each of them until the next one."""
-    buffer = bytearray(min(num_bytes, CHUNK))
-    file.seek(start)
-    while num_bytes:
-        view = memoryview(buffer)[: min(num_bytes, CHUNK)]
-        filled = 0
-        while filled < len(view):  # a read may return fewer bytes
-            count = file.readinto(view[filled:])
-            if not count:
-                raise ValueError(f"{path}: it ended while it was read")
-            filled += count
-        yield from_bytes(torch.frombuffer(buffer, dtype=torch.uint8)[: len(view)], dtype)
-        num_bytes -= len(view)
+    reader, buffer, end = LocalReader(file.fileno()), bytearray(min(num_bytes, CHUNK)), start + num_bytes
+    for begin in range(start, end, CHUNK):
+        view = memoryview(buffer)[: end - begin]
+        if reader.read_into(begin, view) < len(view):
+            raise ValueError(f"{path}: it ended while it was read")
+        yield from_bytes(torch.frombuffer(view, dtype=torch.uint8), dtype)
 
 
 def write_tensor(file: BufferedIOBase, start: int, value: Tensor) -> None:

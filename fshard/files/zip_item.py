@@ -84,10 +84,6 @@ class _View(io.RawIOBase):
         """Whether it can be read: yes."""
         return True
 
-    def tell(self) -> int:
-        """Return where in the item the next byte is read."""
-        return self._position
-
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
         """Set the position, and return it."""
         base = (0, self._position, self._length)[whence]
