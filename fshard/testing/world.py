@@ -24,11 +24,11 @@ from ..comm.primitives import fold, sum_dtype
 from ..comm.process_groups import places
 from ..comm.ranks import Arrived, Call, Exchange, MismatchError
 from ..core import tree
-from ..core.arguments import check_flags, check_whole, wrong
+from ..core.arguments import call_site, check_flags, check_whole, wrong
 from ..core.tree import Tree
 from ..layout.pieces import Parts, Unreduced, mesh_of
 from ..sharding.sharded import gather_params
-from .late import UnderWay
+from .late import Late, UnderWay
 from .rng import with_threads
 from .scheduler import Collective, Fault, Post, Stopped, WorldRun, on_threads
 
@@ -168,8 +168,8 @@ class _SimulatedRanks:
         aside = [place.clone() if rank == self.rank else torch.empty_like(place) for rank, place in enumerate(into)]
         self._meet(call, sends, aside, _deliver)
         to, results = ([x for rank, x in enumerate(xs) if gathers or rank != self.rank] for xs in (into, aside))
-        reads = [x for x in sends if x is not recvs[self.rank]]
-        return self._under_way.start(call, sends, reads, to, results, into)
+        reads = [*{id(x): x for x in sends if x is not recvs[self.rank]}.values()]
+        return self._under_way.start(Late(call, call_site(), sends, reads, to, results, into, self._under_way))
 
     def _whole(self, call: Call, x: Tensor, place: Tensor, act: Callable[[list[Post]], None]) -> Exchange:
         if self.size > 1:
