@@ -186,7 +186,7 @@ def sgd_(columns: Columns, count: Tensor, skip: Tensor | None, constants: Consta
     _torch_sgd(
         params,
         grads,
-        moments[0] if moments else [None] * len(params),
+        list(moments[0]) if moments else [None] * len(params),
         fused=True,
         found_inf=skip,
         lr=_rate(constants["lr"]),  # type: ignore[arg-type]  # the kernel takes a tensor too
