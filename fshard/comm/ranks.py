@@ -28,6 +28,8 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from ..core.tracing import assigned
+
 
 @dataclass(frozen=True, init=False)
 class Call:
@@ -110,11 +112,8 @@ def tally() -> Iterator[Tally]:
     0
     """
     records = Tally()
-    token = _tally.set(records)
-    try:
+    with assigned(_tally, records):
         yield records
-    finally:
-        _tally.reset(token)
 
 
 def is_tallying() -> bool:
