@@ -64,13 +64,12 @@ def _summary(place: Place, step: int) -> list[int | str | None]:
     """The row of a step."""
     try:
         there = folder(place, step)
-        if not there.has(INDEX):
-            left_over = sum(size or 0 for size in _left_over(there, {}).values())
-            return [step, None, None, None, None, left_over, "not whole: it has no index"]
-        index = index_at(place, step)[0]
-        left_over = sum(size or 0 for size in _left_over(there, index.files).values())
+        index = index_at(place, step)[0] if there.has(INDEX) else None
+        left_over = sum(size or 0 for size in _left_over(there, index.files if index else {}).values())
     except (CheckpointError, OSError) as error:
         return [step, None, None, None, None, None, printable(f"{_DAMAGED}: {error}", 2000)]
+    if index is None:
+        return [step, None, None, None, None, left_over, "not whole: it has no index"]
     size = sum(entry.num_bytes for entry in index.leaves.values())
     return [step, len(index.leaves), size, index.ranks, len(index.files), left_over, ""]
 

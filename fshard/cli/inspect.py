@@ -47,15 +47,12 @@ def run(args: argparse.Namespace) -> int:
 def _lines(args: argparse.Namespace, place: Place) -> Iterator[inspecting.TextLine]:
     if args.against is not None:
         other = at(args.against)
-        return compare(place, _step(place, args.step), other, _step(other, args.at))
+        return compare(place, _steps(place, args.step)[-1], other, _steps(other, args.at)[-1])
     kind = "" if numbers(place) else format_at(str(place), place)
     if kind and (args.verify or args.step is not None):
         raise CheckpointError(f"{place}: a checkpoint of {kind}, which has neither steps nor checksums")
     if args.verify:
-        steps = finished(place) if args.step is None else [args.step]
-        if not steps:
-            raise CheckpointError(no_checkpoint(place, None))
-        return chain.from_iterable(verify(place, step) for step in steps)
+        return chain.from_iterable(verify(place, step) for step in _steps(place, args.step))
     if args.step is not None:
         return step_lines(place, args.step)
     if kind:
@@ -64,9 +61,9 @@ def _lines(args: argparse.Namespace, place: Place) -> Iterator[inspecting.TextLi
     return overview(place)
 
 
-def _step(place: Place, step: int | None) -> int:
-    """The step that is asked for, or the last one."""
-    steps = [step] if step is not None else finished(place)[-1:]
+def _steps(place: Place, step: int | None) -> list[int]:
+    """The step that is asked for, or all. CheckpointError if there is none."""
+    steps = finished(place) if step is None else [step]
     if not steps:
         raise CheckpointError(no_checkpoint(place, None))
-    return steps[0]
+    return steps

@@ -10,19 +10,14 @@ import argparse
 import os
 import sys
 from collections.abc import Sequence
-from typing import Protocol
+from types import ModuleType
 
 from ..compiler.trace import TraceError
 from . import doctor, inspect, plan, replay
 from .output import ERROR, say
 
-
-class _Command(Protocol):
-    def add_arguments(self, parser: argparse.ArgumentParser) -> None: ...
-    def run(self, args: argparse.Namespace) -> int: ...
-
-
-COMMANDS: dict[str, _Command] = {"plan": plan, "inspect": inspect, "replay": replay, "doctor": doctor}
+# each has `add_arguments(parser)` and `run(args)`, which returns the exit status
+COMMANDS: dict[str, ModuleType] = {"plan": plan, "inspect": inspect, "replay": replay, "doctor": doctor}
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -38,7 +38,7 @@ from ..plan.planning import make_plan
 from ..plan.tables import size
 from ..planner.estimate import estimate
 from ..sharding.sharded import shard_params
-from ..train.step import init_state, train_step
+from ..train.step import TrainState, init_state, train_step
 from .output import Line, report
 from .values import function
 
@@ -89,11 +89,13 @@ def run(args: argparse.Namespace) -> int:
         policy=args.policy,
     )
     picture = plan.picture()
-    nbytes = _nbytes(plan, picture.rows, params, args.optimizer)
+    tx = getattr(optim, args.optimizer)(1e-3)
+    state = eval_shape(lambda x: init_state(shard_params(x, plan), tx), params)
+    nbytes = _nbytes(picture.rows, state.opt_state)
     said = ", ".join(f"{name} {size(number)}" for name, number in nbytes.items())
     text, shown = f"{picture.text}\nbytes of a rank with {args.optimizer}: {said}", _data(plan, picture.rows, nbytes)
     if args.batch or args.loss or args.capacity is not None:
-        needed, more = _estimate(args, apply, params, buffers, plan)
+        needed, more = _estimate(args, apply, buffers, tx, state)
         text, shown = f"{text}\n\n{needed}", shown | more
     return report([Line(text, shown)], args.json)
 
@@ -114,19 +116,18 @@ def _model(model: str) -> tuple[Callable[..., Any] | None, Tree, Tree]:
 
 
 def _estimate(
-    args: argparse.Namespace, apply: Callable[..., Any] | None, params: Tree, buffers: Tree, plan: Plan
+    args: argparse.Namespace, apply: Callable[..., Any] | None, buffers: Tree, tx: optim.Transform, state: TrainState
 ) -> tuple[str, dict[str, object]]:
     """The estimate of a step, as text and as data."""
     if not args.batch or not args.loss:
         raise ValueError("--batch and --loss: expected both, of which a step is made, or neither; --capacity needs it")
     if args.capacity is not None and not 0 < args.capacity < 1e9:
         raise ValueError(f"--capacity {args.capacity:g}: expected a number of GiB above 0, as in 80")
-    loss, tx = function("--loss", args.loss, "of the model and the batch", 2), getattr(optim, args.optimizer)(1e-3)
+    loss = function("--loss", args.loss, "of the model and the batch", 2)
 
     def loss_fn(params: Tree, batch: Tree, buffers: Tree) -> Tree:
         return loss(params if apply is None else lambda *x, **kw: apply(params, buffers, *x, **kw)[0], batch)
 
-    state = eval_shape(lambda x: init_state(shard_params(x, plan), tx), params)
     needed = estimate(jit(train_step(loss_fn, tx), donate=True), state, _batch(args.batch), buffers)
     if args.capacity is None:
         return f"{needed}", {"estimate": needed.to_dict()}
@@ -156,15 +157,13 @@ def _sizes(texts: Sequence[str]) -> dict[str, Any]:
     return {axis: int(number) for axis, _, number in pairs}
 
 
-def _nbytes(plan: Plan, rows: Sequence[TableLine], params: Tree, optimizer: str) -> dict[str, int]:
+def _nbytes(rows: Sequence[TableLine], opt_state: Tree) -> dict[str, int]:
     """The bytes of a rank by purpose; those of optimizer state are of the state that the optimizer makes."""
-    tx = getattr(optim, optimizer)(1e-3)
-    state = eval_shape(lambda x: init_state(shard_params(x, plan), tx), params)
     shares = [row.shares for row in rows]
     return {
         "parameters": sum(share["parameters"].nbytes for share in shares),
         "gradients": sum(share["gradients"].nbytes for share in shares if "gradients" in share),
-        "optimizer state": sum(x.nbytes for x in tree.leaves(state.opt_state) if isinstance(x, Tensor)),
+        "optimizer state": sum(x.nbytes for x in tree.leaves(opt_state) if isinstance(x, Tensor)),
     }
 
 

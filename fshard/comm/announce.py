@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from contextvars import ContextVar, copy_context
 from datetime import timedelta
 from threading import get_ident
@@ -11,6 +11,7 @@ from typing import ParamSpec, Protocol, TypeVar
 
 from torch import Tensor
 
+from ..core.tracing import assigned
 from .mesh import Mesh
 from .ranks import Call, Exchange, Ranks, is_tallying, message_timeout
 
@@ -40,14 +41,9 @@ class Announced:
         return self._exchange(sends, recvs, call)
 
 
-@contextmanager
-def announcing(around: Around) -> Iterator[None]:
+def announcing(around: Around) -> AbstractContextManager[None]:
     """Inside the block, `primitives.along` returns `around(ranks, mesh)`."""
-    token = _around.set(around)
-    try:
-        yield
-    finally:
-        _around.reset(token)
+    return assigned(_around, around)
 
 
 def is_announcing() -> bool:

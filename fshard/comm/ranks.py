@@ -23,10 +23,12 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
+
+from ..core.tracing import assigned
 
 
 @dataclass(frozen=True, init=False)
@@ -110,11 +112,8 @@ def tally() -> Iterator[Tally]:
     0
     """
     records = Tally()
-    token = _tally.set(records)
-    try:
+    with assigned(_tally, records):
         yield records
-    finally:
-        _tally.reset(token)
 
 
 def is_tallying() -> bool:
@@ -202,6 +201,19 @@ class Exchange(Protocol):
 
     def done(self) -> None:
         """Say that what was received has been read, so that its memory may be used again."""
+
+
+class Arrived(NamedTuple):
+    """An exchange that has ended, or in which nothing is sent."""
+
+    parts: Sequence[Tensor]
+
+    def wait(self) -> Sequence[Tensor]:
+        """Return what was received."""
+        return self.parts
+
+    def done(self) -> None:
+        """Do nothing: no memory is shared with another rank."""
 
 
 class OwnCollectives(Protocol):

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from .mesh import MESHES, Mesh
-from .ranks import Call, Ranks
+from .ranks import Arrived, Call, Exchange, Ranks
 
 _LARGE = 1 << 20  # bytes
 
@@ -34,20 +34,6 @@ class Started:
 
     def done(self) -> None:
         """Do nothing: the graph owns what was received."""
-
-
-class _Alone:
-    """A collective of one rank: its result is what it was given."""
-
-    def __init__(self, x: Tensor):
-        self._x = x
-
-    def wait(self) -> Sequence[Tensor]:
-        """Return a list of the input alone."""
-        return [self._x]
-
-    def done(self) -> None:
-        """Do nothing: no message was sent."""
 
 
 class NodeRanks:
@@ -84,10 +70,10 @@ class NodeRanks:
         place = x.new_empty(x.shape[0] // self.size, *x.shape[1:]) if out is None else out  # (n, ...)
         return Started((place, torch.ops.fshard.reduce_scatter(place, x, *self._at(call), fast)), [x])
 
-    def all_reduce(self, x: Tensor, out: Tensor | None, fast: bool, call: Call) -> Started | _Alone:
+    def all_reduce(self, x: Tensor, out: Tensor | None, fast: bool, call: Call) -> Exchange:
         """(...) on each rank -> (...) on all, in the dtype of `out`, which may be wider."""
         if self.size == 1:
-            return _Alone(x if out is None else out.copy_(x))
+            return Arrived([x if out is None else out.copy_(x)])
         place = torch.empty_like(x) if out is None else out
         return Started((place, torch.ops.fshard.all_reduce(place, x, *self._at(call), call.op, fast, call.more)), [x])
 

@@ -22,7 +22,7 @@ from typing import Any
 from ..comm.consensus import of_all, together
 from ..comm.mesh import AnyMesh, num_ranks, rank_in
 from ..core.arguments import check_path
-from ..files.places import Place, place_of
+from ..files.places import Place, place_of, read_bytes
 from .identity import FunctionIdentity
 from .program import Program, UnsavableError, digest_of
 
@@ -128,8 +128,7 @@ def _read(path: Path) -> tuple[list[Any], dict[str, bytes]]:
     """The programs of a file, the latest first, and its parts. An error of any class if it is no whole artifact."""
     place, name = _place(path)
     with place.open(name) as file:
-        data = bytearray(file.size)
-        file.read_into(0, memoryview(data))
+        data = read_bytes(file, 0, file.size)
     with zipfile.ZipFile(io.BytesIO(data)) as archive:
         parts = {member.filename: archive.read(member) for member in archive.infolist()}
     index = json.loads(parts.pop(_INDEX))

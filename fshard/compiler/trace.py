@@ -32,7 +32,7 @@ from ..core import tree
 from ..core.arguments import NOT_THE_USER, call_site, check_function, frame_of, line_of
 from ..core.random import draws
 from ..core.storage import address
-from ..core.tracing import Marked, kind_of, mark
+from ..core.tracing import Args, Kwargs, Marked, Operator, kind_of, mark
 from ..core.tree import Tree, tensors, with_tensors
 from .captures import captures, generators, state_of
 
@@ -271,15 +271,9 @@ class _Captured(TorchFunctionMode):
         super().__init__()
         self._fake_of, self._inputs = fake_of, inputs
 
-    def __torch_function__(
-        self,
-        func: Callable[..., object],
-        types: Sequence[type],
-        args: tuple[object, ...] = (),
-        kwargs: Mapping[str, object] | None = None,
-    ) -> object:
+    def __torch_function__(self, func: Operator, types: object, args: Args = (), kwargs: Kwargs = None) -> object:
         args, kwargs = _put(self._fake_of, (args, kwargs or {})) if self._fake_of else (args, kwargs or {})
-        asks = func is Tensor.storage_offset and address(args[0]) in self._inputs  # type: ignore[arg-type]
+        asks = func is Tensor.storage_offset and address(args[0]) in self._inputs
         if asks and not sys._getframe(1).f_code.co_filename.startswith(NOT_THE_USER):
             raise TraceError(f"jit: storage_offset() of an argument at {call_site()}: pass that number as an argument")
         if func in (Tensor.tolist, torch.tensor):  # which read the memory of real tensors, and call no operator
@@ -313,13 +307,7 @@ class _Watch(TorchDispatchMode):
         # A seed that user code is unlikely to set: a call of manual_seed with the old seed is then noticed, too.
         torch.default_generator.manual_seed(_UNLIKELY)
 
-    def __torch_dispatch__(
-        self,
-        func: Callable[..., object],
-        types: Sequence[type],
-        args: tuple[object, ...] = (),
-        kwargs: Mapping[str, object] | None = None,
-    ) -> object:
+    def __torch_dispatch__(self, func: Operator, types: object, args: Args = (), kwargs: Kwargs = None) -> object:
         kwargs = kwargs or {}
         if self._fake_of:
             args, kwargs = _put(self._fake_of, (args, kwargs))  # what was called without a name in Python, too

@@ -99,10 +99,10 @@ def check_function(name: str, value: object, what: str, remedy: str = "") -> Non
         raise TypeError(wrong(name, value, f"{what}, a function", remedy))
 
 
-def check_has(name: str, value: object, methods: Sequence[str], what: str, remedy: str = "") -> None:
+def check_has(name: str, value: object, methods: Sequence[str], what: str) -> None:
     """Raise TypeError for an object that lacks one of these attributes, and for a class where an object is expected."""
     if isinstance(value, type) or not all(hasattr(value, method) for method in methods):
-        raise TypeError(wrong(name, value, f"{what} (with {', '.join(methods)})", remedy))
+        raise TypeError(wrong(name, value, f"{what} (with {', '.join(methods)})"))
 
 
 # The range [least, below) of each hyper-parameter; torch.optim's constructors have the same ranges.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from functools import reduce
 from typing import NamedTuple
 
 import torch
@@ -59,14 +60,14 @@ def lacking(expected: Collection[str], got: Collection[str]) -> str:
     return f"it lacks {missing[:3] or 'nothing'} and has {extra[:3] or 'nothing'} besides"
 
 
-def differences(wanted: Iterable[Wanted], given: Mapping[str, object], of: str = "the plan") -> Iterator[str]:
-    """Say how tensors by name, or forms of tensors, differ from what the leaves of `of` need.
+def differences(wanted: Iterable[Wanted], given: Mapping[str, object]) -> Iterator[str]:
+    """Say how tensors by name, or forms of tensors, differ from what the leaves of a plan need.
 
     >>> [*differences([Wanted(["w"], Form((2,), torch.float32))], {"w": torch.zeros(3)})]
     ["'w': expected a tensor [2], got one [3]"]
     """
     wanted = [*wanted]
-    yield from name_differences([leaf.names for leaf in wanted], given, of)
+    yield from name_differences([leaf.names for leaf in wanted], given)
     for name, form in ((name, leaf.form) for leaf in wanted for name in leaf.names if name in given):
         if text := unfit(name, form, given[name]):
             yield text
@@ -108,7 +109,7 @@ def _call(missing: Sequence[str], unknown: Sequence[str]) -> str:
     """An expression of `name` by which most unknown names become missing ones; "" if there is none."""
     words = [word for word in WRAPPERS if any(word in name for name in unknown)]
     replaced = "name" + "".join(f".replace({word!r}, '')" for word in words)
-    plain = [_without(name, words) for name in unknown]
+    plain = [reduce(lambda rest, word: rest.replace(word, ""), words, name) for name in unknown]
     if set(plain) & set(missing):
         return replaced
     for leaf in missing[:1]:
@@ -118,12 +119,6 @@ def _call(missing: Sequence[str], unknown: Sequence[str]) -> str:
             if leaf.endswith(f".{name}"):
                 return f"{leaf.removesuffix(name)!r} + {replaced}"
     return ""
-
-
-def _without(name: str, words: Sequence[str]) -> str:
-    for word in words:
-        name = name.replace(word, "")
-    return name
 
 
 def unfit(name: str, expected: Form, given: object) -> str:

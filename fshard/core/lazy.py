@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Hashable, ItemsView, Iterable, Iterator, KeysView, Sequence, ValuesView
+from collections.abc import Callable, Hashable, ItemsView, Iterable, Iterator, KeysView, ValuesView
 from typing import Any
 
 from .tree import Spec, Tree, children, names
@@ -43,7 +43,7 @@ class Branch:
         container = self._container()
         if container.is_mapping:
             if key not in container.positions:
-                raise KeyError(f"{key!r}: there is {', '.join(map_repr(container.names))}")
+                raise KeyError(f"{key!r}: there is {', '.join(map(repr, container.names))}")
             return self._pick(container.positions[key])
         numbers = range(len(container.names))[key]
         return self._pick(numbers) if isinstance(numbers, int) else container.sliced(map(self._pick, numbers))
@@ -106,8 +106,3 @@ class _Items(ItemsView[Hashable, Tree]):
     def __iter__(self) -> Iterator[tuple[Hashable, Tree]]:
         keys = [*self._mapping] if self._mapping._container().is_mapping else range(len(self))
         return ((key, self._mapping[key]) for key in keys)
-
-
-def map_repr(items: Sequence[object]) -> list[str]:
-    """Return the repr of each item, for an error message."""
-    return [repr(item) for item in items]

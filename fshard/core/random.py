@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from .tracing import Operator, define, is_tracing
+from .tracing import Args, Kwargs, Operator, assigned, define, is_tracing
 from .tree import Tree
 
 _aten = torch.ops.aten
@@ -32,12 +32,9 @@ def seeded(seed: Tensor, step: Tensor, rank: int, part: int, device: torch.devic
     # a graph writes to the host's generator alone: it keeps the index of the next state there
     with torch.random.fork_rng([device] if cuda and not is_tracing() else []):
         if is_tracing():
-            with Stream(torch.ops.fshard.seeded(seed, step, rank, part, device), device) as draws:
-                token = _STREAM.set(draws)
-                try:
-                    yield
-                finally:
-                    _STREAM.reset(token)
+            state = torch.ops.fshard.seeded(seed, step, rank, part, device)
+            with Stream(state, device) as draws, assigned(_STREAM, draws):
+                yield
             return
         number = _number(int(seed), int(step), rank, part)
         torch.default_generator.manual_seed(number)
@@ -161,13 +158,7 @@ class Stream(TorchDispatchMode):
         self.go_on(state)
         return drawn
 
-    def __torch_dispatch__(
-        self,
-        func: Operator,
-        types: Sequence[type],
-        args: tuple[Tree, ...] = (),
-        kwargs: dict[str, Tree] | None = None,
-    ) -> Tree:
+    def __torch_dispatch__(self, func: Operator, types: object, args: Args = (), kwargs: Kwargs = None) -> object:
         kwargs = kwargs or {}
         if not draws(func, args, kwargs):
             return func(*args, **kwargs)

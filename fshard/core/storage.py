@@ -52,8 +52,11 @@ def ranges_meet(x: Tensor, y: Tensor) -> bool:
 
 def share_elements(x: Tensor, y: Tensor) -> bool:
     """Return whether two tensors have a byte in common. The ranges of columns of a matrix meet, and they have none."""
-    if not ranges_meet(x, y):
-        return False
+    return ranges_meet(x, y) and runs_meet(x, y)
+
+
+def runs_meet(x: Tensor, y: Tensor) -> bool:
+    """Return whether two tensors, which lie in the same memory, have a byte in common."""
     ends = [0, 0]  # of the runs so far: those of each tensor, which may meet one another
     for start, stop, number in sorted((*run, number) for number, z in enumerate((x, y)) for run in _runs(z)):
         if start < ends[1 - number]:

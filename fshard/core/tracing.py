@@ -1,10 +1,11 @@
-"""Tracing: whether it is on, operators that it records, and names in the traces of torch.profiler."""
+"""Tracing: whether it is on, operators that it records, names in the traces of torch.profiler; values of a block."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any, TypeAlias
+from contextvars import ContextVar
+from typing import Any, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor
@@ -13,7 +14,11 @@ from torch.fx import Node
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot
 from torch.utils._python_dispatch import _disable_current_modes
 
+T = TypeVar("T")
 Operator: TypeAlias = Any  # an operator as dispatch modes and graphs see it: its class is private to torch
+# The arguments of a function of torch, or of an operator, as modes and subclasses of tensors are given them.
+Args: TypeAlias = tuple[Any, ...]
+Kwargs: TypeAlias = Mapping[str, Any] | None
 
 
 def is_tracing() -> bool:
@@ -31,6 +36,16 @@ def unrecorded() -> Iterator[None]:
     fake = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE)
     with torch._C.DisableTorchFunction(), _disable_current_modes(), fake:
         yield
+
+
+@contextmanager
+def assigned(variable: ContextVar[T], value: T) -> Iterator[None]:
+    """A block in which a context variable has a value; after it the one from before."""
+    token = variable.set(value)
+    try:
+        yield
+    finally:
+        variable.reset(token)
 
 
 class Marked(Tensor):

@@ -17,7 +17,7 @@ import re
 from ..core.arguments import check_path, check_whole
 from ..core.foreign import check_size
 from .index import CheckpointError, Index, read_index
-from .places import Place, place_of
+from .places import Place, place_of, read_bytes
 
 INDEX = "index.json"
 LAST_STEP = 10**12
@@ -112,9 +112,7 @@ def read_all(place: Place, name: str) -> bytes:
             check_size(file.size, f"{place}/{name}")
         except ValueError as error:
             raise CheckpointError(str(error)) from None
-        text = bytearray(file.size)
-        file.read_into(0, memoryview(text))
-    return bytes(text)
+        return read_bytes(file, 0, file.size)
 
 
 def no_checkpoint(place: Place, step: int | None) -> str:

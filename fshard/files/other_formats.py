@@ -108,16 +108,8 @@ def _files(path: Path, folder: Place) -> Iterator[list[_Chunk]]:
 
 def header_of(folder: Place, name: str) -> tuple[dict[str, FileEntry], dict[str, Any]]:
     """Return the tensors and the metadata of a safetensors file. ValueError as `read_header`."""
-    position = 0
     with folder.open(name) as file:
-
-        def read(num_bytes: int) -> bytes:
-            nonlocal position
-            buffer = bytearray(min(num_bytes, max(file.size - position, 0)))
-            position += file.read_into(position, memoryview(buffer))
-            return bytes(buffer)
-
-        return read_header(read, file.size, Path(f"{folder}/{name}"))
+        return read_header(file, Path(f"{folder}/{name}"))
 
 
 def _chunks(folder: Place, name: str) -> Iterator[_Chunk]:

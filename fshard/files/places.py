@@ -131,6 +131,12 @@ class LocalReader:
         return filled
 
 
+def read_bytes(file: Reader, begin: int, size: int) -> bytes:
+    """Return `size` bytes of a file from `begin` on; fewer where the file ends before."""
+    data = bytearray(min(size, max(file.size - begin, 0)))
+    return bytes(data[: file.read_into(begin, memoryview(data))])
+
+
 # A folder of files and folders, which need not exist; `str` of it is what errors call it.
 Place: TypeAlias = LocalPlace | RemotePlace
 Reader: TypeAlias = LocalReader | RemoteReader  # an open file

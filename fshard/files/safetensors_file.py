@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import json
 import math
-import os
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from io import BufferedIOBase, FileIO
 from pathlib import Path
@@ -21,6 +20,7 @@ from torch import Tensor
 
 from ..core.foreign import open_file, parsed
 from ..core.storage import as_bytes, from_bytes
+from .places import LocalReader, Reader, read_bytes
 
 _LONGEST_HEADER = 100_000_000  # bytes; the library's own limit
 CHUNK = 1 << 22  # bytes that are read, written and checked at a time
@@ -120,15 +120,12 @@ def read_entries(path: Path) -> dict[str, FileEntry]:
     FileNotFoundError, or ValueError for a file that is not in this format or not whole.
     """
     with open_file(path) as file:
-        return read_header(file.read, os.fstat(file.fileno()).st_size, path)[0]
+        return read_header(LocalReader(file.fileno()), path)[0]
 
 
-def read_header(read: Callable[[int], bytes], size: int, path: Path) -> tuple[dict[str, FileEntry], dict[str, Any]]:
-    """Return the tensors and the metadata of a file of `size` bytes; `read` gives its next bytes.
-
-    ValueError for a file that is not in this format or not whole.
-    """
-    first = read(8)
+def read_header(file: Reader, path: Path) -> tuple[dict[str, FileEntry], dict[str, Any]]:
+    """Return the tensors and the metadata of a file; ValueError for one that is not in this format or not whole."""
+    first, size = read_bytes(file, 0, 8), file.size
     length = int.from_bytes(first, "little")
     is_wrong = len(first) < 8 or length > min(_LONGEST_HEADER, size - 8)
     # torch.save writes zip files, and did write plain pickles; as lengths, their first bytes are absurd
@@ -142,7 +139,7 @@ def read_header(read: Callable[[int], bytes], size: int, path: Path) -> tuple[di
         raise ValueError(
             f"{path}: not a safetensors file, or cut off: a header of {length:,} bytes in a file of {size:,}"
         )
-    forms = parsed(read(length), path, "its header")
+    forms = parsed(read_bytes(file, 8, length), path, "its header")
     metadata = forms.pop(METADATA, {})
     entries = _entries(forms, 8 + length, path)
     _check_data(entries, 8 + length, size - 8 - length, path)
@@ -185,18 +182,12 @@ def _check_data(entries: Iterable[FileEntry], begin: int, size: int, path: Path)
 
 def read_chunks(file: FileIO, path: Path, start: int, num_bytes: int, dtype: torch.dtype) -> Iterator[Tensor]:
     """Yield flat tensors in host memory that have these bytes of a file, each of them until the next one."""
-    buffer = bytearray(min(num_bytes, CHUNK))
-    file.seek(start)
-    while num_bytes:
-        view = memoryview(buffer)[: min(num_bytes, CHUNK)]
-        filled = 0
-        while filled < len(view):  # a read may return fewer bytes
-            count = file.readinto(view[filled:])
-            if not count:
-                raise ValueError(f"{path}: it ended while it was read")
-            filled += count
-        yield from_bytes(torch.frombuffer(buffer, dtype=torch.uint8)[: len(view)], dtype)
-        num_bytes -= len(view)
+    reader, buffer, end = LocalReader(file.fileno()), bytearray(min(num_bytes, CHUNK)), start + num_bytes
+    for begin in range(start, end, CHUNK):
+        view = memoryview(buffer)[: end - begin]
+        if reader.read_into(begin, view) < len(view):
+            raise ValueError(f"{path}: it ended while it was read")
+        yield from_bytes(torch.frombuffer(view, dtype=torch.uint8), dtype)
 
 
 def write_tensor(file: BufferedIOBase, start: int, value: Tensor) -> None:

@@ -241,10 +241,7 @@ def _start(item: ZipItem, run: ChunkRun) -> int:
     require((dtype, sizes) == (run.dtype, run.sizes), f"expected {run.dtype} {[*run.sizes]}, got {dtype} {[*sizes]}")
     order = item.read("byteorder") if item.has("byteorder") else b"little"
     require(order == b"little", f"expected little-endian numbers, got {str(order)[:40]}")
-    expected, step = list[int](), 1
-    for size in reversed(sizes):
-        expected.insert(0, step)
-        step *= size
+    expected = [math.prod(sizes[dim + 1 :]) for dim in range(len(sizes))]
     is_plain = all(size == 1 or a == b for size, a, b in zip(sizes, expected, strides, strict=True))
     require(is_plain, f"a chunk {[*sizes]} with strides {[*strides]}: expected {expected}; save x.contiguous()")
     start, num_bytes = item.data(f"data/{key}")

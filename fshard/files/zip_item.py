@@ -6,7 +6,7 @@ import io
 import zipfile
 
 from .index import require
-from .places import Reader
+from .places import Reader, read_bytes
 
 _MOST_BYTES = 1 << 22  # of the directory of a zip file, and of a member that is read: those of a tensor have hundreds
 
@@ -64,10 +64,10 @@ class ZipItem:
 def _read(file: Reader, offset: int, num_bytes: int) -> bytes:
     if num_bytes > _MOST_BYTES:
         raise ValueError(f"expected at most {_MOST_BYTES:,} bytes, got {num_bytes:,}")
-    buffer = bytearray(num_bytes)
-    if file.read_into(offset, memoryview(buffer)) < num_bytes:
+    data = read_bytes(file, offset, num_bytes)
+    if len(data) < num_bytes:
         raise ValueError(f"{num_bytes:,} bytes from byte {offset:,} on are beyond the end of the file")
-    return bytes(buffer)
+    return data
 
 
 class _View(io.RawIOBase):
@@ -83,10 +83,6 @@ class _View(io.RawIOBase):
     def readable(self) -> bool:
         """Whether it can be read: yes."""
         return True
-
-    def tell(self) -> int:
-        """Return where in the item the next byte is read."""
-        return self._position
 
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
         """Set the position, and return it."""

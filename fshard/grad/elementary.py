@@ -19,6 +19,8 @@ from torch import Tensor
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
+from ..core.tracing import Args, Kwargs, Operator
+
 _Outputs = Tensor | tuple[Tensor, ...]
 _aten = torch.ops.aten  # the operators that graphs call
 _LAYER_NORMS = {
@@ -36,16 +38,10 @@ _OF_STATISTICS = ("batch_norm", "native_batch_norm", "instance_norm")
 class Elementary(TorchFunctionMode):
     """While it is active, layer norms are made of other operators; others with wrong second derivatives are errors."""
 
-    def __torch_function__(
-        self,
-        func: Callable[..., object],
-        types: Sequence[type],
-        args: Sequence[object] = (),
-        kwargs: Mapping[str, object] | None = None,
-    ) -> object:
+    def __torch_function__(self, func: Operator, types: object, args: Args = (), kwargs: Kwargs = None) -> object:
         """Call `func`, or what computes the same with derivatives that are right."""
         if func in _LAYER_NORMS:
-            return _layer_norm(func, *args, **(kwargs or {}))  # type: ignore[arg-type]
+            return _layer_norm(func, *args, **(kwargs or {}))
         name, options = str(getattr(func, "__name__", "")).partition(".")[0], kwargs or {}
         module = str(getattr(func, "__module__", None))
         others = module.startswith("torch._ops.") and module != "torch._ops.aten"  # operators of other libraries

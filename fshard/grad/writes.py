@@ -28,8 +28,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..core import tree
 from ..core.storage import address, ranges_meet, writes
-from ..core.tracing import Operator, is_tracing
-from ..core.tree import Tree
+from ..core.tracing import Args, Kwargs, Operator, is_tracing
 from ..plan.plan import Slot
 from ..sharding.schedule import Entry
 from .unit import TapeUnit
@@ -58,13 +57,7 @@ class _Refusing(TorchFunctionMode):
         super().__init__()
         self._frozen = frozen
 
-    def __torch_function__(
-        self,
-        func: Callable[..., object],
-        types: Sequence[type],
-        args: Sequence[object] = (),
-        kwargs: Mapping[str, object] | None = None,
-    ) -> object:
+    def __torch_function__(self, func: Operator, types: object, args: Args = (), kwargs: Kwargs = None) -> object:
         if func == _SET_DATA:
             raise ValueError(
                 f"the loss function: a graph has no `x.data = y`, and would compute with the old x. {_REMEDY}"
@@ -83,13 +76,7 @@ class _RefusingWrites(TorchDispatchMode):
         super().__init__()
         self._frozen = frozen
 
-    def __torch_dispatch__(
-        self,
-        func: Operator,
-        types: Sequence[type],
-        args: Sequence[Tree] = (),
-        kwargs: Mapping[str, Tree] | None = None,
-    ) -> Tree:
+    def __torch_dispatch__(self, func: Operator, types: object, args: Args = (), kwargs: Kwargs = None) -> object:
         by_name = dict(zip((a.name for a in func._schema.arguments), args, strict=False)) | dict(kwargs or {})
         written = [a.name for a in func._schema.arguments if a.alias_info is not None and a.alias_info.is_write]
         for x in tree.leaves([by_name.get(name) for name in written]):

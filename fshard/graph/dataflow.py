@@ -162,7 +162,7 @@ def index(graph: fx.Graph) -> NodeIndex:
         memory[node], is_writer = made, writes(node)
         for storage in made:
             returned[storage].append(node)
-        for x in _read_by(node):
+        for x in read_by(node):
             for storage in memory[x]:
                 if storage in written and (is_writer or storage not in made):  # a view reads nothing
                     read[storage].append(number)
@@ -189,7 +189,7 @@ def gathers(nodes: NodeIndex) -> list[GatherNodes]:
     return sorted(result, key=lambda gather: order[gather.readers[0]] if gather.readers else -1)
 
 
-def _read_by(node: fx.Node) -> list[fx.Node]:
+def read_by(node: fx.Node) -> list[fx.Node]:
     """Return the arguments that a node reads: a collective does not read the place of its result, a wait reads none."""
     name = operator(node)
     return [] if name == "fshard.wait" else [arguments(node)["x"]] if name in PLACED else node.all_input_nodes

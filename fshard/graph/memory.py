@@ -187,18 +187,12 @@ def _storages(nodes: Sequence[fx.Node], inputs: Sequence[str]) -> dict[int, _Sto
             if node.op == "placeholder" or any(user.op == "output" for user in node.users):
                 storage.last, storage.fusible = len(nodes), False
                 storage.what = "results" if storage.what == "activations" else storage.what
-        for place in _places(node):
-            for key in storages_of(place):
+        # the buffers that gradients are packed and reduced in
+        names = ("place", "x") if operator(node) == "fshard.reduce_scatter" else ()
+        for name in names:
+            for key in storages_of(arguments(node)[name]):
                 storages[key].what = "gradients" if storages[key].what == "activations" else storages[key].what
     return storages
-
-
-def _places(node: fx.Node) -> list[fx.Node]:
-    """Return the nodes of the buffers that gradients are packed and reduced in."""
-    if operator(node) != "fshard.reduce_scatter":
-        return []
-    by_name = arguments(node)
-    return [by_name["place"], by_name["x"]]
 
 
 def _what(node: fx.Node) -> str:

@@ -46,6 +46,7 @@ from .dataflow import (
     index,
     is_call,
     is_fixed,
+    read_by,
     returns_place,
     writes,
 )
@@ -190,8 +191,7 @@ def _read_storages(graph: fx.Graph) -> set[int]:
             read |= set(storages_of(node))
         if is_call(node, "fshard.wait", *VIEWS):
             continue
-        sources = [arguments(node)["x"]] if is_call(node, *PLACED) else node.all_input_nodes
-        storages = {storage for source in sources for storage in storages_of(source)}
+        storages = {storage for source in read_by(node) for storage in storages_of(source)}
         if is_call(node, "copy_"):
             for storage in storages_of(node):
                 copied.setdefault(storage, set()).update(storages)

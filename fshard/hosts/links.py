@@ -124,8 +124,6 @@ def received(fd: int, number: int) -> Segment:
 
 def refusal() -> str:
     """Return why this process cannot allocate segments; empty if it can, or lacks only file descriptors."""
-    if not hasattr(os, "memfd_create"):
-        return "this system has no memfd_create"
     try:
         os.close(_sealed(mmap.PAGESIZE))
     except OSError as failure:
@@ -220,15 +218,12 @@ class Link:
             try:
                 sent = socket.send_fds(self.socket, [view], fds) if fds else self.socket.send(view)
             except BlockingIOError:
-                self._wait(select.POLLIN | select.POLLOUT, call)
+                _poll([self], select.POLLIN | select.POLLOUT, call)
                 self.drain()  # the peer may be blocked until this rank reads
             except (BrokenPipeError, ConnectionResetError):
                 raise self._gone(call) from None
             else:
                 view, fds = view[sent:], []
-
-    def _wait(self, events: int, call: str) -> None:
-        _poll([self], events, call)
 
     def _gone(self, call: str) -> MismatchError:
         return MismatchError(
@@ -241,7 +236,7 @@ class Link:
             if planning := [n for n, x in self.arrived.items() if x.call == PLANS]:
                 number = planning[0]  # the peer has left this call out, and perhaps others before it
             elif not self.drain(call):
-                self._wait(select.POLLIN, call)
+                _poll([self], select.POLLIN, call)
         message = self.arrived.pop(number)
         if message.call == PLANS:
             self.say(_REFUSES + call)  # the peer waits for this rank's plan, and would wait for ever
@@ -260,7 +255,7 @@ class Link:
         try:
             while not (numbers := [n for n, x in self.arrived.items() if x.call.startswith((PLANS, _REFUSES))]):
                 if not self.drain(PLANS):
-                    self._wait(select.POLLIN, PLANS)
+                    _poll([self], select.POLLIN, PLANS)
         except MismatchError:
             if self.is_open:
                 raise

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -13,6 +12,7 @@ from torch.overrides import TorchFunctionMode
 
 from ..comm.collectives import all_gather
 from ..comm.mesh import AnyMesh, axis_sizes, num_ranks
+from ..core.tracing import Args, Kwargs, Operator
 from .current import Calls
 
 BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
@@ -44,16 +44,10 @@ class _Replaced(TorchFunctionMode):
         super().__init__()
         self._mesh, self._label = mesh, label
 
-    def __torch_function__(
-        self,
-        func: Callable[..., object],
-        types: Sequence[type],
-        args: Sequence[object] = (),
-        kwargs: Mapping[str, object] | None = None,
-    ) -> object:
+    def __torch_function__(self, func: Operator, types: object, args: Args = (), kwargs: Kwargs = None) -> object:
         if func is not F.batch_norm:
             return func(*args, **(kwargs or {}))
-        return _batch_norm(self._mesh, self._label, *args, **(kwargs or {}))  # type: ignore[arg-type]
+        return _batch_norm(self._mesh, self._label, *args, **(kwargs or {}))
 
 
 def _batch_norm(

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
+from ..core.storage import runs_meet
 from ..core.tree import Tree
 from .current import nodes_of
 from .skeleton import Stand, place_of
@@ -133,20 +134,11 @@ def _sharing(memory: Mapping[int, list[tuple[str, Tensor]]], x: Tensor) -> str |
     if not _has_memory(x):
         return None
     others = memory.get(x.untyped_storage().data_ptr(), [])
-    return next((path for path, other in others if x is other or (_marked(x) & _marked(other)).any()), None)
+    return next((path for path, other in others if x is other or runs_meet(x, other)), None)
 
 
 def _has_memory(x: Tensor) -> bool:
     return x.layout is torch.strided and x.numel() > 0 and not x.is_meta
-
-
-def _marked(x: Tensor) -> Tensor:
-    """The bytes of a tensor's storage, true where its elements lie, (bytes,)."""
-    bytes_ = torch.zeros(x.untyped_storage().nbytes(), dtype=torch.bool, device="cpu")
-    n = x.itemsize
-    strides = [stride * n for stride in x.stride()]
-    bytes_.as_strided((*x.shape, n), (*strides, 1), x.storage_offset() * n).fill_(True)
-    return bytes_
 
 
 def _reached(module: nn.Module) -> Iterator[tuple[str, str, object]]:

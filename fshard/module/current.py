@@ -31,6 +31,7 @@ from torch import Tensor
 from ..core import tree
 from ..core.lazy import Branch
 from ..core.storage import writes
+from ..core.tracing import assigned
 from ..core.tree import Tree
 from ..sharding.access import Leaves, placed
 
@@ -172,12 +173,8 @@ class Calls:
     @contextmanager
     def during(self, call: ModuleCall) -> Iterator[None]:
         """Let the skeleton read from `call` in the block."""
-        token = _RUNNING.set({**(_RUNNING.get() or {}), self: call})
-        try:
-            with call.running():
-                yield
-        finally:
-            _RUNNING.reset(token)
+        with assigned(_RUNNING, {**(_RUNNING.get() or {}), self: call}), call.running():
+            yield
         if torch.is_grad_enabled():
             self._alive.add(call)
 

@@ -181,20 +181,19 @@ def _fused(
 
 
 def _run(
-    rule: UpdateRule, columns: list[list[Tensor]], count: Tensor, found_inf: Tensor | None, constants: kernels.Constants
+    rule: UpdateRule, columns: kernels.Columns, count: Tensor, found_inf: Tensor | None, constants: kernels.Constants
 ) -> None:
-    """Update the rows on one device, in place: `columns` has lists of parameters, gradients and each of the moments."""
+    """Update the rows on one device, in place."""
     params, grads, *moments = columns
     # gradients may have another dtype than parameters; a fused kernel takes one dtype
     grads = [g.to(p.dtype) for g, p in zip(grads, params, strict=True)]
+    columns = [params, grads, *moments]
     skip, constants = beside(found_inf, params[0]), constants_beside(constants, params[0])
     if rule.fused_kernel and kernels.can_fuse(rule.fused_kernel, [*params, *grads], constants["lr"]):
-        rule.fused_kernel(params, grads, moments, beside(count, params[0]), skip, constants)
+        rule.fused_kernel(columns, beside(count, params[0]), skip, constants)
     else:
-        # one tuple of moments for each row; empty tuples for a rule without moments, where zip() gives nothing
-        moments_of_rows = [*zip(*moments, strict=True)] or [()] * len(params)
         constants = {**constants, **constants_beside(rule.corrections(count), params[0])}
-        kernels.in_blocks(partial(rule.reference, **constants), params, grads, moments_of_rows, skip)
+        kernels.in_blocks(partial(rule.reference, **constants), columns, skip)
 
 
 def all_numbers(*hyperparams: object) -> bool:

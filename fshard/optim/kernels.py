@@ -24,6 +24,7 @@ from ..core.tracing import is_tracing
 Moments = tuple[Tensor, ...]
 Change = tuple[Tensor, Moments]  # of a parameter, and its new moments
 Reference = Callable[[Tensor, Tensor, Moments], Change]  # its constants given
+Columns = Sequence[Sequence[Tensor]]  # parameters, gradients and each of the moments, one for each row
 
 
 # The arguments of a reference by name, computed once for all rows. Each reference has types of its own (numbers, 0-d
@@ -137,19 +138,13 @@ def apply(reference: Reference, p: Tensor, g: Tensor, moments: Moments) -> Chang
     return (delta, new_moments) if shape else (delta.reshape(shape), tuple(n.reshape(shape) for n in new_moments))
 
 
-def in_blocks(
-    reference: Reference,
-    params: Sequence[Tensor],
-    grads: Sequence[Tensor],
-    moments: Sequence[Moments],
-    skip: Tensor | None,
-) -> None:
-    """Run a reference on lists of tensors, in place and block by block; nothing changes where `skip` is 1."""
-    for p, g, ms in zip(params, grads, moments, strict=True):
+def in_blocks(reference: Reference, columns: Columns, skip: Tensor | None) -> None:
+    """Run a reference on rows, in place and block by block; nothing changes where `skip` is 1."""
+    for row in zip(*columns, strict=True):
         # in a graph for an accelerator the compiler fuses these operators, and no temporary is left
-        cut = (p.device.type == "cpu" or not is_tracing()) and all(x.is_contiguous() for x in (p, g, *ms))
-        columns = [x.view(-1).split(block_size(x, CACHED)) if cut else [x] for x in (p, g, *ms)]
-        for p_block, g_block, *m_blocks in zip(*columns, strict=True):
+        cut = (row[0].device.type == "cpu" or not is_tracing()) and all(x.is_contiguous() for x in row)
+        blocks = [x.view(-1).split(block_size(x, CACHED)) if cut else [x] for x in row]
+        for p_block, g_block, *m_blocks in zip(*blocks, strict=True):
             delta, new = apply(reference, p_block, g_block, tuple(m_blocks))
             for old, value in zip((p_block, *m_blocks), (p_block + delta, *new), strict=True):
                 old.copy_(value if skip is None else where(skip, old, value))
@@ -166,7 +161,7 @@ def can_fuse(kernel: Callable[..., None], tensors: Sequence[Tensor], lr: Number 
     return dense and not is_broken and len(devices) == 1 and devices <= {"cpu", "cuda"}
 
 
-def portions(columns: Sequence[Sequence[Tensor]], most: int = MOST) -> list[list[Tensor]]:
+def portions(columns: Columns, most: int = MOST) -> list[list[Tensor]]:
     """Lists of tensors of the same sizes, with contiguous tensors of more than `most` elements split into views.
 
     >>> [[len(part) for part in column] for column in portions([[torch.ones(5)], [torch.ones(5)]], most=2)]
@@ -182,20 +177,12 @@ def _rate(lr: Number) -> Number:
     return lr.float() if isinstance(lr, Tensor) and lr.device.type != "cpu" else lr
 
 
-def sgd_(
-    params: Sequence[Tensor],
-    grads: Sequence[Tensor],
-    moments: Sequence[Sequence[Tensor]],
-    count: Tensor,
-    skip: Tensor | None,
-    constants: Constants,
-    most: int = MOST,
-) -> None:
-    """torch's fused `sgd` on lists, in place; nothing changes where `skip` is 1.
+def sgd_(columns: Columns, count: Tensor, skip: Tensor | None, constants: Constants, most: int = MOST) -> None:
+    """torch's fused `sgd` on rows, in place; nothing changes where `skip` is 1.
 
     Tensors of more than `most` elements are split.
     """
-    params, grads, *moments = portions([params, grads, *moments], most)
+    params, grads, *moments = portions(columns, most)
     _torch_sgd(
         params,
         grads,
@@ -211,25 +198,17 @@ def sgd_(
     )
 
 
-def adam_(
-    params: Sequence[Tensor],
-    grads: Sequence[Tensor],
-    moments: Sequence[Sequence[Tensor]],
-    count: Tensor,
-    skip: Tensor | None,
-    constants: Constants,
-    most: int = MOST,
-) -> None:
-    """torch's fused `adam` on lists, in place; nothing changes where `skip` is 1.
+def adam_(columns: Columns, count: Tensor, skip: Tensor | None, constants: Constants, most: int = MOST) -> None:
+    """torch's fused `adam` on rows, in place; nothing changes where `skip` is 1.
 
     Tensors of more than `most` elements are split.
     """
-    params, grads, *moments = portions([params, grads, *moments], most)
+    params, grads, mu, nu = portions(columns, most)
     _torch_adam(
         params,
         grads,
-        moments[0],
-        moments[1],
+        mu,
+        nu,
         [],
         list(count.repeat(len(params)).unbind()),
         fused=True,

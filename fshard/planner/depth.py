@@ -21,7 +21,7 @@ import os
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -31,7 +31,7 @@ from ..core import tree
 from ..core.arguments import call_site
 from ..core.losses import read_loss
 from ..core.storage import address
-from ..core.tracing import Operator, node_of
+from ..core.tracing import Args, Kwargs, Operator, node_of
 from ..core.tree import Tree
 from ..plan.plan import Plan
 from ..sharding.sharded import Sharded, whole_view
@@ -41,8 +41,6 @@ from ..train.step import Step
 _STANDARD = os.path.dirname(os.__file__) + os.sep  # the files of Python's own library
 _NEAR = 16  # operators: memory that was written longer ago is only said to be older
 Key = Hashable
-Args = tuple[Any, ...]
-Kwargs = Mapping[str, object] | None
 
 
 @dataclass(frozen=True)

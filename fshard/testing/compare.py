@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from ..comm.mesh import digits
 from ..core import tree
 from ..core.differences import lacking
 from ..core.scalars import double
@@ -90,7 +91,8 @@ def assert_trees_equal(got: Tree, expected: Tree, *, ulps: int = 0) -> None:
     _check_structure(got, expected)
     pairs = list(zip(places(got), places(expected), strict=True))
     for place, wanted in pairs:
-        _check_kind(place.path, place.value, wanted.value)
+        if (kind := _kind(place.value)) != (expected_kind := _kind(wanted.value)):
+            raise AssertionError(f"leaf {place.path!r}: expected {expected_kind}, got {kind}")
     gaps = [gap(place.path, place.value, wanted.value, ulps) for place, wanted in pairs]
     wrong = [g for g in gaps if g.num_wrong]
     if wrong:
@@ -120,11 +122,6 @@ def _short(spec: tree.Spec) -> str:
     return text if len(text) < 300 else text[:300] + "..."
 
 
-def _check_kind(path: str, got: object, expected: object) -> None:
-    if (got_kind := _kind(got)) != (expected_kind := _kind(expected)):
-        raise AssertionError(f"leaf {path!r}: expected {expected_kind}, got {got_kind}")
-
-
 def _kind(x: object) -> str:
     if not isinstance(x, Tensor):
         return f"a leaf of class {type(x).__name__}"
@@ -143,15 +140,7 @@ def gap(path: str, got: object, expected: object, ulps: int = 0) -> Gap:
     far = distance(got, expected)  # (numel,)
     worst = int(far.argmax())
     a, b = (x.detach().reshape(-1)[worst].item() for x in (got, expected))
-    return Gap(path, _index(worst, got.shape), a, b, float(far[worst]), int((far > ulps).sum()), far.numel())
-
-
-def _index(flat: int, shape: Sequence[int]) -> list[int]:
-    index = list[int]()
-    for size in reversed(shape):
-        flat, at = divmod(flat, size)
-        index.insert(0, at)
-    return index
+    return Gap(path, digits(worst, got.shape), a, b, float(far[worst]), int((far > ulps).sum()), far.numel())
 
 
 def distance(got: Tensor, expected: Tensor) -> Tensor:

@@ -23,7 +23,6 @@ import torch
 from torch import Tensor
 
 from ..comm.ranks import Call
-from ..core.arguments import call_site
 from ..core.storage import as_bytes, from_bytes
 
 _ALIGNED = 64  # bytes: torch aligns its own memory so, and the bits of a matrix product may depend on it
@@ -55,9 +54,7 @@ class Late:
     results: Sequence[Tensor]
     parts: Sequence[Tensor]  # the result of `wait`
     beside: UnderWay
-
-    def __post_init__(self) -> None:
-        self._before = [as_bytes(x).clone() for x in (*self.reads, *self.writes)]
+    before: Sequence[Tensor] = ()  # the bytes of `reads` and `writes` at the start
 
     def __str__(self) -> str:
         return f"{self.call}, started at {self.where}"
@@ -66,7 +63,7 @@ class Late:
         """Copy the results to their outputs, and return `parts`. Raises InFlightError if memory was changed."""
         if not self.beside.end(self):
             return self.parts
-        for number, (x, before) in enumerate(zip((*self.reads, *self.writes), self._before, strict=True)):
+        for number, (x, before) in enumerate(zip((*self.reads, *self.writes), self.before, strict=True)):
             if not torch.equal(as_bytes(x), before):
                 what = "what it sends" if number < len(self.reads) else "the place of its result"
                 raise InFlightError(f"{self} was under way when {what} was written to: wait for it first")
@@ -141,36 +138,27 @@ class UnderWay:
         self._works: dict[Late, None] = {}
         self.lent = Lent()
 
-    def start(
-        self,
-        call: Call,
-        sends: Sequence[Tensor],
-        reads: Sequence[Tensor],
-        writes: Sequence[Tensor],
-        results: Sequence[Tensor],
-        parts: Sequence[Tensor],
-    ) -> Late:
-        """Start a collective that copies `results` to `writes` at its `wait`, which returns `parts`.
+    def start(self, work: Late) -> Late:
+        """Start a collective, whose `writes` are filled with poison.
 
-        Fills `writes` with poison. Raises InFlightError if memory overlaps with that of an unfinished collective.
+        Raises InFlightError if memory overlaps with that of an unfinished collective.
         """
-        reads = list({id(x): x for x in reads}.values())
-        self._check(call, reads, writes)
+        self._check(work)
         with torch.no_grad():
-            for place in writes:
+            for place in work.writes:
                 poison(place)
-        work = Late(call, call_site(), sends, reads, writes, results, parts, self)
+        work.before = [as_bytes(x).clone() for x in (*work.reads, *work.writes)]
         self._works[work] = None
         return work
 
-    def _check(self, call: Call, reads: Sequence[Tensor], writes: Sequence[Tensor]) -> None:
-        if any(_overlap(x, writes) for x in reads):
-            raise InFlightError(f"{call} at {call_site()} would send from memory that it receives into")
+    def _check(self, new: Late) -> None:
+        if any(_overlap(x, new.writes) for x in new.reads):
+            raise InFlightError(f"{new.call} at {new.where} would send from memory that it receives into")
         for work in self._works:
-            if any(_overlap(x, work.writes) for x in reads):
-                raise InFlightError(f"{call} at {call_site()} would send what is still to arrive by {work}")
-            if any(_overlap(x, [*work.reads, *work.writes]) for x in writes):
-                raise InFlightError(f"{call} at {call_site()} would write to memory of {work}, which is under way")
+            if any(_overlap(x, work.writes) for x in new.reads):
+                raise InFlightError(f"{new.call} at {new.where} would send what is still to arrive by {work}")
+            if any(_overlap(x, [*work.reads, *work.writes]) for x in new.writes):
+                raise InFlightError(f"{new.call} at {new.where} would write to memory of {work}, which is under way")
 
     def end(self, work: Late) -> bool:
         """Remove a collective from the unfinished ones, and return whether it was among them."""

@@ -326,16 +326,10 @@ _KEYS: dict[str, tuple[Callable[[object], bool], str]] = {
     "rank": (lambda x: _is_number(x, 0, _MOST), "the number of a rank"),
     "axes": (lambda x: isinstance(x, dict) and _are_sizes(x), f"the sizes of at most {_MOST_AXES} axes, by name"),
     "plan": (lambda x: isinstance(x, str), "a text"),
-} | {
-    f"{name} {what}": (_is_filed, "the paths of a tree, and its values that are no tensors")
-    for name, what in (
-        ("before", "state"),
-        ("before", "batch"),
-        ("before", "args"),
-        ("after", "state"),
-        ("after", "metrics"),
-    )
-}
+} | dict.fromkeys(
+    ("before state", "before batch", "before args", "after state", "after metrics"),
+    (_is_filed, "the paths of a tree, and its values that are no tensors"),
+)
 
 
 def _about(folder: Path) -> Json:

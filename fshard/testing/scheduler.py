@@ -182,16 +182,13 @@ class WorldRun:
             self._batons[after].release()
 
     def _told(self, post: Post) -> str:
-        return f"{post.call} at {_call_site(self.threads[post.rank])}"
+        # the line of user code at which the rank's thread waits for the baton
+        return f"{post.call} at {call_site(sys._current_frames()[self.threads[post.rank].ident or 0])}"
 
     def _standing(self) -> str:
-        lines = []
-        for rank in range(self.num_ranks):
-            if rank in self._posts:
-                lines.append(f"rank {rank} waits in {self._told(self._posts[rank])}")
-            else:
-                lines.append(f"rank {rank} has returned")
-        return f"{'; '.join(lines)}. {SAME_ORDER}"
+        posts = (self._posts.get(rank) for rank in range(self.num_ranks))
+        told = ["has returned" if post is None else f"waits in {self._told(post)}" for post in posts]
+        return f"{'; '.join(f'rank {rank} {text}' for rank, text in enumerate(told))}. {SAME_ORDER}"
 
     def meet(self, group: tuple[int, ...], post: Post) -> Sequence[Tensor]:
         """Take part in a collective: wait for the other ranks of the group, and return the output tensors, filled."""
@@ -271,11 +268,6 @@ class WorldRun:
                 f"rank {rank} returned while rank {waiting[0]} waits for it: {self._standing()}"
             )
         self.hand_over(rank)
-
-
-def _call_site(thread: threading.Thread) -> str:
-    """Return the line of user code at which a thread is. The thread must be waiting for the baton."""
-    return call_site(sys._current_frames()[thread.ident or 0])
 
 
 def on_threads(run: WorldRun, rank_main: Callable[[int], None]) -> None:

@@ -13,7 +13,7 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from copy import copy
-from typing import NamedTuple, TypeVar
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -22,13 +22,13 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from ..comm.mesh import Grid, axis_sizes, digits, numbered
 from ..comm.primitives import fold, sum_dtype
 from ..comm.process_groups import places
-from ..comm.ranks import Call, Exchange, MismatchError
+from ..comm.ranks import Arrived, Call, Exchange, MismatchError
 from ..core import tree
-from ..core.arguments import check_flags, check_whole, wrong
+from ..core.arguments import call_site, check_flags, check_whole, wrong
 from ..core.tree import Tree
 from ..layout.pieces import Parts, Unreduced, mesh_of
 from ..sharding.sharded import gather_params
-from .late import UnderWay
+from .late import Late, UnderWay
 from .rng import with_threads
 from .scheduler import Collective, Fault, Post, Stopped, WorldRun, on_threads
 
@@ -122,18 +122,6 @@ class SimulatedMesh(Grid):
         return self._ranks[axis]
 
 
-class _Arrived(NamedTuple):
-    """A collective that has ended, as an `Exchange`."""
-
-    places: Sequence[Tensor]
-
-    def wait(self) -> Sequence[Tensor]:
-        return self.places
-
-    def done(self) -> None:
-        pass
-
-
 class _SimulatedRanks:
     built_in = None
 
@@ -160,7 +148,7 @@ class _SimulatedRanks:
         self, call: Call, sends: Sequence[Tensor], into: Sequence[Tensor], act: Callable[[list[Post]], None]
     ) -> Exchange:
         if self.size == 1:  # nobody to wait for: what a rank sends itself is where it belongs
-            return _Arrived(into)
+            return Arrived(into)
         post = Post(self._me, call, sends, into, act, sends)
         # Ranks may run on different streams, and the last rank to arrive copies the data of all ranks on its stream.
         asynchronous = self.device.type != "cpu"
@@ -169,7 +157,7 @@ class _SimulatedRanks:
         outputs = self._run.meet(self._group, post)
         if asynchronous:
             torch.get_device_module(self.device).synchronize()
-        return _Arrived(outputs)
+        return Arrived(outputs)
 
     def exchange(self, sends: Sequence[Tensor], recvs: Sequence[Tensor | None], call: Call) -> Exchange:
         into = places(sends, recvs, self.rank)
@@ -180,14 +168,14 @@ class _SimulatedRanks:
         aside = [place.clone() if rank == self.rank else torch.empty_like(place) for rank, place in enumerate(into)]
         self._meet(call, sends, aside, _deliver)
         to, results = ([x for rank, x in enumerate(xs) if gathers or rank != self.rank] for xs in (into, aside))
-        reads = [x for x in sends if x is not recvs[self.rank]]
-        return self._under_way.start(call, sends, reads, to, results, into)
+        reads = [*{id(x): x for x in sends if x is not recvs[self.rank]}.values()]
+        return self._under_way.start(Late(call, call_site(), sends, reads, to, results, into, self._under_way))
 
     def _whole(self, call: Call, x: Tensor, place: Tensor, act: Callable[[list[Post]], None]) -> Exchange:
         if self.size > 1:
             return self._meet(call, [x], [place], act)
         with torch.no_grad() if torch.is_grad_enabled() else nullcontext():
-            return _Arrived([place.copy_(x)])  # the tensor of the only rank, in the dtype of its place
+            return Arrived([place.copy_(x)])  # the tensor of the only rank, in the dtype of its place
 
     def all_gather(self, x: Tensor, out: Tensor | None, lent: bool, call: Call) -> Exchange:
         # Allocate a new tensor even if `lent` allows to reuse one, so that a rank's memory is allocated and freed as in

@@ -21,7 +21,7 @@ from ..comm.mesh import AnyMesh, axis_sizes
 from ..core import scalars, tree
 from ..core.arguments import check_whole, is_number, shown, wrong
 from ..core.scalars import Number, double
-from ..core.tracing import Marked, kind_of, mark
+from ..core.tracing import Args, Kwargs, Marked, Operator, kind_of, mark
 from ..core.tree import Tree
 from ..layout.layout import Leaf
 from ..layout.pieces import Parts, device_of, layout_of, mesh_of, pieces
@@ -55,13 +55,7 @@ class Unscaled(Marked):
     """
 
     @classmethod
-    def __torch_function__(
-        cls,
-        fn: Callable[..., Tree],
-        types: Sequence[type],
-        args: Sequence[Tree] = (),
-        kwargs: Mapping[str, Tree] | None = None,
-    ) -> Tree:
+    def __torch_function__(cls, fn: Operator, types: object, args: Args = (), kwargs: Kwargs = None) -> Tree:
         # Private name, but the one torch's notes on extending torch give; without it every result is an `Unscaled`.
         with torch._C.DisableTorchFunctionSubclass():
             result = fn(*args, **(kwargs or {}))

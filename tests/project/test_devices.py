@@ -155,7 +155,7 @@ def fused(name: str, lr: Any, device: str, sizes: list[int], most: int = MOST) -
     kernel, num_moments, constants = FUSED[name]
     generator = torch.Generator().manual_seed(0)
     columns = [[torch.rand(n, generator=generator).to(device) for n in sizes] for _ in range(2 + num_moments)]
-    kernel(*columns[:2], columns[2:], torch.tensor(3.0, device=device), None, {"lr": lr, **constants}, most)
+    kernel(columns, torch.tensor(3.0, device=device), None, {"lr": lr, **constants}, most)
     return [*columns[0], *(x for column in columns[2:] for x in column)]
 
 

@@ -46,7 +46,6 @@ OTHERS: dict[str, dict[str, str]] = {
     "testing/compare.py": {"Gap": "a difference"},
     "testing/oracle.py": {"_Whole": "whole tensors"},
     "testing/scheduler.py": {"Post": "a collective", "WorldRun": "an event"},
-    "testing/world.py": {"_Arrived": "a collective"},
 }
 
 FIELDS = {
