@@ -16,8 +16,8 @@ Note [One root]
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from typing import Any, NamedTuple, Protocol
 
@@ -26,6 +26,7 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from ..core.storage import address
+from ..core.tracing import assigned
 
 OnGrads = Callable[[Any, Sequence[Tensor | None]], None]  # of a `TapeUnit`, and its gradients
 Ctx = Any  # torch's context of a function, on which forward sets any attributes for backward
@@ -45,14 +46,9 @@ def root() -> Tensor:
     return _root.get()
 
 
-@contextmanager
-def another_root() -> Iterator[None]:
+def another_root() -> AbstractContextManager[None]:
     """A block in which the root is another tensor: for a loss inside a loss."""
-    token = _root.set(_new_root())
-    try:
-        yield
-    finally:
-        _root.reset(token)
+    return assigned(_root, _new_root())
 
 
 class Anchor(torch.autograd.Function):

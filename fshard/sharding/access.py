@@ -7,7 +7,7 @@ import inspect
 import operator
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from dataclasses import is_dataclass
 from types import MethodDescriptorType
@@ -21,6 +21,7 @@ from ..core import tree
 from ..core.arguments import wrong
 from ..core.lazy import Branch, Container
 from ..core.storage import writes
+from ..core.tracing import assigned
 from ..core.tree import Tree
 from ..plan.plan import Plan
 from ..plan.precision import Policy
@@ -31,14 +32,9 @@ _Loss = tuple[Policy, AnyMesh, set[str] | None]
 _LOSS: ContextVar[_Loss] = ContextVar("fshard.sharding.access", default=(Policy(), None, None))
 
 
-@contextmanager
-def loss_of(policy: Policy, mesh: AnyMesh) -> Iterator[None]:
+def loss_of(policy: Policy, mesh: AnyMesh) -> AbstractContextManager[None]:
     """The block in which a loss runs, whose parameters are on this mesh and have this policy."""
-    token = _LOSS.set((policy, mesh, set()))
-    try:
-        yield
-    finally:
-        _LOSS.reset(token)
+    return assigned(_LOSS, (policy, mesh, set()))
 
 
 def remarks() -> str:
