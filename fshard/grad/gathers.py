@@ -53,7 +53,7 @@ def _travels(params: Sharded, kind: int) -> bool:
 
 def stages(plan: Plan, axes: Axes) -> int:
     """The number of stages of a gather over some axes: one for each that has several ranks, at least one."""
-    return max(1, sum(dict(plan.axes)[axis] > 1 for axis in axes))
+    return max(1, len(several(plan, axes)))
 
 
 class Gathers:

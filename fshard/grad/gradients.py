@@ -134,6 +134,7 @@ class RowReduction:
         plan, mesh = reduced.plan, reduced.plan.live_mesh()
         self._plan, self._kind, self._by, self._later = plan, plan.kinds[kind], by, later
         precision, axes = self._kind.precision, reduced.view.axes(kind)
+        self._is_split = _is_split(precision)
         self._old, self._new = self._kind.loss_rule.dual(plan.axis_names), Rule(axes, later)
         summed = axes + plan.rest(axes + later)
         # on one rank it has a step, too, which casts, and is the user's if the reduction is
@@ -162,10 +163,6 @@ class RowReduction:
             self.dtype = None if isinstance(by, TreeSums) else self._kind.precision.reduce
             # whole gradients are replaced by their sum
             self.least = _LARGE if is_last and type(by) is Sums and not several(plan, self._new.over) else None
-
-    @property
-    def _is_split(self) -> bool:
-        return _is_split(self._kind.precision)
 
     def reduced(self, row: Row[Slot], flat: Tensor, out: Tensor) -> Pending:
         """Start the sum over ranks of a row's gradients (n,), into the shard `out`, (n / W,)."""

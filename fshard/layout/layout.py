@@ -57,9 +57,7 @@ class Derived:
     runs: dict[Hashable, Any] = field(default_factory=dict)  # of a label's layout, by what a view holds
     moves: dict[Hashable, Any] = field(default_factory=dict)  # of a layout, by the `source` of the target layout
     containers: dict[Hashable, Container] = field(default_factory=dict)  # of a plan, by first leaf and number of nodes
-    units: dict[Hashable, tuple[int, int]] = field(
-        default_factory=dict
-    )  # of a plan, by first leaf and number of leaves
+    units: dict[Hashable, tuple[int, int]] = field(default_factory=dict)  # of a plan, by first leaf and their number
     schedules: dict[Hashable, Any] = field(default_factory=dict)  # of a plan, by what a view holds of it
     graphs: WeakKeyDictionary[object, dict[Any, Any]] = field(default_factory=WeakKeyDictionary)  # of both, by `jit`
 

@@ -97,10 +97,6 @@ class Row(Generic[L]):
         return [is_leaf for _, is_leaf in self._cuts]
 
     @cached_property
-    def _gaps(self) -> list[int]:
-        return [number for number, is_leaf in enumerate(self._is_leaf) if not is_leaf]
-
-    @cached_property
     def _others(self) -> list[tuple[int, tuple[int, ...]]]:
         return [(number, shape) for number, shape in enumerate(self.shapes) if len(shape) != 1]  # that are no vectors
 
@@ -121,7 +117,8 @@ class Row(Generic[L]):
         if is_tracing():
             torch.ops.fshard.put(flat, leaves, self.starts, add)
             return
-        if not (add or self._gaps) and flat.device.type == "cpu" and all(map(Tensor.is_contiguous, leaves)):
+        gaps = len(self._sizes) > len(self.starts)
+        if not (add or gaps) and flat.device.type == "cpu" and all(map(Tensor.is_contiguous, leaves)):
             # takes half as long as a view of `flat` for each leaf, and copies to those
             torch.cat([leaf if leaf.dim() == 1 else leaf.view(-1) for leaf in leaves], out=flat)
             return
@@ -138,8 +135,8 @@ class Row(Generic[L]):
         # when they go)
         if into:
             (torch._foreach_add_ if add else torch._foreach_copy_)(into, leaves)
-        if self._gaps and not add:
-            torch._foreach_zero_([pieces[number] for number in self._gaps])
+        if gaps and not add:
+            torch._foreach_zero_([*compress(pieces, map(not_, self._is_leaf))])
 
     @cached_property
     def _interval(self) -> slice:

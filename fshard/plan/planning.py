@@ -217,16 +217,19 @@ def with_policy(plan: Plan, policy: Policy | str | None) -> Plan:
     policy = policy_of(policy)
     slots, first = [plan.slots[n] for n in plan.leaves], dict[int, int]()
     origins = [first.setdefault(number, i) for i, number in enumerate(plan.leaves)]
-    likes = [torch.empty(slot.shape, dtype=plan.kinds[slot.kind].dtype, device="meta") for slot in slots]
+    likes = [torch.empty(slot.shape, dtype=slot.dtype, device="meta") for slot in slots]
     chosen = claim_policies(tree.unflatten(plan.spec, likes), plan.spec, origins, policy)
     by_kind = dict[int, tuple[Precision, str]]()
     for slot, new in zip(slots, precisions([like.dtype for like in likes], chosen, policy), strict=True):
         before, path = by_kind.setdefault(slot.kind, (new, slot.path))
-        stored = plan.kinds[slot.kind].dtype
-        if new.storage != stored or new != before:
+        if new.storage != slot.dtype or new != before:
             raise ValueError(
                 f"with_policy: leaf {slot.path!r}: expected "
-                + (f"storage={stored}, as it is" if new == before else f"the dtypes of {path!r}, with which it lies")
+                + (
+                    f"storage={slot.dtype}, as it is"
+                    if new == before
+                    else f"the dtypes of {path!r}, with which it lies"
+                )
                 + f" in the shards, got {new}. Make a plan with this policy, and shard whole parameters with it."
             )
     kinds = tuple(replace(kind, precision=by_kind[number][0]) for number, kind in enumerate(plan.kinds))

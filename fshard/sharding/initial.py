@@ -34,7 +34,7 @@ def init_params(plan: Plan, fn: Initialize, seed: int = 0) -> Sharded:
     check_whole("init_params: seed", seed, least=0)
 
     def made(slot: Slot) -> Tensor:
-        like = torch.empty(slot.shape, dtype=plan.kinds[slot.kind].dtype, device="meta")
+        like = torch.empty(slot.shape, dtype=slot.dtype, device="meta")
         with seeded_by(seed, slot.path, plan.device), torch.no_grad():
             value = fn(slot.path, like)
         if not isinstance(value, Tensor) or value.shape != like.shape or value.is_meta:

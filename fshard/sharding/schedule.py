@@ -52,8 +52,7 @@ class View:
 
     def wanted(self) -> dict[Slot, Wanted]:
         """Return the names, shape and dtype to look for when each leaf is loaded."""
-        kinds = self.plan.kinds
-        return {x: Wanted(names, Form(x.shape, kinds[x.kind].dtype)) for x, names in self.names().items()}
+        return {slot: Wanted(names, Form(slot.shape, slot.dtype)) for slot, names in self.names().items()}
 
     def axes(self, kind: int) -> Axes:
         """Return the axes over which a kind is cut in this view: none for kinds that are kept whole."""
@@ -141,7 +140,6 @@ class Schedule:
     def __init__(self, view: View):
         plan = view.plan
         self.entries = {unit: _entry(view, unit) for unit in range(*view.units)}
-        self.rows = view.rows
         self.regathers = any(unit.keep_rule != COPIES for unit in plan.units)
         self.sends = any(e.sent for e in self.entries.values())
         self.mixed = self.sends and not all(e.sent for e in self.entries.values())

@@ -23,7 +23,7 @@ from ..layout.layout import Layout
 from ..layout.moves import gathered
 from ..layout.pieces import Parts, Views, packed
 from ..layout.row import Row, Span
-from ..layout.rules import COPIES, Rule, reshard
+from ..layout.rules import COPIES, reshard
 from ..plan import offload
 from ..plan.leaves import check_tensors, identity
 from ..plan.owners import Picture, picture
@@ -385,6 +385,15 @@ def refine(x: Sharded, over: Axes) -> Sharded | Views[Any]:
     return Views(Sharded, view, runs)
 
 
+def shards_of(x: Sharded | Views[Any]) -> dict[tuple[int, int], Tensor]:
+    """This rank's shards by unit and kind, kind by kind: views."""
+    view: View = x.key
+    rows = [view.of_kind(kind) for kind in view.kinds]
+    runs = x.runs if isinstance(x, Views) else [[row.of(x.tensors) for row in of_kind] for of_kind in rows]
+    pairs = (pair for of_kind, run in zip(rows, runs, strict=True) for pair in zip(of_kind, run, strict=True))
+    return {(row.unit, row.kind): shard for row, shard in pairs}
+
+
 def coarsen(x: Sharded | Views[Any], over: Axes, into: Sharded | None = None) -> Sharded:
     """Gather a whole tree over those of its axes that are not in `over`. Dual: `refine`.
 
@@ -401,19 +410,14 @@ def coarsen(x: Sharded | Views[Any], over: Axes, into: Sharded | None = None) ->
         likes = [run[0] for run in x.runs] if isinstance(x, Views) else x.tensors
         into = Sharded(view, [room(view, k, like) for k, like in zip(view.kinds, likes, strict=True)])
     started = []
-    for number, kind in enumerate(view.kinds):
-        axes = () if plan.kinds[kind].whole else further
-        rows = fine.of_kind(kind)
-        shards = x.runs[number] if isinstance(x, Views) else [row.of(x.tensors) for row in rows]
-        for row, shard in zip(rows, shards, strict=True):
-            if row.numel:
-                whole, name = into.shard(row.unit, kind), plan.units[row.unit].name
-                out = offload.landing(whole, plan.device) if axes and plan.kinds[kind].host else whole
-                pending = reshard(shard.to(out.device), Rule(axes), COPIES, plan.live_mesh(), name, out)
-                if out is whole:
-                    started.append(pending)
-                else:  # host memory: one after the other, as the device may have no room for all
-                    whole.copy_(pending.wait())
+    for (unit, kind), shard in ((place, shard) for place, shard in shards_of(x).items() if shard.numel()):
+        whole, rule = into.shard(unit, kind), plan.kinds[kind].rule(further)
+        out = offload.landing(whole, plan.device) if rule.over and plan.kinds[kind].host else whole
+        pending = reshard(shard.to(out.device), rule, COPIES, plan.live_mesh(), plan.units[unit].name, out)
+        if out is whole:
+            started.append(pending)
+        else:  # host memory: one after the other, as the device may have no room for all
+            whole.copy_(pending.wait())
     for pending in started:
         pending.wait()
     return into

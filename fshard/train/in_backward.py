@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import NamedTuple, TypeAlias
 
 import torch
@@ -29,12 +28,11 @@ from ..grad.grad import apart
 from ..grad.gradients import Gradients, OnSum
 from ..layout.layout import Layout
 from ..layout.norms import square_sum
-from ..layout.pieces import Parts, Views
 from ..layout.rules import Rule, reshard
 from ..optim.base import Label, Transform, clip_factor, update_part
 from ..optim.transforms import LabelState
 from ..sharding.schedule import View
-from ..sharding.sharded import Sharded, in_new_containers, refine, whole_view
+from ..sharding.sharded import Sharded, in_new_containers, refine, shards_of, whole_view
 from .accumulate import Recipe, rank_of, run_each
 from .loss_scale import NoLossScale
 
@@ -191,7 +189,8 @@ class Updates:
 
     def __init__(self, tx: Transform, state: Tree, factor: Tensor | None):
         self._params, self._tx, self._old, self._factor = state.params, tx, state.opt_state, factor
-        self._fine = refine(state.params.trainable, state.params.plan.state_over)
+        fine = refine(state.params.trainable, state.params.plan.state_over)
+        self._view, self._shards = fine.key, shards_of(fine)  # the parameters (n / W_state,) that this rank updates
         self._new: dict[Label, Tree] = {}  # the newest state by label; None: of an optimizer without labels
         self._gathers: list[Pending] = []
         self.begun = False
@@ -199,48 +198,26 @@ class Updates:
     def make(self, unit: int, kind: int, total: Tensor) -> None:
         """Update one unit and kind by the sum of its gradients, (n / W_grads,)."""
         self.begun = True
-        params, grads = self._shard(unit, kind), self._own(total, kind)  # (n / W_state,)
-        update = partial(self._update, (unit, kind), params, grads)
+        params, grads = self._shards[unit, kind], self._own(total, kind)  # (n / W_state,)
+
+        def update(tx: Transform, state: Tree, layout: Layout | None = None) -> Tree:  # layout: of a label's leaves
+            if layout is None:  # the state is cut as parameters are
+                return update_part(tx, state, [params], [grads], lambda x: [x.shard(unit, kind)], own_grads=True)
+            runs = _runs(layout, self._view).get((unit, kind), ())
+            of_params, of_grads = ([x[start : start + numel] for start, numel, _, _ in runs] for x in (params, grads))
+            cut = lambda x: [x.tensors[tensor][at : at + numel] for _, numel, tensor, at in runs]  # noqa: E731
+            return update_part(tx, state, of_params, of_grads, cut, own_grads=True)
+
         if self._tx.parts is None:
             self._new = {None: update(self._tx, self._old)}
         else:
             parts, inner = self._tx.parts, self._old.inner
             self._new = {label: update(parts[label], inner[label], layout) for label, layout in self._old.layouts}
         plan = self._params.plan
-        further = () if plan.kinds[kind].whole else plan.state_over[len(plan.params_over) :]
+        further = plan.kinds[kind].rule(plan.state_over[len(plan.params_over) :]).over
         if plan.num_ranks(further) > 1:  # the optimizer's state is cut further than parameters are
             out, rules = self._params.shard(unit, kind), (Rule(plan.state_over), Rule(plan.params_over))
             self._gathers.append(reshard(params, *rules, plan.live_mesh(), plan.units[unit].name, out))
-
-    def _update(
-        self,
-        place: tuple[int, int],
-        params: Tensor,
-        grads: Tensor,
-        tx: Transform,
-        state: Tree,
-        layout: Layout | None = None,
-    ) -> Tree:
-        """Update one unit and kind in place, or the leaves of one label in it, which `layout` has.
-
-        Of the state that is returned the 0-d tensors alone are new.
-        """
-        if layout is None:  # the state is cut as parameters are
-            return update_part(tx, state, [params], [grads], lambda x: [x.shard(*place)], own_grads=True)
-        runs = _runs(layout, self._fine.key).get(place, ())
-        of_params, of_grads = ([x[start : start + numel] for start, numel, _, _ in runs] for x in (params, grads))
-
-        def cut(x: Parts) -> list[Tensor]:
-            return [x.tensors[tensor][at : at + numel] for _, numel, tensor, at in runs]
-
-        return update_part(tx, state, of_params, of_grads, cut, own_grads=True)
-
-    def _shard(self, unit: int, kind: int) -> Tensor:
-        """The parameters (n / W_state,) that this rank updates, a view."""
-        if isinstance(self._fine, Views):
-            view: View = self._fine.key
-            return self._fine.runs[view.kinds.index(kind)][view.of_kind(kind).index(view.rows[unit, kind])]
-        return self._fine.shard(unit, kind)
 
     def _own(self, total: Tensor, kind: int) -> Tensor:
         """The gradients (n / W_state,) that this rank updates with, in the dtype of the parameters."""
@@ -253,8 +230,8 @@ class Updates:
     def finish(self) -> Tree:
         """Wait for all new parameters, and return the new optimizer state."""
         if not self.begun:  # no parameter has an element: the counts alone go on
-            unit, kind = next(iter(self._fine.key.rows))
-            self.make(unit, kind, self._shard(unit, kind))
+            place, shard = next(iter(self._shards.items()))
+            self.make(*place, shard)
         for pending in self._gathers:
             pending.wait()
         new = self._new[None] if self._tx.parts is None else LabelState(self._new, self._old.layouts)

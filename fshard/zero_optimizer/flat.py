@@ -46,9 +46,8 @@ def _by_slot(plan: Plan, x: Tree, what: str) -> dict[Slot, Tensor]:
     """
     by_slot = dict(zip(plan.slots, leaves_of(x, plan.spec, what), strict=True))
     for slot, leaf in by_slot.items():
-        kind = plan.kinds[slot.kind]
-        difference = form_difference(slot.path, Form(slot.shape, kind.dtype), leaf)
-        if kind.trainable and difference:
+        difference = form_difference(slot.path, Form(slot.shape, slot.dtype), leaf)
+        if plan.kinds[slot.kind].trainable and difference:
             raise ValueError(f"zero: {what}: leaf {difference}")
     return by_slot
 
