@@ -135,7 +135,7 @@ class RowReduction:
         self._plan, self._kind, self._by, self._later = plan, plan.kinds[kind], by, later
         precision, axes = self._kind.precision, reduced.view.axes(kind)
         self._is_split = _is_split(precision)
-        self._old, self._new = self._kind.loss_rule.dual(plan.axis_names), Rule(axes, later)
+        self._old, self._new = self._kind.rule(()).dual(plan.axis_names), Rule(axes, later)
         summed = axes + plan.rest(axes + later)
         # on one rank it has a step, too, which casts, and is the user's if the reduction is
         self._needed = several(plan, summed) or summed[:1]

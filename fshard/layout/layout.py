@@ -51,7 +51,7 @@ class Derived:
     because their outputs refer to the plan: Python's garbage collector frees them.
     """
 
-    layouts: dict[Hashable, Layout] = field(default_factory=dict)  # of a plan, by view
+    layouts: dict[Hashable, Layout] = field(default_factory=dict)  # of a plan, by view; of a layout, by rank
     rows: dict[Hashable, Any] = field(default_factory=dict)  # of a plan, by what a view holds of it
     # The values of `moves`, `runs`, `schedules` and `graphs` are of modules that import this one.
     runs: dict[Hashable, Any] = field(default_factory=dict)  # of a label's layout, by what a view holds
@@ -177,8 +177,11 @@ class Layout:
 
     @memo
     def cut_axes(self) -> tuple[Axes, ...]:
-        """The axes that rows with elements are cut over, each once, the same on all ranks."""
-        overs = (row.rule.over for row in self.rows if row.rule.over and any(row.numels))
+        """The axes that rows with elements are cut over, each once, the same on all ranks.
+
+        Of whole leaves those without elements count, too: their owners have a tensor for each.
+        """
+        overs = (row.rule.over for row in self.rows if row.rule.over and (any(row.numels) or not self.flat))
         return tuple(dict.fromkeys(overs))
 
     @memo

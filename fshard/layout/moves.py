@@ -50,14 +50,20 @@ def owned(layout: Layout, mesh: AnyMesh, axes: Axes, cost: Callable[[Leaf], floa
 
 def on_rank(layout: Layout, rank: int | None = None) -> Layout:
     """The layout of whole leaves on every rank, or on one: its number along `layout.axes`."""
-    return _whole(layout, [COPIES if rank is None else Rule(layout.axes, at=rank)] * len(layout.numbers))
+    rules = [COPIES if rank is None else Rule(layout.axes, at=rank)] * len(layout.numbers)
+    if torch.compiler.is_compiling():  # as in `_moves`
+        return _whole(layout, rules)
+    known = layout.derived.layouts
+    if rank not in known:
+        known[rank] = _whole(layout, rules)
+    return known[rank]
 
 
 def _whole(layout: Layout, rules: Sequence[Rule]) -> Layout:
     """The layout of whole leaves, each by its rule."""
     pairs = [(n, layout.leaves[n], rule) for n, rule in zip(layout.numbers, rules, strict=True)]
     rows = tuple(Row((n,), (0,), (leaf.shape,), leaf.numel, rule=rule) for n, leaf, rule in pairs)
-    source = ("whole", layout.source, layout.axes, tuple(rules))
+    source = ("whole", layout.source, layout.axes, tuple(rule.at for rule in rules))
     return replace(layout, source=source, rows=rows, flat=False, packed=False, origin=None)
 
 

@@ -82,13 +82,11 @@ class Kind:
         return ["frozen"] * (not self.trainable) + ["whole"] * self.whole + ["host"] * self.host
 
     def rule(self, over: Axes) -> Rule:
-        """Return how leaves lie in a tree that is cut over these axes: those kept whole are copies."""
-        return COPIES if self.whole else Rule(over)
+        """Return how leaves lie in a tree that is cut over these axes, or over none, as what a loss computes with.
 
-    @property
-    def loss_rule(self) -> Rule:
-        """The rule of what a loss computes with."""
-        return self.rule(())
+        Those kept whole are copies in any tree.
+        """
+        return COPIES if self.whole else Rule(over)
 
 
 @dataclass(frozen=True)

@@ -159,11 +159,11 @@ def _all_reduced(leaves: dict[int, Tensor], ranks: Ranks) -> dict[int, Tensor]:
 
 def _reduced_to_owners(leaves: dict[int, Tensor], parting: Layout, ranks: Ranks) -> dict[int, Tensor]:
     """Reduce each flat leaf to the rank that owns it, of those along the last axis; one message to each other rank."""
-    sizes, owned_by = axis_sizes(parting.mesh), list[list[int]]([] for _ in range(ranks.size))
-    here = {axis: coordinate(parting.mesh, (axis,)) for axis in parting.axes[:-1]}
+    outer, owned_by = coordinate(parting.mesh, parting.axes[:-1]), list[list[int]]([] for _ in range(ranks.size))
     for number in leaves:
-        for owner, _ in parting.row_of[number].shards_of(number, sizes, here):
-            owned_by[owner[-1]].append(number)
+        along_others, owner = divmod(parting.row_of[number].rule.at or 0, ranks.size)
+        if along_others == outer:
+            owned_by[owner].append(number)
     own_numbers = owned_by[ranks.rank]
     others = [peer for peer in range(ranks.size) if peer != ranks.rank]
     sends = [[leaves[n] for n in owned_by[peer]] if peer in others else [] for peer in range(ranks.size)]

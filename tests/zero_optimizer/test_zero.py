@@ -612,3 +612,22 @@ def test_a_donated_step_leaves_the_users_tensors(world):
         law(None)
     else:
         simulated(law, shard=world)
+
+
+@pytest.mark.parametrize("shard", [1, 2, 3])
+@pytest.mark.parametrize("partition", PARTITIONS)
+def test_a_label_may_have_empty_leaves_alone(partition: str, shard: int) -> None:
+    """The rank that owns a leaf without elements would ask for a norm that other ranks do not take part in."""
+    params = {"a": rand(4, 3, seed=1), "e": torch.ones(0, 2, dtype=torch.float64), "z": rand(3, seed=2)}
+
+    def clipped(tx: optim.Transform) -> optim.Transform:
+        return optim.chain(optim.clip_by_global_norm(0.1), tx)
+
+    def stepped(mesh: Any) -> Any:
+        parts = {"x": clipped(optim.sgd(0.1)), "y": clipped(optim.adamw(0.1))}
+        tx = optim.by_label(parts, lambda path, leaf: "y" if path == "e" else "x")
+        tx = tx if mesh is None else zero(tx, mesh, partition=partition)
+        return tx.step(params, tx.init(params), params)[0]
+
+    for new in simulated(stepped, shard=shard):
+        alike(new, stepped(None))
