@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, Generic, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor
@@ -14,6 +14,7 @@ from torch.fx import Node
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot
 from torch.utils._python_dispatch import _disable_current_modes
 
+S = TypeVar("S")
 T = TypeVar("T")
 Operator: TypeAlias = Any  # an operator as dispatch modes and graphs see it: its class is private to torch
 # The arguments of a function of torch, or of an operator, as modes and subclasses of tensors are given them.
@@ -46,6 +47,20 @@ def assigned(variable: ContextVar[T], value: T) -> Iterator[None]:
         yield
     finally:
         variable.reset(token)
+
+
+class memo(Generic[S, T]):  # lower case, because it is a decorator like `property`
+    """functools.cached_property, without the lock it takes before Python 3.12, which torch.compile cannot trace."""
+
+    def __init__(self, fn: Callable[[S], T]):
+        self.fn: Callable[[S], T] = fn
+        self.__doc__ = fn.__doc__
+
+    def __get__(self, instance: S, owner: type[S]) -> T:
+        value = self.fn(instance)
+        # hides this descriptor, so that it runs once; past the refusal of a frozen dataclass
+        object.__setattr__(instance, self.fn.__name__, value)
+        return value
 
 
 class Marked(Tensor):

@@ -12,9 +12,9 @@ Note [Layouts]
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Hashable, Iterable
 from dataclasses import dataclass, field, fields, replace
-from typing import Any, Generic, TypeVar
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
@@ -23,24 +23,8 @@ from torch import Tensor
 from ..comm.mesh import AnyMesh, Axes, coordinate
 from ..core import tree
 from ..core.lazy import Container
+from ..core.tracing import memo
 from .row import Row, Span, end_to_end
-
-S = TypeVar("S")
-T = TypeVar("T")
-
-
-class memo(Generic[S, T]):  # lower case, because it is a decorator like `property`
-    """functools.cached_property, without the lock it takes before Python 3.12, which torch.compile cannot trace."""
-
-    def __init__(self, fn: Callable[[S], T]):
-        self.fn: Callable[[S], T] = fn
-        self.__doc__ = fn.__doc__
-
-    def __get__(self, instance: S, owner: type[S]) -> T:
-        value = self.fn(instance)
-        # hides this descriptor, so that it runs once; past the refusal of a frozen dataclass
-        object.__setattr__(instance, self.fn.__name__, value)
-        return value
 
 
 @dataclass(eq=False)
@@ -203,8 +187,9 @@ class Layout:
 
         Only for layouts made by `pick`, which have an `origin`.
         """
-        for name in (name for name, attribute in vars(Layout).items() if isinstance(attribute, memo)):
-            getattr(self, name)
+        for x in (self, *self.rows):
+            for name in (name for name, attribute in vars(type(x)).items() if isinstance(attribute, memo)):
+                getattr(x, name)
         return self
 
     def pick(self, numbers: Iterable[int]) -> Layout:

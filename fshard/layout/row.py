@@ -2,7 +2,7 @@
 
 Note [One rank's spans]
     A tree of n leaves on W ranks has a span for almost every leaf of every rank: 664,000 of a model of 70B parameters
-    on 8192 ranks. A step needs those of this rank alone. So a row is asked by arithmetic: `mine` gives the spans of one
+    on 8192 ranks. A step needs those of this rank alone. So a row is asked by arithmetic: `spans` gives those of one
     shard, and `shards_of` the shards that hold elements of one leaf, which is what moving elements needs.
 """
 
@@ -11,7 +11,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
 from itertools import compress, pairwise, product
 from operator import not_
 from typing import Any, Generic, NamedTuple, TypeVar
@@ -21,7 +20,7 @@ from torch import Tensor
 
 from ..comm.mesh import digits, number_of
 from ..core.flat import MOST
-from ..core.tracing import define, is_tracing
+from ..core.tracing import define, is_tracing, memo
 from .rules import COPIES, Rule
 
 L = TypeVar("L")
@@ -61,7 +60,7 @@ class Row(Generic[L]):
     start: int = 0
     block: int = 1  # spans count blocks of so many elements: state in blocks has one value for each
 
-    @cached_property
+    @memo
     def length(self) -> int:
         """The number of elements of a shard."""
         return self.numel if self.rule.at is not None else self.numel // self.shards
@@ -71,16 +70,16 @@ class Row(Generic[L]):
         """Where the shard ends in its tensor."""
         return self.start + self.length
 
-    @cached_property
+    @memo
     def numels(self) -> list[int]:
         """The number of elements of each leaf."""
         return [math.prod(shape) for shape in self.shapes]
 
-    @cached_property
+    @memo
     def _number(self) -> dict[L, int]:
         return {leaf: i for i, leaf in enumerate(self.leaves)}
 
-    @cached_property
+    @memo
     def _cuts(self) -> list[tuple[int, bool]]:
         """The sizes of gaps and leaves in turn, without empty gaps, and whether each is a leaf."""
         ends = [start + numel for start, numel in zip(self.starts, self.numels, strict=True)]
@@ -88,15 +87,15 @@ class Row(Generic[L]):
         sizes = [(end - start, number % 2 == 1) for number, (start, end) in enumerate(pairwise(edges))]
         return [(size, is_leaf) for size, is_leaf in sizes if is_leaf or size]
 
-    @cached_property
+    @memo
     def _sizes(self) -> list[int]:
         return [size for size, _ in self._cuts]
 
-    @cached_property
+    @memo
     def _is_leaf(self) -> list[bool]:
         return [is_leaf for _, is_leaf in self._cuts]
 
-    @cached_property
+    @memo
     def _others(self) -> list[tuple[int, tuple[int, ...]]]:
         return [(number, shape) for number, shape in enumerate(self.shapes) if len(shape) != 1]  # that are no vectors
 
@@ -138,7 +137,7 @@ class Row(Generic[L]):
         if gaps and not add:
             torch._foreach_zero_([*compress(pieces, map(not_, self._is_leaf))])
 
-    @cached_property
+    @memo
     def _interval(self) -> slice:
         return slice(self.start, self.stop)
 
