@@ -338,11 +338,10 @@ def axis_sizes(mesh: AnyMesh) -> dict[str, int]:
 
 def coordinate(mesh: AnyMesh, axes: Sequence[str]) -> int:
     """Return the number of this rank along several axes together, of which the first varies slowest."""
-    index = 0
-    for axis in axes:
-        grid = present(mesh)
-        index = index * grid.size(axis) + grid.get_local_rank(axis)
-    return index
+    if not axes:
+        return 0
+    grid = present(mesh)
+    return number_of([grid.get_local_rank(axis) for axis in axes], [grid.size(axis) for axis in axes])
 
 
 def rank_in(mesh: AnyMesh) -> int:

@@ -98,14 +98,9 @@ class Gathers:
 
     def _whole(self, row: Row[Slot]) -> Pending:
         """The flat buffer of leaves that this rank has whole: nothing is sent."""
-        full = self._cast(row)
-        if (
-            self._copied
-            and self._plan.kinds[row.kind].trainable
-            and not is_buffer(self._params, row.kind, copied=False)
-        ):
-            full = full.clone()
-        return arrived(full)
+        full, kind = self._cast(row), row.kind
+        is_view = self._copied and self._plan.kinds[kind].trainable and not is_buffer(self._params, kind, copied=False)
+        return arrived(full.clone() if is_view else full)
 
     def _brought(self, row: Row[Slot]) -> Tensor:
         """A shard (n / W,) on the device; from host memory it is copied without waiting."""

@@ -21,7 +21,7 @@ from ..comm.ranks import Ranks
 from ..core import tree
 from ..core.tree import Tree
 from .layout import Layout, Leaf
-from .pieces import Parts, device_of, elements, layout_of, typed
+from .pieces import Parts, device_of, elements, layout_of, pieces, typed
 from .row import Row
 from .rules import COPIES, Rule
 
@@ -89,7 +89,7 @@ class Moves(NamedTuple):
 
 
 def _moves(old: Layout, new: Layout) -> Moves:
-    """Return the route between two layouts; the old one keeps it."""
+    """Return the moves between two layouts; the old one keeps them."""
     if torch.compiler.is_compiling():  # dynamo cannot hash a layout; it traces this only once
         return _find_moves(old, new)
     known = old.derived.moves
@@ -215,5 +215,5 @@ def gathered(x: Tree) -> Tree:
     """Return the tree of whole leaves, on every rank."""
     layout = layout_of(x)
     whole = collect(x, on_rank(layout))
-    tensors = dict(zip((s.leaf for s in whole.layout.mine), whole.tensors, strict=True))
+    tensors = dict(pieces(whole))
     return tree.unflatten(layout.spec, [None if n is None else tensors.get(n) for n in layout.places])

@@ -26,7 +26,7 @@ from ..core.storage import as_bytes
 from ..core.tree import Tree
 from ..layout.layout import Layout
 from ..layout.moves import collect, on_rank
-from ..layout.pieces import Parts, elements, layout_of, mesh_of, packed, pick, typed
+from ..layout.pieces import Parts, elements, layout_of, mesh_of, packed, pick, pieces, typed
 from ..layout.row import Span
 from .base import TransformLike, as_transform
 from .torch_format import check_tensor, joined, known, read_saved
@@ -113,7 +113,7 @@ def _whole_leaves(x: Parts, rank: int | None) -> Iterator[tuple[str, Tensor]]:
         target = on_rank(part, None if rank is None else _along(layout, rank))
         label = _LABEL if rank is None else f"{_LABEL} for rank {rank}"  # ranks compare it
         whole = collect(packed(pick(x, part)), target, label)
-        yield from ((layout.leaves[s.leaf].path, row) for s, row in zip(whole.layout.mine, whole.tensors, strict=True))
+        yield from ((layout.leaves[number].path, leaf) for number, leaf in pieces(whole))
 
 
 def shard_state(whole: Mapping[str, Tensor], like: Tree, src: int | None = None) -> Tree:

@@ -16,7 +16,7 @@ from ..core import tree
 from ..core.scalars import double
 from ..core.tree import Tree
 from ..layout.layout import Layout
-from ..layout.pieces import Parts, clear_padding_, layout_of
+from ..layout.pieces import Parts, clear_padding_, layout_of, pieces
 from .base import Needs, Transform, checked, choose
 from .matrix import whole_leaves
 
@@ -222,8 +222,8 @@ def _by_leaf(state: TorchState, layout: Layout) -> list[Entry]:
     numbers = [s.leaf for s in layout.mine]
     entries: dict[int, Entry] = {n: {} for n in numbers}
     for name, x in state.tensors.items():
-        for span, row in zip(x.layout.mine, x.tensors, strict=True):
-            entries[span.leaf][name] = row
+        for number, leaf in pieces(x):
+            entries[number][name] = leaf
     return [entries[n] for n in numbers]
 
 

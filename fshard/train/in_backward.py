@@ -173,12 +173,11 @@ def _runs(layout: Layout, view: View) -> Runs:
     """The intervals of a view's shards that hold the leaves of one label, whose own layout this is; made once."""
     known, key = layout.derived.runs, (view.plan.fingerprint, view.over, view.kinds)
     if key not in known:
-        slots = [slot for slot in dict.fromkeys(view.slots()) if slot.kind in view.kinds]  # by the number of the leaf
         runs = dict[tuple[int, int], list[tuple[int, int, int, int]]]()
         for span in layout.mine:
-            slot = slots[span.leaf]
-            start = view.layout.span_of[span.leaf].start - view.rows[slot.unit, slot.kind].start
-            runs.setdefault((slot.unit, slot.kind), []).append((start, span.numel, span.tensor, span.start))
+            row = view.layout.row_of[span.leaf]
+            start = view.layout.span_of[span.leaf].start - row.start
+            runs.setdefault((row.unit, row.kind), []).append((start, span.numel, span.tensor, span.start))
         known[key] = runs
     made: Runs = known[key]
     return made

@@ -20,7 +20,7 @@ from ..core.tree import Tree
 from ..hosts import one_host
 from ..layout.layout import Layout
 from ..layout.moves import collect, on_rank, owned
-from ..layout.pieces import Parts, layout_of, packed, pick
+from ..layout.pieces import Parts, layout_of, packed, pick, pieces
 from ..layout.row import put
 from ..optim.base import FoundInf, Transform
 from ..plan.leaves import is_differentiable, read_frozen
@@ -181,6 +181,6 @@ def _shared(part: Parts, params: Tree) -> Tree:
     layout = part.layout
     whole = collect(part, on_rank(layout), "parameters")
     leaves = [None] * layout.spec.num_leaves if params is None else leaves_of(params, layout.spec, "parameters")
-    for span, row in zip(whole.layout.mine, whole.tensors, strict=True):
-        leaves[span.leaf] = row
+    for number, leaf in pieces(whole):
+        leaves[number] = leaf
     return tree.unflatten(layout.spec, leaves)
