@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import gc
+import os
 import re
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from gpu_cases import CUDA, DEVICE, INDUCTOR
 from gpu_rows import FAKE, Rows, read
-from networks import transformer
-from tasks import LR, Reference, Task
+from networks import in_turn, transformer
+from tasks import LR, Part, Reference, Task
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -38,22 +41,35 @@ SECONDS = 30  # that a system needs at least
 WAITS = ("cudaStreamSynchronize", "cudaEventSynchronize", "cudaDeviceSynchronize", "cudaMalloc", "cudaFree")
 
 
-def _task(size: Size) -> tuple[Task, Any, Tensor]:
+def _task(size: Size, scan: bool = False) -> tuple[Task, Any, Tensor]:
     torch.manual_seed(0)
-    task = transformer(*size)
+    task = transformer(*size, through=_scanned if scan else in_turn)
     tokens = task.batch(torch.Generator().manual_seed(1)).to(DEVICE)
     with torch.device(DEVICE):
         return task, task.init(), tokens
 
 
-def _fshard(mesh: DeviceMesh | None, size: Size, jit: bool = False, **how: Any) -> Run:
-    task, whole, tokens = _task(size)
+def _scanned(part: Part, blocks: Sequence[Any], x: Tensor) -> Tensor:
+    return fshard.scan(part, x, blocks)[0]
+
+
+def _artifact() -> str:
+    """A file next to the rows: a system writes its graph there, and a later one loads it."""
+    return str(Path(sys.argv[2]) / "step.artifact")
+
+
+def _fshard(
+    mesh: DeviceMesh | None, size: Size, jit: bool = False, scan: bool = False, artifact: bool = False, **how: Any
+) -> Run:
+    task, whole, tokens = _task(size, scan)
     tx = optim.adamw(LR)
     plan = fshard.make_plan(whole, mesh, units=task.units, policy="compute=bf16, reduce=f32")
     state = fshard.init_state(fshard.shard_params(whole, plan), tx)
     del whole
     step: Any = fshard.train_step(task.loss, tx, donate=not jit, **how)
-    step = fshard.jit(step, donate=True, backend=BACKEND) if jit else step
+    if jit:
+        saved = _artifact() if artifact and INDUCTOR else None
+        step = fshard.jit(step, donate=True, backend=BACKEND, artifact=saved)
 
     def run() -> Tensor:
         nonlocal state
@@ -97,7 +113,10 @@ SYSTEMS: dict[str, Callable[[DeviceMesh, Size], Run]] = {
     "FSDP2": _torch,
     "fshard, in backward": partial(_fshard, in_backward=True),
     "FSDP2, compiled": partial(_torch, compiled=True),
+    "fshard, jit, scan": partial(_fshard, jit=True, scan=True, artifact=True),
+    "fshard, artifact": partial(_fshard, jit=True, scan=True, artifact=True),
 }
+IN_FILE = ("fshard, jit, scan", "fshard, artifact")  # the second loads what the first has written
 EAGER = ("unsharded", "fshard", "fshard, in backward", "FSDP2")
 WITH_TRACE = (FLOOR, "fshard", "fshard, jit", "fshard, in backward", "FSDP2")  # files of less than a MB
 
@@ -248,17 +267,35 @@ def without_kernels() -> None:
 def speed(rows: Rows, mesh: DeviceMesh) -> None:
     """Measure the host's time of a small model, then each system in a process of its own, the floor first."""
     rows.measure("ceilings", _ceilings)
-    systems = [name for name in SYSTEMS if not (FAKE and name.startswith("FSDP2"))]
+    systems = [name for name in SYSTEMS if not (FAKE and name.startswith("FSDP2")) and name not in IN_FILE]
     for name in SYSTEMS:
-        if name not in systems:
+        if name not in (*systems, *IN_FILE):
             rows.add(name, "skipped", "a stub: operators of DTensors have no values")
     for name in (name for name in EAGER if name in systems):
         rows.measure(f"{name}, small model", lambda name=name: _hosts_time(SYSTEMS[name](mesh, SMALL)))  # type: ignore[misc]
+    _each_alone(rows, systems)
+
+
+def artifact(rows: Rows, mesh: DeviceMesh) -> None:
+    """Measure a graph by `scan` that is written to a file, and then loaded from it."""
+    _each_alone(rows, IN_FILE)
+
+
+def _each_alone(rows: Rows, systems: Sequence[str]) -> None:
+    """Measure each system in a process of its own."""
     for name in systems:
         if rows.left() < SECONDS:
             rows.add(name, "skipped", "left out: no time")
         else:
             # the same command (on the stub it begins with the recorder), for the system
             command = [sys.executable, *sys.orig_argv[1:]]
-            place = command.index("speed")
-            rows.attempt(name, partial(subprocess.run, [*command[:place], name, *command[place + 1 :]], check=True))
+            place = command.index(rows.part)
+            command[place] = name
+            rows.attempt(name, partial(_alone, command))
+
+
+def _alone(command: Sequence[str]) -> None:
+    """Run a command with compilers' caches of its own, which are empty."""
+    with tempfile.TemporaryDirectory() as caches:
+        own = {"TORCHINDUCTOR_CACHE_DIR": f"{caches}/inductor", "TRITON_CACHE_DIR": f"{caches}/triton"}
+        subprocess.run(command, env={**os.environ, **own}, check=True)

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from tasks import Task, Tree, call
+from tasks import Part, Task, Tree, call
 from torch import Tensor, nn
 
 VOCAB = 256
+Through = Callable[[Part, Sequence[Tree], Tensor], Tensor]
 
 
 def _matrix(n: int, m: int) -> Tensor:
@@ -27,10 +29,20 @@ def _block(p: Any, x: Tensor, heads: int) -> Tensor:
     return x + F.gelu(h @ p["up"] + p["up_bias"]) @ p["down"] + p["down_bias"]
 
 
-def transformer(d: int, layers: int, heads: int, rows: int, length: int, words: int = VOCAB) -> Task:
+def in_turn(part: Part, blocks: Sequence[Tree], x: Tensor) -> Tensor:
+    """Call the part for each block in turn."""
+    for one in blocks:
+        x = call(part, one, x)
+    return x
+
+
+def transformer(
+    d: int, layers: int, heads: int, rows: int, length: int, words: int = VOCAB, through: Through = in_turn
+) -> Task:
     """A transformer with the usual leaves: `rows` sequences of `length` words in a batch.
 
-    It predicts the next word modulo 256: with more words the embedding grows, and the head does not.
+    It predicts the next word modulo 256: with more words the embedding grows, and the head does not. `through` calls
+    the part for each block in turn.
     """
     part = partial(_block, heads=heads)
 
@@ -48,9 +60,7 @@ def transformer(d: int, layers: int, heads: int, rows: int, length: int, words: 
         return p | {"norm": torch.ones(d), "norm_bias": torch.zeros(d), "head": _matrix(d, VOCAB)}
 
     def loss(p: Any, tokens: Tensor) -> Tensor:
-        x = p["embed"][tokens[:, :-1]] + p["pos"]
-        for one in p["blocks"]:
-            x = call(part, one, x)
+        x = through(part, p["blocks"], p["embed"][tokens[:, :-1]] + p["pos"])
         x = F.layer_norm(x, (d,), p["norm"], p["norm_bias"])
         return F.cross_entropy((x @ p["head"]).flatten(0, 1), tokens[:, 1:].flatten() % VOCAB)
 
