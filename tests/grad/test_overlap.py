@@ -11,6 +11,7 @@ from support.worlds import simulated
 from torch.multiprocessing.reductions import StorageWeakRef
 
 import fshard
+from fshard.testing import World
 
 
 def events(mesh: Any, strategy: dict[str, Any], depth: int = 4) -> list[Event]:
@@ -219,6 +220,16 @@ def test_the_second_stage_of_a_gather_is_under_way_beside_the_unit_before() -> N
         first, second = at(log, "start", "all_gather", "2")[2:]
         assert uses["forward", 3] < first < uses["backward", 3] < second < uses["backward", 2]
         assert [len(at(log, "start", "all_gather", str(i))) for i in range(4)] == [4, 4, 4, 2]
+
+
+def test_the_third_stage_of_a_gather_is_under_way_beside_the_unit_before() -> None:
+    """A stage that was taken for the next one would start when the unit is used, and not overlap."""
+    over = dict.fromkeys(OVER_BOTH, ("a", "b", "c"))
+    for log in World(axes=dict.fromkeys("abc", 2)).run(events, over, 6):
+        uses = {i: at(log, "use", "forward", str(i))[0] for i in range(6)}
+        for i in (4, 5):
+            first, second, third, *_ = at(log, "start", "all_gather", str(i))
+            assert first < uses[i - 3] < second < uses[i - 2] < third < uses[i - 1]
 
 
 @pytest.mark.parametrize(("strategy", "kind"), [(FULL, "all_reduce"), (OVER_BOTH, "reduce_scatter")])
