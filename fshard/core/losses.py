@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
-from functools import cached_property
+from dataclasses import dataclass, replace
+from functools import cache, cached_property, partial, reduce
+from operator import add
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -16,8 +18,37 @@ from .scalars import Number, on_device, wide
 from .tree import Tree
 
 
+class _Summand:
+    """A loss that can be added to others, and multiplied by scalars: `Mean`, `Sum` and `Terms`."""
+
+    def on_totals(self, fn: Callable[[Tensor], Tensor]) -> Self:
+        """The same loss with other totals."""
+        return added([replace(x, total=fn(x.total)) for x in terms_of(self)])
+
+    def __add__(self, other: object) -> Tree:
+        if is_number(other) and other == 0:  # what `sum` begins with
+            return self
+        return added([*terms_of(self), *terms_of(other)]) if isinstance(other, _Summand) else NotImplemented
+
+    __radd__ = __add__
+
+    def __sub__(self, other: Tree) -> Tree:
+        return self + -other
+
+    def __neg__(self) -> Self:
+        return self.on_totals(lambda total: -total)
+
+    def __mul__(self, scalar: Number) -> Self:
+        return self.on_totals(lambda total: total * scalar)
+
+    __rmul__ = __mul__
+
+    def __truediv__(self, scalar: Number) -> Self:
+        return self.on_totals(lambda total: total / scalar)
+
+
 @dataclass(frozen=True)
-class Mean:
+class Mean(_Summand):
     """A loss that is a mean: the sum of all totals over the sum of all counts, across ranks and micro-batches.
 
     `total` is a 0-d tensor, `count` a number or a 0-d tensor (of tokens, say). A rank or a micro-batch may have a count
@@ -25,8 +56,14 @@ class Mean:
     ValueError; in a tensor, which is not read, it is taken for NaN. A count that depends on the parameters is
     differentiated as well; with micro-batches, or slices, that is a ValueError.
 
+    A sum of losses, `Mean(t, c) + 0.1 * Mean(u, d) - Sum(v) / 2`, is a loss: each total is divided by the sum of its
+    own counts. A number or a 0-d tensor multiplies this rank's total, and a tensor is differentiated. Other terms are
+    a TypeError: say how they count. A `Mean` beside other terms is a ValueError with micro-batches, or slices.
+
     >>> value_and_grad(lambda w: Mean((w * 3).sum(), 2))(shard_of(torch.ones(2)))[0]
     tensor(3.)
+    >>> value_and_grad(lambda w: Mean((w * 3).sum(), 2) + 0.5 * Mean(w.sum(), 1))(shard_of(torch.ones(2)))[0]
+    tensor(4.)
     """
 
     total: Tensor
@@ -34,8 +71,10 @@ class Mean:
 
 
 @dataclass(frozen=True)
-class Sum:
+class Sum(_Summand):
     """A loss that is a sum: of all totals, across ranks and micro-batches. `total` is a 0-d tensor.
+
+    It can be added to others, and multiplied, as a `Mean`; the sum of several is a `Sum`.
 
     >>> value_and_grad(lambda w: Sum((w * 3).sum()))(shard_of(torch.ones(2)))[0]
     tensor(6.)
@@ -44,13 +83,42 @@ class Sum:
     total: Tensor
 
 
+@dataclass(frozen=True)
+class Terms(_Summand):
+    """A sum of several losses, each of which is divided by its own count: `Mean`s, and a `Sum` at most."""
+
+    terms: tuple[Mean | Sum, ...]
+
+    @property
+    def total(self) -> Tensor:
+        """This rank's totals, added up: a 0-d tensor of their common dtype, which depends on what they depend on."""
+        return reduce(add, [x.total for x in self.terms])
+
+
 # as nodes of a tree: totals in an aux are detached
 tree.register_fields(Mean, ("total", "count"))
 tree.register_fields(Sum, ("total",))
+tree.register_fields(Terms, ("terms",), names=("",))
+
+
+def terms_of(x: Tree) -> tuple[Any, ...]:
+    """The terms of a sum of losses; anything else is one term."""
+    return x.terms if isinstance(x, Terms) else (x,)
+
+
+def added(terms: Sequence[Mean | Sum]) -> Tree:
+    """The sum of losses, in which the `Sum`s are one: a `Terms`, or the loss itself if there is one."""
+    means, totals = [x for x in terms if isinstance(x, Mean)], [x.total for x in terms if isinstance(x, Sum)]
+    merged: tuple[Mean | Sum, ...] = (*means, Sum(reduce(add, totals))) if totals else tuple(means)
+    return Terms(merged) if len(merged) > 1 else merged[0]
 
 
 def is_loss(x: Tree) -> bool:
-    """Whether `x` is a `Mean` or a `Sum`."""
+    """Whether `x` is a `Mean`, a `Sum`, or a sum of such."""
+    return isinstance(x, Mean | Sum | Terms)
+
+
+def _is_term(x: Tree) -> bool:
     return isinstance(x, Mean | Sum)
 
 
@@ -64,9 +132,10 @@ def value_dtype(total: Tensor, output: object) -> torch.dtype:
 def averages(aux: Tree) -> dict[str, Mean | Sum]:
     """Return the `Mean`s and `Sum`s in an aux by path, which are summed with the loss, in the order of the paths.
 
-    The order of the aux itself may differ between ranks and micro-batches: dicts are equal in any order.
+    A sum of losses is taken apart. The order of the aux itself may differ between ranks and micro-batches: dicts are
+    equal in any order.
     """
-    return dict(sorted((path, x) for path, x in tree.paths_to(aux, is_loss) if is_loss(x)))
+    return dict(sorted((path, x) for path, x in tree.paths_to(aux, _is_term) if _is_term(x)))
 
 
 def averaged(aux: Tree) -> str:
@@ -94,16 +163,18 @@ def _check_count(loss: Mean | Sum, what: str) -> None:
         )
 
 
-def read_loss(loss: Tree) -> tuple[Mean | Sum, type]:
-    """Return a loss as a Mean or Sum, and its class: Mean, Sum, or Tensor for a plain scalar.
+def read_loss(loss: Tree) -> tuple[Tree, type]:
+    """Return a loss as a Mean, Sum or Terms, and its class: Mean, Sum, Terms, or Tensor for a plain scalar.
 
     Raises ValueError for a total or a count that is not a 0-d tensor.
     """
+    if isinstance(loss, Terms):
+        return Terms(tuple(read_loss(term)[0] for term in loss.terms)), Terms
     kind = type(loss) if isinstance(loss, Mean | Sum) else Tensor
     loss = Mean(loss, 1) if kind is Tensor else loss
-    total = loss.total
     _check_count(loss, "the loss function")
-    if not isinstance(total, Tensor) or total.dim() or not total.is_floating_point():
+    if not isinstance(loss.total, Tensor) or loss.total.dim() or not loss.total.is_floating_point():
+        total = loss.total
         got = f"a {total.dtype} tensor of shape {tuple(total.shape)}" if isinstance(total, Tensor) else repr(total)
         raise ValueError(
             f"the loss function: expected a 0-d floating tensor (or fshard.Mean or Sum of one), got {got}. Sum it, and "
@@ -115,6 +186,7 @@ def read_loss(loss: Tree) -> tuple[Mean | Sum, type]:
 def described(kind: type, dtype: torch.dtype, aux: Tree, output: object) -> tuple[str, int]:
     """Return the text that ranks compare with the loss's collective, which says what is summed; and a checksum of it.
 
+    Of a sum of losses `aux` is the sum and the aux.
     The checksum is for ranks that compare no texts: their losses would differ, or be divided by other counts.
     """
     summed = [f"{k!r}: {type(x).__name__} of {value_dtype(x.total, output)}" for k, x in averages(aux).items()]
@@ -131,10 +203,12 @@ def put_averages(aux: Tree, sums: Sequence[Tensor], output: object) -> Tree:
         if path not in pairs:
             return x
         total, count = pairs[path]
-        value = total / torch.where(count == 0, torch.nan, count) if isinstance(x, Mean) else total
-        return value.to(value_dtype(x.total, output))
+        return total / torch.where(count == 0, torch.nan, count) if isinstance(x, Mean) else total
 
-    return tree.put_tops(aux, is_loss, [value(path, x) for path, x in tree.paths_to(aux, is_loss)])
+    # float64, rounded when the terms of a sum have been added
+    values = tree.put_tops(aux, _is_term, [value(path, x) for path, x in tree.paths_to(aux, _is_term)])
+    rounded = lambda x, of_terms: reduce(add, terms_of(of_terms)).to(value_dtype(x.total, output))  # noqa: E731
+    return tree.map_tops(lambda x, y: rounded(x, y) if is_loss(x) else x, is_loss, aux, values)
 
 
 def local_sums(losses: Iterable[Mean | Sum], device: torch.device) -> list[Tensor]:
@@ -169,6 +243,7 @@ class Outcome:
     aux: Tree
     output: object = None  # the policy's, which Means and Sums in `aux` are cast to
     several: bool = False  # whether `aux` is a list of one for each micro-batch
+    parts: Sequence[Outcome] = ()  # of a sum of losses the outcome of each term
 
     @property
     def total(self) -> Tensor:
@@ -189,6 +264,12 @@ class Outcome:
         """The divisor of each of `num` micro-batches that count as much as this one; a count of 0 is taken for 1."""
         return torch.ones_like(self.count) if self.kind is Sum else torch.where(self.count == 0, 1.0, self.count) * num
 
+    def seeds(self, seed: Tensor) -> list[Tensor]:
+        """The gradients in this rank's total and count, of each term, if that in the total is `seed`."""
+        if self.parts:
+            return [x for part in self.parts for x in part.seeds(seed / part.divisor)]
+        return [seed, -seed * (self.total / self.divisor)]  # d(T / C) = dT / C - (T / C) dC / C
+
     @property
     def value(self) -> Tensor:
         """The loss over all ranks, in float32 at least unless the policy names an output dtype."""
@@ -199,3 +280,18 @@ class Outcome:
         """The aux, with the value over all ranks and micro-batches in place of each `Mean` and `Sum`."""
         auxes = [put_averages(aux, self.sums()[2:], self.output) for aux in (self.aux if self.several else [self.aux])]
         return auxes if self.several else auxes[0]
+
+
+def outcome_of_terms(outcome: Outcome, kinds: Sequence[type]) -> Outcome:
+    """The outcome of a sum of losses of these classes: its total is the value, and counts 1; NaN where a term has none.
+
+    `outcome` has sums that begin with the total and the count of each term.
+    """
+    later = [partial(lambda i: outcome.sums()[2 * i :], i) for i in range(len(kinds) + 1)]
+    parts = [replace(outcome, kind=kind, sums=sums) for kind, sums in zip(kinds, later, strict=False)]
+
+    def sums() -> Sequence[Tensor]:
+        divisors = reduce(add, [part.divisor for part in parts])
+        return [reduce(add, [part.total / part.divisor for part in parts]), divisors / divisors, *later[-1]()]
+
+    return replace(outcome, sums=cache(sums), parts=parts)

@@ -20,12 +20,15 @@ from ..core.losses import (
     Mean,
     Outcome,
     Sum,
+    Terms,
     averages,
     check_averages,
     described,
     is_loss,
     local_sums,
+    outcome_of_terms,
     read_loss,
+    terms_of,
     value_dtype,
 )
 from ..core.scalars import Number, on_device
@@ -60,15 +63,20 @@ class _Returned(NamedTuple):
     `remarks` are words of what it called.
     """
 
-    loss: Mean | Sum
+    loss: Mean | Sum | Terms
     kind: type
     extra: Tree
     aux: Tree
     remarks: str
 
 
-def _local(loss: Mean | Sum) -> list[Tensor]:
-    """The tensors to differentiate: this rank's total, and its count if that requires a gradient."""
+def _local(loss: Mean | Sum | Terms) -> list[Tensor]:
+    """The tensors to differentiate: this rank's total, and its count if that requires a gradient.
+
+    Of a sum of losses two for each term: a constant stands for a count that requires none.
+    """
+    if isinstance(loss, Terms):
+        return [x for term in loss.terms for x in [*_local(term), term.total.detach()][:2]]
     count = loss.count if isinstance(loss, Mean) else None
     return [loss.total, count] if isinstance(count, Tensor) and count.requires_grad else [loss.total]
 
@@ -81,9 +89,9 @@ def _start_sums(tape: Tape, returned: _Returned, mesh: AnyMesh, built: str = "",
     """
     loss, kind, _, aux, words = returned
     device, output = loss.total.device, tape.plan.policy.output
-    text, checksum = described(kind, value_dtype(loss.total, output), aux, output)
+    text, checksum = described(kind, value_dtype(loss.total, output), [loss, aux] if kind is Terms else aux, output)
     numbers = [on_device(number, device) for number in _numbers(tape, place + checksum)] if mesh is not None else []
-    local = torch.stack([*local_sums([loss, *averages(aux).values()], device), *numbers])
+    local = torch.stack([*local_sums([*terms_of(loss), *averages(aux).values()], device), *numbers])
     sums = primitives.start_total(local, mesh, label="loss", more=text + words + built)
     return sums.then(partial(_alike, tape, local, mesh)) if numbers else sums
 
@@ -116,11 +124,11 @@ def _compare_alone(tape: Tape, mesh: AnyMesh, device: torch.device) -> None:
 def _outcome(returned: _Returned, sums: Pending, plan: Plan, mesh: AnyMesh) -> Outcome:
     """The outcome of a forward whose sums over ranks were started."""
     loss, kind, extra, aux, _ = returned
-    output = plan.policy.output
     # every rank's loss that is no Mean counts 1
-    weight = None if kind is Mean else loss.total.new_full((), num_ranks(mesh), dtype=torch.float64)
-    dtype = value_dtype(loss.total, output)
-    return Outcome(cache(lambda: sums.wait().unbind()), weight, kind, dtype, extra, aux, output)
+    weight = None if kind in (Mean, Terms) else loss.total.new_full((), num_ranks(mesh), dtype=torch.float64)
+    dtype = value_dtype(loss.total, plan.policy.output)
+    outcome = Outcome(cache(lambda: sums.wait().unbind()), weight, kind, dtype, extra, aux, plan.policy.output)
+    return outcome_of_terms(outcome, [type(x) for x in loss.terms]) if isinstance(loss, Terms) else outcome
 
 
 def _called(
@@ -218,12 +226,9 @@ def run(
                 outcome.sums()
             tape.end()
             del returned
-            _check_differentiable(outs, whole)
+            _check_differentiable(outs, whole, outcome.kind)
             seed = scale(divisor(outcome).reciprocal())  # 0-d, the gradient of the scaled loss in the total
-            seeds = [seed]
-            if len(outs) > 1:  # d(T / C) = dT / C - (T / C) dC / C
-                seeds.append(-seed * (outcome.total / outcome.divisor))
-            _backward(tape, outs, seeds)
+            _backward(tape, outs, outcome.seeds(seed) if len(outs) > 1 else [seed])
             outcome.sums()  # nothing of this forward is under way any more
     return outcome
 
@@ -254,14 +259,16 @@ def _backward(tape: Tape, outs: Sequence[Tensor], seeds: Sequence[Tensor]) -> No
     tape.finish()
 
 
-def _check_differentiable(outs: Sequence[Tensor], whole: bool) -> None:
+def _check_differentiable(outs: Sequence[Tensor], whole: bool, kind: type) -> None:
     if not any(x.requires_grad for x in outs):
         raise ValueError("the loss function: the loss depends on no trainable parameter (was it detached?)")
     if len(outs) > 1 and not whole:
+        what, remedy = "the count of its fshard.Mean depends on parameters", "Detach the count"
+        if kind is Terms:
+            what, remedy = "a sum with an fshard.Mean", "Return fshard.Sum(t / n + u / m) with numbers n, m from args"
         raise ValueError(
-            "the loss function: the count of its fshard.Mean depends on parameters. Its derivative takes the totals "
-            "and counts of all micro-batches (or slices, with reduction='tree'), which are not known yet. Detach the "
-            "count, or use accumulate=1 and another reduction."
+            f"the loss function: {what}. Its derivative takes the totals and counts of all micro-batches (or slices, "
+            f"with reduction='tree'), which are not known yet. {remedy}, or use accumulate=1 and another reduction."
         )
 
 

@@ -10,15 +10,14 @@ Note [Reverse over forward]
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 from torch.autograd.forward_ad import make_dual
 
 from ..core import func_levels, tree
-from ..core.losses import Mean, Sum, read_loss
-from ..core.scalars import Number
+from ..core.losses import Mean, added, read_loss, terms_of
 from ..core.tree import Tree
 from ..sharding.schedule import schedule
 from ..sharding.sharded import Sharded
@@ -94,25 +93,27 @@ def hvp(loss_fn: Callable[..., Tree]) -> Callable[..., Sharded]:
 
     def along(tape: _Duals, *args: Tree) -> Tree:
         """The derivative of the loss in the direction of the tape's tangents, as a loss."""
-        returned: list[tuple[Mean | Sum, type]] = []
+        returned: list[tuple[Tree, type]] = []
 
-        def total(_: Tensor) -> tuple[Tensor, list[Tensor]]:
+        def totals(_: Tensor) -> tuple[tuple[Tensor, ...], list[Tensor]]:
             with Elementary():
                 returned.append(read_loss(loss_fn(tape.duals(), *args)))
-            loss = returned[-1][0]
-            # the count goes out as jvp's aux, which torch.func unwraps
-            return loss.total, [loss.count] if isinstance(loss, Mean) and isinstance(loss.count, Tensor) else []
+            terms = terms_of(returned[-1][0])
+            # the counts go out as jvp's aux, which torch.func unwraps
+            return tuple(x.total for x in terms), [x.count for x in terms if _has_tensor(x)]
 
         # jvp only opens a level of forward mode: the tangents come from the tape, not from this number
         number = torch.zeros((), dtype=torch.float32, device="cpu")
-        # 0-d: the loss's total, and its derivative
-        value, change, counts = torch.func.jvp(total, (number,), (number,), has_aux=True)  # type: ignore[misc]
+        # 0-d: the total of each of the loss's terms, and its derivative
+        values, changes, counts = torch.func.jvp(totals, (number,), (number,), has_aux=True)  # type: ignore[misc]
         ((loss, kind),) = returned
-        if not change.requires_grad:  # a linear loss: the product is zero, and the loss must still depend on them
-            change = change + 0 * value
-        if isinstance(loss, Sum):
-            return Sum(change)
-        return Mean(change, _constant(*counts or [loss.count])) if kind is Mean else change
+        # of a linear loss the product is zero, and the loss must still depend on the parameters
+        changes = [c if c.requires_grad else c + 0 * value for value, c in zip(values, changes, strict=True)]
+        if kind is Tensor:
+            return changes[0]
+        remaining = iter(counts)
+        terms = [replace(x, total=change) for x, change in zip(terms_of(loss), changes, strict=True)]
+        return added([replace(x, count=_constant(next(remaining))) if _has_tensor(x) else x for x in terms])
 
     def fn(params: Sharded, v: Sharded, *args: Tree) -> Sharded:
         params, v = check_sharded(params), check_sharded(v)
@@ -126,9 +127,13 @@ def hvp(loss_fn: Callable[..., Tree]) -> Callable[..., Sharded]:
     return fn
 
 
-def _constant(count: Number) -> Number:
+def _has_tensor(x: Tree) -> bool:
+    return isinstance(x, Mean) and isinstance(x.count, Tensor)
+
+
+def _constant(count: Tensor) -> Tensor:
     """Return a count. ValueError if it depends on parameters: its own derivative would be missing."""
-    if isinstance(count, Tensor) and count.requires_grad:
+    if count.requires_grad:
         raise ValueError(
             "hvp: the count of the loss's fshard.Mean depends on parameters: detach it, or return fshard.Sum"
         )

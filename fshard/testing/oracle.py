@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ..core import tree
 from ..core.arguments import check_whole, wrong
-from ..core.losses import Mean, Sum, averages, is_loss, local_sums, put_averages, value_dtype
+from ..core.losses import Mean, Sum, added, averages, is_loss, local_sums, put_averages, terms_of, value_dtype
 from ..core.random import seeded
 from ..core.scalars import double
 from ..core.tree import Spec, Tree, detached, flatten, map, map_tops, unflatten
@@ -72,9 +72,7 @@ def _whole(params: Tree, frozen: Where, policy: Policy) -> _Whole:
 class _Out(NamedTuple):
     """The result of the forward pass of one rank and micro-batch."""
 
-    total: Tensor  # ()
-    weight: Tensor  # (): the count of a `Mean`, else 1
-    kind: type  # Mean, Sum or Tensor
+    terms: Sequence[Mean | Sum]  # a plain scalar is a Mean that counts 1
     live: dict[str, Tensor]  # the parameters that the loss was called with, by path
     extra: Tree
     aux: Tree
@@ -132,9 +130,8 @@ def oracle(
             return row
 
         outs = [forwards(rank, batch) for rank, batch in enumerate(batches)]
-        loss, divisor = _loss(outs)
-        seed = state.loss_scale.scale(1 / divisor)
-        grads = _gradients(outs, whole, (seed, -seed * loss))  # d(T / C) = dT / C - (T / C) dC / C
+        loss, divisor, seeds = _loss(outs, state.loss_scale.scale)
+        grads = _gradients(outs, whole, seeds)
         found_inf = _nonfinite(grads, whole, skip_labels)
         found_inf = map(lambda bad: torch.maximum(bad, divisor.isnan().float().to(bad.device)), found_inf)
         grads = {path: g * (1 / float(state.loss_scale.value)) for path, g in grads.items()}
@@ -188,14 +185,11 @@ def _forward(
     loss, *more = out if has_aux or with_extra else (out,)  # (loss, extra, aux)
     extra = detached(more.pop(0)) if with_extra else None
     aux = map_tops(lambda x: x if is_loss(x) else policy.cast(x, "output"), is_loss, more[0] if has_aux else None)
-    if isinstance(loss, Mean):
-        return _Out(loss.total, double(loss.count), Mean, live, extra, aux)
-    weight = torch.tensor(1.0, dtype=torch.float64, device="cpu")
-    return _Out(loss.total if isinstance(loss, Sum) else loss, weight, type(loss), live, extra, aux)
+    return _Out(terms_of(loss) if is_loss(loss) else [Mean(loss, 1)], live, extra, aux)
 
 
 def _dtype(outs: Sequence[Sequence[_Out]], policy: Policy) -> torch.dtype:
-    return value_dtype(outs[0][0].total, policy.output)
+    return value_dtype(added(outs[0][0].terms).total, policy.output)
 
 
 def _auxes(outs: Sequence[Sequence[_Out]], policy: Policy) -> list[Tree]:
@@ -206,13 +200,28 @@ def _auxes(outs: Sequence[Sequence[_Out]], policy: Policy) -> list[Tree]:
     return [of_rank if len(of_rank) > 1 else of_rank[0] for of_rank in auxes]
 
 
-def _loss(outs: Sequence[Sequence[_Out]]) -> tuple[Tensor, Tensor]:
-    """Return the loss over all ranks and micro-batches, and the divisor of its total (NaN if all counts are 0)."""
-    flat = [row[part] for part in range(len(outs[0])) for row in outs]
-    total = torch.stack([out.total.detach().double() for out in flat]).sum()  # (micro-batches * W,) -> ()
-    count = torch.tensor(sum(float(out.weight.detach()) for out in flat), dtype=torch.float64, device=total.device)
-    divisor = torch.ones_like(count) if flat[0].kind is Sum else torch.where(count == 0, torch.nan, count)
+def _loss(outs: Sequence[Sequence[_Out]], scale: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor, list[Tensor]]:
+    """Return the loss over all ranks and micro-batches; 1, NaN if all counts of a term are 0; and its seeds.
+
+    The seeds are the gradients of the scaled loss in the total and the count of each term.
+    """
+    parts = [_mean(terms) for terms in zip(*(row[i].terms for i in range(len(outs[0])) for row in outs), strict=True)]
+    loss, divisor = (torch.stack(each).sum() for each in zip(*parts, strict=True))
+    factors = [(scale(divisor / divisor / each), value) for value, each in parts]
+    seeds = [x for seed, value in factors for x in (seed, -seed * value)]  # d(T / C) = dT / C - (T / C) dC / C
+    return loss, divisor / divisor, seeds
+
+
+def _mean(terms: Sequence[Mean | Sum]) -> tuple[Tensor, Tensor]:
+    """Return the value of one term over all ranks and micro-batches, and what its total is divided by."""
+    total = torch.stack([x.total.detach().double() for x in terms]).sum()  # (micro-batches * W,) -> ()
+    count = torch.tensor(sum(float(_count(x).detach()) for x in terms), dtype=torch.float64, device=total.device)
+    divisor = torch.ones_like(count) if isinstance(terms[0], Sum) else torch.where(count == 0, torch.nan, count)
     return total / divisor, divisor
+
+
+def _count(x: Mean | Sum) -> Tensor:
+    return double(x.count if isinstance(x, Mean) else 1)
 
 
 def _gradients(outs: Sequence[Sequence[_Out]], whole: _Whole, seeds: Sequence[Tensor]) -> dict[str, Tensor]:
@@ -235,7 +244,8 @@ def _gradients(outs: Sequence[Sequence[_Out]], whole: _Whole, seeds: Sequence[Te
 
 def _backward(out: _Out, whole: _Whole, seeds: Sequence[Tensor]) -> dict[str, Tensor]:
     leaves = [out.live[path] for path in whole.trained]
-    pairs = [(x, seed.to(x.dtype)) for x, seed in zip((out.total, out.weight), seeds, strict=True) if x.requires_grad]
+    both = [x for term in out.terms for x in (term.total, _count(term))]
+    pairs = [(x, seed.to(x.dtype)) for x, seed in zip(both, seeds, strict=True) if x.requires_grad]
     outs, grad_outputs = [x for x, _ in pairs], [seed for _, seed in pairs]
     grads = torch.autograd.grad(outs, leaves, grad_outputs, allow_unused=True, materialize_grads=True)
     return dict(zip(whole.trained, grads, strict=True))

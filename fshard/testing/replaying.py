@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ..comm.mesh import AnyMesh, mesh_device
 from ..core.arguments import check_path
-from ..core.losses import Mean, Sum
+from ..core.losses import is_loss
 from ..core.random import seeded
 from ..core.scalars import double
 from ..core.tree import Tree
@@ -156,7 +156,7 @@ def _gradients(
     def scaled(params: Sharded, *args: Tree) -> Tree:
         out = loss_fn(params, *args)
         loss, scale = out[0] if isinstance(out, tuple) else out, state.loss_scale.scale
-        return replace(loss, total=scale(loss.total)) if isinstance(loss, Mean | Sum) else scale(loss)
+        return loss.on_totals(scale) if is_loss(loss) else scale(loss)
 
     with seeded(state.rng, state.step, rank, 0, device):
         return value_and_grad(scaled, reduce=False)(state.params, *args)[1].local

@@ -188,8 +188,7 @@ def joined(outcomes: Sequence[Outcome]) -> Outcome:
             f"and {names[1] or 'none'}"
         )
     sums = [torch.stack(each).sum() for each in zip(*(outcome.sums() for outcome in outcomes), strict=True)]
-    auxes = [outcome.aux for outcome in outcomes]
-    return replace(first, sums=lambda: sums, weight=None, extra=last.extra, aux=auxes, several=True)
+    return replace(first, sums=lambda: sums, weight=None, extra=last.extra, aux=[x.aux for x in outcomes], several=True)
 
 
 def check_reduce_once(reduce_once: object, by: Reduction) -> None:
