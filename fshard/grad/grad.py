@@ -334,10 +334,10 @@ def value_and_grad(
 
     `loss_fn(params, *args)` is written for one device. Touching a unit of `params` gathers it; so does touching a unit
     of any `Sharded` among `args` (a teacher's, say), which gets no gradient. The loss is `Mean(total, count)`,
-    `Sum(total)`, or a plain 0-d tensor, which means the mean of equally weighted ranks. Gradients are cut as the plan's
-    `grads_over` says; with `reduce=False` they are this rank's own, as `Unreduced`. A leaf that the loss does not use
-    gets zeros. With `has_aux` the loss returns `(loss, aux)`; `reduction` as for `train_step`. This is eager: inside
-    torch.func's transforms call `gather_params` in the differentiated function.
+    `Sum(total)`, a sum of such, or a plain 0-d tensor, which means the mean of equally weighted ranks. Gradients are
+    cut as the plan's `grads_over` says; with `reduce=False` they are this rank's own, as `Unreduced`. A leaf that the
+    loss does not use gets zeros. With `has_aux` the loss returns `(loss, aux)`; `reduction` as for `train_step`. This
+    is eager: inside torch.func's transforms call `gather_params` in the differentiated function.
 
     >>> value, grads = value_and_grad(lambda w: (w * w).sum())(shard_of(torch.tensor([1.0, 2.0])))
     >>> value, gather_params(grads)

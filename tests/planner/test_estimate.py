@@ -59,6 +59,11 @@ def loss(p: Any, batch: Tensor, each: Callable[..., Tensor] = plain) -> fshard.M
     return fshard.Mean(losses.sum(), losses.numel())
 
 
+def two_losses(p: Any, batch: Tensor) -> Any:
+    """A language model's loss, and a penalty on its head."""
+    return loss(p, batch) + 0.1 * fshard.Mean(p["head"].square().sum(), 1)
+
+
 def checkpointed(_: int, p: dict[str, Tensor], x: Tensor) -> Tensor:
     """Each block is computed again in the backward."""
     result: Tensor = checkpoint(block, p, x, use_reentrant=False)
@@ -91,6 +96,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
     "head of 2.4 blocks": ({"vocab": 614, "depth": 11}, {}, {"donate": True}),
     "checkpointed": ({}, {"loss_fn": partial(loss, each=checkpointed)}, {"donate": True}),
     "a captured tensor": ({}, {"loss_fn": partial(loss, each=weighted)}, {"donate": True}),
+    "two losses": ({}, {"loss_fn": two_losses}, {"donate": True}),
     "frozen": ({}, {"plan": {"frozen": ["embed", "blocks.*.up"]}}, {"donate": True}),
     "accumulated": ({}, {"accumulate": 2}, {"donate": True}),
     "in half": ({}, {"plan": {"policy": "compute=bf16"}}, {}),

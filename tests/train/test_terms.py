@@ -17,6 +17,7 @@ from fshard import Mean, Sum, optim, tree
 from fshard.comm import primitives
 from fshard.core.losses import is_loss
 from fshard.testing import oracle, whole_state
+from fshard.testing.replaying import _gradients
 
 STRATEGIES: dict[str, dict[str, Any]] = {
     "full": {},
@@ -384,6 +385,16 @@ def test_ranks_with_other_terms_that_compare_no_texts(monkeypatch: pytest.Monkey
     monkeypatch.setattr(primitives, "start_total", lambda *args, more="", **how: start(*args, **how))
     with pytest.raises(RuntimeError, match="or losses of other classes or dtypes"):
         simulated(unlike, False, shard=2)
+
+
+def test_a_replay_takes_the_gradients_of_all_terms() -> None:
+    """The first value that is not finite would be looked for in one term's gradients."""
+    tx = optim.sgd(0.1)
+    sharded = fshard.shard_params(parameters(), fshard.make_plan(parameters()))
+    state = fshard.init_state(sharded, tx, fshard.StaticLossScale(8.0))
+    got = _gradients(loss_of(MOST), state, [batch_of(0, 1)], 0, torch.device("cpu"))
+    _, want = fshard.value_and_grad(loss_of(MOST))(sharded, batch_of(0, 1))
+    tree.map(lambda a, b: torch.testing.assert_close(a, 8 * b), got, want)
 
 
 def test_losses_are_values() -> None:
