@@ -186,8 +186,8 @@ def read_loss(loss: Tree) -> tuple[Tree, type]:
 def described(kind: type, dtype: torch.dtype, aux: Tree, output: object) -> tuple[str, int]:
     """Return the text that ranks compare with the loss's collective, which says what is summed; and a checksum of it.
 
-    Of a sum of losses `aux` is the sum and the aux.
-    The checksum is for ranks that compare no texts: their losses would differ, or be divided by other counts.
+    Of a sum of losses `aux` is a list of the sum and the aux. The checksum is for ranks that compare no texts: their
+    losses would differ, or be divided by other counts.
     """
     summed = [f"{k!r}: {type(x).__name__} of {value_dtype(x.total, output)}" for k, x in averages(aux).items()]
     text = f", loss={'a scalar' if kind is Tensor else kind.__name__} of {dtype}"

@@ -185,6 +185,12 @@ def test_one_term_is_right_with_micro_batches(name: str, how: str) -> None:
         check(ONE[name], "sgd", "full", False, num_ranks, 4, **BY_PARTS[how])
 
 
+def test_several_terms_of_the_only_slice() -> None:
+    """The one slice of a row would be refused, or be divided by the count of a slice."""
+    for num_ranks in (0, 1):
+        check(MOST, "adamw", "full", False, num_ranks, 1, reduction="tree")
+
+
 @pytest.mark.parametrize("how", BY_PARTS)
 @pytest.mark.parametrize("name", SEVERAL)
 def test_several_terms_of_parts_are_an_error(name: str, how: str) -> None:
