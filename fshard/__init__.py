@@ -4,7 +4,7 @@ import importlib
 from typing import TYPE_CHECKING
 
 from . import collectives, module, optim, reduction, tree, wire
-from .comm.collectives import all_gather, all_reduce, all_to_all, broadcast, reduce_scatter
+from .comm.collectives import all_gather, all_reduce, all_to_all, broadcast, reduce_scatter, shift
 from .comm.mesh import AbstractMesh
 from .comm.ranks import MismatchError
 from .core.losses import Mean, Sum
@@ -71,6 +71,7 @@ __all__ = [
     "scan",
     "select",
     "shard_params",
+    "shift",
     "show",
     "state_dict",
     "testing",

@@ -1,6 +1,6 @@
 """Differentiable collectives over a mesh axis, gathers started early, the tally, and batches of unequal number."""
 
-from .comm.collectives import all_gather, all_reduce, all_to_all, broadcast, reduce_scatter, vary
+from .comm.collectives import all_gather, all_reduce, all_to_all, broadcast, reduce_scatter, shift, vary
 from .comm.ranks import Call, Tally, tally
 from .sharding.access import prefetch
 from .train.accumulate import join_batches
@@ -15,6 +15,7 @@ __all__ = [
     "join_batches",
     "prefetch",
     "reduce_scatter",
+    "shift",
     "tally",
     "vary",
 ]

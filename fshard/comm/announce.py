@@ -6,14 +6,16 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from contextvars import ContextVar, copy_context
 from datetime import timedelta
+from itertools import permutations
 from threading import get_ident
 from typing import ParamSpec, Protocol, TypeVar
 
+import torch
 from torch import Tensor
 
 from ..core.tracing import assigned
 from .mesh import Mesh
-from .ranks import Call, Exchange, Ranks, is_tallying, message_timeout
+from .ranks import Call, Exchange, MismatchError, Ranks, differing_sizes, is_tallying, message_timeout
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -38,7 +40,22 @@ class Announced:
     def exchange(self, sends: Sequence[Tensor], recvs: Sequence[Tensor | None], call: Call) -> Exchange:
         """Announce the collective, then start it."""
         self.announce(str(call))
+        if call.kind == "all_to_all":  # its sizes may differ between ranks, so the text does not have them
+            self._compare_sizes(sends, recvs, call)
         return self._exchange(sends, recvs, call)
+
+    def _compare_sizes(self, sends: Sequence[Tensor], recvs: Sequence[Tensor | None], call: Call) -> None:
+        """Raise MismatchError, on all ranks, if a rank sends a message of another size than its peer expects."""
+        places = [x if place is None else place for x, place in zip(sends, recvs, strict=True)]
+        sizes = torch.tensor([[x.nbytes for x in sends], [x.nbytes for x in places]], device=self.device)  # (2, W)
+        exchange = self._exchange([sizes] * self.size, [None] * self.size, call)
+        told = [rows.tolist() for rows in exchange.wait()]
+        exchange.done()
+        for sender, receiver in permutations(range(self.size), 2):
+            sent, expected = told[sender][0][receiver], told[receiver][1][sender]
+            if sent != expected:
+                pair = f"rank {sender} of axis {self.axis!r}, to rank {receiver},"
+                raise MismatchError(differing_sizes(call, pair, sent, expected))
 
 
 def announcing(around: Around) -> AbstractContextManager[None]:

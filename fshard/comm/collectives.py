@@ -15,8 +15,15 @@ each rank) or *partial* (each rank holds one summand of the value):
 | all_reduce | partial -> replicated | all_reduce |
 | vary | invariant -> varying | total |
 | total | varying -> invariant | vary |
-| all_to_all | varying -> varying | all_to_all |
+| all_to_all | varying -> varying | all_to_all, `split` and `join` swapped, sizes too |
+| shift | varying -> varying | shift by -`by` |
 | broadcast | varying -> replicated | reduce to the source |
+
+`dim`, `split` and `join` count the dims of a leaf as the user's function sees it. The rule: the dim is moved first, the
+collective acts along dim 0, and the dim is moved back. So a tensor of shape (sequence, batch, features) is gathered
+along the sequence without a copy.
+
+`mesh=None` is one rank, whatever the axis: a loss with collectives is then the plain function, its own oracle.
 
 Sources: the table of transposes in JAX's shard_map design (jep/17111), and Griewank and Walther, Evaluating
 Derivatives, on adjoints of linear maps.
@@ -24,7 +31,7 @@ Derivatives, on adjoints of linear maps.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, Protocol, TypeVar
 
@@ -32,15 +39,16 @@ import torch
 from torch import Tensor
 
 from ..core import tree
-from ..core.arguments import check_whole, wrong
+from ..core.arguments import check_flags, check_whole, wrong
 from ..core.lazy import Branch
 from ..core.tree import Tree
 from . import primitives
 from .announce import CallInBlocks, kept
 from .mesh import AnyMesh
-from .ranks import Pending
+from .ranks import Pending, Ranks
 
 T = TypeVar("T")  # a tensor or a tree
+Sizes = tuple[Sequence[int], Sequence[int]]  # W lengths that this rank sends, and W that it receives
 _TRANSPOSES = {
     "all_gather": "reduce_scatter",
     "reduce_scatter": "all_gather",
@@ -48,6 +56,7 @@ _TRANSPOSES = {
     "vary": "total",
     "total": "vary",
     "all_to_all": "all_to_all",
+    "shift": "shift",
     "broadcast": "reduce",
     "reduce": "broadcast",
 }
@@ -63,6 +72,9 @@ class _Collective:
     label: str = ""
     op: str = "sum"
     src: int = 0
+    sizes: Sizes | None = None
+    by: int = 0
+    wrap: bool = True
 
     def run(self, x: Tensor) -> Tensor:
         """Return the collective's result for one leaf. This rank waits for its peers here."""
@@ -77,6 +89,10 @@ class _Collective:
             # Not an `if`: in a graph the nodes of all ranks must be the same, but for constants.
             is_source = torch.full((), ranks.rank == self.src, dtype=torch.bool, device=reduced.device)
             return torch.where(is_source, reduced, torch.zeros_like(reduced))  # NaN stays on the source
+        if self.kind == "shift":
+            return _shifted(x.contiguous(), ranks, self)
+        if self.sizes is not None:
+            return primitives.deal(x, self.sizes, ranks, self.label).wait()
         if self.kind in ("all_reduce", "total"):
             return primitives.all_reduce(x, ranks, self.label, op=self.op).wait()
         start: Callable[..., Pending] = getattr(primitives, self.kind)
@@ -89,7 +105,22 @@ class _Collective:
                 f"all_reduce(op={self.op!r}) has no derivative: it is not linear. Use it on values that need none "
                 "(x.detach()), or build what you need from all_gather."
             )
-        return replace(self, kind=_TRANSPOSES[self.kind])
+        sizes = None if self.sizes is None else self.sizes[::-1]
+        return replace(self, kind=_TRANSPOSES[self.kind], sizes=sizes, by=-self.by)
+
+
+def _shifted(x: Tensor, ranks: Ranks, shift: _Collective) -> Tensor:
+    """Send a contiguous tensor `by` ranks on, and return what comes from as far behind; zeros if nothing comes."""
+
+    def rows(peer: int) -> list[int]:  # of (1, ...), for each rank: one for the peer, if there is such a rank
+        is_there = shift.wrap or 0 <= peer < ranks.size
+        return [int(is_there and rank == peer % ranks.size) for rank in range(ranks.size)]
+
+    # zeros on every rank, as the nodes of all ranks' graphs must be the same
+    place = x.new_empty(x.shape) if shift.wrap else x.new_zeros(x.shape)
+    sizes, words = (rows(ranks.rank + shift.by), rows(ranks.rank - shift.by)), f", by={shift.by}, wrap={shift.wrap}"
+    primitives.deal(x[None], sizes, ranks, shift.label, place[None], "shift", words).wait()
+    return place
 
 
 class _Context(Protocol):
@@ -121,32 +152,80 @@ class _Apply(torch.autograd.Function):
 
     @staticmethod
     def vmap(info: object, in_dims: tuple[int, None], x: Tensor, collective: _Collective) -> tuple[Tensor, int]:
-        x = x.movedim(in_dims[0], -1)  # (..., batch): every collective acts along dim 0
-        if collective.kind in ("reduce_scatter", "all_to_all"):
-            # without the dim of the batch, which the user's function does not see
-            primitives.check_divides(x.shape[:-1], primitives.along(collective.mesh, collective.axis))
-        return _Apply.apply(x, collective), -1
+        # (..., batch): every collective acts along dim 0
+        return _Apply.apply(x.movedim(in_dims[0], -1), collective), -1
 
 
-def _over(x: T, collective: _Collective) -> T:
-    """Apply a collective to every leaf of a tree, after all checks: who raises later would leave others waiting."""
-    primitives.along(collective.mesh, collective.axis)
-    check_whole(f"{collective.kind}: src", collective.src, least=-(2**63), what="a rank")
+def _over(x: T, collective: _Collective, split: int = 0, join: int | None = None) -> T:
+    """Apply a collective to every leaf of a tree, after all checks: who raises later would leave others waiting.
+
+    It acts along dim `split`; what arrives is concatenated along dim `join` (None: the same).
+    """
+    kind, dims = collective.kind, (split, split if join is None else join)
+    ranks = None if collective.mesh is None else primitives.along(collective.mesh, collective.axis)
+    rank, size = (0, 1) if ranks is None else (ranks.rank, ranks.size)
+    check_whole(f"{kind}: src", collective.src, least=-(2**63), what="a rank")
+    check_whole(f"{kind}: by", collective.by, least=-(2**63), what="a number of ranks")
+    check_flags(**{f"{kind}: wrap": collective.wrap})
+    for dim in dims:
+        check_whole(f"{kind}: dim", dim, least=-(2**63), what="the number of a dim")
     if not isinstance(collective.label, str):
-        raise TypeError(f"{collective.kind}: {wrong('label', collective.label, 'a word')}")
+        raise TypeError(f"{kind}: {wrong('label', collective.label, 'a word')}")
+    if collective.sizes is not None:
+        _check_sizes(collective.sizes, rank, size)
     _check_parts(x, collective)
     leaves, spec = tree.flatten(x)
+    if kind == "all_gather":  # a scalar is one row: () -> (1,)
+        leaves = [leaf.reshape(1) if isinstance(leaf, Tensor) and leaf.dim() == 0 else leaf for leaf in leaves]
     for path, leaf in zip(tree.paths(spec), leaves, strict=True):
-        if not isinstance(leaf, Tensor):
-            raise TypeError(f"{collective.kind}: leaf {path!r}: expected a tensor, got {type(leaf).__name__}")
-        if leaf.layout is not torch.strided:
-            layout = f"got layout {leaf.layout}. Use .to_dense()."
-            raise ValueError(f"{collective.kind}: leaf {path!r}: expected a dense tensor, {layout}")
-        if collective.kind in ("all_reduce", "reduce_scatter"):
-            primitives.check_combines(collective.kind, collective.op, leaf.dtype, f": leaf {path!r}")
-    if collective.kind == "all_gather":
-        leaves = [leaf.reshape(1) if leaf.dim() == 0 else leaf for leaf in leaves]  # () -> (1,)
-    return tree.unflatten(spec, [_Apply.apply(leaf, collective) for leaf in leaves])
+        _check_leaf(f"{kind}: leaf {path!r}", leaf, collective, dims, size)
+    return tree.unflatten(spec, [_along(leaf, collective, dims, size) for leaf in leaves])
+
+
+def _along(x: Tensor, collective: _Collective, dims: tuple[int, int], size: int) -> Tensor:
+    """Apply a collective to one leaf along its dims; without a mesh there is one rank, which sends nothing."""
+    if collective.mesh is None:
+        is_lost = collective.kind == "shift" and collective.by != 0 and not collective.wrap
+        return x.masked_fill(x.new_ones((), dtype=torch.bool), 0) if is_lost else x  # NaN is lost, too
+    split, join = (dim % max(1, x.dim()) for dim in dims)
+    if split != join:  # whole parts (W, ...), which are not copied where `split` or `join` is 0
+        parts = x.unflatten(split, (size, x.shape[split] // size)).movedim(split, 0)
+        return _Apply.apply(parts, collective).movedim(0, join).flatten(join, join + 1)
+    return _Apply.apply(x.movedim(split, 0), collective).movedim(0, split) if split else _Apply.apply(x, collective)
+
+
+def _check_leaf(name: str, x: object, collective: _Collective, dims: tuple[int, int], size: int) -> None:
+    """Raise, on all ranks before any sends, unless a collective can act on `x` along these dims, over `size` ranks."""
+    if not isinstance(x, Tensor):
+        raise TypeError(f"{name}: expected a tensor, got {type(x).__name__}")
+    if x.layout is not torch.strided:
+        raise ValueError(f"{name}: expected a dense tensor, got layout {x.layout}. Use .to_dense().")
+    if collective.kind in ("all_reduce", "reduce_scatter"):
+        primitives.check_combines(collective.kind, collective.op, x.dtype, name.removeprefix(collective.kind))
+    if collective.kind not in ("all_gather", "reduce_scatter", "all_to_all"):
+        return
+    for dim in dims:
+        if not -x.dim() <= dim < x.dim():
+            raise ValueError(f"{name}: expected a tensor with a dim {dim}, got one of shape {tuple(x.shape)}")
+    split, join = (dim % x.dim() for dim in dims)
+    if collective.sizes is not None and split != join:
+        raise ValueError(f"{name}: sizes are lengths of one dim: expected split and join alike, got {dims}")
+    if collective.sizes is not None and sum(collective.sizes[0]) != x.shape[split]:
+        expected = f"lengths of parts of dim {split} of shape {tuple(x.shape)}"
+        raise ValueError(f"{name}: {wrong('sizes[0]', collective.sizes[0], expected)}")
+    if collective.sizes is None and collective.kind != "all_gather":
+        primitives.check_divides(x.shape, size, collective.axis, split, f"{name}: ")
+
+
+def _check_sizes(sizes: Sizes, rank: int, size: int) -> None:
+    """Raise unless `sizes` are lengths for each rank, and this rank receives from itself what it sends itself."""
+    for lengths in sizes:
+        for number in lengths:
+            check_whole("all_to_all: sizes", number, least=0, what="the length of a part")
+    sent, received = sizes
+    if (len(sent), len(received)) != (size, size) or sent[rank] != received[rank]:
+        expected = f"(sent, received), {size} lengths each, and alike for rank {rank} itself"
+        raise ValueError(f"all_to_all: {wrong('sizes', sizes, expected)}")
 
 
 def _check_parts(x: Tree, collective: _Collective) -> None:
@@ -163,30 +242,31 @@ def _check_parts(x: Tree, collective: _Collective) -> None:
             )
 
 
-def all_gather(x: T, mesh: AnyMesh, axis: str, label: str = "") -> T:
-    """Concatenate the tensors of all ranks along dim 0: (n, ...) -> (W n, ...), varying -> replicated.
+def all_gather(x: T, mesh: AnyMesh, axis: str, label: str = "", *, dim: int = 0) -> T:
+    """Concatenate the tensors of all ranks along a dim: (n, ...) -> (W n, ...), varying -> replicated.
 
-    `x` is a tensor or a tree; a scalar counts as one row. The ranks are those along `axis`; `label` names the call in
-    errors and in a `tally`. Transpose: `reduce_scatter`.
+    `x` is a tensor or a tree, with the same shapes on all ranks; a scalar counts as one row. The ranks are those along
+    `axis` of `mesh` (None: one rank, and `axis` is not read); `label` names the call in errors and in a `tally`; `dim`
+    is one that every leaf has (ValueError), from the end if negative. Transpose: `reduce_scatter`.
 
     >>> from fshard.testing import simulate
     >>> simulate(lambda mesh: all_gather(torch.tensor([mesh.get_rank()]), mesh, "shard").tolist(), shard=2)
     [[0, 1], [0, 1]]
     """
-    return _over(x, _Collective("all_gather", mesh, axis, label))
+    return _over(x, _Collective("all_gather", mesh, axis, label), dim)
 
 
-def reduce_scatter(x: T, mesh: AnyMesh, axis: str, label: str = "") -> T:
+def reduce_scatter(x: T, mesh: AnyMesh, axis: str, label: str = "", *, dim: int = 0) -> T:
     """Sum over ranks, in rank order, and keep this rank's part: (W n, ...) -> (n, ...), partial -> varying.
 
-    `x` is a tensor or a tree; dim 0 must divide by the number of ranks (ValueError); `axis` and `label` as for
-    `all_gather`. Transpose: `all_gather`.
+    `x` is a tensor or a tree; `dim` must divide by the number of ranks (ValueError); `mesh`, `axis`, `label` and `dim`
+    as for `all_gather`. Transpose: `all_gather`.
 
     >>> from fshard.testing import simulate
     >>> simulate(lambda mesh: reduce_scatter(torch.tensor([1, 2]), mesh, "shard").tolist(), shard=2)
     [[2], [4]]
     """
-    return _over(x, _Collective("reduce_scatter", mesh, axis, label))
+    return _over(x, _Collective("reduce_scatter", mesh, axis, label), dim)
 
 
 def all_reduce(x: T, mesh: AnyMesh, axis: str, op: Literal["sum", "max", "min"] = "sum", label: str = "") -> T:
@@ -231,17 +311,49 @@ def total(x: T, mesh: AnyMesh, axis: str, label: str = "") -> T:
     return _over(x, _Collective("total", mesh, axis, label))
 
 
-def all_to_all(x: T, mesh: AnyMesh, axis: str, label: str = "") -> T:
-    """Send part p of dim 0 to rank p: (W n, ...) -> (W n, ...), varying -> varying.
+def all_to_all(
+    x: T, mesh: AnyMesh, axis: str, label: str = "", *, split: int = 0, join: int = 0, sizes: Sizes | None = None
+) -> T:
+    """Cut dim `split`, send part p to rank p, and concatenate what arrives along dim `join`: varying -> varying.
 
-    `x` is a tensor or a tree; dim 0 must divide by the number of ranks (ValueError); `axis` and `label` as for
-    `all_gather`. `all_to_all` is its own inverse and its own transpose.
+    `x` is a tensor or a tree; `mesh`, `axis` and `label` as for `all_gather`. The parts are equal: dim `split` must
+    divide by the number of ranks (ValueError), (s, h) -> (W s, h / W) for split=1, join=0. Transpose and inverse: the
+    `all_to_all` with `split` and `join` swapped.
+
+    `sizes` = (sent, received) are the lengths of unequal parts, W each, zeros allowed: what this rank sends to each
+    rank, and what it receives from each. `split` and `join` are then one dim (ValueError). Ranks that do not agree are
+    a MismatchError, over gloo's sockets only in checked calls (`fshard.check`). Transpose: sent and received swapped.
 
     >>> from fshard.testing import simulate
     >>> simulate(lambda mesh: all_to_all(torch.arange(2) + 10 * mesh.get_rank(), mesh, "shard").tolist(), shard=2)
     [[0, 10], [1, 11]]
+    >>> def uneven(mesh):
+    ...     sizes = [([0, 3], [0, 1]), ([1, 0], [3, 0])][mesh.get_rank()]
+    ...     return all_to_all(torch.arange(sum(sizes[0])), mesh, "shard", sizes=sizes).tolist()
+    >>> simulate(uneven, shard=2)
+    [[0], [0, 1, 2]]
     """
-    return _over(x, _Collective("all_to_all", mesh, axis, label))
+    if sizes is not None:
+        if len(sizes) != 2 or not all(isinstance(lengths, list | tuple) for lengths in sizes):
+            raise TypeError(f"all_to_all: {wrong('sizes', sizes, 'two lists of lengths, (sent, received)')}")
+        sizes = tuple(sizes[0]), tuple(sizes[1])
+    return _over(x, _Collective("all_to_all", mesh, axis, label, sizes=sizes), split, join)
+
+
+def shift(x: T, mesh: AnyMesh, axis: str, by: int = 1, *, wrap: bool = True, label: str = "") -> T:
+    """Send the tensor of rank r to rank r + `by`: (...) -> (...), varying -> varying (JAX's ppermute by a constant).
+
+    `x` is a tensor or a tree, with the same shapes on all ranks; `by` is any whole number; `mesh`, `axis` and `label`
+    as for `all_gather`. The ranks are a ring, or with wrap=False a line, where a rank to which nobody sends has zeros.
+    Transpose: the `shift` by -`by`.
+
+    >>> from fshard.testing import simulate
+    >>> simulate(lambda mesh: shift(torch.tensor(mesh.get_rank() + 1), mesh, "shard").item(), shard=3)
+    [3, 1, 2]
+    >>> simulate(lambda mesh: shift(torch.tensor(mesh.get_rank() + 1), mesh, "shard", -1, wrap=False).item(), shard=3)
+    [2, 3, 0]
+    """
+    return _over(x, _Collective("shift", mesh, axis, label, by=by, wrap=wrap))
 
 
 def broadcast(x: T, mesh: AnyMesh, axis: str, src: int = 0, label: str = "") -> T:

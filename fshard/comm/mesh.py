@@ -5,7 +5,8 @@ for one device. `adapted` turns a DeviceMesh into a `ProcessMesh`, so all meshes
 
 Note [One handle for each mesh]
     These objects are made once for a mesh and shared by all plans on the mesh: process groups, connections between
-    processes of one host, the connections on which ranks compare calls, streams, and the mesh's name in graphs.
+    processes of one host (the twin), the connections on which ranks compare calls, streams, and the mesh's name in
+    graphs.
     `MESHES` finds the `ProcessMesh` of a DeviceMesh by the identity of the DeviceMesh, because equal meshes may have
     different process groups. A `ProcessMesh` refers to process groups, not to the DeviceMesh, and the objects that a
     `ProcessMesh` keeps do not refer to it. So there is no reference cycle, and the connections close as soon as the
@@ -216,6 +217,7 @@ class ProcessMesh(Grid):
         self.members: tuple[int, ...] = tuple(mesh.mesh.flatten().tolist())
         self._groups = [weakref.ref(mesh.get_group(axis)) for axis in names]
         self._ranks: dict[str, Ranks] = {axis: GroupRanks(axis, mesh.get_group(axis), device) for axis in names}
+        self.twin: ProcessMesh | None = None  # this mesh, connected by shared memory, once a plan has made it
         self.owners: dict[str, Owner] = {axis: MESHES.owner(mesh.get_group(axis)) for axis in names}
 
     def is_of(self, mesh: DeviceMesh) -> bool:
@@ -303,8 +305,17 @@ def is_mesh(x: object) -> bool:
 def adapted(mesh: AnyMesh) -> Mesh | None:
     """Convert a user's mesh to a `Mesh`: a DeviceMesh to its `ProcessMesh`; other meshes and None stay as given.
 
+    Once a plan has connected the ranks of a DeviceMesh, which all ranks do at the same call, the result is the twin by
+    which they are connected: collectives of a loss go where the plan's go.
+
     TypeError if `mesh` is not a mesh; ValueError for a DeviceMesh without axis names, or without this rank.
     """
+    grid = unconnected(mesh)
+    return grid if grid is mesh else getattr(grid, "twin", None) or grid
+
+
+def unconnected(mesh: AnyMesh) -> Mesh | None:
+    """Return `adapted(mesh)`, of a DeviceMesh always the mesh whose messages go through its process groups."""
     if not isinstance(mesh, DeviceMesh):
         if mesh is None or is_mesh(mesh):
             return mesh

@@ -53,9 +53,11 @@ def along(mesh: AnyMesh, axis: str) -> Ranks:
     return NodeRanks(ranks, grid) if is_tracing() else announced(ranks, grid)
 
 
-def _called(kind: str, x: Tensor, ranks: Ranks, label: str, nbytes: int, **more: str) -> Call:
+def _called(
+    kind: str, x: Tensor, ranks: Ranks, label: str, nbytes: int, shape: Sequence[int] | None = None, **more: str
+) -> Call:
     """Describe a collective as a `Call`, and count it. Collectives of a graph are counted when the graph runs."""
-    call = Call(kind, ranks.axis, label, nbytes, x.dtype, x.shape, **more)
+    call = Call(kind, ranks.axis, label, nbytes, x.dtype, x.shape if shape is None else shape, **more)
     if not isinstance(ranks, NodeRanks):
         note(call)
     return call
@@ -196,14 +198,14 @@ def reduce_scatter(
     call = _called("reduce_scatter", x, ranks, label, (ranks.size - 1) * (x.nbytes // ranks.size))
     with named(call.kind, label):
         if ranks.whole is not None:
-            check_divides(x.shape, ranks)
+            check_divides(x.shape, ranks.size, ranks.axis)
             return Pending(ranks.whole.reduce_scatter(x, out, fast, call), _only)
         return _scatter(x, ranks, out, call, fast)
 
 
 def _scatter(x: Tensor, ranks: Ranks, out: Tensor | None, call: Call, fast: bool) -> Pending:
     """Reduce-scatter (W n, ...) on each rank -> (n, ...), by the backend if `fast`, else in the order of `fold`."""
-    check_divides(x.shape, ranks)
+    check_divides(x.shape, ranks.size, ranks.axis)
     shape = (x.shape[0] // ranks.size, *x.shape[1:])  # (n, ...)
     result = x.new_empty(shape) if out is None else out
     if ranks.built_in is None:
@@ -236,18 +238,18 @@ def scatter(
         return Pending(ranks.exchange(sends, [None] * ranks.size, call), finish).keeping(*sends)
 
 
-def check_divides(shape: Sequence[int], ranks: Ranks) -> None:
-    """Raise ValueError if dim 0 does not divide over the ranks."""
-    if not shape or shape[0] % ranks.size:
+def check_divides(shape: Sequence[int], size: int, axis: str, dim: int = 0, leaf: str = "") -> None:
+    """Raise ValueError, which begins with `leaf`, if a dim does not divide over the ranks of an axis."""
+    if not shape or shape[dim] % size:
         raise ValueError(
-            f"dim 0 of a tensor of shape {tuple(shape)} does not divide over the {ranks.size} ranks of axis "
-            f"{ranks.axis!r}: pad it to a multiple of {ranks.size}"
+            f"{leaf}dim {dim} of a tensor of shape {tuple(shape)} does not divide over the {size} ranks of axis "
+            f"{axis!r}: pad it to a multiple of {size}"
         )
 
 
 def _parts(x: Tensor, ranks: Ranks) -> Sequence[Tensor]:
     """Return views of a tensor's parts for each rank: (W n, ...) -> W of (n, ...)."""
-    check_divides(x.shape, ranks)
+    check_divides(x.shape, ranks.size, ranks.axis)
     # torch's chunk gives one part of an empty tensor, not W
     return x.chunk(ranks.size) if x.numel() else [x[: x.shape[0] // ranks.size]] * ranks.size
 
@@ -354,7 +356,7 @@ def all_to_all(x: Tensor, ranks: Ranks, label: str = "", kind: str = "all_to_all
     [[0, 1], [1, 2]]
     """
     x = x.contiguous()
-    check_divides(x.shape, ranks)
+    check_divides(x.shape, ranks.size, ranks.axis)
     call = _called(kind, x, ranks, label, (ranks.size - 1) * (x.nbytes // ranks.size))
     with named(call.kind, label):
         if ranks.built_in is not None:
@@ -362,6 +364,34 @@ def all_to_all(x: Tensor, ranks: Ranks, label: str = "", kind: str = "all_to_all
             return Pending(work, lambda _: place)
         out = torch.empty_like(x)
         parts, recvs = _parts(x, ranks), _parts(out, ranks)  # views, W of (n, ...) each
+        exchange = ranks.exchange(parts, recvs, call)
+        recvs[ranks.rank].copy_(parts[ranks.rank])
+    return Pending(exchange, lambda _: out)
+
+
+def deal(
+    x: Tensor,
+    sizes: Sequence[Sequence[int]],
+    ranks: Ranks,
+    label: str = "",
+    out: Tensor | None = None,
+    kind: str = "all_to_all",
+    more: str = ", sizes",
+) -> Pending:
+    """Send the next `sizes[0][p]` rows of dim 0 to rank p, receive `sizes[1][p]` rows from it: (n, ...) -> (m, ...).
+
+    What arrives is written to `out`, if given, whose rows after these are left as they are. The numbers of rows differ
+    between ranks, so ranks compare the shape of one row, `kind` and `more`.
+    """
+    x, (sent, received) = x.contiguous(), sizes
+    nbytes = (sum(sent) - sent[ranks.rank]) * (x.nbytes // max(1, len(x)))
+    call = _called(kind, x, ranks, label, nbytes, x.shape[1:], more=more)
+    with named(kind, label):
+        out = x.new_empty(sum(received), *x.shape[1:]) if out is None else out
+        # the last parts, of what is not sent and not received, are there on all ranks, as nodes of their graphs
+        parts, recvs = (
+            whole.split([*lengths, len(whole) - sum(lengths)])[:-1] for whole, lengths in ((x, sent), (out, received))
+        )
         exchange = ranks.exchange(parts, recvs, call)
         recvs[ranks.rank].copy_(parts[ranks.rank])
     return Pending(exchange, lambda _: out)

@@ -268,5 +268,10 @@ SAME_ORDER = (
 )
 
 
+def differing_sizes(call: Call | str, sender: str, nbytes: int, expected: int) -> str:
+    """Say that a rank sends a message of another size than the receiver expects."""
+    return f"{call}: {sender} sends {nbytes} bytes where {expected} are expected: both must give the same sizes"
+
+
 class MismatchError(RuntimeError):
     """Ranks that must call the same collectives, or have the same values, do not."""

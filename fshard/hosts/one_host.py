@@ -30,10 +30,10 @@ from torch import Tensor
 from ..comm import primitives
 from ..comm.announce import Announced
 from ..comm.consensus import rows_of_bytes
-from ..comm.mesh import AnyMesh, Mesh, ProcessMesh, adapted
+from ..comm.mesh import AnyMesh, Mesh, ProcessMesh, unconnected
 from ..comm.primitives import along
 from ..comm.process_groups import GroupRanks
-from ..comm.ranks import Call, MismatchError, Ranks, message_timeout
+from ..comm.ranks import Call, MismatchError, Ranks, differing_sizes, message_timeout
 from ..core.storage import as_bytes, from_bytes
 from .links import PLANS, SMALL, Link, Segment, SegmentPool, refusal, tensor_in
 from .rendezvous import links_to
@@ -62,6 +62,8 @@ class _Exchange:
                 if message.segment is not None:
                     self.unread.append((link, message.segment))
                 continue
+            if recv.nbytes != message.data.numel():
+                raise MismatchError(differing_sizes(self.call, link.peer, message.data.numel(), recv.nbytes))
             if recv.numel():
                 recv.copy_(from_bytes(message.data, recv.dtype).view(recv.shape))
             if message.segment is not None:
@@ -132,7 +134,7 @@ class HostMesh(ProcessMesh):
     def __init__(self, mesh: ProcessMesh, ranks: dict[str, Ranks]):
         # of the same process groups, but with nothing that `once` has made: that may refer to the old ranks
         self.__dict__.update(vars(mesh))
-        self._ranks, self._kept = ranks, {}
+        self._ranks, self._kept, self.twin = ranks, {}, None
 
     def all_plan(self) -> bool:
         """Wait until all peers make a plan; return whether their links are open, and no other message is unread.
@@ -155,13 +157,6 @@ class HostMesh(ProcessMesh):
         return all(are_quiet)
 
 
-class _Connection:
-    """The connected twin (`HostMesh`) of a `ProcessMesh`, which keeps this object by `once`; None until it is made."""
-
-    def __init__(self, mesh: ProcessMesh):
-        self.twin: HostMesh | None = None
-
-
 def _has_hosts(mesh: Mesh | None) -> TypeGuard[ProcessMesh]:
     """Whether the ranks of a mesh may share memory: they are CPU processes on Linux."""
     return type(mesh) is ProcessMesh and mesh.device_type == "cpu" and hasattr(os, "memfd_create")
@@ -174,20 +169,19 @@ def connected(mesh: AnyMesh) -> Mesh | None:
     failed call has left messages unread on any rank, all ranks connect again: the ranks agree on this over their
     process groups.
     """
-    grid = adapted(mesh)
+    grid = unconnected(mesh)
     if not _has_hosts(grid):
         return grid
     for axis in grid.mesh_dim_names:
         ranks = along(grid, axis)  # an error in a second thread (Note [One thread])
         if isinstance(ranks, Announced):
             ranks.announce(PLANS)
-    connection = grid.once(_Connection)
-    is_missing = connection.twin is None or not connection.twin.all_plan()
+    is_missing = not (isinstance(grid.twin, HostMesh) and grid.twin.all_plan())
     missing = torch.tensor(is_missing, dtype=torch.uint8, device=grid.device)
     if primitives.total(missing, grid, op="max", label="connections").item():
-        connection.twin = None  # first, so that no rank keeps its old twin if `connect` fails on any rank
-        connection.twin = connect(grid)
-    return connection.twin
+        grid.twin = None  # first, so that no rank keeps its old twin if `connect` fails on any rank
+        grid.twin = connect(grid)
+    return grid.twin
 
 
 def connect(mesh: AnyMesh) -> Any:  # a Mesh; None for None alone
@@ -197,7 +191,7 @@ def connect(mesh: AnyMesh) -> Any:  # a Mesh; None for None alone
     systems other than Linux are returned without shared memory. An axis whose process group has a backend that was
     registered with `dist.Backend.register_backend` keeps that backend.
     """
-    grid = adapted(mesh)
+    grid = unconnected(mesh)
     if not _has_hosts(grid):
         return grid
     return HostMesh(grid, {axis: _ranks(grid, axis) for axis in grid.mesh_dim_names})

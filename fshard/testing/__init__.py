@@ -36,18 +36,19 @@ __all__ = [
 T = TypeVar("T")
 
 
-def simulate(
-    fn: Callable[[SimulatedMesh], T],
-    shard: int = 4,
-    replicate: int = 1,
-    device: str = "cpu",
-    **more: Any,
-) -> list[T]:
+def simulate(fn: Callable[[SimulatedMesh], T], *sizes: int, **more: Any) -> list[T]:
     """Call `fn(mesh)` once per simulated rank, and return the results in rank order.
 
-    The same as `World(shard, replicate, device=device, **more).run(fn)`.
+    Axes have any names, the first varies slowest: `simulate(fn, shard=2, tensor=2)`. With `shard` and `replicate` alone
+    it is `World(shard, replicate, **more).run(fn)`; other arguments are those of `World`, too.
 
     >>> simulate(lambda mesh: mesh.get_local_rank("shard"), shard=3)
     [0, 1, 2]
+    >>> simulate(lambda mesh: mesh.get_coordinate(), tensor=2, shard=2)
+    [[0, 0], [0, 1], [1, 0], [1, 1]]
     """
-    return World(shard, replicate, device=device, **more).run(fn)
+    options: dict[str, Any] = {
+        name: more.pop(name) for name in ("axes", "device", "faults", "late", "threads") if name in more
+    }
+    options |= more if {*more} <= {"shard", "replicate"} else {"axes": more}
+    return World(*sizes, **options).run(fn)

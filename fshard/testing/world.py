@@ -22,7 +22,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from ..comm.mesh import Grid, axis_sizes, digits, numbered
 from ..comm.primitives import fold, sum_dtype
 from ..comm.process_groups import places
-from ..comm.ranks import Arrived, Call, Exchange, MismatchError
+from ..comm.ranks import Arrived, Call, Exchange, MismatchError, differing_sizes
 from ..core import tree
 from ..core.arguments import call_site, check_flags, check_whole, wrong
 from ..core.tree import Tree
@@ -39,8 +39,11 @@ def _deliver(posts: list[Post]) -> None:
     """Copy `sent[i]` of each rank to rank `i`. The place of a rank's own tensor is left as it is."""
     for i, post in enumerate(posts):
         for j, source in enumerate(posts):
-            if i != j and post.places[j].numel():
-                post.places[j].copy_(source.sent[i])
+            sent, place = source.sent[i], post.places[j]
+            if i != j and sent.nbytes != place.nbytes:
+                raise MismatchError(differing_sizes(post.call, f"rank {j}, to rank {i},", sent.nbytes, place.nbytes))
+            if i != j and place.numel():
+                place.copy_(sent)
 
 
 def _garbled(post: Post) -> bool:

@@ -49,7 +49,7 @@ def _sum(mesh: Mesh, x: Tensor, **kwargs: Any) -> Tensor:
     return fshard.all_reduce(x, mesh, "shard", **kwargs)
 
 
-def _gather(mesh: Mesh, x: Tensor, **kwargs: str) -> Tensor:
+def _gather(mesh: Mesh, x: Tensor, **kwargs: Any) -> Tensor:
     return fshard.all_gather(x, mesh, "shard", **kwargs)
 
 
