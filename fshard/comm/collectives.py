@@ -334,7 +334,8 @@ def all_to_all(
     [[0], [0, 1, 2]]
     """
     if sizes is not None:
-        if len(sizes) != 2 or not all(isinstance(lengths, list | tuple) for lengths in sizes):
+        is_pair = isinstance(sizes, list | tuple) and len(sizes) == 2
+        if not is_pair or not all(isinstance(lengths, list | tuple) for lengths in sizes):
             raise TypeError(f"all_to_all: {wrong('sizes', sizes, 'two lists of lengths, (sent, received)')}")
         sizes = tuple(sizes[0]), tuple(sizes[1])
     return _over(x, _Collective("all_to_all", mesh, axis, label, sizes=sizes), split, join)

@@ -189,6 +189,11 @@ def in_a_graph(mesh: Any, jit: bool) -> list[Tensor]:
     def fn(x: Tensor) -> list[Tensor]:
         part = fshard.reduce_scatter(x, mesh, "shard")
         sums = [fshard.all_reduce(y, mesh, "shard") for y in (x, x[:7], x[:-1])]
+        sums += [fshard.shift(x, mesh, "shard"), fshard.shift(x, mesh, "shard", -1, wrap=False)]
+        sums += [
+            fshard.all_to_all(x.view(4, -1), mesh, "shard", split=1),
+            fshard.all_gather(x[None], mesh, "shard", dim=1),
+        ]
         return [part, *sums, fshard.all_gather(part, mesh, "shard"), fshard.all_to_all(x, mesh, "shard")]
 
     x = draw(torch.float32, 20000 * mesh.size(), seed=mesh.get_rank())

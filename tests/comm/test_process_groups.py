@@ -163,6 +163,11 @@ def others(mesh: Any) -> list[Tensor]:
             x = rand(numel, seed=mesh.get_rank()).float()
             found += [fshard.reduce_scatter(x, mesh, axis), fshard.all_to_all(x, mesh, axis)]
             found += [fshard.all_reduce(x, mesh, axis), fshard.broadcast(x, mesh, axis, src=size - 1)]
+            found += [fshard.shift(x, mesh, axis), fshard.shift(x, mesh, axis, -1, wrap=False)]
+            rank = mesh.get_local_rank(axis)
+            sent = [numel if peer == rank - 1 or rank == peer == 0 else 0 for peer in range(size)]  # one rank gets two
+            received = [numel if peer == rank + 1 or rank == peer == 0 else 0 for peer in range(size)]
+            found.append(fshard.all_to_all(x, mesh, axis, sizes=(sent, received)))
         long = rand(8192 * size, seed=mesh.get_rank()).bfloat16()
         found += [fshard.all_reduce(long, mesh, axis), fshard.reduce_scatter(long, mesh, axis)]
     return found

@@ -130,6 +130,7 @@ def test_the_doors_of_a_plan():
         mesh = p.plan.live_mesh()
         sums = fshard.all_reduce(b["x"][:4], mesh, "shard"), fshard.all_gather(b["x"][:4], mesh, "shard")
         half = fshard.reduce_scatter(b["x"][:4], mesh, "shard"), fshard.all_to_all(b["x"][:4], mesh, "shard")
+        half = *half, fshard.shift(b["x"][:4], mesh, "shard"), fshard.all_gather(b["x"][:4], mesh, "shard", dim=1)
         more = fshard.broadcast(b["x"][:4], mesh, "shard"), fshard.optim.global_norm(grads)
         return value, grads, fshard.reduce_grads(own), fshard.evaluate(loss)(p, b), gather_params(p), sums, half, more
 

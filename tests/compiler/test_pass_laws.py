@@ -139,7 +139,14 @@ def test_an_operator_of_another_library_is_not_one_of_torch():
 # --- random programs: each operation reads what an operation before it returned ---
 
 OPERATIONS = ("gather", "gather a", "reduce", "reduce a", "scatter", "scatter a", "swap", "add", "cut", "write")
-OPERATIONS = (*OPERATIONS, "draw", "check")
+OPERATIONS = (*OPERATIONS, "draw", "check", "shift", "deal")
+
+
+def dealt(x: Tensor, mesh: Any, axis: str, label: str = "") -> Tensor:
+    """An all-to-all of parts of different sizes: all but a row for each other rank goes to the next rank."""
+    rank, size = mesh.get_local_rank(axis), mesh.size(axis)
+    lengths = [[len(x) - size + 1 if peer == (one + 1) % size else 1 for peer in range(size)] for one in range(size)]
+    return fshard.all_to_all(x, mesh, axis, label, sizes=(lengths[rank], [row[rank] for row in lengths]))
 
 
 def run(mesh: Any, program: Program, x: Tensor) -> list[Tensor]:
@@ -158,6 +165,10 @@ def run(mesh: Any, program: Program, x: Tensor) -> list[Tensor]:
             made.append(fshard.reduce_scatter(row, mesh, "shard", label=label))
         elif name == "swap":
             made.append(fshard.all_to_all(row, mesh, "shard")[:4])
+        elif name == "shift":
+            made.append(fshard.shift(a, mesh, "shard", j - 1))
+        elif name == "deal":
+            made.append(dealt(row, mesh, "shard")[:4])
         elif name == "write":
             made[-1 - i % (len(made) - 1)].add_(b)  # not to the argument
         elif name == "draw":
@@ -180,6 +191,7 @@ programs = st.lists(st.tuples(st.sampled_from(OPERATIONS), recent, recent), min_
 @example([("gather", 0, 0), ("reduce", 1, 0), ("gather", 0, 0)])  # the second gather sends what was reduced
 # gathers that are merged, one of which sends what was reduced, and then reductions that are merged
 @example([("reduce a", 0, 0), ("gather a", 0, 0), ("gather a", 1, 0), ("reduce a", 0, 0)])
+@example([("shift", 0, 0), ("deal", 0, 0), ("shift", 0, 1), ("deal", 1, 0), ("shift", 0, 2)])
 @example([("draw", 0, 0), ("check", 0, 0), ("add", 0, 0), ("gather", 0, 0), ("draw", 0, 1)])
 @settings(max_examples=8, deadline=None)
 def test_passes_keep_what_random_programs_compute(program):
@@ -202,6 +214,8 @@ COLLECTIVES: dict[str, Callable[..., Tensor]] = {
     "max": partial(fshard.all_reduce, op="max"),
     "scatter": fshard.reduce_scatter,
     "swap": fshard.all_to_all,
+    "deal": dealt,
+    "shift": partial(fshard.shift, wrap=False),
     "broadcast": partial(fshard.broadcast, src=1),
 }
 NEVER = 9
@@ -243,7 +257,7 @@ def test_ranks_may_read_results_in_any_order_or_not_at_all(program):
 
 KINDS = {"gather": "fshard.all_gather", "reduce": "fshard.all_reduce", "scatter": "fshard.reduce_scatter"}
 KINDS["max"] = KINDS["reduce"]
-KINDS |= dict.fromkeys(["swap", "broadcast"], "fshard.exchange")
+KINDS |= dict.fromkeys(["swap", "deal", "shift", "broadcast"], "fshard.exchange")
 
 
 @pytest.mark.parametrize("ops", [("sum", "max"), ("max", "min"), ("min", "sum")])

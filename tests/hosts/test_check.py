@@ -2,10 +2,12 @@
 
 import _thread
 import os
+import re
 import threading
 import warnings
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -78,6 +80,31 @@ def test_a_rank_is_killed(place: str, over: str) -> None:
 def test_a_random_fault(seed: int) -> None:
     """A random fault at a random place ends all ranks with an error: otherwise a rare failure would hang the job."""
     ended_well(faults.drawn(seed))
+
+
+def uneven(mesh: Any, with_plan: bool, checked: bool, sent: int, expected: int) -> None:
+    """Rank 0 sends so many rows to rank 1, which expects another number."""
+    if with_plan:  # its connections carry the collectives of the mesh, too
+        fshard.make_plan({"w": torch.ones(4)}, mesh)
+    sizes = [([0, sent], [0, 1]), ([1, 0], [expected, 0])][mesh.get_local_rank("shard")]
+    x = torch.ones(sum(sizes[0]), 2)
+    call: Any = partial(fshard.all_to_all, x, mesh, "shard", sizes=sizes)
+    if checked and mesh.get_local_rank("shard") == 0:
+        call = fshard.jit(call, backend="eager")  # a graph sends as much
+    (fshard.check(call, mesh) if checked else call)()
+
+
+@pytest.mark.parametrize(("sent", "expected"), [(3, 2), (2, 3), (0, 2), (2, 0)])
+def test_ranks_that_do_not_agree_on_sizes(sent: int, expected: int) -> None:
+    """Rows that nobody sent would be random memory, or a part of the rows would be lost."""
+    words = rf"sends {8 * sent} bytes where {8 * expected} are expected: both must give the same sizes"
+    with pytest.raises(fshard.MismatchError, match=words):
+        simulated(uneven, False, False, sent, expected)
+    for with_plan in (False, True):
+        for rank in fates(uneven, with_plan, True, sent, expected):
+            assert re.search(f"MismatchError: .*rank 0 of axis 'shard', to rank 1, {words}", rank.error or ""), rank
+    *_, receiver = fates(uneven, True, False, sent, expected)
+    assert re.search(f"MismatchError: .*rank 0 of axis 'shard' {words}", receiver.error or "")
 
 
 def test_who_waits_for_several_ranks_hears_whoever_comes_first(tmp_path: Path) -> None:

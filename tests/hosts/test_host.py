@@ -3,18 +3,22 @@
 import gc
 import os
 import weakref
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
+from support.models import same_bits
 from support.worlds import gloo
 from support.writers import WRITERS
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import fshard
+from fshard.comm import mesh as mesh_module
 from fshard.comm import primitives
-from fshard.comm.mesh import adapted
+from fshard.comm.mesh import MESHES, ProcessMesh, adapted
+from fshard.comm.process_groups import GroupRanks
 from fshard.hosts import one_host
 from fshard.testing import simulate
 
@@ -286,6 +290,68 @@ def _again(mesh, store):
 def test_a_plan_does_not_meet_connections_that_are_out_of_step(tmp_path):
     """A new plan gets new connections after a failed call: otherwise it would receive messages of that call."""
     assert gloo(_again, str(tmp_path / "store"), shard=2) == [True, True]
+
+
+class _Sent(GroupRanks):
+    """Counts the messages through process groups."""
+
+    count = 0
+
+    def exchange(self, *args):
+        _Sent.count += 1
+        return super().exchange(*args)
+
+
+def _loss(mesh):
+    """A loss with collectives, which names the DeviceMesh, and its gradient; a leaf of each rank's own values."""
+
+    def f(w):
+        whole = fshard.all_gather(w.sin(), mesh, "shard", dim=1)
+        return (
+            fshard.shift(whole, mesh, "shard", label="turned").cos().sum() + fshard.all_reduce(w, mesh, "shard").sum()
+        )
+
+    w = torch.arange(6.0).view(2, 3) + 10 * mesh.get_rank()
+    return f(w), torch.func.grad(f)(w), fshard.jit(f, backend="eager")(w)
+
+
+def _by_the_twin(mesh, store):
+    """Results before there is a plan, after it, in checked calls, and after connections were made anew."""
+    patched = mock.patch.object(mesh_module, "GroupRanks", _Sent)
+    with patched:
+        adapted(mesh)  # makes the process groups' ranks
+    results, counts, params = [_loss(mesh)], [_Sent.count > 0], {"w": torch.ones(5)}
+    before = fshard.jit(lambda x: fshard.all_reduce(x, mesh, "shard"), backend="eager")
+    before(torch.ones(3))  # this graph goes on by the process groups
+    plan = fshard.make_plan(params, mesh)
+    assert adapted(mesh) is plan.mesh
+    for call in (_loss, fshard.check(_loss, mesh)):
+        call(mesh)  # a checked call connects its lines
+        sent = _Sent.count
+        with fshard.collectives.tally() as records:
+            results.append(call(mesh))
+        counts += [_Sent.count == sent, [r.nbytes for r in records if r.label == "turned"] == [48] * 4]
+    assert before(torch.full((3,), mesh.get_rank() + 1.0)).tolist() == [3.0] * 3
+    if mesh.get_rank() == 0:
+        primitives.all_gather(torch.ones(2), plan.mesh.ranks("shard"))  # which the other rank leaves out
+    anew = fshard.make_plan(params, mesh)
+    assert adapted(mesh) is anew.mesh is not plan.mesh
+    results.append(_loss(mesh))
+    assert MESHES.find(MESHES.of(mesh)) is anew.mesh
+    dist.destroy_process_group()
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=plan.mesh.get_rank(), world_size=2)
+    results.append(_loss(mesh))
+    assert type(adapted(mesh)) is ProcessMesh
+    return results, counts
+
+
+def test_collectives_on_a_device_mesh_go_where_the_plans_go(tmp_path):
+    """A loss that names the DeviceMesh sends through shared memory once a plan is made, the same bits: otherwise
+    gloo's threads would take half of the ranks' time."""
+    expected = simulate(_loss, shard=2)
+    for (results, counts), right in zip(gloo(_by_the_twin, str(tmp_path / "store"), shard=2), expected, strict=True):
+        assert counts == [True] * 5
+        assert all(same_bits(result, right) for result in results)
 
 
 def _answers(mesh):

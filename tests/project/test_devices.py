@@ -94,7 +94,7 @@ def summed(mesh: Any, fast: bool) -> list[Tensor]:
 def lazy(mesh: Any) -> list[Tensor]:
     """Collectives of tensors that are lazily conjugated or negated."""
     z = torch.arange(4.0) + 1j * (mesh.get_rank() + 1)
-    names = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "broadcast")
+    names = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "broadcast", "shift")
     found = [getattr(fshard, name)(x, mesh, "shard") for name in names for x in (z.conj(), torch._neg_view(z.real))]
     return [x.resolve_conj().resolve_neg() for x in found]
 

@@ -624,6 +624,32 @@ def on_ranks(mesh: Any) -> None:
         ),
         ("sparse", lambda: fshard.all_gather(x.to_sparse(), mesh, "shard"), ["leaf ''", "dense", ".to_dense()"]),
         ("label", lambda: fshard.all_to_all(x, mesh, "shard", label=3), ["label=3", "a word"]),
+        *(
+            ("dim", partial(call, {"a": x}, mesh, "shard", **wrong), ["leaf 'a'", "a dim", "(2,)"])
+            for call, wrong in [
+                (fshard.all_gather, {"dim": 1}),
+                (fshard.reduce_scatter, {"dim": -2}),
+                (fshard.all_to_all, {"split": 1}),
+                (fshard.all_to_all, {"join": 1}),
+            ]
+        ),
+        ("dim", lambda: fshard.all_gather(x, mesh, "shard", dim=0.0), ["all_gather: dim=0.0", "number of a dim"]),
+        ("by", lambda: fshard.shift(x, mesh, "shard", 1.0), ["shift: by=1.0", "a number of ranks"]),
+        ("wrap", lambda: fshard.shift(x, mesh, "shard", wrap=1), ["shift: wrap=1", "True or False"]),
+        *(
+            ("sizes", partial(fshard.all_to_all, {"a": torch.ones(2, 2)}, mesh, "shard", sizes=sizes, **more), words)
+            for sizes, more, words in [
+                (2, {}, ["sizes=2", "two lists of lengths"]),
+                (([1, 1], 2), {}, ["sizes=([1, 1], 2)", "two lists of lengths"]),
+                (([1, 1],), {}, ["sizes=([1, 1],)", "two lists of lengths"]),
+                (([2], [2]), {}, ["sizes=((2,), (2,))", "2 lengths each"]),
+                (([0, 2], [1, 1]), {}, ["sizes=((0, 2), (1, 1))", "alike for rank"]),
+                (([3, -1], [3, -1]), {}, ["sizes=-1", "the length of a part", "at least 0"]),
+                (([1.0, 1], [1, 1]), {}, ["sizes=1.0", "the length of a part"]),
+                (([1, 2], [1, 2]), {}, ["leaf 'a'", "sizes[0]=(1, 2)", "dim 0", "(2, 2)"]),
+                (([1, 1], [1, 1]), {"join": 1}, ["leaf 'a'", "split and join alike", "(0, 1)"]),
+            ]
+        ),
         ("rows", lambda: fshard.reduce_scatter(torch.ones(3), mesh, "shard"), ["dim 0", "(3,)", "2 ranks"]),
         ("src=5", lambda: fshard.shard_params(params(), sharded.plan, src=5), ["src=5", "a rank", "from 0 to 1"]),
         ("src=-1", lambda: fshard.shard_params(params(), sharded.plan, src=-1), ["src=-1", "from 0 to 1"]),

@@ -116,11 +116,14 @@ def test_graphs_without_dead_code():
     same_when_late(job, shard=2)
 
 
+UNEVEN = [([1, 3], [1, 0]), ([0, 4], [3, 4])]  # rank 1 sends nothing to rank 0
 UNREAD: dict[str, Any] = {
     "all_gather": fshard.all_gather,
     "reduce_scatter": fshard.reduce_scatter,
     "all_reduce": fshard.all_reduce,
     "all_to_all": fshard.all_to_all,
+    "shift": fshard.shift,
+    "uneven": lambda x, mesh, axis: fshard.all_to_all(x, mesh, axis, sizes=UNEVEN[mesh.get_rank()]),
     "broadcast": lambda x, mesh, axis: fshard.broadcast(x, mesh, axis, src=1),
 }
 
@@ -168,6 +171,8 @@ def everything(mesh: Any) -> Any:
         seen += [fshard.all_reduce(x, mesh, axis), fshard.all_reduce(x, mesh, axis, op="max")]
         seen += [fshard.all_reduce(torch.arange(6000.0), mesh, axis)]
         seen += [fshard.reduce_scatter(x, mesh, axis), fshard.all_to_all(x, mesh, axis)]
+        seen += [fshard.shift(x, mesh, axis), fshard.shift(x, mesh, axis, -1, wrap=False)]
+        seen.append(fshard.all_to_all(x[:, None], mesh, axis, join=1))
     params, batch = lm_params(), lm_batch(0, mesh.get_rank())
     sharded = fshard.shard_params(params, fshard.make_plan(params, mesh, units=LM_UNITS))
     value, grads = fshard.value_and_grad(mean_loss)(sharded, batch)

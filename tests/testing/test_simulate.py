@@ -324,6 +324,19 @@ def test_sizes_by_name() -> None:
     assert simulate(job, shard=3, replicate=2) == [[2, 3, rank // 3, rank % 3] for rank in range(6)]
 
 
+@pytest.mark.parametrize(
+    "sizes",
+    [{"shard": 2, "tensor": 3}, {"tensor": 3, "shard": 2}, {"stage": 1, "replicate": 2, "expert": 2}, {"device_2": 2}],
+)
+def test_axes_of_any_names(sizes: dict[str, int]) -> None:
+    """Axes of other names, in any order, are those of the world, the first slowest: otherwise a rank's neighbours along
+    an axis would be others than on the real mesh."""
+    expected = World(axes=sizes).run(mesh_facts)
+    assert simulate(mesh_facts, **sizes) == expected
+    assert simulate(mesh_facts, **sizes, late=True, threads=2, device="cpu") == expected
+    assert [facts[5] for facts in expected] == [tuple(sizes)] * len(expected)
+
+
 @pytest.mark.parametrize("sizes", [{"shard": 0}, {"shard": -1}, {"replicate": 0}])
 def test_a_world_has_ranks(sizes: dict[str, int]) -> None:
     """A world of no ranks is an error; without it a test would run nothing and pass."""
