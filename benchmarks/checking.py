@@ -20,6 +20,7 @@ from timing import in_turn, leave, on_two_ranks, ratio
 from torch.distributed.device_mesh import init_device_mesh
 
 import fshard
+from fshard.comm.mesh import unconnected
 
 
 def systems(name: str, shared: bool) -> dict[str, Callable[[], object]]:
@@ -28,7 +29,7 @@ def systems(name: str, shared: bool) -> dict[str, Callable[[], object]]:
     torch.manual_seed(0)
     plan = fshard.make_plan(task.init(), mesh, units=task.units, bucket=task.bucket)
     if not shared:
-        plan = replace(plan, mesh=mesh)
+        plan = replace(plan, mesh=unconnected(mesh))
     tx = fshard.optim.adamw(1e-3)
     state = fshard.init_state(fshard.shard_params(task.init(), plan), tx)
     batch = task.batch(torch.Generator().manual_seed(dist.get_rank()))

@@ -2,7 +2,7 @@
 
 import warnings
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
 from unittest import mock
@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from support.models import LM_UNITS, STRATEGIES, WORLDS, lm_batch, lm_params, mean_loss, rand
-from support.worlds import gloo, simulated
+from support.worlds import by_process_groups, gloo, simulated
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
@@ -144,7 +144,7 @@ STEPS: dict[str, tuple[Any, dict[str, Any]]] = {
 def trained(mesh: Any, plan: str, step: str) -> list[Tensor]:
     """The parameters after two steps, and the losses."""
     params, (make, options) = lm_params(torch.float32), STEPS[step]
-    made = replace(fshard.make_plan(params, mesh, units=LM_UNITS, **PLANS[plan]), mesh=mesh)
+    made = by_process_groups(fshard.make_plan(params, mesh, units=LM_UNITS, **PLANS[plan]), mesh)
     state = fshard.init_state(fshard.shard_params(params, made), tx := make())
     losses = []
     for i in range(2):
@@ -190,7 +190,7 @@ def late(mesh: Any) -> tuple[list[list[Tensor]], list[Any]]:
 def from_a_pool(mesh: Any, plan: str) -> tuple[bool, list[int], int]:
     """Whether the backend's memory keeps the bits; how many buffers and collectives there were; buffers still alive."""
     params, tx = lm_params(torch.float32), optim.sgd(0.1)
-    made = replace(fshard.make_plan(params, mesh, units=LM_UNITS, **PLANS[plan]), mesh=mesh)
+    made = by_process_groups(fshard.make_plan(params, mesh, units=LM_UNITS, **PLANS[plan]), mesh)
     state = fshard.init_state(fshard.shard_params(params, made), tx)
     step, batch, pool = fshard.train_step(mean_loss, tx), lm_batch(0, mesh.get_rank()), Pool()
     expected = tree.leaves(step(state, batch)[0].params)

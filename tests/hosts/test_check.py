@@ -16,7 +16,7 @@ import torch
 from support import faults
 from support.faults import ALIVE, PLACES, Fault
 from support.heard import NUM, values
-from support.worlds import fates, gloo, simulated
+from support.worlds import by_process_groups, fates, gloo, simulated
 
 import fshard
 from fshard import optim
@@ -348,7 +348,7 @@ def apart(mesh: Any, over: str, way: dict[str, Any], how: str, what: str) -> str
 
     def first() -> fshard.TrainState:
         plan = fshard.make_plan(whole := {"w": x[0] - rank}, mesh)
-        plan = plan if over == "host" else replace(plan, mesh=mesh)
+        plan = plan if over == "host" else by_process_groups(plan, mesh)
         return fshard.init_state(fshard.shard_params(whole, plan), inner)
 
     older, newer = first(), step(first(), x)[0]

@@ -5,7 +5,7 @@ import random
 import select
 import signal
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 from unittest import mock
 
@@ -17,7 +17,7 @@ from torch import Tensor
 import fshard
 from fshard import optim
 from fshard.comm import process_groups
-from fshard.comm.mesh import Mesh, present
+from fshard.comm.mesh import Mesh, present, unconnected
 from fshard.comm.primitives import along
 from fshard.core.tree import Tree
 from fshard.hosts import compare_calls, one_host, rendezvous
@@ -25,6 +25,7 @@ from fshard.hosts.links import Link
 from fshard.testing.recording import Step
 
 from .models import same_bits
+from .worlds import by_process_groups
 
 Result = tuple[fshard.TrainState, dict[str, Tree]]  # of a step
 
@@ -117,7 +118,7 @@ def batch(rank: int) -> Tensor:
 def plan_of(mesh: Mesh, over: str) -> fshard.Plan:
     """A plan whose ranks are connected by shared memory ("host"), or by gloo's own sockets ("gloo")."""
     plan = fshard.make_plan(params(), mesh, units=["blocks.*"])
-    return plan if over == "host" else replace(plan, mesh=mesh)
+    return plan if over == "host" else by_process_groups(plan, mesh)
 
 
 def at_places(fault: Fault | None, mesh: Mesh) -> Callable[[str], object]:
@@ -281,10 +282,11 @@ def jitted(mesh: Mesh, fault: Fault) -> list[str]:
 def by_environment(mesh: Mesh, fault: Fault) -> list[str]:
     """What a step's ranks hear with each value of FSHARD_CHECK, read when the step is made."""
     inner, texts = optim.adamw(0.1), []
+    by_sockets: Any = unconnected(mesh)  # gloo does not compare calls
     state = start(mesh, fault.over, inner)
     for wanted in ("0", "1"):
         with mock.patch.dict(os.environ, {"FSHARD_CHECK": wanted}):
-            step = step_of(inner, at_places(fault, mesh))
+            step = step_of(inner, at_places(fault, by_sockets))
         try:
             step(state, batch(mesh.get_rank()))
             texts.append("no error")

@@ -7,16 +7,18 @@ import time
 import traceback
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+import fshard
+from fshard.comm.mesh import unconnected
 from fshard.testing import simulate
 
 T = TypeVar("T")
@@ -127,6 +129,12 @@ def _received(pipe: Connection, seconds: float) -> tuple[object, str | None]:
         return pipe.recv() if pipe.poll(seconds) else (None, None)
     except EOFError:  # killed
         return None, None
+
+
+def by_process_groups(plan: fshard.Plan, mesh: Any) -> fshard.Plan:
+    """The plan on its DeviceMesh, whose messages then go through its process groups again, not by shared memory."""
+    vars(unconnected(mesh)).update(twin=None)
+    return replace(plan, mesh=mesh)
 
 
 def simulated(fn: Callable[..., T], *args: object, shard: int = 2, replicate: int = 1) -> list[T]:
