@@ -186,7 +186,8 @@ def _along(x: Tensor, collective: _Collective, dims: tuple[int, int], size: int)
     """Apply a collective to one leaf along its dims; without a mesh there is one rank, which sends nothing."""
     if collective.mesh is None:
         is_lost = collective.kind == "shift" and collective.by != 0 and not collective.wrap
-        return x.masked_fill(x.new_ones((), dtype=torch.bool), 0) if is_lost else x  # NaN is lost, too
+        lost = x.new_ones((), dtype=torch.bool)
+        return torch.where(lost, torch.zeros_like(x), x) if is_lost else x  # not 0 * x, because NaN is lost, too
     split, join = (dim % max(1, x.dim()) for dim in dims)
     if split != join:  # whole parts (W, ...), which are not copied where `split` or `join` is 0
         parts = x.unflatten(split, (size, x.shape[split] // size)).movedim(split, 0)

@@ -343,6 +343,8 @@ def shifts(mesh: Any, dtype: torch.dtype) -> list[list[Any]]:
 def test_shifts(size: int, dtype: torch.dtype) -> None:
     """A shift would send to another rank, or what has no sender would not be zeros."""
     xs = torch.arange(1, size + 1).to(dtype)
+    assert same_bits(fshard.shift(xs, None, "", wrap=False), torch.zeros_like(xs))
+    assert fshard.shift(xs, None, "", 0, wrap=False) is xs
     for rank, (ring, line) in enumerate(simulated(shifts, dtype, shard=size)):
         assert ring == [xs[(rank - by) % size].item() for by in range(-7, 8)]
         assert line == [xs[rank - by].item() if 0 <= rank - by < size else 0 for by in range(-7, 8)]

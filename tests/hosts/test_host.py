@@ -42,6 +42,9 @@ def _all_kinds(mesh):
             whole = [_value(r, numel * size, dtype) for r in range(size)]
             swapped = torch.cat([w.tensor_split(size)[ranks.rank] for w in whole])
             started.append((primitives.all_to_all(whole[ranks.rank], ranks), swapped, (numel, dtype)))
+            sent, received = ([numel * (p == (ranks.rank + by) % size) for p in range(size)] for by in (1, -1))
+            dealt = primitives.deal(parts[ranks.rank], (sent, received), ranks)  # all to the next rank
+            started.append((dealt, parts[ranks.rank - 1], (numel, dtype)))
             if dtype != torch.bool:
                 total = whole[0].to(primitives.sum_dtype(dtype), copy=True)
                 for w in whole[1:]:
