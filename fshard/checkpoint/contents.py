@@ -96,6 +96,13 @@ def _add_parts(contents: Contents, path: str, node: Parts) -> list[str]:
     """Add the leaves of a sharded node, and this rank's parts of them; return the names of the leaves."""
     layout = typed(node)
     names = {number: _joined(path, layout.leaves[number].path) for number in layout.numbers}
+    for number, name in names.items():
+        split = layout.leaves[number].split
+        if split is not None and split.order:  # a file says "elements of the flattened leaf"
+            raise ValueError(
+                f"save and restore: leaf {name!r} is {split}: expected leaves whose elements lie in row-major order, "
+                "as those split along dim 0 in one block. Save whole leaves: fshard.gather_params(state.params)"
+            )
     forms = {name: Form(layout.leaves[number].shape, layout.leaves[number].dtype) for number, name in names.items()}
     contents.forms.update(forms)
     contents.plans.append(getattr(node.home, "fingerprint", ""))
@@ -103,7 +110,7 @@ def _add_parts(contents: Contents, path: str, node: Parts) -> list[str]:
         for first, *same in node.view.names().values():
             contents.aliases.update({_joined(path, name): _joined(path, first) for name in same})
     for span, (number, piece) in zip(layout.mine, pieces(node), strict=True):
-        over = layout.row_of[number].rule.over
+        over = layout.row_of[number].over
         axes = [axis for axis in axis_sizes(contents.mesh) if axis not in over]  # along which ranks have copies
         holder, holders = coordinate(contents.mesh, axes), num_ranks(contents.mesh, axes)
         contents.parts.append(SavedSpan(names[number], span.begin, piece.detach(), holder, holders))

@@ -27,7 +27,7 @@ from ..files.safetensors_file import FileEntry, check_fits, read_chunks
 from ..layout.row import Row
 from ..plan.plan import Plan, Slot, check_plain
 from ..sharding.names import Rename, renamed
-from ..sharding.sharded import Sharded, empty_params, gather_unit
+from ..sharding.sharded import Sharded, empty_params, whole_leaves
 from ..sharding.state_dict import check_sharded, check_whole_tree
 
 
@@ -98,7 +98,7 @@ def _reads(into: Sharded, entry_of: Mapping[Slot, Sequence[FileEntry]]) -> Itera
     plan = into.plan
     for row in into.view.rows.values():
         shard = row.of(into.tensors)
-        for slot, _, start, begin, numel in row.spans(row.rule.number(plan.live_mesh())):
+        for slot, _, start, begin, numel in row.spans(row.number(plan.live_mesh())):
             first, out = entry_of[slot][0], shard[start : start + numel]
             runs = slot.runs(begin, numel)
             parts = out.split([length for _, length in runs])
@@ -202,9 +202,9 @@ def _put_units(params: Sharded, entries: Mapping[str, FileEntry]) -> Exception |
 def _put_unit(params: Sharded, row: Row[Slot], entry_of: Mapping[Slot, FileEntry]) -> Exception | None:
     """Gather a unit, which is freed before the next one is gathered, and write the leaves that have an entry."""
     with torch.no_grad():
-        values = row.views(gather_unit(params, row.unit, row.kind))
+        values = whole_leaves(params, row.unit, row.kind)
     try:
-        for slot, value in zip(row.leaves, values, strict=True):
+        for slot, value in values.items():
             if slot in entry_of:
                 put(entry_of[slot], value)
     except Exception as error:

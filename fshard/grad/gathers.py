@@ -82,7 +82,7 @@ class Gathers:
         return {kind: up.joined(pending) for kind, pending in started.items()}
 
     def _plain(self, name: str, row: Row[Slot]) -> Pending:
-        if self._ranks is None or not (row.rule.over and row.numel):
+        if self._ranks is None or row.shards == 1 or not row.numel:
             return self._whole(row)
         shard = row.of(self._tensors)
         sent = self._cast(row) if row.kind in self._casts else shard
@@ -91,10 +91,13 @@ class Gathers:
     def _each(self, entry: Entry, rows: Sequence[Row[Slot]]) -> dict[int, Pending]:
         sent = {row.kind: row for row in rows if row.numel and _travels(self._params, row.kind)}
         whole = {row.kind: self._whole(row) for row in rows if row.kind not in sent}
-        if not (self._plan.together and len(sent) > 1):
-            return whole | {kind: self._gather(entry, row) for kind, row in sent.items()}
-        encoded, messages = self._plan.param_wire is not None, {kind: self._sent(row) for kind, row in sent.items()}
-        return whole | self._in_one_message(entry, messages, self._params.view.over, encoded)
+        encoded, started = self._plan.param_wire is not None, dict[int, Pending]()
+        for over, kinds in _together(self._plan, sent, self._params.view.over):
+            if len(kinds) > 1:
+                started |= self._in_one_message(entry, {kind: self._sent(sent[kind]) for kind in kinds}, over, encoded)
+            else:
+                started |= {kind: self._gather(entry, sent[kind]) for kind in kinds}
+        return whole | started
 
     def _whole(self, row: Row[Slot]) -> Pending:
         """The flat buffer of leaves that this rank has whole: nothing is sent."""
@@ -123,7 +126,7 @@ class Gathers:
         number = row.rule.number(plan.live_mesh())
         # the elements between leaves are zeros unless a user's function of elements made NaN of those, and a wire has
         # one scale for several elements
-        shard = cleared_outside(self._brought(row), row.filled(number))
+        shard = cleared_outside(self._brought(row), row.filled(row.number(plan.live_mesh())))
         return wire.encode(shard, row.lengths(number, row.shards))
 
     def _gather(self, entry: Entry, row: Row[Slot]) -> Pending:
@@ -142,9 +145,13 @@ class Gathers:
 
     def from_copies(self, entry: Entry, copies: Mapping[int, Tensor], axes: Axes) -> dict[int, Pending]:
         """Start the gathers of a unit from copies that are cut over `axes`, by kind: (n / W,) on each rank -> (n,)."""
-        if self._plan.together and len(copies) > 1:
-            return self._in_one_message(entry, copies, axes, encoded=False)
-        return {kind: self._over(copy, axes, entry.name, lent=True) for kind, copy in copies.items()}
+        started = dict[int, Pending]()
+        for over, kinds in _together(self._plan, copies, axes):
+            if len(kinds) > 1:
+                started |= self._in_one_message(entry, {kind: copies[kind] for kind in kinds}, over, encoded=False)
+            else:
+                started |= {kind: self._over(copies[kind], over, entry.name, lent=True) for kind in kinds}
+        return started
 
     def _over(self, x: Tensor, axes: Axes, name: str, lent: bool) -> Pending:
         """Start a gather over axes: (n / W,) on each rank -> (n,). Along an axis of one rank only the user's runs."""
@@ -181,6 +188,16 @@ class Gathers:
         for number, (shard, data) in enumerate(zip(out.chunk(len(sent)), sent, strict=True)):  # (n / W,) each
             shard.copy_(data if wire is None else decode(wire, data, row.lengths(number, len(sent))))
         return out
+
+
+def _together(plan: Plan, kinds: Iterable[int], axes: Axes) -> list[tuple[Axes, list[int]]]:
+    """The kinds of each gather of a unit over `axes`, and the axes of these that the kinds are cut over."""
+    overs = [(plan.kinds[kind].rule(axes).over, kind) for kind in kinds]
+    if not plan.together:
+        return [(over, [kind]) for over, kind in overs]
+    return [
+        (over, [kind for other, kind in overs if other == over]) for over in dict.fromkeys(over for over, _ in overs)
+    ]
 
 
 def _wire(plan: Plan, kind: int) -> Wire | None:

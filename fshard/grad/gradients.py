@@ -34,7 +34,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 
 import torch
 from torch import Tensor
@@ -111,7 +111,7 @@ class Reducer:
         for row in (row for row in sums.view.rows.values() if row.numel):
             way, x, rule = self._ways[row.kind], row.of(sums.tensors).to(plan.device), row.rule
             out = self._shard(row)
-            landing, summed = way.landing(out), Rule(rule.over, later)
+            landing, summed = way.landing(out), Rule(rule.over, plan.rest(plan.rest(later), row.kind))
             pending = reshard(x, summed, rule, plan.live_mesh(), plan.units[row.unit].name, landing, by=self._by)
             started.append(way.landed(pending, landing, out, row))
         for pending in started:
@@ -133,16 +133,17 @@ class RowReduction:
     def __init__(self, reduced: Sharded, kind: int, by: Reduction, later: Axes):
         plan, mesh = reduced.plan, reduced.plan.live_mesh()
         self._plan, self._kind, self._by, self._later = plan, plan.kinds[kind], by, later
+        self._rest = partial(plan.rest, kind=kind)  # axes along which ranks have copies
         precision, axes = self._kind.precision, reduced.view.axes(kind)
         self._is_split = _is_split(precision)
-        self._old, self._new = self._kind.rule(()).dual(plan.axis_names), Rule(axes, later)
-        summed = axes + plan.rest(axes + later)
+        self._old, self._new = COPIES.dual(self._rest(())), Rule(axes, self._rest(plan.rest(later)))
+        summed = axes + self._rest(axes + later)
         # on one rank it has a step, too, which casts, and is the user's if the reduction is
         self._needed = several(plan, summed) or summed[:1]
         self.kept = precision.grads  # the dtype of sums
         self.like = torch.empty(0, dtype=buffer_dtype(plan, kind), device=plan.device)  # with that of buffers
         # the first axis that the buffer is sent over: the mesh may allocate it where peers, if it is `lent`, can read
-        self.room = next((primitives.along(mesh, axis).empty for axis in axes + plan.rest(axes)), None)
+        self.room = next((primitives.along(mesh, axis).empty for axis in axes + self._rest(axes)), None)
         self.lent = plan.grad_wire is None and only_reads(by)
         special = plan.grad_wire or self._kind.host or self._is_split or hasattr(by, "after")
         if not special:
@@ -215,14 +216,14 @@ class RowReduction:
         mesh, name, wire = plan.live_mesh(), plan.units[row.unit].name, plan.grad_wire
         assert wire is not None  # `reduced` has looked
         # encoded along one axis: the first that gradients are cut over, else the longest
-        axis = _first(plan, axes) if axes else max(plan.rest(self._later), key=dict(plan.axes).__getitem__)
+        axis = _first(plan, axes) if axes else max(self._rest(self._later), key=dict(plan.axes).__getitem__)
         ranks = primitives.along(mesh, axis)
         lengths = [row.lengths(number, ranks.size) for number in range(ranks.size)]  # of what each rank sums
         sends = [wire.encode(x, of_leaves) for x, of_leaves in zip(flat.chunk(ranks.size), lengths, strict=True)]
         added = primitives.scatter(sends, ranks, lambda received: _added(wire, received, lengths[ranks.rank]), name)
         # a sum travels on in its own dtype, not encoded again, along the other axes of several ranks
         over = axes[: axes.index(axis) + 1] if axes else ()
-        old = Rule(over, plan.rest((axis, *over)))
+        old = Rule(over, self._rest((axis, *over)))
         if not axes:  # every rank needs the whole sum: what `scatter` has cut is gathered again before the other axes
             added = added.then(lambda shard: reshard(shard, Rule((axis,)), COPIES, mesh, name))
         return added.then(lambda total: reshard(total, old, self._new, mesh, name, out, by=by))
@@ -232,7 +233,7 @@ class RowReduction:
 
         A wire may decode anything there, and so may a hook return, which unscaling would take for an overflow.
         """
-        return clear_outside_(total, row.filled(row.rule.number(self._plan.live_mesh())))
+        return clear_outside_(total, row.filled(row.number(self._plan.live_mesh())))
 
 
 def buffer_dtype(plan: Plan, kind: int) -> torch.dtype:

@@ -136,7 +136,7 @@ class Tape:
         """A tensor with a leaf's shape, device and the dtype of computation, of one element in memory."""
         slot = self.plan.slots[self.plan.leaves[number]]
         compute = self.plan.kinds[slot.kind].precision.compute
-        return torch.empty((), dtype=compute, device=self._device).expand(slot.shape)
+        return torch.empty((), dtype=compute, device=self._device).expand(self.plan.local_shape(slot))
 
     @property
     def _device(self) -> torch.device:

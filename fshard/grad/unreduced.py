@@ -22,7 +22,8 @@ def unreduced(grads: Tree, params: Sharded) -> Unreduced:
     own samples passes the sum: what `reduce_grads` returns is the sum over all ranks' samples, and is divided by no
     count. A frozen leaf is None, or is left out. The gradients of a tied leaf are summed over its places; some of them
     may be None or left out. Values are copied, one unit after the other, and cast to the dtype of gradients. ValueError
-    lists every leaf that is missing, unknown or frozen, and each wrong shape or dtype.
+    lists every leaf that is missing, unknown or frozen, and each wrong shape or dtype; it is raised, too, if the plan
+    splits leaves.
 
     >>> import fshard
     >>> params, x = shard_of({"w": torch.ones(2)}), torch.tensor([[3.0, 4.0], [0.3, 0.4]])
@@ -37,6 +38,11 @@ def unreduced(grads: Tree, params: Sharded) -> Unreduced:
     """
     plan, names = check_sharded(params).plan, params.trainable.view.names()
     check_plain("grads", grads)
+    if axes := plan.splits(range(len(plan.kinds))):
+        raise ValueError(
+            f"unreduced: params: leaves are split over {axes[0]!r}: whether its ranks have equal gradients of the "
+            "other leaves, or summands, cannot be told. Take them with value_and_grad(loss, reduce=False)"
+        )
     flat, spec = tree.flatten(grads)
     by_name = dict(zip(tree.paths(spec), flat, strict=True))
     if errors := [*_differences(params, by_name)]:

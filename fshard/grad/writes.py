@@ -107,7 +107,7 @@ class Writes:
         # aliases without memory that have the version counters, with the leaves that share the counter
         self._watched: list[tuple[Tensor, Sequence[Slot], bool]] = []
         # small frozen leaves end to end, (n,): as the loss sees them, and as they were
-        self._copies: list[tuple[Tensor, Tensor, Sequence[Slot]]] = []
+        self._copies: list[tuple[Tensor, Tensor, Sequence[Slot], Sequence[int]]] = []
         self.bound: list[Entry] = []  # the units with anchors
         self._nothing: Tensor | None = None  # (0,), made once: the memory of all aliases
         self._tracing = is_tracing()
@@ -168,8 +168,9 @@ class Writes:
             self._frozen.update((_place(visible[n]), slots[n].path) for n in small)
         elif small:
             flat = torch.cat([leaves[n].reshape(-1) for n in small])  # (the sum of the small leaves' numels,)
-            self._copies.append((flat, flat.clone(), [slots[n] for n in small]))
-            for n, copy in zip(small, flat.split([leaves[n].numel() for n in small]), strict=True):
+            numels = [leaves[n].numel() for n in small]
+            self._copies.append((flat, flat.clone(), [slots[n] for n in small], numels))
+            for n, copy in zip(small, flat.split(numels), strict=True):
                 visible[n] = copy.view(leaves[n].shape)
         copied = () if self._tracing else small
         return [self.watch(x, [slots[n]], is_callers and n not in copied) for n, x in enumerate(visible)]
@@ -184,9 +185,10 @@ class Writes:
     def check(self) -> None:
         """Raise ValueError if anything was written to since it was watched."""
         written = self._counted()
-        for flat, before, slots in self._copies:
+        for flat, before, slots, numels in self._copies:
             # as bytes: NaN is equal to itself
-            written += _changed(flat.detach().view(torch.uint8), before.view(torch.uint8), slots)
+            sizes = [numel * flat.itemsize for numel in numels]
+            written += _changed(flat.detach().view(torch.uint8), before.view(torch.uint8), slots, sizes)
         if written:
             raise _written(written)
         self._watched.clear()
@@ -198,8 +200,8 @@ class Writes:
         return [(slots, is_callers) for counter, slots, is_callers in self._watched if writes(counter)]
 
 
-def _changed(now: Tensor, before: Tensor, slots: Sequence[Slot]) -> list[Written]:
-    """The leaves whose bytes differ, of (bytes,) tensors. On an accelerator a device-side assertion instead."""
+def _changed(now: Tensor, before: Tensor, slots: Sequence[Slot], sizes: Sequence[int]) -> list[Written]:
+    """The leaves of these sizes whose bytes differ, of (bytes,) tensors. On an accelerator a device-side assertion."""
     if now.device.type != "cpu":  # the host does not wait: the device stops with these words if they differ
         words = f"the loss function: it wrote in place to a frozen leaf: work on a clone. Leaf {_named(slots)}"
         # the kernel of CUDA takes fewer than 255 bytes
@@ -207,8 +209,6 @@ def _changed(now: Tensor, before: Tensor, slots: Sequence[Slot]) -> list[Written
         return []
     if torch.equal(now, before):
         return []
-    itemsize = now.numel() // sum(slot.numel for slot in slots)
-    sizes = [slot.numel * itemsize for slot in slots]
     pairs = zip(now.split(sizes), before.split(sizes), slots, strict=True)
     return [([slot], False) for new, old, slot in pairs if not torch.equal(new, old)]
 

@@ -25,6 +25,7 @@ from ..core import tree
 from ..core.lazy import Container
 from ..core.tracing import memo
 from .row import Row, Span, end_to_end
+from .splits import Split
 
 
 @dataclass(eq=False)
@@ -56,6 +57,7 @@ class Leaf:
     path: str
     shape: tuple[int, ...]
     dtype: torch.dtype
+    split: Split | None = field(default=None, kw_only=True)  # None: its elements are in row-major order
 
     @property
     def numel(self) -> int:
@@ -64,17 +66,19 @@ class Leaf:
 
     def flat(self, x: Tensor) -> Tensor:
         """The elements of the whole leaf in their order, (numel,). Dual: `shaped`."""
-        return x.reshape(-1)
+        return x.reshape(-1) if self.split is None else self.split.flat(x)
 
     def shaped(self, flat: Tensor) -> Tensor:
         """The whole leaf of elements in their order. Dual: `flat`."""
-        return flat.view(self.shape)
+        return flat.view(self.shape) if self.split is None else self.split.shaped(flat, self.shape)
 
     def runs(self, begin: int, numel: int) -> list[tuple[int, int]]:
         """Where elements [begin, begin + numel) lie in the leaf in row-major order: pairs of a first one and a number.
 
         Files have leaves in row-major order.
         """
+        if self.split is not None:
+            return self.split.runs(self.shape, begin, numel)
         return [(begin, numel)] if numel else []
 
 
@@ -118,12 +122,12 @@ class Layout:
     @memo
     def mine(self) -> tuple[Span, ...]:
         """The spans that this rank holds, sorted by tensor and start."""
-        mesh, overs = self.live_mesh(), dict.fromkeys(row.rule.over for row in self.rows)
+        mesh, overs = self.live_mesh(), dict.fromkeys(row.over for row in self.rows)
         numbers = {over: coordinate(mesh, over) for over in overs}  # of this rank's shards
         spans = [
             span._replace(start=row.start // row.block + span.start)
             for row in self.rows
-            for span in row.spans(numbers[row.rule.over])
+            for span in row.spans(numbers[row.over])
         ]
         if not self.flat:  # a rank's tensors are numbered from 0
             return tuple(span._replace(tensor=number) for number, span in enumerate(spans))
@@ -143,21 +147,21 @@ class Layout:
     @memo
     def shared(self) -> frozenset[int]:
         """The leaves that every rank holds."""
-        return frozenset(leaf for leaf, row in self.row_of.items() if not row.rule.over)
+        return frozenset(leaf for leaf, row in self.row_of.items() if not row.over)
 
     @memo
     def counted(self) -> frozenset[int]:
         """The leaves that this rank adds to a sum over `axes`: of ranks with copies, the first adds them."""
-        left = {row.rule.over: [axis for axis in self.axes if axis not in row.rule.over] for row in self.rows}
+        left = {row.over: [axis for axis in self.axes if axis not in row.over] for row in self.rows}
         first = {over for over, axes in left.items() if coordinate(self.live_mesh(), axes) == 0}
-        return frozenset(leaf for leaf, row in self.row_of.items() if row.rule.over in first)
+        return frozenset(leaf for leaf, row in self.row_of.items() if row.over in first)
 
     @memo
     def cut_over(self) -> dict[int, Axes]:
         """For each tensor of this rank, by its number, the axes that it is cut over."""
         if not self.flat:
-            return {number: self.row_of[span.leaf].rule.over for number, span in enumerate(self.mine)}
-        return {row.tensor: row.rule.over for row in self.rows}
+            return {number: self.row_of[span.leaf].over for number, span in enumerate(self.mine)}
+        return {row.tensor: row.over for row in self.rows}
 
     @memo
     def cut_axes(self) -> tuple[Axes, ...]:
@@ -165,7 +169,7 @@ class Layout:
 
         Of whole leaves those without elements count, too: their owners have a tensor for each.
         """
-        overs = (row.rule.over for row in self.rows if row.rule.over and (any(row.numels) or not self.flat))
+        overs = (row.over for row in self.rows if row.over and (row.has_elements or not self.flat))
         return tuple(dict.fromkeys(overs))
 
     @memo

@@ -126,7 +126,7 @@ def _items(
     the others. Of ranks with copies the one serves that differs from the target along no other axis.
     """
     source_row, target_row = old.row_of[leaf], new.row_of[leaf]
-    passed = [axis for axis in list(here)[:k] if axis in source_row.rule.over]  # the target may be anywhere along these
+    passed = [axis for axis in list(here)[:k] if axis in source_row.over]  # the target may be anywhere along these
     from_here = {axis: here[axis] for axis in list(here)[:k]}
     to_here = {axis: number for axis, number in here.items() if axis not in passed}
     if next(source_row.shards_of(leaf, sizes, from_here), None) is None:
@@ -135,10 +135,10 @@ def _items(
         for source_at, take in source_row.shards_of(leaf, sizes, from_here):
             begin = max(take.begin, give.begin)
             numel = min(take.begin + take.numel, give.begin + give.numel) - begin
-            known = to_here | dict(zip(target_row.rule.over, target_at, strict=True))
+            known = to_here | dict(zip(target_row.over, target_at, strict=True))
             choices = [[known[axis]] if axis in known else range(sizes[axis]) for axis in here]
             for target in product(*choices) if numel > 0 else ():
-                moved = dict(zip(here, target, strict=True)) | dict(zip(source_row.rule.over, source_at, strict=True))
+                moved = dict(zip(here, target, strict=True)) | dict(zip(source_row.over, source_at, strict=True))
                 yield Item(leaf, begin, tuple(moved.values()), target, numel)
 
 

@@ -18,7 +18,7 @@ from typing import Any, Generic, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from ..comm.mesh import digits, number_of
+from ..comm.mesh import AnyMesh, Axes, coordinate, digits, number_of
 from ..core.flat import MOST
 from ..core.tracing import define, is_tracing, memo
 from .rules import COPIES, Rule
@@ -40,12 +40,27 @@ class Span(NamedTuple):
     numel: int
 
 
+class RowSplit(NamedTuple):
+    """Where the parts of leaves that are split along one axis begin in each leaf, and the dim that is split."""
+
+    axis: str
+    bounds: tuple[tuple[int, ...], ...]  # by leaf
+    dims: tuple[int, ...]
+
+    def of(self, leaves: Sequence[int]) -> RowSplit:
+        """Those of some leaves, by number."""
+        return RowSplit(self.axis, tuple(self.bounds[i] for i in leaves), tuple(self.dims[i] for i in leaves))
+
+
 @dataclass(frozen=True, eq=False)
 class Row(Generic[L]):
     """A flat buffer (numel,) of the leaves of one unit and kind, and how it lies on the ranks.
 
     Leaf number i begins at `starts[i]`; what lies between leaves, and after the last, is padding. The buffer is cut
     into `shards` equal intervals over the axes of `rule`. That of a rank begins at `start` of its tensor `tensor`.
+
+    Of leaves that are split, the buffer has one part each, and each rank along the axis of `split` has a buffer of its
+    own. Shards are numbered part by part.
     """
 
     leaves: tuple[L, ...]  # in the order in which they lie
@@ -59,6 +74,7 @@ class Row(Generic[L]):
     tensor: int = 0
     start: int = 0
     block: int = 1  # spans count blocks of so many elements: state in blocks has one value for each
+    split: RowSplit | None = None  # of leaves that are split
 
     @memo
     def length(self) -> int:
@@ -71,9 +87,23 @@ class Row(Generic[L]):
         return self.start + self.length
 
     @memo
+    def over(self) -> Axes:
+        """The axes along which ranks hold other elements."""
+        return self.rule.over if self.split is None else (self.split.axis, *self.rule.over)
+
+    def number(self, mesh: AnyMesh) -> int:
+        """The number of this rank's shard."""
+        return coordinate(mesh, self.over)
+
+    @memo
     def numels(self) -> list[int]:
-        """The number of elements of each leaf."""
+        """The number of elements of each leaf in this rank's buffer."""
         return [math.prod(shape) for shape in self.shapes]
+
+    @property
+    def has_elements(self) -> bool:
+        """Whether any leaf has elements, on any rank."""
+        return any(self.numels if self.split is None else (bounds[-1] for bounds in self.split.bounds))
 
     @memo
     def _number(self) -> dict[L, int]:
@@ -99,10 +129,18 @@ class Row(Generic[L]):
     def _others(self) -> list[tuple[int, tuple[int, ...]]]:
         return [(number, shape) for number, shape in enumerate(self.shapes) if len(shape) != 1]  # that are no vectors
 
+    @memo
+    def _turned(self) -> list[tuple[int, int]]:
+        """The leaves that lie in memory with another dim first, and this dim."""
+        return [(i, dim) for i, dim in enumerate(self.split.dims) if dim] if self.split is not None else []
+
     def views(self, flat: Tensor) -> list[Tensor]:
         """The leaves as views of the buffer (numel,). Dual: `put`."""
         # split, not narrow: one operator, and its derivative is one cat; that of each narrow is a buffer of zeros
-        return self._shaped(flat.split_with_sizes(self._sizes))
+        leaves = self._shaped(flat.split_with_sizes(self._sizes))
+        for number, dim in self._turned:
+            leaves[number] = leaves[number].movedim(0, dim)
+        return leaves
 
     def _shaped(self, pieces: Sequence[Tensor]) -> list[Tensor]:
         leaves = [*compress(pieces, self._is_leaf)]
@@ -112,6 +150,8 @@ class Row(Generic[L]):
 
     def put(self, flat: Tensor, leaves: list[Tensor], add: bool = False, most: int = MOST) -> None:
         """Copy all leaves into the buffer and zero the gaps; with `add`, accumulate and leave the gaps."""
+        for number, dim in self._turned:
+            leaves = [*leaves[:number], leaves[number].movedim(dim, 0), *leaves[number + 1 :]]
         # one node: Inductor would fuse one copy for each leaf into one kernel that searches the leaf of each element
         if is_tracing():
             torch.ops.fshard.put(flat, leaves, self.starts, add)
@@ -155,34 +195,53 @@ class Row(Generic[L]):
         kept = [i for i, leaf in enumerate(self.leaves) if leaf in names]
         leaves: Any = tuple(names[self.leaves[i]] for i in kept)  # of another type
         starts, shapes = tuple(self.starts[i] for i in kept), tuple(self.shapes[i] for i in kept)
-        return replace(self, leaves=leaves, starts=starts, shapes=shapes)  # type: ignore[return-value]
+        split = self.split and self.split.of(kept)
+        return replace(self, leaves=leaves, starts=starts, shapes=shapes, split=split)  # type: ignore[return-value]
 
-    def _holding(self, i: int) -> range:
-        """The numbers of the shards that hold leaf number i of the row; the elements of an empty leaf are in none."""
+    def _bounds(self, i: int, part: int) -> tuple[int, int]:
+        """Which elements [begin, end) of leaf number i are in a part."""
+        return (0, self.numels[i]) if self.split is None else self.split.bounds[i][part : part + 2]  # type: ignore[return-value]
+
+    def _holding(self, i: int, part: int = 0) -> range:
+        """The numbers of the shards of a part that hold leaf number i; the elements of an empty leaf are in none."""
         if self.rule.at is not None:
             return range(self.rule.at, self.rule.at + 1)
-        length, start = max(self.length, 1), self.starts[i]
-        return range(start // length, -(-(start + self.numels[i]) // length)) if self.shards > 1 else range(1)
+        length, start, (low, high) = max(self.length, 1), self.starts[i], self._bounds(i, part)
+        return range(start // length, -(-(start + high - low) // length)) if self.shards > 1 else range(1)
 
-    def _span(self, i: int, shard: int) -> Span:
-        """What of leaf number i of the row lies in a shard."""
-        low = 0 if self.rule.at is not None else shard * self.length
-        begin, end = max(self.starts[i], low), min(self.starts[i] + self.numels[i], low + self.length)
-        in_leaf, block = begin - self.starts[i], self.block
+    def _span(self, i: int, shard: int, part: int = 0) -> Span:
+        """What of leaf number i of the row lies in a shard of a part."""
+        low, (first, last) = 0 if self.rule.at is not None else shard * self.length, self._bounds(i, part)
+        start = self.starts[i]
+        begin, end = max(start, low), min(start + last - first, low + self.length)
+        in_leaf, block = first + begin - start, self.block
         return Span(self.leaves[i], self.tensor, (begin - low) // block, in_leaf // block, -(-(end - begin) // block))
 
-    def spans(self, shard: int) -> Iterator[Span]:
+    def spans(self, number: int) -> Iterator[Span]:
         """Yield the spans of the shard of this number, in order."""
-        return (self._span(i, shard) for i in range(len(self.leaves)) if shard in self._holding(i))
+        part, shard = (0, number) if self.split is None else divmod(number, self.shards)
+        return (self._span(i, shard, part) for i in range(len(self.leaves)) if shard in self._holding(i, part))
 
     def shards_of(
         self, leaf: L, sizes: Mapping[str, int], at: Mapping[str, int]
     ) -> Iterator[tuple[tuple[int, ...], Span]]:
-        """Yield coordinates along the rule's axes, and the span there, of each shard that holds elements of a leaf.
+        """Yield coordinates along the axes `over`, and the span there, of each shard that holds elements of a leaf.
 
         Only shards with the coordinates `at` along these axes.
         """
-        i, over, numbers = self._number[leaf], self.rule.over, self._holding(self._number[leaf])
+        if self.split is None:
+            yield from self._shards_of(self._number[leaf], 0, sizes, at)
+            return
+        axis = self.split.axis
+        for part in [at[axis]] if axis in at else range(sizes[axis]):
+            for coordinates, span in self._shards_of(self._number[leaf], part, sizes, at):
+                yield (part, *coordinates), span
+
+    def _shards_of(
+        self, i: int, part: int, sizes: Mapping[str, int], at: Mapping[str, int]
+    ) -> Iterator[tuple[tuple[int, ...], Span]]:
+        """`shards_of` of one part, with coordinates along the rule's axes."""
+        over, numbers = self.rule.over, self._holding(i, part)
         of_axes, free = [sizes[axis] for axis in over], [sizes[axis] for axis in over if axis not in at]
         if len(numbers) <= math.prod(free):  # the shards of the leaf are fewer than those with these coordinates
             all_of_leaf = ((number, tuple(digits(number, of_axes))) for number in numbers)
@@ -191,18 +250,19 @@ class Row(Generic[L]):
             choices = product(*([at[axis]] if axis in at else range(sizes[axis]) for axis in over))
             holders = (x for x in ((number_of(at, of_axes), at) for at in choices) if x[0] in numbers)
         for number, coordinates in holders:
-            yield coordinates, self._span(i, number)
+            yield coordinates, self._span(i, number, part)
 
     def step(self, leaf: L, packed: bool) -> int:
         """The greatest common divisor of where the spans of a leaf begin in it and, unless packed, in their shards."""
         i = self._number[leaf]
+        parts = range(1 if self.split is None else len(self.split.bounds[i]) - 1)
         # spans after the third follow at the distance between the second and the third
-        spans = [self._span(i, number) for number in self._holding(i)[:3]]
+        spans = [self._span(i, number, part) for part in parts for number in self._holding(i, part)[:3]]
         return math.gcd(*(span.begin for span in spans), *(0 if packed else self.start + span.start for span in spans))
 
-    def filled(self, shard: int) -> list[tuple[int, int]]:
-        """The intervals [start, stop) of a shard that hold leaves, in order."""
-        return [(span.start, span.start + span.numel) for span in self.spans(shard) if span.numel]
+    def filled(self, number: int) -> list[tuple[int, int]]:
+        """The intervals [start, stop) of the shard of this number that hold leaves, in order."""
+        return [(span.start, span.start + span.numel) for span in self.spans(number) if span.numel]
 
     def lengths(self, shard: int, shards: int) -> list[int]:
         """The length of each leaf, with the padding after it, in one of so many equal intervals of the buffer."""
@@ -212,10 +272,10 @@ class Row(Generic[L]):
         edges = [min(max(edge, begin), end) for edge in (0, *self.starts[1:], self.numel)]
         return [high - low for low, high in pairwise(edges)]
 
-    def fill(self, flat: Callable[[L], Tensor], shard: int, out: Tensor) -> Tensor:
-        """Fill a shard `out` from whole leaves, `flat` gives the elements of one, and set its padding to zero."""
+    def fill(self, flat: Callable[[L], Tensor], number: int, out: Tensor) -> Tensor:
+        """Fill shard `out` of this number from whole leaves, `flat` gives the elements of one; padding is zero."""
         parts, filled = [], 0  # the number of elements of `out`, (n / W,), that the parts so far fill
-        for leaf, _, start, begin, numel in (span for span in self.spans(shard) if span.numel):
+        for leaf, _, start, begin, numel in (span for span in self.spans(number) if span.numel):
             parts += [out.new_zeros(start - filled)] * (start > filled)
             parts.append(flat(leaf)[begin : begin + numel].to(out.device))
             filled = start + numel

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache, partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -83,8 +83,9 @@ def decode(codes: Tensor, scales: Tensor, book: Tensor) -> Tensor:
 
 def _derived(layout: Layout, name: str, dtype: torch.dtype, block: int) -> Layout:
     """The layout of the codes (`block` 1), or of tensors with one value for each block."""
+    kept: dict[str, Any] = {"dtype": dtype}
     leaves = tuple(
-        replace(leaf, dtype=dtype, shape=leaf.shape if block == 1 else (-(-leaf.numel // block),))
+        replace(leaf, **kept) if block == 1 else replace(leaf, **kept, shape=(-(-leaf.numel // block),), split=None)
         for leaf in layout.leaves
     )
     rows = tuple(replace(row, block=block) for row in layout.rows)
@@ -96,7 +97,12 @@ def _check_blocks(layout: Layout, block: int) -> None:
     numbers = [n for n in layout.numbers if layout.flat and layout.leaves[n].numel]
     in_tensor = Counter(layout.row_of[n].tensor for n in numbers)
     for number in numbers:
-        row = layout.row_of[number]
+        row, leaf = layout.row_of[number], layout.leaves[number]
+        if leaf.split is not None and leaf.split.order:  # by another split a block would have other elements
+            raise ValueError(
+                f"adamw_8bit: leaf {leaf.path!r} is {leaf.split}: expected leaves that are split along dim 0 in one "
+                "block, whose elements lie as in the whole leaf. Give this one another optimizer (optim.by_label)"
+            )
         ragged = layout.packed and in_tensor[row.tensor] > 1 and layout.leaves[number].numel % block
         if ragged or row.step(number, layout.packed) % block:
             advice = f"lay parameters out with make_plan or zero and block={block}"

@@ -79,6 +79,7 @@ class Factors(NamedTuple):
     leaf: Leaf
     n: int
     m: int
+    turned: bool = False  # a matrix that lies column by column, as one that is split along dim 1
 
     def fold(self, elements: Tensor, begin: int) -> tuple[Tensor, int, Tensor]:
         """Elements from `begin` on as whole rows (rows, m), zero-padded; the first row, and the matrix of each row."""
@@ -105,7 +106,15 @@ class Factors(NamedTuple):
 def _factors(leaf: Leaf) -> Factors | None:
     if len(leaf.shape) < 2 or not leaf.numel:
         return None
-    return Factors(leaf, *leaf.shape[-2:])
+    if leaf.split is None or not leaf.split.order:
+        return Factors(leaf, leaf.shape[-2], leaf.shape[-1])
+    if leaf.split.order == (1,) and len(leaf.shape) == 2:
+        return Factors(leaf, leaf.shape[1], leaf.shape[0], turned=True)
+    raise ValueError(
+        f"optim.adafactor: leaf {leaf.path!r} of shape {list(leaf.shape)}, {leaf.split}: expected a matrix in one "
+        "block, or a leaf split along dim 0. Give each block a leaf of its own, or use another optimizer "
+        "(optim.by_label)"
+    )
 
 
 def adafactor(
@@ -235,6 +244,7 @@ def _row_and_column_means(grads: Tree, layout: Layout) -> tuple[dict[str, Tensor
     row, col = {}, {}
     for f, row_sums, col_sums in zip(factored.values(), whole[::2], whole[1::2], strict=True):
         *batch, n, m = f.leaf.shape
+        row_sums, col_sums = (col_sums, row_sums) if f.turned else (row_sums, col_sums)
         row[f.leaf.path] = (row_sums / m).view(*batch, n, 1)
         col[f.leaf.path] = (col_sums / n).view(*batch, 1, m)
     return row, col
@@ -244,6 +254,8 @@ def _scaled(g: Tensor, span: Span, factors: Factors, row: Tensor, col: Tensor, e
     """Elements of g, of this span, divided by the root of their second moment."""
     rows, first, matrix = factors.fold(g, span.begin)  # (rows, m), matrix: (rows,)
     row, col = row.to(g.device), col.to(g.device)
+    if factors.turned:
+        row, col = col.mT, row.mT
     mean = row.mean(-2).clamp(min=eps).view(-1, 1)[matrix]  # (rows, 1)
     nu = row.view(-1, 1)[first : first + len(rows)] * col.view(-1, factors.m)[matrix] / mean  # (rows, m)
     start = span.begin - first * factors.m  # `fold` padded the first row in front

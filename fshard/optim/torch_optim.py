@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from ..core import tree
 from ..core.scalars import double
 from ..core.tree import Tree
-from ..layout.layout import Layout
+from ..layout.layout import Layout, Leaf
 from ..layout.pieces import Parts, clear_padding_, layout_of, pieces
 from .base import Needs, Transform, checked, choose
 from .matrix import whole_leaves
@@ -197,15 +197,18 @@ def _next_by_name(state: TorchState, layout: Layout, entries: Sequence[Entry]) -
 def _pieces_of(name: str, layout: Layout, shapes: Mapping[int, Entry], local_entries: Mapping[int, Entry]) -> Parts:
     """The tensors of one name that a class keeps of whole leaves, of any shapes; some leaves may have none."""
     known = {n: entry[name] for n, entry in shapes.items() if name in entry}
-    leaves = [
-        replace(leaf, shape=tuple(known[n].shape), dtype=known[n].dtype) if n in known else leaf
-        for n, leaf in enumerate(layout.leaves)
-    ]
+    leaves = [_as(leaf, known[n]) if n in known else leaf for n, leaf in enumerate(layout.leaves)]
     part = layout.pick(known)
     pairs = ((row, known[row.leaves[0]]) for row in part.rows)  # each of one whole leaf
     rows = tuple(replace(row, shapes=(tuple(x.shape),), numel=x.numel()) for row, x in pairs)
     part = replace(part, source=(name, part.source), leaves=tuple(leaves), rows=rows, origin=None)
     return Parts(part, [local_entries[s.leaf][name] for s in part.mine])
+
+
+def _as(leaf: Leaf, x: Tensor) -> Leaf:
+    """The leaf of a tensor of a class's state: of another shape it lies in row-major order."""
+    shape = tuple(x.shape)
+    return replace(leaf, shape=shape, dtype=x.dtype, split=leaf.split if shape == leaf.shape else None)
 
 
 def _by_row(state: TorchState, num_rows: int) -> list[Entry]:

@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from ..comm import consensus
-from ..comm.mesh import AnyMesh, Axes, axis_sizes, digits, mesh_device, present
+from ..comm.mesh import AnyMesh, Axes, axis_sizes, coordinate, digits, mesh_device, present
 from ..comm.reduction import Gather
 from ..comm.wire import Wire
 from ..core import tree
@@ -37,8 +37,9 @@ from ..core.tree import Tree
 from ..hosts.one_host import connected
 from ..layout.layout import Derived, Leaf
 from ..layout.pieces import Parts
-from ..layout.row import Row
+from ..layout.row import Row, RowSplit
 from ..layout.rules import COPIES, Rule, interval
+from ..layout.splits import Split
 from .ahead import Ahead
 from .offload import Crossings, crossings
 from .owners import Holders, Picture, Share, TableLine, picture, span
@@ -62,6 +63,7 @@ class Kind:
     trainable: bool
     whole: bool
     host: bool  # stored in host memory
+    split: str | None = None  # the axis along which ranks have other parts of the leaves
 
     @property
     def dtype(self) -> torch.dtype:
@@ -79,14 +81,21 @@ class Kind:
     @property
     def words(self) -> list[str]:
         """The properties that are not the usual ones."""
-        return ["frozen"] * (not self.trainable) + ["whole"] * self.whole + ["host"] * self.host
+        words = ["frozen"] * (not self.trainable) + ["whole"] * self.whole + ["host"] * self.host
+        return words + [f"split over {self.split}"] * bool(self.split)
 
     def rule(self, over: Axes) -> Rule:
         """Return how leaves lie in a tree that is cut over these axes, or over none, as what a loss computes with.
 
-        Those kept whole are copies in any tree.
+        Those kept whole are copies in any tree. Of split leaves a rank's row has its part: it lies on the ranks with
+        the same part, and so is not cut over the axis of the split.
         """
-        return COPIES if self.whole else Rule(over)
+        return COPIES if self.whole else Rule(tuple(axis for axis in over if axis != self.split))
+
+    def apart(self, over: Axes) -> Axes:
+        """Return the axes along which ranks hold other elements, of a tree that is cut over these axes."""
+        over = self.rule(over).over
+        return over if self.split is None else (self.split, *over)
 
 
 @dataclass(frozen=True)
@@ -161,6 +170,7 @@ class Plan:
     slices: int = 8
     gather: Gather | None = None
     prefetch: int | None = None
+    data: Axes = ()  # along which batches differ
     mesh: AnyMesh = field(default=None, compare=False, repr=False)
 
     def __getstate__(self) -> dict[str, object]:
@@ -241,9 +251,14 @@ class Plan:
         """The names of all axes of the mesh."""
         return tuple(name for name, _ in self.axes)
 
-    def rest(self, axes: Axes) -> Axes:
-        """Return the axes of the mesh that are not in `axes`."""
-        return tuple(name for name in self.axis_names if name not in axes)
+    def rest(self, axes: Axes, kind: int | None = None) -> Axes:
+        """Return the axes of the mesh that are not in `axes`, nor that which leaves of a kind are split over."""
+        split = None if kind is None else self.kinds[kind].split
+        return tuple(name for name in self.axis_names if name not in axes and name != split)
+
+    def splits(self, kinds: Iterable[int]) -> Axes:
+        """Return the axes that leaves of these kinds are split over."""
+        return tuple(dict.fromkeys(split for kind in kinds if (split := self.kinds[kind].split) is not None))
 
     def num_ranks(self, axes: Axes) -> int:
         """Return the number of ranks along these axes together."""
@@ -286,8 +301,21 @@ class Plan:
         return {place: self._row(*place, slots) for place, slots in ordered}
 
     def _row(self, unit: int, kind: int, slots: Sequence[Slot]) -> Row[Slot]:
-        starts, shapes = tuple(slot.start for slot in slots), tuple(slot.shape for slot in slots)
-        return Row(tuple(slots), starts, shapes, self.units[unit].lengths[kind], unit, kind)
+        starts, shapes = tuple(slot.start for slot in slots), tuple(map(self._stored, slots))
+        row = Row(tuple(slots), starts, shapes, self.units[unit].lengths[kind], unit, kind)
+        splits = [(slot.split.bounds(slot.shape), slot.split.dim) for slot in slots if slot.split is not None]
+        axis = self.kinds[kind].split
+        return row if axis is None else replace(row, split=RowSplit(axis, *zip(*splits, strict=True)))
+
+    def _stored(self, slot: Slot) -> tuple[int, ...]:
+        return slot.shape if slot.split is None else slot.split.stored(slot.shape, self._part(slot.split))
+
+    def _part(self, split: Split) -> int:
+        return coordinate(self.live_mesh(), (split.axis,))
+
+    def local_shape(self, slot: Slot) -> tuple[int, ...]:
+        """The shape of a leaf as this rank's loss sees it."""
+        return slot.shape if slot.split is None else slot.split.shape(slot.shape, self._part(slot.split))
 
     @cached_property
     def derived(self) -> Derived:
@@ -331,7 +359,7 @@ class Plan:
         lines.append(f"params_over={self.params_over} grads_over={self.grads_over} state_over={self.state_over}")
         lines.append(f"block={self.block} policy={self.policy}")
         lines.append(f"param_wire={self.param_wire} grad_wire={self.grad_wire} together={self.together}")
-        lines.append(f"slices={self.slices} gather={self.gather} prefetch={self.prefetch}")
+        lines.append(f"slices={self.slices} gather={self.gather} prefetch={self.prefetch} data={self.data}")
         return "\n".join([*lines, f"tree {self.spec}"])
 
     def _leaf_lines(self) -> list[str]:
@@ -339,9 +367,9 @@ class Plan:
         for path, number in zip(self.paths, self.leaves, strict=True):
             slot = self.slots[number]
             tied = f" (the tensor of {slot.path!r})" if path != slot.path else ""
-            lines.append(
-                f"{path!r} {self.kinds[slot.kind]}{list(slot.shape)} in unit {self.units[slot.unit].name!r}{tied}"
-            )
+            split = f" {slot.split}" if slot.split is not None else ""
+            unit = self.units[slot.unit].name
+            lines.append(f"{path!r} {self.kinds[slot.kind]}{list(slot.shape)}{split} in unit {unit!r}{tied}")
         return lines
 
     def holders(self, axes: Axes) -> Holders:
@@ -367,7 +395,8 @@ class Plan:
             key = (re.sub(r"\d+", "0", unit.name), unit.lengths, unit.keep_rule, tuple(leaves))
             equal.setdefault(key, []).append(number)
         pairs = [(numbers, kind) for numbers in equal.values() for kind in range(len(self.kinds))]
-        holders = {axes: self.holders(axes) for axes in ((), *(axes for axes, _ in shares.values()))}
+        overs = [axes for axes, _ in shares.values()]
+        holders = {axes: self.holders(axes) for axes in {kind.apart(over) for kind in self.kinds for over in overs}}
         return [self._line(shares, holders, *pair) for pair in pairs if (pair[0][0], pair[1]) in self.rows]
 
     def _line(self, shares: Shares, holders: Mapping[Axes, Holders], units: Sequence[int], number: int) -> TableLine:
@@ -385,7 +414,7 @@ class Plan:
             elements=sum(slot.numel for slot in slots),
             nbytes=numel * kind.dtype.itemsize,
             shares={
-                name: Share(holders[kind.rule(axes).over], shards[name] * sizes[number])
+                name: Share(holders[kind.apart(axes)], shards[name] * sizes[number])
                 for name, (axes, sizes) in shares.items()
                 if sizes[number]
             },

@@ -3,25 +3,26 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from ..comm import consensus
-from ..comm.mesh import AnyMesh, axis_sizes, num_ranks
+from ..comm.mesh import AnyMesh, Axes, axis_sizes, num_ranks
 from ..comm.reduction import Gather
 from ..comm.wire import Wire
 from ..core import tree
 from ..core.arguments import check_flags, check_has, check_whole
 from ..core.tree import Tree
 from ..hosts.one_host import connected
+from ..layout.splits import Split
 from .leaves import check_tensors, first_places, is_differentiable, join_frozen
-from .partitions import Regather, keep_rules, partitions
+from .partitions import Regather, axes_of, keep_rules, partitions
 from .plan import Kind, Plan, Slot, Unit, check_plain
 from .precision import Policy, Precision, policy_of, precisions
-from .units import Units, Where, claim_leaves, claim_policies, claim_units
+from .units import Units, Where, claim_leaves, claim_policies, claim_splits, claim_units
 
 
 def make_plan(
@@ -36,6 +37,8 @@ def make_plan(
     whole: Where = None,
     frozen: Where = None,
     offload: Where = None,
+    split: Mapping[str, tuple[str, int] | tuple[str, int, int]] | None = None,
+    data: str | Sequence[str] | None = None,
     block: int = 1,
     policy: Policy | str | None = None,
     param_wire: Wire | None = None,
@@ -74,6 +77,11 @@ def make_plan(
     - `frozen`: these leaves get no gradient and no optimizer state.
     - `offload`: parameters, gradients and optimizer state of these leaves lie in host memory, where the optimizer
       updates them; the device of the mesh computes with them.
+    - `split`: leaves of which the ranks along an axis have different parts, by pattern: (axis, dim), or (axis, dim,
+      blocks) where so many blocks lie end to end in that dim, each split by itself. `shard_params` takes and
+      `gather_params` gives the whole leaf, a loss sees this rank's part, as `torch.chunk` cuts them. Gradients of split
+      leaves are not summed over the axis; those of all others are. Over an axis of one rank it is no split.
+    - `data`: the axes along which batches differ; by default those that no leaf is split over.
     - `block`: leaves start at multiples of `block` elements, and shard boundaries fall on them (for state in blocks).
 
     Dtypes, and what is sent:
@@ -114,16 +122,16 @@ def make_plan(
     origins = first_places(flat, paths)
     slot_of = {origin: number for number, origin in enumerate(dict.fromkeys(origins))}
     names, claims = claim_units(params, spec, flat, origins, units)
-    keep = keep_rules(names, regather, sizes, over["params_over"])
-    kind_of = _kinds(params, origins, {"whole": whole, "frozen": frozen, "offload": offload}, policy)
+    splits = claim_splits(params, origins, split or {}, sizes)
+    kind_of = _kinds(params, origins, {"whole": whole, "frozen": frozen, "offload": offload}, policy, splits)
     steps = {kind: math.lcm(kind.aligned, block) for kind in dict.fromkeys(kind_of.values())}
-    slots, lengths = _place(flat, paths, kind_of, steps, claims, len(names))
+    slots, lengths = _place(flat, paths, kind_of, steps, claims, len(names), splits)
     plan = Plan(
         spec=spec,
         leaves=tuple(slot_of[i] for i in origins),
         claims=tuple(claims),
         slots=slots,
-        units=tuple(map(Unit, names, lengths, keep, names.values())),
+        units=tuple(map(Unit, names, lengths, keep_rules(names, regather, sizes, over["params_over"]), names.values())),
         kinds=tuple(steps),
         axes=tuple(sizes.items()),
         **over,
@@ -135,17 +143,40 @@ def make_plan(
         slices=slices,
         gather=gather,
         prefetch=prefetch,
+        data=_data_axes(data, sizes, splits.values(), over["state_over"]),
         mesh=connected(mesh),
     ).join(bucket)
-    plan = _padded(plan, [step * num_ranks(mesh) for step in steps.values()])
-    consensus.check_same(plan.mesh, plan.describe(), "the plan")
-    return plan
+    return _compared(_padded(plan, [step * num_ranks(mesh) for step in steps.values()]))
+
+
+def _data_axes(
+    data: str | Sequence[str] | None, sizes: Mapping[str, int], splits: Iterable[Split], state_over: Axes
+) -> Axes:
+    """Return the axes along which batches differ. ValueError if they cannot be told from how leaves lie."""
+    if data is not None:
+        named = axes_of("data", data, sizes)
+        return tuple(axis for axis in sizes if axis in named)
+    axes = {split.axis for split in splits}
+    if both := [axis for axis in state_over if axis in axes]:
+        raise ValueError(
+            f"split: leaves are split over {both[0]!r}, and others partitioned over it (state_over={state_over}). Do "
+            f"batches differ along {both[0]!r}? Say along which axes they do: data={tuple(sizes)!r} if they do there, "
+            f"as for experts; data={tuple(axis for axis in sizes if axis != both[0])!r} if they are equal, as for "
+            "columns and rows of a matrix"
+        )
+    return tuple(axis for axis in sizes if axis not in axes)
 
 
 def _padded(plan: Plan, multiples: Sequence[int]) -> Plan:
     """The plan with lengths that are multiples, by kind: of all ranks, so that an all-reduce over any axis is even."""
     padded = (replace(unit, lengths=tuple(map(_rounded_up, unit.lengths, multiples))) for unit in plan.units)
     return replace(plan, units=tuple(padded))
+
+
+def _compared(plan: Plan) -> Plan:
+    """The plan. MismatchError if another rank has made another one."""
+    consensus.check_same(plan.mesh, plan.describe(), "the plan")
+    return plan
 
 
 def _check_arguments(
@@ -166,14 +197,17 @@ def _check_arguments(
             check_has(name, wire, ("encode", "decode"), "a wire, as fshard.wire.Int8() is")
 
 
-def _kinds(params: Tree, origins: Sequence[int], chosen: Mapping[str, Where], policy: Policy) -> dict[int, Kind]:
+def _kinds(
+    params: Tree, origins: Sequence[int], chosen: Mapping[str, Where], policy: Policy, splits: Mapping[int, Split]
+) -> dict[int, Kind]:
     """The kind of each leaf, by its number; only of first occurrences: tied leaves have the kind of the first."""
     flat, spec = tree.flatten(params)
     is_whole, is_frozen, is_host = (claim_leaves(params, spec, origins, where, name) for name, where in chosen.items())
     is_frozen = join_frozen(is_frozen, flat, origins, tree.paths(spec))
     dtypes = precisions([leaf.dtype for leaf in flat], claim_policies(params, spec, origins, policy), policy)
     trains = [is_differentiable(leaf) and not still for leaf, still in zip(flat, is_frozen, strict=True)]
-    return {i: Kind(dtypes[i], trains[i], is_whole[i], is_host[i]) for i in dict.fromkeys(origins)}
+    axis_of = {i: split.axis for i, split in splits.items()}
+    return {i: Kind(dtypes[i], trains[i], is_whole[i], is_host[i], axis_of.get(i)) for i in dict.fromkeys(origins)}
 
 
 def _check_travel(gather: Gather | None, prefetch: int | None, bucket: int) -> None:
@@ -191,6 +225,7 @@ def _place(
     steps: Mapping[Kind, int],
     claims: Sequence[int],
     num_units: int,
+    splits: Mapping[int, Split],
 ) -> tuple[tuple[Slot, ...], list[tuple[int, ...]]]:
     """Return the slot of each leaf, and the length of every unit and kind.
 
@@ -200,8 +235,10 @@ def _place(
     number_of = {kind: k for k, kind in enumerate(steps)}
     for i, kind in kind_of.items():
         unit, k = claims[i], number_of[kind]
-        slots.append(Slot(paths[i], tuple(flat[i].shape), kind.dtype, k, unit, lengths[unit][k]))
-        lengths[unit][k] += _rounded_up(flat[i].numel(), steps[kind])
+        shape, split = tuple(flat[i].shape), splits.get(i)
+        slots.append(Slot(paths[i], shape, kind.dtype, k, unit, lengths[unit][k], split=split))
+        longest = shape if split is None else split.stored(shape, 0)
+        lengths[unit][k] += _rounded_up(math.prod(longest), steps[kind])
     return tuple(slots), [tuple(row) for row in lengths]
 
 

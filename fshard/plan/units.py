@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import chain
 from typing import Any
 
@@ -11,6 +11,7 @@ from torch import Tensor
 from ..core import tree
 from ..core.arguments import check_whole, wrong
 from ..core.tree import Tree
+from ..layout.splits import Split
 from .precision import Policy
 
 Where = str | Sequence[str] | Callable[[str, Tree], bool] | None
@@ -97,6 +98,36 @@ def claim_leaves(params: Tree, spec: tree.Spec, origins: Sequence[int], where: W
     for _, first, count in _selector(params, spec, where, name):
         selected.update(origins[first : first + count])
     return [origin in selected for origin in origins]
+
+
+def claim_splits(
+    params: Tree, origins: Sequence[int], split: Mapping[str, Sequence[Any]], sizes: Mapping[str, int]
+) -> dict[int, Split]:
+    """Return how leaves are split, by the first place of each; over an axis of one rank none is.
+
+    Raises TypeError for another value than (axis, dim) or (axis, dim, blocks), ValueError for an axis, a dim or a
+    number of blocks that there is not, a pattern that selects nothing, and a leaf that two patterns split unlike.
+    """
+    chosen, (flat, spec) = dict[int, Split](), tree.flatten(params)
+    paths = tree.paths(spec)
+    for pattern, how in split.items():
+        at = f"split[{pattern!r}]"
+        if not isinstance(how, tuple | list) or [*map(type, how)] not in ([str, int], [str, int, int]):
+            raise TypeError(wrong(at, how, "(axis, dim), or (axis, dim, blocks)", "As in ('tensor', 0)."))
+        axis, dim, blocks = (*how, 1)[:3]
+        if sizes and axis not in sizes:
+            raise ValueError(f"{at}={how!r}: the mesh has no axis {axis!r}, it has {', '.join(map(repr, sizes))}")
+        for _, first, count in _selector(params, spec, pattern, "split"):
+            for i in range(first, first + count):
+                shape, leaf = flat[i].shape, f"{at}={how!r}: leaf {paths[i]!r} of shape {list(flat[i].shape)}"
+                if not -len(shape) <= dim < len(shape):
+                    raise ValueError(f"{leaf} has no dim {dim}")
+                if blocks < 1 or shape[dim] % blocks:
+                    raise ValueError(f"{leaf}: dim {dim} is not {blocks} blocks of one size")
+                new = Split(axis, sizes.get(axis, 1), dim % len(shape), blocks)
+                if (old := chosen.setdefault(origins[i], new)) != new:
+                    raise ValueError(f"{leaf} is {old}, as another pattern says: expected one way for each leaf")
+    return {i: x for i, x in chosen.items() if x.parts > 1}
 
 
 def claim_policies(params: Tree, spec: tree.Spec, origins: Sequence[int], policy: Policy) -> list[Policy | None]:

@@ -112,7 +112,7 @@ class View:
             rows=tuple(row for row in rows if row.leaves),
             flat=True,
             mesh=plan.live_mesh(),
-            axes=self.over,
+            axes=tuple(dict.fromkeys((*plan.splits(self.kinds), *self.over))),
         )
 
 

@@ -6,6 +6,7 @@ import math
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -154,8 +155,7 @@ class Sharded(Parts, Branch):
         slots, whole = self.view.slots(), dict[Slot, Tensor]()
         # sorted: every rank must start the same gathers in the same order
         for unit, kind in sorted({(s.unit, s.kind) for s in slots if s.kind in self.view.kinds}):
-            row = self.view.rows[unit, kind]
-            whole.update(zip(row.leaves, row.views(gather_unit(self, unit, kind)), strict=True))
+            whole.update(whole_leaves(self, unit, kind))
         # a kind that is not here, as frozen leaves among gradients, has None
         return tree.unflatten(self.view.spec, [whole.get(slot) for slot in slots])
 
@@ -268,7 +268,7 @@ def room(view: View, kind: int, like: Tensor) -> Tensor:
 
 def pack(leaves: Mapping[Slot, Tensor], plan: Plan, row: Row[Slot], out: Tensor) -> Tensor:
     """Fill `out`, this rank's shard of a row, from whole leaves, and set its padding to zero."""
-    return row.fill(lambda slot: slot.flat(leaves[slot].detach()), row.rule.number(plan.mesh), out)
+    return row.fill(lambda slot: slot.flat(leaves[slot].detach()), row.number(plan.mesh), out)
 
 
 def _from_rank(leaf: Tensor, plan: Plan, src: int, device: torch.device) -> Tensor:
@@ -361,11 +361,24 @@ def gather_unit(x: Sharded, unit: int, kind: int) -> Tensor:
         full = full.clone()
     if not full.numel():
         return full
-    for axis in plan.rest(axes):  # changes no value; its transpose sums the ranks' gradients
+    for axis in plan.rest(axes, kind):  # changes no value; its transpose sums the ranks' gradients
         full = collectives.vary(full, plan.live_mesh(), axis, label)
     for axis in reversed(axes):  # the last axis first: the first axis varies slowest in the buffer
         full = collectives.all_gather(full, plan.live_mesh(), axis, label)
     return full
+
+
+def whole_leaves(x: Sharded, unit: int, kind: int) -> dict[Slot, Tensor]:
+    """The whole leaves of one unit and kind, on the device; differentiable."""
+    row, full, plan = x.view.rows[unit, kind], gather_unit(x, unit, kind), x.plan
+    if row.split is None:
+        return dict(zip(row.leaves, row.views(full), strict=True))
+    parts = collectives.all_gather(full[None], plan.live_mesh(), row.split.axis, plan.units[unit].name)  # (parts, n)
+    whole = dict[Slot, Tensor]()
+    for slot, bounds in zip(row.leaves, row.split.bounds, strict=True):
+        pairs = zip(parts, pairwise(bounds), strict=True)
+        whole[slot] = slot.shaped(torch.cat([part[slot.start :][: high - low] for part, (low, high) in pairs]))
+    return whole
 
 
 def refine(x: Sharded, over: Axes) -> Sharded | Views[Any]:

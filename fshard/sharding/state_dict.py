@@ -19,7 +19,7 @@ from ..layout.pieces import pieces
 from ..plan.plan import Slot
 from .initial import filled
 from .names import Rename, renamed
-from .sharded import Sharded, gather_unit
+from .sharded import Sharded, whole_leaves
 
 
 def state_dict(x: Sharded, rank: int | None = None, dtensors: bool = False) -> dict[str, Tensor]:
@@ -50,8 +50,8 @@ def state_dict(x: Sharded, rank: int | None = None, dtensors: bool = False) -> d
     for place in plan.rows:
         if row := x.view.rows.get(place):
             with torch.no_grad():
-                leaves = row.views(gather_unit(x, *place))
-            for slot, leaf in zip(row.leaves, leaves if keeps else (), strict=keeps):
+                leaves = whole_leaves(x, *place)
+            for slot, leaf in leaves.items() if keeps else ():
                 if on is None:
                     result[slot] = leaf.to("cpu", copy=True)
                 else:

@@ -11,16 +11,20 @@ from typing import NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from ..comm import primitives
-from ..comm.mesh import AnyMesh, Axes, axis_sizes, mesh_device, rank_in
+from ..comm import consensus, primitives
+from ..comm.announce import is_announcing
+from ..comm.mesh import AnyMesh, Axes, ProcessMesh, adapted, axis_sizes, coordinate, mesh_device
+from ..comm.ranks import MismatchError
 from ..comm.reduction import Reduction, TreeSums, is_idle
 from ..core import tree
 from ..core.arguments import wrong
 from ..core.losses import Outcome, averaged
 from ..core.random import seeded
 from ..core.scalars import Number
-from ..core.storage import writes
+from ..core.storage import as_bytes, writes
+from ..core.tracing import is_tracing
 from ..core.tree import Tree
+from ..grad.gathers import several
 from ..grad.grad import later_grads, run
 from ..grad.gradients import Gradients, Reducer, settle
 from ..grad.unit import Gathered
@@ -252,8 +256,31 @@ def _check_equal_parts(outcome: Outcome, micro_batches: Sequence[Tree], params: 
 
 
 def rank_of(params: Sharded) -> int:
-    """This rank's number among all ranks of the plan's mesh."""
-    return rank_in(params.plan.live_mesh())
+    """This rank's number among those whose batches differ: along the plan's `data`."""
+    return coordinate(params.plan.live_mesh(), params.plan.data)
+
+
+def check_equal_batches(batch: Tree, plan: Plan) -> None:
+    """Raise MismatchError if ranks that differ along no axis of `data` have other batches; in checked calls alone."""
+    axes, grid = several(plan, plan.rest(plan.data)), adapted(plan.live_mesh())
+    if not axes or grid is None or grid.abstract or is_tracing():
+        return
+    if isinstance(grid, ProcessMesh) and not is_announcing():  # simulated ranks always compare
+        return
+    named = [(path, x) for path, x in tree.paths_to(batch, Tensor) if isinstance(x, Tensor) and x.numel()]
+    number = consensus.first_unlike([_numbered(x) for _, x in named], grid, axes)
+    if number is not None:
+        raise MismatchError(
+            f"batch: leaf {named[number][0]!r}: expected the same on all ranks along {', '.join(map(repr, axes))}, "
+            f"along which no batches differ (data={plan.data}), got others. Give these ranks the same rows, or name "
+            "the axis in make_plan(data=)"
+        )
+
+
+def _numbered(x: Tensor) -> Tensor:
+    """Integers (bytes,) that differ for other elements, and for the same ones in another order."""
+    words = as_bytes(x.detach().resolve_conj().resolve_neg().contiguous()).long()
+    return words * torch.arange(1, 2 * len(words), 2, device=words.device)
 
 
 def join_batches(data: Iterable[T], mesh: AnyMesh = None, like: T | None = None) -> Iterator[tuple[T, Tensor]]:

@@ -28,7 +28,7 @@ from ..grad.grad import apart
 from ..grad.gradients import Gradients, OnSum
 from ..layout.layout import Layout
 from ..layout.norms import square_sum
-from ..layout.rules import Rule, reshard
+from ..layout.rules import reshard
 from ..optim.base import Label, Transform, clip_factor, update_part
 from ..optim.transforms import LabelState
 from ..sharding.schedule import View
@@ -151,22 +151,22 @@ class Squares:
     def __init__(self, params: Sharded):
         self._plan = params.plan
         self._dtype = max((wide(row.dtype) for row in params.trainable.tensors), key=lambda dtype: dtype.itemsize)
-        # float64, 0-d: of leaves that every rank holds, which count once, and of others. On GPUs a square sum is made
-        # on the stream of sums: one that was dropped there would be overwritten by the computation while it is read.
-        self._shared, self._cut = list[Tensor](), list[Tensor]()
+        rows = whole_view(self._plan, self._plan.grads_over, params.trainable.view.kinds).rows
+        self._overs = {place: row.over for place, row in rows.items()}
+        # float64, 0-d, by the axes along which ranks hold other elements: copies count once. On GPUs a square sum is
+        # made on the stream of sums: one that was dropped there would be overwritten while it is read.
+        none = torch.zeros((), dtype=torch.float64, device=self._plan.device)
+        self._sums = {over: [none] for over in ((), *self._overs.values())}
 
     def add(self, unit: int, kind: int, total: Tensor) -> None:
         """Add the squares of the gradients of one unit and kind."""
-        is_cut = self._plan.kinds[kind].rule(self._plan.grads_over).over
-        (self._cut if is_cut else self._shared).append(square_sum(total))
+        self._sums[self._overs[unit, kind]].append(square_sum(total))
 
     def norm(self) -> Tensor:
         """The 2-norm over all ranks: 0-d, from one collective."""
-        plan = self._plan
-        none = torch.zeros((), dtype=torch.float64, device=plan.device)
-        shared, cut = (torch.stack([none, *squares]).sum() for squares in (self._shared, self._cut))
-        cut = primitives.total(cut, plan.live_mesh(), plan.grads_over, label="norm")
-        return (shared + cut).sqrt().to(self._dtype)
+        mesh, local = self._plan.live_mesh(), {over: torch.stack(squares).sum() for over, squares in self._sums.items()}
+        totals = [primitives.total(x, mesh, over, label="norm") for over, x in local.items()]
+        return torch.stack(totals).sum().sqrt().to(self._dtype)
 
 
 def _runs(layout: Layout, view: View) -> Runs:
@@ -215,8 +215,9 @@ class Updates:
         plan = self._params.plan
         further = plan.kinds[kind].rule(plan.state_over[len(plan.params_over) :]).over
         if plan.num_ranks(further) > 1:  # the optimizer's state is cut further than parameters are
-            out, rules = self._params.shard(unit, kind), (Rule(plan.state_over), Rule(plan.params_over))
-            self._gathers.append(reshard(params, *rules, plan.live_mesh(), plan.units[unit].name, out))
+            fine, coarse = (plan.kinds[kind].rule(over) for over in (plan.state_over, plan.params_over))
+            out, name = self._params.shard(unit, kind), plan.units[unit].name
+            self._gathers.append(reshard(params, fine, coarse, plan.live_mesh(), name, out))
 
     def _own(self, total: Tensor, kind: int) -> Tensor:
         """The gradients (n / W_state,) that this rank updates with, in the dtype of the parameters."""

@@ -81,7 +81,7 @@ def gradients_of_slices(recipe: Recipe, state: Tree, batch: Tree, args: Sequence
 def _cut_slices(batch: Tree, accumulate: int, params: Sharded) -> list[list[Tree]]:
     """This rank's slices, each a list of micro-batches."""
     plan = params.plan
-    ranks = num_ranks(plan.live_mesh())
+    ranks = plan.num_ranks(plan.data)
     rows = num_rows(batch) * ranks
     num = min(plan.slices, rows & -rows)  # the largest power of two that divides it
     if not num or num % ranks:

@@ -19,6 +19,7 @@ from ..core.scalars import beside, wide
 from ..core.storage import Life, addresses
 from ..core.tracing import is_tracing
 from ..core.tree import Tree
+from ..grad.gathers import several
 from ..grad.grad import check_loss, check_sharded
 from ..hosts.check import Checked, is_wanted
 from ..layout.norms import global_norm
@@ -31,7 +32,7 @@ from ..plan.owners import Picture
 from ..plan.tables import size
 from ..sharding.sharded import Sharded, coarsen, in_new_containers, refine
 from . import dynamo
-from .accumulate import Recipe, check_reduce_once, gradients_of_micro_batches
+from .accumulate import Recipe, check_equal_batches, check_reduce_once, gradients_of_micro_batches
 from .describe import describe, place_of
 from .in_backward import Stepped, check_in_backward, own_extra, step_in_backward
 from .loss_scale import LossScale, NoLossScale
@@ -143,9 +144,9 @@ def _check_alike(params: Sharded, seed: int, scaler: LossScale) -> None:
     values = [leaf.tolist() for leaf in leaves if isinstance(leaf, Tensor)]
     text = f"seed={seed}\nloss_scale={type(scaler).__name__} of {values}, {spec}"
     consensus.check_same(plan.mesh, text, "init_state: the first state", "Give init_state the same on all of them")
-    for whole in (False, True):  # leaves kept whole have a copy on every rank, others along the axes not cut over
-        axes = tuple(axis for axis, size in plan.axes if size > 1 and (whole or axis not in plan.params_over))
-        part = params.only(k for k in params.view.kinds if plan.kinds[k].whole == whole)
+    rests = {k: several(plan, plan.rest(params.view.axes(k), k)) for k in params.view.kinds}  # that have copies
+    for axes in sorted(set(rests.values()), key=len):
+        part = params.only(k for k in params.view.kinds if rests[k] == axes)
         if consensus.first_unlike(part.tensors, plan.mesh, axes) is None:
             continue
         # the rows differ: compare leaf by leaf, to name one
@@ -275,6 +276,8 @@ def train_step(
     def run(state: TrainState, batch: Tree, *args: Tree) -> tuple[TrainState, dict[str, Tree]]:
         params = check_sharded(state.params)
         _check_opt_state(state.opt_state, params)
+        if params.plan.data != params.plan.axis_names:
+            check_equal_batches(batch, params.plan)
         in_place = donate and not is_tracing()  # a graph returns new tensors: `jit(donate=True)` places them
         if in_place:
             _check_unshared((params.trainable, state.opt_state), (batch, *args))

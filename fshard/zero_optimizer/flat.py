@@ -224,7 +224,7 @@ def _step_by_bucket(
 
 def _sources(leaves: Mapping[Slot, Tensor], plan: Plan, row: Row[Slot]) -> list[tuple[int, Tensor]]:
     """Whole gradients in this rank's shard of a bucket: views with their offsets if they are large, else one copy."""
-    spans = (span for span in row.spans(row.rule.number(plan.live_mesh())) if span.numel)
+    spans = (span for span in row.spans(row.number(plan.live_mesh())) if span.numel)
     views = [(x.start, x.leaf.flat(leaves[x.leaf].detach())[x.begin : x.begin + x.numel]) for x in spans]
     if views and sum(view.numel() for _, view in views) >= _LARGE * len(views):
         return views
