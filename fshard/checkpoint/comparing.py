@@ -15,6 +15,7 @@ from ..files.directory import folder, index_at
 from ..files.index import CheckpointError, Index, IndexEntry
 from ..files.places import Place
 from ..files.safetensors_file import NAMES
+from ..layout.splits import numbers_in
 from .inspecting import TextLine, sentence
 
 _WINDOW = 1 << 18  # elements that are read and compared at a time
@@ -63,7 +64,7 @@ def _of_leaf(place: Place, a: IndexEntry, other_place: Place, b: IndexEntry, nam
     total = _Gap()
     for begin in range(0, a.numel, _WINDOW):
         end = min(begin + _WINDOW, a.numel)
-        gap = _gap(elements(place, a, begin, end, name), elements(other_place, b, begin, end, name))
+        gap = _gap(*(_read(*where, begin, end, name) for where in ((place, a), (other_place, b))))
         total = _Gap(total.num + gap.num, *max(total[1:], (gap.largest, begin + gap.place)))
     if a.dtype == b.dtype and not total.num:
         return None
@@ -79,7 +80,7 @@ def _of_leaf(place: Place, a: IndexEntry, other_place: Place, b: IndexEntry, nam
 def _same_checksums(a: IndexEntry, b: IndexEntry) -> bool:
     """Whether two leaves were cut alike, and all checksums are the same."""
     first, second = ([(piece.begin, piece.checksums) for piece in entry.pieces] for entry in (a, b))
-    return first == second and all(checksums for _, checksums in first)
+    return first == second and a.order == b.order and all(checksums for _, checksums in first)
 
 
 class _Gap(NamedTuple):
@@ -107,8 +108,15 @@ def _double(x: Tensor) -> Tensor:
     return (x.float() if x.itemsize == 1 else x).double()  # float8 has no kernel to float64
 
 
+def _read(place: Place, entry: IndexEntry, begin: int, end: int, name: str) -> Tensor:
+    """Read elements [begin, end) in row-major order to the host, of a leaf in another order all between them, too."""
+    numbers = numbers_in(entry.order, entry.shape, (), begin, end - begin)
+    low, high = int(numbers.min()), int(numbers.max()) + 1
+    return elements(place, entry, low, high, name)[numbers - low]
+
+
 def elements(place: Place, entry: IndexEntry, begin: int, end: int, name: str) -> Tensor:
-    """Read elements [begin, end) of a flattened leaf to the host. CheckpointError if a file ends before."""
+    """Read elements [begin, end), in the order of the leaf, to the host. CheckpointError if a file ends before."""
     size = entry.dtype.itemsize
     data = bytearray((end - begin) * size)
     for piece in entry.pieces:

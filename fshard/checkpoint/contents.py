@@ -40,6 +40,7 @@ class SavedSpan:
     elements: Tensor  # any shape
     holder: int
     holders: int
+    order: tuple[int, ...] = ()
 
     def share(self, number: int) -> tuple[int, int]:
         """Return the elements [begin, end) that this rank writes; `number` is that of the leaf."""
@@ -55,6 +56,7 @@ class Contents:
 
     mesh: AnyMesh
     forms: dict[str, Form] = field(default_factory=dict)
+    orders: dict[str, tuple[int, ...]] = field(default_factory=dict)  # of elements; leaves that are not here: row-major
     parts: list[SavedSpan] = field(default_factory=list)
     values: dict[str, Json] = field(default_factory=dict)
     plans: list[str] = field(default_factory=list)
@@ -96,15 +98,9 @@ def _add_parts(contents: Contents, path: str, node: Parts) -> list[str]:
     """Add the leaves of a sharded node, and this rank's parts of them; return the names of the leaves."""
     layout = typed(node)
     names = {number: _joined(path, layout.leaves[number].path) for number in layout.numbers}
-    for number, name in names.items():
-        split = layout.leaves[number].split
-        if split is not None and split.order:  # a file says "elements of the flattened leaf"
-            raise ValueError(
-                f"save and restore: leaf {name!r} is {split}: expected leaves whose elements lie in row-major order, "
-                "as those split along dim 0 in one block. Save whole leaves: fshard.gather_params(state.params)"
-            )
     forms = {name: Form(layout.leaves[number].shape, layout.leaves[number].dtype) for number, name in names.items()}
     contents.forms.update(forms)
+    contents.orders.update({name: layout.leaves[number].order for number, name in names.items()})
     contents.plans.append(getattr(node.home, "fingerprint", ""))
     if isinstance(node, Sharded):
         for first, *same in node.view.names().values():
@@ -113,7 +109,8 @@ def _add_parts(contents: Contents, path: str, node: Parts) -> list[str]:
         over = layout.row_of[number].over
         axes = [axis for axis in axis_sizes(contents.mesh) if axis not in over]  # along which ranks have copies
         holder, holders = coordinate(contents.mesh, axes), num_ranks(contents.mesh, axes)
-        contents.parts.append(SavedSpan(names[number], span.begin, piece.detach(), holder, holders))
+        order = layout.leaves[number].order
+        contents.parts.append(SavedSpan(names[number], span.begin, piece.detach(), holder, holders, order))
     return [*names.values()]
 
 
@@ -160,7 +157,8 @@ def contents_to_save(state: Tree, mesh: AnyMesh) -> Contents:
 def check_same_call(contents: Contents, function: str, **arguments: object) -> None:
     """Raise MismatchError on every rank if ranks have other leaves, or call a function with other arguments."""
     lines = [f"{name}={value!s}" for name, value in arguments.items()]
-    lines += [f"{name!r} {form.dtype} {list(form.shape)}" for name, form in contents.forms.items()]
+    forms = ((name, form, contents.orders.get(name) or "") for name, form in contents.forms.items())
+    lines += [f"{name!r} {form.dtype} {list(form.shape)}{order}" for name, form, order in forms]
     lines += [f"{name!r} {type(value).__name__}" for name, value in contents.values.items()]
     remedy = "Give all ranks the same directory, step and tree"
     consensus.check_same(contents.mesh, "\n".join(lines), f"{function}: the call", remedy)

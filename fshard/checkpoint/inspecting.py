@@ -225,7 +225,8 @@ def _header_faults(there: Place, name: str, pieces: Sequence[tuple[str, IndexEnt
     """Yield each leaf whose name, dtype, shape or place differs in the header of its file: other programs read that."""
     said = {(x.name.rstrip("'"), x.dtype, x.shape, x.start) for x in header_of(there, name)[0].values()}
     for leaf, entry, x in pieces:
-        title, shape = (leaf, entry.shape) if x.numel == entry.numel else (f"{leaf}[{x.begin}:{x.end}]", (x.numel,))
+        is_whole = x.numel == entry.numel and not entry.order
+        title, shape = (leaf, entry.shape) if is_whole else (f"{leaf}[{x.begin}:{x.end}]", (x.numel,))
         shape, dtype = stored(shape, entry.dtype)
         if (title.rstrip("'"), dtype, shape, x.offset) not in said:
             yield f"leaf {printable(leaf)!r}: the file's header has another name, dtype, shape or place for it"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from itertools import groupby, product
+from itertools import groupby
 from operator import attrgetter
 from pathlib import Path
 from typing import NamedTuple
@@ -25,6 +25,7 @@ from ..core.tree import Tree
 from ..files.hugging_face import Leaf, entries_at, finish, new_files, put, remove_partial
 from ..files.safetensors_file import FileEntry, check_fits, read_chunks
 from ..layout.row import Row
+from ..layout.splits import Picks, within
 from ..plan.plan import Plan, Slot, check_plain
 from ..sharding.names import Rename, renamed
 from ..sharding.sharded import Sharded, empty_params, whole_leaves
@@ -89,7 +90,9 @@ class _RowRead(NamedTuple):
     file: Path
     start: int  # where the elements begin in the file
     dtype: torch.dtype  # in the file
+    numel: int  # of them
     out: Tensor  # (n,)
+    picks: Picks  # which of them are read
     names: tuple[str, str]  # of the leaf, and the one under which it is read first
 
 
@@ -100,12 +103,11 @@ def _reads(into: Sharded, entry_of: Mapping[Slot, Sequence[FileEntry]]) -> Itera
         shard = row.of(into.tensors)
         for slot, _, start, begin, numel in row.spans(row.number(plan.live_mesh())):
             first, out = entry_of[slot][0], shard[start : start + numel]
-            runs = slot.runs(begin, numel)
-            parts = out.split([length for _, length in runs])
-            for entry, ((at, _), part) in product(entry_of[slot], zip(runs, parts, strict=True)):
+            at, end, picks = slot.in_file(begin, numel)
+            for entry in entry_of[slot]:
                 assert entry.dtype is not None  # `_entries` has refused it
-                at = entry.start + at * entry.dtype.itemsize
-                yield _RowRead(entry is not first, entry.file, at, entry.dtype, part, (entry.name, first.name))
+                where = entry.file, entry.start + at * entry.dtype.itemsize
+                yield _RowRead(entry is not first, *where, entry.dtype, end - at, out, picks, (entry.name, first.name))
 
 
 def _read(reads: Sequence[_RowRead]) -> None:
@@ -113,12 +115,14 @@ def _read(reads: Sequence[_RowRead]) -> None:
         with open_file(path) as file:
             for read in of_file:
                 done = 0
-                for values in read_chunks(file, path, read.start, len(read.out) * read.dtype.itemsize, read.dtype):
-                    out = read.out[done : done + len(values)]
-                    done += len(values)
+                for values in read_chunks(file, path, read.start, read.numel * read.dtype.itemsize, read.dtype):
+                    picked, done = within(read.picks, done, done + len(values)), done + len(values)
+                    if picked is None:
+                        continue
+                    values, out = values[picked[0]].to(read.out.dtype), read.out[picked[1]]
                     if not read.again:
-                        out.copy_(values)
-                    elif not torch.equal(as_bytes(out.cpu()), as_bytes(values.to(out.dtype))):
+                        read.out[picked[1]] = values.to(out.device)
+                    elif not torch.equal(as_bytes(out.cpu()), as_bytes(values)):
                         raise ValueError(f"{path}: {read.names[0]!r} and {read.names[1]!r} are tied, but differ")
 
 

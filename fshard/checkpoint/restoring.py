@@ -31,6 +31,7 @@ from ..files.places import Place, Reader
 from ..files.safetensors_file import CHUNK
 from ..files.torch_dcp import located
 from ..layout.pieces import Parts, mesh_of
+from ..layout.splits import Picks, picks_in, within
 from ..sharding.names import Rename
 from ..sharding.names import origins as names_by_new
 from .contents import Contents, SavedSpan, check_same_call, contents_of
@@ -296,19 +297,24 @@ def _differences(name: str, origin: str, index: Index, wanted: Contents) -> Iter
 
 
 class _PieceRead(NamedTuple):
-    """Elements of a piece, from `begin` of the piece on, to read into `out`, or to compare with it."""
+    """Elements [begin, begin + numel) of a piece, to read into `out`, or to compare with it."""
 
     name: str  # of the leaf
     piece: Piece
     dtype: torch.dtype  # in the file
     begin: int
-    out: Tensor  # (n,)
+    numel: int
+    out: Tensor  # (numel,); with `picks` longer or shorter
     unlike: str  # what to say of elements that are not those of `out`; "" to read them
+    picks: Picks = None
 
 
 def _reads(part: SavedSpan, entry: IndexEntry, unlike: str = "") -> Iterator[_PieceRead]:
     """Yield what this rank reads for a part: the pieces that have elements of it."""
     out = part.elements.view(-1)
+    if part.order != entry.order:
+        yield from _reads_in_order(part, entry, unlike)
+        return
     end = part.begin + len(out)
     first = bisect_right(entry.pieces, part.begin, key=lambda piece: piece.end)
     for piece in islice(entry.pieces, first, None):
@@ -316,7 +322,19 @@ def _reads(part: SavedSpan, entry: IndexEntry, unlike: str = "") -> Iterator[_Pi
             break
         low, high = max(part.begin, piece.begin), min(end, piece.end)
         into = out[low - part.begin : high - part.begin]
-        yield _PieceRead(part.name, piece, entry.dtype, low - piece.begin, into, unlike)
+        yield _PieceRead(part.name, piece, entry.dtype, low - piece.begin, high - low, into, unlike)
+
+
+def _reads_in_order(part: SavedSpan, entry: IndexEntry, unlike: str) -> Iterator[_PieceRead]:
+    """`_reads` of a leaf whose elements lie in another order in the checkpoint."""
+    out = part.elements.view(-1)
+    picks = picks_in(entry.order, entry.shape, part.order, part.begin, len(out))
+    for piece in entry.pieces:
+        if picked := within(picks, piece.begin, piece.end):
+            numbers, places = picked  # from the beginning of the piece
+            begin, end = int(numbers[0]), int(numbers[-1]) + 1
+            of_piece = numbers - begin, places
+            yield _PieceRead(part.name, piece, entry.dtype, begin, end - begin, out, unlike, of_piece)
 
 
 def _read_all(source: Checkpoint, reads: Sequence[_PieceRead]) -> None:
@@ -345,11 +363,16 @@ def _read_all(source: Checkpoint, reads: Sequence[_PieceRead]) -> None:
 def _read(file: Reader, read: _PieceRead, where: str, buffer: bytearray) -> None:
     """Read the blocks of a piece that have the elements, and compare each with its checksum."""
     piece, size = read.piece, read.dtype.itemsize
-    first, last, end = read.begin * size, (read.begin + len(read.out)) * size, piece.numel * size  # bytes of the piece
+    first, last, end = read.begin * size, (read.begin + read.numel) * size, piece.numel * size  # bytes of the piece
     # blocks with a checksum are read whole
     begin, end = (first // CHUNK * CHUNK, end) if piece.checksums else (first, last)
     for start in range(begin, last, CHUNK):
         view = memoryview(buffer)[: min(CHUNK, end - start)]
+        low, high = max(first, start), min(last, start + len(view))
+        picked = within(read.picks, (low - first) // size, (high - first) // size)
+        if picked is None:
+            continue
+        numbers, places = picked
         expected = piece.checksums[start // CHUNK] if piece.checksums else None
         if not read_block(file, piece.offset + start, view, expected):
             raise CheckpointError(
@@ -357,11 +380,9 @@ def _read(file: Reader, read: _PieceRead, where: str, buffer: bytearray) -> None
                 "those that were saved. "
                 + ("Restore an earlier step, or pass fall_back=True" if piece.checksums else "The file is cut off")
             )
-        low, high = max(first, start), min(last, start + len(view))
         data = torch.frombuffer(view, dtype=torch.uint8)
-        values = from_bytes(data[low - start : high - start], read.dtype)
-        out = read.out[(low - first) // size : (high - first) // size]
+        values = from_bytes(data[low - start : high - start], read.dtype)[numbers]
         if not read.unlike:
-            out.copy_(values)
-        elif not equal_values(out, values.to(out)):
+            read.out[places] = values.to(read.out)
+        elif not equal_values(read.out[places], values.to(read.out)):
             raise CheckpointError(f"{where}: leaf {read.name!r}: {read.unlike}")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import threading
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -76,7 +76,7 @@ class Writer:
         if not pieces:
             return RankRecord()
         file, forms = f"{self._name(self.contents.rank)}.safetensors", self.contents.forms
-        by_name = _by_name_in_file(pieces, forms)
+        by_name = _by_name_in_file(pieces, forms, self.contents.orders)
         entries = laid_out((_shaped(name, piece, forms) for name, piece in by_name.items()), Path(file))
         head = header(entries)
         size = sum(entry.num_bytes for entry in entries)
@@ -151,7 +151,8 @@ class Writer:
         for name, form in self.contents.forms.items():
             for key in [rank_key(name, rank) for rank in range(len(records))] if name in self.by_rank else [name]:
                 pieces = [piece for record in records for piece in record.pieces.get(key, ())]
-                leaves[key] = IndexEntry(form.shape, form.dtype, in_order(pieces, form.numel, repr(key)))
+                order = self.contents.orders.get(name, ())
+                leaves[key] = IndexEntry(form.shape, form.dtype, in_order(pieces, form.numel, repr(key)), order)
         values = {name: x for name, x in self.contents.values.items() if name not in self.by_rank}
         for record in records:
             values |= record.values
@@ -167,14 +168,16 @@ def _form(leaf: str, forms: dict[str, Form]) -> Form:
 def _shaped(name: str, piece: Named, forms: dict[str, Form]) -> tuple[str, tuple[int, ...], torch.dtype]:
     """Name, shape and dtype of a piece in its file: the shape of the leaf, if the piece is the whole leaf."""
     form, numel = _form(piece[0], forms), piece[2] - piece[1]
-    return name, *stored(form.shape if numel == form.numel else (numel,), form.dtype)
+    return name, *stored(form.shape if name == piece[0] else (numel,), form.dtype)
 
 
-def _by_name_in_file(pieces: Sequence[Named], forms: dict[str, Form]) -> dict[str, Named]:
-    """Pieces by what the file calls them: the name of the leaf, if the piece is the whole leaf."""
+def _by_name_in_file(
+    pieces: Sequence[Named], forms: dict[str, Form], orders: Mapping[str, tuple[int, ...]]
+) -> dict[str, Named]:
+    """Pieces by what the file calls them: the name of the leaf, if the piece is the whole leaf as others know it."""
     by_name = dict[str, Named]()
     for leaf, begin, end, parts in pieces:
-        is_whole = end - begin == _form(leaf, forms).numel
+        is_whole = end - begin == _form(leaf, forms).numel and not orders.get(leaf)
         name = leaf if is_whole else f"{leaf}[{begin}:{end}]"
         while name in by_name or (name in forms and name != leaf):  # the name of a leaf may look like that of a piece
             name += "'"

@@ -11,9 +11,11 @@ An index is JSON that anyone can read:
      "by_rank": ["extra.position"]}
 
 A piece is [file, offset of its first byte, begin, number of elements, `checksum` of each `CHUNK` bytes]: the elements
-[begin, begin + number) of the flattened leaf. A leaf or value that differs between ranks, such as the position of
-each rank in its data, is one of `by_rank`, and has an entry for each rank. "threads" is the number that torch used when
-the state was saved. "checksum" is the CRC-32 of the text without it.
+[begin, begin + number) of the flattened leaf. Of a leaf with an "order", [dim] or [dim, blocks, parts], they are
+counted as Note [Order of a split leaf] in `splits.py` says; "version" is 2 then, and older versions refuse the
+checkpoint. A leaf or value that differs between ranks, such as the position of each rank in its data, is one of
+`by_rank`, and has an entry for each rank. "threads" is the number that torch used when the state was saved. "checksum"
+is the CRC-32 of the text without it.
 """
 
 from __future__ import annotations
@@ -34,7 +36,7 @@ import torch
 from ..core.foreign import MOST_ITEMS, parsed
 from .safetensors_file import CHUNK, DTYPES, NAMES
 
-VERSION = 1
+VERSIONS = (1, 2)  # of a checkpoint whose leaves are all in row-major order, and of others
 _FILE = re.compile(r"[0-9A-Za-z_][0-9A-Za-z_.-]{,200}\.safetensors")  # beside the index, and no index itself
 _SEAL = re.compile(rb'\{"checksum": ([0-9]{1,10}), ')
 
@@ -68,6 +70,7 @@ class IndexEntry:
     shape: tuple[int, ...]
     dtype: torch.dtype
     pieces: tuple[Piece, ...] = ()
+    order: tuple[int, ...] = ()  # of its elements, as in `Split.order`; (): row-major
 
     @property
     def numel(self) -> int:
@@ -108,9 +111,11 @@ class Index:
         """Return the text of the index. Dual: `read_index`."""
         leaves = {
             name: {"shape": [*x.shape], "dtype": NAMES[x.dtype], "pieces": [piece_to_json(piece) for piece in x.pieces]}
+            | ({"order": x.order} if x.order else {})
             for name, x in self.leaves.items()
         }
-        head = {"format": "fshard", "version": VERSION, "step": self.step, "ranks": self.ranks, "threads": self.threads}
+        version = VERSIONS[any(x.order for x in self.leaves.values())]
+        head = {"format": "fshard", "version": version, "step": self.step, "ranks": self.ranks, "threads": self.threads}
         rest = {"leaves": leaves, "values": dict(self.values), "by_rank": sorted(self.by_rank)}
         return sealed({**head, "plans": self.plans, "files": dict(self.files), **rest})
 
@@ -135,7 +140,8 @@ def read_index(text: bytes, where: str) -> Index:
     try:
         raw = parsed(text, "the text")
         head = (_field(raw, "format", str), _field(raw, "version", int))
-        require(head == ("fshard", VERSION), f"expected format and version {('fshard', VERSION)}, got {head}")
+        is_known = head in [("fshard", version) for version in VERSIONS]
+        require(is_known, f"expected format 'fshard' and version 1 or 2, got {head}")
         seal = _SEAL.match(text)
         is_sealed = seal and int(seal[1]) == zlib.crc32(memoryview(text)[seal.end() :], zlib.crc32(b"{"))
         require(is_sealed, "it was changed or damaged: its checksum is that of another text")
@@ -181,12 +187,23 @@ def _entry(name: str, raw: Json, files: Mapping[str, int]) -> IndexEntry:
         require(kind in DTYPES, f"expected one of the dtypes of safetensors, got {reprlib.repr(kind)}")
         dtype, shape = DTYPES[kind], tuple(map(_count, _field(raw, "shape", list)))
         pieces = map(read_piece, _field(raw, "pieces", list))
-        entry = IndexEntry(shape, dtype, in_order(pieces, _numel(shape), "its pieces"))
+        order = _order(raw.get("order", []), shape)
+        entry = IndexEntry(shape, dtype, in_order(pieces, _numel(shape), "its pieces"), order)
         for piece in entry.pieces:
             _check_piece(piece, piece.numel * dtype.itemsize, files)
         return entry
     except ValueError as error:
         raise ValueError(f"{name!r}: {error}") from None
+
+
+def _order(raw: Json, shape: Sequence[int]) -> tuple[int, ...]:
+    """An order of the elements of a leaf, () or as in `Split.order`. ValueError for what is none."""
+    text = f"order: expected [dim] or [dim, blocks, parts] for shape {shape!r:.100}, got {reprlib.repr(raw)}"
+    require(isinstance(raw, list) and len(raw) in (0, 1, 3), text)
+    if raw:
+        dim, blocks, parts = (*map(_count, raw), 1, 1)[:3]
+        require(dim < len(shape) and blocks and 0 < parts <= MOST_ITEMS and shape[dim] % blocks == 0, text)
+    return tuple(raw)
 
 
 def _numel(shape: Sequence[int]) -> int:

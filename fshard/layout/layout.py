@@ -25,7 +25,7 @@ from ..core import tree
 from ..core.lazy import Container
 from ..core.tracing import memo
 from .row import Row, Span, end_to_end
-from .splits import Split
+from .splits import Picks, Split, picks_in
 
 
 @dataclass(eq=False)
@@ -64,6 +64,11 @@ class Leaf:
         """The number of elements of the leaf."""
         return math.prod(self.shape)
 
+    @property
+    def order(self) -> tuple[int, ...]:
+        """What tells the order, as in `Split.order`; () is row-major."""
+        return () if self.split is None else self.split.order
+
     def flat(self, x: Tensor) -> Tensor:
         """The elements of the whole leaf in their order, (numel,). Dual: `shaped`."""
         return x.reshape(-1) if self.split is None else self.split.flat(x)
@@ -72,14 +77,16 @@ class Leaf:
         """The whole leaf of elements in their order. Dual: `flat`."""
         return flat.view(self.shape) if self.split is None else self.split.shaped(flat, self.shape)
 
-    def runs(self, begin: int, numel: int) -> list[tuple[int, int]]:
-        """Where elements [begin, begin + numel) lie in the leaf in row-major order: pairs of a first one and a number.
+    def in_file(self, begin: int, numel: int) -> tuple[int, int, Picks]:
+        """Where elements [begin, begin + numel) lie in row-major order, as in files of others.
 
-        Files have leaves in row-major order.
+        Between which two numbers, and of a leaf in another order which of the elements between them they are.
         """
-        if self.split is not None:
-            return self.split.runs(self.shape, begin, numel)
-        return [(begin, numel)] if numel else []
+        if not (self.order and numel):
+            return begin, begin + numel, None
+        numbers, places = picks_in((), self.shape, self.order, begin, numel)
+        first, last = int(numbers[0]), int(numbers[-1])
+        return first, last + 1, (numbers - first, places)
 
 
 @tree.constant

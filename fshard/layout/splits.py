@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from itertools import pairwise
-from typing import NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -31,6 +31,12 @@ class Split(NamedTuple):
     def order(self) -> tuple[int, ...]:
         """What tells the order of elements: () is row-major, else (dim,), or (dim, blocks, parts)."""
         return (self.dim, self.blocks, self.parts) if self.blocks > 1 else (self.dim,) * (self.dim > 0)
+
+    @staticmethod
+    def of(order: Sequence[int]) -> Split | None:
+        """A split with this order of elements; None for row-major order. Dual: `order`."""
+        dim, blocks, parts = (*order, 1, 1)[:3] if order else (0, 1, 1)
+        return Split("", parts, dim, blocks) if order else None
 
     def __str__(self) -> str:
         return f"split over {self.axis} along dim {self.dim}" + f", {self.blocks} blocks" * (self.blocks > 1)
@@ -79,8 +85,57 @@ class Split(NamedTuple):
             rows = torch.cat(parts, 1).flatten(0, 1)
         return rows.movedim(0, self.dim).contiguous()
 
-    def runs(self, shape: Sequence[int], begin: int, numel: int) -> list[tuple[int, int]]:
-        """Where elements [begin, begin + numel) lie in row-major order: pairs of a first one and a number."""
-        places = self.flat(torch.arange(math.prod(shape)).view(*shape))[begin : begin + numel]
-        starts = [0, *((places.diff() != 1).nonzero().flatten() + 1).tolist(), numel]
-        return [(int(places[low]), high - low) for low, high in pairwise(starts) if low < high]
+    def places(self, shape: Sequence[int], begin: int, numel: int) -> Tensor:
+        """Where elements [begin, begin + numel) lie in row-major order: (numel,), int64. Dual: `numbers`."""
+        inner, rest = self._sizes(shape)
+        number = torch.arange(begin, begin + numel, device="cpu")
+        row, other = number // rest, number % rest
+        if self.blocks > 1:  # rows of the order are those of each block of the first part, then of the second
+            edges = torch.tensor(self._edges(shape), device="cpu")
+            part = torch.bucketize(row, self.blocks * edges[1:], right=True)
+            in_part, length = row - self.blocks * edges[part], edges.diff()[part]
+            row = in_part // length * edges[-1] + edges[part] + in_part % length
+        return (other // inner * shape[self.dim] + row) * inner + other % inner
+
+    def numbers(self, shape: Sequence[int], places: Tensor) -> Tensor:
+        """The numbers in the order of elements at these places in row-major order: int64. Dual: `places`."""
+        inner, rest = self._sizes(shape)
+        row, other = places // inner % shape[self.dim], places // (inner * shape[self.dim]) * inner + places % inner
+        if self.blocks > 1:
+            edges = torch.tensor(self._edges(shape), device="cpu")
+            block, in_block = row // edges[-1], row % edges[-1]
+            part = torch.bucketize(in_block, edges[1:], right=True)
+            row = self.blocks * edges[part] + block * edges.diff()[part] + in_block - edges[part]
+        return row * rest + other
+
+    def _sizes(self, shape: Sequence[int]) -> tuple[int, int]:
+        """The elements of a row behind the dim that is split, and of all of a row."""
+        inner = math.prod(shape[self.dim + 1 :])
+        return inner, inner * math.prod(shape[: self.dim])
+
+
+# The numbers of elements, rising, and the place of each in a tensor; None: element n is at place n.
+Picks: TypeAlias = tuple[Tensor, Tensor] | None
+
+
+def numbers_in(other: Sequence[int], shape: Sequence[int], order: Sequence[int], begin: int, numel: int) -> Tensor:
+    """The numbers, in another order, of elements [begin, begin + numel) of a leaf in an order: int64."""
+    old, new = Split.of(order), Split.of(other)
+    places = torch.arange(begin, begin + numel, device="cpu") if old is None else old.places(shape, begin, numel)
+    return places if new is None else new.numbers(shape, places)
+
+
+def picks_in(
+    other: Sequence[int], shape: Sequence[int], order: Sequence[int], begin: int, numel: int
+) -> tuple[Tensor, Tensor]:
+    """`numbers_in`, rising, and the place of each among these elements."""
+    numbers, places = numbers_in(other, shape, order, begin, numel).sort()
+    return numbers, places
+
+
+def within(picks: Picks, start: int, stop: int) -> tuple[Any, Any] | None:
+    """Which of elements [start, stop) are picked, counted from `start`, and their places; None if there are none."""
+    if picks is None:
+        return slice(0, stop - start), slice(start, stop)
+    low, high = torch.searchsorted(picks[0], torch.tensor([start, stop], device="cpu")).tolist()
+    return (picks[0][low:high] - start, picks[1][low:high]) if low < high else None

@@ -412,7 +412,7 @@ class Plan:
             regather=first.regather,
             leaves=len(slots),
             elements=sum(slot.numel for slot in slots),
-            nbytes=numel * kind.dtype.itemsize,
+            nbytes=numel * kind.dtype.itemsize * self.num_ranks(self.splits([number])),  # of all parts
             shares={
                 name: Share(holders[kind.apart(axes)], shards[name] * sizes[number])
                 for name, (axes, sizes) in shares.items()

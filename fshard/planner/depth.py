@@ -232,7 +232,12 @@ def calls(step: Step, plan: Plan, given: Sequence[Tree], results: Results) -> li
     def whole(sharded: Sharded) -> Tree:
         kinds = [sharded.plan.kinds[slot.kind] for slot in sharded.plan.slots]
         leaves = [
-            torch.empty(slot.shape, dtype=kind.precision.compute, device="meta", requires_grad=kind.trainable)
+            torch.empty(
+                sharded.plan.local_shape(slot),
+                dtype=kind.precision.compute,
+                device="meta",
+                requires_grad=kind.trainable,
+            )
             for slot, kind in zip(sharded.plan.slots, kinds, strict=True)
         ]
         return tree.unflatten(sharded.plan.spec, [leaves[number] for number in sharded.plan.leaves])

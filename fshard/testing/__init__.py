@@ -40,7 +40,8 @@ def simulate(fn: Callable[[SimulatedMesh], T], *sizes: int, **more: Any) -> list
     """Call `fn(mesh)` once per simulated rank, and return the results in rank order.
 
     Axes have any names, the first varies slowest: `simulate(fn, shard=2, tensor=2)`. With `shard` and `replicate` alone
-    it is `World(shard, replicate, **more).run(fn)`; other arguments are those of `World`, too.
+    it is `World(shard, replicate, **more).run(fn)`, and `sizes` are these two. Other arguments are those of `World`,
+    too.
 
     >>> simulate(lambda mesh: mesh.get_local_rank("shard"), shard=3)
     [0, 1, 2]

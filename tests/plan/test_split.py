@@ -145,11 +145,6 @@ def test_processes_have_the_bits_of_simulated_ranks() -> None:
 
 
 REFUSED = {
-    "a file": (
-        None,
-        lambda state: fshard.checkpoint.save("nowhere", state, 0),
-        "'params.up' is split over tensor along dim 1",
-    ),
     "gradients": (
         None,
         lambda state: fshard.reduction.unreduced({}, state.params),
