@@ -128,8 +128,9 @@ def test_checkpoints_of_other_processes_are_seen(kind, url):
     fs = other_store(url)
     root = fs._strip_protocol(url)
     for path in fs.find(root):
-        fs.makedirs(os.path.dirname(path).replace("001", "002"), exist_ok=True) if kind != "s3" else None
-        fs.copy(path, path.replace("000000000001", "000000000002"))
+        copy = path.replace("step-000000000001", "step-000000000002")  # nothing else: names of folders are random
+        fs.makedirs(os.path.dirname(copy), exist_ok=True) if kind != "s3" else None
+        fs.copy(path, copy)
     assert checkpoint.steps(url) == [1, 2]
     for path in fs.find(f"{root}/step-000000000001"):
         fs.rm_file(path)
