@@ -110,6 +110,8 @@ def _double(x: Tensor) -> Tensor:
 
 def _read(place: Place, entry: IndexEntry, begin: int, end: int, name: str) -> Tensor:
     """Read elements [begin, end) in row-major order to the host, of a leaf in another order all between them, too."""
+    if not entry.order:
+        return elements(place, entry, begin, end, name)
     numbers = numbers_in(entry.order, entry.shape, (), begin, end - begin)
     low, high = int(numbers.min()), int(numbers.max()) + 1
     return elements(place, entry, low, high, name)[numbers - low]

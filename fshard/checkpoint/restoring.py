@@ -383,6 +383,6 @@ def _read(file: Reader, read: _PieceRead, where: str, buffer: bytearray) -> None
         data = torch.frombuffer(view, dtype=torch.uint8)
         values = from_bytes(data[low - start : high - start], read.dtype)[numbers]
         if not read.unlike:
-            read.out[places] = values.to(read.out)
+            read.out[places] = values if read.picks is None else values.to(read.out)
         elif not equal_values(read.out[places], values.to(read.out)):
             raise CheckpointError(f"{where}: leaf {read.name!r}: {read.unlike}")

@@ -192,12 +192,11 @@ class Gathers:
 
 def _together(plan: Plan, kinds: Iterable[int], axes: Axes) -> list[tuple[Axes, list[int]]]:
     """The kinds of each gather of a unit over `axes`, and the axes of these that the kinds are cut over."""
-    overs = [(plan.kinds[kind].rule(axes).over, kind) for kind in kinds]
-    if not plan.together:
-        return [(over, [kind]) for over, kind in overs]
-    return [
-        (over, [kind for other, kind in overs if other == over]) for over in dict.fromkeys(over for over, _ in overs)
-    ]
+    groups = dict[object, tuple[Axes, list[int]]]()
+    for kind in kinds:
+        over = plan.kinds[kind].rule(axes).over
+        groups.setdefault(over if plan.together else kind, (over, []))[1].append(kind)
+    return [*groups.values()]
 
 
 def _wire(plan: Plan, kind: int) -> Wire | None:

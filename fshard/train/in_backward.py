@@ -151,16 +151,15 @@ class Squares:
     def __init__(self, params: Sharded):
         self._plan = params.plan
         self._dtype = max((wide(row.dtype) for row in params.trainable.tensors), key=lambda dtype: dtype.itemsize)
-        rows = whole_view(self._plan, self._plan.grads_over, params.trainable.view.kinds).rows
-        self._overs = {place: row.over for place, row in rows.items()}
         # float64, 0-d, by the axes along which ranks hold other elements: copies count once. On GPUs a square sum is
         # made on the stream of sums: one that was dropped there would be overwritten while it is read.
         none = torch.zeros((), dtype=torch.float64, device=self._plan.device)
-        self._sums = {over: [none] for over in ((), *self._overs.values())}
+        kinds = [self._plan.kinds[kind] for kind in params.trainable.view.kinds]
+        self._sums = {over: [none] for over in ((), *(kind.apart(self._plan.grads_over) for kind in kinds))}
 
     def add(self, unit: int, kind: int, total: Tensor) -> None:
         """Add the squares of the gradients of one unit and kind."""
-        self._sums[self._overs[unit, kind]].append(square_sum(total))
+        self._sums[self._plan.kinds[kind].apart(self._plan.grads_over)].append(square_sum(total))
 
     def norm(self) -> Tensor:
         """The 2-norm over all ranks: 0-d, from one collective."""
