@@ -3,7 +3,7 @@
 import importlib
 from typing import TYPE_CHECKING
 
-from . import collectives, module, optim, reduction, tree, wire
+from . import collectives, module, optim, random, reduction, tree, wire
 from .comm.collectives import all_gather, all_reduce, all_to_all, broadcast, reduce_scatter, shift
 from .comm.mesh import AbstractMesh
 from .comm.ranks import MismatchError
@@ -65,6 +65,7 @@ __all__ = [
     "make_plan",
     "module",
     "optim",
+    "random",
     "reduce_grads",
     "reduce_scatter",
     "reduction",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from contextvars import ContextVar, copy_context
 from datetime import timedelta
 from itertools import permutations
@@ -12,8 +12,10 @@ from typing import ParamSpec, Protocol, TypeVar
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from ..core.tracing import assigned
+from ..core import tree
+from ..core.tracing import Args, Kwargs, Operator, assigned
 from .mesh import Mesh
 from .ranks import Call, Exchange, MismatchError, Ranks, differing_sizes, is_tallying, message_timeout
 
@@ -66,6 +68,30 @@ def announcing(around: Around) -> AbstractContextManager[None]:
 def is_announcing() -> bool:
     """Whether this is called inside a block of `announcing`."""
     return _around.get() is not None
+
+
+class _RefusingRaw(TorchDispatchMode):
+    """RuntimeError for a collective of torch.distributed on a tensor that needs a gradient: it has no derivative."""
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Whether torch.compile may compile a function in the block, whose operators are then not looked at."""
+        return True
+
+    def __torch_dispatch__(self, func: Operator, types: object, args: Args = (), kwargs: Kwargs = None) -> object:
+        is_raw = func.namespace in ("c10d", "_c10d_functional") and torch.is_grad_enabled()
+        if is_raw and any(isinstance(x, Tensor) and x.requires_grad for x in tree.leaves([args, kwargs])):
+            raise RuntimeError(
+                f"the loss function: expected a collective of fshard for a tensor that needs a gradient, got {func} of "
+                "torch.distributed, whose derivative is not that of the sum over ranks. Use fshard.all_reduce, "
+                "all_gather, reduce_scatter, all_to_all, shift or broadcast, or detach the tensor"
+            )
+        return func(*args, **(kwargs or {}))
+
+
+def refusing_raw() -> AbstractContextManager[object]:
+    """The block in which the loss of a checked call runs; in others nothing looks at its operators."""
+    return nullcontext() if _around.get() is None else _RefusingRaw()
 
 
 def announced(ranks: Ranks, mesh: Mesh) -> Ranks:

@@ -41,6 +41,7 @@ from torch import Tensor
 from ..core import tree
 from ..core.arguments import check_flags, check_whole, wrong
 from ..core.lazy import Branch
+from ..core.losses import running
 from ..core.tree import Tree
 from . import primitives
 from .announce import CallInBlocks, kept
@@ -283,11 +284,22 @@ def all_reduce(x: T, mesh: AnyMesh, axis: str, op: Literal["sum", "max", "min"] 
     return _over(x, _Collective("all_reduce", mesh, axis, label, op))
 
 
+def of_one(kind: str, x: T, mesh: AnyMesh, axis: str, label: str = "", *, advice: str = "") -> T:
+    """Apply "vary" or "total", for values that exist once; RuntimeError in a loss, if there is advice for it."""
+    if advice and running():
+        raise RuntimeError(
+            f"{kind}: expected no call inside a loss, where parameters that are whole along an axis are not one value, "
+            f"but one on each rank, whose gradients are summed. {advice}; {kind} is for torch.func outside of a loss"
+        )
+    return _over(x, _Collective(kind, mesh, axis, label))
+
+
 def vary(x: T, mesh: AnyMesh, axis: str, label: str = "") -> T:
     """Mark that ranks use a replicated value differently: identity in the forward, sum over ranks in the backward.
 
     `x` is a tensor or a tree, invariant -> varying (JAX's pvary); `axis` and `label` as for `all_gather`. Its transpose
-    is the sum that JAX calls psum.
+    is the sum that JAX calls psum. RuntimeError inside the loss of a step, of `value_and_grad`, `evaluate` or `hvp`,
+    whose parameters vary as they are.
 
     >>> from fshard.testing import simulate
     >>> def grad_of_sum(mesh):
@@ -296,20 +308,20 @@ def vary(x: T, mesh: AnyMesh, axis: str, label: str = "") -> T:
     >>> simulate(grad_of_sum, shard=2)
     [3.0, 3.0]
     """
-    return _over(x, _Collective("vary", mesh, axis, label))
+    return of_one("vary", x, mesh, axis, label, advice="Leave it out")
 
 
 def total(x: T, mesh: AnyMesh, axis: str, label: str = "") -> T:
     """Sum over ranks to one value, which exists once: (...) -> (...), varying -> invariant (JAX's psum).
 
     `x` is a tensor or a tree. Transpose: `vary`. Where `all_reduce` has one result for each rank, of which gradients
-    are summed, the gradient of this result is one value, too.
+    are summed, the gradient of this result is one value, too. RuntimeError in a loss, as for `vary`.
 
     >>> from fshard.testing import simulate
     >>> simulate(lambda mesh: total(torch.tensor(1.5), mesh, "shard").item(), shard=2)
     [3.0, 3.0]
     """
-    return _over(x, _Collective("total", mesh, axis, label))
+    return of_one("total", x, mesh, axis, label, advice="Use all_reduce")
 
 
 def all_to_all(

@@ -35,7 +35,8 @@ from .trace import alone
 Boxed = Callable[[list[Tensor]], Sequence[Tensor]]  # a function that empties its list of arguments
 Compile = Callable[[fx.GraphModule], Callable[..., Sequence[Tensor]]]
 
-_COMPUTES = ("fshard.materialize", "fshard.draw", "fshard.seeded", "fshard.bitcast")  # and move no data between ranks
+# operators of fshard that compute, and move no data between ranks
+_COMPUTES = ("fshard.materialize", "fshard.draw", "fshard.forked", "fshard.seeded", "fshard.bitcast")
 
 
 @dataclass(frozen=True)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
+from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from functools import cache, cached_property, partial, reduce
 from operator import add
@@ -15,7 +17,30 @@ from torch import Tensor
 from . import tree
 from .arguments import is_number, shown
 from .scalars import Number, on_device, wide
+from .tracing import assigned
 from .tree import Tree
+
+# The policy and the mesh of the loss that runs, and words that ranks compare.
+_Running = tuple[Any, Any, set[str]]
+_RUNNING: ContextVar[_Running | None] = ContextVar("fshard.core.losses", default=None)
+
+
+def loss_of(policy: Any, mesh: Any) -> AbstractContextManager[None]:
+    """The block in which a loss runs, whose parameters are on this mesh and have this policy."""
+    return assigned(_RUNNING, (policy, mesh, set()))
+
+
+def running() -> _Running | None:
+    """The policy and the mesh of the loss that runs, for what it calls with parameters that it has gathered itself.
+
+    Ranks compare the words that are added to the set. None outside of a loss.
+    """
+    return _RUNNING.get()
+
+
+def remarks() -> str:
+    """The words of the loss that runs, in an order that does not depend on that of the calls."""
+    return "".join(f", {words}" for words in sorted(loss[2])) if (loss := _RUNNING.get()) else ""
 
 
 class _Summand:

@@ -79,6 +79,44 @@ def bookmark(device: torch.device) -> Callable[[], None]:
     return back
 
 
+@contextmanager
+def forked(rank: int, device: torch.device) -> Iterator[None]:
+    """Inside the block draw from other streams, which depend on the present ones and on `rank`; after it from new ones.
+
+    Those after it do not depend on `rank`, nor on what is drawn in the block.
+    """
+    if (draws := stream()) is not None:
+        inside, after = torch.ops.fshard.forked(draws.state, rank, device)
+        draws.go_on(after)
+        back = bookmark(device)
+        draws.go_on(inside)
+    else:
+        states = {
+            g: fork_state(g.get_state(), rank, g.device) for g in {torch.default_generator, _default_generator(device)}
+        }
+        for generator, (_, after) in states.items():
+            generator.set_state(after)
+        back = bookmark(device)
+        for generator, (inside, _) in states.items():
+            generator.set_state(inside)
+    try:
+        yield
+    finally:
+        back()
+
+
+def fork_state(state: Tensor, rank: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """The states of two generators: of one that depends on a generator's state and on `rank`, and of one on the state.
+
+    >>> inside, after = fork_state(torch.get_rng_state(), 0, torch.device("cpu"))
+    >>> torch.equal(after, fork_state(torch.get_rng_state(), 1, torch.device("cpu"))[1]), torch.equal(inside, after)
+    (True, False)
+    """
+    word = hashlib.blake2b(state.numpy().tobytes(), digest_size=8).hexdigest()
+    inside, after = (torch.Generator(device).manual_seed(_number(word, which)) for which in (rank, "after"))
+    return inside.get_state(), after.get_state()
+
+
 def _number(*words: int | str) -> int:
     return int.from_bytes(hashlib.blake2b(" ".join(map(str, words)).encode(), digest_size=8).digest(), "little")
 
@@ -233,6 +271,11 @@ define(
     "seeded(Tensor seed, Tensor step, int rank, int part, Device device) -> Tensor",
     generator_state,
     lambda seed, step, rank, part, device: empty_state(device),
+)
+define(
+    "forked(Tensor state, int rank, Device device) -> (Tensor, Tensor)",
+    fork_state,
+    lambda state, rank, device: (torch.empty_like(state), torch.empty_like(state)),
 )
 define(
     "draw(Tensor state, str how, Tensor[] by, float[] numbers, Tensor like) -> (Tensor, Tensor)",

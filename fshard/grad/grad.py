@@ -28,6 +28,7 @@ from ..core.losses import (
     local_sums,
     outcome_of_terms,
     read_loss,
+    remarks,
     terms_of,
     value_dtype,
 )
@@ -38,7 +39,6 @@ from ..core.tree import Tree
 from ..layout.pieces import Unreduced
 from ..plan import offload
 from ..plan.plan import Plan
-from ..sharding.access import remarks
 from ..sharding.sharded import Sharded, whole_view
 from . import autograd
 from .gradients import Gradients, settle

@@ -34,6 +34,7 @@ from torch import Tensor
 
 from ..comm.ranks import MismatchError, Pending
 from ..core import func_levels, tree
+from ..core.losses import loss_of
 from ..core.random import bookmark
 from ..core.storage import address
 from ..core.tracing import is_tracing
@@ -41,7 +42,7 @@ from ..core.tree import Tree
 from ..layout.rules import COPIES
 from ..plan.offload import HOST
 from ..plan.units import select_units
-from ..sharding.access import Shown, lazy, loss_of
+from ..sharding.access import Shown, lazy
 from ..sharding.schedule import Runs, schedule
 from ..sharding.sharded import Sharded
 from . import autograd, gathers, gradients
@@ -88,8 +89,7 @@ class Tape:
         self._reductions = Reductions(self.plan, into)
         self._take = None if into is None else into.take
         copied = self._take is not None  # what is read is not what `take` writes to
-        self._backward = False
-        self._writes = Writes()
+        self._backward, self._writes = False, Writes()
         self._rows = {address(row) for row in params.tensors}
         self._gradless = False  # whether a unit was touched where gradients are off
         self._reached = False  # whether a unit was given a gradient

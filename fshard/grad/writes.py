@@ -26,6 +26,7 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from ..comm.announce import refusing_raw
 from ..core import tree
 from ..core.storage import address, ranges_meet, writes
 from ..core.tracing import Args, Kwargs, Operator, is_tracing
@@ -120,7 +121,7 @@ class Writes:
         """The block in which the loss runs: torch's errors about writes in place become errors that name the leaf."""
         with (
             _Refusing(self._frozen) if self._tracing else nullcontext(),
-            _RefusingWrites(self._frozen_leaves) if self._tracing else nullcontext(),
+            _RefusingWrites(self._frozen_leaves) if self._tracing else refusing_raw(),
         ):
             try:
                 yield

@@ -48,7 +48,7 @@ from .inspect import operator as name_of
 
 Ctx = Any  # torch's context of a function, on which forward sets any attributes for backward
 _NUMBERS = (bool, int, float, complex, str, bytes, type(None))
-_OWN = ("fshard.draw", "fshard.materialize")  # operators of fshard that only return their result
+_OWN = ("fshard.draw", "fshard.forked", "fshard.materialize")  # operators of fshard that only return their result
 
 
 # What tells a function whether a tensor was computed, and from what: that it was given is another thing than in a call.

@@ -233,7 +233,7 @@ def dot(x: Tree, y: Tree) -> Tensor:
         local = [part for pair in zip(of_x, of_y, strict=True) for part in _products(*pair)]
         product = torch.stack([torch.zeros_like(products[0]), *(part.to(device) for part in local)]).sum()
         for axis in axes:
-            product = collectives.total(product, mesh, axis, label="dot product")
+            product = collectives.of_one("total", product, mesh, axis, label="dot product")
         products.append(product)
     # ranks without tensors must return the dtype that the others return
     return torch.stack(products).sum().to(reduce(torch.promote_types, dtypes, torch.float32))

@@ -7,8 +7,6 @@ import inspect
 import operator
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
-from contextvars import ContextVar
 from dataclasses import is_dataclass
 from types import MethodDescriptorType
 from typing import Any, NamedTuple, Protocol
@@ -20,26 +18,11 @@ from ..comm.mesh import AnyMesh
 from ..core import tree
 from ..core.arguments import wrong
 from ..core.lazy import Branch, Container
+from ..core.losses import running
 from ..core.storage import writes
-from ..core.tracing import assigned
 from ..core.tree import Tree
 from ..plan.plan import Plan
 from ..plan.precision import Policy
-
-# The policy and the mesh of the loss that runs, for what a loss calls with parameters that it has gathered itself; and
-# words that ranks compare, or None outside of a loss.
-_Loss = tuple[Policy, AnyMesh, set[str] | None]
-_LOSS: ContextVar[_Loss] = ContextVar("fshard.sharding.access", default=(Policy(), None, None))
-
-
-def loss_of(policy: Policy, mesh: AnyMesh) -> AbstractContextManager[None]:
-    """The block in which a loss runs, whose parameters are on this mesh and have this policy."""
-    return assigned(_LOSS, (policy, mesh, set()))
-
-
-def remarks() -> str:
-    """What `Leaves.remark` was given in the loss that runs, in an order that does not depend on that of the calls."""
-    return "".join(f", {words}" for words in sorted(_LOSS.get()[2] or ()))
 
 
 class ReadsTape(Protocol):
@@ -392,7 +375,8 @@ class Leaves:
         with torch.enable_grad():  # what is read under no_grad may be used outside of it
             self._sources = [x if isinstance(x, _At) else x[...] for x in given]
         plan = next((x.tape.plan for x in self._sources if isinstance(x, _At)), None)
-        policy, mesh, self._remarks = _LOSS.get()
+        beside: tuple[Policy, AnyMesh, set[str] | None] = running() or (Policy(), None, None)
+        policy, mesh, self._remarks = beside
         self.policy, self.mesh = (policy, mesh) if plan is None else (plan.policy, plan.mesh)
         self._is_cut = plan is not None and plan.num_ranks(plan.params_over) > 1
 

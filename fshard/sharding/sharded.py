@@ -150,12 +150,12 @@ class Sharded(Parts, Branch):
                 views[path] = self.tensors[span.tensor][span.start : span.start + span.numel]
         return views
 
-    def gathered(self) -> Tree:
-        """The tree of whole tensors, as `gather_params` returns it."""
+    def gathered(self, parts: bool = False) -> Tree:
+        """The tree of whole tensors, as `gather_params` returns it; with `parts` of this rank's parts."""
         slots, whole = self.view.slots(), dict[Slot, Tensor]()
         # sorted: every rank must start the same gathers in the same order
         for unit, kind in sorted({(s.unit, s.kind) for s in slots if s.kind in self.view.kinds}):
-            whole.update(whole_leaves(self, unit, kind))
+            whole.update(whole_leaves(self, unit, kind, parts))
         # a kind that is not here, as frozen leaves among gradients, has None
         return tree.unflatten(self.view.spec, [whole.get(slot) for slot in slots])
 
@@ -325,7 +325,7 @@ def _check_leaves(leaves: Sequence[Tensor], plan: Plan, src: int | None) -> torc
     return device
 
 
-def gather_params(x: Tree) -> Tree:
+def gather_params(x: Tree, *, parts: bool = False) -> Tree:
     """The whole tensors of a `Sharded` (or of a subtree of one), as a plain tree; a plain tree comes back unchanged.
 
     If `x` is a tree with `Sharded` nodes in it, those are gathered. Tied leaves come as one tensor. TypeError for a
@@ -333,20 +333,26 @@ def gather_params(x: Tree) -> Tree:
 
     Differentiable to any order, under autograd and torch.func: the transpose reduce-scatters over the axes the tree is
     cut over and sums over the rest of the mesh, so that differentiating on every rank gives the gradient of the sum
-    of all ranks' outputs. Of gradients, a frozen leaf is None.
+    of all ranks' outputs. Of gradients, a frozen leaf is None. With `parts`, of a leaf that is split over an axis comes
+    this rank's part, as a loss sees it: what a split program needs under torch.func. TypeError for moments that lie by
+    owners.
 
     >>> plan = make_plan({"w": torch.ones(2), "n": torch.tensor(3)})
     >>> gather_params(shard_params({"w": torch.ones(2), "n": torch.tensor(3)}, plan)["n"])
     tensor(3)
     """
     if isinstance(x, Branch):
-        return x.gathered()
+        return x.gathered(parts) if isinstance(x, Sharded) else x.gathered()
     if isinstance(x, Parts):
+        if parts:
+            raise TypeError(f"gather_params(parts=True): {wrong('x', x, 'a Sharded, or a tree')}")
         return gathered(x)
     if isinstance(x, Plan):
         raise TypeError(wrong("x", x, "a Sharded, or a tree", "fshard.shard_params(params, plan) makes a Sharded."))
     if not isinstance(x, Tensor) and tree.nodes(x, Parts):
-        return tree.map_tops(lambda node: gather_params(node) if isinstance(node, Parts) else node, Parts, x)
+        return tree.map_tops(
+            lambda node: gather_params(node, parts=parts) if isinstance(node, Parts) else node, Parts, x
+        )
     return x
 
 
@@ -362,21 +368,21 @@ def gather_unit(x: Sharded, unit: int, kind: int) -> Tensor:
     if not full.numel():
         return full
     for axis in plan.rest(axes, kind):  # changes no value; its transpose sums the ranks' gradients
-        full = collectives.vary(full, plan.live_mesh(), axis, label)
+        full = collectives.of_one("vary", full, plan.live_mesh(), axis, label)
     for axis in reversed(axes):  # the last axis first: the first axis varies slowest in the buffer
         full = collectives.all_gather(full, plan.live_mesh(), axis, label)
     return full
 
 
-def whole_leaves(x: Sharded, unit: int, kind: int) -> dict[Slot, Tensor]:
-    """The whole leaves of one unit and kind, on the device; differentiable."""
+def whole_leaves(x: Sharded, unit: int, kind: int, parts: bool = False) -> dict[Slot, Tensor]:
+    """The whole leaves of one unit and kind, or this rank's parts, on the device; differentiable."""
     row, full, plan = x.view.rows[unit, kind], gather_unit(x, unit, kind), x.plan
-    if row.split is None:
+    if row.split is None or parts:
         return dict(zip(row.leaves, row.views(full), strict=True))
-    parts = collectives.all_gather(full[None], plan.live_mesh(), row.split.axis, plan.units[unit].name)  # (parts, n)
+    rows = collectives.all_gather(full[None], plan.live_mesh(), row.split.axis, plan.units[unit].name)  # (parts, n)
     whole = dict[Slot, Tensor]()
     for slot, bounds in zip(row.leaves, row.split.bounds, strict=True):
-        pairs = zip(parts, pairwise(bounds), strict=True)
+        pairs = zip(rows, pairwise(bounds), strict=True)
         whole[slot] = slot.shaped(torch.cat([part[slot.start :][: high - low] for part, (low, high) in pairs]))
     return whole
 

@@ -12,6 +12,7 @@ from .oracle import oracle, whole_state
 from .recording import record
 from .replaying import replay
 from .scheduler import Collective, Dies, Garbage, RankDied, Slow
+from .split_losses import same_loss
 from .world import SimulatedMesh, World
 
 __all__ = [
@@ -28,6 +29,7 @@ __all__ = [
     "oracle",
     "record",
     "replay",
+    "same_loss",
     "simulate",
     "whole_state",
 ]

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ..core import tree
 from ..core.arguments import check_whole, wrong
-from ..core.losses import Mean, Sum, added, averages, is_loss, local_sums, put_averages, terms_of, value_dtype
+from ..core.losses import Mean, Sum, added, averages, is_loss, local_sums, loss_of, put_averages, terms_of, value_dtype
 from ..core.random import seeded
 from ..core.scalars import double
 from ..core.tree import Spec, Tree, detached, flatten, map, map_tops, unflatten
@@ -23,7 +23,6 @@ from ..optim.transforms import Labels, label_of
 from ..plan.leaves import first_places
 from ..plan.precision import Policy, Precision, policy_of, precisions
 from ..plan.units import Where, claim_leaves, claim_policies
-from ..sharding.access import loss_of
 from ..sharding.sharded import gather_params
 from ..train.loss_scale import LossScale, NoLossScale
 from ..train.step import TrainState

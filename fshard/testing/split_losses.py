@@ -1,0 +1,100 @@
+"""Whether a loss of split leaves is the plain loss: its value and its gradients, on simulated ranks, in float64."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from ..comm.mesh import AnyMesh, coordinate, num_ranks
+from ..core import tree
+from ..core.random import seeded_by
+from ..core.tree import Tree
+from ..grad.grad import value_and_grad
+from ..plan.planning import make_plan
+from ..sharding.sharded import gather_params, shard_params
+from .world import World
+
+_LOSS = "the loss"
+_CAUSES = (
+    "The loss is right: a backward of its own, or a collective that is not fshard's, is not the adjoint of its forward",
+    "A sum over ranks lacks, or comes twice; or a total is a part along an axis, and its count is not; or ranks drew "
+    "other numbers",
+)
+
+
+def same_loss(
+    split: Callable[[AnyMesh], Callable[..., Tree]],
+    plain: Callable[..., Tree],
+    params: Tree,
+    batch: Tree,
+    *args: Tree,
+    leaves: Mapping[str, tuple[str, int] | tuple[str, int, int]],
+    data: str | Sequence[str] = (),
+    sizes: Sequence[int] = (2, 3),
+    rtol: float = 1e-8,
+) -> None:
+    """AssertionError unless a loss of split leaves has the value and the gradients of the plain loss.
+
+    `split(mesh)` is the loss for a mesh, `plain` that of one device: both are called with (params, batch, *args).
+    `leaves` and `data` are `make_plan`'s `split=` and `data=`. `params` are whole, on the host. The meshes are of
+    simulated ranks, with the axes in `leaves` and in `data`, of each number of ranks in `sizes`; batches are equal on
+    all ranks, but along the axes in `data`, over which dim 0 is cut (`torch.tensor_split`). Two values of the
+    parameters are tried: those given, and others near them. Floating-point tensors are cast to float64; numbers may
+    differ by `rtol` times the largest of the leaf. Ranks with equal batches draw equal random numbers, without `data`
+    those of the plain loss.
+
+    A forward that is right has right gradients, if all of its collectives are fshard's; gradients tell what a backward
+    of its own, or another library's collective, does wrong.
+
+    >>> def loss(mesh):
+    ...     return lambda p, x: all_reduce((x @ p["up"]) @ p["down"], mesh, "tensor").sum()
+    >>> params, split = {"up": torch.ones(2, 6), "down": torch.ones(6, 2)}, {"up": ("tensor", 1), "down": ("tensor", 0)}
+    >>> same_loss(loss, loss(None), params, torch.ones(3, 2), leaves=split)
+    >>> same_loss(lambda mesh: loss(None), loss(None), params, torch.ones(3, 2), leaves=split)
+    Traceback (most recent call last):
+    AssertionError: same_loss: {'tensor': 2}, the params given: the loss: expected 72.0, got 36.0. A sum over ranks...
+    """
+    over = (data,) if isinstance(data, str) else tuple(data)
+    axes = dict.fromkeys([*over, *(axis for axis, *_ in leaves.values())])
+    rows, *others = (tree.map(_double, x) for x in (batch, *args))
+
+    def results(mesh: AnyMesh, loss: Callable[..., Tree], whole: Tree) -> dict[str, Tensor]:
+        plan = make_plan(
+            whole, mesh, params_over=over, grads_over=over, state_over=over, split=leaves, data=over or None
+        )
+        ranks, rank = (1, 0) if mesh is None else (num_ranks(mesh, over), coordinate(mesh, over))
+        part = tree.map(lambda x: x.tensor_split(ranks)[rank] if x.dim() else x, rows)
+        with seeded_by(rank, "", torch.device("cpu")):
+            value, grads = value_and_grad(loss)(shard_params(whole, plan), part, *others)
+        named = tree.paths_to(gather_params(grads), Tensor)
+        return {_LOSS: value} | {f"the gradient of leaf {path!r}": x for path, x in named if isinstance(x, Tensor)}
+
+    for point, name in enumerate(("given", "nearby")):
+        whole = tree.map(lambda x, point=point: _double(x, 0.1 * point), params)
+        expected = results(None, plain, whole)
+        for size in sizes:
+            sized = dict.fromkeys(axes, size)
+            for got in World(axes=sized).run(lambda mesh, whole=whole: results(mesh, split(mesh), whole)):
+                _compare(f"same_loss: {sized}, the params {name}", got, expected, rtol)
+
+
+def _double(x: Tree, by: float = 0.0) -> Tree:
+    """A leaf in float64, moved by random numbers of this size, the same for leaves of one shape."""
+    if not (isinstance(x, Tensor) and x.is_floating_point()):
+        return x
+    generator = torch.Generator().manual_seed(0)
+    return x.double() + by * torch.randn(x.shape, dtype=torch.float64, device="cpu", generator=generator)
+
+
+def _compare(where: str, got: dict[str, Tensor], expected: dict[str, Tensor], rtol: float) -> None:
+    """Raise AssertionError if a loss, or a gradient, is another; it names the first leaf."""
+    for name, wanted in expected.items():
+        far = (got[name] - wanted).abs()
+        if far.numel() and not far.max() <= rtol * max(1.0, float(wanted.abs().max())):
+            at = tuple(int(i) for i in torch.unravel_index(far.argmax(), far.shape))
+            raise AssertionError(
+                f"{where}: {name}{f', at {[*at]}' if at else ''}: expected {wanted[at].item()}, got "
+                f"{got[name][at].item()}. {_CAUSES[name == _LOSS]}"
+            )

@@ -1,0 +1,133 @@
+"""`same_loss` names what a split loss does wrong, and lets what is right pass."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import fshard
+from fshard.testing import same_loss
+
+SPLIT = {
+    "up": ("tensor", 1),
+    "down": ("tensor", 0),
+    "gu": ("tensor", 1, 2),
+    "back": ("tensor", 0),
+    "head": ("tensor", 1),
+}
+Make = Callable[[Any], Callable[..., Any]]
+
+
+def whole() -> dict[str, Tensor]:
+    draw = torch.Generator().manual_seed(0)
+    shapes = {"bias": (4,), "norm": (4,), "up": (4, 7), "down": (7, 4), "gu": (4, 10), "back": (5, 4), "head": (4, 5)}
+    return {name: torch.randn(shape, generator=draw) for name, shape in shapes.items()}
+
+
+def block(p: Any, x: Tensor, mesh: Any) -> Tensor:
+    """A column and a row, leaves that are whole, and gate and up in one leaf."""
+    y = fshard.all_reduce(torch.tanh((x * p["norm"]) @ p["up"]) @ p["down"], mesh, "tensor") + p["bias"]
+    gate, up = (y @ p["gu"]).chunk(2, -1)
+    return fshard.all_reduce((gate.sigmoid() * up) @ p["back"], mesh, "tensor")
+
+
+def right(mesh: Any) -> Callable[..., Any]:
+    size = 1 if mesh is None else mesh.size("tensor")
+
+    def loss(p: Any, x: Tensor, weight: float) -> fshard.Mean:
+        y = torch.nn.functional.dropout(block(p, x, mesh), 0.2)
+        return weight * fshard.Mean((y @ p["head"]).square().sum(), len(x) / size) - fshard.Mean(y.sum(), len(x))
+
+    return loss
+
+
+class _Raw(torch.autograd.Function):
+    """An all-reduce whose backward is the identity, as other libraries have one."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, mesh: Any) -> Tensor:
+        return fshard.all_reduce(x, mesh, "tensor")
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad, None
+
+
+def changed(fn: Callable[[Any, Tensor, Any], Any]) -> Make:
+    return lambda mesh: lambda p, x: fn(p, x, mesh)
+
+
+def mlp(p: Any, x: Tensor, mesh: Any, add: Callable[..., Tensor] = fshard.all_reduce) -> Tensor:
+    y = torch.tanh((x * p["norm"]) @ p["up"]) @ p["down"]
+    return add(y, mesh, "tensor")
+
+
+# by name: the loss, and words of the error
+WRONG: dict[str, tuple[Make, str]] = {
+    "no sum": (
+        changed(lambda p, x, mesh: fshard.Mean(mlp(p, x, mesh, lambda y, *_: y).square().sum(), len(x))),
+        "the loss: expected",
+    ),
+    "a sum too many": (
+        changed(lambda p, x, mesh: fshard.Mean(fshard.all_reduce(mlp(p, x, mesh), mesh, "tensor").sum(), len(x))),
+        "the loss: expected",
+    ),
+    "a bias before the sum": (
+        changed(
+            lambda p, x, mesh: fshard.Mean(
+                fshard.all_reduce(torch.tanh(x @ p["up"]) @ p["down"] + p["bias"], mesh, "tensor").square().sum(),
+                len(x),
+            )
+        ),
+        "the loss: expected",
+    ),
+    "a part of the total": (
+        changed(lambda p, x, mesh: fshard.Mean((mlp(p, x, mesh) @ p["head"]).square().sum(), len(x))),
+        "the loss: expected",
+    ),
+    "a sum of equals": (changed(lambda p, x, mesh: fshard.Sum(mlp(p, x, mesh).sum())), "the loss: expected"),
+    "a raw backward": (
+        changed(lambda p, x, mesh: mlp(p, x, mesh, lambda y, *_: _Raw.apply(y, mesh)).square().sum()),
+        "the gradient of leaf 'norm', at .* The loss is right",
+    ),
+}
+
+
+def test_a_right_loss_passes() -> None:
+    """A tool that cries wolf is not used."""
+    torch.manual_seed(1)
+    same_loss(right, right(None), whole(), torch.randn(6, 4), 0.3, leaves=SPLIT)
+    same_loss(right, right(None), whole(), torch.randn(6, 4), 0.3, leaves=SPLIT, sizes=(1, 4))
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_what_is_wrong_is_named(name: str) -> None:
+    """Each trains another model, most of them without a word."""
+    make, words = WRONG[name]
+    with pytest.raises(AssertionError, match=words):
+        same_loss(make, make(None), whole(), torch.randn(6, 4), leaves=SPLIT)
+
+
+def test_batches_that_differ() -> None:
+    """Experts have other tokens on each rank of their axis."""
+
+    def make(mesh: Any) -> Callable[..., Any]:
+        def loss(p: Any, batch: Any) -> fshard.Mean:
+            x = fshard.all_gather(batch["x"], mesh, "expert")  # to all experts, of which each adds its own
+            y = sum((torch.tanh(x @ e) for e in p["e"]), torch.zeros_like(x))
+            return fshard.Mean((fshard.reduce_scatter(y, mesh, "expert") - batch["x"]).square().sum(), len(batch["x"]))
+
+        return loss
+
+    params, batch = {"e": torch.randn(5, 4, 4)}, {"x": torch.randn(6, 4), "number": torch.tensor(3)}
+    same_loss(make, make(None), params, batch, leaves={"e": ("expert", 0)}, data="expert")
+    same_loss(make, make(None), params, batch, leaves={"e": ("expert", 0)}, data=("shard", "expert"), sizes=(1, 3))
+
+
+def test_a_count_of_the_whole() -> None:
+    """Tokens of all ranks in the count of each make a loss that is too small, whatever the batch."""
+    make = changed(lambda p, x, mesh: fshard.Mean((x * p["w"]).square().sum(), 6))
+    with pytest.raises(AssertionError, match="the loss: expected"):
+        same_loss(make, make(None), {"w": torch.ones(4)}, torch.randn(6, 4), leaves={}, data="shard")
