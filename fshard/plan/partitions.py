@@ -30,16 +30,18 @@ def partitions(sizes: dict[str, int], *overs: str | Sequence[str]) -> dict[str, 
 
 
 def axes_of(name: str, over: object, sizes: Mapping[str, int]) -> Axes:
-    """Return the axes that an argument (one name or several) names; on one device any names give ().
+    """Return the axes that an argument (one name or several) names; on one device "shard" and "replicate" give ().
 
     Raises TypeError if `over` is neither a name nor several, ValueError for an axis that the mesh does not have.
     """
     names = (over,) if isinstance(over, str) else over
     if not isinstance(names, list | tuple) or not all(isinstance(axis, str) for axis in names):
         raise TypeError(wrong(name, over, "the name of an axis of the mesh, a tuple of names, or ()"))
-    if sizes and (unknown := [axis for axis in names if axis not in sizes]):
+    known = list(sizes) or ["shard", "replicate"]
+    if unknown := [axis for axis in names if axis not in known]:
+        where = "the mesh has no axis" if sizes else "one device has no axis"
         raise ValueError(
-            f"{name}={over!r}: the mesh has no axis {unknown[0]!r}, it has {', '.join(map(repr, sizes))}. "
+            f"{name}={over!r}: {where} {unknown[0]!r}, it has {', '.join(map(repr, known))}. "
             "Name one of those, or give init_device_mesh other mesh_dim_names."
         )
     return tuple(names) if sizes else ()

@@ -154,7 +154,7 @@ def _data_axes(
 ) -> Axes:
     """Return the axes along which batches differ. ValueError if they cannot be told from how leaves lie."""
     if data is not None:
-        named = axes_of("data", data, sizes)
+        named = axes_of("data", data, sizes) if sizes else ()  # as of splits, axes of one device have any names
         return tuple(axis for axis in sizes if axis in named)
     axes = {split.axis for split in splits}
     if both := [axis for axis in state_over if axis in axes]:

@@ -61,10 +61,8 @@ def same_loss(
     rows, *others = (tree.map(_double, x) for x in (batch, *args))
 
     def results(mesh: AnyMesh, loss: Callable[..., Tree], whole: Tree) -> dict[str, Tensor]:
-        plan = make_plan(
-            whole, mesh, params_over=over, grads_over=over, state_over=over, split=leaves, data=over or None
-        )
-        ranks, rank = (1, 0) if mesh is None else (num_ranks(mesh, over), coordinate(mesh, over))
+        ranks, rank, cut = (1, 0, ()) if mesh is None else (num_ranks(mesh, over), coordinate(mesh, over), over)
+        plan = make_plan(whole, mesh, params_over=cut, grads_over=cut, state_over=cut, split=leaves, data=over or None)
         part = tree.map(lambda x: x.tensor_split(ranks)[rank] if x.dim() else x, rows)
         with seeded_by(rank, "", torch.device("cpu")):
             value, grads = value_and_grad(loss)(shard_params(whole, plan), part, *others)
