@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 import fshard
-from fshard.testing import same_loss
+from fshard import optim
+from fshard.testing import World, oracle, record, replay, same_loss
 
 SPLIT = {
     "up": ("tensor", 1),
@@ -131,3 +132,41 @@ def test_a_count_of_the_whole() -> None:
     make = changed(lambda p, x, mesh: fshard.Mean((x * p["w"]).square().sum(), 6))
     with pytest.raises(AssertionError, match="the loss: expected"):
         same_loss(make, make(None), {"w": torch.ones(4)}, torch.randn(6, 4), leaves={}, data="shard")
+
+
+def tools(mesh: Any) -> Any:
+    """A step with dropout, its first state and batch, and the loss, which is NaN if masks differ along "tensor"."""
+    params = {name: whole()[name] for name in ("norm", "up", "down")}
+    plan, tx = fshard.make_plan(params, mesh, split={"up": ("tensor", 1), "down": ("tensor", 0)}), optim.adamw(1e-2)
+    x = torch.randn(6, 4, generator=torch.Generator().manual_seed(2))
+
+    def loss(p: Any, x: Tensor) -> fshard.Mean:
+        y = torch.nn.functional.dropout(mlp(p, x, mesh), 0.4)
+        drawn = torch.rand(())
+        most, least = (fshard.all_reduce(drawn, mesh, "tensor", op) for op in ("max", "min"))
+        return fshard.Mean((y - x).square().sum() * torch.where(most > least, torch.nan, 1.0), len(x))
+
+    rows = x if mesh is None else x.chunk(mesh.size("shard"))[mesh.get_local_rank("shard")]
+    return (
+        fshard.train_step(loss, tx, clip_norm=0.5),
+        fshard.init_state(fshard.shard_params(params, plan), tx),
+        rows,
+        loss,
+    )
+
+
+def test_the_oracle_and_a_replay_know_splits(tmp_path: Any) -> None:
+    """A tool that draws other masks, or takes parts for wholes, would find faults where there are none."""
+
+    def run(mesh: Any) -> Any:
+        step, state, rows, _ = tools(mesh)
+        state, metrics = record(step, tmp_path, steps={0})(state, rows)
+        return fshard.gather_params(state.params), metrics["loss"]
+
+    got = World(axes={"shard": 1, "tensor": 3}).run(run)[0]
+    _, state, rows, loss = tools(None)
+    init, step = oracle(loss, optim.adamw(1e-2), clip_norm=0.5)
+    state, metrics = step(init(fshard.gather_params(state.params)), [rows])
+    torch.testing.assert_close(got, (state.params, metrics["loss"]))
+    (replayed,) = replay(tmp_path, tools)
+    assert (replayed.different, replayed.nonfinite) == (None, None)
