@@ -31,6 +31,7 @@ Derivatives, on adjoints of linear maps.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, Protocol, TypeVar
@@ -45,7 +46,7 @@ from ..core.losses import running
 from ..core.tree import Tree
 from . import primitives
 from .announce import CallInBlocks, kept
-from .mesh import AnyMesh
+from .mesh import AnyMesh, adapted
 from .ranks import Pending, Ranks
 
 T = TypeVar("T")  # a tensor or a tree
@@ -163,11 +164,10 @@ def _over(x: T, collective: _Collective, split: int = 0, join: int | None = None
     It acts along dim `split`; what arrives is concatenated along dim `join` (None: the same).
     """
     kind, dims = collective.kind, (split, split if join is None else join)
+    # looked up once: the backward has the same ranks
+    collective = replace(collective, mesh=adapted(collective.mesh))
     ranks = None if collective.mesh is None else primitives.along(collective.mesh, collective.axis)
     rank, size = (0, 1) if ranks is None else (ranks.rank, ranks.size)
-    check_whole(f"{kind}: src", collective.src, least=-(2**63), what="a rank")
-    check_whole(f"{kind}: by", collective.by, least=-(2**63), what="a number of ranks")
-    check_flags(**{f"{kind}: wrap": collective.wrap})
     for dim in dims:
         check_whole(f"{kind}: dim", dim, least=-(2**63), what="the number of a dim")
     if not isinstance(collective.label, str):
@@ -284,6 +284,10 @@ def all_reduce(x: T, mesh: AnyMesh, axis: str, op: Literal["sum", "max", "min"] 
     return _over(x, _Collective("all_reduce", mesh, axis, label, op))
 
 
+# torch asks for it at each call
+_Apply.forward.__signature__ = inspect.signature(_Apply.forward)  # type: ignore[attr-defined]
+
+
 def of_one(kind: str, x: T, mesh: AnyMesh, axis: str, label: str = "", *, advice: str = "") -> T:
     """Apply "vary" or "total", for values that exist once; RuntimeError in a loss, if there is advice for it."""
     if advice and running():
@@ -367,6 +371,8 @@ def shift(x: T, mesh: AnyMesh, axis: str, by: int = 1, *, wrap: bool = True, lab
     >>> simulate(lambda mesh: shift(torch.tensor(mesh.get_rank() + 1), mesh, "shard", -1, wrap=False).item(), shard=3)
     [2, 3, 0]
     """
+    check_whole("shift: by", by, least=-(2**63), what="a number of ranks")
+    check_flags(**{"shift: wrap": wrap})
     return _over(x, _Collective("shift", mesh, axis, label, by=by, wrap=wrap))
 
 
@@ -380,4 +386,5 @@ def broadcast(x: T, mesh: AnyMesh, axis: str, src: int = 0, label: str = "") -> 
     >>> simulate(lambda mesh: broadcast(torch.tensor(mesh.get_rank()), mesh, "shard", src=1).item(), shard=2)
     [1, 1]
     """
+    check_whole("broadcast: src", src, least=-(2**63), what="a rank")
     return _over(x, _Collective("broadcast", mesh, axis, label, src=src))
