@@ -1,0 +1,124 @@
+"""Models of split leaves, made of the functions that docs/split_leaves.md shows: a model's leaves, split and loss."""
+
+import ast
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache, partial
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from fshard.core.tree import Tree
+
+PAGE = Path(__file__).parents[2] / "docs" / "split_leaves.md"
+WORDS, WIDTH, LENGTH = 7, 6, 6  # of a vocabulary of words, 3, 3 and 1 on three ranks; the length is that of a row
+
+
+@cache
+def page() -> SimpleNamespace:
+    """The imports, functions and splits of the page; its programs are not run."""
+    scope: dict[str, Any] = {}
+    for block in re.findall(r"^```python\n(.*?)^```", PAGE.read_text(), re.MULTILINE | re.DOTALL):
+        body = [x for x in ast.parse(block).body if _defines(x)]
+        exec(compile(ast.Module(body, []), str(PAGE), "exec"), scope)
+    scope["VOCABULARY"] = WORDS
+    return SimpleNamespace(**scope)
+
+
+def _defines(statement: ast.stmt) -> bool:
+    """Whether a statement defines what models are made of: a constant, a dict of splits or a function, say."""
+    constant = isinstance(statement, ast.Assign) and isinstance(statement.value, ast.Constant | ast.Dict)
+    named = constant and ast.unparse(statement).partition(" = ")[0] in ("EXPERTS", "mlp_split", "attention_split")
+    return named or isinstance(statement, ast.FunctionDef | ast.Import | ast.ImportFrom)
+
+
+@dataclass(frozen=True)
+class SplitModel:
+    """A model: its whole leaves, how they are split over `axis`, and `loss(mesh, data)`, plain without a mesh.
+
+    `data` are the axes along which batches differ, `batch(rows, seed)` draws rows for all ranks.
+    """
+
+    axis: str
+    params: Callable[[], Tree]
+    split: dict[str, tuple[Any, ...]]
+    loss: Callable[[Any, tuple[str, ...]], Callable[[Tree, Tensor], Any]]
+    batch: Callable[[int, int], Tensor]
+    differ: bool = False  # whether batches differ along `axis`
+
+
+def drawn(seed: int) -> Callable[..., Tensor]:
+    """A function that draws leaves of the shapes it is given, float64."""
+    generator = torch.Generator().manual_seed(seed)
+    return lambda *shape: torch.randn(shape, generator=generator, dtype=torch.float64) / 2
+
+
+def _layer(draw: Callable[..., Tensor], heads: int, hidden: int, gated: bool) -> Tree:
+    gate_up, up = {"gate_up": draw(WIDTH, 2 * hidden)}, {"up": draw(WIDTH, hidden), "up_bias": draw(hidden)}
+    one_head = {"k": draw(WIDTH, 3), "v": draw(WIDTH, 3)}
+    return {
+        **{"norm1": 1 + draw(WIDTH), "q": draw(WIDTH, heads, 3), "o": draw(heads, 3, WIDTH), **one_head},
+        **{"norm2": 1 + draw(WIDTH), **(gate_up if gated else up), "down": draw(hidden, WIDTH), "bias": draw(WIDTH)},
+    }
+
+
+def transformer(
+    by_sequence: bool = False, tied: bool = False, gated: bool = False, again: bool = False, rate: float = 0.0
+) -> SplitModel:
+    """Two layers of other sizes: with 4 heads, 7 words or a hidden layer of 4, three ranks have parts of 2, 2 and 0."""
+    it = page()
+    layer = partial(it.sequence_block if by_sequence else it.block, mlp=it.gated_mlp if gated else it.mlp)
+    layer = partial(layer, rate=rate) if rate else layer
+    layer = partial(checkpoint, layer, use_reentrant=False) if again else layer
+    split = {**it.mlp_split, **it.attention_split, "embed": ("tensor", 0), "head": ("tensor", 0)}
+    for name in ("up", "up_bias") if gated else ("gate_up",):
+        del split[f"**.{name}"]
+
+    def params() -> Tree:
+        draw = drawn(0)
+        embed = draw(WORDS, WIDTH)
+        ends = {"embed": embed, "head": embed if tied else draw(WORDS, WIDTH), "norm": 1 + draw(WIDTH)}
+        layers = [_layer(draw, 4, 5, gated), _layer(draw, 3, 4, gated)]
+        return {**ends, "positions": draw(LENGTH, WIDTH), "layers": layers}
+
+    def batch(rows: int, seed: int) -> Tensor:  # -1 is no word, and not counted
+        return torch.randint(-1, WORDS, (rows, LENGTH + 1), generator=torch.Generator().manual_seed(seed))
+
+    return SplitModel("tensor", params, split, lambda mesh, _: it.model(mesh, layer, by_sequence), batch)
+
+
+def sparse(lean: float = 0.0) -> SplitModel:
+    """Two layers of four experts, of which the last two get no tokens if `lean` is large."""
+    it = page()
+
+    def layer(draw: Callable[..., Tensor], hidden: int) -> Tree:
+        two = {"up": draw(it.EXPERTS, WIDTH, hidden), "down": draw(it.EXPERTS, hidden, WIDTH)}
+        far = torch.tensor([0.0, 0.0, lean, lean], dtype=torch.float64)
+        return {"norm": 1 + draw(WIDTH), "router": draw(WIDTH, it.EXPERTS), "lean": draw(it.EXPERTS) - far, **two}
+
+    def params() -> Tree:
+        draw = drawn(1)
+        return {"embed": draw(WORDS, WIDTH), "layers": [layer(draw, 5), layer(draw, 3)]}
+
+    def batch(rows: int, seed: int) -> Tensor:
+        return torch.randint(WORDS, (rows, 2), generator=torch.Generator().manual_seed(seed))
+
+    split = {"**.up": ("expert", 0), "**.down": ("expert", 0)}
+    return SplitModel("expert", params, split, it.sparse_model, batch, differ=True)
+
+
+MODELS = {
+    "replicated": transformer(),
+    "sequence": transformer(by_sequence=True),
+    "tied": transformer(tied=True),
+    "gated, again": transformer(gated=True, again=True),
+    "sequence, tied, again": transformer(by_sequence=True, tied=True, again=True),
+    "dropout, again": transformer(rate=0.2, again=True),
+    "experts": sparse(),
+    "experts without rows": sparse(lean=60.0),
+}
