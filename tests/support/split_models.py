@@ -23,18 +23,19 @@ WORDS, WIDTH, LENGTH = 7, 6, 6  # of a vocabulary of words, 3, 3 and 1 on three 
 def page() -> SimpleNamespace:
     """The imports, functions and splits of the page; its programs are not run."""
     scope: dict[str, Any] = {}
-    for block in re.findall(r"^```python\n(.*?)^```", PAGE.read_text(), re.MULTILINE | re.DOTALL):
-        body = [x for x in ast.parse(block).body if _defines(x)]
+    text = PAGE.read_text()
+    for block in re.finditer(r"^```python\n(.*?)^```", text, re.MULTILINE | re.DOTALL):
+        code = "\n" * text.count("\n", 0, block.start(1)) + block[1]  # errors then name lines of the page
+        body = [x for x in ast.parse(code).body if _defines(x)]
         exec(compile(ast.Module(body, []), str(PAGE), "exec"), scope)
     scope["VOCABULARY"] = WORDS
     return SimpleNamespace(**scope)
 
 
 def _defines(statement: ast.stmt) -> bool:
-    """Whether a statement defines what models are made of: a constant, a dict of splits or a function, say."""
-    constant = isinstance(statement, ast.Assign) and isinstance(statement.value, ast.Constant | ast.Dict)
-    named = constant and ast.unparse(statement).partition(" = ")[0] in ("EXPERTS", "mlp_split", "attention_split")
-    return named or isinstance(statement, ast.FunctionDef | ast.Import | ast.ImportFrom)
+    """Whether a statement is an import, a function, or one of the constants that models are made of."""
+    constant = re.match(r"(EXPERTS|mlp_split|attention_split|flat_split) = ", ast.unparse(statement))
+    return bool(constant) or isinstance(statement, ast.FunctionDef | ast.Import | ast.ImportFrom)
 
 
 @dataclass(frozen=True)
@@ -112,6 +113,22 @@ def sparse(lean: float = 0.0) -> SplitModel:
     return SplitModel("expert", params, split, it.sparse_model, batch, differ=True)
 
 
+def slope() -> SplitModel:
+    """A loss of the gradient of an MLP in its input, by torch.func inside of the loss."""
+    it = page()
+
+    def params() -> Tree:
+        draw = drawn(2)
+        up, down = {"up": draw(WIDTH, 5), "up_bias": draw(5)}, {"down": draw(5, WIDTH), "bias": draw(WIDTH)}
+        return {"layers": [{**up, **down}]}
+
+    def loss(mesh: Any, _: tuple[str, ...]) -> Callable[[Tree, Tensor], Any]:
+        return lambda p, x: it.matching(mesh)(p["layers"][0], x)
+
+    split = {f"**.{name}": how for name, how in it.flat_split.items()}
+    return SplitModel("tensor", params, split, loss, lambda rows, seed: drawn(seed)(rows, WIDTH))
+
+
 MODELS = {
     "replicated": transformer(),
     "sequence": transformer(by_sequence=True),
@@ -119,6 +136,7 @@ MODELS = {
     "gated, again": transformer(gated=True, again=True),
     "sequence, tied, again": transformer(by_sequence=True, tied=True, again=True),
     "dropout, again": transformer(rate=0.2, again=True),
+    "slope": slope(),
     "experts": sparse(),
     "experts without rows": sparse(lean=60.0),
 }
