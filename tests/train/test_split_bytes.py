@@ -1,11 +1,13 @@
 """What ranks send for split leaves, in bytes: activations along the axis of the split, leaves along the other one."""
 
 from collections import Counter
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from support.split_models import MODELS, WORDS, drawn, page
+from torch.utils.checkpoint import checkpoint
 
 import fshard
 from fshard.testing import World
@@ -21,14 +23,16 @@ def numel(shapes: dict[str, tuple[int, ...]]) -> int:
     return sum(torch.Size(shape).numel() for shape in shapes.values())
 
 
-def sent(mesh: Any, by_sequence: bool) -> Counter[tuple[str, ...]]:
+def sent(mesh: Any, by_sequence: bool, again: bool = False) -> Counter[tuple[str, ...]]:
     """Bytes that a rank sends for one gradient of two layers, by axis, label and kind."""
     it, draw = page(), drawn(0)
     layers = [{name: draw(*shape) for name, shape in (SPLIT | WHOLE).items()} for _ in range(2)]
     ends = {"embed": draw(WORDS, WIDTH), "head": draw(WORDS, WIDTH), "positions": draw(LENGTH, WIDTH)}
     whole = {**ends, "norm": draw(WIDTH), "layers": layers}
     plan = fshard.make_plan(whole, mesh, units=["layers.*"], split=MODELS["replicated"].split)
-    loss = it.model(mesh, it.sequence_block if by_sequence else it.block, by_sequence)
+    block = it.sequence_block if by_sequence else it.block
+    block = partial(checkpoint, block, use_reentrant=False) if again else block
+    loss = it.model(mesh, block, by_sequence)
     words = torch.zeros(ROWS, LENGTH + 1, dtype=torch.int64)
     params = fshard.shard_params(whole, plan)
     with fshard.collectives.tally() as calls:
@@ -45,15 +49,17 @@ def by_axis(calls: Any) -> Counter[tuple[str, ...]]:
 
 
 @pytest.mark.parametrize("t", [2, 4])
+@pytest.mark.parametrize("again", [False, True])
 @pytest.mark.parametrize("by_sequence", [False, True])
-def test_a_block_sends_eight_times_its_activations(by_sequence: bool, t: int) -> None:
+def test_a_block_sends_eight_times_its_activations(by_sequence: bool, again: bool, t: int) -> None:
     """A collective too many would make each layer slower, and no value would tell."""
     part = ACTIVATIONS * (t - 1) // t  # what an all-gather or a reduce-scatter sends
     statistics = ROWS * LENGTH * BYTES * (t - 1)  # a number of each word, to each of the others
     if by_sequence:
         expected = {
-            ("block", "all_gather"): 2 * 4 * part,  # two layers; two in the forward, and of the two others the backward
-            ("block", "reduce_scatter"): 2 * 4 * part,
+            # two layers; two in the forward, and the backward of the two others; a checkpoint leaves the last one out
+            ("block", "all_gather"): 2 * (4 + 2 * again) * part,
+            ("block", "reduce_scatter"): 2 * (4 + again) * part,
             ("embed", "reduce_scatter"): part,
             ("embed", "all_gather"): part,
             ("head", "all_gather"): part,
@@ -62,11 +68,11 @@ def test_a_block_sends_eight_times_its_activations(by_sequence: bool, t: int) ->
         }
     else:
         expected = {
-            ("block", "all_reduce"): 2 * 8 * part,
+            ("block", "all_reduce"): 2 * (8 + 2 * again) * part,
             ("embed", "all_reduce"): 2 * 2 * part,
             ("head", "all_reduce"): 5 * statistics,  # the largest; the sum and the logit; gradients of these two
         }
-    for counter in World(axes={"shard": SHARDS, "tensor": t}).run(sent, by_sequence):
+    for counter in World(axes={"shard": SHARDS, "tensor": t}).run(sent, by_sequence, again):
         labels = ("block", "embed", "head")
         got = {key[1:]: x for key, x in counter.items() if key[0] == "tensor" and key[1] in labels}
         assert got == expected
