@@ -48,7 +48,12 @@ def ratio(times: Mapping[str, list[float]], a: str, b: str) -> dict[str, float]:
 
 def on_two_ranks(file: str, *args: str, capture: bool = False) -> str:
     """Run a file on two processes of one thread each. Returns the printed text with `capture`, else an empty string."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", file, *args]
+    return on_ranks(2, file, *args, capture=capture)
+
+
+def on_ranks(number: int, file: str, *args: str, capture: bool = False) -> str:
+    """Run a file on processes of one thread each. Returns the printed text with `capture`, else an empty string."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={number}", file, *args]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, check=True, env=environment, text=True, stdout=subprocess.PIPE if capture else None)
     return done.stdout or ""

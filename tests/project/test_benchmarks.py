@@ -118,6 +118,33 @@ def test_systems_train_alike(model: str) -> None:
     assert set(systems) - set(times) <= {"fsdp2-compiled", "jax", "fshard-tree", "fshard-parts"}
 
 
+def trained_in_tensor(mesh: Any, sequence: bool) -> None:
+    """Three steps of the systems of `make bench-tensor` in float64; an error if losses or parameters differ."""
+    sys.path.insert(0, BENCHMARKS)
+    warnings.simplefilter("default")
+    torch.set_default_dtype(torch.float64)
+    import tensor
+    from torch.distributed.device_mesh import init_device_mesh
+
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("shard", "tensor"))
+    with pytest.raises(RuntimeError, match="do not train alike"):
+        tensor.check_losses({"fshard": 1.0, "torch": 1.01}, 1e-3)
+    model = dataclasses.replace(tensor.TINY, sequence=sequence)
+    steps = tensor.steps_of(model, mesh, ["fshard", "torch", *["fshard-jit"] * sequence])
+    times = tensor.step_times(model, steps, mesh.get_local_rank("shard"), rounds=3, warmup=0, close=1e-10)
+    assert {len(seconds) for seconds in times.values()} == {3}
+    for step in steps.values():
+        torch.testing.assert_close(step.params(), steps["torch"].params(), rtol=1e-9, atol=1e-11)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sequence", [False, True])
+def test_split_leaves_train_like_parallelize_module(sequence: bool) -> None:
+    """The systems of `make bench-tensor` take the same steps to the last digits, with other rows along "shard":
+    otherwise its ratios would compare different things."""
+    gloo(trained_in_tensor, sequence, replicate=2)
+
+
 @pytest.mark.usefixtures("benchmarks")
 def test_every_system_and_model_is_tested() -> None:
     """A system or a model that is added without a test of its steps is noticed."""
