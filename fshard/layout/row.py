@@ -229,28 +229,21 @@ class Row(Generic[L]):
 
         Only shards with the coordinates `at` along these axes.
         """
-        if self.split is None:
-            yield from self._shards_of(self._number[leaf], 0, sizes, at)
-            return
-        axis = self.split.axis
-        for part in [at[axis]] if axis in at else range(sizes[axis]):
-            for coordinates, span in self._shards_of(self._number[leaf], part, sizes, at):
-                yield (part, *coordinates), span
-
-    def _shards_of(
-        self, i: int, part: int, sizes: Mapping[str, int], at: Mapping[str, int]
-    ) -> Iterator[tuple[tuple[int, ...], Span]]:
-        """`shards_of` of one part, with coordinates along the rule's axes."""
-        over, numbers = self.rule.over, self._holding(i, part)
+        i, over, parts = self._number[leaf], self.rule.over, range(1)
+        if self.split is not None:
+            part = at.get(self.split.axis)
+            parts = range(sizes[self.split.axis]) if part is None else range(part, part + 1)
         of_axes, free = [sizes[axis] for axis in over], [sizes[axis] for axis in over if axis not in at]
-        if len(numbers) <= math.prod(free):  # the shards of the leaf are fewer than those with these coordinates
-            all_of_leaf = ((number, tuple(digits(number, of_axes))) for number in numbers)
-            holders = (x for x in all_of_leaf if all(at.get(axis, n) == n for axis, n in zip(over, x[1], strict=True)))
-        else:
-            choices = product(*([at[axis]] if axis in at else range(sizes[axis]) for axis in over))
-            holders = (x for x in ((number_of(at, of_axes), at) for at in choices) if x[0] in numbers)
-        for number, coordinates in holders:
-            yield coordinates, self._span(i, number, part)
+        for part in parts:
+            numbers = self._holding(i, part)
+            if len(numbers) <= math.prod(free):  # the shards of the leaf are fewer than those with these coordinates
+                shards = ((number, tuple(digits(number, of_axes))) for number in numbers)
+                holders = (x for x in shards if all(at.get(axis, n) == n for axis, n in zip(over, x[1], strict=True)))
+            else:
+                choices = product(*([at[axis]] if axis in at else range(sizes[axis]) for axis in over))
+                holders = (x for x in ((number_of(x, of_axes), x) for x in choices) if x[0] in numbers)
+            for number, coordinates in holders:
+                yield (*([part] * (self.split is not None)), *coordinates), self._span(i, number, part)
 
     def step(self, leaf: L, packed: bool) -> int:
         """The greatest common divisor of where the spans of a leaf begin in it and, unless packed, in their shards."""
