@@ -18,7 +18,8 @@ from .world import World
 
 _LOSS = "the loss"
 _CAUSES = (
-    "The loss is right: a backward of its own, or a collective that is not fshard's, is not the adjoint of its forward",
+    "The loss is right here: it may be another for other parameters (a bias of zeros that counts twice), or a backward of "
+    "its own, or a collective that is not fshard's, is not the adjoint of its forward",
     "A sum over ranks lacks, or comes twice; or a total is a part along an axis, and its count is not; or ranks drew "
     "other numbers",
 )

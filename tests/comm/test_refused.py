@@ -83,6 +83,8 @@ def in_processes(mesh: Any, name: str) -> list[str]:
 
         def loss(p: Any, x: Tensor, detached: bool = detached) -> Tensor:
             every(p["w"].detach() if detached else p["w"] * 2)[name]()
+            with torch.no_grad():
+                every(p["w"])[name]()
             return p["w"].sum()
 
         fn = fshard.value_and_grad(loss)

@@ -91,7 +91,7 @@ WRONG: dict[str, tuple[Make, str]] = {
     "a sum of equals": (changed(lambda p, x, mesh: fshard.Sum(mlp(p, x, mesh).sum())), "the loss: expected"),
     "a raw backward": (
         changed(lambda p, x, mesh: mlp(p, x, mesh, lambda y, *_: _Raw.apply(y, mesh)).square().sum()),
-        "the gradient of leaf 'norm', at .* The loss is right",
+        "the gradient of leaf 'norm', at .* The loss is right here",
     ),
 }
 
@@ -109,6 +109,17 @@ def test_what_is_wrong_is_named(name: str) -> None:
     make, words = WRONG[name]
     with pytest.raises(AssertionError, match=words):
         same_loss(make, make(None), whole(), torch.randn(6, 4), leaves=SPLIT)
+
+
+def test_what_is_right_for_the_first_parameters_alone_is_named() -> None:
+    """Biases begin at zero: what is added once for every rank is seen in the gradient, and its square not even there."""
+    params, x = whole() | {"bias": torch.zeros(4)}, torch.randn(6, 4)
+    make = WRONG["a bias before the sum"][0]
+    with pytest.raises(AssertionError, match="the params given: the gradient of leaf 'bias'.*it may be another"):
+        same_loss(make, make(None), params, x, leaves=SPLIT)
+    make = changed(lambda p, x, mesh: mlp(p, x, mesh).sum() + fshard.all_reduce(p["bias"] ** 2, mesh, "tensor").sum())
+    with pytest.raises(AssertionError, match="the params nearby: the loss"):
+        same_loss(make, make(None), params, x, leaves=SPLIT)
 
 
 def test_batches_that_differ() -> None:
