@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 from .comm.mesh import AnyMesh
 from .comm.primitives import along
@@ -11,7 +12,8 @@ from .core.random import forked
 __all__ = ["per"]
 
 
-def per(mesh: AnyMesh, axis: str) -> AbstractContextManager[None]:
+@contextmanager
+def per(mesh: AnyMesh, axis: str) -> Iterator[None]:
     """A block in which random numbers differ between the ranks along `axis`: they depend on this rank's number there.
 
     A step draws the same numbers on ranks whose batches do not differ (`make_plan(data=)`), which is right for
@@ -19,7 +21,8 @@ def per(mesh: AnyMesh, axis: str) -> AbstractContextManager[None]:
     What is drawn after the block is equal again, and depends on no number that was drawn in it. With mesh=None, or one
     rank along the axis, nothing changes. JAX folds `axis_index` into a key.
 
-    Raises ValueError for an axis that the mesh lacks.
+    Torch's generators of the host and of the mesh's device are meant, not those of Python, numpy, or your own. Raises
+    ValueError for an axis that the mesh lacks.
 
     >>> from fshard.testing import simulate
     >>> def drawn(mesh):
@@ -32,5 +35,7 @@ def per(mesh: AnyMesh, axis: str) -> AbstractContextManager[None]:
     (False, True)
     """
     if mesh is None or (ranks := along(mesh, axis)).size == 1:
-        return nullcontext()
-    return forked(ranks.rank, ranks.device)
+        yield
+        return
+    with forked(ranks.rank, ranks.device):
+        yield

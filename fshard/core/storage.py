@@ -121,8 +121,8 @@ def bitcast(x: Tensor, dtype: torch.dtype) -> Tensor:
 def as_bytes(x: Tensor) -> Tensor:
     """Return the bytes of a tensor as a flat uint8 tensor."""
     flat = x.detach().reshape(-1)
-    if flat.numel() == 1 and flat.stride() != (1,):  # a compiler may give one element any stride
-        flat = flat.as_strided((1,), (1,))
+    if flat.numel() < 2 and flat.stride() != (1,):  # none, or one, may have any stride, and count as contiguous
+        flat = flat.as_strided((flat.numel(),), (1,))
     return bitcast(torch.view_as_real(flat).reshape(-1) if flat.is_complex() else flat, torch.uint8)
 
 

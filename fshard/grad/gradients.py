@@ -47,7 +47,7 @@ from ..comm.wire import Wire
 from ..core.arguments import shown
 from ..core.flat import clear_outside_
 from ..core.tracing import is_tracing
-from ..layout.row import Row, put
+from ..layout.row import Row
 from ..layout.rules import COPIES, Rule, arrived, reshard, route
 from ..plan import offload
 from ..plan.offload import HOST
@@ -320,11 +320,9 @@ class Gradients:
         flat = self.buffer(row.unit, row.kind)
         # embedding(sparse=True) gives a sparse gradient
         dense = [g if g.layout is torch.strided else g.to_dense() for g in grads if g is not None]
-        if len(dense) == len(grads):
-            row.put(flat, dense, self.add or again)
-        else:
-            starts = [start for start, grad in zip(row.starts, grads, strict=True) if grad is not None]
-            put(flat, dense, starts, self.add or again)
+        if len(dense) < len(grads):
+            row = row.renamed({slot: slot for slot, grad in zip(row.leaves, grads, strict=True) if grad is not None})
+        row.put(flat, dense, self.add or again)
         return flat
 
     def emit(self, unit: int, kind: int, flat: Tensor) -> Pending | None:

@@ -106,6 +106,8 @@ def _check_blocks(layout: Layout, block: int) -> None:
         ragged = layout.packed and in_tensor[row.tensor] > 1 and layout.leaves[number].numel % block
         if ragged or row.step(number, layout.packed) % block:
             advice = f"lay parameters out with make_plan or zero and block={block}"
+            if leaf.split is not None:
+                advice += f", and split leaves whose parts begin at multiples of {block} elements"
             if layout.packed:  # without the plan's padding between leaves
                 advice += f", and label for it only leaves whose number of elements is a multiple of {block}"
             raise ValueError(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 
 import torch
@@ -9,6 +10,7 @@ from torch import Tensor
 
 from ..comm.mesh import AnyMesh, coordinate, num_ranks
 from ..core import tree
+from ..core.arguments import check_positive
 from ..core.random import seeded_by
 from ..core.tree import Tree
 from ..grad.grad import value_and_grad
@@ -18,8 +20,8 @@ from .world import World
 
 _LOSS = "the loss"
 _CAUSES = (
-    "The loss is right here: it may be another for other parameters (a bias of zeros that counts twice), or a backward of "
-    "its own, or a collective that is not fshard's, is not the adjoint of its forward",
+    "The loss is right here: it may be another for other parameters (a bias of zeros that counts twice), or a backward "
+    "of its own, or a collective that is not fshard's, is not the adjoint of its forward",
     "A sum over ranks lacks, or comes twice; or a total is a part along an axis, and its count is not; or ranks drew "
     "other numbers",
 )
@@ -40,11 +42,12 @@ def same_loss(
 
     `split(mesh)` is the loss for a mesh, `plain` that of one device: both are called with (params, batch, *args).
     `leaves` and `data` are `make_plan`'s `split=` and `data=`. `params` are whole, on the host. The meshes are of
-    simulated ranks, with the axes in `leaves` and in `data`, of each number of ranks in `sizes`; batches are equal on
-    all ranks, but along the axes in `data`, over which dim 0 is cut (`torch.tensor_split`). Two values of the
-    parameters are tried: those given, and others near them. Floating-point tensors are cast to float64; numbers may
-    differ by `rtol` times the largest of the leaf. Ranks with equal batches draw equal random numbers, without `data`
-    those of the plain loss.
+    simulated ranks, with the axes in `leaves` and in `data`, of each number of ranks in `sizes`, several axes of
+    unlike ones; batches are equal on all ranks, but along the axes in `data`, over which dim 0 is cut
+    (`torch.tensor_split`). Two values of the parameters are tried: those given, and others near them. Floating-point
+    tensors are cast to float64; numbers may differ by `rtol` times the largest of the leaf. Ranks with equal batches
+    draw equal random numbers, without `data` those of the plain loss. A loss returns no aux. ValueError where nothing
+    would be compared.
 
     A forward that is right has right gradients, if all of its collectives are fshard's; gradients tell what a backward
     of its own, or another library's collective, does wrong.
@@ -59,12 +62,16 @@ def same_loss(
     """
     over = (data,) if isinstance(data, str) else tuple(data)
     axes = dict.fromkeys([*over, *(axis for axis, *_ in leaves.values())])
+    check_positive("same_loss: rtol", rtol)
+    if not axes or max(sizes, default=1) < 2 or rtol >= 1:
+        given = f"leaves={leaves}, data={data!r}, sizes={sizes}, rtol={rtol}"
+        raise ValueError(f"same_loss: expected an axis, a size above 1, and rtol below 1, got {given}")
     rows, *others = (tree.map(_double, x) for x in (batch, *args))
 
     def results(mesh: AnyMesh, loss: Callable[..., Tree], whole: Tree) -> dict[str, Tensor]:
         ranks, rank, cut = (1, 0, ()) if mesh is None else (num_ranks(mesh, over), coordinate(mesh, over), over)
         plan = make_plan(whole, mesh, params_over=cut, grads_over=cut, state_over=cut, split=leaves, data=over or None)
-        part = tree.map(lambda x: x.tensor_split(ranks)[rank] if x.dim() else x, rows)
+        part = tree.map(lambda x: x.tensor_split(ranks)[rank] if isinstance(x, Tensor) and x.dim() else x, rows)
         with seeded_by(rank, "", torch.device("cpu")):
             value, grads = value_and_grad(loss)(shard_params(whole, plan), part, *others)
         named = tree.paths_to(gather_params(grads), Tensor)
@@ -73,27 +80,33 @@ def same_loss(
     for point, name in enumerate(("given", "nearby")):
         whole = tree.map(lambda x, point=point: _double(x, 0.1 * point), params)
         expected = results(None, plain, whole)
-        for size in sizes:
-            sized = dict.fromkeys(axes, size)
+        for first in range(len(sizes)):  # of several axes, each of another size
+            sized = {axis: sizes[(first + i) % len(sizes)] for i, axis in enumerate(axes)}
             for got in World(axes=sized).run(lambda mesh, whole=whole: results(mesh, split(mesh), whole)):
                 _compare(f"same_loss: {sized}, the params {name}", got, expected, rtol)
 
 
 def _double(x: Tree, by: float = 0.0) -> Tree:
-    """A leaf in float64, moved by random numbers of this size, the same for leaves of one shape."""
-    if not (isinstance(x, Tensor) and x.is_floating_point()):
+    """A leaf in float64 or complex128, its numbers multiplied by 1 to 1 + 2 `by`, and zeros moved by as much."""
+    if not (isinstance(x, Tensor) and (x.is_floating_point() or x.is_complex())):
         return x
-    generator = torch.Generator().manual_seed(0)
-    return x.double() + by * torch.randn(x.shape, dtype=torch.float64, device="cpu", generator=generator)
+    x = x.to(torch.complex128 if x.is_complex() else torch.float64)
+    moved = by * (
+        1 + torch.rand(x.shape, dtype=torch.float64, device="cpu", generator=torch.Generator().manual_seed(0))
+    )
+    return torch.where(x == 0, moved, x * (1 + moved))
 
 
 def _compare(where: str, got: dict[str, Tensor], expected: dict[str, Tensor], rtol: float) -> None:
     """Raise AssertionError if a loss, or a gradient, is another; it names the first leaf."""
+    largest = {name: float(wanted.abs().max()) if wanted.numel() else 0.0 for name, wanted in expected.items()}
+    least = 1e-6 * max(largest.values())  # what is zero is rounded, too
     for name, wanted in expected.items():
         far = (got[name] - wanted).abs()
-        if far.numel() and not far.max() <= rtol * max(1.0, float(wanted.abs().max())):
+        if far.numel() and not far.max() <= rtol * max(largest[name], least):
             at = tuple(int(i) for i in torch.unravel_index(far.argmax(), far.shape))
+            cause = _CAUSES[name == _LOSS] if math.isfinite(largest[name]) else "The plain loss has no value there"
             raise AssertionError(
                 f"{where}: {name}{f', at {[*at]}' if at else ''}: expected {wanted[at].item()}, got "
-                f"{got[name][at].item()}. {_CAUSES[name == _LOSS]}"
+                f"{got[name][at].item()}. {cause}"
             )

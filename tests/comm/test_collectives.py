@@ -778,3 +778,13 @@ def test_what_can_be_combined(op: str) -> None:
         else:
             with pytest.raises(TypeError, match=f"all_reduce: torch has no {op} of {dtype}: convert it first"):
                 primitives.check_combines("all_reduce", op, dtype)
+
+
+@pytest.mark.parametrize("name", ["all_reduce", "reduce_scatter", "all_gather", "all_to_all", "broadcast", "shift"])
+def test_a_column_of_no_rows(name: str) -> None:
+    """A rank may have no tokens; torch calls a tensor without elements contiguous, whatever its strides."""
+
+    def run(mesh: Any) -> tuple[int, ...]:
+        return tuple(getattr(fshard, name)(torch.zeros(0, 2)[..., 0], mesh, "shard").shape)
+
+    assert fshard.testing.World(axes={"shard": 2}, late=True).run(run) == [(0,)] * 2

@@ -247,6 +247,8 @@ class Program:
                 layers.append(layers[names.index(name)])
                 continue
             leaves = INSTRUCTIONS[name][2](odd(draw))
+            if leaves and draw.random() < 0.3:  # which no instruction reads
+                leaves = {"a spare": ((WIDTH, odd(draw)), ("tensor", 1))} | leaves
             layers.append(
                 {
                     key: torch.randn(*shape, generator=generator, dtype=torch.float64) / 3

@@ -112,10 +112,10 @@ def test_what_is_wrong_is_named(name: str) -> None:
 
 
 def test_what_is_right_for_the_first_parameters_alone_is_named() -> None:
-    """Biases begin at zero: what is added once for every rank is seen in the gradient, and its square not even there."""
+    """Biases begin at zero: what every rank adds is seen in the gradient, and its square not even there."""
     params, x = whole() | {"bias": torch.zeros(4)}, torch.randn(6, 4)
     make = WRONG["a bias before the sum"][0]
-    with pytest.raises(AssertionError, match="the params given: the gradient of leaf 'bias'.*it may be another"):
+    with pytest.raises(AssertionError, match=r"the params given: the gradient of leaf 'bias'.*it may be another"):
         same_loss(make, make(None), params, x, leaves=SPLIT)
     make = changed(lambda p, x, mesh: mlp(p, x, mesh).sum() + fshard.all_reduce(p["bias"] ** 2, mesh, "tensor").sum())
     with pytest.raises(AssertionError, match="the params nearby: the loss"):
@@ -143,6 +143,44 @@ def test_a_count_of_the_whole() -> None:
     make = changed(lambda p, x, mesh: fshard.Mean((x * p["w"]).square().sum(), 6))
     with pytest.raises(AssertionError, match="the loss: expected"):
         same_loss(make, make(None), {"w": torch.ones(4)}, torch.randn(6, 4), leaves={}, data="shard")
+
+
+def test_axes_have_unlike_sizes() -> None:
+    """A size that is taken for another would be right on a square mesh alone."""
+
+    def make(mesh: Any) -> Callable[..., Any]:
+        size = 1 if mesh is None else mesh.size("shard")  # of "tensor" it would be right
+        return lambda p, x: fshard.Mean(fshard.all_reduce((x * p["n"]).sum(), mesh, "tensor") / size, len(x))
+
+    x = torch.randn(6, 4)
+    with pytest.raises(AssertionError, match=r"{'shard': 2, 'tensor': 3}.*the loss"):
+        same_loss(
+            make, make(None), {"n": torch.ones(4), "s": torch.ones(6)}, x, leaves={"s": ("tensor", 0)}, data="shard"
+        )
+
+
+def test_small_losses_are_compared_too() -> None:
+    """A loss of 1e-12 that is twice too large is wrong."""
+    make = changed(lambda p, x, mesh: 1e-12 * fshard.Sum((x * p["norm"]).sum()))
+    with pytest.raises(AssertionError, match="the loss"):
+        same_loss(make, make(None), whole(), torch.randn(6, 4), leaves=SPLIT)
+
+
+@pytest.mark.parametrize("wrong", [{"leaves": {}}, {"sizes": ()}, {"sizes": (1,)}, {"rtol": torch.inf}, {"rtol": 0.0}])
+def test_nothing_to_compare_is_an_error(wrong: dict[str, Any]) -> None:
+    """A call that compares nothing would pass."""
+    with pytest.raises(ValueError, match="same_loss: "):
+        same_loss(right, right(None), whole(), torch.randn(6, 4), 0.3, **({"leaves": SPLIT} | wrong))
+
+
+def test_batches_of_any_leaves_and_losses_without_a_value() -> None:
+    """Batches have numbers and words beside tensors; and a plain loss that is NaN has no cause in ranks."""
+    make = changed(lambda p, b, mesh: (mlp(p, b["x"], mesh) * p["z"].real).sum() * b["n"])
+    params = whole() | {"z": torch.ones(4, dtype=torch.complex64)}
+    same_loss(make, make(None), params, {"x": torch.randn(6, 4), "n": 2, "name": "a"}, leaves=SPLIT)
+    make = changed(lambda p, b, mesh: (0 * p["norm"]).log().sum() * 0)
+    with pytest.raises(AssertionError, match="The plain loss has no value there"):
+        same_loss(make, make(None), params, torch.randn(6, 4), leaves=SPLIT)
 
 
 def tools(mesh: Any) -> Any:

@@ -130,7 +130,18 @@ def test_an_axis_of_one_rank_changes_nothing() -> None:
     assert numbers(None, False) == numbers(None, True)
     assert World(axes={"tensor": 1}).run(numbers, False) == [numbers(None, True)]
     with pytest.raises(ValueError, match="no axis 'tensr'"):
-        World(axes={"tensor": 2}).run(lambda mesh: per(mesh, "tensr"))
+        World(axes={"tensor": 2}).run(lambda mesh: per(mesh, "tensr").__enter__())
+
+
+def test_it_is_a_decorator_on_any_number_of_ranks() -> None:
+    """A module that is tested on ranks would fail on one device."""
+
+    def drawn(mesh: Any) -> float:
+        torch.manual_seed(3)
+        return per(mesh, "tensor")(lambda: torch.rand(()).item())()
+
+    assert drawn(None) == World(axes={"tensor": 1}).run(drawn)[0]
+    assert len({*World(axes={"tensor": 3}).run(drawn)}) == 3
 
 
 @pytest.mark.slow
