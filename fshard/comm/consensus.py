@@ -26,7 +26,7 @@ _UNEQUAL = (
     "same; or read different units: read the same, with an empty batch, or params_over=(); or, if some use a unit, "
     "regather=False"
 )
-_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}  # by bytes of an element; else int64
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}  # by bytes of an element
 
 
 def check_same(mesh: AnyMesh, describe: str, what: str, remedy: str = _SAME_TREE) -> None:
@@ -114,7 +114,7 @@ def first_unlike(rows: Sequence[Tensor], mesh: AnyMesh, axes: Axes) -> int | Non
 
     The bits are compared as sums of integers: one small all-reduce along each axis, and one read by the host.
     """
-    sums = [row.view(_INTEGERS.get(row.itemsize, torch.int64)).sum(dtype=torch.int64) for row in rows]
+    sums = [*map(_sum_of_bits, rows)]
     if not sums or not axes:
         return None
     local = torch.stack([x.to(mesh_device(mesh)) for x in sums])  # (number of tensors,)
@@ -123,6 +123,18 @@ def first_unlike(rows: Sequence[Tensor], mesh: AnyMesh, axes: Axes) -> int | Non
     # over all axes, so that ranks whose own replicas agree hear of the others
     unlike = primitives.total((most != ~least).long(), mesh, op="max", label="replicas")
     return next((number for number, differs in enumerate(unlike.tolist()) if differs), None)
+
+
+def _sum_of_bits(row: Tensor) -> Tensor:
+    """The sum of the bits of a contiguous (n,), as integers: another one for another bit. int64, 0-d."""
+    if row.itemsize >= 8:
+        return row.view(torch.int64).sum()
+    if row.storage_offset() * row.itemsize % 8:  # no words begin there
+        row = row.clone()
+    # as words of 8 bytes: a sum of narrower integers casts each of them, and takes 18 times as long
+    end = len(row) * row.itemsize // 8 * 8 // row.itemsize
+    rest = row[end:].view(_INTEGERS[row.itemsize]).sum(dtype=torch.int64)
+    return row[:end].view(torch.int64).sum() + rest
 
 
 def without_place(sums: Tensor, local: Tensor, mesh: AnyMesh) -> Tensor:

@@ -12,6 +12,7 @@ from torch import Tensor
 
 import fshard
 from fshard import DynamicLossScale, MismatchError, StaticLossScale, optim
+from fshard.comm.consensus import first_unlike
 
 WORLDS = [(1, 2), (1, 3), (2, 2)]
 TX = optim.sgd(0.1)
@@ -48,6 +49,27 @@ def test_copies_of_parameters_are_equal(name: str, changed: str) -> None:
                     simulated(begun, STRATEGIES[name], whole, changed, replicate=replicate, shard=shard)
             else:  # nobody has a second copy to compare with
                 simulated(begun, STRATEGIES[name], whole, changed, replicate=replicate, shard=shard)
+
+
+def unlike(mesh: Any, dtype: torch.dtype, first: int, bit: int | None) -> int | None:
+    """Which of two tensors differs: the second from element `first` of its memory on, with one bit turned on rank 1."""
+    x = (rand(11, seed=1).float() * 100).to(dtype)
+    if bit is not None and mesh.get_rank() == 1:
+        (torch.view_as_real(x) if dtype.is_complex else x).view(torch.uint8).view(-1)[bit // 8] ^= 1 << bit % 8
+    return first_unlike([torch.zeros(0), x[first:]], mesh, ("shard",))
+
+
+@pytest.mark.parametrize(
+    "dtype", [torch.bool, torch.float8_e4m3fn, torch.bfloat16, torch.float32, torch.complex128], ids=str
+)
+def test_one_other_bit_is_noticed_wherever_it_lies(dtype: torch.dtype) -> None:
+    """Bits are summed as words, which a tensor may not fill, or begin in the middle of."""
+    size = dtype.itemsize
+    for first in (0, 1, 3):
+        assert simulated(unlike, dtype, first, None) == [None, None]
+        for element in {first, first + 1, 9, 10}:
+            bit = 8 * (element * size + size - 1) + (element % 7 if dtype is not torch.bool else 0)
+            assert simulated(unlike, dtype, first, bit) == [1, 1], (first, element)
 
 
 OTHERS: dict[str, tuple[str, Callable[[bool], Any], str]] = {
