@@ -14,13 +14,10 @@ import torch.distributed as dist
 from jax_peer import JaxPeer
 from systems import SYSTEMS, Step
 from tasks import Task
-from timing import in_turn
+from timing import CLOSE, EARLY, FAR, check_alike, in_turn
 from torch.distributed.device_mesh import DeviceMesh
 
 import fshard
-
-EARLY = 3
-CLOSE, FAR = 1e-4, 1e-1  # relative differences of losses in the first `EARLY` steps, and later: rounding grows
 
 
 def generator() -> torch.Generator:
@@ -73,8 +70,7 @@ def check_losses(losses: dict[str, float], tolerance: float) -> None:
     dist.all_reduce(means)
     means = torch.where(torch.tensor([SYSTEMS[s].mean for s in together]), values, means / dist.get_world_size())
     dist.broadcast(means, 0)
-    if not bool(((means - means[0]).abs() <= tolerance * means[0].abs()).all()):
-        raise RuntimeError(f"the systems do not train alike: {dict(zip(together, means.tolist(), strict=True))}")
+    check_alike(dict(zip(together, means.tolist(), strict=True)), tolerance)
 
 
 def alone(task: Task, system: str, mesh: DeviceMesh, steps: int = 3) -> dict[str, float]:

@@ -24,7 +24,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from timing import in_turn, leave, on_ranks, ratio
+from timing import CLOSE, EARLY, FAR, check_alike, in_turn, leave, on_ranks, ratio
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -41,7 +41,6 @@ from torch.distributed.tensor.parallel import (
 import fshard
 
 LR = 1e-3
-EARLY, CLOSE, FAR = 3, 1e-4, 1e-1  # relative differences of losses in the first steps, and later: rounding grows
 
 
 @dataclass(frozen=True)
@@ -300,7 +299,7 @@ def step_times(
 
     def next_round() -> None:
         nonlocal batch
-        check_losses({system: mean(loss) for system, loss in losses.items()}, close if next(done) <= EARLY else FAR)
+        check_alike({system: mean(loss) for system, loss in losses.items()}, close if next(done) <= EARLY else FAR)
         batch = model.batch(draws)
 
     return in_turn({system: partial(call, system) for system in steps}, rounds, warmup, between=next_round)
@@ -311,13 +310,6 @@ def mean(loss: Tensor) -> float:
     x = loss.full_tensor() if isinstance(loss, DTensor) else loss.clone()
     dist.all_reduce(x)
     return float(x) / dist.get_world_size()
-
-
-def check_losses(losses: dict[str, float], tolerance: float) -> None:
-    """RuntimeError if a loss differs from the first one by more than this part of it."""
-    first, *others = losses.values()
-    if not all(abs(loss - first) <= tolerance * abs(first) for loss in others):
-        raise RuntimeError(f"the systems do not train alike: {losses}")
 
 
 def on_a_rank(args: argparse.Namespace) -> None:

@@ -12,6 +12,9 @@ from random import Random
 
 import torch.distributed as dist
 
+EARLY = 3
+CLOSE, FAR = 1e-4, 1e-1  # relative differences of losses in the first `EARLY` steps, and later: rounding grows
+
 
 def in_turn(
     systems: Mapping[str, Callable[[], object]],
@@ -44,6 +47,13 @@ def ratio(times: Mapping[str, list[float]], a: str, b: str) -> dict[str, float]:
     pairs = sorted(x / y for x, y in zip(times[a], times[b], strict=True))
     low, high = pairs[len(pairs) // 10], pairs[-1 - len(pairs) // 10]
     return {"ratio": statistics.median(times[a]) / statistics.median(times[b]), "low": low, "high": high}
+
+
+def check_alike(losses: Mapping[str, float], tolerance: float) -> None:
+    """RuntimeError if a system's mean loss differs from the first one's by more than this part of it."""
+    first, *others = losses.values()
+    if not all(abs(loss - first) <= tolerance * abs(first) for loss in others):
+        raise RuntimeError(f"the systems do not train alike: {dict(losses)}")
 
 
 def on_two_ranks(file: str, *args: str, capture: bool = False) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 
 from .comm.mesh import AnyMesh
 from .comm.primitives import along
@@ -34,8 +34,6 @@ def per(mesh: AnyMesh, axis: str) -> Iterator[None]:
     >>> a == b, after == after_too
     (False, True)
     """
-    if mesh is None or (ranks := along(mesh, axis)).size == 1:
-        yield
-        return
-    with forked(ranks.rank, ranks.device):
+    ranks = None if mesh is None else along(mesh, axis)
+    with forked(ranks.rank, ranks.device) if ranks is not None and ranks.size > 1 else nullcontext():
         yield

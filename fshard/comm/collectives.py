@@ -288,14 +288,18 @@ def all_reduce(x: T, mesh: AnyMesh, axis: str, op: Literal["sum", "max", "min"] 
 _Apply.forward.__signature__ = inspect.signature(_Apply.forward)  # type: ignore[attr-defined]
 
 
-def of_one(kind: str, x: T, mesh: AnyMesh, axis: str, label: str = "", *, advice: str = "") -> T:
-    """Apply "vary" or "total", for values that exist once; RuntimeError in a loss, if there is advice for it."""
-    if advice and running():
+def of_one(kind: str, x: T, mesh: AnyMesh, axis: str, label: str = "") -> T:
+    """Apply "vary" or "total", for values that exist once, as those of the parameters that a loss gathers itself."""
+    return _over(x, _Collective(kind, mesh, axis, label))
+
+
+def _refuse_in_loss(kind: str, advice: str) -> None:
+    """RuntimeError in a loss, for a collective that users call."""
+    if running():
         raise RuntimeError(
             f"{kind}: expected no call inside a loss, where parameters that are whole along an axis are not one value, "
             f"but one on each rank, whose gradients are summed. {advice}; {kind} is for torch.func outside of a loss"
         )
-    return _over(x, _Collective(kind, mesh, axis, label))
 
 
 def vary(x: T, mesh: AnyMesh, axis: str, label: str = "") -> T:
@@ -312,7 +316,8 @@ def vary(x: T, mesh: AnyMesh, axis: str, label: str = "") -> T:
     >>> simulate(grad_of_sum, shard=2)
     [3.0, 3.0]
     """
-    return of_one("vary", x, mesh, axis, label, advice="Leave it out")
+    _refuse_in_loss("vary", "Leave it out")
+    return of_one("vary", x, mesh, axis, label)
 
 
 def total(x: T, mesh: AnyMesh, axis: str, label: str = "") -> T:
@@ -325,7 +330,8 @@ def total(x: T, mesh: AnyMesh, axis: str, label: str = "") -> T:
     >>> simulate(lambda mesh: total(torch.tensor(1.5), mesh, "shard").item(), shard=2)
     [3.0, 3.0]
     """
-    return of_one("total", x, mesh, axis, label, advice="Use all_reduce")
+    _refuse_in_loss("total", "Use all_reduce")
+    return of_one("total", x, mesh, axis, label)
 
 
 def all_to_all(

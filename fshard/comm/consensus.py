@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from ..core import tree
+from ..core.storage import as_bytes
 from . import primitives
 from .mesh import AnyMesh, Axes, adapted, axis_sizes, mesh_device, num_ranks
 from .primitives import all_gather, all_reduce, along
@@ -26,7 +27,6 @@ _UNEQUAL = (
     "same; or read different units: read the same, with an empty batch, or params_over=(); or, if some use a unit, "
     "regather=False"
 )
-_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}  # by bytes of an element
 
 
 def check_same(mesh: AnyMesh, describe: str, what: str, remedy: str = _SAME_TREE) -> None:
@@ -127,14 +127,12 @@ def first_unlike(rows: Sequence[Tensor], mesh: AnyMesh, axes: Axes) -> int | Non
 
 def _sum_of_bits(row: Tensor) -> Tensor:
     """The sum of the bits of a contiguous (n,), as integers: another one for another bit. int64, 0-d."""
-    if row.itemsize >= 8:
-        return row.view(torch.int64).sum()
-    if row.storage_offset() * row.itemsize % 8:  # no words begin there
-        row = row.clone()
+    data = as_bytes(row)
+    if data.storage_offset() % 8:  # no words begin there
+        data = data.clone()
     # as words of 8 bytes: a sum of narrower integers casts each of them, and takes 18 times as long
-    end = len(row) * row.itemsize // 8 * 8 // row.itemsize
-    rest = row[end:].view(_INTEGERS[row.itemsize]).sum(dtype=torch.int64)
-    return row[:end].view(torch.int64).sum() + rest
+    end = len(data) // 8 * 8
+    return data[:end].view(torch.int64).sum() + data[end:].sum(dtype=torch.int64)
 
 
 def without_place(sums: Tensor, local: Tensor, mesh: AnyMesh) -> Tensor:

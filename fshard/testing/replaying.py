@@ -8,16 +8,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
-import torch
 from torch import Tensor
 
-from ..comm.mesh import AnyMesh, mesh_device
+from ..comm.mesh import AnyMesh
 from ..core.arguments import check_path
 from ..core.losses import is_loss
 from ..core.random import seeded
 from ..core.scalars import double
 from ..core.tree import Tree
 from ..grad.grad import value_and_grad
+from ..layout.pieces import device_of
 from ..sharding.sharded import Sharded
 from ..train.accumulate import rank_of
 from ..train.step import TrainState
@@ -136,7 +136,7 @@ def _again(mesh: AnyMesh, make: Make, recorded: RecordedStep) -> tuple[list[Find
     stages = [("batch", (batch, *args) if args else batch), ("the state before", state)]
     if loss_fn is not None:
         loss_args = [*[state.extra] * getattr(step, "with_extra", False), batch, *args]
-        stages.append(("gradients", _gradients(loss_fn, state, loss_args, mesh_device(mesh))))
+        stages.append(("gradients", _gradients(loss_fn, state, loss_args)))
     # Checked before the step runs, because the step may update its state in place.
     nonfinite = [(i, finding) for i, (what, x) in enumerate(stages) for finding in _nonfinite(rank, what, x)]
     after, metrics = step(state, batch, *args)
@@ -147,7 +147,7 @@ def _again(mesh: AnyMesh, make: Make, recorded: RecordedStep) -> tuple[list[Find
     return different, nonfinite
 
 
-def _gradients(loss_fn: Callable[..., Tree], state: TrainState, args: Sequence[Tree], device: torch.device) -> Tree:
+def _gradients(loss_fn: Callable[..., Tree], state: TrainState, args: Sequence[Tree]) -> Tree:
     """Return this rank's local gradients, times the loss scale, of its whole batch (no micro-batches)."""
     if not isinstance(state.params, Sharded):
         raise ValueError("replay: a loss function was given: expected a state of sharded parameters, got plain ones")
@@ -157,7 +157,7 @@ def _gradients(loss_fn: Callable[..., Tree], state: TrainState, args: Sequence[T
         loss, scale = out[0] if isinstance(out, tuple) else out, state.loss_scale.scale
         return loss.on_totals(scale) if is_loss(loss) else scale(loss)
 
-    with seeded(state.rng, state.step, rank_of(state.params), 0, device):
+    with seeded(state.rng, state.step, rank_of(state.params), 0, device_of(state.params)):
         return value_and_grad(scaled, reduce=False)(state.params, *args)[1].local
 
 

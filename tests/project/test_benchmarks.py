@@ -128,7 +128,7 @@ def trained_in_tensor(mesh: Any, sequence: bool) -> None:
 
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("shard", "tensor"))
     with pytest.raises(RuntimeError, match="do not train alike"):
-        tensor.check_losses({"fshard": 1.0, "torch": 1.01}, 1e-3)
+        tensor.check_alike({"fshard": 1.0, "torch": 1.01}, 1e-3)
     model = dataclasses.replace(tensor.TINY, sequence=sequence)
     steps = tensor.steps_of(model, mesh, ["fshard", "torch", *["fshard-jit"] * sequence])
     times = tensor.step_times(model, steps, mesh.get_local_rank("shard"), rounds=3, warmup=0, close=1e-10)
