@@ -233,6 +233,8 @@ def _descriptors():
 
 def _twenty_plans(mesh):
     """Descriptors of this process before any plan, with one, with 21, and when all are dropped."""
+    import torch._dynamo  # a checked loss imports it, and what fails in that keeps the loss's frames
+
     params = {"a": torch.ones(40), "b": torch.ones(5)}
     other = DeviceMesh.from_group(dist.new_group(), "cpu", mesh_dim_names=("shard",))
     dist.barrier(other.get_group("shard"))  # gloo connects when it is first used

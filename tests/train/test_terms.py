@@ -398,7 +398,7 @@ def test_a_replay_takes_the_gradients_of_all_terms() -> None:
     tx = optim.sgd(0.1)
     sharded = fshard.shard_params(parameters(), fshard.make_plan(parameters()))
     state = fshard.init_state(sharded, tx, fshard.StaticLossScale(8.0))
-    got = _gradients(loss_of(MOST), state, [batch_of(0, 1)], 0, torch.device("cpu"))
+    got = _gradients(loss_of(MOST), state, [batch_of(0, 1)])
     _, want = fshard.value_and_grad(loss_of(MOST))(sharded, batch_of(0, 1))
     tree.map(lambda a, b: torch.testing.assert_close(a, 8 * b), got, want)
 
