@@ -1,4 +1,4 @@
-"""The cost of `fshard.check`: the same step without and with checks, in turn, on two gloo ranks.
+"""The cost of `fshard.check` and `fshard.guard`: the same step without and with them, in turn, on two gloo ranks.
 
     make bench-checking
 
@@ -12,6 +12,8 @@ import argparse
 import sys
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -24,7 +26,7 @@ from fshard.comm.mesh import unconnected
 
 
 def systems(name: str, shared: bool) -> dict[str, Callable[[], object]]:
-    """A step of model `name` without checks and one with checks; with `shared`, ranks use shared memory."""
+    """A step of model `name`, also checked, and guarded each time or never; with `shared`, ranks use shared memory."""
     task, mesh = task_of(name), init_device_mesh("cpu", (2,), mesh_dim_names=("shard",))
     torch.manual_seed(0)
     plan = fshard.make_plan(task.init(), mesh, units=task.units, bucket=task.bucket)
@@ -34,8 +36,19 @@ def systems(name: str, shared: bool) -> dict[str, Callable[[], object]]:
     state = fshard.init_state(fshard.shard_params(task.init(), plan), tx)
     batch = task.batch(torch.Generator().manual_seed(dist.get_rank()))
     step = fshard.train_step(task.loss, tx)
-    checked = fshard.check(step)
-    return {"plain": lambda: step(state, batch), "checked": lambda: checked(state, batch)}
+    ways: dict[str, Callable[..., tuple[fshard.TrainState, dict[str, Any]]]] = {
+        "plain": step,
+        "checked": fshard.check(step),
+        "guard, all steps": fshard.guard(step, every=1),
+        "guard, no step": fshard.guard(step, every=1 << 40),
+        "guard, at rest": fshard.guard(step, every=1 << 40, at_rest=True),
+    }
+    states = dict.fromkeys(ways, state)
+
+    def run(way: str) -> None:
+        states[way], _ = ways[way](states[way], batch)
+
+    return {way: partial(run, way) for way in ways}
 
 
 def main() -> None:
@@ -51,10 +64,12 @@ def main() -> None:
     dist.init_process_group("gloo")
     for name in ("S", "T"):
         for shared in (True, False):
-            measured = ratio(in_turn(systems(name, shared), args.rounds), "checked", "plain")
-            if dist.get_rank() == 0:
-                way = "shared memory" if shared else "gloo"
-                print(f"{name}, {way}: {measured['ratio']:.3f} ({measured['low']:.3f} to {measured['high']:.3f})")
+            times = in_turn(systems(name, shared), args.rounds)
+            for way in [way for way in times if way != "plain" and dist.get_rank() == 0]:
+                measured, over = ratio(times, way, "plain"), "shared memory" if shared else "gloo"
+                print(
+                    f"{name}, {over}, {way}: {measured['ratio']:.3f} ({measured['low']:.3f} to {measured['high']:.3f})"
+                )
                 sys.stdout.flush()
     leave()
 

@@ -18,6 +18,7 @@ from .plan.precision import Policy
 from .sharding.initial import init_params
 from .sharding.sharded import Sharded, gather_params, shard_params
 from .sharding.state_dict import load_state_dict, state_dict
+from .train.guard import guard
 from .train.loss_scale import DynamicLossScale, NoLossScale, StaticLossScale, select
 from .train.step import TrainState, init_state, train_step
 from .zero_optimizer.zero import zero
@@ -57,6 +58,7 @@ __all__ = [
     "eval_shape",
     "evaluate",
     "gather_params",
+    "guard",
     "hvp",
     "init_params",
     "init_state",

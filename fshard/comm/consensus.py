@@ -114,15 +114,19 @@ def first_unlike(rows: Sequence[Tensor], mesh: AnyMesh, axes: Axes) -> int | Non
 
     The bits are compared as sums of integers: one small all-reduce along each axis, and one read by the host.
     """
-    sums = [*map(_sum_of_bits, rows)]
-    if not sums or not axes:
+    if not rows or not axes:
         return None
-    local = torch.stack([x.to(mesh_device(mesh)) for x in sums])  # (number of tensors,)
+    local = digests(rows, mesh)
     # ~x = -x - 1 turns the order around, so one maximum gives the largest and the smallest sum
     most, least = primitives.total(torch.stack([local, ~local]), mesh, axes, op="max", label="replicas").unbind()
     # over all axes, so that ranks whose own replicas agree hear of the others
     unlike = primitives.total((most != ~least).long(), mesh, op="max", label="replicas")
     return next((number for number, differs in enumerate(unlike.tolist()) if differs), None)
+
+
+def digests(rows: Sequence[Tensor], mesh: AnyMesh) -> Tensor:
+    """The sums of the bits of contiguous tensors, each (n,): int64, (number of tensors,), on the mesh's device."""
+    return torch.stack([_sum_of_bits(row).to(mesh_device(mesh)) for row in rows])
 
 
 def _sum_of_bits(row: Tensor) -> Tensor:

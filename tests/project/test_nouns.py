@@ -44,6 +44,7 @@ OTHERS: dict[str, dict[str, str]] = {
     "layout/layout.py": {"Derived": "a memo"},
     "plan/owners.py": {"Picture": "text"},
     "planner/estimate.py": {"_Reading": "nodes of a graph", "_Site": "a node of a graph"},
+    "train/guard.py": {"_Rest": "digests"},
     "testing/compare.py": {"Gap": "a difference"},
     "testing/oracle.py": {"_Whole": "whole tensors"},
     "testing/scheduler.py": {"Post": "a collective", "WorldRun": "an event"},
