@@ -57,6 +57,7 @@ def read_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     option("--lr", type=float, default=2e-2, help="highest learning rate of the matrices in blocks")
     option("--eval-every", type=int, default=150, help="steps between validations")
     option("--eval-bytes", type=int, default=1 << 16, help="validation bytes to use, always the same")
+    option("--guard", type=int, default=0, help="run every so many steps twice, and compare their bits; 0: none")
     option("--save-every", type=int, default=100, help="steps between checkpoints")
     option("--reduction", default="exact", choices=("exact", "fast", "tree"), help="tree: same bits on 1, 2, 4 ranks")
     option("--timeout", type=float, default=300, help="seconds to wait for a rank that does not answer")
@@ -184,7 +185,8 @@ def train(
     rank, ranks, number, losses = mesh.get_rank(), mesh.size(), int(state.step), list[torch.Tensor]()
     began, text = time.perf_counter() - (history[-1]["seconds"] if history else 0.0), as_tensor(s.text)
     own = range(s.batch * rank // ranks, s.batch * (rank + 1) // ranks)  # rows of the batch of all ranks
-    step = fshard.train_step(loss, optimizer(s), clip_norm=1.0, donate=True, reduction=s.reduction)
+    plain = fshard.train_step(loss, optimizer(s), clip_norm=1.0, donate=True, reduction=s.reduction)
+    step = fshard.guard(plain, s.guard) if s.guard else plain
     stop = 0.0
     while not is_over(s, number, history) and not stop:
         number += 1
