@@ -13,11 +13,13 @@ from collections.abc import Sequence
 from types import ModuleType
 
 from ..compiler.trace import TraceError
-from . import doctor, inspect, plan, replay
+from . import compare, doctor, inspect, plan, replay
 from .output import ERROR, say
 
 # each has `add_arguments(parser)` and `run(args)`, which returns the exit status
-COMMANDS: dict[str, ModuleType] = {"plan": plan, "inspect": inspect, "replay": replay, "doctor": doctor}
+COMMANDS: dict[str, ModuleType] = {
+    module.__name__.rpartition(".")[2]: module for module in (plan, inspect, replay, compare, doctor)
+}
 
 
 def main(argv: Sequence[str] | None = None) -> int:

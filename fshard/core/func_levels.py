@@ -39,6 +39,19 @@ def is_wrapped(x: Tensor) -> bool:
     return torch._C._functorch.is_functorch_wrapped_tensor(x)
 
 
+def unwrapped(x: Tensor) -> Tensor:
+    """The tensor below all transforms that run; of a batched one with the dim of the batch.
+
+    >>> shapes = []
+    >>> _ = torch.func.vmap(lambda x: shapes.append(unwrapped(x).shape) or x)(torch.zeros(2, 3))
+    >>> shapes
+    [torch.Size([2, 3])]
+    """
+    while is_wrapped(x):
+        x = torch._C._functorch.get_unwrapped(x)
+    return x
+
+
 def aside() -> AbstractContextManager[Sequence[object]]:
     """Run the block outside all transforms; it is given the levels it left, innermost first. Dual: `again`.
 

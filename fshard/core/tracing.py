@@ -14,6 +14,8 @@ from torch.fx import Node
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot
 from torch.utils._python_dispatch import _disable_current_modes
 
+# Whether a trace calls a function for each unit, even of equal ones: someone looks at its operators.
+UNROLLS: ContextVar[bool] = ContextVar("fshard.core.tracing", default=False)
 S = TypeVar("S")
 T = TypeVar("T")
 Operator: TypeAlias = Any  # an operator as dispatch modes and graphs see it: its class is private to torch

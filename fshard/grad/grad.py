@@ -42,7 +42,7 @@ from ..plan.plan import Plan
 from ..sharding.sharded import Sharded, whole_view
 from . import autograd
 from .gradients import Gradients, settle
-from .tape import Tape
+from .tape import OBSERVER, Tape
 from .unit import Gathered
 
 
@@ -210,7 +210,7 @@ def run(
     is the only micro-batch of the step. `place` is a whole number that ranks compare. `gathered` is as in `Tape`.
     """
     _check_eager()
-    tape = tape or Tape(params, into, tree.nodes(args, Sharded), gathered)
+    tape = tape or (OBSERVER.get() or Tape)(params, into, tree.nodes(args, Sharded), gathered)
     # the tape has taken its root already: the new one is for losses inside this loss (Note [One root] in `autograd`)
     with autograd.another_root(), closing(tape):
         with torch.enable_grad():

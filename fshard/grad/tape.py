@@ -25,9 +25,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
+from contextvars import ContextVar
 from functools import partial
 from itertools import islice
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -54,6 +55,8 @@ from .unit import Buffers, Gathered, Leaves, TapeUnit
 from .writes import Writes
 
 T = TypeVar("T")
+# Who makes the tapes of eager gradients, in a block that sees what they compute (`fshard.testing.observed`).
+OBSERVER: ContextVar[Observer | None] = ContextVar("fshard.grad.tape", default=None)
 _BITS = (1 << 31) - 1  # of a number that ranks compare: its sums over ranks are exact in float64
 
 
@@ -475,3 +478,12 @@ class Tape:
             unit.close()
         self.shown = None
         self.chain.close()
+
+
+class Observer(Protocol):
+    """Makes the tapes of a block, with the arguments of `Tape`, and is given the gradients of a step."""
+
+    def __call__(self, *args: object) -> Tape: ...
+
+    def add_sums(self, grads: Sharded, share: Tensor | None) -> None:
+        """See gradients before they are unscaled, and multiplied by `share`."""

@@ -41,7 +41,7 @@ from torch.overrides import TorchFunctionMode
 from ..core import func_levels, tree
 from ..core.random import stream
 from ..core.storage import address, addresses
-from ..core.tracing import Operator, is_tracing, kind_of, node_of, unrecorded
+from ..core.tracing import UNROLLS, Operator, is_tracing, kind_of, node_of, unrecorded
 from ..core.tree import Tree, tensors, with_tensors
 from .dataflow import written
 from .inspect import operator as name_of
@@ -59,9 +59,12 @@ _ASKS = (
 
 
 def can_record() -> bool:
-    """Whether calls can be recorded: in a trace, without transforms of torch.func, autocast, and modes of others."""
+    """Whether calls can be recorded: in a trace, without transforms of torch.func, autocast, and modes of others.
+
+    Not where someone looks at each operator (`UNROLLS`).
+    """
     is_cast = any(map(torch.is_autocast_enabled, ("cpu", "cuda")))
-    if not is_tracing() or get_proxy_mode() is None or func_levels.inside() or is_cast:
+    if not is_tracing() or get_proxy_mode() is None or func_levels.inside() or is_cast or UNROLLS.get():
         return False
     # a mode of others may change what the function's operators do
     kinds = [type(mode).__module__ for mode in get_torch_dispatch_modes()]

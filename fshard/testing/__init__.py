@@ -1,4 +1,4 @@
-"""Tools for tests: simulated ranks, fault injection, comparison of trees, a reference step, record and replay."""
+"""Tools for tests: simulated ranks, fault injection, comparison of trees and steps, a reference, record and replay."""
 
 from __future__ import annotations
 
@@ -7,7 +7,9 @@ from typing import Any, TypeVar
 
 from ..comm.ranks import MismatchError
 from .compare import assert_trees_equal
+from .first_difference import Difference, first_difference
 from .late import InFlightError
+from .observed import observed
 from .oracle import oracle, whole_state
 from .recording import record
 from .replaying import replay
@@ -18,6 +20,7 @@ from .world import SimulatedMesh, World
 __all__ = [
     "Collective",
     "Dies",
+    "Difference",
     "Garbage",
     "InFlightError",
     "MismatchError",
@@ -26,6 +29,8 @@ __all__ = [
     "Slow",
     "World",
     "assert_trees_equal",
+    "first_difference",
+    "observed",
     "oracle",
     "record",
     "replay",

@@ -2,8 +2,9 @@
 
 Note [Recorded steps]
     DIR/step-00000012/rank-0/ has `before.pt` (tensors of state, batch and further arguments), `after.pt` (tensors of
-    the new state and metrics) and `about.json` (leaf paths, leaves that are not tensors, mesh axes, plan, and what the
-    bits of an operator also depend on: the number of threads, and where the tensors of before.pt started in memory).
+    the new state and metrics, and of what an observed step has seen) and `about.json` (leaf paths, leaves that are not
+    tensors, mesh axes, plan, and what the bits of an operator also depend on: the number of threads, and where the
+    tensors of before.pt started in memory).
     Every rank writes its folder under a temporary name and renames the folder afterwards, so a folder `rank-N` is
     complete. A leaf is stored by its number in the order of `tree.flatten`. The tree structure is not stored, because
     the code that replays a step also builds the structure.
@@ -41,7 +42,7 @@ from ..files.zip_item import ZipItem
 from ..sharding.sharded import Sharded
 from ..train.step import TrainState
 
-Step = Callable[..., tuple[TrainState, dict[str, Tree]]]  # step(state, batch, *args) -> (state, metrics)
+Step = Callable[..., tuple[Any, Any]]  # step(state, batch, *args) -> (state, metrics), or ((state, metrics), seen)
 Steps = Collection[int] | Callable[[int], bool] | None
 Json: TypeAlias = dict[str, Any]  # an object that json.loads gives: Python has no type for JSON
 _FORMAT = 3
@@ -73,6 +74,8 @@ def record(
     limit). Reading the number and the metrics synchronizes with the device. Every rank writes its own folder, and
     renames the folder when all files are written; `fshard replay` runs recorded steps again.
 
+    Of an observed step (`record(observed(step), dir)`), what it has seen is written, too: `fshard compare` reads it.
+
     Use `donate=True` for a step that donates its state: the state is then copied before each step that may be
     recorded, which is every step if `nonfinite` is set. Raises TypeError, before the step, for a leaf that is not a
     dense tensor of a dtype that files have, a number, a string or None.
@@ -91,7 +94,7 @@ def record(
         raise TypeError(f"record: {wrong('steps', steps, 'numbers of steps, or a predicate of one')}")
     folder = check_path("record: dir", dir)
 
-    def recorded(state: TrainState, batch: Tree, *args: Tree) -> tuple[TrainState, dict[str, Tree]]:
+    def recorded(state: TrainState, batch: Tree, *args: Tree) -> tuple[Any, Any]:
         chosen = _chosen(steps, number := int(state.step))
         arguments = {"state": state, "batch": batch, "args": args}
         if chosen or nonfinite:
@@ -99,10 +102,13 @@ def record(
                 _check(what, x)
         # copied before the step, whose loss decides whether it is recorded: a step that donates overwrites `state`
         before = _copied(state) if donate and (chosen or nonfinite) else state
-        after, metrics = step(state, batch, *args)
+        result = step(state, batch, *args)
+        # of an observed step: ((state, metrics), seen)
+        (after, metrics), *seen = result if isinstance(result[0], tuple) else (result,)
         if chosen or (nonfinite and _went_nonfinite(metrics) and _has_room(folder, number, keep)):
-            _write(step_folder(folder, number), arguments | {"state": before}, {"state": after, "metrics": metrics})
-        return after, metrics
+            results = {"state": after, "metrics": metrics} | ({"seen": seen[0]} if seen else {})
+            _write(step_folder(folder, number), arguments | {"state": before}, results)
+        return result
 
     return recorded
 
@@ -240,6 +246,18 @@ class RecordedStep:
         starts = [self.about["starts"].get(key, 0) if name == "before" else 0 for key in keys]
         return unflatten(spec, [_placed(*each) for each in zip(recorded, leaves, starts, strict=True)])
 
+    @legible()
+    def seen(self) -> Json:
+        """What the step has seen. ValueError if it was not observed."""
+        if "after seen" not in self.about:
+            raise ValueError(f"{self.folder}: expected an observed step: record(observed(step), dir), got another one")
+        plain, tensors = self.about["after seen"]["plain"], _tensors(self.folder / "after.pt")
+        numbers = range(len(plain))  # names come first
+        return {
+            "names": [plain[str(i)] for i in numbers],
+            "values": [tensors[f"seen {len(plain) + i}"] for i in numbers],
+        }
+
     def _check_forms(self, paths: list[str], keys: list[str], recorded: list[object], leaves: list[object]) -> None:
         """Raise ValueError if parameters or optimizer state do not have the dtypes and shapes that the step takes."""
         for path, key, value, like in zip(paths, keys, recorded, leaves, strict=True):
@@ -248,6 +266,25 @@ class RecordedStep:
                     f"{self.folder}: {key!r}, leaf {path!r}: expected {form(like)}, got {form(value)}. "
                     "Give replay the code that made the recorded step, and files as they were written."
                 )
+
+
+def seen_in(path: str | Path, at: int | None = None) -> list[Json]:
+    """What each rank has seen of an observed step, by rank: of a file of torch.save, or of a folder of recorded steps.
+
+    The folder's last step, or step `at`. ValueError where nothing of that kind is there.
+    """
+    path = Path(path)
+    if not path.is_dir():
+        try:
+            by_rank = torch.load(path, map_location="cpu", weights_only=True)
+            by_rank = [by_rank] if isinstance(by_rank, dict) else by_rank
+            return [{"names": [*each["names"]], "values": [*each["values"]]} for each in by_rank]
+        except Exception as wrong:  # of many types, for what is corrupt
+            raise ValueError(f"{path}: expected a list of what each rank has seen: {wrong}") from wrong
+    folders = sorted(path.glob("step-*")) if at is None else [step_folder(path, at)]
+    if not folders:
+        raise ValueError(f"{path}: expected recorded steps (step-00000000, ...), found none")
+    return [recorded.seen() for recorded in read(folders[-1])]
 
 
 def form(x: object) -> str:
@@ -339,7 +376,8 @@ def _about(folder: Path) -> Json:
         about = parsed(read_text(file), "about.json")
     except (OSError, ValueError) as wrong:
         raise ValueError(f"{file}: expected what is known of a recorded step: {wrong}") from wrong
-    for key, (is_good, expected) in _KEYS.items():
+    optional = {} if "after seen" not in about else {"after seen": _KEYS["after state"]}
+    for key, (is_good, expected) in (_KEYS | optional).items():
         if key not in about or not is_good(about[key]):
             got = repr(about[key])[:_MOST_SHOWN] if key in about else "nothing"
             raise ValueError(f"{file}: {key!r}: expected {expected}, got {got}")

@@ -21,6 +21,7 @@ from ..core.tracing import is_tracing
 from ..core.tree import Tree
 from ..grad.gathers import several
 from ..grad.grad import check_loss, check_sharded
+from ..grad.tape import OBSERVER
 from ..hosts.check import Checked, is_wanted
 from ..layout.norms import global_norm
 from ..layout.pieces import Views, device_of
@@ -310,6 +311,8 @@ def _step_after_backward(
     grads, outcome, share = gradients(recipe, state, batch, args)
     if recipe.gathered is not None:
         recipe.gathered.clear()  # the update needs the memory
+    if observer := OBSERVER.get():
+        observer.add_sums(grads, share)
     grads, found_inf = state.loss_scale.unscale(grads, own=True, labels=recipe.skip_labels)
     nothing_counted = outcome.divisor.isnan().float()  # 1 if the loss is 0 / 0
     found_inf = tree.map(lambda flag: torch.maximum(flag, nothing_counted), found_inf)
@@ -322,8 +325,7 @@ def _step_after_backward(
     updated, opt_state = _update(tx, grads, state.opt_state, params, skip, recipe.donate, in_slices)
     del grads  # their memory is free for the gathers of new parameters
     new_params = _gathered(updated, params, recipe.donate)
-    scaler = state.loss_scale.adjust(found_inf)
-    new_state = TrainState(new_params, opt_state, scaler, state.step + 1, state.rng, extra)
+    new_state = TrainState(new_params, opt_state, state.loss_scale.adjust(found_inf), state.step + 1, state.rng, extra)
     found_inf = (~norm.isfinite()).float() if skip is None else any_found(skip)
     return Stepped(new_state, outcome, norm, found_inf)
 

@@ -1,0 +1,36 @@
+"""Find the first value in which two observed runs differ: operator, gradient, metric or parameter, with unit and line.
+
+  fshard compare sharded plain              # folders that fshard.testing.record wrote to, of observed steps
+  fshard compare sharded plain --at 7       # the same, of step 7
+  fshard compare new.pt old.pt --rtol 1e-6  # files of torch.save, with a list of what each rank has seen
+
+`plain` may have been run on one device with the batch of all ranks. Without --at the last step of each folder is taken.
+
+Exit status: 0: no difference; 1: a difference; 2: an error.
+"""
+
+from __future__ import annotations
+
+import argparse
+
+from ..testing.first_difference import first_difference
+from ..testing.recording import seen_in
+from .output import FAULT, Line, report
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of the command."""
+    parser.add_argument("got", help="a folder of recorded steps, or a file")
+    parser.add_argument("expected", help="the same of the run that is right")
+    parser.add_argument("--at", type=int, metavar="N", help="of recorded steps the one of this number")
+    parser.add_argument("--rtol", type=float, metavar="X", help="how far numbers may be, relative to the largest")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Print the first difference."""
+    got, expected = (seen_in(path, args.at) for path in (args.got, args.expected))
+    difference = first_difference(got, expected, args.rtol)
+    if difference is None:
+        count = len(expected[0]["names"])
+        return report([Line(f"no difference in {count} values", {"difference": None})], args.json)
+    return report([Line(str(difference), {"difference": difference._asdict()}, FAULT)], args.json)

@@ -1,0 +1,275 @@
+"""What an observed step computes, value by value: the operators of its loss, gradients, metrics and new parameters.
+
+Note [Names of values]
+    A name has five fields, with a tab between them: kind, name, unit, line of the user's code, and, of an operator, the
+    numbers of those whose results it was given; "?" for what is neither such a result nor a leaf (the batch). Operators
+    are numbered from 0 in each forward. A value of the kind "forward" begins each forward (of a micro-batch, or of a
+    slice), and has no elements: its name has the sizes of the axes of the mesh, its unit is "split" if leaves are split
+    over an axis. An operator is one that the program calls; what this library or autograd calls does not count, nor
+    what is given no tensor: row numbers are those of a rank.
+"""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, fields
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from ..core import func_levels, tree
+from ..core.arguments import CODE, call_site, check_function
+from ..core.losses import Mean, terms_of
+from ..core.scalars import on_device
+from ..core.tracing import UNROLLS, Args, Kwargs, assigned, is_tracing
+from ..core.tree import Tree
+from ..grad.grad import empty_grads
+from ..grad.gradients import Gradients
+from ..grad.tape import OBSERVER, Leaves, Tape, TapeUnit
+from ..layout.row import Row
+from ..plan.plan import Plan, Slot
+from ..sharding.sharded import Sharded, gather_params
+from ..train.step import TrainState
+
+Observed = dict[str, list[Any]]  # "names" and "values", in order
+LOSS = "the loss's "  # how the names of totals and counts begin
+GRADIENT, SUM, METRIC, PARAMETER = "gradient on this rank of", "summed gradient of", "metric", "new parameter"
+_METRICS = ("loss", "grad_norm", "found_inf")
+
+
+def observed(
+    step: Callable[..., tuple[TrainState, dict[str, Tree]]],
+) -> Callable[..., tuple[tuple[TrainState, dict[str, Tree]], Observed]]:
+    """`step'(state, batch, *args) -> ((state, metrics), seen)`: the step, and what it computed, for `first_difference`.
+
+    `seen` is {"names": list of str, "values": list of tensors}, in the program's order: the results of the operators
+    that the loss calls, the gradient of each leaf on this rank and summed over ranks, metrics, new parameters. It can
+    be saved with `torch.save`. The bits are those of `step`. All values are kept, and gradients and parameters are
+    gathered once more: all ranks observe, or none.
+
+    A graph is observed as `jit(observed(step))`: TypeError for `observed(jit(step))`, and for what is no
+    step of `train_step`.
+
+    >>> step = observed(train_step(lambda w, x: (w * x).sum(), sgd(0.5)))
+    >>> _, seen = step(init_state(shard_of(torch.ones(2)), sgd(0.5)), torch.tensor([1.0, 2.0]))
+    >>> [name.split()[0] for name in seen["names"]]
+    ['forward', 'operator', 'operator', 'operator', 'gradient', 'summed', 'metric', 'metric', 'metric', 'new']
+    """
+    check_function("observed: step", step, "step(state, batch)")
+
+    def run(state: TrainState, batch: Tree, *args: Tree) -> tuple[tuple[TrainState, dict[str, Tree]], Observed]:
+        seen = Seen()
+        with assigned(OBSERVER, seen):
+            after, metrics = step(state, batch, *args)
+        seen.check()
+        for name in _METRICS:
+            seen.add(METRIC, name, metrics[name])
+        seen.add_leaves(PARAMETER, after.params)
+        return (after, metrics), {"names": seen.names, "values": seen.values}
+
+    return run
+
+
+class Seen:
+    """The names and values of one call of a step (Note [Names of values])."""
+
+    def __init__(self) -> None:
+        self.names: list[str] = []
+        self.values: list[Tensor] = []
+        self.lines: dict[str, str] = {}  # of the first operator that reads a unit
+        self._traced = is_tracing()
+
+    def __call__(self, *args: Any) -> Tape:
+        is_here = is_tracing() == self._traced and not torch.compiler.is_compiling()
+        return _ObservedTape(self, *args) if is_here else Tape(*args)  # not of a graph that the step makes
+
+    def check(self) -> None:
+        """TypeError unless a forward was seen."""
+        if not self.names:
+            raise TypeError(
+                "observed: expected a step of train_step that runs here, got one that is a graph, or none of ours: "
+                "write jit(observed(step)), not observed(jit(step))"
+            )
+
+    def add(self, kind: str, name: str, value: Tensor, unit: str = "", line: str = "", inputs: str = "") -> None:
+        """Add a copy of a value."""
+        self.names.append("\t".join((kind, name, unit, line, inputs)))
+        with func_levels.aside(), torch.no_grad():
+            self.values.append(func_levels.unwrapped(value).detach().clone())
+
+    def add_leaf(self, kind: str, plan: Plan, slot: Slot, value: Tensor) -> None:
+        """Add what belongs to a leaf, with its unit and where that is read."""
+        unit = plan.units[slot.unit].name
+        self.add(kind, slot.path, value, unit, self.lines.get(unit, ""))
+
+    def add_leaves(self, kind: str, x: Sharded) -> None:
+        """Add the leaves of a tree, gathered."""
+        whole = dict(tree.paths_to(gather_params(x), Tensor))
+        for slot in backwards(x.plan):
+            if isinstance(leaf := whole[slot.path], Tensor):
+                self.add_leaf(kind, x.plan, slot, leaf)
+
+    def add_sums(self, grads: Sharded, share: Tensor | None) -> None:
+        """Add gradients summed over ranks and micro-batches; all gradients so far are to be multiplied by `share`."""
+        if self.names:
+            self.add_leaves(SUM, grads)
+        for number, name in enumerate(self.names):
+            if share is not None and name.startswith((GRADIENT, SUM)):
+                self.values[number] = self.values[number] * share.to(self.values[number].dtype)
+
+    def forget(self, start: int) -> None:
+        """Drop what was seen from a number on."""
+        del self.names[start:], self.values[start:]
+
+
+def backwards(plan: Plan) -> Iterator[Slot]:
+    """The leaves of a plan, those of the last unit first, as gradients come."""
+    return iter(sorted(plan.slots, key=lambda slot: -slot.unit))
+
+
+@dataclass(frozen=True)
+class _Watched(Gradients):
+    """Gradients of which a function is told, leaf by leaf, before they are summed over ranks."""
+
+    tell: Callable[[Slot, Tensor], None] | None = None
+
+    def filled(self, row: Row[Slot], grads: Sequence[Tensor | None], again: bool) -> Tensor:
+        assert self.tell is not None
+        for slot, grad in zip(row.leaves, grads, strict=True):
+            if grad is not None:
+                self.tell(slot, grad.to_dense() if grad.layout is not torch.strided else grad)
+        return super().filled(row, grads, again)
+
+
+class _ObservedTape(Tape):
+    """A tape whose forward and gradients are seen."""
+
+    def __init__(self, seen: Seen, params: Sharded, into: Gradients, *others: Any):
+        plan = params.plan  # this tape's own may join small units
+        self._seen, self._known, self._whole = seen, len(seen.names), plan
+        self._gradients: dict[str, Tensor] = {}
+        self._sums = empty_grads(params, plan.grads_over) if into.take else None
+        if into.take:
+            seen.forget(0)  # to clip, a step that updates in the backward runs twice
+        given: dict[str, Any] = {field.name: getattr(into, field.name) for field in fields(Gradients)}
+        super().__init__(params, _Watched(**given, tell=self._add_gradient), *others)
+
+    def forward_once(self, loss: Callable[[Tree], Any]) -> Any:
+        seen, plan = self._seen, self._whole
+        seen.forget(self._known)  # what a run has left that torch.func refused
+        sizes = "x".join(str(size) for _, size in plan.axes)
+        seen.add(
+            "forward",
+            sizes,
+            torch.empty(0, device=plan.device),
+            "split" * any(slot.split is not None for slot in plan.slots),
+        )
+        self._operators = _Operators(seen)
+
+        def watched(view: Tree) -> Any:
+            # what a loss differentiates inside is a part of it
+            with assigned(OBSERVER, None), assigned(UNROLLS, True), self._operators:
+                return loss(view)
+
+        returned = super().forward_once(watched)
+        self._operators.end(returned.kind, terms_of(returned.loss))
+        return returned
+
+    def enter(self, spec: tree.Spec, first: int) -> tuple[Tree, Leaves]:
+        child, leaves = super().enter(spec, first)
+        self._note(first, leaves)
+        return child, leaves
+
+    def leaf(self, number: int) -> Tensor:
+        leaf = super().leaf(number)
+        self._note(number, [leaf])
+        return leaf
+
+    def _note(self, first: int, leaves: Leaves) -> None:
+        for number, leaf in enumerate(leaves, first):
+            unit = self._whole.slots[self._whole.leaves[number]].unit
+            self._operators.read(leaf, self._whole.units[unit].name)
+
+    def _add_gradient(self, slot: Slot, grad: Tensor) -> None:
+        before = self._gradients.get(slot.path)
+        self._gradients[slot.path] = grad.detach().clone() if before is None else before + grad
+
+    def _taken(self, unit: TapeUnit, kind: int, total: Tensor) -> Tensor:
+        assert self._sums is not None
+        self._sums.shard(unit.number, kind).copy_(total)
+        return super()._taken(unit, kind, total)
+
+    def finish(self) -> None:
+        super().finish()
+        plan = self._whole
+        for slot in backwards(plan):
+            if plan.kinds[slot.kind].trainable:
+                none = torch.zeros_like(self.like(plan.leaves.index(plan.slots.index(slot))))
+                self._seen.add_leaf(GRADIENT, plan, slot, self._gradients.get(slot.path, none))
+        self._gradients.clear()
+        if self._sums is not None:
+            self._seen.add_leaves(SUM, self._sums)
+
+
+class _Operators(TorchFunctionMode):
+    """The block in which each operator that the program calls is seen, with the operators that made its arguments."""
+
+    def __init__(self, seen: Seen):
+        super().__init__()
+        self._seen, self._unit, self._line, self._count = seen, "", "", 0
+        # what made a tensor, by its identity: the number of an operator, or a leaf of this unit
+        self._origins: dict[int, tuple[weakref.ref[Tensor], int | str]] = {}
+
+    def read(self, leaf: Tensor, unit: str) -> None:
+        """Note that the program reads a leaf of this unit."""
+        self._origins[id(leaf)], self._unit = (weakref.ref(leaf), unit), unit
+
+    def _origin(self, x: Tensor) -> int | str | None:
+        made, origin = self._origins.get(id(x), (None, None))
+        return origin if made is not None and made() is x else None
+
+    def __torch_function__(self, func: Any, types: Any, args: Args = (), kwargs: Kwargs = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        name = getattr(func, "__name__", str(func))
+        if name == "__get__":  # x.T
+            name = getattr(func.__self__, "__name__", name)
+        given = [x for x in tree.leaves((args, dict(kwargs or {}))) if isinstance(x, Tensor)]
+        results = given[:1] if name == "__setitem__" else out if isinstance(out, tuple | list) else (out,)
+        results = [x for x in results if isinstance(x, Tensor) and x.layout is torch.strided]
+        if given and results and not _is_library(sys._getframe(1)):
+            self._add(name, given, results)
+        return out
+
+    def _add(self, name: str, given: Sequence[Tensor], results: Sequence[Tensor]) -> None:
+        origins = [self._origin(x) for x in given]
+        self._unit = next((unit for unit in origins if isinstance(unit, str)), self._unit)
+        self._line = call_site()
+        self._seen.lines.setdefault(self._unit, self._line)
+        inputs = ",".join("?" if x is None else str(x) for x in origins if not isinstance(x, str))
+        for x in results:
+            self._origins[id(x)] = (weakref.ref(x), self._count)
+            self._count += 1
+            self._seen.add("operator", name, x, self._unit, self._line, inputs)
+
+    def end(self, kind: type, terms: Sequence[Any]) -> None:
+        """Add totals and counts of what the loss returned."""
+        for number, term in enumerate(terms):
+            of = Tensor if kind is Tensor else type(term)
+            for what in ("total", "count")[: 1 + (of is Mean)]:
+                x = getattr(term, what)
+                made = self._origin(x) if isinstance(x, Tensor) else None
+                value = x if what == "total" else on_device(x, term.total.device)
+                inputs = str(made) if isinstance(made, int) else ""
+                name = f"{LOSS}{what} {number} ({of.__name__})"
+                self._seen.add("operator", name, value, self._unit, self._line, inputs)
+
+
+def _is_library(frame: Any) -> bool:
+    """Whether this library called an operator itself: not by a module of torch, which is a part of the program."""
+    while frame.f_code.co_filename.startswith(CODE[1]) and "modules" not in frame.f_code.co_filename:
+        frame = frame.f_back
+    return frame.f_code.co_filename.startswith(CODE[0])
