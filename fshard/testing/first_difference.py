@@ -15,6 +15,7 @@ Note [Several ranks and one device]
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import cached_property
 from typing import NamedTuple, TypeAlias
 
 import torch
@@ -65,7 +66,16 @@ class _Value(NamedTuple):
         return f"{self.kind} {self.name!r}" + f" at {self.line}" * bool(self.line)
 
 
-_Run = dict[Key, list[_Value]]  # what a rank computed; each value once for each forward, or once in a step
+class _Run(dict[Key, list[_Value]]):
+    """What a rank computed: each value once for each forward, or once in a step."""
+
+    @cached_property
+    def forwards(self) -> list[_Value]:
+        return self["forward", ""]
+
+    @cached_property
+    def largest_gradient(self) -> float:
+        return _largest([x for (kind, _), values in self.items() if kind == SUM for x in values])
 
 
 def _read(seen: Observed) -> _Run:
@@ -102,11 +112,10 @@ def first_difference(
     expected operator 'tanh' at ...
     """
     runs, wanted = [_read(x) for x in got], [_read(x) for x in expected]
-    forwards = {len(run["forward", ""]) for run in wanted} | {len(run["forward", ""]) for run in runs}
-    if runs and len(runs) == len(wanted) and len(forwards) == 1:
+    numbers = [[len(run.forwards) for run in each] for each in (runs, wanted)]
+    if runs and len(runs) == len(wanted) and len({*numbers[0], *numbers[1]}) == 1:
         return _by_rank(runs, wanted, rtol or 0.0)
-    if not runs or len(wanted) != 1 or len({len(run["forward", ""]) for run in runs}) > 1:
-        numbers = [[len(run["forward", ""]) for run in each] for each in (runs, wanted)]
+    if len({*numbers[0]}) != 1 or len(wanted) != 1:
         raise ValueError(
             f"first_difference: micro-batches by rank {numbers[0]}, expected {numbers[1]}: give runs on equally many "
             "ranks and micro-batches, or as `expected` one on one device with the batch of all"
@@ -155,17 +164,15 @@ def _limit(key: Key, got: Sequence[_Value], want: _Run, rtol: float) -> float:
         return 0.0
     numbers = [int(number) for number in want[key][0].inputs.split(",") if number.isdigit()]
     given = [x for number in numbers for x in want["operator", number]]
-    if key[0] in (GRADIENT, SUM):
-        given = [x for other, values in want.items() if other[0] == key[0] for x in values]
-    return rtol * max(_largest([*got, *want[key]]), _SMALL * _largest(given))
+    behind = want.largest_gradient if key[0] in (GRADIENT, SUM) else _largest(given)
+    return rtol * max(_largest([*got, *want[key]]), _SMALL * behind)
 
 
 def _shown(key: Key, want: _Run, rtol: float) -> Tensor | None:
     """Of a new parameter, where its gradient is more than rounding."""
     if key[0] != PARAMETER or not rtol or (SUM, key[1]) not in want:
         return None
-    grads = [x for other, values in want.items() if other[0] == SUM for x in values]
-    return _flat(want[SUM, key[1]][0].value).abs() > _SMALL * _largest(grads)
+    return _flat(want[SUM, key[1]][0].value).abs() > _SMALL * want.largest_gradient
 
 
 def _flat(x: Tensor) -> Tensor:
@@ -194,7 +201,7 @@ def _merged(
         yield (), parts[0]
         return
     groups = [parts[i : i + sizes[-1]] for i in range(0, len(parts), sizes[-1])]
-    for way in ways:
+    for way in ways if sizes[-1] > 1 else ways[:1]:
         joined = [x for group in groups if (x := _joined(group, way, limit)) is not None]
         if len(joined) == len(groups):
             yield from (((*others, way), x) for others, x in _merged(joined, sizes[:-1], ways, limit))
@@ -223,13 +230,9 @@ class _Ranks:
 
     def __init__(self, runs: Sequence[_Run], one: _Run, rtol: float | None):
         self._got, self._one, self._rtol = runs, one, _default(one) if rtol is None else rtol
-        forwards, self._is_split = (
-            runs[0]["forward", ""],
-            bool(one["forward", ""][0].unit or runs[0]["forward", ""][0].unit),
-        )
-        axes = [int(size) for size in forwards[0].name.split("x") if size]
-        self._num, self._sizes = len(forwards), [size for size in (*axes, len(forwards)) if size > 1]
-        self._sizes_of_one = [len(one["forward", ""])] if len(one["forward", ""]) > 1 else []
+        sizes = [int(size) for size in runs[0].forwards[0].name.split("x") if size]
+        self._num, self._is_split = len(runs[0].forwards), runs[0].forwards[0].unit == "split"
+        self._sizes, self._sizes_of_one = [*sizes, self._num], [len(one.forwards)]
         self._states = dict[str, str]()  # of operators by number: "copies", "pieces", "partial" or "wrong"
         self._ways: set[object] = set()  # in which the last total is right
 
@@ -309,8 +312,9 @@ class _Ranks:
         wrong = [number for number, text in enumerate(texts) if text]
         if is_copy and len(wrong) <= len(parts) // 2:
             return parts[wrong[0]].differs(wrong[0] // self._num, texts[wrong[0]])
-        text = "neither copies, pieces, summands nor equal parts of a mean of that of one device"
-        return parts[0].differs(None, f"the values of ranks are {text}: {texts[wrong[0]] if wrong else ''}")
+        text = "the values of ranks are neither copies, pieces, summands nor equal parts of a mean of one device's"
+        shown = [[x.item() if x.numel() == 1 else list(x.shape) for x in each] for each in (wanted, values)]
+        return parts[0].differs(None, f"{text}: expected {str(shown[0])[1:-1]}, got {str(shown[1])[1:-1]}")
 
     def _loss(self, parts: Sequence[_Value], want: Sequence[_Value], limit: float) -> Difference | None:
         """A total or a count: the count must be right in a way in which the total before it is."""

@@ -14,7 +14,6 @@ from __future__ import annotations
 import sys
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
@@ -30,7 +29,6 @@ from ..core.tree import Tree
 from ..grad.grad import empty_grads
 from ..grad.gradients import Gradients
 from ..grad.tape import OBSERVER, Leaves, Tape, TapeUnit
-from ..layout.row import Row
 from ..plan.plan import Plan, Slot
 from ..sharding.sharded import Sharded, gather_params
 from ..train.step import TrainState
@@ -131,20 +129,6 @@ def backwards(plan: Plan) -> Iterator[Slot]:
     return iter(sorted(plan.slots, key=lambda slot: -slot.unit))
 
 
-@dataclass(frozen=True)
-class _Watched(Gradients):
-    """Gradients of which a function is told, leaf by leaf, before they are summed over ranks."""
-
-    tell: Callable[[Slot, Tensor], None] | None = None
-
-    def filled(self, row: Row[Slot], grads: Sequence[Tensor | None], again: bool) -> Tensor:
-        assert self.tell is not None
-        for slot, grad in zip(row.leaves, grads, strict=True):
-            if grad is not None:
-                self.tell(slot, grad.to_dense() if grad.layout is not torch.strided else grad)
-        return super().filled(row, grads, again)
-
-
 class _ObservedTape(Tape):
     """A tape whose forward and gradients are seen."""
 
@@ -155,8 +139,7 @@ class _ObservedTape(Tape):
         self._sums = empty_grads(params, plan.grads_over) if into.take else None
         if into.take:
             seen.forget(0)  # to clip, a step that updates in the backward runs twice
-        given: dict[str, Any] = {field.name: getattr(into, field.name) for field in fields(Gradients)}
-        super().__init__(params, _Watched(**given, tell=self._add_gradient), *others)
+        super().__init__(params, into, *others)
 
     def forward_once(self, loss: Callable[[Tree], Any]) -> Any:
         seen, plan = self._seen, self._whole
@@ -194,9 +177,15 @@ class _ObservedTape(Tape):
             unit = self._whole.slots[self._whole.leaves[number]].unit
             self._operators.read(leaf, self._whole.units[unit].name)
 
-    def _add_gradient(self, slot: Slot, grad: Tensor) -> None:
-        before = self._gradients.get(slot.path)
-        self._gradients[slot.path] = grad.detach().clone() if before is None else before + grad
+    def reduce(self, unit: TapeUnit, grads: Sequence[Tensor | None]) -> None:
+        if unit not in self._late:  # else they are kept until all have come
+            grads = unit.total(grads)
+            for row, begin, end in unit.entry.reduced:
+                for slot, grad in zip(row.leaves, grads[begin:end], strict=True):
+                    if grad is not None:
+                        more = grad.detach().to_dense()
+                        self._gradients[slot.path] = self._gradients.get(slot.path, torch.zeros_like(more)) + more
+        super().reduce(unit, grads)
 
     def _taken(self, unit: TapeUnit, kind: int, total: Tensor) -> Tensor:
         assert self._sums is not None
