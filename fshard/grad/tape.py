@@ -485,5 +485,5 @@ class Observer(Protocol):
 
     def __call__(self, *args: object) -> Tape: ...
 
-    def add_sums(self, grads: Sharded, share: Tensor | None) -> None:
+    def add_sums(self, grads: Sharded, share: Tensor | None, scaler: Tree) -> None:
         """See gradients before they are unscaled, and multiplied by `share`."""

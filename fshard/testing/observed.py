@@ -111,13 +111,15 @@ class Seen:
             if isinstance(leaf := whole[slot.path], Tensor):
                 self.add_leaf(kind, x.plan, slot, leaf)
 
-    def add_sums(self, grads: Sharded, share: Tensor | None) -> None:
-        """Add gradients summed over ranks and micro-batches; all gradients so far are to be multiplied by `share`."""
+    def add_sums(self, grads: Sharded, share: Tensor | None, scaler: Any) -> None:
+        """Add gradients summed over ranks and micro-batches; of all that were seen the scale is taken away again."""
         if self.names:
             self.add_leaves(SUM, grads)
         for number, name in enumerate(self.names):
-            if share is not None and name.startswith((GRADIENT, SUM)):
-                self.values[number] = self.values[number] * share.to(self.values[number].dtype)
+            if name.startswith((GRADIENT, SUM)):
+                x = self.values[number]
+                scale = scaler.scale(torch.ones((), dtype=torch.float64, device=x.device))
+                self.values[number] = x * (1 / scale if share is None else share / scale).to(x.dtype)
 
     def forget(self, start: int) -> None:
         """Drop what was seen from a number on."""

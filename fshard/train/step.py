@@ -312,7 +312,7 @@ def _step_after_backward(
     if recipe.gathered is not None:
         recipe.gathered.clear()  # the update needs the memory
     if observer := OBSERVER.get():
-        observer.add_sums(grads, share)
+        observer.add_sums(grads, share, state.loss_scale)
     grads, found_inf = state.loss_scale.unscale(grads, own=True, labels=recipe.skip_labels)
     nothing_counted = outcome.divisor.isnan().float()  # 1 if the loss is 0 / 0
     found_inf = tree.map(lambda flag: torch.maximum(flag, nothing_counted), found_inf)

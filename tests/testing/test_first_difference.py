@@ -165,7 +165,8 @@ def test_ranks_compute_what_one_device_does(ranks: int, strategy: int, how: str,
     if ranks < 4:  # without that axis
         cut = {name: tuple(x for x in over if x != "replicate") if over else over for name, over in cut.items()}
     given = {"dtype": dtype} | HOW[how]
-    one = ran(None, fn=fn, dtype=dtype, with_extra="with_extra" in given)
+    of_both = {name: given[name] for name in ("clip_norm", "with_extra") if name in given}
+    one = ran(None, fn=fn, dtype=dtype, **of_both)
     got = simulate(lambda mesh: ran(mesh, plan=cut, **given), **MESHES[ranks])
     assert first_difference(got, [one], 1e-4 if ranks == 1 else None) is None
 
