@@ -104,6 +104,7 @@ def first_difference(
 
     ValueError for other numbers of ranks, or of micro-batches on several ranks.
 
+    >>> from fshard.testing import observed
     >>> def run(fn):
     ...     step = observed(train_step(lambda w, x: fn(w * x).sum(), sgd(0.5)))
     ...     return [step(init_state(shard_of(torch.ones(2)), sgd(0.5)), torch.tensor([1.0, 2.0]))[1]]
