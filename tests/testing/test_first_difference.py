@@ -154,7 +154,7 @@ HOW: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.sample(20)
+@pytest.mark.sample(53)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("how", HOW)
 @pytest.mark.parametrize("strategy", range(len(PARTITIONS)))
@@ -259,7 +259,7 @@ def half(p: Any, b: Any) -> Any:
 PROGRAMS = (rows_by_number, sorted_rows, shifted, chosen, logged, in_blocks, transformed, written, scanned, twice, half)
 
 
-@pytest.mark.sample(6)
+@pytest.mark.sample(9)
 @pytest.mark.parametrize("how", [{}, {"accumulate": 2}, {"plan": {"bucket": 1 << 20}}, {"graph": "eager"}], ids=str)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("fn", PROGRAMS)
@@ -342,7 +342,7 @@ def faults() -> dict[str, Fault]:
 FAULTS = faults()
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(9)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("ranks", [2, 4])
 @pytest.mark.parametrize("name", FAULTS)
@@ -363,7 +363,7 @@ def test_there_are_forty_faults() -> None:
     assert len(FAULTS) == 40
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(5)
 @pytest.mark.parametrize("fault", BLOCK)
 @pytest.mark.parametrize("ranks", [3, 4])
 def test_the_rank_is_named(fault: str, ranks: int) -> None:
