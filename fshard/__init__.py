@@ -16,6 +16,7 @@ from .plan.plan import Plan
 from .plan.planning import make_plan
 from .plan.precision import Policy
 from .sharding.initial import init_params
+from .sharding.remat import remat
 from .sharding.sharded import Sharded, gather_params, shard_params
 from .sharding.state_dict import load_state_dict, state_dict
 from .train.guard import guard
@@ -71,6 +72,7 @@ __all__ = [
     "reduce_grads",
     "reduce_scatter",
     "reduction",
+    "remat",
     "scan",
     "select",
     "shard_params",

@@ -38,6 +38,7 @@ from typing import Literal, Protocol, TypeVar
 
 import torch
 from torch import Tensor
+from torch.overrides import handle_torch_function, has_torch_function
 
 from ..core import tree
 from ..core.arguments import check_flags, check_whole, wrong
@@ -192,8 +193,15 @@ def _along(x: Tensor, collective: _Collective, dims: tuple[int, int], size: int)
     split, join = (dim % max(1, x.dim()) for dim in dims)
     if split != join:  # whole parts (W, ...), which are not copied where `split` or `join` is 0
         parts = x.unflatten(split, (size, x.shape[split] // size)).movedim(split, 0)
-        return _Apply.apply(parts, collective).movedim(0, join).flatten(join, join + 1)
-    return _Apply.apply(x.movedim(split, 0), collective).movedim(0, split) if split else _Apply.apply(x, collective)
+        return _applied(parts, collective).movedim(0, join).flatten(join, join + 1)
+    return _applied(x.movedim(split, 0), collective).movedim(0, split) if split else _applied(x, collective)
+
+
+def _applied(x: Tensor, collective: _Collective) -> Tensor:
+    # torch shows no autograd function to function modes, of which `remat` has one
+    if has_torch_function(()):
+        return handle_torch_function(_applied, (), x, collective)  # type: ignore[no-any-return]
+    return _Apply.apply(x, collective)
 
 
 def _check_leaf(name: str, x: object, collective: _Collective, dims: tuple[int, int], size: int) -> None:

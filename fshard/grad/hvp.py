@@ -19,6 +19,7 @@ from torch.autograd.forward_ad import make_dual
 from ..core import func_levels, tree
 from ..core.losses import Mean, added, read_loss, terms_of
 from ..core.tree import Tree
+from ..sharding.reads import RUNNING
 from ..sharding.schedule import schedule
 from ..sharding.sharded import Sharded
 from .autograd import SavedTensor
@@ -54,6 +55,8 @@ class _Duals(Tape):
 
     def touch(self, unit: int) -> Leaves:
         """The leaves of a unit: the trainable ones with their tangents."""
+        if (reads := RUNNING.get()) is not None:
+            return reads.unit(self, unit)
         leaves, tangents = list(super().touch(unit)), self._tangents.touch(unit)
         trained = schedule(self._params.view).entries[unit].trained
         # what is read under no_grad may be used outside of it

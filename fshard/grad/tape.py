@@ -44,6 +44,7 @@ from ..layout.rules import COPIES
 from ..plan.offload import HOST
 from ..plan.units import select_units
 from ..sharding.access import Shown, lazy
+from ..sharding.reads import RUNNING
 from ..sharding.schedule import Runs, schedule
 from ..sharding.sharded import Sharded
 from . import autograd, gathers, gradients
@@ -148,6 +149,8 @@ class Tape:
 
     def touch(self, number: int) -> Leaves:
         """The leaves of a unit, gathered if they are not in memory; the gathers of the units after it are started."""
+        if (reads := RUNNING.get()) is not None:
+            return reads.unit(self, number)
         unit = self._units[number]
         leaves, is_new = unit.leaves, unit.leaves is None
         if leaves is None:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import copy
 import functools
 from collections.abc import Mapping
+from contextlib import nullcontext
 from typing import Any, NoReturn
 
 import torch
@@ -24,6 +25,7 @@ from torch._subclasses.functional_tensor import FunctionalTensor
 from ..core import func_levels, tree
 from ..core.tracing import is_tracing
 from ..sharding.access import Leaves
+from ..sharding.reads import RUNNING
 from .current import Calls, ModuleCall
 
 # Functions that ask for the form of a tensor and not for its values.
@@ -75,7 +77,9 @@ class ModulePlace:
         worn = x
         kind: Any = type(x)
         if is_gathered or kind is FunctionalTensor:  # whoever else reads the leaf reads a plain tensor
-            with func_levels.aside(), torch.enable_grad():
+            # what `remat` gives in place of a leaf belongs to the levels that run
+            levels = func_levels.aside() if RUNNING.get() is None else nullcontext()
+            with levels, torch.enable_grad():
                 worn = x._worn = x[...]  # `view_as` takes no sparse gradients
                 if kind is FunctionalTensor:
                     worn._plain = x[...]
@@ -145,6 +149,7 @@ def _with_plain(cls: Any, func: Any, types: Any, args: Any = (), kwargs: Any = N
 class Stand(Tensor):
     """Stands for a parameter or buffer of the current call (Note [Stands]); it has a shape and no memory."""
 
+    reads_itself = True  # what it stands for, by the time an operator gets it
     _place: ModulePlace
 
     @staticmethod

@@ -1,0 +1,328 @@
+"""What a function reads beside its arguments while `remat` runs it, and what it is given in place of it.
+
+Note [Reads]
+    Derivatives of a function that runs again are those of its inputs. So whatever it reads becomes an input. Units of
+    parameters say themselves that they are read (`Reads.unit`). Other tensors are seen when an operator gets them, by a
+    function mode, and known again by their identity. What the mode cannot see, in a `torch.autograd.Function` of the
+    user or in torch.jit, makes a result that has a gradient though all inputs were taken without one: an error.
+
+    The first run computes without derivatives. So what it computes must leave it as a result: a tensor that the
+    function puts in a list, an attribute or a tensor from outside would have lost its gradient. Tensors that depend on
+    the inputs are watched, and after the run those that live on are an error.
+"""
+
+from __future__ import annotations
+
+import gc
+import re
+import weakref
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from contextvars import ContextVar
+from typing import Any, NoReturn, Protocol
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+from torch.overrides import TorchFunctionMode
+
+from ..core import func_levels
+from ..core.storage import address, writes
+from ..core.tracing import Args, Kwargs, Operator, assigned
+from .access import Shown
+
+RUNNING: ContextVar[Reads | None] = ContextVar("fshard_reads", default=None)  # the innermost function that `remat` runs
+# Private, here and below: nothing public tells what a transform wraps (test_remat.py notices when these go)
+_functorch = torch._C._functorch
+_IN_PLACE = re.compile(r"[^_]_$|^__(setitem|i\w+)__$")  # names of functions that write to their first argument
+_CUTS = {Tensor.detach, torch.detach, Tensor.data.__get__}  # type: ignore[attr-defined]
+_AS_ARGUMENT = "give it to the function as an argument"
+
+
+class ReadsUnits(Protocol):
+    """A tape, as `Reads` sees it."""
+
+    shown: Shown | None
+
+    def touch(self, number: int) -> Sequence[Tensor]:
+        """Return the leaves of a unit."""
+
+
+class Reads(TorchFunctionMode):
+    """One run of a function: what it reads, in place of which it gets `given` (Note [Reads])."""
+
+    def __init__(self, given: Sequence[Tensor], outer: Reads | None = None):
+        super().__init__()
+        self.given = list(given)  # the arguments, then what was read
+        # where in `given`: of tensors by their identity, of units by tape and number
+        self.places: dict[Hashable, range] = {}
+        self.outer = outer  # that of a function that runs around this one
+        self.depth = _depth()  # the levels of torch.func outside
+        self._shown: dict[ReadsUnits, Shown | None] = {}
+
+    def run(self, fn: Callable[[], Any]) -> Any:
+        """Call the function."""
+        with assigned(RUNNING, self), self:
+            try:
+                return fn()
+            finally:
+                for tape, shown in self._shown.items():
+                    if tape.shown:
+                        tape.shown.settle()
+                    tape.shown = shown
+                self._shown.clear()
+
+    def unit(self, tape: ReadsUnits, number: int) -> Sequence[Tensor]:
+        """What the function gets as the leaves of a unit."""
+        if tape not in self._shown:  # containers that others have read would have other leaves
+            self._shown[tape] = tape.shown
+            if tape.shown:
+                tape.shown.let_go()
+                tape.shown.settle()
+                tape.shown = Shown()
+        if (tape, number) not in self.places:
+            self._gather(tape, number)
+        return self._at((tape, number))
+
+    def _at(self, key: Hashable) -> list[Tensor]:
+        place = self.places[key]
+        return self.given[place.start : place.stop]
+
+    def _gather(self, tape: ReadsUnits, number: int) -> None:
+        raise NotImplementedError
+
+    def __torch_function__(self, func: Operator, types: object, args: Args = (), kwargs: Kwargs = None) -> Any:
+        """Call `func` with what the function gets in place of what it reads."""
+        if RUNNING.get() is not self:  # inside, another function runs, which has replaced what it reads
+            return func(*args, **(kwargs or {}))
+        args, kwargs = self._replaced(args), self._replaced(kwargs or {})
+        out = func(*args, **kwargs)
+        self.note(func, args, kwargs, out)
+        return out
+
+    def note(self, func: Operator, args: Args, kwargs: Kwargs, out: object) -> None:
+        """Note what an operator has returned for these arguments."""
+
+    def _replaced(self, x: Any) -> Any:
+        if isinstance(x, Tensor):
+            return self.instead_of(x)
+        if type(x) in (tuple, list):
+            return type(x)(map(self._replaced, x))
+        return {name: self._replaced(y) for name, y in x.items()} if type(x) is dict else x
+
+    def instead_of(self, x: Tensor) -> Tensor:
+        """What the function gets in place of a tensor: the tensor itself unless it is from outside, with derivatives."""
+        if id(x) in self.places:
+            return self._at(id(x))[0]
+        if getattr(type(x), "reads_itself", False) or self._is_made(x):
+            return x
+        is_known = self.outer is not None and self.outer.knows(x)
+        if is_known or _functorch.maybe_get_level(x) <= self.depth:
+            return self._from_outside(x)
+        inner = _functorch.get_unwrapped(x)  # of a transform inside of the function
+        instead = self.instead_of(inner)
+        if instead is inner:
+            return x
+        if not _functorch.is_batchedtensor(x):
+            raise RuntimeError(
+                f"fshard.remat: a transform of torch.func inside of the function differentiates by {_form(x)} from "
+                f"outside of it: {_AS_ARGUMENT}"
+            )
+        return _functorch._add_batch_dim(instead, _functorch.maybe_get_bdim(x), _functorch.maybe_get_level(x))
+
+    def knows(self, x: Tensor) -> bool:
+        """Whether the function, or one around it, has read a tensor, which may be of a level that ended."""
+        return id(x) in self.places or (self.outer is not None and self.outer.knows(x))
+
+    def _is_made(self, x: Tensor) -> bool:
+        return False
+
+    def _from_outside(self, x: Tensor) -> Tensor:
+        return x
+
+
+class FirstReads(Reads):
+    """The first run, without derivatives. `inputs` are the arguments and all that was read, with theirs."""
+
+    def __init__(self, args: Iterable[Tensor], outer: Reads | None):
+        # an operator that `remat` is: torch does not show it to the mode of the function outside
+        self.inputs = [x if outer is None else outer.instead_of(x) for x in args]
+        super().__init__([stripped(x) for x in self.inputs], outer)
+        self.kept: list[Tensor] = []  # so that their identities stay taken
+        self._versions = [writes(x) for x in map(_bottom, self.inputs)]
+        self._made: dict[int, weakref.ref[Tensor]] = {}
+        self._memory = set[int]()  # of what was made, by address: torch.func gives views of it that no operator made
+        self._watched = set[int]()  # which of `_made` depend on inputs that have derivatives
+        for x, given in zip(self.inputs, self.given, strict=True):
+            self._add(given, is_active(x))
+
+    def _add(self, x: Tensor, watched: bool) -> None:
+        self._made[id(x)] = weakref.ref(x)
+        (self._watched.add if watched else self._watched.discard)(id(x))
+
+    def _is_made(self, x: Tensor) -> bool:
+        known = self._made.get(id(x))
+        return (known is not None and known() is x) or (func_levels.is_wrapped(x) and _memory(x) in self._memory)
+
+    def _gather(self, tape: ReadsUnits, number: int) -> None:
+        with assigned(RUNNING, self.outer):
+            leaves = tape.touch(number)
+        with assigned(RUNNING, None):
+            self._take((tape, number), leaves)
+
+    def _take(self, key: Hashable, read: Sequence[Tensor]) -> None:
+        self.places[key] = range(len(self.given), len(self.given) + len(read))
+        for x in read:
+            self.inputs.append(x)
+            self.given.append(stripped(x))
+            self._versions.append(writes(_bottom(x)))
+            self._add(self.given[-1], is_active(x))
+
+    def _from_outside(self, x: Tensor) -> Tensor:
+        true = x if self.outer is None else self.outer.instead_of(x)
+        if not (is_active(true) or func_levels.is_wrapped(true)):
+            return true  # a constant, in this run
+        self._take(id(x), [true])
+        self.kept.append(x)
+        return self.given[-1]
+
+    def note(self, func: Operator, args: Args, kwargs: Kwargs, out: object) -> None:
+        """Watch what depends on the inputs."""
+        before, after = list(_tensors((args, kwargs))), list(_tensors(out))
+        watched = (torch.is_grad_enabled() or self.depth > 0) and func not in _CUTS
+        watched = watched and any(id(x) in self._watched for x in before)
+        if watched and (_IN_PLACE.search(getattr(func, "__name__", "")) or "out" in (kwargs or {})):
+            self._note_write((kwargs or {}).get("out", args[0]))
+        outside = {_memory(x) for x in (*self.inputs, *before)} - self._memory if self.depth else set()
+        for x in after:
+            if func_levels.is_wrapped(x):
+                self._memory |= {_memory(x)} - outside
+            if id(x) not in self._made or self._made[id(x)]() is not x:
+                self._add(x, watched and (x.is_floating_point() or x.is_complex()))
+
+    def _note_write(self, x: object) -> None:
+        """Watch what is written to; RuntimeError if it is from outside: its new value would have no gradient."""
+        for target in _tensors(x):
+            base = target if target._base is None else target._base
+            if not (self._is_made(base) or self._is_made(target)):
+                raise RuntimeError(
+                    f"fshard.remat: the function writes what it computes to {_form(target)} from outside of it: return "
+                    "it as a result"
+                )
+            self._watched |= {id(x) for x in (target, base) if id(x) in self._made}
+
+    def check_inputs(self) -> None:
+        """RuntimeError if the function has written to an input: it would do so again."""
+        for x, version in zip(self.inputs, self._versions, strict=True):
+            if writes(_bottom(x)) != version:
+                raise RuntimeError(f"fshard.remat: the function writes to an input in place, {_form(x)}: clone it first")
+
+    def check_left(self) -> None:
+        """RuntimeError if a tensor that depends on the inputs lives on, once the results are copied and dropped."""
+        self.given.clear()
+        if self._left():
+            gc.collect()  # cycles, of a function that calls itself, or of an exception that it has caught
+            for x in self._left():
+                raise RuntimeError(
+                    f"fshard.remat: the function keeps {_form(x)}, which it has computed, beside its results (in a list, "
+                    "an attribute, a container of parameters): it would have no gradient. Return it as a result, or "
+                    "keep x.detach()"
+                )
+        self._made.clear()
+
+    def _left(self) -> list[Tensor]:
+        known = [self._made[number]() for number in self._watched]
+        return [x for x in known if x is not None]
+
+
+class SecondReads(Reads):
+    """A later run, as a function of all that the first run read."""
+
+    def __init__(self, inputs: Sequence[Tensor], places: dict[Hashable, range]):
+        super().__init__(inputs)
+        self.places = places
+        self._seen = set[Hashable]()
+
+    def _at(self, key: Hashable) -> list[Tensor]:
+        self._seen.add(key)
+        return super()._at(key)
+
+    def _gather(self, tape: ReadsUnits, number: int) -> None:
+        refuse_other_reads()
+
+    def check(self) -> None:
+        """RuntimeError if something was not read again."""
+        if len(self._seen) < len(self.places):
+            refuse_other_reads()
+
+
+def refuse_other_reads() -> NoReturn:
+    """Raise RuntimeError for a function that reads other tensors when it runs again."""
+    raise RuntimeError(
+        "fshard.remat: the function reads other tensors when it runs again. What it reads may depend on its arguments "
+        f"alone; what it makes of a tensor from outside by a torch.autograd.Function is not known again: {_AS_ARGUMENT}"
+    )
+
+
+def _tensors(x: Any) -> Iterator[Tensor]:
+    if isinstance(x, Tensor):
+        yield x
+    elif isinstance(x, (tuple, list)):
+        for y in x:
+            yield from _tensors(y)
+    elif isinstance(x, dict):
+        yield from _tensors(list(x.values()))
+
+
+def _form(x: Tensor) -> str:
+    return f"a {x.dtype} tensor of shape {list(x.shape)}"
+
+
+def _depth() -> int:
+    return _functorch.current_level() if func_levels.inside() else 0
+
+
+def _levels(x: Tensor) -> Iterator[Tensor]:
+    """A tensor, what it wraps, and so on; the last is of no transform."""
+    yield x
+    while func_levels.is_wrapped(x):
+        x = _functorch.get_unwrapped(x)
+        yield x
+
+
+def _bottom(x: Tensor) -> Tensor:
+    *_, last = _levels(x)
+    return last
+
+
+def _memory(x: Tensor) -> int:
+    bottom = _bottom(x)
+    return address(bottom) if bottom.layout is torch.strided else 0
+
+
+def is_active(x: Tensor) -> bool:
+    """Whether a tensor has a gradient or a tangent, at any level of torch.func."""
+    if not (x.is_floating_point() or x.is_complex()):
+        return False
+    with func_levels.aside() as levels:
+        for y in _levels(x):
+            level = _functorch.maybe_get_level(y)
+            with func_levels.again(levels[len(levels) - level :] if level > 0 else ()):
+                # of the class Tensor: a module's parameter says that it requires a gradient, whatever it is here
+                if Tensor.requires_grad.__get__(y) or (  # type: ignore[attr-defined]
+                    not _functorch.is_batchedtensor(y) and forward_ad.unpack_dual(y).tangent is not None
+                ):
+                    return True
+    return False
+
+
+def stripped(x: Tensor) -> Tensor:
+    """The values of a tensor, batched as it is, without a gradient or tangent at any level of torch.func."""
+    with func_levels.aside():
+        return _stripped(x)
+
+
+def _stripped(x: Tensor) -> Tensor:
+    if _functorch.is_batchedtensor(x):
+        batch = _functorch.maybe_get_bdim(x), _functorch.maybe_get_level(x)
+        return _functorch._add_batch_dim(_stripped(_functorch.get_unwrapped(x)), *batch)
+    return _stripped(_functorch.get_unwrapped(x)) if func_levels.is_wrapped(x) else x.detach()

@@ -1,0 +1,279 @@
+"""`remat`: a function of which autograd keeps the arguments alone; it runs again for derivatives, also under torch.func.
+
+Note [Remat]
+    torch.utils.checkpoint hooks on to what autograd saves, which torch.func forbids. Here a function runs without
+    derivatives at any level, and a `torch.autograd.Function`, the identity of its results, then gives these a rule for
+    each kind of derivative: `vjp`, `jvp` and `vmap` of the function, run again. The rules are functions of all that the
+    function read (Note [Reads] in `reads.py`), and are rematerialized themselves: so derivatives of any order run
+    again, and torch.func.grad, which always keeps what a second derivative needs, keeps the arguments alone as well.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, ExitStack
+from contextvars import copy_context
+from typing import Any, ParamSpec, TypeVar
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+
+# Private: nothing public lists the function modes that are on (test_remat.py notices when it goes)
+from torch.overrides import _get_current_function_mode_stack as function_modes
+
+from ..core import func_levels, tree
+from ..core.arguments import check_function
+from ..core.lazy import Branch
+from ..core.random import bookmark
+from ..core.storage import share_elements
+from ..core.tracing import assigned
+from ..core.tree import Tree
+from .reads import RUNNING, FirstReads, Reads, SecondReads, is_active, stripped
+
+P = ParamSpec("P")
+R = TypeVar("R")
+Ctx = Any  # torch's context of a function, on which setup_context sets any attributes
+_Again = Callable[..., tuple[Tensor, ...]]  # of tensors, inputs and results
+_NUM_OTHERS = 2  # arguments of `_Rules` before the tensors
+
+
+def remat(fn: Callable[P, R]) -> Callable[P, R]:
+    """Return `fn` with its values and derivatives, which keeps its arguments alone: derivatives run `fn` again.
+
+    `fn(*args, **kwargs) -> results`: trees of tensors and other objects. Its derivatives of any order are those of `fn`,
+    by backward and by torch.func (grad, vjp, jvp, vmap, hessian), with respect to arguments, to tensors that `fn` takes
+    from outside, and to parameters that it reads, which are gathered once more in the backward. What it draws at random
+    is drawn again. Of a function of several units all units are in memory together. For torch.autograd alone
+    `torch.utils.checkpoint` does the same, unit by unit.
+
+    Raises RuntimeError where a gradient would be lost: `fn` writes to an argument, or to a tensor from outside; keeps
+    what it computes beside its results; reads other tensors when it runs again; or differentiates by a tensor from
+    outside in a transform of its own.
+
+    >>> def loss(w, x):
+    ...     return remat(lambda x: (x @ w).tanh())(x).sum()
+    >>> w = torch.ones(2)
+    >>> torch.equal(torch.func.grad(loss)(w, torch.eye(2)), 1 - w.tanh() ** 2)
+    True
+
+    Source: Chen et al., Training Deep Nets with Sublinear Memory Cost, 2016.
+    """
+    check_function("remat: fn", fn, "fn(*args, **kwargs)")
+
+    def rematerialized(*args: P.args, **kwargs: P.kwargs) -> R:
+        outer = RUNNING.get()
+        with assigned(RUNNING, None):  # what is done here is no part of a function outside
+            return _rematerialized(fn, args, kwargs, outer)
+
+    return functools.update_wrapper(rematerialized, fn, updated=())
+
+
+_TENSOR = object()  # stands for a tensor among leaves
+
+
+def _rematerialized(fn: Callable[..., R], args: Any, kwargs: Any, outer: Reads | None) -> R:
+    leaves, spec = tree.tops((args, kwargs), Branch), tree.structure_above((args, kwargs), Branch)
+    reads = FirstReads([x for x in leaves if isinstance(x, Tensor)], outer)
+    call = _Call(fn, spec, leaves, reads)
+    results = call.first(reads)
+    ruled = iter(_ruled_by(call.again, results, reads.inputs))
+    out = [next(ruled) if x is _TENSOR else x for x in call.others]
+    if outer is not None:
+        outer.note(remat, tuple(reads.inputs), None, out)
+    return tree.unflatten(call.results, out)
+
+
+class _Call:
+    """One call of a function, which can run again as a function of what it read."""
+
+    def __init__(self, fn: Callable[..., Tree], spec: tree.Spec, leaves: Sequence[object], reads: FirstReads):
+        self._fn, self._spec = fn, spec
+        self._leaves = [_TENSOR if isinstance(x, Tensor) else x for x in leaves]
+        self._places, self._kept = reads.places, reads.kept
+        devices = {x.device for x in reads.inputs}
+        self._device = next((x for x in devices if x.type != "cpu"), torch.device("cpu"))
+        with func_levels.aside():
+            self._rewind = bookmark(self._device)
+        # in a backward: the call of a module that reads its parameters, and the like
+        self._context = copy_context()
+        self._modes = [mode for mode in function_modes() if not isinstance(mode, Reads)]
+        kinds = {self._device.type, "cpu"} - {"meta"}
+        self._casts = [(x, torch.get_autocast_dtype(x), torch.is_autocast_enabled(x)) for x in kinds]
+        self.results: tree.Spec  # the structure of the results
+        self.others: list[object]  # the leaves of the results, `_TENSOR` for those with derivatives
+
+    def _run(self, reads: Reads) -> list[Tree]:
+        given = iter(reads.given)
+        args, kwargs = tree.unflatten(self._spec, [next(given) if x is _TENSOR else x for x in self._leaves])
+        out = reads.run(functools.partial(self._fn, *args, **kwargs))
+        del args, kwargs
+        leaves, self.results = tree.flatten(out)
+        return leaves
+
+    def first(self, reads: FirstReads) -> list[Tensor]:
+        """Run without derivatives: the floating results. RuntimeError for what would have no gradient."""
+        out = self._run(reads)
+        reads.check_inputs()
+        if active := [x for x in out if isinstance(x, Tensor) and is_active(x)]:
+            raise RuntimeError(
+                f"fshard.remat: a result ({active[0].dtype} of shape {list(active[0].shape)}) depends on a tensor from "
+                "outside that cannot be seen there (in a torch.autograd.Function, or torch.jit.script): give it to the "
+                "function as an argument"
+            )
+        self.others = [_TENSOR if _is_floating(x) else x for x in out]
+        # others in the same memory: what the function made is to be gone
+        results = [stripped(x) for x in out if _is_floating(x)]
+        del out
+        reads.check_left()
+        return results
+
+    def again(self, *inputs: Tensor) -> tuple[Tensor, ...]:
+        """The floating results, as a function of all that the first run read."""
+        with func_levels.aside():
+            back = bookmark(self._device)
+            self._rewind()
+        reads = SecondReads(inputs, self._places)
+        try:
+            with ExitStack() as stack:
+                for block in self._blocks():
+                    stack.enter_context(block)
+                out = self._context.copy().run(self._run, reads)
+        finally:
+            with func_levels.aside():
+                back()
+        reads.check()
+        return tuple(x for x in out if _is_floating(x))
+
+    def _blocks(self) -> list[AbstractContextManager[Any]]:
+        """The blocks that the call was in."""
+        casts = [torch.autocast(kind, dtype, on, cache_enabled=False) for kind, dtype, on in self._casts]
+        active = function_modes()
+        return [*casts, *(mode for mode in self._modes if not any(mode is x for x in active))]
+
+
+def _is_floating(x: object) -> bool:
+    return isinstance(x, Tensor) and (x.is_floating_point() or x.is_complex())
+
+
+def _ruled(again: _Again, inputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    """`again(*inputs)`, of whose derivatives autograd keeps the inputs alone."""
+    return _ruled_by(again, again(*map(stripped, inputs)), inputs)
+
+
+def _ruled_by(again: _Again, results: Sequence[Tensor], inputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    return _Rules.apply(again, len(results), *results, *inputs) if results else ()
+
+
+class _Rules(torch.autograd.Function):
+    """The identity of results, whose derivatives are those of `again`, a function of the tensors after them."""
+
+    @staticmethod
+    def forward(again: _Again, num: int, *tensors: Tensor) -> tuple[Tensor, ...]:
+        """Return the results, in memory that is no one else's, since the program may write to them."""
+        results, others = list[Tensor](), list(tensors[num:])
+        for x in tensors[:num]:
+            # `data`: a view could not be written to, one of several at least
+            results.append(x.clone() if any(_share(x, y) for y in others) else x.data)
+            others.append(x)
+        return tuple(results)
+
+    @staticmethod
+    def setup_context(ctx: Ctx, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+        ctx.again, ctx.num, *tensors = inputs
+        ctx.save_for_backward(*tensors[ctx.num :])
+        ctx.save_for_forward(*tensors[ctx.num :])
+
+    @staticmethod
+    def backward(ctx: Ctx, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        inputs, needed = ctx.saved_tensors, ctx.needs_input_grad[_NUM_OTHERS + ctx.num :]
+        which = [number for number, needs in enumerate(needed) if needs]
+        sums = dict(zip(which, _ruled(_pull(ctx.again, which, len(inputs)), [*inputs, *grads]), strict=True))
+        return (None,) * (_NUM_OTHERS + ctx.num) + tuple(map(sums.get, range(len(inputs))))
+
+    @staticmethod
+    def jvp(ctx: Ctx, _again: None, _num: None, *tangents: Tensor | None) -> tuple[Tensor, ...]:
+        # torch switches forward mode off here, at all levels: an outer jvp would lose its tangents, silently
+        # (test_remat.py notices if it does not any more). Private: nothing public switches it on
+        with forward_ad._set_fwd_grad_enabled(True):
+            inputs = [forward_ad.unpack_dual(x).primal for x in ctx.saved_tensors]
+            along = {n: x for n, x in enumerate(tangents[ctx.num :]) if x is not None}
+            tensors = [*inputs, *along.values()]
+            # without torch.func there is one level, that of torch.autograd.forward_ad, and it may be over later
+            now, later = (_push(ctx.again, [*along], len(inputs), x) for x in (func_levels.inside(), True))
+            return _ruled_by(later, now(*map(stripped, tensors)), tensors)
+
+    @staticmethod
+    def vmap(info: Any, in_dims: tuple[Any, ...], again: _Again, num: int, *tensors: Tensor) -> Any:
+        dims, size = in_dims[_NUM_OTHERS:], info.batch_size
+        results = [
+            x.expand(size, *x.shape) if d is None else x.movedim(d, 0) for x, d in zip(tensors[:num], dims, strict=False)
+        ]
+
+        def mapped(*inputs: Tensor) -> tuple[Tensor, ...]:
+            rows = torch.empty(size, 0, dtype=torch.float32, device="cpu")  # vmap asks for an argument that it cuts
+            cut = torch.func.vmap(lambda _, *x: again(*x), (0, *dims[num:]), randomness=info.randomness)
+            return cut(rows, *inputs)
+
+        return _Rules.apply(mapped, num, *results, *tensors[num:]), (0,) * num
+
+
+def _share(x: Tensor, y: Tensor) -> bool:
+    return x.layout is y.layout is torch.strided and share_elements(x, y)
+
+
+def _pull(again: _Again, which: Sequence[int], num: int) -> _Again:
+    """The vjp of `again` in some of its `num` inputs, as a function of all inputs and the gradients of results."""
+
+    def pulled(*tensors: Tensor) -> tuple[Tensor, ...]:
+        inputs, grads = tensors[:num], tensors[num:]
+        if func_levels.inside():
+            pull = torch.func.vjp(_part(again, inputs, which), *[inputs[n] for n in which])[1]
+            return pull(grads, retain_graph=False)
+        # the same without torch.func, which refuses torch.utils.checkpoint, and takes longer
+        with torch.enable_grad():
+            is_differentiated = any(x.requires_grad for x in tensors)
+            leaves = [x.view_as(x) if (x := inputs[n]).requires_grad else x.detach().requires_grad_() for n in which]
+            outs = _part(again, inputs, which)(*leaves)
+            depends = [(x, grad) for x, grad in zip(outs, grads, strict=True) if x.requires_grad]
+        if not depends:
+            return tuple(map(torch.zeros_like, leaves))
+        outs, seeds = zip(*depends, strict=True)
+        return torch.autograd.grad(
+            outs, leaves, seeds, create_graph=is_differentiated, allow_unused=True, materialize_grads=True
+        )
+
+    return pulled
+
+
+def _push(again: _Again, which: Sequence[int], num: int, nested: bool) -> _Again:
+    """The jvp of `again` along some of its `num` inputs, as a function of all inputs and the tangents of those.
+
+    In a level of its own if it is `nested`, else in the one of torch.autograd.forward_ad.
+    """
+
+    def pushed(*tensors: Tensor) -> tuple[Tensor, ...]:
+        inputs, along = tensors[:num], tensors[num:]
+        # torch lays a tangent out as its primal: elements that share memory, as those of `expand`, would be written to
+        is_packed = [inputs[n].is_contiguous() and not func_levels.is_wrapped(inputs[n]) for n in which]
+        primals = [inputs[n] if packed else inputs[n].clone(memory_format=torch.contiguous_format) for n, packed in zip(which, is_packed, strict=True)]
+        if nested:
+            return torch.func.jvp(_part(again, inputs, which), tuple(primals), along)[1]
+        out = _part(again, inputs, which)(*map(forward_ad.make_dual, primals, along))
+        duals = [(x, forward_ad.unpack_dual(x).tangent) for x in out]
+        return tuple(torch.zeros_like(x) if tangent is None else tangent for x, tangent in duals)
+
+    return pushed
+
+
+def _part(again: _Again, inputs: Sequence[Tensor], which: Sequence[int]) -> _Again:
+    """`again` as a function of some of its inputs."""
+
+    def of(*some: Tensor) -> tuple[Tensor, ...]:
+        all_inputs = list(inputs)
+        for number, x in zip(which, some, strict=True):
+            all_inputs[number] = x
+        return again(*all_inputs)
+
+    return of
