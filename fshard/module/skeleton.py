@@ -76,13 +76,15 @@ class ModulePlace:
         """Mark a call's tensor as this parameter: a view of a gathered leaf, which lives with it, or `x` itself."""
         worn = x
         kind: Any = type(x)
-        if is_gathered or kind is FunctionalTensor:  # whoever else reads the leaf reads a plain tensor
-            # what `remat` gives in place of a leaf belongs to the levels that run
-            levels = func_levels.aside() if RUNNING.get() is None else nullcontext()
-            with levels, torch.enable_grad():
-                worn = x._worn = x[...]  # `view_as` takes no sparse gradients
+        rerun = RUNNING.get() is not None  # what `remat` gives in place of a leaf is that function's own
+        if (is_gathered and not rerun) or kind is FunctionalTensor:  # whoever else reads the leaf reads a plain tensor
+            # inside the levels that run, if the leaf belongs to them
+            with nullcontext() if rerun else func_levels.aside(), torch.enable_grad():
+                worn = x[...]  # `view_as` takes no sparse gradients
                 if kind is FunctionalTensor:
                     worn._plain = x[...]
+            if not rerun:
+                x._worn = worn
         worn.__class__ = _weights(kind)
         vars(worn).update(self.attributes, _place=self)
         return worn

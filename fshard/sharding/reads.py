@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import gc
 import re
+import sys
 import weakref
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextvars import ContextVar
@@ -188,8 +189,8 @@ class FirstReads(Reads):
     def note(self, func: Operator, args: Args, kwargs: Kwargs, out: object) -> None:
         """Watch what depends on the inputs."""
         before, after = list(_tensors((args, kwargs))), list(_tensors(out))
-        watched = (torch.is_grad_enabled() or self.depth > 0) and func not in _CUTS
-        watched = watched and any(id(x) in self._watched for x in before)
+        watched = func not in _CUTS and any(id(x) in self._watched for x in before)
+        watched = watched and (torch.is_grad_enabled() or self.depth > 0 or _in_autograd_function())
         if watched and (_IN_PLACE.search(getattr(func, "__name__", "")) or "out" in (kwargs or {})):
             self._note_write((kwargs or {}).get("out", args[0]))
         outside = {_memory(x) for x in (*self.inputs, *before)} - self._memory if self.depth else set()
@@ -261,6 +262,17 @@ def refuse_other_reads() -> NoReturn:
         "fshard.remat: the function reads other tensors when it runs again. What it reads may depend on its arguments "
         f"alone; what it makes of a tensor from outside by a torch.autograd.Function is not known again: {_AS_ARGUMENT}"
     )
+
+
+def _in_autograd_function() -> bool:
+    """Whether the forward of a torch.autograd.Function runs: without gradients, and its results have one."""
+    frame = sys._getframe(1)
+    while frame.f_code is not _RUN and frame.f_code is not _APPLY and frame.f_back is not None:
+        frame = frame.f_back
+    return frame.f_code is _APPLY
+
+
+_RUN, _APPLY = Reads.run.__code__, torch.autograd.Function.apply.__func__.__code__  # type: ignore[attr-defined]
 
 
 def _tensors(x: Any) -> Iterator[Tensor]:

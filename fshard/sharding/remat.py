@@ -24,7 +24,7 @@ from torch.autograd import forward_ad
 from torch.overrides import _get_current_function_mode_stack as function_modes
 
 from ..core import func_levels, tree
-from ..core.arguments import check_function
+from ..core.arguments import wrong
 from ..core.lazy import Branch
 from ..core.random import bookmark
 from ..core.storage import share_elements
@@ -60,7 +60,8 @@ def remat(fn: Callable[P, R]) -> Callable[P, R]:
 
     Source: Chen et al., Training Deep Nets with Sublinear Memory Cost, 2016.
     """
-    check_function("remat: fn", fn, "fn(*args, **kwargs)")
+    if not callable(fn):
+        raise TypeError(wrong("remat: fn", fn, "fn(*args, **kwargs), a function or a module"))
 
     def rematerialized(*args: P.args, **kwargs: P.kwargs) -> R:
         outer = RUNNING.get()
