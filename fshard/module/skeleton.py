@@ -78,8 +78,8 @@ class ModulePlace:
         kind: Any = type(x)
         rerun = RUNNING.get() is not None  # what `remat` gives in place of a leaf is that function's own
         if (is_gathered and not rerun) or kind is FunctionalTensor:  # whoever else reads the leaf reads a plain tensor
-            # inside the levels that run, if the leaf belongs to them
-            with nullcontext() if rerun else func_levels.aside(), torch.enable_grad():
+            # a leaf with a tangent (`hvp`) belongs to a level, outside of which a view has none
+            with nullcontext() if func_levels.is_wrapped(x) else func_levels.aside(), torch.enable_grad():
                 worn = x[...]  # `view_as` takes no sparse gradients
                 if kind is FunctionalTensor:
                     worn._plain = x[...]
