@@ -200,7 +200,7 @@ def _along(x: Tensor, collective: _Collective, dims: tuple[int, int], size: int)
 def _applied(x: Tensor, collective: _Collective) -> Tensor:
     # torch shows no autograd function to function modes, of which `remat` has one
     if has_torch_function(()):
-        return handle_torch_function(_applied, (), x, collective)  # type: ignore[no-any-return]
+        return handle_torch_function(_applied, (), x, collective)
     return _Apply.apply(x, collective)
 
 

@@ -151,8 +151,7 @@ class Tape:
         """The leaves of a unit, gathered if they are not in memory; the gathers of the units after it are started."""
         if (reads := RUNNING.get()) is not None:
             return reads.unit(self, number)
-        unit = self._units[number]
-        leaves, is_new = unit.leaves, unit.leaves is None
+        leaves, is_new = (unit := self._units[number]).leaves, unit.leaves is None
         if leaves is None:
             leaves = self._gather(unit)
         if self._into is not None:

@@ -55,7 +55,7 @@ class Reads(TorchFunctionMode):
         super().__init__()
         self.given = list(given)  # the arguments, then what was read
         # where in `given`: of tensors by their identity, of units by tape and number
-        self.places: dict[Hashable, range] = {}
+        self.positions: dict[Hashable, range] = {}
         self.outer = outer  # that of a function that runs around this one
         self.depth = _depth()  # the levels of torch.func outside
         self._shown: dict[ReadsUnits, Shown | None] = {}
@@ -80,12 +80,12 @@ class Reads(TorchFunctionMode):
                 tape.shown.let_go()
                 tape.shown.settle()
                 tape.shown = Shown()
-        if (tape, number) not in self.places:
+        if (tape, number) not in self.positions:
             self._gather(tape, number)
         return self._at((tape, number))
 
     def _at(self, key: Hashable) -> list[Tensor]:
-        place = self.places[key]
+        place = self.positions[key]
         return self.given[place.start : place.stop]
 
     def _gather(self, tape: ReadsUnits, number: int) -> None:
@@ -111,8 +111,8 @@ class Reads(TorchFunctionMode):
         return {name: self._replaced(y) for name, y in x.items()} if type(x) is dict else x
 
     def instead_of(self, x: Tensor) -> Tensor:
-        """What the function gets in place of a tensor: the tensor itself unless it is from outside, with derivatives."""
-        if id(x) in self.places:
+        """What the function gets in place of a tensor: itself, unless it is from outside and has derivatives."""
+        if id(x) in self.positions:
             return self._at(id(x))[0]
         if getattr(type(x), "reads_itself", False) or self._is_made(x):
             return x
@@ -132,7 +132,7 @@ class Reads(TorchFunctionMode):
 
     def knows(self, x: Tensor) -> bool:
         """Whether the function, or one around it, has read a tensor, which may be of a level that ended."""
-        return id(x) in self.places or (self.outer is not None and self.outer.knows(x))
+        return id(x) in self.positions or (self.outer is not None and self.outer.knows(x))
 
     def _is_made(self, x: Tensor) -> bool:
         return False
@@ -171,7 +171,7 @@ class FirstReads(Reads):
             self._take((tape, number), leaves)
 
     def _take(self, key: Hashable, read: Sequence[Tensor]) -> None:
-        self.places[key] = range(len(self.given), len(self.given) + len(read))
+        self.positions[key] = range(len(self.given), len(self.given) + len(read))
         for x in read:
             self.inputs.append(x)
             self.given.append(stripped(x))
@@ -215,7 +215,9 @@ class FirstReads(Reads):
         """RuntimeError if the function has written to an input: it would do so again."""
         for x, version in zip(self.inputs, self._versions, strict=True):
             if writes(_bottom(x)) != version:
-                raise RuntimeError(f"fshard.remat: the function writes to an input in place, {_form(x)}: clone it first")
+                raise RuntimeError(
+                    f"fshard.remat: the function writes to an input in place, {_form(x)}: clone it first"
+                )
 
     def check_left(self) -> None:
         """RuntimeError if a tensor that depends on the inputs lives on, once the results are copied and dropped."""
@@ -224,9 +226,9 @@ class FirstReads(Reads):
             gc.collect()  # cycles, of a function that calls itself, or of an exception that it has caught
             for x in self._left():
                 raise RuntimeError(
-                    f"fshard.remat: the function keeps {_form(x)}, which it has computed, beside its results (in a list, "
-                    "an attribute, a container of parameters): it would have no gradient. Return it as a result, or "
-                    "keep x.detach()"
+                    f"fshard.remat: the function keeps {_form(x)}, which it has computed, beside its results (in a "
+                    "list, an attribute, a container of parameters): it would have no gradient. Return it as a result, "
+                    "or keep x.detach()"
                 )
         self._made.clear()
 
@@ -238,9 +240,9 @@ class FirstReads(Reads):
 class SecondReads(Reads):
     """A later run, as a function of all that the first run read."""
 
-    def __init__(self, inputs: Sequence[Tensor], places: dict[Hashable, range]):
+    def __init__(self, inputs: Sequence[Tensor], positions: dict[Hashable, range]):
         super().__init__(inputs)
-        self.places = places
+        self.positions = positions
         self._seen = set[Hashable]()
 
     def _at(self, key: Hashable) -> list[Tensor]:
@@ -252,7 +254,7 @@ class SecondReads(Reads):
 
     def check(self) -> None:
         """RuntimeError if something was not read again."""
-        if len(self._seen) < len(self.places):
+        if len(self._seen) < len(self.positions):
             refuse_other_reads()
 
 

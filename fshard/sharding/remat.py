@@ -1,4 +1,4 @@
-"""`remat`: a function of which autograd keeps the arguments alone; it runs again for derivatives, also under torch.func.
+"""`remat`: a function of which autograd keeps the arguments alone, and which runs again for derivatives of any kind.
 
 Note [Remat]
     torch.utils.checkpoint hooks on to what autograd saves, which torch.func forbids. Here a function runs without
@@ -27,7 +27,7 @@ from ..core import func_levels, tree
 from ..core.arguments import wrong
 from ..core.lazy import Branch
 from ..core.random import bookmark
-from ..core.storage import share_elements
+from ..core.storage import address, share_elements
 from ..core.tracing import assigned
 from ..core.tree import Tree
 from .reads import RUNNING, FirstReads, Reads, SecondReads, is_active, stripped
@@ -42,8 +42,8 @@ _NUM_OTHERS = 2  # arguments of `_Rules` before the tensors
 def remat(fn: Callable[P, R]) -> Callable[P, R]:
     """Return `fn` with its values and derivatives, which keeps its arguments alone: derivatives run `fn` again.
 
-    `fn(*args, **kwargs) -> results`: trees of tensors and other objects. Its derivatives of any order are those of `fn`,
-    by backward and by torch.func (grad, vjp, jvp, vmap, hessian), with respect to arguments, to tensors that `fn` takes
+    `fn(*args, **kwargs) -> results`: trees of tensors and other objects. Derivatives of any order are those of `fn`, by
+    backward and by torch.func (grad, vjp, jvp, vmap, hessian), with respect to arguments, to tensors that `fn` takes
     from outside, and to parameters that it reads, which are gathered once more in the backward. What it draws at random
     is drawn again. Of a function of several units all units are in memory together. For torch.autograd alone
     `torch.utils.checkpoint` does the same, unit by unit.
@@ -77,7 +77,7 @@ _TENSOR = object()  # stands for a tensor among leaves
 def _rematerialized(fn: Callable[..., R], args: Any, kwargs: Any, outer: Reads | None) -> R:
     leaves, spec = tree.tops((args, kwargs), Branch), tree.structure_above((args, kwargs), Branch)
     reads = FirstReads([x for x in leaves if isinstance(x, Tensor)], outer)
-    call = _Call(fn, spec, leaves, reads)
+    call = _Rematerialized(fn, spec, leaves, reads)
     results = call.first(reads)
     ruled = iter(_ruled_by(call.again, results, reads.inputs))
     out = [next(ruled) if x is _TENSOR else x for x in call.others]
@@ -86,13 +86,13 @@ def _rematerialized(fn: Callable[..., R], args: Any, kwargs: Any, outer: Reads |
     return tree.unflatten(call.results, out)
 
 
-class _Call:
+class _Rematerialized:
     """One call of a function, which can run again as a function of what it read."""
 
     def __init__(self, fn: Callable[..., Tree], spec: tree.Spec, leaves: Sequence[object], reads: FirstReads):
         self._fn, self._spec = fn, spec
         self._leaves = [_TENSOR if isinstance(x, Tensor) else x for x in leaves]
-        self._places, self._kept = reads.places, reads.kept
+        self._positions, self._kept = reads.positions, reads.kept
         devices = {x.device for x in reads.inputs}
         self._device = next((x for x in devices if x.type != "cpu"), torch.device("cpu"))
         with func_levels.aside():
@@ -135,7 +135,7 @@ class _Call:
         with func_levels.aside():
             back = bookmark(self._device)
             self._rewind()
-        reads = SecondReads(inputs, self._places)
+        reads = SecondReads(inputs, self._positions)
         try:
             with ExitStack() as stack:
                 for block in self._blocks():
@@ -173,11 +173,14 @@ class _Rules(torch.autograd.Function):
     @staticmethod
     def forward(again: _Again, num: int, *tensors: Tensor) -> tuple[Tensor, ...]:
         """Return the results, in memory that is no one else's, since the program may write to them."""
-        results, others = list[Tensor](), list(tensors[num:])
+        results, others = list[Tensor](), dict[int, list[Tensor]]()  # by the address of their memory
+        for x in tensors[num:]:
+            others.setdefault(_address(x), []).append(x)
         for x in tensors[:num]:
+            beside = others.setdefault(_address(x), [])
             # `data`: a view could not be written to, one of several at least
-            results.append(x.clone() if any(_share(x, y) for y in others) else x.data)
-            others.append(x)
+            results.append(x.clone() if any(share_elements(x, y) for y in beside) else x.data)
+            beside.append(x)
         return tuple(results)
 
     @staticmethod
@@ -209,7 +212,8 @@ class _Rules(torch.autograd.Function):
     def vmap(info: Any, in_dims: tuple[Any, ...], again: _Again, num: int, *tensors: Tensor) -> Any:
         dims, size = in_dims[_NUM_OTHERS:], info.batch_size
         results = [
-            x.expand(size, *x.shape) if d is None else x.movedim(d, 0) for x, d in zip(tensors[:num], dims, strict=False)
+            x.expand(size, *x.shape) if d is None else x.movedim(d, 0)
+            for x, d in zip(tensors[:num], dims, strict=False)
         ]
 
         def mapped(*inputs: Tensor) -> tuple[Tensor, ...]:
@@ -220,8 +224,8 @@ class _Rules(torch.autograd.Function):
         return _Rules.apply(mapped, num, *results, *tensors[num:]), (0,) * num
 
 
-def _share(x: Tensor, y: Tensor) -> bool:
-    return x.layout is y.layout is torch.strided and share_elements(x, y)
+def _address(x: Tensor) -> int:
+    return address(x) if x.layout is torch.strided else id(x)
 
 
 def _pull(again: _Again, which: Sequence[int], num: int) -> _Again:
@@ -258,7 +262,10 @@ def _push(again: _Again, which: Sequence[int], num: int, nested: bool) -> _Again
         inputs, along = tensors[:num], tensors[num:]
         # torch lays a tangent out as its primal: elements that share memory, as those of `expand`, would be written to
         is_packed = [inputs[n].is_contiguous() and not func_levels.is_wrapped(inputs[n]) for n in which]
-        primals = [inputs[n] if packed else inputs[n].clone(memory_format=torch.contiguous_format) for n, packed in zip(which, is_packed, strict=True)]
+        primals = [
+            inputs[n] if packed else inputs[n].clone(memory_format=torch.contiguous_format)
+            for n, packed in zip(which, is_packed, strict=True)
+        ]
         if nested:
             return torch.func.jvp(_part(again, inputs, which), tuple(primals), along)[1]
         out = _part(again, inputs, which)(*map(forward_ad.make_dual, primals, along))

@@ -5,13 +5,13 @@ from typing import Any
 
 import pytest
 import torch
-from support import func_losses
-from support.closed import MORE, dot, loss, net, params, randn
-from support.func_losses import LOSSES
+from support.closed import MORE, net, params, randn
 from torch import Tensor, func
+from torch.utils.checkpoint import checkpoint
 
 import fshard
 from fshard import remat, tree
+from fshard.testing import simulate
 
 X, V = randn(5, 6, seed=100), params(seed=10)
 Net = Callable[[Any, Tensor], Tensor]
@@ -176,3 +176,279 @@ def test_derivatives_are_those_of_the_function(transform: str, source: str, how:
     expected = program(of(plain), params(), X, V)
     assert max(float(x.abs().max()) for x in tree.leaves(expected)) > 0.1
     assert apart(result(program, with_remat, how), expected) < 1e-10
+
+
+W = randn(6, 6, seed=7)
+
+
+def leaves() -> tuple[Tensor, Tensor]:
+    """Two tensors of plain autograd."""
+    return X.clone().requires_grad_(), W.clone().requires_grad_()
+
+
+def writes_an_argument(x: Tensor, w: Tensor) -> Tensor:
+    """In place."""
+    return remat(lambda y: y.mul_(2) @ w)(x * 1).sum()
+
+
+def writes_outside(x: Tensor, w: Tensor) -> Tensor:
+    """To a tensor that is no result."""
+    room = torch.zeros(5, 6, dtype=torch.float64)
+
+    def fn(x: Tensor) -> Tensor:
+        room[1:] = (x @ w)[1:].tanh()
+        return x @ w
+
+    return remat(fn)(x).sum() + room.sum()
+
+
+def collects(x: Tensor, w: Tensor) -> Tensor:
+    """In a list, from outside: an auxiliary loss."""
+    beside: list[Tensor] = []
+
+    def fn(x: Tensor) -> Tensor:
+        h = (x @ w).tanh()
+        beside.append(h.square().mean())
+        return h
+
+    return remat(fn)(x).sum() + beside[0]
+
+
+def collects_results(x: Tensor, w: Tensor) -> Tensor:
+    """The very tensor that it returns."""
+    beside: list[Tensor] = []
+
+    def fn(x: Tensor) -> Tensor:
+        beside.append((x @ w).tanh())
+        return beside[-1]
+
+    return remat(fn)(x).sum() + beside[0].sum()
+
+
+class Twice(torch.autograd.Function):
+    """A function that torch shows to no mode."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(x: Tensor) -> Tensor:
+        """Twice the tensor."""
+        return x * 2
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        """Nothing is kept."""
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        """Twice the gradient."""
+        return grad * 2
+
+
+def collects_of_a_function(x: Tensor, w: Tensor) -> Tensor:
+    """What a torch.autograd.Function gave."""
+    beside: list[Tensor] = []
+
+    def fn(x: Tensor) -> Tensor:
+        beside.append(Twice.apply(x @ w))
+        return beside[-1].tanh()
+
+    return remat(fn)(x).sum() + beside[0].sum()
+
+
+def hidden(x: Tensor, w: Tensor) -> Tensor:
+    """A tensor from outside goes to a torch.autograd.Function alone."""
+    return remat(lambda x: (x @ Twice.apply(w)).tanh())(x).sum()
+
+
+def differentiates_by_outside(x: Tensor, w: Tensor) -> Tensor:
+    """A transform inside of the function."""
+    return remat(lambda x: func.grad(lambda w: (x @ w).square().sum())(w))(x).sum()
+
+
+def other_reads(x: Tensor, w: Tensor) -> Tensor:
+    """What is read depends on how often it ran."""
+    runs: list[int] = []
+
+    def fn(x: Tensor) -> Tensor:
+        runs.append(1)
+        return x @ w if len(runs) == 1 else x.clone()
+
+    return remat(fn)(x).sum()
+
+
+def changes_parameters(x: Tensor, w: Tensor) -> Tensor:
+    """A container of parameters."""
+    whole = {"layers": [{"w": W}, {"w": W}]}
+
+    def loss(p: Any, x: Tensor) -> Tensor:
+        def fn(x: Tensor) -> Tensor:
+            p["layers"][0]["w"] = 2 * p["layers"][0]["w"]
+            return x @ p["layers"][0]["w"]
+
+        return remat(fn)(x).square().sum()
+
+    return fshard.value_and_grad(loss)(fshard.shard_params(whole, fshard.make_plan(whole, units=["layers.*"])), x)[0]
+
+
+ERRORS: dict[Callable[..., Tensor], str] = {
+    writes_an_argument: r"writes to an input in place, a torch.float64 tensor of shape \[5, 6\]: clone it first",
+    writes_outside: r"writes what it computes to a torch.float64 tensor of shape \[5, 6\] from outside of it: return",
+    collects: r"keeps a torch.float64 tensor of shape \[\], which it has computed, beside its results",
+    collects_results: r"keeps a torch.float64 tensor of shape \[5, 6\], which",
+    collects_of_a_function: r"keeps a torch.float64 tensor of shape \[5, 6\], which",
+    hidden: "depends on a tensor from outside that cannot be seen there",
+    differentiates_by_outside: r"differentiates by a torch.float64 tensor of shape \[6, 6\] from outside of it",
+    other_reads: "reads other tensors when it runs again",
+    changes_parameters: "keeps a torch.float64 tensor of shape",
+}
+
+
+@pytest.mark.parametrize("program", ERRORS)
+def test_what_would_lose_a_gradient_is_an_error(program: Callable[..., Tensor]) -> None:
+    """The gradient would lack a part, without a word."""
+    x, w = leaves()
+    with pytest.raises(RuntimeError, match=ERRORS[program]):
+        torch.autograd.grad(program(x, w), (x, w))
+    with pytest.raises(TypeError, match=r"remat: fn=3: expected fn\(\*args, \*\*kwargs\), a function or a module"):
+        remat(3)  # type: ignore[arg-type]
+
+
+def gradients(program: Callable[[Any, Tensor, Tensor], Tensor], how: Any) -> list[Tensor]:
+    """A value and two gradients, and what is drawn at random afterwards."""
+    torch.manual_seed(3)
+    x, w = leaves()
+    value = program(how, x, w)
+    return [value.detach(), *torch.autograd.grad(value, (x, w)), torch.rand(3)]
+
+
+def logs(call: Any, x: Tensor, w: Tensor) -> Tensor:
+    """Detached values are kept, and values without a gradient, and constants."""
+    kept: list[Any] = []
+
+    def fn(x: Tensor) -> Tensor:
+        h = (x @ w).tanh()
+        kept.append((h.detach().mean(), torch.arange(6).cos()))
+        with torch.no_grad():
+            kept.append(h.mean())
+        return h
+
+    return call(fn)(x).square().sum()
+
+
+def draws(call: Any, x: Tensor, w: Tensor) -> Tensor:
+    """Dropout, in two functions and between."""
+    drop = lambda x: torch.nn.functional.dropout(x @ w, 0.5)  # noqa: E731
+    return call(drop)(torch.nn.functional.dropout(call(drop)(x))).square().sum()
+
+
+def writes_results(call: Any, x: Tensor, w: Tensor) -> Tensor:
+    """Results are written to in place; one of them is a view of an argument."""
+    flat, product, number = call(lambda x, y: (y.view(-1), x @ w, 3))(x, x * 1)
+    return flat.mul_(2).square().sum() + product.mul_(number).square().sum()
+
+
+def of_trees(call: Any, x: Tensor, w: Tensor) -> Tensor:
+    """Trees, keywords and other objects go in and out."""
+    out = call(lambda a, *, b, name: {name: a["x"] @ b[0], "n": a["x"].argmax(), "none": None})(
+        {"x": x}, b=(w,), name="y"
+    )
+    assert out["n"].dtype == torch.int64
+    assert out["none"] is None
+    return out["y"].square().sum()
+
+
+def casts(call: Any, x: Tensor, w: Tensor) -> Tensor:
+    """Autocast is put back in the backward."""
+    with torch.autocast("cpu", torch.bfloat16):
+        out = call(lambda x: x.float() @ w.float())(x)
+    assert out.dtype == torch.bfloat16
+    return out.float().square().sum()
+
+
+def calls_checkpoint(call: Any, x: Tensor, w: Tensor) -> Tensor:
+    """torch's checkpoint inside and outside."""
+    fn = lambda x: (x @ w).tanh()  # noqa: E731
+    inside = call(lambda x: checkpoint(fn, x, use_reentrant=False))(x)
+    return checkpoint(call(fn), inside, use_reentrant=False).square().sum()
+
+
+def of_functions(call: Any, x: Tensor, w: Tensor) -> Tensor:
+    """A torch.autograd.Function of what the function computes."""
+    return call(lambda x: Twice.apply((x @ w).tanh()).square())(x).sum()
+
+
+def half_used(call: Any, x: Tensor, w: Tensor) -> Tensor:
+    """One result has no use, one no derivative, and one argument none."""
+    out, _, constant = call(lambda x, w: (x.square(), x @ w, torch.ones(5)))(x, w)
+    return out.sum() + constant.sum() + 0 * w.sum()
+
+
+USES = [logs, draws, writes_results, of_trees, casts, calls_checkpoint, of_functions, half_used]
+
+
+@pytest.mark.parametrize("program", USES)
+def test_a_function_may_do_what_it_does_without(program: Any) -> None:
+    """What is harmless would be refused, or be computed or drawn otherwise."""
+    assert apart(gradients(program, remat), gradients(program, lambda fn: fn)) < 1e-14
+
+
+def collective(kind: str, mesh: Any, x: Tensor) -> Tensor:
+    """A function of collectives that is not linear, in `remat` and outside."""
+    apply = {
+        "all_reduce": lambda x: fshard.all_reduce(x, mesh, "shard"),
+        "all_gather": lambda x: fshard.all_gather(x, mesh, "shard")[:2],
+        "shift": lambda x: fshard.shift(x, mesh, "shard"),
+    }[kind]
+    return (apply(x.sin() * x).cos() * remat(lambda x: apply(x.exp()) * x)(x)).sum()
+
+
+def alone(kind: str, rows: list[Tensor]) -> list[Tensor]:
+    """The same on one device: the value of each rank, from the tensors of all."""
+    apply = {
+        "all_reduce": lambda xs: [sum(xs)] * len(xs),
+        "all_gather": lambda xs: [torch.cat(xs)[:2]] * len(xs),
+        "shift": lambda xs: [xs[-1], *xs[:-1]],
+    }[kind]
+    first, second = apply([x.sin() * x for x in rows]), apply([x.exp() for x in rows])
+    return [(a.cos() * (b * x)).sum() for a, b, x in zip(first, second, rows, strict=True)]
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+@pytest.mark.parametrize("kind", ["all_reduce", "all_gather", "shift"])
+def test_forward_mode_of_forward_mode_through_collectives(kind: str, size: int) -> None:
+    """In a rule of forward mode torch switches off that of others: a second derivative would be 0, silently."""
+    xs = [randn(2, seed=40 + rank) for rank in range(size)]
+    vs = [randn(2, seed=50 + rank) for rank in range(size)]
+
+    def twice(f: Any, x: Any, v: Any) -> Any:
+        return func.jvp(lambda x: func.jvp(f, (x,), (v,))[1], (x,), (v,))[1]
+
+    def job(mesh: Any) -> Tensor:
+        rank = mesh.get_rank()
+        return twice(lambda x: collective(kind, mesh, x), xs[rank], vs[rank])
+
+    got = simulate(job, shard=size)
+    expected = twice(lambda *xs: torch.stack(alone(kind, list(xs[0]))), xs, vs)
+    assert apart(list(got), list(expected)) < 1e-10
+
+
+def test_torch_switches_forward_mode_off_in_a_rule() -> None:
+    """Without the trap of torch, `remat` need not switch forward mode on."""
+
+    class Sine(torch.autograd.Function):
+        @staticmethod
+        def forward(x: Tensor) -> Tensor:
+            return x.sin()
+
+        @staticmethod
+        def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+            ctx.save_for_forward(inputs[0])
+
+        @staticmethod
+        def jvp(ctx: Any, tangent: Tensor) -> Tensor:
+            return tangent * ctx.saved_tensors[0].cos()
+
+    x, one = torch.tensor(1.0), torch.tensor(1.0)
+    twice = func.jvp(lambda x: func.jvp(Sine.apply, (x,), (one,))[1], (x,), (one,))[1]
+    assert twice == 0  # it is -sin(1)

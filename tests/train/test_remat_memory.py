@@ -39,7 +39,8 @@ def ours(fn: Apply, *args: Any) -> Tensor:
 def params(device: str = "cpu") -> dict[str, Any]:
     """Equal layers, and a small root."""
     layers = [
-        {name: torch.full((WIDTH, WIDTH), (1 + i) / 100, device=device) for name in ("up", "down")} for i in range(LAYERS)
+        {name: torch.full((WIDTH, WIDTH), (1 + i) / 100, device=device) for name in ("up", "down")}
+        for i in range(LAYERS)
     ]
     return {"layers": layers, "scale": torch.ones(WIDTH, device=device)}
 

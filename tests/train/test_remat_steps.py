@@ -8,7 +8,7 @@ import pytest
 import torch
 from support import func_losses
 from support.func_cases import on_ranks, rank_of, sharded
-from support.func_losses import EAGER, FROZEN, LOSSES, batch, params
+from support.func_losses import EAGER, LOSSES, batch, params
 from support.steps import QUIET
 from torch import Tensor
 
@@ -95,7 +95,9 @@ def check_trains(monkeypatch: Any, world: str, strategy: str, loss: Any, net: st
 @pytest.mark.parametrize("net", NETS)
 @pytest.mark.parametrize("name", LOSSES)
 @pytest.mark.parametrize(("world", "strategy"), [("None", "full"), ("2", "full"), ("3", "keep"), ("2x2", "wide")])
-def test_losses_train_as_without(monkeypatch: Any, world: str, strategy: str, name: str, net: str, jitted: bool) -> None:
+def test_losses_train_as_without(
+    monkeypatch: Any, world: str, strategy: str, name: str, net: str, jitted: bool
+) -> None:
     """A gradient of a loss with transforms inside, on any ranks, would lack what `remat` has hidden."""
     if jitted and name in EAGER:
         pytest.skip("torch cannot trace it")
@@ -120,7 +122,9 @@ OPTIONS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("jitted", [False, True], ids=["eager", "jit"])
 @pytest.mark.parametrize("net", NETS)
 @pytest.mark.parametrize("option", OPTIONS)
-@pytest.mark.parametrize(("world", "strategy"), [("None", "full"), ("2", "full"), ("2", "keep"), ("2", "ddp"), ("3", "zero2")])
+@pytest.mark.parametrize(
+    ("world", "strategy"), [("None", "full"), ("2", "full"), ("2", "keep"), ("2", "ddp"), ("3", "zero2")]
+)
 def test_steps_of_every_kind(monkeypatch: Any, world: str, strategy: str, option: str, net: str, jitted: bool) -> None:
     """What a step does beside its loss would not fit with units that a function reads."""
     if (world, option) == ("3", "tree"):
