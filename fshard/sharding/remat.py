@@ -198,8 +198,8 @@ class _Rules(torch.autograd.Function):
 
     @staticmethod
     def jvp(ctx: Ctx, _again: None, _num: None, *tangents: Tensor | None) -> tuple[Tensor, ...]:
-        # torch switches forward mode off here, at all levels: an outer jvp would lose its tangents, silently
-        # (test_remat.py notices if it does not any more). Private: nothing public switches it on
+        # torch switches forward mode off here, at all levels: operators would lose tangents, silently (test_remat.py
+        # notices). Private: nothing public switches it on
         with forward_ad._set_fwd_grad_enabled(True):
             inputs = [forward_ad.unpack_dual(x).primal for x in ctx.saved_tensors]
             along = {n: x for n, x in enumerate(tangents[ctx.num :]) if x is not None}

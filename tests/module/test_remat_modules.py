@@ -104,6 +104,13 @@ def value(apply: Any, buffers: Any) -> Callable[[Any, Tensor], Tensor]:
     return lambda p, x: apply(p, buffers, x)[0].square().sum()
 
 
+def twice(f: Any, p: Any, v: Any) -> Any:
+    """A Hessian-vector product by plain autograd: the second backward begins when the call has returned."""
+    leaves = tree.leaves(p)
+    slopes = torch.autograd.grad(f(p, X), leaves, create_graph=True)
+    return torch.autograd.grad(sum((a * b).sum() for a, b in zip(slopes, tree.leaves(v), strict=True)), leaves)
+
+
 PROGRAMS: dict[str, Callable[..., Any]] = {
     "grad": lambda f, p, v: func.grad(f)(p, X),
     "per-sample": lambda f, p, v: func.vmap(func.grad(f), (None, 0))(p, X[:, None]),
@@ -111,6 +118,7 @@ PROGRAMS: dict[str, Callable[..., Any]] = {
     "jvp of grad": lambda f, p, v: func.jvp(lambda p: func.grad(f)(p, X), (p,), (v,))[1],
     "grad of jvp": lambda f, p, v: func.grad(lambda p: func.jvp(lambda p: f(p, X), (p,), (v,))[1])(p),
     "plain": lambda f, p, v: torch.autograd.grad(f(p, X), tree.leaves(p)),
+    "plain, twice": twice,
 }
 
 
@@ -120,7 +128,7 @@ def test_transforms_of_a_module(name: str) -> None:
     results = []
     for call in (remat, same):
         apply, params, buffers = made(call)
-        params = tree.map(lambda x: x.detach().requires_grad_(name == "plain"), params)
+        params = tree.map(lambda x: x.detach().requires_grad_("plain" in name), params)
         results.append(PROGRAMS[name](value(apply, buffers), params, tree.map(lambda x: x.detach().cos(), params)))
     assert apart(*results) < 1e-10
 
@@ -145,6 +153,34 @@ def test_hvp_of_a_module(size: int | None, call: Any) -> None:
 
     for got in [job(None)] if size is None else simulate(job, shard=size):
         assert apart(got, expected) < 1e-10
+
+
+def test_hvp_of_a_module_with_layer_norms() -> None:
+    """When the function runs again, layer norm would be torch's, whose second derivatives are wrong."""
+    results = []
+    for call in (remat, same):
+        torch.manual_seed(0)
+        layers = nn.ModuleList(nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4), nn.Tanh()) for _ in range(2)).double()
+        apply, params, buffers = functionalize(Calls(layers, call))
+        plan = fshard.make_plan(params, units=["layers.*"])
+        v = fshard.shard_params(tree.map(lambda x: x.detach().cos(), params), plan)
+        product = fshard.hvp(value(apply, buffers))(fshard.shard_params(params, plan), v, X)
+        results.append(fshard.gather_params(product))
+    assert apart(*results) < 1e-12
+
+
+class Calls(nn.Module):
+    """Calls layers by `call`."""
+
+    def __init__(self, layers: nn.ModuleList, call: Any):
+        super().__init__()
+        self.layers, self.call = layers, call
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(rows, 4) -> (rows, 4)."""
+        for layer in self.layers:
+            x = self.call(layer)(x)
+        return x
 
 
 def test_a_transformer() -> None:

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from support.accelerator import DEVICE, Mesh, on_accelerator
+from support.memory import Live
 from support.worlds import simulated
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
@@ -62,6 +63,29 @@ def test_activations_in_host_memory_change_no_gradient():
         # two blocks and what is after them; a block whose input needs a gradient again, or both that run again
         assert gathers == [4, 5]
         assert shapes == [(4, 8)] * 2, "the input of each block, and no parameter"
+
+
+@pytest.mark.parametrize("name", ["sliced_score", "mean_flow", "gradients_of_samples"])
+def test_derivatives_of_a_deep_net_take_less_memory(name: str) -> None:
+    """A function that runs again would change a gradient, or keep activations all the same."""
+    page = recipe("Derivatives of a deep net in bounded memory")
+    x, v = torch.randn(2, 2048, 8, generator=torch.Generator().manual_seed(0))
+    results, peaks = list[Any](), list[int]()
+    for call in (lambda fn: fn, fshard.remat):
+
+        def run(call: Any = call) -> Any:
+            if name == "gradients_of_samples":
+                return page[name](page["deep_params"], x.view(4, -1, 8), call)
+            batch = x if name == "sliced_score" else {"x": x, "v": v}
+            value, grads = fshard.value_and_grad(lambda p, b: page[name](p, b, call))(page["on_ranks"], batch)
+            return value, fshard.gather_params(grads)
+
+        with Live() as live:
+            results.append(run())
+        peaks.append(live.peak)
+    for a, b in zip(*map(tree.leaves, results), strict=True):
+        assert torch.allclose(a, b, rtol=0, atol=1e-5 * float(b.detach().abs().max()))
+    assert peaks[1] < peaks[0] / 4, peaks
 
 
 def trained_with_state_on_host(mesh: Any) -> None:

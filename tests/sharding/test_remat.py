@@ -417,7 +417,7 @@ def alone(kind: str, rows: list[Tensor]) -> list[Tensor]:
 @pytest.mark.parametrize("size", [1, 2, 3])
 @pytest.mark.parametrize("kind", ["all_reduce", "all_gather", "shift"])
 def test_forward_mode_of_forward_mode_through_collectives(kind: str, size: int) -> None:
-    """In a rule of forward mode torch switches off that of others: a second derivative would be 0, silently."""
+    """In a rule of forward mode torch switches forward mode off: a second derivative might be 0, silently."""
     xs = [randn(2, seed=40 + rank) for rank in range(size)]
     vs = [randn(2, seed=50 + rank) for rank in range(size)]
 
