@@ -109,7 +109,7 @@ def _described(failure: Exception) -> str:
     return f"0 {type(failure).__name__}: {failure}"
 
 
-def first_unlike(rows: Sequence[Tensor], mesh: AnyMesh, axes: Axes) -> int | None:
+def first_unlike(rows: Sequence[Tensor], mesh: AnyMesh, axes: Axes, label: str = "replicas") -> int | None:
     """The index of the first tensor whose bits differ between ranks along `axes`, or None: equal on all ranks.
 
     The bits are compared as sums of integers: one small all-reduce along each axis, and one read by the host.
@@ -118,9 +118,9 @@ def first_unlike(rows: Sequence[Tensor], mesh: AnyMesh, axes: Axes) -> int | Non
         return None
     local = digests(rows, mesh)
     # ~x = -x - 1 turns the order around, so one maximum gives the largest and the smallest sum
-    most, least = primitives.total(torch.stack([local, ~local]), mesh, axes, op="max", label="replicas").unbind()
+    most, least = primitives.total(torch.stack([local, ~local]), mesh, axes, op="max", label=label).unbind()
     # over all axes, so that ranks whose own replicas agree hear of the others
-    unlike = primitives.total((most != ~least).long(), mesh, op="max", label="replicas")
+    unlike = primitives.total((most != ~least).long(), mesh, op="max", label=label)
     return next((number for number, differs in enumerate(unlike.tolist()) if differs), None)
 
 

@@ -11,16 +11,16 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import zip_longest
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ..comm import consensus
-from ..comm.mesh import Axes, digits, rank_in
+from ..comm.mesh import AnyMesh, Axes, digits, rank_in
 from ..comm.ranks import MismatchError
 from ..core import tree
 from ..core.arguments import check_flags, check_function, check_whole, shown
@@ -31,12 +31,12 @@ from ..grad.gathers import several
 from ..layout.layout import Layout
 from ..layout.pieces import Parts, pieces
 from ..plan.plan import Plan
-from .step import TrainState
+from .step import Step, TrainState
 
 Result = tuple[TrainState, dict[str, Tree]]
 _METRICS = ("loss", "grad_norm", "found_inf")  # which all ranks have alike
 _BLOCK = 64  # bytes of which `at_rest` keeps one sum of 8
-_REMEDY = "its memory, processor or network may be faulty, or an operator not deterministic"
+_REMEDY = "that rank's memory, processor or network may be faulty, or an operator not deterministic"
 
 
 class Guarded:
@@ -45,7 +45,7 @@ class Guarded:
     def __init__(self, step: Callable[..., Result], every: int, at_rest: bool):
         self.__wrapped__, self._every, self._at_rest = step, every, at_rest
         self.with_extra: bool = getattr(step, "with_extra", False)
-        self._resting: dict[str, _Rest] = {}  # with `at_rest`: what the step returned last
+        self._resting: list[_Rest] = []  # with `at_rest`: what the step returned last
 
     def __call__(self, state: TrainState, batch: Tree, *args: Tree) -> Result:
         """Call the step. MismatchError on all ranks if what must be equal is not."""
@@ -56,11 +56,18 @@ class Guarded:
         number, mesh = int(state.step), state.params.plan.live_mesh()
         if self._at_rest:
             consensus.together(mesh, partial(self._check_rest, state, number), _REMEDY)
-        due = (number + 1) % self._every == 0
-        new, metrics = (self._twice if due else self.__wrapped__)(state, batch, *args)
+        result = (self._twice if (number + 1) % self._every == 0 else self._once)(state, batch, *args)
         if self._at_rest:
-            self._resting = _resting(new)
-        return new, metrics
+            self._resting = _resting(result[0])
+        return result
+
+    def _once(self, state: TrainState, batch: Tree, *args: Tree) -> Result:
+        result = self.__wrapped__(state, batch, *args)
+        if isinstance(result, tuple) and len(result) == 2:
+            new, metrics = result
+            if isinstance(new, TrainState) and isinstance(metrics, dict):
+                return new, metrics
+        raise TypeError(f"guard: expected a step that returns a TrainState and a dict of metrics, got {shown(result)}")
 
     def _twice(self, state: TrainState, batch: Tree, *args: Tree) -> Result:
         """The step's result, if a second run has the same, and ranks have the same copies before and after it."""
@@ -68,27 +75,24 @@ class Guarded:
         what = f"guard: step {number}, rank {_rank(state)}"  # before the state is given away
         _check_copies(state, {}, f"the state before step {number}")
         again = tree.map(lambda x: x.clone() if isinstance(x, Tensor) else x, state) if self._donates else state
-        result = self.__wrapped__(state, batch, *args)
-        second = self.__wrapped__(again, batch, *args)
+        result, second = self._once(state, batch, *args), self._once(again, batch, *args)
         consensus.together(mesh, partial(_check_equal, result, second, what), _REMEDY)
         _check_copies(*result, f"step {number}")
         return result
 
     @property
     def _donates(self) -> bool:
-        """Whether the step may give its state away; what is not known may."""
-        step = self.__wrapped__
-        return bool(getattr(getattr(step, "options", step), "donate", True))
+        """Whether the step may give its state away; what is not known may, as what wraps a step and has its fields."""
+        return not isinstance(self.__wrapped__, Step) or self.__wrapped__.donate
 
     def _check_rest(self, state: TrainState, number: int) -> None:
         """Raise MismatchError if bits have changed of what nobody has written to since the step before returned it."""
-        now = _resting(state)
-        for path, before in self._resting.items():
-            if path in now and before.at == now[path].at and (leaves := before.turned(now[path])):
-                names = " or ".join(repr(_joined(path, leaf)) for leaf in leaves)
+        for before, now in zip(self._resting, _resting(state), strict=False):
+            if before.is_same(now) and (leaves := before.turned(now)):
+                names = " or ".join(repr(_joined(before.path, leaf)) for leaf in leaves)
                 raise MismatchError(
                     f"guard: the state before step {number}, rank {_rank(state)}, leaf {names}: its bits have changed "
-                    "since the step before returned it, and nothing has written to it"
+                    "since the step before returned it, and nothing that torch counts has written to it"
                 )
 
 
@@ -128,24 +132,34 @@ def _joined(path: str, leaf: str) -> str:
     return ".".join(filter(None, (path, leaf)))
 
 
-def _nodes(state: TrainState, *more: str) -> dict[str, Tree]:
-    """The parts of a state that lie on ranks, and what else it has, by path."""
+def _nodes(state: TrainState, *more: str) -> list[tuple[str, Parts | Tensor]]:
+    """The parts of a state that lie on ranks, and its other tensors, with their paths."""
     names = ("params", "opt_state", "loss_scale", "step", "rng", *more)
-    return dict(tree.paths_to({name: getattr(state, name) for name in names}, Parts))
+    nodes = tree.paths_to({name: getattr(state, name) for name in names}, Parts)
+    return [(path, x) for path, x in nodes if isinstance(x, (Parts, Tensor))]
 
 
 def _bits(x: Tensor) -> Tensor:
     """The bytes of a tensor, (n,)."""
-    x = x.detach() if x.layout is torch.strided else x.detach().to_dense()
-    return as_bytes(x.resolve_conj().resolve_neg().contiguous())
+    return as_bytes(_dense(x).resolve_conj().resolve_neg().contiguous())
+
+
+def _dense(x: Tensor) -> Tensor:
+    return x.detach() if x.layout is torch.strided else x.detach().to_dense()
 
 
 class _Rest(NamedTuple):
-    """Tensors of one tree as a step returned them."""
+    """A tensor, or those of one tree, as a step returned them."""
 
-    layout: Layout
+    path: str
+    layout: Layout | None
     at: list[tuple[weakref.ref[Tensor], int | None]]  # the tensors, and how often each was written to
     sums: list[Tensor]  # for each tensor the sums of its blocks
+
+    def is_same(self, now: _Rest) -> bool:
+        """Whether these are the same tensors, to which nothing was written."""
+        pairs = zip(self.at, now.at, strict=False)
+        return len(self.at) == len(now.at) and all(a() is b() and x == y for (a, x), (b, y) in pairs)
 
     def turned(self, now: _Rest) -> list[str]:
         """The leaves in the first block whose bits have changed."""
@@ -155,38 +169,47 @@ class _Rest(NamedTuple):
                 assert tensor is not None
                 # elements [begin, end) of the tensor
                 begin, end = (int((a != b).int().argmax() + i) * _BLOCK // tensor.itemsize for i in (0, 1))
-                spans = [x for x in self.layout.mine if x.tensor == number]
-                if self.layout.flat:
-                    spans = [x for x in spans if x.start < end and x.start + x.numel > begin]
-                return [self.layout.leaves[x.leaf].path for x in spans] or ["(padding)"]
+                return [""] if self.layout is None else _between(self.layout, number, begin, end) or ["(padding)"]
         return []
 
 
-def _resting(state: TrainState) -> dict[str, _Rest]:
-    """The parts of a state that lie on ranks: what `at_rest` compares."""
-    parts = {path: node for path, node in _nodes(state).items() if isinstance(node, Parts)}
-    return {
-        path: _Rest(x.layout, [(weakref.ref(t), writes(t)) for t in x.tensors], [*map(_sums, x.tensors)])
-        for path, x in parts.items()
-    }
+def _between(layout: Layout, tensor: int, begin: int, end: int) -> list[str]:
+    """The leaves of which some elements are among those of one tensor."""
+    spans = [x for x in layout.mine if x.tensor == tensor]
+    if layout.flat:
+        spans = [x for x in spans if x.start < end and x.start + x.numel > begin]
+    return [layout.leaves[x.leaf].path for x in spans]
+
+
+def _resting(state: TrainState) -> list[_Rest]:
+    """What `at_rest` compares."""
+    result = list[_Rest]()
+    for path, node in _nodes(state):
+        layout, tensors = (node.layout, node.tensors) if isinstance(node, Parts) else (None, (node,))
+        at = [(weakref.ref(x), writes(x)) for x in tensors]
+        result.append(_Rest(path, layout, at, [*map(_sums, tensors)]))
+    return result
 
 
 def _sums(x: Tensor) -> Tensor:
     """The sums of the bits of blocks: int64, (n,), the last for what is no whole block."""
     bits = _bits(x)
+    bits = bits.clone() if bits.storage_offset() % 8 else bits  # no words begin there
     end = len(bits) // _BLOCK * _BLOCK
-    return torch.cat([bits[:end].view(torch.int64).view(-1, _BLOCK // 8).sum(1), consensus.digests([bits[end:]], None)])
+    whole = bits[:end].view(torch.int64).view(-1, _BLOCK // 8)
+    return torch.cat([whole.sum(1), bits[end:].sum(dtype=torch.int64)[None]])
 
 
 class _Copy(NamedTuple):
-    """Tensors of this rank of which other ranks may hold copies, together a leaf or a tree, of which `leaves` tells."""
+    """A tensor of which other ranks hold copies, or those of a tree that are cut over the same axes."""
 
-    tensors: list[Tensor]
-    leaves: Callable[[], dict[str, Tensor]]  # by name, the same on all ranks, empty where other ranks have it
+    path: str
+    tensors: Sequence[Tensor]
+    leaves: Callable[[], list[tuple[str, Tensor]]]  # of the same names on all ranks, empty where other ranks have one
 
-    def digests(self) -> Tensor:
+    def digests(self, mesh: AnyMesh) -> Tensor:
         """The sums of the bits of the tensors: int64, (number of tensors,)."""
-        return torch.cat([consensus.digests([_bits(x)], None) for x in self.tensors] or [torch.empty(0, device="cpu")])
+        return consensus.digests([*map(_bits, self.tensors)] or [torch.empty(0, device="cpu")], mesh)
 
 
 def _copies(state: TrainState, metrics: Mapping[str, Tree]) -> dict[Axes, list[_Copy]]:
@@ -198,24 +221,21 @@ def _copies(state: TrainState, metrics: Mapping[str, Tree]) -> dict[Axes, list[_
         if axes:
             result.setdefault(axes, []).append(copy)
 
-    for path, node in _nodes(state).items():
+    for path, node in [*_nodes(state), *((f"metrics.{name}", metrics[name]) for name in _METRICS if name in metrics)]:
         if isinstance(node, Parts):
             for over in dict.fromkeys(row.over for row in node.layout.rows):
                 tensors = [x for number, x in enumerate(node.tensors) if node.layout.cut_over[number] == over]
-                add(over, _Copy(tensors, partial(_leaves, path, node, over)))
-        elif isinstance(node, Tensor) and node.dim() == 0:  # each rank may have its own tensor on no mesh
-            add((), _Copy([node], partial(dict, {path: node})))
-    for name in _METRICS:
-        if name in metrics:
-            add((), _Copy([metrics[name]], partial(dict, {f"metrics.{name}": metrics[name]})))
+                add(over, _Copy(path, tensors, partial(_leaves, path, node, over)))
+        elif isinstance(node, Tensor):
+            add((), _Copy(path, [node], partial(list, [(path, node)])))
     return result
 
 
-def _leaves(path: str, node: Parts, over: Axes | None = None) -> dict[str, Tensor]:
+def _leaves(path: str, node: Parts, over: Axes | None = None) -> list[tuple[str, Tensor]]:
     """This rank's pieces of all leaves of a tree, or of those that are cut over these axes, by path."""
     layout, here, nothing = node.layout, dict(pieces(node, node.layout)), torch.empty(0, device="cpu")
     numbers = [number for number in layout.numbers if over in (None, layout.row_of[number].over)]
-    return {_joined(path, layout.leaves[number].path): here.get(number, nothing) for number in numbers}
+    return [(_joined(path, layout.leaves[number].path), here.get(number, nothing)) for number in numbers]
 
 
 def _check_copies(state: TrainState, metrics: Mapping[str, Tree], what: str) -> None:
@@ -223,32 +243,38 @@ def _check_copies(state: TrainState, metrics: Mapping[str, Tree], what: str) -> 
     plan = state.params.plan
     mesh = plan.live_mesh()
     for axes, copies in sorted(_copies(state, metrics).items()):
-        first = consensus.first_unlike([copy.digests() for copy in copies], mesh, axes)
+        first = consensus.first_unlike([copy.digests(mesh) for copy in copies], mesh, axes, f"guard: {what}")
         if first is not None:
-            bits = {name: _bits(x) for name, x in copies[first].leaves().items()}
-            number = consensus.first_unlike([*bits.values()], mesh, axes)  # None: padding differs
-            name = [*bits][number or 0]
-            raise MismatchError(f"guard: {what}: leaf {name!r}: {_told(bits[name], axes, plan)}")
+            leaves = copies[first].leaves()
+            number = consensus.first_unlike([_bits(x) for _, x in leaves], mesh, axes)
+            name, tensors = (f"{copies[first].path} (padding)", copies[first].tensors)
+            if number is not None:
+                name, tensors = leaves[number][0], [leaves[number][1]]
+            digest = consensus.digests([copies[first]._replace(tensors=tensors).digests(mesh)], mesh)
+            raise MismatchError(f"guard: {what}: leaf {name!r}: {_told(int(digest), axes, plan)}")
 
 
-def _told(bits: Tensor, axes: Axes, plan: Plan) -> str:
+def _told(digest: int, axes: Axes, plan: Plan) -> str:
     """Which ranks have which copies: the one that is alone, where most agree."""
     mesh, groups = plan.live_mesh(), dict[tuple[int, ...], dict[int, str]]()
     # by coordinates along the other axes: the digest of each rank
-    for rank, text in enumerate(consensus.of_all(str(int(consensus.digests([bits], mesh))), mesh)):
+    for rank, text in enumerate(consensus.of_all(str(digest), mesh)):
         places = zip(plan.axes, digits(rank, [size for _, size in plan.axes]), strict=True)
         groups.setdefault(tuple(at for (axis, _), at in places if axis not in axes), {})[rank] = text
-    ranks = next(group for group in groups.values() if len({*group.values()}) > 1)
+    ranks = next((group for group in groups.values() if len({*group.values()}) > 1), None)
+    if ranks is None:
+        return "copies differed when they were compared, and not when they were compared again: a message was wrong"
     (usual, most), (_, second), *_ = Counter(ranks.values()).most_common()
     if most > second:
-        apart = ", ".join(str(rank) for rank, text in ranks.items() if text != usual)
-        return f"rank {apart} has another value than the other {most} ranks with a copy"
+        apart = [str(rank) for rank, text in ranks.items() if text != usual]
+        who = f"rank {apart[0]} has another value" if len(apart) == 1 else f"ranks {', '.join(apart)} have other values"
+        return f"{who} than the other {most} ranks with a copy"
     return f"ranks {', '.join(map(str, ranks))} hold copies of it that differ"
 
 
 def _check_equal(first: Result, second: Result, what: str) -> None:
     """Raise MismatchError if the bits of two results differ, which names the first leaf."""
-    a, b = ([x for x in tree.leaves(result) if isinstance(x, Tensor)] for result in (first, second))
+    a, b = ([*filter(_is_number, tree.leaves(result))] for result in (first, second))
     if len(a) == len(b) and all(map(_same, a, b)):
         return
     for (name, x), (other, y) in zip_longest(_all(first), _all(second), fillvalue=("nothing", torch.empty(0))):
@@ -256,21 +282,26 @@ def _check_equal(first: Result, second: Result, what: str) -> None:
             raise MismatchError(f"{what}: two runs differ: {name}, {shown(x)}, and {other}, {shown(y)}")
         if not _same(x, y):
             at = int((_bits(x) != _bits(y)).view(x.numel(), -1).any(1).int().argmax())
-            values = " and ".join(str(z.reshape(-1)[at].item()) for z in (x, y))
+            values = " and ".join(str(_dense(z).reshape(-1)[at].item()) for z in (x, y))
             raise MismatchError(
                 f"{what}, {name}: two runs differ, from the same state and batch: {values} at element {at}"
             )
 
 
-def _same(a: Tensor, b: Tensor) -> bool:
+def _is_number(x: object) -> bool:
+    return isinstance(x, (Tensor, bool, int, float, complex))
+
+
+def _same(a: Any, b: Any) -> bool:
+    a, b = torch.as_tensor(a), torch.as_tensor(b)
     return a.shape == b.shape and a.dtype == b.dtype and torch.equal(_bits(a), _bits(b))
 
 
 def _all(result: Result) -> Iterator[tuple[str, Tensor]]:
     """The tensors of a result: metrics and leaves by name, then what leaves lie in, for its padding."""
     state, metrics = result
-    yield from ((f"metric {path!r}", x) for path, x in tree.paths_to(metrics, Parts) if isinstance(x, Tensor))
-    for path, node in _nodes(state, "extra").items():
-        named = _leaves(path, node) if isinstance(node, Parts) else {path: node}
-        yield from ((f"leaf {name!r}", x) for name, x in named.items() if isinstance(x, Tensor))
+    yield from ((f"metric {path!r}", torch.as_tensor(x)) for path, x in tree.paths_to(metrics, Parts) if _is_number(x))
+    for path, node in _nodes(state, "extra"):
+        named = _leaves(path, node) if isinstance(node, Parts) else [(path, node)]
+        yield from ((f"leaf {name!r}", x) for name, x in named)
     yield from (("padding", x) for x in tree.leaves(result) if isinstance(x, Tensor))

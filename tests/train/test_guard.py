@@ -1,10 +1,13 @@
 """A guard says nothing of what is right, and names step, rank and leaf of what is not, on all ranks."""
 
+import copy
+import functools
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+from support.optimizers import ROWS
 from support.steps import QUIET
 from support.worlds import gloo
 from torch import Tensor
@@ -63,7 +66,6 @@ def disturbed(step: Any, mesh: Any, rank: int, run: int, fault: Fault) -> Any:
             fault(new, metrics)
         return new, metrics
 
-    call.donate = getattr(step, "options", step).donate  # type: ignore[attr-defined]
     return call
 
 
@@ -190,9 +192,94 @@ def test_a_bit_that_turns_at_rest() -> None:
     """No other rank holds it, and both runs of a step would read it alike."""
     for text in errors(World(2), resting, True):
         assert "guard: the state before step 1, rank 1, leaf 'params." in text
-        assert "nothing has written to it" in text
+        assert "nothing that torch counts has written to it" in text
     World(2).run(resting, False)
     World(2).run(resting, True, True)  # what the program wrote is meant
+
+
+def started(mesh: Any, tx: Any, **plan: Any) -> Any:
+    return fshard.init_state(fshard.shard_params(whole(), fshard.make_plan(whole(), mesh, **plan)), tx)
+
+
+@pytest.mark.sample(3)
+@pytest.mark.parametrize("name", ROWS)
+def test_every_optimizer(name: str) -> None:
+    """Some state that each rank has of its own would be taken for a copy, or a copy for no one's."""
+
+    def run(mesh: Any) -> None:
+        row = ROWS[name]
+        tx = row.make()
+        state = started(mesh, tx, block=row.block, frozen="n")
+        step = fshard.guard(fshard.train_step(loss, tx), every=1, at_rest=True)
+        for i in range(2):
+            x = torch.randn(4, 5, generator=torch.Generator().manual_seed(10 * i + mesh.get_rank()))
+            state, _ = step(state, x)
+
+    World(axes={"replicate": 2, "shard": 2}).run(run)
+
+
+def test_states_that_are_not_the_last_one() -> None:
+    """A retry, a copy, two states by turns, and a state whose memory begins anywhere, would raise."""
+
+    def run(mesh: Any) -> None:
+        tx, x = optim.adamw(1e-2), torch.ones(4, 5)
+        step = fshard.guard(fshard.train_step(loss, tx), every=2, at_rest=True)
+        first, _ = step(started(mesh, tx), x)
+        again = copy.deepcopy(first)
+        odd = fshard.tree.map(lambda a: torch.cat([a[:1], a])[1:] if a.dim() else a, first)
+        for state in (first, again, first, odd, started(mesh, tx)):
+            step(state, x)
+
+    World(2).run(run)
+
+
+def test_padding_of_a_copy_and_vectors_of_an_optimizer() -> None:
+    """What no leaf has, and what lies in no shard, would be compared by nobody."""
+
+    def run(mesh: Any, where: str) -> None:
+        tx = optim.adafactor(1e-2)
+        state = started(mesh, tx, whole="b")
+        if mesh.get_rank() == 1:
+            x = state.opt_state.row_var["w"] if where else state.params.tensors[1]
+            x.view(-1)[-1] += 1
+        fshard.guard(fshard.train_step(loss, tx), every=1)(state, torch.ones(4, 5))
+
+    for where, name in {"": "params (padding)", "row": "opt_state.row_var.w"}.items():
+        for text in errors(World(3), run, where):
+            assert f"the state before step 0: leaf '{name}': rank 1 has another value than the other 2 ranks" in text
+
+
+def test_what_is_wrapped() -> None:
+    """A function with the fields of the step that it wraps would be taken for it; what is no step found late."""
+    tx, x = optim.sgd(0.1), torch.ones(4, 5)
+    plain, donating = fshard.train_step(loss, tx), fshard.train_step(loss, tx, donate=True)
+
+    @functools.wraps(plain)
+    def timed(state: Any, batch: Any) -> Any:
+        new, metrics = donating(state, batch)
+        return new, {name: value.item() for name, value in metrics.items()}
+
+    fshard.guard(timed, every=1)(started(None, tx), x)
+    for wrong in (lambda s, b: s, lambda s, b: (s, b), lambda s, b: (s, {}, 1)):
+        with pytest.raises(TypeError, match="guard: expected a step that returns a TrainState and a dict of metrics"):
+            fshard.guard(wrong, every=100)(started(None, tx), x)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("aux", ["number", "sparse", "more"])
+def test_an_aux_that_differs(aux: str) -> None:
+    """Numbers of python would not be compared, and what is not dense would be an error of another kind."""
+    runs = 0
+
+    def counts(p: Any, x: Tensor) -> Any:
+        nonlocal runs
+        runs += 1
+        number = torch.eye(2) * runs
+        return loss(p, x), {"number": runs, "sparse": number.to_sparse(), "more": [number] * runs}[aux]
+
+    tx = optim.sgd(0.1)
+    step = fshard.guard(fshard.train_step(counts, tx, has_aux=True), every=1)
+    with pytest.raises(MismatchError, match=r"guard: step 0, rank 0.*metric 'aux"):
+        step(started(None, tx), torch.ones(4, 5))
 
 
 def test_wrong_calls() -> None:
