@@ -274,10 +274,10 @@ def _told(digest: int, axes: Axes, plan: Plan) -> str:
 
 def _check_equal(first: Result, second: Result, what: str) -> None:
     """Raise MismatchError if the bits of two results differ, which names the first leaf."""
-    a, b = ([*filter(_is_number, tree.leaves(result))] for result in (first, second))
+    a, b = ([*map(_number, filter(_is_number, tree.leaves(result)))] for result in (first, second))
     if len(a) == len(b) and all(map(_same, a, b)):
         return
-    for (name, x), (other, y) in zip_longest(_all(first), _all(second), fillvalue=("nothing", torch.empty(0))):
+    for (name, x), (other, y) in zip_longest(_all(first), _all(second), fillvalue=("nothing", _number(0))):
         if (name, x.shape, x.dtype) != (other, y.shape, y.dtype):
             raise MismatchError(f"{what}: two runs differ: {name}, {shown(x)}, and {other}, {shown(y)}")
         if not _same(x, y):
@@ -289,18 +289,21 @@ def _check_equal(first: Result, second: Result, what: str) -> None:
 
 
 def _is_number(x: object) -> bool:
-    return isinstance(x, (Tensor, bool, int, float, complex))
+    return isinstance(x, (Tensor, int, float))
 
 
-def _same(a: Any, b: Any) -> bool:
-    a, b = torch.as_tensor(a), torch.as_tensor(b)
+def _number(x: Any) -> Tensor:
+    return x if isinstance(x, Tensor) else torch.tensor(x, dtype=torch.float64, device="cpu")
+
+
+def _same(a: Tensor, b: Tensor) -> bool:
     return a.shape == b.shape and a.dtype == b.dtype and torch.equal(_bits(a), _bits(b))
 
 
 def _all(result: Result) -> Iterator[tuple[str, Tensor]]:
     """The tensors of a result: metrics and leaves by name, then what leaves lie in, for its padding."""
     state, metrics = result
-    yield from ((f"metric {path!r}", torch.as_tensor(x)) for path, x in tree.paths_to(metrics, Parts) if _is_number(x))
+    yield from ((f"metric {path!r}", _number(x)) for path, x in tree.paths_to(metrics, Parts) if _is_number(x))
     for path, node in _nodes(state, "extra"):
         named = _leaves(path, node) if isinstance(node, Parts) else [(path, node)]
         yield from ((f"leaf {name!r}", x) for name, x in named)
