@@ -175,26 +175,28 @@ def test_copies_that_differ_are_named(plan: str, leaf: str, ranks: int) -> None:
 
 def resting(mesh: Any, turn: bool, write: bool = False) -> None:
     """Two steps; between them a bit of a weight that no other rank holds turns on rank 1."""
-    tx = optim.adamw(1e-2)
-    state = fshard.init_state(fshard.shard_params(whole(), fshard.make_plan(whole(), mesh)), tx)
+    tx, x = optim.adamw(1e-2), torch.ones(4, 5, device=mesh.device_type)
+    params = fshard.tree.map(lambda a: a.to(mesh.device_type), whole())
+    state = fshard.init_state(fshard.shard_params(params, fshard.make_plan(params, mesh)), tx)
     step = fshard.guard(fshard.train_step(loss, tx), every=100, at_rest=True)
-    state, _ = step(state, torch.ones(4, 5))
+    state, _ = step(state, x)
     if turn and mesh.get_rank() == 1:
         row = state.params.tensors[0]
         if write:
             row.view(-1)[0] += 1
         else:
-            row.numpy()[0] += 1  # which torch does not count
-    step(state, torch.ones(4, 5))
+            row.data[0] += 1  # which torch does not count
+    step(state, x)
 
 
-def test_a_bit_that_turns_at_rest() -> None:
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.cuda)])
+def test_a_bit_that_turns_at_rest(device: str) -> None:
     """No other rank holds it, and both runs of a step would read it alike."""
-    for text in errors(World(2), resting, True):
+    for text in errors(World(2, device=device), resting, True):
         assert "guard: the state before step 1, rank 1, leaf 'params." in text
         assert "nothing that torch counts has written to it" in text
-    World(2).run(resting, False)
-    World(2).run(resting, True, True)  # what the program wrote is meant
+    World(2, device=device).run(resting, False)
+    World(2, device=device).run(resting, True, True)  # what the program wrote is meant
 
 
 def started(mesh: Any, tx: Any, **plan: Any) -> Any:
