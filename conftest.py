@@ -36,7 +36,7 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "slow: a test that CI alone runs (CONTRIBUTING.md)")
 
 
-MOST_OF_REST = 2  # cases of one test: some have hundreds, and CI has half an hour
+MOST_OF_REST = 1  # case of a test: some have hundreds, and CI has half an hour
 
 
 def _evenly(items: list[pytest.Item], limit: int) -> tuple[list[pytest.Item], list[pytest.Item]]:

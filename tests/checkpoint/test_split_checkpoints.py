@@ -74,6 +74,7 @@ def restored(mesh: Any, name: str, tx: Any, folder: str, donate: bool) -> tuple[
     return bits(checkpoint.restore(folder, like, donate=donate)), fshard.gather_params(params)
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("name", WAYS)
 def test_a_checkpoint_is_read_by_every_split(name: str, optimizer: str, tmp_path: Path) -> None:
@@ -89,6 +90,7 @@ def test_a_checkpoint_is_read_by_every_split(name: str, optimizer: str, tmp_path
                 assert torch.equal(x, files[path])
 
 
+@pytest.mark.slow
 def test_what_inspects_and_compares_knows_the_order(tmp_path: Path) -> None:
     """Two equal checkpoints would differ, and other ones be equal: who looks at them would not trust a run."""
     tx = OPTIMIZERS["adamw"]()

@@ -106,6 +106,7 @@ def in_a_process(mesh: Any, way: str, path: str) -> tuple[Any, str, bool]:
     return got, said, "torch._inductor.compile_fx" in sys.modules
 
 
+@pytest.mark.slow
 def test_processes_load_one_file(tmp_path):
     """A second process would trace and compile again, or import the compiler."""
     path = str(tmp_path / "step")
@@ -235,6 +236,7 @@ print(json.dumps([known(jit(f), torch.ones(2)).texts() for f in (fn, child.run)]
 """
 
 
+@pytest.mark.slow
 def test_texts_are_the_same_in_every_process():
     """Sets and strings have other orders and hashes there."""
     here = Path(__file__).parents[2]

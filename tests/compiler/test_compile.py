@@ -142,6 +142,7 @@ def test_a_graph_as_it_is():
         assert all(bits for bits, _, _ in run(by("eager"), **STEPS[name]))
 
 
+@pytest.mark.slow
 def test_aux():
     """A jitted step returns the aux of the loss, tensors or not: otherwise users would lose what they log."""
 
@@ -274,7 +275,7 @@ OWN: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.sample(8)
+@pytest.mark.sample(16)
 @pytest.mark.parametrize(("name", "shard"), [*((n, 2) for n in OWN), *((n, 1) for n in ("sgd", "by_label", "scale"))])
 def test_a_step_under_torch_compile(name, shard):
     """Three steps under torch.compile are one graph with the eager numbers: otherwise each would be compiled anew."""
@@ -290,6 +291,7 @@ def test_a_step_under_torch_compile_by_inductor():
     simulated(partial(compiles, backend="inductor", tx=SCHEDULED, clip_norm=1.0), shard=2)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(torch.__version__.startswith("2.11."), reason="dynamo of torch 2.11 does not follow optree")
 def test_a_step_in_a_function_under_torch_compile():
     """A user's function around a step is one graph: otherwise an average of parameters would need a second one."""

@@ -88,7 +88,7 @@ def names_in(text: str) -> list[str]:
     return re.findall(r"region_\d+(?=\()", text)
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(6)
 @pytest.mark.parametrize("called", BLOCKS)
 @pytest.mark.parametrize("plan", ["full", "keep", "bf16", "frozen", "whole"])  # which have a collective between layers
 def test_compiling_does_not_grow_with_depth(plan: str, called: str) -> None:
@@ -131,7 +131,7 @@ def emptied(module: fx.GraphModule) -> Callable[[list[Tensor]], Any]:
     return lambda args: fx.Interpreter(module).boxed_run(args)
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(6)
 @pytest.mark.parametrize("called", BLOCKS)
 @pytest.mark.parametrize("plan", PLANS)
 def test_values_are_freed_where_one_graph_frees_them(plan: str, called: str) -> None:

@@ -241,7 +241,7 @@ CASES = [
 ]
 
 
-@pytest.mark.sample(40)
+@pytest.mark.sample(120)
 @pytest.mark.parametrize(("body", "use", "plan", "way"), dict.fromkeys(CASES))
 def test_a_graph_of_a_scan_is_that_of_the_loop(body: str, use: str, plan: str, way: str) -> None:
     """A step would compute something else under `jit`, or in another order, or send other messages."""
@@ -270,7 +270,7 @@ STEPS = [
 ]
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(6)
 @pytest.mark.parametrize(("body", "use", "plan", "kw", "tx"), STEPS, ids=[step[0] for step in STEPS])
 def test_steps_have_the_bits_of_the_loop(body: str, use: str, plan: str, kw: dict[str, Any], tx: Any) -> None:
     """Training would go another way: two donated steps, with other rows on each rank."""
@@ -333,6 +333,7 @@ def test_derivatives_of_torch_func_are_those_of_the_loop(name: str) -> None:
     torch.testing.assert_close(jitted, expected, rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.slow
 def test_hvp_and_torch_compile() -> None:
     """Neither takes the copies of a graph; values are those of the loop."""
     whole, x = params(), rand(4, D, seed=5)

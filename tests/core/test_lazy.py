@@ -305,6 +305,7 @@ CHANGES = [twice, by_another, all_at_once, in_another, tied, filled, in_the_loop
 UNITS = [["emb", "norm", "blocks.*"], ["emb", "norm.*", "blocks.*.*"], ["emb", "blocks"], ["**"], None]
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("units", UNITS, ids=str)
 @pytest.mark.parametrize("change", CHANGES)
 @pytest.mark.parametrize("regather", [True, False])

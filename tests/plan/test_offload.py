@@ -73,7 +73,7 @@ def alike(runs: list[Any], others: list[Any]) -> None:
         assert same_bits(rest, wanted)
 
 
-@pytest.mark.sample(11)
+@pytest.mark.sample(22)
 @pytest.mark.parametrize("world", ["1", "3", "2x2"])
 @pytest.mark.parametrize("plan", PLANS)
 def test_where_leaves_lie_changes_no_bit(plan, world):
