@@ -154,7 +154,7 @@ HOW: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.sample(53)
+@pytest.mark.sample(149)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("how", HOW)
 @pytest.mark.parametrize("strategy", range(len(PARTITIONS)))
