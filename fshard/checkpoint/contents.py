@@ -97,14 +97,14 @@ def contents_of(state: Tree, function: str, mesh: AnyMesh) -> Contents:
 def _add_parts(contents: Contents, path: str, node: Parts) -> list[str]:
     """Add the leaves of a sharded node, and this rank's parts of them; return the names of the leaves."""
     layout = typed(node)
-    names = {number: _joined(path, layout.leaves[number].path) for number in layout.numbers}
+    names = {number: tree.joined(path, layout.leaves[number].path) for number in layout.numbers}
     forms = {name: Form(layout.leaves[number].shape, layout.leaves[number].dtype) for number, name in names.items()}
     contents.forms.update(forms)
     contents.orders.update({name: layout.leaves[number].order for number, name in names.items()})
     contents.plans.append(getattr(node.home, "fingerprint", ""))
     if isinstance(node, Sharded):
         for first, *same in node.view.names().values():
-            contents.aliases.update({_joined(path, name): _joined(path, first) for name in same})
+            contents.aliases.update({tree.joined(path, name): tree.joined(path, first) for name in same})
     for span, (number, piece) in zip(layout.mine, pieces(node), strict=True):
         over = layout.row_of[number].over
         axes = [axis for axis in axis_sizes(contents.mesh) if axis not in over]  # along which ranks have copies
@@ -112,10 +112,6 @@ def _add_parts(contents: Contents, path: str, node: Parts) -> list[str]:
         order = layout.leaves[number].order
         contents.parts.append(SavedSpan(names[number], span.begin, piece.detach(), holder, holders, order))
     return [*names.values()]
-
-
-def _joined(path: str, name: str) -> str:
-    return ".".join(filter(None, (path, name)))
 
 
 def _check_mesh(function: str, path: str, mesh: AnyMesh, whole: AnyMesh) -> None:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ..core import tree
-from ..core.storage import as_bytes
+from ..core.storage import words
 from . import primitives
 from .mesh import AnyMesh, Axes, adapted, axis_sizes, mesh_device, num_ranks
 from .primitives import all_gather, all_reduce, along
@@ -131,12 +131,9 @@ def digests(rows: Sequence[Tensor], mesh: AnyMesh) -> Tensor:
 
 def _sum_of_bits(row: Tensor) -> Tensor:
     """The sum of the bits of a contiguous (n,), as integers: another one for another bit. int64, 0-d."""
-    data = as_bytes(row)
-    if data.storage_offset() % 8:  # no words begin there
-        data = data.clone()
-    # as words of 8 bytes: a sum of narrower integers casts each of them, and takes 18 times as long
-    end = len(data) // 8 * 8
-    return data[:end].view(torch.int64).sum() + data[end:].sum(dtype=torch.int64)
+    # a sum of narrower integers than words casts each of them, and takes 18 times as long
+    whole, rest = words(row)
+    return whole.sum() + rest.sum(dtype=torch.int64)
 
 
 def without_place(sums: Tensor, local: Tensor, mesh: AnyMesh) -> Tensor:

@@ -126,6 +126,19 @@ def as_bytes(x: Tensor) -> Tensor:
     return bitcast(torch.view_as_real(flat).reshape(-1) if flat.is_complex() else flat, torch.uint8)
 
 
+def value_bytes(x: Tensor) -> Tensor:
+    """Return the bytes of a tensor's elements as a flat uint8 tensor, in the order of the elements."""
+    return as_bytes(x.detach().resolve_conj().resolve_neg().contiguous())
+
+
+def words(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the bytes of a contiguous tensor as words of 8 bytes, int64 (n,), and those that are left, uint8."""
+    data = as_bytes(x)
+    data = data.clone() if data.storage_offset() % 8 else data  # no words begin there
+    end = len(data) // 8 * 8
+    return data[:end].view(torch.int64), data[end:]
+
+
 def from_bytes(data: Tensor, dtype: torch.dtype) -> Tensor:
     """Reinterpret a flat uint8 tensor as a flat tensor of `dtype`."""
     if dtype.is_complex:

@@ -153,6 +153,15 @@ def nodes(tree: Tree, kind: type) -> list[Tree]:
     return [x for x in tops(tree, kind) if isinstance(x, kind)]
 
 
+def joined(path: str, name: str) -> str:
+    """The path of what has a path of its own below another one; either may be empty.
+
+    >>> joined("params", "blocks.0"), joined("params", ""), joined("", "w")
+    ('params.blocks.0', 'params', 'w')
+    """
+    return ".".join(filter(None, (path, name)))
+
+
 def paths_to(tree: Tree, stop: Stop) -> list[tuple[str, Tree]]:
     """Flatten, treating nodes for which `stop` holds as leaves; each comes with its path."""
     leaves, spec = optree.tree_flatten(tree, is_leaf=_is(stop), namespace=_NAMESPACE)

@@ -6,7 +6,7 @@ from bisect import bisect_right
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -159,6 +159,35 @@ def pieces(x: Tree, layout: Layout | None = None) -> list[tuple[int, Tensor]]:
     if not layout.flat:
         return [(s.leaf, tensors[s.tensor]) for s in layout.mine]
     return [(s.leaf, tensors[s.tensor][s.start : s.start + s.numel]) for s in layout.mine]
+
+
+class LeafPlace(NamedTuple):
+    """A leaf of a tree, or this rank's piece of a leaf: path, unit with which it is gathered (or None), and value."""
+
+    path: str
+    unit: str | None
+    value: object
+
+
+def places(x: Tree) -> list[LeafPlace]:
+    """Return the leaves of a tree, in order. For a node of `Parts`, this rank's pieces of leaves and the padding."""
+    result = list[LeafPlace]()
+    for path, node in tree.paths_to(x, Parts):
+        result += _places_of(path, node) if isinstance(node, Parts) else [LeafPlace(path, None, node)]
+    return result
+
+
+def _places_of(path: str, x: Parts) -> Iterator[LeafPlace]:
+    plan, layout = getattr(x, "plan", None), x.layout
+    units = {} if plan is None else {slot.path: plan.units[slot.unit].name for slot in plan.slots}
+    for number, piece in pieces(x, layout):
+        leaf = layout.leaves[number].path
+        yield LeafPlace(tree.joined(path, leaf), units.get(leaf), piece)
+    for number, row in enumerate(tree.leaves(x) if layout.flat else []):
+        covered = torch.zeros(len(row), dtype=torch.bool, device=row.device)  # (n / W,)
+        for start, stop in layout.filled.get(number, ()):
+            covered[start:stop] = True  # elements of leaves; the others are padding
+        yield LeafPlace(tree.joined(path, f"(padding of row {number})"), None, row[~covered])
 
 
 def elements(x: Tree, layout: Layout | None = None) -> Iterator[tuple[Span, Tensor]]:

@@ -61,7 +61,7 @@ class Reads(TorchFunctionMode):
         self._shown: dict[ReadsUnits, Shown | None] = {}
 
     def run(self, fn: Callable[[], Any]) -> Any:
-        """Call the function."""
+        """Return `fn()`, which gets `given` in place of what it reads; containers of units are then as before."""
         with assigned(RUNNING, self), self:
             try:
                 return fn()
@@ -149,7 +149,7 @@ class FirstReads(Reads):
         self.inputs = [x if outer is None else outer.instead_of(x) for x in args]
         super().__init__([stripped(x) for x in self.inputs], outer)
         self.kept: list[Tensor] = []  # so that their identities stay taken
-        self._versions = [writes(x) for x in map(_bottom, self.inputs)]
+        self._versions = [writes(x) for x in map(func_levels.unwrapped, self.inputs)]
         self._made: dict[int, weakref.ref[Tensor]] = {}
         self._memory = set[int]()  # of what was made, by address: torch.func gives views of it that no operator made
         self._watched = set[int]()  # which of `_made` depend on inputs that have derivatives
@@ -175,7 +175,7 @@ class FirstReads(Reads):
         for x in read:
             self.inputs.append(x)
             self.given.append(stripped(x))
-            self._versions.append(writes(_bottom(x)))
+            self._versions.append(writes(func_levels.unwrapped(x)))
             self._add(self.given[-1], is_active(x))
 
     def _from_outside(self, x: Tensor) -> Tensor:
@@ -214,7 +214,7 @@ class FirstReads(Reads):
     def check_inputs(self) -> None:
         """RuntimeError if the function has written to an input: it would do so again."""
         for x, version in zip(self.inputs, self._versions, strict=True):
-            if writes(_bottom(x)) != version:
+            if writes(func_levels.unwrapped(x)) != version:
                 raise RuntimeError(
                     f"fshard.remat: the function writes to an input in place, {_form(x)}: clone it first"
                 )
@@ -303,13 +303,8 @@ def _levels(x: Tensor) -> Iterator[Tensor]:
         yield x
 
 
-def _bottom(x: Tensor) -> Tensor:
-    *_, last = _levels(x)
-    return last
-
-
 def _memory(x: Tensor) -> int:
-    bottom = _bottom(x)
+    bottom = func_levels.unwrapped(x)
     return address(bottom) if bottom.layout is torch.strided else 0
 
 

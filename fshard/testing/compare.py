@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -14,38 +13,9 @@ from ..core import tree
 from ..core.differences import lacking
 from ..core.scalars import double
 from ..core.tree import Tree
-from ..layout.pieces import Parts, pieces
+from ..layout.pieces import Parts, places
 
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes
-
-
-class LeafPlace(NamedTuple):
-    """A leaf of a tree, or this rank's piece of a leaf: path, unit with which it is gathered (or None), and value."""
-
-    path: str
-    unit: str | None
-    value: object
-
-
-def places(x: Tree) -> list[LeafPlace]:
-    """Return the leaves of a tree, in order. For a node of `Parts`, this rank's pieces of leaves and the padding."""
-    result = list[LeafPlace]()
-    for path, node in tree.paths_to(x, Parts):
-        result += _places_of(path, node) if isinstance(node, Parts) else [LeafPlace(path, None, node)]
-    return result
-
-
-def _places_of(path: str, x: Parts) -> Iterator[LeafPlace]:
-    plan, layout = getattr(x, "plan", None), x.layout
-    units = {} if plan is None else {slot.path: plan.units[slot.unit].name for slot in plan.slots}
-    for number, piece in pieces(x, layout):
-        leaf = layout.leaves[number].path
-        yield LeafPlace(".".join(filter(None, (path, leaf))), units.get(leaf), piece)
-    for number, row in enumerate(tree.leaves(x) if layout.flat else []):
-        covered = torch.zeros(len(row), dtype=torch.bool, device=row.device)  # (n / W,)
-        for start, stop in layout.filled.get(number, ()):
-            covered[start:stop] = True  # elements of leaves; the others are padding
-        yield LeafPlace(".".join(filter(None, (path, f"(padding of row {number})"))), None, row[~covered])
 
 
 class Gap(NamedTuple):

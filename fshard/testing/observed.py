@@ -31,12 +31,11 @@ from ..grad.gradients import Gradients
 from ..grad.tape import OBSERVER, Leaves, Tape, TapeUnit
 from ..plan.plan import Plan, Slot
 from ..sharding.sharded import Sharded, gather_params
-from ..train.step import TrainState
+from ..train.step import METRICS, TrainState
 
 Observed = dict[str, list[Any]]  # "names" and "values", in order
 LOSS = "the loss's "  # how the names of totals and counts begin
 GRADIENT, SUM, METRIC, PARAMETER = "gradient on this rank of", "summed gradient of", "metric", "new parameter"
-_METRICS = ("loss", "grad_norm", "found_inf")
 
 
 def observed(
@@ -64,7 +63,7 @@ def observed(
         with assigned(OBSERVER, seen):
             after, metrics = step(state, batch, *args)
         seen.check()
-        for name in _METRICS:
+        for name in METRICS:
             seen.add(METRIC, name, metrics[name])
         seen.add_leaves(PARAMETER, after.params)
         return (after, metrics), {"names": seen.names, "values": seen.values}
@@ -197,9 +196,10 @@ class _ObservedTape(Tape):
     def finish(self) -> None:
         super().finish()
         plan = self._whole
+        leaf_of = {plan.slots[slot].path: number for number, slot in enumerate(plan.leaves)}
         for slot in backwards(plan):
             if plan.kinds[slot.kind].trainable:
-                none = torch.zeros_like(self.like(plan.leaves.index(plan.slots.index(slot))))
+                none = torch.zeros_like(self.like(leaf_of[slot.path]))
                 self._seen.add_leaf(GRADIENT, plan, slot, self._gradients.get(slot.path, none))
         self._gradients.clear()
         if self._sums is not None:

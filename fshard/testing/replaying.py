@@ -17,11 +17,11 @@ from ..core.random import seeded
 from ..core.scalars import double
 from ..core.tree import Tree
 from ..grad.grad import value_and_grad
-from ..layout.pieces import device_of
+from ..layout.pieces import LeafPlace, device_of, places
 from ..sharding.sharded import Sharded
 from ..train.accumulate import rank_of
 from ..train.step import TrainState
-from .compare import LeafPlace, gap, places
+from .compare import gap
 from .recording import RecordedStep, form, origin_of, read, step_folder
 from .rng import with_threads
 from .world import World

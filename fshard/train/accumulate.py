@@ -21,7 +21,7 @@ from ..core.arguments import wrong
 from ..core.losses import Outcome, averaged
 from ..core.random import seeded
 from ..core.scalars import Number
-from ..core.storage import as_bytes, writes
+from ..core.storage import value_bytes, writes
 from ..core.tracing import is_tracing
 from ..core.tree import Tree
 from ..grad.gathers import several
@@ -279,7 +279,7 @@ def check_equal_batches(batch: Tree, plan: Plan) -> None:
 
 def _numbered(x: Tensor) -> Tensor:
     """Integers (bytes,) that differ for other elements, and for the same ones in another order."""
-    words = as_bytes(x.detach().resolve_conj().resolve_neg().contiguous()).long()
+    words = value_bytes(x).long()
     return words * torch.arange(1, 2 * len(words), 2, device=words.device)
 
 

@@ -24,18 +24,17 @@ from ..comm.mesh import AnyMesh, Axes, digits, rank_in
 from ..comm.ranks import MismatchError
 from ..core import tree
 from ..core.arguments import check_flags, check_function, check_whole, shown
-from ..core.storage import as_bytes, writes
+from ..core.storage import value_bytes, words, writes
 from ..core.tracing import is_tracing
 from ..core.tree import Tree
 from ..grad.gathers import several
 from ..layout.layout import Layout
-from ..layout.pieces import Parts, pieces
+from ..layout.pieces import Parts, pieces, places
 from ..plan.plan import Plan
-from .step import Step, TrainState
+from .step import METRICS, Step, TrainState
 
 Result = tuple[TrainState, dict[str, Tree]]
-_METRICS = ("loss", "grad_norm", "found_inf")  # which all ranks have alike
-_BLOCK = 64  # bytes of which `at_rest` keeps one sum of 8
+_BLOCK = 8  # words of 8 bytes, of which `at_rest` keeps one sum
 _REMEDY = "that rank's memory, processor or network may be faulty, or an operator not deterministic"
 
 
@@ -89,7 +88,7 @@ class Guarded:
         """Raise MismatchError if bits have changed of what nobody has written to since the step before returned it."""
         for before, now in zip(self._resting, _resting(state), strict=False):
             if before.is_same(now) and (leaves := before.turned(now)):
-                names = " or ".join(repr(_joined(before.path, leaf)) for leaf in leaves)
+                names = " or ".join(repr(tree.joined(before.path, leaf)) for leaf in leaves)
                 raise MismatchError(
                     f"guard: the state before step {number}, rank {_rank(state)}, leaf {names}: its bits have changed "
                     "since the step before returned it, and nothing that torch counts has written to it"
@@ -128,20 +127,16 @@ def _rank(state: TrainState) -> int:
     return rank_in(state.params.plan.live_mesh())
 
 
-def _joined(path: str, leaf: str) -> str:
-    return ".".join(filter(None, (path, leaf)))
-
-
-def _nodes(state: TrainState, *more: str) -> list[tuple[str, Parts | Tensor]]:
-    """The parts of a state that lie on ranks, and its other tensors, with their paths."""
-    names = ("params", "opt_state", "loss_scale", "step", "rng", *more)
+def _nodes(state: TrainState) -> list[tuple[str, Parts | Tensor]]:
+    """The parts of a state that lie on ranks, and its other tensors, with their paths; without `extra`."""
+    names = ("params", "opt_state", "loss_scale", "step", "rng")
     nodes = tree.paths_to({name: getattr(state, name) for name in names}, Parts)
     return [(path, x) for path, x in nodes if isinstance(x, (Parts, Tensor))]
 
 
 def _bits(x: Tensor) -> Tensor:
     """The bytes of a tensor, (n,)."""
-    return as_bytes(_dense(x).resolve_conj().resolve_neg().contiguous())
+    return value_bytes(_dense(x))
 
 
 def _dense(x: Tensor) -> Tensor:
@@ -168,7 +163,7 @@ class _Rest(NamedTuple):
                 tensor = now.at[number][0]()
                 assert tensor is not None
                 # elements [begin, end) of the tensor
-                begin, end = (int((a != b).int().argmax() + i) * _BLOCK // tensor.itemsize for i in (0, 1))
+                begin, end = (int((a != b).int().argmax() + i) * 8 * _BLOCK // tensor.itemsize for i in (0, 1))
                 return [""] if self.layout is None else _between(self.layout, number, begin, end) or ["(padding)"]
         return []
 
@@ -182,7 +177,7 @@ def _between(layout: Layout, tensor: int, begin: int, end: int) -> list[str]:
 
 
 def _resting(state: TrainState) -> list[_Rest]:
-    """What `at_rest` compares."""
+    """The tensors of a state and the sums of their blocks: what `at_rest` compares with those of the next call."""
     result = list[_Rest]()
     for path, node in _nodes(state):
         layout, tensors = (node.layout, node.tensors) if isinstance(node, Parts) else (None, (node,))
@@ -193,11 +188,10 @@ def _resting(state: TrainState) -> list[_Rest]:
 
 def _sums(x: Tensor) -> Tensor:
     """The sums of the bits of blocks: int64, (n,), the last for what is no whole block."""
-    bits = _bits(x)
-    bits = bits.clone() if bits.storage_offset() % 8 else bits  # no words begin there
-    end = len(bits) // _BLOCK * _BLOCK
-    whole = bits[:end].view(torch.int64).view(-1, _BLOCK // 8)
-    return torch.cat([whole.sum(1), bits[end:].sum(dtype=torch.int64)[None]])
+    whole, rest = words(_bits(x))
+    end = len(whole) // _BLOCK * _BLOCK
+    last = whole[end:].sum() + rest.sum(dtype=torch.int64)
+    return torch.cat([whole[:end].view(-1, _BLOCK).sum(1), last[None]])
 
 
 class _Copy(NamedTuple):
@@ -207,9 +201,10 @@ class _Copy(NamedTuple):
     tensors: Sequence[Tensor]
     leaves: Callable[[], list[tuple[str, Tensor]]]  # of the same names on all ranks, empty where other ranks have one
 
-    def digests(self, mesh: AnyMesh) -> Tensor:
-        """The sums of the bits of the tensors: int64, (number of tensors,)."""
-        return consensus.digests([*map(_bits, self.tensors)] or [torch.empty(0, device="cpu")], mesh)
+
+def _digests(tensors: Sequence[Tensor], mesh: AnyMesh) -> Tensor:
+    """The sums of the bits of tensors: int64, (number of tensors,)."""
+    return consensus.digests([*map(_bits, tensors)] or [torch.empty(0, device="cpu")], mesh)
 
 
 def _copies(state: TrainState, metrics: Mapping[str, Tree]) -> dict[Axes, list[_Copy]]:
@@ -221,7 +216,7 @@ def _copies(state: TrainState, metrics: Mapping[str, Tree]) -> dict[Axes, list[_
         if axes:
             result.setdefault(axes, []).append(copy)
 
-    for path, node in [*_nodes(state), *((f"metrics.{name}", metrics[name]) for name in _METRICS if name in metrics)]:
+    for path, node in [*_nodes(state), *((f"metrics.{name}", metrics[name]) for name in METRICS if name in metrics)]:
         if isinstance(node, Parts):
             for over in dict.fromkeys(row.over for row in node.layout.rows):
                 tensors = [x for number, x in enumerate(node.tensors) if node.layout.cut_over[number] == over]
@@ -231,11 +226,11 @@ def _copies(state: TrainState, metrics: Mapping[str, Tree]) -> dict[Axes, list[_
     return result
 
 
-def _leaves(path: str, node: Parts, over: Axes | None = None) -> list[tuple[str, Tensor]]:
-    """This rank's pieces of all leaves of a tree, or of those that are cut over these axes, by path."""
+def _leaves(path: str, node: Parts, over: Axes) -> list[tuple[str, Tensor]]:
+    """This rank's pieces of the leaves of a tree that are cut over these axes, by path."""
     layout, here, nothing = node.layout, dict(pieces(node, node.layout)), torch.empty(0, device="cpu")
-    numbers = [number for number in layout.numbers if over in (None, layout.row_of[number].over)]
-    return [(_joined(path, layout.leaves[number].path), here.get(number, nothing)) for number in numbers]
+    numbers = [number for number in layout.numbers if layout.row_of[number].over == over]
+    return [(tree.joined(path, layout.leaves[number].path), here.get(number, nothing)) for number in numbers]
 
 
 def _check_copies(state: TrainState, metrics: Mapping[str, Tree], what: str) -> None:
@@ -243,22 +238,22 @@ def _check_copies(state: TrainState, metrics: Mapping[str, Tree], what: str) -> 
     plan = state.params.plan
     mesh = plan.live_mesh()
     for axes, copies in sorted(_copies(state, metrics).items()):
-        first = consensus.first_unlike([copy.digests(mesh) for copy in copies], mesh, axes, f"guard: {what}")
+        first = consensus.first_unlike([_digests(copy.tensors, mesh) for copy in copies], mesh, axes, f"guard: {what}")
         if first is not None:
             leaves = copies[first].leaves()
             number = consensus.first_unlike([_bits(x) for _, x in leaves], mesh, axes)
             name, tensors = (f"{copies[first].path} (padding)", copies[first].tensors)
             if number is not None:
                 name, tensors = leaves[number][0], [leaves[number][1]]
-            digest = consensus.digests([copies[first]._replace(tensors=tensors).digests(mesh)], mesh)
-            raise MismatchError(f"guard: {what}: leaf {name!r}: {_told(int(digest), axes, plan)}")
+            digests = str(_digests(tensors, mesh).tolist())
+            raise MismatchError(f"guard: {what}: leaf {name!r}: {_told(digests, axes, plan)}")
 
 
-def _told(digest: int, axes: Axes, plan: Plan) -> str:
+def _told(digests: str, axes: Axes, plan: Plan) -> str:
     """Which ranks have which copies: the one that is alone, where most agree."""
     mesh, groups = plan.live_mesh(), dict[tuple[int, ...], dict[int, str]]()
-    # by coordinates along the other axes: the digest of each rank
-    for rank, text in enumerate(consensus.of_all(str(digest), mesh)):
+    # by coordinates along the other axes: the digests of each rank
+    for rank, text in enumerate(consensus.of_all(digests, mesh)):
         places = zip(plan.axes, digits(rank, [size for _, size in plan.axes]), strict=True)
         groups.setdefault(tuple(at for (axis, _), at in places if axis not in axes), {})[rank] = text
     ranks = next((group for group in groups.values() if len({*group.values()}) > 1), None)
@@ -301,10 +296,6 @@ def _same(a: Tensor, b: Tensor) -> bool:
 
 
 def _all(result: Result) -> Iterator[tuple[str, Tensor]]:
-    """The tensors of a result: metrics and leaves by name, then what leaves lie in, for its padding."""
-    state, metrics = result
-    yield from ((f"metric {path!r}", _number(x)) for path, x in tree.paths_to(metrics, Parts) if _is_number(x))
-    for path, node in _nodes(state, "extra"):
-        named = _leaves(path, node) if isinstance(node, Parts) else [(path, node)]
-        yield from ((f"leaf {name!r}", x) for name, x in named)
-    yield from (("padding", x) for x in tree.leaves(result) if isinstance(x, Tensor))
+    """The numbers of a result: metrics, leaves, and padding, by name."""
+    for kind, x in (("metric", result[1]), ("leaf", result[0])):
+        yield from ((f"{kind} {place.path!r}", _number(place.value)) for place in places(x) if _is_number(place.value))

@@ -160,6 +160,9 @@ def _check_alike(params: Sharded, seed: int, scaler: LossScale) -> None:
         )
 
 
+METRICS = ("loss", "grad_norm", "found_inf")  # of every step, 0-d, and equal on all ranks
+
+
 @tree.constant
 class Step:
     """What `train_step` returns: torch.compile takes it as one call (Note [torch.compile])."""

@@ -19,6 +19,13 @@ from .models import rand, same_bits
 # Importing inductor warns of torch's own use of torch.jit: a DeprecationWarning, since torch 2.14 a FutureWarning.
 QUIET = "ignore:.*torch.jit.script"
 UNITS = ["a", "c"]
+# Plans of a guard's tests, whose tree has a leaf "b".
+GUARDED: dict[str, dict[str, Any]] = {
+    "full": {},
+    "zero 2": {"params_over": ()},
+    "ddp": {"params_over": (), "grads_over": (), "state_over": ()},
+    "some whole": {"whole": "b"},
+}
 # An optimizer whose compiled update has the eager one's bits.
 EXACT = optim.rmsprop(0.1, momentum=0.9)
 

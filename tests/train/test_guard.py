@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from support.optimizers import ROWS
+from support.steps import GUARDED as PLANS
 from support.steps import QUIET
 from support.worlds import gloo
 from torch import Tensor
@@ -18,12 +19,6 @@ from fshard.testing import World
 
 pytestmark = pytest.mark.filterwarnings(QUIET)
 
-PLANS: dict[str, dict[str, Any]] = {
-    "full": {},
-    "zero 2": {"params_over": ()},
-    "ddp": {"params_over": (), "grads_over": (), "state_over": ()},
-    "some whole": {"whole": "b"},
-}
 WAYS: dict[str, tuple[dict[str, Any], str]] = {
     "plain": ({}, ""),
     "donate": ({"donate": True}, ""),

@@ -5,6 +5,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+from support.steps import GUARDED as PLANS
 from support.steps import QUIET
 from support.worlds import gloo
 from torch import Tensor
@@ -17,12 +18,6 @@ from fshard.testing import Garbage, World
 pytestmark = pytest.mark.filterwarnings(QUIET)
 
 EVERY = 3  # step 2 runs twice
-PLANS: dict[str, dict[str, Any]] = {
-    "full": {},
-    "zero 2": {"params_over": ()},
-    "ddp": {"params_over": (), "grads_over": (), "state_over": ()},
-    "some whole": {"whole": "b"},
-}
 WAYS: dict[str, dict[str, Any]] = {
     "plain": {},
     "donate": {"donate": True},
