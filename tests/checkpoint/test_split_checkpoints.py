@@ -74,7 +74,7 @@ def restored(mesh: Any, name: str, tx: Any, folder: str, donate: bool) -> tuple[
     return bits(checkpoint.restore(folder, like, donate=donate)), fshard.gather_params(params)
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(15)
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("name", WAYS)
 def test_a_checkpoint_is_read_by_every_split(name: str, optimizer: str, tmp_path: Path) -> None:

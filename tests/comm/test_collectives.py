@@ -378,6 +378,7 @@ def uneven(mesh: Any) -> list[Tensor]:
     return seen
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("size", [1, 2, 3])
 @pytest.mark.parametrize("world", [simulated, gloo])
 def test_an_uneven_all_to_all(world: Any, size: int) -> None:
@@ -428,7 +429,7 @@ def compiled(mesh: Any, name: str) -> tuple[list[str], bool]:
     return nodes, same_bits(jitted(x), both(x))
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(15)
 @pytest.mark.parametrize("name", [name for name in LINEAR if name != "broadcast"])
 def test_graphs_have_the_bits_and_are_alike(name: str) -> None:
     """A jitted loss would have other values, or ranks graphs of different nodes, which passes reorder differently."""

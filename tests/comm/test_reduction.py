@@ -228,6 +228,7 @@ def test_micro_batches_are_scattered_each_and_reduced_over_replicas_once(replica
         assert num == {False: how_many * kinds * (replicate > 1), "replicate": kinds * (replicate > 1)}
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("strategy", ["full", "ddp"])
 def test_several_axes_are_reduced_over_once(strategy: str) -> None:
     """Gradients would be summed over the first of several axes of `reduce_once` alone."""

@@ -89,7 +89,7 @@ def both(mesh: Any, way: str, path: str) -> None:
         assert same_bits(got, expected)
 
 
-@pytest.mark.sample(6)
+@pytest.mark.slow
 @pytest.mark.parametrize("way", WAYS)
 def test_what_is_loaded_is_what_was_compiled(way, tmp_path):
     """A step would be another one in a second process."""

@@ -251,7 +251,7 @@ Z = torch.tensor([[1 + 2j, 3 - 1j], [2 - 1j, 1j]])
 BITS = (Z, Z.conj(), Z.imag, Z.conj().imag, Z.mH, Z.mH[:, :1], Z.conj()[::2], Z.conj()[::2].imag, Z[::2])
 
 
-@pytest.mark.sample(5)
+@pytest.mark.sample(10)
 @pytest.mark.parametrize("first", range(len(BITS)))
 def test_captured_tensors_with_a_conjugate_or_negative_bit(first):
     """Values of captured tensors would have wrong signs, or a compiler be told of strides that they have not."""
@@ -318,7 +318,7 @@ READ: dict[str, Callable[[Tensor, Any], Tensor]] = {
 }
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(9)
 @pytest.mark.parametrize("box", BOXES)
 @pytest.mark.parametrize("read", READ)
 def test_what_is_in_a_captured_container(read, box):

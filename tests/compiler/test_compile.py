@@ -46,7 +46,7 @@ FUNCTIONALIZED = {"adamw", "muon", "by_label", "adafactor", "clip_by_global_norm
 FUNCTIONALIZED |= {"plan-wide-2x2", "plan-keep", "int8, keep", "wires", "accumulate", "tied leaves", "bf16"}
 
 
-@pytest.mark.sample(13)
+@pytest.mark.sample(39)
 @pytest.mark.parametrize("name", [name for name in TRANSFORMS if name not in READ])
 def test_every_optimizer(name):
     """A jitted step with any optimizer that can be traced has the eager numbers: otherwise training would change."""
@@ -120,7 +120,7 @@ STEPS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.sample(9)
+@pytest.mark.sample(45)
 @pytest.mark.parametrize("name", STEPS)
 def test_every_kind_of_step(name):
     """A jitted step of every kind has the eager numbers and skips the same updates: else training would change."""
@@ -275,7 +275,7 @@ OWN: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.sample(16)
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "shard"), [*((n, 2) for n in OWN), *((n, 1) for n in ("sgd", "by_label", "scale"))])
 def test_a_step_under_torch_compile(name, shard):
     """Three steps under torch.compile are one graph with the eager numbers: otherwise each would be compiled anew."""

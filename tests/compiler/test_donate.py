@@ -62,7 +62,7 @@ def test_a_donated_state(make):
     law(None) if make is fshard.jit else simulated(law)
 
 
-@pytest.mark.sample(9)
+@pytest.mark.sample(45)
 @pytest.mark.parametrize("donate", [False, True])
 @pytest.mark.parametrize("in_backward", [False, True])
 @pytest.mark.parametrize("strategy", STRATEGIES)

@@ -57,7 +57,7 @@ def derivatives(mesh: Any, names: list[str], backend: str, **strategy: Any) -> N
         assert apart(fshard.jit(run, backend=backend)(p, x, v), run(p, x, v)) <= 1e-10, name
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(9)
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_derivatives_of_a_loss_that_gathers(name):
     """A transform of torch.func would give other values in a graph than eagerly."""
@@ -442,6 +442,7 @@ def test_one_device_sends_nothing():
     assert not any("gather" in t or "reduce_scatter" in t or "all_reduce" in t for t in targets)
 
 
+@pytest.mark.slow
 def test_a_graph_sends_what_the_eager_step_sends():
     """A graph would send other collectives or bytes than the eager step."""
 

@@ -36,7 +36,7 @@ def lowered_step(mesh: Any, donate: bool = False, **kw: Any) -> Any:
     return fshard.jit(step, donate, backend="eager", bucket=0).lower(state, data), step, (state, data)
 
 
-@pytest.mark.sample(5)
+@pytest.mark.sample(25)
 @pytest.mark.parametrize("world", WORLDS)
 @pytest.mark.parametrize("name", PLANS)
 def test_traffic_is_what_the_eager_step_sends(name, world):

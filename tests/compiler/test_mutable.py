@@ -219,7 +219,7 @@ def in_an_inner_partial(box: Any, read: Any) -> Any:
 PLACES = (in_a_closure, in_a_global, in_a_default, in_an_argument, in_a_partial, in_an_inner_partial)
 
 
-@pytest.mark.sample(5)
+@pytest.mark.sample(15)
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("kind", VALUES)
 def test_a_value_that_changes_in_place(kind, place):
@@ -555,7 +555,7 @@ def test_a_property_is_not_read_for_a_key():
 KEYS = (1, 1.0, True, np.int64(1), (1,), (True,), 0.0, -0.0)
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(6)
 @pytest.mark.parametrize("place", PLACES)
 def test_keys_that_are_equal_are_not_one(place):
     """A graph would be used for a dict with other keys, which are equal and not the same."""

@@ -347,6 +347,7 @@ def test_a_number_is_computed_before_the_loop_that_reads_it() -> None:
     assert [operator(reader) for reader in number.users] == ["mul"]
 
 
+@pytest.mark.slow
 def test_a_graph_gathers_as_many_units_ahead_as_the_plan_says() -> None:
     """An eager step and its graph would have other units in memory, and `prefetch` would be for one of them."""
 
@@ -399,6 +400,7 @@ def pending(graph: fx.Graph) -> list[int]:
     return [sum(n for a, b, n in spans if a <= begin < b) for begin, _, _ in spans]
 
 
+@pytest.mark.slow
 def test_reductions_are_waited_for_late():
     """A reduction would be waited for before it has to be."""
 

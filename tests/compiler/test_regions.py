@@ -88,7 +88,7 @@ def names_in(text: str) -> list[str]:
     return re.findall(r"region_\d+(?=\()", text)
 
 
-@pytest.mark.sample(6)
+@pytest.mark.sample(30)
 @pytest.mark.parametrize("called", BLOCKS)
 @pytest.mark.parametrize("plan", ["full", "keep", "bf16", "frozen", "whole"])  # which have a collective between layers
 def test_compiling_does_not_grow_with_depth(plan: str, called: str) -> None:
@@ -104,6 +104,7 @@ def test_compiling_does_not_grow_with_depth(plan: str, called: str) -> None:
     assert len(many) > len(few)
 
 
+@pytest.mark.slow
 @settings(max_examples=2, deadline=None)
 @given(
     *(st.sampled_from([*rows]) for rows in (PLANS, BLOCKS, OPTIMIZERS, WAYS)),
@@ -131,7 +132,7 @@ def emptied(module: fx.GraphModule) -> Callable[[list[Tensor]], Any]:
     return lambda args: fx.Interpreter(module).boxed_run(args)
 
 
-@pytest.mark.sample(6)
+@pytest.mark.sample(30)
 @pytest.mark.parametrize("called", BLOCKS)
 @pytest.mark.parametrize("plan", PLANS)
 def test_values_are_freed_where_one_graph_frees_them(plan: str, called: str) -> None:
@@ -233,6 +234,7 @@ COPIES: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("is_result", [False, True])
 @pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
 def test_copies_lie_apart(backend: str, is_result: bool) -> None:

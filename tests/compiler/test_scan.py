@@ -241,7 +241,7 @@ CASES = [
 ]
 
 
-@pytest.mark.sample(120)
+@pytest.mark.sample(840)
 @pytest.mark.parametrize(("body", "use", "plan", "way"), dict.fromkeys(CASES))
 def test_a_graph_of_a_scan_is_that_of_the_loop(body: str, use: str, plan: str, way: str) -> None:
     """A step would compute something else under `jit`, or in another order, or send other messages."""
@@ -270,7 +270,7 @@ STEPS = [
 ]
 
 
-@pytest.mark.sample(6)
+@pytest.mark.slow
 @pytest.mark.parametrize(("body", "use", "plan", "kw", "tx"), STEPS, ids=[step[0] for step in STEPS])
 def test_steps_have_the_bits_of_the_loop(body: str, use: str, plan: str, kw: dict[str, Any], tx: Any) -> None:
     """Training would go another way: two donated steps, with other rows on each rank."""
@@ -315,6 +315,7 @@ DERIVATIVES: dict[str, Body] = {
 }
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("name", DERIVATIVES)
 def test_derivatives_of_torch_func_are_those_of_the_loop(name: str) -> None:
     """A transform would see a node that it knows no rule of."""
@@ -478,6 +479,7 @@ ODD: dict[str, Body] = {
 }
 
 
+@pytest.mark.sample(11)
 @pytest.mark.parametrize("name", ODD)
 def test_a_body_of_which_a_copy_would_be_another_is_called(name: str) -> None:
     """A step would have other values under `jit`, without a word."""

@@ -661,7 +661,7 @@ PASSES: list[dict[str, Any]] = [
 ]
 
 
-@pytest.mark.sample(49)
+@pytest.mark.sample(245)
 @pytest.mark.parametrize("name", NARROW)
 @pytest.mark.parametrize("options", PASSES, ids=str)
 @pytest.mark.parametrize("donate", [False, True])

@@ -297,7 +297,7 @@ OPERATIONS: dict[str, tuple[bytes, Callable[[int], bytes] | None]] = {
 }  # fmt: skip
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(9)
 @pytest.mark.parametrize("name", OPERATIONS)
 def test_a_pickle_takes_no_more_memory_than_is_counted(name, monkeypatch):
     """A pickle of a few MiB of empty lists would fill the memory."""

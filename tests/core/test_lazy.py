@@ -160,6 +160,7 @@ def outcome(do: Callable[[Any], Any], p: Any) -> Any:
         return failure
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("done", DONE)
 def test_a_container_of_a_loss_does_what_a_plain_one_does(done, kind):
@@ -182,6 +183,7 @@ def test_a_container_of_a_loss_does_what_a_plain_one_does(done, kind):
         fshard.evaluate(loss)(fshard.shard_params(whole, fshard.make_plan(whole, units="**")))
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("done", DONE)
 def test_a_change_of_a_container_that_is_a_unit_is_read_again(done: str, kind: str) -> None:
@@ -305,7 +307,7 @@ CHANGES = [twice, by_another, all_at_once, in_another, tied, filled, in_the_loop
 UNITS = [["emb", "norm", "blocks.*"], ["emb", "norm.*", "blocks.*.*"], ["emb", "blocks"], ["**"], None]
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(6)
 @pytest.mark.parametrize("units", UNITS, ids=str)
 @pytest.mark.parametrize("change", CHANGES)
 @pytest.mark.parametrize("regather", [True, False])

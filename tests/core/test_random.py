@@ -104,7 +104,7 @@ def two_steps(mesh: Any, draw: Callable[[Tensor], Tensor], backend: str, **kw: A
     return rows
 
 
-@pytest.mark.sample(7)
+@pytest.mark.sample(35)
 @pytest.mark.parametrize("name", [*DRAWS, *NOTHING])
 def test_a_graph_draws_the_eager_numbers(name):
     """A graph draws the eager bits and leaves torch's generator alone: otherwise jit would change training or later
@@ -113,7 +113,7 @@ def test_a_graph_draws_the_eager_numbers(name):
         assert same_bits(eager, compiled)
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(20)
 @pytest.mark.parametrize("name", DRAWS)
 def test_what_is_drawn_depends_on_the_state(name):
     """Another seed gives other results: otherwise every run would draw equal numbers, and the test above see

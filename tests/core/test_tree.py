@@ -73,7 +73,7 @@ def test_nodes_finds_the_outermost():
     assert tree.nodes({"a": [Pair(inner, 3)], "b": (inner, None)}, Pair) == [Pair(inner, 3), inner]
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(12)
 @pytest.mark.parametrize("name", TREES)
 @pytest.mark.parametrize("units", [None, "**", 5], ids=str)
 def test_sharded_and_lazy_trees_read_like_plain_ones(name, units):

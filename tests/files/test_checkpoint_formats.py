@@ -746,6 +746,7 @@ DAMAGES: dict[str, tuple[Any, str]] = {
 }
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("name", DAMAGES)
 def test_damaged_checkpoints_of_torch(tmp_path, name):
     """A file that is damaged, or made to do harm, would be restored, read elsewhere, or take up the memory."""
@@ -835,7 +836,7 @@ def bombs(path: str) -> dict[str, bytes]:
 NAMES_OF_BOMBS = [*bombs("")]
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(9)
 @pytest.mark.parametrize("name", NAMES_OF_BOMBS)
 def test_a_pickle_runs_nothing(tmp_path, name):
     """A pickle under the name .metadata would run code, take up the memory, or never end."""

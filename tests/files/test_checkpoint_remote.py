@@ -137,7 +137,7 @@ def test_checkpoints_of_other_processes_are_seen(kind, url):
     assert checkpoint.steps(url) == [2]
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(12)
 @pytest.mark.parametrize("wait", [True, False])
 @pytest.mark.parametrize("part", ["rank-00001.safetensors", "rank-00001.json", "index.json"])
 @pytest.mark.parametrize("kind", REMOTE)

@@ -134,7 +134,7 @@ def trained(mesh: Any, seeds: list[int], strategy: str, way: str) -> None:
         assert wrong < 1e-12, (seed, strategy, way, wrong)
 
 
-@pytest.mark.sample(5)
+@pytest.mark.sample(15)
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("axes", [{"shard": 2}, {"shard": 2, "replicate": 2}])
@@ -156,6 +156,7 @@ def all_trained(mesh: Any) -> None:
         trained(mesh, [number], strategy, way)
 
 
+@pytest.mark.slow
 def test_programs_that_batches_choose_between_hosts() -> None:
     """Messages would be paired with others, and gradients be wrong without a word."""
     gloo(between_hosts, all_trained, shard=2)
@@ -273,6 +274,7 @@ def has_plain_gradients(mesh: Any, name: str, more: dict[str, Any]) -> None:
     assert all(apart(found[name], expected[name]) < 1e-12 for name in found if name != strategy.get("frozen"))
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("more", [{}, {"prefetch": 0}, {"prefetch": 2}, {"regather": False}])
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_what_a_rank_saves_and_runs_again(name: str, more: dict[str, Any]) -> None:

@@ -305,6 +305,7 @@ def keeping(mesh: Any, what: str, strategy: dict[str, Any], how: str) -> tuple[s
     return str(failure.value), all(torch.equal(a, b) for a, b in pairs)
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("how", ["call", "micro-batch"])
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("what", KEPT)

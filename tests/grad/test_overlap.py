@@ -176,6 +176,7 @@ def steps_of(log: list[Event]) -> dict[str, int]:
     return {names[event]: i for i, event in enumerate(log) if event in names}
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("accumulate", [1, 3])
 @pytest.mark.parametrize("has_aux", [False, True])
 @pytest.mark.parametrize("name", LOSSES)

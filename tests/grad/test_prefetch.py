@@ -73,6 +73,7 @@ def results(mesh: Any) -> list[bool]:
     return same
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("shard", [1, 2, 3])
 def test_a_gather_started_early_changes_no_bit(shard: int) -> None:
     """A gather that is not waited for would hang, or serve its data to the next step."""

@@ -121,6 +121,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("option", OPTIONS)
 def test_what_stays_changes_no_bit_with_options_of_plans(option: str) -> None:
     """A copy would be decoded twice, lose a dtype, or be taken from host memory or of a leaf that is whole anyway."""

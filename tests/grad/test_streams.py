@@ -255,7 +255,7 @@ HOW: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 }
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(8)
 @pytest.mark.parametrize("name", HOW)
 def test_nothing_is_overtaken(name):
     """Steps with leaves in host memory have no hazard between streams: otherwise a GPU would read wrong values now
@@ -410,7 +410,7 @@ def found(name: str, scaler: Any = None) -> set[str]:
     return ordered.hazards
 
 
-@pytest.mark.sample(13)
+@pytest.mark.sample(39)
 @pytest.mark.parametrize("name", SUMS)
 def test_no_sum_overtakes_or_is_overtaken(name):
     """Sums of gradients have no hazard in any strategy, wire or dtype: otherwise a GPU would add wrong gradients now
@@ -495,6 +495,7 @@ def test_what_is_summed_lives_until_the_computation_has_waited(name, monkeypatch
     assert any(word.startswith("memory is used again while") for word in found(name))
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("name", ["int8-ddp", "fast", "fast-half", "careless", "tree-ddp"])
 def test_what_is_sent_lives_until_the_computation_has_waited(name, monkeypatch):
     """If sent tensors were freed early, as NCCL allows, a hazard is reported: otherwise the check would miss

@@ -727,6 +727,7 @@ def alive_after_errors(mesh: Any) -> list[int]:
     return counts
 
 
+@pytest.mark.slow
 def test_an_error_leaves_nothing_alive() -> None:
     """After an error gathered buffers would stay in memory, by a reference cycle for example."""
     assert simulated(alive_after_errors, shard=2) == [[0, 0, 0]] * 2

@@ -13,6 +13,7 @@ import fshard
 from fshard import tree
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_a_write_in_place_is_an_error(strategy: str) -> None:
     """Writes in place to parameters are errors in every strategy: otherwise running statistics would be lost or

@@ -31,6 +31,7 @@ def names_both(text: str, fault: Fault) -> bool:
     return len(said) == 2 and all(any(f"rank {r} " in part for part in said) for r in (fault.rank, other))
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("over", ["host", "gloo"])
 def test_a_fault_is_an_error_on_every_rank(over: str) -> None:
     """A fault of one rank is an error on both, and later calls still work: otherwise the ranks would hang."""
@@ -68,7 +69,7 @@ def ended_well(fault: Fault) -> None:
             assert told or fault.kind != "kill", (fault, rank)
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(6)
 @pytest.mark.parametrize("over", ["host", "gloo"])
 @pytest.mark.parametrize("place", PLACES)
 def test_a_rank_is_killed(place: str, over: str) -> None:
@@ -76,6 +77,7 @@ def test_a_rank_is_killed(place: str, over: str) -> None:
     ended_well(Fault("kill", place, 2, over, 3, checked=False))
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("seed", range(NUM))
 def test_a_random_fault(seed: int) -> None:
     """A random fault at a random place ends all ranks with an error: otherwise a rare failure would hang the job."""
@@ -94,6 +96,7 @@ def uneven(mesh: Any, with_plan: bool, checked: bool, sent: int, expected: int) 
     (fshard.check(call, mesh) if checked else call)()
 
 
+@pytest.mark.sample(5)
 @pytest.mark.parametrize(("sent", "expected"), [(3, 2), (2, 3), (0, 2), (2, 0)])
 def test_ranks_that_do_not_agree_on_sizes(sent: int, expected: int) -> None:
     """Rows that nobody sent would be random memory, or a part of the rows would be lost."""
@@ -403,6 +406,7 @@ def between_others(mesh: Any, what: str) -> str:
     return "no error"
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("ranks", [3, 5])
 @pytest.mark.parametrize("what", ["step", "rng"])
 def test_a_rank_between_others_hears_of_them(what: str, ranks: int) -> None:

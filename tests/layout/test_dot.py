@@ -49,7 +49,7 @@ def dots(mesh: Any, name: str, strategy: str, whole: bool) -> Any:
     return found
 
 
-@pytest.mark.sample(13)  # prime to the numbers of trees and of cases, so that the sample has each of them
+@pytest.mark.sample(39)
 @pytest.mark.parametrize("name", TREES)
 @pytest.mark.parametrize(("world", "strategy"), CASES)
 def test_a_dot_product_is_that_of_whole_trees(world, strategy, name):
@@ -245,6 +245,7 @@ def newton_of_one_device(ranks: int) -> Any:
     return {"w": found[:15].view(5, 3), "b": found[15:]}
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(("world", "strategy"), [("1", "full"), ("2", "zero2"), ("3", "full"), ("2x2", "wide")])
 def test_conjugate_gradients_solve_newtons_equation(world, strategy):
     """A method that users build of `hvp`, `dot` and `tree.map` would go another way on several ranks."""

@@ -190,7 +190,7 @@ def is_trained(results: list[dict[str, Tensor]], kind: str, optimizer: str) -> N
                 assert torch.equal(got[name], start[name]), name
 
 
-@pytest.mark.sample(7)
+@pytest.mark.sample(21)
 @pytest.mark.parametrize("again", [False, True], ids=["once", "checkpointed"])
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("world", WORLDS)

@@ -62,7 +62,7 @@ def is_near(got: dict[str, Tensor], module: nn.Module) -> None:
         assert torch.allclose(got[path], x, rtol=1e-10, atol=1e-10), path
 
 
-@pytest.mark.sample(29)
+@pytest.mark.sample(145)
 @pytest.mark.parametrize("jitted", [False, True], ids=["eager", "jitted"])
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("strategy", STRATEGIES)
@@ -108,7 +108,7 @@ def test_processes_cast_as_the_simulation():
     assert same_bits(gloo(cast), simulated(cast))
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(6)
 @pytest.mark.parametrize("jitted", [False, True], ids=["eager", "jitted"])
 @pytest.mark.parametrize("name", ["batch norm", "batch norm, checkpointed"])
 def test_buffers_are_those_of_the_module(name, jitted):

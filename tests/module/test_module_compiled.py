@@ -122,7 +122,7 @@ def test_a_module_under_torch_compile(kind, backend, dynamic):
     compiles(make().double(), given, lambda out, _: out.square().sum(), backend=backend, dynamic=dynamic)
 
 
-@pytest.mark.sample(51)
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["full", "keep", "zero1", "ddp"])
 @pytest.mark.parametrize("kind", BLOCKS)
 def test_a_model_under_torch_compile(kind, strategy):

@@ -85,7 +85,7 @@ def expected(name: str, optimizer: str, world: int) -> Any:
     return state.params, losses
 
 
-@pytest.mark.sample(19)
+@pytest.mark.sample(38)
 @pytest.mark.parametrize(
     ("way", "optimizer"),
     [("plain", "sgd"), ("plain", "adamw"), ("checkpointed", "sgd"), ("checkpointed", "adamw"), ("jitted", "sgd")],

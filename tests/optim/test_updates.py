@@ -128,7 +128,7 @@ def law(mesh: Any, name: str, way: str, strategy: dict[str, Any]) -> None:
 CASES = [(name, way) for name in TRANSFORMS for way in WAYS if name not in UNLABELLED or way in ("alone", "chained")]
 
 
-@pytest.mark.sample(51)
+@pytest.mark.sample(255)
 @pytest.mark.parametrize(("name", "way"), CASES)
 def test_a_step_is_an_update_and_its_application(name, way):
     """A step gives the bits of `update` and its application in every strategy: otherwise sharding would change an
@@ -158,7 +158,7 @@ def by_hand(mesh: Any, name: str, strategy: dict[str, Any]) -> None:
     torch.testing.assert_close(fshard.gather_params(params.with_trained(mean)), want)
 
 
-@pytest.mark.sample(7)
+@pytest.mark.sample(21)
 @pytest.mark.parametrize("name", TRANSFORMS)
 def test_a_tree_for_state_is_a_tree(name):
     """A loop by hand would be right under some strategies alone."""
@@ -225,7 +225,7 @@ def skipping(mesh: Any, tx: Any, strategy: dict[str, Any], bad: str, donate: boo
 SKIPPED = ["sgd-all", "adamw", "rmsprop", "lamb", "muon", "clip_by_global_norm", "from_torch-Adam", "masked"]
 
 
-@pytest.mark.sample(11)
+@pytest.mark.sample(33)
 @pytest.mark.parametrize("fused", [True, False])
 @pytest.mark.parametrize("way", APART)
 @pytest.mark.parametrize("name", SKIPPED)
@@ -270,7 +270,7 @@ def overflowing(mesh: Any, reduction: str, jitted: bool) -> None:
     assert all(x.all() for x in tree.leaves(moved))
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(6)
 @pytest.mark.parametrize("jitted", [False, True])
 @pytest.mark.parametrize("reduction", ["exact", "tree"])
 def test_a_step_skips_a_label_alone(reduction, jitted):
@@ -375,7 +375,7 @@ def rated(mesh: Any, strategy: dict[str, Any], jitted: bool) -> Any:
     return found
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(9)
 @pytest.mark.parametrize("jitted", [False, True])
 @pytest.mark.parametrize("name", NARROW)
 def test_hyperparameters_change_between_steps_on_ranks(name, jitted):

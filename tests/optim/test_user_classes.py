@@ -154,7 +154,7 @@ def ours(mesh: Any, cls: Any, how: str, skipped: int | None = None, **extra: Any
     return fshard.gather_params(params), optim.state.gather_state(state)
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(6)
 @pytest.mark.parametrize("how", ["Sharded", "ZeRO-1", "zero"])
 @pytest.mark.parametrize("world", WORLDS)
 def test_a_class_of_ones_own_on_ranks(world: str, how: str) -> None:

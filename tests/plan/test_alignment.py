@@ -162,6 +162,7 @@ def updated_beside_nan(mesh: Any, name: str) -> bool:
     return same_bits(*results)
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("name", TRANSFORMS)
 def test_nan_between_leaves_reaches_no_leaf_by_an_optimizer(name):
     """NaN that a user's function of elements leaves between leaves would come into an update or a state."""

@@ -102,6 +102,7 @@ CUTS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("name", TREES)
 @pytest.mark.parametrize("num", [1, 2, 3])
 def test_a_modules_parameters_train_as_torchs(name: str, num: int) -> None:

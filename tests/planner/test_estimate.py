@@ -112,7 +112,7 @@ def both(make: dict[str, Any], how: dict[str, Any], jitted: dict[str, Any]) -> t
     return tuple(fshard.estimate(fshard.jit(fn, **options), state, batch) for fn in (step, partial(step)))
 
 
-@pytest.mark.sample(12)
+@pytest.mark.sample(24)
 @pytest.mark.parametrize("name", CASES)
 def test_a_few_units_say_what_all_say(name):
     """Figures that are computed from graphs of a few units would not be those of the whole graph, to the byte."""
@@ -207,7 +207,7 @@ def test_another_tree_with_units_of_these_names(depth):
     assert (few.peak, few.memory, few.traffic) == (all_of.peak, all_of.memory, all_of.traffic)
 
 
-@pytest.mark.sample(1)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("name", ["muon", "adafactor"])
 def test_an_optimizer_with_state_of_its_own_shapes(name, capfd):
     """A graph of a few units would be asked for with the state of all, and torch would print an error of its own."""

@@ -88,7 +88,7 @@ def modules(found: Counter[tuple[str, str]]) -> set[tuple[str, str]]:
     return {(direction, place.partition(".")[0]) for direction, place in found}
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(9)
 @pytest.mark.parametrize("scaler", SCALERS)
 @pytest.mark.parametrize("loss", LOSSES)
 def test_losses_and_scalers(loss, scaler):
@@ -96,7 +96,7 @@ def test_losses_and_scalers(loss, scaler):
     assert crossings(loss=loss, scaler=scaler, step="micro") == {}
 
 
-@pytest.mark.sample(5)
+@pytest.mark.sample(15)
 @pytest.mark.parametrize("scaler", ["none", "dynamic"])
 @pytest.mark.parametrize("plan", WIRED)
 def test_plans(plan, scaler):
@@ -104,7 +104,7 @@ def test_plans(plan, scaler):
     assert crossings(plan, "micro", scaler=scaler) == {}
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(6)
 @pytest.mark.parametrize("step", STEPS)
 def test_steps(step):
     """No option of a step copies to or from the host: otherwise clipping or micro-batches would wait for the GPU."""
@@ -112,7 +112,7 @@ def test_steps(step):
     assert crossings("zero1", step, "sgd-all") == {}
 
 
-@pytest.mark.sample(5)
+@pytest.mark.sample(15)
 @pytest.mark.parametrize("name", TRANSFORMS)
 def test_optimizers(name):
     """No optimizer copies to or from the host, except some classes of torch.optim: otherwise steps would wait."""

@@ -191,7 +191,7 @@ def test_the_files_and_notes_that_texts_name_exist() -> None:
         ("`plan/planning.py`\n  `make_plans`", 1),
     ],
 )
-@pytest.mark.sample(3)
+@pytest.mark.sample(9)
 def test_the_check_of_references_can_fail(text: str, wrong: int) -> None:
     """Wrong references in made-up texts are found: otherwise the test above would pass with any reference."""
     assert len(list(wrong_references(text, notes()))) == wrong

@@ -131,6 +131,7 @@ def peak_of(mesh: Any, how: str, options: dict[str, Any]) -> tuple[int, int, int
     return live.peak, share, unit
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("how", ["init", "init_params"])
 @pytest.mark.parametrize(("world", "strategy"), [("1", "full"), ("4", "full"), ("4", "ddp"), ("2x2", "full")])
 def test_the_peak_is_a_ranks_share_and_one_unit(world, strategy, how):
@@ -616,6 +617,7 @@ def module_round_trip(mesh: Any, name: str, plan: dict[str, Any]) -> None:
         assert new["table"] is old["table"]
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("name", MODULES)
 def test_a_modules_own_state_dict(name):
     """Buffers and tied parameters would be missing or other values, or names not those that the module reads."""

@@ -259,7 +259,7 @@ def half(p: Any, b: Any) -> Any:
 PROGRAMS = (rows_by_number, sorted_rows, shifted, chosen, logged, in_blocks, transformed, written, scanned, twice, half)
 
 
-@pytest.mark.sample(9)
+@pytest.mark.sample(45)
 @pytest.mark.parametrize("how", [{}, {"accumulate": 2}, {"plan": {"bucket": 1 << 20}}, {"graph": "eager"}], ids=str)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("fn", PROGRAMS)
@@ -342,7 +342,7 @@ def faults() -> dict[str, Fault]:
 FAULTS = faults()
 
 
-@pytest.mark.sample(9)
+@pytest.mark.sample(27)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("ranks", [2, 4])
 @pytest.mark.parametrize("name", FAULTS)
@@ -464,6 +464,7 @@ def shard_of(x: Any) -> fshard.Sharded:
 STEP = fshard.train_step(lambda w, x: (w * x).sum(), optim.sgd(0.1))
 
 
+@pytest.mark.sample(5)
 @pytest.mark.parametrize(
     ("how", "graph"),
     [("plain", ""), ("scaler", ""), ("in backward, clipped", ""), ("tree", ""), ("plain", "eager")],
@@ -523,6 +524,7 @@ def split_loss(mesh: Any, fault: str = "") -> Any:
     return loss_fn
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("fault", ["", "sum"])
 @pytest.mark.parametrize("sizes", [{"tensor": 2}, {"tensor": 3}, {"shard": 2, "tensor": 2}])

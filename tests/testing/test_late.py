@@ -81,7 +81,7 @@ def pairs() -> list[tuple[str, str]]:
     return [*dict.fromkeys([*found, ("zero1", "tree"), ("wide", "tree"), ("host", "tree")])]
 
 
-@pytest.mark.sample(6)
+@pytest.mark.sample(18)
 @pytest.mark.parametrize(("plan", "step"), pairs())
 def test_every_plan_and_step(plan, step):
     """Steps that receive everything late have the same bits: otherwise they would read unfinished data on a GPU."""
@@ -128,7 +128,7 @@ UNREAD: dict[str, Any] = {
 }
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(9)
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 @pytest.mark.parametrize("name", UNREAD)
 def test_graphs_that_read_nothing_of_a_collective(name, backend):

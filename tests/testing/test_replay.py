@@ -286,6 +286,7 @@ runpy.run_module("fshard", run_name="__main__")
 """
 
 
+@pytest.mark.slow
 def test_the_command_line(folder):
     """The command line works in a process without the package rich: otherwise users without it could not replay."""
     path = os.pathsep.join(filter(None, (str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH"))))

@@ -66,7 +66,7 @@ def _run(name: str, scaler: str, dtype: torch.dtype, mesh: Any = None) -> list[T
     return kept
 
 
-@pytest.mark.sample(5)
+@pytest.mark.sample(15)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("scaler", SCALERS)
 @pytest.mark.parametrize("name", OURS)

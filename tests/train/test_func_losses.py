@@ -51,7 +51,7 @@ def trained(mesh: Any, name: str, strategy: str, jitted: bool, **kw: Any) -> Any
     return fshard.gather_params(state.params), rows
 
 
-@pytest.mark.sample(9)
+@pytest.mark.sample(27)
 @pytest.mark.parametrize("name", LOSSES)
 @pytest.mark.parametrize(("world", "strategy"), CASES)
 def test_gradients_are_those_of_one_device(world: str, strategy: str, name: str) -> None:
@@ -91,7 +91,7 @@ TURNS = [
 TRAINED = [(*case, "laplacian" if name in EAGER and "jitted" in how else name, how) for case, name, how in TURNS]
 
 
-@pytest.mark.sample(17)
+@pytest.mark.sample(51)
 @pytest.mark.parametrize(("world", "strategy", "name", "how"), TRAINED)
 def test_training_is_that_of_one_device(world: str, strategy: str, name: str, how: str) -> None:
     """Two clipped steps, jitted or in micro-batches, train as one device: otherwise options would alter training."""
@@ -214,6 +214,7 @@ def test_levels_are_left_and_entered_again() -> None:
     assert not func_levels.inside()
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("name", EAGER)
 def test_what_torch_cannot_trace_is_an_error_that_says_so(name: str) -> None:
     """A loss that torch cannot trace is an error with a remedy: otherwise it would break torch.func for later calls."""
@@ -252,7 +253,7 @@ DIRECTIONS: dict[str, Any] = {
 }
 
 
-@pytest.mark.sample(5)
+@pytest.mark.sample(10)
 @pytest.mark.parametrize("name", DIRECTIONS)
 def test_forward_mode_of_views_and_its_gradients(name: str) -> None:
     """Forward mode at views of tensors is traced, alone and inside of gradients: otherwise the second operator of a

@@ -100,7 +100,7 @@ def may(way: str, optimizer: str) -> bool:
     return not (way == "in backward" and optimizer != "adamw") and not (way == "extra" and optimizer == "scaled")
 
 
-@pytest.mark.sample(6)
+@pytest.mark.sample(102)
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("plan", PLANS)
@@ -198,7 +198,7 @@ def started(mesh: Any, tx: Any, **plan: Any) -> Any:
     return fshard.init_state(fshard.shard_params(whole(), fshard.make_plan(whole(), mesh, **plan)), tx)
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(9)
 @pytest.mark.parametrize("name", ROWS)
 def test_every_optimizer(name: str) -> None:
     """Some state that each rank has of its own would be taken for a copy, or a copy for no one's."""

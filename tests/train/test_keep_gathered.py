@@ -93,7 +93,7 @@ def train(mesh: Any, loss: Any, plan: Any, options: Any, jitted: bool, keep: boo
     return (fshard.gather_params(state.params), metrics["loss"]), [call.label for call in calls.select("all_gather")]
 
 
-@pytest.mark.sample(7)
+@pytest.mark.sample(35)
 @pytest.mark.parametrize("loss", LOSSES, ids=lambda loss: loss.__name__)
 @pytest.mark.parametrize(("strategy", "options"), PAIRS)
 def test_each_unit_is_gathered_once_a_step(loss: Any, strategy: str, options: str) -> None:

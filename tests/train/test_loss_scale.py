@@ -451,6 +451,7 @@ def agreed_on(mesh: Any, kind: str, own: bool, bad: int) -> Any:
     return found, culprits
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("own", [False, True])
 @pytest.mark.parametrize("kind", ["plain", "unreduced", "sharded"])
 @pytest.mark.parametrize(("replicate", "shard"), [(1, 1), (1, 2), (1, 3), (2, 2)])
@@ -589,7 +590,7 @@ BETWEEN: dict[str, tuple[Callable[[Any], Any], bool]] = {
 as_graph = functools.partial(fshard.jit, backend="eager")
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(12)
 @pytest.mark.parametrize("between", BETWEEN)
 @pytest.mark.parametrize("kind", KINDS)
 def test_graphs_refuse_what_is_refused_eagerly(kind, between):

@@ -50,7 +50,7 @@ def promised(name: str, ranks: int, donate: bool, state: Any, grads: int, units:
     return (2 - donate) * nbytes((state.params, state.opt_state)) + grads + (gathered + units) * whole / UNITS
 
 
-@pytest.mark.sample(41)
+@pytest.mark.sample(82)
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("donate", [True, False])
 @pytest.mark.parametrize("ranks", [1, 2])

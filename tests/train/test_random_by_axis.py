@@ -82,6 +82,7 @@ def drawn(
     return metrics["aux"], fshard.gather_params(state.params)
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("graph", [False, True], ids=["eager", "jit"])
 @pytest.mark.parametrize("name", LOSSES)
 def test_ranks_draw_apart_in_a_block_alone(name: str, graph: bool) -> None:

@@ -90,7 +90,7 @@ def check_trains(monkeypatch: Any, world: str, strategy: str, loss: Any, net: st
     assert apart(results[0][0][0], params()) > 1e-3  # it has trained
 
 
-@pytest.mark.sample(40)
+@pytest.mark.sample(120)
 @pytest.mark.parametrize("jitted", [False, True], ids=["eager", "jit"])
 @pytest.mark.parametrize("net", NETS)
 @pytest.mark.parametrize("name", LOSSES)
@@ -118,7 +118,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.sample(15)
+@pytest.mark.sample(255)
 @pytest.mark.parametrize("jitted", [False, True], ids=["eager", "jit"])
 @pytest.mark.parametrize("net", NETS)
 @pytest.mark.parametrize("option", OPTIONS)

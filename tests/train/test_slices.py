@@ -167,7 +167,7 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.sample(7)
+@pytest.mark.sample(21)
 @pytest.mark.parametrize("name", CASES)
 def test_cases(name):
     """Every strategy, mesh, optimizer, loss and policy gives one rank's bits: otherwise such a run would depend on
@@ -221,6 +221,7 @@ WRAPPED: dict[str, Callable[[], optim.Transform]] = {
 }
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("name", WRAPPED)
 def test_a_step_asks_for_exact_norms_by_name(name):
     """`exact_norms` reaches nested transformations: otherwise clipping would give other bits on another number of
@@ -369,7 +370,7 @@ def from_anywhere(
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("name", ["sgd", "adam"])
-@pytest.mark.sample(2)
+@pytest.mark.sample(4)
 def test_bits_depend_on_no_address(name, dtype):
     """Matrix products round otherwise where an operand starts at another address, and sums where it has other strides:
     a run on ranks that load their own rows would have other bits than one that cuts them out of a batch of all."""

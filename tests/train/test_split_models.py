@@ -114,14 +114,14 @@ def check(name: str, mesh: str, optimizer: str, way: str) -> None:
             assert (x - y).abs().max() <= 1e-10 * y.abs().max()
 
 
-@pytest.mark.sample(17)
+@pytest.mark.sample(323)
 @pytest.mark.parametrize(("name", "mesh", "optimizer", "way"), CASES)
 def test_a_split_model_is_the_plain_one(name: str, mesh: str, optimizer: str, way: str) -> None:
     """A sum over ranks that is missing, or made twice, would train another model."""
     check(name, mesh, optimizer, way)
 
 
-@pytest.mark.sample(len(JIT_CASES))
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "mesh", "optimizer", "way"), JIT_CASES)
 def test_a_compiled_split_model_is_the_plain_one(name: str, mesh: str, optimizer: str, way: str) -> None:
     """A graph whose collectives go along another axis, or whose masks differ along "tensor", would train another."""

@@ -135,7 +135,7 @@ def unsharded(name: str, num_ranks: int, how: str) -> Any:
     return params, optim.state.gather_state(state)
 
 
-@pytest.mark.sample(9)
+@pytest.mark.sample(45)
 @pytest.mark.parametrize("name", TXS)
 @pytest.mark.parametrize("world", PLACES)
 def test_it_computes_what_the_optimizer_does(world, name):
@@ -333,7 +333,7 @@ def test_a_bucket_is_a_number_of_bytes():
     assert units_of(meta) == [[(1 << 22) - 1, 1], [(1 << 22) + 1], [5]]
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(9)
 @on_ranks(2, TXS, WAYS)
 def test_nothing_given_is_changed(mesh, name, way):
     """Inputs keep their bits unless donated, and a skipped step changes nothing: otherwise a user's tensors would be
