@@ -314,3 +314,16 @@ def test_in_processes() -> None:
     """What is guarded in simulated ranks would hang or cry wolf where it runs."""
     for a, b in zip(fshard.tree.leaves(gloo(checked)), fshard.tree.leaves(World(2).run(checked)), strict=True):
         assert torch.equal(a, b)
+
+
+def a_thousand(mesh: Any, way: str) -> Any:
+    """A thousand steps, of which a hundred run twice."""
+    return steps(mesh, "ddp", way, guard={"every": 10, "at_rest": True}, num=1000)[1]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("way", ["donate", "jit"])
+@pytest.mark.parametrize("run", [gloo, World(2).run], ids=["gloo", "simulated"])
+def test_a_thousand_steps(run: Any, way: str) -> None:
+    """A false alarm in a thousand steps stops each long run."""
+    run(a_thousand, way)
