@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from support.strategies import PARTITIONS
+from support.worlds import gloo
 from torch import Tensor
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
@@ -428,6 +429,16 @@ def test_eager_and_graph() -> None:
     found = first_difference(graph, seen_by(2, fn=partial(loss, fault="factor")), 1e-12)
     assert found is not None
     assert (found.rank, found.unit, found.line) == (0, "blocks.1", LINES["add"])
+
+
+@pytest.mark.slow
+def test_in_processes() -> None:
+    """Processes would hang where simulated ranks do not, or have other values."""
+    for fault in ("", "sin"):
+        got = gloo(ran, partial(loss, fault=fault))
+        assert first_difference(got, seen_by(2, fn=partial(loss, fault=fault))) is None
+        difference = first_difference(got, [ran(None)])
+        assert (difference and (difference.unit, difference.line)) == (fault and ("blocks.1", LINES["tanh"]) or None)
 
 
 def test_numbers_of_ranks_that_cannot_be_compared() -> None:
