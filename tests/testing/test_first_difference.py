@@ -438,7 +438,7 @@ def test_in_processes() -> None:
         got = gloo(ran, partial(loss, fault=fault))
         assert first_difference(got, seen_by(2, fn=partial(loss, fault=fault))) is None
         difference = first_difference(got, [ran(None)])
-        assert (difference and (difference.unit, difference.line)) == (fault and ("blocks.1", LINES["tanh"]) or None)
+        assert (difference and (difference.unit, difference.line)) == ((fault and ("blocks.1", LINES["tanh"])) or None)
 
 
 def test_numbers_of_ranks_that_cannot_be_compared() -> None:
