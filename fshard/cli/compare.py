@@ -4,7 +4,7 @@
   fshard compare sharded plain --at 7       # the same, of step 7
   fshard compare new.pt old.pt --rtol 1e-6  # files of torch.save, with a list of what each rank has seen
 
-`plain` may have been run on one device with the batch of all ranks. Without --at the last step of each folder is taken.
+`plain` may have been run on one device with the batch of all ranks. Without --at the last steps are compared.
 
 Exit status: 0: no difference; 1: a difference; 2: an error.
 """
@@ -28,7 +28,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Print the first difference."""
-    got, expected = (seen_in(path, args.at) for path in (args.got, args.expected))
+    (step, got), (other, expected) = (seen_in(path, args.at) for path in (args.got, args.expected))
+    if step != other and None not in (step, other):
+        raise ValueError(f"{args.got} ends with step {step}, {args.expected} with step {other}: give --at N")
     difference = first_difference(got, expected, args.rtol)
     if difference is None:
         count = len(expected[0]["names"])

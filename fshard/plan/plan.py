@@ -254,7 +254,7 @@ class Plan:
     def rest(self, axes: Axes, kind: int | None = None) -> Axes:
         """Return the axes of the mesh that are not in `axes`, nor that which leaves of a kind are split over."""
         split = None if kind is None else self.kinds[kind].split
-        return tuple(name for name in self.axis_names if name not in axes and name != split)
+        return tuple(name for name, _ in self.axes if name not in axes and name != split)
 
     def splits(self, kinds: Iterable[int]) -> Axes:
         """Return the axes that leaves of these kinds are split over."""

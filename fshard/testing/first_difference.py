@@ -1,39 +1,47 @@
 """The first value in which two observed runs differ: an operator, a gradient, a metric or a new parameter.
 
 Note [Several ranks and one device]
-    Values of ranks, and of their micro-batches, are those of one device in one of four ways along each axis: copies,
-    pieces along a dim, summands, or a mean. What is none of these is wrong. Where a wrong value was made of right ones
-    the difference begins, but not each counts. Row numbers of a rank, a maximum that is subtracted, an order of experts
-    are other values in a right program, whose effect ends. So a wrong operator is a difference by itself if its numbers
-    are floating, it is one rank's, and what it was given are copies and pieces. Of others the results decide: totals
-    and counts, gradients, metrics, parameters. A wrong total leads back to where it begins.
+    Values of ranks, and of their micro-batches, are together those of one device: along each axis they are copies or
+    pieces ("apart"), summands, or equal parts of a mean. Pieces may lie along any dim, in blocks, and in an order of
+    their own (rows by class, heads among rows): their numbers, sorted, are those of one device, each as many times.
 
-    Rounding is relative to what an operator is given, and to the largest gradient. A parameter is compared where its
-    gradient is more than rounding, which Adam would make as large as any.
+    What is none of these is wrong; where it was made of right values the difference begins. But row numbers of a rank,
+    a maximum that is subtracted, what is only logged are other values in a right program, and have no effect. So
+    the results decide: totals and counts, gradients, metrics, parameters. A wrong total leads back to where it begins;
+    of other results, the first wrong operator is named that one rank has and that is made of copies and pieces.
+
+    Rounding is relative to what an operator is given, and to the largest gradient; its size is that of the lowest
+    precision that a value comes of. A parameter may differ by a part of the largest update, where the two gradients
+    agree: Adam would make of gradients that are rounding alone updates as large as any.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from functools import cached_property
+from itertools import product
 from typing import NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
 
-from .observed import GRADIENT, LOSS, METRIC, PARAMETER, SUM, Observed
+from ..core.arguments import is_number, shown, wrong
+from .observed import GRADIENT, LOSS, METRIC, OLD, PARAMETER, SUM, Observed
 
-Way: TypeAlias = str | tuple[int, int]  # "copies", "sum", "mean", or a dim and the number of blocks along it
+Way: TypeAlias = tuple[str, ...]  # by axis: "apart", "sum" or "mean"
 Key: TypeAlias = tuple[str, str | int]  # the kind and the name of a value; of an operator its number in the forward
 _KINDS = ("operator", GRADIENT, SUM, METRIC, PARAMETER)
 _SMALL = 2.0**-6  # of what a value comes of: rounding that large is none of its own
+_MOST_UPDATE = 2.0**-4  # of an update
 
 
 class Difference(NamedTuple):
     """The first difference of two observed runs: which value, its unit, its rank and the line of the user's code.
 
     `kind` is "operator", "gradient on this rank of", "summed gradient of", "metric" or "new parameter"; `name` that of
-    the operator, metric or leaf; `unit` is as in `print(plan)`; `rank` is None if only the ranks together are wrong.
+    the operator, metric or leaf; `unit` is as in `print(plan)`; `rank` is None if only the ranks together are wrong;
+    `line` is where the operator is called, or where the leaf's unit is read first.
     """
 
     kind: str
@@ -46,7 +54,8 @@ class Difference(NamedTuple):
     def __str__(self) -> str:
         of = "" if self.rank is None else f" on rank {self.rank}"
         unit = f", unit {self.unit!r}" if self.unit else ""
-        return f"{self.kind} {self.name!r}{of}{unit}{f', at {self.line}' if self.line else ''}: {self.text}"
+        at = ", at" if self.kind == "operator" else ", which is read at"
+        return f"{self.kind} {self.name!r}{of}{unit}{f'{at} {self.line}' if self.line else ''}: {self.text}"
 
 
 class _Value(NamedTuple):
@@ -56,11 +65,12 @@ class _Value(NamedTuple):
     name: str
     unit: str
     line: str
-    inputs: str
+    inputs: list[int]  # the numbers of operators, -1 for what no operator has made
     value: Tensor
+    place: str  # in the program
 
     def differs(self, rank: int | None, text: str) -> Difference:
-        return Difference(self.kind, self.name, self.unit, rank, self.line, text)
+        return Difference(self.kind, self.name, self.unit, rank, self.line, text + self.place)
 
     def __str__(self) -> str:
         return f"{self.kind} {self.name!r}" + f" at {self.line}" * bool(self.line)
@@ -69,26 +79,53 @@ class _Value(NamedTuple):
 class _Run(dict[Key, list[_Value]]):
     """What a rank computed: each value once for each forward, or once in a step."""
 
+    def __init__(self, seen: Observed):
+        super().__init__()
+        self._eps = {-1: 0.0}  # of operators: the lowest precision that they come of
+        forward = count = 0
+        for name, value in zip(seen["names"], seen["values"], strict=True):
+            kind, called, unit, line, inputs = name.split("\t")
+            numbers = [int(number) for number in inputs.replace("?", "-1").split(",") if number]
+            key: str | int = "" if kind == "forward" else called
+            if kind == "forward":
+                forward, count = forward + 1, 0
+            elif kind == "operator" and not called.startswith(LOSS):
+                key, count = count, count + 1
+            place = f" (operator {count}, forward {forward})" if isinstance(key, int) else ""
+            x = _Value(kind, called, unit, line, numbers, value.detach().cpu().as_subclass(Tensor), place)
+            self.setdefault((kind, key), []).append(x)
+            if isinstance(key, int):
+                eps = torch.finfo(value.dtype).eps if _is_floating(value) else 0.0
+                self._eps[key] = max([eps, *(self._eps[number] for number in numbers)])
+
     @cached_property
     def forwards(self) -> list[_Value]:
         return self["forward", ""]
 
     @cached_property
+    def sizes(self) -> list[int]:
+        """Of the axes of the mesh."""
+        return [int(size) for size in self.forwards[0].name.split("x") if size]
+
+    @property
+    def end(self) -> str:
+        """The line of the last operator."""
+        return [x.line for (kind, _), values in self.items() if kind == "operator" for x in values][-1]
+
+    @cached_property
     def largest_gradient(self) -> float:
         return _largest([x for (kind, _), values in self.items() if kind == SUM for x in values])
 
-
-def _read(seen: Observed) -> _Run:
-    run, count = _Run(), 0
-    for name, value in zip(seen["names"], seen["values"], strict=True):
-        kind, called, unit, line, inputs = name.split("\t")
-        x = _Value(kind, called, unit, line, inputs, value.cpu())
-        numbered = x.kind == "operator" and not x.name.startswith(LOSS)
-        run.setdefault((x.kind, count if numbered else "" if x.kind == "forward" else x.name), []).append(x)
-        count = 0 if x.kind == "forward" else count + numbered
-    if ("forward", "") not in run:
-        raise ValueError("first_difference: expected what observed(step) returns besides, got a value without names")
-    return run
+    def rtol(self, key: Key) -> float:
+        """How far numbers may be apart: 2**12 units in the last place, 2**4 of those with few bits, but at most 1/8."""
+        kind, number = key
+        if isinstance(number, int):
+            eps = self._eps[number]
+        else:
+            numbers = self[key][0].inputs if kind == "operator" else self._eps
+            dtypes = {x.value.dtype for x in self[key] if _is_floating(x.value)}
+            eps = max([*(self._eps[n] for n in numbers), *(torch.finfo(x).eps for x in dtypes)], default=0.0)
+        return min(eps * 2**12, max(eps, 2.0**-3)) if eps < 2.0**-20 else min(eps * 2**4, max(eps, 2.0**-3))
 
 
 def first_difference(
@@ -96,13 +133,13 @@ def first_difference(
 ) -> Difference | None:
     """The first value in which runs of observed steps differ, or None: `got` and `expected`, lists by rank of `seen`.
 
-    Runs on equally many ranks are compared rank by rank: every bit, or within `rtol` times the largest element. A run
-    on any number of ranks, in any number of micro-batches, is compared with one on one device that has the batch of all
-    ranks: values must be copies of the one, pieces of it along a dim, its summands, or equal parts of a mean, within
-    2**12 units in the last place by default (2**4 of float16 and bfloat16, if there is any). What differs and has no
-    effect on the loss, on gradients and new parameters is then no difference.
+    Runs on equally many ranks are compared rank by rank: numbers must be equal, or within `rtol` times the largest. A
+    run on any number of ranks, in any number of micro-batches, is compared with one on one device that has the batches
+    of all ranks: values must be copies of the one, pieces of it, its summands, or equal parts of a mean, within 2**12
+    units in the last place by default (2**4 of dtypes of 16 bits and fewer). What differs and has no effect on the
+    loss, on gradients, metrics and new parameters is then no difference.
 
-    ValueError for other numbers of ranks, or of micro-batches on several ranks.
+    ValueError for other numbers of ranks, or of micro-batches on several ranks, and for what no observed step returns.
 
     >>> from fshard.testing import observed
     >>> def run(fn):
@@ -112,9 +149,12 @@ def first_difference(
     >>> print(first_difference(run(torch.sin), run(torch.tanh)).text)
     expected operator 'tanh' at ...
     """
-    runs, wanted = [_read(x) for x in got], [_read(x) for x in expected]
+    if rtol is not None and not (is_number(rtol) and 0 <= rtol < math.inf):
+        raise ValueError(f"first_difference: {wrong('rtol', rtol, 'a finite number from 0 on')}")
+    runs, wanted = _read("got", got), _read("expected", expected)
     numbers = [[len(run.forwards) for run in each] for each in (runs, wanted)]
-    if runs and len(runs) == len(wanted) and len({*numbers[0], *numbers[1]}) == 1:
+    is_same = len(runs) == len(wanted) and (len(runs) > 1 or runs[0].sizes == wanted[0].sizes)
+    if is_same and len({*numbers[0], *numbers[1]}) == 1:
         return _by_rank(runs, wanted, rtol or 0.0)
     if len({*numbers[0]}) != 1 or len(wanted) != 1:
         raise ValueError(
@@ -124,32 +164,50 @@ def first_difference(
     return _Ranks(runs, wanted[0], rtol).first()
 
 
+def _read(name: str, by_rank: Sequence[Observed]) -> list[_Run]:
+    try:
+        runs = [_Run(seen) for seen in by_rank]
+        ranks = math.prod(runs[0].sizes) if all(run.end for run in runs) else 0
+    except Exception as error:  # of many types, for what comes from elsewhere
+        expected = "what observed(step) returns beside its results, by rank"
+        raise ValueError(f"first_difference: {name}: expected {expected}, got {shown(by_rank)}") from error
+    if len(runs) != ranks:
+        raise ValueError(f"first_difference: {name}: expected what all {ranks} ranks have seen, got {len(runs)}")
+    return runs
+
+
 def _keys(runs: Sequence[_Run]) -> list[Key]:
     """What any run has, in the order of a step."""
-    keys = dict.fromkeys(key for run in runs for key in run if key[0] != "forward")
-    return sorted(keys, key=lambda key: _KINDS.index(key[0]))
+    keys = dict.fromkeys(key for run in runs for key in run if key[0] in _KINDS)
+    return sorted(keys, key=lambda key: (_KINDS.index(key[0]), isinstance(key[1], str)))
 
 
-def _unlike(got: Sequence[_Value], want: Sequence[_Value], rank: int) -> Difference | None:
+def _unlike(key: Key, run: _Run, want: _Run, rank: int) -> Difference | None:
     """Another operator, or another leaf, at the same place."""
-    a, b = (next(iter(values), None) for values in (got, want))
+    a, b = (next(iter(each.get(key, [])), None) for each in (run, want))
     if a is not None and b is not None and a.name == b.name:
         return None
-    place = a or b
-    assert place is not None
-    return place.differs(rank, f"expected {b or 'nothing more'}, got {a or 'nothing more'}")
+    value = a or b
+    assert value is not None
+    if a is None and key[0] == "operator":  # the program ends here
+        value = value._replace(line=run.end)
+    return value.differs(rank, f"expected {b or 'nothing more'}, got {a or 'nothing more'}")
 
 
 def _by_rank(runs: Sequence[_Run], wanted: Sequence[_Run], rtol: float) -> Difference | None:
     for key in _keys([*runs, *wanted]):
         for rank, (run, want) in enumerate(zip(runs, wanted, strict=True)):
-            pairs = run.get(key, []), want.get(key, [])
-            if unlike := _unlike(*pairs, rank):
+            if unlike := _unlike(key, run, want, rank):
                 return unlike
-            for x, y in zip(*pairs, strict=False):
-                if text := _far(x.value, y.value, _limit(key, [x], want, rtol), _shown(key, want, rtol)):
+            for x, y in zip(run[key], want[key], strict=False):
+                limit = _limit(key, [x], want, rtol)
+                if text := _far(x.value, y.value, limit, _agreeing(key, run, want, rtol)):
                     return x.differs(rank, text)
     return None
+
+
+def _is_floating(x: Tensor) -> bool:
+    return x.is_floating_point() or x.is_complex()
 
 
 def _largest(values: Sequence[_Value]) -> float:
@@ -159,26 +217,43 @@ def _largest(values: Sequence[_Value]) -> float:
     )
 
 
-def _limit(key: Key, got: Sequence[_Value], want: _Run, rtol: float) -> float:
+def _limit(key: Key, got: Sequence[_Value], want: _Run, rtol: float | None) -> float:
     """How far numbers may be from those of `want`: `rtol` of the largest, or of what they come of."""
-    if not rtol or not want[key][0].value.dtype.is_floating_point:
+    values = want[key]
+    given = want.rtol(key) if rtol is None else rtol
+    if not given or not _is_floating(values[0].value):
         return 0.0
-    numbers = [int(number) for number in want[key][0].inputs.split(",") if number.isdigit()]
-    given = [x for number in numbers for x in want["operator", number]]
-    behind = want.largest_gradient if key[0] in (GRADIENT, SUM) else _largest(given)
-    return rtol * max(_largest([*got, *want[key]]), _SMALL * behind)
+    if rtol is None and (update := _largest_update(key, want)) is not None:
+        eps = torch.finfo(values[0].value.dtype).eps
+        return min(2**7 * given, _MOST_UPDATE * 4) * update + 4 * eps * _largest(values)
+    behind = [x for number in values[0].inputs for x in want.get(("operator", number), [])]
+    gradient = want.largest_gradient if key[0] in (GRADIENT, SUM) else 0.0
+    return given * max(_largest([*got, *values]), _SMALL * max(gradient, _largest(behind)))
 
 
-def _shown(key: Key, want: _Run, rtol: float) -> Tensor | None:
-    """Of a new parameter, where its gradient is more than rounding."""
-    if key[0] != PARAMETER or not rtol or (SUM, key[1]) not in want:
+def _largest_update(key: Key, run: _Run) -> float | None:
+    """How far the step moves a parameter, where that is known."""
+    if key[0] != PARAMETER or (OLD, key[1]) not in run:
         return None
-    return _flat(want[SUM, key[1]][0].value).abs() > _SMALL * want.largest_gradient
+    old, new = (run[kind, key[1]][0] for kind in (OLD, PARAMETER))
+    return _largest([new._replace(value=_flat(new.value) - _flat(old.value))])
+
+
+def _agreeing(key: Key, run: _Run, want: _Run, rtol: float | None) -> Tensor | None:
+    """Of a new parameter, where the two gradients agree."""
+    gradient = SUM, key[1]
+    if key[0] != PARAMETER or rtol == 0 or gradient not in run or gradient not in want:
+        return None
+    x, y = (_flat(each[gradient][0].value) for each in (run, want))
+    most = min(2**5 * (want.rtol(key) if rtol is None else rtol), _MOST_UPDATE)
+    return (x - y).abs() <= most * y.abs()
 
 
 def _flat(x: Tensor) -> Tensor:
-    x = torch.view_as_real(x.resolve_conj()) if x.is_complex() else x
-    return x.double().reshape(-1)
+    """The numbers in one row: float64, or int64 of what is not floating."""
+    if not _is_floating(x):
+        return x.long().reshape(-1)
+    return (torch.view_as_real(x.resolve_conj()) if x.is_complex() else x).double().reshape(-1)
 
 
 def _far(x: Tensor, y: Tensor, limit: float, where: Tensor | None = None) -> str:
@@ -186,7 +261,7 @@ def _far(x: Tensor, y: Tensor, limit: float, where: Tensor | None = None) -> str
     if x.shape != y.shape or x.dtype != y.dtype:
         return f"expected {y.dtype}{list(y.shape)}, got {x.dtype}{list(x.shape)}"
     a, b = _flat(x), _flat(y)
-    far = torch.where((a == b) | (a.isnan() & b.isnan()), 0.0, (a - b).abs()).nan_to_num(nan=torch.inf)
+    far = torch.where((a == b) | (a.isnan() & b.isnan()), 0, (a - b).abs()).double().nan_to_num(nan=torch.inf)
     far = far if where is None else far * where
     if not (wrong := far > limit).any():
         return ""
@@ -194,153 +269,148 @@ def _far(x: Tensor, y: Tensor, limit: float, where: Tensor | None = None) -> str
     return f"expected {b[at]:.9g}, got {a[at]:.9g} at element {at}; {int(wrong.sum())} of {len(a)} differ"
 
 
-def _merged(
-    parts: Sequence[Tensor], sizes: Sequence[int], ways: Sequence[Way], limit: float
-) -> Iterator[tuple[tuple[Way, ...], Tensor]]:
-    """What parts are together, by the ways in which they are joined along axes of these sizes, the last one first."""
-    if not sizes:
-        yield (), parts[0]
-        return
-    groups = [parts[i : i + sizes[-1]] for i in range(0, len(parts), sizes[-1])]
-    for way in ways if sizes[-1] > 1 else ways[:1]:
-        joined = [x for group in groups if (x := _joined(group, way, limit)) is not None]
-        if len(joined) == len(groups):
-            yield from (((*others, way), x) for others, x in _merged(joined, sizes[:-1], ways, limit))
+def _ways(sizes: Sequence[int], words: Sequence[str]) -> Iterator[Way]:
+    """The ways along axes of these sizes; along one of a single part there is one."""
+    yield from product(*(words if size > 1 else ("apart",) for size in sizes))
 
 
-def _joined(parts: Sequence[Tensor], way: Way, limit: float) -> Tensor | None:
-    first = parts[0]
-    if isinstance(way, tuple):
-        dim, blocks = way
-        rests = {(*x.shape[:dim], *x.shape[dim + 1 :]) for x in parts}
-        if first.dim() <= dim or len(rests) > 1 or any(x.dim() != first.dim() or x.shape[dim] % blocks for x in parts):
-            return None
-        return torch.cat(
-            [x.chunk(blocks, dim)[i] for i in range(blocks) for x in parts if x.shape[dim]] or [first], dim
-        )
-    if any(x.shape != first.shape for x in parts):
+def _combined(parts: Sequence[Tensor], sizes: Sequence[int], way: Way) -> list[Tensor] | None:
+    """What parts are together, those of which there are still several apart; None if they have other shapes."""
+    groups: dict[tuple[int, ...], list[Tensor]] = {}
+    for at, x in zip(product(*map(range, sizes)), parts, strict=True):
+        groups.setdefault(tuple(i for i, word in zip(at, way, strict=True) if word == "apart"), []).append(x)
+    if any(x.shape != group[0].shape for group in groups.values() for x in group):
         return None
-    if way == "copies":
-        return None if any(_far(x, first, limit) for x in parts) else first
-    total = torch.stack([x if x.is_complex() else x.double() for x in parts]).sum(0)
-    return (total / len(parts) if way == "mean" else total).to(first.dtype)
+    if "sum" not in way and "mean" not in way:
+        return [*parts]
+    num = math.prod(size for size, word in zip(sizes, way, strict=True) if word == "mean")
+    totals = [torch.stack([x if x.is_complex() else x.double() for x in group]).sum(0) for group in groups.values()]
+    return [(x / num).to(parts[0].dtype) for x in totals]
+
+
+def _alike(got: Sequence[Tensor], want: Sequence[Tensor], limit: float) -> bool:
+    """Whether `got` are copies or pieces of `want`."""
+    if any(x.dtype != want[0].dtype for x in got):
+        return False
+    if len(want) == 1 and all(x.shape == want[0].shape for x in got):
+        return not any(_far(x, want[0], limit) for x in got)
+    a, b = (torch.cat([*map(_flat, each)]) for each in (got, want))
+    copies, rest = divmod(len(a), len(b)) if len(b) else (1, len(a))
+    return not rest and not _far(a.sort()[0], b.sort()[0].repeat_interleave(copies), limit)
 
 
 class _Ranks:
     """A run on ranks beside one on one device (Note [Several ranks and one device])."""
 
     def __init__(self, runs: Sequence[_Run], one: _Run, rtol: float | None):
-        self._got, self._one, self._rtol = runs, one, _default(one) if rtol is None else rtol
-        sizes = [int(size) for size in runs[0].forwards[0].name.split("x") if size]
+        self._got, self._one, self._rtol = runs, one, rtol
         self._num, self._is_split = len(runs[0].forwards), runs[0].forwards[0].unit == "split"
-        self._sizes, self._sizes_of_one = [*sizes, self._num], [len(one.forwards)]
-        self._states = dict[str, str]()  # of operators by number: "copies", "pieces", "partial" or "wrong"
-        self._ways: set[object] = set()  # in which the last total is right
+        self._states = {-1: "pieces"}  # of operators by number: "copies", "pieces", "partial" or "wrong"
+        self._operator: Difference | None = None  # the first wrong one of a rank, which may have no effect
+        self._ways = set[tuple[Way, Way]]()  # in which the last total is right
 
     def first(self) -> Difference | None:
         apart: Difference | None = None  # where programs of split leaves run other operators, as they may
         for key in _keys([*self._got, self._one]):
             numbered = isinstance(key[1], int)
-            if not (apart and numbered) and (unlike := self._unlike(key)):
+            if numbered and apart:
+                continue
+            if unlike := self._unlike(key):
                 if not (numbered and self._is_split):
                     return apart or unlike
                 apart = unlike
-            elif not (apart and numbered) and (difference := self._difference(key)):
+            elif difference := self._difference(key):
                 return apart or difference
         return None
 
     def _unlike(self, key: Key) -> Difference | None:
-        pairs = [(run.get(key, []), self._one.get(key, [])) for run in self._got]
-        return next((unlike for rank, pair in enumerate(pairs) if (unlike := _unlike(*pair, rank))), None)
+        each = (_unlike(key, run, self._one, rank) for rank, run in enumerate(self._got))
+        return next(filter(None, each), None)
 
     def _difference(self, key: Key) -> Difference | None:
+        """A result that is wrong, or the operator with which it begins."""
+        kind, number = key
         parts, want = [x for run in self._got for x in run[key]], self._one[key]
         limit = _limit(key, parts, self._one, self._rtol)
-        if isinstance(key[1], int):
-            return self._operator(key, parts, want, limit)
-        if key[0] == "operator":
-            return self._loss(parts, want, limit)
-        if key[0] == GRADIENT:
-            return None if next(self._explained(parts, want, limit), None) else self._told(parts, want, limit)
-        shown = _shown(key, self._one, self._rtol)
-        texts = [_far(x.value, want[0].value, limit, shown) for x in parts]
-        return next((parts[rank].differs(rank, text) for rank, text in enumerate(texts) if text), None)
-
-    def _explained(
-        self, parts: Sequence[_Value], want: Sequence[_Value], limit: float, ways: Sequence[Way] = ()
-    ) -> Iterator[object]:
-        """The ways in which the parts are what one device has."""
-        ways = ways or (*self._pieces(want), "sum", "mean")
-        wanted = list(_merged([x.value for x in want], self._sizes_of_one, ways, limit))
-        for of_ranks, x in _merged([x.value for x in parts], self._sizes, ways, limit):
-            yield from ((of_ranks, of_one) for of_one, y in wanted if not _far(x, y, limit))
-
-    def _pieces(self, want: Sequence[_Value]) -> list[Way]:
-        blocks = (1, 2, 3) if self._is_split else (1,)  # gate and up, or q, k and v, end to end
-        return ["copies", *((dim, number) for dim in range(want[0].value.dim()) for number in blocks)]
-
-    def _operator(self, key: Key, parts: Sequence[_Value], want: Sequence[_Value], limit: float) -> Difference | None:
-        state = self._states[str(key[1])] = self._state(parts, want, limit)
-        given = {self._states.get(number, "pieces") for number in want[0].inputs.split(",") if number}
-        is_own = state == "wrong" and not given & {"wrong", "partial"}
-        if self._is_split or not is_own or not want[0].value.is_floating_point():
+        if isinstance(number, int):
+            self._note(number, parts, want, limit)
             return None
-        difference = self._told(parts, want, limit, is_copy="pieces" not in given)
-        return None if difference.rank is None else difference
+        if kind == "operator":
+            return self._loss(parts, want, limit)
+        if kind == GRADIENT:
+            words = () if self._is_split else ("sum",)
+            right = next(self._right(parts, want, limit, words), None)
+            return None if right else self._operator or self._told(parts, want, limit)
+        for rank, x in enumerate(parts):
+            agreeing = _agreeing(key, self._got[rank], self._one, self._rtol)
+            if text := _far(x.value, want[0].value, limit, agreeing):
+                return self._operator or x.differs(rank, text)
+        return None
 
-    def _state(self, parts: Sequence[_Value], want: Sequence[_Value], limit: float) -> str:
-        if not any(_far(x.value, want[0].value, limit) for x in (*parts, *want)):
-            return "copies"
-        same_parts = len(parts) == len(want)
-        if same_parts and not any(_far(x.value, y.value, limit) for x, y in zip(parts, want, strict=True)):
-            return "pieces"
-        for state, ways in {"pieces": self._pieces(want), "partial": ()}.items():
-            if next(self._explained(parts, want, limit, ways), None):
-                return state
-        return "wrong"
+    def _right(
+        self, parts: Sequence[_Value], want: Sequence[_Value], limit: float, words: Sequence[str] = ()
+    ) -> Iterator[tuple[Way, Way]]:
+        """The ways in which the parts are what one device has."""
+        sizes, sizes_of_one = self._got[0].sizes, list[int]()
+        if len(parts) > len(self._got) or len(want) > 1:  # by micro-batch
+            sizes, sizes_of_one = [*sizes, self._num], [len(want)]
+        words = words or ("apart", "sum", "mean")
+        for of_ranks, of_one in product(_ways(sizes, words), _ways(sizes_of_one, words)):
+            got = _combined([x.value for x in parts], sizes, of_ranks)
+            wanted = _combined([x.value for x in want], sizes_of_one, of_one)
+            if got and wanted and _alike(got, wanted, limit):
+                yield of_ranks, of_one
 
-    def _told(self, parts: Sequence[_Value], want: Sequence[_Value], limit: float, is_copy: bool = False) -> Difference:
+    def _note(self, number: int, parts: Sequence[_Value], want: Sequence[_Value], limit: float) -> None:
+        """Note what the values of an operator are."""
+        state, given = "wrong", {self._states[n] for n in want[0].inputs}
+        words = ("apart",) if given <= {"copies"} and not self._is_split else ()  # copies make copies
+        if ways := next(self._right(parts, want, limit, words), None):
+            state = "pieces" if {*ways[0], *ways[1]} <= {"apart"} else "partial"
+            if state == "pieces" and not any(x.value.shape != y.value.shape for x in parts for y in want):
+                state = "copies"
+        self._states[number] = state
+        if state == "wrong" and _is_floating(want[0].value) and not (self._is_split or given & {"wrong", "partial"}):
+            difference = self._told(parts, want, limit)
+            self._operator = self._operator or (None if difference.rank is None else difference)
+
+    def _told(self, parts: Sequence[_Value], want: Sequence[_Value], limit: float) -> Difference:
         """The difference of a wrong value, with the rank that has it, if it is one's."""
         values, wanted = [x.value for x in parts], [x.value for x in want]
         for dim in range(wanted[0].dim()):
-            x, y = (_joined(each, (dim, 1), limit) for each in (values, wanted))
-            if x is not None and y is not None and x.shape == y.shape:
+            try:
+                x, y = torch.cat(values, dim), torch.cat(wanted, dim)
+            except RuntimeError:  # they are no pieces along this dim
+                continue
+            if x.shape == y.shape:
                 pieces = y.split([part.shape[dim] for part in values], dim)
                 texts = [_far(a, b, limit) for a, b in zip(values, pieces, strict=True)]
-                number, text = next((number, text) for number, text in enumerate(texts) if text)
-                return parts[number].differs(number // self._num, text)
+                if any(texts):
+                    number, text = next((number, text) for number, text in enumerate(texts) if text)
+                    return parts[number].differs(number // self._num, text)
         texts = [_far(x, wanted[0], limit) for x in values]
         wrong = [number for number, text in enumerate(texts) if text]
-        if is_copy and len(wrong) <= len(parts) // 2:
+        is_copy = "pieces" not in {self._states[n] for n in want[0].inputs}
+        if want[0].kind == "operator" and is_copy and 0 < len(wrong) <= len(parts) // 2:
             return parts[wrong[0]].differs(wrong[0] // self._num, texts[wrong[0]])
         text = "the values of ranks are neither copies, pieces, summands nor equal parts of a mean of one device's"
-        shown = [[x.item() if x.numel() == 1 else list(x.shape) for x in each] for each in (wanted, values)]
-        return parts[0].differs(None, f"{text}: expected {str(shown[0])[1:-1]}, got {str(shown[1])[1:-1]}")
+        total = values[0].new_tensor(0) + sum(values) if len({x.shape for x in values}) == 1 else values[0]
+        forms = [[x.item() if x.numel() == 1 else list(x.shape) for x in each] for each in (wanted, values)]
+        shown = f"expected {str(forms[0])[1:-1]}, got {str(forms[1])[1:-1]}"
+        return parts[0].differs(None, f"{text}: {shown}; their sum: {_far(total, wanted[0], limit)}")
 
     def _loss(self, parts: Sequence[_Value], want: Sequence[_Value], limit: float) -> Difference | None:
         """A total or a count: the count must be right in a way in which the total before it is."""
         of = want[0].name.partition("(")[2]
-        ways: dict[str, tuple[Way, ...]] = {"Sum)": ("sum",), "Tensor)": ("mean",)}
-        right = {*self._explained(parts, want, limit, ways.get(of, ()))}
+        words = {"Sum)": ("sum",), "Tensor)": ("mean",)}
+        right = {*self._right(parts, want, limit, words.get(of, ()))}
         self._ways = right & self._ways if "count" in want[0].name else right
         if self._ways:
             return None
-        number = self._root(want[0].inputs)
+        number, inputs = None, want[0].inputs
+        while wrong := [n for n in inputs if self._states.get(n) == "wrong"]:  # back to where it begins
+            number, inputs = wrong[0], self._one["operator", wrong[0]][0].inputs
         if number is None:
-            return self._told(parts, want, limit)
+            return self._operator or self._told(parts, want, limit)
         key = ("operator", number)
         return self._told([x for run in self._got for x in run[key]], self._one[key], limit)
-
-    def _root(self, inputs: str) -> int | None:
-        """The operator with which a wrong value begins: wrong, and made of right ones."""
-        wrong = next((number for number in inputs.split(",") if self._states.get(number) == "wrong"), None)
-        if wrong is None:
-            return None
-        before = self._root(self._one["operator", int(wrong)][0].inputs)
-        return int(wrong) if before is None else before
-
-
-def _default(one: _Run) -> float:
-    """2**12 units in the last place of the lowest precision; 2**4 of those with few bits."""
-    dtypes = {x.value.dtype for key in one if key[0] in ("operator", PARAMETER) for x in one[key]}
-    return max(torch.finfo(x).eps * (2**4 if x.itemsize < 4 else 2**12) for x in dtypes if x.is_floating_point)

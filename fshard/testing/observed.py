@@ -6,7 +6,8 @@ Note [Names of values]
     are numbered from 0 in each forward. A value of the kind "forward" begins each forward (of a micro-batch, or of a
     slice), and has no elements: its name has the sizes of the axes of the mesh, its unit is "split" if leaves are split
     over an axis. An operator is one that the program calls; what this library or autograd calls does not count, nor
-    what is given no tensor: row numbers are those of a rank.
+    what is given no tensor (row numbers are those of a rank), nor memory that has no values yet. A call of torch.compile
+    is none. An old parameter says how far the step has moved it.
 """
 
 from __future__ import annotations
@@ -36,6 +37,7 @@ from ..train.step import METRICS, TrainState
 Observed = dict[str, list[Any]]  # "names" and "values", in order
 LOSS = "the loss's "  # how the names of totals and counts begin
 GRADIENT, SUM, METRIC, PARAMETER = "gradient on this rank of", "summed gradient of", "metric", "new parameter"
+OLD = "old parameter"
 
 
 def observed(
@@ -44,8 +46,8 @@ def observed(
     """`step'(state, batch, *args) -> ((state, metrics), seen)`: the step, and what it computed, for `first_difference`.
 
     `seen` is {"names": list of str, "values": list of tensors}, in the program's order: the results of the operators
-    that the loss calls, the gradient of each leaf on this rank and summed over ranks, metrics, new parameters. It can
-    be saved with `torch.save`. The bits are those of `step`. All values are kept, and gradients and parameters are
+    that the loss calls, the gradient of each leaf on this rank and summed over ranks, metrics, parameters. It can
+    be saved with `torch.save`. The bits are those of an eager `step`. All values are kept, parameters and gradients
     gathered once more: all ranks observe, or none.
 
     A graph is observed as `jit(observed(step))`: TypeError for `observed(jit(step))`, and for what is no
@@ -53,20 +55,21 @@ def observed(
 
     >>> step = observed(train_step(lambda w, x: (w * x).sum(), sgd(0.5)))
     >>> _, seen = step(init_state(shard_of(torch.ones(2)), sgd(0.5)), torch.tensor([1.0, 2.0]))
-    >>> [name.split()[0] for name in seen["names"]]
-    ['forward', 'operator', 'operator', 'operator', 'gradient', 'summed', 'metric', 'metric', 'metric', 'new']
+    >>> [name.split()[0] for name in seen["names"]][4:]
+    ['gradient', 'summed', 'metric', 'metric', 'metric', 'new', 'old']
     """
     check_function("observed: step", step, "step(state, batch)")
 
     def run(state: TrainState, batch: Tree, *args: Tree) -> tuple[tuple[TrainState, dict[str, Tree]], Observed]:
-        seen = Seen()
+        seen, before = Seen(), Seen()
+        before.add_leaves(OLD, state.params)  # which the step may donate
         with assigned(OBSERVER, seen):
             after, metrics = step(state, batch, *args)
         seen.check()
         for name in METRICS:
             seen.add(METRIC, name, metrics[name])
         seen.add_leaves(PARAMETER, after.params)
-        return (after, metrics), {"names": seen.names, "values": seen.values}
+        return (after, metrics), {"names": seen.names + before.names, "values": seen.values + before.values}
 
     return run
 
@@ -94,7 +97,7 @@ class Seen:
 
     def add(self, kind: str, name: str, value: Tensor, unit: str = "", line: str = "", inputs: str = "") -> None:
         """Add a copy of a value."""
-        self.names.append("\t".join((kind, name, unit, line, inputs)))
+        self.names.append("\t".join(field.expandtabs(1) for field in (kind, name, unit, line, inputs)))
         with func_levels.aside(), torch.no_grad():
             self.values.append(func_levels.unwrapped(value).detach().clone())
 
@@ -107,7 +110,7 @@ class Seen:
         """Add the leaves of a tree, gathered."""
         whole = dict(tree.paths_to(gather_params(x), Tensor))
         for slot in backwards(x.plan):
-            if isinstance(leaf := whole[slot.path], Tensor):
+            if isinstance(leaf := whole.get(slot.path), Tensor):  # frozen leaves have no gradient
                 self.add_leaf(kind, x.plan, slot, leaf)
 
     def add_sums(self, grads: Sharded, share: Tensor | None, scaler: Any) -> None:
@@ -225,13 +228,15 @@ class _Operators(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Args = (), kwargs: Kwargs = None) -> Any:
         out = func(*args, **(kwargs or {}))
+        if torch.compiler.is_dynamo_compiling():  # what is compiled would be compiled operator by operator
+            return out
         name = getattr(func, "__name__", str(func))
         if name == "__get__":  # x.T
             name = getattr(func.__self__, "__name__", name)
         given = [x for x in tree.leaves((args, dict(kwargs or {}))) if isinstance(x, Tensor)]
         results = given[:1] if name == "__setitem__" else out if isinstance(out, tuple | list) else (out,)
         results = [x for x in results if isinstance(x, Tensor) and x.layout is torch.strided]
-        if given and results and not _is_library(sys._getframe(1)):
+        if given and results and "empty" not in name and not _is_library(sys._getframe(1)):
             self._add(name, given, results)
         return out
 

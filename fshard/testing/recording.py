@@ -252,11 +252,11 @@ class RecordedStep:
         if "after seen" not in self.about:
             raise ValueError(f"{self.folder}: expected an observed step: record(observed(step), dir), got another one")
         plain, tensors = self.about["after seen"]["plain"], _tensors(self.folder / "after.pt")
-        numbers = range(len(plain))  # names come first
-        return {
-            "names": [plain[str(i)] for i in numbers],
-            "values": [tensors[f"seen {len(plain) + i}"] for i in numbers],
-        }
+        num = len(plain)  # names come first
+        keys = [f"seen {num + i}" for i in range(num)]
+        if not {*keys} <= {*tensors} or {*plain} != {str(i) for i in range(num)}:
+            raise ValueError(f"{self.folder}: expected {num} names and as many values, got others")
+        return {"names": [plain[str(i)] for i in range(num)], "values": [tensors[key] for key in keys]}
 
     def _check_forms(self, paths: list[str], keys: list[str], recorded: list[object], leaves: list[object]) -> None:
         """Raise ValueError if parameters or optimizer state do not have the dtypes and shapes that the step takes."""
@@ -268,23 +268,23 @@ class RecordedStep:
                 )
 
 
-def seen_in(path: str | Path, at: int | None = None) -> list[Json]:
+def seen_in(path: str | Path, at: int | None = None) -> tuple[int | None, list[Json]]:
     """What each rank has seen of an observed step, by rank: of a file of torch.save, or of a folder of recorded steps.
 
-    The folder's last step, or step `at`. ValueError where nothing of that kind is there.
+    The folder's last step, or step `at`, whose number comes first (None for a file). ValueError where there is none.
     """
     path = Path(path)
     if not path.is_dir():
         try:
             by_rank = torch.load(path, map_location="cpu", weights_only=True)
             by_rank = [by_rank] if isinstance(by_rank, dict) else by_rank
-            return [{"names": [*each["names"]], "values": [*each["values"]]} for each in by_rank]
+            return None, [{"names": [*each["names"]], "values": [*each["values"]]} for each in by_rank]
         except Exception as wrong:  # of many types, for what is corrupt
             raise ValueError(f"{path}: expected a list of what each rank has seen: {wrong}") from wrong
     folders = sorted(path.glob("step-*")) if at is None else [step_folder(path, at)]
     if not folders:
         raise ValueError(f"{path}: expected recorded steps (step-00000000, ...), found none")
-    return [recorded.seen() for recorded in read(folders[-1])]
+    return int(folders[-1].name.rpartition("-")[2]), [recorded.seen() for recorded in read(folders[-1])]
 
 
 def form(x: object) -> str:

@@ -293,6 +293,13 @@ def test_a_step_under_torch_compile_by_inductor():
 
 @pytest.mark.slow
 @pytest.mark.skipif(torch.__version__.startswith("2.11."), reason="dynamo of torch 2.11 does not follow optree")
+def test_gathering_is_all_that_is_compiled():
+    """Nothing else would have computed what a plan computes when it is asked first."""
+    whole = {"w": torch.ones(3)}
+    params = fshard.shard_params(whole, fshard.make_plan(whole))
+    assert torch.equal(torch.compile(fshard.gather_params, backend="eager")(params)["w"], whole["w"])
+
+
 def test_a_step_in_a_function_under_torch_compile():
     """A user's function around a step is one graph: otherwise an average of parameters would need a second one."""
 
