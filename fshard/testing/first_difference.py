@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from functools import cached_property
 from itertools import product
 from typing import NamedTuple, TypeAlias
@@ -33,7 +34,8 @@ Way: TypeAlias = tuple[str, ...]  # by axis: "apart", "sum" or "mean"
 Key: TypeAlias = tuple[str, str | int]  # the kind and the name of a value; of an operator its number in the forward
 _KINDS = ("operator", GRADIENT, SUM, METRIC, PARAMETER)
 _SMALL = 2.0**-6  # of what a value comes of: rounding that large is none of its own
-_MOST_UPDATE = 2.0**-4  # of an update
+_MOST_UPDATE = 2.0**-4  # of a gradient, where two agree; updates may differ by four times as much
+_HALF = 2.0**-20  # the precision between those of many bits and of few
 
 
 class Difference(NamedTuple):
@@ -68,6 +70,12 @@ class _Value(NamedTuple):
     inputs: list[int]  # the numbers of operators, -1 for what no operator has made
     value: Tensor
     place: str  # in the program
+    eps: float  # the lowest precision that it comes of
+
+    @property
+    def rtol(self) -> float:
+        """How far numbers may be apart: 2**12 units in the last place, 2**4 of those with few bits, but at most 1/8."""
+        return min(self.eps * (2**12 if self.eps < _HALF else 2**4), max(self.eps, 2.0**-3))
 
     def differs(self, rank: int | None, text: str) -> Difference:
         return Difference(self.kind, self.name, self.unit, rank, self.line, text + self.place)
@@ -81,22 +89,20 @@ class _Run(dict[Key, list[_Value]]):
 
     def __init__(self, seen: Observed):
         super().__init__()
-        self._eps = {-1: 0.0}  # of operators: the lowest precision that they come of
-        forward = count = 0
+        eps, forward, count = {-1: 0.0}, 0, 0
         for name, value in zip(seen["names"], seen["values"], strict=True):
             kind, called, unit, line, inputs = name.split("\t")
             numbers = [int(number) for number in inputs.replace("?", "-1").split(",") if number]
-            key: str | int = "" if kind == "forward" else called
+            comes_of = [eps[number] for number in (numbers if kind == "operator" else eps)]
+            precision = max([torch.finfo(value.dtype).eps if _is_floating(value) else 0.0, *comes_of])
+            key, place = called, ""
             if kind == "forward":
-                forward, count = forward + 1, 0
+                key, forward, count = "", forward + 1, 0
             elif kind == "operator" and not called.startswith(LOSS):
-                key, count = count, count + 1
-            place = f" (operator {count}, forward {forward})" if isinstance(key, int) else ""
-            x = _Value(kind, called, unit, line, numbers, value.detach().cpu().as_subclass(Tensor), place)
+                key, eps[count], place = count, precision, f" (operator {count + 1}, forward {forward})"
+                count += 1
+            x = _Value(kind, called, unit, line, numbers, value.detach().cpu().as_subclass(Tensor), place, precision)
             self.setdefault((kind, key), []).append(x)
-            if isinstance(key, int):
-                eps = torch.finfo(value.dtype).eps if _is_floating(value) else 0.0
-                self._eps[key] = max([eps, *(self._eps[number] for number in numbers)])
 
     @cached_property
     def forwards(self) -> list[_Value]:
@@ -114,18 +120,7 @@ class _Run(dict[Key, list[_Value]]):
 
     @cached_property
     def largest_gradient(self) -> float:
-        return _largest([x for (kind, _), values in self.items() if kind == SUM for x in values])
-
-    def rtol(self, key: Key) -> float:
-        """How far numbers may be apart: 2**12 units in the last place, 2**4 of those with few bits, but at most 1/8."""
-        kind, number = key
-        if isinstance(number, int):
-            eps = self._eps[number]
-        else:
-            numbers = self[key][0].inputs if kind == "operator" else self._eps
-            dtypes = {x.value.dtype for x in self[key] if _is_floating(x.value)}
-            eps = max([*(self._eps[n] for n in numbers), *(torch.finfo(x).eps for x in dtypes)], default=0.0)
-        return min(eps * 2**12, max(eps, 2.0**-3)) if eps < 2.0**-20 else min(eps * 2**4, max(eps, 2.0**-3))
+        return _largest(*(x.value for (kind, _), values in self.items() if kind == SUM for x in values))
 
 
 def first_difference(
@@ -184,14 +179,17 @@ def _keys(runs: Sequence[_Run]) -> list[Key]:
 
 def _unlike(key: Key, run: _Run, want: _Run, rank: int) -> Difference | None:
     """Another operator, or another leaf, at the same place."""
-    a, b = (next(iter(each.get(key, [])), None) for each in (run, want))
-    if a is not None and b is not None and a.name == b.name:
+    values, b = run.get(key, []), next(iter(want.get(key, [])), None)
+    a = next((x for x in values if b is None or x.name != b.name), next(iter(values), None))
+    is_partial = key[0] == "operator" and any(len(each.get(key, [])) % len(each.forwards) for each in (run, want))
+    if a is not None and b is not None and a.name == b.name and not is_partial:
         return None
     value = a or b
     assert value is not None
     if a is None and key[0] == "operator":  # the program ends here
         value = value._replace(line=run.end)
-    return value.differs(rank, f"expected {b or 'nothing more'}, got {a or 'nothing more'}")
+    some = ", not in all micro-batches" * is_partial
+    return value.differs(rank, f"expected {b or 'nothing more'}, got {a or 'nothing more'}{some}")
 
 
 def _by_rank(runs: Sequence[_Run], wanted: Sequence[_Run], rtol: float) -> Difference | None:
@@ -210,33 +208,23 @@ def _is_floating(x: Tensor) -> bool:
     return x.is_floating_point() or x.is_complex()
 
 
-def _largest(values: Sequence[_Value]) -> float:
+def _largest(*tensors: Tensor) -> float:
     """The largest finite number."""
-    return max(
-        (float(_flat(x.value).nan_to_num(0.0, 0.0, 0.0).abs().max()) for x in values if x.value.numel()), default=0.0
-    )
+    return max((float(_flat(x).nan_to_num(0.0, 0.0, 0.0).abs().max()) for x in tensors if x.numel()), default=0.0)
 
 
 def _limit(key: Key, got: Sequence[_Value], want: _Run, rtol: float | None) -> float:
-    """How far numbers may be from those of `want`: `rtol` of the largest, or of what they come of."""
-    values = want[key]
-    given = want.rtol(key) if rtol is None else rtol
-    if not given or not _is_floating(values[0].value):
+    """How far numbers may be from those of `want`: `rtol` of the largest, of what they come of, or of the update."""
+    (kind, path), first = key, want[key][0]
+    given, values = first.rtol if rtol is None else rtol, [x.value for x in want[key]]
+    if not given or not _is_floating(first.value):
         return 0.0
-    if rtol is None and (update := _largest_update(key, want)) is not None:
-        eps = torch.finfo(values[0].value.dtype).eps
-        return min(2**7 * given, _MOST_UPDATE * 4) * update + 4 * eps * _largest(values)
-    behind = [x for number in values[0].inputs for x in want.get(("operator", number), [])]
-    gradient = want.largest_gradient if key[0] in (GRADIENT, SUM) else 0.0
-    return given * max(_largest([*got, *values]), _SMALL * max(gradient, _largest(behind)))
-
-
-def _largest_update(key: Key, run: _Run) -> float | None:
-    """How far the step moves a parameter, where that is known."""
-    if key[0] != PARAMETER or (OLD, key[1]) not in run:
-        return None
-    old, new = (run[kind, key[1]][0] for kind in (OLD, PARAMETER))
-    return _largest([new._replace(value=_flat(new.value) - _flat(old.value))])
+    if rtol is None and kind == PARAMETER and (OLD, path) in want:
+        update = _largest(_flat(first.value) - _flat(want[OLD, path][0].value))
+        return 4 * min(2**5 * given, _MOST_UPDATE) * update + 4 * torch.finfo(first.value.dtype).eps * _largest(*values)
+    behind = _largest(*(x.value for number in first.inputs for x in want.get(("operator", number), [])))
+    behind = want.largest_gradient if kind in (GRADIENT, SUM) else behind
+    return given * max(_largest(*values, *(x.value for x in got)), _SMALL * behind)
 
 
 def _agreeing(key: Key, run: _Run, want: _Run, rtol: float | None) -> Tensor | None:
@@ -245,8 +233,7 @@ def _agreeing(key: Key, run: _Run, want: _Run, rtol: float | None) -> Tensor | N
     if key[0] != PARAMETER or rtol == 0 or gradient not in run or gradient not in want:
         return None
     x, y = (_flat(each[gradient][0].value) for each in (run, want))
-    most = min(2**5 * (want.rtol(key) if rtol is None else rtol), _MOST_UPDATE)
-    return (x - y).abs() <= most * y.abs()
+    return (x - y).abs() <= min(2**5 * (want[key][0].rtol if rtol is None else rtol), _MOST_UPDATE) * y.abs()
 
 
 def _flat(x: Tensor) -> Tensor:
@@ -297,6 +284,15 @@ def _alike(got: Sequence[Tensor], want: Sequence[Tensor], limit: float) -> bool:
     a, b = (torch.cat([*map(_flat, each)]) for each in (got, want))
     copies, rest = divmod(len(a), len(b)) if len(b) else (1, len(a))
     return not rest and not _far(a.sort()[0], b.sort()[0].repeat_interleave(copies), limit)
+
+
+def _pieces(values: Sequence[Tensor], wanted: Sequence[Tensor]) -> Iterator[Sequence[Tensor]]:
+    """What each part should be, along each dim along which they may be pieces."""
+    for dim in range(wanted[0].dim()):
+        with suppress(RuntimeError):  # they have other shapes
+            x, y = torch.cat([*values], dim), torch.cat([*wanted], dim)
+            if x.shape == y.shape:
+                yield y.split([part.shape[dim] for part in values], dim)
 
 
 class _Ranks:
@@ -377,25 +373,15 @@ class _Ranks:
     def _told(self, parts: Sequence[_Value], want: Sequence[_Value], limit: float) -> Difference:
         """The difference of a wrong value, with the rank that has it, if it is one's."""
         values, wanted = [x.value for x in parts], [x.value for x in want]
-        for dim in range(wanted[0].dim()):
-            try:
-                x, y = torch.cat(values, dim), torch.cat(wanted, dim)
-            except RuntimeError:  # they are no pieces along this dim
-                continue
-            if x.shape == y.shape:
-                pieces = y.split([part.shape[dim] for part in values], dim)
-                texts = [_far(a, b, limit) for a, b in zip(values, pieces, strict=True)]
-                if any(texts):
-                    number, text = next((number, text) for number, text in enumerate(texts) if text)
-                    return parts[number].differs(number // self._num, text)
-        texts = [_far(x, wanted[0], limit) for x in values]
-        wrong = [number for number, text in enumerate(texts) if text]
-        is_copy = "pieces" not in {self._states[n] for n in want[0].inputs}
-        if want[0].kind == "operator" and is_copy and 0 < len(wrong) <= len(parts) // 2:
-            return parts[wrong[0]].differs(wrong[0] // self._num, texts[wrong[0]])
-        text = "the values of ranks are neither copies, pieces, summands nor equal parts of a mean of one device's"
+        is_copy = want[0].kind == "operator" and "pieces" not in {self._states[n] for n in want[0].inputs}
+        for pieces in (*_pieces(values, wanted), wanted * len(parts)):
+            texts = [_far(a, b, limit) for a, b in zip(values, pieces, strict=False)]
+            wrong = [number for number, text in enumerate(texts) if text]
+            if wrong and (pieces[0] is not wanted[0] or (is_copy and len(wrong) <= len(parts) // 2)):
+                return parts[wrong[0]].differs(wrong[0] // self._num, texts[wrong[0]])
         total = values[0].new_tensor(0) + sum(values) if len({x.shape for x in values}) == 1 else values[0]
         forms = [[x.item() if x.numel() == 1 else list(x.shape) for x in each] for each in (wanted, values)]
+        text = "the values of ranks are neither copies, pieces, summands nor equal parts of a mean of one device's"
         shown = f"expected {str(forms[0])[1:-1]}, got {str(forms[1])[1:-1]}"
         return parts[0].differs(None, f"{text}: {shown}; their sum: {_far(total, wanted[0], limit)}")
 

@@ -6,8 +6,8 @@ Note [Names of values]
     are numbered from 0 in each forward. A value of the kind "forward" begins each forward (of a micro-batch, or of a
     slice), and has no elements: its name has the sizes of the axes of the mesh, its unit is "split" if leaves are split
     over an axis. An operator is one that the program calls; what this library or autograd calls does not count, nor
-    what is given no tensor (row numbers are those of a rank), nor memory that has no values yet. A call of torch.compile
-    is none. An old parameter says how far the step has moved it.
+    what is given no tensor (row numbers are those of a rank), nor memory that has no values yet. A call of a
+    compiled function is none. An old parameter says how far the step has moved it.
 """
 
 from __future__ import annotations

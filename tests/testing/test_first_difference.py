@@ -580,6 +580,26 @@ def test_what_is_compiled_in_a_loss() -> None:
     assert {*graphs} == {4}
 
 
+def test_micro_batches_that_call_other_operators() -> None:
+    """An error of Python would come in place of the difference."""
+    calls = 0
+
+    def sometimes(p: Any, x: Tensor) -> Any:
+        nonlocal calls
+        calls += 1
+        y = (x * p).square().sum()
+        return fshard.Sum(y.neg().neg() if calls % 2 else y)
+
+    def seen(accumulate: int) -> Any:
+        state = fshard.init_state(shard_of(torch.ones(2)), optim.sgd(0.1))
+        step = fshard.train_step(sometimes, optim.sgd(0.1), accumulate=accumulate)
+        return [observed(step)(state, torch.ones(4, 2))[1]]
+
+    difference = first_difference(seen(2), seen(1))
+    assert difference is not None
+    assert (difference.name, "not in all micro-batches" in difference.text) == ("neg", True)
+
+
 def test_names_with_tabs() -> None:
     """A name would have more fields than a name has."""
     whole = {"a\tb": torch.ones(2)}
