@@ -188,12 +188,15 @@ class _Rules(torch.autograd.Function):
         ctx.again, ctx.num, *tensors = inputs
         ctx.save_for_backward(*tensors[ctx.num :])
         ctx.save_for_forward(*tensors[ctx.num :])
+        ctx.set_materialize_grads(False)  # what has no use has no derivative: zero times infinity would be NaN
 
     @staticmethod
-    def backward(ctx: Ctx, *grads: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Ctx, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         inputs, needed = ctx.saved_tensors, ctx.needs_input_grad[_NUM_OTHERS + ctx.num :]
         which = [number for number, needs in enumerate(needed) if needs]
-        sums = dict(zip(which, _ruled(_pull(ctx.again, which, len(inputs)), [*inputs, *grads]), strict=True))
+        used, seeds = [number for number, x in enumerate(grads) if x is not None], [x for x in grads if x is not None]
+        pull = _pull(_some_of(ctx.again, used), which, len(inputs))
+        sums = dict(zip(which, _ruled(pull, [*inputs, *seeds]), strict=True))
         return (None,) * (_NUM_OTHERS + ctx.num) + tuple(map(sums.get, range(len(inputs))))
 
     @staticmethod
@@ -228,6 +231,11 @@ def _address(x: Tensor) -> int:
     return address(x) if x.layout is torch.strided else id(x)
 
 
+def _leaf(x: Tensor) -> Tensor:
+    """A tensor to differentiate by, also if `x` is given twice; `detach` would drop a tangent of torch.autograd."""
+    return (x.view_as(x) if x.requires_grad or x.layout is torch.strided else x.detach()).requires_grad_()
+
+
 def _pull(again: _Again, which: Sequence[int], num: int) -> _Again:
     """The vjp of `again` in some of its `num` inputs, as a function of all inputs and the gradients of results."""
 
@@ -239,7 +247,7 @@ def _pull(again: _Again, which: Sequence[int], num: int) -> _Again:
         # the same without torch.func, which refuses torch.utils.checkpoint, and takes longer
         with torch.enable_grad():
             is_differentiated = any(x.requires_grad for x in tensors)
-            leaves = [x.view_as(x) if (x := inputs[n]).requires_grad else x.detach().requires_grad_() for n in which]
+            leaves = [_leaf(inputs[n]) for n in which]
             outs = _part(again, inputs, which)(*leaves)
             depends = [(x, grad) for x, grad in zip(outs, grads, strict=True) if x.requires_grad]
         if not depends:
@@ -283,5 +291,15 @@ def _part(again: _Again, inputs: Sequence[Tensor], which: Sequence[int]) -> _Aga
         for number, x in zip(which, some, strict=True):
             all_inputs[number] = x
         return again(*all_inputs)
+
+    return of
+
+
+def _some_of(again: _Again, used: Sequence[int]) -> _Again:
+    """`again` with some of its results."""
+
+    def of(*inputs: Tensor) -> tuple[Tensor, ...]:
+        results = again(*inputs)
+        return tuple(results[number] for number in used)
 
     return of

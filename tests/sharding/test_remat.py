@@ -123,6 +123,14 @@ def plain_forward(f: Any, p: Any, x: Tensor, v: Any) -> Any:
         return torch.autograd.forward_ad.unpack_dual(f(duals, x)).tangent
 
 
+def forward_over_backward(f: Any, p: Any, x: Tensor, v: Any) -> Any:
+    """Forward mode without torch.func, of a gradient by torch.autograd."""
+    with torch.autograd.forward_ad.dual_level():
+        duals = tree.map(torch.autograd.forward_ad.make_dual, tree.map(Tensor.requires_grad_, p), v)
+        slopes = torch.autograd.grad(f(duals, x), tree.leaves(duals))
+        return [torch.autograd.forward_ad.unpack_dual(slope).tangent for slope in slopes]
+
+
 TRANSFORMS = {
     **MORE,
     "jacrev of grad": jacobian,
@@ -133,6 +141,7 @@ TRANSFORMS = {
     "vmap of jacfwd of grad": mapped_jacobian,
     "jvp of vmap of grad": directional_gradients,
     "forward mode of torch.autograd": plain_forward,
+    "forward mode of a gradient, both of torch.autograd": forward_over_backward,
 }
 
 
@@ -140,7 +149,7 @@ def apart(a: Any, b: Any) -> float:
     """The largest difference of two trees, in the largest element."""
     pairs = list(zip(tree.leaves(a), tree.leaves(b), strict=True))
     scale = max(float(y.abs().max()) for _, y in pairs)
-    return max(float((x - y).abs().max()) for x, y in pairs) / scale
+    return float(torch.stack([(x - y).abs().max() for x, y in pairs]).max()) / scale  # NaN, if there is one
 
 
 NO_GRAPH = {  # what torch cannot trace or run as a graph, with `remat` or without
@@ -167,7 +176,7 @@ def test_derivatives_are_those_of_the_function(transform: str, source: str, how:
     """A derivative of any order in any transform would lack a term, silently."""
     with_remat, plain = SOURCES[source]
     program = TRANSFORMS[transform]
-    if (transform, "within") == (transform, source) and program is plain_forward:
+    if source == "within" and program in (plain_forward, forward_over_backward):
         pytest.skip("torch nests no forward mode of its own in torch.func's")
     if how == "jit" and (transform, source) in NO_GRAPH:
         with pytest.raises((fshard.TraceError, RuntimeError)):
@@ -385,13 +394,31 @@ def half_used(call: Any, x: Tensor, w: Tensor) -> Tensor:
     return out.sum() + constant.sum() + 0 * w.sum()
 
 
-USES = [logs, draws, writes_results, of_trees, casts, calls_checkpoint, of_functions, half_used]
+def infinite(call: Any, x: Tensor, w: Tensor) -> Tensor:
+    """A result without a use has an infinite derivative; zero times that is no number."""
+    return call(lambda x: (x @ w, (x - x).sqrt()))(x)[0].square().sum()
+
+
+USES = [logs, draws, writes_results, of_trees, casts, calls_checkpoint, of_functions, half_used, infinite]
 
 
 @pytest.mark.parametrize("program", USES)
 def test_a_function_may_do_what_it_does_without(program: Any) -> None:
     """What is harmless would be refused, or be computed or drawn otherwise."""
     assert apart(gradients(program, remat), gradients(program, lambda fn: fn)) < 1e-14
+
+
+ZERO = torch.zeros(5, 6, dtype=torch.float64)
+UNUSED: dict[str, Callable[[Any], Any]] = {
+    "result": lambda call: func.jvp(func.grad(lambda x: infinite(call, x, W)), (X,), (X,)),
+    "tangent": lambda call: func.jvp(lambda x: call(lambda x, y: x + x * y.sqrt())(x, ZERO), (X,), (X,)),
+}
+
+
+@pytest.mark.parametrize("name", UNUSED)
+def test_what_has_no_use_has_no_derivative(name: str) -> None:
+    """An infinite derivative times zero is no number."""
+    assert apart(UNUSED[name](remat), UNUSED[name](lambda fn: fn)) < 1e-14
 
 
 def collective(kind: str, mesh: Any, x: Tensor) -> Tensor:
