@@ -199,7 +199,7 @@ def _along(x: Tensor, collective: _Collective, dims: tuple[int, int], size: int)
 
 def _applied(x: Tensor, collective: _Collective) -> Tensor:
     # torch shows no autograd function to function modes, of which `remat` has one
-    if has_torch_function(()):
+    if has_torch_function((None,)):  # whether a mode is on
         return handle_torch_function(_applied, (), x, collective)
     return _Apply.apply(x, collective)
 

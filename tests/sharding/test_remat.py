@@ -461,6 +461,48 @@ def test_forward_mode_of_forward_mode_through_collectives(kind: str, size: int) 
     assert apart(list(got), list(expected)) < 1e-10
 
 
+COLLECTIVES: dict[str, Callable[[Tensor, Any], Tensor]] = {
+    "all_reduce": lambda x, mesh: fshard.all_reduce(x, mesh, "shard"),
+    "all_gather": lambda x, mesh: fshard.all_gather(x, mesh, "shard", dim=1),
+    "reduce_scatter": lambda x, mesh: fshard.reduce_scatter(x.repeat(6, 1), mesh, "shard"),
+    "all_to_all": lambda x, mesh: fshard.all_to_all(x.repeat(6, 1), mesh, "shard", split=0, join=1),
+    "shift": lambda x, mesh: fshard.shift(x, mesh, "shard"),
+    "broadcast": lambda x, mesh: fshard.broadcast(x, mesh, "shard", 1),
+}
+
+
+def by_autograd(loss: Any, w: Tensor, x: Tensor) -> Any:
+    """Of first and of second order."""
+    w = w.clone().requires_grad_()
+    (slope,) = torch.autograd.grad(loss({"w": w}, x), w, create_graph=True)
+    return slope.detach(), torch.autograd.grad(slope.square().sum(), w)
+
+
+ORDERS: dict[str, Callable[[Any, Tensor, Tensor, Any], Any]] = {
+    "autograd": lambda loss, w, x, mesh: by_autograd(loss, w, x),
+    "func": lambda loss, w, x, mesh: func.jvp(func.grad(lambda w: loss({"w": w}, x)), (w,), (w,)),
+    "value_and_grad": lambda loss, w, x, mesh: fshard.gather_params(
+        fshard.value_and_grad(loss)(fshard.shard_params({"w": w}, fshard.make_plan({"w": w}, mesh)), x)[1]
+    ),
+}
+
+
+@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("kind", COLLECTIVES)
+def test_a_collective_is_one_operator(kind: str, order: str, size: int) -> None:
+    """What a simulated rank writes to the memory of others would count as written by the function."""
+
+    def job(mesh: Any, call: Any) -> Any:
+        def loss(p: Any, x: Tensor) -> Tensor:
+            return call(lambda x: COLLECTIVES[kind]((x * p["w"]).sin(), mesh) * x.sum())(x).square().sum()
+
+        return ORDERS[order](loss, randn(3, 6, seed=2), randn(3, 6, seed=3 + mesh.get_rank()), mesh)
+
+    by = (simulate(lambda mesh, call=call: job(mesh, call), shard=size) for call in (remat, lambda fn: fn))
+    assert apart(*map(list, by)) < 1e-12
+
+
 def test_torch_switches_forward_mode_off_in_a_rule() -> None:
     """Without the trap of torch, `remat` need not switch forward mode on."""
 
