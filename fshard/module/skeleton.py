@@ -64,7 +64,7 @@ class ModulePlace:
         """The tensor of a call; its unit is gathered. `where` tells apart the places of a buffer."""
         if self.is_buffer:
             x = call.buffer(self.number, self.path, where)
-            vars(x).update(self.attributes)
+            vars(x).update(self.attributes, of_call=True)
             return x
         x = call.params.read(self.number)
         for known in (x, vars(x).get("_worn", x)):

@@ -36,6 +36,8 @@ RUNNING: ContextVar[Reads | None] = ContextVar("fshard_reads", default=None)  # 
 _functorch = torch._C._functorch
 _IN_PLACE = re.compile(r"[^_]_$|^__(setitem|i\w+)__$")  # names of functions that write to their first argument
 _CUTS = {Tensor.detach, torch.detach, Tensor.data.__get__}  # type: ignore[attr-defined]
+Positions = dict[Hashable, range]
+Constants = dict[int, tuple[weakref.ref[Tensor], int | None]]
 _AS_ARGUMENT = "give it to the function as an argument"
 
 
@@ -55,9 +57,16 @@ class Reads(TorchFunctionMode):
         super().__init__()
         self.given = list(given)  # the arguments, then what was read
         # where in `given`: of tensors by their identity, of units by tape and number
-        self.positions: dict[Hashable, range] = {}
+        self.positions: Positions = {}
         self.outer = outer  # that of a function that runs around this one
         self.depth = _depth()  # the levels of torch.func outside
+        # what is read from outside and has no derivative, and what was made and lives on: by identity, with `writes`
+        self.constants: Constants = {}
+        self.made: dict[int, weakref.ref[Tensor]] = {}
+        self._memory = set[int]()  # of what was made, by address: torch.func gives views of it that no operator made
+        self._watched = set[int]()  # which of `made` depend on inputs that have derivatives
+        for x in self.given:
+            self._add(x)
         self._shown: dict[ReadsUnits, Shown | None] = {}
 
     def run(self, fn: Callable[[], Any]) -> Any:
@@ -102,6 +111,32 @@ class Reads(TorchFunctionMode):
 
     def note(self, func: Operator, args: Args, kwargs: Kwargs, out: object) -> None:
         """Note what an operator has returned for these arguments."""
+        before = list(_tensors((args, kwargs)))
+        watched = self._watches(func, args, kwargs, before)
+        outside = {_memory(x) for x in (*self.given, *before)} - self._memory if self.depth else set()
+        for x in _tensors(out):
+            if self.depth:
+                self._memory |= {_memory(x)} - outside
+            if not _is_at(self.made.get(id(x)), x):
+                self._add(x, watched and (x.is_floating_point() or x.is_complex()))
+
+    def _watches(self, func: Operator, args: Args, kwargs: Kwargs, before: Sequence[Tensor]) -> bool:
+        return False
+
+    def _add(self, x: Tensor, watched: bool = False) -> None:
+        self.made[id(x)] = weakref.ref(x)
+        (self._watched.add if watched else self._watched.discard)(id(x))
+
+    def _is_made(self, x: Tensor) -> bool:
+        return _is_at(self.made.get(id(x)), x) or (func_levels.is_wrapped(x) and _memory(x) in self._memory)
+
+    def _living(self) -> Constants:
+        """What the run has made and lives on, such as a cache."""
+        return {
+            number: (ref, writes(func_levels.unwrapped(x)))
+            for number, ref in self.made.items()
+            if (x := ref()) is not None
+        }
 
     def _replaced(self, x: Any) -> Any:
         if isinstance(x, Tensor):
@@ -134,9 +169,6 @@ class Reads(TorchFunctionMode):
         """Whether the function, or one around it, has read a tensor, which may be of a level that ended."""
         return id(x) in self.positions or (self.outer is not None and self.outer.knows(x))
 
-    def _is_made(self, x: Tensor) -> bool:
-        return False
-
     def _from_outside(self, x: Tensor) -> Tensor:
         return x
 
@@ -150,19 +182,8 @@ class FirstReads(Reads):
         super().__init__([stripped(x) for x in self.inputs], outer)
         self.kept: list[Tensor] = []  # so that their identities stay taken
         self._versions = [writes(x) for x in map(func_levels.unwrapped, self.inputs)]
-        self._made: dict[int, weakref.ref[Tensor]] = {}
-        self._memory = set[int]()  # of what was made, by address: torch.func gives views of it that no operator made
-        self._watched = set[int]()  # which of `_made` depend on inputs that have derivatives
         for x, given in zip(self.inputs, self.given, strict=True):
             self._add(given, is_active(x))
-
-    def _add(self, x: Tensor, watched: bool) -> None:
-        self._made[id(x)] = weakref.ref(x)
-        (self._watched.add if watched else self._watched.discard)(id(x))
-
-    def _is_made(self, x: Tensor) -> bool:
-        known = self._made.get(id(x))
-        return (known is not None and known() is x) or (func_levels.is_wrapped(x) and _memory(x) in self._memory)
 
     def _gather(self, tape: ReadsUnits, number: int) -> None:
         with assigned(RUNNING, self.outer):
@@ -180,25 +201,20 @@ class FirstReads(Reads):
 
     def _from_outside(self, x: Tensor) -> Tensor:
         true = x if self.outer is None else self.outer.instead_of(x)
-        if not (is_active(true) or func_levels.is_wrapped(true)):
-            return true  # a constant, in this run
+        if not (is_active(true) or func_levels.is_wrapped(true)):  # a constant, in this run
+            if not (_is_calls(x) or _is_at(self.constants.get(id(x), (None,))[0], x)):
+                self.constants[id(x)] = weakref.ref(x), writes(x)
+            return true
         self._take(id(x), [true])
         self.kept.append(x)
         return self.given[-1]
 
-    def note(self, func: Operator, args: Args, kwargs: Kwargs, out: object) -> None:
-        """Watch what depends on the inputs."""
-        before, after = list(_tensors((args, kwargs))), list(_tensors(out))
+    def _watches(self, func: Operator, args: Args, kwargs: Kwargs, before: Sequence[Tensor]) -> bool:
         watched = func not in _CUTS and any(id(x) in self._watched for x in before)
         watched = watched and (torch.is_grad_enabled() or self.depth > 0 or _in_autograd_function())
         if watched and (_IN_PLACE.search(getattr(func, "__name__", "")) or "out" in (kwargs or {})):
             self._note_write((kwargs or {}).get("out", args[0]))
-        outside = {_memory(x) for x in (*self.inputs, *before)} - self._memory if self.depth else set()
-        for x in after:
-            if func_levels.is_wrapped(x):
-                self._memory |= {_memory(x)} - outside
-            if id(x) not in self._made or self._made[id(x)]() is not x:
-                self._add(x, watched and (x.is_floating_point() or x.is_complex()))
+        return watched
 
     def _note_write(self, x: object) -> None:
         """Watch what is written to; RuntimeError if it is from outside: its new value would have no gradient."""
@@ -209,7 +225,7 @@ class FirstReads(Reads):
                     f"fshard.remat: the function writes what it computes to {_form(target)} from outside of it: return "
                     "it as a result"
                 )
-            self._watched |= {id(x) for x in (target, base) if id(x) in self._made}
+            self._watched |= {id(x) for x in (target, base) if id(x) in self.made}
 
     def check_inputs(self) -> None:
         """RuntimeError if the function has written to an input: it would do so again."""
@@ -219,8 +235,11 @@ class FirstReads(Reads):
                     f"fshard.remat: the function writes to an input in place, {_form(x)}: clone it first"
                 )
 
-    def check_left(self) -> None:
-        """RuntimeError if a tensor that depends on the inputs lives on, once the results are copied and dropped."""
+    def end(self, others: Sequence[object]) -> tuple[Positions, Constants, bool]:
+        """What a later run has to know. Call it once the results are copied and dropped, but for others.
+
+        RuntimeError if what depends on the inputs lives on, or a constant was written to.
+        """
         self.given.clear()
         if self._left():
             gc.collect()  # cycles, of a function that calls itself, or of an exception that it has caught
@@ -230,19 +249,34 @@ class FirstReads(Reads):
                     "list, an attribute, a container of parameters): it would have no gradient. Return it as a result, "
                     "or keep x.detach()"
                 )
-        self._made.clear()
+        left, count = {id(x) for x in others}, len(self.constants)
+        self.constants = {
+            number: known for number, known in self.constants.items() if number not in left and known[0]() is not None
+        }
+        is_blind = len(self.constants) < count  # no mode saw how the function made what is gone now, or a result
+        for ref, version in self.constants.values():
+            if (x := ref()) is not None and writes(x) != version:
+                raise RuntimeError(
+                    f"fshard.remat: the function writes to {_form(x)} from outside of it, and would do so again when "
+                    "it runs again: return the new value as a result (buffers of a module: fshard.module.functionalize)"
+                )
+        self.constants |= self._living()
+        if self.outer is not None:
+            self.outer.made |= {number: ref for number, (ref, _) in self._living().items()}
+        self.made.clear()
+        return self.positions, self.constants, is_blind
 
     def _left(self) -> list[Tensor]:
-        known = [self._made[number]() for number in self._watched]
+        known = [self.made[number]() for number in self._watched]
         return [x for x in known if x is not None]
 
 
 class SecondReads(Reads):
     """A later run, as a function of all that the first run read."""
 
-    def __init__(self, inputs: Sequence[Tensor], positions: dict[Hashable, range]):
+    def __init__(self, inputs: Sequence[Tensor], positions: Positions, constants: Constants, is_blind: bool):
         super().__init__(inputs)
-        self.positions = positions
+        self.positions, self.constants, self._is_blind = positions, constants, is_blind
         self._seen = set[Hashable]()
 
     def _at(self, key: Hashable) -> list[Tensor]:
@@ -252,10 +286,23 @@ class SecondReads(Reads):
     def _gather(self, tape: ReadsUnits, number: int) -> None:
         refuse_other_reads()
 
+    def _from_outside(self, x: Tensor) -> Tensor:
+        ref, version = self.constants.get(id(x), (None, None))
+        if _is_at(ref, x) and writes(func_levels.unwrapped(x)) != version:
+            raise RuntimeError(
+                f"fshard.remat: the function reads {_form(x)} from outside of it, which was written to since it ran: "
+                "give it a clone"
+            )
+        is_leaf = x.is_leaf and Tensor.requires_grad.__get__(x)  # type: ignore[attr-defined]
+        if not (_is_at(ref, x) or _is_calls(x)) and (is_leaf or not self._is_blind):
+            refuse_other_reads()
+        return x
+
     def check(self) -> None:
         """RuntimeError if something was not read again."""
         if len(self._seen) < len(self.positions):
             refuse_other_reads()
+        self.constants |= self._living()  # for later runs
 
 
 def refuse_other_reads() -> NoReturn:
@@ -263,7 +310,18 @@ def refuse_other_reads() -> NoReturn:
     raise RuntimeError(
         "fshard.remat: the function reads other tensors when it runs again. What it reads may depend on its arguments "
         f"alone; what it makes of a tensor from outside by a torch.autograd.Function is not known again: {_AS_ARGUMENT}"
+        ". Parameters that torch.func.functional_call has given a module are gone when the backward runs: put `remat` "
+        "around it, or use fshard.module.functionalize"
     )
+
+
+def _is_at(ref: weakref.ref[Tensor] | None, x: Tensor) -> bool:
+    return ref is not None and ref() is x
+
+
+def _is_calls(x: Tensor) -> bool:
+    """Whether a tensor is a buffer that one call of a module's function has made, and drops."""
+    return getattr(x, "of_call", False)
 
 
 def _in_autograd_function() -> bool:

@@ -92,7 +92,7 @@ class _Rematerialized:
     def __init__(self, fn: Callable[..., Tree], spec: tree.Spec, leaves: Sequence[object], reads: FirstReads):
         self._fn, self._spec = fn, spec
         self._leaves = [_TENSOR if isinstance(x, Tensor) else x for x in leaves]
-        self._positions, self._kept = reads.positions, reads.kept
+        self._kept = reads.kept
         devices = {x.device for x in reads.inputs}
         self._device = next((x for x in devices if x.type != "cpu"), torch.device("cpu"))
         with func_levels.aside():
@@ -127,7 +127,7 @@ class _Rematerialized:
         # others in the same memory: what the function made is to be gone
         results = [stripped(x) for x in out if _is_floating(x)]
         del out
-        reads.check_left()
+        self._known = reads.end(self.others)
         return results
 
     def again(self, *inputs: Tensor) -> tuple[Tensor, ...]:
@@ -135,7 +135,7 @@ class _Rematerialized:
         with func_levels.aside():
             back = bookmark(self._device)
             self._rewind()
-        reads = SecondReads(inputs, self._positions)
+        reads = SecondReads(inputs, *self._known)
         try:
             with ExitStack() as stack:
                 for block in self._blocks():

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from support.closed import MORE, net, params, randn
@@ -300,6 +301,58 @@ def changes_parameters(x: Tensor, w: Tensor) -> Tensor:
     return fshard.value_and_grad(loss)(fshard.shard_params(whole, fshard.make_plan(whole, units=["layers.*"])), x)[0]
 
 
+def of_a_call(x: Tensor, w: Tensor) -> Tensor:
+    """A module whose parameters torch.func.functional_call replaces; they are constants."""
+    layer = torch.nn.Linear(6, 6).double()
+    whole = torch.nn.ModuleList([layer])
+    whole.forward = lambda x: remat(layer)(x)  # type: ignore[method-assign]
+    return func.functional_call(whole, {"0.weight": W, "0.bias": W[0]}, (x,)).sum() + w.sum()
+
+
+def grows(x: Tensor, w: Tensor) -> Tensor:
+    """A list of weights is longer when the function runs again."""
+    ws = [w]
+    out = remat(lambda x: torch.stack([x @ w for w in ws]))(x)
+    ws.append(W.clone().requires_grad_())
+    return out.sum()
+
+
+def grows_by_constants(x: Tensor, w: Tensor) -> Tensor:
+    """A list of constants."""
+    ws = [w, W]
+    out = remat(lambda x: torch.stack([x @ w for w in ws]))(x)
+    ws[1] = 2 * W
+    return out.sum()
+
+
+def fills_a_mask(x: Tensor, w: Tensor) -> Tensor:
+    """The constant of all layers is another for each."""
+    mask = torch.zeros(6, dtype=torch.float64)
+    for number in range(3):
+        mask[number] = 1
+        x = remat(lambda x: x @ w * mask)(x)
+    return x.sum()
+
+
+def changes_a_frozen_module(x: Tensor, w: Tensor) -> Tensor:
+    """In place, before the backward."""
+    layer = torch.nn.Linear(6, 6).double().requires_grad_(False)
+    out = remat(layer)(x @ w)
+    layer.weight.mul_(2)
+    return out.sum()
+
+
+def counts(x: Tensor, w: Tensor) -> Tensor:
+    """A tensor from outside, which would count twice."""
+    count = torch.zeros((), dtype=torch.float64)
+    return remat(lambda x: x @ w * count.add_(1))(x).sum()
+
+
+def has_statistics(x: Tensor, w: Tensor) -> Tensor:
+    """Batch norm in training writes to buffers."""
+    return remat(torch.nn.BatchNorm1d(6).double())(x @ w).square().sum()
+
+
 ERRORS: dict[Callable[..., Tensor], str] = {
     writes_an_argument: r"writes to an input in place, a torch.float64 tensor of shape \[5, 6\]: clone it first",
     writes_outside: r"writes what it computes to a torch.float64 tensor of shape \[5, 6\] from outside of it: return",
@@ -309,6 +362,13 @@ ERRORS: dict[Callable[..., Tensor], str] = {
     hidden: "depends on a tensor from outside that cannot be seen there",
     differentiates_by_outside: r"differentiates by a torch.float64 tensor of shape \[6, 6\] from outside of it",
     other_reads: "reads other tensors when it runs again",
+    of_a_call: r"functional_call has given a module are gone .*use fshard.module.functionalize",
+    grows: "reads other tensors when it runs again",
+    grows_by_constants: "reads other tensors when it runs again",
+    fills_a_mask: r"reads a torch.float64 tensor of shape \[6\] from outside of it, which was written to since it ran",
+    changes_a_frozen_module: r"reads a torch.float64 tensor of shape \[6, 6\] from outside of it, which was written to",
+    counts: r"writes to a torch.float64 tensor of shape \[\] from outside of it, and would do so again",
+    has_statistics: r"writes to a torch.int64 tensor of shape \[\] .* \(buffers of a module: fshard.module.func",
     changes_parameters: "keeps a torch.float64 tensor of shape",
 }
 
@@ -399,7 +459,45 @@ def infinite(call: Any, x: Tensor, w: Tensor) -> Tensor:
     return call(lambda x: (x @ w, (x - x).sqrt()))(x)[0].square().sum()
 
 
-USES = [logs, draws, writes_results, of_trees, casts, calls_checkpoint, of_functions, half_used, infinite]
+def caches(call: Any, x: Tensor, w: Tensor) -> Tensor:
+    """Constants are made in the first of two calls, and anew in each run; a cache is empty when its function reruns."""
+    cache: dict[str, Tensor] = {}
+
+    def row(name: str) -> Tensor:
+        if name not in cache:
+            cache[name] = torch.arange(6.0).cos()
+        return cache[name]
+
+    inner = lambda x: x @ w * row("inner") * torch.ones(6)  # noqa: E731
+    fn = lambda x: call(inner)(x) * row("a")  # noqa: E731
+    out = call(lambda x: call(fn)(x) * row("b"))(call(fn)(call(fn)(x))).square().sum()
+    del cache["b"]
+    return out + torch.autograd.grad(out, w, create_graph=True)[0].square().sum()
+
+
+def unseen(call: Any, x: Tensor, w: Tensor) -> Tensor:
+    """Constants that no mode sees in the making, and one of them is a result."""
+
+    def fn(x: Tensor) -> tuple[Tensor, Tensor]:
+        rows = torch.from_numpy(np.arange(2))
+        return x[rows] @ w * torch.from_numpy(np.ones(6)), rows
+
+    return call(fn)(x)[0].square().sum()
+
+
+USES = [
+    logs,
+    draws,
+    writes_results,
+    of_trees,
+    casts,
+    calls_checkpoint,
+    of_functions,
+    half_used,
+    infinite,
+    caches,
+    unseen,
+]
 
 
 @pytest.mark.parametrize("program", USES)
