@@ -23,12 +23,13 @@ from typing import Any, NoReturn, Protocol
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd import forward_ad
 from torch.overrides import TorchFunctionMode
 
 from ..core import func_levels
 from ..core.storage import address, writes
-from ..core.tracing import Args, Kwargs, Operator, assigned
+from ..core.tracing import Args, Kwargs, Operator, assigned, is_tracing
 from .access import Shown
 
 RUNNING: ContextVar[Reads | None] = ContextVar("fshard_reads", default=None)  # the innermost function that `remat` runs
@@ -202,7 +203,7 @@ class FirstReads(Reads):
     def _from_outside(self, x: Tensor) -> Tensor:
         true = x if self.outer is None else self.outer.instead_of(x)
         if not (is_active(true) or func_levels.is_wrapped(true)):  # a constant, in this run
-            if not (_is_calls(x) or _is_at(self.constants.get(id(x), (None,))[0], x)):
+            if not (_passes(x) or _is_at(self.constants.get(id(x), (None,))[0], x)):
                 self.constants[id(x)] = weakref.ref(x), writes(x)
             return true
         self._take(id(x), [true])
@@ -294,7 +295,7 @@ class SecondReads(Reads):
                 "give it a clone"
             )
         is_leaf = x.is_leaf and Tensor.requires_grad.__get__(x)  # type: ignore[attr-defined]
-        if not (_is_at(ref, x) or _is_calls(x)) and (is_leaf or not self._is_blind):
+        if not (_is_at(ref, x) or _passes(x)) and (is_leaf or not self._is_blind):
             refuse_other_reads()
         return x
 
@@ -319,9 +320,9 @@ def _is_at(ref: weakref.ref[Tensor] | None, x: Tensor) -> bool:
     return ref is not None and ref() is x
 
 
-def _is_calls(x: Tensor) -> bool:
-    """Whether a tensor is a buffer that one call of a module's function has made, and drops."""
-    return getattr(x, "of_call", False)
+def _passes(x: Tensor) -> bool:
+    """Whether a tensor is a buffer that one call of a module's function has made, or torch.compile's in its trace."""
+    return getattr(x, "of_call", False) or (isinstance(x, FakeTensor) and not is_tracing())
 
 
 def _in_autograd_function() -> bool:

@@ -18,6 +18,10 @@ from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
+
+# Private, as what a vmap rule is made of: nothing public runs a function for a level as torch's own rules do
+from torch._functorch.autograd_function import unwrap_batched, wrap_batched
+from torch._functorch.pyfunctorch import VmapInterpreter, retrieve_current_functorch_interpreter
 from torch.autograd import forward_ad
 
 # Private: nothing public lists the function modes that are on (test_remat.py notices when it goes)
@@ -36,7 +40,8 @@ P = ParamSpec("P")
 R = TypeVar("R")
 Ctx = Any  # torch's context of a function, on which setup_context sets any attributes
 _Again = Callable[..., tuple[Tensor, ...]]  # of tensors, inputs and results
-_NUM_OTHERS = 2  # arguments of `_Rules` before the tensors
+_Levels = Sequence[tuple[object, ...]]  # of torch.func, as `func_levels.kinds`
+_NUM_OTHERS = 3  # arguments of `_Rules` before the tensors
 
 
 def remat(fn: Callable[P, R]) -> Callable[P, R]:
@@ -79,7 +84,7 @@ def _rematerialized(fn: Callable[..., R], args: Any, kwargs: Any, outer: Reads |
     reads = FirstReads([x for x in leaves if isinstance(x, Tensor)], outer)
     call = _Rematerialized(fn, spec, leaves, reads)
     results = call.first(reads)
-    ruled = iter(_ruled_by(call.again, results, reads.inputs))
+    ruled = iter(_ruled_by(call.again, func_levels.kinds(), results, reads.inputs))
     out = [next(ruled) if x is _TENSOR else x for x in call.others]
     if outer is not None:
         outer.note(remat, tuple(reads.inputs), None, out)
@@ -158,20 +163,45 @@ def _is_floating(x: object) -> bool:
     return isinstance(x, Tensor) and (x.is_floating_point() or x.is_complex())
 
 
-def _ruled(again: _Again, inputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    """`again(*inputs)`, of whose derivatives autograd keeps the inputs alone."""
-    return _ruled_by(again, again(*map(stripped, inputs)), inputs)
+def _ruled_by(
+    again: _Again, levels: _Levels, results: Sequence[Tensor], inputs: Sequence[Tensor]
+) -> tuple[Tensor, ...]:
+    """The results of `again(*inputs)`, of whose derivatives autograd keeps the inputs alone.
+
+    `levels` are those in which the function ran first: what it draws at random may differ along these.
+    """
+    return _Rules.apply(again, levels, len(results), *results, *inputs) if results else ()
 
 
-def _ruled_by(again: _Again, results: Sequence[Tensor], inputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    return _Rules.apply(again, len(results), *results, *inputs) if results else ()
+def _drawn_once(again: _Again, levels: _Levels, inputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    """`again` of tensors without derivatives, for which a vmap that is not of `levels` draws once, as the first run."""
+    if all(level in levels or level[0] != "Vmap" or level[-1] == "same" for level in func_levels.kinds()):
+        return again(*inputs)
+    top = retrieve_current_functorch_interpreter()
+    if not isinstance(top, VmapInterpreter):
+        with top.lower():
+            return _drawn_once(again, levels, inputs)
+    flat, dims = unwrap_batched(inputs, top.level())
+    with top.lower():
+        results = _drawn_once(_mapped(again, top.batch_size(), dims, "same"), levels, flat)
+    return wrap_batched(results, (0,) * len(results), top.level())
+
+
+def _mapped(again: _Again, size: int, dims: Sequence[int | None], randomness: str) -> _Again:
+    """`again`, mapped over dims of its inputs."""
+
+    def mapped(*inputs: Tensor) -> tuple[Tensor, ...]:
+        rows = torch.empty(size, 0, dtype=torch.float32, device="cpu")  # vmap asks for an argument that it cuts
+        return torch.func.vmap(lambda _, *x: again(*x), (0, *dims), randomness=randomness)(rows, *inputs)
+
+    return mapped
 
 
 class _Rules(torch.autograd.Function):
     """The identity of results, whose derivatives are those of `again`, a function of the tensors after them."""
 
     @staticmethod
-    def forward(again: _Again, num: int, *tensors: Tensor) -> tuple[Tensor, ...]:
+    def forward(again: _Again, levels: _Levels, num: int, *tensors: Tensor) -> tuple[Tensor, ...]:
         """Return the results, in memory that is no one else's, since the program may write to them."""
         results, others = list[Tensor](), dict[int, list[Tensor]]()  # by the address of their memory
         for x in tensors[num:]:
@@ -185,7 +215,7 @@ class _Rules(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx: Ctx, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-        ctx.again, ctx.num, *tensors = inputs
+        ctx.again, ctx.levels, ctx.num, *tensors = inputs
         ctx.save_for_backward(*tensors[ctx.num :])
         ctx.save_for_forward(*tensors[ctx.num :])
         ctx.set_materialize_grads(False)  # what has no use has no derivative: zero times infinity would be NaN
@@ -196,11 +226,13 @@ class _Rules(torch.autograd.Function):
         which = [number for number, needs in enumerate(needed) if needs]
         used, seeds = [number for number, x in enumerate(grads) if x is not None], [x for x in grads if x is not None]
         pull = _pull(_some_of(ctx.again, used), which, len(inputs))
-        sums = dict(zip(which, _ruled(pull, [*inputs, *seeds]), strict=True))
+        tensors = [*inputs, *seeds]
+        results = _drawn_once(pull, ctx.levels, [*map(stripped, tensors)])
+        sums = dict(zip(which, _ruled_by(pull, ctx.levels, results, tensors), strict=True))
         return (None,) * (_NUM_OTHERS + ctx.num) + tuple(map(sums.get, range(len(inputs))))
 
     @staticmethod
-    def jvp(ctx: Ctx, _again: None, _num: None, *tangents: Tensor | None) -> tuple[Tensor, ...]:
+    def jvp(ctx: Ctx, _again: None, _levels: None, _num: None, *tangents: Tensor | None) -> tuple[Tensor, ...]:
         # torch switches forward mode off here, at all levels: operators would lose tangents, silently (test_remat.py
         # notices). Private: nothing public switches it on
         with forward_ad._set_fwd_grad_enabled(True):
@@ -209,22 +241,21 @@ class _Rules(torch.autograd.Function):
             tensors = [*inputs, *along.values()]
             # without torch.func there is one level, that of torch.autograd.forward_ad, and it may be over later
             now, later = (_push(ctx.again, [*along], len(inputs), x) for x in (func_levels.inside(), True))
-            return _ruled_by(later, now(*map(stripped, tensors)), tensors)
+            results = _drawn_once(now, ctx.levels, [*map(stripped, tensors)])
+            return _ruled_by(later, ctx.levels, results, tensors)
 
     @staticmethod
-    def vmap(info: Any, in_dims: tuple[Any, ...], again: _Again, num: int, *tensors: Tensor) -> Any:
+    def vmap(info: Any, in_dims: tuple[Any, ...], again: _Again, levels: _Levels, num: int, *tensors: Tensor) -> Any:
         dims, size = in_dims[_NUM_OTHERS:], info.batch_size
         results = [
             x.expand(size, *x.shape) if d is None else x.movedim(d, 0)
             for x, d in zip(tensors[:num], dims, strict=False)
         ]
-
-        def mapped(*inputs: Tensor) -> tuple[Tensor, ...]:
-            rows = torch.empty(size, 0, dtype=torch.float32, device="cpu")  # vmap asks for an argument that it cuts
-            cut = torch.func.vmap(lambda _, *x: again(*x), (0, *dims[num:]), randomness=info.randomness)
-            return cut(rows, *inputs)
-
-        return _Rules.apply(mapped, num, *results, *tensors[num:]), (0,) * num
+        around = func_levels.kinds()
+        was_there = ("Vmap", len(around) + 1, info.randomness) in levels
+        mapped = _mapped(again, size, dims[num:], info.randomness if was_there else "same")
+        levels = [level for level in levels if level in around]
+        return _Rules.apply(mapped, levels, num, *results, *tensors[num:]), (0,) * num
 
 
 def _address(x: Tensor) -> int:

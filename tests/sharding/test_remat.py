@@ -519,6 +519,52 @@ def test_what_has_no_use_has_no_derivative(name: str) -> None:
     assert apart(UNUSED[name](remat), UNUSED[name](lambda fn: fn)) < 1e-14
 
 
+def noisy(call: Any) -> Callable[[Tensor], Tensor]:
+    """A function that draws, (..., 6) -> (..., 6)."""
+    return call(lambda x: torch.tanh(x @ W) * torch.rand(6) + func.vmap(torch.sin)(x) * torch.rand(()))
+
+
+def pulled(call: Any, x: Tensor) -> Callable[[Tensor], Tensor]:
+    """The vjp of a function that has drawn, and is not linear in what it is given."""
+    pull = func.vjp(noisy(call), x)[1]
+    return lambda v: pull(v)[0].sin()
+
+
+Mapped = Callable[[Any, str], Any]
+ROWS = randn(3, 5, 6, seed=8)
+DRAWS: dict[str, Mapped] = {
+    "vmap of grad": lambda call, how: func.vmap(func.grad(lambda x: noisy(call)(x).sum()), randomness=how)(X),
+    "grad of vmap": lambda call, how: func.grad(lambda x: func.vmap(noisy(call), randomness=how)(x).sum())(X),
+    "vmap of jvp": lambda call, how: func.vmap(lambda x: func.jvp(noisy(call), (x,), (x,)), randomness=how)(X),
+    "vmap of vjp": lambda call, how: func.vmap(pulled(call, X), randomness=how)(ROWS),
+    "vmap of vmap of vjp": lambda call, how: func.vmap(
+        func.vmap(pulled(call, X[0]), randomness="different"), randomness=how
+    )(ROWS),
+    "vmap of grad of vjp": lambda call, how: (
+        lambda pull: func.vmap(func.grad(lambda v: pull(v).sin().sum()), randomness=how)(ROWS)
+    )(pulled(call, X)),
+    "vmap of vjp of vmap": lambda call, how: (lambda pull: func.vmap(pull, randomness="different")(ROWS))(
+        func.vjp(func.vmap(noisy(call), randomness=how), X)[1]
+    ),
+    "vmap of vmap of vjp inside": lambda call, how: func.vmap(
+        lambda x, v: func.vmap(pulled(call, x), randomness="different")(v), randomness=how
+    )(X, ROWS.movedim(1, 0)),
+    "vmap of jacrev": lambda call, how: func.vmap(func.jacrev(noisy(call)), randomness=how)(X),
+    "jacrev of jacrev": lambda call, how: func.jacrev(func.jacrev(lambda x: noisy(call)(x).square().sum()))(X),
+}
+
+
+@pytest.mark.parametrize("how", ["same", "different"])
+@pytest.mark.parametrize("name", DRAWS)
+def test_a_function_draws_again_what_it_drew(name: str, how: str) -> None:
+    """A `vmap` around the derivative alone would draw for each of its rows, or be refused."""
+    results = []
+    for call in (remat, lambda fn: fn):
+        torch.manual_seed(4)
+        results.append([DRAWS[name](call, how), torch.rand(3)])
+    assert apart(*results) < 1e-12
+
+
 def collective(kind: str, mesh: Any, x: Tensor) -> Tensor:
     """A function of collectives that is not linear, in `remat` and outside."""
     apply = {
