@@ -68,6 +68,7 @@ class Reads(TorchFunctionMode):
         self._watched = set[int]()  # which of `made` depend on inputs that have derivatives
         for x in self.given:
             self._add(x)
+        self.generators: dict[torch.Generator, Tensor] = {}  # those given to operators, with the state at first
         self._shown: dict[ReadsUnits, Shown | None] = {}
 
     def run(self, fn: Callable[[], Any]) -> Any:
@@ -106,9 +107,17 @@ class Reads(TorchFunctionMode):
         if RUNNING.get() is not self:  # inside, another function runs, which has replaced what it reads
             return func(*args, **(kwargs or {}))
         args, kwargs = self._replaced(args), self._replaced(kwargs or {})
+        if kwargs.get("generator") is not None:
+            self._note_generator(kwargs["generator"])
         out = func(*args, **kwargs)
         self.note(func, args, kwargs, out)
         return out
+
+    def _note_generator(self, generator: torch.Generator) -> None:
+        with func_levels.aside():
+            self.generators.setdefault(generator, generator.get_state())
+        if self.outer is not None:
+            self.outer._note_generator(generator)
 
     def note(self, func: Operator, args: Args, kwargs: Kwargs, out: object) -> None:
         """Note what an operator has returned for these arguments."""

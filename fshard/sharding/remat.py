@@ -11,8 +11,8 @@ Note [Remat]
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, ExitStack
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from contextvars import copy_context
 from typing import Any, ParamSpec, TypeVar
 
@@ -26,6 +26,7 @@ from torch.autograd import forward_ad
 
 # Private: nothing public lists the function modes that are on (test_remat.py notices when it goes)
 from torch.overrides import _get_current_function_mode_stack as function_modes
+from torch.utils.checkpoint import checkpoint
 
 from ..core import func_levels, tree
 from ..core.arguments import wrong
@@ -69,6 +70,8 @@ def remat(fn: Callable[P, R]) -> Callable[P, R]:
         raise TypeError(wrong("remat: fn", fn, "fn(*args, **kwargs), a function or a module"))
 
     def rematerialized(*args: P.args, **kwargs: P.kwargs) -> R:
+        if torch.compiler.is_dynamo_compiling():  # it knows torch's checkpoint, and has derivatives of its own
+            return checkpoint(fn, *args, use_reentrant=False, **kwargs)
         outer = RUNNING.get()
         with assigned(RUNNING, None):  # what is done here is no part of a function outside
             return _rematerialized(fn, args, kwargs, outer)
@@ -83,12 +86,12 @@ def _rematerialized(fn: Callable[..., R], args: Any, kwargs: Any, outer: Reads |
     leaves, spec = tree.tops((args, kwargs), Branch), tree.structure_above((args, kwargs), Branch)
     reads = FirstReads([x for x in leaves if isinstance(x, Tensor)], outer)
     call = _Rematerialized(fn, spec, leaves, reads)
-    results = call.first(reads)
+    results, out, form = call.first(reads)
     ruled = iter(_ruled_by(call.again, func_levels.kinds(), results, reads.inputs))
-    out = [next(ruled) if x is _TENSOR else x for x in call.others]
+    out = [next(ruled) if x is _TENSOR else x for x in out]
     if outer is not None:
         outer.note(remat, tuple(reads.inputs), None, out)
-    return tree.unflatten(call.results, out)
+    return tree.unflatten(form, out)
 
 
 class _Rematerialized:
@@ -101,26 +104,25 @@ class _Rematerialized:
         devices = {x.device for x in reads.inputs}
         self._device = next((x for x in devices if x.type != "cpu"), torch.device("cpu"))
         with func_levels.aside():
-            self._rewind = bookmark(self._device)
+            self._rewinds = [bookmark(self._device)]
         # in a backward: the call of a module that reads its parameters, and the like
         self._context = copy_context()
         self._modes = [mode for mode in function_modes() if not isinstance(mode, Reads)]
         kinds = {self._device.type, "cpu"} - {"meta"}
         self._casts = [(x, torch.get_autocast_dtype(x), torch.is_autocast_enabled(x)) for x in kinds]
-        self.results: tree.Spec  # the structure of the results
-        self.others: list[object]  # the leaves of the results, `_TENSOR` for those with derivatives
 
-    def _run(self, reads: Reads) -> list[Tree]:
+    def _run(self, reads: Reads) -> Tree:
         given = iter(reads.given)
         args, kwargs = tree.unflatten(self._spec, [next(given) if x is _TENSOR else x for x in self._leaves])
-        out = reads.run(functools.partial(self._fn, *args, **kwargs))
-        del args, kwargs
-        leaves, self.results = tree.flatten(out)
-        return leaves
+        return reads.run(functools.partial(self._fn, *args, **kwargs))
 
-    def first(self, reads: FirstReads) -> list[Tensor]:
-        """Run without derivatives: the floating results. RuntimeError for what would have no gradient."""
-        out = self._run(reads)
+    def first(self, reads: FirstReads) -> tuple[list[Tensor], list[object], tree.Spec]:
+        """Run without derivatives: the floating results; the leaves of all, `_TENSOR` for these; the structure of all.
+
+        RuntimeError for what would have no gradient.
+        """
+        leaves, form = tree.flatten(self._run(reads))
+        out = [reads.instead_of(x) if isinstance(x, Tensor) and is_active(x) else x for x in leaves]
         reads.check_inputs()
         if active := [x for x in out if isinstance(x, Tensor) and is_active(x)]:
             raise RuntimeError(
@@ -128,35 +130,46 @@ class _Rematerialized:
                 "outside that cannot be seen there (in a torch.autograd.Function, or torch.jit.script): give it to the "
                 "function as an argument"
             )
-        self.others = [_TENSOR if _is_floating(x) else x for x in out]
+        others = [_TENSOR if _is_floating(x) else x for x in out]
         # others in the same memory: what the function made is to be gone
         results = [stripped(x) for x in out if _is_floating(x)]
-        del out
-        self._known = reads.end(self.others)
-        return results
+        del leaves, out
+        self._known = reads.end(others)
+        self._generators = [*reads.generators]
+        self._rewinds += [functools.partial(generator.set_state, x) for generator, x in reads.generators.items()]
+        return results, others, form
 
     def again(self, *inputs: Tensor) -> tuple[Tensor, ...]:
         """The floating results, as a function of all that the first run read."""
-        with func_levels.aside():
-            back = bookmark(self._device)
-            self._rewind()
         reads = SecondReads(inputs, *self._known)
+        with ExitStack() as stack:
+            for block in self._blocks():
+                stack.enter_context(block)
+            out = tree.leaves(self._context.copy().run(self._run, reads))
+        results = tuple(reads.instead_of(x) if id(x) in reads.positions else x for x in out if _is_floating(x))
+        reads.check()
+        return results
+
+    @contextmanager
+    def _rewound(self) -> Iterator[None]:
+        """Inside the block draw what the first run drew."""
+        with func_levels.aside():
+            states = [(generator, generator.get_state()) for generator in self._generators]
+            backs = [bookmark(self._device), *(functools.partial(x.set_state, state) for x, state in states)]
+            for rewind in self._rewinds:
+                rewind()
         try:
-            with ExitStack() as stack:
-                for block in self._blocks():
-                    stack.enter_context(block)
-                out = self._context.copy().run(self._run, reads)
+            yield
         finally:
             with func_levels.aside():
-                back()
-        reads.check()
-        return tuple(x for x in out if _is_floating(x))
+                for back in backs:
+                    back()
 
     def _blocks(self) -> list[AbstractContextManager[Any]]:
         """The blocks that the call was in."""
         casts = [torch.autocast(kind, dtype, on, cache_enabled=False) for kind, dtype, on in self._casts]
         active = function_modes()
-        return [*casts, *(mode for mode in self._modes if not any(mode is x for x in active))]
+        return [self._rewound(), *casts, *(mode for mode in self._modes if not any(mode is x for x in active))]
 
 
 def _is_floating(x: object) -> bool:

@@ -1,5 +1,7 @@
 """`remat`: values and derivatives of the function it is given, in all transforms; what it cannot keep is an error."""
 
+import functools
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -7,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from support.closed import MORE, net, params, randn
+from support.steps import QUIET
 from torch import Tensor, func
 from torch.utils.checkpoint import checkpoint
 
@@ -485,6 +488,27 @@ def unseen(call: Any, x: Tensor, w: Tensor) -> Tensor:
     return call(fn)(x)[0].square().sum()
 
 
+def draws_from_generators(call: Any, x: Tensor, w: Tensor) -> Tensor:
+    """One from outside, in two functions and between; one made inside."""
+    generator = torch.Generator().manual_seed(5)
+
+    def fn(x: Tensor) -> Tensor:
+        inner = torch.Generator().manual_seed(6)
+        noise = torch.rand(6, generator=generator) + torch.rand(6, generator=inner)
+        return call(lambda x: x @ w * torch.rand(6, generator=generator))(x) * noise
+
+    out = call(fn)(call(fn)(x) * torch.rand(6, generator=generator)).square().sum()
+    slopes = torch.autograd.grad(out, w, create_graph=True)[0] * torch.rand(6, generator=generator)
+    return out + slopes.square().sum()
+
+
+def returns_from_outside(call: Any, x: Tensor, w: Tensor) -> Tensor:
+    """A tensor from outside is a result as it is, also one that is computed, and a constant."""
+    hidden = x @ w
+    out, weight, same, constant = call(lambda x: (x @ w, w, hidden, W))(x)
+    return (out @ weight * same @ constant).square().sum() + call(lambda x: (x * 2, w))(x)[1].square().sum()
+
+
 USES = [
     logs,
     draws,
@@ -497,6 +521,8 @@ USES = [
     infinite,
     caches,
     unseen,
+    draws_from_generators,
+    returns_from_outside,
 ]
 
 
@@ -563,6 +589,34 @@ def test_a_function_draws_again_what_it_drew(name: str, how: str) -> None:
         torch.manual_seed(4)
         results.append([DRAWS[name](call, how), torch.rand(3)])
     assert apart(*results) < 1e-12
+
+
+def test_other_results_are_not_kept() -> None:
+    """A mask that the caller drops would live until the backward."""
+    x, w = leaves()
+    out, mask = remat(lambda x: ((x @ w).sum(), x > 0))(x)
+    known = weakref.ref(mask)
+    del mask
+    assert known() is None
+    assert torch.autograd.grad(out, x)[0].shape == x.shape
+
+
+@pytest.mark.filterwarnings(QUIET)
+@pytest.mark.filterwarnings("ignore:Dynamo does not know how to trace the builtin")
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+@pytest.mark.parametrize("where", ["inside", "around", "around, whole"])
+def test_in_torch_compile(where: str, backend: str) -> None:
+    """Dynamo would trace what `remat` does."""
+    torch.compiler.reset()
+
+    def program(call: Any, x: Tensor, w: Tensor) -> Tensor:
+        compiled = functools.partial(torch.compile, backend=backend, fullgraph="whole" in where)
+        fn = lambda x: (x @ w).tanh()  # noqa: E731
+        if where == "inside":
+            return call(compiled(fn))(x).square().sum()
+        return compiled(lambda x: call(lambda x, *, by: fn(x) * by)(x, by=2).square().sum())(x)
+
+    assert apart(gradients(program, remat), gradients(program, lambda fn: fn)) < 1e-14
 
 
 def collective(kind: str, mesh: Any, x: Tensor) -> Tensor:
