@@ -16,11 +16,7 @@ from torch import Tensor
 
 # Private, here and below: torch has no public way to ask whether a transform is running, nor to leave it temporarily
 # (test_func_losses.py fails if torch removes these).
-from torch._functorch.pyfunctorch import (
-    coerce_cinterpreter,
-    temporarily_clear_interpreter_stack,
-    temporarily_restore_interpreter_stack,
-)
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack, temporarily_restore_interpreter_stack
 
 _REFUSAL = "don't yet support saved tensor hooks"  # torch has no exception class for it: only these words
 
@@ -32,16 +28,6 @@ def inside() -> bool:
     (False, [1.0, 1.0])
     """
     return torch._C._functorch.peek_interpreter_stack() is not None
-
-
-def kinds() -> list[tuple[object, ...]]:
-    """The transforms that run, outermost first: of each its kind, level, and of `vmap` how it draws random numbers.
-
-    >>> torch.func.vmap(lambda x: x + (kinds()[-1] == ("Vmap", 1, "same")), randomness="same")(torch.zeros(2)).tolist()
-    [1.0, 1.0]
-    """
-    stack = torch._C._functorch.get_interpreter_stack() or []
-    return [coerce_cinterpreter(level).get_state() for level in stack]
 
 
 def is_wrapped(x: Tensor) -> bool:

@@ -9,6 +9,10 @@ Note [Reads]
     The first run computes without derivatives. So what it computes must leave it as a result: a tensor that the
     function puts in a list, an attribute or a tensor from outside would have lost its gradient. Tensors that depend on
     the inputs are watched, and after the run those that live on are an error.
+
+    A tensor from outside without a derivative is a constant, read where it lies. The first run notes which it reads,
+    and how often each was written to; a later run reads these, unchanged, or what a run has made (a cache). Of a
+    function that makes tensors which no mode sees (torch.from_numpy) other constants are accepted: those look the same.
 """
 
 from __future__ import annotations
@@ -142,11 +146,7 @@ class Reads(TorchFunctionMode):
 
     def _living(self) -> Constants:
         """What the run has made and lives on, such as a cache."""
-        return {
-            number: (ref, writes(func_levels.unwrapped(x)))
-            for number, ref in self.made.items()
-            if (x := ref()) is not None
-        }
+        return {n: (ref, writes(func_levels.unwrapped(x))) for n, ref in self.made.items() if (x := ref()) is not None}
 
     def _replaced(self, x: Any) -> Any:
         if isinstance(x, Tensor):
@@ -237,14 +237,6 @@ class FirstReads(Reads):
                 )
             self._watched |= {id(x) for x in (target, base) if id(x) in self.made}
 
-    def check_inputs(self) -> None:
-        """RuntimeError if the function has written to an input: it would do so again."""
-        for x, version in zip(self.inputs, self._versions, strict=True):
-            if writes(func_levels.unwrapped(x)) != version:
-                raise RuntimeError(
-                    f"fshard.remat: the function writes to an input in place, {_form(x)}: clone it first"
-                )
-
     def end(self, others: Sequence[object]) -> tuple[Positions, Constants, bool]:
         """What a later run has to know. Call it once the results are copied and dropped, but for others.
 
@@ -256,20 +248,20 @@ class FirstReads(Reads):
             for x in self._left():
                 raise RuntimeError(
                     f"fshard.remat: the function keeps {_form(x)}, which it has computed, beside its results (in a "
-                    "list, an attribute, a container of parameters): it would have no gradient. Return it as a result, "
-                    "or keep x.detach()"
+                    "list, an attribute, a container of parameters; an object that is no tree, as a generator, a "
+                    "distribution or a closure, is no result): it would have no gradient. Return it as a result, or "
+                    "keep x.detach()"
                 )
-        left, count = {id(x) for x in others}, len(self.constants)
-        self.constants = {
-            number: known for number, known in self.constants.items() if number not in left and known[0]() is not None
-        }
-        is_blind = len(self.constants) < count  # no mode saw how the function made what is gone now, or a result
-        for ref, version in self.constants.values():
-            if (x := ref()) is not None and writes(x) != version:
+        read = [(ref(), version) for ref, version in self.constants.values()]
+        for constant, version in (*zip(self.inputs, self._versions, strict=True), *read):
+            if constant is not None and writes(func_levels.unwrapped(constant)) != version:
                 raise RuntimeError(
-                    f"fshard.remat: the function writes to {_form(x)} from outside of it, and would do so again when "
-                    "it runs again: return the new value as a result (buffers of a module: fshard.module.functionalize)"
+                    f"fshard.remat: the function writes in place to {_form(constant)} from outside of it, and would do "
+                    "so again when it runs again: clone it first, and return the new value as a result (buffers of a "
+                    "module: fshard.module.functionalize)"
                 )
+        # no mode saw how the function made what is gone now, or is a result
+        is_blind = any(x is None or any(x is y for y in others) for x, _ in read)
         self.constants |= self._living()
         if self.outer is not None:
             self.outer.made |= {number: ref for number, (ref, _) in self._living().items()}
@@ -298,13 +290,12 @@ class SecondReads(Reads):
 
     def _from_outside(self, x: Tensor) -> Tensor:
         ref, version = self.constants.get(id(x), (None, None))
-        if _is_at(ref, x) and writes(func_levels.unwrapped(x)) != version:
-            raise RuntimeError(
-                f"fshard.remat: the function reads {_form(x)} from outside of it, which was written to since it ran: "
-                "give it a clone"
-            )
         is_leaf = x.is_leaf and Tensor.requires_grad.__get__(x)  # type: ignore[attr-defined]
-        if not (_is_at(ref, x) or _passes(x)) and (is_leaf or not self._is_blind):
+        if _is_at(ref, x):
+            is_same = writes(func_levels.unwrapped(x)) == version
+        else:
+            is_same = _passes(x) or (self._is_blind and not is_leaf)
+        if not is_same:
             refuse_other_reads()
         return x
 
@@ -318,10 +309,10 @@ class SecondReads(Reads):
 def refuse_other_reads() -> NoReturn:
     """Raise RuntimeError for a function that reads other tensors when it runs again."""
     raise RuntimeError(
-        "fshard.remat: the function reads other tensors when it runs again. What it reads may depend on its arguments "
-        f"alone; what it makes of a tensor from outside by a torch.autograd.Function is not known again: {_AS_ARGUMENT}"
-        ". Parameters that torch.func.functional_call has given a module are gone when the backward runs: put `remat` "
-        "around it, or use fshard.module.functionalize"
+        "fshard.remat: the function reads other tensors when it runs again, or one that was written to since. What it "
+        "reads may depend on its arguments alone; what it makes of a tensor from outside by a torch.autograd.Function "
+        f"is not known again: {_AS_ARGUMENT}. Parameters that torch.func.functional_call has given a module are gone "
+        "when the backward runs: put `remat` around it, or use fshard.module.functionalize"
     )
 
 

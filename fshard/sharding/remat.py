@@ -11,17 +11,17 @@ Note [Remat]
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from contextvars import copy_context
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar, cast
 
 import torch
 from torch import Tensor
 
 # Private, as what a vmap rule is made of: nothing public runs a function for a level as torch's own rules do
 from torch._functorch.autograd_function import unwrap_batched, wrap_batched
-from torch._functorch.pyfunctorch import VmapInterpreter, retrieve_current_functorch_interpreter
+from torch._functorch.pyfunctorch import VmapInterpreter, coerce_cinterpreter, retrieve_current_functorch_interpreter
 from torch.autograd import forward_ad
 
 # Private: nothing public lists the function modes that are on (test_remat.py notices when it goes)
@@ -41,7 +41,8 @@ P = ParamSpec("P")
 R = TypeVar("R")
 Ctx = Any  # torch's context of a function, on which setup_context sets any attributes
 _Again = Callable[..., tuple[Tensor, ...]]  # of tensors, inputs and results
-_Levels = Sequence[tuple[object, ...]]  # of torch.func, as `func_levels.kinds`
+_Tensors = Sequence[Tensor]
+_Levels = Sequence[tuple[object, ...]]  # of torch.func
 _NUM_OTHERS = 3  # arguments of `_Rules` before the tensors
 
 
@@ -54,9 +55,9 @@ def remat(fn: Callable[P, R]) -> Callable[P, R]:
     is drawn again. Of a function of several units all units are in memory together. For torch.autograd alone
     `torch.utils.checkpoint` does the same, unit by unit.
 
-    Raises RuntimeError where a gradient would be lost: `fn` writes to an argument, or to a tensor from outside; keeps
-    what it computes beside its results; reads other tensors when it runs again; or differentiates by a tensor from
-    outside in a transform of its own.
+    Raises RuntimeError where a gradient would be lost or wrong: `fn` writes to an argument, or to a tensor from outside
+    (batch norm in training); keeps what it computes beside its results; reads other tensors, or other values of
+    constants, when it runs again; or differentiates by a tensor from outside in a transform of its own.
 
     >>> def loss(w, x):
     ...     return remat(lambda x: (x @ w).tanh())(x).sum()
@@ -71,7 +72,7 @@ def remat(fn: Callable[P, R]) -> Callable[P, R]:
 
     def rematerialized(*args: P.args, **kwargs: P.kwargs) -> R:
         if torch.compiler.is_dynamo_compiling():  # it knows torch's checkpoint, and has derivatives of its own
-            return checkpoint(fn, *args, use_reentrant=False, **kwargs)
+            return cast(R, checkpoint(lambda *xs: fn(*xs, **kwargs), *args, use_reentrant=False))
         outer = RUNNING.get()
         with assigned(RUNNING, None):  # what is done here is no part of a function outside
             return _rematerialized(fn, args, kwargs, outer)
@@ -87,7 +88,7 @@ def _rematerialized(fn: Callable[..., R], args: Any, kwargs: Any, outer: Reads |
     reads = FirstReads([x for x in leaves if isinstance(x, Tensor)], outer)
     call = _Rematerialized(fn, spec, leaves, reads)
     results, out, form = call.first(reads)
-    ruled = iter(_ruled_by(call.again, func_levels.kinds(), results, reads.inputs))
+    ruled = iter(_ruled_by(call.again, _levels(), results, reads.inputs))
     out = [next(ruled) if x is _TENSOR else x for x in out]
     if outer is not None:
         outer.note(remat, tuple(reads.inputs), None, out)
@@ -104,7 +105,7 @@ class _Rematerialized:
         devices = {x.device for x in reads.inputs}
         self._device = next((x for x in devices if x.type != "cpu"), torch.device("cpu"))
         with func_levels.aside():
-            self._rewinds = [bookmark(self._device)]
+            self._rewind = bookmark(self._device)
         # in a backward: the call of a module that reads its parameters, and the like
         self._context = copy_context()
         self._modes = [mode for mode in function_modes() if not isinstance(mode, Reads)]
@@ -123,7 +124,6 @@ class _Rematerialized:
         """
         leaves, form = tree.flatten(self._run(reads))
         out = [reads.instead_of(x) if isinstance(x, Tensor) and is_active(x) else x for x in leaves]
-        reads.check_inputs()
         if active := [x for x in out if isinstance(x, Tensor) and is_active(x)]:
             raise RuntimeError(
                 f"fshard.remat: a result ({active[0].dtype} of shape {list(active[0].shape)}) depends on a tensor from "
@@ -135,8 +135,7 @@ class _Rematerialized:
         results = [stripped(x) for x in out if _is_floating(x)]
         del leaves, out
         self._known = reads.end(others)
-        self._generators = [*reads.generators]
-        self._rewinds += [functools.partial(generator.set_state, x) for generator, x in reads.generators.items()]
+        self._generators = reads.generators
         return results, others, form
 
     def again(self, *inputs: Tensor) -> tuple[Tensor, ...]:
@@ -154,16 +153,15 @@ class _Rematerialized:
     def _rewound(self) -> Iterator[None]:
         """Inside the block draw what the first run drew."""
         with func_levels.aside():
-            states = [(generator, generator.get_state()) for generator in self._generators]
-            backs = [bookmark(self._device), *(functools.partial(x.set_state, state) for x, state in states)]
-            for rewind in self._rewinds:
-                rewind()
+            back, states = bookmark(self._device), {x: x.get_state() for x in self._generators}
+            self._rewind()
+            _set(self._generators)
         try:
             yield
         finally:
             with func_levels.aside():
-                for back in backs:
-                    back()
+                back()
+                _set(states)
 
     def _blocks(self) -> list[AbstractContextManager[Any]]:
         """The blocks that the call was in."""
@@ -172,13 +170,26 @@ class _Rematerialized:
         return [self._rewound(), *casts, *(mode for mode in self._modes if not any(mode is x for x in active))]
 
 
+def _set(states: Mapping[torch.Generator, Tensor]) -> None:
+    for generator, state in states.items():
+        generator.set_state(state)
+
+
 def _is_floating(x: object) -> bool:
     return isinstance(x, Tensor) and (x.is_floating_point() or x.is_complex())
 
 
-def _ruled_by(
-    again: _Again, levels: _Levels, results: Sequence[Tensor], inputs: Sequence[Tensor]
-) -> tuple[Tensor, ...]:
+def _levels() -> _Levels:
+    """The transforms of torch.func that run: of each its kind, its level, and of `vmap` how it draws random numbers."""
+    return [coerce_cinterpreter(x).get_state() for x in torch._C._functorch.get_interpreter_stack() or ()]
+
+
+def _ruled(again: _Again, levels: _Levels, inputs: _Tensors, now: _Again | None = None) -> tuple[Tensor, ...]:
+    """`again(*inputs)`, or `now(*inputs)`, of whose derivatives autograd keeps the inputs alone."""
+    return _ruled_by(again, levels, _drawn_once(now or again, levels, [*map(stripped, inputs)]), inputs)
+
+
+def _ruled_by(again: _Again, levels: _Levels, results: _Tensors, inputs: _Tensors) -> tuple[Tensor, ...]:
     """The results of `again(*inputs)`, of whose derivatives autograd keeps the inputs alone.
 
     `levels` are those in which the function ran first: what it draws at random may differ along these.
@@ -188,7 +199,7 @@ def _ruled_by(
 
 def _drawn_once(again: _Again, levels: _Levels, inputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
     """`again` of tensors without derivatives, for which a vmap that is not of `levels` draws once, as the first run."""
-    if all(level in levels or level[0] != "Vmap" or level[-1] == "same" for level in func_levels.kinds()):
+    if all(level in levels or level[0] != "Vmap" or level[-1] == "same" for level in _levels()):
         return again(*inputs)
     top = retrieve_current_functorch_interpreter()
     if not isinstance(top, VmapInterpreter):
@@ -237,11 +248,9 @@ class _Rules(torch.autograd.Function):
     def backward(ctx: Ctx, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         inputs, needed = ctx.saved_tensors, ctx.needs_input_grad[_NUM_OTHERS + ctx.num :]
         which = [number for number, needs in enumerate(needed) if needs]
-        used, seeds = [number for number, x in enumerate(grads) if x is not None], [x for x in grads if x is not None]
-        pull = _pull(_some_of(ctx.again, used), which, len(inputs))
-        tensors = [*inputs, *seeds]
-        results = _drawn_once(pull, ctx.levels, [*map(stripped, tensors)])
-        sums = dict(zip(which, _ruled_by(pull, ctx.levels, results, tensors), strict=True))
+        seeds = {number: x for number, x in enumerate(grads) if x is not None}
+        pull = _pull(ctx.again, which, [*seeds], len(inputs))
+        sums = dict(zip(which, _ruled(pull, ctx.levels, [*inputs, *seeds.values()]), strict=True))
         return (None,) * (_NUM_OTHERS + ctx.num) + tuple(map(sums.get, range(len(inputs))))
 
     @staticmethod
@@ -254,8 +263,7 @@ class _Rules(torch.autograd.Function):
             tensors = [*inputs, *along.values()]
             # without torch.func there is one level, that of torch.autograd.forward_ad, and it may be over later
             now, later = (_push(ctx.again, [*along], len(inputs), x) for x in (func_levels.inside(), True))
-            results = _drawn_once(now, ctx.levels, [*map(stripped, tensors)])
-            return _ruled_by(later, ctx.levels, results, tensors)
+            return _ruled(later, ctx.levels, tensors, now)
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple[Any, ...], again: _Again, levels: _Levels, num: int, *tensors: Tensor) -> Any:
@@ -264,7 +272,7 @@ class _Rules(torch.autograd.Function):
             x.expand(size, *x.shape) if d is None else x.movedim(d, 0)
             for x, d in zip(tensors[:num], dims, strict=False)
         ]
-        around = func_levels.kinds()
+        around = _levels()
         was_there = ("Vmap", len(around) + 1, info.randomness) in levels
         mapped = _mapped(again, size, dims[num:], info.randomness if was_there else "same")
         levels = [level for level in levels if level in around]
@@ -280,19 +288,19 @@ def _leaf(x: Tensor) -> Tensor:
     return (x.view_as(x) if x.requires_grad or x.layout is torch.strided else x.detach()).requires_grad_()
 
 
-def _pull(again: _Again, which: Sequence[int], num: int) -> _Again:
-    """The vjp of `again` in some of its `num` inputs, as a function of all inputs and the gradients of results."""
+def _pull(again: _Again, which: Sequence[int], used: Sequence[int], num: int) -> _Again:
+    """The vjp of some results of `again` in some of its `num` inputs: of all inputs and the results' gradients."""
 
     def pulled(*tensors: Tensor) -> tuple[Tensor, ...]:
         inputs, grads = tensors[:num], tensors[num:]
         if func_levels.inside():
-            pull = torch.func.vjp(_part(again, inputs, which), *[inputs[n] for n in which])[1]
+            pull = torch.func.vjp(_part(again, inputs, which, used), *[inputs[n] for n in which])[1]
             return pull(grads, retain_graph=False)
         # the same without torch.func, which refuses torch.utils.checkpoint, and takes longer
         with torch.enable_grad():
             is_differentiated = any(x.requires_grad for x in tensors)
             leaves = [_leaf(inputs[n]) for n in which]
-            outs = _part(again, inputs, which)(*leaves)
+            outs = _part(again, inputs, which, used)(*leaves)
             depends = [(x, grad) for x, grad in zip(outs, grads, strict=True) if x.requires_grad]
         if not depends:
             return tuple(map(torch.zeros_like, leaves))
@@ -327,23 +335,14 @@ def _push(again: _Again, which: Sequence[int], num: int, nested: bool) -> _Again
     return pushed
 
 
-def _part(again: _Again, inputs: Sequence[Tensor], which: Sequence[int]) -> _Again:
-    """`again` as a function of some of its inputs."""
+def _part(again: _Again, inputs: _Tensors, which: Sequence[int], used: Sequence[int] | None = None) -> _Again:
+    """`again` as a function of some of its inputs, with some of its results or all."""
 
     def of(*some: Tensor) -> tuple[Tensor, ...]:
         all_inputs = list(inputs)
         for number, x in zip(which, some, strict=True):
             all_inputs[number] = x
-        return again(*all_inputs)
-
-    return of
-
-
-def _some_of(again: _Again, used: Sequence[int]) -> _Again:
-    """`again` with some of its results."""
-
-    def of(*inputs: Tensor) -> tuple[Tensor, ...]:
-        results = again(*inputs)
-        return tuple(results[number] for number in used)
+        results = again(*all_inputs)
+        return results if used is None else tuple(results[number] for number in used)
 
     return of

@@ -357,7 +357,7 @@ def has_statistics(x: Tensor, w: Tensor) -> Tensor:
 
 
 ERRORS: dict[Callable[..., Tensor], str] = {
-    writes_an_argument: r"writes to an input in place, a torch.float64 tensor of shape \[5, 6\]: clone it first",
+    writes_an_argument: r"writes in place to a torch.float64 tensor of shape \[5, 6\] from outside of it, .*: clone it",
     writes_outside: r"writes what it computes to a torch.float64 tensor of shape \[5, 6\] from outside of it: return",
     collects: r"keeps a torch.float64 tensor of shape \[\], which it has computed, beside its results",
     collects_results: r"keeps a torch.float64 tensor of shape \[5, 6\], which",
@@ -368,10 +368,10 @@ ERRORS: dict[Callable[..., Tensor], str] = {
     of_a_call: r"functional_call has given a module are gone .*use fshard.module.functionalize",
     grows: "reads other tensors when it runs again",
     grows_by_constants: "reads other tensors when it runs again",
-    fills_a_mask: r"reads a torch.float64 tensor of shape \[6\] from outside of it, which was written to since it ran",
-    changes_a_frozen_module: r"reads a torch.float64 tensor of shape \[6, 6\] from outside of it, which was written to",
-    counts: r"writes to a torch.float64 tensor of shape \[\] from outside of it, and would do so again",
-    has_statistics: r"writes to a torch.int64 tensor of shape \[\] .* \(buffers of a module: fshard.module.func",
+    fills_a_mask: "when it runs again, or one that was written to since",
+    changes_a_frozen_module: "when it runs again, or one that was written to since",
+    counts: r"writes in place to a torch.float64 tensor of shape \[\] from outside of it, and would do so again",
+    has_statistics: r"writes in place to a torch.int64 tensor of shape \[\] .* \(buffers of a module: fshard.mod",
     changes_parameters: "keeps a torch.float64 tensor of shape",
 }
 
