@@ -228,12 +228,15 @@ def _limit(key: Key, got: Sequence[_Value], want: _Run, rtol: float | None) -> f
 
 
 def _agreeing(key: Key, run: _Run, want: _Run, rtol: float | None) -> Tensor | None:
-    """Of a new parameter, where the two gradients agree."""
-    gradient = SUM, key[1]
-    if key[0] != PARAMETER or rtol == 0 or gradient not in run or gradient not in want:
+    """Of a new parameter, where the two gradients agree and are no rounding, and where steps before have not parted."""
+    kind, path = key
+    if kind != PARAMETER or rtol == 0 or any((kind, path) not in each for each in (run, want) for kind in (SUM, OLD)):
         return None
-    x, y = (_flat(each[gradient][0].value) for each in (run, want))
-    return (x - y).abs() <= min(2**5 * (want[key][0].rtol if rtol is None else rtol), _MOST_UPDATE) * y.abs()
+    given = want[key][0].rtol if rtol is None else rtol
+    (x, old), (y, other) = ([_flat(each[kind, path][0].value) for kind in (SUM, OLD)] for each in (run, want))
+    agree = (x - y).abs() <= min(2**5 * given, _MOST_UPDATE) * y.abs()
+    is_rounding = (y.abs() <= _SMALL * given * want.largest_gradient) & bool(y.any())
+    return agree & ~is_rounding & ((old - other).abs() <= given * _largest(other))
 
 
 def _flat(x: Tensor) -> Tensor:
@@ -279,7 +282,8 @@ def _alike(got: Sequence[Tensor], want: Sequence[Tensor], limit: float) -> bool:
     """Whether `got` are copies or pieces of `want`."""
     if any(x.dtype != want[0].dtype for x in got):
         return False
-    if len(want) == 1 and all(x.shape == want[0].shape for x in got):
+    same_shapes = all(x.shape == want[0].shape for x in (*got, *want))
+    if same_shapes and not any(_far(x, want[0], limit) for x in want[1:]):
         return not any(_far(x, want[0], limit) for x in got)
     a, b = (torch.cat([*map(_flat, each)]) for each in (got, want))
     copies, rest = divmod(len(a), len(b)) if len(b) else (1, len(a))
@@ -368,12 +372,13 @@ class _Ranks:
         self._states[number] = state
         if state == "wrong" and _is_floating(want[0].value) and not (self._is_split or given & {"wrong", "partial"}):
             difference = self._told(parts, want, limit)
-            self._operator = self._operator or (None if difference.rank is None else difference)
+            is_certain = difference.rank is not None or given <= {"copies"}  # copies have no row numbers
+            self._operator = self._operator or (difference if is_certain else None)
 
     def _told(self, parts: Sequence[_Value], want: Sequence[_Value], limit: float) -> Difference:
         """The difference of a wrong value, with the rank that has it, if it is one's."""
         values, wanted = [x.value for x in parts], [x.value for x in want]
-        is_copy = want[0].kind == "operator" and "pieces" not in {self._states[n] for n in want[0].inputs}
+        is_copy = want[0].kind == "operator" and "pieces" not in {self._states.get(n, "pieces") for n in want[0].inputs}
         for pieces in (*_pieces(values, wanted), wanted * len(parts)):
             texts = [_far(a, b, limit) for a, b in zip(values, pieces, strict=False)]
             wrong = [number for number, text in enumerate(texts) if text]

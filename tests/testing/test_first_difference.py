@@ -71,7 +71,7 @@ def loss(p: Any, b: Any, fault: str = "", where: int = 1) -> Any:
         h = F.layer_norm(x, (4,), block["norm"])  # norm
         q, k, v = F.linear(h, block["qkv"], block["bias"]).chunk(3, -1)  # qkv
         h = F.scaled_dot_product_attention(q, k, v, scale=0.9 if here == "scale" else 0.5)  # attention
-        h = F.linear(h, block["w"] * (0.5 if here == "half" else 1), block["b"])  # linear
+        h = F.linear(h, block["w"] * SCALES.get(here, 1), block["b"])  # linear
         if here == "bf16":
             h = h.bfloat16().to(x.dtype)  # bf16
         h = torch.sin(h) if here == "sin" else torch.tanh(h)  # tanh
@@ -85,6 +85,7 @@ def loss(p: Any, b: Any, fault: str = "", where: int = 1) -> Any:
 
 
 FACTORS = {"backward": 1.5, "doubled": 2.0}  # of gradients
+SCALES = {"half": 0.5, "scaled": 1.01}  # of weights
 
 LOSSES: dict[str, Callable[[Tensor, Tensor, torch.dtype], Any]] = {
     "": lambda each, weight, _: fshard.Mean((each * weight).sum(), weight.sum()),
@@ -347,7 +348,7 @@ def other_rows(state: Any, rows: Any) -> Any:
 
 
 BLOCK = {  # the fault, and the mark of the line where it shows
-    "half": "linear",
+    **dict.fromkeys(("half", "scaled"), "linear"),
     **{"scale": "attention", "bf16": "bf16", "sin": "tanh", "factor": "add", "batch": "shift", "detach": "detach"},
 }
 WHOLE = {"params_over": (), "grads_over": (), "state_over": ()}
@@ -412,7 +413,7 @@ def test_a_fault_is_named(name: str, ranks: int, dtype: torch.dtype) -> None:
 
 def test_there_are_enough_faults() -> None:
     """A fault would be left out of the table without a word."""
-    assert len(FAULTS) == 48
+    assert len(FAULTS) == 51
 
 
 @pytest.mark.sample(5)
@@ -600,6 +601,44 @@ def test_micro_batches_that_call_other_operators() -> None:
     assert (difference.name, "not in all micro-batches" in difference.text) == ("neg", True)
 
 
+@pytest.mark.sample(5)
+@pytest.mark.parametrize("optimizer", ["adamw", "lamb", "adafactor"])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("seed", [1, 2])
+def test_gradients_that_are_rounding(seed: int, dtype: torch.dtype, optimizer: str) -> None:
+    """What an optimizer makes of them, over several steps, would be called a fault."""
+    tx, new = getattr(optim, optimizer)(1e-2), drawn(dtype)
+    whole = {"w": new(4, 4), "b": new(4), "head": new(4, 3)}
+    rows = torch.randn(12, 4, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
+
+    def cancelled(p: Any, x: Tensor) -> Any:
+        y = (x @ p["w"]) + p["b"].sum()
+        return fshard.Mean(((y.softmax(1) * x) @ p["head"]).square().sum(), len(x))
+
+    def seen(mesh: Any) -> Any:
+        state = fshard.init_state(fshard.shard_params(whole, fshard.make_plan(whole, mesh)), tx)
+        step, values = observed(fshard.train_step(cancelled, tx)), []
+        for _ in range(6):
+            (state, _), values_of_step = step(state, rows if mesh is None else rows.chunk(2)[mesh.get_rank()])
+            values.append(values_of_step)
+        return values
+
+    for got, one in zip(zip(*simulate(seen, shard=2), strict=True), seen(None), strict=True):
+        assert first_difference(got, [one]) is None
+
+
+def test_weights_beside_micro_batches_of_one_device() -> None:
+    """Numbers of a weight in another order would count as pieces of the copies that each micro-batch has."""
+
+    def turned(p: Any, b: Any, wrong: bool = False) -> Any:
+        w = p["blocks"][0]["w"]
+        return mean((p["embed"][b["words"]] @ (w.flip(0) if wrong else w.flip(1))).square().sum((-1, -2)))
+
+    difference = first_difference(seen_by(2, fn=partial(turned, wrong=True)), [ran(None, fn=turned, accumulate=2)])
+    assert difference is not None
+    assert difference.name == "flip"
+
+
 def test_names_with_tabs() -> None:
     """A name would have more fields than a name has."""
     whole = {"a\tb": torch.ones(2)}
@@ -665,16 +704,20 @@ def split_loss(mesh: Any, fault: str = "") -> Any:
             gate, up = (x @ layer["gate_up"]).chunk(2, -1)
             y = (gate.sigmoid() * up) @ layer["down"]
             y = y if fault == "sum" else fshard.all_reduce(y, mesh, "tensor")
+            y = y * 1.0 if fault == "more" else y  # more
             x = x + y.tanh()  # missing
-        total = x.square().sum() / (2 if fault == "part" else 1)
+        total = x.square().sum() * {"part": 0.5, "more": 1.3}.get(fault, 1)
         return fshard.Sum(0.1 * total) if fault == "twofold" else fshard.Mean(total, len(x))  # total
 
     return loss_fn
 
 
-@pytest.mark.sample(3)
+MARKS = {"sum": "missing", "more": "more"}
+
+
+@pytest.mark.sample(5)
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("fault", ["", "sum"])
+@pytest.mark.parametrize("fault", ["", "sum", "more"])
 @pytest.mark.parametrize("sizes", [{"tensor": 2}, {"tensor": 3}, {"shard": 2, "tensor": 2}])
 def test_leaves_that_are_split(sizes: dict[str, int], fault: str, dtype: torch.dtype) -> None:
     """Parts of features, and sums not taken yet, would be faults; or a sum that is missing would not be one."""
@@ -692,7 +735,7 @@ def test_leaves_that_are_split(sizes: dict[str, int], fault: str, dtype: torch.d
 
     found = first_difference(World(axes=sizes).run(lambda mesh: run(mesh, fault)), [run(None)])
     assert (found is None) == (not fault)
-    assert found is None or (found.kind, found.unit, found.line) == ("operator", "layers.0", LINES["missing"])
+    assert found is None or (found.kind, found.unit, found.line) == ("operator", "layers.0", LINES[MARKS[fault]])
 
 
 def test_the_first_run_of_a_loss_that_runs_twice_does_not_count() -> None:
