@@ -173,6 +173,7 @@ def trained(mesh: Any, dir: Path, how: str, is_changed: threading.Event) -> None
         is_changed.clear()
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("how", ["in place", "donate", "jit"])
 @pytest.mark.parametrize("shard", [1, 2])
 def test_a_state_may_be_changed_at_once(tmp_path, monkeypatch, how, shard):

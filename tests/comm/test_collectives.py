@@ -166,6 +166,7 @@ def check_values(ranks: list[dict[tuple[Any, ...], Tensor]]) -> None:
             assert torch.equal(found[key], wanted), key
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
 def test_values_on_simulated_ranks(size: int) -> None:
     """A collective would give other values than its definition on the stacked inputs."""
@@ -290,6 +291,7 @@ def of_dims(mesh: Any, axis: str, form: torch.memory_format) -> list[bool]:
     return same
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("form", FORMATS, ids=str)
 @pytest.mark.parametrize(
     ("axis", "sizes"), [("b", {"b": 1}), ("b", {"b": 2}), ("a", {"a": 2, "b": 2}), ("b", {"a": 2, "b": 2})]
@@ -458,6 +460,7 @@ def adjoint_sides(mesh: Any, name: str, dtype: torch.dtype) -> tuple[float, floa
     return float(dot(out, y)), float(dot(x, back(y)[0]))
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.complex128])
 @pytest.mark.parametrize("name", sorted(set(LINEAR) - {"vary"}))
 def test_transposes_are_true_adjoints(name: str, dtype: torch.dtype) -> None:

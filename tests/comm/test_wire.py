@@ -125,7 +125,7 @@ def gathers(mesh: Any, name: str, strategy: str) -> None:
     assert same_bits(whole, gather_params(flat))
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(9)
 @over_wires
 @pytest.mark.parametrize("world", WORLDS)
 def test_a_loss_sees_what_arrived(name, world):

@@ -134,7 +134,7 @@ def test_what_may_not_wait_does_not():
 KINDS = {"all_gather": fshard.all_gather, "all_reduce": fshard.all_reduce, "reduce_scatter": fshard.reduce_scatter}
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_bucket_is_as_large_as_it_may_be(kind):
     """Collectives of every kind are merged up to the given bytes: else memory would be exceeded, or too many sent."""

@@ -91,7 +91,7 @@ TRANSFORMED: dict[str, Callable[[Any], Any]] = {
 }
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(12)
 @pytest.mark.parametrize("transform", TRANSFORMED)
 @pytest.mark.parametrize("place", PLACES)
 def test_a_captured_tensor_is_read_at_each_run(place, transform):
@@ -265,6 +265,7 @@ def test_captured_tensors_with_a_conjugate_or_negative_bit(first):
             assert same_bits(run(torch.tensor(2.0)), fn(torch.tensor(2.0)))
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("transform", TRANSFORMED)
 @pytest.mark.parametrize("place", PLACES)
 def test_shapes_with_captured_tensors(place, transform):
@@ -465,6 +466,7 @@ REACHED: dict[str, Callable[[], Callable[[Tensor], Tensor]]] = {
 }
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("way", REACHED)
 def test_variables_that_are_reached_in_another_way(way):
     """A graph would keep the value that a global, or an attribute of a class or module, had at its first call."""

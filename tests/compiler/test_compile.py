@@ -326,6 +326,7 @@ def test_a_step_in_a_function_under_torch_compile():
     simulated(law)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("partition", ["flat", "leaf"])
 def test_zero_over_whole_parameters(partition):
     """A jitted update by `zero` gives the eager numbers: otherwise compiling would alter training with ZeRO."""

@@ -169,7 +169,7 @@ def train(mesh: Any, given: Any, how: str, donate: bool, num_steps: int = 3) -> 
 @pytest.mark.parametrize("shard", [None, 1, 2])
 @pytest.mark.parametrize("donate", [False, True])
 @pytest.mark.parametrize("how", ["eager", "jit"])
-@pytest.mark.sample(2)
+@pytest.mark.sample(6)
 def test_what_a_state_is_made_from_is_left_as_it_is(how, donate, shard):
     """Donating a state would write to the scaler, `extra` or rates that the caller made it from."""
     given = {

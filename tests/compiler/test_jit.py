@@ -208,6 +208,7 @@ def test_a_step_is_traced_once():
     assert len(runs) == 2
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("kind", ["meta", "fake"])
 def test_lowering_needs_no_values(kind):
     """Meta and fake tensors could not be lowered, or their graph would not run on real ones."""
@@ -461,6 +462,7 @@ def test_a_graph_sends_what_the_eager_step_sends():
     simulated(law)
 
 
+@pytest.mark.slow
 def test_models_of_several_kinds():
     """Some kind of layer would have other bits in a graph than eagerly."""
 

@@ -234,7 +234,7 @@ def crossings(graph: fx.Graph) -> list[tuple[str, str]]:
     return crossed
 
 
-@pytest.mark.sample(3)
+@pytest.mark.slow
 @pytest.mark.parametrize("name", DERIVATIVES)
 def test_what_is_read_late_is_gathered_again(name):
     """With `regather` a unit would stay in memory while others are computed."""
@@ -256,6 +256,7 @@ def test_what_is_read_late_is_gathered_again(name):
     simulated(law)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("regather", [True, False])
 def test_a_plan_says_whether_units_are_gathered_again(regather):
     """`regather=False` would gather twice, or `regather=True` once."""
@@ -319,7 +320,7 @@ def under_way(found: list[GatherNodes], order: dict[fx.Node, int]) -> dict[int, 
     return {begin: sum(n for a, b, n in spans if a <= begin < b) for begin, _, _ in spans}
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("name", DERIVATIVES)
 def test_gathers_start_one_unit_ahead(name):
     """A gather would start too early, and hold memory, or too late, and not overlap."""
@@ -366,6 +367,7 @@ def test_a_graph_gathers_as_many_units_ahead_as_the_plan_says() -> None:
     simulated(law)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("widths", [(8, 8, 8, 8), (4, 40, 4, 12)], ids=["alike", "unlike"])
 @pytest.mark.sample(2)
 def test_bytes_in_flight(widths):

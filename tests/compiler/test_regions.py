@@ -182,6 +182,7 @@ def test_which_graphs_stay_whole() -> None:
     simulated(job)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
 def test_what_lies_between_collectives(backend: str) -> None:
     """A view that is made before a collective and read after it, memory that is filled in two regions, results of one

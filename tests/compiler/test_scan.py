@@ -315,7 +315,7 @@ DERIVATIVES: dict[str, Body] = {
 }
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(6)
 @pytest.mark.parametrize("name", DERIVATIVES)
 def test_derivatives_of_torch_func_are_those_of_the_loop(name: str) -> None:
     """A transform would see a node that it knows no rule of."""

@@ -113,7 +113,7 @@ def test_a_graph_draws_the_eager_numbers(name):
         assert same_bits(eager, compiled)
 
 
-@pytest.mark.sample(20)
+@pytest.mark.sample(40)
 @pytest.mark.parametrize("name", DRAWS)
 def test_what_is_drawn_depends_on_the_state(name):
     """Another seed gives other results: otherwise every run would draw equal numbers, and the test above see

@@ -220,6 +220,7 @@ def test_what_is_not_there_is_an_error():
     simulated(run, shard=2)
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("world", WORLDS)
 @pytest.mark.parametrize("tree_map", [optree.tree_map, pytree.tree_map, tree.map], ids=["optree", "torch", "fshard"])
 def test_an_average_of_sharded_trees_is_the_average(tree_map, world):

@@ -836,7 +836,7 @@ def bombs(path: str) -> dict[str, bytes]:
 NAMES_OF_BOMBS = [*bombs("")]
 
 
-@pytest.mark.sample(9)
+@pytest.mark.sample(27)
 @pytest.mark.parametrize("name", NAMES_OF_BOMBS)
 def test_a_pickle_runs_nothing(tmp_path, name):
     """A pickle under the name .metadata would run code, take up the memory, or never end."""
@@ -858,7 +858,7 @@ def test_calls_and_states_are_refused_where_they_stand(name):
     assert inert_pickle.read_pickle(pickle.dumps({"a": [1]}), set()) == {"a": [1]}
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(12)
 @pytest.mark.parametrize("name", NAMES_OF_BOMBS[:-1])
 def test_a_pickle_of_a_number_runs_nothing(tmp_path, name):
     """A pickle in place of a number of torch's would run code when it is read, or never end."""

@@ -207,6 +207,7 @@ INDICES: dict[str, tuple[Callable[[Any], Any], str]] = {
 }  # fmt: skip
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("what", INDICES)
 def test_an_index_that_is_none_is_an_error(what, folder, tmp_path):
     """An index that was made to do harm would be read as numbers, lead out of the folder, or end the process."""
@@ -684,7 +685,7 @@ def changed_bytes(data: bytes, draw: random.Random) -> bytes:
     ][max(kind - 1, 0)]
 
 
-@pytest.mark.sample(24)
+@pytest.mark.sample(72)
 @pytest.mark.parametrize("seed", range(80))
 def test_changed_bytes_are_right_or_an_error(seed, folder, right):
     """A flipped bit in any file would be restored: in a number of the index, too."""

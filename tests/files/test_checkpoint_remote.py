@@ -194,6 +194,7 @@ def test_a_failing_read_is_an_error_on_all_ranks(kind, url, what, monkeypatch):
     assert all(url in text for text in simulated(restore, shard=3))
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("kind", REMOTE)
 def test_a_store_that_does_not_answer_is_not_an_empty_one(kind, url, monkeypatch):
     """A look that failed would read as "no checkpoint": a run would begin anew, and a prune delete a whole one."""

@@ -40,7 +40,7 @@ def is_the_model(name: str, folder: Path, written: Any) -> None:
     assert same_bits(dict(module.state_dict()), dict(model(name).state_dict()))
 
 
-@pytest.mark.sample(12)
+@pytest.mark.sample(24)
 @pytest.mark.parametrize("world", WORLDS)
 @pytest.mark.parametrize("name", ["GPT-2", "BERT", "Llama", "ResNet"])
 def test_a_directory_comes_back_to_the_bit(name, world, tmp_path):

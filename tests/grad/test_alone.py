@@ -47,7 +47,7 @@ def steps(mesh: Any, policy: str, how: str, strategy: str = "full", tx: Any = No
     return (gather_params(state.params), moments, metrics), {r.kind for r in records}, is_view
 
 
-@pytest.mark.sample(6)
+@pytest.mark.sample(18)
 @pytest.mark.parametrize("how", STEPS)
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("strategy", NARROW)
@@ -84,6 +84,7 @@ def check_in_place(pairs: list[tuple[Tensor, Tensor]]) -> None:
         assert same_bits(apart, summed)
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("late", [True, False])
 @pytest.mark.parametrize("ranks", [1, 2, 3, 5])
 def test_a_sum_in_the_place_of_its_terms(ranks, late):

@@ -134,7 +134,7 @@ def trained(mesh: Any, seeds: list[int], strategy: str, way: str) -> None:
         assert wrong < 1e-12, (seed, strategy, way, wrong)
 
 
-@pytest.mark.sample(15)
+@pytest.mark.sample(45)
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("axes", [{"shard": 2}, {"shard": 2, "replicate": 2}])

@@ -420,6 +420,7 @@ def some_grads(mesh: Any, how: str, bits: tuple[int, int]) -> Any:
     return fshard.gather_params(step(state, x)[0].params)
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("how", HOWS)
 def test_micro_batches_that_use_different_leaves_of_a_unit(how: str) -> None:
     """What one micro-batch gave to a unit would be lost if the next leaves one of its leaves unused."""

@@ -174,7 +174,7 @@ def test_the_backward_gathers_ahead_also_under_checkpoints(which: str, prefetch:
         check_ahead([(kind, label) for what, kind, label in log if what == "start"])
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(8)
 @pytest.mark.parametrize("which", WHICH)
 def test_a_graph_gathers_ahead_also_under_checkpoints(which: str) -> None:
     """As in the eager step."""

@@ -59,6 +59,7 @@ def _all_kinds(mesh):
     return wrong
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("shard", [1, 2, 3])
 def test_every_collective_is_right(shard):
     """Collectives through shared memory give right values: otherwise processes of one host would train wrongly."""

@@ -256,7 +256,7 @@ def test_conjugate_gradients_solve_newtons_equation(world, strategy):
             assert torch.allclose(got[name], x, rtol=1e-8, atol=1e-10)
 
 
-@pytest.mark.sample(2)
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["processes", "graphs"])
 def test_conjugate_gradients_elsewhere(how):
     """Processes would have other bits than simulated ranks, or a graph other values."""

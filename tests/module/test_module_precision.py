@@ -373,6 +373,7 @@ def mse_by_hand(params: Any, batch: Any) -> Tensor:
     return (((out + batch["n"][:, None]).float() - batch["target"]).square().mean()).detach()
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("shard", [1, 2])
 @pytest.mark.parametrize("jitted", [False, True])
 def test_a_module_casts_what_it_is_given_and_nothing_else(jitted, shard):

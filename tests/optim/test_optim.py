@@ -198,7 +198,7 @@ def test_structures_are_kept(name):
         keeps(name, params, like(params, 1))
 
 
-@pytest.mark.sample(6)
+@pytest.mark.sample(18)
 @over_all
 def test_padding_stays_zero(name):
     """Padding would get numbers, and norms, checkpoints in flat form and the next gradients with it."""
@@ -341,7 +341,7 @@ def steps_alike(name: str, params: Any, grads: list[Any]) -> None:
         assert same_bits(new, old[::-1])
 
 
-@pytest.mark.sample(9)
+@pytest.mark.sample(27)
 @over_all
 def test_a_step_is_an_update_and_its_application(name):
     """The fused kernel would train otherwise than the formula, or a skipped step would change the state."""

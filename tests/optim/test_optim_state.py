@@ -116,7 +116,7 @@ def test_ranks_agree_on_which_has_a_state(world):
         world(gathered_to_others, shard=2)
 
 
-@pytest.mark.sample(9)
+@pytest.mark.sample(27)
 @over_all
 def test_training_goes_on_elsewhere(name):
     """A state moves between partitions and numbers of ranks bit by bit: otherwise a run resumed on other hardware
@@ -215,6 +215,7 @@ def messages(mesh: Any, name: str, how: str, rank: int | None) -> tuple[Any, lis
     return whole, [r.nbytes for r in records.select("all_to_all", label)]
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("how", HOWS)
 @pytest.mark.parametrize("rank", [None, 1])
 def test_a_few_leaves_travel_at_a_time(monkeypatch, how, rank):

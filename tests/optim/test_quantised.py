@@ -88,7 +88,7 @@ def paper_step(p: Any, g: Any, old: dict[str, Any], t: int, hp: dict[str, Any]) 
     return change, new
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(9)
 @pytest.mark.parametrize(("place", "name"), [*itertools.product(PLACES, HYPERPARAMS)])
 def test_as_the_paper(place, name):
     """Every step has the paper's parameters, scales and codes: otherwise published results for 8-bit Adam would not
@@ -155,7 +155,7 @@ def held_blocks(mesh: Any, how: str, block: int, shapes: list[tuple[int, ...]]) 
     return found
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(9)
 @pytest.mark.parametrize(("how", "world"), [*itertools.product(("sharded", "units", "flat"), WORLDS)])
 def test_no_block_is_cut(how, world):
     """Every block lies whole and aligned on one rank: otherwise the block's scale would depend on the number of

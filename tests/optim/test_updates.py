@@ -334,7 +334,7 @@ def zero_stepped(mesh: Any, tx: Any, partition: str, donate: bool) -> Any:
 ZEROED = ["adamw", "rmsprop", "lamb", "muon", "from_torch-Adam", "by_label", "whole_leaves"]
 
 
-@pytest.mark.sample(6)
+@pytest.mark.sample(18)
 @pytest.mark.parametrize("partition", ["flat", "leaf"])
 @pytest.mark.parametrize("way", [way for way in WAYS if way != "alone"])
 @pytest.mark.parametrize("name", ZEROED)
@@ -409,6 +409,7 @@ def outcome(mesh: Any, sizes: tuple[int, ...], labelled: bool) -> str:
     return "taken"
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("labelled", [True, False])
 @pytest.mark.parametrize("sizes", [(4,), (5,), (0, 5), (8, 4), (5, 8), (8, 5), (7, 7), (4, 5, 4), (20, 3, 40, 4)])
 def test_the_answer_to_blocks_is_that_of_any_number_of_ranks(sizes, labelled):

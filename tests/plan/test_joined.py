@@ -256,6 +256,7 @@ def in_turn(mesh: Any, graph: bool) -> tuple[int, list[str]]:
     return len(plan.units), [call.label for call in calls if call.kind == "all_gather"]
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("graph", [False, True])
 def test_stacks_that_are_read_in_turn_are_not_gathered_for_each_layer(graph: bool) -> None:
     """Of a tree of stacks, as in JAX, layers of two joined units are read in turn: each would gather eight layers."""

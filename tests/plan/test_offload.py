@@ -250,7 +250,7 @@ def test_every_optimizer_runs_where_its_state_is(name):
     check_step(MORE[name](), {}, {"clip_norm": 1.0, "accumulate": 2})
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(6)
 @pytest.mark.usefixtures("device")
 @pytest.mark.parametrize("name", HOW)
 def test_where_everything_lies(name):

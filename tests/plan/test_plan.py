@@ -159,7 +159,7 @@ def differentiate(mesh: Any, name: str, strategy: str) -> None:
         assert not any(x.count_nonzero() for x in padding(grads))
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(9)
 @pytest.mark.parametrize("world", ["1", "3", "2x2"])
 @pytest.mark.parametrize("name", TREES)
 def test_every_tree_is_differentiated(name, world):

@@ -34,7 +34,7 @@ def there(mesh: Any, shape: tuple[int, ...], how: tuple[Any, ...], plan: dict[st
 PLANS = [{}, {"params_over": ()}, dict.fromkeys(("params_over", "grads_over", "state_over"), ("shard", "tensor"))]
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(9)
 @pytest.mark.parametrize("plan", PLANS, ids=["full", "zero 2", "over both"])
 @pytest.mark.parametrize("parts", [2, 3])
 @pytest.mark.parametrize("how", HOW)

@@ -165,6 +165,7 @@ def test_a_job_that_slurm_starts_again_keeps_its_output() -> None:
     assert {"#SBATCH --requeue", "#SBATCH --open-mode=append"} <= {*lines}
 
 
+@pytest.mark.slow
 def test_the_job_saves_its_last_step_also_to_a_url() -> None:
     """Steps after the last multiple of ten would be lost, and a URL would be a folder "s3:"."""
     code = (

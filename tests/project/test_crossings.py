@@ -104,7 +104,7 @@ def test_plans(plan, scaler):
     assert crossings(plan, "micro", scaler=scaler) == {}
 
 
-@pytest.mark.sample(6)
+@pytest.mark.sample(12)
 @pytest.mark.parametrize("step", STEPS)
 def test_steps(step):
     """No option of a step copies to or from the host: otherwise clipping or micro-batches would wait for the GPU."""

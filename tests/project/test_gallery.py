@@ -60,7 +60,7 @@ def printed_by_a_process(mesh: Any, name: str, folder: Path) -> str:
     return text.getvalue()
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("name", [pytest.param(x, marks=pytest.mark.slow if x in SLOW else ()) for x in EXAMPLES])
 def test_an_example_on_simulated_ranks(name, tmp_path):
     """The example would fail, or not show what its page says."""

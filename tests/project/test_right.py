@@ -175,7 +175,7 @@ def test_processes_and_simulated_ranks_agree_to_the_bit(world):
         assert same_bits(runs, simulated_runs(world, case)), case
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(9)
 @pytest.mark.parametrize("case", VARIANTS, ids=str)
 def test_a_wrong_run_is_far_from_the_oracle(case):
     """The tests of parity would pass with gradients of one rank, or summed instead of averaged."""

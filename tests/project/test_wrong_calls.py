@@ -693,6 +693,7 @@ def _with(state: fshard.TrainState, other: fshard.TrainState) -> fshard.TrainSta
     return fshard.TrainState(state.params, opt_state, state.loss_scale, state.step, state.rng, state.extra)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("world", [simulated, gloo])
 def test_wrong_calls_on_two_ranks(world: Any) -> None:
     """Wrong calls on a mesh are errors on every rank, also in processes: otherwise ranks would wait for each other."""

@@ -335,6 +335,7 @@ def along(mesh: Any, over: tuple[str, ...], share: bool) -> Any:
 OVER = ("params_over", "grads_over", "state_over")
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("over", [(), ("shard",)])
 @pytest.mark.parametrize("shape", [None, (1, 2), (1, 3), (2, 2)])
 def test_an_inner_product_with_a_gradient_is_one_output(shape: tuple[int, int] | None, over: tuple[str, ...]) -> None:

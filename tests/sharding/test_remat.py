@@ -376,7 +376,7 @@ ERRORS: dict[Callable[..., Tensor], str] = {
 }
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(9)
 @pytest.mark.parametrize("program", ERRORS)
 def test_what_would_lose_a_gradient_is_an_error(program: Callable[..., Tensor]) -> None:
     """The gradient would lack a part, without a word."""

@@ -191,6 +191,7 @@ LEAVES: dict[str, Callable[[], torch.Tensor]] = {
 }
 
 
+@pytest.mark.sample(3)
 @pytest.mark.filterwarnings("ignore::UserWarning")  # torch's, of quantized, complex32 and sparse tensors
 @pytest.mark.parametrize("name", LEAVES)
 def test_what_is_recorded_can_be_replayed(name, tmp_path):

@@ -190,7 +190,7 @@ def trained(mesh: Any, tx: optim.Transform, way: dict[str, Any]) -> Any:
     return fshard.gather_params(state.params)
 
 
-@pytest.mark.sample(15)
+@pytest.mark.sample(45)
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("wrapper", WRAPPERS)
 @pytest.mark.parametrize("alias", ALIASES)

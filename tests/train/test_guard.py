@@ -142,7 +142,7 @@ FAULTS: dict[str, tuple[Fault, str]] = {"weight": (weight, "leaf 'params."), "me
 FAULTS |= {"moment": (moment, "leaf 'opt_state")}
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(12)
 @pytest.mark.parametrize("run", [2, 3])
 @pytest.mark.parametrize("way", ["plain", "donate", "jit"])
 @pytest.mark.parametrize("fault", FAULTS)

@@ -177,7 +177,7 @@ def simulated(case: Case, faults: Any = ()) -> Any:
     return World(axes=case.axes, faults=faults).run(train, case)
 
 
-@pytest.mark.sample(80)
+@pytest.mark.sample(240)
 @pytest.mark.parametrize("seed", range(208))
 def test_a_fault_is_found_at_the_next_check(seed: int) -> None:
     """Training would go on with wrong numbers, or the wrong machine would be taken out."""

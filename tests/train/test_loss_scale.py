@@ -811,7 +811,7 @@ def emptied(mesh: Any, scale: Any, accumulate: int, reduction: str, masked: bool
     return rows, state.params.tensors[0].isnan().any().item(), state.loss_scale.value.item()
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(9)
 @pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize("reduction", ["exact", "tree"])
 @pytest.mark.parametrize("accumulate", [1, 2])

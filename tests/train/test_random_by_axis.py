@@ -96,6 +96,7 @@ def test_ranks_draw_apart_in_a_block_alone(name: str, graph: bool) -> None:
     assert all(x != y for n, x in enumerate(inside) for y in inside[:n]), "two blocks drew the same"
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("name", LOSSES)
 def test_a_graph_draws_what_the_code_draws(name: str) -> None:
     """A jitted step would train with other masks."""

@@ -393,6 +393,7 @@ def test_ranks_have_as_many_threads(monkeypatch):
         simulated(run, shard=2)
 
 
+@pytest.mark.slow
 def test_bits_of_a_graph_depend_on_no_address():
     """A graph would read the rows where they lie, as a step would that is not jitted."""
     (expected,) = simulated(from_anywhere, optim.sgd(0.1), torch.float32, 0, (13,), shard=1)

@@ -471,6 +471,7 @@ def test_nothing_to_train(mesh, partition, how):
         assert same_bits(train(zero(ADAMW, mesh, partition), params, [grads], how)[0], params)
 
 
+@pytest.mark.sample(3)
 @on_ranks(2, WAYS, ("adamw", "lion", "lamb", "muon", "from_torch-Adam"))
 def test_a_modules_parameters_are_taken(mesh, way, name):
     """nn.Parameters train with the bits of plain tensors, without a graph: otherwise each step would keep the last
