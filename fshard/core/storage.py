@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
-from typing import Generic, TypeVar
+from typing import Generic, TypeGuard, TypeVar
 
 import torch
 from torch import Tensor
@@ -124,6 +124,11 @@ def as_bytes(x: Tensor) -> Tensor:
     if flat.numel() < 2 and flat.stride() != (1,):  # none, or one, may have any stride, and count as contiguous
         flat = flat.as_strided((flat.numel(),), (1,))
     return bitcast(torch.view_as_real(flat).reshape(-1) if flat.is_complex() else flat, torch.uint8)
+
+
+def is_inexact(x: object) -> TypeGuard[Tensor]:
+    """Whether `x` is a tensor of floating or complex numbers, which can have a gradient."""
+    return isinstance(x, Tensor) and (x.is_floating_point() or x.is_complex())
 
 
 def value_bytes(x: Tensor) -> Tensor:

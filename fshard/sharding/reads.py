@@ -32,7 +32,7 @@ from torch.autograd import forward_ad
 from torch.overrides import TorchFunctionMode
 
 from ..core import func_levels
-from ..core.storage import address, writes
+from ..core.storage import address, is_inexact, writes
 from ..core.tracing import Args, Kwargs, Operator, assigned, is_tracing
 from .access import Shown
 
@@ -132,7 +132,7 @@ class Reads(TorchFunctionMode):
             if self.depth:
                 self._memory |= {_memory(x)} - outside
             if not _is_at(self.made.get(id(x)), x):
-                self._add(x, watched and (x.is_floating_point() or x.is_complex()))
+                self._add(x, watched and is_inexact(x))
 
     def _watches(self, func: Operator, args: Args, kwargs: Kwargs, before: Sequence[Tensor]) -> bool:
         return False
@@ -262,9 +262,10 @@ class FirstReads(Reads):
                 )
         # no mode saw how the function made what is gone now, or is a result
         is_blind = any(x is None or any(x is y for y in others) for x, _ in read)
-        self.constants |= self._living()
+        living = self._living()
+        self.constants |= living
         if self.outer is not None:
-            self.outer.made |= {number: ref for number, (ref, _) in self._living().items()}
+            self.outer.made |= {number: ref for number, (ref, _) in living.items()}
         self.made.clear()
         return self.positions, self.constants, is_blind
 
@@ -369,7 +370,7 @@ def _memory(x: Tensor) -> int:
 
 def is_active(x: Tensor) -> bool:
     """Whether a tensor has a gradient or a tangent, at any level of torch.func."""
-    if not (x.is_floating_point() or x.is_complex()):
+    if not is_inexact(x):
         return False
     with func_levels.aside() as levels:
         for y in _levels(x):

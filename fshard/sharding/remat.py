@@ -32,7 +32,7 @@ from ..core import func_levels, tree
 from ..core.arguments import wrong
 from ..core.lazy import Branch
 from ..core.random import bookmark
-from ..core.storage import address, share_elements
+from ..core.storage import address, is_inexact, share_elements
 from ..core.tracing import assigned
 from ..core.tree import Tree
 from .reads import RUNNING, FirstReads, Reads, SecondReads, is_active, stripped
@@ -130,9 +130,9 @@ class _Rematerialized:
                 "outside that cannot be seen there (in a torch.autograd.Function, or torch.jit.script): give it to the "
                 "function as an argument"
             )
-        others = [_TENSOR if _is_floating(x) else x for x in out]
+        others = [_TENSOR if is_inexact(x) else x for x in out]
         # others in the same memory: what the function made is to be gone
-        results = [stripped(x) for x in out if _is_floating(x)]
+        results = [stripped(x) for x in out if is_inexact(x)]
         del leaves, out
         self._known = reads.end(others)
         self._generators = reads.generators
@@ -145,7 +145,7 @@ class _Rematerialized:
             for block in self._blocks():
                 stack.enter_context(block)
             out = tree.leaves(self._context.copy().run(self._run, reads))
-        results = tuple(reads.instead_of(x) if id(x) in reads.positions else x for x in out if _is_floating(x))
+        results = tuple(reads.instead_of(x) if id(x) in reads.positions else x for x in out if is_inexact(x))
         reads.check()
         return results
 
@@ -173,10 +173,6 @@ class _Rematerialized:
 def _set(states: Mapping[torch.Generator, Tensor]) -> None:
     for generator, state in states.items():
         generator.set_state(state)
-
-
-def _is_floating(x: object) -> bool:
-    return isinstance(x, Tensor) and (x.is_floating_point() or x.is_complex())
 
 
 def _levels() -> _Levels:

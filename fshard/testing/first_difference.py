@@ -28,6 +28,7 @@ import torch
 from torch import Tensor
 
 from ..core.arguments import is_number, shown, wrong
+from ..core.storage import is_inexact
 from .observed import GRADIENT, LOSS, METRIC, OLD, PARAMETER, SUM, Observed
 
 Way: TypeAlias = tuple[str, ...]  # by axis: "apart", "sum" or "mean"
@@ -94,7 +95,7 @@ class _Run(dict[Key, list[_Value]]):
             kind, called, unit, line, inputs = name.split("\t")
             numbers = [int(number) for number in inputs.replace("?", "-1").split(",") if number]
             comes_of = [eps[number] for number in (numbers if kind == "operator" else eps)]
-            precision = max([torch.finfo(value.dtype).eps if _is_floating(value) else 0.0, *comes_of])
+            precision = max([torch.finfo(value.dtype).eps if is_inexact(value) else 0.0, *comes_of])
             key, place = called, ""
             if kind == "forward":
                 key, forward, count = "", forward + 1, 0
@@ -204,10 +205,6 @@ def _by_rank(runs: Sequence[_Run], wanted: Sequence[_Run], rtol: float) -> Diffe
     return None
 
 
-def _is_floating(x: Tensor) -> bool:
-    return x.is_floating_point() or x.is_complex()
-
-
 def _largest(*tensors: Tensor) -> float:
     """The largest finite number."""
     return max((float(_flat(x).nan_to_num(0.0, 0.0, 0.0).abs().max()) for x in tensors if x.numel()), default=0.0)
@@ -217,7 +214,7 @@ def _limit(key: Key, got: Sequence[_Value], want: _Run, rtol: float | None) -> f
     """How far numbers may be from those of `want`: `rtol` of the largest, of what they come of, or of the update."""
     (kind, path), first = key, want[key][0]
     given, values = first.rtol if rtol is None else rtol, [x.value for x in want[key]]
-    if not given or not _is_floating(first.value):
+    if not given or not is_inexact(first.value):
         return 0.0
     if rtol is None and kind == PARAMETER and (OLD, path) in want:
         update = _largest(_flat(first.value) - _flat(want[OLD, path][0].value))
@@ -241,7 +238,7 @@ def _agreeing(key: Key, run: _Run, want: _Run, rtol: float | None) -> Tensor | N
 
 def _flat(x: Tensor) -> Tensor:
     """The numbers in one row: float64, or int64 of what is not floating."""
-    if not _is_floating(x):
+    if not is_inexact(x):
         return x.long().reshape(-1)
     return (torch.view_as_real(x.resolve_conj()) if x.is_complex() else x).double().reshape(-1)
 
@@ -370,7 +367,7 @@ class _Ranks:
             if state == "pieces" and not any(x.value.shape != y.value.shape for x in parts for y in want):
                 state = "copies"
         self._states[number] = state
-        if state == "wrong" and _is_floating(want[0].value) and not (self._is_split or given & {"wrong", "partial"}):
+        if state == "wrong" and is_inexact(want[0].value) and not (self._is_split or given & {"wrong", "partial"}):
             difference = self._told(parts, want, limit)
             is_certain = difference.rank is not None or given <= {"copies"}  # copies have no row numbers
             self._operator = self._operator or (difference if is_certain else None)
