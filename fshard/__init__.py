@@ -5,11 +5,11 @@ from typing import TYPE_CHECKING
 
 from . import collectives, module, optim, random, reduction, tree, wire
 from .comm.collectives import all_gather, all_reduce, all_to_all, broadcast, reduce_scatter, shift
-from .comm.mesh import AbstractMesh
+from .comm.mesh import AbstractMesh, rank_and_size
 from .comm.ranks import MismatchError
 from .core.losses import Mean, Sum
 from .core.storage import DonatedError
-from .grad.grad import evaluate, reduce_grads, value_and_grad
+from .grad.grad import evaluate, predict, reduce_grads, value_and_grad
 from .grad.hvp import hvp
 from .hosts.check import check
 from .plan.plan import Plan
@@ -68,7 +68,9 @@ __all__ = [
     "make_plan",
     "module",
     "optim",
+    "predict",
     "random",
+    "rank_and_size",
     "reduce_grads",
     "reduce_scatter",
     "reduction",

@@ -364,6 +364,23 @@ def rank_in(mesh: AnyMesh) -> int:
     return coordinate(mesh, tuple(axis_sizes(mesh)))
 
 
+def rank_and_size(mesh: AnyMesh = None, axis: str | Sequence[str] | None = None) -> tuple[int, int]:
+    """Return the number of this rank, and how many ranks there are; (0, 1) for one device.
+
+    The ranks are those of `mesh` (None: one device); with `axis`, a name or several, those along these axes alone, of
+    which the first varies slowest. ValueError for an axis that the mesh lacks.
+
+    >>> rank_and_size(None), rank_and_size(AbstractMesh(replicate=2, shard=4, rank=5))
+    ((0, 1), (5, 8))
+    >>> rank_and_size(AbstractMesh(replicate=2, shard=4, rank=5), "shard")
+    (1, 4)
+    """
+    if adapted(mesh) is None:
+        return 0, 1
+    axes = tuple(axis_sizes(mesh)) if axis is None else (axis,) if isinstance(axis, str) else tuple(axis)
+    return coordinate(mesh, axes), num_ranks(mesh, axes)
+
+
 def process_rank() -> str:
     """Say which process this is, of those that torch.distributed has started; "" if it has started none."""
     return f"{dist.get_rank()} of {dist.get_world_size()}" if dist.is_available() and dist.is_initialized() else ""

@@ -45,6 +45,8 @@ from .gradients import Gradients, settle
 from .tape import OBSERVER, Tape
 from .unit import Gathered
 
+_OF_MODULE = "Of a module write lambda params, x: torch.func.functional_call(module, params, (x,))"
+
 
 def _returned(out: Tree, has_aux: bool, with_extra: bool) -> tuple[Tree, Tree, Tree]:
     """The loss, the new extra and the aux of what a loss function returned; None for those it does not return."""
@@ -114,11 +116,11 @@ def _alike(tape: Tape, local: Tensor, mesh: AnyMesh, sums: Tensor) -> Tensor:
     return losses
 
 
-def _compare_alone(tape: Tape, mesh: AnyMesh, device: torch.device) -> None:
+def _compare_alone(tape: Tape, mesh: AnyMesh, device: torch.device, label: str = "loss") -> None:
     """Compare what ranks read where they sum no losses."""
-    if mesh is not None and tape.chain.gathered:
+    if mesh is not None and tape.sends:
         local = torch.stack([on_device(number, device) for number in _numbers(tape, 0)])
-        _alike(tape, local, mesh, primitives.total(local, mesh, label="loss"))
+        _alike(tape, local, mesh, primitives.total(local, mesh, label=label))
 
 
 def _outcome(returned: _Returned, sums: Pending, plan: Plan, mesh: AnyMesh) -> Outcome:
@@ -134,33 +136,43 @@ def _outcome(returned: _Returned, sums: Pending, plan: Plan, mesh: AnyMesh) -> O
 def _called(
     tape: Tape, params: Sharded, loss_fn: Callable[..., Tree], args: Tree, has_aux: bool, with_extra: bool
 ) -> _Returned:
-    """Call the loss function.
-
-    It gets a view of each `Sharded` among the arguments, which gathers a unit when it is touched. ValueError for what
-    is no loss.
-    """
+    """Call the loss function. ValueError for what is no loss."""
 
     def call(view: Tree) -> _Returned:
-        others = [(sharded, other.view()) for sharded, other in tape.beside]
-        views = (other_view for _, other_view in others)  # in the order of `args`, as the tape was made
-        arguments = [next(views) if isinstance(x, Sharded) else x for x in tree.tops(args, Sharded)]
-        loss, extra, aux = _returned(loss_fn(view, *tree.put_tops(args, Sharded, arguments)), has_aux, with_extra)
+        arguments, sharded_of = _viewed(tape, args)
+        loss, extra, aux = _returned(loss_fn(view, *arguments), has_aux, with_extra)
         if not (has_aux or with_extra):
             return _Returned(*read_loss(loss), None, None, remarks())
         check_averages(aux)
-        # totals are cast when they are summed
-        aux = tree.map_tops(lambda x: x if is_loss(x) else params.plan.policy.cast(x, "output"), is_loss, aux)
-        inputs_read = [params, *(sharded for sharded, _ in others)]
         # an extra that contains the view of a `Sharded` means the `Sharded`: the view ends with the tape
-        sharded_of = {id(other_view): sharded for sharded, other_view in others}
         extra = tree.map_tops(lambda x: sharded_of.get(id(x), x), lambda x: id(x) in sharded_of, extra)
-        # A donated step overwrites the parameters, and an aux that is a view of them would change with them. Gathered
-        # buffers are lent, and the user may write to an aux (Note [Lent memory] in `comm/ranks.py`).
-        lent = tape.gathered_into()
-        extra, aux = (apart(_plain(tree.detached(x, Sharded)), inputs_read, lent) for x in (extra, aux))
-        return _Returned(*read_loss(loss), extra, aux, remarks())
+        return _Returned(*read_loss(loss), _leaving(tape, params, extra), _output(tape, params, aux), remarks())
 
     return tape.forward(call)
+
+
+def _viewed(tape: Tape, args: Tree) -> tuple[Tree, dict[int, Sharded]]:
+    """The arguments with a view of each `Sharded`, which gathers a unit when it is touched; and whose view it is."""
+    others = [(sharded, other.view()) for sharded, other in tape.beside]
+    views = (view for _, view in others)  # in the order of `args`, as the tape was made
+    arguments = [next(views) if isinstance(x, Sharded) else x for x in tree.tops(args, Sharded)]
+    return tree.put_tops(args, Sharded, arguments), {id(view): sharded for sharded, view in others}
+
+
+def _leaving(tape: Tape, params: Sharded, x: Tree) -> Tree:
+    """What a function of the parameters returned, without what ends or changes with them.
+
+    A donated step overwrites the parameters, and an aux that is a view of them would change with them. Gathered buffers
+    are lent, and the user may write to an aux (Note [Lent memory] in `comm/ranks.py`).
+    """
+    inputs_read = [params, *(sharded for sharded, _ in tape.beside)]
+    return apart(_plain(tree.detached(x, Sharded)), inputs_read, tape.gathered_into())
+
+
+def _output(tape: Tape, params: Sharded, x: Tree) -> Tree:
+    """`_leaving`, cast to the policy's `output`: totals are cast when they are summed."""
+    cast = params.plan.policy.cast
+    return _leaving(tape, params, tree.map_tops(lambda x: x if is_loss(x) else cast(x, "output"), is_loss, x))
 
 
 def _plain(x: Tree) -> Tree:
@@ -287,8 +299,7 @@ def _check_eager() -> None:
 
 def check_loss(loss_fn: object) -> None:
     """Raise TypeError unless `loss_fn` is a function: for a module, a class, an optimizer."""
-    remedy = "Of a module write lambda params, x: torch.func.functional_call(module, params, (x,)), and a loss of that."
-    check_function("loss_fn", loss_fn, "loss_fn(params, *args)", remedy)
+    check_function("loss_fn", loss_fn, "loss_fn(params, *args)", f"{_OF_MODULE}, and a loss of that.")
 
 
 def empty_grads(params: Sharded, over: Axes, local: bool = False) -> Sharded:
@@ -372,17 +383,45 @@ def evaluate(loss_fn: Callable[..., Tree], has_aux: bool = False) -> Callable[..
 
     def fn(params: Sharded, *args: Tree) -> Tree:
         plan = check_sharded(params).plan
-        tape = Tape(params, beside=tree.nodes(args, Sharded))
-        try:
-            with torch.no_grad():
-                returned = _called(tape, params, loss_fn, args, has_aux, with_extra=False)
-            tape.end()
-        finally:
-            tape.close()
+        with _forward(params, args) as tape:
+            returned = _called(tape, params, loss_fn, args, has_aux, with_extra=False)
         outcome = _outcome(returned, _start_sums(tape, returned, plan.live_mesh()), plan, plan.live_mesh())
         return (outcome.value, outcome.metrics) if has_aux else outcome.value
 
     return fn
+
+
+def predict(fn: Callable[..., Tree]) -> Callable[..., Tree]:
+    """`predicted(sharded, *args)`: this rank's result of any function of the parameters, without a gradient.
+
+    `fn(params, *args)` is written for one device, as a loss is: touching a unit of `params`, or of any `Sharded` among
+    `args`, gathers it. It returns any tree; floating tensors are cast to the policy's `output`. Nothing is summed or
+    averaged: ranks may give other rows, of other numbers. Where parameters are cut all ranks make the call, and read
+    the same units (RuntimeError). Of a module: `predict(lambda p, x: apply.eval(p, buffers, x)[0])`.
+
+    >>> predict(lambda w, x: x @ w)(shard_of(torch.tensor([1.0, 2.0])), torch.tensor([[3.0, 4.0]]))
+    tensor([11.])
+    """
+    check_function("fn", fn, "fn(params, *args)", _OF_MODULE)
+
+    def predicted(params: Sharded, *args: Tree) -> Tree:
+        plan = check_sharded(params).plan
+        with _forward(params, args) as tape:
+            result = tape.forward(lambda view: _output(tape, params, fn(view, *_viewed(tape, args)[0])))
+        _compare_alone(tape, plan.live_mesh(), plan.device, "predict")
+        return result
+
+    return predicted
+
+
+@contextmanager
+def _forward(params: Sharded, args: Tree) -> Iterator[Tape]:
+    """The tape of a forward without a gradient, which ends with the block."""
+    tape = Tape(params, beside=tree.nodes(args, Sharded))
+    with closing(tape):
+        with torch.no_grad():
+            yield tape
+        tape.end()
 
 
 def reduce_grads(grads: Unreduced, reduction: str | Reduction | None = None) -> Sharded:

@@ -306,6 +306,11 @@ class Tape:
         waits = self._into is not None and self.plan.device == HOST
         return waits and any(tape._resends for tape in [self, *self._followers])
 
+    @property
+    def sends(self) -> bool:
+        """Whether a read unit takes a collective."""
+        return any(tape._schedule.sends for tape in [self, *self._followers])
+
     def reads(self) -> list[int]:
         """Two numbers that ranks compare: of the units gathered, in order, and hidden; and of those saved, in order."""
         saved = [(e.tape.index, x.number, e.since) for x, e in self.chain.saved.items() if x.entry.sent]

@@ -49,7 +49,7 @@ class ModuleFunction:
         name = self._calls.name
         if isinstance(params, Parts):
             expected = "the parameters that a loss is given, or whole ones"
-            remedy = "Call it in a loss (train_step, value_and_grad, evaluate), or gather_params first"
+            remedy = "Call it in a loss or fshard.predict(lambda p, x: apply(p, buffers, x)[0])(params, x)"
             raise TypeError(f"{name}: {wrong('params', params, expected, remedy)}")
         leaves = Leaves(params, self._params, f"{name}: params")
         call, versions = ModuleCall(leaves, self._listed(buffers)), leaves.versions()

@@ -246,7 +246,8 @@ def _check_equal_parts(outcome: Outcome, micro_batches: Sequence[Tree], params: 
     """Raise ValueError for a plain scalar, a mean of equal weights, of micro-batches of different lengths, or empty."""
     if outcome.kind is not Tensor:
         return
-    sizes = {len(x) for micro_batch in micro_batches for x in tree.leaves(micro_batch)[:1] if x.dim()}
+    rows = [[len(x) for x in tree.leaves(batch) if isinstance(x, Tensor) and x.dim()] for batch in micro_batches]
+    sizes = {max(each) for each in rows if each}
     if len(sizes) > 1 or 0 in sizes:
         raise ValueError(
             f"the loss function: a plain scalar is the mean of equally weighted micro-batches, but these have "
@@ -313,12 +314,12 @@ def join_batches(data: Iterable[T], mesh: AnyMesh = None, like: T | None = None)
 
 def cut(batch: Tree, num: int) -> list[Tree]:
     """The batch as `num` micro-batches, views along dim 0, the last ones empty if it has fewer rows than that."""
+    if num == 1:  # nothing is cut: leaves need not have the same rows
+        return [batch]
     num_rows(batch, num)
     leaves, spec = tree.flatten(batch)
-    if num > 1 and not leaves:
+    if not leaves:
         raise ValueError(f"batch: expected rows to cut into {num} micro-batches, got a tree without tensors")
-    if num == 1:
-        return [batch]
     parts = [leaf.tensor_split(num) for leaf in leaves]
     return [tree.unflatten(spec, [part[number] for part in parts]) for number in range(num)]
 
@@ -347,6 +348,7 @@ def _wrong_leaf(paths: Sequence[str], leaves: Sequence[object], rows: Sequence[i
     got = f"{rows[wrong]}" if rows[wrong] is not None else "a 0-d tensor"
     got = got if isinstance(leaf, Tensor) else f"{type(leaf).__name__}, which is no tensor"
     return (
-        f"batch leaf {paths[wrong]!r}: expected {expected}{like}, got {got}. Data are tensors (torch.as_tensor) with "
-        "all of the batch's rows; what has none goes to the loss uncut, as one of the args: step(state, batch, *args)."
+        f"batch leaf {paths[wrong]!r}: expected {expected}{like}, got {got}. A batch that is cut has tensors "
+        "(torch.as_tensor) with all of its rows; what has none goes to the loss uncut, as one of the args: "
+        "step(state, batch, *args)."
     )

@@ -212,10 +212,10 @@ def train_step(
 ) -> Step:
     """`step(state, batch, *args) -> (state, metrics)`: forward, backward, reduction, unscaling, clipping, update.
 
-    The loss is `loss_fn(params, batch, *args)`. `batch` is this rank's: tensors that have its rows in dim 0 (ValueError
-    for another number of them, and for a 0-d tensor among them; a batch of 0-d tensors alone counts as one row). `args`
-    go to the loss as they are, with every micro-batch (class weights, a temperature); each `Sharded` among them (a
-    teacher) gathers on access, and gets no gradient.
+    The loss is `loss_fn(params, batch, *args)`. `batch` is this rank's: any tree, or, if it is cut (`accumulate`,
+    `reduction="tree"`), tensors that have its rows in dim 0 (ValueError). `args` go to the loss as they are, with every
+    micro-batch (class weights, a temperature); each `Sharded` among them (a teacher) gathers on access, and gets no
+    gradient.
 
     Gradients:
 
