@@ -41,10 +41,7 @@ def _parser() -> argparse.ArgumentParser:
     for name, module in COMMANDS.items():
         text = str(module.__doc__)
         command = commands.add_parser(
-            name,
-            help=text.partition("\n")[0],
-            description=text,
-            formatter_class=argparse.RawDescriptionHelpFormatter,
+            name, help=text.partition("\n")[0], description=text, formatter_class=argparse.RawDescriptionHelpFormatter
         )
         module.add_arguments(command)
         command.add_argument("--json", action="store_true", help="print JSON, one object a line")

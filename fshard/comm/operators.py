@@ -103,9 +103,7 @@ def _all_reduce(
 
 _define_start(f"reduce_scatter(Tensor(a!) place, Tensor x, {_AT}, bool fast) -> Tensor", _reduce_scatter, _ticket_of)
 _define_start(
-    f"all_reduce(Tensor(a!) place, Tensor x, {_AT}, str op, bool fast, str more) -> Tensor",
-    _all_reduce,
-    _ticket_of,
+    f"all_reduce(Tensor(a!) place, Tensor x, {_AT}, str op, bool fast, str more) -> Tensor", _all_reduce, _ticket_of
 )
 define(
     "room(Tensor like, int numel, str mesh, str axis, bool lent) -> Tensor",
@@ -115,14 +113,7 @@ define(
 
 
 def _exchange(
-    sends: Sequence[Tensor],
-    numels: Sequence[int],
-    mesh: str,
-    axis: str,
-    label: str,
-    nbytes: int,
-    kind: str,
-    call: str,
+    sends: Sequence[Tensor], numels: Sequence[int], mesh: str, axis: str, label: str, nbytes: int, kind: str, call: str
 ) -> Started:
     ranks, called = _ranks(mesh, axis), Call(kind, axis, label, nbytes, text=call)
     note(called)
@@ -141,7 +132,5 @@ def _exchanged(sends: Sequence[Tensor], numels: Sequence[int], *rest: object) ->
 
 
 _define_start(
-    f"exchange(Tensor[] sends, int[] numels, {_AT}, str kind, str call) -> (Tensor, Tensor)",
-    _exchange,
-    _exchanged,
+    f"exchange(Tensor[] sends, int[] numels, {_AT}, str kind, str call) -> (Tensor, Tensor)", _exchange, _exchanged
 )

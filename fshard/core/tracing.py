@@ -118,11 +118,7 @@ _LIBRARY = torch.library.Library("fshard", "DEF")
 
 
 def define(
-    schema: str,
-    run: Callable[..., object],
-    shapes: Callable[..., object],
-    exact: bool = False,
-    captured: bool = False,
+    schema: str, run: Callable[..., object], shapes: Callable[..., object], exact: bool = False, captured: bool = False
 ) -> None:
     """Define the operator `torch.ops.fshard.<name>`: `run` implements it, `shapes` returns fake results.
 

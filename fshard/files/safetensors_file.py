@@ -87,10 +87,7 @@ def laid_out(leaves: Iterable[tuple[str, tuple[int, ...], torch.dtype]], file: P
 
 
 def check_fits(
-    function: str,
-    names: Iterable[str],
-    dtypes: Iterable[tuple[str, torch.dtype]],
-    lacks: Sequence[torch.dtype] = (),
+    function: str, names: Iterable[str], dtypes: Iterable[tuple[str, torch.dtype]], lacks: Sequence[torch.dtype] = ()
 ) -> None:
     """Raise ValueError for names and dtypes of leaves that a file of this format cannot have, or `lacks`."""
     if twice := [name for name, number in Counter(names).items() if number > 1 or name == METADATA]:

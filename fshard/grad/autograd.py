@@ -59,11 +59,7 @@ class Anchor(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(
-        ctx: Ctx,
-        before: Tensor,
-        touch: tuple[OnGrads, object, Sequence[Tensor]],
-    ) -> tuple[Tensor, ...]:
+    def forward(ctx: Ctx, before: Tensor, touch: tuple[OnGrads, object, Sequence[Tensor]]) -> tuple[Tensor, ...]:
         """Return views of the leaves, and a 0-d tensor."""
         ctx.take, ctx.unit, leaves = touch  # one argument: torch looks at each in Python
         # None, not zeros, for a leaf that the loss does not use: the tape zeroes its place in the flat buffer

@@ -23,6 +23,7 @@ from ..core import tree
 from ..core.arguments import check_positive, shown
 from ..core.flat import MOST, block_size
 from ..core.scalars import beside, wide
+from ..core.storage import is_inexact
 from ..core.tree import Tree
 from .layout import Layout
 from .pieces import Parts, Unreduced, device_of, layout_of, packed, pieces
@@ -191,7 +192,7 @@ def _check_floating(x: Tree) -> None:
     if tree.nodes(x, Unreduced):
         raise TypeError("global_norm: these gradients are each rank's own: fshard.reduce_grads gives the mesh's")
     for number, leaf in enumerate([x] if x is None else tree.tops(x, Parts)):
-        if isinstance(leaf, Parts) or (isinstance(leaf, Tensor) and (leaf.is_floating_point() or leaf.is_complex())):
+        if isinstance(leaf, Parts) or is_inexact(leaf):
             continue
         path = tree.paths_to(x, Parts)[number][0] if x is not None else ""
         got = leaf.dtype if isinstance(leaf, Tensor) else type(leaf).__name__

@@ -292,7 +292,5 @@ def put(place: Tensor, leaves: Sequence[Tensor], starts: Sequence[int], add: boo
 
 
 define(
-    "put(Tensor(a!) place, Tensor[] parts, int[] starts, bool add) -> ()",
-    put,
-    lambda place, parts, starts, add: None,
+    "put(Tensor(a!) place, Tensor[] parts, int[] starts, bool add) -> ()", put, lambda place, parts, starts, add: None
 )

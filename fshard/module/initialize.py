@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from ..core.random import seeded_by
+from ..core.storage import is_inexact
 from .skeleton import ModulePlace, Slots, place_of
 
 
@@ -52,10 +53,10 @@ class Initializer:
             self._made = owner, self._owner(owner, 0)
         value = vars(self._made[1])[kind][name].detach()
         # what nothing sets is what it was filled with: NaN, or in integers, which have none, 0 and then 1
-        if _counts(value):
-            unset = value != vars(self._owner(owner, 1))[kind][name]
-        else:
+        if is_inexact(value):
             unset = torch.linalg.vector_norm(value, 1).isnan()  # a NaN makes it NaN; `isnan()` would take memory
+        else:
+            unset = value != vars(self._owner(owner, 1))[kind][name]
         if unset.any():
             of = type(self._skeleton.get_submodule(owner)).__name__
             raise ValueError(
@@ -68,7 +69,7 @@ class Initializer:
         """A submodule with initialized tensors of its own, as the modules around it leave them."""
 
         def empty(place: ModulePlace) -> Tensor:
-            fill = start if _counts(place.form) else torch.nan
+            fill = torch.nan if is_inexact(place.form) else start
             return torch.full(place.form.shape, fill, dtype=place.form.dtype, device=self._device)
 
         part = _with_tensors(self._skeleton.get_submodule(path), empty)
@@ -114,11 +115,6 @@ def _moments(x: Tensor) -> tuple[float, bool]:
     """The norm of a tensor, and whether all of its elements are equal."""
     x = x.detach().to(torch.promote_types(x.dtype, torch.float32))
     return float(torch.linalg.vector_norm(x)), bool((x == x.flatten()[:1]).all())
-
-
-def _counts(x: Tensor) -> bool:
-    """Whether a tensor is of integers or booleans, which have no NaN."""
-    return not (x.is_floating_point() or x.is_complex())
 
 
 def _with_tensors(part: nn.Module, make: Callable[[ModulePlace], Tensor]) -> nn.Module:

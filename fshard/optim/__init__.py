@@ -21,14 +21,7 @@ from .base import (
     scale_by_schedule,
 )
 from .matrix import adafactor, lamb, muon, whole_leaves
-from .optimizers import (
-    adagrad,
-    adam,
-    adamw,
-    lion,
-    rmsprop,
-    sgd,
-)
+from .optimizers import adagrad, adam, adamw, lion, rmsprop, sgd
 from .quasi_newton import lbfgs
 from .torch_optim import from_torch
 from .transforms import by_label, chain, masked, resting, with_hyperparams

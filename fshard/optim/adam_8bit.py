@@ -129,12 +129,7 @@ def _check_state(state: Adam8bitState, rows: Sequence[Tensor], block: int) -> No
 
 
 def adamw_8bit(
-    lr: Rate,
-    b1: Number = 0.9,
-    b2: Number = 0.999,
-    eps: Number = 1e-8,
-    weight_decay: Number = 0.01,
-    block: int = 256,
+    lr: Rate, b1: Number = 0.9, b2: Number = 0.999, eps: Number = 1e-8, weight_decay: Number = 0.01, block: int = 256
 ) -> Transform:
     """AdamW whose moments are kept in 8 bits, in blocks of `block` elements of a leaf: 2 bytes an element instead of 8.
 

@@ -20,12 +20,7 @@ from .torch_optim import BEGUN, TorchState
 from .transforms import LabelState
 
 # torch.optim's names for the fields of fshard's states, where they differ.
-_TORCH = {
-    "count": "step",
-    "mu": "exp_avg",
-    "nu": "exp_avg_sq",
-    "momentum": "momentum_buffer",
-}
+_TORCH = {"count": "step", "mu": "exp_avg", "nu": "exp_avg_sq", "momentum": "momentum_buffer"}
 
 
 def joined(*names: str) -> str:

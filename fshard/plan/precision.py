@@ -14,12 +14,7 @@ from ..core.tree import Tree
 
 Dtype = torch.dtype | str | None
 Where = str | Callable[[str, Tree], bool]
-_SHORT = {
-    "f64": torch.float64,
-    "f32": torch.float32,
-    "bf16": torch.bfloat16,
-    "f16": torch.float16,
-}
+_SHORT = {"f64": torch.float64, "f32": torch.float32, "bf16": torch.bfloat16, "f16": torch.float16}
 _NAMES = {dtype: name for name, dtype in _SHORT.items()}
 
 

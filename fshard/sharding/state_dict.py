@@ -62,11 +62,7 @@ def state_dict(x: Sharded, rank: int | None = None, dtensors: bool = False) -> d
 
 
 def load_state_dict(
-    x: Sharded,
-    mapping: Mapping[str, Tensor],
-    rename: Rename | None = None,
-    src: int | None = None,
-    strict: bool = True,
+    x: Sharded, mapping: Mapping[str, Tensor], rename: Rename | None = None, src: int | None = None, strict: bool = True
 ) -> Sharded:
     """Return a `Sharded` like `x` with the values of `mapping`, tensors by dotted name; `x` is not changed.
 

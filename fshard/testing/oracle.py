@@ -14,6 +14,7 @@ from ..core.arguments import check_whole, wrong
 from ..core.losses import Mean, Sum, added, averages, is_loss, local_sums, loss_of, put_averages, terms_of, value_dtype
 from ..core.random import seeded
 from ..core.scalars import double
+from ..core.storage import is_inexact
 from ..core.tree import Spec, Tree, detached, flatten, map, map_tops, unflatten
 from ..grad.grad import check_loss
 from ..layout.layout import Leaf
@@ -64,7 +65,7 @@ def _whole(params: Tree, frozen: Where, policy: Policy) -> _Whole:
     precision = precisions([leaf.dtype for leaf in flat], claim_policies(params, spec, origins, policy), policy)
     places = [first_path.setdefault(id(leaf), path) for leaf, path in zip(flat, paths, strict=True)]
     values = {path: leaf for leaf, path, place in zip(flat, paths, places, strict=True) if path == place}
-    trained = [path for path, x in values.items() if (x.is_floating_point() or x.is_complex()) and not is_frozen[path]]
+    trained = [path for path, x in values.items() if is_inexact(x) and not is_frozen[path]]
     return _Whole(spec, places, values, trained, dict(zip(paths, precision, strict=True)))
 
 

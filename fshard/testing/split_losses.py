@@ -12,6 +12,7 @@ from ..comm.mesh import AnyMesh, coordinate, num_ranks
 from ..core import tree
 from ..core.arguments import check_positive
 from ..core.random import seeded_by
+from ..core.storage import is_inexact
 from ..core.tree import Tree
 from ..grad.grad import value_and_grad
 from ..plan.planning import make_plan
@@ -88,12 +89,11 @@ def same_loss(
 
 def _double(x: Tree, by: float = 0.0) -> Tree:
     """A leaf in float64 or complex128, its numbers multiplied by 1 to 1 + 2 `by`, and zeros moved by as much."""
-    if not (isinstance(x, Tensor) and (x.is_floating_point() or x.is_complex())):
+    if not is_inexact(x):
         return x
     x = x.to(torch.complex128 if x.is_complex() else torch.float64)
-    moved = by * (
-        1 + torch.rand(x.shape, dtype=torch.float64, device="cpu", generator=torch.Generator().manual_seed(0))
-    )
+    generator = torch.Generator().manual_seed(0)
+    moved = by * (1 + torch.rand(x.shape, dtype=torch.float64, device="cpu", generator=generator))
     return torch.where(x == 0, moved, x * (1 + moved))
 
 

@@ -21,6 +21,7 @@ from ..comm.mesh import AnyMesh, axis_sizes
 from ..core import scalars, tree
 from ..core.arguments import check_whole, is_number, shown, wrong
 from ..core.scalars import Number, double
+from ..core.storage import is_inexact
 from ..core.tracing import Args, Kwargs, Marked, Operator, kind_of, mark
 from ..core.tree import Tree
 from ..layout.layout import Leaf
@@ -40,7 +41,7 @@ def _times(x: Tree, scale: Tensor) -> Tree:
     """Every leaf times a 0-d scale, in the leaf's dtype (torch promotes a product of two 0-d tensors to the wider)."""
     leaves, spec = tree.flatten(x)
     for number, leaf in enumerate(leaves):
-        if not isinstance(leaf, Tensor) or not (leaf.is_floating_point() or leaf.is_complex()):
+        if not is_inexact(leaf):
             got = leaf.dtype if isinstance(leaf, Tensor) else type(leaf).__name__
             raise TypeError(f"scale: leaf {tree.paths(spec)[number]!r}: expected a floating tensor, got {got}")
     return tree.unflatten(spec, [(leaf * scalars.beside(scale, leaf)).to(leaf.dtype) for leaf in leaves])
@@ -113,11 +114,10 @@ def _values(row: Tensor) -> Tensor:
 
 def _check_grads(grads: Tree) -> None:
     for number, row in enumerate(tree.leaves(grads)):
-        is_gradient = isinstance(row, Tensor) and (row.is_floating_point() or row.is_complex())
-        if is_gradient and not issubclass(kind_of(row), Unscaled):
+        if is_inexact(row) and not issubclass(kind_of(row), Unscaled):
             continue
         path = tree.paths(tree.flatten(grads)[1])[number]
-        if is_gradient:
+        if is_inexact(row):
             raise ValueError(f"unscale: leaf {path!r} was unscaled already: use what unscale gave the first time")
         got = row.dtype if isinstance(row, Tensor) else type(row).__name__
         raise TypeError(f"unscale: leaf {path!r}: expected a gradient, a floating tensor, got {got}")
@@ -150,7 +150,7 @@ def _not_finite_by(key: Callable[[Leaf], K], x: Tree, meshes: Sequence[AnyMesh])
             flags.setdefault(key_of_leaf, [torch.zeros((), dtype=torch.float32, device=device)])
         for n, piece in pieces(node, layout):
             values = _values(piece)
-            if values.numel() and (values.is_floating_point() or values.is_complex()):
+            if values.numel() and is_inexact(values):
                 flags[keys[n]].append(_not_finite(values).to(device))
     return _agreed({each: torch.stack(of_pieces).amax() for each, of_pieces in flags.items()}, meshes)
 
