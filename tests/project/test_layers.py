@@ -543,9 +543,8 @@ def files_section() -> str:
     parts = ["\n".join([*picture, "```"])]
     for name in ["", *FOLDERS]:
         modules = sorted(m for m in SOURCES if folder(m) == name and m not in ("__init__", *FOLDERS))
-        rows = [f"| `{m.rpartition('.')[2]}.py` | {first_line(SOURCES[m])} |" for m in modules]
         title = f"### `{name}/`" if name else "### What users import and run"
-        parts += [title, "\n".join(["| file | what it owns |", "|---|---|", *rows])]
+        parts += [title, "\n".join(f"- `{m.rpartition('.')[2]}.py`: {first_line(SOURCES[m])}" for m in modules)]
     return "\n\n".join(parts) + "\n"
 
 
