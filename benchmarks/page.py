@@ -30,19 +30,24 @@ def section(entries: Mapping[str, results.Entry]) -> str:
         for name, system in SYSTEMS.items()
         if any(name in e.get("times", {}) for e in entries.values())
     ]
-    parts = ["Models:", _listed((name, DESCRIPTIONS[name]) for name in entries), "Systems:", _listed(systems)]
-    for table in results.tables(entries):
-        parts.append(results.markdown(table))
-    parts += ["How each model was measured:", _listed((name, _how(entry)) for name, entry in entries.items())]
+    first, *others = map(results.markdown, results.tables(entries))
+    parts = [first, "Models:", _listed((name, DESCRIPTIONS[name]) for name in entries), "Systems:", _listed(systems)]
+    parts += others
+    for where in dict.fromkeys(map(_where, entries.values())):
+        measured = [(name, _how(entry)) for name, entry in entries.items() if _where(entry) == where]
+        parts += [f"Measured {where}:", _listed(measured)]
     left_out = [(name, model, why) for name, s in SYSTEMS.items() if not s.extra for model, why in s.without.items()]
     parts.append(_listed((f"{name}` on `{model}", f"not measured, {why}") for name, model, why in left_out))
     return "\n\n".join(parts)
 
 
-def _how(entry: results.Entry) -> str:
+def _where(entry: results.Entry) -> str:
     versions = ", ".join(f"{name} {version}" for name, version in entry["versions"].items())
-    when = f"{entry['date']}, a load of {entry['load']:.1f} before it began"
-    return f"`{entry['command']}`, {entry['rounds']} rounds, {when}, {entry['machine']}, {versions}"
+    return f"on {entry['date']}, {entry['machine']}, {versions}"
+
+
+def _how(entry: results.Entry) -> str:
+    return f"`{entry['command']}`, {entry['rounds']} rounds, a load of {entry['load']:.1f} before it began"
 
 
 def with_section(page: str, text: str) -> str:

@@ -246,7 +246,7 @@ def test_what_a_command_selects() -> None:
     assert suite.systems_of("T", ["fsdp2-compiled", "fshard-tree"]) == ["fshard-tree"]
 
 
-HISTORY = ROOT / "docs" / "benchmarks_history.md"
+HISTORY = ROOT / "benchmarks" / "HISTORY.md"
 
 
 @dataclasses.dataclass(frozen=True)

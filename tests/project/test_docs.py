@@ -17,8 +17,8 @@ from fshard.testing import simulate
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 NAMES = [str(page.relative_to(ROOT)) for page in PAGES]
-WITHOUT_PYTHON = {"architecture", "benchmarks", "benchmarks_history", "comparison", "contributing", "examples"}
-WITHOUT_PYTHON |= {"fakegpu", "from_fsdp", "launch", "limits", "mutants", "parity", "releases"}
+WITHOUT_PYTHON = {"architecture", "benchmarks", "comparison", "contributing", "examples"}
+WITHOUT_PYTHON |= {"fakegpu", "from_fsdp", "launch", "limits", "parity", "releases"}
 BLOCK = re.compile(r"^```python\n(.*?)^```", re.MULTILINE | re.DOTALL)
 
 
