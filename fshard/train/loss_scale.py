@@ -11,6 +11,7 @@ import copy
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
+from functools import partial
 from typing import Any, SupportsIndex, TypeVar
 
 import torch
@@ -20,6 +21,7 @@ from ..comm import consensus
 from ..comm.mesh import AnyMesh, axis_sizes
 from ..core import scalars, tree
 from ..core.arguments import check_whole, is_number, shown, wrong
+from ..core.losses import is_loss
 from ..core.scalars import Number, double
 from ..core.storage import is_inexact
 from ..core.tracing import Args, Kwargs, Marked, Operator, kind_of, mark
@@ -38,13 +40,20 @@ K = TypeVar("K")
 
 
 def _times(x: Tree, scale: Tensor) -> Tree:
-    """Every leaf times a 0-d scale, in the leaf's dtype (torch promotes a product of two 0-d tensors to the wider)."""
-    leaves, spec = tree.flatten(x)
-    for number, leaf in enumerate(leaves):
+    """Every leaf times a 0-d scale, in the leaf's dtype (torch promotes a product of two 0-d tensors to the wider).
+
+    Of a loss only the totals: a mean whose count is multiplied, too, is the same mean.
+    """
+
+    def times(path: str, leaf: Tree) -> Tree:
+        if is_loss(leaf):
+            return leaf.on_totals(partial(times, path))
         if not is_inexact(leaf):
             got = leaf.dtype if isinstance(leaf, Tensor) else type(leaf).__name__
-            raise TypeError(f"scale: leaf {tree.paths(spec)[number]!r}: expected a floating tensor, got {got}")
-    return tree.unflatten(spec, [(leaf * scalars.beside(scale, leaf)).to(leaf.dtype) for leaf in leaves])
+            raise TypeError(f"scale: leaf {path!r}: expected a floating tensor, got {got}")
+        return (leaf * scalars.beside(scale, leaf)).to(leaf.dtype)
+
+    return tree.put_tops(x, is_loss, [times(path, leaf) for path, leaf in tree.paths_to(x, is_loss)])
 
 
 class Unscaled(Marked):

@@ -149,6 +149,28 @@ def test_value_is_a_tensor_and_scale_a_method(name):
     assert all(type(x) is torch.Tensor for x in optree.tree_leaves(scaled))
 
 
+LOSSES: dict[str, Any] = {
+    "float count": lambda x: fshard.Mean(x.sum(), x.new_tensor(3.0)),
+    "whole count": lambda x: fshard.Mean(x.sum(), torch.tensor(3)),
+    "number": lambda x: fshard.Mean(x.sum(), 3),
+    "sum": lambda x: fshard.Sum(x.sum()),
+    "terms": lambda x: fshard.Mean(x.sum(), x.new_tensor(3.0)) + 0.5 * fshard.Sum(x.square().sum()),
+    "plain": lambda x: x.mean(),
+}
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+@pytest.mark.parametrize("scaler", [StaticLossScale(8.0), DynamicLossScale(8.0), NoLossScale()], ids=lambda x: type(x).__name__)
+def test_a_scaled_loss_has_scaled_gradients(loss, scaler):
+    """The scale of a mean would cancel with that of its count, and unscaling would make its gradients too small."""
+    params = torch.tensor([1.0, -2.0, 0.5])
+    sharded = fshard.shard_params(params, fshard.make_plan(params))
+    scaled = fshard.value_and_grad(lambda w: scaler.scale(LOSSES[loss](w * w)))(sharded)
+    value, grads = fshard.value_and_grad(lambda w: LOSSES[loss](w * w))(sharded)
+    assert scaled[0] == scaler.scale(value)
+    assert torch.equal(fshard.gather_params(scaler.unscale(scaled[1])[0]), fshard.gather_params(grads))
+
+
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("name", SCALERS)
 def test_unscale_undoes_scale(name, dtype):
