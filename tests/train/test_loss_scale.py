@@ -160,7 +160,9 @@ LOSSES: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("loss", LOSSES)
-@pytest.mark.parametrize("scaler", [StaticLossScale(8.0), DynamicLossScale(8.0), NoLossScale()], ids=lambda x: type(x).__name__)
+@pytest.mark.parametrize(
+    "scaler", [StaticLossScale(8.0), DynamicLossScale(8.0), NoLossScale()], ids=lambda x: type(x).__name__
+)
 def test_a_scaled_loss_has_scaled_gradients(loss, scaler):
     """The scale of a mean would cancel with that of its count, and unscaling would make its gradients too small."""
     params = torch.tensor([1.0, -2.0, 0.5])
