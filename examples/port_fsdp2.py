@@ -1,4 +1,4 @@
-"""A training script of FSDP2, and the same script with fshard: docs/from_fsdp.md shows them side by side.
+"""A training script of FSDP2, and the same script with fshard: docs/from_fsdp.md shows both.
 
     torchrun --nproc-per-node=2 examples/port_fsdp2.py
 
@@ -18,8 +18,6 @@ from torch.nn.utils import clip_grad_norm_
 from torch.utils.checkpoint import checkpoint
 
 import fshard
-
-Result = tuple[list[float], Any]  # losses, the last one in evaluation mode; the trained state dict, on rank 0
 
 
 class Block(nn.Sequential):
@@ -44,8 +42,10 @@ class Model(nn.Module):
         return x
 
 
-def with_fsdp2(mesh: Any, weights: Any, data: list[Any], compute: torch.dtype, reduce: torch.dtype) -> Result:
-    """Train with FSDP2."""
+def with_fsdp2(
+    mesh: Any, weights: Any, data: list[Any], compute: torch.dtype, reduce: torch.dtype
+) -> tuple[list[float], Any]:
+    """Losses, the last one in evaluation mode, and the trained state dict, on rank 0."""
     losses = []
     # a model without memory
     with torch.device("meta"):
@@ -93,12 +93,13 @@ def with_fsdp2(mesh: Any, weights: Any, data: list[Any], compute: torch.dtype, r
     # the state dict, on rank 0
     options = StateDictOptions(full_state_dict=True, cpu_offload=True)
     whole = get_model_state_dict(model, options=options)
-    # end
     return losses, whole
 
 
-def with_fshard(mesh: Any, weights: Any, data: list[Any], compute: torch.dtype, reduce: torch.dtype) -> Result:
-    """Train with fshard."""
+def with_fshard(
+    mesh: Any, weights: Any, data: list[Any], compute: torch.dtype, reduce: torch.dtype
+) -> tuple[list[float], Any]:
+    """The same with fshard."""
     losses = []
     # a model without memory
     with torch.device("meta"):
@@ -137,7 +138,6 @@ def with_fshard(mesh: Any, weights: Any, data: list[Any], compute: torch.dtype, 
     losses.append(mean.item())
     # the state dict, on rank 0
     whole = apply.state_dict(state.params, state.extra, rank=0)
-    # end
     return losses, whole
 
 

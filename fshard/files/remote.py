@@ -158,7 +158,7 @@ def remote_place(url: str) -> RemotePlace:
     try:
         from fsspec.core import url_to_fs
     except ImportError as error:
-        raise ImportError(f"dir={url!r}: URLs need fsspec: pip install 'fshard[remote]'") from error
+        raise ImportError(f"dir={url!r}: URLs need fsspec: pip install fsspec") from error
     shown = re.sub(r"(://[^/@:]*):[^/@]*@", r"\1@", url).rstrip("/")  # no password in messages
     try:
         fs, path = url_to_fs(url)

@@ -86,7 +86,7 @@ def figure(memory: Footprint, sent: Sequence[Flight]) -> Figure:
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
-        raise ImportError("show: the chart of a graph needs matplotlib: pip install 'fshard[show]'") from error
+        raise ImportError("show: the chart of a graph needs matplotlib: pip install matplotlib") from error
     units = list(dict.fromkeys(flight.unit or "(no label)" for flight in sent))
     heights = [2.6, *([0.5 + 0.19 * min(len(units), _LABELS)] if units else [])]
     result = Figure(figsize=(10, sum(heights) + 1.1), layout="constrained", facecolor="white")

@@ -104,6 +104,41 @@ def test_the_files_and_tests_a_page_names_exist(page: Path) -> None:
         assert re.search(rf"def {name}\(", source.read_text()), (file, name)
 
 
+# pages whose links still have names of files as text
+UNTITLED = {"benchmarks", "benchmarks_history", "check", "checkpoints", "cli", "closed", "comparison", "compile", "data"}
+UNTITLED |= {"debug", "estimate", "fakegpu", "gpus", "guard", "launch", "limits", "logging", "modules", "parity"}
+UNTITLED |= {"precision", "recipes", "releases", "strategies", "testing", "tutorial"}
+FILE_AS_TEXT = r"\[`?[\w./-]+\.md`?\]\("
+
+
+@pytest.mark.parametrize("page", PAGES, ids=NAMES)
+def test_the_links_of_a_page_have_titles(page: Path) -> None:
+    """A reader would see the name of a file in place of what a link leads to."""
+    assert re.search(FILE_AS_TEXT, "see [worlds.md](worlds.md#part)")
+    assert not re.search(FILE_AS_TEXT, "see [Worlds](worlds.md)")
+    wrong = re.findall(FILE_AS_TEXT, page.read_text())
+    assert not wrong or (page.stem in UNTITLED and page.parent.name == "docs"), wrong
+
+
+INSTALL = r"pip install\s+[\"']?fshard\b"
+RUN_BY_READERS = [*PAGES, ROOT / "CHANGELOG.md", ROOT / "CONTRIBUTING.md", ROOT / "Makefile"]
+RUN_BY_READERS += [
+    file
+    for folder in ("fshard", "examples", "tools", "benchmarks")
+    for file in sorted((ROOT / folder).rglob("*"))
+    if file.suffix in {".py", ".md", ".yaml", ".sh", ".ipynb"}
+]
+
+
+def test_nothing_is_installed_from_an_index() -> None:
+    """A reader would run a command that fails, or installs what somebody else named fshard: no index has the package."""
+    for text in ("`pip install fshard`", 'pip install "fshard[show]"', "pip install\nfshard[remote]"):
+        assert re.search(INSTALL, text), text
+    assert not re.search(INSTALL, 'pip install -e ".[show]"')
+    wrong = [str(file.relative_to(ROOT)) for file in RUN_BY_READERS if re.search(INSTALL, file.read_text())]
+    assert not wrong, wrong
+
+
 # Markdown that GitHub shows, and the site does not
 LOST = {
     "a list begins without an empty line before it": r"(?m)^[^\s\-|>#<\d].*\n- ",

@@ -78,7 +78,7 @@ DTYPES = {
 
 
 def both(mesh: Any) -> dict[str, Any]:
-    """What the two columns of the page compute on a rank, from which weights."""
+    """What the two scripts of the page compute on a rank, from which weights."""
     port, results = example("port_fsdp2"), dict[str, Any]()
     for name, (dtype, compute, reduce, _) in DTYPES.items():
         torch.set_default_dtype(dtype)
@@ -99,7 +99,7 @@ def _agree(losses: list[float], old_losses: list[float], tolerance: float) -> No
 @pytest.mark.parametrize("start", ["gloo", "torchrun"])
 @pytest.mark.slow
 def test_the_script_of_fsdp2_and_its_port_agree(start):
-    """A line of the page would not do what the line beside it does."""
+    """The script of FSDP2 and its port would have other losses, or other weights."""
     if start == "torchrun":
         old_losses, losses = (
             [float(x) for x in line.split()[1:]] for line in torchrun("port_fsdp2").splitlines() if "with_" in line
@@ -117,35 +117,24 @@ def test_the_script_of_fsdp2_and_its_port_agree(start):
         assert not ranks[1][name][1][1], "the state dict is for rank 0"
 
 
-def sections(name: str) -> dict[str, list[str]]:
-    """The lines of a function of the example by the comment before them."""
+# where each block of docs/from_fsdp.md begins
+BLOCKS = ["from typing", "def with_fsdp2", "def with_fshard", "def batches"]
+
+
+def blocks() -> list[str]:
+    """The example without its docstring, cut into the blocks of docs/from_fsdp.md."""
     source = (ROOT / "examples" / "port_fsdp2.py").read_text()
-    body = source[source.index(f"def {name}(") :]
-    parts = re.findall(r"(?m)^    # (.+)\n((?:(?:    (?! *#).*)?\n)+)", body[: body.index("    # end")])
-    return {title: [line[4:] for line in code.splitlines() if line] for title, code in parts}
-
-
-def cell(lines: list[str]) -> str:
-    """Code in a cell of a table, without annotations. Spaces before code are outside it: inside, a site drops them."""
-    spaces = [len(line) - len(line.lstrip()) for line in lines]
-    code = [re.sub(": Any| -> Any", "", line.lstrip()) for line in lines]
-    return "<br>".join(f"{'&nbsp;' * n}`{line}`" for n, line in zip(spaces, code, strict=True))
-
-
-def table() -> str:
-    """The table of docs/from_fsdp.md."""
-    old, new = sections("with_fsdp2"), sections("with_fshard")
-    assert old.keys() == new.keys()
-    rows = [f"| {title} | {cell(old[title])} | {cell(new[title])} |" for title in old]
-    return "\n".join(["| | FSDP2 | fshard |", "|---|---|---|", *rows])
+    starts = [source.index(line) for line in BLOCKS]
+    return [source[a:b].rstrip() for a, b in zip(starts, [*starts[1:], None], strict=True)]
 
 
 def test_the_page_shows_the_example():
     """The page would show other lines than those that were compared."""
-    assert table() in PAGE.read_text(), "run: python tests/project/test_examples.py"
+    assert re.findall(r"(?ms)^```py\n(.*?)\n```$", PAGE.read_text()) == blocks(), (
+        "run: python tests/project/test_examples.py"
+    )
 
 
 if __name__ == "__main__":
-    text = PAGE.read_text()
-    start = text.index("| | FSDP2 |")
-    PAGE.write_text(text[:start] + table() + text[text.index("\n\n", start) :])
+    shown = iter(blocks())
+    PAGE.write_text(re.sub(r"(?ms)^```py\n.*?^```$", lambda _: f"```py\n{next(shown)}\n```", PAGE.read_text()))
