@@ -120,7 +120,7 @@ def errors(num_ranks: int) -> tuple[float, float]:
 
 
 def picture(file: Path) -> None:
-    """Plot the errors over the number of ranks into a file, and print them: `tools/pictures.py` draws docs/rounding.png."""
+    """Plot the errors over the number of ranks, and print them. `tools/pictures.py` draws docs/rounding.png so."""
     sizes = [2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64]
     rows = [errors(size) for size in sizes]
     figure, axes = plt.subplots(figsize=(4.4, 3.2))

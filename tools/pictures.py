@@ -1,4 +1,4 @@
-"""Draw the pictures of docs/cli.md, docs/compile.md, docs/concepts.md and docs/precision.md: python tools/pictures.py"""
+"""Draw the pictures of docs/: of cli.md, compile.md, concepts.md and precision.md. python tools/pictures.py"""
 
 from __future__ import annotations
 

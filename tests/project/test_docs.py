@@ -106,7 +106,19 @@ def test_the_files_and_tests_a_page_names_exist(page: Path) -> None:
 
 # pages whose links still have names of files as text
 UNTITLED = {"benchmarks", "benchmarks_history", "check", "checkpoints", "cli", "closed", "comparison", "compile"}
-UNTITLED |= {"data", "debug", "estimate", "fakegpu", "gpus", "guard", "launch", "limits", "logging", "modules", "parity"}
+UNTITLED |= {
+    "data",
+    "debug",
+    "estimate",
+    "fakegpu",
+    "gpus",
+    "guard",
+    "launch",
+    "limits",
+    "logging",
+    "modules",
+    "parity",
+}
 UNTITLED |= {"precision", "recipes", "releases", "strategies", "testing", "tutorial"}
 FILE_AS_TEXT = r"\[`?[\w./-]+\.md`?\]\("
 
