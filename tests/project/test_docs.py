@@ -3,6 +3,7 @@
 import ast
 import os
 import re
+import runpy
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -242,3 +243,18 @@ def test_the_files_and_notes_that_texts_name_exist() -> None:
 def test_the_check_of_references_can_fail(text: str, wrong: int) -> None:
     """Wrong references in made-up texts are found: otherwise the test above would pass with any reference."""
     assert len(list(wrong_references(text, notes()))) == wrong
+
+
+def test_the_search_needs_no_other_host() -> None:
+    """Zensical's plugin `offline` would make every page load a script from another host, unless one has this name."""
+    config = (ROOT / "mkdocs.yml").read_text()
+    (script,) = re.findall(r"polyfills: \[(\S+)\]", config)
+    assert "\n  - offline" in config
+    assert Path(script).name == "iframe-worker.js"
+    assert (ROOT / "docs" / script).is_file()
+
+
+def test_the_picture_of_concepts_is_drawn() -> None:
+    """The picture would differ from what python tools/pictures.py draws."""
+    drawn = runpy.run_path(str(ROOT / "tools" / "pictures.py"))["concepts_picture"]()
+    assert (ROOT / "docs" / "concepts.svg").read_text() == drawn
