@@ -16,7 +16,7 @@ from ..files.index import CheckpointError, Index, IndexEntry
 from ..files.places import Place
 from ..files.safetensors_file import NAMES
 from ..layout.splits import numbers_in
-from .inspecting import TextLine, sentence
+from .inspecting import TextLine, number
 
 _WINDOW = 1 << 18  # elements that are read and compared at a time
 
@@ -27,26 +27,29 @@ def compare(place: Place, step: int, other_place: Place, other_step: int) -> Ite
     Leaves that were cut alike and have the same checksums are taken to have the same bits; of others, the data is read.
     """
     index, other = index_at(place, step)[0], index_at(other_place, other_step)[0]
-    yield sentence(f"A: {place}: step {index.step:,}, saved by {index.ranks:,} rank(s)")
-    yield sentence(f"B: {other_place}: step {other.step:,}, saved by {other.ranks:,} rank(s)")
+    for label, where, x in (("A", place, index), ("B", other_place, other)):
+        text = f"{label}: {where}: step {x.step:,}, saved by {x.ranks:,} rank(s)"
+        yield TextLine(text, False, {"checkpoint": label, "dir": str(where), "step": x.step, "ranks": x.ranks})
     num_different = 0
     for line in _differences(folder(place, step), index, folder(other_place, other_step), other):
         num_different += 1
-        yield sentence(line, is_fault=True)
+        yield line
     total = len({*index.leaves, *index.values, *other.leaves, *other.values})
-    yield sentence(f"{num_different:,} of {total:,} leaves and values differ")
+    text = f"{num_different:,} of {total:,} leaves and values differ"
+    yield TextLine(text, False, {"unequal": num_different, "compared": total})
 
 
-def _differences(place: Place, index: Index, other_place: Place, other: Index) -> Iterator[str]:
+def _differences(place: Place, index: Index, other_place: Place, other: Index) -> Iterator[TextLine]:
     names = dict.fromkeys([*index.leaves, *index.values, *other.leaves, *other.values])
     for name in names:
         a, b = (x.leaves.get(name, x.values.get(name)) for x in (index, other))
         if isinstance(a, IndexEntry) and isinstance(b, IndexEntry):
-            difference = _of_leaf(place, a, other_place, b, name)
-            if difference is not None:
-                yield f"{printable(name)}: {difference}"
-        elif repr(a) != repr(b):  # nan is not equal to nan, and 1 not to 1.0
-            yield f"{printable(name)}: {_shown(a)} in A, {_shown(b)} in B"
+            text, gap = _of_leaf(place, a, other_place, b, name)
+        else:  # nan is not equal to nan, and 1 not to 1.0
+            text, gap = "" if repr(a) == repr(b) else f"{_shown(a)} in A, {_shown(b)} in B", {}
+        if text:
+            a, b = (_shown(x) if isinstance(x, IndexEntry) else number(x) for x in (a, b))
+            yield TextLine(f"{printable(name)}: {text}", True, {"name": name, "a": a, "b": b} | gap)
 
 
 def _shown(x: object) -> str:
@@ -55,26 +58,30 @@ def _shown(x: object) -> str:
     return "nothing" if x is None else printable(repr(x))
 
 
-def _of_leaf(place: Place, a: IndexEntry, other_place: Place, b: IndexEntry, name: str) -> str | None:
-    """Say how two leaves differ; None if they do not."""
+def _of_leaf(
+    place: Place, a: IndexEntry, other_place: Place, b: IndexEntry, name: str
+) -> tuple[str, dict[str, object]]:
+    """Say how two leaves differ, as text and as data; nothing if they do not."""
     if a.shape != b.shape:
-        return f"{_shown(a)} in A, {_shown(b)} in B"
+        return f"{_shown(a)} in A, {_shown(b)} in B", {}
     if a.dtype == b.dtype and (a.numel == 0 or _same_checksums(a, b)):
-        return None
+        return "", {}
     total = _Gap()
     for begin in range(0, a.numel, _WINDOW):
         end = min(begin + _WINDOW, a.numel)
         gap = _gap(*(_read(*where, begin, end, name) for where in ((place, a), (other_place, b))))
         total = _Gap(total.num + gap.num, *max(total[1:], (gap.largest, begin + gap.place)))
     if a.dtype == b.dtype and not total.num:
-        return None
+        return "", {}
     forms = _shown(a) if a.dtype == b.dtype else f"{_shown(a)} in A, {_shown(b)} in B"
     if not total.num:
-        return f"{forms}: the same values"
+        return f"{forms}: the same values", {"elements": a.numel, "unequal": 0}
     what = "other bits" if a.dtype == b.dtype else "other values"
     at = [*map(int, torch.unravel_index(torch.tensor(total.place, device="cpu"), a.shape))]
-    far = f"{total.largest:.3g}" if math.isfinite(total.largest) else "not finite"
-    return f"{forms}: {total.num:,} of {a.numel:,} elements have {what}; largest difference {far}, at {at}"
+    largest = total.largest if math.isfinite(total.largest) else None
+    far = "not finite" if largest is None else f"{largest:.3g}"
+    text = f"{forms}: {total.num:,} of {a.numel:,} elements have {what}; largest difference {far}, at {at}"
+    return text, {"elements": a.numel, "unequal": total.num, "largest_difference": largest, "at": at}
 
 
 def _same_checksums(a: IndexEntry, b: IndexEntry) -> bool:

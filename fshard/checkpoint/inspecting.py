@@ -7,6 +7,7 @@ written: what a terminal would not print as it is, is escaped.
 from __future__ import annotations
 
 import errno
+import math
 import re
 import zlib
 from collections import Counter
@@ -31,16 +32,16 @@ _LEVELS = 16  # of a tree; deeper names are shown as one
 
 
 class TextLine(NamedTuple):
-    """A line to print; `is_fault`: it says that something is damaged, or differs. `data` is what it says, by name."""
+    """A line to print; `is_fault`: it says that something is damaged, or differs. `data` is what `--json` prints."""
 
     text: str
     is_fault: bool = False
     data: Mapping[str, object] | None = None
 
 
-def sentence(text: str, is_fault: bool = False) -> TextLine:
-    """A line that is not of a table."""
-    return TextLine(text, is_fault, {"text": text, "fault": is_fault})
+def number(value: object) -> object:
+    """Return a value for JSON, which has no numbers for nan and infinities: their text."""
+    return repr(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def overview(place: Place) -> Iterator[TextLine]:
@@ -48,16 +49,22 @@ def overview(place: Place) -> Iterator[TextLine]:
     steps = numbers(place)
     if not steps:
         raise CheckpointError(f"{place}: there is no checkpoint, nor a part of one")
-    names = ["step", "leaves", "bytes", "ranks", "files", "left over", "note"]
-    rows = [_summary(place, step) for step in steps]
-    title, *texts = aligned([[*names[:-1], ""], *([_cell(x) for x in row] for row in rows)], right=range(6))
+    names = ("step", "leaves", "bytes", "ranks", "files", "left_over", "note")
+    yield from _table(names, [_summary(place, step) for step in steps])
+
+
+def _table(names: Sequence[str], rows: Sequence[Sequence[object]]) -> Iterator[TextLine]:
+    """Yield a title and a line for each row, whose last cell is a note: it says whether something is damaged."""
+    titles = [*(name.replace("_", " ") for name in names[:-1]), ""]
+    right = [n for n, name in enumerate(names) if name not in ("file", "note")]
+    title, *texts = aligned([titles, *([_cell(x) for x in row] for row in rows)], right)
     yield TextLine(title)
     for text, row in zip(texts, rows, strict=True):
         yield TextLine(text, str(row[-1]).startswith(_DAMAGED), dict(zip(names, row, strict=True)))
 
 
 def _cell(x: object) -> str:
-    return f"{x:,}" if isinstance(x, int) else "" if x is None else str(x)
+    return f"{x:,}" if isinstance(x, int) else "" if x is None else printable(x, 2000)
 
 
 def _summary(place: Place, step: int) -> list[int | str | None]:
@@ -96,7 +103,7 @@ def step_lines(place: Place, step: int) -> Iterator[TextLine]:
     title = f"{place}: step {index.step:,}, saved by {index.ranks:,} rank(s)"
     yield TextLine(title, False, {"step": index.step, "ranks": index.ranks})
     # once: parameters and optimizer state have the same
-    yield from (sentence(f"plan {printable(plan)}") for plan in dict.fromkeys(index.plans) if plan)
+    yield from (TextLine(f"plan {printable(x)}", False, {"plan": x}) for x in dict.fromkeys(index.plans) if x)
     yield from contents_lines(index)
     yield TextLine("")
     yield from _file_lines(there, index)
@@ -107,12 +114,12 @@ def contents_lines(index: Index) -> Iterator[TextLine]:
     yield TextLine("")
     rows, leaves = zip((["leaf", "shape", "dtype", "bytes", "checksum", "on"], None), *_tree(index), strict=True)
     yield from (TextLine(text, False, leaf) for text, leaf in zip(aligned(rows, right={3}), leaves, strict=True))
-    for title, texts in (("value", index.values), ("not readable", index.left_out)):
-        if texts:
+    for key, values in (("value", index.values), ("not_readable", index.left_out)):
+        if values:
             yield TextLine("")
-            cells = [[printable(name), printable(repr(text))] for name, text in texts.items()]
-            said = [None, *({title: name, "text": text} for name, text in cells)]
-            lines = aligned([[title, ""], *cells])
+            cells = [[printable(name), printable(repr(value))] for name, value in values.items()]
+            said = [None, *({"name": name, key: number(value)} for name, value in values.items())]
+            lines = aligned([[key.replace("_", " "), ""], *cells])
             yield from (TextLine(text, False, data) for text, data in zip(lines, said, strict=True))
 
 
@@ -131,8 +138,8 @@ def _tree(index: Index) -> Iterator[tuple[list[str], dict[str, object] | None]]:
         entry = index.leaves[name]
         label, size = "  " * (len(path) - 1) + printable(path[-1]), f"{entry.num_bytes:,}"
         seals = (_digest(entry), _holders(entry)) if index.files else ("", "")  # formats of others do not say it
-        data = {"leaf": name, "shape": [*entry.shape], "dtype": NAMES[entry.dtype], "bytes": entry.num_bytes}
-        data |= {"checksum": seals[0], "on": seals[1]}
+        data = {"name": name, "shape": [*entry.shape], "dtype": NAMES[entry.dtype], "bytes": entry.num_bytes}
+        data |= {"checksum": seals[0] or None, "on": _ranks(entry)}
         yield [label, printable([*entry.shape]), NAMES[entry.dtype], size, *seals], data
         before = path[:-1]
 
@@ -145,13 +152,17 @@ def _digest(entry: IndexEntry) -> str:
     return f"{zlib.crc32(repr(blocks).encode()):08x}" if all(piece.checksums for piece in entry.pieces) else ""
 
 
+def _ranks(entry: IndexEntry) -> list[int] | None:
+    """The ranks that have written a leaf; None if the names of its files tell no rank."""
+    matches = [_RANK.search(piece.file) for piece in entry.pieces]
+    return sorted({int(match[1]) for match in matches if match}) if all(matches) else None
+
+
 def _holders(entry: IndexEntry) -> str:
     """The ranks that have written a leaf, as in "ranks 0-2, 5"; the number of files if their names tell no rank."""
-    files = {piece.file for piece in entry.pieces}
-    matches = [_RANK.search(file) for file in files]
-    if not all(matches):
-        return f"{len(files):,} files"
-    ranks = sorted({int(match.group(1)) for match in matches if match})
+    ranks = _ranks(entry)
+    if ranks is None:
+        return f"{len({piece.file for piece in entry.pieces}):,} files"
     # ranks in a row have the same difference to their place in the list
     runs = [[rank for _, rank in run] for _, run in groupby(enumerate(ranks), lambda item: item[1] - item[0])]
     text = ", ".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else f"{run[0]}" for run in runs)
@@ -161,16 +172,13 @@ def _holders(entry: IndexEntry) -> str:
 def _file_lines(there: Place, index: Index) -> Iterator[TextLine]:
     pieces = Counter(piece.file for entry in index.leaves.values() for piece in entry.pieces)
     sizes = {name: _size(there, name) for name in index.files}
-    rows = [[printable(name), size, pieces[name], _fault(sizes[name], size)] for name, size in index.files.items()]
-    title, *texts = aligned([["file", "bytes", "pieces", ""], *([_cell(x) for x in row] for row in rows)], right={1, 2})
-    yield TextLine(title)
-    for text, row in zip(texts, rows, strict=True):
-        yield TextLine(text, bool(row[-1]), dict(zip(("file", "bytes", "pieces", "note"), row, strict=True)))
+    rows = [[name, size, pieces[name], _fault(sizes[name], size)] for name, size in index.files.items()]
+    yield from _table(("file", "bytes", "pieces", "note"), rows)
     if left_over := _left_over(there, index.files):
         yield TextLine("")
         yield TextLine("left over by saves that were killed, or are under way:")
         cells = [[printable(name), "no file" if size is None else f"{size:,}"] for name, size in left_over.items()]
-        said = [{"left over": name, "bytes": size} for name, size in left_over.items()]
+        said = [{"file": name, "bytes": size, "pieces": 0, "note": "left over"} for name, size in left_over.items()]
         yield from (TextLine(text, False, data) for text, data in zip(aligned(cells, right={1}), said, strict=True))
 
 
@@ -185,7 +193,9 @@ def verify(place: Place, step: int) -> Iterator[TextLine]:
     try:
         index, there = index_at(place, step)[0], folder(place, step)
     except (CheckpointError, OSError) as error:
-        yield sentence(printable(f"step {step:,}: {error}", 2000), is_fault=True)
+        fault = printable(error, 2000)
+        data = {"step": step, "file": None, "fault": fault, "intact": False}
+        yield TextLine(f"step {step:,}: {fault}", True, data)
         return
     pieces = [(name, entry, piece) for name, entry in index.leaves.items() for piece in entry.pieces]
     pieces.sort(key=lambda of_leaf: (of_leaf[2].file, of_leaf[2].offset))
@@ -194,11 +204,14 @@ def verify(place: Place, step: int) -> Iterator[TextLine]:
     for file, of_file in groupby(pieces, lambda of_leaf: of_leaf[2].file):
         for fault in _file_faults(there, file, index.files[file], [*of_file]):
             is_whole = False
-            yield sentence(f"step {step:,}: {there}/{printable(file)}: {fault}", is_fault=True)
+            data = {"step": step, "file": file, "fault": fault, "intact": False}
+            yield TextLine(f"step {step:,}: {there}/{printable(file)}: {fault}", True, data)
     size = sum(entry.num_bytes for entry in index.leaves.values()) - unchecked
     if is_whole:
         without = f", {unchecked:,} bytes have no checksum" if unchecked else ""
-        yield sentence(f"step {step:,}: {size:,} bytes of {len(index.leaves):,} leaves are as they were saved{without}")
+        text = f"step {step:,}: {size:,} bytes of {len(index.leaves):,} leaves are as they were saved{without}"
+        data = {"step": step, "bytes": size, "leaves": len(index.leaves), "unchecked": unchecked, "intact": True}
+        yield TextLine(text, False, data)
 
 
 def _file_faults(there: Place, name: str, size: int, pieces: Sequence[tuple[str, IndexEntry, Piece]]) -> Iterator[str]:

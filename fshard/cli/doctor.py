@@ -51,7 +51,7 @@ def run(args: argparse.Namespace) -> int:
 
 def _lines(facts: Facts) -> Iterator[Line]:
     for name, version in versions().items():
-        yield Line(f"{name:18} {version}", {"check": name, "ok": True, "found": version})
+        yield Line(f"{name:18} {version}", {"check": name, "ok": True, "found": version, "do": ""})
     if not facts.several:
         yield Line("one host: for a job of several give --endpoint HOST:PORT")
     for name, trap in TRAPS.items():
@@ -61,7 +61,7 @@ def _lines(facts: Facts) -> Iterator[Line]:
 
 def _line(name: str, wrong: str, do: str) -> Line:
     if not wrong:
-        return Line(f"{name:18} ok", {"check": name, "ok": True})
+        return Line(f"{name:18} ok", {"check": name, "ok": True, "found": "", "do": ""})
     return Line(f"{name:18} {wrong}\n{'':15} -> {do}", {"check": name, "ok": False, "found": wrong, "do": do}, FAULT)
 
 

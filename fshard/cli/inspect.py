@@ -27,9 +27,7 @@ from .output import FAULT, OK, Line, report
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of the command."""
     parser.add_argument("dir", help="a directory of checkpoints, or its URL")
-    parser.add_argument(
-        "--step", type=int, metavar="N", help="show leaves, values and files of the checkpoint of a step"
-    )
+    parser.add_argument("--step", type=int, metavar="N", help="show leaves, values and files of a step's checkpoint")
     task = parser.add_mutually_exclusive_group()
     task.add_argument("--verify", action="store_true", help="read all data, and compare it with the checksums")
     task.add_argument("--against", metavar="DIR", help="show how the checkpoint differs from one of this directory")
@@ -56,7 +54,7 @@ def _lines(args: argparse.Namespace, place: Place) -> Iterator[inspecting.TextLi
     if args.step is not None:
         return step_lines(place, args.step)
     if kind:
-        title = inspecting.TextLine(f"{place}: a checkpoint of {kind}")
+        title = inspecting.TextLine(f"{place}: a checkpoint of {kind}", False, {"format": kind})
         return chain([title], contents_lines(source_at(str(place), place, kind).index))
     return overview(place)
 

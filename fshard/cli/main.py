@@ -12,6 +12,10 @@ import sys
 from collections.abc import Sequence
 from types import ModuleType
 
+import torch
+
+import fshard
+
 from ..compiler.trace import TraceError
 from . import compare, doctor, inspect, plan, replay
 from .output import ERROR, say
@@ -36,13 +40,14 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser("fshard", description="Functional sharding for PyTorch.")
+    raw = argparse.RawDescriptionHelpFormatter  # the others would break lines
+    parser = argparse.ArgumentParser("fshard", description="Functional sharding for PyTorch.", formatter_class=raw)
+    version = f"fshard {fshard.__version__}, torch {torch.__version__}"
+    parser.add_argument("--version", action="version", version=version)
     commands = parser.add_subparsers(dest="command", required=True)
     for name, module in COMMANDS.items():
         text = str(module.__doc__)
-        command = commands.add_parser(
-            name, help=text.partition("\n")[0], description=text, formatter_class=argparse.RawDescriptionHelpFormatter
-        )
+        command = commands.add_parser(name, help=text.partition("\n")[0], description=text, formatter_class=raw)
         module.add_arguments(command)
         command.add_argument("--json", action="store_true", help="print JSON, one object a line")
         command.set_defaults(run=module.run)

@@ -52,14 +52,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--mesh", nargs="+", metavar="AXIS=SIZE", help="the axes of the mesh (one device)")
     parser.add_argument("--units", nargs="+", metavar="PATTERN", help='subtrees that are gathered together: "layers.*"')
     for name in _OVERS:
-        what = name.partition("_")[0]
-        parser.add_argument(
-            f"--{name.replace('_', '-')}",
-            nargs="*",
-            metavar="AXIS",
-            default=["shard"],
-            help=f"the axes over which {what} are cut (shard); without a name: over none",
-        )
+        text = f"the axes over which {name.partition('_')[0]} are cut (shard); without a name: over none"
+        parser.add_argument(f"--{name.replace('_', '-')}", nargs="*", metavar="AXIS", default=["shard"], help=text)
     parser.add_argument("--bucket", type=int, default=0, metavar="BYTES", help="join small units, up to so many bytes")
     parser.add_argument("--no-regather", action="store_true", help="keep gathered parameters for the backward")
     parser.add_argument("--frozen", nargs="+", metavar="PATTERN", help="leaves without gradient and optimizer state")
@@ -75,24 +69,13 @@ def run(args: argparse.Namespace) -> int:
     """Print the plan, and the bytes of a rank."""
     apply, params, buffers = _model(args.model)
     mesh = AbstractMesh(**_sizes(args.mesh)) if args.mesh else None
-    plan = make_plan(
-        params,
-        mesh,
-        units=args.units,
-        bucket=args.bucket,
-        params_over=args.params_over,
-        grads_over=args.grads_over,
-        state_over=args.state_over,
-        regather=not args.no_regather,
-        frozen=args.frozen,
-        whole=args.whole,
-        policy=args.policy,
-    )
+    how = {name: getattr(args, name) for name in ("units", "bucket", *_OVERS, "frozen", "whole", "policy")}
+    plan = make_plan(params, mesh, regather=not args.no_regather, **how)
     picture = plan.picture()
     tx = getattr(optim, args.optimizer)(1e-3)
     state = eval_shape(lambda x: init_state(shard_params(x, plan), tx), params)
     nbytes = _nbytes(picture.rows, state.opt_state)
-    said = ", ".join(f"{name} {size(number)}" for name, number in nbytes.items())
+    said = ", ".join(f"{name.replace('_', ' ')} {size(number)}" for name, number in nbytes.items())
     text, shown = f"{picture.text}\nbytes of a rank with {args.optimizer}: {said}", _data(plan, picture.rows, nbytes)
     if args.batch or args.loss or args.capacity is not None:
         needed, more = _estimate(args, apply, buffers, tx, state)
@@ -163,10 +146,17 @@ def _nbytes(rows: Sequence[TableLine], opt_state: Tree) -> dict[str, int]:
     return {
         "parameters": sum(share["parameters"].nbytes for share in shares),
         "gradients": sum(share["gradients"].nbytes for share in shares if "gradients" in share),
-        "optimizer state": sum(x.nbytes for x in tree.leaves(opt_state) if isinstance(x, Tensor)),
+        "optimizer_state": sum(x.nbytes for x in tree.leaves(opt_state) if isinstance(x, Tensor)),
     }
 
 
 def _data(plan: Plan, rows: Sequence[TableLine], nbytes: dict[str, int]) -> dict[str, object]:
-    units = [{**row._asdict(), "shares": {name: x.nbytes for name, x in row.shares.items()}} for row in rows]
-    return {"mesh": dict(plan.axes), **{name: getattr(plan, name) for name in _OVERS}, "rank": nbytes, "units": units}
+    about = {"mesh": dict(plan.axes)} | {name: getattr(plan, name) for name in _OVERS}
+    return about | {"bytes_of_rank": nbytes, "units": [_row(row) for row in rows]}
+
+
+def _row(row: TableLine) -> dict[str, object]:
+    data = {name: getattr(row, name) for name in ("unit", "kind", "leaves", "elements")}
+    data |= {"regather": {"True": True, "False": False}.get(row.regather, row.regather)}
+    shares = {name: share.nbytes for name, share in row.shares.items()}
+    return data | {"count": row.num_units, "bytes": row.nbytes, "bytes_of_rank": shares}

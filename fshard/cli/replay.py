@@ -8,9 +8,8 @@ Exit status: 0: the same bits; 1: other bits; 2: an error; 3: the same bits, of 
 from __future__ import annotations
 
 import argparse
-from dataclasses import asdict
 
-from ..testing.replaying import Replayed, replay
+from ..testing.replaying import Finding, Replayed, replay
 from .output import FAULT, NONFINITE, OK, Line, report
 from .values import function
 
@@ -18,12 +17,8 @@ from .values import function
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of the command."""
     parser.add_argument("dir", help="the folder that fshard.testing.record wrote to")
-    parser.add_argument(
-        "--step",
-        required=True,
-        metavar="MODULE:FUNCTION",
-        help="a function of the mesh that gives (step, state, batch), or (step, state, batch, loss_fn)",
-    )
+    text = "a function of the mesh that gives (step, state, batch), or (step, state, batch, loss_fn)"
+    parser.add_argument("--step", required=True, metavar="MODULE:FUNCTION", help=text)
     parser.add_argument("--at", type=int, metavar="N", help="only the step of this number")
 
 
@@ -34,4 +29,12 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _line(step: Replayed) -> Line:
-    return Line(str(step), asdict(step), FAULT if step.different else NONFINITE if step.nonfinite else OK)
+    found = {"different": _data(step.different), "nonfinite": _data(step.nonfinite)}
+    data = {"step": step.number, "ranks": step.num_ranks, **found}
+    return Line(str(step), data, FAULT if step.different else NONFINITE if step.nonfinite else OK)
+
+
+def _data(x: Finding | None) -> dict[str, object] | None:
+    """What is said of a leaf, by the keys of `fshard compare`."""
+    names = {"kind": "what", "name": "path", "unit": "unit", "rank": "rank", "text": "text"}
+    return None if x is None else {key: getattr(x, name) for key, name in names.items()}

@@ -121,17 +121,48 @@ def test_programs_read_what_people_read(tmp_path, inspect):
     status, lines = inspect(tmp_path, "--step", 2, "--json")
     rows = [json.loads(line) for line in lines]
     assert rows[0] == {"step": 2, "ranks": 2}
-    by_name = {row["leaf"]: row for row in rows if "leaf" in row}
+    plan = fshard.make_plan({"blocks": [{"w": leaves()["blocks.0.w"]}]}).fingerprint
+    assert [len(row["plan"]) for row in rows if "plan" in row] == [len(plan)]
+    assert [row for row in rows if "value" in row] == [{"name": "epoch", "value": 3}]
+    by_name = {row["name"]: row for row in rows if "shape" in row}
     (shown,) = [line.split() for line in inspect(tmp_path, "--step", 1)[1] if line.startswith("scale ")]
     assert by_name["scale"] == {
-        **{"leaf": "scale", "shape": [], "dtype": "F32", "bytes": 4, "checksum": shown[4], "on": " ".join(shown[5:])},
+        **{"name": "scale", "shape": [], "dtype": "F32", "bytes": 4, "checksum": shown[4], "on": [int(shown[6])]},
+    }
+    assert {row["name"] for row in by_name.values() if row["on"] == [0, 1]} == {
+        "params.blocks.0.w",
+        "params.blocks.1.w",
+        "params.head",
     }
     assert [row["note"][:7] for row in rows if "file" in row] == ["damaged", ""]
     assert status == 1
     status, lines = inspect(tmp_path, "--verify", "--json")
-    assert (status, json.loads(lines[0])["fault"]) == (1, False)
+    said = [json.loads(line) for line in lines]
+    size = sum(row["bytes"] for row in by_name.values())
+    assert (status, said[0]) == (1, {"step": 1, "bytes": size, "leaves": 8, "unchecked": 0, "intact": True})
+    assert [(row["step"], row["intact"], row["file"]) for row in said[1:]] == [(2, False, damaged.name)] * len(said[1:])
+    assert said[1]["fault"].startswith("expected ")
     status, lines = inspect(tmp_path, "--against", tmp_path, "--step", 1, "--at", 1, "--json")
-    assert (status, json.loads(lines[-1])["text"][:4]) == (0, "0 of")
+    assert (status, json.loads(lines[-1])) == (0, {"unequal": 0, "compared": 9})
+
+
+def test_programs_read_how_two_differ(tmp_path, inspect):
+    """JSON would name another number of elements, place or value than the text, or be no JSON for nan."""
+    save(tmp_path, 1)
+    save(tmp_path, 2, change=change)
+    lines = inspect(tmp_path, "--step", 1, "--against", tmp_path, "--json")[1]
+    a, b, *rows, end = (json.loads(line, parse_constant=pytest.fail) for line in lines)
+    assert a == {"checkpoint": "A", "dir": str(tmp_path), "step": 1, "ranks": 2}
+    assert b == a | {"checkpoint": "B", "step": 2}
+    assert end == {"unequal": len(rows), "compared": 11}
+    said = {row.pop("name"): row for row in rows}
+    w = said["params.blocks.0.w"]
+    assert w.pop("largest_difference") == pytest.approx(2)
+    assert w == {"a": "F32[7, 5]", "b": "F32[7, 5]", "elements": 35, "unequal": 2, "at": [6, 4]}
+    assert said["params.blocks.0.b"] == {"a": "F32[3]", "b": "F64[3]", "elements": 3, "unequal": 0}
+    assert (said["params.blocks.1.b"]["largest_difference"], said["params.blocks.1.b"]["at"]) == (None, [1])
+    assert said["epoch"] == {"a": 3, "b": 4}
+    assert said["name"] == {"a": None, "b": "run"}
 
 
 def test_a_plan_is_shown_once(tmp_path, inspect):

@@ -18,7 +18,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-import fshard
+import fshard.__main__
+import fshard_command
 from fshard.cli.main import COMMANDS, main
 from fshard.cli.output import say
 
@@ -54,9 +55,13 @@ def printed(block: str) -> str:
     """The commands of a block, each with what it prints."""
     lines = []
     for command in re.findall(r"(?m)^\$ fshard (.*)$", block):
+        ours, _, others = command.partition(" | ")
         with contextlib.redirect_stdout(io.StringIO()) as out:
-            assert main(shlex.split(command)) == 0
-        lines += [f"$ fshard {command}", out.getvalue()]
+            assert main(shlex.split(ours)) == 0
+        pipe = subprocess.run(
+            others or "cat", shell=True, input=out.getvalue(), capture_output=True, text=True, check=True
+        )
+        lines += [f"$ fshard {command}", pipe.stdout]
     return "".join(line if line.endswith("\n") else f"{line}\n" for line in lines)
 
 
@@ -92,16 +97,16 @@ def test_a_plan_of_a_module(here, capsys):
     assert (status, err, said["mesh"]) == (0, "", {"replicate": 2, "shard": 4})
     assert (said["params_over"], said["grads_over"], said["state_over"]) == ([], ["shard"], ["shard"])
     blocks, head = said["units"]
-    assert (blocks["unit"], blocks["num_units"], blocks["leaves"], blocks["elements"]) == ("layers.0 ... 3", 4, 8, 288)
+    assert (blocks["unit"], blocks["count"], blocks["leaves"], blocks["elements"]) == ("layers.0 ... 3", 4, 8, 288)
     padded = 4 * 96 * 4  # 72 elements are padded to a multiple of 8 ranks times 16 bytes
-    assert blocks["shares"] == {"parameters": padded, "gradients": padded // 4, "state": padded // 4}
-    assert (head["kind"], [*head["shares"]]) == ("float32 frozen", ["parameters"])
-    whole = padded + head["nbytes"]
+    assert blocks["bytes_of_rank"] == {"parameters": padded, "gradients": padded // 4, "state": padded // 4}
+    assert (head["kind"], [*head["bytes_of_rank"]]) == ("float32 frozen", ["parameters"])
+    whole = padded + head["bytes"]
     moments = 2 * padded // 4
-    assert said["rank"] == {"parameters": whole, "gradients": padded // 4, "optimizer state": moments + 4}
+    assert said["bytes_of_rank"] == {"parameters": whole, "gradients": padded // 4, "optimizer_state": moments + 4}
     assert main(args) == 0
     assert "optimizer state 772 B\n" in capsys.readouterr().out
-    assert run(capsys, *args, "--optimizer", "sgd", "--json")[1].count('"optimizer state": 4}') == 1
+    assert run(capsys, *args, "--optimizer", "sgd", "--json")[1].count('"optimizer_state": 4}') == 1
 
 
 def test_a_plan_of_files_reads_headers_alone(here, capsys):
@@ -221,11 +226,37 @@ def test_the_help_of_a_command(command, capsys):
     assert "--json" in text
 
 
+def test_the_version(capsys, monkeypatch):
+    """A report of an error would not say of which versions, or a narrow terminal break the line."""
+    monkeypatch.setenv("COLUMNS", "20")
+    with pytest.raises(SystemExit) as end:
+        main(["--version"])
+    assert (end.value.code, capsys.readouterr().out) == (0, f"fshard {fshard.__version__}, torch {torch.__version__}\n")
+
+
+INTERRUPTED = "import os, signal\nos.kill(os.getpid(), signal.SIGINT)\n"
+SCRIPT = ("-c", "import sys; from fshard_command import main; sys.exit(main())")  # as pip writes it
+
+
+@pytest.mark.parametrize("how", [SCRIPT, pytest.param(("-m", "fshard"), marks=pytest.mark.slow)], ids=["script", "-m"])
+@pytest.mark.parametrize("module", ["torch", pytest.param("my_model", marks=pytest.mark.slow)])
+def test_an_interrupt_is_one_line(module, how, here):
+    """Ctrl-C would print the imports of torch, or look like an error of the command."""
+    if (module, how[0]) == ("torch", "-m"):
+        pytest.skip("`python -m` imports the package, and so torch, before any code of the command runs")
+    (here / f"{module}.py").write_text(INTERRUPTED)
+    command = [sys.executable, *how, "plan", "my_model:build"]
+    env = os.environ | {"PYTHONPATH": os.pathsep.join(map(str, (here, ROOT)))}
+    done = subprocess.run(command, capture_output=True, text=True, env=env, cwd=here, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "interrupted\n")
+
+
 @pytest.mark.slow
 def test_the_command_and_the_module_are_one():
     """`fshard` would be another program than `python -m fshard`, or there would be none."""
     script = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"]["fshard"]
-    assert script == f"{main.__module__}:{main.__name__}"
+    assert script == f"{fshard_command.__name__}:{fshard_command.main.__name__}"
+    assert fshard.__main__.main is fshard_command.main
     done = subprocess.run([sys.executable, "-m", "fshard"], capture_output=True, text=True, check=False, cwd=ROOT)
     assert (done.returncode, done.stderr.splitlines()[0][:13]) == (2, "usage: fshard")
     assert Path(fshard.__file__).parent == ROOT / "fshard"

@@ -49,7 +49,7 @@ def test_the_wheel_needs_torch_and_optree_and_has_the_commands(wheel: Path) -> N
     assert f"\nversion: {fshard.__version__}\n" in (ROOT / "CITATION.cff").read_text()
     assert f"\n## {fshard.__version__}" in (ROOT / "CHANGELOG.md").read_text()
     assert archive.read(files["entry_points.txt"]).decode().split("\n\n") == [
-        "[console_scripts]\nfshard = fshard.cli.main:main",
+        "[console_scripts]\nfshard = fshard_command:main",
         "[pytest11]\npytest_fshard = pytest_fshard\n",
     ]
 
@@ -59,7 +59,7 @@ def test_the_wheel_runs(wheel: Path, tmp_path: Path) -> None:
     """The command of an install would fail: a file that it reads would be in the repository alone."""
     zipfile.ZipFile(wheel).extractall(tmp_path)
     env = os.environ | {"PYTHONPATH": str(tmp_path)}
-    code = "import fshard, sys; from fshard.cli.main import main; print(fshard.__file__); sys.exit(main(['--help']))"
+    code = "import fshard, sys; from fshard_command import main; print(fshard.__file__); sys.exit(main(['--help']))"
     done = subprocess.run(
         [sys.executable, "-c", code], cwd=tmp_path, env=env, capture_output=True, text=True, check=True
     )

@@ -265,7 +265,11 @@ def test_the_exit_status_says_what_was_found(folder, capsys, tmp_path):
         said = capsys.readouterr()
         assert (said.out, text in said.err, said.err.count("\n")) == ("", True, 1)
     assert run(folder, *make, *clean, "--json") == 0
-    assert json.loads(capsys.readouterr().out) == {"number": 1, "num_ranks": 3, "different": None, "nonfinite": None}
+    assert json.loads(capsys.readouterr().out) == {"step": 1, "ranks": 3, "different": None, "nonfinite": None}
+    assert run(folder, *make, "--at", str(replayed.BAD), "--json") == 3
+    said = json.loads(capsys.readouterr().out)["nonfinite"]
+    assert said.pop("text").startswith("element ")
+    assert said == {"kind": "gradients", "name": "embed", "unit": "(root)", "rank": 1}
     with pytest.raises(SystemExit) as caught:
         main(["replay", folder])
     assert caught.value.code == 2
