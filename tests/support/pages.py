@@ -18,7 +18,7 @@ def defined(page: str, *titles: str, **names: Any) -> dict[str, Any]:
     scope: dict[str, Any] = {}
     exec(compile(_code(first), page, "exec"), scope)
     for title in titles:
-        body = [x for x in ast.parse(_code(by_title[title])).body if isinstance(x, _DEFINITIONS)]
+        body: list[ast.stmt] = [x for x in ast.parse(_code(by_title[title])).body if isinstance(x, _DEFINITIONS)]
         exec(compile(ast.Module(body, []), page, "exec"), scope)
     scope.update(names)
     return scope

@@ -1,6 +1,7 @@
 """What the pages show for many ranks is, on ranks with other and unequal data, the plain program of one device."""
 
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ from torch.nn import functional as F
 
 import fshard
 from fshard import tree
-from fshard.testing import assert_trees_equal, simulate
+from fshard.testing import simulate
 
 ROWS = [(5,), (2, 4), (3, 0, 2)]  # of each rank
 PLANS: list[dict[str, Any]] = [{}, {"params_over": (), "grads_over": (), "state_over": ()}]
@@ -31,7 +32,7 @@ def plain_grads(loss: Callable[[Any], Tensor], params: Any) -> tuple[Tensor, Any
     """The value of a loss, and its gradients by torch's autograd."""
     leaves, spec = tree.flatten(tree.map(lambda x: x.clone().requires_grad_(), params))
     value = loss(tree.unflatten(spec, leaves))
-    return value.detach(), tree.unflatten(spec, list(torch.autograd.grad(value, leaves)))
+    return value.detach(), tree.unflatten(spec, list(torch.autograd.grad(value, leaves, materialize_grads=True)))
 
 
 def is_near(got: Any, expected: Any) -> None:
@@ -168,3 +169,207 @@ def test_tokens_of_all_ranks_end_a_step(num_ranks: int, options: dict[str, Any])
 
     for result in simulate(on_a_rank, shard=num_ranks):
         is_near(result, (losses, tree.unflatten(spec, [x.detach() for x in leaves])))
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 3])
+def test_the_best_checkpoint_is_that_of_the_least_loss(num_ranks: int, tmp_path: Path) -> None:
+    """The best would be the last, or a rank stop at another step."""
+    slopes = [1.5 + rank for rank in range(num_ranks)]
+    rows = [1 + rank for rank in range(num_ranks)]
+    target, num, lr = 4.0, sum(rows), 0.35
+
+    def loss(params: Any, batch: Tensor) -> Any:
+        """Rows pull the parameter up; the loss of `valid` (rows of 0) is least on the way."""
+        pulled = torch.where(batch == 0, (params["w"] - target).square(), -batch * params["w"])
+        return fshard.Mean(pulled.sum(), len(batch)), {}
+
+    pull, w, losses = sum(a * n for a, n in zip(slopes, rows, strict=True)) / num, 0.0, list[float]()
+    while len(losses) < 3 or min(losses[-2:]) < min(losses[:-2]):
+        w += lr * pull
+        losses.append((w - target) ** 2)
+    best = min(range(len(losses)), key=losses.__getitem__)
+    assert best == len(losses) - 3 > 0
+
+    def on_a_rank(mesh: Any) -> Any:
+        page, rank = defined("logging.md", "Stop early, and keep the best", folder=tmp_path, loss=loss), mesh.get_rank()
+        params = {"w": torch.zeros((), dtype=torch.float64)}
+        page["params"], page["tx"] = params, fshard.optim.sgd(lr)
+        page["start"] = lambda mesh, tx: fshard.init_state(
+            fshard.shard_params(params, fshard.make_plan(params, mesh)), tx
+        )
+        data = torch.full((rows[rank],), slopes[rank], dtype=torch.float64)
+        page["batches"] = lambda mesh: [torch.zeros_like(data), data]
+        kept = page["until_no_better"](mesh)
+        return kept["best"], kept["state"].step.item(), fshard.gather_params(kept["state"].params)["w"].item()
+
+    for value, step, w in simulate(on_a_rank, shard=num_ranks):
+        assert (round(value - losses[best], 9), step) == (0, best + 1)
+        assert abs(w - (best + 1) * lr * pull) < 1e-9
+    assert fshard.checkpoint.steps(tmp_path / "best") == [best + 1]
+    assert fshard.checkpoint.steps(tmp_path / "last") == [len(losses)]
+
+
+def sequences(num_ranks: int, least: int) -> list[list[tuple[Tensor, int]]]:
+    """Tokens and a label of each sequence, of each rank: other numbers of both; rank 1 has the least."""
+    generator = torch.Generator().manual_seed(0)
+    numbers = [least if rank == 1 else 2 + rank for rank in range(num_ranks)]
+    lengths = torch.randint(1, 6, (sum(numbers),), generator=generator).tolist()
+    drawn = [(torch.randint(10, (n,), generator=generator), int(n) % 3) for n in lengths]
+    return [drawn[sum(numbers[:rank]) :][:n] for rank, n in enumerate(numbers)]
+
+
+def packed(rows: Sequence[tuple[Tensor, int]]) -> dict[str, Any]:
+    tokens = [x for x, _ in rows]
+    cu_seqlens = torch.tensor([0, *(len(x) for x in tokens)]).cumsum(0)
+    return {
+        "tokens": torch.cat([torch.zeros(0, dtype=torch.int64), *tokens]),
+        "cu_seqlens": cu_seqlens,
+        "labels": labels(rows),
+    }
+
+
+def labels(rows: Sequence[tuple[Tensor, int]]) -> Tensor:
+    return torch.tensor([y for _, y in rows], dtype=torch.int64)
+
+
+def graphs(rows: Sequence[tuple[Tensor, int]]) -> dict[str, Any]:
+    """A path of nodes for each sequence."""
+    batch, first = packed(rows), 0
+    edges, graph = [torch.zeros(2, 0, dtype=torch.int64)], [torch.zeros(0, dtype=torch.int64)]
+    for i, (x, _) in enumerate(rows):
+        path = first + torch.arange(len(x))
+        edges.append(torch.stack([path[:-1], path[1:]]))
+        graph.append(torch.full((len(x),), i))
+        first += len(x)
+    return {
+        "nodes": batch["tokens"],
+        "edges": torch.cat(edges, 1),
+        "graph": torch.cat(graph),
+        "labels": batch["labels"],
+    }
+
+
+def listed(rows: Sequence[tuple[Tensor, int]]) -> dict[str, Any]:
+    return {"tokens": [x for x, _ in rows], "labels": labels(rows)}
+
+
+def mean_of_tokens(params: Any, x: Tensor) -> Tensor:
+    return params["embed"][x].mean(0)
+
+
+def sum_of_nodes(params: Any, x: Tensor) -> Tensor:
+    nodes = params["embed"][x]
+    messages = torch.cat([torch.zeros_like(nodes[:1]), torch.tanh(nodes[:-1] @ params["message"])])
+    return (nodes + messages).sum(0)
+
+
+RAGGED = {
+    "packed": ("Packed sequences", "packed_loss", packed, mean_of_tokens),
+    "graphs": ("Graphs", "graph_loss", graphs, sum_of_nodes),
+    "lists": ("Lists of tensors", "list_loss", listed, mean_of_tokens),
+}
+
+
+@pytest.mark.parametrize("name", RAGGED)
+@pytest.mark.parametrize("num_ranks", [1, 2, 3])
+@pytest.mark.parametrize("call", [lambda step: step, lambda step: fshard.jit(step, backend="eager")], ids=["eager", "jit"])
+def test_ragged_batches_are_those_of_one_device(name: str, num_ranks: int, call: Any) -> None:
+    """A rank with more sequences, or longer ones, would count too little, or a step would refuse the batch."""
+    title, loss, batch_of, embedded = RAGGED[name]
+    rows = sequences(num_ranks, least=int(name == "lists"))  # torch stacks no empty list
+    first = defined("ragged.md")
+    params, (every, ys) = tree.map(torch.Tensor.double, first["params"]), zip(*sum(rows, []), strict=True)
+
+    def plain(params: Any) -> Tensor:
+        scores = torch.stack([embedded(params, x) for x in every]) @ params["head"]
+        return F.cross_entropy(scores, torch.tensor(ys))
+
+    def on_a_rank(mesh: Any) -> Any:
+        page = defined("ragged.md", title, params=params, tx=fshard.optim.sgd(1.0))
+        step = call(fshard.train_step(page[loss], page["tx"]))
+        state, metrics = step(page["start"](mesh), batch_of(rows[mesh.get_rank()]))
+        after = fshard.gather_params(state.params)
+        return metrics["loss"], tree.map(torch.sub, params, after)
+
+    for result in simulate(on_a_rank, shard=num_ranks):
+        is_near(result, plain_grads(plain, params))
+
+
+def whole_grads(params: Any, loss: Callable[..., Any], batches: Sequence[Any]) -> list[tuple[Tensor, Any]]:
+    """Value and gradients of a module's loss on ranks that have a batch each."""
+
+    def on_a_rank(mesh: Any) -> tuple[Tensor, Any]:
+        sharded = fshard.shard_params(params, fshard.make_plan(params, mesh, units=["*.**.weight"]))
+        value, grads = fshard.value_and_grad(loss)(sharded, batches[mesh.get_rank()])
+        return value, fshard.state_dict(grads)
+
+    return simulate(on_a_rank, shard=len(batches))
+
+
+@pytest.mark.parametrize("no_labels", [False, True])
+@pytest.mark.parametrize("num_ranks", [1, 2, 3])
+def test_the_loss_of_a_model_counts_labels(num_ranks: int, no_labels: bool) -> None:
+    """Ranks with few labels would weigh as much as others, or the shift by one token be forgotten."""
+    page = defined("modules.md", "A loss that the model returns")
+    config = page["LlamaConfig"](
+        vocab_size=16, hidden_size=16, intermediate_size=16, num_hidden_layers=2, num_attention_heads=2
+    )
+    torch.manual_seed(0)
+    module = page["LlamaForCausalLM"](config).double()
+    apply, params, buffers = fshard.module.functionalize(module)
+    generator, batches = torch.Generator().manual_seed(0), []
+    for rank in range(num_ranks):
+        ids, labels = torch.randint(16, (2, 2 + rank, 6), generator=generator)
+        for row in range(2 + rank):
+            labels[row, 1 + (row + 2 * rank) % 4 :] = -100
+        batches.append({"input_ids": ids, "labels": labels})
+    loss = page["language_loss"]
+    if no_labels:
+        for batch in batches[1:]:
+            batch["labels"].fill_(-100)
+
+        def loss(params: Any, batch: Any) -> Any:
+            out, _ = apply(params, buffers, **batch, num_items_in_batch=1)
+            return fshard.Mean(out.loss, (batch["labels"][:, 1:] != -100).sum())
+
+    page.update(llama=apply, llama_buffers=buffers)
+    expected = module(**{name: torch.cat([batch[name] for batch in batches]) for name in batches[0]}).loss
+    expected.backward()
+    grads = {name: x.grad for name, x in module.named_parameters()}
+    for value, got in whole_grads(params, loss, batches):
+        assert got.keys() == grads.keys()
+        is_near((value, [got[name] for name in grads]), (expected.detach(), [*grads.values()]))
+
+
+@pytest.mark.parametrize("rows", ROWS)
+def test_methods_other_than_forward(rows: tuple[int, ...]) -> None:
+    """A method would compute with the module's own parameters, and predictions be those of other rows."""
+    page = defined("modules.md", "Other methods than forward")
+    torch.manual_seed(0)
+    module, x = page["Autoencoder"]().double(), normal(sum(rows), 8)
+    call, params, buffers = fshard.module.functionalize(page["Methods"](module))
+    page.update(call=call, auto_buffers=buffers)
+    expected = module.training_step(x, 0)
+    expected.backward()
+    grads = {f"module.{name}": y.grad for name, y in module.named_parameters()}
+    batches = [own for own in x.split(list(rows)) if len(own)]  # a mean of no rows is NaN
+    for value, got in whole_grads(params, page["auto_loss"], batches):
+        is_near((value, [got[name] for name in grads]), (expected.detach(), [*grads.values()]))
+
+
+@pytest.mark.parametrize("rows", ROWS)
+def test_embeddings_of_all_ranks(rows: tuple[int, ...]) -> None:
+    """A rank without rows would stop the others, or embeddings be in another order."""
+    page = defined("modules.md", "Other methods than forward")
+    torch.manual_seed(0)
+    module, x = page["Autoencoder"]().double(), normal(sum(rows), 8)
+    call, params, buffers = fshard.module.functionalize(page["Methods"](module))
+    rows_of_all = defined("recipes.md", "Rows of all ranks")["rows_of_all"]
+
+    def on_a_rank(mesh: Any) -> Tensor:
+        encode = fshard.predict(lambda params, x: call.eval(params, buffers, "encode", x)[0])
+        sharded = fshard.shard_params(params, fshard.make_plan(params, mesh))
+        return rows_of_all(encode(sharded, x.split(list(rows))[mesh.get_rank()]), mesh)[0]
+
+    for embeddings in simulate(on_a_rank, shard=len(rows)):
+        is_near(embeddings, module.encode(x).detach())
