@@ -272,13 +272,18 @@ RAGGED = {
 
 @pytest.mark.parametrize("name", RAGGED)
 @pytest.mark.parametrize("num_ranks", [1, 2, 3])
-@pytest.mark.parametrize("call", [lambda step: step, lambda step: fshard.jit(step, backend="eager")], ids=["eager", "jit"])
+@pytest.mark.parametrize(
+    "call", [lambda step: step, lambda step: fshard.jit(step, backend="eager")], ids=["eager", "jit"]
+)
 def test_ragged_batches_are_those_of_one_device(name: str, num_ranks: int, call: Any) -> None:
     """A rank with more sequences, or longer ones, would count too little, or a step would refuse the batch."""
     title, loss, batch_of, embedded = RAGGED[name]
     rows = sequences(num_ranks, least=int(name == "lists"))  # torch stacks no empty list
     first = defined("ragged.md")
-    params, (every, ys) = tree.map(torch.Tensor.double, first["params"]), zip(*sum(rows, []), strict=True)
+    params, (every, ys) = (
+        tree.map(torch.Tensor.double, first["params"]),
+        zip(*[row for of_rank in rows for row in of_rank], strict=True),
+    )
 
     def plain(params: Any) -> Tensor:
         scores = torch.stack([embedded(params, x) for x in every]) @ params["head"]
