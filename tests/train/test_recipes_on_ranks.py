@@ -1,5 +1,7 @@
 """What the pages show for many ranks is, on ranks with other and unequal data, the plain program of one device."""
 
+import copy
+import pickle
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -378,3 +380,46 @@ def test_embeddings_of_all_ranks(rows: tuple[int, ...]) -> None:
 
     for embeddings in simulate(on_a_rank, shard=len(rows)):
         is_near(embeddings, module.encode(x).detach())
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 3])
+def test_the_number_of_parameters(num_ranks: int) -> None:
+    """Padding or tied leaves would count, or frozen ones as trained."""
+    module = nn.Sequential(nn.Linear(5, 5), nn.Linear(5, 5), nn.Linear(5, 3))
+    module[1].weight = module[0].weight
+    module[2].requires_grad_(False)
+    apply, params, _ = fshard.module.functionalize(module)
+
+    def on_a_rank(mesh: Any) -> tuple[int, int]:
+        plan = fshard.make_plan(params, mesh, units=apply.units(nn.Linear), frozen=apply.frozen)
+        trained = sum(slot.numel for slot in plan.slots if plan.kinds[slot.kind].trainable)
+        return sum(slot.numel for slot in plan.slots), trained
+
+    assert simulate(on_a_rank, shard=num_ranks) == [(25 + 5 + 5 + 15 + 3, 25 + 5 + 5)] * num_ranks
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3])
+def test_copies_and_pickles_of_a_state(num_ranks: int, tmp_path: Path) -> None:
+    """A copy would share memory with the state; the page would refuse what works, or promise what does not."""
+    params, tx = {"w": normal(5, 3)}, fshard.optim.adam(0.1)
+    step = fshard.train_step(lambda params, x: fshard.Sum((x @ params["w"]).square().sum()), tx, donate=True)
+
+    def on_a_rank(mesh: Any) -> None:
+        state = fshard.init_state(fshard.shard_params(params, fshard.make_plan(params, mesh)), tx)
+        path, kept, x = tmp_path / f"{mesh.get_rank()}.pt", copy.deepcopy(state), normal(2, 5, seed=mesh.get_rank())
+        torch.save(state, path)
+        loaded = torch.load(path, weights_only=False)
+        is_near(loaded, state)
+        with pytest.raises(ValueError, match=r"no mesh .*call plan\.on"):
+            fshard.gather_params(loaded.params)
+        with pytest.raises(pickle.UnpicklingError, match="weights_only"):
+            torch.load(path)
+        after, _ = step(state, x)
+        is_near(fshard.gather_params(kept.params), params)
+        is_near(step(kept, x)[0], after)
+        whole = fshard.state_dict(after.params, rank=0)
+        if mesh.get_rank() == 0:
+            torch.save(whole, path)
+            assert torch.load(path)["w"].shape == (5, 3)
+
+    simulate(on_a_rank, shard=num_ranks)
