@@ -29,8 +29,8 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _line(step: Replayed) -> Line:
-    found = {"different": _data(step.different), "nonfinite": _data(step.nonfinite)}
-    data = {"step": step.number, "ranks": step.num_ranks, **found}
+    findings = {"different": _data(step.different), "nonfinite": _data(step.nonfinite)}
+    data = {"step": step.number, "ranks": step.num_ranks, **findings}
     return Line(str(step), data, FAULT if step.different else NONFINITE if step.nonfinite else OK)
 
 

@@ -106,21 +106,6 @@ def test_the_files_and_tests_a_page_names_exist(page: Path) -> None:
 
 
 # pages whose links still have names of files as text
-UNTITLED = {"benchmarks", "benchmarks_history", "check", "checkpoints", "cli", "closed", "comparison", "compile"}
-UNTITLED |= {
-    "data",
-    "debug",
-    "estimate",
-    "fakegpu",
-    "gpus",
-    "guard",
-    "launch",
-    "limits",
-    "logging",
-    "modules",
-    "parity",
-}
-UNTITLED |= {"precision", "recipes", "releases", "strategies", "testing", "tutorial"}
 FILE_AS_TEXT = r"\[`?[\w./-]+\.md`?\]\("
 
 
@@ -129,8 +114,7 @@ def test_the_links_of_a_page_have_titles(page: Path) -> None:
     """A reader would see the name of a file in place of what a link leads to."""
     assert re.search(FILE_AS_TEXT, "see [worlds.md](worlds.md#part)")
     assert not re.search(FILE_AS_TEXT, "see [Worlds](worlds.md)")
-    wrong = re.findall(FILE_AS_TEXT, page.read_text())
-    assert not wrong or (page.stem in UNTITLED and page.parent.name == "docs"), wrong
+    assert not re.findall(FILE_AS_TEXT, page.read_text())
 
 
 INSTALL = r"pip install\s+[\"']?fshard\b"
