@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.split_models import MODELS, SplitModel, drawn, page
+from support.split_models import MODELS, SplitModel, drawn
 from support.worlds import gloo
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
@@ -156,7 +156,7 @@ def test_models_in_processes_have_the_bits_of_simulated_ranks() -> None:
 
 def rules(mesh: Any) -> dict[str, Tensor]:
     """Gradients by torch.func of y = sin(a x), in x and in a, made of what each rank gets; a: (6, 6), x: (6,)."""
-    ranks, rank = page().along(mesh, "tensor")
+    rank, ranks = fshard.rank_and_size(mesh, "tensor")
     a, x, v = drawn(0)(6, 6), drawn(1)(6), drawn(2)(6)
 
     def add(value: Tensor) -> Tensor:

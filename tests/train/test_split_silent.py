@@ -19,7 +19,7 @@ def _right(p: Any, x: Tensor, mesh: Any, add: Callable[[Tensor], Tensor]) -> tup
 
 
 def _part_of_a_total(p: Any, x: Tensor, mesh: Any, add: Callable[[Tensor], Tensor]) -> tuple[Tensor, int]:
-    ranks, rank = page().along(mesh, "tensor")
+    rank, ranks = fshard.rank_and_size(mesh, "tensor")
     each = (add(page().mlp(p, x)) + p["bias"] - x).square()
     return each.chunk(ranks, -1)[rank].sum(), len(x)
 
@@ -37,7 +37,7 @@ def _two_sums(p: Any, x: Tensor, mesh: Any, add: Callable[[Tensor], Tensor]) -> 
 
 
 def _other_masks(p: Any, x: Tensor, mesh: Any, add: Callable[[Tensor], Tensor]) -> tuple[Tensor, int]:
-    generator = torch.Generator().manual_seed(page().along(mesh, "tensor")[1])
+    generator = torch.Generator().manual_seed(fshard.rank_and_size(mesh, "tensor")[0])
     mask = (torch.rand(x.shape, generator=generator) < 0.5).double()
     return (add(page().mlp(p, mask * x)) + p["bias"] - x).square().sum(), len(x)
 
