@@ -368,16 +368,19 @@ def rank_and_size(mesh: AnyMesh = None, axis: str | Sequence[str] | None = None)
     """Return the number of this rank, and how many ranks there are; (0, 1) for one device.
 
     The ranks are those of `mesh` (None: one device); with `axis`, a name or several, those along these axes alone, of
-    which the first varies slowest. ValueError for an axis that the mesh lacks.
+    which the first varies slowest. ValueError for an axis that the mesh lacks; TypeError for a set, which has no order.
 
     >>> rank_and_size(None), rank_and_size(AbstractMesh(replicate=2, shard=4, rank=5))
     ((0, 1), (5, 8))
     >>> rank_and_size(AbstractMesh(replicate=2, shard=4, rank=5), "shard")
     (1, 4)
     """
+    axes = tuple(axis_sizes(mesh)) if axis is None else (axis,) if isinstance(axis, str) else axis
+    is_names = isinstance(axes, list | tuple) and all(isinstance(name, str) for name in axes)
+    if not is_names or len({*axes}) < len(axes):
+        raise TypeError(f"rank_and_size: {wrong('axis', axis, 'the name of an axis, or a tuple of different ones')}")
     if adapted(mesh) is None:
         return 0, 1
-    axes = tuple(axis_sizes(mesh)) if axis is None else (axis,) if isinstance(axis, str) else tuple(axis)
     return coordinate(mesh, axes), num_ranks(mesh, axes)
 
 

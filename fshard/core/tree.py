@@ -60,16 +60,19 @@ def flatten(tree: Tree) -> tuple[list[Tree], Spec]:
     >>> leaves, spec.num_leaves
     ([1, 2], 2)
     """
-    leaves, spec = optree.tree_flatten(tree, namespace=_NAMESPACE)
+    return _flatten(tree, None)
+
+
+def _flatten(tree: Tree, is_leaf: Callable[[Tree], bool] | None) -> tuple[list[Tree], Spec]:
+    leaves, spec = optree.tree_flatten(tree, is_leaf=is_leaf, namespace=_NAMESPACE)
     # what only torch.utils._pytree knows is a leaf to optree: register its type, and flatten again
-    unknown: set[type] = {
-        type(leaf) for leaf in leaves if not isinstance(leaf, Tensor) and type(leaf) in pytree.SUPPORTED_NODES
-    }
+    maybe = [x for x in leaves if not isinstance(x, Tensor) and type(x) in pytree.SUPPORTED_NODES]
+    unknown: set[type] = {type(x) for x in maybe if is_leaf is None or not is_leaf(x)}
     if not unknown:
         return leaves, spec
     for kind in unknown:
         _mirror(kind)
-    return flatten(tree)
+    return _flatten(tree, is_leaf)
 
 
 def unflatten(spec: Spec, leaves: Sequence[Tree]) -> Tree:
@@ -145,7 +148,7 @@ def _is(stop: Stop) -> Callable[[Tree], bool]:
 
 def tops(tree: Tree, stop: Stop) -> list[Tree]:
     """Flatten, treating nodes for which `stop` holds as leaves."""
-    return optree.tree_leaves(tree, is_leaf=_is(stop), namespace=_NAMESPACE)
+    return _flatten(tree, _is(stop))[0]
 
 
 def nodes(tree: Tree, kind: type) -> list[Tree]:
@@ -164,7 +167,7 @@ def joined(path: str, name: str) -> str:
 
 def paths_to(tree: Tree, stop: Stop) -> list[tuple[str, Tree]]:
     """Flatten, treating nodes for which `stop` holds as leaves; each comes with its path."""
-    leaves, spec = optree.tree_flatten(tree, is_leaf=_is(stop), namespace=_NAMESPACE)
+    leaves, spec = _flatten(tree, _is(stop))
     return list(zip(paths(spec), leaves, strict=True))
 
 
@@ -175,12 +178,13 @@ def put_tops(tree: Tree, stop: Stop, tops: Sequence[Tree]) -> Tree:
 
 def structure_above(tree: Tree, stop: Stop) -> Spec:
     """Return the structure of a tree, treating nodes for which `stop` holds as leaves."""
-    return optree.tree_structure(tree, is_leaf=_is(stop), namespace=_NAMESPACE)
+    return _flatten(tree, _is(stop))[1]
 
 
 def map_tops(fn: Callable[..., Tree], stop: Stop, tree: Tree, *rest: Tree) -> Tree:
     """Apply `fn` to what `tops(tree, stop)` returns; `fn` also gets the subtrees of `rest` at the same places."""
-    return optree.tree_map(fn, tree, *rest, is_leaf=_is(stop), namespace=_NAMESPACE)
+    leaves, spec = _flatten(tree, _is(stop))
+    return spec.unflatten(builtins.map(fn, leaves, *builtins.map(spec.flatten_up_to, rest)))
 
 
 def detached(tree: T, stop: Stop = lambda x: False) -> T:

@@ -190,11 +190,11 @@ def apart(x: Tree, held: Sequence[Tree], storages: Collection[int] = ()) -> Tree
     """
     memory = addresses(held) | {*storages}
 
-    def copied(leaf: object) -> object:
-        # a sparse tensor has no storage of its own to ask for
-        if isinstance(leaf, Tensor) and leaf.layout is torch.strided and address(leaf) in memory:
+    def copied(leaf: Tree) -> Tree:
+        # a sparse or jagged tensor has no storage of its own to ask for, and an array none at all
+        if isinstance(leaf, Tensor) and (leaf.layout is not torch.strided or address(leaf) in memory):
             return leaf.detach().clone()
-        return leaf
+        return leaf.copy() if hasattr(leaf, "__array_interface__") else leaf
 
     return tree.map_tops(copied, Sharded, x)
 
@@ -396,8 +396,9 @@ def predict(fn: Callable[..., Tree]) -> Callable[..., Tree]:
 
     `fn(params, *args)` is written for one device, as a loss is: touching a unit of `params`, or of any `Sharded` among
     `args`, gathers it. It returns any tree; floating tensors are cast to the policy's `output`. Nothing is summed or
-    averaged: ranks may give other rows, of other numbers. Where parameters are cut all ranks make the call, and read
-    the same units (RuntimeError). Of a module: `predict(lambda p, x: apply.eval(p, buffers, x)[0])`.
+    averaged: ranks may give other rows, of other numbers. A dataclass that is no node of trees comes back as it is, and
+    may share memory with parameters. Where parameters are cut all ranks make the call, and read the same units
+    (RuntimeError). Of a module: `predict(lambda p, x: apply.eval(p, buffers, x)[0])`.
 
     >>> predict(lambda w, x: x @ w)(shard_of(torch.tensor([1.0, 2.0])), torch.tensor([[3.0, 4.0]]))
     tensor([11.])

@@ -246,7 +246,7 @@ def _check_equal_parts(outcome: Outcome, micro_batches: Sequence[Tree], params: 
     """Raise ValueError for a plain scalar, a mean of equal weights, of micro-batches of different lengths, or empty."""
     if outcome.kind is not Tensor:
         return
-    rows = [[len(x) for x in tree.leaves(batch) if isinstance(x, Tensor) and x.dim()] for batch in micro_batches]
+    rows = [[len(x) for x in tree.tops(batch, Sharded) if isinstance(x, Tensor) and x.dim()] for batch in micro_batches]
     sizes = {max(each) for each in rows if each}
     if len(sizes) > 1 or 0 in sizes:
         raise ValueError(
@@ -268,7 +268,9 @@ def check_equal_batches(batch: Tree, plan: Plan) -> None:
         return
     if isinstance(grid, ProcessMesh) and not is_announcing():  # simulated ranks always compare
         return
-    named = [(path, x) for path, x in tree.paths_to(batch, Tensor) if isinstance(x, Tensor) and x.numel()]
+    comparable = Tensor | str | int | float  # and numpy's arrays; a Sharded has other shards on other ranks
+    leaves = tree.paths_to(batch, Sharded)
+    named = [(path, x) for path, x in leaves if isinstance(x, comparable) or hasattr(x, "__array__")]
     number = consensus.first_unlike([_numbered(x) for _, x in named], grid, axes)
     if number is not None:
         raise MismatchError(
@@ -278,9 +280,11 @@ def check_equal_batches(batch: Tree, plan: Plan) -> None:
         )
 
 
-def _numbered(x: Tensor) -> Tensor:
-    """Integers (bytes,) that differ for other elements, and for the same ones in another order."""
-    words = value_bytes(x).long()
+def _numbered(x: Tree) -> Tensor:
+    """Integers (bytes,) that differ for other elements or shapes, and for the same elements in another order."""
+    text = f"{x.dtype}{[*x.shape]}" if isinstance(x, Tensor) else repr(getattr(x, "tolist", lambda: x)())
+    words = torch.tensor([*text.encode()])
+    words = torch.cat([words.to(x.device), value_bytes(x).long()]) if isinstance(x, Tensor) else words
     return words * torch.arange(1, 2 * len(words), 2, device=words.device)
 
 

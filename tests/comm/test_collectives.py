@@ -793,3 +793,13 @@ def test_a_column_of_no_rows(name: str) -> None:
         return tuple(getattr(fshard, name)(torch.zeros(0, 2)[..., 0], mesh, "shard").shape)
 
     assert fshard.testing.World(axes={"shard": 2}, late=True).run(run) == [(0,)] * 2
+
+
+@pytest.mark.parametrize("axis", [{"replicate", "shard"}, ("shard", "shard"), 0, (0,), b"shard"], ids=str)
+def test_a_rank_has_one_number_along_axes(axis: Any) -> None:
+    """The order of a set is another one in each process, and an axis named twice is no axis: ranks would get the same
+    number."""
+    for mesh in (None, fshard.AbstractMesh(replicate=2, shard=2, rank=2)):
+        with pytest.raises(TypeError, match=r"rank_and_size: .*axis.*expected the name of an axis, or a tuple"):
+            fshard.rank_and_size(mesh, axis)
+    assert fshard.rank_and_size(fshard.AbstractMesh(replicate=2, shard=2, rank=2), ["shard", "replicate"]) == (1, 4)

@@ -4,6 +4,8 @@ import gc
 import subprocess
 import sys
 import weakref
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import optree
@@ -282,3 +284,27 @@ def test_a_structure_keeps_no_value_alive() -> None:
     gc.collect()
     assert ref() is None
     assert tree.leaves(again)[0] is leaves[0]
+
+
+WAYS: dict[str, Callable[[Any], Any]] = {
+    "tops": lambda x: tree.tops(x, int),
+    "nodes": lambda x: tree.nodes(x, torch.Tensor),
+    "paths_to": lambda x: [leaf for _, leaf in tree.paths_to(x, int)],
+    "structure_above": lambda x: tree.unflatten(tree.structure_above(x, int), [x[0].w])[0].w[None],
+    "map_tops": lambda x: [tree.map_tops(lambda leaf: leaf.cos(), int, x)[0].w],
+    "detached": lambda x: [tree.detached([type(x[0])(x[0].w.requires_grad_())])[0].w],
+}
+
+
+@pytest.mark.parametrize("name", WAYS)
+def test_a_class_is_a_node_at_its_first_use(name: str) -> None:
+    """optree does not know a dataclass that torch has registered: what asks first would take it for a leaf."""
+
+    @dataclass
+    class Output:
+        w: torch.Tensor
+
+    pytree.register_dataclass(Output)
+    (leaf,) = WAYS[name]([Output(torch.ones(2))])
+    assert isinstance(leaf, torch.Tensor)
+    assert not leaf.requires_grad

@@ -1,10 +1,12 @@
 """`predict`: a rank's own result of any function of sharded parameters."""
 
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import pytest
 import torch
+import torch.utils._pytree as pytree
 from support.models import LM_UNITS, NARROW, STRATEGIES, lm_batch, lm_params, rand, same_bits
 from support.worlds import by_process_groups, gloo, simulated
 from torch import Tensor, nn
@@ -172,3 +174,42 @@ def test_errors():
     sharded = fshard.shard_params(params, fshard.make_plan(params))
     with pytest.raises(TypeError, match=r"in a loss or fshard\.predict\(lambda p, x: apply\(p, buffers, x\)\[0\]\)"):
         apply(sharded, buffers, torch.ones(1, 2))
+
+
+@dataclass
+class Output:
+    """A result of a class that torch alone has registered."""
+
+    w: Any
+
+
+pytree.register_dataclass(Output)
+VIEWS: dict[str, tuple[Any, Any]] = {  # of a leaf (6,), and how its elements are read
+    "array": (lambda w: w[1:].numpy(), torch.from_numpy),
+    "dataclass": (lambda w: Output(w[1:]), lambda x: x.w),
+    "sparse": (
+        lambda w: torch.sparse_coo_tensor(
+            torch.arange(1, 6)[None], w[1:], (6,), is_coalesced=True, check_invariants=True
+        ),
+        lambda x: x.to_dense()[1:],
+    ),
+}
+
+
+@pytest.mark.parametrize("cuts", [{}, {"params_over": ()}], ids=["sharded", "whole"])
+@pytest.mark.parametrize("name", VIEWS)
+def test_what_shares_memory_with_parameters_is_copied(name: str, cuts: Any) -> None:
+    """A donated step overwrites the parameters where they lie: an array, say, of one device would change with them."""
+    take, read = VIEWS[name]
+
+    def kept(mesh: Any) -> Any:
+        whole = {"w": torch.arange(6.0)}
+        sharded = fshard.shard_params(whole, fshard.make_plan(whole, mesh, **(cuts if mesh is not None else {})))
+        predicted = fshard.predict(lambda p: take(p["w"]))(sharded)
+        _, aux = fshard.evaluate(lambda p: (p["w"].sum(), [take(p["w"])]), has_aux=True)(sharded)
+        for x in sharded.tensors:
+            x.zero_()
+        return [read(x).tolist() for x in (predicted, *aux)]
+
+    for results in (kept(None), *simulated(kept)):
+        assert results == [[1.0, 2.0, 3.0, 4.0, 5.0]] * 2

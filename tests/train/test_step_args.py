@@ -259,6 +259,40 @@ def test_a_rank_with_an_empty_leaf_is_no_empty_batch():
         step(state, [torch.zeros(0, 2), torch.zeros(0, 3)])
 
 
+def test_a_sharded_in_a_batch_has_no_rows():
+    """A rank's shard of a teacher is none of its rows: a batch without rows would pass for one that has them."""
+    step = fshard.train_step(lambda p, b: p["a"]["w"].sum() + b["teacher"]["a"]["w"].sum(), TX)
+    nothing = {"w": torch.zeros(0)}
+    empty = fshard.shard_params(nothing, fshard.make_plan(nothing))
+    assert step(fshard.init_state(sharded(None), TX), {"teacher": {"a": empty}, "n": 2})[1]["loss"].isfinite()
+    with pytest.raises(ValueError, match=r"\[0\] rows"):
+        step(fshard.init_state(sharded(None), TX), {"x": torch.zeros(0, 2), "teacher": sharded(None)})
+
+
+UNLIKE: dict[str, Callable[[int], Any]] = {
+    "number": lambda place: place,
+    "text": lambda place: "ab"[place],
+    "array": lambda place: np.full(3, place),
+    "length": lambda place: torch.zeros(8 * place + 8),
+    "empty": lambda place: [torch.ones(place), torch.ones(1 - place)],
+}
+
+
+@pytest.mark.parametrize("name", UNLIKE)
+def test_ranks_of_one_batch_are_told_of_what_differs(name):
+    """Ranks along an axis that no batch is cut over must have the same batch: one would be lost in the mean."""
+
+    def run(mesh: Any, same: bool) -> Any:
+        place = 0 if same else mesh.get_local_rank("shard")
+        step = fshard.train_step(lambda p, b: p["a"]["w"].sum() + b["teacher"]["a"]["w"].sum(), TX)
+        batch = {"teacher": sharded(mesh), "x": UNLIKE[name](place)}  # whose shards differ, as they should
+        return step(fshard.init_state(sharded(mesh, data="replicate"), TX), batch)[1]["loss"]
+
+    simulated(run, True, shard=2, replicate=2)
+    with pytest.raises(MismatchError, match=r"batch: leaf 'x(\.0)?': expected the same on all ranks along 'shard'"):
+        simulated(run, False, shard=2, replicate=2)
+
+
 def test_a_batch_of_nothing_is_taken_once():
     """A batch without rows is used once, and is an error with micro-batches: otherwise a sum would count it several
     times."""
