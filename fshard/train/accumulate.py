@@ -283,7 +283,7 @@ def check_equal_batches(batch: Tree, plan: Plan) -> None:
 def _numbered(x: Tree) -> Tensor:
     """Integers (bytes,) that differ for other elements or shapes, and for the same elements in another order."""
     text = f"{x.dtype}{[*x.shape]}" if isinstance(x, Tensor) else repr(getattr(x, "tolist", lambda: x)())
-    words = torch.tensor([*text.encode()])
+    words = torch.tensor([*text.encode()], device="cpu")
     words = torch.cat([words.to(x.device), value_bytes(x).long()]) if isinstance(x, Tensor) else words
     return words * torch.arange(1, 2 * len(words), 2, device=words.device)
 

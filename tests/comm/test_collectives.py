@@ -795,7 +795,11 @@ def test_a_column_of_no_rows(name: str) -> None:
     assert fshard.testing.World(axes={"shard": 2}, late=True).run(run) == [(0,)] * 2
 
 
-@pytest.mark.parametrize("axis", [{"replicate", "shard"}, ("shard", "shard"), 0, (0,), b"shard"], ids=str)
+@pytest.mark.parametrize(
+    "axis",
+    [{"replicate", "shard"}, ("shard", "shard"), 0, (0,), b"shard"],
+    ids=["set", "twice", "number", "numbers", "bytes"],
+)
 def test_a_rank_has_one_number_along_axes(axis: Any) -> None:
     """The order of a set is another one in each process, and an axis named twice is no axis: ranks would get the same
     number."""
