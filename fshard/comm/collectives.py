@@ -282,8 +282,8 @@ def reduce_scatter(x: T, mesh: AnyMesh, axis: str, label: str = "", *, dim: int 
 def all_reduce(x: T, mesh: AnyMesh, axis: str, op: Literal["sum", "max", "min"] = "sum", label: str = "") -> T:
     """All-reduce by sum, max or min, in rank order: (...) -> (...), partial -> replicated.
 
-    `x` is a tensor or a tree, `op` "sum", "max" or "min"; `axis` and `label` as for `all_gather`. The sum is its own
-    transpose. Max and min have no derivative (NotImplementedError).
+    `x` is a tensor or a tree, `op` "sum", "max" or "min"; `mesh` (None: `x` itself), `axis` and `label` as for
+    `all_gather`. The sum is its own transpose. Max and min have no derivative (NotImplementedError).
 
     >>> from fshard.testing import simulate
     >>> simulate(lambda mesh: all_reduce(torch.tensor(1.5), mesh, "shard").item(), shard=2)
