@@ -263,9 +263,9 @@ def message_timeout(ranks: Ranks) -> timedelta:
 
 # what to do where ranks call different collectives
 SAME_ORDER = (
-    "All ranks must call the same collectives in the same order. If one has returned, it had fewer batches: "
-    "fshard.collectives.join_batches. Else, units that are gathered are read on all ranks, with an empty batch where "
-    "a rank has no use for one; or make a plan with one unit, or with params_over=()."
+    "All ranks must call the same collectives in the same order. If one has returned, it had fewer batches "
+    "(collectives.join_batches), or left out a save or a state_dict. Else, units that are gathered are read on all "
+    "ranks, with an empty batch where a rank has no use for one; or make a plan with one unit, or with params_over=()."
 )
 
 

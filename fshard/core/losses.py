@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 import zlib
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
@@ -20,20 +21,20 @@ from .scalars import Number, on_device, wide
 from .tracing import assigned
 from .tree import Tree
 
-# The policy and the mesh of the loss that runs, and words that ranks compare.
-_Running = tuple[Any, Any, set[str]]
+# The policy and the mesh of the loss that runs, words that ranks compare, and modules that updated running statistics.
+_Running = tuple[Any, Any, set[str], list[str]]
 _RUNNING: ContextVar[_Running | None] = ContextVar("fshard.core.losses", default=None)
 
 
 def loss_of(policy: Any, mesh: Any) -> AbstractContextManager[None]:
     """The block in which a loss runs, whose parameters are on this mesh and have this policy."""
-    return assigned(_RUNNING, (policy, mesh, set()))
+    return assigned(_RUNNING, (policy, mesh, set(), []))
 
 
 def running() -> _Running | None:
     """The policy and the mesh of the loss that runs, for what it calls with parameters that it has gathered itself.
 
-    Ranks compare the words that are added to the set. None outside of a loss.
+    Ranks compare the words that are added to the set; `warn_of_lost` tells of the list. None outside of a loss.
     """
     return _RUNNING.get()
 
@@ -41,6 +42,13 @@ def running() -> _Running | None:
 def remarks() -> str:
     """The words of the loss that runs, in an order that does not depend on that of the calls."""
     return "".join(f", {words}" for words in sorted(loss[2])) if (loss := _RUNNING.get()) else ""
+
+
+def warn_of_lost() -> None:
+    """Warn if modules updated running statistics in the loss that runs, which returns them nowhere."""
+    if torch.is_grad_enabled() and (loss := _RUNNING.get()) and loss[3]:
+        told = "drops the running statistics that batch norms update: evaluation has old ones. Return the new buffers"
+        warnings.warn(f"{loss[3][0]}: the loss {told}, with with_extra=True and init_state(extra=)", stacklevel=2)
 
 
 class _Summand:
@@ -202,8 +210,8 @@ def read_loss(loss: Tree) -> tuple[Tree, type]:
         total = loss.total
         got = f"a {total.dtype} tensor of shape {tuple(total.shape)}" if isinstance(total, Tensor) else repr(total)
         raise ValueError(
-            f"the loss function: expected a 0-d floating tensor (or fshard.Mean or Sum of one), got {got}. Sum it, and "
-            "return fshard.Mean(losses.sum(), losses.numel()) for a mean."
+            f"the loss function: expected a 0-d floating tensor (or fshard.Mean or Sum of one), got {got}. For a mean "
+            "return fshard.Mean(losses.sum(), losses.numel()); for (loss, aux) or (loss, extra) has_aux, with_extra."
         )
     return loss, kind
 

@@ -31,6 +31,7 @@ from ..core.losses import (
     remarks,
     terms_of,
     value_dtype,
+    warn_of_lost,
 )
 from ..core.scalars import Number, on_device
 from ..core.storage import address, addresses
@@ -142,6 +143,7 @@ def _called(
         arguments, sharded_of = _viewed(tape, args)
         loss, extra, aux = _returned(loss_fn(view, *arguments), has_aux, with_extra)
         if not (has_aux or with_extra):
+            warn_of_lost()
             return _Returned(*read_loss(loss), None, None, remarks())
         check_averages(aux)
         # an extra that contains the view of a `Sharded` means the `Sharded`: the view ends with the tape

@@ -12,6 +12,7 @@ from torch.nn.parameter import is_lazy
 
 from ..core import tree
 from ..core.arguments import check_flags, wrong
+from ..core.losses import running
 from ..core.tree import Tree
 from ..layout.pieces import Parts
 from ..plan.plan import Plan
@@ -54,6 +55,8 @@ class ModuleFunction:
         leaves = Leaves(params, self._params, f"{name}: params")
         call, versions = ModuleCall(leaves, self._listed(buffers)), leaves.versions()
         leaves.remark(self._copies.modes[self._training])
+        if self._training and self._copies.tracks and (loss := running()):
+            loss[3].append(name)
         module = self._copies.copy_for(call, self._training)
         with self._calls.during(call):
             out = module(*args, **kwargs)

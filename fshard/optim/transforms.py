@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, TypeGuard
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,7 +21,6 @@ from .base import (
     FoundInf,
     Label,
     Needs,
-    Schedule,
     Transform,
     TransformLike,
     as_transform,
@@ -108,10 +107,6 @@ class HyperState(NamedTuple):
     inner: Tree
 
 
-def _is_schedule(value: object) -> TypeGuard[Schedule]:
-    return callable(value)  # `at` checks what it returns
-
-
 def with_hyperparams(make: Callable[..., TransformLike], **hyperparams: object) -> Transform:
     """`make(**hyperparams)` with its hyper-parameters as tensors in the state, which may be changed between steps.
 
@@ -127,7 +122,7 @@ def with_hyperparams(make: Callable[..., TransformLike], **hyperparams: object) 
     """
     if not callable(make):
         raise TypeError(f"optim.with_hyperparams: make: expected a function that makes an optimizer, got {shown(make)}")
-    schedules = {name: value for name, value in hyperparams.items() if _is_schedule(value)}
+    schedules = {name: value for name, value in hyperparams.items() if callable(value)}  # `at` checks what it returns
     values = {name: value for name, value in hyperparams.items() if isinstance(value, float | Tensor)}
     static = {name: value for name, value in hyperparams.items() if name not in schedules and name not in values}
 

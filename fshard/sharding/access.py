@@ -375,8 +375,8 @@ class Leaves:
         with torch.enable_grad():  # what is read under no_grad may be used outside of it
             self._sources = [x if isinstance(x, _At) else x[...] for x in given]
         plan = next((x.tape.plan for x in self._sources if isinstance(x, _At)), None)
-        beside: tuple[Policy, AnyMesh, set[str] | None] = running() or (Policy(), None, None)
-        policy, mesh, self._remarks = beside
+        beside: tuple[Policy, AnyMesh, set[str] | None, object] = running() or (Policy(), None, None, None)
+        policy, mesh, self._remarks, _ = beside
         self.policy, self.mesh = (policy, mesh) if plan is None else (plan.policy, plan.mesh)
         self._is_cut = plan is not None and plan.num_ranks(plan.params_over) > 1
 

@@ -144,7 +144,8 @@ def oracle(
         new, opt_state = tx.step(grads, state.opt_state, trained, skip)
         params, scaler = whole.tree({**whole.values, **new}), state.loss_scale.adjust(found_inf)
         any_inf = (~norm.isfinite()).float() if skip is None else any_found(skip)
-        metrics: dict[str, Tree] = {"loss": loss.to(_dtype(outs, policy)), "grad_norm": norm, "found_inf": any_inf}
+        dtype = value_dtype(added(outs[0][0].terms).total, policy.output)
+        metrics: dict[str, Tree] = {"loss": loss.to(dtype), "grad_norm": norm, "found_inf": any_inf}
         if has_aux:
             metrics["aux"] = _auxes(outs, policy)
         skipped = skip is not None and bool(any_found(skip))
@@ -186,10 +187,6 @@ def _forward(
     extra = detached(more.pop(0)) if with_extra else None
     aux = map_tops(lambda x: x if is_loss(x) else policy.cast(x, "output"), is_loss, more[0] if has_aux else None)
     return _Out(terms_of(loss) if is_loss(loss) else [Mean(loss, 1)], live, extra, aux)
-
-
-def _dtype(outs: Sequence[Sequence[_Out]], policy: Policy) -> torch.dtype:
-    return value_dtype(added(outs[0][0].terms).total, policy.output)
 
 
 def _auxes(outs: Sequence[Sequence[_Out]], policy: Policy) -> list[Tree]:

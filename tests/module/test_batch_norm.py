@@ -1,5 +1,7 @@
 """Batch norms over all ranks: the values, gradients and running statistics of the module on the batch of all ranks."""
 
+import warnings
+from functools import partial
 from typing import Any
 
 import pytest
@@ -10,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import fshard
-from fshard import tree
+from fshard import optim, tree
 from fshard.module import functionalize
 
 
@@ -170,3 +172,40 @@ def test_running_statistics_that_a_graph_alone_computes(again, wanted):
 
     for x in (images(0, 0), images(1, 1)):
         assert same_bits(fshard.jit(fn, backend="eager")(params, buffers, x), tree.detached(fn(params, buffers, x)))
+
+
+def lost(mesh: Any, loss: str, how: Any, module: nn.Module) -> list[str]:
+    """What a step with that loss warns of."""
+    apply, params, buffers = functionalize(module)
+    forward = apply.eval if loss == "evaluation" else apply
+    sharded = fshard.shard_params(params, fshard.make_plan(params, mesh))
+    x = torch.randn(4, 3, generator=torch.Generator().manual_seed(0))
+
+    def with_extra(p: Any, extra: Any, x: Tensor) -> Any:
+        out, extra = apply(p, extra, x)
+        return out.square().mean(), extra
+
+    def plain(p: Any, x: Tensor) -> Any:
+        out, after = forward(p, buffers, x)
+        return (out.square().mean(), after) if loss == "aux" else out.square().mean()
+
+    options = {"with_extra": True} if loss == "extra" else {"has_aux": True} if loss == "aux" else {}
+    state = fshard.init_state(sharded, optim.sgd(0.1), extra=buffers if loss == "extra" else None)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        if loss == "evaluate":
+            fshard.evaluate(plain)(sharded, x)
+        else:
+            how(fshard.train_step(with_extra if loss == "extra" else plain, optim.sgd(0.1), **options))(state, x)
+    return [str(w.message) for w in caught if "running statistics" in str(w.message)]
+
+
+@pytest.mark.parametrize("how", [lambda step: step, partial(fshard.jit, backend="eager")], ids=["eager", "jit"])
+@pytest.mark.parametrize("loss", ["dropped", "extra", "aux", "evaluation", "evaluate"])
+def test_a_loss_that_drops_running_statistics_is_warned(loss, how):
+    """Evaluation would use the first statistics, without a word."""
+    tracks = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3))
+    told = [lost(None, loss, how, tracks), *simulated(lost, loss, how, tracks, shard=1)]
+    assert all(bool(words) == (loss == "dropped") for words in told), told
+    assert all("with_extra=True" in word for words in told for word in words)
+    assert lost(None, "dropped", how, nn.Sequential(nn.BatchNorm1d(3, track_running_stats=False))) == []

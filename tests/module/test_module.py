@@ -181,9 +181,10 @@ def test_one_function_serves_all_simulated_ranks():
 
         def loss(p: Any) -> Any:
             fshard.all_reduce(torch.ones(()), mesh, "shard")  # the other ranks run
-            return error(apply(p, buffers, batch["tokens"])[0], batch)
+            out, after = apply(p, buffers, batch["tokens"])
+            return error(out, batch), after
 
-        return fshard.value_and_grad(loss)(sharded)[0]
+        return fshard.value_and_grad(loss, has_aux=True)(sharded)[0][0]
 
     first, second = simulated(job)
     batch = words(0, 0)
