@@ -131,9 +131,9 @@ def first_difference(
 
     Runs on equally many ranks are compared rank by rank: numbers must be equal, or within `rtol` times the largest. A
     run on any number of ranks, in any number of micro-batches, is compared with one on one device that has the batches
-    of all ranks: values must be copies of the one, pieces of it, its summands, or equal parts of a mean, within 2**12
-    units in the last place by default (2**4 of dtypes of 16 bits and fewer). What differs and has no effect on the
-    loss, on gradients, metrics and new parameters is then no difference.
+    of all ranks: values must be copies of the one, pieces of it, its summands, or equal parts of a mean, within
+    `2**12` units in the last place by default (`2**4` of dtypes of 16 bits and fewer). What differs without effect on
+    the loss, on gradients, metrics and new parameters is then no difference.
 
     ValueError for other numbers of ranks, or of micro-batches on several ranks, and for what no observed step returns.
 
