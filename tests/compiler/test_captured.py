@@ -222,6 +222,7 @@ def test_donation_and_a_captured_tensor():
     assert same_bits(found, rand(3, seed=2) + x + x * x + x)
 
 
+@pytest.mark.filterwarnings("ignore:.*drops the running statistics")
 @pytest.mark.sample(2)
 @pytest.mark.parametrize(("backend", "strategy"), [("eager", "full"), ("aot_eager", "zero1")])
 def test_a_module_whose_buffers_are_in_a_closure(backend, strategy):
