@@ -48,7 +48,7 @@ def warn_of_lost() -> None:
     """Warn if modules updated running statistics in the loss that runs, which returns them nowhere."""
     if torch.is_grad_enabled() and (loss := _RUNNING.get()) and loss[3]:
         told = "drops the running statistics that batch norms update: evaluation has old ones. Return the new buffers"
-        warnings.warn(f"{loss[3][0]}: the loss {told}, with with_extra=True and init_state(extra=)", stacklevel=2)
+        warnings.warn(f"{loss[3][0]}: the loss {told} (with_extra=True, init_state(extra=))", stacklevel=2)
 
 
 class _Summand:
