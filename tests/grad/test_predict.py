@@ -64,6 +64,7 @@ def expected(rank: int, dtype: torch.dtype) -> Any:
     )
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("how", HOW)
 @pytest.mark.parametrize("strategy", STRATEGIES)
@@ -77,6 +78,7 @@ def test_the_result_is_that_of_one_device_on_this_ranks_rows(strategy, how, poli
         assert same_bits(got, want)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("strategy", ["ddp", "full"])
 def test_processes_predict_as_simulated_ranks_do(strategy):
     """What holds on simulated ranks would fail on processes."""
