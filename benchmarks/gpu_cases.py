@@ -101,7 +101,7 @@ def trained(
     step = step if jit is None else fshard.jit(step, backend=jit, donate=donate)
     losses = []
     for i in range(steps):
-        rank = 0 if mesh is None else mesh.get_rank()
+        rank, _ = fshard.rank_and_size(mesh)
         state, metrics = step(state, batch(i, rank, device=device_of(mesh)))
         losses.append(metrics["loss"])
     return fshard.gather_params(state.params), torch.stack(losses)

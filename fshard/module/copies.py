@@ -52,9 +52,9 @@ class Copies:
         self._skeletons = {True: skeleton(module, stands), False: in_eval_mode(skeleton(module, stands))}
         self.modes = {training: _mode(part, calls.name) for training, part in self._skeletons.items()}
         check_references(self.skeleton, module)
-        # an own `train()` may drop in training what a forward keeps in evaluation: results of one call's parameters
         norms = [x for x in self.skeleton.modules() if isinstance(x, BATCH_NORMS)]
         self.tracks = any(x.training and x.track_running_stats for x in norms)
+        # an own `train()` may drop in training what a forward keeps in evaluation: results of one call's parameters
         self._forgets = {
             mode: any(type(part).train is not nn.Module.train and not part.training for part in copied.modules())
             for mode, copied in self._skeletons.items()

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from ..comm.mesh import AnyMesh, coordinate, num_ranks
+from ..comm.mesh import AnyMesh, rank_and_size
 from ..core import tree
 from ..core.arguments import check_positive
 from ..core.random import seeded_by
@@ -70,7 +70,7 @@ def same_loss(
     rows, *others = (tree.map(_double, x) for x in (batch, *args))
 
     def results(mesh: AnyMesh, loss: Callable[..., Tree], whole: Tree) -> dict[str, Tensor]:
-        ranks, rank, cut = (1, 0, ()) if mesh is None else (num_ranks(mesh, over), coordinate(mesh, over), over)
+        (rank, ranks), cut = rank_and_size(mesh, over), () if mesh is None else over
         plan = make_plan(whole, mesh, params_over=cut, grads_over=cut, state_over=cut, split=leaves, data=over or None)
         part = tree.map(lambda x: x.tensor_split(ranks)[rank] if isinstance(x, Tensor) and x.dim() else x, rows)
         with seeded_by(rank, "", torch.device("cpu")):

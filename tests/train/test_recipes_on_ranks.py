@@ -348,13 +348,19 @@ def test_the_loss_of_a_model_counts_labels(num_ranks: int, no_labels: bool) -> N
         is_near((value, [got[name] for name in grads]), (expected.detach(), [*grads.values()]))
 
 
+def autoencoder() -> tuple[dict[str, Any], torch.nn.Module, Any, Any, Any]:
+    """The page's program of methods, its autoencoder, and that module's methods as a function."""
+    page = defined("modules.md", "Other methods than forward")
+    torch.manual_seed(0)
+    module = page["Autoencoder"]().double()
+    return page, module, *fshard.module.functionalize(page["Methods"](module))
+
+
 @pytest.mark.parametrize("rows", ROWS)
 def test_methods_other_than_forward(rows: tuple[int, ...]) -> None:
     """A method would compute with the module's own parameters, and predictions be those of other rows."""
-    page = defined("modules.md", "Other methods than forward")
-    torch.manual_seed(0)
-    module, x = page["Autoencoder"]().double(), normal(sum(rows), 8)
-    call, params, buffers = fshard.module.functionalize(page["Methods"](module))
+    page, module, call, params, buffers = autoencoder()
+    x = normal(sum(rows), 8)
     page.update(call=call, auto_buffers=buffers)
     expected = module.training_step(x, 0)
     expected.backward()
@@ -367,10 +373,8 @@ def test_methods_other_than_forward(rows: tuple[int, ...]) -> None:
 @pytest.mark.parametrize("rows", ROWS)
 def test_embeddings_of_all_ranks(rows: tuple[int, ...]) -> None:
     """A rank without rows would stop the others, or embeddings be in another order."""
-    page = defined("modules.md", "Other methods than forward")
-    torch.manual_seed(0)
-    module, x = page["Autoencoder"]().double(), normal(sum(rows), 8)
-    call, params, buffers = fshard.module.functionalize(page["Methods"](module))
+    _, module, call, params, buffers = autoencoder()
+    x = normal(sum(rows), 8)
     rows_of_all = defined("recipes.md", "Rows of all ranks")["rows_of_all"]
 
     def on_a_rank(mesh: Any) -> Tensor:

@@ -235,7 +235,7 @@ def test_ragged_batches_are_those_of_one_device(tx):
 
     def trained(mesh: Any, ranks: int) -> Any:
         state, step = fshard.init_state(sharded(mesh), tx), fshard.train_step(ranks_loss, tx)
-        rank = 0 if mesh is None else mesh.get_rank()
+        rank, _ = fshard.rank_and_size(mesh)
         graphs = [graph_of(r) for r in (range(ranks) if mesh is None else [rank])]
         for _ in range(3):
             state, metrics = step(state, graphs)
