@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import gc
 import re
-import sys
 import weakref
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextvars import ContextVar
@@ -190,6 +189,7 @@ class FirstReads(Reads):
         # an operator that `remat` is: torch does not show it to the mode of the function outside
         self.inputs = [x if outer is None else outer.instead_of(x) for x in args]
         super().__init__([stripped(x) for x in self.inputs], outer)
+        self._had_forward_mode = forward_ad._is_fwd_grad_enabled()
         self.kept: list[Tensor] = []  # so that their identities stay taken
         self._versions = [writes(x) for x in map(func_levels.unwrapped, self.inputs)]
         for x, given in zip(self.inputs, self.given, strict=True):
@@ -221,10 +221,16 @@ class FirstReads(Reads):
 
     def _watches(self, func: Operator, args: Args, kwargs: Kwargs, before: Sequence[Tensor]) -> bool:
         watched = func not in _CUTS and any(id(x) in self._watched for x in before)
-        watched = watched and (torch.is_grad_enabled() or self.depth > 0 or _in_autograd_function())
+        watched = watched and (torch.is_grad_enabled() or self.depth > 0 or self._in_function())
         if watched and (_IN_PLACE.search(getattr(func, "__name__", "")) or "out" in (kwargs or {})):
             self._note_write((kwargs or {}).get("out", args[0]))
         return watched
+
+    def _in_function(self) -> bool:
+        """True in the forward of a torch.autograd.Function: it runs without gradients, and its results have one."""
+        # Private: there torch switches forward mode off too, and under no_grad does not (test_remat.py notices)
+        is_off = not (forward_ad._is_fwd_grad_enabled() or torch.is_inference_mode_enabled())
+        return self._had_forward_mode and is_off
 
     def _note_write(self, x: object) -> None:
         """Watch what is written to; RuntimeError if it is from outside: its new value would have no gradient."""
@@ -324,17 +330,6 @@ def _is_at(ref: weakref.ref[Tensor] | None, x: Tensor) -> bool:
 def _passes(x: Tensor) -> bool:
     """Whether a tensor is a buffer that one call of a module's function has made, or torch.compile's in its trace."""
     return getattr(x, "of_call", False) or (isinstance(x, FakeTensor) and not is_tracing())
-
-
-def _in_autograd_function() -> bool:
-    """Whether the forward of a torch.autograd.Function runs: without gradients, and its results have one."""
-    frame = sys._getframe(1)
-    while frame.f_code is not _RUN and frame.f_code is not _APPLY and frame.f_back is not None:
-        frame = frame.f_back
-    return frame.f_code is _APPLY
-
-
-_RUN, _APPLY = Reads.run.__code__, torch.autograd.Function.apply.__func__.__code__  # type: ignore[attr-defined]
 
 
 def _tensors(x: Any) -> Iterator[Tensor]:

@@ -16,6 +16,7 @@ from support.modules import BLOCKS, WORDS, Block, Recurrent, error, tied, traine
 from support.worlds import gloo, simulated
 from torch import Tensor, nn
 from torch.nn.utils import prune
+from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
 import fshard
@@ -485,6 +486,25 @@ def test_what_torch_does_not_publish_is_there():
     assert before == node._sequence_nr() < torch.autograd._get_sequence_nr()
     assert torch._C._current_autograd_node() is None
     node.metadata["kept"] = 1
+
+
+def test_modes_see_what_is_read_of_a_tensor() -> None:
+    """A parameter's data could be set unseen, and a module read its stand's own attributes."""
+    seen = list[Any]()
+
+    class Sees(TorchFunctionMode):
+        def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            seen.append(func)
+            return func(*args, **(kwargs or {}))
+
+    x = torch.ones(2)
+    with Sees():
+        assert (x.data.tolist(), x.requires_grad, x.grad_fn, x.is_leaf) == ([1, 1], False, None, True)
+        x.data, x.requires_grad = torch.zeros(2), True
+    names = ("data", "requires_grad", "grad_fn", "is_leaf")
+    assert {getattr(Tensor, name).__get__ for name in names} <= {*seen}
+    assert {Tensor.data.__set__, Tensor.requires_grad.__set__} <= {*seen}
+    assert torch.Tensor.requires_grad.__get__(x)
 
 
 # --- what hostile modules do ---

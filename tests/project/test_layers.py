@@ -124,17 +124,28 @@ def imported(name: str, source: str) -> Iterator[tuple[str, str]]:
                 yield (inner, "") if inner in SOURCES else (base, alias.name)
 
 
+def step(node: ast.AST) -> tuple[ast.AST, str] | None:
+    """What an attribute is read of, and its name, also of `getattr(x, "name")`; None for other expressions."""
+    match node:
+        case ast.Attribute(value=value, attr=name):
+            return value, name
+        case ast.Call(func=ast.Name(id="getattr"), args=[value, ast.Constant(value=str(name)), *_]):
+            return value, name
+    return None
+
+
 def dotted(node: ast.AST) -> str | None:
     """The text `a.b.c` of a chain of attributes; None for other expressions."""
     if isinstance(node, ast.Name):
         return node.id
-    before = dotted(node.value) if isinstance(node, ast.Attribute) else None
-    return None if before is None else f"{before}.{node.attr}"
+    value, name = step(node) or (None, "")
+    before = None if value is None else dotted(value)
+    return None if before is None else f"{before}.{name}"
 
 
 @functools.cache
 def named(source: str) -> set[str]:
-    """The dotted names that a module imports or uses, with `import ... as` resolved."""
+    """The dotted names that a module imports or uses, with `import ... as` and `name = a.b` resolved."""
     tree, aliases, found = ast.parse(source), dict[str, str](), set[str]()
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
@@ -146,12 +157,16 @@ def named(source: str) -> set[str]:
             for alias in node.names:
                 found.add(f"{node.module}.{alias.name}")
                 aliases[alias.asname or alias.name] = f"{node.module}.{alias.name}"
+
+    def resolved(name: str) -> str:
+        first, dot, rest = name.partition(".")
+        return f"{aliases.get(first, first)}{dot}{rest}"
+
     for node in ast.walk(tree):
-        name = dotted(node) if isinstance(node, ast.Attribute) else None
-        if name is not None:
-            first, _, rest = name.partition(".")
-            found.add(f"{aliases.get(first, first)}.{rest}")
-    return found
+        match node:
+            case ast.Assign(targets=[ast.Name(id=alias)], value=value) if step(value) and (name := dotted(value)):
+                aliases[alias] = resolved(name)
+    return found | {resolved(name) for node in ast.walk(tree) if step(node) and (name := dotted(node))}
 
 
 def uses(source: str, thing: str) -> bool:
@@ -424,11 +439,17 @@ def test_files_and_functions_are_small() -> None:
 
 
 PYTHONS = {"_asdict", "_replace", "_like"}  # methods of every NamedTuple, and a suffix of operators' names
+PLAIN = {"__name__", "__file__", "__version__", "__module__"}  # what a thing has however it is made
 
 
 def is_private(name: str) -> bool:
-    """Whether a part of a dotted name begins with an underscore and is not one of Python's `__x__`."""
-    return any(part.startswith("_") and not part.endswith("__") for part in name.split("."))
+    """Whether a part of a dotted name begins with an underscore.
+
+    Of Python's `__x__` those count that are read of a thing of torch, and tell how it is made: `torch.f.__code__`.
+    """
+    dunders = {part for part in name.split(".") if part.startswith("__") and part.endswith("__")}
+    is_theirs = name.partition(".")[0] in {"torch", "optree"}
+    return bool(is_theirs and dunders - PLAIN) or any(x.startswith("_") for x in {*name.split(".")} - dunders)
 
 
 def defined(source: str) -> set[str]:
@@ -436,8 +457,7 @@ def defined(source: str) -> set[str]:
     nodes = list(ast.walk(ast.parse(source)))
     names = {node.name for node in nodes if isinstance(node, ast.FunctionDef | ast.ClassDef)}
     stored = [node for node in nodes if isinstance(getattr(node, "ctx", None), ast.Store)]
-    keys = {node.slice.value for node in stored if isinstance(getattr(node, "slice", None), ast.Constant)}
-    return names | keys | {getattr(node, "id", "") or getattr(node, "attr", "") for node in stored}
+    return names | {getattr(node, "id", "") or getattr(node, "attr", "") for node in stored}
 
 
 def private_names(source: str, own: set[str]) -> set[str]:
@@ -499,6 +519,15 @@ def test_the_table_of_private_names_is_complete() -> None:
         ("from torch._dynamo import lookup_backend", "torch._dynamo.lookup_backend"),
         ("from torch import _ops as o\nx = o.OpOverload", "torch._ops.OpOverload"),
         ("x = f(y)._cdata", "_cdata"),
+        ("x = f(y)._cdata\nz['_cdata'] = x", "_cdata"),
+        (
+            "import torch\nX = torch.autograd.Function.apply.__func__.__code__",
+            "torch.autograd.Function.apply.__func__.__code__",
+        ),
+        ("from torch import Tensor as T\ndef f(x): return T.data.__get__(x)", "torch.Tensor.data.__get__"),
+        ("import torch\nx = getattr(torch.add, '__wrapped__', None)", "torch.add.__wrapped__"),
+        ("import torch\nf = torch.add\nx = f.__self__", "torch.add.__self__"),
+        ("import torch\nc = torch._C\nx = c.y.z", "torch._C.y.z"),
         ("x = '_to_copy'", "_to_copy"),
     ],
 )

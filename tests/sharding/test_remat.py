@@ -387,6 +387,47 @@ def test_what_would_lose_a_gradient_is_an_error(program: Callable[..., Tensor]) 
         remat(3)  # type: ignore[arg-type]
 
 
+FORWARDS: dict[str, Callable[..., Any]] = {
+    "with a context": lambda ctx, x: x * 2,
+    "wrapped": torch.amp.custom_fwd(lambda ctx, x: x * 2, device_type="cpu"),
+    "partial": functools.partial(lambda y, ctx, x: x * y, 2),
+    "in a block": lambda ctx, x: torch.no_grad()(torch.mul)(x, 2),
+    "in a function": lambda ctx, x: Twice.apply(x),
+}
+
+
+@pytest.mark.parametrize("name", FORWARDS)
+def test_what_a_forward_computes_and_keeps_is_an_error(name: str) -> None:
+    """However the forward of a torch.autograd.Function is written, its result has a gradient, which would be lost."""
+    double = type("Double", (torch.autograd.Function,), {"forward": staticmethod(FORWARDS[name])})
+    double.backward = staticmethod(lambda ctx, grad: 2 * grad)
+    kept: list[Tensor] = []
+
+    def fn(x: Tensor) -> Tensor:
+        kept.append(double.apply(x))
+        return kept[-1].tanh()
+
+    with pytest.raises(RuntimeError, match=r"keeps a torch.float64 tensor of shape \[5, 6\], which"):
+        remat(fn)(leaves()[0])
+
+
+def test_remat_in_a_forward_may_keep_what_it_computes() -> None:
+    """In the forward of a torch.autograd.Function nothing has a gradient, so that nothing is lost."""
+    kept: list[Tensor] = []
+
+    def fn(x: Tensor) -> Tensor:
+        kept.append(x * 2)
+        return x.tanh()
+
+    class Outer(torch.autograd.Function):
+        forward = staticmethod(lambda ctx, x: remat(fn)(x))
+        backward = staticmethod(lambda ctx, grad: grad)
+
+    x = leaves()[0]
+    assert torch.equal(torch.autograd.grad(Outer.apply(x).sum(), x)[0], torch.ones_like(x))
+    assert torch.equal(kept[0], 2 * x)
+
+
 def gradients(program: Callable[[Any, Tensor, Tensor], Tensor], how: Any) -> list[Tensor]:
     """A value and two gradients, and what is drawn at random afterwards."""
     torch.manual_seed(3)
@@ -403,6 +444,8 @@ def logs(call: Any, x: Tensor, w: Tensor) -> Tensor:
         h = (x @ w).tanh()
         kept.append((h.detach().mean(), torch.arange(6).cos()))
         with torch.no_grad():
+            kept.append(h.mean())
+        with torch.inference_mode():
             kept.append(h.mean())
         return h
 
