@@ -10,7 +10,7 @@ TRIED_WITH := numpy pytest pytest-xdist pyyaml hypothesis safetensors torchdata 
 # cases of each test
 MOST ?= 2
 
-.PHONY: train test lint docs bench gpu fakegpu versions mutants clean
+.PHONY: train test lint docs bench gpu fakegpu versions newest always mutants clean
 
 train: .venv/train
 	OMP_NUM_THREADS=1 $(BIN)/python -m torch.distributed.run --standalone --nproc-per-node=2 examples/nanogpt.py $(ARGS)
@@ -61,14 +61,19 @@ $(CUDA_VENV)/ready:
 	PIP_CONFIG_FILE=/dev/null PIP_FIND_LINKS= $(CUDA_VENV)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt torch optree numpy pytest
 	touch $@
 
-# the tests that a release of torch may break, with one release of torch
+# README's program, then the tests that a release of torch may break, with one release of torch
 versions: .venv-torch-$(TORCH)/ready
+	OMP_NUM_THREADS=1 .venv-torch-$(TORCH)/bin/python tools/first_use.py
 	OMP_NUM_THREADS=1 FSHARD_MOST=$(MOST) .venv-torch-$(TORCH)/bin/python -m pytest -n 2 --dist worksteal $(ARGS) $$(.venv-torch-$(TORCH)/bin/python tools/torch_tests.py)
 
-# from the package index alone, as above: torch for CUDA (5.4 GB)
-.venv-torch-$(TORCH)/ready:
-	$(PYTHON) -m venv $(@D)
-	PIP_CONFIG_FILE=/dev/null PIP_CONSTRAINT= PIP_FIND_LINKS= $(@D)/bin/python -m pip install --quiet --disable-pip-version-check torch==$(TORCH) optree $(TRIED_WITH)
+# the same with what `pip install -e .` gives a stranger: the newest torch that pip takes; one case of each test
+newest:
+	$(MAKE) versions TORCH=newest MOST=1
+
+# from the package index alone, as above: torch for CUDA (5.4 GB). The newest may be another one each time
+.venv-torch-$(TORCH)/ready: $(if $(filter newest,$(TORCH)),always)
+	test -x $(@D)/bin/python || $(PYTHON) -m venv $(@D)
+	PIP_CONFIG_FILE=/dev/null PIP_CONSTRAINT= PIP_FIND_LINKS= $(@D)/bin/python -m pip install --quiet --disable-pip-version-check --upgrade -e . torch$(patsubst ==newest,,==$(TORCH)) $(TRIED_WITH)
 	touch $@
 
 # each of the other benchmarks: bench-optimizers is benchmarks/optimizers.py

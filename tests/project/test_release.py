@@ -8,9 +8,11 @@ import zipfile
 from email import message_from_bytes
 from pathlib import Path
 
+import first_use
 import pytest
 
 import fshard
+from fshard.cli import doctor
 
 ROOT = Path(__file__).parents[2]
 PARTS = ["pyproject.toml", "README.md", "LICENSE", "pytest_fshard.py", "fshard"]
@@ -52,6 +54,14 @@ def test_the_wheel_needs_torch_and_optree_and_has_the_commands(wheel: Path) -> N
         "[console_scripts]\nfshard = fshard_command:main",
         "[pytest11]\npytest_fshard = pytest_fshard\n",
     ]
+
+
+def test_another_torch_than_the_newest_is_told() -> None:
+    """CI would pass with an old package index, and nobody would learn that the newest torch was not tried."""
+    newest = doctor.TESTED[1]
+    assert first_use.remark(f"{newest}.1+cu132") == ""
+    assert first_use.remark("2.11.0").startswith(f"NOT THE NEWEST: this is torch 2.11.0; docs/limits.md names {newest}")
+    assert first_use.remark("2.99.0a0").startswith(f"NEW: this is torch 2.99.0a0; docs/limits.md names {newest}")
 
 
 @pytest.mark.slow
