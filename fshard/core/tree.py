@@ -12,8 +12,9 @@ import builtins
 import operator
 import os
 from abc import abstractmethod
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Hashable, Iterable, Iterator, Sequence
 from fnmatch import fnmatchcase
+from itertools import accumulate
 from typing import Any, TypeAlias, TypeVar
 
 import optree
@@ -399,14 +400,33 @@ def difference(expected: Tree, got: Tree) -> str:
     return lacking(*(paths(flatten(tree)[1]) for tree in (expected, got))) or same
 
 
-def matches(path: Sequence[str], pattern: str) -> bool:
-    """Whether a path matches a dotted pattern: `*` is (a part of) one component, `**` any number of them."""
-    return _matches(path, pattern.split("."))
+def names_in(paths: Iterable[str]) -> set[str]:
+    """Return the dotted paths, and those of all that is around them.
+
+    >>> sorted(names_in(["a.b.c", "d"]))
+    ['a', 'a.b', 'a.b.c', 'd']
+    """
+    return {name for path in paths for name in accumulate(path.split("."), "{}.{}".format)}
 
 
-def _matches(path: Sequence[str], pattern: Sequence[str]) -> bool:
+def matches(path: Sequence[str], pattern: str, names: Container[str]) -> bool:
+    """Whether a path matches a dotted pattern: `*` is (a part of) one component, `**` any number of them.
+
+    `names` are those of the tree (`names_in`). A component that has such a name means this name alone.
+
+    >>> [matches(path, "x[0].*", {"x0", "x[0]"}) for path in (["x0", "w"], ["x[0]", "w"])]
+    [False, True]
+    """
+    return pattern == ".".join(path) if pattern in names else _matches(path, 0, pattern.split("."), names)
+
+
+def _matches(path: Sequence[str], at: int, pattern: Sequence[str], names: Container[str]) -> bool:
+    """Whether what a path has from a component on matches."""
     if not pattern:
-        return not path
-    if pattern[0] == "**":
-        return any(_matches(path[i:], pattern[1:]) for i in range(len(path) + 1))
-    return bool(path) and fnmatchcase(path[0], pattern[0]) and _matches(path[1:], pattern[1:])
+        return at == len(path)
+    first, *rest = pattern
+    is_name = ".".join((*path[:at], first)) in names
+    if first == "**" and not is_name:
+        return any(_matches(path, i, rest, names) for i in range(at, len(path) + 1))
+    fits = at < len(path) and (path[at] == first if is_name else fnmatchcase(path[at], first))
+    return fits and _matches(path, at + 1, rest, names)

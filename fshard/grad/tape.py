@@ -213,7 +213,8 @@ class Tape:
 
     def prefetch(self, patterns: Sequence[str]) -> None:
         """Start the gathers of the units whose names fit the patterns, except of those in memory."""
-        units = select_units([(*unit.joined, unit.name) for unit in self.plan.units], patterns, "prefetch")
+        names = [(*unit.joined, unit.name) for unit in self.plan.units]
+        units = select_units(names, patterns, self.plan.spec, "prefetch")
         with func_levels.aside():
             # in a checkpoint that runs again, gathers are in the order of the backward
             for unit in () if self._backward else (self._units[n] for n in units):

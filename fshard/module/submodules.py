@@ -34,7 +34,8 @@ def _picked(module: nn.Module, paths: dict[str, nn.Module], selection: Which) ->
             )
         return full
     if isinstance(selection, str):
-        chosen = [path for path in paths if tree.matches(path.split("."), selection)]
+        names = {path for path, _ in module.named_modules(remove_duplicate=False)}
+        chosen = [path for path in paths if tree.matches(path.split("."), selection, names)]
     elif isinstance(selection, type) and issubclass(selection, nn.Module):
         chosen = [path for path, part in paths.items() if isinstance(part, selection)]
     elif callable(selection) and not isinstance(selection, type):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -307,12 +307,13 @@ def check_labelled(tx: Transform) -> None:
 
 def _split(layout: Layout, transforms: Mapping[Label, TransformLike], labels: Labels) -> dict[Label, Layout]:
     """The layout of each label's leaves, for the labels that have any."""
-    _check_patterns(layout, labels)
-    _check_ties(layout, labels)
-    of_label: dict[Label, list[int]] = {}
+    if not callable(labels):
+        _check_patterns(layout, labels)
+        _check_ties(layout, labels)
+    label_of, of_label = labeller(labels, tree.paths(layout.spec)), dict[Label, list[int]]()
     for number in layout.numbers:
         leaf = layout.leaves[number]
-        label = label_of(leaf, labels)
+        label = label_of(leaf)
         if label not in transforms:
             raise ValueError(
                 f"by_label: leaf {leaf.path!r} has the label {label!r}, but there are transformations only for "
@@ -322,29 +323,29 @@ def _split(layout: Layout, transforms: Mapping[Label, TransformLike], labels: La
     return {label: layout.pick(of_label[label]).prepared() for label in transforms if label in of_label}
 
 
-def _check_patterns(layout: Layout, labels: Labels) -> None:
+def _check_patterns(layout: Layout, labels: Tree) -> None:
     """Raise ValueError for a pattern that matches no leaf of the tree, trained or not."""
-    if callable(labels):
-        return
-    leaves = [path.split(".") for path in tree.paths(layout.spec)]
+    paths = tree.paths(layout.spec)
+    leaves, names = [path.split(".") for path in paths], tree.names_in(paths)
     for pattern in tree.paths(tree.flatten(labels)[1]):
-        if pattern and pattern != "**" and not any(_fits(path, pattern) for path in leaves):
+        if pattern and pattern != "**" and not any(_fits(path, pattern, names) for path in leaves):
             raise ValueError(
                 f"by_label: the pattern {pattern!r} of the labels matches no leaf; the tree has "
-                f"{', '.join(map(repr, tree.paths(layout.spec)[:6]))}"
+                f"{', '.join(map(repr, paths[:6]))}"
             )
 
 
-def _check_ties(layout: Layout, labels: Labels) -> None:
+def _check_ties(layout: Layout, labels: Tree) -> None:
     """Raise ValueError if a pattern for a later place of a tied leaf has another label than the first place.
 
     The label is that of the first place, which is also what a function is given; "**" says nothing of later places.
     """
-    for path, number in zip(tree.paths(layout.spec), layout.places, strict=True):
-        leaf = None if callable(labels) or number is None else layout.leaves[number]
-        if leaf is None or path == leaf.path:
+    paths = tree.paths(layout.spec)
+    match_of, label_of = _matcher(labels, paths), labeller(labels, paths)
+    for path, number in zip(paths, layout.places, strict=True):
+        if number is None or path == (leaf := layout.leaves[number]).path:
             continue
-        match, first = _match(path, labels), label_of(leaf, labels)
+        match, first = match_of(path), label_of(leaf)
         if match is not None and match[0] != "**" and match[1] != first:
             raise ValueError(
                 f"by_label: leaf {path!r} is tied to {leaf.path!r}, and their labels are {match[1]!r} and {first!r}: "
@@ -352,9 +353,9 @@ def _check_ties(layout: Layout, labels: Labels) -> None:
             )
 
 
-def _fits(path: Sequence[str], pattern: str) -> bool:
+def _fits(path: Sequence[str], pattern: str, names: Container[str]) -> bool:
     """Whether a pattern matches a leaf's path, or the path of a subtree that contains the leaf."""
-    return any(tree.matches(path[:end], pattern) for end in range(len(path) + 1))
+    return any(tree.matches(path[:end], pattern, names) for end in range(len(path) + 1))
 
 
 def check_labels(name: str, labels: Labels) -> None:
@@ -364,26 +365,34 @@ def check_labels(name: str, labels: Labels) -> None:
         raise TypeError(wrong(name, labels, expected))
 
 
-def label_of(leaf: Leaf, labels: Labels) -> Label:
-    """Return the label of a leaf; ValueError if it has none."""
+def labeller(labels: Labels, paths: Iterable[str]) -> Callable[[Leaf], Label]:
+    """Return a function of a leaf that gives its label, or raises ValueError; `paths` are those of the whole tree."""
     if callable(labels):
-        return labels(leaf.path, torch.empty(leaf.shape, dtype=leaf.dtype, device="meta"))
-    match = _match(leaf.path, labels)
-    if match is None:
+        return lambda leaf: labels(leaf.path, torch.empty(leaf.shape, dtype=leaf.dtype, device="meta"))
+    match_of = _matcher(labels, paths)
+
+    def label_of(leaf: Leaf) -> Label:
+        if (match := match_of(leaf.path)) is not None:
+            return match[1]
         patterns = ", ".join(map(repr, tree.paths(tree.flatten(labels)[1])))
         raise ValueError(
             f"by_label: the labels miss the leaf {leaf.path!r}: they are for {patterns}. "
             'A last key "**" is for all the rest.'
         )
-    return match[1]
+
+    return label_of
 
 
-def _match(path: str, labels: Tree) -> tuple[str, Label] | None:
-    """The first pattern in a tree of labels that fits a path, and its label."""
+def _matcher(labels: Tree, paths: Iterable[str]) -> Callable[[str], tuple[str, Label] | None]:
+    """A function of a path: the first pattern in a tree of labels that fits it, and the label."""
     flat, spec = tree.flatten(labels)
-    parts = path.split(".") if path else []
-    pairs = zip(tree.paths(spec), flat, strict=True)
-    return next(((pattern, label) for pattern, label in pairs if not pattern or _fits(parts, pattern)), None)
+    pairs, names = [*zip(tree.paths(spec), flat, strict=True)], tree.names_in(paths)
+
+    def match_of(path: str) -> tuple[str, Label] | None:
+        parts = path.split(".") if path else []
+        return next((pair for pair in pairs if not pair[0] or _fits(parts, pair[0], names)), None)
+
+    return match_of
 
 
 def _of_label(found_inf: FoundInf | None, label: Label) -> Tensor | None:

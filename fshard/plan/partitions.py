@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from itertools import chain
 
 from ..comm.mesh import Axes
+from ..core import tree
 from ..core.arguments import wrong
 from ..layout.rules import COPIES, Rule
 from .units import fitting, no_unit
@@ -50,23 +51,25 @@ def axes_of(name: str, over: object, sizes: Mapping[str, int]) -> Axes:
 def keep_rules(
     units: Mapping[str, Sequence[str]],
     regather: Regather | Mapping[str, Regather],
+    spec: tree.Spec,
     sizes: Mapping[str, int],
-    params_over: Axes,
+    over: Mapping[str, Axes],
 ) -> list[Rule | None]:
     """Return the rule by which `regather` keeps each unit from forward to backward: `Unit.keep_rule`.
 
-    `units` has the names of the subtrees of a unit of several, by its name; a pattern may name one of them.
+    `units` has the names of the subtrees of a unit of several, by its name; a pattern may name one of them. `spec` is
+    the structure of the tree.
 
     Raises TypeError for a value of another type, ValueError for wrong axes and for a pattern that chooses no unit.
     """
     if not isinstance(regather, Mapping):
-        return [_keep_rule("regather", regather, sizes, params_over)] * len(units)
+        return [_keep_rule("regather", regather, sizes, over["params_over"])] * len(units)
     for pattern in regather:
         if not isinstance(pattern, str):
             raise TypeError(wrong("regather: a key", pattern, "the name of a unit, or a pattern such as 'blocks.*'"))
-    rules = [_keep_rule(f"regather[{pattern!r}]", x, sizes, params_over) for pattern, x in regather.items()]
+    rules = [_keep_rule(f"regather[{pattern!r}]", x, sizes, over["params_over"]) for pattern, x in regather.items()]
     names = [*units, *chain.from_iterable(units.values())]
-    numbers = dict(zip(names, fitting([name.split(".") for name in names], list(regather)), strict=True))
+    numbers = dict(zip(names, fitting([name.split(".") for name in names], list(regather), spec), strict=True))
     fits = [sorted({*chain(numbers[name], *(numbers[part] for part in parts))}) for name, parts in units.items()]
     matched, chosen = set(chain.from_iterable(fits)), {row[0] for row in fits if row}
     for number, pattern in enumerate(regather):

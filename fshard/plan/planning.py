@@ -53,7 +53,8 @@ def make_plan(
 
     Which leaves are gathered together, and over which axes:
 
-    - `units`: the subtrees that are gathered together: dotted path patterns (`*` one component, `**` any number), a
+    - `units`: the subtrees that are gathered together: dotted path patterns (`*` one component, `**` any number; a
+      path that the tree has means that one alone, whatever is in its names), a
       predicate `(path, subtree) -> bool`, or a number of elements at which a unit is full. What a tuple of patterns in
       the list selects is one unit, whether neighbours or not (`[("embed", "head"), "blocks.*"]`); it stays in memory
       from its second gather in a forward to the end of that. Of the other leaves, those
@@ -131,7 +132,7 @@ def make_plan(
         leaves=tuple(slot_of[i] for i in origins),
         claims=tuple(claims),
         slots=slots,
-        units=tuple(map(Unit, names, lengths, keep_rules(names, regather, sizes, over["params_over"]), names.values())),
+        units=tuple(map(Unit, names, lengths, keep_rules(names, regather, spec, sizes, over), names.values())),
         kinds=tuple(steps),
         axes=tuple(sizes.items()),
         **over,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import chain
 from typing import Any
 
@@ -37,7 +37,7 @@ def _selector(params: Tree, spec: tree.Spec, where: Where, name: str) -> list[tu
         ]
     else:
         patterns = [where] if isinstance(where, str) else list(where)
-        picked = fits = fitting([path for path, _, _ in nodes], patterns)
+        picked = fits = fitting([path for path, _, _ in nodes], patterns, spec)
         matched = set(chain.from_iterable(fits))
         for number, pattern in enumerate(patterns):
             if number not in matched:  # subtrees without leaves match, too
@@ -48,22 +48,27 @@ def _selector(params: Tree, spec: tree.Spec, where: Where, name: str) -> list[tu
     ]
 
 
-def fitting(paths: Iterable[Sequence[str]], patterns: Sequence[str]) -> list[list[int]]:
-    """For each path the numbers of the patterns that it matches, in order.
+def fitting(paths: Sequence[Sequence[str]], patterns: Sequence[str], spec: tree.Spec) -> list[list[int]]:
+    """For each path the numbers of the patterns that it matches, in order; `spec` is the structure of the tree.
 
-    Plain paths among the patterns are looked up: there may be one for each unit.
+    Paths among the patterns are exact, and looked up: there may be one for each unit.
 
-    >>> fitting([("a",), ("a", "b")], ["a.*", "a", "**"])
+    >>> fitting([("a",), ("a", "b")], ["a.*", "a", "**"], tree.flatten({"a": {"b": 1}})[1])
     [[1, 2], [0, 2]]
     """
-    plain: dict[tuple[str, ...], list[int]] = {}
-    wild = [(number, pattern) for number, pattern in enumerate(patterns) if _WILD & set(pattern)]
+    texts, exact = [".".join(path) for path in paths], dict[str, list[int]]()
     for number, pattern in enumerate(patterns):
-        if not _WILD & set(pattern):
-            plain.setdefault(tuple(pattern.split(".")), []).append(number)
+        exact.setdefault(pattern, []).append(number)
+    wild = [pattern for pattern in exact if _WILD & set(pattern)]
+    names = tree.names_in([*tree.paths(spec), *texts]) if wild else set[str]()
     return [
-        sorted([*plain.get(tuple(path), ()), *(number for number, p in wild if tree.matches(path, p))])
-        for path in paths
+        sorted(
+            {
+                *(exact.get(text, ()) if path else ()),
+                *(n for x in wild if tree.matches(path, x, names) for n in exact[x]),
+            }
+        )
+        for path, text in zip(paths, texts, strict=True)
     ]
 
 
@@ -142,9 +147,9 @@ def claim_policies(params: Tree, spec: tree.Spec, origins: Sequence[int], policy
             # a leaf that is named by itself; in a subtree, leaves that cannot be cast are left as they are
             if path == paths[first] and not dtypes[first].is_floating_point:
                 patterns = where if isinstance(where, list) else []
-                named = next((x for x in patterns if tree.matches(path.split("."), x)), where)
+                named = [patterns[number] for number in fitting([path.split(".")], patterns, spec)[0]] or [where]
                 raise ValueError(
-                    f"policy: leaf {path!r} is {dtypes[first]} and cannot be cast: leave it out of {named!r}"
+                    f"policy: leaf {path!r} is {dtypes[first]} and cannot be cast: leave it out of {named[0]!r}"
                 )
             chosen |= dict.fromkeys(origins[first : first + count], override)
     return [chosen.get(origin) for origin in origins]
@@ -180,7 +185,7 @@ def claim_units(
         for path, first, count in _selector(params, spec, where, "units"):
             owner[first : first + count] = [path or ROOT] * count  # inner subtrees come later, and win
         owner = _with_ends(owner, origins)
-        parts = _together(list(dict.fromkeys(owner)), tuples)
+        parts = _together(list(dict.fromkeys(owner)), tuples, spec)
     name_of = {part: name for name, names in parts.items() for part in names}
     owner = [name_of.get(name, name) for name in owner]
     names = list(dict.fromkeys([ROOT, *owner] if ROOT in owner else owner))
@@ -196,11 +201,11 @@ def _without_tuples(units: Any) -> tuple[Where, list[tuple[str, ...]]]:
     return [p for patterns in units for p in (patterns if isinstance(patterns, tuple) else [patterns])], tuples
 
 
-def _together(names: Sequence[str], tuples: Sequence[tuple[str, ...]]) -> dict[str, tuple[str, ...]]:
+def _together(names: Sequence[str], tuples: Sequence[tuple[str, ...]], spec: tree.Spec) -> dict[str, tuple[str, ...]]:
     """The names of units that are one unit, by its name. ValueError for a name that fits patterns of two tuples."""
     parts, paths = list[tuple[str, ...]](), [name.split(".") for name in names]
     for patterns in tuples:
-        fits = fitting(paths, patterns)
+        fits = fitting(paths, patterns, spec)
         parts.append(tuple(name for name, numbers in zip(names, fits, strict=True) if numbers))
     for name in chain.from_iterable(parts):
         if sum(name in names for names in parts) > 1:
@@ -239,10 +244,10 @@ def _fill_units(flat: Sequence[Tensor], origins: Sequence[int], size: int) -> li
     return owner
 
 
-def select_units(units: Sequence[Sequence[str]], patterns: Sequence[str], what: str) -> list[int]:
+def select_units(units: Sequence[Sequence[str]], patterns: Sequence[str], spec: tree.Spec, what: str) -> list[int]:
     """Return the numbers of the units with a name that fits a pattern. ValueError for a pattern that no name fits."""
     owners, names = zip(*((unit, name) for unit, names in enumerate(units) for name in names), strict=True)
-    fits = fitting([name.split(".") for name in names], patterns)
+    fits = fitting([name.split(".") for name in names], patterns, spec)
     matched = set(chain.from_iterable(fits))
     for number, pattern in enumerate(patterns):
         if number not in matched:

@@ -20,7 +20,7 @@ from ..grad.grad import check_loss
 from ..layout.layout import Leaf
 from ..optim.base import FoundInf, Label, Transform, any_found, as_transform, clip_factor
 from ..optim.state import gather_state
-from ..optim.transforms import Labels, label_of
+from ..optim.transforms import Labels, labeller
 from ..plan.leaves import first_places
 from ..plan.precision import Policy, Precision, policy_of, precisions
 from ..plan.units import Where, claim_leaves, claim_policies
@@ -250,10 +250,11 @@ def _backward(out: _Out, whole: _Whole, seeds: Sequence[Tensor]) -> dict[str, Te
 
 def _nonfinite(grads: Mapping[str, Tensor], whole: _Whole, labels: Labels) -> FoundInf:
     """Return 1 if any gradient is not finite, else 0; with `labels`, a dict of such numbers by label."""
+    label_of = None if labels is None else labeller(labels, whole.values)
     leaves = dict[Label | None, list[Tensor]]()  # by label: () for each leaf
     for path, g in grads.items():
         leaf = Leaf(path, tuple(g.shape), whole.values[path].dtype)
-        label = None if labels is None else label_of(leaf, labels)
+        label = None if label_of is None else label_of(leaf)
         leaves.setdefault(label, []).append((~g.isfinite()).any().float())
     by_label = {label: torch.stack(bad).amax() for label, bad in leaves.items()}
     return by_label.get(None, torch.zeros((), dtype=torch.float32, device="cpu")) if labels is None else by_label

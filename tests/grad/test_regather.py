@@ -54,7 +54,7 @@ def planned(mesh: Any, name: str, regather: Any, **options: Any) -> fshard.Shard
     chosen = {key: case[key] for key in ("units", "frozen", "whole") if key in case} | options
     if isinstance(regather, dict):
         names = [unit.name.split(".") for unit in fshard.make_plan(case["params"](), units=chosen.get("units")).units]
-        regather = {p: x for p, x in regather.items() if any(matches(path, p) for path in names)}
+        regather = {p: x for p, x in regather.items() if any(matches(path, p, ()) for path in names)}
     params = case["params"]()
     return fshard.shard_params(params, fshard.make_plan(params, mesh, regather=regather, **chosen))
 
