@@ -100,7 +100,9 @@ def _add_parts(contents: Contents, path: str, node: Parts) -> list[str]:
     names = {number: tree.joined(path, layout.leaves[number].path) for number in layout.numbers}
     forms = {name: Form(layout.leaves[number].shape, layout.leaves[number].dtype) for number, name in names.items()}
     contents.forms.update(forms)
-    contents.orders.update({name: layout.leaves[number].order for number, name in names.items()})
+    # whole leaves lie row-major, whatever the order in which they travel
+    orders = {name: layout.leaves[number].order if layout.flat else () for number, name in names.items()}
+    contents.orders.update(orders)
     contents.plans.append(getattr(node.home, "fingerprint", ""))
     if isinstance(node, Sharded):
         for first, *same in node.view.names().values():
@@ -109,8 +111,8 @@ def _add_parts(contents: Contents, path: str, node: Parts) -> list[str]:
         over = layout.row_of[number].over
         axes = [axis for axis in axis_sizes(contents.mesh) if axis not in over]  # along which ranks have copies
         holder, holders = coordinate(contents.mesh, axes), num_ranks(contents.mesh, axes)
-        order = layout.leaves[number].order
-        contents.parts.append(SavedSpan(names[number], span.begin, piece.detach(), holder, holders, order))
+        name = names[number]
+        contents.parts.append(SavedSpan(name, span.begin, piece.detach(), holder, holders, orders[name]))
     return [*names.values()]
 
 

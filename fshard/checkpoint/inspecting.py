@@ -239,7 +239,8 @@ def _header_faults(there: Place, name: str, pieces: Sequence[tuple[str, IndexEnt
     said = {(x.name.rstrip("'"), x.dtype, x.shape, x.start) for x in header_of(there, name)[0].values()}
     for leaf, entry, x in pieces:
         is_whole = x.numel == entry.numel and not entry.order
-        title, shape = (leaf, entry.shape) if is_whole else (f"{leaf}[{x.begin}:{x.end}]", (x.numel,))
-        shape, dtype = stored(shape, entry.dtype)
-        if (title.rstrip("'"), dtype, shape, x.offset) not in said:
+        titles = [(f"{leaf}[{x.begin}:{x.end}]", (x.numel,))]  # of version 2 also whole leaves
+        titles += [(leaf, entry.shape)] * is_whole
+        stamps = {(title.rstrip("'"), *stored(shape, entry.dtype)[::-1], x.offset) for title, shape in titles}
+        if said.isdisjoint(stamps):
             yield f"leaf {printable(leaf)!r}: the file's header has another name, dtype, shape or place for it"

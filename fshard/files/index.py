@@ -12,10 +12,11 @@ An index is JSON that anyone can read:
 
 A piece is [file, offset of its first byte, begin, number of elements, `checksum` of each `CHUNK` bytes]: the elements
 [begin, begin + number) of the flattened leaf. Of a leaf with an "order", [dim] or [dim, blocks, parts], they are
-counted as Note [Order of a split leaf] in `splits.py` says; "version" is 2 then, and older versions refuse the
-checkpoint. A leaf or value that differs between ranks, such as the position of each rank in its data, is one of
-`by_rank`, and has an entry for each rank. "threads" is the number that torch used when the state was saved. "checksum"
-is the CRC-32 of the text without it.
+counted as Note [Order of a split leaf] in `splits.py` says; "version" is 3 then, and older versions refuse the
+checkpoint. Version 2 gave an order to whole leaves of optimizer state, too, though these lie row-major. A leaf or
+value that differs between ranks, such as the position of each rank in its data, is one of `by_rank`, and has an entry
+for each rank. "threads" is the number that torch used when the state was saved. "checksum" is the CRC-32 of the text
+without it.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ import reprlib
 import zlib
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Any
 
@@ -36,7 +37,7 @@ import torch
 from ..core.foreign import MOST_ITEMS, parsed
 from .safetensors_file import CHUNK, DTYPES, NAMES
 
-VERSIONS = (1, 2)  # of a checkpoint whose leaves are all in row-major order, and of others
+VERSIONS = (1, 2, 3)  # the first if all leaves are in row-major order, else the last
 _FILE = re.compile(r"[0-9A-Za-z_][0-9A-Za-z_.-]{,200}\.safetensors")  # beside the index, and no index itself
 _SEAL = re.compile(rb'\{"checksum": ([0-9]{1,10}), ')
 
@@ -114,7 +115,7 @@ class Index:
             | ({"order": x.order} if x.order else {})
             for name, x in self.leaves.items()
         }
-        version = VERSIONS[any(x.order for x in self.leaves.values())]
+        version = VERSIONS[-1 if any(x.order for x in self.leaves.values()) else 0]
         head = {"format": "fshard", "version": version, "step": self.step, "ranks": self.ranks, "threads": self.threads}
         rest = {"leaves": leaves, "values": dict(self.values), "by_rank": sorted(self.by_rank)}
         return sealed({**head, "plans": self.plans, "files": dict(self.files), **rest})
@@ -141,7 +142,7 @@ def read_index(text: bytes, where: str) -> Index:
         raw = parsed(text, "the text")
         head = (_field(raw, "format", str), _field(raw, "version", int))
         is_known = head in [("fshard", version) for version in VERSIONS]
-        require(is_known, f"expected format 'fshard' and version 1 or 2, got {head}")
+        require(is_known, f"expected format 'fshard' and version 1, 2 or 3, got {head}")
         seal = _SEAL.match(text)
         is_sealed = seal and int(seal[1]) == zlib.crc32(memoryview(text)[seal.end() :], zlib.crc32(b"{"))
         require(is_sealed, "it was changed or damaged: its checksum is that of another text")
@@ -156,6 +157,8 @@ def _index(raw: Json) -> Index:
     plans, by_rank = _strings(raw, "plans"), _strings(raw, "by_rank")
     files = {_file_name(name): _count(size) for name, size in _field(raw, "files", dict).items()}
     leaves = {name: _entry(name, entry, files) for name, entry in _field(raw, "leaves", dict).items()}
+    if raw["version"] == 2:
+        leaves = {name: _of_version_2(name, entry, ranks) for name, entry in leaves.items()}
     values = _field(raw, "values", dict)
     for name, value in values.items():
         require(isinstance(value, bool | int | float | str), f"{name!r}: expected a tensor, a number or a string")
@@ -194,6 +197,21 @@ def _entry(name: str, raw: Json, files: Mapping[str, int]) -> IndexEntry:
         return entry
     except ValueError as error:
         raise ValueError(f"{name!r}: {error}") from None
+
+
+def _of_version_2(name: str, entry: IndexEntry, ranks: int) -> IndexEntry:
+    """A leaf without its order if it lies whole in one piece. ValueError if the pieces do not tell who cut it."""
+    if not entry.order or len(entry.pieces) < 2:  # ranks that split a leaf wrote several pieces
+        return replace(entry, order=())
+    number, begins = len(entry.pieces), [piece.begin for piece in entry.pieces]
+    # ranks with copies of a whole leaf cut it evenly if it was larger; in as many pieces as ranks, parts were saved
+    is_clear = number == ranks or entry.numel <= 1 << 18 or begins != [entry.numel * n // number for n in range(number)]
+    require(
+        is_clear,
+        f"{name!r}: a checkpoint of version 2 does not say in which order {number} equal pieces of a split leaf lie. "
+        "Restore it on the mesh that saved it, with the fshard that saved it, and gather the state",
+    )
+    return entry
 
 
 def _order(raw: Json, shape: Sequence[int]) -> tuple[int, ...]:

@@ -1,6 +1,7 @@
 """A checkpoint of leaves that are split, restored by another split, or by none: every element where it was."""
 
 import itertools
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -9,10 +10,16 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
+from support import optimizers
 from torch import Tensor
 
 import fshard
 from fshard import checkpoint, optim, tree
+from fshard.checkpoint.comparing import compare
+from fshard.checkpoint.inspecting import verify
+from fshard.files.directory import at
+from fshard.files.index import read_index, sealed
+from fshard.files.safetensors_file import CHUNK
 from fshard.testing import World
 
 COLUMNS = {"**.up": ("tensor", 1), "**.down": ("tensor", 0), "**.bias": ("tensor", 0)}
@@ -43,7 +50,7 @@ def whole(seed: int) -> Any:
 def state_of(mesh: Any, plan: dict[str, Any], tx: Any, seed: int) -> fshard.TrainState:
     """A state whose optimizer has made an update with gradients of random numbers."""
     params = whole(seed)
-    made = fshard.make_plan(params, mesh, units=["layers.*"], **plan)
+    made = fshard.make_plan(params, mesh, units=["layers.*"], block=4, **plan)
     state = fshard.init_state(fshard.shard_params(params, made), tx)
     if not seed:
         return state
@@ -107,3 +114,108 @@ def test_what_inspects_and_compares_knows_the_order(tmp_path: Path) -> None:
             text=True,
         )
         assert "0 of " in done.stdout, done.stdout + done.stderr
+
+
+def matrices(path: str, leaf: Tensor) -> str:
+    """The label of a leaf."""
+    return "matrix" if leaf.ndim == 2 else "rest"
+
+
+def of_whole() -> optim.Transform:
+    """Moments that lie whole on their owners."""
+    return optim.whole_leaves(optim.adam(1e-2))
+
+
+# States of owners, deep in others, beside the rows of the registry.
+OWNERS: dict[str, Any] = {
+    "whole_leaves-adam": of_whole,
+    "whole_leaves-adafactor": lambda: optim.whole_leaves(optim.adafactor(1e-2)),
+    "from_torch-Muon": lambda: optim.by_label(
+        {"matrix": optim.from_torch(torch.optim.Muon, lr=1e-2), "rest": optim.sgd(0.1, momentum=0.9)}, matrices
+    ),
+    "in a chain": lambda: optim.chain(optim.clip_by_global_norm(1.0), of_whole(), optim.add_decayed_weights(0.1)),
+    "by label": lambda: optim.by_label({"matrix": of_whole(), "rest": optim.lamb(1e-2)}, matrices),
+    "masked": lambda: optim.masked(of_whole(), lambda path, leaf: path.endswith("up")),
+    "resting": lambda: optim.resting(of_whole()),
+}
+# by name: ways of `WAYS` in which leaves are split along other dims, by blocks, or not at all
+OF_OWNERS = ["columns", "rows", "packed", "packed by 3", "whole", "in host memory"]
+WAYS["in host memory"] = WAYS["packed"][0], WAYS["packed"][1] | {"offload": "**.up"}
+
+
+# What needs the leaves as matrices, or in blocks of elements: the ways that it refuses, by the text of the error.
+REFUSED = {"adafactor": {*OF_OWNERS} - {"columns", "whole"}, "adamw_8bit": {*OF_OWNERS} - {"whole"}}
+
+
+def takes(name: str, way: str) -> bool:
+    """Whether an optimizer takes leaves that are split in this way; the others say that they do not."""
+    return way not in REFUSED.get(name.removeprefix("whole_leaves-"), ())
+
+
+def checked(mesh: Any, way: str, tx: Any, folder: str, again: str) -> list[Tensor]:
+    """Restore, and save what was restored; returns its whole leaves."""
+    state = checkpoint.restore(folder, state_of(mesh, WAYS[way][1], tx, 0))
+    checkpoint.save(again, state, 3)
+    return bits(state)
+
+
+@pytest.mark.sample(20)
+@pytest.mark.parametrize("way", OF_OWNERS)
+@pytest.mark.parametrize("name", [*optimizers.ROWS, *OWNERS])
+def test_every_state_is_read_by_every_split(name: str, way: str, tmp_path: Path) -> None:
+    """Training would go on with another leaf's columns of the moments, and nothing would say so."""
+    make = OWNERS[name] if name in OWNERS else optimizers.ROWS[name].make
+    if not takes(name, way):
+        with pytest.raises(ValueError, match=r"optim\.adafactor: leaf .* split|adamw_8bit: leaf .* split"):
+            World(axes=WAYS[way][0]).run(saved, way, make(), str(tmp_path))
+        return
+    expected = World(axes=WAYS[way][0]).run(saved, way, make(), str(tmp_path / "a"))[0]
+    after = OF_OWNERS.index(way) + 1
+    for other in [x for x in OF_OWNERS[after:] + OF_OWNERS[:after] if takes(name, x)][:3]:
+        folders = [tmp_path / "a", tmp_path / other]
+        for got in World(axes=WAYS[other][0]).run(checked, other, make(), str(tmp_path / "a"), str(folders[1])):
+            for x, y in zip(got, expected, strict=True):
+                assert torch.equal(x, y), other
+        assert not [line.text for line in compare(at(folders[0]), 3, at(folders[1]), 3) if line.is_fault], other
+
+
+def of_version_2(folder: Path) -> None:
+    """Make a checkpoint one of version 2, which gave every leaf of a split the order of its parts."""
+    file = folder / "step-000000000003" / "index.json"
+    raw = json.loads(file.read_bytes())
+    del raw["checksum"]
+    orders = {name.removeprefix("params."): x["order"] for name, x in raw["leaves"].items() if "order" in x}
+    for name, x in raw["leaves"].items():
+        for end, order in orders.items():
+            if name.endswith("." + end):
+                x["order"] = order
+    assert raw["version"] == 3
+    file.write_bytes(sealed({**raw, "version": 2}))
+
+
+@pytest.mark.parametrize("name", ["whole_leaves-adam", "adamw"])
+def test_a_checkpoint_of_version_2_is_read_right(name: str, tmp_path: Path) -> None:
+    """Its index gives whole leaves the order of split ones, and a long run would lose its moments."""
+    make = (OWNERS | OPTIMIZERS)[name]
+    for way in ("columns", "packed"):
+        expected = World(axes=WAYS[way][0]).run(saved, way, make(), str(tmp_path))[0]
+        of_version_2(tmp_path)
+        assert not [line.text for line in verify(at(tmp_path), 3) if line.is_fault]
+        for other in ("columns", "packed by 3", "whole"):
+            got, _ = World(axes=WAYS[other][0]).run(restored, other, make(), str(tmp_path), False)[0]
+            assert all(map(torch.equal, got, expected)), (way, other)
+
+
+@pytest.mark.parametrize(("numel", "ranks", "is_read"), [(1 << 20, 4, False), (1 << 20, 2, True), (1 << 18, 4, True)])
+def test_equal_pieces_of_version_2_do_not_tell_who_wrote_them(numel: int, ranks: int, is_read: bool) -> None:
+    """Ranks with copies of a whole leaf cut it as ranks that split it do, and neither order would be right for both."""
+    half = numel // 2
+    pieces = [[f"{n}.safetensors", 0, n * half, half, [0] * -(-half * 4 // CHUNK)] for n in range(2)]
+    leaf = {"shape": [numel // 4, 4], "dtype": "F32", "pieces": pieces, "order": [1]}
+    head = {"format": "fshard", "version": 2, "step": 3, "ranks": ranks, "plans": [], "values": {}, "by_rank": []}
+    text = sealed({**head, "files": {f"{n}.safetensors": half * 4 for n in range(2)}, "leaves": {"mu.w": leaf}})
+    if is_read:
+        assert read_index(text, "a").leaves["mu.w"].order == (1,)
+    else:
+        with pytest.raises(checkpoint.CheckpointError, match=r"'mu.w'.*version 2.*mesh that saved it"):
+            read_index(text, "a")
