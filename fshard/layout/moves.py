@@ -21,7 +21,7 @@ from ..comm.ranks import Ranks
 from ..core import tree
 from ..core.tree import Tree
 from .layout import Layout, Leaf
-from .pieces import Parts, device_of, elements, layout_of, pieces, typed
+from .pieces import Parts, device_of, elements, layout_of, pieces, typed, write
 from .row import Row
 from .rules import COPIES, Rule
 
@@ -203,7 +203,10 @@ def collect(x: Tree, layout: Layout, label: str = "") -> Parts:
 def spread(x: Tree, like: T, label: str = "") -> T:
     """Return a tree with the layout of `like` and the elements of `x`; padding is zero. Dual: `collect`."""
     out = tree.map(lambda row: torch.zeros_like(row, memory_format=torch.contiguous_format), like)
-    arrived = _moved(x, layout_of(like), label)
+    if not (layout := layout_of(like)).flat:
+        write(out, collect(x, layout, label))
+        return out
+    arrived = _moved(x, layout, label)
     for span, piece in elements(out):
         for begin, part in arrived[span.leaf]:
             start = begin - span.begin  # in the piece

@@ -191,7 +191,10 @@ def _places_of(path: str, x: Parts) -> Iterator[LeafPlace]:
 
 
 def elements(x: Tree, layout: Layout | None = None) -> Iterator[tuple[Span, Tensor]]:
-    """Yield this rank's spans, each with its elements in the order of the leaf, (numel,): views where that can be."""
+    """Yield this rank's spans, each with its elements in the order of the leaf, (numel,).
+
+    Of flat tensors they are views; of a whole leaf they may be a copy, so write to its `pieces`.
+    """
     layout = layout or layout_of(x)
     for span, (number, piece) in zip(layout.mine, pieces(x, layout), strict=True):
         yield span, piece if layout.flat else layout.leaves[number].flat(piece)

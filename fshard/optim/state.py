@@ -26,7 +26,7 @@ from ..core.storage import as_bytes
 from ..core.tree import Tree
 from ..layout.layout import Layout
 from ..layout.moves import collect, on_rank
-from ..layout.pieces import Parts, elements, layout_of, mesh_of, packed, pick, pieces, typed
+from ..layout.pieces import Parts, layout_of, mesh_of, packed, pick, pieces, typed
 from ..layout.row import Span
 from .base import TransformLike, as_transform
 from .torch_format import check_tensor, joined, known, read_saved
@@ -207,11 +207,9 @@ def _forms(like: Tree) -> Iterator[tuple[str, Form]]:
 
 def _cut(whole: Mapping[str, Tensor], path: str, like: Parts, mesh: AnyMesh, src: int | None, kept: Set[str]) -> Parts:
     """This rank's part of one tree of a whole state, in the partition of `like`, which keeps the leaves `kept`."""
-    # contiguous, so that the elements of a whole leaf are a view
-    out = tree.map(partial(torch.zeros_like, memory_format=torch.contiguous_format), like)
-    layout = typed(like)
+    out, layout = tree.map(torch.zeros_like, like), typed(like)
     of_leaf: dict[int, tuple[Span, Tensor]] = {}
-    for (span, x), (_, old) in zip(elements(out), elements(like), strict=True):
+    for span, (_, x), (_, old) in zip(layout.mine, pieces(out), pieces(like), strict=True):
         of_leaf[span.leaf] = span, x
         if joined(path, layout.leaves[span.leaf].path) in kept:
             x.copy_(old)
@@ -226,7 +224,7 @@ def _cut(whole: Mapping[str, Tensor], path: str, like: Parts, mesh: AnyMesh, src
             value = primitives.from_rank(whole[key].to(empty) if key in whole else empty, mesh, src, _LABEL)
         if number in of_leaf:
             span, x = of_leaf[number]
-            x.copy_(leaf.flat(value)[span.begin : span.begin + span.numel])
+            x.copy_(leaf.flat(value)[span.begin : span.begin + span.numel] if layout.flat else value)
     return out
 
 

@@ -116,40 +116,19 @@ def test_what_inspects_and_compares_knows_the_order(tmp_path: Path) -> None:
         assert "0 of " in done.stdout, done.stdout + done.stderr
 
 
-def matrices(path: str, leaf: Tensor) -> str:
-    """The label of a leaf."""
-    return "matrix" if leaf.ndim == 2 else "rest"
-
-
-def of_whole() -> optim.Transform:
-    """Moments that lie whole on their owners."""
-    return optim.whole_leaves(optim.adam(1e-2))
-
-
-# States of owners, deep in others, beside the rows of the registry.
-OWNERS: dict[str, Any] = {
-    "whole_leaves-adam": of_whole,
-    "whole_leaves-adafactor": lambda: optim.whole_leaves(optim.adafactor(1e-2)),
-    "from_torch-Muon": lambda: optim.by_label(
-        {"matrix": optim.from_torch(torch.optim.Muon, lr=1e-2), "rest": optim.sgd(0.1, momentum=0.9)}, matrices
-    ),
-    "in a chain": lambda: optim.chain(optim.clip_by_global_norm(1.0), of_whole(), optim.add_decayed_weights(0.1)),
-    "by label": lambda: optim.by_label({"matrix": of_whole(), "rest": optim.lamb(1e-2)}, matrices),
-    "masked": lambda: optim.masked(of_whole(), lambda path, leaf: path.endswith("up")),
-    "resting": lambda: optim.resting(of_whole()),
-}
 # by name: ways of `WAYS` in which leaves are split along other dims, by blocks, or not at all
 OF_OWNERS = ["columns", "rows", "packed", "packed by 3", "whole", "in host memory"]
 WAYS["in host memory"] = WAYS["packed"][0], WAYS["packed"][1] | {"offload": "**.up"}
 
 
 # What needs the leaves as matrices, or in blocks of elements: the ways that it refuses, by the text of the error.
-REFUSED = {"adafactor": {*OF_OWNERS} - {"columns", "whole"}, "adamw_8bit": {*OF_OWNERS} - {"whole"}}
+NO_MATRICES = {*OF_OWNERS} - {"columns", "whole"}
+REFUSED = dict.fromkeys(("adafactor", "whole_leaves-adafactor"), NO_MATRICES) | {"adamw_8bit": {*OF_OWNERS} - {"whole"}}
 
 
 def takes(name: str, way: str) -> bool:
     """Whether an optimizer takes leaves that are split in this way; the others say that they do not."""
-    return way not in REFUSED.get(name.removeprefix("whole_leaves-"), ())
+    return way not in REFUSED.get(name, ())
 
 
 def checked(mesh: Any, way: str, tx: Any, folder: str, again: str) -> list[Tensor]:
@@ -161,10 +140,10 @@ def checked(mesh: Any, way: str, tx: Any, folder: str, again: str) -> list[Tenso
 
 @pytest.mark.sample(20)
 @pytest.mark.parametrize("way", OF_OWNERS)
-@pytest.mark.parametrize("name", [*optimizers.ROWS, *OWNERS])
+@pytest.mark.parametrize("name", [*optimizers.TRANSFORMS, *optimizers.OWNERS])
 def test_every_state_is_read_by_every_split(name: str, way: str, tmp_path: Path) -> None:
     """Training would go on with another leaf's columns of the moments, and nothing would say so."""
-    make = OWNERS[name] if name in OWNERS else optimizers.ROWS[name].make
+    make = (optimizers.TRANSFORMS | optimizers.OWNERS)[name]
     if not takes(name, way):
         with pytest.raises(ValueError, match=r"optim\.adafactor: leaf .* split|adamw_8bit: leaf .* split"):
             World(axes=WAYS[way][0]).run(saved, way, make(), str(tmp_path))
@@ -196,7 +175,7 @@ def of_version_2(folder: Path) -> None:
 @pytest.mark.parametrize("name", ["whole_leaves-adam", "adamw"])
 def test_a_checkpoint_of_version_2_is_read_right(name: str, tmp_path: Path) -> None:
     """Its index gives whole leaves the order of split ones, and a long run would lose its moments."""
-    make = (OWNERS | OPTIMIZERS)[name]
+    make = (optimizers.OWNERS | OPTIMIZERS)[name]
     for way in ("columns", "packed"):
         expected = World(axes=WAYS[way][0]).run(saved, way, make(), str(tmp_path))[0]
         of_version_2(tmp_path)

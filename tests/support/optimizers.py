@@ -15,6 +15,10 @@ def _decay(path: str, leaf: torch.Tensor) -> str:
     return "matrix" if leaf.ndim > 1 else "rest"
 
 
+def _of_whole() -> optim.Transform:
+    return optim.whole_leaves(optim.adam(0.1))
+
+
 class Row(NamedTuple):
     """A transformation, and what tests cannot find out of it. Most need no field but the first.
 
@@ -82,6 +86,17 @@ ROWS: dict[str, Row] = {
     "from_torch-Adafactor": Row(lambda: optim.from_torch(torch.optim.Adafactor, lr=0.1), real=True, any_state=True),
 }
 TRANSFORMS: dict[str, Make] = {name: row.make for name, row in ROWS.items()}
+# States of owners of whole leaves, deep in others, beside the rows: whole leaves of a split have an order of their own.
+OWNERS: dict[str, Make] = {
+    **{f"whole_leaves-{name}": lambda row=row: optim.whole_leaves(row.make()) for name, row in ROWS.items()},
+    "from_torch-Muon": lambda: optim.by_label(
+        {"matrix": optim.from_torch(torch.optim.Muon, lr=0.1), "rest": optim.sgd(0.1, momentum=0.9)}, _decay
+    ),
+    "in a chain": lambda: optim.chain(optim.clip_by_global_norm(1.0), _of_whole(), optim.add_decayed_weights(0.1)),
+    "by label, whole": lambda: optim.by_label({"matrix": _of_whole(), "rest": optim.lamb(0.1)}, _decay),
+    "masked, whole": lambda: optim.masked(_of_whole(), lambda path, leaf: path.endswith("up")),
+    "resting, whole": lambda: optim.resting(_of_whole()),
+}
 KERNELS = {name for name, row in ROWS.items() if row.kernel}
 
 # The value that a hyper-parameter of a name has in tests that compare numbers with tensors.
