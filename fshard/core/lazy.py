@@ -23,53 +23,55 @@ class Container:
 
 
 class Branch:
-    """A container that creates its children on access, with the reading methods of the container that it represents."""
+    """A container that creates its children on access. Names of its own begin and end with `_`: users have others."""
 
     __slots__ = ()
 
     @abstractmethod
-    def _container(self) -> Container:
+    def _container_(self) -> Container:
         """Return the children of the container that this object represents."""
 
     @abstractmethod
-    def _pick(self, index: int) -> Tree:
+    def _pick_(self, index: int) -> Tree:
         """Create the child at a position."""
 
-    @abstractmethod
-    def gathered(self) -> Tree:
-        """Return the plain tree that this container represents, with all children created."""
+
+class Readable(Branch):
+    """One with the reading methods of the dict, list or tuple that it represents."""
+
+    __slots__ = ()
 
     def __getitem__(self, key: Any) -> Tree:  # a key of any dict, or an index or slice: no type has both
-        container = self._container()
+        container = self._container_()
         if container.is_mapping:
             if key not in container.positions:
                 raise KeyError(f"{key!r}: there is {', '.join(map(repr, container.names))}")
-            return self._pick(container.positions[key])
+            return self._pick_(container.positions[key])
         numbers = range(len(container.names))[key]
-        return self._pick(numbers) if isinstance(numbers, int) else container.sliced(map(self._pick, numbers))
+        return self._pick_(numbers) if isinstance(numbers, int) else container.sliced(map(self._pick_, numbers))
 
     def __getattr__(self, name: str) -> Tree:
-        # Do not call `_container` for private names: it reads private attributes itself, and would recurse without end
-        container = None if name.startswith("_") else self._container()
+        # Do not call `_container_` for private names: it reads private attributes itself, and would recurse without end
+        container = None if name.startswith("_") else self._container_()
         if container is None or container.is_mapping or name not in container.positions:
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
-        return self._pick(container.positions[name])
+        return self._pick_(container.positions[name])
 
     def __len__(self) -> int:
-        return len(self._container().children)
+        return len(self._container_().children)
 
     def __iter__(self) -> Iterator[Tree]:
-        container = self._container()
-        return iter(container.positions) if container.is_mapping else self._children()
+        container = self._container_()
+        return iter(container.positions) if container.is_mapping else self._children_()
 
-    def _children(self) -> Iterator[Tree]:
+    def _children_(self) -> Iterator[Tree]:
         number = 0
         while number < len(self):  # which may change meanwhile, as a list's
-            yield self._pick(number)
+            yield self._pick_(number)
             number += 1
 
     def __contains__(self, key: object) -> bool:
-        container = self._container()
+        container = self._container_()
         return key in (container.positions if container.is_mapping else list(self))
 
     def keys(self) -> KeysView[Hashable]:
@@ -104,5 +106,5 @@ class _Items(ItemsView[Hashable, Tree]):
     _mapping: Any  # a Branch
 
     def __iter__(self) -> Iterator[tuple[Hashable, Tree]]:
-        keys = [*self._mapping] if self._mapping._container().is_mapping else range(len(self))
+        keys = [*self._mapping] if self._mapping._container_().is_mapping else range(len(self))
         return ((key, self._mapping[key]) for key in keys)

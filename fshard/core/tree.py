@@ -13,8 +13,12 @@ import operator
 import os
 from abc import abstractmethod
 from collections.abc import Callable, Container, Hashable, Iterable, Iterator, Sequence
+from dataclasses import fields as dataclass_fields
+from dataclasses import is_dataclass
 from fnmatch import fnmatchcase
+from inspect import get_annotations
 from itertools import accumulate
+from types import MemberDescriptorType
 from typing import Any, TypeAlias, TypeVar
 
 import optree
@@ -223,13 +227,13 @@ class StandIn:
     __slots__ = ()
 
     @abstractmethod
-    def filled(self) -> Tree:
+    def _filled_(self) -> Tree:
         """Return the container with its children."""
 
 
 def plain(tree: Tree) -> Tree:
     """Return the tree with containers in place of all nodes that stand for one, at every depth."""
-    return map_tops(lambda x: plain(x.filled()) if isinstance(x, StandIn) else x, StandIn, tree)
+    return map_tops(lambda x: plain(x._filled_()) if isinstance(x, StandIn) else x, StandIn, tree)
 
 
 def one_level(tree: Tree, namespace: str = _NAMESPACE) -> tuple[list[Tree], Spec]:
@@ -258,7 +262,7 @@ def register_stand_in(cls: type, of: Callable[[Tree], Tree]) -> None:
 
     def flatten_in(namespace: str) -> Callable[[Tree], tuple[list[Tree], Metadata, tuple[Hashable, ...] | None]]:
         def flatten(x: Tree) -> tuple[list[Tree], Metadata, tuple[Hashable, ...] | None]:
-            leaves, spec = one_level(x.filled(), namespace)
+            leaves, spec = one_level(x._filled_(), namespace)
             return leaves, spec, None if spec.is_leaf() else tuple(names(spec))
 
         return flatten
@@ -298,7 +302,9 @@ def register_fields(
 ) -> None:
     """Register a dataclass `cls` as a node: `children` are subtrees, `metadata` is part of the structure.
 
-    `names` are the names of the children in paths; an empty name is left out of paths.
+    `names` are the names of the children in paths; an empty name is left out of paths. ValueError for a field that is
+    neither a child nor metadata, and for a name that is no field. Of other classes, slots and annotated attributes are
+    fields, but for those annotated as ClassVar.
 
     >>> from dataclasses import dataclass
     >>> @dataclass
@@ -309,6 +315,8 @@ def register_fields(
     >>> tree.paths(tree.flatten([Layer(torch.ones(2), 2)])[1])
     ['0.w']
     """
+    children, metadata = tuple(children), tuple(metadata)
+    _check_fields(cls, children, metadata)
 
     def flatten(x: Tree) -> tuple[tuple[Tree, ...], tuple[Metadata, ...]]:
         return tuple(getattr(x, name) for name in children), tuple(getattr(x, name) for name in metadata)
@@ -321,9 +329,34 @@ def register_fields(
             object.__setattr__(x, name, value)
         return x
 
-    # on the class, because a node of torch's namespace has no names of its own
-    cls.child_names = tuple(children if names is None else names)  # type: ignore[attr-defined]
     register(cls, flatten, unflatten)
+    # on the class, because a node of torch's namespace has no names of its own
+    cls.__children__ = children, tuple(children if names is None else names)  # type: ignore[attr-defined]
+
+
+def _check_fields(cls: type, children: Sequence[str], metadata: Sequence[str]) -> None:
+    """Raise ValueError for a field that an object made of these would lack, or have as the class has it."""
+    known, named = _fields(cls), [*children, *metadata]
+    here = f"register_fields({cls.__name__})"
+    if twice := [name for name in dict.fromkeys(named) if named.count(name) > 1]:
+        raise ValueError(f"{here}: expected each name once, as a child or as metadata, got {twice[0]!r} twice")
+    if absent := [name for name in known if name not in named]:
+        raise ValueError(
+            f"{here}: the field {absent[0]!r} is neither a child nor metadata, so `tree.map` would lose its value. If "
+            f"it holds tensors, name it with the children {list(children)}; else: metadata={[*metadata, *absent]}."
+        )
+    if is_dataclass(cls) and (unknown := [name for name in named if name not in known]):
+        raise ValueError(f"{here}: expected names of fields, {known}, got {unknown[0]!r}")
+
+
+def _fields(cls: type) -> list[str]:
+    """The attributes that each object of a class has, as far as the class says."""
+    if is_dataclass(cls):
+        return [field.name for field in dataclass_fields(cls)]
+    bases = cls.__mro__[::-1]
+    slots = [name for base in bases for name, x in vars(base).items() if isinstance(x, MemberDescriptorType)]
+    hints = [hint for base in bases for hint in get_annotations(base).items()]
+    return [*dict.fromkeys(slots + [name for name, hint in hints if "ClassVar" not in str(hint)])]
 
 
 def give_away(tree: Tree) -> None:
@@ -344,10 +377,17 @@ def constant(cls: type[T]) -> type[T]:
 
 def names(spec: Spec) -> list[Hashable]:
     """Return the names of the children of a node: keys, field names or positions."""
-    for attribute in ("_fields", "child_names"):  # of NamedTuples, and of classes of `register_fields`
-        if spec.type is not None and hasattr(spec.type, attribute):
-            return list(getattr(spec.type, attribute))
-    return list(spec.entries())
+    kind: Any = spec.type
+    if kind is not None and "__children__" in vars(kind):  # a class above may be registered with others
+        return list(kind.__children__[1])
+    return list(
+        kind._fields if kind is not None and issubclass(kind, tuple) and hasattr(kind, "_fields") else spec.entries()
+    )
+
+
+def child_fields(kind: type) -> tuple[str, ...] | None:
+    """Return the attributes that are children of a class of `register_fields`; None for another class."""
+    return vars(kind)["__children__"][0] if "__children__" in vars(kind) else None
 
 
 def walk(spec: Spec, path: tuple[str, ...] = (), first: int = 0) -> Iterator[tuple[tuple[str, ...], Spec, int]]:

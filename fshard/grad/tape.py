@@ -111,11 +111,11 @@ class Tape:
         """The parameters as the loss sees them."""
         return self.enter(self._params.view.spec, self._params.view.first)[0]
 
-    def enter(self, spec: tree.Spec, first: int) -> tuple[Tree, Leaves]:
+    def enter(self, spec: tree.Spec, first: int) -> tuple[Tree, Leaves | None]:
         """A leaf, or a subtree of one unit, gathered, and its leaves; of one of several units a lazy container."""
         runs = self._schedule.runs(first, spec.num_leaves)
         if runs is None:
-            return lazy(self, spec, first), ()
+            return lazy(self, spec, first), None
         if func_levels.inside():
             with func_levels.aside():  # Note [Gathers inside transforms] in `func_levels`
                 return self.enter(spec, first)

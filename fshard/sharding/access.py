@@ -6,8 +6,9 @@ import copy
 import inspect
 import operator
 import sys
+from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import is_dataclass
+from functools import cache
 from types import MethodDescriptorType
 from typing import Any, NamedTuple, Protocol
 
@@ -17,12 +18,13 @@ from torch import Tensor
 from ..comm.mesh import AnyMesh
 from ..core import tree
 from ..core.arguments import wrong
-from ..core.lazy import Branch, Container
+from ..core.lazy import Branch, Container, Readable
 from ..core.losses import running
 from ..core.storage import writes
 from ..core.tree import Tree
 from ..plan.plan import Plan
 from ..plan.precision import Policy
+from . import objects
 
 
 class ReadsTape(Protocol):
@@ -32,8 +34,8 @@ class ReadsTape(Protocol):
     def plan(self) -> Plan:
         """The plan of the parameters."""
 
-    def enter(self, spec: tree.Spec, first: int) -> tuple[Tree, Sequence[Tree]]:
-        """Return the subtree of this structure whose first leaf has the number `first`; a plain one with its leaves."""
+    def enter(self, spec: tree.Spec, first: int) -> tuple[Tree, Sequence[Tree] | None]:
+        """Return the subtree of this structure with the first leaf of number `first`; of one unit, with its leaves."""
 
     @property
     def shown(self) -> Shown | None:
@@ -113,202 +115,283 @@ def _has_inside(container: Tree) -> bool:
     return any(sys.getrefcount(children[i]) > _INSIDE or _has_inside(children[i]) for i in containers)
 
 
-def _reading(name: str) -> Callable[..., Any]:
-    """A reading method of `Branch`; the container's own once its children are held."""
-    lazily = getattr(Branch, name)
-    return lambda self, *args: getattr(self._held, name)(*args) if self._tape is None else lazily(self, *args)
-
-
-def _operator(run: Callable[..., Any]) -> Callable[..., Any]:
-    """An operator of containers, with their children in place of lazy ones."""
-    return lambda *args: run(*(x.filled() if isinstance(x, Lazy) else x for x in args))
-
-
-def _in_place(run: Callable[..., Any]) -> Callable[..., Any]:
-    """An operator that changes a container, or makes another if its class cannot be changed."""
-
-    def changed(self: Lazy, other: Tree) -> Tree:
-        result = run(self._settled(), other)
-        return self if result is self._held else result
-
-    return changed
-
-
 class Lazy(Branch, tree.StandIn):
     """A container of a loss's parameters: touching a unit in it gathers the unit.
 
-    What a function of trees makes of one is another, around a plain container (`held`), and has no tape. So both fit
-    each other in every library of trees. `isinstance` takes it for what it stands for. A program that changes a
-    container, or calls a method of its class that is not written in Python, makes it hold all of its children.
+    What a function of trees makes of one is another, around a plain container, and has no tape. So both fit each other
+    in every library of trees. `isinstance` takes it for what it stands for. Each kind of container has a class of its
+    own here, for a special method is looked up on the class.
     """
 
-    __slots__ = ("_first", "_held", "_inside", "_listed", "_spec", "_tape")  # `vars` gives what the container has
-
-    def __init__(self, tape: ReadsTape | None, spec: tree.Spec, first: int, held: Tree = None):
-        self._tape, self._held = tape, held
-        self._spec, self._first = spec, first
-        self._inside: dict[int, Tree] = {}  # the lazy children that were read and the changed ones, by position
-        self._listed = None if tape is None else tape.plan.container(spec, first)
+    __slots__ = ()
+    _tape_: ReadsTape | None
+    _spec_: tree.Spec
+    _first_: int
+    _inside_: dict[int, Tree]  # the lazy children that were read and the changed ones, by position
+    _listed_: Container | None
 
     @property  # type: ignore[misc]
     def __class__(self) -> type:
-        return self._spec.type or Lazy
-
-    @property
-    def __dict__(self) -> dict[str, Tree]:  # type: ignore[override]
-        return self._settled().__dict__
+        return self._spec_.type or Lazy
 
     @staticmethod
-    def of(container: Tree) -> Tree:
+    def _of_(container: Tree) -> Tree:
         """What stands for a container whose children are there; a leaf is returned as it is."""
         spec = tree.one_level(container)[1]
         return container if spec.is_leaf() else lazy(None, spec, 0, container)
 
-    def _container(self) -> Container:
-        assert self._listed  # else `_held` answers
-        return self._listed
+    def _container_(self) -> Container:
+        assert self._listed_  # else the children are held
+        return self._listed_
 
-    def _pick(self, index: int) -> Tree:
-        if self._tape is None or self._listed is None:  # since a loop over this list began
-            return self._held[index]
-        if index in self._inside:
-            return self._inside[index]
-        spec, first = self._listed.children[index]
-        child, leaves = self._tape.enter(spec, self._first + first)
-        if index in self._inside:  # to gather it, its unit was let go, in which it was changed
-            return self._inside[index]
-        if isinstance(child, Lazy):  # a change of it is a change of this one
-            self._inside[index] = child
-        elif (shown := self._tape.shown) and not isinstance(child, Tensor):
+    def _pick_(self, index: int) -> Tree:
+        if index in self._inside_:
+            return self._inside_[index]
+        tape: Any = self._tape_  # else the children are held
+        spec, first = self._container_().children[index]
+        child, leaves = tape.enter(spec, self._first_ + first)
+        if index in self._inside_:  # to gather it, its unit was let go, in which it was changed
+            return self._inside_[index]
+        if leaves is None:  # a change of it is a change of this one
+            self._inside_[index] = child
+        elif (shown := tape.shown) and not isinstance(child, Tensor):
             if type(child) is not dict or spec.num_nodes > len(leaves) + 1:  # a node's class may make tensors anew
                 leaves = spec.flatten_up_to(child)
-            child = shown.at(_Read(self._inside, index, spec, child, leaves))
+            child = shown.at(_Read(self._inside_, index, spec, child, leaves))
         return child
 
-    def filled(self) -> Tree:
-        """The container, with what reading each child gives."""
-        return self._held if self._tape is None else self._of_children([*map(self._pick, range(len(self)))])
-
-    def _of_children(self, children: Sequence[Tree]) -> Tree:
-        level = self._spec.one_level()
-        assert level is not None  # a leaf has none
-        return tree.unflatten(level, children)
-
-    def _settled(self) -> Tree:
-        """The container, which this one holds from now on."""
-        if self._tape is not None:
-            self._held, self._tape = self.filled(), None
-        return self._held
-
-    def __getattr__(self, name: str) -> Tree:
-        if name in Lazy.__slots__:  # `copy` looks for methods before there is any
-            raise AttributeError(name)
-        of_class = inspect.getattr_static(self._spec.type, name, None)
-        if isinstance(of_class, MethodDescriptorType):
-            method = getattr(self._settled(), name)
-            # a list that is extended by what stands for it would grow for ever
-            return lambda *args, **more: method(*(self._held if x is self else x for x in args), **more)
-        if self._tape is None:
-            return getattr(self._held, name)
-        try:
-            return super().__getattr__(name)
-        except AttributeError:
-            if of_class is None:
-                raise
-        return of_class.__get__(self, self._spec.type) if hasattr(of_class, "__get__") else of_class
-
-    def __setattr__(self, name: str, value: object) -> None:
-        if name in Lazy.__slots__:
-            object.__setattr__(self, name, value)
-        else:
-            setattr(self._settled(), name, value)
+    def _of_children_(self, children: Sequence[Tree]) -> Tree:
+        return tree.unflatten(_one_level(self._spec_), children)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return self.filled().__reduce_ex__(protocol)
+        return self._filled_().__reduce_ex__(protocol)
 
-    def __setitem__(self, key: Any, value: Tree) -> None:
-        self._settled()[key] = value
+    def __copy__(self) -> Tree:
+        return copy.copy(self._filled_())
 
-    def __delitem__(self, key: Any) -> None:
-        del self._settled()[key]
-
-    def __bool__(self) -> bool:
-        return not hasattr(self._spec.type, "__len__") or len(self) > 0
-
-    def copy(self) -> Tree:
-        """As of a dict or a list: the container itself."""
-        return copy.copy(self.filled())
-
-    def __len__(self) -> int:  # of a list, for each child
-        return len(self._listed.children if self._tape is not None and self._listed is not None else self._held)
-
-    __copy__ = copy
-    __getitem__, __iter__, __contains__ = map(_reading, ("__getitem__", "__iter__", "__contains__"))
-    keys, values, items, get = map(_reading, ("keys", "values", "items", "get"))
-    __eq__, __or__, __add__, __mul__ = map(_operator, (operator.eq, operator.or_, operator.add, operator.mul))
-    __ior__, __iadd__, __imul__ = map(_in_place, (operator.ior, operator.iadd, operator.imul))
-    __ror__, __radd__, __rmul__ = map(_operator, (lambda x, y: y | x, lambda x, y: y + x, lambda x, y: y * x))
-
-    def __reversed__(self) -> Iterator[Tree]:
-        return reversed([*self])
-
-    def placed(self) -> Tree:
+    def _placed_(self) -> Tree:
         """The subtree as a plain tree, with the places of the leaves for leaves; no unit is gathered."""
-        tape, first = self._tape, self._first
+        tape, first = self._tape_, self._first_
         if tape is None:
-            return placed(self._held)
+            return placed(self._filled_())
 
         def at(child: tree.Spec, start: int) -> Tree:
             return tree.unflatten(child, [_At(tape, first + start + i) for i in range(child.num_leaves)])
 
         if tape.shown:
-            tape.shown.settle()  # what was changed is in `_inside` now
-        children = enumerate(self._container().children)
-        parts = [placed(self._inside[i]) if i in self._inside else at(*child) for i, child in children]
-        return self._of_children(parts)
+            tape.shown.settle()  # what was changed is in `_inside_` now
+        children = enumerate(self._container_().children)
+        parts = [placed(self._inside_[i]) if i in self._inside_ else at(*child) for i, child in children]
+        return self._of_children_(parts)
 
-    def prefetch(self, patterns: Sequence[str]) -> None:
-        """Start the gathers of the units whose names fit the patterns, also of units outside of this subtree."""
-        if self._tape is not None:
-            self._tape.prefetch(patterns)
 
-    def gathered(self) -> Tree:
-        """The subtree as a plain tree, all its units gathered."""
-        return tree.plain(self.filled())
+def _one_level(spec: tree.Spec) -> tree.Spec:
+    level = spec.one_level()
+    assert level is not None  # a leaf has none
+    return level
+
+
+def _reading(name: str) -> Callable[..., Any]:
+    """A reading method of `Readable`; the container's own once its children are held."""
+    lazily = getattr(Readable, name)
+    return lambda self, *args: getattr(self._held_, name)(*args) if self._tape_ is None else lazily(self, *args)
+
+
+class LazyContainer(Readable, Lazy):
+    """One that stands for a dict, a list or a tuple, also for a NamedTuple.
+
+    A program that changes a container, or calls a method of its class that is not written in Python, makes it hold all
+    of its children.
+    """
+
+    __slots__ = ("_first_", "_held_", "_inside_", "_listed_", "_spec_", "_tape_")  # `vars` gives what the container has
+
+    @classmethod
+    def _made_(cls, tape: ReadsTape | None, spec: tree.Spec, first: int, held: Tree) -> LazyContainer:
+        self = object.__new__(cls)
+        self._tape_, self._held_, self._spec_, self._first_, self._inside_ = tape, held, spec, first, {}
+        self._listed_ = None if tape is None else tape.plan.container(spec, first)
+        return self
+
+    @property
+    def __dict__(self) -> dict[str, Tree]:  # type: ignore[override]
+        return self._settled_().__dict__
+
+    def _pick_(self, index: int) -> Tree:
+        if self._tape_ is None or self._listed_ is None:  # since a loop over this list began
+            return self._held_[index]
+        return super()._pick_(index)
+
+    def _filled_(self) -> Tree:
+        children = range(len(self._container_().children)) if self._tape_ is not None else ()
+        return self._held_ if self._tape_ is None else self._of_children_([*map(self._pick_, children)])
+
+    def _settled_(self) -> Tree:
+        if self._tape_ is not None:
+            self._held_, self._tape_ = self._filled_(), None
+        return self._held_
+
+    def __getattr__(self, name: str) -> Tree:
+        if name in LazyContainer.__slots__:  # `copy` looks for methods before there is any
+            raise AttributeError(name)
+        kind: Any = self._spec_.type
+        of_class = inspect.getattr_static(kind, name, None)
+        if isinstance(of_class, MethodDescriptorType):
+            method = getattr(self._settled_(), name)
+            # a list that is extended by what stands for it would grow for ever
+            return lambda *args, **more: method(*(self._held_ if x is self else x for x in args), **more)
+        if self._tape_ is None:
+            return getattr(self._held_, name)
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            if of_class is None and hasattr(kind, "__getattr__"):
+                return kind.__getattr__(self, name)
+            if of_class is None:
+                raise
+        return of_class.__get__(self, kind) if hasattr(of_class, "__get__") else of_class
+
+    def __setattr__(self, name: str, value: object) -> None:
+        if name in LazyContainer.__slots__:
+            object.__setattr__(self, name, value)
+        else:
+            setattr(self._settled_(), name, value)
+
+    def __setitem__(self, key: Any, value: Tree) -> None:
+        self._settled_()[key] = value
+
+    def __delitem__(self, key: Any) -> None:
+        del self._settled_()[key]
+
+    def __bool__(self) -> bool:
+        return len(self) > 0
+
+    def __repr__(self) -> str:
+        return repr(self._filled_())
+
+    def copy(self) -> Tree:
+        """As of a dict or a list: the container itself."""
+        return copy.copy(self._filled_())
+
+    def __len__(self) -> int:  # of a list, for each child
+        return len(self._listed_.children if self._tape_ is not None and self._listed_ is not None else self._held_)
+
+    __getitem__, __iter__, __contains__ = map(_reading, ("__getitem__", "__iter__", "__contains__"))
+    keys, values, items, get = map(_reading, ("keys", "values", "items", "get"))
+    __eq__, __or__, __add__, __mul__ = map(objects.filling, (operator.eq, operator.or_, operator.add, operator.mul))
+    __ne__, __lt__, __le__ = map(objects.filling, (operator.ne, operator.lt, operator.le))
+    __gt__, __ge__ = map(objects.filling, (operator.gt, operator.ge))
+    __ior__, __iadd__, __imul__ = map(objects.in_place, (operator.ior, operator.iadd, operator.imul))
+    __ror__, __radd__, __rmul__ = map(objects.filling, (lambda x, y: y | x, lambda x, y: y + x, lambda x, y: y * x))
+
+    def __reversed__(self) -> Iterator[Tree]:
+        return reversed([*self])
 
 
 @Mapping.register
-class _LazyMapping(Lazy):
+class _LazyMapping(LazyContainer):
     """One that stands for a dict: `match` asks the class."""
 
     __slots__ = ()
 
 
 @Sequence.register
-class _LazySequence(Lazy):
-    """One that stands for a list or a tuple."""
+class _LazySequence(LazyContainer):
+    """One that stands for a list or a tuple; these names may be those of a NamedTuple's fields."""
 
     __slots__ = ()
+    keys, values, items, get, copy = (
+        property(operator.methodcaller("__getattr__", name)) for name in ("keys", "values", "items", "get", "copy")
+    )
 
 
-class _LazyDataclass(Lazy):
-    """One that stands for a dataclass: `replace`, `asdict` and `is_dataclass` ask the class."""
+class LazyObject(Lazy):
+    """One that stands for an object: of a class made of its class, with properties that read the children.
+
+    So it has all attributes, methods and special methods of the object. Children that are held lie where the object
+    has them.
+    """
 
     __slots__ = ()
-    __dataclass_fields__ = property(lambda self: self._spec.type.__dataclass_fields__)
+    _attributes_: objects.Attributes
+
+    def __init_subclass__(cls, **kwargs: object) -> None:
+        """Run no hook of the class that it is made of."""
+
+    @classmethod
+    def _made_(cls, tape: ReadsTape | None, spec: tree.Spec, first: int, held: Tree) -> LazyObject:
+        self = object.__new__(cls)
+        listed = None if tape is None else tape.plan.container(spec, first)
+        like = held if listed is None else tree.unflatten(_one_level(spec), [None] * len(listed.children))
+        cls._attributes_.copy(like, self)
+        state: tuple[Any, ...] = (tape, spec, first, {}, listed)
+        for name, value in zip(objects.STATE, state, strict=True):
+            object.__setattr__(self, name, value)  # of a frozen dataclass, too
+        return self
+
+    @property
+    def __dict__(self) -> dict[str, Tree]:  # type: ignore[override]
+        return self._attributes_.of(self._settled_())
+
+    def _filled_(self) -> Tree:
+        children = range(0 if self._tape_ is None else len(self._container_().children))
+        return self._of_children_([*map(self._pick_, children)])
+
+    def _of_children_(self, children: Sequence[Tree]) -> Tree:
+        node: Any = object.__new__(self.__class__)
+        self._attributes_.copy(self, node)
+        for name, child in zip(self._attributes_.children, children, strict=False):  # none if it holds them
+            object.__setattr__(node, name, child)
+        return node
+
+    def _settled_(self) -> LazyObject:
+        if self._tape_ is not None:
+            node = self._filled_()
+            object.__setattr__(self, "_tape_", None)
+            self._attributes_.copy(node, self)
+        return self
 
 
-def lazy(tape: ReadsTape | None, spec: tree.Spec, first: int, held: Tree = None) -> Lazy:
-    """What stands for a container: of a tape, or one that is there already."""
-    kind = spec.type or Lazy
-    other = _LazyDataclass if is_dataclass(kind) else Lazy
-    made = _LazyMapping if issubclass(kind, Mapping) else _LazySequence if issubclass(kind, Sequence) else other
-    return made(tape, spec, first, held)
+def lazy(tape: ReadsTape | None, spec: tree.Spec, first: int, held: Tree = None) -> Tree:
+    """What stands for a container: of a tape, or one that is there already.
+
+    If the container's class may compute with its children, it is the container itself, with what stands for theirs.
+    """
+    if spec.type in _PLAIN:
+        return _stand_in(spec.type)._made_(tape, spec, first, held)
+    kind: Any = spec.type
+    names = objects.child_names(spec)
+    if names is not None and (made := _stand_in(kind, names, objects.special_names(kind))) is not None:
+        return made._made_(tape, spec, first, held)
+    if tape is None:
+        return held
+    children = tape.plan.container(spec, first).children
+    return tree.unflatten(_one_level(spec), [tape.enter(child, first + start)[0] for child, start in children])
+
+
+_PLAIN = (dict, list, tuple, OrderedDict, defaultdict, deque)
+
+
+@cache
+def _stand_in(kind: type, names: tuple[str, ...] = (), special: frozenset[str] = frozenset()) -> Any:
+    """The class of what stands for containers of a class; None if there can be none."""
+    if kind in _PLAIN or issubclass(kind, tuple):
+        base = _LazyMapping if issubclass(kind, Mapping) else _LazySequence
+        made = objects.stand_in_class(
+            objects.OfTuple, kind, (base,), {"_kind_": kind} | {name: objects.forwarded(kind, name) for name in special}
+        )
+    else:
+        try:
+            made = objects.object_class(LazyObject, kind, names)
+        except TypeError:  # an object with memory of its own
+            return None
+    tree.register_stand_in(made, Lazy._of_)
+    return made
 
 
 def placed(params: Tree) -> Tree:
     """Parameters as a plain tree, with their places for those leaves that are not gathered."""
-    return tree.map_tops(lambda x: x.placed() if isinstance(x, Lazy) else x, Lazy, params)
+    return tree.map_tops(lambda x: x._placed_() if isinstance(x, Lazy) else x, Lazy, params)
 
 
 def prefetch(params: Tree, units: str | Sequence[str]) -> None:
@@ -333,12 +416,9 @@ def prefetch(params: Tree, units: str | Sequence[str]) -> None:
         raise TypeError(
             wrong("params", params, "the parameters that a loss was given", "Call this inside of the loss.")
         )
-    if isinstance(params, Lazy):
-        params.prefetch(patterns)
-
-
-for _kind in (Lazy, _LazyMapping, _LazySequence, _LazyDataclass):
-    tree.register_stand_in(_kind, Lazy.of)
+    for tape in dict.fromkeys(x._tape_ for x in tree.nodes(params, Lazy)):
+        if tape is not None:
+            tape.prefetch(patterns)
 
 
 class _At:

@@ -17,7 +17,7 @@ from ..comm.mesh import AnyMesh, Axes, mesh_device, rank_in
 from ..core import tree
 from ..core.arguments import check_whole, wrong
 from ..core.differences import lacking
-from ..core.lazy import Branch, Container
+from ..core.lazy import Container, Readable
 from ..core.storage import Life, Source
 from ..core.tree import Tree
 from ..layout.layout import Layout
@@ -34,7 +34,7 @@ from ..plan.precision import Policy
 from .schedule import View
 
 
-class Sharded(Parts, Branch):
+class Sharded(Parts, Readable):
     """A tree of parameters, gradients or optimizer state, of this rank's shards alone: a pytree node.
 
     Its leaves are flat 1-D tensors, one for each kind (dtype, trainable or frozen, sharded or whole). Each consists of
@@ -159,11 +159,11 @@ class Sharded(Parts, Branch):
         # a kind that is not here, as frozen leaves among gradients, has None
         return tree.unflatten(self.view.spec, [whole.get(slot) for slot in slots])
 
-    def _container(self) -> Container:
+    def _container_(self) -> Container:
         return self.plan.container(self.view.spec, self.view.first)
 
-    def _pick(self, index: int) -> Tree:
-        spec, first = self._container().children[index]
+    def _pick_(self, index: int) -> Tree:
+        spec, first = self._container_().children[index]
         if spec.num_leaves == 0:
             return tree.unflatten(spec, [])
         first += self.view.first
@@ -341,19 +341,23 @@ def gather_params(x: Tree, *, parts: bool = False) -> Tree:
     >>> gather_params(shard_params({"w": torch.ones(2), "n": torch.tensor(3)}, plan)["n"])
     tensor(3)
     """
-    if isinstance(x, Branch):
-        return x.gathered(parts) if isinstance(x, Sharded) else x.gathered()
+    if isinstance(x, Sharded):
+        return x.gathered(parts)
+    if isinstance(x, tree.StandIn):
+        return tree.plain(x)
     if isinstance(x, Parts):
         if parts:
             raise TypeError(f"gather_params(parts=True): {wrong('x', x, 'a Sharded, or a tree')}")
         return gathered(x)
     if isinstance(x, Plan):
         raise TypeError(wrong("x", x, "a Sharded, or a tree", "fshard.shard_params(params, plan) makes a Sharded."))
-    if not isinstance(x, Tensor) and tree.nodes(x, Parts):
-        return tree.map_tops(
-            lambda node: gather_params(node, parts=parts) if isinstance(node, Parts) else node, Parts, x
-        )
-    return x
+    if isinstance(x, Tensor) or not any(map(_is_apart, tree.tops(x, _is_apart))):
+        return x
+    return tree.map_tops(lambda node: gather_params(node, parts=parts) if _is_apart(node) else node, _is_apart, x)
+
+
+def _is_apart(x: Tree) -> bool:
+    return isinstance(x, Parts | tree.StandIn)
 
 
 def gather_unit(x: Sharded, unit: int, kind: int) -> Tensor:

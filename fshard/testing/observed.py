@@ -166,9 +166,9 @@ class _ObservedTape(Tape):
         self._operators.end(returned.kind, terms_of(returned.loss))
         return returned
 
-    def enter(self, spec: tree.Spec, first: int) -> tuple[Tree, Leaves]:
+    def enter(self, spec: tree.Spec, first: int) -> tuple[Tree, Leaves | None]:
         child, leaves = super().enter(spec, first)
-        self._note(first, leaves)
+        self._note(first, leaves or ())
         return child, leaves
 
     def leaf(self, number: int) -> Tensor:

@@ -205,7 +205,8 @@ def policies(draw: Any) -> Policy:
 def _touched(x: Any) -> Iterator[Tensor]:
     """Yield the floating-point and complex leaves of a tree, gathering each unit of a lazy tree when reached."""
     if isinstance(x, Branch):
-        for child in x.values():
+        branch: Any = x
+        for child in branch.values() if hasattr(branch, "values") else branch:
             yield from _touched(child)
     else:
         yield from (leaf for leaf in tree.leaves(x) if leaf.is_floating_point() or leaf.is_complex())
