@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -13,6 +14,7 @@ from ..comm import consensus
 from ..comm.mesh import AnyMesh, OnMesh, mesh_device
 from ..core import tree
 from ..core.arguments import shown, wrong
+from ..core.differences import listed
 from ..core.scalars import double
 from ..core.tree import Tree
 from ..layout.layout import Layout, Leaf
@@ -190,7 +192,8 @@ def by_label(transforms: Mapping[Label, TransformLike], labels: Labels) -> Trans
 
     `labels` is a function `(path, tensor) -> label` (the tensor is a meta tensor of the leaf's shape and dtype), or a
     tree of labels, for leaves or for subtrees, whose keys may be patterns of `make_plan`'s kind; the first that fits a
-    leaf counts. ValueError names a leaf without a label, and a label without a transformation.
+    leaf counts. ValueError names a leaf without a label, and a label without a transformation; a warning names frozen
+    leaves whose label no other leaf has.
 
     >>> tx = by_label({"fast": sgd(1.0), "slow": sgd(0.1)}, {"head": "fast", "**": "slow"})
     >>> params = {"body": torch.ones(1), "head": torch.ones(1)}
@@ -320,7 +323,23 @@ def _split(layout: Layout, transforms: Mapping[Label, TransformLike], labels: La
                 f"{', '.join(map(repr, transforms))}"
             )
         of_label.setdefault(label, []).append(number)
+    _warn_of_frozen(layout, [label for label in transforms if label not in of_label], labels)
     return {label: layout.pick(of_label[label]).prepared() for label in transforms if label in of_label}
+
+
+def _warn_of_frozen(layout: Layout, unused: Sequence[Label], labels: Labels) -> None:
+    """Warn of labels that select frozen leaves alone; a function of labels is not asked for those."""
+    paths = tree.paths(layout.spec)
+    frozen = [path for path, number in zip(paths, layout.places, strict=True) if number is None]
+    match_of = _matcher({} if callable(labels) else labels, paths)
+    for label in unused:
+        chosen = [path for path in frozen if callable(labels) or (match_of(path) or ("", None))[1] == label]
+        if chosen and label is not False:  # that of the leaves that `masked` leaves as they are
+            warnings.warn(
+                f"by_label: no leaf that trains has the label {label!r}; frozen are {listed(chosen)}. If they shall "
+                "train, make a plan in which they do: without frozen=, of parameters that require a gradient",
+                stacklevel=2,
+            )
 
 
 def _check_patterns(layout: Layout, labels: Tree) -> None:

@@ -6,9 +6,10 @@ from collections import Counter, defaultdict
 from collections.abc import Hashable, Sequence
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
+from ..core.differences import listed
 from ..core.storage import address, byte_range, share_elements
 from ..layout.layout import Leaf
 
@@ -89,33 +90,41 @@ def is_differentiable(leaf: Tensor | Leaf) -> bool:
     return leaf.dtype.is_floating_point or leaf.dtype.is_complex
 
 
-def read_frozen(flat: Sequence[Tensor], places: Sequence[int]) -> list[bool]:
-    """Return for every leaf whether the tree itself says that it is frozen.
-
-    If any floating leaf requires a gradient, the tree is taken for a module's, and floating leaves that require none
-    are frozen (a tied leaf if none of its places requires one). Otherwise no leaf is. Integer leaves never train.
-    """
-    trains: dict[int, bool] = defaultdict(bool)  # by the first place of a leaf
-    for leaf, place in zip(flat, places, strict=True):
-        trains[place] |= is_differentiable(leaf) and leaf.requires_grad
-    if not any(trains.values()):
-        return [False] * len(flat)
-    return [is_differentiable(leaf) and not trains[place] for leaf, place in zip(flat, places, strict=True)]
-
-
-def join_frozen(
-    picked: Sequence[bool], flat: Sequence[Tensor], places: Sequence[int], paths: Sequence[str]
+def read_frozen(
+    flat: Sequence[Tensor], places: Sequence[int], paths: Sequence[str], picked: Sequence[bool]
 ) -> list[bool]:
-    """Return for every leaf whether `frozen=` selects it or the tree says that it is frozen.
+    """Return for every leaf whether `frozen=` has `picked` it, or the tree itself says that it is frozen.
 
-    ValueError for a leaf that `frozen=` selects and that requires a gradient while others do not.
+    If any floating leaf requires a gradient, the tree is taken for a module's, and parameters that require none are
+    frozen (a tied leaf if none of its places requires one). Otherwise no leaf is. Integer leaves never train.
+
+    ValueError for a plain tensor beside parameters, which says neither, and for a picked leaf that requires a gradient
+    beside a parameter that requires none.
     """
-    is_frozen = read_frozen(flat, places)  # as the tree says
-    for i, path in enumerate(paths) if any(is_frozen) else []:
-        if picked[i] and is_differentiable(flat[i]) and not is_frozen[i]:
-            raise ValueError(
-                f"frozen: leaf {path!r} requires a gradient, while leaf {paths[is_frozen.index(True)]!r} of the same "
-                "tree does not and is frozen for that: the tree says which leaves train, and frozen= says otherwise. "
-                "Set requires_grad of the leaf to False, or give a tree of plain tensors (x.detach())."
-            )
-    return [selected or frozen for selected, frozen in zip(picked, is_frozen, strict=True)]
+    says: dict[int, int] = {}  # by the first place of a leaf
+    for leaf, place in zip(flat, places, strict=True):
+        if is_differentiable(leaf):
+            says[place] = max(says.get(place, _NOTHING), _said(leaf))
+    trained, still = ([i for i, said in says.items() if said == word] for word in (_TRAINS, _STILL))
+    plain = [paths[i] for i, said in says.items() if said == _NOTHING and not picked[i]]
+    if plain and (decided := [paths[i] for i in (*trained, *still) if not picked[i]]):
+        raise ValueError(
+            f"leaves {listed(plain)}: {len(plain)} of {len(says)} are plain tensors beside a module's parameters "
+            f"({decided[0]!r}), and nothing says whether they train. To train x, give nn.Parameter(x), or "
+            "x.requires_grad_(); to freeze it, name it in frozen=, or give nn.Parameter(x, requires_grad=False). Plain "
+            "tensors alone all train: tree.map(torch.Tensor.detach, params)."
+        )
+    if still and (other := [paths[i] for i in trained if picked[i]]):
+        raise ValueError(
+            f"frozen: leaf {other[0]!r} requires a gradient, while leaf {paths[still[0]]!r} of the same "
+            "tree does not and is frozen for that: the tree says which leaves train, and frozen= says otherwise. "
+            "Set requires_grad of the leaf to False, or give a tree of plain tensors (x.detach())."
+        )
+    return [picked[i] or bool(trained and says.get(i) == _STILL) for i in places]
+
+
+_NOTHING, _STILL, _TRAINS = range(3)  # what a leaf says of itself
+
+
+def _said(leaf: Tensor) -> int:
+    return _TRAINS if leaf.requires_grad else _STILL if isinstance(leaf, nn.Parameter | nn.Buffer) else _NOTHING

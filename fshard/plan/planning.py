@@ -18,7 +18,7 @@ from ..core.arguments import check_flags, check_has, check_whole
 from ..core.tree import Tree
 from ..hosts.one_host import connected
 from ..layout.splits import Split
-from .leaves import check_tensors, first_places, is_differentiable, join_frozen
+from .leaves import check_tensors, first_places, is_differentiable, read_frozen
 from .partitions import Regather, axes_of, keep_rules, partitions
 from .plan import Kind, Plan, Slot, Unit, check_plain
 from .precision import Policy, Precision, policy_of, precisions
@@ -70,9 +70,10 @@ def make_plan(
       have True.
 
     Leaves with another treatment; `whole`, `frozen` and `offload` are each a pattern, several patterns, or a predicate.
-    Integer leaves are always frozen. If some leaves of a tree require a gradient, as in a module, leaves that do not
-    are frozen. Leaves that are the same elements of the same memory (one tensor, its `.detach()` or `.data`) are tied:
-    they are stored once, and what selects one of their places selects the leaf.
+    Integer leaves are always frozen. If some leaves of a tree require a gradient, as in a module, parameters
+    (`nn.Parameter`) that do not are frozen. Plain tensors alone train; beside a module's parameters a plain tensor that
+    `frozen` does not select is a ValueError. Leaves that are the same elements of the same memory (one tensor, its
+    `.detach()` or `.data`) are tied: they are stored once, and what selects one of their places selects the leaf.
 
     - `whole`: these leaves stay whole on every rank.
     - `frozen`: these leaves get no gradient and no optimizer state.
@@ -103,8 +104,8 @@ def make_plan(
     On a mesh of processes the plans of all ranks are compared.
 
     Raises TypeError (an argument of a wrong type), ValueError (wrong axes or patterns, leaves that are not plain dense
-    tensors or share part of their memory, `frozen` that contradicts `requires_grad`) and MismatchError (plans of ranks
-    differ).
+    tensors or share part of their memory, plain tensors beside parameters, `frozen` that contradicts `requires_grad`)
+    and MismatchError (plans of ranks differ).
 
     >>> plan = make_plan({"embed": torch.zeros(4, 2), "blocks": [torch.zeros(3), torch.zeros(3)]}, units=["blocks.*"])
     >>> [unit.name for unit in plan.units]
@@ -204,7 +205,7 @@ def _kinds(
     """The kind of each leaf, by its number; only of first occurrences: tied leaves have the kind of the first."""
     flat, spec = tree.flatten(params)
     is_whole, is_frozen, is_host = (claim_leaves(params, spec, origins, where, name) for name, where in chosen.items())
-    is_frozen = join_frozen(is_frozen, flat, origins, tree.paths(spec))
+    is_frozen = read_frozen(flat, origins, tree.paths(spec), is_frozen)
     dtypes = precisions([leaf.dtype for leaf in flat], claim_policies(params, spec, origins, policy), policy)
     trains = [is_differentiable(leaf) and not still for leaf, still in zip(flat, is_frozen, strict=True)]
     axis_of = {i: split.axis for i, split in splits.items()}

@@ -79,7 +79,8 @@ def leaf_init(tx: Transform, mesh: AnyMesh, axes: Axes, params: Tree) -> ZeroSta
     text = "\n".join(f"leaf {leaf.path!r} {leaf.dtype}{list(leaf.shape)} {x.requires_grad}" for leaf, x in pairs)
     # each rank assigns leaves by itself: ranks with other trees would wait for leaves that nobody sends
     consensus.check_same(mesh, text, "the tree of parameters")
-    frozen = read_frozen(tree.leaves(params), layout.numbers)
+    leaves, paths = tree.leaves(params), [leaf.path for leaf in layout.leaves]
+    frozen = read_frozen(leaves, layout.numbers, paths, [False] * len(leaves))
     trained = layout.pick(n for n in layout.numbers if is_differentiable(layout.leaves[n]) and not frozen[n])
     parting = owned(trained, mesh, axes)
     return ZeroState(tx.init(collect(packed(pick(tree.detached(params), trained)), parting)), parting)

@@ -126,9 +126,10 @@ def test_in_processes() -> None:
 @pytest.mark.parametrize("places", [*product([True, False], repeat=3)])
 def test_a_tied_leaf_is_frozen_if_no_place_requires_a_gradient(places: tuple[bool, ...]) -> None:
     """A leaf that is detached in one of its places trains: otherwise the order of the places would freeze it."""
-    w = torch.ones(2, requires_grad=True)
+    w = nn.Parameter(torch.ones(2))
     params = {"first": torch.ones(2, requires_grad=True)}
-    params |= {str(number): w if requires else w.detach() for number, requires in enumerate(places)}
+    still = nn.Parameter(w.detach(), requires_grad=False)
+    params |= {str(number): w if requires else still for number, requires in enumerate(places)}
     assert _frozen(fshard.make_plan(params)) == (set() if any(places) else {"0"})
 
 
@@ -167,7 +168,8 @@ def test_frozen_against_requires_grad() -> None:
     assert _frozen(fshard.make_plan(TREES["data"](module), frozen="norm*")) == {"norm.weight", "norm.bias"}
     # a tied leaf trains if it requires a gradient at any path; integers never train, and their flags mean nothing
     w = torch.ones(2, requires_grad=True)
-    assert _frozen(fshard.make_plan({"a": w.detach(), "b": w, "n": torch.tensor(1), "c": torch.ones(1)})) == {"c", "n"}
+    c = nn.Parameter(torch.ones(1), requires_grad=False)
+    assert _frozen(fshard.make_plan({"a": w.detach(), "b": w, "n": torch.tensor(1), "c": c})) == {"c", "n"}
 
 
 def _frozen(plan: fshard.Plan) -> set[str]:
