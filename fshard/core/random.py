@@ -10,9 +10,11 @@ Note [Random numbers in a graph]
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
+from dataclasses import dataclass, field, replace
+from itertools import count
 
 import torch
 from torch import Tensor
@@ -42,6 +44,47 @@ def seeded(seed: Tensor, step: Tensor, rank: int, part: int, device: torch.devic
             if cuda:
                 torch.cuda.manual_seed(number)
             yield
+
+
+@dataclass(frozen=True)
+class Seeds:
+    """The origin of the random numbers of a step's update: the state's seed and step, and a place in the update.
+
+    Places are numbered by `at`, and the functions that draw at one place by `following`, in the order of their calls.
+    """
+
+    seed: Tensor
+    step: Tensor
+    device: torch.device
+    place: int = 0
+    calls: Iterator[int] = field(default_factory=count)
+
+    def at(self, *words: int) -> Seeds:
+        """Return the seeds of a place inside of this one."""
+        return replace(self, place=_number(self.place, *words) >> 1, calls=count())
+
+    def following(self) -> Seeds:
+        """Return the seeds of the next function that draws here."""
+        return self.at(next(self.calls))
+
+    @contextmanager
+    def block(self) -> Iterator[Callable[[], bool]]:
+        """Draw from these seeds inside the block; yields a function that says whether anything was drawn in it."""
+        part = -1  # those of a loss are at least 0
+        with seeded(self.seed, self.step, self.place, part, self.device), assigned(UPDATE, self):
+            start = position(self.device)
+            yield lambda: position(self.device) != start
+
+
+# of the update that a step makes in this thread; None outside of steps
+UPDATE: ContextVar[Seeds | None] = ContextVar("fshard.core.random.update", default=None)
+
+
+def position(device: torch.device) -> Hashable:
+    """A value that changes if anything is drawn from torch's generators, of the host or of a device."""
+    if is_tracing():
+        return torch.default_generator.initial_seed()  # the index of the next state
+    return tuple(g.get_state().numpy().tobytes() for g in (torch.default_generator, _default_generator(device)))
 
 
 @contextmanager
@@ -237,6 +280,26 @@ _STREAM: ContextVar[Stream | None] = ContextVar("fshard.core.random", default=No
 def stream() -> Stream | None:
     """Return the stream that random numbers are drawn from while a graph is traced; None for torch's generator."""
     return _STREAM.get()
+
+
+class SameDraws(TorchDispatchMode):
+    """Every random operator draws from the same seed, whatever ran before it: equal shapes get equal numbers.
+
+    `drew` says whether there was one. ValueError for an operator with a generator of its own, before it draws.
+    """
+
+    def __init__(self, device: torch.device):
+        super().__init__()
+        self.drew, self._generators = False, {torch.default_generator, _default_generator(device)}
+
+    def __torch_dispatch__(self, func: Operator, types: object, args: Args = (), kwargs: Kwargs = None) -> object:
+        if draws(func, args, kwargs or {}):
+            if (kwargs or {}).get("generator") is not None:
+                raise ValueError(f"{func}: this draws from a generator of its own")
+            self.drew = True
+            for generator in self._generators:
+                generator.manual_seed(0)
+        return func(*args, **kwargs or {})
 
 
 def _unknown(func: Operator) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 from typing import Any, Generic, NamedTuple, TypeVar
@@ -13,6 +13,7 @@ from torch import Tensor
 
 from ..comm.mesh import AnyMesh, OnMesh, mesh_device
 from ..core import tree
+from ..core.differences import Form
 from ..core.flat import clear_outside_, cleared_outside
 from ..core.tree import Tree
 from .layout import Layout, Leaf
@@ -20,6 +21,12 @@ from .row import Row, Span
 
 T = TypeVar("T")
 Key = TypeVar("Key", bound=Hashable)
+
+
+_NO_NAMES = (
+    "of this tree a rank has some leaves alone, so it has no subtrees by name. fshard.tree.map goes over them; a "
+    "transformation that reads subtrees is optim.Transform(init, update, over='tree')"
+)
 
 
 class Parts(OnMesh):
@@ -65,6 +72,12 @@ class Parts(OnMesh):
     def for_state(self) -> Parts:
         """The trainable leaves, sharded as optimizer state is, which may be over more axes."""
         return self
+
+    def __getitem__(self, key: Any) -> Tree:
+        raise TypeError(f"[{key!r}]: {_NO_NAMES}")
+
+    def __getattr__(self, name: str) -> Tree:
+        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}: {_NO_NAMES}")
 
     def __repr__(self) -> str:
         shapes = ", ".join(f"{list(getattr(t, 'shape', ['?']))}" for t in self.tensors)
@@ -143,6 +156,22 @@ def typed(x: Tree) -> Layout:
         return layout
     leaves = tuple(replace(leaf, dtype=dtypes.get(n, leaf.dtype)) for n, leaf in enumerate(layout.leaves))
     return replace(layout, source=(layout.source, tuple(dtypes.items())), leaves=leaves)
+
+
+def reshaped(layout: Layout, forms: Mapping[int, Form]) -> Layout:
+    """The layout of whole leaves, of the same ranks, that have these shapes and dtypes; leaves without one are out."""
+    leaves = tuple(_as(leaf, forms.get(n)) for n, leaf in enumerate(layout.leaves))
+    part = layout.pick(forms)
+    pairs = ((row, leaves[row.leaves[0]]) for row in part.rows)  # each of one whole leaf
+    rows = tuple(replace(row, shapes=(leaf.shape,), numel=leaf.numel) for row, leaf in pairs)
+    return replace(part, source=(*forms.items(), part.source), leaves=leaves, rows=rows, origin=None)
+
+
+def _as(leaf: Leaf, form: Form | None) -> Leaf:
+    """The leaf in another form; of another shape it lies in row-major order."""
+    if form is None:
+        return leaf
+    return replace(leaf, shape=form.shape, dtype=form.dtype, split=leaf.split if form.shape == leaf.shape else None)
 
 
 def structure(x: Tree) -> Hashable:

@@ -7,9 +7,10 @@ They do not use ranks directly: a tree may be plain, or `Parts`: then other rank
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol, TypeAlias, TypeVar
+from functools import wraps
+from typing import Any, NamedTuple, Protocol, Self, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor
@@ -17,12 +18,22 @@ from torch import Tensor
 from ..comm import consensus
 from ..comm.mesh import AnyMesh
 from ..core import tree
-from ..core.arguments import check_function, check_hyperparams, check_positive, check_rate, shown, wrong
+from ..core.arguments import (
+    check_flags,
+    check_function,
+    check_hyperparams,
+    check_positive,
+    check_rate,
+    check_word,
+    shown,
+    wrong,
+)
 from ..core.scalars import Number, beside
 from ..core.tracing import is_tracing
 from ..core.tree import Tree
 from ..layout.norms import global_norm, leaf_norms, scale_leaves_, scaled
 from ..layout.pieces import Parts, Views, device_of, packed, structure
+from ..layout.whole import at_once, on_leaves, row_by_row
 from . import kernels
 
 T = TypeVar("T")
@@ -50,33 +61,84 @@ class TransformLike(Protocol):
         """The function `update(grads, state, params) -> (updates, state)`: what is added to the parameters."""
 
 
-class Transform(NamedTuple):
+class _Fields(NamedTuple):
+    init: Callable[[Tree], Tree]
+    update: Callable[..., tuple[Tree, Tree]]
+    fused: Callable[..., tuple[Tree, Tree]] | None
+    over: str
+    labelled: bool
+    mesh: AnyMesh
+    views: bool
+    parts: Mapping[Label, Transform] | None
+    draws: bool
+
+
+class Transform(_Fields):
     """A gradient transformation: `init`, `update`, and optionally a fused twin of `update`.
 
     - `init(params) -> state`
     - `update(grads, state, params, **extra) -> (updates, state)`
     - `fused(grads, state, params, found_inf, donate, **extra) -> (params, state)`: `update` and `apply_updates` in one
       kernel, in place on copies, or with `donate` on its arguments; it changes nothing if `found_inf` is 1
-    - `elementwise`: each element is updated by itself, so the transformation may be run on parts of a tree
+    - `over`: the trees that these functions take where parameters are sharded. "leaves", the default: whole ones, each
+      on one rank, and `fused` is not called. "elements": flat rows of many leaves, because each element is updated by
+      itself. "tree": the sharded tree, whose norms and sums are those of `fshard.optim`
     - `labelled`: `found_inf` may be a dict with one for each label, which `update` takes by name (`by_label`)
     - `mesh`: the mesh over which `step` combines `found_inf`
     - `views`: `fused` takes `Views` of parameters and gradients (`fshard.layout.pieces`) and writes to them; without
       it, `fused` is given packed copies
     - `parts`: the transformations that update each label's leaves by themselves (`by_label`)
+    - `draws`: the functions may draw random numbers, which a step seeds
 
     `update` and `fused` ignore arguments in `extra` that they do not know. With `own_grads=True` they may overwrite the
     gradients; with `exact_norms=True` their norms must have the same bits on any number of ranks
-    (`global_norm(tree, exact=True)`).
+    (`global_norm(tree, exact=True)`). `elementwise=True` is an older name of `over="elements"`. ValueError for another
+    word, and from `init` over several ranks for an update of a leaf that depends on others, if `over` does not say so.
+
+    >>> by_norm = lambda grads, state, params=None, **extra: (tree.map(lambda g: g / g.norm(), grads), state)
+    >>> tx = optim.Transform(lambda params: (), by_norm)
+    >>> tx.update({"w": torch.tensor([3.0, 4.0])}, ())[0]
+    {'w': tensor([0.6000, 0.8000])}
     """
 
-    init: Callable[[Tree], Tree]
-    update: Callable[..., tuple[Tree, Tree]]
-    fused: Callable[..., tuple[Tree, Tree]] | None = None
-    elementwise: bool = False
-    labelled: bool = False
-    mesh: AnyMesh = None
-    views: bool = False
-    parts: Mapping[Label, Transform] | None = None
+    __slots__ = ()
+
+    def __new__(
+        cls,
+        init: Callable[[Tree], Tree],
+        update: Callable[..., tuple[Tree, Tree]],
+        fused: Callable[..., tuple[Tree, Tree]] | None = None,
+        over: str | None = None,
+        labelled: bool = False,
+        mesh: AnyMesh = None,
+        views: bool = False,
+        parts: Mapping[Label, Transform] | None = None,
+        draws: bool = True,
+        *,
+        elementwise: bool | None = None,
+    ) -> Self:
+        over = _over(over, elementwise)
+        if over == "leaves":
+            init, update = on_leaves(init, update)
+            fused = None
+        elif draws:
+            run = row_by_row if over == "elements" else at_once
+            update, fused = run(update), None if fused is None else run(fused)
+            views = False  # a part of what is drawn is told by a tensor, not by views of many
+        return super().__new__(cls, init, update, fused, over, labelled, mesh, views, parts, draws)
+
+    @property
+    def elementwise(self) -> bool:
+        """Whether `over` is "elements"."""
+        return self.over == "elements"
+
+    def _replace(self, **changes: Any) -> Self:
+        """The transformation with other functions or flags, which are yours, as those given to `Transform`."""
+        return type(self)(**{**self._asdict(), "draws": True, **changes})
+
+    def with_fields(self, **changes: Any) -> Self:
+        """The transformation with other fields, as they are: functions of this package."""
+        return super()._replace(**changes)
 
     def step(
         self,
@@ -117,6 +179,19 @@ class Transform(NamedTuple):
             return apply_updates(params, updates), new_state
         updates, new_state = self.update(grads, state, params, **extra)
         return choose(found_inf, (params, state), (apply_updates(params, updates), new_state))
+
+
+def _over(over: str | None, elementwise: bool | None) -> str:
+    """The trees that a transformation takes, of the word or its older name."""
+    check_word("optim.Transform: over", "leaves" if over is None else over, ("leaves", "elements", "tree"))
+    if elementwise is not None:
+        check_flags(**{"optim.Transform: elementwise": elementwise})
+        if over is not None and elementwise != (over == "elements"):
+            raise ValueError(
+                f"optim.Transform: over={over!r} with elementwise={elementwise}, an older name of over='elements': "
+                "expected one of them. Leave elementwise out"
+            )
+    return over or ("elements" if elementwise else "leaves")
 
 
 def choose(found_inf: FoundInf | None, old: T, new: T) -> T:
@@ -177,7 +252,7 @@ def as_transform(tx: TransformLike) -> Transform:
             return tx.update(grads, state, params=params, **pure)
         return tx.update(grads, state, params, **pure) if len(known) > 2 else tx.update(grads, state, **pure)
 
-    return Transform(tx.init, update)
+    return Transform(tx.init, wraps(tx.update)(update))
 
 
 def apply_updates(params: Tree, updates: Tree) -> Tree:
@@ -195,42 +270,6 @@ def apply_updates(params: Tree, updates: Tree) -> Tree:
             raise ValueError(f"apply_updates: the update of leaf {tree.paths(spec)[number]!r} {misfit}")
     # a float32 update of a bfloat16 parameter promotes the sum, which is then rounded once
     return tree.unflatten(spec, [p if u is None else (p + u).to(p.dtype) for p, u in pairs])
-
-
-def update_part(
-    tx: Transform,
-    state: Tree,
-    params: Sequence[Tensor],
-    grads: Sequence[Tensor],
-    cut: Callable[[Any], Sequence[Tensor]],  # of a `Sharded`, say, which this folder does not know
-    found_inf: FoundInf | None = None,
-    **extra: object,
-) -> Tree:
-    """Update a part of the elements in place by an elementwise `tx`, while the gradients of others are on their way.
-
-    `cut` gives this part's views of each tree in the state. Of the state that is returned, the 0-d tensors alone are
-    new. Every part begins with those from before the step, so the last part's are those of all.
-    """
-
-    def begun(x: Tree) -> Tree:
-        return list(cut(x)) if isinstance(x, Parts) else x.clone() if isinstance(x, Tensor) else x
-
-    part = tree.map_tops(begun, Parts, state)
-    new_params, new_state = tx.step([*grads], part, [*params], found_inf, donate=True, **extra)
-    _put(params, new_params)
-
-    def kept(old: Tree, given: Tree, new: Tree) -> Tree:
-        if isinstance(old, Parts):
-            _put(given, new)
-        return old if isinstance(old, Parts) else new
-
-    return tree.map_tops(kept, Parts, state, part, new_state)
-
-
-def _put(into: Sequence[Tensor], new: Sequence[Tensor]) -> None:
-    for old, x in zip(into, new, strict=True):
-        if old is not x:  # an optimizer may return new tensors instead of writing to those it was given
-            old.copy_(x)
 
 
 def _unlike(x: object, p: Tensor) -> str | None:
@@ -311,7 +350,7 @@ def checked(tx: Transform, needs: Needs) -> Transform:
         assert tx.fused is not None
         return tx.fused(grads, state, params, found_inf, donate, **extra)
 
-    return tx._replace(update=update, fused=None if tx.fused is None else fused)
+    return tx.with_fields(update=update, fused=None if tx.fused is None else fused)
 
 
 def _stateless(
@@ -322,7 +361,8 @@ def _stateless(
     def with_state(grads: Tree, state: Tree, params: Tree = None, **extra: object) -> tuple[Tree, Tree]:
         return update(grads, params), state
 
-    return checked(Transform(lambda params: (), with_state, elementwise=True), Needs(name, None, params, sparse, real))
+    tx = Transform(lambda params: (), with_state, over="elements", draws=False)
+    return checked(tx, Needs(name, None, params, sparse, real))
 
 
 def identity() -> Transform:
@@ -368,7 +408,7 @@ def scale_by_schedule(schedule: Schedule) -> Transform:
     def update(grads: Tree, state: CountState, params: Tree = None, **extra: object) -> tuple[Tree, CountState]:
         return _times(grads, at(schedule, state.count)), CountState(state.count + 1)
 
-    tx = Transform(lambda params: CountState(start_count(params)), update, elementwise=True)
+    tx = Transform(lambda params: CountState(start_count(params)), update, over="elements", draws=False)
     return checked(tx, Needs("scale_by_schedule", CountState, sparse=True))
 
 
@@ -421,7 +461,7 @@ def _clip_by(name: str, max_norm: Number, p: float, clipped: Callable[[Tree, boo
     ) -> tuple[Tree, Tree]:
         return clipped(grads, own_grads, exact_norms), state
 
-    return checked(Transform(lambda params: (), update), Needs(name))
+    return checked(Transform(lambda params: (), update, over="tree", draws=False), Needs(name))
 
 
 def clip_by_global_norm(max_norm: Number, p: float = 2) -> Transform:

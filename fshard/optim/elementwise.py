@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import NamedTuple, Protocol, Self
+from typing import Any, NamedTuple, Protocol, Self
 
 import torch
 from torch import Tensor
@@ -15,7 +15,7 @@ from ..core.scalars import Number, beside, is_zero
 from ..core.tree import Tree
 from ..layout.pieces import Parts, aligned, copied, pieces
 from . import kernels
-from .base import Needs, Schedule, Transform, apply_updates, at, checked, choose, num_made, start_count
+from .base import FoundInf, Needs, Schedule, Transform, apply_updates, at, checked, choose, num_made, start_count
 from .kernels import constants_beside
 
 Rate = Number | Schedule
@@ -100,7 +100,8 @@ class UpdateRule:
 
 def from_rule(rule: UpdateRule) -> Transform:
     """Return the transformation of a rule."""
-    tx = Transform(partial(_init, rule), partial(_update, rule), partial(_fused, rule), elementwise=True, views=True)
+    init, update, fused = partial(_init, rule), partial(_update, rule), partial(_fused, rule)
+    tx = Transform(init, update, fused, over="elements", views=True, draws=False)
     return checked(tx, Needs(rule.name, rule.state_type, rule.reads_params, rule.takes_sparse))
 
 
@@ -194,6 +195,42 @@ def _run(
     else:
         constants = {**constants, **constants_beside(rule.corrections(count), params[0])}
         kernels.in_blocks(partial(rule.reference, **constants), columns, skip)
+
+
+def update_part(
+    tx: Transform,
+    state: Tree,
+    params: Sequence[Tensor],
+    grads: Sequence[Tensor],
+    cut: Callable[[Any], Sequence[Tensor]],  # of a `Sharded`, say, which this folder does not know
+    found_inf: FoundInf | None = None,
+    **extra: object,
+) -> Tree:
+    """Update a part of the elements in place by an elementwise `tx`, while the gradients of others are on their way.
+
+    `cut` gives this part's views of each tree in the state. Of the state that is returned, the 0-d tensors alone are
+    new. Every part begins with those from before the step, so the last part's are those of all.
+    """
+
+    def begun(x: Tree) -> Tree:
+        return list(cut(x)) if isinstance(x, Parts) else x.clone() if isinstance(x, Tensor) else x
+
+    part = tree.map_tops(begun, Parts, state)
+    new_params, new_state = tx.step([*grads], part, [*params], found_inf, donate=True, **extra)
+    _put(params, new_params)
+
+    def kept(old: Tree, given: Tree, new: Tree) -> Tree:
+        if isinstance(old, Parts):
+            _put(given, new)
+        return old if isinstance(old, Parts) else new
+
+    return tree.map_tops(kept, Parts, state, part, new_state)
+
+
+def _put(into: Sequence[Tensor], new: Sequence[Tensor]) -> None:
+    for old, x in zip(into, new, strict=True):
+        if old is not x:  # an optimizer may return new tensors instead of writing to those it was given
+            old.copy_(x)
 
 
 def all_numbers(*hyperparams: object) -> bool:

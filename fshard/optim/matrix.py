@@ -26,6 +26,7 @@ from ..layout.moves import collect, owned, spread
 from ..layout.norms import leaf_norms, scale_leaves_
 from ..layout.pieces import Parts, device_of, elements, layout_of, packed, pick, pieces, put
 from ..layout.row import Span
+from ..layout.whole import back, bring
 from .base import Needs, Transform, TransformLike, as_transform, at, checked, start_count
 from .elementwise import AdamState, Rate, adam_transform
 from .transforms import by_label
@@ -56,7 +57,7 @@ def lamb(lr: Rate, b1: Number = 0.9, b2: Number = 0.999, eps: Number = 1e-6, wei
         ratios = torch.where((param_norms > 0) & (step_norms > 0), param_norms / step_norms, 1.0)
         return scale_leaves_(steps, -rate * ratios, layout), state
 
-    return checked(Transform(inner.init, update), Needs("lamb", AdamState, params=True))
+    return checked(Transform(inner.init, update, over="tree", draws=False), Needs("lamb", AdamState, params=True))
 
 
 @dataclass(frozen=True)
@@ -171,7 +172,9 @@ def adafactor(
         decay = rate * weight_decay
         return tree.map(lambda u, p: (u - beside(decay, p) * p).to(u.dtype), steps, params), state
 
-    return checked(Transform(init, update), Needs("adafactor", AdafactorState, params=True, real=True))
+    return checked(
+        Transform(init, update, over="tree", draws=False), Needs("adafactor", AdafactorState, params=True, real=True)
+    )
 
 
 def _averaged(state: AdafactorState, grads: Tree, layout: Layout, weight: Tensor) -> AdafactorState:
@@ -265,7 +268,7 @@ def _scaled(g: Tensor, span: Span, factors: Factors, row: Tensor, col: Tensor, e
 def whole_leaves(tx: TransformLike) -> Transform:
     """Run `tx` on whole leaves: each sharded leaf is sent to one rank, balanced by size, and its update is sent back.
 
-    For optimizers that look at matrices (Shampoo, or a torch.optim class): their state lies where the leaves are.
+    As a `Transform` that says nothing of `over` runs; for one of `fshard.optim`, say. State lies where the leaves are.
 
     >>> tx = whole_leaves(sgd(1.0))
     >>> tx.update(torch.ones(2), tx.init(torch.ones(2)))[0]
@@ -273,14 +276,9 @@ def whole_leaves(tx: TransformLike) -> Transform:
     """
     inner = as_transform(tx)
 
-    def bring(x: Tree) -> Tree:
-        """The tree with every leaf whole on one rank; unchanged if its leaves are whole already."""
-        layout = layout_of(x)
-        return collect(x, owned(layout, layout.mesh, layout.axes), "whole leaves") if layout.flat else x
-
     def update(grads: Tree, state: Tree, params: Tree = None, **extra: object) -> tuple[Tree, Tree]:
         updates, state = inner.update(bring(grads), state, None if params is None else bring(params), **extra)
-        return (spread(updates, grads, "whole leaves") if layout_of(grads).flat else updates), state
+        return back(updates, grads), state
 
     def fused(
         grads: Tree, state: Tree, params: Tree, found_inf: Tensor | None, donate: bool, **extra: object
@@ -291,9 +289,10 @@ def whole_leaves(tx: TransformLike) -> Transform:
         # `bring` does not copy a leaf that lies whole on its owner already
         whole_params = bring(params) if donate else tree.map(torch.clone, bring(params))
         new, state = inner.step(bring(grads), state, whole_params, found_inf, True, **extra)
-        return spread(new, params, "whole leaves"), state
+        return back(new, params), state
 
-    return checked(Transform(lambda params: inner.init(bring(params)), update, fused), Needs("whole_leaves"))
+    made = Transform(lambda params: inner.init(bring(params)), update, fused, "tree", draws=False)
+    return checked(made, Needs("whole_leaves")).with_fields(draws=inner.draws)
 
 
 class MuonState(NamedTuple):
@@ -364,7 +363,8 @@ def muon(
 
     fallback = adam_transform("adamw", lr, 0.9, 0.999, 1e-8, 0.01, decoupled=True) if rest is None else rest
     needs = Needs("muon", MuonState, params=not is_zero(weight_decay), real=True)
-    by_kind: dict[str, TransformLike] = {"matrix": checked(Transform(init, update), needs), "rest": fallback}
+    matrices = checked(Transform(init, update, over="tree", draws=False), needs)
+    by_kind: dict[str, TransformLike] = {"matrix": matrices, "rest": fallback}
     return by_label(by_kind, lambda path, leaf: "matrix" if leaf.ndim == 2 else "rest")
 
 

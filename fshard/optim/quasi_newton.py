@@ -93,7 +93,9 @@ def lbfgs(lr: Rate = 1.0, history_size: int = 10, max_iter: int = 1) -> Transfor
             updates = tree.map(torch.add, updates, further)
         return updates, state
 
-    return checked(Transform(init, update), Needs("lbfgs", LbfgsState, params=True, real=True))
+    return checked(
+        Transform(init, update, over="tree", draws=False), Needs("lbfgs", LbfgsState, params=True, real=True)
+    )
 
 
 def _difference(new: Tree, old: Tree, moved: Tensor) -> Tree:

@@ -13,10 +13,11 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from ..core import tree
+from ..core.differences import Form
 from ..core.scalars import double
 from ..core.tree import Tree
-from ..layout.layout import Layout, Leaf
-from ..layout.pieces import Parts, clear_padding_, layout_of, pieces
+from ..layout.layout import Layout
+from ..layout.pieces import Parts, clear_padding_, layout_of, pieces, reshaped
 from .base import Needs, Transform, checked, choose
 from .matrix import whole_leaves
 
@@ -132,7 +133,7 @@ def _adapted(init: Callable[[Tree], TorchState], run: Run) -> Transform:
         new_params, new_state = fused(grads, state, params, None, False, **extra)
         return tree.map(torch.sub, new_params, params), new_state
 
-    return checked(Transform(init, update, fused), Needs("from_torch", TorchState, params=True))
+    return checked(Transform(init, update, fused, "tree", draws=False), Needs("from_torch", TorchState, params=True))
 
 
 def _check_class(cls: object) -> None:
@@ -196,19 +197,9 @@ def _next_by_name(state: TorchState, layout: Layout, entries: Sequence[Entry]) -
 
 def _pieces_of(name: str, layout: Layout, shapes: Mapping[int, Entry], local_entries: Mapping[int, Entry]) -> Parts:
     """The tensors of one name that a class keeps of whole leaves, of any shapes; some leaves may have none."""
-    known = {n: entry[name] for n, entry in shapes.items() if name in entry}
-    leaves = [_as(leaf, known[n]) if n in known else leaf for n, leaf in enumerate(layout.leaves)]
-    part = layout.pick(known)
-    pairs = ((row, known[row.leaves[0]]) for row in part.rows)  # each of one whole leaf
-    rows = tuple(replace(row, shapes=(tuple(x.shape),), numel=x.numel()) for row, x in pairs)
-    part = replace(part, source=(name, part.source), leaves=tuple(leaves), rows=rows, origin=None)
-    return Parts(part, [local_entries[s.leaf][name] for s in part.mine])
-
-
-def _as(leaf: Leaf, x: Tensor) -> Leaf:
-    """The leaf of a tensor of a class's state: of another shape it lies in row-major order."""
-    shape = tuple(x.shape)
-    return replace(leaf, shape=shape, dtype=x.dtype, split=leaf.split if shape == leaf.shape else None)
+    forms = {n: Form(tuple(entry[name].shape), entry[name].dtype) for n, entry in shapes.items() if name in entry}
+    part = reshaped(layout, forms)
+    return Parts(replace(part, source=(name, part.source)), [local_entries[s.leaf][name] for s in part.mine])
 
 
 def _by_row(state: TorchState, num_rows: int) -> list[Entry]:

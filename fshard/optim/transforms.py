@@ -80,20 +80,23 @@ def chain(*txs: TransformLike) -> Transform:
         params, last = parts[-1].step(updates, state[-1], params, found_inf, donate, **to_last)
         return params, (*states, last)
 
-    return parts[-1]._replace(
+    return parts[
+        -1
+    ].with_fields(
         init=lambda params: tuple(tx.init(params) for tx in parts),
         update=update,
         fused=fused,
-        elementwise=all(tx.elementwise for tx in parts),
+        over="elements" if all(tx.over == "elements" for tx in parts) else "tree",  # each part by its own
         labelled=parts[-1].labelled and all(map(_is_bare, parts[:-1])),
         mesh=parts[0].mesh,
         views=True,
+        draws=any(tx.draws for tx in parts),
     )
 
 
 def _is_bare(tx: Transform) -> bool:
     """Whether a transformation is elementwise and has no state: then leaves of different labels do not interact."""
-    return tx.elementwise and not tree.leaves(tx.init(torch.zeros(1, dtype=torch.float32, device="cpu")))
+    return tx.over == "elements" and not tree.leaves(tx.init(torch.zeros(1, dtype=torch.float32, device="cpu")))
 
 
 def _not_own(extra: Mapping[str, object]) -> Mapping[str, object]:
@@ -162,8 +165,9 @@ def with_hyperparams(make: Callable[..., TransformLike], **hyperparams: object) 
 
     sample = built(begun(torch.zeros((), dtype=torch.float32, device="cpu")))  # its flags are those of every update
     # a schedule counts the updates of all labels as one
-    tx = Transform(init, update, fused, sample.elementwise, sample.labelled and not schedules, sample.mesh, views=True)
-    return checked(tx, Needs("with_hyperparams", HyperState, sparse=True))
+    labelled, over = sample.labelled and not schedules, "elements" if sample.over == "elements" else "tree"
+    tx = Transform(init, update, fused, over, labelled, sample.mesh, views=True, draws=False)
+    return checked(tx, Needs("with_hyperparams", HyperState, sparse=True)).with_fields(draws=sample.draws)
 
 
 # A function of a leaf's path and of an empty tensor of its shape and dtype; or a tree of labels, for leaves or for
@@ -233,7 +237,8 @@ def by_label(transforms: Mapping[Label, TransformLike], labels: Labels) -> Trans
             write(picked, new)  # into `params`; nothing to do if the step has written to `picked` itself
         return params, LabelState(inner, state.layouts)
 
-    return checked(Transform(init, update, fused, labelled=True, views=True, parts=txs), Needs("by_label", LabelState))
+    tx = Transform(init, update, fused, "tree", labelled=True, views=True, parts=txs, draws=False)
+    return checked(tx, Needs("by_label", LabelState)).with_fields(draws=any(tx.draws for tx in txs.values()))
 
 
 def masked(tx: TransformLike, mask: Labels) -> Transform:
@@ -281,7 +286,8 @@ def resting(tx: TransformLike) -> Transform:
             skip = {path: torch.maximum(flag, found_inf.to(flag.device)) for path, flag in skip.items()}
         return of(state.inner).step(grads, state, params, skip, donate, **extra)
 
-    return checked(Transform(init, update, fused, views=True), Needs("resting", LabelState))
+    made = Transform(init, update, fused, "tree", views=True, draws=False)
+    return checked(made, Needs("resting", LabelState)).with_fields(draws=inner.draws)
 
 
 def _unreached(grads: Tree, state: LabelState) -> dict[Label, Tensor]:

@@ -42,6 +42,8 @@ class Sharded(Parts, Readable):
     sharded.
     """
 
+    __getitem__, __getattr__ = Branch.__getitem__, Branch.__getattr__  # not those of `Parts`, which refuse
+
     # Typed as tensors, which they are for users. While a tree is mapped or vmapped they may be anything.
     def __init__(self, view: View, tensors: Sequence[Tensor], life: Life | None = None):
         self.view = view

@@ -18,18 +18,23 @@ import torch
 from torch import Tensor
 
 from ..comm import primitives
+from ..comm.mesh import coordinate
 from ..comm.ranks import Pending
 from ..comm.reduction import Reduction, TreeSums
 from ..core import tree
 from ..core.losses import Outcome
+from ..core.random import UPDATE, Seeds
 from ..core.scalars import beside, wide
+from ..core.tracing import assigned
 from ..core.tree import Tree
 from ..grad.grad import apart
 from ..grad.gradients import Gradients, OnSum
 from ..layout.layout import Layout
 from ..layout.norms import square_sum
+from ..layout.pieces import device_of
 from ..layout.rules import reshard
-from ..optim.base import Label, Transform, clip_factor, update_part
+from ..optim.base import Label, Transform, clip_factor
+from ..optim.elementwise import update_part
 from ..optim.transforms import LabelState
 from ..sharding.schedule import View
 from ..sharding.sharded import Sharded, in_new_containers, refine, shards_of, whole_view
@@ -109,9 +114,9 @@ def check_in_backward(tx: Transform, by: Reduction, donate: bool, how: Mapping[s
         "keep_gathered=True: there is one micro-batch. Leave keep_gathered out": "keep_gathered" in how,
         "reduction='tree': gradients of slices are added up first. Use another reduction": isinstance(by, TreeSums),
         "skip_labels: whether a label is skipped is known last. Leave skip_labels out": how["skip_labels"] is not None,
-        "tx: expected a transformation with elementwise=True (adamw, sgd, lion, a chain of such), or optim.by_label of "
+        "tx: expected a transformation with over='elements' (adamw, sgd, lion, a chain of such), or optim.by_label of "
         "such alone, got another one, which may look at whole leaves or at norms. Use in_backward=False": not all(
-            part.elementwise for part in (tx.parts or {None: tx}).values()
+            part.over == "elements" for part in (tx.parts or {None: tx}).values()
         ),
     }
     for reason, holds in reasons.items():
@@ -189,6 +194,7 @@ class Updates:
         self._params, self._tx, self._old, self._factor = state.params, tx, state.opt_state, factor
         fine = refine(state.params.trainable, state.params.plan.state_over)
         self._view, self._shards = fine.key, shards_of(fine)  # the parameters (n / W_state,) that this rank updates
+        self._seeds = Seeds(state.rng, state.step, device_of(state.params)) if tx.draws else None
         self._new: dict[Label, Tree] = {}  # the newest state by label; None: of an optimizer without labels
         self._gathers: list[Pending] = []
         self.begun = False
@@ -196,6 +202,14 @@ class Updates:
     def make(self, unit: int, kind: int, total: Tensor) -> None:
         """Update one unit and kind by the sum of its gradients, (n / W_grads,)."""
         self.begun = True
+        if self._seeds is None:
+            return self._made(unit, kind, total)
+        plan = self._params.plan
+        shard = coordinate(plan.live_mesh(), plan.kinds[kind].rule(plan.state_over).over)
+        with assigned(UPDATE, self._seeds.at(unit, kind, shard)):
+            return self._made(unit, kind, total)
+
+    def _made(self, unit: int, kind: int, total: Tensor) -> None:
         params, grads = self._shards[unit, kind], self._own(total, kind)  # (n / W_state,)
 
         def update(tx: Transform, state: Tree, layout: Layout | None = None) -> Tree:  # layout: of a label's leaves

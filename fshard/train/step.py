@@ -15,9 +15,10 @@ from ..comm.ranks import MismatchError
 from ..comm.reduction import Reduction, TreeSums, reduction_of
 from ..core import tree
 from ..core.arguments import check_flags, check_has, check_positive, check_whole, shown
+from ..core.random import UPDATE, Seeds
 from ..core.scalars import beside, wide
 from ..core.storage import Life, addresses
-from ..core.tracing import is_tracing
+from ..core.tracing import assigned, is_tracing
 from ..core.tree import Tree
 from ..grad.gathers import several
 from ..grad.grad import check_loss, check_sharded
@@ -275,7 +276,7 @@ def train_step(
     named = reduction if isinstance(reduction, str | None) else type(reduction).__qualname__
     built = f", {describe(clip_norm=clip_norm, reduction=named, **how, tx=transform)}"
     if isinstance(by, TreeSums):  # fused kernels compute the last elements of a row otherwise than the rest
-        transform = transform._replace(fused=None)
+        transform = transform.with_fields(fused=None)
 
     def run(state: TrainState, batch: Tree, *args: Tree) -> tuple[TrainState, dict[str, Tree]]:
         params = check_sharded(state.params)
@@ -309,7 +310,7 @@ def _step_after_backward(
     recipe: Recipe, tx: Transform, state: TrainState, batch: Tree, args: Sequence[Tree]
 ) -> Stepped:
     """Update all parameters when all gradients are there."""
-    params, in_slices = state.params, isinstance(recipe.by, TreeSums)
+    params, in_slices, tx = state.params, isinstance(recipe.by, TreeSums), _seeded(tx, state) if tx.draws else tx
     gradients = gradients_of_slices if in_slices else gradients_of_micro_batches
     grads, outcome, share = gradients(recipe, state, batch, args)
     if recipe.gathered is not None:
@@ -331,6 +332,20 @@ def _step_after_backward(
     new_state = TrainState(new_params, opt_state, state.loss_scale.adjust(found_inf), state.step + 1, state.rng, extra)
     found_inf = (~norm.isfinite()).float() if skip is None else any_found(skip)
     return Stepped(new_state, outcome, norm, found_inf)
+
+
+def _seeded(tx: Transform, state: TrainState) -> Transform:
+    """The transformation, whose random numbers come from the seed and step of a state."""
+    seeds = Seeds(state.rng, state.step, device_of(state.params))
+
+    def of(update: Callable[..., tuple[Tree, Tree]]) -> Callable[..., tuple[Tree, Tree]]:
+        def run(*trees: Tree, **extra: object) -> tuple[Tree, Tree]:
+            with assigned(UPDATE, seeds):
+                return update(*trees, **extra)
+
+        return run
+
+    return tx.with_fields(update=of(tx.update), fused=None if tx.fused is None else of(tx.fused))
 
 
 def _check_value(clip_norm: object) -> None:

@@ -16,7 +16,8 @@ from ..core.differences import Form, form_difference
 from ..core.tree import Tree
 from ..layout.row import Row
 from ..layout.rules import COPIES, reshard
-from ..optim.base import FoundInf, Transform, update_part
+from ..optim.base import FoundInf, Transform
+from ..optim.elementwise import update_part
 from ..plan.leaves import is_differentiable
 from ..plan.plan import Plan, Slot
 from ..plan.planning import make_plan
@@ -176,7 +177,7 @@ def flat_step(
     inner = state.inner if donate else tree.map(torch.clone, state.inner)
     old, gradients = _by_slot(plan, params, "parameters"), _by_slot(plan, grads, "gradients")
     buckets = _Buckets(plan, _device(plan, old), old if donate else None)
-    if tx.elementwise:
+    if tx.over == "elements":
         inner = _step_by_bucket(tx, gradients, local, inner, old, buckets, found_inf, extra)
         new_leaves = buckets.leaves()
     else:

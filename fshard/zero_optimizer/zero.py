@@ -15,11 +15,12 @@ from functools import partial
 
 import torch
 
-from ..comm.mesh import AnyMesh, Axes, axis_sizes
+from ..comm.mesh import AnyMesh, Axes, axis_sizes, num_ranks
 from ..core import tree
 from ..core.arguments import check_whole, check_word
+from ..core.random import position
 from ..core.tree import Tree
-from ..layout.pieces import Parts
+from ..layout.pieces import Parts, device_of
 from ..optim.base import Transform, TransformLike, as_transform
 from ..plan.leaves import check_tensors, first_places
 from ..plan.partitions import axes_of
@@ -47,9 +48,9 @@ def zero(
 
     Arguments:
 
-    - `partition`: "flat" partitions buckets of about `bucket` bytes into equal intervals (up to 16 bytes), for
-      elementwise optimizers and all optimizers of fshard.optim. "leaf" assigns whole leaves, the largest first, to the
-      rank with the least so far, for any optimizer.
+    - `partition`: "flat" partitions buckets of about `bucket` bytes into equal intervals (up to 16 bytes); an optimizer
+      of whole leaves sends them back and forth. "leaf" assigns whole leaves, the largest first, to the rank with the
+      least so far.
     - `grads`: "reduced" for gradients that are equal on all ranks (ZeRO-1). "local" for each rank's own gradients,
       which are summed over the whole mesh into each rank's part (ZeRO-2); an update is then skipped on all ranks if
       `found_inf` is 1 on any rank.
@@ -71,7 +72,7 @@ def zero(
     check_word("zero: grads", grads, ("reduced", "local"))
     check_whole("zero: bucket", bucket, what="a number of bytes")
     check_whole("zero: block", block, what="a number of elements")
-    inner, axes, local = as_transform(tx), _axes(mesh, over), grads == "local"
+    inner, axes, local = _undrawn(as_transform(tx), mesh), _axes(mesh, over), grads == "local"
     make_state: Callable[[Tree], ZeroState]
     if partition == "flat":
         make_state, update, step = partial(flat_init, inner, mesh, axes, bucket, block), flat_update, flat_step
@@ -81,9 +82,33 @@ def zero(
         partial(_checked_init, make_state),
         partial(update, inner, local),
         fused=partial(step, inner, local),
+        over="tree",
         labelled=inner.labelled,
         mesh=mesh if local else None,  # ranks see different local gradients: they agree on whether to skip
+        draws=False,
     )
+
+
+def _undrawn(tx: Transform, mesh: AnyMesh) -> Transform:
+    """The transformation; over several ranks an error if it draws random numbers, which would differ between copies."""
+    if not tx.draws or num_ranks(mesh) == 1:
+        return tx
+
+    def checked(update: Callable[..., tuple[Tree, Tree]]) -> Callable[..., tuple[Tree, Tree]]:
+        def run(grads: Tree, *more: object, **extra: object) -> tuple[Tree, Tree]:
+            device = device_of(grads)
+            before = position(device)
+            result = update(grads, *more, **extra)
+            if position(device) != before:
+                raise ValueError(
+                    "zero: this transformation draws random numbers, which are torch's own on each rank: copies would "
+                    "differ. Use fshard.train_step, whose random numbers come from its state (strategy='zero1')"
+                )
+            return result
+
+        return run
+
+    return tx.with_fields(update=checked(tx.update), fused=None if tx.fused is None else checked(tx.fused))
 
 
 def _checked_init(make: Callable[[Tree], ZeroState], params: Tree) -> ZeroState:

@@ -1,0 +1,193 @@
+"""Try on a small tree whether an update of a leaf depends on other leaves: ranks that own leaves see no others.
+
+A clip acts above a threshold alone, so gradients have several magnitudes. An update that looks at other leaves only
+after many steps, or at a size that no gradient here has, is not found.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from typing import NamedTuple, NoReturn
+
+import torch
+from torch import Tensor
+
+from ..comm.mesh import AbstractMesh, num_ranks
+from ..core import tree
+from ..core.differences import Form
+from ..core.random import SameDraws, bookmark
+from ..core.tracing import is_tracing
+from ..core.tree import Tree
+from .described import is_listed
+from .layout import Layout, Leaf
+from .moves import on_rank
+from .pieces import Parts, device_of, reshaped
+from .rules import Rule
+
+_MAGNITUDES = (1.0, 1e-4, 1e4, 1e8)  # of gradients
+_UPDATES = 3  # for each magnitude
+_LEAVES = 6
+_LARGEST = 1 << 14  # elements of a leaf; of a larger one each dim is cut to `_SIDE`
+_SIDE = 8
+
+
+class _Communicated(Exception):
+    """A function called a collective: it knows that other ranks have other leaves."""
+
+
+class _Alone(AbstractMesh):
+    def ranks(self, axis: str) -> NoReturn:
+        raise _Communicated
+
+
+class _Found(NamedTuple):
+    """The findings of a trial: whether anything was drawn, whether leaves depend on others, and an error of theirs."""
+
+    drew: bool
+    depends: bool
+    communicated: bool = False
+    error: Exception | None = None
+
+
+def named(function: Callable[..., object]) -> str:
+    """Return the name of a user's function for errors."""
+    name = getattr(function, "__qualname__", type(function).__name__).replace(".<locals>", "")
+    return f"{getattr(function, '__module__', '')}.{name}"
+
+
+def check_apart(init: Callable[[Tree], Tree], update: Callable[..., tuple[Tree, Tree]], nodes: Sequence[Parts]) -> None:
+    """Raise ValueError if the update of a leaf depends on other leaves, and other ranks own these.
+
+    On one rank it may, unless it draws random numbers, for which leaves are updated one by one. What fails here on the
+    whole tree (it needs arguments of its own, say) is not judged.
+    """
+    device = device_of([*nodes])
+    if is_tracing() or torch.compiler.is_compiling() or device.type == "meta":
+        return
+    several = any(num_ranks(x.mesh) > 1 for x in nodes)
+    findings = [_tried(init, update, x.layout, device) for x in nodes]
+    for each in findings:
+        alone = each.depends or (each.communicated and each.drew)
+        if alone and (several or each.drew):
+            why = "each rank sees only the leaves that it owns" if several else "leaves are updated one by one"
+            raise ValueError(
+                f"{named(update)}: its update of a leaf depends on other leaves (on a norm of all, say)"
+                f"{' and draws random numbers' * each.drew}, but {why}. Write it as optim.Transform(init, update, "
+                "over='tree') with fshard's norms (optim.global_norm; over=tx.over for what wraps a tx); to clip by "
+                "the norm of all gradients use optim.clip_by_global_norm or train_step(clip_norm=)."
+                f"{' Draw in a transformation of its own (optim.chain).' * each.drew}"
+            ) from each.error
+
+
+def _tried(
+    init: Callable[[Tree], Tree], update: Callable[..., tuple[Tree, Tree]], layout: Layout, device: torch.device
+) -> _Found:
+    forms = _chosen([layout.leaves[n] for n in layout.numbers], layout.numbers)
+    if len(forms) < 2:
+        return _Found(False, False)
+    whole = replace(on_rank(reshaped(on_rank(layout.pick(forms)), forms)), mesh=None, axes=())
+    mesh = _Alone(device.type, shard=2)
+    needed = {name: torch.ones((), device=device) for name in _needed(update)}
+    restore, same = bookmark(device), SameDraws(device)
+    try:
+        with same:
+            for magnitude in _MAGNITUDES:
+                try:
+                    together = [*_runs(init, update, whole, magnitude, device, needed)]
+                except Exception:  # not to be judged by gradients like these
+                    continue
+                for number, n in enumerate(span.leaf for span in whole.mine):
+                    single = whole.pick([n])
+                    rule = Rule(("shard",), at=0)
+                    single = replace(
+                        single, mesh=mesh, axes=("shard",), rows=tuple(replace(r, rule=rule) for r in single.rows)
+                    )
+                    alone = [*_runs(init, update, single, magnitude, device, needed)]
+                    if not all(_alike(a, b, number, len(forms)) for a, b in zip(together, alone, strict=True)):
+                        return _Found(same.drew, depends=True)
+    except _Communicated:
+        return _Found(same.drew, depends=False, communicated=True)
+    except Exception as error:
+        return _Found(same.drew, depends=True, error=error)
+    finally:
+        restore()
+    return _Found(same.drew, depends=False)
+
+
+def _chosen(leaves: Sequence[Leaf], numbers: Sequence[int]) -> dict[int, Form]:
+    """Some leaves, small ones first, of as many different numbers of dims as there are; large ones cut."""
+    by_dims: dict[int, list[int]] = {}
+    order = sorted(zip(leaves, numbers, strict=True), key=lambda pair: (pair[0].numel, pair[1]))
+    for leaf, n in order:
+        if leaf.numel:
+            by_dims.setdefault(len(leaf.shape), []).append(n)
+    ranked = sorted((place, n) for group in by_dims.values() for place, n in enumerate(group))
+    form_of = {n: leaf for leaf, n in order}
+    return {n: _cut(form_of[n]) for n in sorted(n for _, n in ranked[:_LEAVES])}
+
+
+def _cut(leaf: Leaf) -> Form:
+    small = leaf.numel <= _LARGEST
+    return Form(leaf.shape if small else tuple(min(size, _SIDE) for size in leaf.shape), leaf.dtype)
+
+
+def _needed(update: Callable[..., object]) -> list[str]:
+    """The arguments by name alone that an update cannot do without."""
+    try:
+        known = inspect.signature(update).parameters.values()
+    except (TypeError, ValueError):
+        return []
+    return [p.name for p in known if p.kind is p.KEYWORD_ONLY and p.default is p.empty]
+
+
+def _runs(
+    init: Callable[[Tree], Tree],
+    update: Callable[..., tuple[Tree, Tree]],
+    layout: Layout,
+    magnitude: float,
+    device: torch.device,
+    needed: dict[str, Tensor],
+) -> Iterator[tuple[Tree, Tree]]:
+    """Yield the updates and the state after each of a few updates of the leaves of this layout."""
+
+    def made(seed: int, scale: float) -> Parts:
+        return Parts(layout, [_values(layout.leaves[s.leaf], 8 * s.leaf + seed, scale).to(device) for s in layout.mine])
+
+    params = made(0, 1.0)
+    state = init(params)
+    for number in range(_UPDATES):
+        updates, state = update(made(number + 1, magnitude), state, made(0, 1.0), **needed)
+        yield updates, tree.map(lambda x: x.clone() if isinstance(x, Tensor) else x, state)
+
+
+def _values(leaf: Leaf, place: int, scale: float) -> Tensor:
+    """Values like random ones of this magnitude, which are drawn from no generator."""
+    numbers = torch.arange(leaf.numel, dtype=torch.float64, device="cpu") + 1
+    return (torch.sin(numbers * numbers + 1.7 * place) * scale).view(leaf.shape).to(leaf.dtype)
+
+
+def _alike(x: Tree, y: Tree, number: int, num: int) -> bool:
+    """Whether what `num` leaves together gave for leaf number `number` is what this leaf alone gave."""
+    if isinstance(x, Parts) and isinstance(y, Parts):
+        return len(x.tensors) == num and len(y.tensors) == 1 and _equal(x.tensors[number], y.tensors[0])
+    if is_listed(x, y, num):
+        return _alike(x[number], y[0], number, num)
+    (inside, kind), (other, other_kind) = tree.opened(x), tree.opened(y)
+    if inside is None or other is None:
+        return _equal(x, y)
+    return (
+        type(x) is type(y)
+        and bool(kind == other_kind)
+        and [name for name, _ in inside] == [name for name, _ in other]
+        and all(_alike(a, b, number, num) for (_, a), (_, b) in zip(inside, other, strict=True))
+    )
+
+
+def _equal(x: Tree, y: Tree) -> bool:
+    if not isinstance(x, Tensor) or not isinstance(y, Tensor):
+        return bool(x == y)
+    if x.shape != y.shape or x.dtype != y.dtype or not (x.is_floating_point() or x.is_complex()):
+        return x.dtype == y.dtype and torch.equal(x, y)
+    return torch.allclose(x, y, rtol=1e-5, atol=0, equal_nan=True)

@@ -1,0 +1,229 @@
+"""Run an update on whole leaves, each on the rank that owns it, or piece by piece with random numbers of its own.
+
+Note [Random numbers of an update]
+    In a step these come from the state's seed and step (`core.random.Seeds`), and from a place: a leaf's number, or a
+    flat tensor's and the number of this rank's shard of it. So ranks that hold copies draw the same numbers, and others
+    draw other ones. Torch has one generator, whose next numbers depend on what was drawn before: so an update that
+    draws is run on one piece after another, seeded for each.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, TypeAlias
+
+import torch
+
+from ..comm.mesh import coordinate, num_ranks
+from ..comm.ranks import MismatchError
+from ..core import tree
+from ..core.random import UPDATE, Seeds
+from ..core.tree import Tree
+from .described import again, described, undescribed
+from .layout import Layout
+from .moves import collect, on_rank, owned, spread
+from .pieces import Parts, device_of
+from .trial import check_apart, named
+
+Init: TypeAlias = Callable[[Tree], Tree]
+Update: TypeAlias = Callable[..., tuple[Tree, Tree]]
+Places: TypeAlias = Sequence[tuple[int, ...]]  # of each tensor: numbers that other leaves, and other shards, have not
+
+
+def bring(x: Tree) -> Tree:
+    """Send each leaf of `Parts` to one rank, where it is whole; a leaf that lies whole already is not copied."""
+    return tree.map_tops(_whole, Parts, x)
+
+
+def _whole(x: Tree) -> Tree:
+    if not isinstance(x, Parts) or not x.layout.flat:
+        return x
+    return collect(x, owned(x.layout, x.layout.mesh, x.layout.axes), "whole leaves")
+
+
+def back(x: Tree, like: Tree) -> Tree:
+    """Send whole leaves back to the ranks and tensors that `like` has them in. Dual: `bring`."""
+
+    def sent(to: Tree, part: Tree) -> Tree:
+        return spread(part, to, "whole leaves") if isinstance(to, Parts) and to.layout.flat else part
+
+    return tree.map_tops(sent, Parts, like, x)
+
+
+def on_leaves(init: Init, update: Update) -> tuple[Init, Update]:
+    """Return `init` and `update` of a transformation that is given whole leaves wherever a tree is `Parts`.
+
+    ValueError from `init` for an update of a leaf that depends on other leaves.
+    """
+
+    def begin(params: Tree) -> Tree:
+        whole = bring(params)
+        nodes = tree.nodes(whole, Parts)
+        if not nodes:
+            return init(params)
+        check_apart(init, update, nodes)
+        state = _begun(init, whole)
+        return described(state, whole, init) if isinstance(whole, Parts) else state
+
+    def run(grads: Tree, state: Tree, params: Tree = None, *more: object, **extra: object) -> tuple[Tree, Tree]:
+        whole, known = bring(grads), [] if params is None else [bring(params)]
+        if not isinstance(whole, Parts):
+            updates, state = _whole_tree(update, whole, state, *known, *more, **extra)
+            return _sent_back(update, updates, whole, grads), state
+        plain = undescribed(state, whole.layout)
+        if whole.tensors:
+            updates, new = _leaf_by_leaf(update, whole, plain, *known, *more, **extra)
+        else:
+            updates, new = _on_none(init, update, whole, plain, *known, *more, **extra)
+        return _sent_back(update, updates, whole, grads), again(new, state, whole.layout)
+
+    return begin, run
+
+
+def _sent_back(update: Update, updates: Tree, whole: Tree, grads: Tree) -> Tree:
+    """The updates where the gradients lie. ValueError if they are not of the gradients' tree."""
+    given, got = ([getattr(x, "key", None) for x in tree.tops(t, Parts)] for t in (whole, updates))
+    if given != got and tree.nodes(grads, Parts):
+        raise ValueError(
+            f"{named(update)}: expected updates of the structure of the gradients it was given (fshard.tree.map over "
+            f"them), got {type(updates).__name__}"
+        )
+    return back(updates, grads)
+
+
+def _whole_tree(update: Update, *trees: Any, **extra: object) -> tuple[Tree, Tree]:
+    """Run an update once; in a step with the random numbers of this place."""
+    seeds = UPDATE.get()
+    if seeds is None:
+        return update(*trees, **extra)
+    with seeds.following().block():
+        return update(*trees, **extra)
+
+
+def _leaf_by_leaf(update: Update, grads: Parts, state: Tree, *more: Any, **extra: object) -> tuple[Tree, Tree]:
+    """Run an update of all whole leaves together, or, if it draws random numbers in a step, of one after another."""
+    seeds = UPDATE.get()
+    if seeds is None:
+        return update(grads, state, *more, **extra)
+    here, extra = seeds.following(), {name: x for name, x in extra.items() if name != "own_grads"}  # it may run twice
+    with here.block() as drew:
+        updates, new = update(grads, state, *more, **extra)
+        if not drew():
+            return updates, new
+    updates, states = _piecewise(here, update, grads, state, *more, **extra)
+    return updates, _joined(new, states)
+
+
+def row_by_row(update: Update) -> Update:
+    """Return an update of elements that in a step draws the same random numbers where ranks have copies of a tensor.
+
+    So does the fused twin of an update, whose further arguments are passed on.
+    """
+
+    def run(grads: Tree, state: Tree, params: Tree = None, *more: object, **extra: object) -> tuple[Tree, Tree]:
+        given, seeds = (state, *[params] * (params is not None), *more), UPDATE.get()
+        if seeds is None or not isinstance(grads, Parts) or not grads.tensors:
+            return _whole_tree(update, grads, *given, **extra)
+        updates, states = _piecewise(seeds.following(), update, grads, *given, **extra)
+        last = tree.map_tops(lambda old, new: old if isinstance(old, Parts) else new, Parts, state, states[-1])
+        return updates, _joined(last, states)
+
+    return run
+
+
+def at_once(update: Update) -> Update:
+    """Return an update of a whole tree, or its fused twin, that may draw random numbers on one rank alone."""
+
+    def run(grads: Tree, *more: Any, **extra: object) -> tuple[Tree, Tree]:
+        seeds = UPDATE.get()
+        if seeds is None:
+            return update(grads, *more, **extra)
+        with seeds.following().block() as drew:
+            result = update(grads, *more, **extra)
+            if drew() and any(num_ranks(x.mesh) > 1 for x in tree.nodes(grads, Parts)):
+                raise ValueError(
+                    f"{named(update)}: an update with over='tree' draws random numbers, and which of them ranks should "
+                    "share is not known. Draw them in a transformation of its own, over='leaves' or 'elements', and "
+                    "put both into optim.chain."
+                )
+        return result
+
+    return run
+
+
+def _places(layout: Layout) -> Places:
+    """For each tensor numbers that tell it from others: of a whole leaf its own, of a flat one also this shard's."""
+    if not layout.flat:
+        return [(span.leaf,) for span in layout.mine]
+    return [(n, coordinate(layout.live_mesh(), over)) for n, over in sorted(layout.cut_over.items())]
+
+
+def _piecewise(seeds: Seeds, update: Update, grads: Parts, *trees: Any, **extra: object) -> tuple[Tree, list[Tree]]:
+    """Run an update on one tensor of `Parts` after another, each seeded by its place: the updates, and each state."""
+
+    def cut(number: int) -> Callable[[Tree], Tree]:
+        return lambda x: [x.tensors[number]] if isinstance(x, Parts) else x
+
+    for x in tree.nodes(trees, Parts):
+        if len(x.tensors) != len(grads.tensors):
+            raise ValueError(
+                f"{named(update)}: draws random numbers, and so is run on {len(grads.tensors)} parts one by one; its "
+                f"state has {len(x.tensors)}. Draw them in a transformation of its own (optim.chain)."
+            )
+    results = []
+    for number, place in enumerate(_places(grads.layout)):
+        with seeds.at(*place).block():
+            given = tree.map_tops(cut(number), Parts, (grads, *trees))
+            results.append(update(*given, **extra))
+    tensors = [x for updates, _ in results for x in tree.leaves(updates)]
+    return tree.unflatten(tree.flatten(grads)[1], tensors), [state for _, state in results]
+
+
+def _joined(like: Tree, states: Sequence[Tree]) -> Tree:
+    """The state whose `Parts` have the tensors of the states of all pieces; all else is that of `like`."""
+
+    def put(x: Tree, *pieces: Tree) -> Tree:
+        return tree.unflatten(tree.flatten(x)[1], [t for (t,) in pieces]) if isinstance(x, Parts) else x
+
+    return tree.map_tops(put, Parts, like, *states)
+
+
+def _begun(init: Init, whole: Tree) -> Tree:
+    """The state of whole leaves. A rank that owns none may make it of another leaf, for its counts alone."""
+    if not isinstance(whole, Parts) or whole.tensors:
+        return init(whole)
+    try:
+        return init(whole)
+    except MismatchError:
+        raise
+    except Exception:  # the user's function reads the first leaf, say
+        stand_in = _stand_in(whole)
+        return _put_back(init(stand_in), stand_in, whole)
+
+
+def _on_none(init: Init, update: Update, grads: Parts, state: Tree, *more: Any, **extra: object) -> tuple[Tree, Tree]:
+    """Run an update on a rank that owns no leaf: if it needs one, on another leaf, for its counts alone."""
+    try:
+        return _whole_tree(update, grads, state, *more, **extra)
+    except MismatchError:
+        raise
+    except Exception:  # as in `_begun`
+        stand_in = _stand_in(grads)
+        made = tree.map_tops(lambda new, old: new if isinstance(new, Parts) else old, Parts, init(stand_in), state)
+        given = tree.map_tops(lambda x: stand_in if isinstance(x, Parts) else x, Parts, more)
+        return _put_back(_whole_tree(update, stand_in, made, *given, **extra), stand_in, grads)
+
+
+def _stand_in(x: Parts) -> Parts:
+    """The smallest leaf, of zeros, instead of none."""
+    layout = x.layout
+    smallest = min(layout.numbers, key=lambda n: layout.leaves[n].numel)
+    leaf, single = layout.leaves[smallest], on_rank(layout.pick([smallest]))
+    return Parts(single, [torch.zeros(leaf.shape, dtype=leaf.dtype, device=device_of(x))])
+
+
+def _put_back(made: Tree, stand_in: Parts, x: Parts) -> Tree:
+    def empty(node: Tree) -> Tree:
+        return Parts(x.layout, []) if isinstance(node, Parts) and node.layout == stand_in.layout else node
+
+    return tree.map_tops(empty, Parts, made)
