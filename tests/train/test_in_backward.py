@@ -354,8 +354,8 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "micro": ({"accumulate": 2}, "accumulate=2: gradients of micro-batches are added up first"),
     "tree": ({"reduction": "tree"}, "reduction='tree'"),
     "once": ({"reduce_once": True}, "reduce_once=True: there is one micro-batch"),
-    "matrix": ({"tx": optim.muon(0.1)}, "tx: expected a transformation with elementwise=True"),
-    "label": ({"tx": TRANSFORMS["masked"]()}, "tx: expected a transformation with elementwise=True"),
+    "matrix": ({"tx": optim.muon(0.1)}, "tx: expected a transformation with over='elements'"),
+    "label": ({"tx": TRANSFORMS["masked"]()}, "tx: expected a transformation with over='elements'"),
 }
 
 

@@ -301,7 +301,8 @@ def test_a_bucket_travels_while_the_next_is_updated(mesh, grads, elementwise):
         seen.append([len(records.select(kind)) for kind in ("reduce_scatter", "all_gather")])
         return tree.map(torch.neg, given), state
 
-    tx = zero(optim.Transform(lambda params: (), update, None, elementwise), mesh, grads=grads, bucket=BUCKET)
+    over = "elements" if elementwise else "tree"
+    tx = zero(optim.Transform(lambda params: (), update, over=over), mesh, grads=grads, bucket=BUCKET)
     state = tx.init(START)
     with fshard.collectives.tally() as records:
         tx.step(START, state, START)
