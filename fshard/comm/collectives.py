@@ -296,9 +296,9 @@ def all_reduce(x: T, mesh: AnyMesh, axis: str, op: Literal["sum", "max", "min"] 
 _Apply.forward.__signature__ = inspect.signature(_Apply.forward)  # type: ignore[attr-defined]
 
 
-def of_one(kind: str, x: T, mesh: AnyMesh, axis: str, label: str = "") -> T:
+def of_one(kind: str, x: T, mesh: AnyMesh, axis: str, label: str = "", op: str = "sum") -> T:
     """Apply "vary" or "total", for values that exist once, as those of the parameters that a loss gathers itself."""
-    return _over(x, _Collective(kind, mesh, axis, label))
+    return _over(x, _Collective(kind, mesh, axis, label, op))
 
 
 def _refuse_in_loss(kind: str, advice: str) -> None:

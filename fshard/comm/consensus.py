@@ -12,8 +12,9 @@ import torch
 from torch import Tensor
 
 from ..core import tree
+from ..core.func_levels import differentiates
 from ..core.storage import words
-from . import primitives
+from . import collectives, primitives
 from .mesh import AnyMesh, Axes, adapted, axis_sizes, mesh_device, num_ranks
 from .primitives import all_gather, all_reduce, along
 from .ranks import MismatchError, Ranks
@@ -155,7 +156,11 @@ def any_rank(flags: T, mesh: AnyMesh) -> T:
     if mesh is None or not leaves:
         return flags
     stacked = torch.stack([flag.to(mesh_device(mesh)) for flag in leaves])  # (number of flags,)
-    return tree.unflatten(spec, list(primitives.total(stacked, mesh, op="max", label="found_inf").unbind()))
+    if not differentiates(stacked):
+        return tree.unflatten(spec, list(primitives.total(stacked, mesh, op="max", label="found_inf").unbind()))
+    for axis in axis_sizes(mesh):
+        stacked = collectives.of_one("total", stacked, mesh, axis, "found_inf", "max")
+    return tree.unflatten(spec, list(stacked.unbind()))
 
 
 def of_all(text: str, mesh: AnyMesh) -> list[str]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -17,6 +18,12 @@ from torch import Tensor
 # Private, here and below: torch has no public way to ask whether a transform is running, nor to leave it temporarily
 # (test_func_losses.py fails if torch removes these).
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack, temporarily_restore_interpreter_stack
+from torch.autograd.forward_ad import unpack_dual
+
+from . import tree
+from .tree import Tree
+
+T = TypeVar("T")
 
 _REFUSAL = "don't yet support saved tensor hooks"  # torch has no exception class for it: only these words
 
@@ -28,6 +35,44 @@ def inside() -> bool:
     (False, [1.0, 1.0])
     """
     return torch._C._functorch.peek_interpreter_stack() is not None
+
+
+def differentiates(x: Tree) -> bool:
+    """True if a derivative may pass through a tree: a transform of torch.func runs, or a leaf has gradient or tangent.
+
+    >>> differentiates([torch.ones(1), 2.0]), differentiates([torch.ones(1, requires_grad=True)])
+    (False, True)
+    """
+    return inside() or any(isinstance(leaf, Tensor) and _carries(leaf) for leaf in tree.leaves(x))
+
+
+def _carries(x: Tensor) -> bool:
+    grad = x.requires_grad and torch.is_grad_enabled()
+    return grad or (x.layout is torch.strided and unpack_dual(x).tangent is not None)  # torch has no sparse tangents
+
+
+def depending(x: Tensor, on: Tree) -> Tensor:
+    """Return `x`, which may be written to in place with what is computed from `on`; a copy if a derivative passes.
+
+    The copy depends on every tensor of `on`, and so has its levels, and derivatives, which are zero.
+
+    >>> torch.func.vmap(lambda y: depending(torch.zeros(2), [y]).copy_(y))(torch.ones(1, 2))
+    tensor([[1., 1.]])
+    """
+    if differentiates(on):
+        for leaf in tree.tensors(tree.leaves(on)):
+            x = x + leaf.reshape(-1)[:0].abs().sum().to(x.dtype)
+    return x
+
+
+def refuse_derivative(x: T, what: str) -> T:
+    """Return `x`; TypeError if a derivative passes through it, which `what` would lose."""
+    if differentiates(x):
+        raise TypeError(
+            f"{what}: a derivative by a hyper-parameter alone (requires_grad) is seen too late here, and not on all "
+            "ranks: expected torch.func.grad, jvp or vmap around the update, or values that need none (x.detach())"
+        )
+    return x
 
 
 def is_wrapped(x: Tensor) -> bool:

@@ -286,13 +286,19 @@ def _check_differentiable(outs: Sequence[Tensor], whole: bool, kind: type) -> No
         )
 
 
-def _check_eager() -> None:
+def check_outside() -> None:
+    """Raise TypeError inside a transform of torch.func."""
     if func_levels.inside():
         raise TypeError(
-            "value_and_grad and train_step are eager: they cannot run inside torch.func.grad, jvp or vmap. Transform a "
-            "function that calls fshard.gather_params instead."
+            "init_state, value_and_grad and train_step are eager: they cannot run inside torch.func.grad, jvp or vmap. "
+            "Transform a function that calls fshard.gather_params, and for a derivative through steps tx.init and "
+            "tx.step."
         )
-    if torch.is_inference_mode_enabled():
+
+
+def _check_eager() -> None:
+    if func_levels.inside() or torch.is_inference_mode_enabled():
+        check_outside()
         raise TypeError(
             "value_and_grad and train_step: torch.inference_mode is on, in which nothing has a gradient. Leave the "
             "block, or call fshard.evaluate for the loss alone."

@@ -19,6 +19,7 @@ from ..comm import primitives
 from ..comm.mesh import AnyMesh, Axes, axis_sizes, coordinate, num_ranks
 from ..comm.ranks import Ranks
 from ..core import tree
+from ..core.func_levels import refuse_derivative
 from ..core.tree import Tree
 from .layout import Layout, Leaf
 from .pieces import Parts, device_of, elements, layout_of, pieces, typed, write
@@ -179,6 +180,7 @@ def _along(
     ranks: Ranks, by_leaf: Sequence[torch.dtype], sends: Lists, recvs: Lists, held_items: dict[Item, Tensor], label: str
 ) -> dict[Item, Tensor]:
     """Move items along one axis, one message to each rank; return the items that this rank then holds."""
+    refuse_derivative([*held_items.values()], label or "a move of leaves")
     result = {item: held_items[item] for item in sends[ranks.rank]}  # these stay on this rank
     sends, recvs = ([x if p != ranks.rank else [] for p, x in enumerate(lists)] for lists in (sends, recvs))
     forms = [[(by_leaf[item.leaf], item.numel) for item in items] for items in recvs]  # of what each rank sends here

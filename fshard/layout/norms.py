@@ -10,7 +10,7 @@ Note [Exact sums]
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import reduce
 from typing import TypeVar
 
@@ -22,6 +22,7 @@ from ..comm.mesh import AnyMesh, Axes
 from ..core import tree
 from ..core.arguments import check_positive, shown
 from ..core.flat import MOST, block_size
+from ..core.func_levels import depending, differentiates, refuse_derivative
 from ..core.scalars import beside, wide
 from ..core.storage import is_inexact
 from ..core.tree import Tree
@@ -99,6 +100,8 @@ def leaf_norms(x: Tree, p: float = 2, layout: Layout | None = None, exact: bool 
     layout, zero = layout or layout_of(x), torch.zeros((), dtype=torch.float64, device=device_of(x))
     if not layout.leaves:
         return zero.new_zeros(0)
+    if differentiates(x):
+        return _smooth_leaf_norms(x, p, layout)
     local = pieces(x, layout)
     numbers = [number for number, _ in local]
     if exact and p != math.inf:
@@ -108,6 +111,33 @@ def leaf_norms(x: Tree, p: float = 2, layout: Layout | None = None, exact: bool 
         return _unbinned(_by_leaf(numbers, powers, "sum", layout, zero.expand(2)), p, scale, largest)
     powers = list(_power_sums([piece for _, piece in local], p, zero.device)) if local else []
     return _root(_by_leaf(numbers, powers, _op(p), layout, zero), p)
+
+
+def _smooth_leaf_norms(x: Tree, p: float, layout: Layout) -> Tensor:
+    """`leaf_norms` with derivatives, of leaves that this rank holds whole: `on_copies` brings those of others here."""
+    if any(row.over for row in layout.rows):
+        refuse_derivative(x, "norms of leaves")
+    zero = torch.zeros((), dtype=torch.float64, device=device_of(x))
+    sums = {number: _smooth_sum(piece, p).to(zero.device) for number, piece in pieces(x, layout)}
+    return _smooth_root(torch.stack([sums.get(number, zero) for number in range(len(layout.leaves))]), p)
+
+
+def _smooth_sum(x: Tensor, p: float) -> Tensor:
+    """The sum of the p-th powers of a tensor (the maximum for inf), float64, with derivatives also where it is zero."""
+    if x.is_complex() and p == 2:
+        x = torch.view_as_real(x.resolve_conj())
+    if p == math.inf:
+        return (x.abs().amax() if x.numel() else x.abs().sum()).double()
+    is_even = p % 2 == 0 and not x.is_complex()
+    return ((x if is_even else x.abs()).double() ** p).sum()
+
+
+def _smooth_root(sums: Tensor, p: float) -> Tensor:
+    """The norm of such a sum; its derivative at 0 is 0, which it is for vectors, and not that of a root."""
+    if p == math.inf:
+        return sums
+    is_zero = sums == 0
+    return torch.where(is_zero, 0.0, torch.where(is_zero, 1.0, sums) ** (1 / p))
 
 
 def _by_leaf(numbers: Sequence[int], powers: Sequence[Tensor], op: str, layout: Layout, zero: Tensor) -> Tensor:
@@ -136,6 +166,57 @@ def _op(p: float) -> str:
     return "max" if p == math.inf else "sum"
 
 
+def scaled_by_norm(x: T, p: float, to_factor: Callable[[Tensor], Tensor], exact: bool, own: bool) -> T:
+    """Multiply a tree by `to_factor` of its p-norm, in place with `own`, as `scaled`; with a derivative, too."""
+    if differentiates(x):
+        return tree.map(lambda leaf, norm: _product(leaf, to_factor(norm)), x, _at_leaves(_one_norm(x, p), x))
+    factor = to_factor(global_norm(x, p, exact))
+    if differentiates(factor):
+        return tree.map(lambda leaf: _product(leaf, factor), x)
+    return scaled(x, factor, own)
+
+
+def _product(x: Tensor, factor: Tensor) -> Tensor:
+    return x * beside(factor.to(wide(x.dtype)), x)
+
+
+def _at_leaves(value: Tensor, x: Tree) -> Tree:
+    """One value of the mesh for each leaf of `x`: derivatives are added over the ranks that the leaf is cut over."""
+    known: dict[tuple[int, Axes], Tensor] = {}
+
+    def varying(mesh: AnyMesh, axes: Axes) -> Tensor:
+        if (id(mesh), axes) not in known:
+            known[id(mesh), axes] = _varying(value, mesh, axes)
+        return known[id(mesh), axes]
+
+    def of(node: Parts | Tensor) -> Tree:
+        if not isinstance(node, Parts):
+            return value
+        cut = [node.layout.cut_over.get(number, ()) for number in range(len(node.tensors))]
+        return tree.unflatten(tree.flatten(node)[1], [varying(node.layout.mesh, axes) for axes in cut])
+
+    return tree.map_tops(of, Parts, x)
+
+
+def _varying(x: Tensor, mesh: AnyMesh, axes: Axes) -> Tensor:
+    for axis in axes:
+        x = collectives.of_one("vary", x, mesh, axis, label="norm")
+    return x
+
+
+def _total(x: Tensor, mesh: AnyMesh, axes: Axes, label: str, op: str = "sum") -> Tensor:
+    """`primitives.total` to one value of the mesh, with a derivative."""
+    if op == "max":  # chosen by a maximum that is a constant; of several, each has its part of the derivative
+        largest = x.detach()
+        for axis in axes:
+            largest = collectives.of_one("total", largest, mesh, axis, label, op)
+        is_largest = x == largest
+        x = torch.where(is_largest, x, 0.0) / _total(is_largest.to(x.dtype), mesh, axes, label)
+    for axis in axes:
+        x = collectives.of_one("total", x, mesh, axis, label)
+    return x
+
+
 def scaled(x: T, factor: Tensor, own: bool = False) -> T:
     """Multiply a tree by a 0-d factor; in place if `own` says that the caller may overwrite the tree."""
     mesh, axes = (x.layout.mesh, x.layout.axes[-1:]) if isinstance(x, Parts) else (None, ())
@@ -151,6 +232,8 @@ def scaled(x: T, factor: Tensor, own: bool = False) -> T:
 
 def scale_leaves_(x: T, factors: Tensor, layout: Layout | None = None) -> T:
     """Multiply every leaf by its factor, in place; `factors` is (leaves,)."""
+    if differentiates(factors):
+        x = tree.map(lambda leaf: depending(leaf.clone(), factors), x)
     by_leaf = factors.unbind()
     for number, piece in pieces(x, layout):
         piece.mul_(beside(by_leaf[number].to(wide(piece.dtype)), piece))
@@ -160,7 +243,8 @@ def scale_leaves_(x: T, factors: Tensor, layout: Layout | None = None) -> T:
 def global_norm(x: Tree, p: float = 2, exact: bool = False) -> Tensor:
     """The p-norm of a whole tree `x`, plain or sharded or both: 0-d, from one collective.
 
-    A leaf that all ranks hold counts once. With `exact` the bits do not depend on the number of ranks, for two
+    A leaf that all ranks hold counts once. A derivative is that of each rank's own value, along the axes that leaves
+    are cut over: divide by their ranks. With `exact` the bits do not depend on the number of ranks, for two
     collectives: what `train_step(reduction="tree")` takes, and asks of optimizers by `exact_norms=True`.
 
     >>> global_norm({"a": torch.tensor([3.0]), "b": torch.tensor(4.0)})
@@ -168,6 +252,8 @@ def global_norm(x: Tree, p: float = 2, exact: bool = False) -> Tensor:
     """
     check_positive("global_norm: p", p, tensors=False)
     _check_floating(x)
+    if differentiates(x):
+        return _norm_of_rank(x, p)
     by_axes, device = _by_axes(x), device_of(x)
     if exact and p != math.inf:
         largest = global_norm(x, math.inf)
@@ -181,10 +267,32 @@ def global_norm(x: Tree, p: float = 2, exact: bool = False) -> Tensor:
         if tensors or axes:
             powers = _power_sums(tensors, p, device) if tensors else torch.zeros(1, dtype=torch.float64, device=device)
             sums.append(primitives.total(_joined(powers, p), mesh, axes, _op(p), label="norm"))
+    return (_root(_joined(torch.stack(sums), p), p) if sums else torch.zeros((), device="cpu")).to(_norm_dtype(x))
+
+
+def _norm_dtype(x: Tree) -> torch.dtype:
     # ranks without tensors must return the dtype that the others return
     dtypes = {wide(dtype) for node in tree.tops(x, Parts) for dtype in _dtypes(node)}
-    dtype = torch.float64 if torch.float64 in dtypes else torch.float32
-    return _root(_joined(torch.stack(sums), p), p).to(dtype) if sums else torch.zeros((), dtype=dtype, device="cpu")
+    return torch.float64 if torch.float64 in dtypes else torch.float32
+
+
+def _norm_of_rank(x: Tree, p: float) -> Tensor:
+    """`global_norm` with a derivative: along the axes that leaves are cut over, each rank's value is its own."""
+    norm, known = _one_norm(x, p), dict[tuple[int, str], AnyMesh]()
+    for mesh, axes, _ in _by_axes(x):
+        known |= {(id(mesh), axis): mesh for axis in axes}
+    for (_, axis), mesh in known.items():
+        norm = _varying(norm, mesh, (axis,))
+    return norm
+
+
+def _one_norm(x: Tree, p: float) -> Tensor:
+    """`global_norm` as one value of the mesh, with a derivative."""
+    sums = [torch.zeros((), dtype=torch.float64, device=device_of(x))]
+    for mesh, axes, tensors in _by_axes(x):
+        local = _joined(torch.stack([sums[0], *(_smooth_sum(part, p).to(sums[0].device) for part in tensors)]), p)
+        sums.append(_total(local, mesh, axes, "norm", _op(p)))
+    return _smooth_root(_joined(torch.stack(sums), p), p).to(_norm_dtype(x))
 
 
 def _check_floating(x: Tree) -> None:
@@ -210,7 +318,7 @@ def gram(trees: Sequence[Tree]) -> Tensor:
         for xs in zip(*(tensors for _, _, tensors in of_trees), strict=True):
             for parts in zip(*(x.reshape(-1).split(block_size(x, _BLOCK)) for x in xs), strict=True):
                 block = torch.stack(parts).double()  # (k, elements)
-                local += (block @ block.T).to(local.device)
+                local = local + (block @ block.T).to(local.device)
         total = total + primitives.total(local, mesh, axes, label="dot products")
     return total
 

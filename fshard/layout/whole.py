@@ -17,8 +17,10 @@ import torch
 from ..comm.mesh import coordinate, num_ranks
 from ..comm.ranks import MismatchError
 from ..core import tree
+from ..core.func_levels import differentiates
 from ..core.random import UPDATE, Seeds
 from ..core.tree import Tree
+from .copies import copied_whole, on_copies, own_part
 from .described import again, described, undescribed
 from .layout import Layout
 from .moves import collect, on_rank, owned, spread
@@ -38,7 +40,15 @@ def bring(x: Tree) -> Tree:
 def _whole(x: Tree) -> Tree:
     if not isinstance(x, Parts) or not x.layout.flat:
         return x
-    return collect(x, owned(x.layout, x.layout.mesh, x.layout.axes), "whole leaves")
+    layout = to_owners(x.layout)
+    if differentiates(x):
+        return own_part(copied_whole(x, x, layout), Parts(layout, ()))
+    return collect(x, layout, "whole leaves")
+
+
+def to_owners(layout: Layout) -> Layout:
+    """Return the layout of whole leaves, each on the rank that owns it."""
+    return owned(layout, layout.mesh, layout.axes)
 
 
 def back(x: Tree, like: Tree) -> Tree:
@@ -77,7 +87,7 @@ def on_leaves(init: Init, update: Update) -> tuple[Init, Update]:
             updates, new = _on_none(init, update, whole, plain, *known, *more, **extra)
         return _sent_back(update, updates, whole, grads), again(new, state, whole.layout)
 
-    return begin, run
+    return begin, on_copies(run, named(update), to_owners, apart=False)
 
 
 def _sent_back(update: Update, updates: Tree, whole: Tree, grads: Tree) -> Tree:

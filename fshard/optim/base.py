@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ..comm import consensus
 from ..comm.mesh import AnyMesh
-from ..core import tree
+from ..core import func_levels, tree
 from ..core.arguments import (
     check_flags,
     check_function,
@@ -31,7 +31,8 @@ from ..core.arguments import (
 from ..core.scalars import Number, beside
 from ..core.tracing import is_tracing
 from ..core.tree import Tree
-from ..layout.norms import global_norm, leaf_norms, scale_leaves_, scaled
+from ..layout.copies import on_copies
+from ..layout.norms import leaf_norms, scale_leaves_, scaled_by_norm
 from ..layout.pieces import Parts, Views, device_of, packed, structure
 from ..layout.whole import at_once, on_leaves, row_by_row
 from . import kernels
@@ -153,18 +154,18 @@ class Transform(_Fields):
 
         A dict has such a tensor for each label: a `labelled` transformation skips only the labels whose tensor is 1;
         any other one skips the whole update if one of them is. With `donate` params and state may be updated in place,
-        and must not be used again.
+        and must not be used again. Where a derivative passes, a step is `update` and `apply_updates`.
 
         >>> from fshard.optim import sgd
         >>> tx = sgd(0.5)
         >>> tx.step(torch.tensor(2.0), tx.init(torch.tensor(1.0)), torch.tensor(1.0))[0]
         tensor(0.)
         """
-        found_inf = consensus.any_rank(found_inf, self.mesh)
+        found_inf = found_inf if self.mesh is None else consensus.any_rank(found_inf, self.mesh)
         if found_inf is not None and not self.labelled:
             found_inf = any_found(found_inf)
-        params = tree.detached(params, Parts)  # the rows of `Parts` require no gradient
-        if self.fused is None or is_tracing():  # a compiler fuses the plain formulas
+        # a compiler fuses the plain formulas, and a kernel has no derivative
+        if self.fused is None or is_tracing() or func_levels.differentiates((grads, state, params, extra)):
             return self._applied(packed(grads), state, packed(params), found_inf, extra)
         if isinstance(params, Views) and not self.views:
             state = state if donate else tree.map(torch.clone, state)
@@ -474,7 +475,7 @@ def clip_by_global_norm(max_norm: Number, p: float = 2) -> Transform:
     """
 
     def clipped(grads: Tree, own_grads: bool, exact_norms: bool) -> Tree:
-        return scaled(grads, clip_factor(global_norm(grads, p, exact_norms), max_norm), own_grads)
+        return scaled_by_norm(grads, p, lambda norm: clip_factor(norm, max_norm), exact_norms, own_grads)
 
     return _clip_by("clip_by_global_norm", max_norm, p, clipped)
 
@@ -490,4 +491,5 @@ def clip_by_leaf_norm(max_norm: Number, p: float = 2) -> Transform:
         factors = clip_factor(leaf_norms(grads, p, exact=exact_norms), max_norm)  # (leaves,)
         return scale_leaves_(grads if own_grads else tree.map(torch.clone, grads), factors)
 
-    return _clip_by("clip_by_leaf_norm", max_norm, p, clipped)
+    tx = _clip_by("clip_by_leaf_norm", max_norm, p, clipped)
+    return tx._replace(update=on_copies(tx.update, "clip_by_leaf_norm"))

@@ -11,14 +11,16 @@ import torch
 from torch import Tensor
 
 from ..core import tree
+from ..core.func_levels import differentiates
 from ..core.scalars import Number, beside, is_zero
 from ..core.tree import Tree
-from ..layout.pieces import Parts, aligned, copied, pieces
+from ..layout.pieces import Parts, aligned, copied, packed, pieces
 from . import kernels
 from .base import FoundInf, Needs, Schedule, Transform, apply_updates, at, checked, choose, num_made, start_count
 from .kernels import constants_beside
 
 Rate = Number | Schedule
+_DENSE = torch.strided
 
 
 class State(Protocol):
@@ -166,19 +168,20 @@ def _fused(
     Rows are cut at the boundaries of all `Views`, so that the tensors of a row have equal sizes.
     """
     _check_moments(rule, state)
-    # no kernel takes sparse gradients
-    if any(isinstance(g, Tensor) and g.layout is not torch.strided for g in tree.tops(grads, Parts)):
-        updates, new_state = _update(rule, grads, state, params)
+    constants = rule.constants(state.count)
+    # no kernel has a derivative, or takes sparse gradients
+    if differentiates(constants) or any(getattr(g, "layout", _DENSE) is not _DENSE for g in tree.leaves(grads)):
+        params = packed(params)
+        updates, new_state = _update(rule, packed(grads), state, params)
         return choose(found_inf, (params, state), (apply_updates(params, updates), new_state))
     if not donate:
         params, state = copied(params), tree.map(torch.clone, state)
-    constants, moments = rule.constants(state.count), _moments_of(rule, state)
-    columns = aligned(params, grads, *moments)
+    columns = aligned(params, grads, *_moments_of(rule, state))
     # one kernel call takes tensors of one device
     for device in dict.fromkeys(p.device for p in columns[0]):
         on_device = [n for n, p in enumerate(columns[0]) if p.device == device]
         _run(rule, [[column[n] for n in on_device] for column in columns], state.count, found_inf, constants)
-    return params, _next_state(rule, state, state.count + num_made(found_inf), moments)
+    return params, _next_state(rule, state, state.count + num_made(found_inf), _moments_of(rule, state))
 
 
 def _run(

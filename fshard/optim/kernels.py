@@ -18,6 +18,7 @@ from torch.optim.adam import adam as _torch_adam
 from torch.optim.sgd import sgd as _torch_sgd
 
 from ..core.flat import CACHED, MOST, block_size
+from ..core.func_levels import differentiates
 from ..core.scalars import Number, beside, is_zero, wide
 from ..core.tracing import is_tracing
 
@@ -41,6 +42,14 @@ def constants_beside(constants: Constants, x: Tensor) -> Constants:
 
 def _decayed(p: Tensor, g: Tensor, weight_decay: Number) -> Tensor:
     return g if is_zero(weight_decay) else g + weight_decay * p
+
+
+def root(x: Tensor) -> Tensor:
+    """The square root; of 0 its derivative is 0: x is a mean of squares g², and |g| / (|g| + eps) has one at 0."""
+    if not differentiates([x]):
+        return x.sqrt()
+    is_zero = x == 0
+    return torch.where(is_zero, 0.0, torch.where(is_zero, 1.0, x).sqrt())
 
 
 def sgd(
@@ -77,7 +86,7 @@ def adam(
         g = _decayed(p, g, weight_decay)
     mu = b1 * moments[0] + (1 - b1) * g
     nu = b2 * moments[1] + (1 - b2) * g * g
-    step = mu / correction1 / ((nu / correction2).sqrt() + eps)
+    step = mu / correction1 / (root(nu / correction2) + eps)
     return -lr * (_decayed(p, step, weight_decay) if decoupled else step), (mu, nu)
 
 
@@ -101,7 +110,7 @@ def rmsprop(
     if centered:
         mean = alpha * others.pop(0) + (1 - alpha) * g
         new, variance = [nu, mean], nu - mean * mean
-    step = g / (variance.sqrt() + eps)
+    step = g / (root(variance) + eps)
     if others:
         step = momentum * others[0] + step
         new.append(step)
@@ -112,7 +121,7 @@ def adagrad(p: Tensor, g: Tensor, moments: Moments, *, lr: Number, eps: Number, 
     """sum <- sum + g²; the change is -lr g / (sqrt(sum) + eps), the decay of the rate already in lr."""
     g = _decayed(p, g, weight_decay)
     total = moments[0] + g * g
-    return -lr * g / (total.sqrt() + eps), (total,)
+    return -lr * g / (root(total) + eps), (total,)
 
 
 def lion(p: Tensor, g: Tensor, moments: Moments, *, lr: Number, b1: Number, b2: Number, weight_decay: Number) -> Change:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -18,15 +18,17 @@ from torch import Tensor
 from ..comm import primitives
 from ..core import tree
 from ..core.arguments import check_flags, check_hyperparams, check_whole, is_number, wrong
+from ..core.func_levels import depending, differentiates
 from ..core.scalars import Number, beside, is_zero, on_device
 from ..core.tracing import is_tracing
 from ..core.tree import Tree
+from ..layout.copies import on_copies
 from ..layout.layout import Layout, Leaf
-from ..layout.moves import collect, owned, spread
+from ..layout.moves import collect, on_rank, owned, spread
 from ..layout.norms import leaf_norms, scale_leaves_
 from ..layout.pieces import Parts, device_of, elements, layout_of, packed, pick, pieces, put
 from ..layout.row import Span
-from ..layout.whole import back, bring
+from ..layout.whole import back, bring, to_owners
 from .base import Needs, Transform, TransformLike, as_transform, at, checked, start_count
 from .elementwise import AdamState, Rate, adam_transform
 from .transforms import by_label
@@ -54,10 +56,14 @@ def lamb(lr: Rate, b1: Number = 0.9, b2: Number = 0.999, eps: Number = 1e-6, wei
         layout = layout_of(steps)
         # (leaves,) float64 each
         param_norms, step_norms = (leaf_norms(x, layout=layout, exact=exact_norms) for x in (params, steps))
-        ratios = torch.where((param_norms > 0) & (step_norms > 0), param_norms / step_norms, 1.0)
+        safe = torch.where(step_norms > 0, step_norms, 1.0)  # else the derivative of what is not chosen is NaN
+        ratios = torch.where((param_norms > 0) & (step_norms > 0), param_norms / safe, 1.0)
         return scale_leaves_(steps, -rate * ratios, layout), state
 
-    return checked(Transform(inner.init, update, over="tree", draws=False), Needs("lamb", AdamState, params=True))
+    return checked(
+        Transform(inner.init, on_copies(update, "lamb"), over="tree", draws=False),
+        Needs("lamb", AdamState, params=True),
+    )
 
 
 @dataclass(frozen=True)
@@ -172,9 +178,20 @@ def adafactor(
         decay = rate * weight_decay
         return tree.map(lambda u, p: (u - beside(decay, p) * p).to(u.dtype), steps, params), state
 
-    return checked(
-        Transform(init, update, over="tree", draws=False), Needs("adafactor", AdafactorState, params=True, real=True)
-    )
+    def on_vectors(
+        grads: Tree, state: AdafactorState, params: Tree = None, exact_norms: bool = False, **extra: object
+    ) -> tuple[Tree, AdafactorState]:
+        """The update of whole copies, of which `state.vectors` names parts of another layout."""
+        cut, whole = state.vectors, layout_of(grads)
+        if cut is None or whole.flat or not cut.flat:
+            return update(grads, state, params, exact_norms)
+        vectors = whole.pick(cut.numbers)
+        own = replace(state, variance=Parts(vectors, tree.leaves(state.variance)), vectors=vectors)
+        steps, new = update(grads, own, params, exact_norms)
+        return steps, replace(new, variance=Parts(on_rank(cut), tree.leaves(new.variance)), vectors=cut)
+
+    tx = Transform(init, on_copies(on_vectors, "adafactor"), over="tree", draws=False)
+    return checked(tx, Needs("adafactor", AdafactorState, params=True, real=True))
 
 
 def _averaged(state: AdafactorState, grads: Tree, layout: Layout, weight: Tensor) -> AdafactorState:
@@ -193,7 +210,7 @@ def _averaged(state: AdafactorState, grads: Tree, layout: Layout, weight: Tensor
 
 def _divided(grads: Tree, state: AdafactorState, layout: Layout, eps: float | None) -> Tree:
     """Gradients over the roots of their second moments, in new rows."""
-    steps = tree.map(torch.zeros_like, grads)
+    steps = tree.map(lambda g: depending(torch.zeros_like(g), (grads, state)), grads)
     for (span, g), (number, out) in zip(elements(grads, layout), pieces(steps, layout), strict=True):
         leaf = layout.leaves[number]
         if factors := _factors(leaf):
@@ -233,6 +250,10 @@ def _row_and_column_means(grads: Tree, layout: Layout) -> tuple[dict[str, Tensor
     factored = {n: shape for n, shape in shapes.items() if shape}
     if not factored:
         return {}, {}
+    if differentiates(grads) and not layout.flat:  # whole leaves; the sums below are written to in place
+        squares = {layout.leaves[n].path: g.double().square() for n, g in pieces(grads, layout) if n in factored}
+        row = {path: x.mean(-1, keepdim=True) for path, x in squares.items()}
+        return row, {path: x.mean(-2, keepdim=True) for path, x in squares.items()}
     # one tensor holds the sums of all rows and of all columns of every leaf, so that one collective sums them
     sizes = [size for f in factored.values() for size in (f.leaf.numel // f.m, f.leaf.numel // f.n)]
     sums = torch.zeros(sum(sizes), dtype=torch.float64, device=device_of(grads))
@@ -240,11 +261,11 @@ def _row_and_column_means(grads: Tree, layout: Layout) -> tuple[dict[str, Tensor
     for (number, _, _, begin, _), g in elements(grads, layout):
         if number in factored and number in layout.counted:
             factors = factored[number]
-            squares, first, _ = factors.fold(g.square().to(sums.device), begin)
-            views[number, 0][first : first + len(squares)] += squares.sum(1, dtype=torch.float64)
-            factors.add_by_matrix(views[number, 1].view(-1, factors.m), squares.double(), first)
+            g2, first, _ = factors.fold(g.square().to(sums.device), begin)
+            views[number, 0][first : first + len(g2)] += g2.sum(1, dtype=torch.float64)
+            factors.add_by_matrix(views[number, 1].view(-1, factors.m), g2.double(), first)
     whole = primitives.total(sums, layout.mesh, layout.axes, label="rows and columns").split(sizes)
-    row, col = {}, {}
+    row, col = dict[str, Tensor](), dict[str, Tensor]()
     for f, row_sums, col_sums in zip(factored.values(), whole[::2], whole[1::2], strict=True):
         *batch, n, m = f.leaf.shape
         row_sums, col_sums = (col_sums, row_sums) if f.turned else (row_sums, col_sums)
@@ -291,7 +312,13 @@ def whole_leaves(tx: TransformLike) -> Transform:
         new, state = inner.step(bring(grads), state, whole_params, found_inf, True, **extra)
         return back(new, params), state
 
-    made = Transform(lambda params: inner.init(bring(params)), update, fused, "tree", draws=False)
+    made = Transform(
+        lambda params: inner.init(bring(params)),
+        on_copies(update, "whole_leaves", to_owners, apart=False),
+        fused,
+        "tree",
+        draws=False,
+    )
     return checked(made, Needs("whole_leaves")).with_fields(draws=inner.draws)
 
 
@@ -349,12 +376,16 @@ def muon(
         if nesterov:
             directions = tree.map(lambda m, g: (momentum * m + (1 - momentum) * g).to(m.dtype), new_momentum, grads)
         rate = at(lr, state.count)
-        whole = _to_owners(directions, layout_of(directions))  # whole matrices (A, B), each on one rank
+        layout = layout_of(directions)
+        on_all = differentiates(directions) and not layout.flat and not any(row.over for row in layout.rows)
+        # whole matrices (A, B), each on one rank
+        whole = directions if on_all else _to_owners(directions, layout)
         whole_steps = [
             orthogonal(x, coefficients, eps, steps, dtype).to(x.dtype) * -_shape_factor(x, adjust_lr)
             for x in whole.tensors
         ]
-        updates = spread(tree.unflatten(tree.flatten(whole)[1], whole_steps), directions, "muon")
+        updates = tree.unflatten(tree.flatten(whole)[1], whole_steps)
+        updates = updates if on_all else spread(updates, directions, "muon")
         updates = tree.map(lambda u: (beside(rate, u) * u).to(u.dtype), updates)
         if not is_zero(weight_decay):
             decay = rate * weight_decay
@@ -363,7 +394,7 @@ def muon(
 
     fallback = adam_transform("adamw", lr, 0.9, 0.999, 1e-8, 0.01, decoupled=True) if rest is None else rest
     needs = Needs("muon", MuonState, params=not is_zero(weight_decay), real=True)
-    matrices = checked(Transform(init, update, over="tree", draws=False), needs)
+    matrices = checked(Transform(init, on_copies(update, "muon"), over="tree", draws=False), needs)
     by_kind: dict[str, TransformLike] = {"matrix": matrices, "rest": fallback}
     return by_label(by_kind, lambda path, leaf: "matrix" if leaf.ndim == 2 else "rest")
 

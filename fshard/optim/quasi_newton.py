@@ -14,6 +14,7 @@ from ..core import tree
 from ..core.arguments import check_function, check_hyperparams, check_whole
 from ..core.scalars import beside
 from ..core.tree import Tree
+from ..layout.copies import on_copies
 from ..layout.norms import global_norm, gram
 from .base import Needs, Transform, apply_updates, at, checked, start_count
 from .elementwise import Rate
@@ -74,6 +75,8 @@ def lbfgs(lr: Rate = 1.0, history_size: int = 10, max_iter: int = 1) -> Transfor
         here, slope = tree.map(torch.clone, (params, grads))  # the caller may write to these
         return updates, LbfgsState(state.count + 1, here, slope, s, y)
 
+    iteration = on_copies(iterate, "lbfgs", apart=False)
+
     def update(
         grads: Tree,
         state: LbfgsState,
@@ -84,12 +87,12 @@ def lbfgs(lr: Rate = 1.0, history_size: int = 10, max_iter: int = 1) -> Transfor
     ) -> tuple[Tree, LbfgsState]:
         if grad_fn is not None:
             check_function("optim.lbfgs: grad_fn", grad_fn, "grad_fn(params) -> grads")
-        updates, state = iterate(grads, state, params, exact_norms)
+        updates, state = iteration(grads, state, params, exact_norms=exact_norms)
         for _ in range(max_iter - 1):
             if grad_fn is None:
                 break
             here = apply_updates(params, updates)
-            further, state = iterate(grad_fn(here), state, here, exact_norms)
+            further, state = iteration(grad_fn(here), state, here, exact_norms=exact_norms)
             updates = tree.map(torch.add, updates, further)
         return updates, state
 
@@ -116,23 +119,23 @@ def _direction(products: Tensor) -> Tensor:
     m = len(products) // 2
     curvature = products.diagonal(m)[:m]  # sᵀy
     used = curvature > _LEAST_CURVATURE  # False for pairs of zeros, too
-    rho = torch.where(used, 1 / curvature, 0.0)
-    weights, alphas, scale = torch.zeros_like(products[0]), torch.zeros_like(curvature), torch.ones_like(curvature[0])
-    weights[-1].fill_(-1)  # no number set by its index: on a GPU that is a copy from the host
+    rho = torch.where(used, 1 / torch.where(used, curvature, 1.0), 0.0)  # else 1 / 0 has a derivative of NaN
+    zero, scale, alphas = torch.zeros_like(curvature[0]), torch.ones_like(curvature[0]), dict[int, Tensor]()
+    weights = [*[zero] * 2 * m, zero - 1]  # no number set by its index: on a GPU that is a copy from the host
     for i in reversed(range(m)):
-        alphas[i] = rho[i] * (weights @ products[i])
-        weights[m + i] -= alphas[i]
+        alphas[i] = rho[i] * (torch.stack(weights) @ products[i])
+        weights[m + i] = weights[m + i] - alphas[i]
     for i in range(m):  # of the newest pair that is used
-        scale = torch.where(used[i], curvature[i] / products[m + i, m + i], scale)
-    weights = weights * scale
+        scale = torch.where(used[i], curvature[i] / torch.where(used[i], products[m + i, m + i], 1.0), scale)
+    weights = [weight * scale for weight in weights]
     for i in range(m):
-        weights[i] += alphas[i] - rho[i] * (weights @ products[m + i])
-    return weights
+        weights[i] = weights[i] + (alphas[i] - rho[i] * (torch.stack(weights) @ products[m + i]))
+    return torch.stack(weights)
 
 
 def _combined(weights: Sequence[Tensor], rows: Sequence[Tensor]) -> Tensor:
     """The sum of rows times their weights, in the dtype of the rows."""
     total = torch.zeros_like(rows[0])
     for weight, row in zip(weights, rows, strict=True):
-        total += (beside(weight, row) * row).to(row.dtype)
+        total = total + (beside(weight, row) * row).to(row.dtype)
     return total

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from ..core import tree
+from ..core import func_levels, tree
 from ..core.differences import Form
 from ..core.scalars import double
 from ..core.tree import Tree
@@ -85,7 +85,7 @@ def _on_rows(cls: type[Optimizer], hyperparams: Settings) -> Transform:
         entries = _stepped(cls, hyperparams, rows, tree.leaves(grads), _by_row(state, len(rows)))
         return _like_params(entries, params, entries[0], scalars)
 
-    return _adapted(init, run)
+    return _adapted(cls, hyperparams, init, run)
 
 
 def _on_leaves(cls: type[Optimizer], hyperparams: Settings) -> Transform:
@@ -101,7 +101,7 @@ def _on_leaves(cls: type[Optimizer], hyperparams: Settings) -> Transform:
         new_entries = _stepped(cls, hyperparams, rows, tree.leaves(grads), _by_leaf(state, layout))
         return TorchState(_next_by_name(state, layout, new_entries), {})
 
-    return _adapted(init, run)
+    return _adapted(cls, hyperparams, init, run)
 
 
 def _stepped(
@@ -118,12 +118,18 @@ def _stepped(
     return [optimizer.state[row] | more for row, more in zip(rows, begun, strict=True)]
 
 
-def _adapted(init: Callable[[Tree], TorchState], run: Run) -> Transform:
+def _adapted(cls: type[Optimizer], hyperparams: Settings, init: Callable[[Tree], TorchState], run: Run) -> Transform:
     """The transformation of an in-place step: `run` gets copies of parameters and state, unless they are donated."""
 
     def fused(
         grads: Tree, state: TorchState, params: Tree, found_inf: Tensor | None, donate: bool, **extra: object
     ) -> tuple[Tree, TorchState]:
+        if func_levels.differentiates((grads, state, params, extra, hyperparams)):
+            raise TypeError(
+                f"from_torch: the step of {cls.__name__} has no derivative: expected tensors that need none, outside "
+                "of torch.func's transforms. Detach them (x.detach(), torch.no_grad()), or use a transformation of "
+                "fshard.optim, which is differentiable"
+            )
         # with `found_inf` the old values are needed after the step, so they are copied even if donated
         new_params, inner = (params, state) if donate and found_inf is None else tree.map(torch.clone, (params, state))
         new_state = run(grads, inner, new_params, extra)
@@ -259,7 +265,7 @@ def _of_user(cls: type[Optimizer], hyperparams: Settings) -> Transform:
         _check_names(cls, {name for entry in entries for name in entry}, state)
         return TorchState(_next_by_name(state, layout, entries), {BEGUN: double(1.0)})
 
-    return _adapted(init, run)
+    return _adapted(cls, hyperparams, init, run)
 
 
 def _needed(cls: type[Optimizer]) -> list[str]:

@@ -15,6 +15,7 @@ from ..comm.mesh import AnyMesh, OnMesh, mesh_device
 from ..core import tree
 from ..core.arguments import shown, wrong
 from ..core.differences import listed
+from ..core.func_levels import depending, differentiates, refuse_derivative
 from ..core.scalars import double
 from ..core.tree import Tree
 from ..layout.layout import Layout, Leaf
@@ -25,6 +26,7 @@ from .base import (
     Needs,
     Transform,
     TransformLike,
+    apply_updates,
     as_transform,
     at,
     checked,
@@ -221,6 +223,7 @@ def by_label(transforms: Mapping[Label, TransformLike], labels: Labels) -> Trans
             picked = None if params is None else packed(pick(params, part))
             new, new_state = txs[label].update(packed(pick(grads, part)), state.inner[label], picked, **extra)
             skip = _of_label(found_inf, label)
+            updates = tree.map(lambda u, new=new: depending(u, new), updates)  # it is written to
             # p + -0.0 has the bits of p even if p is -0.0, which p + 0.0 has not
             updates = put(updates, choose(skip, tree.map(lambda u: -torch.zeros_like(u), new), new), part)
             inner[label] = choose(skip, state.inner[label], new_state)
@@ -229,13 +232,19 @@ def by_label(transforms: Mapping[Label, TransformLike], labels: Labels) -> Trans
     def fused(
         grads: Tree, state: LabelState, params: Tree, found_inf: FoundInf | None, donate: bool, **extra: object
     ) -> tuple[Tree, LabelState]:
-        params, states = (params, state.inner) if donate else (copied(params), tree.map(torch.clone, state.inner))
+        own, states = (params, state.inner) if donate else (copied(params), tree.map(torch.clone, state.inner))
         inner = {}
         for label, part in _layouts(state, txs):
-            picked, skip = pick(params, part), _of_label(found_inf, label)
+            picked, skip = pick(own, part), _of_label(found_inf, label)
             new, inner[label] = txs[label].step(pick(grads, part), states[label], picked, skip, donate=True, **extra)
-            write(picked, new)  # into `params`; nothing to do if the step has written to `picked` itself
-        return params, LabelState(inner, state.layouts)
+            if differentiates(new):  # by a hyper-parameter alone: labels before this one may be written already
+                if donate:
+                    refuse_derivative(new, f"optim.by_label, label {label!r}, with donate=True")
+                params = packed(params)
+                updates, new_state = update(packed(grads), state, params, found_inf, **extra)
+                return apply_updates(params, updates), new_state
+            write(picked, new)  # into `own`; nothing to do if the step has written to `picked` itself
+        return own, LabelState(inner, state.layouts)
 
     tx = Transform(init, update, fused, "tree", labelled=True, views=True, parts=txs, draws=False)
     return checked(tx, Needs("by_label", LabelState)).with_fields(draws=any(tx.draws for tx in txs.values()))

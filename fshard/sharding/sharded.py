@@ -17,6 +17,7 @@ from ..comm.mesh import AnyMesh, Axes, mesh_device, rank_in
 from ..core import tree
 from ..core.arguments import check_whole, wrong
 from ..core.differences import lacking
+from ..core.func_levels import depending, differentiates
 from ..core.lazy import Container, Readable
 from ..core.storage import Life, Source
 from ..core.tree import Tree
@@ -42,7 +43,7 @@ class Sharded(Parts, Readable):
     sharded.
     """
 
-    __getitem__, __getattr__ = Branch.__getitem__, Branch.__getattr__  # not those of `Parts`, which refuse
+    __getitem__, __getattr__ = Readable.__getitem__, Readable.__getattr__  # not those of `Parts`, which refuse
 
     # Typed as tensors, which they are for users. While a tree is mapped or vmapped they may be anything.
     def __init__(self, view: View, tensors: Sequence[Tensor], life: Life | None = None):
@@ -404,6 +405,8 @@ def refine(x: Sharded, over: Axes) -> Sharded | Views[Any]:
     plan, further = x.plan, over[len(x.view.over) :]
     if plan.num_ranks(further) == 1:  # this rank has all of what it cuts
         return Sharded(view, x.tensors, x._life)
+    if differentiates(x):  # copies of one value become parts, each with derivatives of its own
+        x = _of_one("vary", x, further)
     # for each kind the views of all units, (n / W,) each, W the number of ranks along `over`
     shards = ([(kind, row.of(x.tensors)) for row in x.view.of_kind(kind)] for kind in view.kinds)
     runs = [[plan.within(shard, kind, further) for kind, shard in of_kind] for of_kind in shards]
@@ -431,6 +434,8 @@ def coarsen(x: Sharded | Views[Any], over: Axes, into: Sharded | None = None) ->
     plan, further = fine.plan, fine.over[len(over) :]
     if isinstance(x, Sharded) and plan.num_ranks(further) == 1:  # every shard is whole already
         return Sharded(view, x.tensors)
+    if differentiates([*shards_of(x).values()]):
+        return _summed(x, view, further)
     if into is None:
         likes = [run[0] for run in x.runs] if isinstance(x, Views) else x.tensors
         into = Sharded(view, [room(view, k, like) for k, like in zip(view.kinds, likes, strict=True)])
@@ -446,3 +451,23 @@ def coarsen(x: Sharded | Views[Any], over: Axes, into: Sharded | None = None) ->
     for pending in started:
         pending.wait()
     return into
+
+
+def _of_one(way: str, x: Sharded, axes: Axes) -> Sharded:
+    """Apply `collectives.of_one` along the axes, for each kind those that cut it."""
+    tensors = list(x.tensors)
+    for number, kind in enumerate(x.view.kinds):
+        for axis in x.plan.kinds[kind].rule(axes).over:
+            tensors[number] = collectives.of_one(way, tensors[number], x.plan.live_mesh(), axis, label="parameters")
+    return Sharded(x.view, tensors)
+
+
+def _summed(x: Sharded | Views[Any], view: View, further: Axes) -> Sharded:
+    """`coarsen` with a derivative: a sum over ranks, each of which adds its shards to zeros."""
+    shards, plan = shards_of(x), view.plan
+    like = {kind: shard for (_, kind), shard in shards.items()}
+    zeros = [torch.zeros_like(room(view, kind, like[kind])) for kind in view.kinds]
+    into = Sharded(view, [depending(x, [*shards.values()]) for x in zeros])
+    for (unit, kind), shard in shards.items():
+        plan.within(into.shard(unit, kind), kind, further).copy_(shard)
+    return _of_one("total", into, further)

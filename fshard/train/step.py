@@ -15,13 +15,14 @@ from ..comm.ranks import MismatchError
 from ..comm.reduction import Reduction, TreeSums, reduction_of
 from ..core import tree
 from ..core.arguments import check_flags, check_has, check_positive, check_whole, shown
+from ..core.func_levels import refuse_derivative
 from ..core.random import UPDATE, Seeds
 from ..core.scalars import beside, wide
 from ..core.storage import Life, addresses
 from ..core.tracing import assigned, is_tracing
 from ..core.tree import Tree
 from ..grad.gathers import several
-from ..grad.grad import check_loss, check_sharded
+from ..grad.grad import check_loss, check_outside, check_sharded
 from ..grad.tape import OBSERVER
 from ..hosts.check import Checked, is_wanted
 from ..layout.norms import global_norm
@@ -103,6 +104,7 @@ def init_state(
     >>> init_state(shard_of(torch.ones(2)), sgd(0.1)).step
     tensor(0)
     """
+    check_outside()
     check_sharded(sharded)
     check_whole("seed", seed, -(2**63), 2**63)
     if loss_scale is not None:
@@ -417,7 +419,7 @@ def _update(
     updated, new_state = tx.step(
         fine_grads, opt_state, fine_params, skip, donate, own_grads=True, exact_norms=exact_norms
     )
-    return updated, in_new_containers(new_state)
+    return refuse_derivative(updated, "train_step"), in_new_containers(new_state)
 
 
 def _gathered(updated: Sharded | Views, params: Sharded, donate: bool) -> Sharded:

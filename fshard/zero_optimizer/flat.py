@@ -13,6 +13,7 @@ from ..comm.mesh import AnyMesh, Axes, mesh_device
 from ..comm.ranks import Pending
 from ..core import tree
 from ..core.differences import Form, form_difference
+from ..core.func_levels import differentiates, refuse_derivative
 from ..core.tree import Tree
 from ..layout.row import Row
 from ..layout.rules import COPIES, reshard
@@ -23,7 +24,7 @@ from ..plan.plan import Plan, Slot
 from ..plan.planning import make_plan
 from ..sharding.schedule import View
 from ..sharding.sharded import Sharded, pack, room, whole_view
-from .leaf import ZeroState, check_zero_state, leaves_of
+from .leaf import ZeroState, check_zero_state, leaves_of, update_on_all, values
 
 # On the storage of a bucket, because users hold views of it: the plan, unit and kind. A tensor of the user's that fills
 # a bucket alone would look like one.
@@ -131,6 +132,7 @@ class _Buckets:
 
     def gather(self, row: Row[Slot], shard: Tensor) -> None:
         """Start the all-gather of a bucket."""
+        refuse_derivative(shard, "optim.zero")
         mesh, name = self.plan.live_mesh(), self.plan.units[row.unit].name
         # not lent: the user gets the bucket, and may write to it (Note [Lent memory])
         self.started.append(reshard(shard, row.rule, COPIES, mesh, name, self.whole[row]))
@@ -154,6 +156,8 @@ def flat_update(
 ) -> tuple[Tree, ZeroState]:
     """Return whole updates: each rank computes its shards, and they are all-gathered."""
     plan = check_zero_state(state, Plan)
+    if differentiates((grads, state, values(params), extra)):
+        return update_on_all(tx, _view(plan).layout, plan.live_mesh(), local, grads, state, params, extra)
     gradients = _by_slot(plan, grads, "gradients")
     grads_part = _whole_part(plan, gradients, local)
     params_part = None if params is None else _part(plan, _by_slot(plan, params, "parameters"))

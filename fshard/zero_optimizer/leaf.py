@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import reduce
 from itertools import accumulate
 from typing import TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from ..comm import consensus, primitives
+from ..comm import collectives, consensus, primitives
 from ..comm.mesh import AnyMesh, Axes, OnMesh, axis_sizes, coordinate
 from ..comm.ranks import Ranks
 from ..comm.reduction import DEFAULT
 from ..core import storage, tree
 from ..core.differences import Form, form_difference
+from ..core.func_levels import differentiates
 from ..core.tree import Tree
 from ..hosts import one_host
+from ..layout.copies import check_apart, copied_whole, own_part
 from ..layout.layout import Layout
 from ..layout.moves import collect, on_rank, owned
 from ..layout.pieces import Parts, layout_of, packed, pick, pieces
@@ -62,6 +65,11 @@ def leaves_of(x: Tree, spec: tree.Spec, what: str) -> list[Tree]:
     return [leaf if leaf is None else tree.detached(leaf) for leaf in flat]
 
 
+def values(x: Tree) -> Tree:
+    """Return a tree with the values of parameters of modules: an nn.Parameter is there to be trained."""
+    return tree.map(lambda leaf: leaf.detach() if isinstance(leaf, nn.Parameter) else leaf, x)
+
+
 def check_zero_state(state: object, kind: type[P]) -> P:
     """Return the partition of a state. ValueError for a state of another optimizer, or of another kind of partition."""
     if not isinstance(state, ZeroState) or not isinstance(state.parting, kind):
@@ -91,6 +99,8 @@ def leaf_update(
 ) -> tuple[Tree, ZeroState]:
     """Return whole updates: the owner of a leaf computes its update and sends it to all ranks."""
     parting = check_zero_state(state, Layout)
+    if differentiates((grads, state, values(params), extra)):
+        return update_on_all(tx, parting, parting.mesh, local, grads, state, params, extra)
     owned_grads = _owned_grads(parting, grads, local)
     owned_params = None if params is None else _owned_leaves(parting, params, "parameters")
     updates, inner = tx.update(owned_grads, state.inner, owned_params, **extra)
@@ -115,6 +125,40 @@ def leaf_step(
         owned_params = Parts(parting, [x.clone() for x in owned_params.tensors])
     new, inner = tx.step(owned_grads, state.inner, owned_params, found_inf, donate, **extra)
     return _shared(new, params), ZeroState(inner, parting)
+
+
+def update_on_all(
+    tx: Transform,
+    layout: Layout,
+    mesh: AnyMesh,
+    local: bool,
+    grads: Tree,
+    state: ZeroState,
+    params: Tree,
+    extra: Mapping[str, object],
+) -> tuple[Tree, ZeroState]:
+    """`update` where a derivative passes: each rank updates all leaves, with the whole state, and keeps its part of it.
+
+    `layout` is that of the parts.
+    """
+    check_apart("zero", state.inner)
+    given = (grads, state, params)
+
+    def whole(x: Tree) -> Parts:
+        leaf_of = dict(zip(layout.places, tree.flatten_up_to(layout.spec, x), strict=True))
+        return Parts(on_rank(layout), [leaf_of[number] for number in layout.numbers])
+
+    def own(old: Tree, new: Tree) -> Tree:
+        return own_part(new, old, given) if isinstance(old, Parts) else new
+
+    gradients = whole(grads)
+    for axis in axis_sizes(mesh) if local else ():
+        gradients = collectives.all_reduce(gradients, mesh, axis, label="gradients")
+    inner = tree.map_tops(lambda x: copied_whole(x, given) if isinstance(x, Parts) else x, Parts, state.inner)
+    updates, new = tx.update(gradients, inner, None if params is None else whole(params), **extra)
+    leaf_of = dict(zip(layout.numbers, tree.leaves(updates), strict=True))
+    new_state = ZeroState(tree.map_tops(own, Parts, state.inner, new), state.parting)
+    return tree.unflatten(layout.spec, [None if n is None else leaf_of.get(n) for n in layout.places]), new_state
 
 
 def _owned_leaves(parting: Layout, x: Tree, what: str) -> Parts:

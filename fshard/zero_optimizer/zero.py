@@ -16,16 +16,16 @@ from functools import partial
 import torch
 
 from ..comm.mesh import AnyMesh, Axes, axis_sizes, num_ranks
-from ..core import tree
+from ..core import func_levels, tree
 from ..core.arguments import check_whole, check_word
 from ..core.random import position
 from ..core.tree import Tree
 from ..layout.pieces import Parts, device_of
-from ..optim.base import Transform, TransformLike, as_transform
+from ..optim.base import FoundInf, Transform, TransformLike, as_transform
 from ..plan.leaves import check_tensors, first_places
 from ..plan.partitions import axes_of
 from .flat import flat_init, flat_step, flat_update
-from .leaf import ZeroState, leaf_init, leaf_step, leaf_update
+from .leaf import ZeroState, leaf_init, leaf_step, leaf_update, values
 
 BUCKET = 1 << 24  # bytes: 4 Mi elements of float32
 
@@ -78,7 +78,7 @@ def zero(
         make_state, update, step = partial(flat_init, inner, mesh, axes, bucket, block), flat_update, flat_step
     else:
         make_state, update, step = partial(leaf_init, inner, mesh, axes), leaf_update, leaf_step
-    return Transform(
+    return _OfModules(
         partial(_checked_init, make_state),
         partial(update, inner, local),
         fused=partial(step, inner, local),
@@ -111,7 +111,28 @@ def _undrawn(tx: Transform, mesh: AnyMesh) -> Transform:
     return tx.with_fields(update=checked(tx.update), fused=None if tx.fused is None else checked(tx.fused))
 
 
+class _OfModules(Transform):
+    """A transformation that trains a module's own parameters: their gradients are given, so it takes their values."""
+
+    def step(
+        self,
+        grads: Tree,
+        state: Tree,
+        params: Tree,
+        found_inf: FoundInf | None = None,
+        donate: bool = False,
+        **extra: object,
+    ) -> tuple[Tree, Tree]:
+        """Step as any transformation; an nn.Parameter gets no derivative."""
+        return super().step(grads, state, values(params), found_inf, donate, **extra)
+
+
 def _checked_init(make: Callable[[Tree], ZeroState], params: Tree) -> ZeroState:
+    if func_levels.inside():
+        raise TypeError(
+            "zero: init: expected a call outside of torch.func's transforms, as ranks compare parameters: make the "
+            "state before, and give it to the function that is transformed"
+        )
     _check_params(params)
     return make(params)
 
