@@ -21,18 +21,23 @@ from .scalars import Number, on_device, wide
 from .tracing import assigned
 from .tree import Tree
 
-# The policy and the mesh of the loss that runs, words that ranks compare, and modules that updated running statistics.
-_Running = tuple[Any, Any, set[str], list[str]]
+# The policy and the mesh of the loss that runs, words that ranks compare, modules that updated running statistics, and
+# the tapes of this loss and of those around it.
+_Running = tuple[Any, Any, set[str], list[str], Sequence[Any]]
 _RUNNING: ContextVar[_Running | None] = ContextVar("fshard.core.losses", default=None)
+_NO_TAPES: _Running = (None, None, set(), [], ())
 
 
-def loss_of(policy: Any, mesh: Any) -> AbstractContextManager[None]:
-    """The block in which a loss runs, whose parameters are on this mesh and have this policy."""
-    return assigned(_RUNNING, (policy, mesh, set(), []))
+def loss_of(policy: Any, mesh: Any, tapes: Sequence[Any] = ()) -> AbstractContextManager[None]:
+    """The block in which a loss runs, and its backward. Its parameters are on this mesh and have this policy.
+
+    `tapes` gather its parameters, and the `Sharded` among its arguments.
+    """
+    return assigned(_RUNNING, (policy, mesh, set(), [], (*tapes, *(_RUNNING.get() or _NO_TAPES)[4])))
 
 
 def running() -> _Running | None:
-    """The policy and the mesh of the loss that runs, for what it calls with parameters that it has gathered itself.
+    """The policy and the mesh of the loss that runs, for tensors that no tape has gathered; and the tapes.
 
     Ranks compare the words that are added to the set; `warn_of_lost` tells of the list. None outside of a loss.
     """

@@ -26,6 +26,7 @@ from ..core.losses import (
     described,
     is_loss,
     local_sums,
+    loss_of,
     outcome_of_terms,
     read_loss,
     remarks,
@@ -226,7 +227,7 @@ def run(
     _check_eager()
     tape = tape or (OBSERVER.get() or Tape)(params, into, tree.nodes(args, Sharded), gathered)
     # the tape has taken its root already: the new one is for losses inside this loss (Note [One root] in `autograd`)
-    with autograd.another_root(), closing(tape):
+    with autograd.another_root(), closing(tape), loss_of(tape.plan.policy, tape.plan.mesh, tape.tapes):
         with torch.enable_grad():
             returned = _called(tape, params, loss_fn, args, has_aux, with_extra)
         mesh = None if alone else params.plan.live_mesh()
@@ -427,7 +428,7 @@ def predict(fn: Callable[..., Tree]) -> Callable[..., Tree]:
 def _forward(params: Sharded, args: Tree) -> Iterator[Tape]:
     """The tape of a forward without a gradient, which ends with the block."""
     tape = Tape(params, beside=tree.nodes(args, Sharded))
-    with closing(tape):
+    with closing(tape), loss_of(tape.plan.policy, tape.plan.mesh, tape.tapes):
         with torch.no_grad():
             yield tape
         tape.end()

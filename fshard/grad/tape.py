@@ -28,14 +28,14 @@ from contextlib import AbstractContextManager, nullcontext, suppress
 from contextvars import ContextVar
 from functools import partial
 from itertools import islice
-from typing import Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from ..comm.ranks import MismatchError, Pending
 from ..core import func_levels, tree
-from ..core.losses import loss_of
 from ..core.random import bookmark
 from ..core.storage import address
 from ..core.tracing import is_tracing
@@ -254,7 +254,16 @@ class Tape:
 
     def gathered_into(self) -> set[int]:
         """The addresses of the storages of gathered buffers."""
-        return {x for tape in self._tapes for x in tape._owners.addresses()}
+        return {x for tape in self.tapes for x in tape._owners.addresses()}
+
+    def kind_of(self, x: Tensor) -> int | None:
+        """The kind of the leaves in the memory of a tensor; None if this tape has read no leaf there."""
+        known = self._writes.kinds.get(address(x))
+        return known and known[1]
+
+    def has(self, x: Tensor) -> bool:
+        """Whether a tensor is a leaf of a unit that the program reads now."""
+        return any(x is leaf for unit in self._units.values() for leaf in unit.bound or unit.leaves or ())
 
     def _bind(self, unit: TapeUnit, leaves: Leaves) -> Leaves:
         """A unit's leaves, the trainable ones bound to its anchor (Note [Anchors])."""
@@ -276,7 +285,7 @@ class Tape:
 
     def forward(self, loss: Callable[[Tree], T]) -> T:
         """The loss of the parameters. After it call `end`."""
-        if self._into is None or not any(tape._regather for tape in self._tapes):
+        if self._into is None or not any(tape._regather for tape in self.tapes):
             return self.forward_once(loss)
         rewind = bookmark(self._device)
         try:
@@ -286,19 +295,20 @@ class Tape:
                 raise
         rewind()  # Note [Reverse mode inside a loss]
         self.chain.saved.clear()
-        for tape in self._tapes:
+        for tape in self.tapes:
             tape._regather = False
             for unit in tape._units.values():
                 unit.keep_all()
         return self.forward_once(loss)
 
     @property
-    def _tapes(self) -> list[Tape]:
+    def tapes(self) -> list[Tape]:
+        """This tape, and those of the other `Sharded` that the loss reads."""
         return [self, *(tape for _, tape in self.beside)]
 
     def forward_once(self, loss: Callable[[Tree], T]) -> T:
         """Run the loss once."""
-        with self._hooks(), self._writes.refusing(), loss_of(self.plan.policy, self.plan.mesh):
+        with self._hooks(), self._writes.refusing():
             return loss(self.view())
 
     @property
@@ -359,10 +369,10 @@ class Tape:
 
     def _hooks(self) -> AbstractContextManager[None]:
         """The block in which what autograd saves of gathered buffers is replaced by places."""
-        regathering = [tape for tape in reversed(self._tapes) if self._into is not None and tape._regather]
+        regathering = [tape for tape in reversed(self.tapes) if self._into is not None and tape._regather]
         if not regathering:
             return nullcontext()
-        if len(self._tapes) == 1:
+        if len(self.tapes) == 1:
             return torch.autograd.graph.saved_tensors_hooks(self.pack, self.unpack)
         # one pair of hooks for all tapes: of nested pairs torch calls the innermost alone; a view has its tape
         unpack = partial(autograd.unpacked, self)
@@ -380,13 +390,13 @@ class Tape:
         unit.saved += 1
         return SavedView(self, *place)
 
-    def unpack(self, saved: object) -> Tensor:
+    def unpack(self, saved: Any) -> Tensor:
         """Return the tensor that `pack` was given. Dual: `pack`."""
         if isinstance(saved, SavedTensor):
             return saved.unchanged()
-        assert isinstance(saved, SavedView)
         unit = self._units[saved.unit]
         full = self.again(unit)[saved.kind]
+        self._writes.kinds[address(full)] = StorageWeakRef(full.untyped_storage()), saved.kind
         unit.use()
         if not (unit.saved or self._backward):
             self.chain.saved.pop(unit, None)

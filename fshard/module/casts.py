@@ -43,18 +43,20 @@ def casts_of(
 ) -> Casts:
     """The casts of a module whose parameters, by number, are stored and computed in pairs of dtypes.
 
-    The dtype around is that of the policy without its overrides, of most elements. `buffers` are the dtypes of buffers.
-    `paths` are those of submodules that cast their inputs. With `unasked` the module itself casts, too, and those that
-    are computed in another dtype; then ValueError for a batch norm that would be computed in another dtype than its
-    running statistics have.
+    The dtype around is that of the policy without its overrides, of most elements; if the policy names none, and all
+    parameters are computed in one dtype, it is this one. `buffers` are the dtypes of buffers. `paths` are those of
+    submodules that cast their inputs. With `unasked` the module itself casts, too, and those that are computed in
+    another dtype; then ValueError for a batch norm that would be computed in another dtype than its running statistics
+    have.
     """
     computed = [dtype for _, dtype in dtypes]
     if unasked:
         _check_batch_norms(skeleton, computed, buffers)
-    sizes = Counter[torch.dtype]()
+    sizes, is_one = Counter[torch.dtype](), len(_computed(skeleton, computed)) == 1
     for place in places_in(skeleton):
         if place.form.is_floating_point():
-            sizes[precision(dtypes[place.number][0], policy).compute] += 1 + place.form.numel()
+            stored = dtypes[place.number][is_one]
+            sizes[precision(stored, policy).compute] += 1 + place.form.numel()
     if not sizes:
         return ()
     around = sizes.most_common(1)[0][0]

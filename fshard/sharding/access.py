@@ -44,6 +44,12 @@ class ReadsTape(Protocol):
     def leaf(self, number: int) -> Tensor:
         """Return a leaf, gathered with its unit."""
 
+    def kind_of(self, x: Tensor) -> int | None:
+        """Return the kind of the leaves in the memory of a tensor; None if the tape has read no leaf there."""
+
+    def has(self, x: Tensor) -> bool:
+        """Return whether a tensor is a leaf of a unit that the program reads now."""
+
     def like(self, number: int) -> Tensor:
         """Return a tensor with a leaf's shape, device and the dtype of computation, without gathering it."""
 
@@ -430,10 +436,32 @@ class _At:
         self.tape, self.number = tape, number
 
 
-def _dtypes(place: _At) -> tuple[torch.dtype, torch.dtype]:
-    plan = place.tape.plan
-    precision = plan.kinds[plan.slots[plan.leaves[place.number]].kind].precision
-    return precision.storage, precision.compute
+_NO_LOSS: tuple[Policy, AnyMesh, set[str] | None, object, Sequence[ReadsTape]] = (Policy(), None, None, None, ())
+
+
+def _homes(x: _At | Tensor, tapes: Sequence[ReadsTape]) -> list[tuple[Plan, Precision]]:
+    """The plan of a leaf, and its dtypes: several if trees of several plans have this memory. None for another tensor.
+
+    A leaf that was gathered is known by its memory, also as a view, in a tree of the program's own, or in a transform.
+    """
+    if isinstance(x, _At):
+        plan = x.tape.plan
+        return [(plan, plan.kinds[plan.slots[plan.leaves[x.number]].kind].precision)]
+    x = unwrapped(x)
+    known = tapes if x.layout is torch.strided else ()  # a sparse tensor has no storage to ask for
+    found = [(tape, kind) for tape in known if (kind := tape.kind_of(x)) is not None]
+    read = [pair for pair in found if len(found) > 1 and pair[0].has(x)]  # trees of one memory, by `with_policy`
+    return [(tape.plan, tape.plan.kinds[kind].precision) for tape, kind in read[:1] or found]
+
+
+def _one_policy(plans: Iterable[Plan], what: str) -> None:
+    """Raise ValueError if modules of these plans would cast in different ways."""
+    policies = {(p.compute, p.storage, p.stores, p.cast_inputs, p.cast_at): p for p in (plan.policy for plan in plans)}
+    if len(policies) > 1:
+        raise ValueError(
+            f"{what}: leaves of plans with different policies: {' and '.join(map(repr, policies.values()))}. Give the "
+            "parameters of one module the same policy (params.with_policy); its overrides are for single leaves"
+        )
 
 
 class Leaves:
@@ -441,8 +469,9 @@ class Leaves:
 
     Of tensors that a caller gave it returns views of its own, which may get another class.
 
-    `policy` and `mesh` are those of the leaves that are not gathered yet, else those of the loss that runs.
-    ValueError, prefixed with `what`, if `params` does not have the structure `spec`; it says how they differ.
+    `policy` and `mesh` are those of the plan of the leaves, gathered or not; those of the loss that runs if all leaves
+    are other tensors. ValueError, prefixed with `what`, if `params` does not have the structure `spec`, which says how
+    they differ, and for leaves of plans with different policies.
     """
 
     def __init__(self, params: Tree, spec: tree.Spec, what: str):
@@ -454,9 +483,11 @@ class Leaves:
             raise ValueError(f"{what}: {tree.difference(expected, without)}") from None
         with torch.enable_grad():  # what is read under no_grad may be used outside of it
             self._sources = [x if isinstance(x, _At) else x[...] for x in given]
-        plan = next((x.tape.plan for x in self._sources if isinstance(x, _At)), None)
-        beside: tuple[Policy, AnyMesh, set[str] | None, object] = running() or (Policy(), None, None, None)
-        policy, mesh, self._remarks, _ = beside
+        policy, mesh, self._remarks, _, tapes = running() or _NO_LOSS
+        self._homes = [_homes(x, tapes) for x in given]
+        plans = {id(plan): plan for homes in self._homes for plan, _ in homes}
+        _one_policy(plans.values(), what)
+        plan = next(iter(plans.values()), None)
         self.policy, self.mesh = (policy, mesh) if plan is None else (plan.policy, plan.mesh)
         self._is_cut = plan is not None and plan.num_ranks(plan.params_over) > 1
 
@@ -475,8 +506,12 @@ class Leaves:
         return source.tape.like(source.number) if isinstance(source, _At) else source
 
     def dtypes(self) -> list[tuple[torch.dtype, torch.dtype]]:
-        """For each leaf the dtypes in which it is stored and computed: one dtype if it is gathered."""
-        return [_dtypes(x) if isinstance(x, _At) else (x.dtype, x.dtype) for x in self._sources]
+        """For each leaf the dtypes in which it is stored and computed: one dtype for a tensor of no plan."""
+        known = [homes[0][1] if homes else None for homes in self._homes]
+        computed = [
+            x.dtype if isinstance(x, Tensor) else at.compute for at, x in zip(known, self._sources, strict=True)
+        ]
+        return [(at.storage if at else dtype, dtype) for at, dtype in zip(known, computed, strict=True)]
 
     def versions(self) -> list[int | None]:
         """For each leaf that is a tensor, the number of writes to it; None where torch does not count them."""
