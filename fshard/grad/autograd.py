@@ -212,31 +212,36 @@ class SavedTensor(NamedTuple):
 
 
 class Owners:
-    """The gathered buffers of a tape, by which a tensor that autograd saves is known to be a view of one."""
+    """The memory of a tape's leaves, by which a tensor that autograd saves is known as a view of a gathered buffer."""
 
     def __init__(self) -> None:
-        # by the address of a storage: a reference that keeps the address taken, unit, kind, the buffer's first byte
-        self._owners: dict[int, tuple[StorageWeakRef, int, int, int]] = {}
-        self._kept: dict[int, StorageWeakRef] = {}  # of buffers that stay: their saved tensors have no place
+        # by the address of a storage: a reference that keeps the address taken, the kind, the buffer's first byte, and
+        # the unit that the backward gathers again; None for buffers that stay: their saved tensors have no place
+        self._owners: dict[int, tuple[StorageWeakRef, int, int, int | None]] = {}
 
     def add(self, full: Tensor, unit: int, kind: int, regathers: bool) -> None:
         """Note whose buffer this is; `regathers` says whether the backward gathers the unit again."""
-        storage = full.untyped_storage()
-        if regathers:
-            first_byte = int(full.storage_offset()) * full.itemsize
-            self._owners[address(full)] = StorageWeakRef(storage), unit, kind, first_byte
-        else:
-            self._kept[address(full)] = StorageWeakRef(storage)
+        first_byte, again = int(full.storage_offset()) * full.itemsize, unit if regathers else None
+        self._owners[address(full)] = StorageWeakRef(full.untyped_storage()), kind, first_byte, again
+
+    def know(self, kind: int, *leaves: Tensor) -> None:
+        """Note that leaves of a kind, or buffers of such, lie in these tensors."""
+        for x in leaves:
+            self._owners.setdefault(address(x), (StorageWeakRef(x.untyped_storage()), kind, 0, None))
+
+    def kind_of(self, x: Tensor) -> int | None:
+        """The kind of the leaves in the memory of a tensor; None if no leaf lies there."""
+        return self._owners[address(x)][1] if address(x) in self._owners else None
 
     def addresses(self) -> set[int]:
         """The addresses of the storages of all buffers."""
-        return {*self._owners, *self._kept}
+        return {*self._owners}
 
     def place(self, x: Tensor) -> tuple[int, int, torch.Size, tuple[int, ...], int, torch.dtype, bool, bool] | None:
         """The fields of the `SavedView` of a tensor, after `tape`; None if it is in no buffer to be gathered."""
         owner = self._owners.get(address(x)) if x.layout is torch.strided else None
-        if owner is None:
+        if owner is None or owner[3] is None:
             return None
-        _, unit, kind, first_byte = owner
+        _, kind, first_byte, unit = owner
         offset = int(x.storage_offset()) - first_byte // x.itemsize
         return unit, kind, x.size(), x.stride(), offset, x.dtype, x.is_conj(), x.is_neg()

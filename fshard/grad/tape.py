@@ -9,9 +9,9 @@ Note [Tensors of a step]
     the view instead (`SavedView`), so saving keeps no buffer alive. In the backward the first use of a place of a unit
     gathers the unit again, and the last use drops it. A unit that is read in an activation checkpoint is gathered again
     when that runs again. The backward begins with the unit that was saved, or read in a checkpoint, last: if its buffer
-    is in memory when the forward ends, it stays. With another `regather=` more of a unit stays (Note [What stays of a
-    unit] in `gathers.py`). Which collectives run depends on the program alone, never on when memory is freed, so ranks
-    that run the same function issue the same collectives.
+    is in memory when the forward ends, it stays. With another `regather=` more stays (Note [What stays of a unit] in
+    `gathers.py`). Which collectives run depends on the program alone, never on when memory is freed: ranks that run the
+    same function issue the same collectives.
 
 Note [Reverse mode inside a loss]
     torch.func.grad, vjp, jacrev and hessian refuse to start while hooks on saved tensors are on. Nothing tells
@@ -32,7 +32,6 @@ from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor
-from torch.multiprocessing.reductions import StorageWeakRef
 
 from ..comm.ranks import MismatchError, Pending
 from ..core import func_levels, tree
@@ -94,9 +93,8 @@ class Tape:
         self._take = None if into is None else into.take
         copied = self._take is not None  # what is read is not what `take` writes to
         self._backward, self._writes = False, Writes()
-        self._rows = {address(row) for row in params.tensors}
-        self._gradless = False  # whether a unit was touched where gradients are off
-        self._reached = False  # whether a unit was given a gradient
+        self._rows = {address(row): kind for kind, row in zip(params.view.kinds, params.tensors, strict=True)}
+        self._gradless = self._reached = False  # whether a unit was touched where gradients are off, or given one
         self._late: list[TapeUnit] = []  # units that are reduced after the backward
         self._makes_buffers = any(gathers.is_buffer(params, kind, copied) for kind in params.view.kinds)
         self._regather = self._makes_buffers and self._schedule.regathers and gathered is None  # until the forward ends
@@ -228,8 +226,7 @@ class Tape:
         return (unit.number for unit in self._due() if unit.buffers is None)
 
     def _due(self) -> Iterator[TapeUnit]:
-        saved = self.chain.saved
-        due = (unit for unit in reversed(saved) if saved[unit].tape is self)
+        due = (unit for unit in reversed(self.chain.saved) if self.chain.saved[unit].tape is self)
         return (unit for unit in due if unit.entry.sent) if self._schedule.mixed else due
 
     def _buffers(self, unit: TapeUnit) -> Buffers:
@@ -249,7 +246,8 @@ class Tape:
             if self.plan.kinds[row.kind].trainable:
                 leaves += row.views(self._writes.watch(full, row.leaves, is_callers))
             else:
-                leaves += self._writes.frozen(row.views(full), row.leaves, is_callers)
+                leaves += (still := self._writes.frozen(row.views(full), row.leaves, is_callers))
+                self._owners.know(row.kind, *still)
         return leaves
 
     def gathered_into(self) -> set[int]:
@@ -258,8 +256,7 @@ class Tape:
 
     def kind_of(self, x: Tensor) -> int | None:
         """The kind of the leaves in the memory of a tensor; None if this tape has read no leaf there."""
-        known = self._writes.kinds.get(address(x))
-        return known and known[1]
+        return self._rows.get(address(x), self._owners.kind_of(x))
 
     def has(self, x: Tensor) -> bool:
         """Whether a tensor is a leaf of a unit that the program reads now."""
@@ -314,8 +311,7 @@ class Tape:
     @property
     def is_compared(self) -> bool:
         """Whether the host waits, before the backward, to know whether ranks saved the same units to gather again."""
-        waits = self._into is not None and self.plan.device == HOST
-        return waits and any(tape._resends for tape in [self, *self._followers])
+        return self._into is not None and self.plan.device == HOST and any(x._resends for x in [self, *self._followers])
 
     @property
     def sends(self) -> bool:
@@ -362,8 +358,7 @@ class Tape:
             unit.expect(self.chain.is_linked)
             if self._into is None and not unit.saved:  # no gradients will come
                 unit.drop_held()
-        self._late = self._hidden()
-        self._backward, self._regather, self._notes = True, False, False
+        self._late, self._backward, self._regather, self._notes = self._hidden(), True, False, False
         # a buffer already here counts as one gather under way
         self._arrivals.ahead(first, islice(self._before(), self._arrivals.stages - len(self._here) or None))
 
@@ -396,7 +391,7 @@ class Tape:
             return saved.unchanged()
         unit = self._units[saved.unit]
         full = self.again(unit)[saved.kind]
-        self._writes.kinds[address(full)] = StorageWeakRef(full.untyped_storage()), saved.kind
+        self._owners.know(saved.kind, full)
         unit.use()
         if not (unit.saved or self._backward):
             self.chain.saved.pop(unit, None)
@@ -483,8 +478,7 @@ class Tape:
     def close(self) -> None:
         """Drop all tensors, and wait for all collectives under way; after an error too.
 
-        No next stage of a collective starts: other ranks, which may not have raised, would take it for another
-        collective.
+        No next stage of a collective starts: ranks that have not raised would take it for another collective.
         """
         for tape in self._followers:
             tape.close()

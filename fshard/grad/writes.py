@@ -22,7 +22,6 @@ from typing import TypeAlias
 
 import torch
 from torch import Tensor
-from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -113,8 +112,7 @@ class Writes:
         self.bound: list[Entry] = []  # the units with anchors
         self._nothing: Tensor | None = None  # (0,), made once: the memory of all aliases
         self._tracing = is_tracing()
-        # the kinds of leaves by the address of the storage that they lie in, with a reference that keeps this taken
-        self.kinds: dict[int, tuple[StorageWeakRef, int]] = {}
+        self._storages = set[int]()  # addresses of what leaves lie in; the tape keeps them taken
         self._frozen_leaves: list[tuple[Tensor, Slot]] = []  # while a graph is traced
         self._frozen: dict[tuple[int, int], str] = {}  # while a graph is traced: paths of small frozen leaves, by place
 
@@ -160,7 +158,7 @@ class Writes:
                 self._nothing = x.new_empty(0)
             counter.data = self._nothing
         self._watched.append((counter, slots, is_callers))
-        self.kinds[address(x)] = StorageWeakRef(x.untyped_storage()), slots[0].kind
+        self._storages.add(_ADDRESS(x.untyped_storage()))
         return x
 
     def frozen(self, leaves: Sequence[Tensor], slots: Sequence[Slot], is_callers: bool) -> list[Tensor]:
@@ -181,9 +179,9 @@ class Writes:
     def leave(self, unit: TapeUnit) -> None:
         """Before the leaves of a unit are dropped: ValueError if the program has set the `.data` of one."""
         leaves = unit.bound or unit.leaves or ()
-        if not self.kinds.keys() >= {*map(_ADDRESS, map(Tensor.untyped_storage, leaves))}:
+        if not self._storages.issuperset(map(_ADDRESS, map(Tensor.untyped_storage, leaves))):
             pairs = zip(unit.entry.slots, leaves, strict=True)
-            raise _written([([slot], False) for slot, x in pairs if address(x) not in self.kinds])
+            raise _written([([slot], False) for slot, x in pairs if address(x) not in self._storages])
 
     def check(self) -> None:
         """Raise ValueError if anything was written to since it was watched."""

@@ -436,11 +436,11 @@ class _At:
         self.tape, self.number = tape, number
 
 
-_NO_LOSS: tuple[Policy, AnyMesh, set[str] | None, object, Sequence[ReadsTape]] = (Policy(), None, None, None, ())
+_Beside = tuple[Policy, AnyMesh, set[str] | None, object, Sequence[ReadsTape]]  # what `running` says
 
 
 def _homes(x: _At | Tensor, tapes: Sequence[ReadsTape]) -> list[tuple[Plan, Precision]]:
-    """The plan of a leaf, and its dtypes: several if trees of several plans have this memory. None for another tensor.
+    """Return the plan of a leaf and its dtypes; those of several plans with this memory, or none for another tensor.
 
     A leaf that was gathered is known by its memory, also as a view, in a tree of the program's own, or in a transform.
     """
@@ -448,10 +448,10 @@ def _homes(x: _At | Tensor, tapes: Sequence[ReadsTape]) -> list[tuple[Plan, Prec
         plan = x.tape.plan
         return [(plan, plan.kinds[plan.slots[plan.leaves[x.number]].kind].precision)]
     x = unwrapped(x)
-    known = tapes if x.layout is torch.strided else ()  # a sparse tensor has no storage to ask for
-    found = [(tape, kind) for tape in known if (kind := tape.kind_of(x)) is not None]
-    read = [pair for pair in found if len(found) > 1 and pair[0].has(x)]  # trees of one memory, by `with_policy`
-    return [(tape.plan, tape.plan.kinds[kind].precision) for tape, kind in read[:1] or found]
+    asked = tapes if x.layout is torch.strided else ()  # a sparse tensor has no storage to ask for
+    homes = [(tape, kind) for tape in asked if (kind := tape.kind_of(x)) is not None]
+    read = [home for home in homes if len(homes) > 1 and home[0].has(x)]  # trees of one memory, by `with_policy`
+    return [(tape.plan, tape.plan.kinds[kind].precision) for tape, kind in read[:1] or homes]
 
 
 def _one_policy(plans: Iterable[Plan], what: str) -> None:
@@ -483,7 +483,8 @@ class Leaves:
             raise ValueError(f"{what}: {tree.difference(expected, without)}") from None
         with torch.enable_grad():  # what is read under no_grad may be used outside of it
             self._sources = [x if isinstance(x, _At) else x[...] for x in given]
-        policy, mesh, self._remarks, _, tapes = running() or _NO_LOSS
+        beside: _Beside = running() or (Policy(), None, None, None, ())
+        policy, mesh, self._remarks, _, tapes = beside
         self._homes = [_homes(x, tapes) for x in given]
         plans = {id(plan): plan for homes in self._homes for plan, _ in homes}
         _one_policy(plans.values(), what)
@@ -507,11 +508,9 @@ class Leaves:
 
     def dtypes(self) -> list[tuple[torch.dtype, torch.dtype]]:
         """For each leaf the dtypes in which it is stored and computed: one dtype for a tensor of no plan."""
-        known = [homes[0][1] if homes else None for homes in self._homes]
-        computed = [
-            x.dtype if isinstance(x, Tensor) else at.compute for at, x in zip(known, self._sources, strict=True)
-        ]
-        return [(at.storage if at else dtype, dtype) for at, dtype in zip(known, computed, strict=True)]
+        pairs = zip(self._homes, self._sources, strict=True)
+        computed = [homes[0][1].compute if isinstance(x, _At) else x.dtype for homes, x in pairs]
+        return [(homes[0][1].storage if homes else x, x) for homes, x in zip(self._homes, computed, strict=True)]
 
     def versions(self) -> list[int | None]:
         """For each leaf that is a tensor, the number of writes to it; None where torch does not count them."""
