@@ -17,8 +17,8 @@ from ..core.tree import Tree
 from ..layout.pieces import Parts
 from ..plan.plan import Plan
 from ..plan.precision import Policy
-from ..sharding.access import Leaves
 from ..sharding.initial import init_params
+from ..sharding.leaves import Leaves
 from ..sharding.names import Rename
 from ..sharding.sharded import Sharded
 from .checks import check_parameters

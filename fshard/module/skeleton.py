@@ -24,7 +24,7 @@ from torch._subclasses.functional_tensor import FunctionalTensor
 
 from ..core import func_levels, tree
 from ..core.tracing import is_tracing
-from ..sharding.access import Leaves
+from ..sharding.leaves import Leaves
 from ..sharding.reads import RUNNING
 from .current import Calls, ModuleCall
 

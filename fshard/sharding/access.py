@@ -12,18 +12,13 @@ from functools import cache
 from types import MethodDescriptorType
 from typing import Any, NamedTuple, Protocol
 
-import torch
 from torch import Tensor
 
-from ..comm.mesh import AnyMesh
 from ..core import tree
 from ..core.arguments import wrong
 from ..core.lazy import Branch, Container, Readable
-from ..core.losses import running
-from ..core.storage import writes
 from ..core.tree import Tree
 from ..plan.plan import Plan
-from ..plan.precision import Policy
 from . import objects
 
 
@@ -182,7 +177,7 @@ class Lazy(Branch, tree.StandIn):
             return placed(self._filled_())
 
         def at(child: tree.Spec, start: int) -> Tree:
-            return tree.unflatten(child, [_At(tape, first + start + i) for i in range(child.num_leaves)])
+            return tree.unflatten(child, [At(tape, first + start + i) for i in range(child.num_leaves)])
 
         if tape.shown:
             tape.shown.settle()  # what was changed is in `_inside_` now
@@ -427,101 +422,10 @@ def prefetch(params: Tree, units: str | Sequence[str]) -> None:
             tape.prefetch(patterns)
 
 
-class _At:
+class At:
     """The place of a leaf: a tape, and the leaf's number there."""
 
     __slots__ = ("number", "tape")
 
     def __init__(self, tape: ReadsTape, number: int):
         self.tape, self.number = tape, number
-
-
-_Beside = tuple[Policy, AnyMesh, set[str] | None, object, Sequence[ReadsTape]]  # what `running` says
-
-
-def _homes(x: _At | Tensor, tapes: Sequence[ReadsTape]) -> list[tuple[Plan, Precision]]:
-    """Return the plan of a leaf and its dtypes; those of several plans with this memory, or none for another tensor.
-
-    A leaf that was gathered is known by its memory, also as a view, in a tree of the program's own, or in a transform.
-    """
-    if isinstance(x, _At):
-        plan = x.tape.plan
-        return [(plan, plan.kinds[plan.slots[plan.leaves[x.number]].kind].precision)]
-    x = unwrapped(x)
-    asked = tapes if x.layout is torch.strided else ()  # a sparse tensor has no storage to ask for
-    homes = [(tape, kind) for tape in asked if (kind := tape.kind_of(x)) is not None]
-    read = [home for home in homes if len(homes) > 1 and home[0].has(x)]  # trees of one memory, by `with_policy`
-    return [(tape.plan, tape.plan.kinds[kind].precision) for tape, kind in read[:1] or homes]
-
-
-def _one_policy(plans: Iterable[Plan], what: str) -> None:
-    """Raise ValueError if modules of these plans would cast in different ways."""
-    policies = {(p.compute, p.storage, p.stores, p.cast_inputs, p.cast_at): p for p in (plan.policy for plan in plans)}
-    if len(policies) > 1:
-        raise ValueError(
-            f"{what}: leaves of plans with different policies: {' and '.join(map(repr, policies.values()))}. Give the "
-            "parameters of one module the same policy (params.with_policy); its overrides are for single leaves"
-        )
-
-
-class Leaves:
-    """The leaves of a loss's parameters by number: a read gathers the unit of that leaf, and no other unit.
-
-    Of tensors that a caller gave it returns views of its own, which may get another class.
-
-    `policy` and `mesh` are those of the plan of the leaves, gathered or not; those of the loss that runs if all leaves
-    are other tensors. ValueError, prefixed with `what`, if `params` does not have the structure `spec`, which says how
-    they differ, and for leaves of plans with different policies.
-    """
-
-    def __init__(self, params: Tree, spec: tree.Spec, what: str):
-        without = placed(params)
-        try:
-            given: list[_At | Tensor] = tree.flatten_up_to(spec, without)
-        except ValueError:
-            expected = tree.unflatten(spec, [0] * spec.num_leaves)
-            raise ValueError(f"{what}: {tree.difference(expected, without)}") from None
-        with torch.enable_grad():  # what is read under no_grad may be used outside of it
-            self._sources = [x if isinstance(x, _At) else x[...] for x in given]
-        beside: _Beside = running() or (Policy(), None, None, None, ())
-        policy, mesh, self._remarks, _, tapes = beside
-        self._homes = [_homes(x, tapes) for x in given]
-        plans = {id(plan): plan for homes in self._homes for plan, _ in homes}
-        _one_policy(plans.values(), what)
-        plan = next(iter(plans.values()), None)
-        self.policy, self.mesh = (policy, mesh) if plan is None else (plan.policy, plan.mesh)
-        self._is_cut = plan is not None and plan.num_ranks(plan.params_over) > 1
-
-    def read(self, number: int) -> Tensor:
-        """Return a leaf, gathered with its unit."""
-        source = self._sources[number]
-        return source.tape.leaf(source.number) if isinstance(source, _At) else source
-
-    def is_gathered(self, number: int) -> bool:
-        """Whether a read gathers: the tensor is then one that others read, too."""
-        return isinstance(self._sources[number], _At)
-
-    def like(self, number: int) -> Tensor:
-        """Return a tensor with a leaf's shape, dtype and device, whose values mean nothing; no unit is gathered."""
-        source = self._sources[number]
-        return source.tape.like(source.number) if isinstance(source, _At) else source
-
-    def dtypes(self) -> list[tuple[torch.dtype, torch.dtype]]:
-        """For each leaf the dtypes in which it is stored and computed: one dtype for a tensor of no plan."""
-        pairs = zip(self._homes, self._sources, strict=True)
-        computed = [homes[0][1].compute if isinstance(x, _At) else x.dtype for homes, x in pairs]
-        return [(homes[0][1].storage if homes else x, x) for homes, x in zip(self._homes, computed, strict=True)]
-
-    def versions(self) -> list[int | None]:
-        """For each leaf that is a tensor, the number of writes to it; None where torch does not count them."""
-        return [None if isinstance(x, _At) else writes(x) for x in self._sources]
-
-    def remark(self, words: str) -> None:
-        """Let ranks compare these words, if leaves are gathered: each rank may do as it likes with whole ones."""
-        if self._is_cut and self._remarks is not None:
-            self._remarks.add(words)
-
-    def key(self, number: int) -> tuple[int, int]:
-        """Return a value that is equal for two reads of the same leaf, while both are alive."""
-        source = self._sources[number]
-        return (id(source.tape), source.number) if isinstance(source, _At) else (id(source), 0)
