@@ -125,7 +125,7 @@ class Lazy(Branch, tree.StandIn):
     """
 
     __slots__ = ()
-    _tape_: ReadsTape | None
+    _tape_: Any  # a ReadsTape, or None once the children are held
     _spec_: tree.Spec
     _first_: int
     _inside_: dict[int, Tree]  # the lazy children that were read and the changed ones, by position
@@ -148,8 +148,7 @@ class Lazy(Branch, tree.StandIn):
     def _pick_(self, index: int) -> Tree:
         if index in self._inside_:
             return self._inside_[index]
-        tape: Any = self._tape_  # else the children are held
-        spec, first = self._container_().children[index]
+        tape, (spec, first) = self._tape_, self._container_().children[index]
         child, leaves = tape.enter(spec, self._first_ + first)
         if index in self._inside_:  # to gather it, its unit was let go, in which it was changed
             return self._inside_[index]
