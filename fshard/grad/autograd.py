@@ -211,6 +211,9 @@ class SavedTensor(NamedTuple):
         return x
 
 
+_NOWHERE = None, 0, 0, None
+
+
 class Owners:
     """The memory of a tape's leaves, by which a tensor that autograd saves is known as a view of a gathered buffer."""
 
@@ -240,8 +243,8 @@ class Owners:
     def place(self, x: Tensor) -> tuple[int, int, torch.Size, tuple[int, ...], int, torch.dtype, bool, bool] | None:
         """The fields of the `SavedView` of a tensor, after `tape`; None if it is in no buffer to be gathered."""
         owner = self._owners.get(address(x)) if x.layout is torch.strided else None
-        if owner is None or owner[3] is None:
+        _, kind, first_byte, unit = owner or _NOWHERE
+        if unit is None:
             return None
-        _, kind, first_byte, unit = owner
         offset = int(x.storage_offset()) - first_byte // x.itemsize
         return unit, kind, x.size(), x.stride(), offset, x.dtype, x.is_conj(), x.is_neg()

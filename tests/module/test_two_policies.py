@@ -170,7 +170,7 @@ def test_each_module_computes_what_it_computes_alone(strategy: str, place: str, 
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_three_modules(strategy: str) -> None:
     """The third would take the policy of the second."""
-    check(strategy, "as it is", "gradients", cases(3, 5))
+    check(strategy, "as it is", "gradients", cases(3, 17))
 
 
 @pytest.mark.slow
