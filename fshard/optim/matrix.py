@@ -186,8 +186,8 @@ def adafactor(
         if cut is None or whole.flat or not cut.flat:
             return update(grads, state, params, exact_norms)
         vectors = whole.pick(cut.numbers)
-        own = replace(state, variance=Parts(vectors, tree.leaves(state.variance)), vectors=vectors)
-        steps, new = update(grads, own, params, exact_norms)
+        here = replace(state, variance=Parts(vectors, tree.leaves(state.variance)), vectors=vectors)
+        steps, new = update(grads, here, params, exact_norms)
         return steps, replace(new, variance=Parts(on_rank(cut), tree.leaves(new.variance)), vectors=cut)
 
     tx = Transform(init, on_copies(on_vectors, "adafactor"), over="tree", draws=False)

@@ -232,10 +232,10 @@ def by_label(transforms: Mapping[Label, TransformLike], labels: Labels) -> Trans
     def fused(
         grads: Tree, state: LabelState, params: Tree, found_inf: FoundInf | None, donate: bool, **extra: object
     ) -> tuple[Tree, LabelState]:
-        own, states = (params, state.inner) if donate else (copied(params), tree.map(torch.clone, state.inner))
+        updated, states = (params, state.inner) if donate else (copied(params), tree.map(torch.clone, state.inner))
         inner = {}
         for label, part in _layouts(state, txs):
-            picked, skip = pick(own, part), _of_label(found_inf, label)
+            picked, skip = pick(updated, part), _of_label(found_inf, label)
             new, inner[label] = txs[label].step(pick(grads, part), states[label], picked, skip, donate=True, **extra)
             if differentiates(new):  # by a hyper-parameter alone: labels before this one may be written already
                 if donate:
@@ -243,8 +243,8 @@ def by_label(transforms: Mapping[Label, TransformLike], labels: Labels) -> Trans
                 params = packed(params)
                 updates, new_state = update(packed(grads), state, params, found_inf, **extra)
                 return apply_updates(params, updates), new_state
-            write(picked, new)  # into `own`; nothing to do if the step has written to `picked` itself
-        return own, LabelState(inner, state.layouts)
+            write(picked, new)  # into `updated`; nothing to do if the step has written to `picked` itself
+        return updated, LabelState(inner, state.layouts)
 
     tx = Transform(init, update, fused, "tree", labelled=True, views=True, parts=txs, draws=False)
     return checked(tx, Needs("by_label", LabelState)).with_fields(draws=any(tx.draws for tx in txs.values()))
