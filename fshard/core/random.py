@@ -14,6 +14,7 @@ from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import count
 
 import torch
@@ -23,6 +24,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from .tracing import Args, Kwargs, Operator, assigned, define, is_tracing
 from .tree import Tree
 
+Place = torch.device | torch.Generator
+HOST = torch.device("cpu")
 _aten = torch.ops.aten
 _STATE_BYTES = {"cpu": 5056}  # size of a generator's state; 16 on other devices
 
@@ -100,26 +103,43 @@ def seeded_by(seed: int, path: str, device: torch.device) -> Iterator[None]:
         back()
 
 
-def bookmark(device: torch.device) -> Callable[[], None]:
-    """Return a function that restores torch's generators, of the host and of a device, to their present state.
+def bookmark(*places: Place) -> Callable[[], None]:
+    """Return a function that restores torch's generators, of the host and of these places, to their present state.
 
-    >>> back = bookmark(torch.device("cpu"))
+    >>> back = bookmark()
     >>> a = torch.rand(2)
     >>> back()
     >>> torch.equal(a, torch.rand(2))
     True
     """
-    host = torch.get_rng_state()  # while a graph is traced, the index of the next state
-    if device.type in ("cpu", "meta") or is_tracing():  # on meta nothing is drawn
-        return lambda: torch.set_rng_state(host)
-    module = torch.get_device_module(device)
-    on_device = module.get_rng_state(device)
+    backs = [*map(bookmark_of, {HOST, *places})]
 
     def back() -> None:
-        torch.set_rng_state(host)
-        module.set_rng_state(on_device, device)
+        for restore in backs:
+            restore()
 
     return back
+
+
+def bookmark_of(place: Place) -> Callable[[], object]:
+    """Return a function that restores a generator, or the one of a device, to its present state."""
+    if isinstance(place, torch.Generator):
+        return partial(place.set_state, place.get_state())
+    if place == HOST:  # while a graph is traced, the index of the next state
+        return partial(torch.set_rng_state, torch.get_rng_state())
+    if place.type in ("cpu", "meta") or is_tracing():  # on meta nothing is drawn
+        return lambda: None
+    module = torch.get_device_module(place)
+    return partial(module.set_rng_state, module.get_rng_state(place), place)
+
+
+def accelerators() -> list[torch.device]:
+    """Return the devices of the accelerator's kind, if this process has used one: to ask a device would start it."""
+    if (kind := torch.accelerator.current_accelerator()) is None:
+        return []
+    module = torch.get_device_module(kind)
+    is_used = getattr(module, "is_initialized", module.is_available)()
+    return [torch.device(kind.type, number) for number in range(module.device_count() if is_used else 0)]
 
 
 @contextmanager

@@ -31,6 +31,7 @@ from torch.autograd import forward_ad
 from torch.overrides import TorchFunctionMode
 
 from ..core import func_levels
+from ..core.random import HOST, Place, accelerators, bookmark_of
 from ..core.storage import address, is_inexact, writes
 from ..core.tracing import Args, Kwargs, Operator, assigned, is_tracing
 from .access import Shown
@@ -71,7 +72,8 @@ class Reads(TorchFunctionMode):
         self._watched = set[int]()  # which of `made` depend on inputs that have derivatives
         for x in self.given:
             self._add(x)
-        self.generators: dict[torch.Generator, Tensor] = {}  # those given to operators, with the state at first
+        # those of devices, and those given to operators: each with what restores its first state
+        self.generators: dict[Place, Callable[[], object]] = {}
         self._shown: dict[ReadsUnits, Shown | None] = {}
 
     def run(self, fn: Callable[[], Any]) -> Any:
@@ -116,11 +118,12 @@ class Reads(TorchFunctionMode):
         self.note(func, args, kwargs, out)
         return out
 
-    def _note_generator(self, generator: torch.Generator) -> None:
-        with func_levels.aside():
-            self.generators.setdefault(generator, generator.get_state())
+    def _note_generator(self, place: Place) -> None:
+        if place not in self.generators:
+            with func_levels.aside():
+                self.generators[place] = bookmark_of(place)
         if self.outer is not None:
-            self.outer._note_generator(generator)
+            self.outer._note_generator(place)
 
     def note(self, func: Operator, args: Args, kwargs: Kwargs, out: object) -> None:
         """Note what an operator has returned for these arguments."""
@@ -194,6 +197,9 @@ class FirstReads(Reads):
         self._versions = [writes(x) for x in map(func_levels.unwrapped, self.inputs)]
         for x, given in zip(self.inputs, self.given, strict=True):
             self._add(given, is_active(x))
+        # all devices: the function may draw on any, whatever it is given
+        for device in (HOST, *accelerators()):
+            self._note_generator(device)
 
     def _gather(self, tape: ReadsUnits, number: int) -> None:
         with assigned(RUNNING, self.outer):

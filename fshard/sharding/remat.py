@@ -11,7 +11,7 @@ Note [Remat]
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from contextvars import copy_context
 from typing import Any, ParamSpec, TypeVar, cast
@@ -102,14 +102,11 @@ class _Rematerialized:
         self._fn, self._spec = fn, spec
         self._leaves = [_TENSOR if isinstance(x, Tensor) else x for x in leaves]
         self._kept = reads.kept
-        devices = {x.device for x in reads.inputs}
-        self._device = next((x for x in devices if x.type != "cpu"), torch.device("cpu"))
-        with func_levels.aside():
-            self._rewind = bookmark(self._device)
         # in a backward: the call of a module that reads its parameters, and the like
         self._context = copy_context()
         self._modes = [mode for mode in function_modes() if not isinstance(mode, Reads)]
-        kinds = {self._device.type, "cpu"} - {"meta"}
+        accelerator = torch.accelerator.current_accelerator()
+        kinds = {"cpu", *(x.device.type for x in reads.inputs), *([accelerator.type] if accelerator else ())} - {"meta"}
         self._casts = [(x, torch.get_autocast_dtype(x), torch.is_autocast_enabled(x)) for x in kinds]
 
     def _run(self, reads: Reads) -> Tree:
@@ -153,26 +150,20 @@ class _Rematerialized:
     def _rewound(self) -> Iterator[None]:
         """Inside the block draw what the first run drew."""
         with func_levels.aside():
-            back, states = bookmark(self._device), {x: x.get_state() for x in self._generators}
-            self._rewind()
-            _set(self._generators)
+            back = bookmark(*self._generators)
+            for rewind in self._generators.values():
+                rewind()
         try:
             yield
         finally:
             with func_levels.aside():
                 back()
-                _set(states)
 
     def _blocks(self) -> list[AbstractContextManager[Any]]:
         """The blocks that the call was in."""
         casts = [torch.autocast(kind, dtype, on, cache_enabled=False) for kind, dtype, on in self._casts]
         active = function_modes()
         return [self._rewound(), *casts, *(mode for mode in self._modes if not any(mode is x for x in active))]
-
-
-def _set(states: Mapping[torch.Generator, Tensor]) -> None:
-    for generator, state in states.items():
-        generator.set_state(state)
 
 
 def _levels() -> _Levels:

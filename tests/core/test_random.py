@@ -256,3 +256,39 @@ def test_a_graph_draws_masks_with_the_operator_of_an_eager_call(monkeypatch):
     assert mask.dtype == torch.bool
     assert not torch.equal(state, after)
     assert torch.equal(torch.get_rng_state(), before)
+
+
+class Devices:
+    """Two devices of an accelerator, as torch's module for them: the state of each is how often it drew."""
+
+    def __init__(self, is_used: bool):
+        self.is_initialized = self.is_available = lambda: is_used
+        self.device_count = lambda: 2
+        self.drawn = [3, 5]
+
+    def get_rng_state(self, device: torch.device) -> int:
+        return self.drawn[device.index]
+
+    def set_rng_state(self, state: int, device: torch.device) -> None:
+        self.drawn[device.index] = state
+
+
+@pytest.mark.parametrize("is_used", [True, False], ids=["in use", "never used"])
+@pytest.mark.parametrize("args", [(), (3,), (torch.ones(2),)], ids=["nothing", "a number", "a tensor"])
+def test_remat_rewinds_all_devices(args: tuple[Any, ...], is_used: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever the function is given, and at no cost where the accelerator was never used: to ask would start it."""
+    devices, w, seen = Devices(is_used), torch.ones(2, requires_grad=True), []
+    # not "cuda": its autocast would ask for the driver
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("xpu"))
+    monkeypatch.setattr(torch, "get_device_module", lambda device: devices)
+
+    def fn(*_: Any) -> Tensor:
+        seen.append(devices.drawn)
+        devices.drawn = [number + 1 for number in devices.drawn]
+        return w.square().sum()
+
+    out = fshard.remat(fn)(*args)
+    devices.drawn = [5, 6]  # what comes after it draws, too
+    out.backward()
+    assert seen == [[3, 5], [3, 5] if is_used else [5, 6]]
+    assert devices.drawn == ([5, 6] if is_used else [6, 7])

@@ -17,6 +17,7 @@ from run import environment
 HERE = Path(__file__).resolve().parent
 PARTS = {  # what each does, and its time on two free cores
     "detectors": "each detector is seen to fire on a small fault; 10 seconds",
+    "draws": "remat on devices draws the same numbers again; 10 seconds",
     "processes": "2 to 4 processes, with values between them; 3 minutes",
     "table": "every kind of step on one rank of several, two runs at a time; 3 minutes",
     "compiled": "what Inductor makes of a step; 2 minutes",
@@ -43,6 +44,7 @@ def ran(part: str, arguments: list[str]) -> bool:
         poisoned = {**alone, "FAKEGPU_POISON": "1"}
         commands = {
             "detectors": ([*PYTEST, "-W", "error", f"{HERE}/test_detectors.py", *arguments], poisoned),
+            "draws": ([*PYTEST, "-W", "error", f"{HERE}/test_draws.py", *arguments], alone),
             "processes": ([*PYTEST, "-s", f"{HERE}/test_processes.py", *arguments], None),
             "table": ([f"{HERE}/table.py", *arguments], None),
             "compiled": ([*PYTEST, "-W", "error", f"{HERE}/test_compiled.py", *arguments], alone),
