@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Hashable, Sequence
+from bisect import bisect_left, bisect_right
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Generic, TypeGuard, TypeVar
 
@@ -27,9 +28,46 @@ def address(x: Tensor) -> int:
 
 def addresses(x: Tree) -> set[int]:
     """Return the addresses of the storages of all tensors of a tree that have elements in one."""
+    return {*map(address, _dense(x))}
+
+
+def _dense(x: Tree) -> Iterator[Tensor]:
     # a sparse tensor has no storage to ask for, and a tensor without elements reads nothing
     rows = (leaf for leaf in tree.leaves(x) if isinstance(leaf, Tensor) and leaf.layout is torch.strided)
-    return {address(row) for row in rows if row.numel()}
+    return (row for row in rows if row.numel())
+
+
+def span(storage: torch.UntypedStorage) -> range:
+    """Return where in memory a storage lies; of meta and fake tensors, which lie nowhere, its identity."""
+    if storage.device.type == "meta":
+        return range(storage._cdata, storage._cdata + 1)
+    start = storage.data_ptr()
+    return range(start, start + storage.nbytes())
+
+
+class Memory:
+    """Where storages lie. Others may lie there, too: torch.from_numpy and DLPack make new storages of old memory."""
+
+    def __init__(self, held: Tree):
+        # in order, and apart
+        self._starts, self._ends = list[int](), list[int]()
+        for row in _dense(held):
+            self.add(span(row.untyped_storage()))
+
+    def add(self, place: range) -> None:
+        """Add a place, which may overlap others."""
+        met = slice(bisect_right(self._ends, place.start), bisect_left(self._starts, place.stop))
+        if place:
+            self._starts[met] = [min([place.start, *self._starts[met]])]
+            self._ends[met] = [max([place.stop, *self._ends[met]])]
+
+    def has(self, x: Tree) -> bool:
+        """Return whether the storage of a tensor of a tree lies there, in part at least."""
+        return any(map(self._meets, (span(row.untyped_storage()) for row in _dense(x))))
+
+    def _meets(self, place: range) -> bool:
+        first = bisect_right(self._ends, place.start)
+        return first < len(self._starts) and self._starts[first] < place.stop
 
 
 def writes(x: Tensor) -> int | None:

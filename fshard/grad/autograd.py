@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from ..core.storage import address
+from ..core.storage import address, span
 from ..core.tracing import assigned
 
 OnGrads = Callable[[Any, Sequence[Tensor | None]], None]  # of a `TapeUnit`, and its gradients
@@ -236,9 +236,11 @@ class Owners:
         """The kind of the leaves in the memory of a tensor; None if no leaf lies there."""
         return self._owners[address(x)][1] if address(x) in self._owners else None
 
-    def addresses(self) -> set[int]:
-        """The addresses of the storages of all buffers."""
-        return {*self._owners}
+    def places(self) -> list[range]:
+        """The memory of the buffers that live."""
+        # private: nothing public turns the reference into a storage (test_tape.py notices when it goes)
+        storages = [torch.UntypedStorage._new_with_weak_ptr(ref.cdata) for ref, *_ in self._owners.values()]
+        return [span(storage) for storage in storages if storage is not None]
 
     def place(self, x: Tensor) -> tuple[int, int, torch.Size, tuple[int, ...], int, torch.dtype, bool, bool] | None:
         """The fields of the `SavedView` of a tensor, after `tape`; None if it is in no buffer to be gathered."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import closing, contextmanager, suppress
 from functools import cache, partial
 from typing import NamedTuple
@@ -35,7 +35,7 @@ from ..core.losses import (
     warn_of_lost,
 )
 from ..core.scalars import Number, on_device
-from ..core.storage import address, addresses
+from ..core.storage import Memory
 from ..core.tracing import is_tracing
 from ..core.tree import Tree
 from ..layout.pieces import Unreduced
@@ -186,18 +186,25 @@ def _plain(x: Tree) -> Tree:
     )
 
 
-def apart(x: Tree, held: Sequence[Tree], storages: Collection[int] = ()) -> Tree:
-    """Return a tree with copies of the leaves that share memory with `held`, which a step may write to.
+def apart(x: Tree, held: Sequence[Tree], places: Iterable[range] = ()) -> Tree:
+    """Return a tree with copies of the leaves that lie in the memory of `held`, which a step may write to.
 
-    So are leaves that lie in `storages`, which are addresses. Each `Sharded` in the tree stays as it is.
+    So are leaves that lie in `places`. Each `Sharded` in the tree stays as it is.
     """
-    memory = addresses(held) | {*storages}
+    memory = Memory(held)
+    for place in places:
+        memory.add(place)
 
     def copied(leaf: Tree) -> Tree:
-        # a sparse or jagged tensor has no storage of its own to ask for, and an array none at all
-        if isinstance(leaf, Tensor) and (leaf.layout is not torch.strided or address(leaf) in memory):
-            return leaf.detach().clone()
-        return leaf.copy() if hasattr(leaf, "__array_interface__") else leaf
+        if isinstance(leaf, Tensor):
+            # a sparse or jagged tensor, and one that is made of others, has no storage of its own to ask for
+            is_dense = leaf.layout is torch.strided and not hasattr(leaf, "__tensor_flatten__")
+            return leaf if is_dense and not memory.has(leaf) else leaf.detach().clone()
+        if isinstance(leaf, memoryview):
+            return memoryview(bytearray(leaf.tobytes())).cast(leaf.format, leaf.shape)  # type: ignore[arg-type, call-overload]
+        if hasattr(leaf, "__array_interface__"):
+            return leaf.copy()
+        return leaf.clone() if isinstance(leaf, torch.UntypedStorage | torch.TypedStorage) else leaf
 
     return tree.map_tops(copied, Sharded, x)
 

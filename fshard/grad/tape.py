@@ -250,9 +250,9 @@ class Tape:
                 self._owners.know(row.kind, *still)
         return leaves
 
-    def gathered_into(self) -> set[int]:
-        """The addresses of the storages of gathered buffers."""
-        return {x for tape in self.tapes for x in tape._owners.addresses()}
+    def gathered_into(self) -> list[range]:
+        """The memory of the gathered buffers that live."""
+        return [place for tape in self.tapes for place in tape._owners.places()]
 
     def kind_of(self, x: Tensor) -> int | None:
         """The kind of the leaves in the memory of a tensor; None if this tape has read no leaf there."""

@@ -18,7 +18,7 @@ from ..core.arguments import check_flags, check_has, check_positive, check_whole
 from ..core.func_levels import refuse_derivative
 from ..core.random import UPDATE, Seeds
 from ..core.scalars import beside, wide
-from ..core.storage import Life, addresses
+from ..core.storage import Life, Memory, span
 from ..core.tracing import assigned, is_tracing
 from ..core.tree import Tree
 from ..grad.gathers import several
@@ -131,13 +131,14 @@ def init_state(
 
 def _of_its_own(opt_state: Tree, params: Sequence[Tensor]) -> Tree:
     """Return a state whose tensors lie in memory of their own: a donated one is written to, as parameters are."""
-    memory = addresses(params)
+    memory = Memory(params)
 
     def own(x: object) -> object:
-        places = addresses(x)
-        is_own = memory.isdisjoint(places)
-        memory.update(places)
-        return x if is_own or not isinstance(x, Tensor) else x.detach().clone()
+        if not isinstance(x, Tensor) or x.layout is not torch.strided:
+            return x
+        is_own = not memory.has(x)
+        memory.add(span(x.untyped_storage()))
+        return x if is_own else x.detach().clone()
 
     return tree.map(own, opt_state)
 
@@ -246,7 +247,8 @@ def train_step(
     Memory:
 
     - `donate`: the step takes the state over, updates it in place, and touching it raises DonatedError; ValueError for
-      a batch or `args` that share its memory. Without it nothing that goes in is changed.
+      a batch or `args` that share its memory. Leaves and views that were taken from it before (`tree.leaves`,
+      `local_views`) get the new values: clone what you keep. Without it nothing that goes in is changed.
     - `in_backward`: each unit is updated in the backward, as soon as its gradients are reduced, so that gradients of
       two units are in memory, not of all. It needs `donate`, `accumulate=1`, an elementwise `tx` (ValueError) and a
       state without a loss scale. With `clip_norm` the forward and backward run twice, first for the norm. Leaves that a
@@ -433,15 +435,15 @@ def _gathered(updated: Sharded | Views, params: Sharded, donate: bool) -> Sharde
 
 def _check_unshared(donated: Tree, given: Sequence[Tree]) -> None:
     """Raise ValueError if a tensor of the batch or of an argument lies in memory that a donated step writes to."""
-    written = addresses(donated)
-    if written.isdisjoint(addresses(given)):
+    written = Memory(donated)
+    if not written.has(given):
         return
     named = dict[str, Tree]()
     for path, node in tree.paths_to(given, Sharded):
         pieces = node.local_views() if isinstance(node, Sharded) else {}
         # its leaves first, then the whole: a rank may have nothing but padding
         named.update({f"{path}.{leaf}": piece for leaf, piece in pieces.items()} | {path: node})
-    path = next(path for path, x in named.items() if not written.isdisjoint(addresses(x)))
+    path = next(path for path, x in named.items() if written.has(x))
     number, _, leaf = path.partition(".")
     name = f"args[{int(number) - 1}]" if int(number) else "batch"
     raise ValueError(

@@ -572,8 +572,10 @@ def test_the_address_of_a_storage_is_not_used_again_while_it_is_watched() -> Non
     assert not ref.expired()
     assert torch.zeros(64).untyped_storage()._cdata != address
     assert torch.zeros(0).set_(storage).view(8, 8).t().untyped_storage()._cdata == address
+    assert torch.UntypedStorage._new_with_weak_ptr(ref.cdata).data_ptr() == storage.data_ptr()
     del storage
     assert ref.expired()
+    assert torch.UntypedStorage._new_with_weak_ptr(ref.cdata) is None
     others = [torch.zeros(64) for _ in range(1000)]
     assert address not in {x.untyped_storage()._cdata for x in others}
 

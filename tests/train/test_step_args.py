@@ -554,6 +554,10 @@ SHARED: dict[str, tuple[Callable[[Any], tuple[Any, ...]], str]] = {
     "a subtree": (lambda s: (data(0, 0), WEIGHTS, s.params["c"]), r"args\[1\], leaf 'c\.w'"),
     "a view": (lambda s: (data(0, 0), [first_row(s)]), r"args\[0\], leaf '0'"),
     "a lone view": (lambda s: (data(0, 0), first_row(s)), r"args\[0\]: expected a tensor"),
+    "an array's": (
+        lambda s: ({**data(0, 0), "w": torch.from_numpy(first_row(s).numpy())},),
+        r"batch, leaf 'w'",
+    ),
     "in the batch": (lambda s: ({**data(0, 0), "w": first_row(s)},), r"batch, leaf 'w'"),
     "the batch": (lambda s: (first_row(s),), r"batch: expected a tensor"),
     "a moment": (lambda s: (data(0, 0), s.opt_state.momentum), r"args\[0\], leaf 'a\.w'"),
