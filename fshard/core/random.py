@@ -5,23 +5,34 @@ Note [Random numbers in a graph]
     random operator becomes a node that takes the state of a generator and returns the next state; the graph draws the
     numbers that the same code draws eagerly. The index of the next state is kept as the seed of torch's generator: code
     that restores the generator to recompute something (torch.utils.checkpoint) draws the same numbers again.
+
+Note [Beside other threads]
+    All threads share torch's generator of the host: one that draws beside an eager step would change the step's
+    numbers. So where there are other threads, a step's operators are given a generator of the step's own. A dispatch
+    key, which torch keeps for tests and only the step's thread has on, leads random operators here, and no others: the
+    rest take no longer. As in a graph, the seed of torch's generator is the number of the next state, which no draw
+    changes. So another thread may draw, but not seed or restore the generator, as a second step would do: an error.
 """
 
 from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cache, partial
 from itertools import count
+from threading import Lock, active_count
+from typing import Self
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from .tracing import Args, Kwargs, Operator, assigned, define, is_tracing
+from .tracing import Args, Kwargs, Operator, assigned, define, is_tracing, lead
 from .tree import Tree
 
 Place = torch.device | torch.Generator
@@ -35,18 +46,112 @@ def seeded(seed: Tensor, step: Tensor, rank: int, part: int, device: torch.devic
     """Seed torch's generators by (seed, step, rank, part) inside the block, and restore them after it."""
     cuda = device.type == "cuda"
     # a graph writes to the host's generator alone: it keeps the index of the next state there
-    with torch.random.fork_rng([device] if cuda and not is_tracing() else []):
+    with torch.random.fork_rng([device] if cuda and not is_tracing() else _alone() if active_count() > 1 else []):
         if is_tracing():
             state = torch.ops.fshard.seeded(seed, step, rank, part, device)
             with Stream(state, device) as draws, assigned(_STREAM, draws):
                 yield
             return
         number = _number(int(seed), int(step), rank, part)
-        torch.default_generator.manual_seed(number)
-        with torch.cuda.device(device) if cuda else nullcontext():
+        with torch.cuda.device(device) if cuda else _OwnDraws() if active_count() > 1 else nullcontext() as draws:
+            (draws or torch.default_generator).manual_seed(number)
             if cuda:
                 torch.cuda.manual_seed(number)
             yield
+
+
+_LOCK = Lock()  # while operators are registered, once
+_KEY = "TESTING_ONLY_GenericMode"
+_TAG = 0xF5A7 << 48  # of the seeds that number states; those of other steps differ in the bits below
+_OWN: ContextVar[_OwnDraws | None] = ContextVar("fshard.core.random.own", default=None)  # of this thread's step
+
+
+class _OwnDraws(ExitStack):
+    """A block in which operators on the host draw what torch's generator would, from a generator of the block's own."""
+
+    def __enter__(self) -> Self:
+        self.enter_context(assigned(_OWN, self))
+        with _LOCK:
+            key = _lead_here()
+        self.enter_context(torch._C._IncludeDispatchKeyGuard(key))
+        return self
+
+    def manual_seed(self, seed: int) -> None:
+        """Draw from here on what torch's generator draws after this seed."""
+        self._generator = torch.Generator().manual_seed(seed)
+        self._seed = self._begin = _TAG | seed >> 40 << 24
+        self._states = {self._begin: self._generator.get_state()}  # by the seed that numbers it
+        torch.default_generator.manual_seed(self._begin)
+
+    @contextmanager
+    def drawing(self) -> Iterator[torch.Generator]:
+        """A block that draws from the generator that it gets."""
+        if (seed := torch.initial_seed()) != self._seed:  # restored, or the loss has seeded torch's generator
+            if seed not in self._states:
+                _check_alone()
+            self._generator.set_state(self._states.get(seed, torch.get_rng_state()))
+        yield self._generator
+        self._seed = self._begin + len(self._states)
+        self._states[self._seed] = self._generator.get_state()
+        torch.default_generator.manual_seed(self._seed)
+
+
+def _alone() -> list[int]:
+    """No devices. RuntimeError if another thread runs a step: to restore the generator would change its numbers."""
+    if _OWN.get() is None:
+        _check_alone()
+    return []
+
+
+def _check_alone() -> None:
+    if torch.initial_seed() >> 48 == _TAG >> 48:
+        raise RuntimeError(
+            "random numbers of a step: another thread runs a step, and torch has one generator for all threads. "
+            "Run steps in one thread, one after another, or in processes."
+        )
+
+
+@cache
+def _lead_here() -> torch._C.DispatchKey:
+    """Lead random operators to the step's own draws, where the key is on."""
+    key, functions = torch._C._dispatch_key_parse(_KEY), dict[str, Callable[..., object]]()
+    known = {*torch._C._dispatch_get_all_op_names()}
+    for schema in torch._C._jit_get_all_schemas():
+        name = schema.name + f".{schema.overload_name}" * bool(schema.overload_name)
+        if name in known and name.startswith("aten::"):
+            op = getattr(getattr(torch.ops.aten, schema.name[6:]), schema.overload_name or "default")
+            if torch.Tag.nondeterministic_seeded in op.tags:
+                takes = {"Optional[Generator]", "Tensor"} <= {str(x.type) for x in schema.arguments}
+                functions[name] = partial(_given if takes else _around, op, key)
+    lead(_KEY, functions)
+    return key
+
+
+def _given(func: Operator, key: torch._C.DispatchKey, _: object, *args: Tree, **kwargs: Tree) -> Tree:
+    """Call an operator that takes a generator, with the step's own unless it is given one."""
+    block, every = _OWN.get(), (*args, *kwargs.values())
+    x = next(x for x in every if isinstance(x, Tensor))
+    with torch._C._ExcludeDispatchKeyGuard(torch._C.DispatchKeySet(key)):
+        # a compiler traces with fake tensors: its code asks for numbers when it runs
+        is_real = x.device == HOST and not isinstance(x, FakeTensor | FunctionalTensor)
+        if block is None or not is_real or any(isinstance(x, torch.Generator) for x in every):
+            return func(*args, **kwargs)
+        with block.drawing() as generator:
+            return func(*args, **{**kwargs, "generator": generator})
+
+
+def _around(
+    func: Operator, key: torch._C.DispatchKey, keys: torch._C.DispatchKeySet, *args: Tree, **kwargs: Tree
+) -> Tree:
+    """Call an operator that takes none: those that it calls come here, unless a dispatch mode, as a profiler, is on."""
+    block = _OWN.get()
+    if block is None or not torch._C._len_torch_dispatch_stack():
+        return func.redispatch(keys.remove(key), *args, **kwargs)
+    with block.drawing() as generator, torch._C._ExcludeDispatchKeyGuard(torch._C.DispatchKeySet(key)):
+        torch.set_rng_state(generator.get_state())
+        out = func(*args, **kwargs)
+        generator.set_state(torch.get_rng_state())
+        return out
 
 
 @dataclass(frozen=True)
@@ -112,21 +217,20 @@ def bookmark(*places: Place) -> Callable[[], None]:
     >>> torch.equal(a, torch.rand(2))
     True
     """
-    backs = [*map(bookmark_of, {HOST, *places})]
+    return partial(_restore, [bookmark_of(place) for place in (HOST, *places)])
 
-    def back() -> None:
-        for restore in backs:
-            restore()
 
-    return back
+def _restore(backs: Sequence[Callable[[], object]]) -> None:
+    for back in backs:
+        back()
 
 
 def bookmark_of(place: Place) -> Callable[[], object]:
     """Return a function that restores a generator, or the one of a device, to its present state."""
-    if isinstance(place, torch.Generator):
-        return partial(place.set_state, place.get_state())
     if place == HOST:  # while a graph is traced, the index of the next state
         return partial(torch.set_rng_state, torch.get_rng_state())
+    if isinstance(place, torch.Generator):
+        return partial(place.set_state, place.get_state())
     if place.type in ("cpu", "meta") or is_tracing():  # on meta nothing is drawn
         return lambda: None
     module = torch.get_device_module(place)

@@ -45,7 +45,7 @@ def span(storage: torch.UntypedStorage) -> range:
     return range(start, start + storage.nbytes())
 
 
-class Memory:
+class Places:
     """Where storages lie. Others may lie there, too: torch.from_numpy and DLPack make new storages of old memory."""
 
     def __init__(self, held: Tree):

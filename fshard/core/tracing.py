@@ -135,6 +135,16 @@ def define(
     torch.library.register_fake(f"fshard::{name}", shapes, lib=_LIBRARY)
 
 
+_EVERY, _OF_TORCH = (torch.library.Library(name, "IMPL") for name in ("_", "aten"))
+
+
+def lead(key: str, functions: Mapping[str, Callable[..., object]]) -> None:
+    """Lead operators of torch to functions, which get their keys first, where a dispatch key is on."""
+    _EVERY.fallback(torch.library.fallthrough_kernel, key)
+    for name, run in functions.items():
+        _OF_TORCH.impl(name, run, key, with_keyset=True)
+
+
 define("materialize(Tensor x) -> Tensor", torch.clone, torch.empty_like)
 
 

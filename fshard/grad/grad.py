@@ -35,7 +35,7 @@ from ..core.losses import (
     warn_of_lost,
 )
 from ..core.scalars import Number, on_device
-from ..core.storage import Memory
+from ..core.storage import Places
 from ..core.tracing import is_tracing
 from ..core.tree import Tree
 from ..layout.pieces import Unreduced
@@ -191,7 +191,7 @@ def apart(x: Tree, held: Sequence[Tree], places: Iterable[range] = ()) -> Tree:
 
     So are leaves that lie in `places`. Each `Sharded` in the tree stays as it is.
     """
-    memory = Memory(held)
+    memory = Places(held)
     for place in places:
         memory.add(place)
 
@@ -201,7 +201,7 @@ def apart(x: Tree, held: Sequence[Tree], places: Iterable[range] = ()) -> Tree:
             is_dense = leaf.layout is torch.strided and not hasattr(leaf, "__tensor_flatten__")
             return leaf if is_dense and not memory.has(leaf) else leaf.detach().clone()
         if isinstance(leaf, memoryview):
-            return memoryview(bytearray(leaf.tobytes())).cast(leaf.format, leaf.shape)  # type: ignore[arg-type, call-overload]
+            return memoryview(bytearray(leaf.tobytes())).cast(leaf.format, leaf.shape)  # type: ignore[call-overload]
         if hasattr(leaf, "__array_interface__"):
             return leaf.copy()
         return leaf.clone() if isinstance(leaf, torch.UntypedStorage | torch.TypedStorage) else leaf

@@ -18,7 +18,7 @@ from ..core.arguments import check_flags, check_has, check_positive, check_whole
 from ..core.func_levels import refuse_derivative
 from ..core.random import UPDATE, Seeds
 from ..core.scalars import beside, wide
-from ..core.storage import Life, Memory, span
+from ..core.storage import Life, Places, span
 from ..core.tracing import assigned, is_tracing
 from ..core.tree import Tree
 from ..grad.gathers import several
@@ -131,7 +131,7 @@ def init_state(
 
 def _of_its_own(opt_state: Tree, params: Sequence[Tensor]) -> Tree:
     """Return a state whose tensors lie in memory of their own: a donated one is written to, as parameters are."""
-    memory = Memory(params)
+    memory = Places(params)
 
     def own(x: object) -> object:
         if not isinstance(x, Tensor) or x.layout is not torch.strided:
@@ -435,7 +435,7 @@ def _gathered(updated: Sharded | Views, params: Sharded, donate: bool) -> Sharde
 
 def _check_unshared(donated: Tree, given: Sequence[Tree]) -> None:
     """Raise ValueError if a tensor of the batch or of an argument lies in memory that a donated step writes to."""
-    written = Memory(donated)
+    written = Places(donated)
     if not written.has(given):
         return
     named = dict[str, Tree]()

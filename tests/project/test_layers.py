@@ -84,7 +84,7 @@ DOORS = {
     "fsspec": {"files.remote"},
     "threading": {
         *("testing.scheduler", "comm.announce", "comm.process_groups", "module.*"),
-        *("checkpoint.saving", "checkpoint.writing", "compiler.loops"),
+        *("checkpoint.saving", "checkpoint.writing", "compiler.loops", "core.random"),
     },
     "torch.nn.Module": {"module.*", "cli.plan"},
     "torch.compile": set(),

@@ -86,7 +86,7 @@ def test_again(draw: str, given: str, cast: bool) -> None:
     assert first == again
     assert first[0][1] != first[1][1], "nothing was drawn"
     assert first[0][2] == cast
-    assert state() == after[:2] + (False,)
+    assert state() == (*after[:2], False)
 
 
 @pytest.mark.parametrize("reads", ["the batch", "parameters"])
