@@ -239,8 +239,7 @@ def _header_faults(there: Place, name: str, pieces: Sequence[tuple[str, IndexEnt
     said = {(x.name.rstrip("'"), x.dtype, x.shape, x.start) for x in header_of(there, name)[0].values()}
     for leaf, entry, x in pieces:
         is_whole = x.numel == entry.numel and not entry.order
-        piece = f"{leaf}[{x.begin}:{x.end}]", (x.numel,)  # of version 2 also whole leaves
-        titles = [piece, (leaf, entry.shape)] if is_whole else [piece]
-        stamps = {(title.rstrip("'"), *stored(shape, entry.dtype)[::-1], x.offset) for title, shape in titles}
-        if said.isdisjoint(stamps):
+        piece = f"{leaf}[{x.begin}:{x.end}]", (x.numel,)  # in version 2 also a whole leaf
+        titles = (piece, (leaf, entry.shape)) if is_whole else (piece,)
+        if said.isdisjoint((title.rstrip("'"), *stored(shape, entry.dtype)[::-1], x.offset) for title, shape in titles):
             yield f"leaf {printable(leaf)!r}: the file's header has another name, dtype, shape or place for it"

@@ -329,6 +329,7 @@ def outcome_of_terms(outcome: Outcome, kinds: Sequence[type]) -> Outcome:
     parts = [replace(outcome, kind=kind, sums=sums) for kind, sums in zip(kinds, later, strict=False)]
 
     def sums() -> Sequence[Tensor]:
+        outcome.sums()  # waits for other ranks before `divisor`, which has a lock before Python 3.12
         divisors = reduce(add, [part.divisor for part in parts])
         return [reduce(add, [part.total / part.divisor for part in parts]), divisors / divisors, *later[-1]()]
 

@@ -204,12 +204,12 @@ def _of_version_2(name: str, entry: IndexEntry, ranks: int) -> IndexEntry:
     if not entry.order or len(entry.pieces) < 2:  # ranks that split a leaf wrote several pieces
         return replace(entry, order=())
     number, begins = len(entry.pieces), [piece.begin for piece in entry.pieces]
-    # ranks with copies of a whole leaf cut it evenly if it was larger; in as many pieces as ranks, parts were saved
-    is_clear = number == ranks or entry.numel <= 1 << 18 or begins != [entry.numel * n // number for n in range(number)]
+    # ranks with copies of a large whole leaf cut it evenly, and are fewer than all
+    is_even = begins == [entry.numel * n // number for n in range(number)]
     require(
-        is_clear,
-        f"{name!r}: a checkpoint of version 2 does not say in which order {number} equal pieces of a split leaf lie. "
-        "Restore it on the mesh that saved it, with the fshard that saved it, and gather the state",
+        number == ranks or entry.numel <= 1 << 18 or not is_even,
+        f"{name!r}: version 2 does not say in which order {number} equal pieces of a split leaf lie. Restore it on the "
+        "mesh that saved it, with the fshard that saved it, and gather the state",
     )
     return entry
 

@@ -7,8 +7,9 @@ Note [What stays of a unit]
     a second one in the forward. It has the dtype of computation, and values that a wire has decoded already.
 
     All of a unit stays where its leaves are trainable, until its gradients have come. Of frozen leaves, whose backward
-    has no end that the tape could see, only what autograd saves stays. Copies stay until the unit's gradients have
-    come and its last saved place was used. Leaves that are whole on every rank are not copied.
+    has no end that the tape could see, only what autograd saves stays, unless ranks saved different units (Note [One
+    order on all ranks] in `chain.py`). Copies stay until the unit's gradients have come and its last saved place was
+    used. Leaves that are whole on every rank are not copied.
 """
 
 from __future__ import annotations

@@ -208,6 +208,8 @@ class Tape:
             return
         if unit.keep_rule.over or self._keeps_on or (self._into is not None and unit.entry.reduced):
             self._arrivals.keep(unit)
+            # later gathers are over fewer axes; ranks that read it under no_grad alone keep none
+            self.chain.gathered += [(self.index, ~unit.number)] * (self._into is None)
 
     def prefetch(self, patterns: Sequence[str]) -> None:
         """Start the gathers of the units whose names fit the patterns, except of those in memory."""
@@ -331,7 +333,8 @@ class Tape:
         """Gather all units that were read, and keep them for the backward, which then sends nothing for them."""
         for tape in [self, *self._followers]:
             for unit in tape._units.values():
-                if unit.is_touched and unit.keep_rule != COPIES:
+                # a frozen unit of which all stays is not held yet: a checkpoint that runs again would gather it
+                if unit.is_touched and (unit.keep_rule != COPIES or unit.held is None):
                     buffers, unit.keep_rule = tape._buffers(unit), COPIES
                     unit.hold(buffers)
 
@@ -356,7 +359,7 @@ class Tape:
         self._arrivals.drop()
         for unit in self._units.values():
             unit.expect(self.chain.is_linked)
-            if self._into is None and not unit.saved:  # no gradients will come
+            if self._into is None and not unit.saved and unit.hook is None:  # no gradients will come
                 unit.drop_held()
         self._late, self._backward, self._regather, self._notes = self._hidden(), True, False, False
         # a buffer already here counts as one gather under way

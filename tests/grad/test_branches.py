@@ -10,14 +10,13 @@ from unittest import mock
 import pytest
 import torch
 from support.steps import apart
-from support.worlds import gloo, simulated
+from support.worlds import between_hosts, gloo, simulated
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 import fshard
 from fshard import optim
 from fshard.core import tree
-from fshard.hosts import rendezvous
 
 UNITS = ["a", "b", "c", "d"]
 STRATEGIES: dict[str, dict[str, Any]] = {
@@ -141,13 +140,6 @@ def trained(mesh: Any, seeds: list[int], strategy: str, way: str) -> None:
 def test_programs_that_batches_choose(axes: dict[str, int], strategy: str, way: str) -> None:
     """Ranks would start different collectives: an error, and between hosts wrong gradients without a word."""
     simulated(trained, [0, 1], strategy, way, **axes)
-
-
-def between_hosts(mesh: Any, fn: Callable[..., Any], *args: Any) -> Any:
-    """`fn(mesh, *args)` in processes that compare no calls, as those of different hosts."""
-    with mock.patch.object(rendezvous, "_host", return_value=f"host {mesh.get_rank()}"):
-        assert rendezvous.links_to(fshard.comm.mesh.adapted(mesh).ranks("shard")) is None
-        return fn(mesh, *args)
 
 
 def all_trained(mesh: Any) -> None:

@@ -16,6 +16,10 @@ def _decay(path: str, leaf: torch.Tensor) -> str:
     return "matrix" if leaf.ndim > 1 else "rest"
 
 
+def _whole(make: Make) -> optim.Transform:
+    return optim.whole_leaves(make())
+
+
 def _of_whole() -> optim.Transform:
     return optim.whole_leaves(optim.adam(0.1))
 
@@ -87,15 +91,9 @@ ROWS: dict[str, Row] = {
     "from_torch-Adafactor": Row(lambda: optim.from_torch(torch.optim.Adafactor, lr=0.1), real=True, any_state=True),
 }
 TRANSFORMS: dict[str, Make] = {name: row.make for name, row in ROWS.items()}
-
-
-def _whole(row: Row) -> optim.Transform:
-    return optim.whole_leaves(row.make())
-
-
 # States of owners of whole leaves, deep in others, beside the rows: whole leaves of a split have an order of their own.
 OWNERS: dict[str, Make] = {
-    **{f"whole_leaves-{name}": partial(_whole, row) for name, row in ROWS.items()},
+    **{f"whole_leaves-{name}": partial(_whole, row.make) for name, row in ROWS.items()},
     "from_torch-Muon": lambda: optim.by_label(
         {"matrix": optim.from_torch(torch.optim.Muon, lr=0.1), "rest": optim.sgd(0.1, momentum=0.9)}, _decay
     ),

@@ -12,6 +12,7 @@ from multiprocessing.connection import Connection
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from typing import Any, TypeVar
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -19,6 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import fshard
 from fshard.comm.mesh import unconnected
+from fshard.hosts import rendezvous
 from fshard.testing import simulate
 
 T = TypeVar("T")
@@ -140,3 +142,12 @@ def by_process_groups(plan: fshard.Plan, mesh: Any) -> fshard.Plan:
 def simulated(fn: Callable[..., T], *args: object, shard: int = 2, replicate: int = 1) -> list[T]:
     """`fn(mesh, *args)` on simulated ranks."""
     return simulate(lambda mesh: fn(mesh, *args), shard=shard, replicate=replicate)
+
+
+def between_hosts(mesh: Any, fn: Callable[..., Any], *args: Any) -> Any:
+    """`fn(mesh, *args)` in processes that compare no calls, as those of different hosts."""
+    with mock.patch.object(rendezvous, "_host", return_value=f"host {mesh.get_rank()}"):
+        grid = fshard.comm.mesh.adapted(mesh)
+        assert grid is not None
+        assert rendezvous.links_to(grid.ranks("shard")) is None
+        return fn(mesh, *args)
