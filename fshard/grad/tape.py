@@ -2,23 +2,21 @@
 
 Note [Tensors of a step]
     A `Tape` lives for one forward and one backward over one value of the parameters; every gather under way belongs to
-    it and ends with it. Touching a unit gathers it into a flat buffer; the leaves are views of it. During the
-    forward the tape keeps the buffers of the root, of the unit touched last, and of a unit of `Plan.lasting` that was
-    gathered a second time: what all units read may be declared before them. Other buffers live as long as the
-    user's function keeps a leaf of them. When autograd saves a view of a gathered buffer, the tape stores the place of
-    the view instead (`SavedView`), so saving keeps no buffer alive. In the backward the first use of a place of a unit
-    gathers the unit again, and the last use drops it. A unit that is read in an activation checkpoint is gathered again
-    when that runs again. The backward begins with the unit that was saved, or read in a checkpoint, last: if its buffer
-    is in memory when the forward ends, it stays. With another `regather=` more stays (Note [What stays of a unit] in
-    `gathers.py`). Which collectives run depends on the program alone, never on when memory is freed: ranks that run the
-    same function issue the same collectives.
+    it and ends with it. Touching a unit gathers it into a flat buffer; the leaves are views of it. During the forward
+    the tape keeps the buffers of the root, of the unit touched last, and of a unit of `Plan.lasting` that was gathered
+    a second time. Other buffers live as long as the user's function keeps a leaf of them. If autograd saves a view of a
+    gathered buffer, the tape stores the place of the view instead (`SavedView`), so saving keeps no buffer alive. In
+    the backward the first use of a place of a unit gathers the unit again, and the last use drops it. A unit that an
+    activation checkpoint reads is gathered again when the checkpoint runs again. The backward begins with the unit that
+    was saved, or read in a checkpoint, last: if its buffer is in memory when the forward ends, it stays. With another
+    `regather=` more stays (Note [What stays of a unit] in `gathers.py`). The program alone decides which collectives
+    run, not the time at which memory is freed.
 
 Note [Reverse mode inside a loss]
     torch.func.grad, vjp, jacrev and hessian refuse to start while hooks on saved tensors are on. Nothing tells
     beforehand that a loss uses them, so the loss runs with hooks, and if torch.func refuses, once more without: a loss
     is a pure function. The second run draws the same random numbers, gathers nothing again that is still in memory, and
-    keeps what it gathers for the backward, as `regather=False` does; what the first run saved is dropped. Whether there
-    is a second run depends on the program alone, so all ranks do the same.
+    keeps what it gathers for the backward, as `regather=False` does. The program alone decides whether there is one.
 """
 
 from __future__ import annotations
@@ -35,12 +33,11 @@ from torch import Tensor
 
 from ..comm.ranks import MismatchError, Pending
 from ..core import func_levels, tree
-from ..core.random import bookmark
+from ..core.random import HOST, bookmark
 from ..core.storage import address
 from ..core.tracing import is_tracing
 from ..core.tree import Tree
 from ..layout.rules import COPIES
-from ..plan.offload import HOST
 from ..plan.units import select_units
 from ..sharding.access import Shown, lazy
 from ..sharding.reads import RUNNING
@@ -49,7 +46,6 @@ from ..sharding.sharded import Sharded
 from . import autograd, gathers, gradients
 from .autograd import Owners, SavedTensor, SavedView, in_checkpoint
 from .chain import Chain
-from .gathers import Arrivals
 from .gradients import Gradients, Reductions, settle
 from .unit import Buffers, Gathered, Leaves, TapeUnit
 from .writes import Writes
@@ -103,7 +99,7 @@ class Tape:
         if gathered is not None:
             for unit in self._units.values():
                 unit.keep_in(gathered)
-        self._arrivals = Arrivals(params, self._units, copied)
+        self._arrivals = gathers.Arrivals(params, self._units, copied)
 
     def view(self) -> Tree:
         """The parameters as the loss sees them."""

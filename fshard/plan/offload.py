@@ -20,9 +20,8 @@ from torch import Tensor
 
 from ..comm.mesh import Mesh
 from ..comm.ranks import Pending
+from ..core.random import HOST
 from ..core.tracing import is_tracing
-
-HOST = torch.device("cpu")
 
 
 def empty(numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
