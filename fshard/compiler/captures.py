@@ -12,22 +12,23 @@ import types
 from collections import deque
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import fields, is_dataclass
-from functools import partial
+from functools import cached_property, partial
 from types import CellType, CodeType, FunctionType, MemberDescriptorType, MethodType, ModuleType
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 # Private API: see `trace.py`.
 from torch._subclasses.fake_tensor import FakeTensor
 
 from ..comm.mesh import OnMesh
-from ..core import tree
+from ..core import func_levels, tree
 from ..core.arguments import CODE
 from ..core.tracing import Marked
 
 LIBRARIES = (*CODE, *(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")))
+LIBRARIES += tuple(path for path in sys.path if path.endswith(("site-packages", "dist-packages")))  # of other prefixes
 _Path = tuple[str, ...]  # a variable, an attribute of its value, an attribute of that one ...
 
 
@@ -35,8 +36,9 @@ class Capture(NamedTuple):
     """A variable that a function reads: its name in error messages, and the place that stores its value."""
 
     name: str
-    # A closure cell, the globals of a module (a dict), a module, class or object (for an attribute), or a function
-    # (for its default values). Any, because mypy takes a function that is read from a field for a bound method.
+    # A closure cell, the globals of a module (a dict), a module, class or object (for an attribute, or `_ITSELF`), a
+    # function (for its code, and "" for its default values), or a class ("" for its methods). Any, because mypy takes a
+    # function that is read from a field for a bound method.
     place: Any
     key: str
     is_input: bool = False  # whether a graph reads the tensors of its value at each run
@@ -47,6 +49,11 @@ class Capture(NamedTuple):
     def identity(self) -> tuple[int, str]:
         """A key that is equal for two captures of one variable."""
         return id(self.place), self.key
+
+    @property
+    def is_code(self) -> bool:
+        """True for the code of a function, the methods of a class, and the parts of a module of torch's."""
+        return self.key in ("__code__", _PARTS) or (not self.key and isinstance(self.place, type))
 
     def tensors(self) -> list[Tensor]:
         """Return the tensors in the value that can be inputs of a graph: dense plain ones without a gradient.
@@ -62,7 +69,10 @@ class Capture(NamedTuple):
         return [x for x in tree.leaves(value) if _is_plain(x)]
 
     def read(self) -> object:
-        """Return the current value of the variable, or None if the variable is not assigned yet."""
+        """Return the current value of the variable, or None if the variable is not assigned yet.
+
+        The value of an attribute that a method computes is this method, which is not called.
+        """
         if type(self.place) is dict:
             return self.place.get(self.key)
         if isinstance(self.place, CellType):
@@ -70,36 +80,105 @@ class Capture(NamedTuple):
                 return self.place.cell_contents
             except ValueError:  # the cell is empty: the variable is assigned later
                 return None
+        if self.key == "__code__":
+            return self.place.__code__
+        if self.key == _PARTS:
+            return tuple((x, vars(x).get("forward"), *_settings(x)) for x in self.place.modules())
         if self.key:
-            return getattr(self.place, self.key, None)
+            return self.place if self.key == _ITSELF else _by_name(self.place, self.key)
+        if isinstance(self.place, type):
+            return tuple(x for x in vars(self.place).values() if isinstance(x, _METHODS))
         named = self.place.__kwdefaults__ or {}
         return *(self.place.__defaults__ or ()), *named, *named.values()
 
 
+_ITSELF = " "  # the key of an object that one of its methods reads otherwise than by names
+_PARTS = "  "  # the key of a module of torch's, whose submodules are called
+_METHODS = (FunctionType, property, staticmethod, classmethod, cached_property)
+
+
+def _is_module(x: object) -> bool:
+    """True for a module of torch's."""
+    return hasattr(type(x), "named_modules")
+
+
+def _settings(module: Any) -> Iterator[object]:
+    """The flags and numbers of a layer of a library, by which it computes; of the user's the mode alone."""
+    if not is_of_library(type(module)):
+        return iter([module.training])
+    return (repr(value) for value in vars(module).values() if isinstance(value, bool | int | float | str))
+
+
+def _by_name(x: Any, name: str) -> object:  # Any: as in `_functions`
+    """Return an attribute, None if there is none; of one that a method of the user's computes, this method."""
+    if isinstance(x, type | ModuleType | partial) or name in getattr(x, "__dict__", ()):
+        return getattr(x, name, None)
+    getter = _getter(x, name)
+    return getattr(x, name, None) if getter is None else getter
+
+
+def _getter(x: object, name: str) -> MethodType | None:
+    """Return the user's method that computes an attribute of a name which the object itself does not store."""
+    kinds = [vars(kind) for kind in type(x).__mro__]
+    attribute = next((kind[name] for kind in kinds if name in kind), None)
+    if attribute is None:
+        fn = next((kind["__getattr__"] for kind in kinds if "__getattr__" in kind), None)
+    elif isinstance(attribute, property | cached_property):
+        fn = _function_of(attribute)
+    else:
+        fn, x = inspect.getattr_static(type(attribute), "__get__", None), attribute
+    return MethodType(fn, x) if fn is not None and _is_users(fn) else None
+
+
+def _function_of(method: object) -> object:
+    """The function of what a class stores for a method."""
+    if isinstance(method, property):
+        return method.fget
+    if isinstance(method, cached_property):
+        return method.func
+    return method.__func__ if isinstance(method, staticmethod | classmethod) else method
+
+
+def _is_users(fn: object) -> bool:
+    return isinstance(fn, FunctionType) and not fn.__code__.co_filename.startswith(LIBRARIES)
+
+
 def _is_plain(x: object) -> bool:
     dense = isinstance(x, Tensor) and not isinstance(x, FakeTensor | Marked) and x.layout is torch.strided
-    return dense and not x.requires_grad  # type: ignore[attr-defined]  # mypy does not see what `dense` implies
+    if not dense or type(x) not in (Tensor, nn.Parameter) or func_levels.is_dual(x):
+        return False
+    return not x.requires_grad and not x.is_nested  # type: ignore[attr-defined]  # mypy does not see what `dense` implies
 
 
-def captures(fn: object, seen: dict[int, object] | None = None) -> Iterator[Capture]:
+def captures(fn: object, seen: dict[object, object] | None = None, is_whole: bool = True) -> Iterator[Capture]:
     """Yield the variables that `fn` reads, and recursively the variables that functions among their values read.
 
     Of functions that belong to a library (torch, the standard library, installed packages) only closures are yielded.
-    `seen` are the functions and containers looked at, by id: stored, so that no other object gets the id of one.
+    `seen` are the functions, methods and containers looked at, by id: stored, so that no other object gets the id of
+    one. Of an object that is not `whole`, attributes are read by their names alone, each a variable of its own.
     """
     seen = {} if seen is None else seen
-    for function in _functions(fn, seen):
-        if id(function) in seen:
+    for function in _functions(fn, seen, is_whole):
+        key: object = id(function)
+        if isinstance(function, MethodType):  # which is made anew where it is read
+            key = id(function.__func__), id(function.__self__)
+        if key in seen:
             continue
-        seen[id(function)] = function
+        seen[key] = function
         for capture in variables(function):
             yield capture
-            yield from captures(capture.read(), seen)
+            yield from captures(capture.read(), seen, not capture.by_name)
+
+
+_Function = Any  # a function, bound method, partial or class of the user's, or a module of torch's
 
 
 # Any: attributes of an unknown object are read
-def _functions(x: Any, seen: dict[int, object]) -> Iterator[FunctionType | partial[Any]]:
-    """Yield Python's functions and partials that a program with `x` may run; of a container, those of each item."""
+def _functions(x: Any, seen: dict[Any, object], is_whole: bool = True) -> Iterator[_Function]:
+    """Yield Python's functions, partials and classes that a program with `x` may run; of a container, of each item.
+
+    A method is yielded with its object if the program calls it: then it is known whose attributes it reads.
+    """
     while type(x).__module__.startswith("fshard.") and hasattr(x, "run"):  # a train step, possibly wrapped by a check
         x = x.run
     if is_dataclass(x) and not isinstance(x, type) and not is_of_library(type(x)):
@@ -114,67 +193,137 @@ def _functions(x: Any, seen: dict[int, object]) -> Iterator[FunctionType | parti
         for part in x.values() if isinstance(x, dict) else parts:
             yield from _functions(part, seen)
     elif inspect.ismethod(x):
-        yield from (*_functions(x.__func__, seen), *_methods(x.__self__))
+        yield from (*_functions(x.__func__, seen), *_methods(x.__self__), *([x] if _is_users(x.__func__) else []))
     elif x is not None:
-        yield from [x] if inspect.isfunction(x) else _methods(x)
+        yield from [x] if inspect.isfunction(x) else _methods(x, is_whole)
         # a jitted function has it, too; not `hasattr`, which runs an object's `__getattr__`
         if not inspect.isclass(x) and inspect.getattr_static(x, "__wrapped__", None) is not None:
-            yield from _functions(x.__wrapped__, seen)
+            # a module there is a copy, whose attributes nobody sets
+            yield from _functions(x.__wrapped__, seen, is_whole=not _is_module(x.__wrapped__))
 
 
-def _methods(x: object) -> Iterator[FunctionType | partial[Any]]:
-    """Yield the functions in the user's classes among an object's: its own if it is one, a module's and its parts'."""
-    parts: Any = x.modules() if hasattr(type(x), "named_modules") else [x]  # type: ignore[attr-defined]
-    kinds = dict.fromkeys(base for part in parts for base in (part if isinstance(part, type) else type(part)).__mro__)
-    for kind in kinds:
-        for method in () if is_of_library(kind) else vars(kind).values():
-            fn = method.fget if isinstance(method, property) else getattr(method, "__func__", method)
+def _methods(x: object, is_whole: bool = False) -> Iterator[_Function]:
+    """Yield the user's classes of an object, and their functions: its own if it is one, a module's and its parts'.
+
+    What Python and torch call by themselves is yielded with an object that a program has as a whole.
+    """
+    parts: Any = x.modules() if _is_module(x) else [x]  # type: ignore[attr-defined]
+    if is_whole and _is_module(x):
+        yield x
+    kinds: dict[type, list[object]] = {}
+    for part in parts:
+        for base in (part if isinstance(part, type) else type(part)).__mro__:
+            kinds.setdefault(base, []).append(part)
+    for kind, objects in kinds.items():
+        if is_of_library(kind):
+            continue
+        yield kind
+        for name, method in vars(kind).items():
+            fn = _function_of(method)
             if inspect.isfunction(fn):
                 yield from _functions(fn, {})
+                # an object that the program makes of a class may be asked for any
+                is_called = inspect.isclass(x) or name == "forward" or name[:2] == name[-2:] == "__"
+                if is_whole and is_called and name not in _SHOWS and _is_users(fn):
+                    yield from (MethodType(fn, part) for part in objects)
 
 
-def variables(fn: FunctionType | partial[Any]) -> Iterator[Capture]:
-    """Yield the variables that one function reads itself; of one of a library those of its closure."""
+# methods that are no part of computing: they make, show or compare an object, or are called for a name
+_SHOWS = {"__init__", "__new__", "__post_init__", "__repr__", "__str__", "__eq__", "__hash__", "__del__"}
+_SHOWS |= {"__getattr__", "__setattr__", "__getstate__", "__setstate__", "__reduce__", "__replace__"}
+
+
+def variables(fn: _Function) -> Iterator[Capture]:
+    """Yield the variables that one function reads itself; of one of a library those of its closure.
+
+    Of a method these are attributes of its object, of a class its methods, of a module its layers and modes.
+    """
+    if isinstance(fn, MethodType):
+        yield from _of_owner(fn.__func__, fn.__self__)
+        return
+    if isinstance(fn, type) or _is_module(fn):
+        is_class = isinstance(fn, type)
+        what = f"a method of {fn.__qualname__}" if is_class else f"a layer or the mode of a {type(fn).__qualname__}"
+        yield Capture(what, fn, "" if is_class else _PARTS)
+        return
     if isinstance(fn, partial):
         yield from (Capture(f"{key!r} of a partial", fn, key) for key in ("args", "keywords"))
         return
     cells = dict(zip(fn.__code__.co_freevars, fn.__closure__ or (), strict=True))
-    is_users = not fn.__code__.co_filename.startswith(LIBRARIES)
+    is_users = _is_users(fn)
     paths = dict.fromkeys(_names_in(fn.__code__) if is_users else ())
     for name, cell in cells.items():
         yield _variable(fn, cell, (name,), paths)
+    if is_users:
+        yield Capture(f"the code of {fn.__qualname__}", fn, "__code__")
     if is_users or "<locals>" in fn.__qualname__:  # what a library makes for the user
         yield Capture(f"a default of {fn.__qualname__}", fn, "")
     for path in paths:
         place = cells.get(path[0], fn.__globals__)
         if place is fn.__globals__ and path[0] in place:
             yield _variable(fn, place, path[:1], paths)
-        yield from _attributes(fn, place, path, paths)
+        yield from _attributes(fn, Capture("", place, path[0]).read(), path, paths)
+
+
+def _of_owner(fn: Any, owner: object) -> Iterator[Capture]:
+    """Yield the variables that a method reads of the object, or class, to which it is bound."""
+    code = fn.__code__
+    first = code.co_varnames[0] if code.co_argcount else ""
+    paths = dict.fromkeys(path for path in _names_in(code, first) if path[0] == first)
+    if (first,) in paths:
+        yield Capture(f"{first!r} of {fn.__qualname__}", owner, _ITSELF)
+    for path in paths:
+        yield from _attributes(fn, owner, path, paths)
+    if "super" in code.co_names and not isinstance(owner, type):
+        bases = [vars(kind).get(name) for name in code.co_names for kind in type(owner).__mro__[1:]]
+        for base in bases:
+            if isinstance(base, FunctionType) and base is not fn and _is_users(base):
+                yield from _of_owner(base, owner)
 
 
 def _variable(fn: FunctionType, place: Any, path: _Path, paths: Collection[_Path]) -> Capture:
     """The variable that a path of names leads to. `paths` are all those of the function."""
-    variable = Capture(f"{'.'.join(path)!r} of {fn.__qualname__}", place, path[-1])
-    value, k = variable.read(), len(path)
+    variable, k = Capture(f"{'.'.join(path)!r} of {fn.__qualname__}", place, path[-1]), len(path)
     names = {longer[k] for longer in paths if longer[:k] == path and len(longer) > k}
-    computed = any(isinstance(inspect.getattr_static(value, name, None), property) for name in names)
-    return variable._replace(by_name=bool(names) and path not in paths and not computed)
+    return variable._replace(by_name=bool(names) and path not in paths)
 
 
-def _attributes(fn: FunctionType, place: Any, path: _Path, paths: Collection[_Path]) -> Iterator[Capture]:
-    """Yield the attributes that a path of names reads, of the user's modules, classes and objects."""
-    variable = Capture("", place, path[0])
-    for k, name in enumerate(path[1:], 2):
-        value = variable.read()
+def _attributes(
+    fn: FunctionType, value: Any, path: _Path, paths: Collection[_Path], start: int = 1, around: tuple[int, ...] = ()
+) -> Iterator[Capture]:
+    """Yield the attributes that a path of names, from `start` on, reads of a value of the user's.
+
+    Behind an attribute that a method computes, the path goes on from what the method reads of its object, which it may
+    hand on; `around` are the objects of such methods, by id.
+    """
+    for k, name in enumerate(path[start:], start):
         if is_of_library(value) if isinstance(value, type | ModuleType) else not _has(value, name):
             return
-        yield (variable := _variable(fn, value, path[:k], paths))
+        yield (variable := _variable(fn, value, path[: k + 1], paths))
+        owner, value = value, variable.read()
+        if isinstance(value, MethodType) and value == _getter(owner, name):
+            if value.__self__ is not owner:  # a descriptor, which may read anything of the object
+                yield Capture(f"an attribute of a {type(owner).__qualname__}", owner, "__dict__")
+            k += value.__func__.__name__ != "__getattr__"
+            for inner in _handed_on(value) if id(owner) not in around else ():
+                yield from _attributes(fn, inner, path, paths, k, (*around, id(owner)))
+            return
+
+
+def _handed_on(method: MethodType) -> list[object]:
+    """The values that a method reads as wholes of its object, and those in dicts of them."""
+    read = [x.read() for x in variables(method) if not x.by_name and x.key != _ITSELF]
+    return [y for x in read for y in (x.values() if isinstance(x, dict) else [x])]
 
 
 def _has(x: object, name: str) -> bool:
-    """Whether an object or its class stores an attribute as a value: reading any other attribute may run code."""
+    """True if an attribute is stored as a value or made by the user's code: reading any other may run a library's."""
     value, of_class = (inspect.getattr_static(y, name, _has) for y in (x, type(x)))  # a function, where there is none
-    return value is not of_class or isinstance(value, MemberDescriptorType) or not hasattr(type(value), "__get__")
+    if value is not of_class or isinstance(value, MemberDescriptorType) or not hasattr(type(value), "__get__"):
+        return True
+    if (value is not _has and _is_users(_function_of(value))) or _getter(x, name) is not None:
+        return True
+    return name == "__dict__" and not is_of_library(type(x))
 
 
 # Instructions that load a variable which outlives the call, and an attribute. LOAD_NAME is in bodies of classes.
@@ -182,8 +331,8 @@ _KINDS = ("GLOBAL", "NAME", "DEREF", "CLASSDEREF", "FROM_DICT_OR_GLOBALS", "FROM
 _LOADS = {f"LOAD_{kind}" for kind in _KINDS}
 
 
-def _names_in(code: CodeType) -> Iterator[tuple[str, ...]]:
-    """Yield the paths of names that code reads, as `("module", "attribute")`."""
+def _names_in(code: CodeType, first: str = "") -> Iterator[tuple[str, ...]]:
+    """Yield the paths of names that code reads, as `("module", "attribute")`; also those of its argument `first`."""
     path: tuple[str, ...] = ()
     for instruction in dis.get_instructions(code):
         if path and instruction.opname in ("LOAD_ATTR", "LOAD_METHOD"):
@@ -191,7 +340,11 @@ def _names_in(code: CodeType) -> Iterator[tuple[str, ...]]:
             continue
         if path:
             yield path
-        path = (instruction.argval,) if instruction.opname in _LOADS else ()
+        names = instruction.argval if isinstance(instruction.argval, tuple) else (instruction.argval,)
+        loads = instruction.opname in _LOADS or ("LOAD_FAST" in instruction.opname and first in names)
+        path = (names[-1],) if loads else ()  # since Python 3.13 one instruction may load two variables
+        if loads and len(names) == 2 and names[0] == first:
+            yield names[:1]
     for inner in code.co_consts:
         if isinstance(inner, CodeType):
             yield from _names_in(inner)

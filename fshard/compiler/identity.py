@@ -78,7 +78,7 @@ class FunctionIdentity:
 def identity(fn: object, called: Signature, options: object) -> FunctionIdentity:
     """The texts of a function that is called with arguments of a signature, compiled with these options."""
     writer, what, tensors = _Writer([*called.grids.values()]), {"jit's options": str(options)}, list[Tensor]()
-    for variable in captures(fn):
+    for variable in (x for x in captures(fn) if not x.is_code):
         _add(what, variable.name, writer.read(variable, variable.name))
         tensors += variable.tensors()
     first: dict[int, int] = {}
@@ -284,7 +284,10 @@ class _Writer:
 
     def _function(self, x: FunctionType) -> str:
         """Its name, what its closure, defaults and attributes have; of the user's also what it reads by name."""
-        read, code = [f"{variable.name}: {self.read(variable)}" for variable in variables(x)], ""
+        read, code = (
+            [f"{variable.name}: {self.read(variable)}" for variable in variables(x) if not variable.is_code],
+            "",
+        )
         if not x.__code__.co_filename.startswith(LIBRARIES):
             self.functions.append(x)
             code = _digest_of_code(x.__code__)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Generic, ParamSpec, TypeVar
@@ -15,6 +15,7 @@ from ..comm.mesh import OnMesh
 from ..core import func_levels, tree
 from ..core.arguments import check_flags, check_whole, wrong
 from ..core.tracing import is_tracing
+from ..core.tree import tensors
 from ..hosts.check import Checked, is_wanted
 from ..sharding.sharded import Sharded
 from . import artifact as artifacts
@@ -27,6 +28,11 @@ from .signature import Contents, Signature, changed, contents, difference, flatt
 P = ParamSpec("P")
 R = TypeVar("R")
 _CacheKey = tuple[Signature, Contents]
+_Graph = Compiled | None  # None: a result requires a gradient, which a graph does not pass on, so the function runs
+_PLAIN = (
+    "not compiled: a result requires a gradient, so the function runs as it is written. Jit the function that takes "
+    "the derivative, or call this one in torch.no_grad()"
+)
 
 # Bytes up to which collectives are merged where nothing else is asked for: below, a collective costs its start, not its
 # bytes, and two units of a large model have far more.
@@ -40,7 +46,7 @@ class Jitted(Generic[P, R]):
         self._fn, self._backend, self._path = fn, backend, path
         self.options: Options = options  # of the passes
         self.__wrapped__ = fn  # where `captures` finds it
-        self._graphs: dict[_CacheKey, Compiled] = {}  # graphs of calls in which no argument lies on a mesh
+        self._graphs: dict[_CacheKey, _Graph] = {}  # graphs of calls in which no argument lies on a mesh
         self._captures: list[Capture] = []
         self._inputs = set[tuple[int, str]]()  # place and key of variables whose tensors are inputs of any graph
         self._reasons: list[str] = []
@@ -58,31 +64,31 @@ class Jitted(Generic[P, R]):
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
         """Call the function. The first call with a new signature traces and compiles a graph."""
-        if is_tracing() or torch.compiler.is_compiling():  # part of a larger graph
+        # part of a larger graph, or of a transform, which does not see through a compiled one
+        if is_tracing() or torch.compiler.is_compiling() or func_levels.inside():
             return self._fn(*args, **kwargs)
         checked = self._checked and tree.nodes((args, kwargs), Sharded)
         return (Checked(self._run) if checked else self._run)(*args, **kwargs)
 
     def _run(self, *args: P.args, **kwargs: P.kwargs) -> R:
-        if func_levels.inside():
-            raise TypeError(
-                "jit: a jitted function cannot run inside torch.func.grad, jvp or vmap, which would not see through "
-                "its graph: jit the outermost function, as in jit(torch.func.grad(fn))"
-            )
         (leaves, spec), nodes = flatten(args, kwargs), on_meshes((args, kwargs))
+        if _has_derivative(leaves):
+            self._reasons += [_PLAIN] * (_PLAIN not in self._reasons)
+            return self._fn(*args, **kwargs)
         graphs = self._graphs_for(nodes)
         called, variables = signature(leaves, spec, nodes), self._captures
         inputs = inputs_of(variables)
-        compiled = graphs.get((called, contents(variables, inputs)))
-        if compiled is None:
+        compiled = graphs.get((called, contents(variables, inputs)), ...)
+        if compiled is ...:
             compiled, variables, how = self._compiled(leaves, called)
             inputs = inputs_of(variables)
             key = called, contents(variables, inputs)
-            self._reasons.append(how or self._reason(graphs, key))
+            reason = how or self._reason(graphs, key)
+            self._reasons.append(reason if compiled else f"{reason}, and {_PLAIN}")
             graphs[key] = compiled
-        return compiled.run(leaves, args, inputs)
+        return self._fn(*args, **kwargs) if compiled is None else compiled.run(leaves, args, inputs)
 
-    def _graphs_for(self, nodes: list[OnMesh]) -> dict[_CacheKey, Compiled]:
+    def _graphs_for(self, nodes: list[OnMesh]) -> dict[_CacheKey, _Graph]:
         """Return the cached graphs, by key, for arguments with these nodes.
 
         Graphs of arguments on a mesh are kept in a cache of the arguments' layout, and are freed with that layout.
@@ -90,7 +96,7 @@ class Jitted(Generic[P, R]):
         homes = [node.home for node in nodes if node.home is not None]
         return homes[0].derived.graphs.setdefault(self, {}) if homes else self._graphs
 
-    def _compiled(self, leaves: list[object], called: Signature) -> tuple[Compiled, list[Capture], str]:
+    def _compiled(self, leaves: list[object], called: Signature) -> tuple[_Graph, list[Capture], str]:
         """Trace and compile a graph for these arguments, or load it.
 
         Return it, the variables that the function reads, and how it came from the artifact, if there is one.
@@ -100,8 +106,9 @@ class Jitted(Generic[P, R]):
         if self._path is not None:
             compiled, how = self._from_artifact(self._path, leaves, called, variables)
         else:
-            compiled, how = lower(self._fn, leaves, called.spec, self.options).compile(self._backend), ""
-        self._inputs |= {variable.identity for variable in compiled.interface.captured}
+            lowered = lower(self._fn, leaves, called.spec, self.options)
+            compiled, how = (None, "") if lowered.traced.has_gradient else (lowered.compile(self._backend), "")
+        self._inputs |= {variable.identity for variable in (compiled.interface.captured if compiled else ())}
         # Of a variable that changed during the trace only the tensors are compared, if they are inputs: a function that
         # counts its own traces would otherwise be traced in every call.
         compared = zip(variables, before, contents(variables, {}), strict=True)
@@ -111,7 +118,7 @@ class Jitted(Generic[P, R]):
 
     def _from_artifact(
         self, path: str, leaves: list[object], called: Signature, variables: list[Capture]
-    ) -> tuple[Compiled, str]:
+    ) -> tuple[_Graph, str]:
         """Load a compiled function from the artifact; if any rank finds none there, trace, and write it."""
         known, mesh, first = identity(self._fn, called, self.options), called.mesh, not self._reasons
         # Ranks come together to the first call alone: later ones may have new arguments on some ranks.
@@ -122,13 +129,15 @@ class Jitted(Generic[P, R]):
             how = f"traced, and written to {path}" if first else "traced again, and not written"
             rank = next(rank for rank, reason in enumerate(reasons) if reason)
             how += f": {program if isinstance(program, str) else f'rank {rank}: {reasons[rank]}'}"
-            traced = partial(lower, self._fn, leaves, called.spec, self.options)
-            program = together(others, lambda: traced().program(leaves))
+            lowered = together(others, partial(lower, self._fn, leaves, called.spec, self.options))
+            if lowered.traced.has_gradient:
+                return None, ""
+            program = together(others, partial(lowered.program, leaves))
             if first:
                 artifacts.save(path, known, program, mesh)
         return loaded(program, leaves, called, variables, self.options), how
 
-    def _reason(self, graphs: dict[_CacheKey, Compiled], key: _CacheKey) -> str:
+    def _reason(self, graphs: dict[_CacheKey, _Graph], key: _CacheKey) -> str:
         if not self._reasons:
             return "traced for the first call"
         if not graphs:
@@ -137,6 +146,13 @@ class Jitted(Generic[P, R]):
         if old_signature == new_signature:
             return f"traced again: {changed(old_contents, new_contents)}"
         return f"traced again: {difference(old_signature, new_signature)}"
+
+
+def _has_derivative(leaves: Sequence[object]) -> bool:
+    """True if the arguments are parts of a derivative: results of operators that require a gradient, or tangents."""
+    if torch.is_grad_enabled() and any(x.grad_fn is not None for x in tensors(leaves)):
+        return True
+    return any(map(func_levels.is_dual, leaves))
 
 
 def jit(
@@ -169,12 +185,13 @@ def jit(
       function is traced, and rank 0 writes it there. `.explain()` says which, and why. All ranks must see the file, and
       come to the first call together. It is a program: load none that you would not run.
 
-    Gradients cannot be taken through a jitted function from outside: put the gradient inside.
+    A graph passes no gradient on: put the gradient inside. If a result requires a gradient, or a transform of
+    torch.func runs, `fn` itself is called, and nothing is compiled.
 
     Raises TraceError if `fn` depends on the value of a tensor, uses a tensor that is not an argument, assigns to
     attributes of its arguments, seeds or uses a random generator of its own, makes sparse tensors, or returns a leaf
-    that is not a tensor, number, string or None. Raises TypeError inside a transform of torch.func, and for arguments
-    that cannot be compared with the arguments of a later call.
+    that is not a tensor, number, string or None. Raises TypeError for arguments that cannot be compared with the
+    arguments of a later call, and for tensors of other classes than Tensor and Parameter.
 
     >>> jit(lambda x: {"y": 2 * x}, backend="eager")(torch.tensor(1.0))
     {'y': tensor(2.)}

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, fx
 
 from ..comm.consensus import together
-from ..core import tree
+from ..core import func_levels, tree
 from ..core.tracing import mark
 from ..core.tree import Tree, tensors
 from ..graph import inspect, passes
@@ -72,6 +72,7 @@ class Interface(NamedTuple):
     contents: Contents  # of those variables
     out_spec: tree.Spec
     results: tuple[object, ...]  # as in `Trace`
+    has_gradient: bool = False
 
 
 @dataclass(frozen=True)
@@ -140,7 +141,13 @@ class Lowered:
     def interface(self) -> Interface:
         """How the function is called."""
         return Interface(
-            self.signature, self.donate, self.captured, self.contents, self.traced.out_spec, self.traced.results
+            self.signature,
+            self.donate,
+            self.captured,
+            self.contents,
+            self.traced.out_spec,
+            self.traced.results,
+            self.traced.has_gradient,
         )
 
     def program(self, leaves: Sequence[object] = ()) -> Program:
@@ -148,6 +155,8 @@ class Lowered:
 
         UnsavableError for a graph that stays whole, and with CUDA graphs, which have addresses.
         """
+        if self.traced.has_gradient:
+            raise UnsavableError("jit: artifact: the result requires a gradient, which a graph does not pass on")
         with _compiling("inductor"):
             parts = [] if _has_cuda_graphs() else regions(self.traced.module)
             if not parts:
@@ -229,6 +238,11 @@ class Compiled:
     def __call__(self, *args: Tree, **kwargs: Tree) -> Tree:
         """Call the compiled function. Raises ValueError for arguments of another signature."""
         leaves, spec = flatten(args, kwargs)
+        if self.interface.has_gradient or any(map(func_levels.is_dual, leaves)):
+            raise TypeError(
+                "compiled: the result requires a gradient, which a graph does not pass on: compile the function that "
+                "takes the derivative, or lower and call this one in torch.no_grad()"
+            )
         called = signature(leaves, spec, on_meshes((args, kwargs)))
         if called != self.interface.signature:
             raise ValueError(f"compiled for other arguments: {difference(self.interface.signature, called)}")

@@ -16,11 +16,11 @@ from collections.abc import ItemsView, Iterable, Iterator, KeysView, Mapping, Se
 from dataclasses import fields, is_dataclass
 from itertools import chain
 from numbers import Number
-from types import BuiltinMethodType, FunctionType, MappingProxyType, ModuleType, SimpleNamespace
+from types import BuiltinMethodType, CodeType, FunctionType, MappingProxyType, MethodType, ModuleType, SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..comm.mesh import MESHES, Mesh, OnMesh, is_mesh
 from ..core import tree
@@ -28,7 +28,7 @@ from ..core.storage import address
 from ..core.tracing import Marked
 from ..core.tree import Tree
 from .captures import Capture, is_of_library
-from .trace import resolved
+from .trace import kind_in_key, resolved
 
 Key = tuple[type, *tuple[object, ...]]  # the type of a value, and what is compared of the value
 Contents = tuple[tuple[str, object], ...]  # of captured variables: name, and what is compared of the value
@@ -55,7 +55,7 @@ class TensorKey(NamedTuple):
     dtype: torch.dtype
     device: torch.device
     requires_grad: bool
-    kind: type[Tensor]  # a subclass of `Marked`, or `Tensor`
+    kind: type  # by `kind_in_key`
 
 
 class Signature(NamedTuple):
@@ -141,6 +141,7 @@ def signature(leaves: Sequence[object], spec: tree.Spec, nodes: Sequence[OnMesh]
     """
     try:
         kinds = tuple(map(key_of, leaves))
+        _check_classes({key.kind for key in kinds if isinstance(key, TensorKey)})
         hash((spec, kinds))
     except (TypeError, ValueError, RuntimeError) as failure:
         raise _incomparable(leaves, spec) from failure
@@ -162,14 +163,20 @@ def _trained(leaves: Sequence[object]) -> tuple[tuple[object, ...], ...]:
     )
 
 
+def _check_classes(kinds: Iterable[type]) -> None:
+    """Raise TypeError for a class of tensors whose operators, and instances, a graph would not have."""
+    for kind in kinds:
+        if kind not in (Tensor, nn.Parameter, nn.Buffer) and not issubclass(kind, Marked):
+            raise TypeError(f"a tensor of class {kind.__name__}")
+
+
 def key_of(leaf: object) -> TensorKey | Key:
     """Return the key by which a leaf is compared. TypeError for a tensor that is not strided."""
     if isinstance(leaf, Tensor):
         if leaf.layout is not torch.strided:
             raise TypeError(f"a tensor of layout {leaf.layout}")
         device = torch.get_default_device() if leaf.device.type == "meta" else leaf.device  # as in `trace`
-        kind = type(leaf) if isinstance(leaf, Marked) else Tensor
-        return TensorKey(leaf.shape, leaf.stride(), leaf.dtype, device, leaf.requires_grad, kind)
+        return TensorKey(leaf.shape, leaf.stride(), leaf.dtype, device, leaf.requires_grad, kind_in_key(leaf))
     return fixed(leaf)
 
 
@@ -241,6 +248,8 @@ def _compared(variable: Capture) -> object:
     if variable.of_tensors:
         return tuple(_content(x, {}) for x in variable.tensors())
     value = variable.read()
+    if variable.is_code or (type(value) is tuple and not value):
+        return value
     # An attribute that is not read may change at each call, unless the object is frozen.
     params = getattr(type(value), "__dataclass_params__", None)
     changes = isinstance(value, SimpleNamespace) if params is None else not params.frozen
@@ -252,12 +261,17 @@ def _compared(variable: Capture) -> object:
 
 def _content(value: Any, seen: dict[int, tuple[int, object]]) -> object:  # Any: as in `fixed`
     """Return the key of a value. `seen` are the objects around and before it in one variable, by id, in order."""
-    if type(value) in (FunctionType, ModuleType):  # they compare by identity already; most captured values are these
+    if type(value) in (FunctionType, ModuleType, CodeType):  # they compare as they are; most captured values are these
         return value
+    if type(value) is MethodType:
+        return MethodType, value.__func__, _Same(value.__self__)
     if value is None or isinstance(value, Number | str | bytes | torch.device):
         return type(value), repr(value)
     if isinstance(value, Tensor):
-        key = key_of(value) if value.layout is torch.strided else (Tensor, value.shape, value.dtype, value.device)
+        try:
+            key = key_of(value) if value.layout is torch.strided else (Tensor, value.shape, value.dtype, value.device)
+        except RuntimeError:  # a nested or uninitialized one, which has no shape
+            return _Same(value)
         return key, value.is_conj(), value.is_neg()  # which say how it is laid out when they are resolved
     if isinstance(value, dict | list | tuple) and not (flat := tree.flatten(value))[1].is_leaf():
         return flat[1], _names(flat[1]), _orders(value), *(_content(x, seen) for x in flat[0])
@@ -303,6 +317,13 @@ def _incomparable(leaves: Sequence[object], spec: tree.Spec) -> TypeError:
         if isinstance(leaf, Tensor) and leaf.layout is not torch.strided:
             return TypeError(
                 f"jit: argument {path!r} is a tensor of layout {leaf.layout}: make it dense with .to_dense()"
+            )
+        try:
+            _check_classes([kind_in_key(leaf)] if isinstance(leaf, Tensor) else [])
+        except TypeError as failure:
+            return TypeError(
+                f"jit: argument {path!r} is {failure}, whose operators and class a graph does not have: pass plain "
+                "tensors (x.as_subclass(torch.Tensor), or the tensors in it), and make its class outside"
             )
         try:
             hash(key_of(leaf))

@@ -12,7 +12,8 @@ from __future__ import annotations
 import re
 import sys
 import traceback
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from numbers import Number
@@ -25,6 +26,7 @@ from torch import Tensor, fx, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
+from torch.nn.parameter import is_lazy
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -32,8 +34,9 @@ from ..core import tree
 from ..core.arguments import NOT_THE_USER, call_site, check_function, frame_of, line_of
 from ..core.random import draws
 from ..core.storage import address
-from ..core.tracing import Args, Kwargs, Marked, Operator, kind_of, mark
+from ..core.tracing import Args, Kwargs, Marked, Operator, assigned, kind_of, mark, unhooked
 from ..core.tree import Tree, tensors, with_tensors
+from ..sharding.reads import RUNNING
 from .captures import captures, generators, state_of
 
 P = ParamSpec("P")
@@ -60,6 +63,7 @@ class Trace:
     spec: tree.Spec
     out_spec: tree.Spec
     results: tuple[object, ...]
+    has_gradient: bool = False  # whether a result requires a gradient, which the graph does not pass on
 
 
 @dataclass(frozen=True)
@@ -71,7 +75,14 @@ class Output:
 
 
 def resolved(x: Tensor) -> Tensor:
-    """Return the tensor without a conjugate or negative bit, which a graph would not see: it reads the memory."""
+    """Return the tensor without a conjugate or negative bit, which a graph would not see: it reads the memory.
+
+    For a parameter as the code of a module reads it, return the tensor of which it is a view.
+    """
+    if type(x) is not Tensor:
+        if is_lazy(x):  # a signature refuses it
+            return x
+        x = x.view_as(x) if type(x).__module__.startswith("fshard.module.") else x
     return x.resolve_conj().resolve_neg() if x.is_conj() or x.is_neg() else x
 
 
@@ -83,10 +94,11 @@ def trace(fn: Callable[..., Tree], leaves: Sequence[object], spec: tree.Spec, ca
     """
     out_spec: tree.Spec
     results: list[object] = []
+    has_gradient = False
 
     def flat(*inputs: Tensor) -> list[Tensor]:
         """Call `fn` with the fake tensors `inputs`; make_fx, which accepts only tensors, calls this function."""
-        nonlocal out_spec
+        nonlocal out_spec, has_gradient
         inputs, more = inputs[: len(tensors(leaves))], inputs[len(tensors(leaves)) :]
         fake_of = {id(x): fake for x, fake in reversed([*zip(captured, more, strict=True)])}
         before = [_identity(x) for x in (*inputs, *more)]
@@ -94,10 +106,10 @@ def trace(fn: Callable[..., Tree], leaves: Sequence[object], spec: tree.Spec, ca
             if isinstance(leaf, Marked):
                 mark(x, type(leaf))
         args, kwargs = tree.unflatten(spec, with_tensors(leaves, inputs))
-        places = {address(x) for x in (*inputs, *more)}
-        with _without_random_state(fake_of), _Captured(fake_of, places), _undrawn(fn, leaves):
+        with _without_random_state(fake_of), _Captured(fake_of, [*inputs, *more]), _undrawn(fn, leaves):
             out, out_spec = tree.flatten(fn(*args, **kwargs))
         out = [fake_of.get(id(leaf), leaf) for leaf in out]
+        has_gradient = any(leaf.requires_grad for leaf in tensors(out))
         _check_same([*inputs, *more], before, [*paths, *("a captured tensor" for _ in more)])
         _check_constants(out, out_spec, leaves)
         outputs: list[Tensor] = []
@@ -111,7 +123,7 @@ def trace(fn: Callable[..., Tree], leaves: Sequence[object], spec: tree.Spec, ca
         # Private API: torch has no public way to save and restore a thread's dispatch keys. An error inside a transform
         # of torch.func may leave keys of that transform set, and later transforms then fail. test_func_losses.py fails
         # if torch removes the guard.
-        with _mode_of(leaves, caches) as mode, torch._C._PreserveDispatchKeyGuard():
+        with _mode_of(leaves, caches) as mode, torch._C._PreserveDispatchKeyGuard(), _alone():
             fakes = list(_fakes(mode, [*tensors(leaves), *map(resolved, captured)]))
             try:
                 return make_fx(flat, tracing_mode="fake")(*fakes)
@@ -138,7 +150,7 @@ def trace(fn: Callable[..., Tree], leaves: Sequence[object], spec: tree.Spec, ca
             "jit: the function uses a tensor that the body of a scan put somewhere: a body is traced once for several "
             "units, so that it returns what others read (`carry, y`)"
         )
-    return Trace(module, spec, out_spec, tuple(results))
+    return Trace(module, spec, out_spec, tuple(results), has_gradient)
 
 
 def eval_shape(fn: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
@@ -167,6 +179,15 @@ def eval_shape(fn: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
 
 
 @contextmanager
+def _alone() -> Iterator[None]:
+    """A block of which a checkpoint or `remat` around the call, which may run it again, sees nothing."""
+    with assigned(RUNNING, None), unhooked(), warnings.catch_warnings():
+        # torch asks results for `.grad`, and hides its warning only if that is no error
+        warnings.filterwarnings("ignore", message="The .grad attribute of a Tensor that is not a leaf")
+        yield
+
+
+@contextmanager
 def _mode_of(leaves: Sequence[object], caches: bool, takes_real: bool = False) -> Iterator[FakeTensorMode]:
     """The mode of fake tensors for a run with these arguments; `takes_real`: other tensors become fake where read.
 
@@ -188,10 +209,31 @@ def _mode_of(leaves: Sequence[object], caches: bool, takes_real: bool = False) -
 def _fake(mode: FakeTensorMode, leaf: Tensor) -> Tensor:
     """Return a fake tensor with the metadata of `leaf`. A meta tensor becomes a fake one on the default device."""
     if leaf.device.type == "meta" or (isinstance(leaf, FakeTensor) and leaf.fake_mode is not mode):
-        return alone(leaf, mode)
+        return _of_kind(leaf, alone(leaf, mode))
     if isinstance(leaf, FakeTensor):
         return leaf
-    return mode.from_tensor(leaf, static_shapes=True)
+    return _of_kind(leaf, mode.from_tensor(leaf, static_shapes=True))
+
+
+def kind_in_key(x: Tensor) -> type:
+    """The class by which the branch of an `isinstance` may go: `Marked`, Parameter, Buffer, or Tensor for a fake one.
+
+    Any other class is the tensor's own.
+    """
+    kind = type(x)
+    if kind is Tensor or issubclass(kind, FakeTensor):
+        return nn.Parameter if getattr(x, "_is_param", False) else nn.Buffer if hasattr(x, "_is_buffer") else Tensor
+    return kind
+
+
+def _of_kind(leaf: Tensor, fake: Tensor) -> Tensor:
+    """A fake tensor of the class of a real one: `isinstance` asks for these attributes."""
+    kind = kind_in_key(leaf)
+    if kind is nn.Parameter:
+        fake._is_param = True
+    elif kind is nn.Buffer:
+        fake._is_buffer = True  # type: ignore[attr-defined]
+    return fake
 
 
 def alone(x: Tensor, mode: FakeTensorMode | None = None) -> Tensor:
@@ -212,7 +254,7 @@ def _fakes(mode: FakeTensorMode, leaves: Iterable[Tensor]) -> Iterator[Tensor]:
     for leaf in leaves:
         memory = address(leaf)
         is_apart = memory in seen and not leaf.requires_grad
-        yield alone(leaf, mode) if is_apart else _fake(mode, leaf)
+        yield _of_kind(leaf, alone(leaf, mode)) if is_apart else _fake(mode, leaf)
         seen.add(memory)
 
 
@@ -260,20 +302,28 @@ def _put(fake_of: Mapping[int, Tensor], x: Tree) -> Tree:
     return tree.map(lambda leaf: fake_of.get(id(leaf), leaf), x)
 
 
+_SET_DATA = Tensor.data.__set__  # type: ignore[attr-defined]
+
+
 class _Captured(TorchFunctionMode):
     """Put fake tensors in place of captured ones, also where no operator is called: in `.tolist()`, `.data`.
 
-    Raise TraceError if the function asks where a tensor lies in one of the inputs' storages, whose addresses are given:
-    in another call it may lie elsewhere.
+    Raise TraceError if the function asks where a tensor lies in one of the inputs' storages (in another call it may lie
+    elsewhere), and if it sets `.data` of another tensor than an input, which no operator records.
     """
 
-    def __init__(self, fake_of: Mapping[int, Tensor], inputs: Collection[int]) -> None:
+    def __init__(self, fake_of: Mapping[int, Tensor], inputs: Sequence[Tensor]) -> None:
         super().__init__()
-        self._fake_of, self._inputs = fake_of, inputs
+        self._fake_of, self._inputs = fake_of, {id(x): address(x) for x in inputs}
 
     def __torch_function__(self, func: Operator, types: object, args: Args = (), kwargs: Kwargs = None) -> object:
         args, kwargs = _put(self._fake_of, (args, kwargs or {})) if self._fake_of else (args, kwargs or {})
-        asks = func is Tensor.storage_offset and address(args[0]) in self._inputs
+        if func == _SET_DATA and id(args[0]) not in self._inputs:  # of inputs `_check_same` tells the path
+            raise TraceError(
+                f"jit: the function assigns to .data of a tensor at {call_site()}, which no graph has: give the new "
+                "tensor a name of its own, or write into this one with .copy_() in torch.no_grad()"
+            )
+        asks = func is Tensor.storage_offset and address(args[0]) in self._inputs.values()
         if asks and not sys._getframe(1).f_code.co_filename.startswith(NOT_THE_USER):
             raise TraceError(f"jit: storage_offset() of an argument at {call_site()}: pass that number as an argument")
         if func in (Tensor.tolist, torch.tensor):  # which read the memory of real tensors, and call no operator
@@ -311,7 +361,7 @@ class _Watch(TorchDispatchMode):
         kwargs = kwargs or {}
         if self._fake_of:
             args, kwargs = _put(self._fake_of, (args, kwargs))  # what was called without a name in Python, too
-        if any(type(x) in (Tensor, nn.Parameter) for x in args) and func not in _LIFTS:
+        if any(isinstance(x, Tensor) and not isinstance(x, FakeTensor) for x in args) and func not in _LIFTS:
             # as torch's fake tensors say, which let tensors of one element pass
             raise RuntimeError("convert all Tensors to FakeTensors")
         if draws(func, args, kwargs):

@@ -18,7 +18,7 @@ from torch import Tensor
 # Private, here and below: torch has no public way to ask whether a transform is running, nor to leave it temporarily
 # (test_func_losses.py fails if torch removes these).
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack, temporarily_restore_interpreter_stack
-from torch.autograd.forward_ad import unpack_dual
+from torch.autograd import forward_ad
 
 from . import tree
 from .tree import Tree
@@ -47,8 +47,7 @@ def differentiates(x: Tree) -> bool:
 
 
 def _carries(x: Tensor) -> bool:
-    grad = x.requires_grad and torch.is_grad_enabled()
-    return grad or (x.layout is torch.strided and unpack_dual(x).tangent is not None)  # torch has no sparse tangents
+    return (x.requires_grad and torch.is_grad_enabled()) or is_dual(x)
 
 
 def depending(x: Tensor, on: Tree) -> Tensor:
@@ -82,6 +81,18 @@ def is_wrapped(x: Tensor) -> bool:
     [1.0, 1.0]
     """
     return torch._C._functorch.is_functorch_wrapped_tensor(x)
+
+
+def is_dual(x: object) -> bool:
+    """True for a tensor with a tangent of torch.autograd.forward_ad, which operators in a graph would not see.
+
+    >>> is_dual(torch.zeros(2))
+    False
+    """
+    # private: to unpack each tensor where there is no level takes longer (test_jit_derivatives.py notices when it goes)
+    if forward_ad._current_level < 0 or not isinstance(x, Tensor) or x.layout is not torch.strided:
+        return False  # torch has no sparse tangents
+    return forward_ad.unpack_dual(x).tangent is not None
 
 
 def unwrapped(x: Tensor) -> Tensor:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from typing import Any, Generic, TypeAlias, TypeVar
@@ -49,6 +49,26 @@ def assigned(variable: ContextVar[T], value: T) -> Iterator[None]:
         yield
     finally:
         variable.reset(token)
+
+
+# private: there is no public way to take hooks off (test_prefetch.py notices when it goes)
+_top_hooks: Any = torch._C._autograd._top_saved_tensors_default_hooks
+_pop_hooks = torch._C._autograd._pop_saved_tensors_default_hooks
+_push_hooks = torch._C._autograd._push_saved_tensors_default_hooks
+
+
+@contextmanager
+def unhooked() -> Iterator[Sequence[tuple[Any, Any]]]:
+    """Take the hooks on saved tensors off for a block, which is given them, innermost first."""
+    hooks = []
+    while top := _top_hooks(True):
+        hooks.append(top)
+        _pop_hooks()
+    try:
+        yield hooks
+    finally:
+        for pack, unpack in reversed(hooks):
+            _push_hooks(pack, unpack)
 
 
 class memo(Generic[S, T]):  # lower case, because it is a decorator like `property`

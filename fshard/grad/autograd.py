@@ -26,7 +26,7 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from ..core.storage import address, span
-from ..core.tracing import assigned
+from ..core.tracing import assigned, unhooked
 
 OnGrads = Callable[[Any, Sequence[Tensor | None]], None]  # of a `TapeUnit`, and its gradients
 Ctx = Any  # torch's context of a function, on which forward sets any attributes for backward
@@ -108,8 +108,6 @@ def check_reached(outs: Sequence[Tensor], hides: bool, reached: bool) -> None:
 
 # private: nothing public tells which hooks are on (test_prefetch.py notices when it goes)
 _top_hooks = torch._C._autograd._top_saved_tensors_default_hooks
-_pop_hooks = torch._C._autograd._pop_saved_tensors_default_hooks
-_push_hooks = torch._C._autograd._push_saved_tensors_default_hooks
 
 
 class Block(NamedTuple):
@@ -130,18 +128,10 @@ def _is_checkpoint(pack: object) -> bool:
 
 
 def _outermost() -> Block:
-    stack = [*iter(_popped, None)]
-    for pack, unpack in reversed(stack):
-        _push_hooks(pack, unpack)
+    with unhooked() as stack:
+        pass
     running = [pack for pack, _ in stack if _is_checkpoint(pack)]
     return Block(running[-1], len(running) > 1)
-
-
-def _popped() -> tuple[Callable[[Tensor], object], Callable[[object], Tensor]] | None:
-    hooks = _top_hooks(True)
-    if hooks:
-        _pop_hooks()
-    return hooks
 
 
 class Saves(Protocol):
