@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from support.optimizers import TRANSFORMS, VALUES, hyperparams, makers
+from support.worlds import gloo
 from torch import Tensor, func, nn
 from torch.autograd import forward_ad
 
@@ -197,6 +198,13 @@ def test_a_derivative_by_a_hyper_parameter(maker: str, name: str, ranks: int, wa
     plain = lambda h: outer(trained(built(makers()[maker], name, h), PARAMS, DATA, "update", 2), DATA)  # noqa: E731
     right = difference(plain, torch.tensor(VALUES[name], dtype=F64))
     torch.testing.assert_close(sum(on(ranks, of_hyper, maker, name, how, way)), right, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", ["clip_by_global_norm", "lamb"])
+def test_ranks_that_are_processes(name: str) -> None:
+    """Over gloo."""
+    right = difference(one_device(MADE[name](), 2), AT)
+    torch.testing.assert_close(sum(gloo(of_start, name, "step", "by_grad", 2)), right, rtol=1e-5, atol=1e-6)
 
 
 S, R = "shard", "replicate"
