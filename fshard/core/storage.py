@@ -38,11 +38,12 @@ def _dense(x: Tree) -> Iterator[Tensor]:
 
 
 def span(storage: torch.UntypedStorage) -> range:
-    """Return where in memory a storage lies; of meta and fake tensors, which lie nowhere, its identity."""
-    if storage.device.type == "meta":
-        return range(storage._cdata, storage._cdata + 1)
-    start = storage.data_ptr()
-    return range(start, start + storage.nbytes())
+    """Return where in memory a storage lies; of a storage without memory (meta, fake, functional) its identity."""
+    try:
+        start = 0 if storage.device.type == "meta" else storage.data_ptr()
+    except RuntimeError:  # since torch 2.15, where data_ptr was 0
+        start = 0
+    return range(start, start + storage.nbytes()) if start else range(storage._cdata, storage._cdata + 1)
 
 
 class Places:
