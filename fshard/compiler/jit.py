@@ -14,9 +14,12 @@ from ..comm.consensus import of_all, together
 from ..comm.mesh import OnMesh
 from ..core import func_levels, tree
 from ..core.arguments import check_flags, check_whole, wrong
+from ..core.losses import running
 from ..core.tracing import is_tracing
 from ..core.tree import tensors
 from ..hosts.check import Checked, is_wanted
+from ..plan.plan import Plan
+from ..plan.precision import Policy
 from ..sharding.sharded import Sharded
 from . import artifact as artifacts
 from .artifact import file_at
@@ -32,6 +35,10 @@ _Graph = Compiled | None  # None: a result requires a gradient, which a graph do
 _PLAIN = (
     "not compiled: a result requires a gradient, so the function runs as it is written. Jit the function that takes "
     "the derivative, or call this one in torch.no_grad()"
+)
+_CASTS = (
+    "not compiled: it was called in a loss of parameters with a policy, by which modules cast, so the function runs as "
+    "it is written. Jit the function that takes the derivative, fshard.predict(fn) or fshard.evaluate(fn)"
 )
 
 # Bytes up to which collectives are merged where nothing else is asked for: below, a collective costs its start, not its
@@ -72,8 +79,8 @@ class Jitted(Generic[P, R]):
 
     def _run(self, *args: P.args, **kwargs: P.kwargs) -> R:
         (leaves, spec), nodes = flatten(args, kwargs), on_meshes((args, kwargs))
-        if _has_derivative(leaves):
-            self._reasons += [_PLAIN] * (_PLAIN not in self._reasons)
+        if why := _PLAIN if _has_derivative(leaves) else _CASTS if _in_loss_with_policy() else "":
+            self._reasons += [why] * (why not in self._reasons)
             return self._fn(*args, **kwargs)
         graphs = self._graphs_for(nodes)
         called, variables = signature(leaves, spec, nodes), self._captures
@@ -93,7 +100,7 @@ class Jitted(Generic[P, R]):
 
         Graphs of arguments on a mesh are kept in a cache of the arguments' layout, and are freed with that layout.
         """
-        homes = [node.home for node in nodes if node.home is not None]
+        homes = [node.home for node in nodes if node.home is not None] or [plan for plan in _plans_of_loss() if plan.mesh]
         return homes[0].derived.graphs.setdefault(self, {}) if homes else self._graphs
 
     def _compiled(self, leaves: list[object], called: Signature) -> tuple[_Graph, list[Capture], str]:
@@ -146,6 +153,16 @@ class Jitted(Generic[P, R]):
         if old_signature == new_signature:
             return f"traced again: {changed(old_contents, new_contents)}"
         return f"traced again: {difference(old_signature, new_signature)}"
+
+
+def _in_loss_with_policy() -> bool:
+    """Whether the loss that runs knows leaves by their memory, whose policies a graph of other tensors would lose."""
+    return any(plan.policy != Policy() for plan in _plans_of_loss())
+
+
+def _plans_of_loss() -> list[Plan]:
+    """The plans of the parameters of the loss that runs, and of those around it."""
+    return [tape.plan for tape in loss[4]] if (loss := running()) is not None else []
 
 
 def _has_derivative(leaves: Sequence[object]) -> bool:
