@@ -100,7 +100,9 @@ class Jitted(Generic[P, R]):
 
         Graphs of arguments on a mesh are kept in a cache of the arguments' layout, and are freed with that layout.
         """
-        homes = [node.home for node in nodes if node.home is not None] or [plan for plan in _plans_of_loss() if plan.mesh]
+        homes = [node.home for node in nodes if node.home is not None] or [
+            plan for plan in _plans_of_loss() if plan.mesh
+        ]
         return homes[0].derived.graphs.setdefault(self, {}) if homes else self._graphs
 
     def _compiled(self, leaves: list[object], called: Signature) -> tuple[_Graph, list[Capture], str]:

@@ -28,6 +28,7 @@ from typing import Self
 
 import torch
 from torch import Tensor
+from torch._ops import _higher_order_ops
 from torch._subclasses.fake_tensor import FakeTensor
 from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -73,6 +74,9 @@ class _OwnDraws(ExitStack):
         self.enter_context(assigned(_OWN, self))
         with _LOCK:
             key = _lead_here()
+            for op in _higher_order_ops.values():  # no fallback is theirs, and others may have been made since
+                if op.non_fallthrough_keys.has(key):
+                    op.fallthrough(key)
         self.enter_context(torch._C._IncludeDispatchKeyGuard(key))
         return self
 
@@ -86,14 +90,29 @@ class _OwnDraws(ExitStack):
     @contextmanager
     def drawing(self) -> Iterator[torch.Generator]:
         """A block that draws from the generator that it gets."""
-        if (seed := torch.initial_seed()) != self._seed:  # restored, or the loss has seeded torch's generator
+        self._follow()
+        yield self._generator
+        self.go_on(self._generator.get_state())
+
+    @property
+    def state(self) -> Tensor:
+        """The state from which the next numbers are drawn."""
+        self._follow()
+        return self._generator.get_state()
+
+    def go_on(self, state: Tensor) -> None:
+        """Draw from this state next."""
+        self._seed = self._begin + len(self._states)
+        self._states[self._seed] = state
+        self._generator.set_state(state)
+        torch.default_generator.manual_seed(self._seed)
+
+    def _follow(self) -> None:
+        """Go to the state that torch's generator stands for, if it was restored, or seeded by the loss."""
+        if (seed := torch.initial_seed()) != self._seed:
             if seed not in self._states:
                 _check_alone()
             self._generator.set_state(self._states.get(seed, torch.get_rng_state()))
-        yield self._generator
-        self._seed = self._begin + len(self._states)
-        self._states[self._seed] = self._generator.get_state()
-        torch.default_generator.manual_seed(self._seed)
 
 
 def _alone() -> list[int]:
@@ -190,7 +209,7 @@ UPDATE: ContextVar[Seeds | None] = ContextVar("fshard.core.random.update", defau
 
 def position(device: torch.device) -> Hashable:
     """A value that changes if anything is drawn from torch's generators, of the host or of a device."""
-    if is_tracing():
+    if is_tracing() or _OWN.get() is not None:
         return torch.default_generator.initial_seed()  # the index of the next state
     return tuple(g.get_state().numpy().tobytes() for g in (torch.default_generator, _default_generator(device)))
 
@@ -252,7 +271,7 @@ def forked(rank: int, device: torch.device) -> Iterator[None]:
 
     Those after it do not depend on `rank`, nor on what is drawn in the block.
     """
-    if (draws := stream()) is not None:
+    if (draws := stream() or _OWN.get()) is not None:
         inside, after = torch.ops.fshard.forked(draws.state, rank, device)
         draws.go_on(after)
         back = bookmark(device)

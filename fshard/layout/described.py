@@ -53,7 +53,7 @@ def _made(init: Callable[[Tree], Tree], layout: Layout, everywhere: Layout) -> l
     """The state of two leaves, of one and of all, on meta."""
     with torch.device("meta"):
         leaves = [layout.leaves[span.leaf] for span in everywhere.mine]
-        metas = [torch.empty(leaf.shape, dtype=leaf.dtype) for leaf in leaves]
+        metas = [torch.empty(leaf.shape, dtype=leaf.dtype, device="meta") for leaf in leaves]
         few = [[torch.empty_like(metas[0]) for _ in range(num)] for num in (2, 1)]
         return [init(Parts(layout_of(xs), xs)) for xs in few] + [init(Parts(everywhere, metas))]
 

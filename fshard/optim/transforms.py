@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -338,23 +339,33 @@ def _split(layout: Layout, transforms: Mapping[Label, TransformLike], labels: La
                 f"{', '.join(map(repr, transforms))}"
             )
         of_label.setdefault(label, []).append(number)
-    _warn_of_frozen(layout, [label for label in transforms if label not in of_label], labels)
+    if len(of_label) < len(transforms):
+        _warn_of_frozen(layout, [label for label in transforms if label not in of_label], labels)
     return {label: layout.pick(of_label[label]).prepared() for label in transforms if label in of_label}
 
 
 def _warn_of_frozen(layout: Layout, unused: Sequence[Label], labels: Labels) -> None:
-    """Warn of labels that select frozen leaves alone; a function of labels is not asked for those."""
+    """Warn of labels that select frozen leaves alone."""
     paths = tree.paths(layout.spec)
     frozen = [path for path, number in zip(paths, layout.places, strict=True) if number is None]
-    match_of = _matcher({} if callable(labels) else labels, paths)
+    match_of = partial(_label_by_path, labels) if callable(labels) else _matcher(labels, paths)
     for label in unused:
-        chosen = [path for path in frozen if callable(labels) or (match_of(path) or ("", None))[1] == label]
+        chosen = [path for path in frozen if (match_of(path) or ("", None))[1] == label]
         if chosen and label is not False:  # that of the leaves that `masked` leaves as they are
             warnings.warn(
                 f"by_label: no leaf that trains has the label {label!r}; frozen are {listed(chosen)}. If they shall "
                 "train, make a plan in which they do: without frozen=, of parameters that require a gradient",
                 stacklevel=2,
             )
+
+
+def _label_by_path(labels: Callable[[str, Tensor], Label], path: str) -> tuple[str, Label] | None:
+    """The label of a leaf of unknown shape; None if the function looks at the shape."""
+    try:
+        said = [labels(path, torch.empty([2] * ndim, device="meta")) for ndim in (1, 2)]
+    except Exception:  # the user's function knows no such leaf
+        return None
+    return (path, said[0]) if said[0] == said[1] else None
 
 
 def _check_patterns(layout: Layout, labels: Tree) -> None:

@@ -51,7 +51,7 @@ def laws(mesh: Any, passed: Any, entry: str) -> None:
 
         def loss(p: Any, x: torch.Tensor, q: Any, jit: Any) -> Any:
             mine = student(p, none, x.to(next(iter(fshard.tree.leaves(p))).dtype))[0]
-            out = passed(helper, jit, q, x)  # noqa: B023
+            out = passed(helper, jit, q, x)
             return mine.float().square().sum() + out.float().sum(), out
 
         found, expected = (ENTRIES[entry](partial(loss, jit=j), trained, x, beside) for j in (jit, lambda fn: fn))
