@@ -153,7 +153,7 @@ def _given(func: Operator, key: torch._C.DispatchKey, _: object, *args: Tree, **
     with torch._C._ExcludeDispatchKeyGuard(torch._C.DispatchKeySet(key)):
         # a compiler traces with fake tensors: its code asks for numbers when it runs
         is_real = x.device == HOST and not isinstance(x, FakeTensor | FunctionalTensor)
-        if block is None or not is_real or any(isinstance(x, torch.Generator) for x in every):
+        if block is None or is_tracing() or not is_real or any(isinstance(x, torch.Generator) for x in every):
             return func(*args, **kwargs)
         with block.drawing() as generator:
             return func(*args, **{**kwargs, "generator": generator})
@@ -164,7 +164,7 @@ def _around(
 ) -> Tree:
     """Call an operator that takes none: those that it calls come here, unless a dispatch mode, as a profiler, is on."""
     block = _OWN.get()
-    if block is None or not torch._C._len_torch_dispatch_stack():
+    if block is None or is_tracing() or not torch._C._len_torch_dispatch_stack():
         return func.redispatch(keys.remove(key), *args, **kwargs)
     with block.drawing() as generator, torch._C._ExcludeDispatchKeyGuard(torch._C.DispatchKeySet(key)):
         torch.set_rng_state(generator.get_state())
