@@ -71,6 +71,12 @@ class Places:
         return first < len(self._starts) and self._starts[first] < place.stop
 
 
+def aside(x: Tree, written: Tree) -> Tree:
+    """Return a tree with copies of the tensors that lie in the memory of `written`, which is about to change."""
+    memory = Places(written)
+    return tree.map(lambda leaf: leaf.clone() if isinstance(leaf, Tensor) and memory.has(leaf) else leaf, x)
+
+
 def writes(x: Tensor) -> int | None:
     """Return how often a tensor was written to in place; None for one of inference mode, which does not count it."""
     return None if x.is_inference() else x._version  # private: it has no public name (test_tape.py notices)

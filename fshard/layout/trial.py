@@ -17,6 +17,7 @@ from torch import Tensor
 from ..comm.mesh import AbstractMesh, num_ranks
 from ..core import tree
 from ..core.differences import Form
+from ..core.func_levels import unwrapped
 from ..core.random import SameDraws, bookmark
 from ..core.tracing import is_tracing
 from ..core.tree import Tree
@@ -188,6 +189,7 @@ def _alike(x: Tree, y: Tree, number: int, num: int) -> bool:
 def _equal(x: Tree, y: Tree) -> bool:
     if not isinstance(x, Tensor) or not isinstance(y, Tensor):
         return bool(x == y)
+    x, y = unwrapped(x), unwrapped(y)  # a function may close over a batched rate
     if x.shape != y.shape or x.dtype != y.dtype or not (x.is_floating_point() or x.is_complex()):
         return x.dtype == y.dtype and torch.equal(x, y)
     return torch.allclose(x, y, rtol=1e-5, atol=0, equal_nan=True)

@@ -13,6 +13,7 @@ from torch import Tensor
 from ..core import tree
 from ..core.func_levels import differentiates
 from ..core.scalars import Number, beside, is_zero
+from ..core.storage import aside
 from ..core.tree import Tree
 from ..layout.pieces import Parts, aligned, copied, packed, pieces
 from . import kernels
@@ -220,20 +221,24 @@ def update_part(
 
     part = tree.map_tops(begun, Parts, state)
     new_params, new_state = tx.step([*grads], part, [*params], found_inf, donate=True, **extra)
-    _put(params, new_params)
+    pairs = [*zip(params, new_params, strict=True)]
 
     def kept(old: Tree, given: Tree, new: Tree) -> Tree:
         if isinstance(old, Parts):
-            _put(given, new)
+            pairs.extend(zip(given, new, strict=True))
         return old if isinstance(old, Parts) else new
 
-    return tree.map_tops(kept, Parts, state, part, new_state)
+    after = tree.map_tops(kept, Parts, state, part, new_state)
+    _put([(old, x) for old, x in pairs if old is not x])
+    return after
 
 
-def _put(into: Sequence[Tensor], new: Sequence[Tensor]) -> None:
-    for old, x in zip(into, new, strict=True):
-        if old is not x:  # an optimizer may return new tensors instead of writing to those it was given
-            old.copy_(x)
+def _put(pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
+    """Write the tensors that an optimizer returned, instead of writing to those it was given, to these."""
+    into, new = [old for old, _ in pairs], [x for _, x in pairs]
+    # the new state may be old parameters, or another field's old values
+    for old, x in zip(into, aside(new, into), strict=True):
+        old.copy_(x)
 
 
 def all_numbers(*hyperparams: object) -> bool:

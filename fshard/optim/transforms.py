@@ -18,6 +18,7 @@ from ..core.arguments import shown, wrong
 from ..core.differences import listed
 from ..core.func_levels import depending, differentiates, refuse_derivative
 from ..core.scalars import double
+from ..core.storage import aside
 from ..core.tree import Tree
 from ..layout.layout import Layout, Leaf
 from ..layout.pieces import Views, copied, layout_of, packed, pick, put, write
@@ -79,6 +80,8 @@ def chain(*txs: TransformLike) -> Transform:
     ) -> tuple[Tree, Tree]:
         updates, states = _all_but_last(grads, state, params, extra)
         states = choose(found_inf, list(state[:-1]), states)
+        if donate and any(tx.draws for tx in parts[:-1]):  # yours, whose states may be the parameters of before
+            states = aside(states, params)
         to_last = _not_own(extra) if states else extra
         params, last = parts[-1].step(updates, state[-1], params, found_inf, donate, **to_last)
         return params, (*states, last)
@@ -93,6 +96,7 @@ def chain(*txs: TransformLike) -> Transform:
         labelled=parts[-1].labelled and all(map(_is_bare, parts[:-1])),
         mesh=parts[0].mesh,
         views=True,
+        parts=None if parts[1:] else parts[0].parts,
         draws=any(tx.draws for tx in parts),
     )
 

@@ -254,3 +254,33 @@ def test_a_trial_leaves_torchs_generator_alone():
     before = torch.get_rng_state()
     drawing.init(sharded)
     assert torch.equal(torch.get_rng_state(), before)
+
+
+@pytest.mark.parametrize("apart", [True, False])
+def test_a_trial_compares_what_vmap_batches(apart: bool):
+    """An update that closes over a batched rate is judged by its leaves, as any other."""
+
+    def after(rate: Tensor, sharded: Any) -> Tensor:
+        def update(g: Any, s: Any, p: Any = None, **_: object) -> tuple[Any, Any]:
+            total = sum(x.norm() for x in tree.leaves(g))
+            return tree.map(lambda x: -rate * x / (x.norm() if apart else total), g), s
+
+        tx = optim.Transform(lambda p: (), update)
+        new, _ = tx.step(sharded, tx.init(sharded), sharded)
+        return tree.dot(new, new)
+
+    def on_rank(mesh: Any) -> Tensor:
+        sharded = fshard.shard_params(start(), fshard.make_plan(start(), mesh))
+        return torch.func.vmap(lambda rate: after(rate, sharded))(rates)
+
+    rates = torch.tensor([0.1, 0.2], dtype=torch.float64)
+    if not apart:
+        with pytest.raises(ValueError, match="depends on other leaves"):
+            simulated(on_rank, shard=2)
+        return
+    want = sum(
+        (x.square().sum() * (1 - rates / x.norm()) ** 2 for x in tree.leaves(start())),
+        torch.zeros(2, dtype=rates.dtype),
+    )
+    for got in simulated(on_rank, shard=2):
+        torch.testing.assert_close(got, want)
