@@ -115,6 +115,7 @@ def _steps(how: str, tx: Transform, mesh: Any, xs: list[torch.Tensor], strategy:
 @pytest.mark.parametrize("kept", KEPT)
 @pytest.mark.parametrize("way", WAYS)
 def test_what_a_state_keeps_is_not_overwritten(way: str, kept: str, ranks: int) -> None:
+    """An update in place would write new parameters, or another field, before the state has the old ones."""
     batches = [[torch.tensor(step + rank / 3, dtype=torch.float64) for rank in range(ranks)] for step in range(3)]
     for over in ("elements", None):
         expected = _expected(WAYS[way](KEPT[kept], over), batches)
@@ -131,6 +132,7 @@ def test_what_a_state_keeps_is_not_overwritten(way: str, kept: str, ranks: int) 
 
 
 def test_a_chain_updates_no_labels_in_the_backward() -> None:
+    """The labels of its last part are not those of its state, a tuple."""
     tx = optim.chain(optim.scale(2.0), optim.masked(optim.sgd(0.1), lambda path, leaf: leaf.ndim > 1))
     state = fshard.init_state(fshard.shard_params(_params(), fshard.make_plan(_params())), tx)
     with pytest.raises(ValueError, match=r"in_backward=True\) with tx: expected a transformation with over='elements'"):
