@@ -331,7 +331,7 @@ def register_fields(
 
     register(cls, flatten, unflatten)
     # on the class, because a node of torch's namespace has no names of its own
-    cls.__children__ = children, tuple(children if names is None else names)  # type: ignore[attr-defined]
+    cls.__children__ = cls, children, tuple(children if names is None else names)  # type: ignore[attr-defined]
 
 
 def _check_fields(cls: type, children: Sequence[str], metadata: Sequence[str]) -> None:
@@ -378,8 +378,8 @@ def constant(cls: type[T]) -> type[T]:
 def names(spec: Spec) -> list[Hashable]:
     """Return the names of the children of a node: keys, field names or positions."""
     kind: Any = spec.type
-    if kind is not None and "__children__" in vars(kind):  # a class above may be registered with others
-        return list(kind.__children__[1])
+    if getattr(kind, "__children__", (None,))[0] is kind is not None:  # a class above may be registered with others
+        return list(kind.__children__[2])
     return list(
         kind._fields if kind is not None and issubclass(kind, tuple) and hasattr(kind, "_fields") else spec.entries()
     )
@@ -387,7 +387,8 @@ def names(spec: Spec) -> list[Hashable]:
 
 def child_fields(kind: type) -> tuple[str, ...] | None:
     """Return the attributes that are children of a class of `register_fields`; None for another class."""
-    return vars(kind)["__children__"][0] if "__children__" in vars(kind) else None
+    known: Any = getattr(kind, "__children__", (None,))
+    return known[1] if known[0] is kind else None
 
 
 def walk(spec: Spec, path: tuple[str, ...] = (), first: int = 0) -> Iterator[tuple[tuple[str, ...], Spec, int]]:
