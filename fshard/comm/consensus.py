@@ -152,14 +152,17 @@ def any_rank(flags: T, mesh: AnyMesh) -> T:
     >>> any_rank({"a": torch.tensor(1.0)}, None)
     {'a': tensor(1.)}
     """
+    if mesh is None:
+        return flags
     leaves, spec = tree.flatten(flags)
-    if mesh is None or not leaves:
+    if not leaves:
         return flags
     stacked = torch.stack([flag.to(mesh_device(mesh)) for flag in leaves])  # (number of flags,)
-    if not differentiates(stacked):
-        return tree.unflatten(spec, list(primitives.total(stacked, mesh, op="max", label="found_inf").unbind()))
-    for axis in axis_sizes(mesh):
-        stacked = collectives.of_one("total", stacked, mesh, axis, "found_inf", "max")
+    if differentiates(stacked):
+        for axis in axis_sizes(mesh):
+            stacked = collectives.of_one("total", stacked, mesh, axis, "found_inf", "max")
+    else:
+        stacked = primitives.total(stacked, mesh, op="max", label="found_inf")
     return tree.unflatten(spec, list(stacked.unbind()))
 
 

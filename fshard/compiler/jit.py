@@ -164,7 +164,7 @@ def _in_loss_with_policy() -> bool:
 
 def _plans_of_loss() -> list[Plan]:
     """The plans of the parameters of the loss that runs, and of those around it."""
-    return [tape.plan for tape in loss[4]] if (loss := running()) is not None else []
+    return [tape.plan for tape in loss.tapes] if (loss := running()) is not None else []
 
 
 def _has_derivative(leaves: Sequence[object]) -> bool:

@@ -10,7 +10,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from functools import cache, cached_property, partial, reduce
 from operator import add
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 import torch
 from torch import Tensor
@@ -21,11 +21,18 @@ from .scalars import Number, on_device, wide
 from .tracing import assigned
 from .tree import Tree
 
-# The policy and the mesh of the loss that runs, words that ranks compare, modules that updated running statistics, and
-# the tapes of this loss and of those around it.
-_Running = tuple[Any, Any, set[str], list[str], Sequence[Any]]
-_RUNNING: ContextVar[_Running | None] = ContextVar("fshard.core.losses", default=None)
-_NO_TAPES: _Running = (None, None, set(), [], ())
+
+class Running(NamedTuple):
+    """The loss that runs."""
+
+    policy: Any
+    mesh: Any
+    remarks: set[str]  # words that ranks compare
+    lost: list[str]  # modules that updated running statistics
+    tapes: Sequence[Any]  # of this loss, and of those around it
+
+
+_RUNNING: ContextVar[Running | None] = ContextVar("fshard.core.losses", default=None)
 
 
 def loss_of(policy: Any, mesh: Any, tapes: Sequence[Any] = ()) -> AbstractContextManager[None]:
@@ -33,10 +40,11 @@ def loss_of(policy: Any, mesh: Any, tapes: Sequence[Any] = ()) -> AbstractContex
 
     `tapes` gather its parameters, and the `Sharded` among its arguments.
     """
-    return assigned(_RUNNING, (policy, mesh, set(), [], (*tapes, *(_RUNNING.get() or _NO_TAPES)[4])))
+    around = loss.tapes if (loss := _RUNNING.get()) else ()
+    return assigned(_RUNNING, Running(policy, mesh, set(), [], (*tapes, *around)))
 
 
-def running() -> _Running | None:
+def running() -> Running | None:
     """The policy and the mesh of the loss that runs, for tensors that no tape has gathered; and the tapes.
 
     Ranks compare the words that are added to the set; `warn_of_lost` tells of the list. None outside of a loss.
@@ -46,14 +54,14 @@ def running() -> _Running | None:
 
 def remarks() -> str:
     """The words of the loss that runs, in an order that does not depend on that of the calls."""
-    return "".join(f", {words}" for words in sorted(loss[2])) if (loss := _RUNNING.get()) else ""
+    return "".join(f", {words}" for words in sorted(loss.remarks)) if (loss := _RUNNING.get()) else ""
 
 
 def warn_of_lost() -> None:
     """Warn if modules updated running statistics in the loss that runs, which returns them nowhere."""
-    if torch.is_grad_enabled() and (loss := _RUNNING.get()) and loss[3]:
+    if torch.is_grad_enabled() and (loss := _RUNNING.get()) and loss.lost:
         told = "drops the running statistics that batch norms update: evaluation has old ones. Return the new buffers"
-        warnings.warn(f"{loss[3][0]}: the loss {told} (with_extra=True, init_state(extra=))", stacklevel=2)
+        warnings.warn(f"{loss.lost[0]}: the loss {told} (with_extra=True, init_state(extra=))", stacklevel=2)
 
 
 class _Summand:

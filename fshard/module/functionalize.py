@@ -56,7 +56,7 @@ class ModuleFunction:
         call, versions = ModuleCall(leaves, self._listed(buffers)), leaves.versions()
         leaves.remark(self._copies.modes[self._training])
         if self._training and self._copies.tracks and (loss := running()):
-            loss[3].append(name)
+            loss.lost.append(name)
         module = self._copies.copy_for(call, self._training)
         with self._calls.during(call):
             out = module(*args, **kwargs)

@@ -161,7 +161,7 @@ class Transform(_Fields):
         >>> tx.step(torch.tensor(2.0), tx.init(torch.tensor(1.0)), torch.tensor(1.0))[0]
         tensor(0.)
         """
-        found_inf = found_inf if self.mesh is None else consensus.any_rank(found_inf, self.mesh)
+        found_inf = consensus.any_rank(found_inf, self.mesh)
         if found_inf is not None and not self.labelled:
             found_inf = any_found(found_inf)
         # a compiler fuses the plain formulas, and a kernel has no derivative

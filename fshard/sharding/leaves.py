@@ -10,14 +10,12 @@ from torch import Tensor
 from ..comm.mesh import AnyMesh
 from ..core import tree
 from ..core.func_levels import unwrapped
-from ..core.losses import running
+from ..core.losses import Running, running
 from ..core.storage import writes
 from ..core.tree import Tree
 from ..plan.plan import Plan
 from ..plan.precision import Policy, Precision
 from .access import At, ReadsTape, placed
-
-_Beside = tuple[Policy, AnyMesh, set[str] | None, object, Sequence[ReadsTape]]  # what `running` says
 
 
 def _homes(x: At | Tensor, tapes: Sequence[ReadsTape]) -> list[tuple[Plan, Precision]]:
@@ -64,13 +62,14 @@ class Leaves:
             raise ValueError(f"{what}: {tree.difference(expected, without)}") from None
         with torch.enable_grad():  # what is read under no_grad may be used outside of it
             self._sources = [x if isinstance(x, At) else x[...] for x in given]
-        beside: _Beside = running() or (Policy(), None, None, None, ())
-        policy, mesh, self._remarks, _, tapes = beside
-        self._homes = [_homes(x, tapes) for x in given]
+        loss = running() or Running(Policy(), None, set(), [], ())
+        self._remarks = loss.remarks
+        self._homes = [_homes(x, loss.tapes) for x in given]
         plans = {id(plan): plan for homes in self._homes for plan, _ in homes}
         _one_policy(plans.values(), what)
         plan = next(iter(plans.values()), None)
-        self.policy, self.mesh = (policy, mesh) if plan is None else (plan.policy, plan.mesh)
+        self.policy: Policy = loss.policy if plan is None else plan.policy
+        self.mesh: AnyMesh = loss.mesh if plan is None else plan.mesh
         self._is_cut = plan is not None and plan.num_ranks(plan.params_over) > 1
 
     def read(self, number: int) -> Tensor:
@@ -99,7 +98,7 @@ class Leaves:
 
     def remark(self, words: str) -> None:
         """Let ranks compare these words, if leaves are gathered: each rank may do as it likes with whole ones."""
-        if self._is_cut and self._remarks is not None:
+        if self._is_cut:
             self._remarks.add(words)
 
     def key(self, number: int) -> tuple[int, int]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import partial
 from typing import Any, SupportsIndex, TypeVar
@@ -112,7 +112,7 @@ def _unscale(grads: Tree, scale: Tensor, own: bool, labels: Labels, mesh: AnyMes
     meshes, by_label = _meshes(grads, mesh), dict[Label, Tensor]()
     if labels is not None:  # before the division: a scale below 1 may make what is finite overflow
         nodes = tree.paths_to(grads, Parts)
-        paths = [_joined((path, name)) for path, node in nodes for name in tree.paths(layout_of(node).spec)]
+        paths = [tree.joined(path, name) for path, node in nodes for name in tree.paths(layout_of(node).spec)]
         by_label = _not_finite_by(labeller(labels, paths), grads, meshes)
     found_inf = kernels.unscale_([_values(row) for row in tree.leaves(grads)], scale.double().reciprocal())
     grads = tree.map(lambda row: row if row.layout is torch.sparse_coo else mark(row, Unscaled), grads)
@@ -147,17 +147,13 @@ def _agreed(flags: T, meshes: Sequence[AnyMesh]) -> T:
     return flags
 
 
-def _joined(names: Iterable[str]) -> str:
-    return ".".join(name for name in names if name)
-
-
 def _not_finite_by(key: Callable[[Leaf], K], x: Tree, meshes: Sequence[AnyMesh]) -> dict[K, Tensor]:
     """`found_inf` by key: 1 if a leaf of the key is not finite on any rank, else 0 (float32, 0-d, equal on all)."""
     flags, device = dict[K, list[Tensor]](), device_of(x)
     for path, node in tree.paths_to(x, Parts):
         layout = layout_of(node)
         keys = {
-            n: key(replace(leaf, path=_joined((path, leaf.path))))
+            n: key(replace(leaf, path=tree.joined(path, leaf.path)))
             for n, leaf in ((n, layout.leaves[n]) for n in layout.numbers)
         }
         # a flag for every key, also where this rank has no piece: ranks compare as many flags, in the same order

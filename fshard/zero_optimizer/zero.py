@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Any
 
 import torch
 
@@ -21,7 +22,7 @@ from ..core.arguments import check_whole, check_word
 from ..core.random import position
 from ..core.tree import Tree
 from ..layout.pieces import Parts, device_of
-from ..optim.base import FoundInf, Transform, TransformLike, as_transform
+from ..optim.base import Transform, TransformLike, as_transform
 from ..plan.leaves import check_tensors, first_places
 from ..plan.partitions import axes_of
 from .flat import flat_init, flat_step, flat_update
@@ -114,17 +115,9 @@ def _undrawn(tx: Transform, mesh: AnyMesh) -> Transform:
 class _OfModules(Transform):
     """A transformation that trains a module's own parameters: their gradients are given, so it takes their values."""
 
-    def step(
-        self,
-        grads: Tree,
-        state: Tree,
-        params: Tree,
-        found_inf: FoundInf | None = None,
-        donate: bool = False,
-        **extra: object,
-    ) -> tuple[Tree, Tree]:
+    def step(self, grads: Tree, state: Tree, params: Tree, *how: Any, **extra: Any) -> tuple[Tree, Tree]:
         """Step as any transformation; an nn.Parameter gets no derivative."""
-        return super().step(grads, state, values(params), found_inf, donate, **extra)
+        return super().step(grads, state, values(params), *how, **extra)
 
 
 def _checked_init(make: Callable[[Tree], ZeroState], params: Tree) -> ZeroState:
