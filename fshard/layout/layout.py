@@ -104,6 +104,7 @@ class Layout:
     axes: Axes  # that rows are cut over, or leaves owned along: each over all of these, some or none
     packed: bool = False  # whether spans lie end to end in flat tensors, without padding
     origin: Layout | None = None  # the layout that `pick` made this one from
+    frozen: tuple[str, ...] = ()  # paths of leaves that do not train; other labels' leaves are left out, but not frozen
 
     def __eq__(self, other: object) -> bool:
         return self is other or (isinstance(other, Layout) and self.source == other.source)

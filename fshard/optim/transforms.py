@@ -350,11 +350,9 @@ def _split(layout: Layout, transforms: Mapping[Label, TransformLike], labels: La
 
 def _warn_of_frozen(layout: Layout, unused: Sequence[Label], labels: Labels) -> None:
     """Warn of labels that select frozen leaves alone."""
-    paths = tree.paths(layout.spec)
-    frozen = [path for path, number in zip(paths, layout.places, strict=True) if number is None]
-    match_of = partial(_label_by_path, labels) if callable(labels) else _matcher(labels, paths)
+    match_of = partial(_label_by_path, labels) if callable(labels) else _matcher(labels, tree.paths(layout.spec))
     for label in unused:
-        chosen = [path for path in frozen if (match_of(path) or ("", None))[1] == label]
+        chosen = [path for path in layout.frozen if (match_of(path) or ("", None))[1] == label]
         if chosen and label is not False:  # that of the leaves that `masked` leaves as they are
             warnings.warn(
                 f"by_label: no leaf that trains has the label {label!r}; frozen are {listed(chosen)}. If they shall "

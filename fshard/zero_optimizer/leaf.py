@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import reduce
 from itertools import accumulate
 from typing import TypeVar
@@ -90,7 +90,8 @@ def leaf_init(tx: Transform, mesh: AnyMesh, axes: Axes, params: Tree) -> ZeroSta
     leaves, paths = tree.leaves(params), [leaf.path for leaf in layout.leaves]
     frozen = read_frozen(leaves, layout.numbers, paths, [False] * len(leaves))
     trained = layout.pick(n for n in layout.numbers if is_differentiable(layout.leaves[n]) and not frozen[n])
-    parting = owned(trained, mesh, axes)
+    still = tuple(layout.leaves[n].path for n in layout.numbers if n not in trained.numbers)
+    parting = owned(replace(trained, frozen=still), mesh, axes)
     return ZeroState(tx.init(collect(packed(pick(tree.detached(params), trained)), parting)), parting)
 
 

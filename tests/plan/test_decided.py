@@ -1,5 +1,6 @@
 """Which leaves train: what a leaf says of itself, beside leaves that say the same or something else."""
 
+import warnings
 from collections.abc import Callable
 from itertools import product
 from typing import Any
@@ -14,6 +15,7 @@ from torch._subclasses import FakeTensorMode
 import fshard
 from fshard import optim, tree
 from fshard.module import functionalize
+from fshard.testing import simulate
 
 W = torch.linspace(1, 2, 3)
 
@@ -241,3 +243,26 @@ def test_a_mask_of_frozen_leaves_alone_is_told(mask: Any) -> None:
     with pytest.warns(UserWarning, match="the label True; frozen are 'base.w', 'base.b'"):
         fshard.init_state(fshard.shard_params(params, fshard.make_plan(params, frozen="base")), tx)
     fshard.init_state(fshard.shard_params(params, fshard.make_plan(params, frozen="head")), tx)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+@pytest.mark.parametrize("frozen", [None, "head"])
+@pytest.mark.parametrize("nested", ["by_label", "masked", "muon"])
+def test_a_leaf_of_another_label_is_not_frozen(nested: str, frozen: str | None, ranks: int) -> None:
+    """A label within a label was told that the leaves of other labels are frozen; what is frozen is still told."""
+    params = {"base": {"w": torch.ones(2, 2), "v": W + 1}, "head": W + 2}
+    slow = {
+        "by_label": lambda: optim.by_label({"a": optim.sgd(0.1), "b": optim.sgd(1.0)}, {"base.**": "a", "head": "b"}),
+        "masked": lambda: optim.masked(optim.sgd(0.1), lambda path, x: path != "head"),
+        "muon": lambda: optim.muon(0.1),
+    }[nested]
+    tx = optim.by_label({"slow": slow(), "fast": optim.sgd(1.0)}, lambda path, x: "slow" if "w" in path else "fast")
+
+    def begun(mesh: Any) -> None:
+        fshard.init_state(fshard.shard_params(params, fshard.make_plan(params, mesh, frozen=frozen)), tx)
+
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        simulate(begun, shard=ranks)
+    told = ["the label 'b'; frozen are 'head'" in str(each.message) for each in caught]
+    assert told == [True] * ranks * (nested == "by_label" and frozen is not None)
