@@ -50,6 +50,17 @@ def _carries(x: Tensor) -> bool:
     return (x.requires_grad and torch.is_grad_enabled()) or is_dual(x)
 
 
+def needs_gradient(x: object) -> bool:
+    """True for a tensor that requires a gradient, at any level of torch.func.
+
+    >>> torch.func.grad(lambda x: x * needs_gradient(2 * x))(torch.ones(()))
+    tensor(1.)
+    """
+    while isinstance(x, Tensor) and not x.requires_grad and is_wrapped(x):
+        x = torch._C._functorch.get_unwrapped(x)
+    return isinstance(x, Tensor) and x.requires_grad
+
+
 def depending(x: Tensor, on: Tree) -> Tensor:
     """Return `x`, which may be written to in place with what is computed from `on`; a copy if a derivative passes.
 

@@ -14,11 +14,13 @@ from typing import Any, TypeAlias
 
 import torch
 
+from ..comm import consensus
 from ..comm.mesh import coordinate, num_ranks
 from ..comm.ranks import MismatchError
 from ..core import tree
-from ..core.func_levels import differentiates
+from ..core.func_levels import aside, differentiates, needs_gradient
 from ..core.random import UPDATE, Seeds
+from ..core.tracing import is_tracing
 from ..core.tree import Tree
 from .copies import copied_whole, on_copies, own_part
 from .described import again, described, undescribed
@@ -73,6 +75,8 @@ def on_leaves(init: Init, update: Update) -> tuple[Init, Update]:
             return init(params)
         check_apart(init, update, nodes)
         state = _begun(init, whole)
+        if differentiates(params) and not is_tracing():
+            _check_passed(named(update), nodes, state)
         return described(state, whole, init) if isinstance(whole, Parts) else state
 
     def run(grads: Tree, state: Tree, params: Tree = None, *more: object, **extra: object) -> tuple[Tree, Tree]:
@@ -196,6 +200,18 @@ def _joined(like: Tree, states: Sequence[Tree]) -> Tree:
         return tree.unflatten(tree.flatten(x)[1], [t for (t,) in pieces]) if isinstance(x, Parts) else x
 
     return tree.map_tops(put, Parts, like, *states)
+
+
+def _check_passed(name: str, nodes: Sequence[Parts], state: Tree) -> None:
+    """Raise TypeError if a gradient passes through some rank's state, and another has no tensor to pass it on."""
+    with aside():
+        kept, none = any(map(needs_gradient, tree.leaves(state))), not all(x.tensors for x in nodes)
+        flags = consensus.any_rank([torch.tensor(float(flag)) for flag in (kept, none)], nodes[0].layout.mesh)
+    if all(flags):
+        raise TypeError(
+            f"{name}: its init keeps parameters, through which a gradient passes, but some ranks own no leaf, and cannot "
+            "pass it on: give init detached parameters (fshard.tree.detached), or say over='elements'"
+        )
 
 
 def _begun(init: Init, whole: Tree) -> Tree:

@@ -160,6 +160,28 @@ def test_a_derivative_by_what_training_starts_from(name: str, ranks: int, way: s
     torch.testing.assert_close(found, right, rtol=2e-2 if rough else 1e-5, atol=1e-6)
 
 
+def pulled() -> optim.Transform:
+    """A transformation of one's own, over leaves, that pulls parameters to where they began."""
+
+    def update(g: Tree, start: Tree, p: Tree = None, **extra: object) -> tuple[Tree, Tree]:
+        return tree.map(lambda g, p, q: -0.1 * g - 0.05 * (p - q) * q, g, p, start), start
+
+    return optim.Transform(lambda p: p, update)
+
+
+@pytest.mark.parametrize("way", [way for way in WAYS if way != "by_dual"])
+@pytest.mark.parametrize("ranks", [0, 2, 3, 4])
+def test_a_derivative_through_parameters_that_a_state_keeps(monkeypatch: Any, ranks: int, way: str) -> None:
+    """A rank that owns no leaf keeps nothing through which a gradient could pass to other ranks, which would wait."""
+    monkeypatch.setitem(MADE, "pulled", pulled)
+    right = difference(one_device(pulled(), 2), AT)
+    if ranks == 4 and way in ("by_grad", "by_vmap", "by_autograd"):
+        with pytest.raises(TypeError, match=r"pulled.update: its init keeps parameters.*own no leaf.*tree.detached"):
+            on(ranks, of_start, "pulled", "step", way, 2)
+        return
+    torch.testing.assert_close(sum(on(ranks, of_start, "pulled", "step", way, 2)), right, rtol=1e-5, atol=1e-6)
+
+
 def built(make: Callable[..., optim.Transform], name: str, value: Tensor) -> optim.Transform:
     """A transformation with one hyper-parameter given; what makes no step of its own goes before one."""
     known = inspect.signature(make).parameters
@@ -245,6 +267,29 @@ def test_a_derivative_by_sharded_parameters_on_every_plan(name: str, plan: str, 
     found = run()
     right = difference(one_device(MADE[name](), 2), AT)
     torch.testing.assert_close(found[0] if mode == "grad" else sum(found), right, rtol=1e-5, atol=1e-6)
+
+
+def of_rate(mesh: Any, maker: str, mode: str, plan_of: Any) -> Tensor:
+    """This rank's derivative by the rate."""
+    p, x = place(mesh, **plan_of)[0], rows_of(mesh)
+    f = lambda h: outer(fshard.gather_params(trained(built(makers()[maker], "lr", h), p, x, "step", 2)), x)  # noqa: E731
+    return WAYS[f"by_{mode}"](f, torch.tensor(VALUES["lr"], dtype=F64))
+
+
+@pytest.mark.sample(20)
+@pytest.mark.parametrize("mode", ["grad", "jvp"])
+@pytest.mark.parametrize("plan", [plan for plan in PLANS if plan != "a whole leaf"])
+@pytest.mark.parametrize("maker", ["sgd", "adamw", "lamb", "muon", "adafactor"])
+def test_a_derivative_by_the_rate_on_every_plan(maker: str, plan: str, mode: str) -> None:
+    """The sum over the axes that the state is cut over, in forward mode over all ranks, each of which has its rows."""
+    sizes, plan_of = PLANS[plan]
+    found = torch.stack(simulate(lambda mesh: of_rate(mesh, maker, mode, plan_of), **sizes)).view(*sizes.values())
+    over = plan_of.get("state_over", ("shard",))
+    plain = lambda h: outer(trained(built(makers()[maker], "lr", h), PARAMS, DATA, "update", 2), DATA)  # noqa: E731
+    right = difference(plain, torch.tensor(VALUES["lr"], dtype=F64))
+    for n, axis in reversed([*enumerate(sizes)]):
+        found = found.sum(n) if mode == "jvp" or axis in over else found.select(n, -1)
+    torch.testing.assert_close(found, right, rtol=1e-5, atol=1e-6)
 
 
 NORMS = {f"p={p}{', exact' * exact}": (p, exact) for p in (1, 2, 3, math.inf) for exact in (False, True)}
