@@ -85,11 +85,8 @@ def on_copies(
                 f"optim.{name}: expected gradients, state and parameters that are cut alike, got some cut over other "
                 "axes: give grads.for_state and params.for_state"
             )
-        if not apart and len(overs) > 1:
-            raise TypeError(
-                f"optim.{name}: where a derivative passes, expected leaves that are all cut alike, got whole ones, "
-                "too: make the plan without whole=, or detach what needs no derivative"
-            )
+        if not apart:
+            check_cut_alike(f"optim.{name}", cut)
 
         def whole(x: Tree) -> Tree:
             if not isinstance(x, Parts):
@@ -103,6 +100,15 @@ def on_copies(
         return tree.map_tops(part, Parts, (grads, state), update(*copies, **extra))
 
     return run
+
+
+def check_cut_alike(name: str, layouts: Iterable[Layout]) -> None:
+    """Raise TypeError for whole leaves beside cut ones: what acts on all would count a whole one on each rank."""
+    if len(_overs(layouts)) > 1:
+        raise TypeError(
+            f"{name}: where a derivative passes, expected leaves that are all cut alike, got whole ones, too: make the "
+            "plan without whole=, or detach what needs no derivative"
+        )
 
 
 def _overs(layouts: Iterable[Layout]) -> set[Axes]:

@@ -22,7 +22,7 @@ from ..core.func_levels import aside, differentiates, needs_gradient
 from ..core.random import UPDATE, Seeds
 from ..core.tracing import is_tracing
 from ..core.tree import Tree
-from .copies import copied_whole, on_copies, own_part
+from .copies import check_cut_alike, copied_whole, on_copies, own_part
 from .described import again, described, undescribed
 from .layout import Layout
 from .moves import collect, on_rank, owned, spread
@@ -149,6 +149,8 @@ def at_once(update: Update) -> Update:
     """Return an update of a whole tree, or its fused twin, that may draw random numbers on one rank alone."""
 
     def run(grads: Tree, *more: Any, **extra: object) -> tuple[Tree, Tree]:
+        if differentiates(grads):
+            check_cut_alike(named(update), [x.layout for x in tree.nodes(grads, Parts)])
         seeds = UPDATE.get()
         if seeds is None:
             return update(grads, *more, **extra)
@@ -209,8 +211,8 @@ def _check_passed(name: str, nodes: Sequence[Parts], state: Tree) -> None:
         flags = consensus.any_rank([torch.tensor(float(flag)) for flag in (kept, none)], nodes[0].layout.mesh)
     if all(flags):
         raise TypeError(
-            f"{name}: its init keeps parameters, through which a gradient passes, but some ranks own no leaf, and cannot "
-            "pass it on: give init detached parameters (fshard.tree.detached), or say over='elements'"
+            f"{name}: its init keeps parameters, through which a gradient passes, but some ranks own no leaf, and "
+            "cannot pass it on: give init detached parameters (fshard.tree.detached), or say over='elements'"
         )
 
 

@@ -492,4 +492,4 @@ def clip_by_leaf_norm(max_norm: Number, p: float = 2) -> Transform:
         return scale_leaves_(grads if own_grads else tree.map(torch.clone, grads), factors)
 
     tx = _clip_by("clip_by_leaf_norm", max_norm, p, clipped)
-    return tx._replace(update=on_copies(tx.update, "clip_by_leaf_norm"))
+    return tx.with_fields(update=on_copies(tx.update, "clip_by_leaf_norm"))

@@ -240,7 +240,20 @@ PLANS: dict[str, tuple[dict[str, int], dict[str, Any]]] = {
     "units": ({S: 3}, {"units": ["w", "b", "v"]}),
 }
 OVER_RANKS = ["adamw", "clip_by_global_norm", "clip_by_global_norm-inf", "clip_by_leaf_norm", "lamb", "adafactor"]
-OVER_RANKS += ["muon", "lbfgs", "whole_leaves", "resting", "by_label"]
+OVER_RANKS += ["muon", "lbfgs", "whole_leaves", "resting", "by_label", "own clip"]
+
+
+def own_clip() -> optim.Transform:
+    """A clip of one's own."""
+
+    def update(g: Tree, state: Tree, p: Tree = None, **extra: object) -> tuple[Tree, Tree]:
+        factor = 1 / (1 + optim.global_norm(g))
+        return tree.map(lambda g: -0.1 * factor * g, g), state
+
+    return optim.Transform(lambda p: (), update, over="tree")
+
+
+MADE["own clip"] = own_clip
 
 
 def of_sharded(mesh: Any, name: str, mode: str, plan_of: Any) -> Tensor:
@@ -260,8 +273,8 @@ def test_a_derivative_by_sharded_parameters_on_every_plan(name: str, plan: str, 
     """A gradient is cut as the parameters are, and its dot product with a tangent is one value of the mesh."""
     sizes, plan_of = PLANS[plan]
     run = lambda: simulate(lambda mesh: of_sharded(mesh, name, mode, plan_of), **sizes)  # noqa: E731
-    if plan == "a whole leaf" and name in ("lbfgs", "whole_leaves"):
-        with pytest.raises(TypeError, match=f"{name}: where a derivative passes.*all cut alike"):
+    if plan == "a whole leaf" and name in ("lbfgs", "whole_leaves", "own clip"):
+        with pytest.raises(TypeError, match=f"{name.replace(' ', '_')}.*: where a derivative passes.*all cut alike"):
             run()
         return
     found = run()
