@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -203,8 +203,8 @@ def by_label(transforms: Mapping[Label, TransformLike], labels: Labels) -> Trans
 
     `labels` is a function `(path, tensor) -> label` (the tensor is a meta tensor of the leaf's shape and dtype), or a
     tree of labels, for leaves or for subtrees, whose keys may be patterns of `make_plan`'s kind; the first that fits a
-    leaf counts. ValueError names a leaf without a label, and a label without a transformation; a warning names frozen
-    leaves whose label no other leaf has.
+    leaf counts. ValueError names a leaf without a label, a label without a transformation, and a tied leaf that has
+    another label at another place; a warning names frozen leaves whose label no other leaf has.
 
     >>> tx = by_label({"fast": sgd(1.0), "slow": sgd(0.1)}, {"head": "fast", "**": "slow"})
     >>> params = {"body": torch.ones(1), "head": torch.ones(1)}
@@ -332,7 +332,7 @@ def _split(layout: Layout, transforms: Mapping[Label, TransformLike], labels: La
     """The layout of each label's leaves, for the labels that have any."""
     if not callable(labels):
         _check_patterns(layout, labels)
-        _check_ties(layout, labels)
+    _check_ties(layout, labels)
     label_of, of_label = labeller(labels, tree.paths(layout.spec)), dict[Label, list[int]]()
     for number in layout.numbers:
         leaf = layout.leaves[number]
@@ -383,12 +383,13 @@ def _check_patterns(layout: Layout, labels: Tree) -> None:
 
 
 def _check_ties(layout: Layout, labels: Tree) -> None:
-    """Raise ValueError if a pattern for a later place of a tied leaf has another label than the first place.
+    """Raise ValueError if a later place of a tied leaf has another label than the first place, whose label it has.
 
-    The label is that of the first place, which is also what a function is given; "**" says nothing of later places.
+    The pattern "**" says nothing of later places.
     """
     paths = tree.paths(layout.spec)
-    match_of, label_of = _matcher(labels, paths), labeller(labels, paths)
+    label_of = labeller(labels, paths)
+    match_of = (lambda path: (path, label_of(replace(leaf, path=path)))) if callable(labels) else _matcher(labels, paths)
     for path, number in zip(paths, layout.places, strict=True):
         if number is None or path == (leaf := layout.leaves[number]).path:
             continue

@@ -256,17 +256,20 @@ def test_conjugates_are_no_ties() -> None:
 
 
 @pytest.mark.parametrize("place", ["first", "second"])
-@pytest.mark.parametrize("option", ["frozen", "whole", "offload", "policy", "by_label"])
+@pytest.mark.parametrize("option", ["frozen", "whole", "offload", "policy", "by_label", "function"])
 def test_what_selects_one_place_of_a_tied_leaf_selects_the_leaf(option: str, place: str) -> None:
     """The option would do nothing without a word where it names the second place: a frozen leaf would train."""
     weight = torch.ones(3, 2)
     params = {"first": {"w": weight}, "second": {"w": weight}, "other": torch.ones(2)}
 
     def run(mesh: Any) -> None:
-        if option == "by_label":
-            tx = optim.by_label({"still": optim.sgd(0.0), "moves": optim.sgd(0.1)}, {place: "still", "**": "moves"})
+        if option in ("by_label", "function"):
+            labels: Any = {place: "still", "**": "moves"}
+            if option == "function":
+                labels = lambda path, x: "still" if path.startswith(place) else "moves"  # noqa: E731
+            tx = optim.by_label({"still": optim.sgd(0.0), "moves": optim.sgd(0.1)}, labels)
             sharded = fshard.shard_params(params, fshard.make_plan(params, mesh))
-            if place == "second":
+            if place == "second" or option == "function":
                 with pytest.raises(ValueError, match=r"leaf 'second.w' is tied to 'first.w', and their labels are"):
                     tx.init(sharded)
                 return
