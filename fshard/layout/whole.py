@@ -208,7 +208,9 @@ def _check_passed(name: str, nodes: Sequence[Parts], state: Tree) -> None:
     """Raise TypeError if a gradient passes through some rank's state, and another has no tensor to pass it on."""
     with aside():
         kept, none = any(map(needs_gradient, tree.leaves(state))), not all(x.tensors for x in nodes)
-        flags = consensus.any_rank([torch.tensor(float(flag)) for flag in (kept, none)], nodes[0].layout.mesh)
+        flags = consensus.any_rank(
+            list(torch.tensor([kept, none], dtype=torch.float32, device="cpu")), nodes[0].layout.mesh
+        )
     if all(flags):
         raise TypeError(
             f"{name}: its init keeps parameters, through which a gradient passes, but some ranks own no leaf, and "

@@ -243,15 +243,16 @@ def as_transform(tx: TransformLike) -> Transform:
         remedy = "use the one of that name in fshard.optim, or in TorchOpt"
         raise TypeError(f"tx: {shown(tx)} is of optax, whose functions take arrays of JAX: {remedy}")
     known = inspect.signature(tx.update).parameters
-    # TorchOpt takes parameters by name alone, and updates in place unless it is told not to
-    by_name = "params" in known or any(p.kind is p.VAR_KEYWORD for p in known.values())
-    pure = {"inplace": False} if "inplace" in known else {}
+    takes_any = any(p.kind is p.VAR_KEYWORD for p in known.values())
+    by_order = [p for p in known.values() if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    by_place = "params" not in known and len(by_order) > 2
+    by_name = not by_place and ("params" in known or takes_any)  # TorchOpt takes parameters by name alone
+    pure = {"inplace": False} if "inplace" in known else {}  # it updates in place unless it is told not to
 
-    # `extra` is not passed on: this `update` may not take arguments that it does not know
     def update(grads: Tree, state: Tree, params: Tree = None, **extra: object) -> tuple[Tree, Tree]:
-        if by_name:
-            return tx.update(grads, state, params=params, **pure)
-        return tx.update(grads, state, params, **pure) if len(known) > 2 else tx.update(grads, state, **pure)
+        given = {"params": params} if by_name else {}
+        more = {name: x for name, x in extra.items() if takes_any or name in known}
+        return tx.update(grads, state, *[params] * by_place, **given, **pure, **more)
 
     return Transform(tx.init, wraps(tx.update)(update))
 

@@ -21,7 +21,7 @@ from ..core.scalars import double
 from ..core.storage import aside
 from ..core.tree import Tree
 from ..layout.layout import Layout, Leaf
-from ..layout.pieces import Views, copied, layout_of, packed, pick, put, write
+from ..layout.pieces import Parts, Views, copied, layout_of, packed, pick, put, write
 from .base import (
     FoundInf,
     Label,
@@ -248,6 +248,8 @@ def by_label(transforms: Mapping[Label, TransformLike], labels: Labels) -> Trans
                 params = packed(params)
                 updates, new_state = update(packed(grads), state, params, found_inf, **extra)
                 return apply_updates(params, updates), new_state
+            if txs[label].draws and isinstance(picked, Parts):  # yours, whose state may be the parameters of before
+                inner[label] = aside(inner[label], picked)
             write(picked, new)  # into `updated`; nothing to do if the step has written to `picked` itself
         return updated, LabelState(inner, state.layouts)
 
@@ -389,7 +391,9 @@ def _check_ties(layout: Layout, labels: Tree) -> None:
     """
     paths = tree.paths(layout.spec)
     label_of = labeller(labels, paths)
-    match_of = (lambda path: (path, label_of(replace(leaf, path=path)))) if callable(labels) else _matcher(labels, paths)
+    match_of = (
+        (lambda path: (path, label_of(replace(leaf, path=path)))) if callable(labels) else _matcher(labels, paths)
+    )
     for path, number in zip(paths, layout.places, strict=True):
         if number is None or path == (leaf := layout.leaves[number]).path:
             continue

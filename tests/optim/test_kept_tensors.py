@@ -94,14 +94,14 @@ def _expected(tx: Transform, batches: list[list[torch.Tensor]]) -> Any:
 
 
 def _steps(how: str, tx: Transform, mesh: Any, xs: list[torch.Tensor], strategy: dict[str, Any]) -> Any:
-    if how.startswith("zero"):
-        tx = fshard.zero(tx, mesh, grads="local")
+    if how.startswith(("tree", "zero")):
+        if how.startswith("zero"):
+            tx = fshard.zero(tx, mesh, "leaf" if "leaf" in how else "flat", grads="local")
         p, ranks = _params(), 1 if mesh is None else mesh.size()
         state = tx.init(p)
         for x in xs:
-            p, state = tx.step(
-                torch.func.grad(lambda p, x=x: _loss(p, x) / ranks)(p), state, p, donate=how == "zero, donated"
-            )
+            grads = torch.func.grad(lambda p, x=x: _loss(p, x) / ranks)(p)
+            p, state = tx.step(grads, state, p, donate=how.endswith("donated"))
         return p
     plan = fshard.make_plan(_params(), mesh, units=["a"], **strategy)
     state = fshard.init_state(fshard.shard_params(_params(), plan), tx)
@@ -119,7 +119,8 @@ def test_what_a_state_keeps_is_not_overwritten(way: str, kept: str, ranks: int) 
     batches = [[torch.tensor(step + rank / 3, dtype=torch.float64) for rank in range(ranks)] for step in range(3)]
     for over in ("elements", None):
         expected = _expected(WAYS[way](KEPT[kept], over), batches)
-        hows = ["plain", "donated", "zero", "zero, donated"]
+        hows = ["plain", "donated", "zero", "zero, donated", "zero by leaf", "zero by leaf, donated"]
+        hows += ["tree", "tree, donated"] * (ranks == 1)
         for how in hows + ["in backward"] * (over == "elements"):
 
             def on_rank(mesh: Any, how: str = how, over: str | None = over) -> Any:

@@ -4,6 +4,7 @@ Parameters that are cut less finely than the optimizer's state are updated as vi
 """
 
 import functools
+import inspect
 from collections.abc import Callable
 from dataclasses import replace
 from types import SimpleNamespace
@@ -500,15 +501,26 @@ def test_lazily_conjugated_gradients_are_taken(name: str) -> None:
 
 
 def test_a_pair_of_any_signature_is_taken() -> None:
-    """`update` may take parameters by name, by position or not at all: otherwise users' own pairs would fail."""
+    """`update` may take parameters by name, by position or not at all, and further arguments: otherwise users' own
+    pairs would fail, or decay nothing."""
     for update in (
-        lambda grads, state: (-grads, state),
-        lambda grads, state, p: (-grads + 0 * p, state),
-        lambda grads, state, params=None: (-grads + 0 * params, state),
-        lambda grads, state, **more: (-grads + 0 * more["params"], state),
+        lambda grads, state: (-grads - 3, state),
+        lambda grads, state, p: (-grads - p, state),
+        lambda grads, state, p=None: (-grads - (0 if p is None else p), state),
+        lambda grads, state, p=None, **more: (-grads - (0 if p is None else p), state),
+        lambda grads, state, params=None: (-grads - params, state),
+        lambda grads, state, params=None, **more: (-grads - params, state),
+        lambda grads, state, *, params: (-grads - params, state),
+        lambda grads, state, **more: (-grads - more["params"], state),
+        lambda grads, state, p=None, *, value=1: (-grads - p * value, state),
+        lambda grads, state, p=None, **more: (-grads - p * more.get("value", 1), state),
     ):
-        pair = SimpleNamespace(init=lambda params: (), update=update)
-        assert optim.chain(pair).step(torch.tensor(2.0), ((),), torch.tensor(3.0))[0] == 1
+        pair, says = SimpleNamespace(init=lambda params: (), update=update), inspect.signature(update).parameters
+        tx, grads, params = optim.chain(pair), torch.tensor(2.0), torch.tensor(3.0)
+        assert tx.step(grads, ((),), params)[0] == -2
+        for further in (1, 2):
+            found = tx.update(grads, ((),), params, value=further)[0]
+            assert found == (-2 - 3 * further if "value" in (*says, *update.__code__.co_consts) else -5)
 
 
 REACHED = [("a", "b", "c"), ("b", "c"), ("a", "b"), ("b",), ("a", "b", "c")]  # by update
