@@ -201,12 +201,10 @@ def detached(tree: T, stop: Stop = lambda x: False) -> T:
     return map_tops(lambda x: x.detach() if isinstance(x, Tensor) and x.requires_grad else x, stop, tree)
 
 
-def register(
-    cls: type, flatten: Callable[[Tree], tuple[Sequence[Tree], Metadata]], unflatten: Callable[..., Tree]
-) -> None:
+def register(cls: type, flatten: Callable[[Tree], tuple[Any, ...]], unflatten: Callable[..., Tree]) -> None:
     """Make `cls` a node for optree (every namespace) and for `torch.utils._pytree` (which torch.func flattens with).
 
-    `flatten(x) -> (children, metadata)` and `unflatten(metadata, children) -> x`.
+    `flatten(x) -> (children, metadata)`, or with the children's names, and `unflatten(metadata, children) -> x`.
 
     >>> class Pair:
     ...     def __init__(self, a, b):
@@ -219,6 +217,7 @@ def register(
     pytree.register_pytree_node(
         cls, lambda x: _listed(flatten(x)), lambda children, metadata: unflatten(metadata, children)
     )
+    optree.unregister_pytree_node(cls, namespace=_NAMESPACE)  # torch's, in which children have no names
 
 
 class StandIn:
@@ -293,7 +292,7 @@ def _key(name: Any) -> pytree.KeyEntry:
     return pytree.SequenceKey(name) if isinstance(name, int) else pytree.GetAttrKey(name)
 
 
-def _listed(flat: tuple[Sequence[Tree], Metadata]) -> tuple[list[Tree], Metadata]:
+def _listed(flat: tuple[Any, ...]) -> tuple[list[Tree], Metadata]:
     return list(flat[0]), flat[1]
 
 

@@ -143,6 +143,11 @@ class Layout:
         return tuple(end_to_end(spans) if self.packed else spans)
 
     @memo
+    def names(self) -> tuple[str, ...] | None:
+        """The paths of this rank's whole leaves; None of flat tensors."""
+        return None if self.flat else tuple(self.leaves[span.leaf].path for span in self.mine)
+
+    @memo
     def span_of(self) -> dict[int, Span]:
         """The span of each leaf that this rank holds elements of."""
         return {span.leaf: span for span in self.mine}

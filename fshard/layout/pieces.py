@@ -84,7 +84,7 @@ class Parts(OnMesh):
         return f"{type(self).__name__}({len(self.layout.numbers)} leaves of {len(self.layout.leaves)}: {shapes})"
 
 
-tree.register(Parts, lambda x: (x.tensors, x.layout), Parts)
+tree.register(Parts, lambda x: (x.tensors, x.layout, x.layout.names), Parts)
 
 
 @dataclass(frozen=True)

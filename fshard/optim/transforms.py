@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -387,13 +387,11 @@ def _check_patterns(layout: Layout, labels: Tree) -> None:
 def _check_ties(layout: Layout, labels: Tree) -> None:
     """Raise ValueError if a later place of a tied leaf has another label than the first place, whose label it has.
 
-    The pattern "**" says nothing of later places.
+    The pattern "**" says nothing of later places, nor does a function that looks at the shape or knows no such path.
     """
     paths = tree.paths(layout.spec)
     label_of = labeller(labels, paths)
-    match_of = (
-        (lambda path: (path, label_of(replace(leaf, path=path)))) if callable(labels) else _matcher(labels, paths)
-    )
+    match_of = partial(_label_by_path, labels) if callable(labels) else _matcher(labels, paths)
     for path, number in zip(paths, layout.places, strict=True):
         if number is None or path == (leaf := layout.leaves[number]).path:
             continue

@@ -198,6 +198,26 @@ def test_a_transformation_of_ones_own_is_right_or_an_error(name, world, way, str
             torch.testing.assert_close(got[leaf], x, rtol=CLOSE, atol=CLOSE, msg=lambda m, leaf=leaf: f"{leaf}: {m}")
 
 
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_a_leaf_has_its_path_where_ranks_own_leaves(ranks: int) -> None:
+    """A rate by the path would be that of no leaf."""
+
+    def update(grads: Any, state: Any, params: Any = None, **extra: Any) -> Any:
+        leaves, spec = tree.flatten(grads)
+        rates = [0.1 if path == "b.head" else 1.0 for path in tree.paths(spec)]
+        return tree.unflatten(spec, [-rate * x for rate, x in zip(rates, leaves, strict=True)]), state
+
+    whole = {"a": torch.ones(3), "b": {"head": torch.ones(2), "w": torch.ones(2, 2)}}
+    tx = optim.Transform(lambda params: (), update)
+
+    def run(mesh: Any) -> Any:
+        params = fshard.shard_params(whole, fshard.make_plan(whole, mesh))
+        return fshard.gather_params(tx.update(params, tx.init(params), params)[0])
+
+    for got in simulated(run, shard=ranks):
+        torch.testing.assert_close(got, tx.update(whole, ())[0])
+
+
 def test_what_a_transformation_says_of_itself():
     """A word that is no word, or two that contradict each other, would be taken for "leaves"."""
     functions = (lambda p: (), lambda g, s, p=None, **_: (g, s))
