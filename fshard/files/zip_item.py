@@ -8,7 +8,7 @@ import zipfile
 from .index import require
 from .places import Reader, read_bytes
 
-_MOST_BYTES = 1 << 22  # of the directory of a zip file, and of a member that is read: those of a tensor have hundreds
+_MOST_BYTES = 1 << 24  # of the directory of a zip file, and of a member that is read: 160 for each tensor
 
 
 class ZipItem:

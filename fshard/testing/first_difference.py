@@ -21,14 +21,15 @@ import math
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from functools import cached_property
-from itertools import product
+from itertools import cycle, islice, product
 from typing import NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
 
-from ..core.arguments import is_number, shown, wrong
+from ..core.arguments import is_number, wrong
 from ..core.storage import is_inexact
+from ..files.index import require
 from .observed import GRADIENT, LOSS, METRIC, OLD, PARAMETER, SUM, Observed
 
 Way: TypeAlias = tuple[str, ...]  # by axis: "apart", "sum" or "mean"
@@ -36,6 +37,7 @@ Key: TypeAlias = tuple[str, str | int]  # the kind and the name of a value; of a
 _KINDS = ("operator", GRADIENT, SUM, METRIC, PARAMETER)
 _SMALL = 2.0**-6  # of what a value comes of: rounding that large is none of its own
 _MOST_UPDATE = 2.0**-4  # of a gradient, where two agree; updates may differ by four times as much
+_MOST_AXES = 6  # of several ranks: what their values may be together grows three times with each
 _HALF = 2.0**-20  # the precision between those of many bits and of few
 
 
@@ -90,18 +92,19 @@ class _Run(dict[Key, list[_Value]]):
 
     def __init__(self, seen: Observed):
         super().__init__()
-        eps, forward, count = {-1: 0.0}, 0, 0
+        self._largest = dict[int, float]()
+        eps, coarsest, forward, count = {-1: 0.0}, 0.0, 0, 0
         for name, value in zip(seen["names"], seen["values"], strict=True):
             kind, called, unit, line, inputs = name.split("\t")
-            numbers = [int(number) for number in inputs.replace("?", "-1").split(",") if number]
-            comes_of = [eps[number] for number in (numbers if kind == "operator" else eps)]
+            numbers = [*{int(number): 0 for number in inputs.replace("?", "-1").split(",") if number}]
+            comes_of = [eps[number] for number in numbers] if kind == "operator" else [coarsest]
             precision = max([torch.finfo(value.dtype).eps if is_inexact(value) else 0.0, *comes_of])
             key, place = called, ""
             if kind == "forward":
                 key, forward, count = "", forward + 1, 0
             elif kind == "operator" and not called.startswith(LOSS):
                 key, eps[count], place = count, precision, f" (operator {count + 1}, forward {forward})"
-                count += 1
+                count, coarsest = count + 1, max(coarsest, precision)
             x = _Value(kind, called, unit, line, numbers, value.detach().cpu().as_subclass(Tensor), place, precision)
             self.setdefault((kind, key), []).append(x)
 
@@ -122,6 +125,12 @@ class _Run(dict[Key, list[_Value]]):
     @cached_property
     def largest_gradient(self) -> float:
         return _largest(*(x.value for (kind, _), values in self.items() if kind == SUM for x in values))
+
+    def largest_of(self, operator: int) -> float:
+        """Return the largest finite number that an operator has made, which is looked for once."""
+        if operator not in self._largest:
+            self._largest[operator] = _largest(*(x.value for x in self.get(("operator", operator), [])))
+        return self._largest[operator]
 
 
 def first_difference(
@@ -150,23 +159,27 @@ def first_difference(
     runs, wanted = _read("got", got), _read("expected", expected)
     numbers = [[len(run.forwards) for run in each] for each in (runs, wanted)]
     is_same = len(runs) == len(wanted) and (len(runs) > 1 or runs[0].sizes == wanted[0].sizes)
-    if is_same and len({*numbers[0], *numbers[1]}) == 1:
-        return _by_rank(runs, wanted, rtol or 0.0)
-    if len({*numbers[0]}) != 1 or len(wanted) != 1:
+    is_same = is_same and len({*numbers[0], *numbers[1]}) == 1
+    if not is_same and (len({*numbers[0]}) != 1 or len(wanted) != 1):
         raise ValueError(
             f"first_difference: micro-batches by rank {numbers[0]}, expected {numbers[1]}: give runs on equally many "
             "ranks and micro-batches, or as `expected` one on one device with the batch of all"
         )
-    return _Ranks(runs, wanted[0], rtol).first()
+    try:
+        return _by_rank(runs, wanted, rtol or 0.0) if is_same else _Ranks(runs, wanted[0], rtol).first()
+    except (RuntimeError, LookupError, AssertionError) as error:
+        raise ValueError(f"first_difference: expected what observed(step) returns, by rank: {error}") from error
 
 
 def _read(name: str, by_rank: Sequence[Observed]) -> list[_Run]:
     try:
         runs = [_Run(seen) for seen in by_rank]
-        ranks = math.prod(runs[0].sizes) if all(run.end for run in runs) else 0
+        sizes = [size for size in runs[0].sizes if size != 1]
+        require(len(sizes) <= _MOST_AXES, f"more than {_MOST_AXES} axes of several ranks")
+        ranks = math.prod(sizes) if all(run.forwards and run.end for run in runs) else 0
     except Exception as error:  # of many types, for what comes from elsewhere
         expected = "what observed(step) returns beside its results, by rank"
-        raise ValueError(f"first_difference: {name}: expected {expected}, got {shown(by_rank)}") from error
+        raise ValueError(f"first_difference: {name}: expected {expected}: {error}") from error
     if len(runs) != ranks:
         raise ValueError(f"first_difference: {name}: expected what all {ranks} ranks have seen, got {len(runs)}")
     return runs
@@ -198,9 +211,9 @@ def _by_rank(runs: Sequence[_Run], wanted: Sequence[_Run], rtol: float) -> Diffe
         for rank, (run, want) in enumerate(zip(runs, wanted, strict=True)):
             if unlike := _unlike(key, run, want, rank):
                 return unlike
+            limit, agreeing = _limit(key, run[key], want, rtol), _agreeing(key, run, want, rtol)
             for x, y in zip(run[key], want[key], strict=False):
-                limit = _limit(key, [x], want, rtol)
-                if text := _far(x.value, y.value, limit, _agreeing(key, run, want, rtol)):
+                if text := _far(x.value, y.value, limit, agreeing):
                     return x.differs(rank, text)
     return None
 
@@ -219,7 +232,7 @@ def _limit(key: Key, got: Sequence[_Value], want: _Run, rtol: float | None) -> f
     if rtol is None and kind == PARAMETER and (OLD, path) in want:
         update = _largest(_flat(first.value) - _flat(want[OLD, path][0].value))
         return 4 * min(2**5 * given, _MOST_UPDATE) * update + 4 * torch.finfo(first.value.dtype).eps * _largest(*values)
-    behind = _largest(*(x.value for number in first.inputs for x in want.get(("operator", number), [])))
+    behind = max(map(want.largest_of, first.inputs), default=0.0)
     behind = want.largest_gradient if kind in (GRADIENT, SUM) else behind
     return given * max(_largest(*values, *(x.value for x in got)), _SMALL * behind)
 
@@ -262,11 +275,11 @@ def _ways(sizes: Sequence[int], words: Sequence[str]) -> Iterator[Way]:
 
 
 def _combined(parts: Sequence[Tensor], sizes: Sequence[int], way: Way) -> list[Tensor] | None:
-    """What parts are together, those of which there are still several apart; None if they have other shapes."""
+    """What parts are together, those of which there are still several apart; None if shapes or dtypes differ."""
     groups: dict[tuple[int, ...], list[Tensor]] = {}
     for at, x in zip(product(*map(range, sizes)), parts, strict=True):
         groups.setdefault(tuple(i for i, word in zip(at, way, strict=True) if word == "apart"), []).append(x)
-    if any(x.shape != group[0].shape for group in groups.values() for x in group):
+    if any((x.shape, x.dtype) != (group[0].shape, parts[0].dtype) for group in groups.values() for x in group):
         return None
     if "sum" not in way and "mean" not in way:
         return [*parts]
@@ -376,7 +389,7 @@ class _Ranks:
         """The difference of a wrong value, with the rank that has it, if it is one's."""
         values, wanted = [x.value for x in parts], [x.value for x in want]
         is_copy = want[0].kind == "operator" and "pieces" not in {self._states.get(n, "pieces") for n in want[0].inputs}
-        for pieces in (*_pieces(values, wanted), wanted * len(parts)):
+        for pieces in (*_pieces(values, wanted), [*islice(cycle(wanted), len(parts))]):
             texts = [_far(a, b, limit) for a, b in zip(values, pieces, strict=False)]
             wrong = [number for number, text in enumerate(texts) if text]
             if wrong and (pieces[0] is not wanted[0] or (is_copy and len(wrong) <= len(parts) // 2)):

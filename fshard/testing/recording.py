@@ -15,8 +15,10 @@ from __future__ import annotations
 import json
 import math
 import shutil
-from collections.abc import Callable, Collection, Container
+from collections.abc import Callable, Collection, Container, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from io import FileIO
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -34,8 +36,8 @@ from ..core.scalars import double
 from ..core.storage import DonatedError, from_bytes
 from ..core.tree import Tree, flatten, map, unflatten
 from ..files.index import require
-from ..files.inert_pickle import read_pickle
-from ..files.places import LocalReader
+from ..files.inert_pickle import Plain, read_pickle
+from ..files.places import LocalReader, naming
 from ..files.safetensors_file import CHUNK, read_chunks
 from ..files.torch_dcp import OF_TENSOR, READABLE, stored_tensor
 from ..files.zip_item import ZipItem
@@ -50,6 +52,7 @@ _ALIGN = 64  # bytes: new tensors start at multiples of it
 _MOST = 1 << 20  # ranks
 _MOST_THREADS = 1 << 10
 _MOST_AXES = 16
+_MOST_EQUAL = 64  # values of a compiled step that are one tensor, as a result and its view
 _MOST_SHOWN = 60  # characters of a value in an error
 
 
@@ -127,7 +130,7 @@ def _went_nonfinite(metrics: dict[str, Tree]) -> bool:
 
 
 def _has_room(folder: Path, number: int, keep: int | None) -> bool:
-    others = {path.name for path in folder.glob("step-*")} - {step_folder(folder, number).name}
+    others = {path.parent.name for path in folder.glob("step-*/rank-*")} - {step_folder(folder, number).name}
     return keep is None or len(others) < keep
 
 
@@ -160,7 +163,19 @@ def _write(folder: Path, before: dict[str, Tree], after: dict[str, Tree]) -> Non
     writing = folder / f"writing-{origin.rank}"
     for stale in (target, writing):  # left by an earlier run
         shutil.rmtree(stale, ignore_errors=True)
-    writing.mkdir(parents=True)
+    try:
+        with naming(writing):
+            _write_files(writing, before, after, origin)
+            writing.rename(target)  # last: a folder of this name is complete
+    except BaseException:
+        shutil.rmtree(writing, ignore_errors=True)
+        with suppress(OSError):  # other ranks have written there
+            folder.rmdir()
+        raise
+
+
+def _write_files(folder: Path, before: dict[str, Tree], after: dict[str, Tree], origin: RecordOrigin) -> None:
+    folder.mkdir(parents=True)
     given = {key: leaf for what, x in before.items() for key, leaf in _tensors_of(what, x).items()}
     starts = {key: leaf.data_ptr() % _ALIGN for key, leaf in given.items() if leaf.layout is torch.strided}
     about: Json = {"format": _FORMAT, "threads": torch.get_num_threads(), "starts": starts, **vars(origin)}
@@ -169,9 +184,11 @@ def _write(folder: Path, before: dict[str, Tree], after: dict[str, Tree]) -> Non
         for what, x in trees.items():
             tensors_of_tree, about[f"{name} {what}"] = _filed(what, x)
             tensors |= tensors_of_tree
-        torch.save(tensors, writing / f"{name}.pt")
-    (writing / "about.json").write_text(json.dumps(about))
-    writing.rename(target)  # last: a folder of this name is complete
+        try:
+            torch.save(tensors, file := folder / f"{name}.pt")
+        except RuntimeError as error:  # torch names neither the file nor the reason
+            raise OSError(f"record: {file}: expected to write it, got an error, as of a full disk: {error}") from error
+    (folder / "about.json").write_text(json.dumps(about))
 
 
 def _check(what: str, x: Tree) -> None:
@@ -268,6 +285,7 @@ class RecordedStep:
                 )
 
 
+@legible()
 def seen_in(path: str | Path, at: int | None = None) -> tuple[int | None, list[Json]]:
     """What each rank has seen of an observed step, by rank: of a file of torch.save, or of a folder of recorded steps.
 
@@ -275,16 +293,34 @@ def seen_in(path: str | Path, at: int | None = None) -> tuple[int | None, list[J
     """
     path = Path(path)
     if not path.is_dir():
-        try:
-            by_rank = torch.load(path, map_location="cpu", weights_only=True)
-            by_rank = [by_rank] if isinstance(by_rank, dict) else by_rank
-            return None, [{"names": [*each["names"]], "values": [*each["values"]]} for each in by_rank]
-        except Exception as wrong:  # of many types, for what is corrupt
-            raise ValueError(f"{path}: expected a list of what each rank has seen: {wrong}") from wrong
-    folders = sorted(path.glob("step-*")) if at is None else [step_folder(path, at)]
-    if not folders:
-        raise ValueError(f"{path}: expected recorded steps (step-00000000, ...), found none")
-    return int(folders[-1].name.rpartition("-")[2]), [recorded.seen() for recorded in read(folders[-1])]
+        with _opened(path, "a list of what each rank has seen", _MOST_EQUAL) as (seen, tensor):
+            return None, [_seen(rank, each, tensor) for rank, each in enumerate([seen] if type(seen) is dict else seen)]
+    number, folder = [*recorded_steps(path, at).items()][-1]
+    return number, [recorded.seen() for recorded in read(folder)]
+
+
+def _seen(rank: int, seen: Plain, tensor: Callable[[str, object], Tensor]) -> Json:
+    names, values = seen["names"], seen["values"]
+    is_list = type(names) is list and type(values) is list and len(names) == len(values)
+    require(is_list and all(isinstance(name, str) for name in names), f"rank {rank}: expected as many values as names")
+    return {"names": names, "values": [tensor(f"values {i} of rank {rank}", x) for i, x in enumerate(values)]}
+
+
+def recorded_steps(folder: Path, at: int | None) -> dict[int, Path]:
+    """Return the folders of recorded steps by number, in order, or that of step `at`. ValueError if there is none."""
+    folders = folder.glob("step-*") if at is None else [step_folder(folder, at)]
+    by_number = {_number(path): path for path in folders}
+    if not by_number:
+        raise ValueError(f"{folder}: expected recorded steps (step-00000000, ...), found none")
+    for number, path in by_number.items():
+        if path.name != step_folder(folder, number).name:
+            raise ValueError(f"{path}: expected the number of a step, as in {step_folder(folder, 12).name}")
+    return dict(sorted(by_number.items()))
+
+
+def _number(folder: Path) -> int:
+    digits = folder.name.partition("-")[2]
+    return int(digits) if digits.isdecimal() and len(digits) < 20 else -1
 
 
 def form(x: object) -> str:
@@ -302,36 +338,47 @@ def _placed(value: object, like: object, start: int) -> object:
     return memory.as_strided(x.shape, dense.stride(), (start - memory.data_ptr()) % _ALIGN // x.itemsize).copy_(x)
 
 
-def _tensors(path: Path) -> dict[str, Tensor]:
-    """Load the tensors of a file by name, on the CPU. Raises ValueError for a file that `record` did not write.
+@contextmanager
+def _opened(path: Path, expected: str, most: int = 1) -> Iterator[tuple[Plain, Callable[[str, object], Tensor]]]:
+    """Open a file of torch.save: what its pickle says, and a function that loads a tensor on the CPU.
 
     Loading runs no code of the file: its pickle is read as data. It allocates no more memory than the size of the file.
+    At most so many tensors have the same memory. Raises ValueError, also for what goes wrong in the block.
     """
     try:
         with open_file(path) as file:
             item = ZipItem(reader := LocalReader(file.fileno()), 0, reader.size)
             item.check()
             require(item.read("byteorder") == b"little", "expected little-endian numbers")
-            records = read_pickle(item.read("data.pkl"), OF_TENSOR)
-            require(isinstance(records, dict), f"a {type(records).__name__} in place of tensors by name")
-            taken = set[str]()
-            return {key: _tensor(file, item, taken, key, record) for key, record in records.items()}
+            yield read_pickle(item.read("data.pkl"), OF_TENSOR), partial(_tensor, file, item, {}, most)
     except Exception as wrong:  # of many types, for what is corrupt
-        raise ValueError(f"{path}: expected the tensors of a recorded step: {wrong}") from wrong
+        raise ValueError(f"{path}: expected {expected}: {wrong}") from wrong
 
 
-def _tensor(file: FileIO, item: ZipItem, taken: set[str], key: str, record: object) -> Tensor:
-    """Load a tensor that is all of a member of a zip file, which no tensor has taken."""
+def _tensors(path: Path) -> dict[str, Tensor]:
+    """Load the tensors of a file by name. Raises ValueError for a file that `record` did not write."""
+    with _opened(path, "the tensors of a recorded step") as (records, tensor):
+        require(isinstance(records, dict), f"a {type(records).__name__} in place of tensors by name")
+        return {key: tensor(key, record) for key, record in records.items()}
+
+
+def _tensor(
+    file: FileIO, item: ZipItem, loaded: dict[str, list[Tensor]], most: int, key: str, record: object
+) -> Tensor:
+    """Load a tensor that is all of a member of a zip file."""
     name, dtype, first, sizes, strides = stored_tensor(record)
     start, num_bytes = item.data(f"data/{name}")
     # `record` writes no views. A view (an expanded one) with a small storage could have any size.
     is_whole = not first and math.prod(sizes) * dtype.itemsize == num_bytes
-    require(is_whole and name not in taken, f"{key!r} is no whole tensor")
-    taken.add(name)
-    x = torch.empty(num_bytes, dtype=torch.uint8, device="cpu")
-    for part, chunk in zip(x.split(CHUNK), read_chunks(file, Path(), start, num_bytes, torch.uint8), strict=False):
-        part.copy_(chunk)
-    return from_bytes(x, dtype).as_strided(sizes, strides)
+    equal = loaded.setdefault(name, [])
+    require(is_whole and len(equal) <= most, f"{key!r} is no whole tensor of its own: save a clone")
+    if not equal:
+        equal.append(torch.empty(num_bytes, dtype=torch.uint8, device="cpu"))
+        chunks = read_chunks(file, Path(), start, num_bytes, torch.uint8)
+        for part, chunk in zip(equal[0].split(CHUNK), chunks, strict=False):
+            part.copy_(chunk)
+    equal.append(x := from_bytes(equal[0], dtype).as_strided(sizes, strides))
+    return x
 
 
 def _is_number(x: object, least: int, most: int) -> bool:

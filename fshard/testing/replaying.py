@@ -22,7 +22,7 @@ from ..sharding.sharded import Sharded
 from ..train.accumulate import rank_of
 from ..train.step import TrainState
 from .compare import gap
-from .recording import RecordedStep, form, origin_of, read, step_folder
+from .recording import RecordedStep, form, origin_of, read, recorded_steps
 from .rng import with_threads
 from .world import World
 
@@ -94,28 +94,16 @@ def replay(dir: str | Path, make: Make, at: int | None = None) -> list[Replayed]
     step 0 on 1 rank(s): same bits
     """
     folder = check_path("replay: dir", dir)
-    folders = sorted(folder.glob("step-*")) if at is None else [step_folder(folder, at)]
-    if not folders:
-        raise ValueError(f"{folder}: expected recorded steps (step-00000000, ...), found none")
-    for path in folders:
-        if path.name != step_folder(folder, _number(path)).name:
-            raise ValueError(f"{path}: expected the number of a step, as in {step_folder(folder, 12).name}")
-    return [_replayed(path, make) for path in folders]
+    return [_replayed(number, read(path), make) for number, path in recorded_steps(folder, at).items()]
 
 
-def _number(folder: Path) -> int:
-    digits = folder.name.partition("-")[2]
-    return int(digits) if digits.isdecimal() and len(digits) < 20 else 0
-
-
-def _replayed(folder: Path, make: Make) -> Replayed:
-    recorded = read(folder)
+def _replayed(number: int, recorded: Sequence[RecordedStep], make: Make) -> Replayed:
     about = recorded[0].about
     by_rank = _on_ranks(about["axes"], about["threads"], lambda mesh, rank: _again(mesh, make, recorded[rank]))
     different = [finding for findings, _ in by_rank for finding in findings]
     nonfinite = [pair for _, pairs in by_rank for pair in pairs]
     _, first = min(nonfinite, key=lambda pair: pair[0], default=(0, None))  # of the earliest stage, then rank
-    return Replayed(_number(folder), len(recorded), next(iter(different), None), first)
+    return Replayed(number, len(recorded), next(iter(different), None), first)
 
 
 def _on_ranks(axes: dict[str, int], threads: int, fn: Callable[[AnyMesh, int], T]) -> list[T]:

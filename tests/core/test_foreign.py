@@ -5,12 +5,13 @@ import io
 import json
 import os
 import pickletools
+import re
 import shutil
 import tracemalloc
 import warnings
 import zipfile
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -23,12 +24,13 @@ from support.costs import cost
 import fshard
 from fshard import checkpoint
 from fshard.__main__ import main
+from fshard.cli.main import COMMANDS
 from fshard.core import foreign
 from fshard.files import hugging_face, index, inert_pickle, zip_item
 from fshard.files.index import sealed
 from fshard.files.places import LocalReader
 from fshard.files.safetensors_file import FileEntry
-from fshard.testing import record, recording, replay
+from fshard.testing import first_difference, observed, record, recording, replay
 
 NAME = "\x1b[2J\n"  # it clears a terminal, and begins a new line
 
@@ -47,12 +49,16 @@ def peak_of(run: Callable[[], object]) -> int:
 
 
 class Reader(NamedTuple):
-    """A file of a good folder, what reads it, and how a JSON text of it is taken out and put in."""
+    """A file of a good folder, what reads it, and how a JSON text of it is taken out and put in.
+
+    Of the commands that read it "/x" is a path in the folder.
+    """
 
     file: str
     read: Callable[[Path], object]
     text: Callable[[bytes], bytes] = bytes
     put: Callable[[bytes, bytes], bytes] = lambda good, text: text
+    commands: Sequence[str] = ()
 
 
 def header_of(data: bytes) -> bytes:
@@ -98,27 +104,62 @@ def restored(path: Path) -> object:
     return checkpoint.restore(path, LIKE)
 
 
+def compared(path: Path) -> object:
+    """Compare what an observed step has seen with itself."""
+    (_, got), (_, expected) = recording.seen_in(path), recording.seen_in(path)
+    return first_difference(got, expected)
+
+
 HEADER = (header_of, with_header)
+OWN = ("inspect /own", "inspect /own --step 1", "inspect /own --verify", "inspect /own --against /own")
+STEP = "/step-00000000/rank-0"
+REPLAY = "replay /recorded --step support.replayed:make"
 READERS = {
-    "index": Reader("own/step-000000000001/index.json", lambda path: restored(path / "own"), bytes, resealed),
-    "safetensors": Reader("x.safetensors", lambda path: loaded(path / "x.safetensors"), *HEADER),
+    "index": Reader("own/step-000000000001/index.json", lambda path: restored(path / "own"), bytes, resealed, OWN),
+    "safetensors": Reader(
+        "x.safetensors", lambda path: loaded(path / "x.safetensors"), *HEADER, ("plan /x.safetensors",)
+    ),
     "restored safetensors": Reader("x.safetensors", lambda path: restored(path / "x.safetensors"), *HEADER),
-    "weights": Reader("hf/model.safetensors.index.json", lambda path: loaded(path / "hf")),
+    "weights": Reader(
+        "hf/model.safetensors.index.json", lambda path: loaded(path / "hf"), commands=("inspect /hf", "plan /hf")
+    ),
     "restored weights": Reader("hf/model.safetensors.index.json", lambda path: restored(path / "hf")),
     "shards": Reader(
         "dcp hf/shard-00001-model-00001-of-00001.safetensors",
         lambda path: restored(path / "dcp hf"),
         metadata_of,
         with_metadata,
+        ("inspect /dcp@hf",),
     ),
-    "about": Reader("recorded/step-00000000/rank-0/about.json", lambda path: replay(path / "recorded", replayed.make)),
+    "about": Reader(
+        f"recorded{STEP}/about.json", lambda path: replay(path / "recorded", replayed.make), commands=(REPLAY,)
+    ),
+    "about what was seen": Reader(
+        f"observed{STEP}/about.json",
+        lambda path: compared(path / "observed"),
+        commands=("compare /observed /observed",),
+    ),
 }
 # files of which the text is no JSON
 OTHERS = {
-    "metadata": Reader("dcp/.metadata", lambda path: restored(path / "dcp")),
+    "metadata": Reader("dcp/.metadata", lambda path: restored(path / "dcp"), commands=("inspect /dcp",)),
     "item": Reader("dcp/__0_0.distcp", lambda path: restored(path / "dcp")),
-    "data": Reader("own/step-000000000001/data.safetensors", lambda path: restored(path / "own")),
-    "tensors": Reader("recorded/step-00000000/rank-0/before.pt", lambda path: replay(path / "recorded", replayed.make)),
+    "data": Reader(
+        "own/step-000000000001/data.safetensors",
+        lambda path: restored(path / "own"),
+        commands=("inspect /own --verify",),
+    ),
+    "tensors": Reader(
+        f"recorded{STEP}/before.pt", lambda path: replay(path / "recorded", replayed.make), commands=(REPLAY,)
+    ),
+    "values": Reader(
+        f"observed{STEP}/after.pt", lambda path: compared(path / "observed"), commands=("compare /observed /observed",)
+    ),
+    "a file of values": Reader(
+        "seen.pt",
+        lambda path: compared(path / "seen.pt"),
+        commands=("compare /seen.pt /seen.pt", "compare /seen.pt /observed"),
+    ),
 }
 
 
@@ -144,7 +185,20 @@ def good(tmp_path_factory: pytest.TempPathFactory) -> Path:
         dcp.save({"w": torch.ones(2)}, checkpoint_id=path / "dcp", no_dist=True)
     step, state, batch, *_ = replayed.make(None)
     record(step, path / "recorded", steps={0})(state, batch)
+    step = record(
+        observed(fshard.train_step(lambda p, x: p["w"].sum(), tx := fshard.optim.sgd(0.1))),
+        path / "observed",
+        steps={0},
+    )
+    (_, seen) = step(fshard.init_state(fshard.shard_params({"w": torch.ones(2)}, fshard.make_plan(LIKE)), tx), None)
+    torch.save([seen], path / "seen.pt")
     return path
+
+
+def run(command: str, folder: Path) -> int:
+    """The exit status of a command, of which "/x" is a path in a folder."""
+    words = [f"{folder}{word}" if word.startswith("/") else word for word in command.split()]
+    return main([word.replace("@", " ") if word.startswith(str(folder)) else word for word in words])
 
 
 @pytest.fixture
@@ -165,6 +219,20 @@ def test_good_files_are_read(name, folder):
     path = folder / reader.file
     path.write_bytes(reader.put(path.read_bytes(), reader.text(path.read_bytes())))
     reader.read(folder)
+    assert [command for command in reader.commands if run(command, folder)] == []
+
+
+def test_every_command_is_tried():
+    """A command that reads files would not be among those below."""
+    tried = {command.split()[0] for reader in (READERS | OTHERS).values() for command in reader.commands}
+    assert tried | {"doctor"} == {*COMMANDS}
+
+
+def test_no_file_is_read_otherwise():
+    """A file would be read by torch.load, which makes what a pickle says, of any size."""
+    calls = re.compile(r"\btorch\.load\(|\bpickle\.loads?\(|\bjit\.load\(")
+    house = Path(fshard.__file__).parent
+    assert [path.name for path in house.rglob("*.py") if calls.search(path.read_text())] == []
 
 
 def check_refused(reader: Reader, folder: Path, capsys: Any) -> None:
@@ -180,13 +248,11 @@ def check_refused(reader: Reader, folder: Path, capsys: Any) -> None:
             causes.append(causes[-1].__cause__ or causes[-1].__context__)
 
     assert peak_of(read) < 12 << 20
-    root = folder / Path(reader.file).parts[0]
-    main(
-        ["inspect", str(root)] if root.name != "recorded" else ["replay", str(root), "--step", "support.replayed:make"]
-    )
-    said = "".join(capsys.readouterr())
-    assert said.replace("\n", "").isprintable(), repr(said)[:300]
-    assert len(said) < 20_000
+    for command in reader.commands:
+        assert peak_of(lambda command=command: run(command, folder)) < 12 << 20
+        said = "".join(capsys.readouterr())
+        assert said.replace("\n", "").isprintable(), repr(said)[:300]
+        assert len(said) < 20_000
 
 
 # --- texts ---
@@ -408,6 +474,7 @@ def test_hostile_files_are_an_error(name, file, folder, capsys):
     reader = (READERS | OTHERS)[name]
     FILES[file](folder / reader.file)
     check_refused(reader, folder, capsys)
+    assert not reader.commands or any(run(command, folder) for command in reader.commands)
 
 
 def elements_in_one_member(shape: bytes, num: int) -> Callable[[Path], object]:
@@ -502,8 +569,27 @@ ITEMS: dict[str, tuple[str, Callable[[int, bytes], bytes]]] = {
     "operations": ("metadata", lambda n, good: b"\x80\x02" + b"})s" * n + b"."),
     "nested tuples": ("metadata", lambda n, good: b"\x80\x02)" + b"\x85" * n + b"."),
 }
-COMMANDS = {"restore": (), "show": ("--step", "1"), "compare": ("--against", ""), "list": ()}
-MANY_OF = [*ITEMS, *(f"{what}: {command}" for what in INDEXES for command in COMMANDS)]
+ADD = "operator\tadd\t\tx.py:1\t"
+# of n items: the names of what a rank has seen, and the number of ranks
+SEEN: dict[str, Callable[[int], tuple[list[str], int]]] = {
+    "operators": lambda n: ([ADD] * n + [f"metric\t{i}\t\t\t" for i in range(n)], 1),
+    "ranks": lambda n: ([ADD], n),
+}
+
+
+def seen_file(kind: str, num: int) -> bytes:
+    """A file of what ranks of an observed step have seen."""
+    names, ranks = SEEN[kind](num)
+    names, file = [f"forward\t{ranks}\t\t\t", *names], io.BytesIO()
+    torch.save([{"names": names, "values": [torch.ones(()) for _ in names]} for _ in range(ranks)], file)
+    return file.getvalue()
+
+
+OF_INDEX = {"restore": (), "show": ("--step", "1"), "compare": ("--against", ""), "list": ()}
+MANY_OF = [*ITEMS, *(f"{what}: {command}" for what in INDEXES for command in OF_INDEX)]
+
+
+ITEMS |= {f"seen {kind}": ("a file of values", lambda n, good, kind=kind: seen_file(kind, n)) for kind in SEEN}
 
 
 def put_many(what: str, num: int, folder: Path) -> Callable[[], None]:
@@ -519,13 +605,13 @@ def put_many(what: str, num: int, folder: Path) -> Callable[[], None]:
             with contextlib.suppress(ValueError, OSError):
                 reader.read(folder)
         else:
-            main(["inspect", own, *(x or own for x in COMMANDS[command])])
+            main(["inspect", own, *(x or own for x in OF_INDEX[command])])
 
     return call
 
 
 @pytest.mark.sample(4)
-@pytest.mark.parametrize("what", MANY_OF)
+@pytest.mark.parametrize("what", [*MANY_OF, *(f"seen {kind}" for kind in SEEN)])
 def test_work_grows_with_the_items_and_no_faster(what, folder, capsys):
     """A file of as many items as there may be would keep a reader busy for hours."""
     few = cost(put_many(what, 20, folder))

@@ -1,6 +1,7 @@
 """Observed steps: quiet for what is right on any ranks, and for each planted fault its unit and line."""
 
 import json
+import random
 import re
 from collections.abc import Callable
 from functools import partial
@@ -10,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.costs import cost
 from support.strategies import PARTITIONS
 from support.worlds import gloo
 from torch import Tensor
@@ -519,6 +521,75 @@ def test_numbers_of_ranks_that_cannot_be_compared() -> None:
     for rtol in (float("nan"), float("inf"), -1, "x"):
         with pytest.raises(ValueError, match=r"first_difference: rtol=.*: expected a finite number from 0 on"):
             first_difference(two, one, rtol)  # type: ignore[arg-type]
+
+
+ODD = [torch.arange(4).to(x) for x in (torch.uint64, torch.bool, torch.complex64, torch.float8_e5m2, torch.float16)]
+ODD += [torch.ones(shape) for shape in ((), (0,), (4, 3), (1, 1, 1))]
+FIELDS = ["", "forward", "operator", "metric", "0", "-1", "3,2", "2x2", "x".join("2" * 9), "9" * 5000, "the loss's "]
+
+
+def changed(runs: Any, draw: random.Random) -> Any:
+    """What ranks have seen, of which some values are others, or gone, or there twice, and a name is another one."""
+    runs = [{key: [*x] for key, x in run.items()} for run in runs]
+    for _ in range(draw.randrange(3)):
+        names, values = draw.choice(runs).values()
+        i, j, kind = draw.randrange(len(names)), draw.randrange(len(names)), draw.randrange(4)
+        if kind == 0:
+            values[i] = draw.choice(ODD)
+        elif kind == 1:
+            fields = names[i].split("\t")
+            fields[draw.randrange(len(fields))] = draw.choice(FIELDS)
+            names[i] = "\t".join(fields)
+        elif kind == 2:
+            del names[i], values[i]
+        else:
+            names.insert(j, names[i]), values.insert(j, draw.choice(ODD))
+    return runs
+
+
+def test_changed_values_are_a_difference_or_an_error() -> None:
+    """A file that somebody else wrote would end `fshard compare` with a traceback, whose status is a difference's."""
+
+    step = observed(fshard.train_step(lambda p, x: (x @ p["w"]).tanh().square().mean(), tx := optim.sgd(0.5)))
+    whole = {"w": torch.arange(4.0), "b": torch.ones(3)}
+
+    def small(mesh: Any) -> Any:
+        ranks, rank = (1, 0) if mesh is None else (mesh.size(), mesh.get_rank())
+        state = fshard.init_state(fshard.shard_params(whole, fshard.make_plan(whole, mesh)), tx)
+        return step(state, torch.arange(32.0).reshape(8, 4).sin().tensor_split(ranks)[rank])[1]
+
+    found = set[str]()
+    pairs = [(simulate(small, shard=2), [small(None)]), (simulate(small, shard=2),) * 2, ([small(None)],) * 2]
+    for seed in range(200):
+        draw = random.Random(seed)
+        got, expected = (changed(each, draw) for each in pairs[seed % 3])
+        try:
+            found.add(type(first_difference(got, expected, draw.choice([None, 1e-3]))).__name__)
+        except ValueError:
+            found.add("an error")
+    assert found == {"an error", "Difference", "NoneType"}
+
+
+ADD, FORWARD = "operator\tadd\t\tx.py:1\t", "forward\t\t\t\t"
+# the names of what a rank has seen, of about n items
+MANY: dict[str, Callable[[int], list[str]]] = {
+    "operators": lambda n: [ADD] * n + [f"metric\t{i}\t\t\t" for i in range(n)],
+    "micro-batches": lambda n: [ADD] + [FORWARD, ADD] * n,
+    "inputs": lambda n: [f"{ADD}{','.join(map(str, range(i)))}" for i in range(n)],
+    "equal inputs": lambda n: [ADD] + [f"{ADD}{',0' * n}"] * 40,
+}
+
+
+@pytest.mark.parametrize("kind", MANY)
+def test_work_grows_with_the_values_and_no_faster(kind: str) -> None:
+    """A file of as many values as there may be would keep `fshard compare` busy for hours."""
+
+    def work(num: int) -> int:
+        names = [FORWARD, *MANY[kind](num)]
+        seen = [{"names": names, "values": [torch.ones(()) for _ in names]}]
+        return cost(lambda: first_difference(seen, seen, 1e-3))
+
+    assert work(100) < 4.5 * work(25)
 
 
 def test_what_cannot_be_observed() -> None:

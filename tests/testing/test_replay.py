@@ -6,6 +6,7 @@ import json
 import os
 import pickle
 import random
+import resource
 import shutil
 import subprocess
 import sys
@@ -159,6 +160,60 @@ def test_there_is_room_for_so_many(tmp_path):
     for _ in range(4):
         state, _ = step(state, bad)
     assert files(tmp_path) == [f"step-0000000{i}/rank-0" for i in (0, 1, 3)]
+
+
+def limit_of(num_bytes: int) -> Callable[[pytest.MonkeyPatch], object]:
+    """A disk on which a file may have so many bytes."""
+    most = resource.getrlimit(resource.RLIMIT_FSIZE)[1]
+    return lambda patch: resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, most))
+
+
+FULL_DISK = OSError(28, "No space left on device")
+FULL: dict[str, Callable[[pytest.MonkeyPatch], object]] = {
+    "at once": limit_of(0),
+    "before the step": limit_of(5_000),
+    "the results": lambda patch: patch.setattr(torch, "save", failing(torch.save, "after.pt", RuntimeError("?"))),
+    "words": lambda patch: patch.setattr(Path, "write_text", failing(Path.write_text, "about.json", FULL_DISK)),
+    "a folder": lambda patch: patch.setattr(Path, "mkdir", failing(Path.mkdir, "writing-0", FULL_DISK)),
+}
+
+
+def failing(fn: Callable[..., Any], name: str, error: Exception) -> Any:
+    """A function that fails for a file of this name."""
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        if any(isinstance(x, Path) and x.name == name for x in args):
+            raise type(error)(*error.args)
+        return fn(*args, **kwargs)
+
+    return run
+
+
+@pytest.mark.parametrize("full", FULL)
+def test_a_step_that_cannot_be_recorded_is_an_error_and_leaves_nothing(full, tmp_path, monkeypatch):
+    """An error would not say where there is no room, and half records count as steps: later ones were not kept."""
+    tx, folder = fshard.optim.sgd(0.1), tmp_path / "runs"
+    state = fshard.init_state(fshard.shard_params(torch.ones(5000), fshard.make_plan(torch.ones(5000))), tx)
+    step = record(fshard.train_step(lambda w, x: (w * x).sum(), tx), folder, keep=1)
+    (folder / "step-00000007" / "writing-0").mkdir(parents=True)  # left by a process that was killed
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    FULL[full](monkeypatch)
+    try:
+        with pytest.raises(OSError, match=f"{folder}/step-00000000/writing-0"):
+            step(state, torch.tensor(float("nan")))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        monkeypatch.undo()
+    assert files(folder) == ["step-00000007/writing-0"]
+    step(state, torch.tensor(float("nan")))
+    assert files(folder) == ["step-00000000/rank-0", "step-00000007/writing-0"]
+
+
+def test_steps_are_in_the_order_of_their_numbers(tmp_path):
+    """Step 100,000,000, which has a digit more, would come before step 99,999,999."""
+    for number in (99_999_999, 100_000_000):
+        recording.step_folder(tmp_path, number).mkdir()
+    assert [*recording.recorded_steps(tmp_path, None)] == [99_999_999, 100_000_000]
 
 
 def test_files_hold_tensors_and_words_alone(folder):
