@@ -112,7 +112,7 @@ class Writer:
         CheckpointError if a record is not there after so many seconds, or when `stop` is set.
         """
         place, names = folder(self.directory, self.step), [f"{self._name(r)}.json" for r in range(self.contents.ranks)]
-        _await(place, names, patience, stop)
+        _await(place, self.token, names, patience, stop)
         records = [read_record(read_all(place, name), f"{place}/{name}") for name in names]
         index = self._index(records)
         for file, size in index.files.items():
@@ -144,7 +144,7 @@ class Writer:
         lost = sorted({*index.files} - {*place.names()})
         if lost and place.has(INDEX) and read_all(place, INDEX) == text:  # else a later save has taken its place
             place.remove(INDEX)
-            raise CheckpointError(f"{place}/{lost[0]}: deleted meanwhile: expected one job at a time in a directory")
+            raise _deleted(place, lost[0])
 
     def _index(self, records: Sequence[RankRecord]) -> Index:
         leaves = dict[str, IndexEntry]()
@@ -185,20 +185,26 @@ def _by_name_in_file(
     return by_name
 
 
-def _await(place: Place, names: Sequence[str], patience: float, stop: threading.Event) -> None:
-    """Wait until there are files of these names."""
+def _deleted(place: Place, name: str) -> CheckpointError:
+    return CheckpointError(f"{place}/{name}: deleted meanwhile: expected one job at a time in a directory")
+
+
+def _await(place: Place, token: str, names: Sequence[str], patience: float, stop: threading.Event) -> None:
+    """Wait until there are files of these names. CheckpointError at once if a file of this save is deleted."""
     deadline, (pause, longest) = time.monotonic() + patience, _PAUSES
-    program = threading.main_thread()
-    for name in names:
-        while not place.has(name):
-            if not program.is_alive():  # it has ended, perhaps because the rank that is missed is gone
-                program, deadline = threading.current_thread(), min(deadline, time.monotonic() + _AFTER_THE_PROGRAM)
-            pause = min(1.5 * pause, longest)  # object stores are paid for each look
-            if stop.wait(pause) or time.monotonic() > deadline:
-                raise CheckpointError(
-                    f"{place}/{name}: the record of a rank is not there after {patience:.0f} seconds. All ranks must "
-                    "see the same directory, as on a network file system"
-                )
+    program, seen = threading.main_thread(), set[str]()
+    while missing := sorted({*names} - (there := {name for name in place.names() if name.startswith(token)})):
+        if lost := [name for name in sorted(seen - there) if not place.has(name)]:
+            raise _deleted(place, lost[0])
+        seen |= there
+        if not program.is_alive():  # it has ended, perhaps because the rank that is missed is gone
+            program, deadline = threading.current_thread(), min(deadline, time.monotonic() + _AFTER_THE_PROGRAM)
+        pause = min(1.5 * pause, longest)  # object stores are paid for each look
+        if stop.wait(pause) or time.monotonic() > deadline:
+            raise CheckpointError(
+                f"{place}/{missing[0]}: the record of a rank is not there after {patience:.0f} seconds. All ranks must "
+                "see the same directory, as on a network file system"
+            )
 
 
 def _files_at(directory: Place, step: int) -> Iterable[str]:

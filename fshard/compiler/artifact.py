@@ -22,7 +22,7 @@ from typing import Any
 from ..comm.consensus import of_all, together
 from ..comm.mesh import AnyMesh, num_ranks, rank_in
 from ..core.arguments import check_path
-from ..files.places import Place, place_of, read_bytes
+from ..files.places import LocalPlace, LocalReader, Place, UnsafeError, place_of, read_bytes
 from .identity import FunctionIdentity
 from .program import Program, UnsavableError, digest_of
 
@@ -55,6 +55,8 @@ def find(path: Path, identity: FunctionIdentity, mesh: AnyMesh) -> Program | str
         return reasons[min(reasons)]
     except FileNotFoundError:
         return "there is no such file"
+    except UnsafeError as error:
+        return str(error)
     except OSError:
         raise
     except Exception as error:  # whatever is raised for bytes that are not what was written
@@ -108,6 +110,8 @@ def _write(path: Path, entry: Mapping[str, Any], parts: Mapping[str, bytes], ide
         for digest in _used(programs, parts):
             archive.writestr(digest, parts[digest])
     place, name = _place(path)
+    if isinstance(place, LocalPlace):
+        place.sweep(name)
     place.put(name, file.getvalue())
 
 
@@ -128,6 +132,8 @@ def _read(path: Path) -> tuple[list[Any], dict[str, bytes]]:
     """The programs of a file, the latest first, and its parts. An error of any class if it is no whole artifact."""
     place, name = _place(path)
     with place.open(name) as file:
+        if isinstance(file, LocalReader):  # whoever writes to it can run any program here
+            file.check_safe()
         data = read_bytes(file, 0, file.size)
     with zipfile.ZipFile(io.BytesIO(data)) as archive:
         parts = {member.filename: archive.read(member) for member in archive.infolist()}

@@ -28,12 +28,22 @@ def open_file(path: str | os.PathLike[str], follow: bool = True) -> FileIO:
     if not stat.S_ISREG(os.fstat(number).st_mode):
         os.close(number)
         raise OSError(errno.EINVAL, "expected a regular file", os.fspath(path))
-    return FileIO(number)
+    return FileIO(path, opener=lambda *_: number)  # which errors of a read are to name
+
+
+@contextmanager
+def naming(path: str | os.PathLike[str]) -> Iterator[None]:
+    """Name the file in an OSError, such as that of a full disk, which Python leaves nameless."""
+    try:
+        yield
+    except OSError as error:
+        error.filename = error.filename or os.fspath(path)
+        raise
 
 
 def read_text(path: str | os.PathLike[str]) -> bytes:
     """Return the bytes of a regular file. OSError, or ValueError for one that is too long."""
-    with open_file(path) as file:
+    with open_file(path) as file, naming(path):
         size = os.fstat(file.fileno()).st_size
         check_size(size, path)
         return file.read(size)

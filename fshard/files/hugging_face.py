@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 from ..core.differences import lacking
-from ..core.foreign import parsed, read_text
+from ..core.foreign import naming, parsed, read_text
 from .index import Json
-from .places import flush, is_file_name, naming
+from .places import flush, is_file_name
 from .safetensors_file import PICKLES, FileEntry, header, laid_out, read_entries, write_tensor
 
 FILE, INDEX, PARTIAL = "model.safetensors", "model.safetensors.index.json", ".partial"
@@ -77,7 +77,7 @@ def new_files(folder: Path, groups: Sequence[Sequence[Leaf]]) -> dict[str, FileE
     for name, leaves in zip(_free_names(folder, len(groups)), groups, strict=True):
         group = laid_out(leaves, folder / (name + PARTIAL))
         first = header(group)
-        with naming(folder / (name + PARTIAL)) as path:
+        with naming(path := folder / (name + PARTIAL)):
             path.write_bytes(first)
         entries |= {x.name: replace(x, start=x.start + len(first)) for x in group}
     return entries
@@ -100,7 +100,7 @@ def _free_names(folder: Path, num_files: int) -> list[str]:
 
 def put(entry: FileEntry, value: Tensor) -> None:
     """Write the data of a leaf to its file."""
-    with naming(entry.file) as path, open(path, "r+b") as file:
+    with naming(entry.file), open(entry.file, "r+b") as file:
         write_tensor(file, entry.start, value)
 
 

@@ -13,6 +13,7 @@ import os
 import re
 import secrets
 import stat
+import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from io import FileIO
@@ -20,9 +21,10 @@ from pathlib import Path
 from typing import TypeAlias
 
 from ..core.arguments import check_path
-from ..core.foreign import open_file
+from ..core.foreign import naming, open_file
 from .remote import RemotePlace, RemoteReader, remote_place
 
+_DAY = 86_400  # seconds
 _LONGEST_NAME = 255  # of a file, on any file system
 _CANNOT_FLUSH = (errno.EINVAL, errno.EBADF, errno.ENOTSUP, errno.ENOSYS)
 
@@ -68,7 +70,7 @@ class LocalPlace:
     def put(self, name: str, data: bytes) -> None:
         """Write a file that is there as a whole or not at all, in the place of one that was there."""
         unfinished = f".{name}.{secrets.token_hex(8)}"
-        self._write(unfinished, [memoryview(data)])
+        self._write(unfinished, [memoryview(data)], 0o644)
         try:
             os.replace(self._path / unfinished, self._path / name)
         except OSError:  # a folder has the name
@@ -76,11 +78,18 @@ class LocalPlace:
             raise
         flush(self._path)
 
-    def _write(self, name: str, chunks: Iterable[memoryview]) -> None:
+    def sweep(self, name: str) -> None:
+        """Delete what killed processes left of a file a day ago: other processes may put it now."""
+        for path in (self._path / x for x in self.names() if x.startswith(f".{name}.")):
+            with suppress(FileNotFoundError):
+                if time.time() - path.lstat().st_mtime > _DAY:
+                    path.unlink()
+
+    def _write(self, name: str, chunks: Iterable[memoryview], mode: int = 0o666) -> None:
         """Write a new file and flush it to the disk, but not its name."""
         self._make()
         # O_EXCL: never over a file that is there, nor through a link
-        number = os.open(self._path / name, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+        number = os.open(self._path / name, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode)
         try:
             with open(number, "wb", buffering=0) as file, naming(self._path / name):
                 for chunk in chunks:
@@ -94,7 +103,7 @@ class LocalPlace:
     def open(self, name: str) -> Iterator[LocalReader]:
         """Open a file to read it. FileNotFoundError; OSError for what is not a regular file."""
         with open_file(self._path / name, follow=False) as file:
-            yield LocalReader(file.fileno())
+            yield LocalReader(file)
 
     def remove(self, name: str) -> None:
         """Delete a file, if there is one."""
@@ -117,18 +126,31 @@ class LocalPlace:
 class LocalReader:
     """A file of a local disk, read by ranges of bytes."""
 
-    def __init__(self, number: int):
-        self._number, self.size = number, os.fstat(number).st_size
+    def __init__(self, file: FileIO):
+        self._file, self.size = file, os.fstat(file.fileno()).st_size
 
     def read_into(self, offset: int, view: memoryview) -> int:
         """Fill `view` with the bytes from `offset` on, and return their number: less where the file ends before."""
         filled = 0
         while filled < len(view):  # one read may return less than asked for
-            count = os.preadv(self._number, [view[filled:]], offset + filled)
+            with naming(self._file.name):
+                count = os.preadv(self._file.fileno(), [view[filled:]], offset + filled)
             if not count:
                 break
             filled += count
         return filled
+
+    def check_safe(self) -> None:
+        """Raise UnsafeError for a file that another user than root may write to."""
+        status = os.fstat(self._file.fileno())
+        if status.st_uid not in (0, os.geteuid()):
+            raise UnsafeError(f"it belongs to another user, {status.st_uid}")
+        if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+            raise UnsafeError("others may write to it: chmod go-w")
+
+
+class UnsafeError(Exception):
+    """A file of programs that somebody else may have written."""
 
 
 def read_bytes(file: Reader, begin: int, size: int) -> bytes:
@@ -149,16 +171,6 @@ def _write_chunk(file: FileIO, chunk: memoryview) -> None:
     if hasattr(os, "posix_fadvise"):
         # Linux begins to write these bytes to the disk, while the next chunk is made
         os.posix_fadvise(file.fileno(), begin, size, os.POSIX_FADV_DONTNEED)
-
-
-@contextmanager
-def naming(path: Path) -> Iterator[Path]:
-    """Name the file in an OSError, such as that of a full disk, which Python leaves nameless."""
-    try:
-        yield path
-    except OSError as error:
-        error.filename = error.filename or str(path)
-        raise
 
 
 def flush(path: Path) -> None:

@@ -92,6 +92,9 @@ def check_fits(
     """Raise ValueError for names and dtypes of leaves that a file of this format cannot have, or `lacks`."""
     if twice := [name for name, number in Counter(names).items() if number > 1 or name == METADATA]:
         raise ValueError(f"{function}: names that come twice, or mean something else: {', '.join(map(repr, twice))}")
+    dtypes = [*dtypes]
+    if odd := [name for name, _ in dtypes if name.encode(errors="ignore").decode() != name]:
+        raise ValueError(f"{function}: names that are no text: {', '.join(map(repr, odd))}. Rename the leaves")
     if lacking := [f"{name!r} is {dtype}" for name, dtype in dtypes if dtype not in NAMES or dtype in lacks]:
         raise ValueError(
             f"{function}: dtypes that safetensors files do not have: {'; '.join(lacking)}. Cast them, or save "
@@ -117,7 +120,7 @@ def read_entries(path: Path) -> dict[str, FileEntry]:
     FileNotFoundError, or ValueError for a file that is not in this format or not whole.
     """
     with open_file(path) as file:
-        return read_header(LocalReader(file.fileno()), path)[0]
+        return read_header(LocalReader(file), path)[0]
 
 
 def read_header(file: Reader, path: Path) -> tuple[dict[str, FileEntry], dict[str, Any]]:
@@ -179,7 +182,7 @@ def _check_data(entries: Iterable[FileEntry], begin: int, size: int, path: Path)
 
 def read_chunks(file: FileIO, path: Path, start: int, num_bytes: int, dtype: torch.dtype) -> Iterator[Tensor]:
     """Yield flat tensors in host memory that have these bytes of a file, each of them until the next one."""
-    reader, buffer, end = LocalReader(file.fileno()), bytearray(min(num_bytes, CHUNK)), start + num_bytes
+    reader, buffer, end = LocalReader(file), bytearray(min(num_bytes, CHUNK)), start + num_bytes
     for begin in range(start, end, CHUNK):
         view = memoryview(buffer)[: end - begin]
         if reader.read_into(begin, view) < len(view):

@@ -64,7 +64,10 @@ class ZipItem:
 def _read(file: Reader, offset: int, num_bytes: int) -> bytes:
     if num_bytes > _MOST_BYTES:
         raise ValueError(f"expected at most {_MOST_BYTES:,} bytes, got {num_bytes:,}")
-    data = read_bytes(file, offset, num_bytes)
+    try:
+        data = read_bytes(file, offset, num_bytes)
+    except OSError as error:  # which zipfile takes for the end of the file
+        raise ValueError(str(error)) from error
     if len(data) < num_bytes:
         raise ValueError(f"{num_bytes:,} bytes from byte {offset:,} on are beyond the end of the file")
     return data

@@ -31,13 +31,13 @@ from ..comm.mesh import rank_in
 from ..core import tree
 from ..core.arguments import check_function, check_path, wrong
 from ..core.differences import lacking, unreadable
-from ..core.foreign import MOST_ITEMS, legible, open_file, parsed, read_text
+from ..core.foreign import MOST_ITEMS, legible, naming, open_file, parsed, read_text
 from ..core.scalars import double
 from ..core.storage import DonatedError, from_bytes
 from ..core.tree import Tree, flatten, map, unflatten
 from ..files.index import require
 from ..files.inert_pickle import Plain, read_pickle
-from ..files.places import LocalReader, naming
+from ..files.places import LocalReader
 from ..files.safetensors_file import CHUNK, read_chunks
 from ..files.torch_dcp import OF_TENSOR, READABLE, stored_tensor
 from ..files.zip_item import ZipItem
@@ -347,7 +347,7 @@ def _opened(path: Path, expected: str, most: int = 1) -> Iterator[tuple[Plain, C
     """
     try:
         with open_file(path) as file:
-            item = ZipItem(reader := LocalReader(file.fileno()), 0, reader.size)
+            item = ZipItem(reader := LocalReader(file), 0, reader.size)
             item.check()
             require(item.read("byteorder") == b"little", "expected little-endian numbers")
             yield read_pickle(item.read("data.pkl"), OF_TENSOR), partial(_tensor, file, item, {}, most)

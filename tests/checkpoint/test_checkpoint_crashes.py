@@ -6,6 +6,7 @@ import re
 import shutil
 import signal
 import tempfile
+import threading
 from collections.abc import Iterator
 from contextlib import nullcontext
 from functools import partial
@@ -22,6 +23,8 @@ import fshard
 from fshard import checkpoint
 from fshard.checkpoint import CheckpointError, saving
 from fshard.checkpoint.writing import Writer
+from fshard.files import directory
+from fshard.files.places import LocalPlace
 
 
 @pytest.fixture
@@ -41,6 +44,32 @@ def state_of(mesh: Any, step: int, version: int) -> dict[str, Any]:
 
 LIKE = {"params": fshard.shard_params(state := {"w": torch.zeros(5, 3), "b": torch.zeros(3)}, fshard.make_plan(state))}
 LIKE |= {"mu": torch.zeros(4, dtype=torch.int64), "step": 0, "version": 0}
+
+
+def test_files_that_another_job_deletes_are_an_error_at_once(tmp_path, monkeypatch):
+    """A save in the background would wait for an hour, in silence, for a record that `keep_last` of a job deleted."""
+    put, names, looked = Writer.put, LocalPlace.names, threading.Event()
+
+    def prunes(self: Writer, record: Any) -> None:
+        put(self, record) if self.contents.rank == 0 else looked.wait(60)
+        if self.contents.rank:
+            directory.remove(self.directory, self.step)
+
+    def looks(self: LocalPlace, folders: bool = False) -> list[str]:
+        there = names(self, folders)
+        if any(name.endswith("rank-00000.json") and name[0] != "." for name in there):
+            looked.set()
+        return there
+
+    def job(mesh: Any) -> None:
+        running = checkpoint.save(tmp_path, state_of(mesh, 1, 1), 1, wait=False)
+        with pytest.raises(CheckpointError, match=f"{tmp_path}/step-000000000001/.*-rank-0000.*: deleted meanwhile"):
+            running.wait()
+
+    monkeypatch.setattr(saving, "_WRITTEN", 20.0)
+    monkeypatch.setattr(Writer, "put", prunes)
+    monkeypatch.setattr(LocalPlace, "names", looks)
+    simulated(job, shard=2)
 
 
 def versions(dir: Path, damaged: bool = False) -> dict[int, int]:

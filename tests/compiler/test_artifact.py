@@ -304,6 +304,46 @@ def test_another_format(written, tmp_path):
     assert reason(path, fshard.jit(times), X).endswith("its format was 99, is 1")
 
 
+UNSAFE: dict[str, tuple[Callable[[Path], object], str]] = {
+    "all": (lambda path: path.chmod(0o646), "others may write to it: chmod go-w"),
+    "a group": (lambda path: path.chmod(0o664), "others may write to it: chmod go-w"),
+    "another user": (lambda path: os.chown(path, 12345, -1), "it belongs to another user, 12345"),
+}
+
+
+@pytest.mark.parametrize("who", UNSAFE)
+def test_a_file_that_others_may_write_is_not_loaded(who, written, tmp_path):
+    """Another user of the host would put a program there, which the job runs as its own."""
+    if who == "another user" and os.geteuid():
+        pytest.skip("needs root")
+    path, (change, words) = tmp_path / "file", UNSAFE[who]
+    path.write_bytes(written.read_bytes())
+    path.chmod(0o644)
+    assert not reason(path, fshard.jit(times), X)
+    change(path)
+    before = os.umask(0)
+    try:
+        run = fshard.jit(times, artifact=path)
+        assert same_bits(run(X), times(X))
+    finally:
+        os.umask(before)
+    assert run.explain() == f"traced, and written to {path}: {words}"
+    assert not reason(path, fshard.jit(times), X), "it was written anew, and nobody else may write"
+
+
+def test_what_killed_writes_left_is_deleted_after_a_day(written, tmp_path):
+    """Each job that is killed while it writes would leave a file of megabytes, which nobody sees."""
+    path = tmp_path / "step"
+    old, new, other = (tmp_path / f"{name}.0123456789abcdef" for name in (".step", ".step", ".another"))
+    new = new.with_suffix(".fedcba9876543210")  # of a process that may still write it
+    for file in (old, new, other):
+        file.write_bytes(b"half")
+    for file in (old, other):
+        os.utime(file, (0, 0))
+    fshard.jit(times, artifact=path)(X)
+    assert {*tmp_path.iterdir()} == {path, new, other}
+
+
 def test_a_file_that_cannot_be_written(tmp_path):
     """One rank would go on alone, and the others wait for it."""
     (tmp_path / "file").write_text("no folder")

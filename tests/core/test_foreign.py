@@ -477,6 +477,25 @@ def test_hostile_files_are_an_error(name, file, folder, capsys):
     assert not reader.commands or any(run(command, folder) for command in reader.commands)
 
 
+class Broken(io.FileIO):
+    """A file of a disk that cannot be read any more."""
+
+    def read(self, size: int = -1) -> bytes:
+        """Fail as the disk does."""
+        raise OSError(5, "Input/output error")
+
+
+@pytest.mark.parametrize("name", [*READERS, *OTHERS])
+def test_a_read_that_fails_names_the_file(name, folder, monkeypatch):
+    """A disk that cannot be read would be an error without a path: nobody knew which of thousands of files."""
+    monkeypatch.setattr(os, "preadv", lambda *_: (_ for _ in ()).throw(OSError(5, "Input/output error")))
+    monkeypatch.setattr(foreign, "FileIO", Broken)
+    reader = (READERS | OTHERS)[name]
+    with pytest.raises((OSError, ValueError), match=r"Input/output error") as failure:
+        reader.read(folder)
+    assert Path(reader.file).parts[0] in str(failure.value)
+
+
 def elements_in_one_member(shape: bytes, num: int) -> Callable[[Path], object]:
     """A record whose leaves are all the same bytes of the file."""
     storage = (
@@ -528,8 +547,8 @@ def test_members_of_a_record_lie_apart(tmp_path):
             opened.filelist.append(member)
         opened._didModify = True
     (tmp_path / "x").write_bytes(file.getvalue())
-    with (tmp_path / "x").open("rb") as whole:
-        reader = LocalReader(whole.fileno())
+    with foreign.open_file(tmp_path / "x") as whole:
+        reader = LocalReader(whole)
         item = zip_item.ZipItem(reader, 0, reader.size)
         with pytest.raises(ValueError, match="bytes in a file of"):
             item.check()

@@ -529,6 +529,22 @@ def test_names_of_leaves_are_no_names_of_files(name, tmp_path):
     assert back[f"{name}/"] == 2.5
 
 
+@pytest.mark.parametrize("shard", [1, 2])
+def test_a_name_that_is_no_text_is_an_error(shard, tmp_path):
+    """A lone surrogate would be an error of an encoding, without the leaf; in the background, too."""
+
+    def job(mesh: Any) -> None:
+        params = fshard.shard_params(state := {"w\ud800": torch.ones(3)}, fshard.make_plan(state, mesh))
+        for save in (
+            lambda: checkpoint.save(tmp_path / "run", params, 1, wait=False),
+            lambda: checkpoint.save_safetensors(tmp_path / "files", params),
+        ):
+            with pytest.raises(ValueError, match=r"save.*: names that are no text: '.*w\\ud800'\. Rename the leaves"):
+                save()
+
+    simulated(job, shard=shard)
+
+
 def test_an_index_that_would_be_refused_is_not_put_in_place(folder, tmp_path, monkeypatch):
     """An index that is too long to be read would take the place of one that can be read."""
     monkeypatch.setattr(foreign, "MOST_BYTES", 500)
