@@ -15,29 +15,55 @@ import fshard
 from fshard.cli import doctor
 
 ROOT = Path(__file__).parents[2]
-PARTS = ["pyproject.toml", "README.md", "LICENSE", "pytest_fshard.py", "fshard"]
-BUILD = "from setuptools import build_meta; print(build_meta.build_wheel('dist'))"
+PARTS = ["pyproject.toml", "README.md", "LICENSE", "fshard_command.py", "pytest_fshard.py", "fshard"]
+BUILD = "from setuptools import build_meta; print(build_meta.build_{}('dist'))"
 
 
 @pytest.fixture(scope="module")
-def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The wheel of a copy of the sources: a build leaves files beside them."""
-    copy = tmp_path_factory.mktemp("sources")
+def clone(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A copy of the sources: a build leaves files beside them."""
+    copy = tmp_path_factory.mktemp("clone") / "fshard"
+    copy.mkdir()
     for name in PARTS:
         if (ROOT / name).is_dir():
             shutil.copytree(ROOT / name, copy / name, ignore=shutil.ignore_patterns("__pycache__"))
         else:
             shutil.copy(ROOT / name, copy / name)
-    done = subprocess.run([sys.executable, "-c", BUILD], cwd=copy, capture_output=True, text=True, check=False)
+    return copy
+
+
+def built(clone: Path, kind: str) -> Path:
+    """A wheel of a clone."""
+    args = [sys.executable, "-c", BUILD.format(kind)]
+    done = subprocess.run(args, cwd=clone, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    return copy / "dist" / done.stdout.splitlines()[-1]
+    return clone / "dist" / done.stdout.splitlines()[-1]
+
+
+@pytest.fixture(scope="module")
+def wheel(clone: Path) -> Path:
+    """The wheel that users install."""
+    return built(clone, "wheel")
+
+
+def test_a_clone_beside_a_script_does_not_hide_the_package(clone: Path, tmp_path: Path) -> None:
+    """After `git clone`, `pip install -e ./fshard` a script in this folder would import the clone's folder."""
+    zipfile.ZipFile(built(clone, "editable")).extractall(tmp_path)
+    script = clone.parent / "mine.py"
+    # only the path of the package: to import it takes torch
+    script.write_text(
+        "import sys, site, importlib.util as u; site.addsitedir(sys.argv[1]); print(u.find_spec('fshard').origin)"
+    )
+    args = [sys.executable, "-ES", str(script), str(tmp_path)]
+    done = subprocess.run(args, cwd=clone.parent, capture_output=True, text=True, check=True)
+    assert done.stdout == f"{clone / 'fshard' / '__init__.py'}\n"
 
 
 def test_the_wheel_has_the_package_and_no_tests(wheel: Path) -> None:
     """An install would lack a folder or the marker of types, or bring tests along."""
     names = {name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name}
     sources = {str(path.relative_to(ROOT)) for path in (ROOT / "fshard").rglob("*.py")}
-    assert names == sources | {"fshard/py.typed", "pytest_fshard.py"}
+    assert names == sources | {"fshard/py.typed", "fshard_command.py", "pytest_fshard.py"}
 
 
 def test_the_wheel_needs_torch_and_optree_and_has_the_commands(wheel: Path) -> None:
