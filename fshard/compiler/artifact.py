@@ -22,7 +22,7 @@ from typing import Any
 from ..comm.consensus import of_all, together
 from ..comm.mesh import AnyMesh, num_ranks, rank_in
 from ..core.arguments import check_path
-from ..files.places import LocalPlace, LocalReader, Place, UnsafeError, place_of, read_bytes
+from ..files.places import LocalPlace, LocalReader, Place, place_of, read_bytes
 from .identity import FunctionIdentity
 from .program import Program, UnsavableError, digest_of
 
@@ -55,8 +55,8 @@ def find(path: Path, identity: FunctionIdentity, mesh: AnyMesh) -> Program | str
         return reasons[min(reasons)]
     except FileNotFoundError:
         return "there is no such file"
-    except UnsafeError as error:
-        return str(error)
+    except PermissionError as error:
+        return str(error.strerror)
     except OSError:
         raise
     except Exception as error:  # whatever is raised for bytes that are not what was written

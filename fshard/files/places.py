@@ -141,16 +141,12 @@ class LocalReader:
         return filled
 
     def check_safe(self) -> None:
-        """Raise UnsafeError for a file that another user than root may write to."""
+        """Raise PermissionError for a file that another user than root may write to."""
         status = os.fstat(self._file.fileno())
         if status.st_uid not in (0, os.geteuid()):
-            raise UnsafeError(f"it belongs to another user, {status.st_uid}")
+            raise PermissionError(errno.EACCES, f"it belongs to another user, {status.st_uid}", self._file.name)
         if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
-            raise UnsafeError("others may write to it: chmod go-w")
-
-
-class UnsafeError(Exception):
-    """A file of programs that somebody else may have written."""
+            raise PermissionError(errno.EACCES, "others may write to it: chmod go-w", self._file.name)
 
 
 def read_bytes(file: Reader, begin: int, size: int) -> bytes:

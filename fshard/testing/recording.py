@@ -308,19 +308,15 @@ def _seen(rank: int, seen: Plain, tensor: Callable[[str, object], Tensor]) -> Js
 
 def recorded_steps(folder: Path, at: int | None) -> dict[int, Path]:
     """Return the folders of recorded steps by number, in order, or that of step `at`. ValueError if there is none."""
-    folders = folder.glob("step-*") if at is None else [step_folder(folder, at)]
-    by_number = {_number(path): path for path in folders}
+    by_number = dict[int, Path]()
+    for path in folder.glob("step-*") if at is None else [step_folder(folder, at)]:
+        digits = path.name.partition("-")[2]
+        if not digits.isdecimal() or path != step_folder(folder, int(digits)):
+            raise ValueError(f"{path}: expected the number of a step, as in {step_folder(folder, 12).name}")
+        by_number[int(digits)] = path
     if not by_number:
         raise ValueError(f"{folder}: expected recorded steps (step-00000000, ...), found none")
-    for number, path in by_number.items():
-        if path.name != step_folder(folder, number).name:
-            raise ValueError(f"{path}: expected the number of a step, as in {step_folder(folder, 12).name}")
     return dict(sorted(by_number.items()))
-
-
-def _number(folder: Path) -> int:
-    digits = folder.name.partition("-")[2]
-    return int(digits) if digits.isdecimal() and len(digits) < 20 else -1
 
 
 def form(x: object) -> str:
