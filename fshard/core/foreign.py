@@ -37,7 +37,8 @@ def naming(path: str | os.PathLike[str]) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        error.filename = error.filename or os.fspath(path)
+        if error.errno is not None:  # else its text is all
+            error.filename = error.filename or os.fspath(path)
         raise
 
 
