@@ -143,6 +143,10 @@ def _is_users(fn: object) -> bool:
     return isinstance(fn, FunctionType) and not fn.__code__.co_filename.startswith(LIBRARIES)
 
 
+def _is_ours(x: object) -> bool:
+    return type(x).__module__.startswith("fshard.")
+
+
 def _is_plain(x: object) -> bool:
     dense = isinstance(x, Tensor) and not isinstance(x, FakeTensor | Marked) and x.layout is torch.strided
     if not dense or type(x) not in (Tensor, nn.Parameter) or func_levels.is_dual(x):
@@ -179,9 +183,9 @@ def _functions(x: Any, seen: dict[Any, object], is_whole: bool = True) -> Iterat
 
     A method is yielded with its object if the program calls it: then it is known whose attributes it reads.
     """
-    while type(x).__module__.startswith("fshard.") and hasattr(x, "run"):  # a train step, possibly wrapped by a check
+    while _is_ours(x) and hasattr(x, "run"):  # a train step, possibly wrapped by a check
         x = x.run
-    if is_dataclass(x) and not isinstance(x, type) and not is_of_library(type(x)):
+    if is_dataclass(x) and not isinstance(x, type) and (_is_ours(x) or not is_of_library(type(x))):
         values = [getattr(x, field.name, None) for field in fields(x)]
         for fn in (value for value in values if isinstance(value, partial | FunctionType | MethodType)):
             yield from _functions(fn, seen)
@@ -370,7 +374,7 @@ def _generators(root: object, seen: dict[int, object]) -> Iterator[Any]:  # Any:
             unseen += [variable.read() for variable in variables(x)]
         elif isinstance(x, type | ModuleType):
             unseen += [] if is_of_library(x) else vars(x).values()
-        elif type(x).__module__.startswith("fshard."):
+        elif _is_ours(x):
             unseen += _functions(x, {})  # a step, an optimizer: not through meshes into the world
         elif not issubclass(type(x), Tensor):
             unseen += gc.get_referents(x)

@@ -9,13 +9,13 @@ Note [Traced functions]
 
 from __future__ import annotations
 
-import re
 import sys
 import traceback
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import count
 from numbers import Number
 from typing import ParamSpec, TypeVar
 
@@ -95,6 +95,8 @@ def trace(fn: Callable[..., Tree], leaves: Sequence[object], spec: tree.Spec, ca
     out_spec: tree.Spec
     results: list[object] = []
     has_gradient = False
+    caches = True
+    zeros: list[object] | None = []  # calls for tangents of zero without memory; None: these have memory
 
     def flat(*inputs: Tensor) -> list[Tensor]:
         """Call `fn` with the fake tensors `inputs`; make_fx, which accepts only tensors, calls this function."""
@@ -106,19 +108,17 @@ def trace(fn: Callable[..., Tree], leaves: Sequence[object], spec: tree.Spec, ca
             if isinstance(leaf, Marked):
                 mark(x, type(leaf))
         args, kwargs = tree.unflatten(spec, with_tensors(leaves, inputs))
-        with _without_random_state(fake_of), _Captured(fake_of, [*inputs, *more]), _undrawn(fn, leaves):
+        with _without_random_state(fake_of, zeros), _Captured(fake_of, [*inputs, *more]), _undrawn(fn, leaves):
             out, out_spec = tree.flatten(fn(*args, **kwargs))
         out = [fake_of.get(id(leaf), leaf) for leaf in out]
         has_gradient = any(leaf.requires_grad for leaf in tensors(out))
         _check_same([*inputs, *more], before, [*paths, *("a captured tensor" for _ in more)])
         _check_constants(out, out_spec, leaves)
-        outputs: list[Tensor] = []
-        for leaf in out:
-            results.append(Output(len(outputs), kind_of(leaf)) if isinstance(leaf, Tensor) else leaf)
-            outputs += [leaf] * isinstance(leaf, Tensor)
-        return outputs
+        numbers = count()
+        results.extend(Output(next(numbers), kind_of(x)) if isinstance(x, Tensor) else x for x in out)
+        return tensors(out)
 
-    def traced(caches: bool) -> fx.GraphModule:
+    def traced() -> fx.GraphModule:
         results.clear()
         # Private API: torch has no public way to save and restore a thread's dispatch keys. An error inside a transform
         # of torch.func may leave keys of that transform set, and later transforms then fail. test_func_losses.py fails
@@ -133,24 +133,33 @@ def trace(fn: Callable[..., Tree], leaves: Sequence[object], spec: tree.Spec, ca
 
     paths = input_paths(leaves, spec)
     try:
-        try:
-            module = traced(caches=True)
-        except RuntimeError as failure:
-            if _OF_THE_CACHE not in str(failure):
-                raise
-            module = traced(caches=False)
+        while True:
+            try:
+                module = traced()
+                break
+            except (RuntimeError, AssertionError) as failure:
+                if caches and _OF_THE_CACHE in str(failure):
+                    caches = False
+                elif zeros and not isinstance(failure, TraceError):  # their views are no fake tensors
+                    zeros = None
+                else:
+                    raise
     except (TraceError, ValueError, TypeError):
         raise
     except Exception as failure:
         raise _explained(failure, fn) from failure
-    if any(
-        isinstance(getattr(module, str(node.target)), FakeTensor) for node in module.graph.find_nodes(op="get_attr")
-    ):
+    _check_bodies(module)
+    return Trace(module, spec, out_spec, tuple(results), has_gradient)
+
+
+def _check_bodies(module: fx.GraphModule) -> None:
+    """Raise TraceError if the graph has a fake tensor of another trace: that of the body of a scan."""
+    read = module.graph.find_nodes(op="get_attr")
+    if any(isinstance(getattr(module, str(node.target)), FakeTensor) for node in read):
         raise TraceError(
             "jit: the function uses a tensor that the body of a scan put somewhere: a body is traced once for several "
             "units, so that it returns what others read (`carry, y`)"
         )
-    return Trace(module, spec, out_spec, tuple(results), has_gradient)
 
 
 def eval_shape(fn: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
@@ -180,8 +189,12 @@ def eval_shape(fn: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
 
 @contextmanager
 def _alone() -> Iterator[None]:
-    """A block of which a checkpoint or `remat` around the call, which may run it again, sees nothing."""
-    with assigned(RUNNING, None), unhooked(), warnings.catch_warnings():
+    """A block of which a checkpoint or `remat` around the call, which may run it again, sees nothing.
+
+    What torch.compile has decorated runs in it as it is written, as a part of the graph.
+    """
+    inlined = torch._dynamo.config.patch(error_on_nested_fx_trace=False)
+    with assigned(RUNNING, None), unhooked(), inlined, warnings.catch_warnings():
         # torch asks results for `.grad`, and hides its warning only if that is no error
         warnings.filterwarnings("ignore", message="The .grad attribute of a Tensor that is not a leaf")
         yield
@@ -350,9 +363,9 @@ class _Watch(TorchDispatchMode):
         """Return True, so that a function that is compiled inside the traced one (flex_attention) still compiles."""
         return True
 
-    def __init__(self, fake_of: Mapping[int, Tensor]) -> None:
+    def __init__(self, fake_of: Mapping[int, Tensor], zeros: list[object] | None) -> None:
         super().__init__()
-        self._fake_of = fake_of
+        self._fake_of, self._zeros = fake_of, zeros
         self._seed = _UNLIKELY
         # A seed that user code is unlikely to set: a call of manual_seed with the old seed is then noticed, too.
         torch.default_generator.manual_seed(_UNLIKELY)
@@ -361,6 +374,10 @@ class _Watch(TorchDispatchMode):
         kwargs = kwargs or {}
         if self._fake_of:
             args, kwargs = _put(self._fake_of, (args, kwargs))  # what was called without a name in Python, too
+        if func is torch.ops.aten._efficientzerotensor.default:
+            if self._zeros is None:
+                return torch.zeros(*args, **kwargs)
+            self._zeros.append(func)
         if any(isinstance(x, Tensor) and not isinstance(x, FakeTensor) for x in args) and func not in _LIFTS:
             # as torch's fake tensors say, which let tensors of one element pass
             raise RuntimeError("convert all Tensors to FakeTensors")
@@ -394,14 +411,14 @@ _REPEATED = (
 
 
 @contextmanager
-def _without_random_state(fake_of: Mapping[int, Tensor]) -> Iterator[None]:
+def _without_random_state(fake_of: Mapping[int, Tensor], zeros: list[object] | None) -> Iterator[None]:
     """Raise TraceError if the block seeds torch's generator: a graph would repeat the numbers of the first call.
 
     The state of that generator is restored afterwards.
     """
     saved = torch.default_generator.get_state()
     try:
-        with _Watch(fake_of) as watch:
+        with _Watch(fake_of, zeros) as watch:
             yield
         watch.check()
     finally:
@@ -440,10 +457,7 @@ def _explained(failure: Exception, fn: Callable[..., Tree]) -> TraceError:
     # Under forward-mode AD, which is on for simulated ranks, torch raises while formatting its own error message.
     refused = any(f.name == "validate" and f.filename.endswith("fake_tensor.py") for f in frames)
     if refused or "convert all Tensors to FakeTensors" in text:
-        names = ", ".join(c.name for c in captures(fn) if _has_tensor(c.read()))
-        if not names and any(f.name == "_jvp_with_argnums" for f in frames):
-            return _forward_mode(where)
-        names = names or "a tensor"
+        names = ", ".join(c.name for c in captures(fn) if _has_tensor(c.read())) or "a tensor"
         return TraceError(
             f"jit: the function uses a tensor that is not among its arguments ({names}) at {where}: pass it as one, "
             "or in the state's `extra`. A graph reads tensors of closures and globals, also in dicts and lists, unless "
@@ -462,9 +476,6 @@ def _explained(failure: Exception, fn: Callable[..., Tree]) -> TraceError:
             "that has, or for AbstractMesh(shard=...), without a device, whose graph has the same collectives. A "
             "function without a backward needs no GPU"
         )
-    # In a vmap of forward mode, torch makes zeros on the meta device for what does not vary along the direction.
-    if "device" in text and re.search(r"\bmeta\b", text):
-        return _forward_mode(where)
     return TraceError(
         f"jit: tracing failed at {where}: {type(failure).__name__}: {text.splitlines()[0] if text else ''}"
     )
@@ -472,14 +483,6 @@ def _explained(failure: Exception, fn: Callable[..., Tree]) -> TraceError:
 
 def _has_tensor(value: object) -> bool:
     return any(isinstance(x, Tensor) for x in (value if isinstance(value, tuple) else (value,)))
-
-
-def _forward_mode(where: str) -> TraceError:
-    return TraceError(
-        f"jit: torch cannot trace what stands at {where}: in a vmap of forward mode (jacfwd, hessian) a product with "
-        "a tensor that does not vary along the direction. Use reverse mode (jacrev of jacrev for a Hessian), or do not "
-        "jit"
-    )
 
 
 def _site(failure: BaseException) -> str:

@@ -37,6 +37,23 @@ def synchronise(part: nn.Module, path: str, calls: Calls) -> None:
     vars(part)["forward"] = over_ranks
 
 
+def average(part: Any) -> None:
+    """Let a batch norm without momentum average its statistics in a graph: torch's code asks for a tensor's value."""
+    forward = part.forward
+
+    @functools.wraps(forward)
+    def averaged(*args: Any, **kwargs: Any) -> Any:
+        old = [part.running_mean.clone(), part.running_var.clone()]
+        out = forward(*args, **kwargs)
+        share = 1 / part.num_batches_tracked
+        for running, before in zip((part.running_mean, part.running_var), old, strict=True):
+            running.mul_(share).add_(before * (1 - share))
+        return out
+
+    if part.momentum is None and part.training and part.track_running_stats:
+        part.momentum, part.forward = 1.0, averaged  # the statistics of this batch alone
+
+
 class _Replaced(TorchFunctionMode):
     """The block in which `batch_norm` of torch, where it takes statistics of a batch, takes those of all ranks."""
 

@@ -16,7 +16,7 @@ from ..core import func_levels, tree
 from ..core.lazy import Branch
 from ..core.tracing import is_tracing
 from ..core.tree import Tree
-from .batch_norm import BATCH_NORMS, synchronise
+from .batch_norm import BATCH_NORMS, average, synchronise
 from .casts import Casts, cast_around, casts_of
 from .checks import check_graph, check_memory, check_references, check_uncached, is_compiled
 from .compiled import compile_again
@@ -103,6 +103,8 @@ class Copies:
         for path, part in made.named_modules():
             if isinstance(part, self._synchronised):
                 synchronise(part, path, self._calls)
+            if isinstance(part, BATCH_NORMS) and is_tracing():
+                average(part)
         for path, dtype, around in casts:
             cast_around(made.get_submodule(path), dtype, around)
         for part in made.modules():

@@ -21,6 +21,8 @@ from torch import Tensor, nn
 
 # Private: the class of tensors while torch.compile traces; `_weights` makes weights of it
 from torch._subclasses.functional_tensor import FunctionalTensor
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import _disable_current_modes
 
 from ..core import func_levels, tree
 from ..core.tracing import is_tracing
@@ -342,8 +344,20 @@ def in_eval_mode(skeleton: nn.Module) -> nn.Module:
 def copy_of(skeleton: nn.Module, calls: Calls) -> nn.Module:
     """Copy a skeleton: what a forward assigns to attributes stays in the copy."""
     # an RNN reads its weights while it is copied, and keeps what it reads
-    with calls.during(ModuleCall(_Stands(skeleton), [])):
+    with calls.during(ModuleCall(_Stands(skeleton), [])), _Constants() if is_tracing() else nullcontext():
         return _copy(skeleton, same_stands(skeleton))
+
+
+class _Constants(TorchFunctionMode):
+    """Copy tensors that are no buffers in a trace: constants of its graph, because nobody changes a skeleton's."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        x: Any = args[0] if args else None
+        if type(x) in (Tensor, nn.Parameter) and func in (Tensor.__deepcopy__, _DATA):
+            with _disable_current_modes():  # of a parameter in a list, whose data are asked for, a plain tensor
+                x = x.detach()
+            return torch.ops.aten.lift_fresh.default(x) if x.layout is torch.strided else x
+        return func(*args, **(kwargs or {}))
 
 
 def same_stands(part: nn.Module) -> dict[int, Any]:

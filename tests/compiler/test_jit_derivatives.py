@@ -6,9 +6,10 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from support.models import rand
 from support.worlds import simulated
-from torch import Tensor, nn
+from torch import Tensor, func, nn
 from torch.autograd import forward_ad
 from torch.utils.checkpoint import checkpoint
 
@@ -330,3 +331,27 @@ def test_tangents_in_a_closure():
         with pytest.raises(TraceError, match="not among its arguments"):
             run(x)
     assert not is_dual(x)
+
+
+NORMS: dict[str, Any] = {
+    "layer norm": lambda x, w: F.layer_norm(x, (3,), w, w),
+    "batch norm": lambda x, w: F.batch_norm(x, None, None, w, w, True),
+    "group norm": lambda x, w: F.group_norm(x, 1, w, w),
+}
+FORWARD: dict[str, Any] = {
+    "jvp": lambda f, x: func.jvp(f, (x,), (x.sin(),))[1],
+    "jvp of jvp": lambda f, x: func.jvp(lambda y: func.jvp(f, (y,), (x,))[1], (x,), (x.sin(),))[1],
+    "jvp of grad": lambda f, x: func.jvp(func.grad(lambda y: f(y).cos().sum()), (x,), (x.sin(),))[1],
+    "hessian": lambda f, x: func.hessian(lambda y: f(y).cos().sum())(x),
+    "vmap of jacfwd": lambda f, x: func.vmap(func.jacfwd(f))(torch.stack([x, x.sin()])),
+}
+
+
+@pytest.mark.sample(6)
+@pytest.mark.parametrize("how", FORWARD)
+@pytest.mark.parametrize("norm", NORMS)
+def test_forward_mode_past_what_has_no_tangent(norm: str, how: str) -> None:
+    """Torch stands a tensor without memory for a tangent of zero, whose views a trace takes for the user's tensors."""
+    fn = lambda x, w: FORWARD[how](lambda y: NORMS[norm](y, w), x)  # noqa: E731
+    args = rand(4, 3, seed=1), rand(3, seed=2)
+    torch.testing.assert_close(eager(fn)(*args), fn(*args))

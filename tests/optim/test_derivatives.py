@@ -222,6 +222,21 @@ def test_a_derivative_by_a_hyper_parameter(maker: str, name: str, ranks: int, wa
     torch.testing.assert_close(sum(on(ranks, of_hyper, maker, name, how, way)), right, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.sample(8)
+@pytest.mark.parametrize(("maker", "name"), HYPER)
+def test_a_graph_reads_hyper_parameters(maker: str, name: str) -> None:
+    """A graph would refuse a tensor in the transformation's closure, or keep the one of its first call."""
+    h = torch.tensor(VALUES[name], dtype=F64)
+    tx = built(makers()[maker], name, h)
+    state = fshard.init_state(place(None)[0], tx)
+    step = fshard.train_step(lambda p, x: outer(fshard.gather_params(p), x), tx)
+    run = fshard.jit(step, backend="eager")
+    for _ in range(2):
+        torch.testing.assert_close(tree.leaves(run(state, DATA)), tree.leaves(step(state, DATA)))
+        h.mul_(0.9)
+    assert "again" not in run.explain()
+
+
 @pytest.mark.parametrize("name", ["clip_by_global_norm", "lamb"])
 def test_ranks_that_are_processes(name: str) -> None:
     """Over gloo."""

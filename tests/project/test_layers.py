@@ -61,7 +61,7 @@ FOLDERS = {
 DOORS = {
     "optree": {"core.tree"},
     "torch.utils._pytree": {"core.tree", "train.dynamo"},
-    "torch._dynamo": {"train.dynamo", "compiler.lowered"},
+    "torch._dynamo": {"train.dynamo", "compiler.lowered", "compiler.trace"},
     "torch.library": {"core.tracing"},
     "torch.ops.fshard": {
         "core.storage",

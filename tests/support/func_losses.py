@@ -139,5 +139,3 @@ def dropped(p: Tree, b: dict[str, Tensor]) -> fshard.Mean:
 LOSSES: dict[str, Callable[..., fshard.Mean]] = {
     f.__name__: f for f in (meanflow, physics, laplacian, score, sliced, maml, clipped, pulled_back, curvature, nested)
 }
-# a vmap of forward mode, which torch cannot trace
-EAGER = ("physics", "sliced")
