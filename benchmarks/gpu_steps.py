@@ -49,6 +49,7 @@ CASES: dict[str, tuple[str, torch.dtype, dict[str, Any]]] = {
     "accumulate": ("adamw", F64, {"accumulate": 4}),
     "keep gathered": ("adamw", F64, {"accumulate": 4, "keep_gathered": True}),
     "in backward": ("adamw", F64, IN_BACKWARD),
+    "in backward, no mesh": ("adamw", F64, IN_BACKWARD | {"mesh": None}),
     "clip": ("adamw, clipped", F64, CLIP),
     "in backward, clip": ("adamw, clipped", F64, IN_BACKWARD | CLIP),
     "fast": ("adamw", F64, {"reduction": "fast"}),

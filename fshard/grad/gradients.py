@@ -47,6 +47,7 @@ from ..comm.wire import Wire
 from ..core.arguments import shown
 from ..core.flat import clear_outside_
 from ..core.tracing import is_tracing
+from ..layout.pieces import device_of
 from ..layout.row import Row
 from ..layout.rules import COPIES, Rule, arrived, reshard, route
 from ..plan import offload
@@ -66,17 +67,18 @@ class Reducer:
     sum.
     """
 
-    def __init__(self, reduced: Sharded, by: Reduction, later: Axes = ()):
+    def __init__(self, reduced: Sharded, by: Reduction, later: Axes = (), device: torch.device | None = None):
         self._rows, self._tensors, self._plan = reduced.view.rows, reduced.tensors, reduced.plan
         self._by, self._later = by, later
-        self._ways = {kind: RowReduction(reduced, kind, by, later) for kind in reduced.view.kinds}
+        self._ways = {kind: RowReduction(reduced, kind, by, later, device) for kind in reduced.view.kinds}
         self._landed: dict[tuple[int, int], Tensor] = {}  # by unit and kind: buffers that are shards of `reduced`
 
     def _shard(self, row: Row[Slot]) -> Tensor:
         """This rank's shard (n / W,) of `reduced`, a view; of one without tensors, a new tensor."""
         if self._tensors:
             return row.of(self._tensors)
-        plan, like = self._plan, torch.empty(0, dtype=self._ways[row.kind].kept, device=self._plan.device)
+        plan, way = self._plan, self._ways[row.kind]
+        like = way.like.new_empty(0, dtype=way.kept)
         return primitives.buffer(plan.live_mesh(), plan.axis_names, row.length, like, lent=False)
 
     def buffer(self, unit: int, kind: int) -> Tensor:
@@ -109,7 +111,7 @@ class Reducer:
         """All-reduce `sums` over the axes `later` into `reduced`: one collective for each unit, all started at once."""
         plan, started = self._plan, list[Pending]()
         for row in (row for row in sums.view.rows.values() if row.numel):
-            way, x, rule = self._ways[row.kind], row.of(sums.tensors).to(plan.device), row.rule
+            way, x, rule = self._ways[row.kind], row.of(sums.tensors).to(self._ways[row.kind].like.device), row.rule
             out = self._shard(row)
             landing, summed = way.landing(out), Rule(rule.over, plan.rest(plan.rest(later), row.kind))
             pending = reshard(x, summed, rule, plan.live_mesh(), plan.units[row.unit].name, landing, by=self._by)
@@ -130,7 +132,7 @@ class RowReduction:
     dtype: torch.dtype | None = None
     least: int | None = None  # buffers of at least this many bytes are summed in place; None: never
 
-    def __init__(self, reduced: Sharded, kind: int, by: Reduction, later: Axes):
+    def __init__(self, reduced: Sharded, kind: int, by: Reduction, later: Axes, device: torch.device | None):
         plan, mesh = reduced.plan, reduced.plan.live_mesh()
         self._plan, self._kind, self._by, self._later = plan, plan.kinds[kind], by, later
         self._rest = partial(plan.rest, kind=kind)  # axes along which ranks have copies
@@ -141,7 +143,8 @@ class RowReduction:
         # on one rank it has a step, too, which casts, and is the user's if the reduction is
         self._needed = several(plan, summed) or summed[:1]
         self.kept = precision.grads  # the dtype of sums
-        self.like = torch.empty(0, dtype=buffer_dtype(plan, kind), device=plan.device)  # with that of buffers
+        # with the dtype and device of buffers
+        self.like = torch.empty(0, dtype=buffer_dtype(plan, kind), device=device or device_of(reduced))
         # the first axis that the buffer is sent over: the mesh may allocate it where peers, if it is `lent`, can read
         self.room = next((primitives.along(mesh, axis).empty for axis in axes + self._rest(axes)), None)
         self.lent = plan.grad_wire is None and only_reads(by)
@@ -177,7 +180,7 @@ class RowReduction:
 
     def landing(self, out: Tensor) -> Tensor:
         """Where a sum is written: the shard; if that is in host memory, a buffer on the device."""
-        return offload.landing(out, self._plan.device) if self._kind.host else out
+        return offload.landing(out, self.like.device) if self._kind.host else out
 
     def landed(self, pending: Pending, landing: Tensor, out: Tensor, row: Row[Slot]) -> Pending:
         """A sum after the reduction's hook `after`, in its shard, copied to host memory if that is there."""
@@ -281,6 +284,7 @@ class Gradients:
     by: Reduction = DEFAULT
     later: Axes = ()  # the axes that this backward does not reduce over
     take: OnSum | None = None  # is handed each sum in `reduced` (Note [Updates in a backward])
+    device: torch.device | None = None  # of sums, where `reduced` has no tensors to tell it
 
     def by_plan(self, plan: Plan) -> Gradients:
         """The same rows, by a plan with other units."""
@@ -290,7 +294,7 @@ class Gradients:
     @cached_property
     def _reducer(self) -> Reducer:
         assert self.reduced is not None
-        return Reducer(self.reduced(), self.by, self.later)
+        return Reducer(self.reduced(), self.by, self.later, self.device)
 
     @cached_property
     def _local(self) -> tuple[Mapping[tuple[int, int], Row[Slot]], Sequence[Tensor]] | None:

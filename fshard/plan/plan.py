@@ -335,7 +335,7 @@ class Plan:
 
     @cached_property
     def device(self) -> torch.device:
-        """The device on which this rank computes."""
+        """The device on which this rank computes; without a mesh, where the parameters say it, the CPU."""
         return mesh_device(self.live_mesh())
 
     @property

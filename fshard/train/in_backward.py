@@ -144,7 +144,7 @@ def _run(recipe: Recipe, state: Tree, batch: Tree, args: Sequence[Tree], take: O
     """Forward and backward of the batch; `take` is handed the sum of each unit and kind, (n / W_grads,)."""
     plan = state.params.plan
     sums = Sharded(whole_view(plan, plan.grads_over, state.params.trainable.view.kinds), [])
-    into = Gradients(lambda: sums, by=recipe.by, take=take)
+    into = Gradients(lambda: sums, by=recipe.by, take=take, device=device_of(state.params))
     rank = rank_of(state.params)
     ((outcome, _),) = run_each(recipe, state, [batch], args, [into], rank, lambda x: x.divisor, whole=True)
     return outcome
@@ -158,7 +158,7 @@ class Squares:
         self._dtype = max((wide(row.dtype) for row in params.trainable.tensors), key=lambda dtype: dtype.itemsize)
         # float64, 0-d, by the axes along which ranks hold other elements: copies count once. On GPUs a square sum is
         # made on the stream of sums: one that was dropped there would be overwritten while it is read.
-        none = torch.zeros((), dtype=torch.float64, device=self._plan.device)
+        none = torch.zeros((), dtype=torch.float64, device=device_of(params))
         kinds = [self._plan.kinds[kind] for kind in params.trainable.view.kinds]
         self._sums = {over: [none] for over in ((), *(kind.apart(self._plan.grads_over) for kind in kinds))}
 

@@ -16,6 +16,7 @@ import fshard
 from fshard import optim
 from fshard.comm.ranks import Pending
 from fshard.core.storage import DonatedError
+from fshard.sharding.sharded import empty_params
 from fshard.train import in_backward
 
 
@@ -392,3 +393,18 @@ def test_where_labels_lie_is_worked_out_once():
         runs, again = (in_backward._runs(layout, state.params.for_state.view) for _ in range(2))
         assert runs is again
         assert runs or label == "no leaf"
+
+
+@pytest.mark.parametrize("how", [{}, {"in_backward": True}, {"in_backward": True, "clip_norm": 1.0}, {"accumulate": 2}])
+@pytest.mark.parametrize("policy", [None, "compute=bf16", "compute=bf16, reduce=f32", "reduce=f16"])
+def test_a_plan_without_a_mesh_computes_where_its_parameters_are(how: dict[str, Any], policy: str | None) -> None:
+    """Sums would be allocated on the CPU. The meta device stands for a GPU: operators refuse tensors of the two."""
+    like, tx = lm_params(), optim.adamw(0.1)
+    plan = fshard.make_plan(like, units=LM_UNITS, policy=policy)
+    state = fshard.init_state(empty_params(plan, torch.device("meta")), tx)
+    step = fshard.train_step(mean_loss, tx, donate=True, **how)
+    batch = fshard.tree.map(lambda x: x.to("meta"), lm_batch(0, 0))
+    for _ in range(2):
+        state, metrics = step(state, batch)
+    leaves = fshard.tree.leaves((state.params, state.opt_state, metrics))
+    assert {x.device.type for x in leaves if x.numel() > 1 or x is metrics["loss"]} == {"meta"}

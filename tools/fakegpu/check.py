@@ -37,6 +37,9 @@ PYTEST = [
 ]
 
 
+ALONE = ("draws", "one_device")  # the files of the part "draws"
+
+
 def ran(part: str, arguments: list[str]) -> bool:
     """Run a part in a process of its own. Returns whether all is right."""
     with tempfile.TemporaryDirectory() as folder:
@@ -44,7 +47,10 @@ def ran(part: str, arguments: list[str]) -> bool:
         poisoned = {**alone, "FAKEGPU_POISON": "1"}
         commands = {
             "detectors": ([*PYTEST, "-W", "error", f"{HERE}/test_detectors.py", *arguments], poisoned),
-            "draws": ([*PYTEST, "-W", "error", f"{HERE}/test_draws.py", *arguments], alone),
+            "draws": (
+                [*PYTEST, "-W", "error", f"{HERE}/test_draws.py", f"{HERE}/test_one_device.py", *arguments],
+                alone,
+            ),
             "processes": ([*PYTEST, "-s", f"{HERE}/test_processes.py", *arguments], None),
             "table": ([f"{HERE}/table.py", *arguments], None),
             "compiled": ([*PYTEST, "-W", "error", f"{HERE}/test_compiled.py", *arguments], alone),

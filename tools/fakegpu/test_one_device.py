@@ -1,0 +1,38 @@
+"""Steps of a plan without a mesh: tensors lie where the parameters do. `make fakegpu` runs this file, on the stub."""
+
+from typing import Any
+
+import pytest
+import torch
+
+import fshard
+
+DEVICE = torch.device("cuda", 0)
+IN_BACKWARD = {"in_backward": True, "donate": True}
+STEPS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "donated": {"donate": True},
+    "in backward": IN_BACKWARD,
+    "in backward, clipped": IN_BACKWARD | {"clip_norm": 1.0},
+    "accumulated": {"accumulate": 2},
+}
+
+
+@pytest.mark.parametrize("policy", [None, "compute=bf16", "compute=bf16, reduce=f32"])
+@pytest.mark.parametrize("name", STEPS)
+def test_a_step_without_a_mesh_is_where_its_parameters_are(name: str, policy: str | None) -> None:
+    """Sums would be allocated on the host."""
+    params = {block: {"w": torch.ones(4, 4, device=DEVICE), "b": torch.ones(4, device=DEVICE)} for block in "ab"}
+    tx = fshard.optim.adamw(0.1)
+
+    def loss(p: Any, x: torch.Tensor) -> fshard.Mean:
+        for block in "ab":
+            x = torch.tanh(x.to(p[block]["w"].dtype) @ p[block]["w"] + p[block]["b"])
+        return fshard.Mean(x.square().sum(), len(x))
+
+    state = fshard.init_state(fshard.shard_params(params, fshard.make_plan(params, units=["*"], policy=policy)), tx)
+    step = fshard.train_step(loss, tx, **STEPS[name])
+    for _ in range(2):
+        state, _ = step(state, torch.ones(8, 4, device=DEVICE))
+    torch.cuda.synchronize()
+    assert {x.device for x in fshard.tree.leaves((state.params, state.opt_state)) if x.numel() > 1} == {DEVICE}
