@@ -210,7 +210,7 @@ def _are_torchs(body: Iterable[ast.stmt]) -> bool:
 
 
 def _constant(x: Tensor, parts: _Parts) -> Json:
-    data = bytes(as_bytes(x.detach().cpu().contiguous()).tolist())
+    data = as_bytes(x.detach().cpu().contiguous()).numpy().tobytes()
     return [str(x.dtype).removeprefix("torch."), [*x.shape], str(x.device), parts.put(data)]
 
 

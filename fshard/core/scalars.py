@@ -20,13 +20,13 @@ def double(x: Number) -> Tensor:
 
 
 def on_device(x: Number, device: torch.device) -> Tensor:
-    """Return a number as a 0-d float64 tensor on a device, filled there: a copy from the host would synchronize.
+    """Return a number as a 0-d float64 tensor on a device, without waiting for it: a number is filled there.
 
     >>> on_device(0.5, torch.device("cpu"))
     tensor(0.5000, dtype=torch.float64)
     """
     if isinstance(x, Tensor):
-        return x.to(device, torch.float64)
+        return x.to(device, torch.float64, non_blocking=x.is_cpu)
     return torch.full((), x, dtype=torch.float64, device=device)
 
 

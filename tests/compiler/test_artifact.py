@@ -6,6 +6,7 @@ import pickle
 import subprocess
 import sys
 import threading
+import tracemalloc
 import zipfile
 from collections.abc import Callable
 from dataclasses import fields
@@ -30,7 +31,7 @@ import fshard
 from fshard import optim
 from fshard.compiler import identity
 from fshard.compiler.artifact import find
-from fshard.compiler.program import UnsavableError
+from fshard.compiler.program import UnsavableError, _constant, _Parts
 
 
 def dropped(p: Any, tokens: Tensor) -> fshard.Mean:
@@ -542,3 +543,14 @@ def test_private_names_of_torch():
     x = torch.ones(2)
     assert torch.equal(twice([x])[0], torch.full((2,), 2.0))
     assert torch.equal(x, torch.full((2,), 2.0))
+
+
+def test_a_constant_is_written_without_a_list_of_its_bytes() -> None:
+    """A mask of a gigabyte would take tens of them while it is written."""
+    x, parts = torch.randn(100, 100), _Parts()
+    tracemalloc.start()
+    _constant(x, parts)
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert list(parts.values()) == [x.numpy().tobytes()]
+    assert peak < 3 * x.nbytes

@@ -6,10 +6,12 @@ from typing import Any
 import pytest
 import torch
 from support.worlds import gloo, simulated
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import fshard
 from fshard import tree
 from fshard.comm import primitives
+from fshard.sharding.sharded import empty_params
 from fshard.testing import oracle
 
 STRATEGIES: dict[str, dict[str, Any]] = {
@@ -384,3 +386,27 @@ def test_a_rank_may_have_no_rows(kind: str, how: str) -> None:
     for found in simulated(with_few_rows, kind, how, shard=2):
         for loss, params in found.values():
             torch.testing.assert_close((loss, dict(params)), (value.detach(), want))
+
+
+class Copies(TorchDispatchMode):
+    """Collects copies from the host to a device, and whether the host waits for each."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.waits: list[bool] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if func is torch.ops.aten._to_copy.default and args[0].is_cpu and not out.is_cpu:
+            self.waits.append(not (kwargs or {}).get("non_blocking"))
+        return out
+
+
+def test_the_host_does_not_wait_for_a_count_that_it_has() -> None:
+    """A GPU would begin each step with an empty queue. The meta device stands for it."""
+    plan, tx = fshard.make_plan({"w": torch.ones(4)}), fshard.optim.sgd(0.1)
+    state = fshard.init_state(empty_params(plan, torch.device("meta")), tx)
+    step = fshard.train_step(lambda p, x: fshard.Mean((p["w"] * x).sum(), torch.tensor(4, device="cpu")), tx)
+    with Copies() as copies:
+        step(state, torch.ones(4, device="meta"))
+    assert copies.waits == [False]

@@ -12,6 +12,7 @@ from support.steps import GUARDED as PLANS
 from support.steps import QUIET
 from support.worlds import gloo
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import fshard
 from fshard import MismatchError, optim
@@ -192,6 +193,32 @@ def test_a_bit_that_turns_at_rest(device: str) -> None:
         assert "nothing that torch counts has written to it" in text
     World(2, device=device).run(resting, False)
     World(2, device=device).run(resting, True, True)  # what the program wrote is meant
+
+
+class Reads(TorchDispatchMode):
+    """Counts how often the host reads a value."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.num += func in (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.equal.default)
+        return func(*args, **(kwargs or {}))
+
+
+def test_at_rest_the_host_waits_once() -> None:
+    """Each tensor of a state would be read by itself, and each read waits for the device."""
+    params, tx, x = whole(), optim.adamw(1e-2), torch.ones(4, 5)
+    state = fshard.init_state(fshard.shard_params(params, fshard.make_plan(params)), tx)
+    counts = []
+    for wrap in (lambda step: step, lambda step: fshard.guard(step, every=100, at_rest=True)):
+        step = wrap(fshard.train_step(loss, tx))
+        new, _ = step(state, x)
+        with Reads() as reads:
+            step(new, x)
+        counts.append(reads.num)
+    assert counts[1] - counts[0] == 2  # one for the comparison, one for the number of the step, which is on the host
 
 
 def started(mesh: Any, tx: Any, **plan: Any) -> Any:
