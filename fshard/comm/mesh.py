@@ -15,6 +15,7 @@ Note [One handle for each mesh]
 
 from __future__ import annotations
 
+import inspect
 import math
 import os
 import weakref
@@ -296,10 +297,9 @@ Axes = tuple[str, ...]
 
 def is_mesh(x: object) -> bool:
     """Whether `x` is a DeviceMesh or has the attributes of a `Mesh`."""
-    try:
-        return isinstance(x, DeviceMesh | Grid) or all(hasattr(x, name) for name in ("mesh_dim_names", "ranks", "once"))
-    except Exception:  # whatever an object raises for an attribute that it lacks
-        return False
+    names = ("mesh_dim_names", "ranks", "once")
+    # not `hasattr`: an object's `__getattr__` may answer every name, or raise anything
+    return isinstance(x, DeviceMesh | Grid) or all(inspect.getattr_static(x, name, None) is not None for name in names)
 
 
 def adapted(mesh: AnyMesh) -> Mesh | None:

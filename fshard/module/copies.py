@@ -117,8 +117,11 @@ class Copies:
     def _casts_of(self, call: ModuleCall) -> Casts:
         dtypes, policy = call.params.dtypes(), call.params.policy
         unasked = policy.cast_inputs and [computed for _, computed in dtypes] != self._dtypes
+        # paths that the policy has for another module of the plan
+        others = {*policy.cast_at} - {*dict(self.skeleton.named_modules())} if call.params.is_part else set[str]()
         # a module that is made in the dtypes of computation casts its own inputs alone
-        paths = (*[""] * (policy.cast_inputs and (policy.compute is not None or policy.stores)), *policy.cast_at)
+        paths = (*[""] * (policy.cast_inputs and (policy.compute is not None or policy.stores)),)
+        paths += tuple(path for path in policy.cast_at if path not in others)
         if not unasked and not paths:
             return ()
         buffers = tuple(x.dtype for x in call.buffers)

@@ -47,6 +47,11 @@ _REFUSED: dict[Any, str] = {
 }
 
 _NEW_VALUES = "return new values, or make it a buffer"
+_REMEDIES = {
+    "hook": "change the gradients that value_and_grad returns",
+    "requires_grad": "set it before functionalize, and make a second function where a forward runs with other settings "
+    "(PEFT: `with model.disable_adapter(): base, _, _ = functionalize(model)`, called with the same parameters)",
+}
 
 
 class ModulePlace:
@@ -102,7 +107,7 @@ class ModulePlace:
 
     def refuse(self, done: str) -> NoReturn:
         """Raise ValueError for what a forward has done to the parameter."""
-        remedy = "change the gradients that value_and_grad returns" if "hook" in done else _NEW_VALUES
+        remedy = next((remedy for word, remedy in _REMEDIES.items() if word in done), _NEW_VALUES)
         raise ValueError(f"{self.calls.name}: the module {done} its parameter {self.path!r} in its forward: {remedy}")
 
 

@@ -71,6 +71,7 @@ class Leaves:
         self.policy: Policy = loss.policy if plan is None else plan.policy
         self.mesh: AnyMesh = loss.mesh if plan is None else plan.mesh
         self._is_cut = plan is not None and plan.num_ranks(plan.params_over) > 1
+        self.is_part: bool = plan is not None and len(given) < plan.spec.num_leaves  # a plan of other leaves besides
 
     def read(self, number: int) -> Tensor:
         """Return a leaf, gathered with its unit."""

@@ -149,8 +149,8 @@ def run_each(
                 gathered=recipe.gathered,
             )
         if recipe.with_extra:
-            _check_extra(extra, outcome.extra, versions)
-            extra = outcome.extra
+            extra = _checked_extra(extra, outcome.extra, versions)
+            outcome = replace(outcome, extra=extra)
         yield outcome, into
 
 
@@ -159,21 +159,27 @@ def _versions(extra: Tree) -> list[int | None]:
     return [writes(x) if isinstance(x, Tensor) else None for x in tree.leaves(extra)]
 
 
-def _check_extra(old: Tree, new: Tree, versions: Sequence[int | None]) -> None:
-    """Raise ValueError if a loss wrote to its extra, or returned one of another structure, shape or dtype."""
-    expected, got = (dict(tree.paths_to(x, Sharded)) for x in (old, new))
+def _checked_extra(old: Tree, new: Tree, versions: Sequence[int | None]) -> Tree:
+    """Return the new extra with keys in the order of the old one.
+
+    ValueError if a loss wrote to its extra, or returned one of another structure, shape or dtype.
+    """
     for path, written in zip(tree.paths(tree.flatten(old)[1]), map(ne, versions, _versions(old)), strict=True):
         if written:
             raise ValueError(f"with_extra: extra leaf {path!r} was changed in place: write to a clone, and return that")
-    if tree.structure_above(old, Sharded) != tree.structure_above(new, Sharded):
+    try:
+        new = tree.map_tops(lambda before, after: after, Sharded, old, new)
+    except ValueError:
         must = "the loss must return an extra of the structure that it was given"
-        raise ValueError(f"with_extra: {must}: {tree.difference(old, new)}")
+        raise ValueError(f"with_extra: {must}: {tree.difference(old, new)}") from None
+    expected, got = (dict(tree.paths_to(x, Sharded)) for x in (old, new))
     for path, before in expected.items():
         if (form := _form(before)) != _form(got[path]):
             raise ValueError(
                 f"with_extra: extra leaf {path!r}: expected {form}, as in the state, got {_form(got[path])}. "
                 "Tensors keep shape and dtype, and all else its value: what changes must be a tensor."
             )
+    return new
 
 
 def _form(leaf: object) -> str:

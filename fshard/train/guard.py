@@ -308,6 +308,6 @@ def _same(a: Tensor, b: Tensor) -> bool:
 
 
 def _all(result: Result) -> Iterator[tuple[str, Tensor]]:
-    """The numbers of a result: metrics, leaves, and padding, by name."""
-    for kind, x in (("metric", result[1]), ("leaf", result[0])):
+    """The numbers of a result by name: leaves and padding, then metrics, which may differ because a leaf does."""
+    for kind, x in (("leaf", result[0]), ("metric", result[1])):
         yield from ((f"{kind} {place.path!r}", _number(place.value)) for place in places(x) if _is_number(place.value))

@@ -22,7 +22,7 @@ from torch.utils.checkpoint import checkpoint
 
 import fshard
 from fshard import DynamicLossScale, optim
-from fshard.comm.mesh import MESHES
+from fshard.comm.mesh import MESHES, is_mesh
 from fshard.compiler.signature import fixed
 from fshard.compiler.trace import TraceError
 from fshard.core import tree
@@ -672,3 +672,17 @@ def test_a_step_by_every_way(world, donate, options, name):
     run = eager(start(None, EXACT)[1], donate=donate, **options)
     replicate, shard = world
     simulated(partial(steps, run=run, donate=donate, plan=STRATEGIES[name]), replicate=replicate, shard=shard)
+
+
+class AnswersAll:
+    """An object with every attribute, as a mock or a config of defaults."""
+
+    def __getattr__(self, name: str) -> Any:
+        return name
+
+
+def test_an_object_with_every_attribute_is_no_mesh() -> None:
+    """Its axes would be asked for."""
+    config = AnswersAll()
+    assert same_bits(eager(lambda x: x * len(config.name))(torch.ones(2)), torch.full((2,), 4.0))
+    assert not is_mesh(config)

@@ -1,6 +1,8 @@
 """LoRA: a frozen model, sharded, and adapters that train, by hand and by PEFT."""
 
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -304,3 +306,48 @@ def test_merged_adapters_compute_the_same(kind):
     merged = KINDS[kind].merged(module)
     assert torch.allclose(KINDS[kind].loss(merged, batch), before, rtol=1e-10, atol=0)
     assert not [name for name in merged.state_dict() if "lora" in name or name.endswith("up.up")]
+
+
+class Switched(nn.Module):
+    """What PEFT's `disable_adapter` does: a flag and `requires_grad` are set, and set back."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.adapter, self.is_on = nn.Linear(3, 3), nn.Linear(3, 3), True
+
+    @contextmanager
+    def disable_adapter(self) -> Iterator[None]:
+        self.is_on = False
+        self.adapter.requires_grad_(False)
+        yield
+        self.adapter.requires_grad_(True)
+        self.is_on = True
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x) + self.adapter(x) if self.is_on else self.layer(x)
+
+
+class Compares(Switched):
+    """Computes with the adapter and without."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = super().forward(x)
+        with self.disable_adapter():
+            return out - super().forward(x)
+
+
+def test_an_adapter_that_is_switched_off() -> None:
+    """The error named a remedy for values; the one that it names now gives both functions."""
+    apply, params, _ = functionalize(Compares())
+    with pytest.raises(ValueError, match=r"'adapter\.weight' in its forward: .* second function .*disable_adapter"):
+        apply(params, {}, torch.ones(1, 3))
+    model, x = Switched(), torch.ones(1, 3)
+    apply, params, _ = functionalize(model)
+    with model.disable_adapter():
+        base, _, _ = functionalize(model)
+    sharded = fshard.shard_params(params, fshard.make_plan(params))
+    value, grads = fshard.value_and_grad(lambda p: (apply(p, {}, x)[0] - base(p, {}, x)[0]).sum())(sharded)
+    torch.testing.assert_close(value, model.adapter(x).sum())
+    grads = fshard.gather_params(grads)
+    assert torch.equal(grads["adapter"]["weight"], torch.ones(3, 3))
+    assert not grads["layer"]["weight"].any()

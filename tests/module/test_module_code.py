@@ -271,7 +271,7 @@ WRONG: dict[str, tuple[Forward, str]] = {
     },
     "requires_grad set": (
         lambda s, x: s.linear.weight.requires_grad_(False) @ x.T,
-        r"set requires_grad of its parameter 'linear\.weight'",
+        r"set requires_grad of its parameter 'linear\.weight'.*: set it before functionalize, and make a second",
     ),
     "given to torch.func": (
         lambda s, x: x * torch.func.grad(lambda w: w.sin().sum())(next(s.linear.parameters())).sum(),

@@ -649,3 +649,28 @@ def test_a_path_that_is_no_submodule_is_an_error():
         fshard.value_and_grad(lambda p: apply(p, buffers, indices(0))[0].sum())(sharded)
     with pytest.raises(TypeError, match="policy: cast_at='blocks': expected paths of submodules"):
         fshard.Policy(cast_at="blocks")
+
+
+class Widening(nn.Module):
+    """A layer that is given float32, whatever it computes in."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x.float())
+
+
+def test_casts_of_one_module_of_a_plan_of_two():
+    """The head has no submodule of that name: it would be an error."""
+    (net, of_net, _), (head, of_head, _) = functionalize(Widening()), functionalize(nn.Linear(4, 2))
+    params, x = {"net": of_net, "head": of_head}, torch.linspace(-1, 1, 8).view(2, 4)
+    plan = fshard.make_plan(params, policy=net.policy("compute=bf16", cast=["inner"]))
+    found = fshard.evaluate(lambda p: head(p["head"], {}, net(p["net"], {}, x)[0])[0].float().sum())(
+        fshard.shard_params(params, plan)
+    )
+    half = fshard.tree.map(Tensor.bfloat16, params)
+    hidden = nn.functional.linear(x.bfloat16(), half["net"]["inner"]["weight"], half["net"]["inner"]["bias"])
+    out = nn.functional.linear(hidden, half["head"]["weight"], half["head"]["bias"])
+    torch.testing.assert_close(found, out.float().sum())

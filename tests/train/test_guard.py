@@ -1,6 +1,7 @@
 """A guard says nothing of what is right, and names step, rank and leaf of what is not, on all ranks."""
 
 import copy
+import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -354,3 +355,21 @@ def a_thousand(mesh: Any, way: str) -> Any:
 def test_a_thousand_steps(run: Any, way: str) -> None:
     """A false alarm in a thousand steps stops each long run."""
     run(a_thousand, way)
+
+
+def test_a_leaf_is_named_before_what_follows_from_it() -> None:
+    """A norm differs because a leaf does, and does not say which."""
+    params, tx = whole(), optim.adamw(1e-2)
+    state = fshard.init_state(fshard.shard_params(params, fshard.make_plan(params)), tx)
+    step, runs = fshard.train_step(loss, tx), iter((1.0, 2.0))
+
+    def differs(state: Any, batch: Any) -> Any:
+        new, metrics = step(state, batch)
+        factor = next(runs)
+        return dataclasses.replace(new, params=fshard.tree.map(lambda x: x * factor, new.params)), {
+            **metrics,
+            "grad_norm": metrics["grad_norm"] * factor,
+        }
+
+    with pytest.raises(MismatchError, match=r"leaf '.*params.*two runs differ"):
+        fshard.guard(differs, every=1)(state, torch.ones(4, 5))

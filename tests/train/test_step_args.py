@@ -715,3 +715,23 @@ def test_a_tree_of_unequal_rows_is_nan_where_nothing_is_compared(scale, monkeypa
     total_of = primitives.total
     monkeypatch.setattr(primitives, "total", lambda *args, more="", **how: total_of(*args, **how))
     simulated(law)
+
+
+@pytest.mark.parametrize("jitted", [False, True])
+def test_extra_with_keys_in_another_order(jitted: bool) -> None:
+    """It is the same dict, and was refused with another reason."""
+    params = fshard.shard_params({"w": torch.ones(3)}, fshard.make_plan({"w": torch.ones(3)}))
+    tx = optim.sgd(0.1)
+
+    def loss(p: Any, extra: Any, x: Tensor) -> Any:
+        return (p["w"] * x).sum(), {"b": {"d": extra["b"]["d"] + 1, "c": extra["b"]["c"] + 2}, "a": extra["a"] + 3}
+
+    state = fshard.init_state(
+        params, tx, extra={"a": torch.zeros(()), "b": {"c": torch.zeros(()), "d": torch.zeros(())}}
+    )
+    step = fshard.train_step(loss, tx, with_extra=True, accumulate=2)
+    step = fshard.jit(step, backend="eager") if jitted else step
+    for number in (1, 2):
+        state, _ = step(state, torch.ones(2, 3))
+        assert state.extra == {"a": 6 * number, "b": {"c": 4 * number, "d": 2 * number}}
+        assert [*state.extra["b"]] == ["c", "d"]
