@@ -277,8 +277,9 @@ def _weight(loss: Mean | Sum, device: torch.device) -> Tensor:
 class Outcome:
     """The result of one forward: the loss's total and count over all ranks (0-d, float64), its class and dtype.
 
-    `sums` gives both, and those of each `Mean` and `Sum` in `aux` behind them. Its first call waits for the other
-    ranks; `weight` is the count where it is known before, which is so for all losses but a `Mean`.
+    `sums` gives both, those of each `Mean` and `Sum` in `aux` behind them, and last the number of ranks whose loss has
+    a gradient. Its first call waits for the other ranks; `weight` is the count where it is known before, which is so
+    for all losses but a `Mean`.
     """
 
     sums: Callable[[], Sequence[Tensor]]
@@ -324,7 +325,7 @@ class Outcome:
     @property
     def metrics(self) -> Tree:
         """The aux, with the value over all ranks and micro-batches in place of each `Mean` and `Sum`."""
-        auxes = [put_averages(aux, self.sums()[2:], self.output) for aux in (self.aux if self.several else [self.aux])]
+        auxes = [put_averages(x, self.sums()[2:-1], self.output) for x in (self.aux if self.several else [self.aux])]
         return auxes if self.several else auxes[0]
 
 

@@ -99,7 +99,7 @@ def check_reached(outs: Sequence[Tensor], hides: bool, reached: bool) -> None:
             "the loss function: torch.utils.checkpoint(use_reentrant=True) hides the parameters it uses from the "
             "gradient of the loss. Pass use_reentrant=False."
         )
-    if not reached:
+    if outs and not reached:
         raise ValueError(
             "the loss function: the loss depends on no trainable parameter, though on other tensors that require "
             "a gradient (were the parameters touched under no_grad, or detached?)"

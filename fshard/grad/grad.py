@@ -47,6 +47,7 @@ from .gradients import Gradients, settle
 from .tape import OBSERVER, Tape
 from .unit import Gathered
 
+NO_GRADIENT = "the loss function: the loss depends on no trainable parameter (was it detached?)"
 _OF_MODULE = "Of a module write lambda params, x: torch.func.functional_call(module, params, (x,))"
 
 
@@ -86,18 +87,19 @@ def _local(loss: Mean | Sum | Terms) -> list[Tensor]:
 
 
 def _start_sums(tape: Tape, returned: _Returned, mesh: AnyMesh, built: str = "", place: Number = 0) -> Pending:
-    """Start the small collective that sums the totals and counts of all ranks: (2,), and 2 more for each in aux.
+    """Start the small collective of `Outcome.sums`: totals and counts of all ranks, and how many have a gradient.
 
     In the same collective ranks compare `place`, what they sum, and what they read (Note [One order on all ranks] in
     `chain.py`). With several axes those before the last have ended.
     """
     loss, kind, _, aux, words = returned
-    device, output = loss.total.device, tape.plan.policy.output
+    # a constant that requires a gradient depends on no parameter
+    device, output, trains = loss.total.device, tape.plan.policy.output, any(x.grad_fn for x in _local(loss))
     text, checksum = described(kind, value_dtype(loss.total, output), [loss, aux] if kind is Terms else aux, output)
-    numbers = [on_device(number, device) for number in _numbers(tape, place + checksum)] if mesh is not None else []
+    numbers = [on_device(x, device) for x in (trains, *(_numbers(tape, place + checksum) if mesh is not None else ()))]
     local = torch.stack([*local_sums([*terms_of(loss), *averages(aux).values()], device), *numbers])
     sums = primitives.start_total(local, mesh, label="loss", more=text + words + built)
-    return sums.then(partial(_alike, tape, local, mesh)) if numbers else sums
+    return sums.then(partial(_alike, tape, local, mesh)) if mesh is not None else sums
 
 
 def _numbers(tape: Tape, place: Number) -> list[Number]:
@@ -248,7 +250,7 @@ def run(
                 outcome.sums()
             tape.end()
             del returned
-            _check_differentiable(outs, whole, outcome.kind)
+            _check_differentiable(outs, whole, outcome, alone)
             seed = scale(divisor(outcome).reciprocal())  # 0-d, the gradient of the scaled loss in the total
             _backward(tape, outs, outcome.seeds(seed) if len(outs) > 1 else [seed])
             outcome.sums()  # nothing of this forward is under way any more
@@ -269,24 +271,23 @@ def _dropped_on_error(pending: Pending) -> Iterator[None]:
 def _backward(tape: Tape, outs: Sequence[Tensor], seeds: Sequence[Tensor]) -> None:
     """The gradients of `outs`, times `seeds`, into the tape's destination, reduced."""
     pairs = [(out, seed.to(out.dtype)) for out, seed in zip(outs, seeds, strict=True) if out.requires_grad]
-    differentiated = [out for out, _ in pairs]
-    if len(tape.chain.outputs) > 1:  # the gradient of an anchor's last output is not read
+    if len(tape.chain.outputs) > 1 or not pairs:  # the gradient of an anchor's last output, or the root, is not read
         pairs.append((tape.chain.outputs[-1], tape.chain.outputs[-1].detach()))
     # on this thread: the tally and simulated ranks belong to it
     with torch.autograd.set_multithreading_enabled(False):
         # the root gets no gradient: the anchors on the way to it hand the leaves' gradients to the tape
         outputs, seeds = zip(*pairs, strict=True)
         torch.autograd.grad(outputs, [tape.root], seeds, allow_unused=True)
-    tape.check_reached(differentiated)
+    tape.check_reached([out for out in outs if out.grad_fn])
     tape.finish()
 
 
-def _check_differentiable(outs: Sequence[Tensor], whole: bool, kind: type) -> None:
-    if not any(x.requires_grad for x in outs):
-        raise ValueError("the loss function: the loss depends on no trainable parameter (was it detached?)")
+def _check_differentiable(outs: Sequence[Tensor], whole: bool, outcome: Outcome, alone: bool) -> None:
+    if not any(x.grad_fn for x in outs) and (is_tracing() or not (alone or outcome.sums()[-1])):
+        raise ValueError(NO_GRADIENT)  # on all ranks: where others have a gradient, that of this one is zero
     if len(outs) > 1 and not whole:
         what, remedy = "the count of its fshard.Mean depends on parameters", "Detach the count"
-        if kind is Terms:
+        if outcome.kind is Terms:
             what, remedy = "a sum with an fshard.Mean", "Return fshard.Sum(t / n + u / m) with numbers n, m from args"
         raise ValueError(
             f"the loss function: {what}. Its derivative takes the totals and counts of all micro-batches (or slices, "

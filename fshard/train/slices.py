@@ -34,7 +34,7 @@ from ..core.losses import Outcome, described
 from ..core.scalars import on_device
 from ..core.tracing import copied
 from ..core.tree import Tree
-from ..grad.grad import later_grads, reduce_all
+from ..grad.grad import NO_GRADIENT, later_grads, reduce_all
 from ..layout.rules import COPIES, reshard
 from ..plan.plan import Plan
 from ..sharding.sharded import Sharded
@@ -75,6 +75,7 @@ def gradients_of_slices(recipe: Recipe, state: Tree, batch: Tree, args: Sequence
     if len(slices) > 1:
         reduce_all(counter[0], grads(), TREE)
     outcome = _over_ranks(outcomes, plan)
+    torch._assert_async(outcome.sums()[-1], NO_GRADIENT)  # private, as in `consensus`
     return StepGradients(grads(), outcome, first[0].shared(num) / outcome.divisor)
 
 
@@ -123,7 +124,7 @@ def _add_to_counter(counter: list[Sharded], number: int, grads: Sharded) -> None
 
 def _over_ranks(outcomes: Sequence[Outcome], plan: Plan) -> Outcome:
     """The outcome of all slices of all ranks, summed in the tree's order; aux is this rank's."""
-    local = tree_sum([torch.stack([*outcome.sums()]) for outcome in outcomes])  # (2,), and 2 for each average in aux
+    local = tree_sum([torch.stack([*outcome.sums()]) for outcome in outcomes])  # of `Outcome.sums`
     old = COPIES.dual(plan.axis_names)
     sums = reshard(local, old, COPIES, plan.live_mesh(), "loss", by=TREE).wait().unbind()
     return replace(

@@ -154,6 +154,84 @@ def test_programs_that_batches_choose_between_hosts() -> None:
     gloo(between_hosts, all_trained, shard=2)
 
 
+NOTHING: dict[str, Callable[[Tensor], Tensor]] = {  # the total of a rank, or a micro-batch, that has no rows
+    "a constant": lambda h: h.new_zeros(()),
+    "a constant that requires a gradient": lambda h: h.new_zeros((), requires_grad=True),
+    "detached": lambda h: 0 * h.detach().sum(),
+}
+
+
+def of_some_rows(p: Any, batch: Any, nothing: str, lazy: bool) -> fshard.Mean:
+    """The mean over the rows that are used; with `lazy` no parameter is read for none."""
+    x = batch["x"][batch["used"]]
+    if lazy and not len(x):
+        return fshard.Mean(NOTHING[nothing](x), 0)
+    h = torch.tanh(x @ p["first"])
+    for name in UNITS:
+        h = torch.tanh(h @ p[name]["w"] + p[name]["b"])
+    return fshard.Mean(h.square().sum() if len(x) else NOTHING[nothing](h), len(x))
+
+
+def trained_on_some(mesh: Any, used: list[list[bool]], strategy: str, way: str, nothing: str) -> None:
+    """A step where some ranks have no rows, and its gradients alone, are those of plain torch on all rows."""
+    params, plain = params_of(0), tree.map(lambda x: x.clone().requires_grad_(), params_of(0))
+    given = [{"x": 1 + x["x"], "used": torch.tensor(rows)} for x, rows in zip(batches(5, len(used)), used, strict=True)]
+    lazy, rank = STRATEGIES[strategy].get("params_over") == (), mesh.get_rank()
+    loss = partial(of_some_rows, nothing=nothing, lazy=lazy)
+    everything = tree.map(lambda *xs: torch.cat(xs), *given)
+    expected = loss(plain, everything)
+    (expected.total / expected.count).backward()
+    sharded = fshard.shard_params(params, fshard.make_plan(params, mesh, units=UNITS, **STRATEGIES[strategy]))
+    own = fshard.value_and_grad(loss, reduce=False)(sharded, given[rank])[1]
+    wanted = tree.map(lambda x: x.grad, plain)
+    if strategy == "a unit is frozen":
+        wanted["c"] = tree.map(torch.zeros_like, wanted["c"])
+    steps = fshard.train_step(loss, optim.sgd(1.0), **WAYS[way][0])
+    state, metrics = steps(fshard.init_state(sharded, optim.sgd(1.0)), given[rank])
+    new = fshard.gather_params(state.params)
+    assert apart(tree.map(lambda x, y: x - y, params, new), wanted) < 1e-12
+    assert metrics["loss"].item() == pytest.approx((expected.total / expected.count).item())
+    found = fshard.gather_params(fshard.reduce_grads(own))
+    assert all(apart(found[name], wanted[name]) < 1e-12 for name in found if found[name] is not None and name != "c")
+
+
+SOME = {
+    "the last": [[True, True], [False, False]],
+    "the first": [[False, False], [True, True]],
+    "half of the first": [[True, False], [True, True]],
+    "all but one": [[False, False], [False, False], [True, True], [False, False]],
+}
+
+
+@pytest.mark.sample(30)
+@pytest.mark.parametrize("nothing", NOTHING)
+@pytest.mark.parametrize("used", SOME)
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_ranks_that_use_nothing(strategy: str, way: str, used: str, nothing: str) -> None:
+    """The error of a rank without rows alone would leave the others waiting."""
+    simulated(trained_on_some, SOME[used], strategy, way, nothing, shard=len(SOME[used]))
+
+
+def trained_on_some_or_refused(mesh: Any) -> None:
+    """Every strategy where one rank has no row, and the error where none has."""
+    for strategy, way in zip(STRATEGIES, [*WAYS, *WAYS], strict=False):
+        trained_on_some(mesh, SOME["the last"], strategy, way, "a constant")
+        plan = fshard.make_plan(params_of(0), mesh, units=UNITS, **STRATEGIES[strategy])
+        state = fshard.init_state(fshard.shard_params(params_of(0), plan), optim.sgd(1.0))
+        step = fshard.train_step(
+            partial(of_some_rows, nothing="a constant", lazy=False), optim.sgd(1.0), **WAYS[way][0]
+        )
+        with pytest.raises((ValueError, RuntimeError), match="depends on no trainable parameter"):
+            step(state, {"x": torch.ones(2, 3, dtype=torch.float64), "used": torch.tensor([False, False])})
+
+
+def test_ranks_of_which_none_uses_anything() -> None:
+    """Zeros for all of them would train nothing, without a word."""
+    simulated(trained_on_some_or_refused)
+    gloo(between_hosts, trained_on_some_or_refused)
+
+
 def at_other_times(p: Any, x: Tensor, rank: int) -> Tensor:
     """Ranks save the same units, one of them later ones again."""
     x = torch.tanh(torch.tanh(x @ p["first"] @ p["a"]["w"]) @ p["b"]["w"])
