@@ -153,9 +153,9 @@ class Pending:
             return self._finish([])
         if self._error:  # some messages were received already: waiting for them again would never end
             raise MismatchError(self._error)
+        self._taken = True  # before an interrupt, after which a message that was received would be waited for again
         try:
             received = self._exchange.wait()
-            self._taken = True  # also if `_finish` raises
             result = self._finish(received)
         except MismatchError as failure:
             self._error = str(failure)

@@ -13,7 +13,7 @@ import socket
 import struct
 import weakref
 from collections import deque
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 
@@ -148,8 +148,10 @@ _READ = 1 << 18
 _MOST_FDS = 16
 PLANS = "make_plan"  # the text of a message of a rank that makes a plan
 _REFUSES = "refuses: "  # before the collective of a rank that was waiting for something else than a plan
+_LEAVES = "leaves: "  # before the error of a rank that closes its links
 _FOREVER = (1 << 31) - 1  # milliseconds, the longest timeout of poll
 _FD_FLAGS = getattr(socket, "MSG_CMSG_CLOEXEC", 0)
+_Sockets = Sequence[socket.socket]
 
 
 @dataclass
@@ -167,12 +169,14 @@ class Link:
     peer: str
     timeout: float  # seconds
     memory: SegmentPool | None = None
+    beside: _Sockets = ()  # of all links of the mesh, which close together
     num_expected: int = 0
     num_arrived: int = 0
     arrived: dict[int, _Message] = field(default_factory=dict)
     mapped: dict[int, Segment] = field(default_factory=dict)
     shown: set[int] = field(default_factory=set)
     is_open: bool = True  # until this rank reads the end of the stream
+    reason: str = "its process ended, or it let go of its plan"  # why the peer has closed it, if it has
     stream: bytearray = field(default_factory=bytearray)
     fds: deque[int] = field(default_factory=deque)
 
@@ -226,9 +230,23 @@ class Link:
                 view, fds = view[sent:], []
 
     def _gone(self, call: str) -> MismatchError:
-        return MismatchError(
-            f"{self.peer} has gone (its process ended, or it let go of its plan) before it took part in {call}"
-        )
+        with suppress(MismatchError):
+            while self.drain():  # it may have said why
+                pass
+        return self.fault(f"{self.peer} has gone ({self.reason}) before it took part in {call}")
+
+    def fault(self, text: str) -> MismatchError:
+        """Close the links of this rank's mesh, and tell their peers why; return the error to raise.
+
+        A frame of the program may keep the error, and with it the plan: then nothing else would close them.
+        """
+        said = _sent(f"{_LEAVES}{text}")
+        for peer in self.beside:
+            with suppress(OSError):
+                peer.send(_HEADER.pack(_INLINE, len(said), 0, 0, 0) + said)
+            with suppress(OSError):
+                peer.shutdown(socket.SHUT_RDWR)
+        return MismatchError(text)
 
     def take(self, number: int, call: str) -> _Message:
         """Wait for message `number`, and return it. MismatchError if it is of another call, or the peer is gone."""
@@ -241,7 +259,7 @@ class Link:
         if message.call == PLANS:
             self.say(_REFUSES + call)  # the peer waits for this rank's plan, and would wait for ever
         if message.call != call and message.call != _read(_sent(call)):
-            raise MismatchError(
+            raise self.fault(
                 f"ranks called different collectives: this rank {call}, {self.peer} {message.call}. {SAME_ORDER}"
             )
         return message
@@ -323,6 +341,9 @@ class Link:
             return False
         call, payload = _read(self.stream[_HEADER.size : begin]), self.stream[begin:end]
         del self.stream[:end]
+        if call.startswith(_LEAVES):
+            self.reason = call.removeprefix(_LEAVES)
+            return True
         if kind == _ACKNOWLEDGED:
             self.memory.segments[number].readers -= 1  # type: ignore[union-attr]  # checked by _fault
             return True
@@ -390,7 +411,7 @@ def _poll(links: Collection[Link], events: int, call: str) -> list[Link]:
     if ready := poll.poll(min(seconds * 1000, _FOREVER)):
         return [by[number] for number, _ in ready]
     peers = ", ".join(link.peer for link in links)
-    raise MismatchError(f"{peers} did not answer within {seconds:.0f} s in {call}: it is stuck or stopped")
+    raise next(iter(links)).fault(f"{peers} did not answer within {seconds:.0f} s in {call}: it is stuck or stopped")
 
 
 def listen(links: Collection[Link], call: str, beside: Collection[Link] = ()) -> None:

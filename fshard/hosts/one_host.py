@@ -63,7 +63,7 @@ class _Exchange:
                     self.unread.append((link, message.segment))
                 continue
             if recv.nbytes != message.data.numel():
-                raise MismatchError(differing_sizes(self.call, link.peer, message.data.numel(), recv.nbytes))
+                raise link.fault(differing_sizes(self.call, link.peer, message.data.numel(), recv.nbytes))
             if recv.numel():
                 recv.copy_(from_bytes(message.data, recv.dtype).view(recv.shape))
             if message.segment is not None:
@@ -135,6 +135,9 @@ class HostMesh(ProcessMesh):
         # of the same process groups, but with nothing that `once` has made: that may refer to the old ranks
         self.__dict__.update(vars(mesh))
         self._ranks, self._kept, self.twin = ranks, {}, None
+        links = [link for each in ranks.values() if isinstance(each, _HostRanks) for link in each.links.values()]
+        for link in links:
+            link.beside = [each.socket for each in links]  # no links, which would be a cycle
 
     def all_plan(self) -> bool:
         """Wait until all peers make a plan; return whether their links are open, and no other message is unread.

@@ -19,6 +19,7 @@ import fshard
 from fshard import optim, tree
 from fshard.comm import mesh as mesh_module
 from fshard.comm import primitives, process_groups
+from fshard.comm.ranks import Pending
 from fshard.wire import Int8
 
 POISON = 0xA5
@@ -268,6 +269,17 @@ def test_an_error_names_the_rank_that_is_gone(where: str, gone: int) -> None:
         ranks.timeout = timedelta(seconds=1)
         with pytest.raises(fshard.MismatchError, match=f"rank {gone} of axis 'shard' has gone, or did not answer"):
             ranks.exchange([x] * 4, [None] * 4, "a call").wait()
+
+
+def test_an_interrupted_wait_is_not_begun_again() -> None:
+    """A message that was received would be waited for until the timeout, and so would this rank be by its peers."""
+    exchange = mock.Mock()
+    exchange.wait.side_effect = KeyboardInterrupt
+    pending = Pending(exchange, lambda parts: parts[0])
+    with pytest.raises(KeyboardInterrupt):
+        pending.wait()
+    pending.drop()
+    assert exchange.wait.call_count == 1
 
 
 FAULTS = {

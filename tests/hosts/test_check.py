@@ -84,6 +84,13 @@ def test_a_random_fault(seed: int) -> None:
     ended_well(faults.drawn(seed))
 
 
+def test_a_rank_that_keeps_its_error(tmp_path: Path) -> None:
+    """Who waits for a rank that waits for nobody any more, but holds the plan, would wait until the timeout."""
+    first, second, *_ = values(fates(faults.keeps_its_error, str(tmp_path / "store"), shard=2, replicate=2))
+    assert first.startswith("rank 1 of axis 'replicate' has gone (its process ended, or it let go of its plan) before")
+    assert second.startswith(f"rank 0 of axis 'shard' has gone ({first}) before it took part in")
+
+
 def uneven(mesh: Any, with_plan: bool, checked: bool, sent: int, expected: int) -> None:
     """Rank 0 sends so many rows to rank 1, which expects another number."""
     if with_plan:  # its connections carry the collectives of the mesh, too

@@ -318,3 +318,15 @@ def listens_last(mesh: Mesh) -> str:
     with mock.patch.object(Link, "hear", late), pytest.raises(fshard.MismatchError) as caught:
         fshard.check(lambda: DEEDS["collective"](connected, mesh.get_local_rank() == 0), connected)()
     return str(caught.value)
+
+
+def keeps_its_error(mesh: Mesh, path: str) -> str:
+    """Of a 2 x 2 mesh the last two ranks end; rank 0, which waits for one of them, keeps its error and its plan."""
+    heard, rank = dist.FileStore(path, 4), mesh.get_rank()
+    plan = fshard.make_plan({"w": torch.ones(4)}, mesh)
+    if rank >= 2:
+        return "has ended"
+    with pytest.raises(fshard.MismatchError) as caught:
+        fshard.all_reduce(torch.ones(1), plan.mesh, "shard" if rank else "replicate")
+    heard.set("heard", "") if rank else heard.wait(["heard"])
+    return str(caught.value)
