@@ -21,6 +21,7 @@ import gc
 import re
 import weakref
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from contextlib import nullcontext
 from contextvars import ContextVar
 from typing import Any, NoReturn, Protocol
 
@@ -33,7 +34,7 @@ from torch.overrides import TorchFunctionMode
 from ..core import func_levels
 from ..core.random import HOST, Place, accelerators, bookmark_of
 from ..core.storage import address, is_inexact, writes
-from ..core.tracing import Args, Kwargs, Operator, assigned, is_tracing
+from ..core.tracing import Args, Kwargs, Operator, assigned, is_tracing, unrecorded
 from .access import Shown
 
 RUNNING: ContextVar[Reads | None] = ContextVar("fshard_reads", default=None)  # the innermost function that `remat` runs
@@ -42,6 +43,7 @@ _functorch = torch._C._functorch
 _IN_PLACE = re.compile(r"[^_]_$|^__(setitem|i\w+)__$")  # names of functions that write to their first argument
 _CUTS = {Tensor.detach, torch.detach, Tensor.data.__get__}  # type: ignore[attr-defined]
 Positions = dict[Hashable, range]
+Known = dict[int, weakref.ref[Tensor]]  # by identity, which says nothing once the tensor is gone
 Constants = dict[int, tuple[weakref.ref[Tensor], int | None]]
 _AS_ARGUMENT = "give it to the function as an argument"
 
@@ -67,9 +69,9 @@ class Reads(TorchFunctionMode):
         self.depth = _depth()  # the levels of torch.func outside
         # what is read from outside and has no derivative, and what was made and lives on: by identity, with `writes`
         self.constants: Constants = {}
-        self.made: dict[int, weakref.ref[Tensor]] = {}
-        self._memory = set[int]()  # of what was made, by address: torch.func gives views of it that no operator made
-        self._watched = set[int]()  # which of `made` depend on inputs that have derivatives
+        self.made: Known = {}
+        self._memory = set[int]()  # of what was made in torch.func, by address: it gives tensors that no operator made
+        self._watched: Known = {}  # which of `made` depend on inputs that have derivatives
         for x in self.given:
             self._add(x)
         # those of devices, and those given to operators: each with what restores its first state
@@ -105,7 +107,7 @@ class Reads(TorchFunctionMode):
         return self.given[place.start : place.stop]
 
     def _gather(self, tape: ReadsUnits, number: int) -> None:
-        raise NotImplementedError
+        refuse_other_reads()
 
     def __torch_function__(self, func: Operator, types: object, args: Args = (), kwargs: Kwargs = None) -> Any:
         """Call `func` with what the function gets in place of what it reads."""
@@ -129,11 +131,12 @@ class Reads(TorchFunctionMode):
         """Note what an operator has returned for these arguments."""
         before = list(_tensors((args, kwargs)))
         watched = self._watches(func, args, kwargs, before)
-        outside = {_memory(x) for x in (*self.given, *before)} - self._memory if self.depth else set()
+        inside = func_levels.inside()
+        outside = {0, *map(_memory, (*self.given, *before))} - self._memory if inside else set()
         for x in _tensors(out):
-            if self.depth:
+            if inside:
                 self._memory |= {_memory(x)} - outside
-            if not _is_at(self.made.get(id(x)), x):
+            if not _knows(self.made, x):
                 self._add(x, watched and is_inexact(x))
 
     def _watches(self, func: Operator, args: Args, kwargs: Kwargs, before: Sequence[Tensor]) -> bool:
@@ -141,10 +144,11 @@ class Reads(TorchFunctionMode):
 
     def _add(self, x: Tensor, watched: bool = False) -> None:
         self.made[id(x)] = weakref.ref(x)
-        (self._watched.add if watched else self._watched.discard)(id(x))
+        if watched:
+            self._watched[id(x)] = self.made[id(x)]
 
     def _is_made(self, x: Tensor) -> bool:
-        return _is_at(self.made.get(id(x)), x) or (func_levels.is_wrapped(x) and _memory(x) in self._memory)
+        return _knows(self.made, x) or bool(self._memory and _memory(x) in self._memory)
 
     def _living(self) -> Constants:
         """What the run has made and lives on, such as a cache."""
@@ -219,14 +223,14 @@ class FirstReads(Reads):
         true = x if self.outer is None else self.outer.instead_of(x)
         if not (is_active(true) or func_levels.is_wrapped(true)):  # a constant, in this run
             if not (_passes(x) or _is_at(self.constants.get(id(x), (None,))[0], x)):
-                self.constants[id(x)] = weakref.ref(x), writes(x)
+                self.constants[id(x)] = weakref.ref(x), writes(func_levels.unwrapped(x))
             return true
         self._take(id(x), [true])
         self.kept.append(x)
         return self.given[-1]
 
     def _watches(self, func: Operator, args: Args, kwargs: Kwargs, before: Sequence[Tensor]) -> bool:
-        watched = func not in _CUTS and any(id(x) in self._watched for x in before)
+        watched = func not in _CUTS and any(_knows(self._watched, x) for x in before)
         watched = watched and (torch.is_grad_enabled() or self.depth > 0 or self._in_function())
         if watched and (_IN_PLACE.search(getattr(func, "__name__", "")) or "out" in (kwargs or {})):
             self._note_write((kwargs or {}).get("out", args[0]))
@@ -235,8 +239,7 @@ class FirstReads(Reads):
     def _in_function(self) -> bool:
         """True in the forward of a torch.autograd.Function: it runs without gradients, and its results have one."""
         # Private: there torch switches forward mode off too, and under no_grad does not (test_remat.py notices)
-        is_off = not (forward_ad._is_fwd_grad_enabled() or torch.is_inference_mode_enabled())
-        return self._had_forward_mode and is_off
+        return self._had_forward_mode and not (forward_ad._is_fwd_grad_enabled() or torch.is_inference_mode_enabled())
 
     def _note_write(self, x: object) -> None:
         """Watch what is written to; RuntimeError if it is from outside: its new value would have no gradient."""
@@ -247,7 +250,7 @@ class FirstReads(Reads):
                     f"fshard.remat: the function writes what it computes to {_form(target)} from outside of it: return "
                     "it as a result"
                 )
-            self._watched |= {id(x) for x in (target, base) if id(x) in self.made}
+            self._watched |= {id(x): self.made[id(x)] for x in (target, base) if _knows(self.made, x)}
 
     def end(self, others: Sequence[object]) -> tuple[Positions, Constants, bool]:
         """What a later run has to know. Call it once the results are copied and dropped, but for others.
@@ -282,8 +285,7 @@ class FirstReads(Reads):
         return self.positions, self.constants, is_blind
 
     def _left(self) -> list[Tensor]:
-        known = [self.made[number]() for number in self._watched]
-        return [x for x in known if x is not None]
+        return [x for ref in self._watched.values() if (x := ref()) is not None]
 
 
 class SecondReads(Reads):
@@ -297,9 +299,6 @@ class SecondReads(Reads):
     def _at(self, key: Hashable) -> list[Tensor]:
         self._seen.add(key)
         return super()._at(key)
-
-    def _gather(self, tape: ReadsUnits, number: int) -> None:
-        refuse_other_reads()
 
     def _from_outside(self, x: Tensor) -> Tensor:
         ref, version = self.constants.get(id(x), (None, None))
@@ -329,6 +328,10 @@ def refuse_other_reads() -> NoReturn:
     )
 
 
+def _knows(known: Known, x: Tensor) -> bool:
+    return _is_at(known.get(id(x)), x)
+
+
 def _is_at(ref: weakref.ref[Tensor] | None, x: Tensor) -> bool:
     return ref is not None and ref() is x
 
@@ -341,11 +344,9 @@ def _passes(x: Tensor) -> bool:
 def _tensors(x: Any) -> Iterator[Tensor]:
     if isinstance(x, Tensor):
         yield x
-    elif isinstance(x, (tuple, list)):
-        for y in x:
+    elif isinstance(x, (tuple, list, dict)):
+        for y in x.values() if isinstance(x, dict) else x:
             yield from _tensors(y)
-    elif isinstance(x, dict):
-        yield from _tensors(list(x.values()))
 
 
 def _form(x: Tensor) -> str:
@@ -373,7 +374,8 @@ def is_active(x: Tensor) -> bool:
     """Whether a tensor has a gradient or a tangent, at any level of torch.func."""
     if not is_inexact(x):
         return False
-    with func_levels.aside() as levels:
+    # a trace would take values of a scan's body, which it does not know, for constants
+    with unrecorded() if is_tracing() else nullcontext(), func_levels.aside() as levels:
         for y in _levels(x):
             level = _functorch.maybe_get_level(y)
             with func_levels.again(levels[len(levels) - level :] if level > 0 else ()):

@@ -646,6 +646,7 @@ def test_other_results_are_not_kept() -> None:
 
 @pytest.mark.filterwarnings(QUIET)
 @pytest.mark.filterwarnings("ignore:Dynamo does not know how to trace the builtin")
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # Dynamo hides it, too
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 @pytest.mark.parametrize("where", ["inside", "around", "around, whole"])
 def test_in_torch_compile(where: str, backend: str) -> None:
