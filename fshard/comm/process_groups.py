@@ -16,7 +16,6 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
-from functools import cached_property
 from typing import Any
 
 import torch
@@ -24,6 +23,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.constants import default_pg_nccl_timeout, default_pg_timeout
 
+from ..core.tracing import memo
 from .ranks import Call, MismatchError
 
 # Dtypes that every backend sends: NCCL lacks int16, unsigned integers of more than 8 bits and, on some devices, float8.
@@ -177,7 +177,7 @@ class GroupRanks:
         backends = dict(pair.split(":") for pair in dist.get_backend_config(self._group).split(","))
         return backends.get(self.device.type) in (dist.Backend.GLOO, dist.Backend.MPI, dist.Backend.UCC)
 
-    @cached_property
+    @memo
     def timeout(self) -> timedelta:
         """How long to wait for a message."""
         return timeout_of(self._group, self.device)
@@ -187,7 +187,7 @@ class GroupRanks:
         maker = self._maker if lent and numel and like.device == self.device else None
         return like.new_empty(numel) if maker is None else maker(numel, dtype=like.dtype, device=self.device)
 
-    @cached_property
+    @memo
     def _maker(self) -> Callable[..., Tensor] | None:
         """The backend's allocator of registered memory, or None; NCCL's collectives then occupy fewer units of the GPU.
 
@@ -203,7 +203,7 @@ class GroupRanks:
         dist.all_reduce(torch.zeros(1, device=self.device), group=self._group)
         return backend.allocate_tensor
 
-    @cached_property
+    @memo
     def _spare(self) -> Tensor:
         """Two places (2, bytes): where there is nothing to send, one element of them is sent and received.
 

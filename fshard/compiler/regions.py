@@ -21,12 +21,12 @@ import inspect
 import operator as python
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 
 from torch import Tensor, fx
 
 from ..core.random import draws
 from ..core.storage import address
+from ..core.tracing import memo
 from ..graph.dataflow import is_call, writes, written
 from ..graph.inspect import operator, values
 from ..graph.memory import storages_of
@@ -47,7 +47,7 @@ class Region:
     inputs: list[fx.Node]
     outputs: list[fx.Node]
 
-    @cached_property
+    @memo
     def key(self) -> tuple[object, ...]:
         """A key that is equal for equal regions: operators, numbers, wiring, and the memory of the inputs."""
         numbers = {node: number for number, node in enumerate(self.graph.nodes)}

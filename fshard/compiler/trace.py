@@ -41,7 +41,7 @@ from .captures import captures, generators, state_of
 
 P = ParamSpec("P")
 R = TypeVar("R")
-_Identity = tuple[int, torch.Size, int | None]  # storage, shape and gradient of a tensor
+_Identity = tuple[int, torch.Size, Tensor | None]  # storage, shape and gradient of a tensor
 
 _UNLIKELY = 0x6A17_C0DE_5EED
 _OF_THE_CACHE = "has_fw_view"  # torch 2.13: a view that comes out of the cache cannot be the primal of forward mode
@@ -278,7 +278,7 @@ def input_paths(leaves: Sequence[object], spec: tree.Spec) -> list[str]:
 
 def _identity(x: Tensor) -> _Identity:
     """Return storage, shape and gradient of a tensor. Only assignments to `x.data` or `x.grad` change this result."""
-    return address(x), x.shape, id(x.grad) if x.is_leaf else None  # a non-leaf's .grad warns
+    return address(x), x.shape, x.grad if x.is_leaf else None  # a non-leaf's .grad warns
 
 
 def _check_same(inputs: Sequence[Tensor], before: Sequence[_Identity], paths: Sequence[str]) -> None:
@@ -287,7 +287,7 @@ def _check_same(inputs: Sequence[Tensor], before: Sequence[_Identity], paths: Se
         *memory, grad = _identity(x)
         if memory != old_memory:
             raise TraceError(f"jit: the function assigns to .data of its argument {path!r}: make a new tensor instead")
-        if grad != old_grad:
+        if grad is not old_grad:
             raise TraceError(
                 f"jit: the function assigns to .grad of its argument {path!r}, as .backward() does: take gradients "
                 "with torch.autograd.grad, torch.func.grad or fshard.value_and_grad"

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
-from functools import cache, cached_property, partial, reduce
+from functools import cache, partial, reduce
 from operator import add
 from typing import Any, NamedTuple, Self
 
@@ -18,7 +18,7 @@ from torch import Tensor
 from . import tree
 from .arguments import is_number, shown
 from .scalars import Number, on_device, wide
-from .tracing import assigned
+from .tracing import assigned, memo
 from .tree import Tree
 
 
@@ -302,7 +302,7 @@ class Outcome:
         """The sum of all ranks' counts."""
         return self.sums()[1] if self.weight is None else self.weight
 
-    @cached_property
+    @memo
     def divisor(self) -> Tensor:
         """What the total is divided by: the count, NaN if that is 0, so that the loss is NaN; 1 for a Sum."""
         return torch.ones_like(self.count) if self.kind is Sum else torch.where(self.count == 0, torch.nan, self.count)
@@ -338,7 +338,6 @@ def outcome_of_terms(outcome: Outcome, kinds: Sequence[type]) -> Outcome:
     parts = [replace(outcome, kind=kind, sums=sums) for kind, sums in zip(kinds, later, strict=False)]
 
     def sums() -> Sequence[Tensor]:
-        outcome.sums()  # waits for other ranks before `divisor`, which has a lock before Python 3.12
         divisors = reduce(add, [part.divisor for part in parts])
         return [reduce(add, [part.total / part.divisor for part in parts]), divisors / divisors, *later[-1]()]
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
-from typing import Any, Generic, TypeAlias, TypeVar
+from functools import cached_property
+from typing import Any, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor
@@ -16,7 +17,6 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 # Whether a trace calls a function for each unit, even of equal ones: someone looks at its operators.
 UNROLLS: ContextVar[bool] = ContextVar("fshard.core.tracing", default=False)
-S = TypeVar("S")
 T = TypeVar("T")
 Operator: TypeAlias = Any  # an operator as dispatch modes and graphs see it: its class is private to torch
 # The arguments of a function of torch, or of an operator, as modes and subclasses of tensors are given them.
@@ -71,18 +71,15 @@ def unhooked() -> Iterator[Sequence[tuple[Any, Any]]]:
             _push_hooks(pack, unpack)
 
 
-class memo(Generic[S, T]):  # lower case, because it is a decorator like `property`
-    """functools.cached_property, without the lock it takes before Python 3.12, which torch.compile cannot trace."""
+class memo(cached_property[T]):  # lower case, because it is a decorator like `property`
+    """functools.cached_property, without the lock of all threads that it has before Python 3.12.
 
-    def __init__(self, fn: Callable[[S], T]):
-        self.fn: Callable[[S], T] = fn
-        self.__doc__ = fn.__doc__
+    Inside of it a simulated rank would wait for others, and torch.compile cannot trace it.
+    """
 
-    def __get__(self, instance: S, owner: type[S]) -> T:
-        value = self.fn(instance)
-        # hides this descriptor, so that it runs once; past the refusal of a frozen dataclass
-        object.__setattr__(instance, self.fn.__name__, value)
-        return value
+    def __init__(self, fn: Callable[[Any], T]):
+        super().__init__(fn)
+        self.lock = nullcontext()  # private to functools (test_tracing.py notices when it goes)
 
 
 class Marked(Tensor):

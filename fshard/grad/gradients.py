@@ -34,7 +34,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -46,7 +46,7 @@ from ..comm.reduction import DEFAULT, Reduction, Sums, TreeSums, only_reads
 from ..comm.wire import Wire
 from ..core.arguments import shown
 from ..core.flat import clear_outside_
-from ..core.tracing import is_tracing
+from ..core.tracing import is_tracing, memo
 from ..layout.pieces import device_of
 from ..layout.row import Row
 from ..layout.rules import COPIES, Rule, arrived, reshard, route
@@ -291,12 +291,12 @@ class Gradients:
         later = [x and (lambda x=x: x().by_plan(plan)) for x in (self.reduced, self.local)]
         return replace(self, reduced=later[0], local=later[1])
 
-    @cached_property
+    @memo
     def _reducer(self) -> Reducer:
         assert self.reduced is not None
         return Reducer(self.reduced(), self.by, self.later, self.device)
 
-    @cached_property
+    @memo
     def _local(self) -> tuple[Mapping[tuple[int, int], Row[Slot]], Sequence[Tensor]] | None:
         local = None if self.local is None else self.local()
         return None if local is None else (local.view.rows, local.tensors)

@@ -89,14 +89,14 @@ class Copies:
 
         In `given`, the arguments of the call, its caller may have passed parameters of the module itself.
         """
-        checked: set[int] = vars(self._of_thread).setdefault("checked", set())
-        if id(copy) in checked or not torch.is_grad_enabled() or func_levels.inside():
+        checked: weakref.WeakSet[nn.Module] = vars(self._of_thread).setdefault("checked", weakref.WeakSet())
+        if copy in checked or not torch.is_grad_enabled() or func_levels.inside():
             return
         paths = {id(x): path for path, ref in self.own.items() if (x := ref()) is not None}
         passed = [path for x in tree.tops(given, Branch) if (path := paths.pop(id(x), None)) is not None]
         check_graph(paths, given, results, self._calls.name)
         if not passed and not is_tracing():
-            checked.add(id(copy))
+            checked.add(copy)
 
     def _made(self, training: bool, casts: Casts) -> nn.Module:
         made = copy_of(self._skeletons[training], self._calls)

@@ -14,8 +14,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from itertools import islice
+
+from ..core.tracing import memo
 
 _MOST = 4
 
@@ -27,11 +28,11 @@ class Ahead:
     sizes: tuple[int, ...]  # of each unit's gathered buffers, in bytes
     prefetch: int | None
 
-    @cached_property
+    @memo
     def _room(self) -> int:
         return 2 * max(self.sizes, default=0)
 
-    @cached_property
+    @memo
     def number(self) -> int | None:
         """The number of units, if it is the same for all of them; else None."""
         if self.prefetch is not None:

@@ -20,7 +20,6 @@ import re
 import textwrap
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
-from functools import cached_property
 from operator import add, mul
 
 import torch
@@ -33,6 +32,7 @@ from ..comm.wire import Wire
 from ..core import tree
 from ..core.arguments import wrong
 from ..core.lazy import Branch, Container
+from ..core.tracing import memo
 from ..core.tree import Tree
 from ..hosts.one_host import connected
 from ..layout.layout import Derived, Leaf
@@ -188,7 +188,7 @@ class Plan:
         """The number of the unit of the leaves that no other unit and no end has; None if there are none."""
         return 0 if self.units and self.units[0].name == ROOT else None
 
-    @cached_property
+    @memo
     def lasting(self) -> frozenset[int]:
         """The numbers of the units that stay from their second gather in a forward to its end.
 
@@ -230,7 +230,7 @@ class Plan:
         claims = tuple(begins[unit][0] for unit in self.claims)
         return replace(self, units=tuple(map(_joined, groups)), slots=slots, claims=claims)
 
-    @cached_property
+    @memo
     def as_read(self) -> Plan | None:
         """The plan by which an eager loss reads, of fewer units in the same rows; None if anything is sent or cast."""
         if self.gather or self.param_wire or self.grad_wire or self.num_ranks(self.axis_names) > 1:
@@ -246,7 +246,7 @@ class Plan:
             raise ValueError(f"this plan has no mesh (it was unpickled): call plan.on(mesh), axes {dict(self.axes)}")
         return self.mesh
 
-    @cached_property
+    @memo
     def axis_names(self) -> Axes:
         """The names of all axes of the mesh."""
         return tuple(name for name, _ in self.axes)
@@ -269,7 +269,7 @@ class Plan:
         """This rank's shard (n / W,) of a tensor (n,) of one kind that is cut further, over these axes: a view."""
         return interval(x, self.live_mesh(), self.kinds[kind].rule(axes).over)
 
-    @cached_property
+    @memo
     def paths(self) -> tuple[str, ...]:
         """The dotted path of every leaf, in the order of use; tied leaves have several."""
         return tuple(tree.paths(self.spec))
@@ -290,7 +290,7 @@ class Plan:
             known[key] = min(units), max(units) + 1
         return known[key]
 
-    @cached_property
+    @memo
     def rows(self) -> dict[tuple[int, int], Row[Slot]]:
         """The flat buffers by (unit, kind), whole."""
         by_place: dict[tuple[int, int], list[Slot]] = {}
@@ -317,7 +317,7 @@ class Plan:
         """The shape of a leaf as this rank's loss sees it."""
         return slot.shape if slot.split is None else slot.split.shape(slot.shape, self._part(slot.split))
 
-    @cached_property
+    @memo
     def derived(self) -> Derived:
         """Memoized results computed from this plan, which are freed with the plan."""
         return Derived()
@@ -327,13 +327,13 @@ class Plan:
         # a graph must not change what belongs to a plan
         return Derived() if torch.compiler.is_compiling() else self.derived
 
-    @cached_property
+    @memo
     def ahead(self) -> Ahead:
         """How many units travel beside the one that is computed with."""
         by_kind = [kind.precision.compute.itemsize for kind in self.kinds]
         return Ahead(tuple(sum(map(mul, unit.lengths, by_kind)) for unit in self.units), self.prefetch)
 
-    @cached_property
+    @memo
     def device(self) -> torch.device:
         """The device on which this rank computes; without a mesh, where the parameters say it, the CPU."""
         return mesh_device(self.live_mesh())
@@ -343,7 +343,7 @@ class Plan:
         """The streams beside the computation (Note [Crossing over] in `offload`), made once for the mesh."""
         return present(self.live_mesh()).once(crossings)
 
-    @cached_property
+    @memo
     def fingerprint(self) -> str:
         """A SHA-256 digest of everything that must be equal on all ranks."""
         return hashlib.sha256(self.describe().encode()).hexdigest()

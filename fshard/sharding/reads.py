@@ -66,7 +66,7 @@ class Reads(TorchFunctionMode):
         # where in `given`: of tensors by their identity, of units by tape and number
         self.positions: Positions = {}
         self.outer = outer  # that of a function that runs around this one
-        self.depth = _depth()  # the levels of torch.func outside
+        self.depth = _functorch.current_level() if func_levels.inside() else 0  # the levels of torch.func outside
         # what is read from outside and has no derivative, and what was made and lives on: by identity, with `writes`
         self.constants: Constants = {}
         self.made: Known = {}
@@ -351,10 +351,6 @@ def _tensors(x: Any) -> Iterator[Tensor]:
 
 def _form(x: Tensor) -> str:
     return f"a {x.dtype} tensor of shape {list(x.shape)}"
-
-
-def _depth() -> int:
-    return _functorch.current_level() if func_levels.inside() else 0
 
 
 def _levels(x: Tensor) -> Iterator[Tensor]:

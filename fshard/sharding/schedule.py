@@ -11,13 +11,13 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from itertools import accumulate, pairwise, product
 from typing import NamedTuple, TypeAlias
 
 from ..comm.mesh import Axes
 from ..core import tree
 from ..core.differences import Form, Wanted
+from ..core.tracing import memo
 from ..layout.layout import Layout
 from ..layout.row import Row
 from ..layout.rules import COPIES, Rule
@@ -152,7 +152,7 @@ class Schedule:
         self._claims = _claims(plan)
         self._runs: dict[tuple[int, int], Runs | None] = {}
 
-    @cached_property
+    @memo
     def likely(self) -> list[int]:
         """The units in the order in which a loss is likely to read them first.
 

@@ -20,7 +20,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from functools import cached_property
 from itertools import cycle, islice, product
 from typing import NamedTuple, TypeAlias
 
@@ -29,6 +28,7 @@ from torch import Tensor
 
 from ..core.arguments import is_number, wrong
 from ..core.storage import is_inexact
+from ..core.tracing import memo
 from ..files.index import require
 from .observed import GRADIENT, LOSS, METRIC, OLD, PARAMETER, SUM, Observed
 
@@ -108,11 +108,11 @@ class _Run(dict[Key, list[_Value]]):
             x = _Value(kind, called, unit, line, numbers, value.detach().cpu().as_subclass(Tensor), place, precision)
             self.setdefault((kind, key), []).append(x)
 
-    @cached_property
+    @memo
     def forwards(self) -> list[_Value]:
         return self["forward", ""]
 
-    @cached_property
+    @memo
     def sizes(self) -> list[int]:
         """Of the axes of the mesh."""
         return [int(size) for size in self.forwards[0].name.split("x") if size]
@@ -122,7 +122,7 @@ class _Run(dict[Key, list[_Value]]):
         """The line of the last operator."""
         return [x.line for (kind, _), values in self.items() if kind == "operator" for x in values][-1]
 
-    @cached_property
+    @memo
     def largest_gradient(self) -> float:
         return _largest(*(x.value for (kind, _), values in self.items() if kind == SUM for x in values))
 

@@ -1,5 +1,6 @@
 """Marks of traced tensors: a class that says how a tensor was made, carried by the nodes of a graph."""
 
+from threading import Thread
 from typing import Any
 
 import pytest
@@ -7,7 +8,7 @@ import torch
 from support.graphs import graph_of
 from torch import Tensor
 
-from fshard.core.tracing import Marked, kind_of, mark
+from fshard.core.tracing import Marked, kind_of, mark, memo
 from fshard.train.loss_scale import Unscaled
 
 
@@ -84,3 +85,27 @@ def test_graphs_mark_what_is_marked_eagerly(name):
     function, kinds = FUNCTIONS[name], []
     graph_of(lambda x: kinds.append(kind_of(function(mark(x.clone(), Unscaled)))) or x + 1, torch.ones(3))
     assert kinds == [type(function(mark(torch.ones(3), Unscaled)))]
+
+
+class Slow:
+    """An object with a value that waits for another thread, which may be None."""
+
+    def __init__(self, other: Thread | None):
+        self._other = other
+
+    @memo
+    def value(self) -> bool:
+        """Whether the other thread has ended."""
+        if self._other is not None:
+            self._other.start()
+            self._other.join(5)
+        return self._other is None or not self._other.is_alive()
+
+
+def test_a_memo_takes_no_lock() -> None:
+    """A simulated rank that waits for others in a memo would wait for ever: they want the lock."""
+    ended = Slow(None)
+    slow = Slow(Thread(target=lambda: ended.value, daemon=True))
+    assert slow.value
+    assert vars(slow)["value"] is True
+    assert isinstance(Slow.value, memo)

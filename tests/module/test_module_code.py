@@ -818,3 +818,29 @@ class Argument(nn.Module):
     def forward(self, x: Tensor, weight: Tensor) -> Tensor:
         """Both in one product."""
         return self.module(x) @ weight
+
+
+class Switching(torch.nn.Linear):
+    """A module with a `train` of its own, so that each call in evaluation gets a new copy."""
+
+    weights: ClassVar[list[Tensor]] = []
+
+    def train(self, mode: bool = True) -> "Switching":
+        """As torch's."""
+        return super().train(mode)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """With the weight of the call, or with one from the class."""
+        return x @ (self.weights[-1] if self.weights else self.weight)
+
+
+def test_a_new_copy_is_checked_in_the_place_of_one_that_is_gone() -> None:
+    """It would have the identity of one that was checked, and its gradient would be zero."""
+    module = Switching(4, 4, bias=False).eval()
+    apply, params, buffers = functionalize(module)
+    for _ in range(10):
+        apply(other(params), buffers, torch.ones(2, 4))
+        Switching.weights.append(module.weight)
+        with pytest.raises(ValueError, match="the module's own"):
+            apply(other(params), buffers, torch.ones(2, 4))
+        Switching.weights.clear()

@@ -399,6 +399,53 @@ def test_a_class_has_a_name_of_its_own() -> None:
     assert twins({"a": "class A: ...", "b": "class A: ...\nclass B: ..."}) == {"A"}
 
 
+# Where a lock is taken, and why nothing waits for ranks inside of it.
+LOCKS = {
+    "core.random": "operators are registered",
+    "comm.process_groups": "one thread is noted",
+    "compiler.loops": "Inductor compiles loops",
+    "testing.scheduler": "it is the lock by which ranks take turns",
+}
+
+
+def locked(sources: dict[str, str]) -> set[str]:
+    """The modules that take a lock of all threads, as functools.cached_property does before Python 3.12."""
+    return {
+        name for name, x in sources.items() if re.search(r"@(functools\.)?cached_property|\b(R?Lock|Condition)\(", x)
+    }
+
+
+def test_nothing_waits_for_ranks_under_a_lock() -> None:
+    """Simulated ranks are threads: the others would wait for the lock for ever, and the one that has it for them."""
+    assert locked(SOURCES) == {*LOCKS}, "use core.tracing.memo; give a reason for another lock"
+    assert locked({"a": "@cached_property", "b": "_LOCK = threading.RLock()", "c": "@memo", "d": "block()"}) == {
+        "a",
+        "b",
+    }
+
+
+# Where a set of identities is kept, and what keeps the objects alive: otherwise others get their identities.
+IDENTITIES = {
+    "graph.replay": "the list of leaves",
+    "graph.memory": "the list of storages",
+    "train.describe": "the object that is described",
+    "module.submodules": "the module",
+    "module.checks": "the module",
+    "compiler.trace": "the arguments",
+}
+
+
+def of_identities(sources: dict[str, str]) -> set[str]:
+    """The modules with sets of identities; a dict has room for the object, or for a weak reference to it."""
+    return {name for name, x in sources.items() if re.search(r"\badd\(id\(|\{id\([^:{}]* for ", x)}
+
+
+def test_an_identity_is_that_of_an_object_that_lives() -> None:
+    """The identity of a tensor that is gone is soon that of another one."""
+    assert of_identities(SOURCES) == {*IDENTITIES}, "keep the objects, or weak references to them; else give a reason"
+    assert of_identities({"a": "x.add(id(y))", "b": "{id(y) for y in z}", "c": "{id(y): y for y in z}"}) == {"a", "b"}
+
+
 def pronouns(source: str) -> list[str]:
     """The pronouns that functions of a module assign to."""
     functions = [node for _, node in definitions(source) if isinstance(node, ast.FunctionDef)]
