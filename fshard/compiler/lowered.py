@@ -349,6 +349,19 @@ PASSES = (
 )
 
 
+_aten = torch.ops.aten
+# operators that give their argument another form in place, and those that return the form as a view
+_VIEWS: dict[object, object] = {
+    _aten.t_.default: _aten.t.default,
+    _aten.transpose_.default: _aten.transpose.int,
+    _aten.unsqueeze_.default: _aten.unsqueeze.default,
+    _aten.squeeze_.default: _aten.squeeze.default,
+    _aten.squeeze_.dim: _aten.squeeze.dim,
+    _aten.squeeze_.dims: _aten.squeeze.dims,
+    _aten.as_strided_.default: _aten.as_strided.default,
+}
+
+
 def lower(fn: Callable[..., Tree], leaves: Sequence[object], spec: tree.Spec, options: Options) -> Lowered:
     """Trace `fn(*args, **kwargs)` for arguments with these leaves and structure, and apply the passes."""
     arguments = tree.unflatten(spec, leaves)
@@ -358,6 +371,10 @@ def lower(fn: Callable[..., Tree], leaves: Sequence[object], spec: tree.Spec, op
     traced = trace(fn, leaves, spec, [x for _, values in captured for x in values])
     names = [variable.name for variable, values in captured for _ in values]
     _check_unchanged(traced, leaves, names)  # before `donated`, which adds writes to arguments
+    for (
+        node
+    ) in traced.module.graph.nodes:  # what reads the tensor later reads this node: a compiler takes it for a view
+        node.target = _VIEWS.get(node.target, node.target)
     variables = _used(traced, captured)
     if options.donate:
         traced = donated(traced, leaves)

@@ -89,8 +89,10 @@ def shorten(graph: fx.Graph) -> None:
                 view.target, view.kwargs = _as_strided, {}
                 view.args = (buffer, list(value.shape), list(value.stride()), value.storage_offset())
     for node in list(graph.nodes):
-        if is_call(node, "detach", "alias") or returns_place(node):
-            node.replace_all_uses_with(node.args[0], lambda user: user.op != "output")
+        if (written := returns_place(node)) or is_call(node, "detach", "alias"):
+            # a result of a write is its place: as a result of a region it would be a copy, which later writes miss
+            also_results = written and node.args[0].op != "placeholder"
+            node.replace_all_uses_with(node.args[0], lambda user, also=also_results: also or user.op != "output")
     _drop_unread(graph)
 
 

@@ -554,3 +554,46 @@ def test_a_constant_is_written_without_a_list_of_its_bytes() -> None:
     tracemalloc.stop()
     assert list(parts.values()) == [x.numpy().tobytes()]
     assert peak < 3 * x.nbytes
+
+
+def transposed(x: Tensor, mesh: Any) -> Any:
+    b = x * 1.0
+    s = fshard.all_reduce(b.sum(), mesh, "shard")
+    b.t_()
+    b.mul_(s)
+    b[0] = fshard.all_reduce(b.sum(), mesh, "shard")
+    return b, b.t() + s
+
+
+def viewed(x: Tensor, mesh: Any) -> Any:
+    b = x * 1.0
+    s = fshard.all_reduce(b.sum(), mesh, "shard")
+    b = b.t()
+    b.mul_(s)
+    b[0] = fshard.all_reduce(b.sum(), mesh, "shard")
+    return b, b.t() + s
+
+
+def reshaped(x: Tensor, mesh: Any) -> Any:
+    b = x * 1.0
+    s = fshard.all_reduce(b.sum(), mesh, "shard")
+    b.unsqueeze_(0)
+    t = fshard.all_reduce(b.sum(), mesh, "shard")
+    b.squeeze_(0).add_(t * s)
+    return b
+
+
+@pytest.mark.parametrize("fn", [transposed, viewed, reshaped])
+def test_writes_and_new_forms_between_collectives(fn: Any, tmp_path: Path) -> None:
+    """What a region gives back would miss the writes of later ones, or a compiler would take a form for another."""
+    made = list[Any]()
+
+    def run(mesh: Any) -> None:
+        params = {"w": torch.ones(4)}
+        sharded = fshard.shard_params(params, fshard.make_plan(params, mesh))
+        if not made:
+            made.append(fshard.jit(lambda p, x: fn(x, p.plan.mesh), artifact=tmp_path / "file"))
+        x = rand(3, 3, seed=mesh.get_rank())
+        torch.testing.assert_close(made[0](sharded, x), fn(x, mesh))
+
+    simulated(run, shard=2)
