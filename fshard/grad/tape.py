@@ -38,6 +38,7 @@ from ..core.storage import address
 from ..core.tracing import is_tracing
 from ..core.tree import Tree
 from ..layout.rules import COPIES
+from ..plan.plan import Slot
 from ..plan.units import select_units
 from ..sharding.access import Shown, lazy
 from ..sharding.reads import RUNNING
@@ -256,9 +257,10 @@ class Tape:
         """The kind of the leaves in the memory of a tensor; None if this tape has read no leaf there."""
         return self._rows.get(address(x), self._owners.kind_of(x))
 
-    def has(self, x: Tensor) -> bool:
-        """Whether a tensor is a leaf of a unit that the program reads now."""
-        return any(x is leaf for unit in self._units.values() for leaf in unit.bound or unit.leaves or ())
+    def slot_of(self, x: Tensor) -> Slot | None:
+        """The leaf that a tensor is of a unit that the program reads now."""
+        leaves = (zip(unit.entry.slots, unit.bound or unit.leaves or (), strict=False) for unit in self._units.values())
+        return next((slot for pairs in leaves for slot, leaf in pairs if leaf is x), None)
 
     def _bind(self, unit: TapeUnit, leaves: Leaves) -> Leaves:
         """A unit's leaves, the trainable ones bound to its anchor (Note [Anchors])."""

@@ -66,6 +66,25 @@ def casts_of(
     return *((path, dtype, around) for path, dtype in both_ways.items()), *((*pair, None) for pair in chosen.items())
 
 
+def cast_paths(skeleton: nn.Module, policy: Policy, at: str, beside: Sequence[str]) -> Iterator[str]:
+    """Yield the paths of `cast_at` that are this module's: all, if its plan has no leaves beside (their paths).
+
+    In a plan of several modules a path begins with `at`, the module's place there and a dot, or is a submodule of one
+    module alone: ValueError for one that leaves beside are under, too.
+    """
+    known = dict(skeleton.named_modules())
+    for path in policy.cast_at:
+        if path in known and any(f".{path}." in f".{other}." for other in beside):
+            raise ValueError(
+                f"policy: cast_at: {path!r} is a submodule of several modules of the plan: write the path in the plan "
+                f"({at + path!r}): dataclasses.replace(policy, cast_at=[...])"
+            )
+        if at and path.startswith(at):
+            yield path.removeprefix(at)
+        elif path in known or not beside:
+            yield path
+
+
 def _asked(skeleton: nn.Module, path: str, dtypes: Sequence[torch.dtype], around: torch.dtype) -> torch.dtype:
     """The dtype of the inputs of a submodule of `cast_at`: that of all its parameters, or the one around."""
     parts = dict(skeleton.named_modules())

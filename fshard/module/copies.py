@@ -17,7 +17,7 @@ from ..core.lazy import Branch
 from ..core.tracing import is_tracing
 from ..core.tree import Tree
 from .batch_norm import BATCH_NORMS, average, synchronise
-from .casts import Casts, cast_around, casts_of
+from .casts import Casts, cast_around, cast_paths, casts_of
 from .checks import check_graph, check_memory, check_references, check_uncached, is_compiled
 from .compiled import compile_again
 from .current import Calls, ModuleCall
@@ -117,11 +117,9 @@ class Copies:
     def _casts_of(self, call: ModuleCall) -> Casts:
         dtypes, policy = call.params.dtypes(), call.params.policy
         unasked = policy.cast_inputs and [computed for _, computed in dtypes] != self._dtypes
-        # paths that the policy has for another module of the plan
-        others = {*policy.cast_at} - {*dict(self.skeleton.named_modules())} if call.params.is_part else set[str]()
         # a module that is made in the dtypes of computation casts its own inputs alone
         paths = (*[""] * (policy.cast_inputs and (policy.compute is not None or policy.stores)),)
-        paths += tuple(path for path in policy.cast_at if path not in others)
+        paths += tuple(cast_paths(self.skeleton, policy, *call.params.place())) if policy.cast_at else ()
         if not unasked and not paths:
             return ()
         buffers = tuple(x.dtype for x in call.buffers)

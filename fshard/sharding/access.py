@@ -18,7 +18,7 @@ from ..core import tree
 from ..core.arguments import wrong
 from ..core.lazy import Branch, Container, Readable
 from ..core.tree import Tree
-from ..plan.plan import Plan
+from ..plan.plan import Plan, Slot
 from . import objects
 
 
@@ -42,8 +42,8 @@ class ReadsTape(Protocol):
     def kind_of(self, x: Tensor) -> int | None:
         """Return the kind of the leaves in the memory of a tensor; None if the tape has read no leaf there."""
 
-    def has(self, x: Tensor) -> bool:
-        """Return whether a tensor is a leaf of a unit that the program reads now."""
+    def slot_of(self, x: Tensor) -> Slot | None:
+        """Return the leaf that a tensor is of a unit that the program reads now."""
 
     def like(self, number: int) -> Tensor:
         """Return a tensor with a leaf's shape, device and the dtype of computation, without gathering it."""

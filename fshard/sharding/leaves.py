@@ -29,7 +29,7 @@ def _homes(x: At | Tensor, tapes: Sequence[ReadsTape]) -> list[tuple[Plan, Preci
     x = unwrapped(x)
     asked = tapes if x.layout is torch.strided else ()  # a sparse tensor has no storage to ask for
     homes = [(tape, kind) for tape in asked if (kind := tape.kind_of(x)) is not None]
-    read = [home for home in homes if len(homes) > 1 and home[0].has(x)]  # trees of one memory, by `with_policy`
+    read = [home for home in homes if len(homes) > 1 and home[0].slot_of(x)]  # trees of one memory, by `with_policy`
     return [(tape.plan, tape.plan.kinds[kind].precision) for tape, kind in read[:1] or homes]
 
 
@@ -62,6 +62,7 @@ class Leaves:
             raise ValueError(f"{what}: {tree.difference(expected, without)}") from None
         with torch.enable_grad():  # what is read under no_grad may be used outside of it
             self._sources = [x if isinstance(x, At) else x[...] for x in given]
+        self._given = given
         loss = running() or Running(Policy(), None, set(), [], ())
         self._remarks = loss.remarks
         self._homes = [_homes(x, loss.tapes) for x in given]
@@ -71,7 +72,7 @@ class Leaves:
         self.policy: Policy = loss.policy if plan is None else plan.policy
         self.mesh: AnyMesh = loss.mesh if plan is None else plan.mesh
         self._is_cut = plan is not None and plan.num_ranks(plan.params_over) > 1
-        self.is_part: bool = plan is not None and len(given) < plan.spec.num_leaves  # a plan of other leaves besides
+        self._plan, self._spec, self._tapes = plan, spec, loss.tapes
 
     def read(self, number: int) -> Tensor:
         """Return a leaf, gathered with its unit."""
@@ -92,6 +93,19 @@ class Leaves:
         pairs = zip(self._homes, self._sources, strict=True)
         computed = [homes[0][1].compute if isinstance(x, At) else x.dtype for homes, x in pairs]
         return [(homes[0][1].storage if homes else x, x) for homes, x in zip(self._homes, computed, strict=True)]
+
+    def place(self) -> tuple[str, list[str]]:
+        """Return the path of these leaves in their plan, with a dot, and the paths of the plan's leaves beside them."""
+        if self._plan is None or len(self._sources) == self._plan.spec.num_leaves:
+            return "", []
+        paths = tree.paths(self._plan.spec)
+        for own, x in zip(tree.paths(self._spec), self._given, strict=True):
+            slots = () if isinstance(x, At) else [tape.slot_of(unwrapped(x)) for tape in self._tapes]
+            path = paths[x.number] if isinstance(x, At) else next((slot.path for slot in slots if slot), "")
+            if path.endswith("." + own):
+                at = path.removesuffix(own)
+                return at, [path for path in paths if not path.startswith(at)]
+        return "", []
 
     def versions(self) -> list[int | None]:
         """For each leaf that is a tensor, the number of writes to it; None where torch does not count them."""

@@ -2,6 +2,7 @@
 
 import copy
 import warnings
+from collections import OrderedDict
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -674,3 +675,36 @@ def test_casts_of_one_module_of_a_plan_of_two():
     hidden = nn.functional.linear(x.bfloat16(), half["net"]["inner"]["weight"], half["net"]["inner"]["bias"])
     out = nn.functional.linear(hidden, half["head"]["weight"], half["head"]["bias"])
     torch.testing.assert_close(found, out.float().sum())
+
+
+class Time(nn.Module):
+    """A precise time, of which bfloat16 has fewer bits."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w = nn.Parameter(torch.ones(1))
+
+    def forward(self, t: Tensor) -> Tensor:
+        return t.float() * self.w.float()
+
+
+@pytest.mark.parametrize("units", [None, ["d"], ["g", "d.*"]])
+@pytest.mark.parametrize("cast", ["time", "d.time", "g.time"])
+def test_a_cast_that_may_be_of_several_modules_says_of_which(cast: str, units: Any):
+    """The other module's time would lose its bits without a word."""
+    (g, of_g, _), (d, of_d, _) = (functionalize(nn.Sequential(OrderedDict(time=Time()))) for _ in "gd")
+    params, t = {"g": of_g, "d": of_d}, torch.tensor([1001.3])
+    policy = Policy.parse(f"compute=bf16,cast_inputs=no,cast_at={cast}")
+
+    def run(mesh: Any) -> Any:
+        loss = lambda p: torch.cat([g(p["g"], {}, t)[0], d(p["d"], {}, t)[0]])  # noqa: E731
+        return fshard.predict(loss)(
+            fshard.shard_params(params, fshard.make_plan(params, mesh, units=units, policy=policy))
+        )
+
+    if cast == "time":
+        with pytest.raises(ValueError, match=r"cast_at: 'time' is a submodule of several modules.*\('g.time'\)"):
+            simulated(run, shard=2)
+        return
+    for found in simulated(run, shard=2):
+        assert [x == t for x in found] == [cast == "d.time", cast == "g.time"]
