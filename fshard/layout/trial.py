@@ -1,7 +1,7 @@
 """Try on a small tree whether an update of a leaf depends on other leaves: ranks that own leaves see no others.
 
-A clip acts above a threshold alone, so gradients have several magnitudes. An update that looks at other leaves only
-after many steps, or at a size that no gradient here has, is not found.
+A clip acts above a threshold alone, so gradients have several magnitudes; one leaf also has gradients that are not
+finite. An update that looks at other leaves only after many steps, or at a size that no gradient here has, is not found.
 """
 
 from __future__ import annotations
@@ -9,6 +9,8 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
+from math import isfinite
 from typing import NamedTuple, NoReturn
 
 import torch
@@ -27,8 +29,7 @@ from .moves import on_rank
 from .pieces import Parts, device_of, reshaped
 from .rules import Rule
 
-_MAGNITUDES = (1.0, 1e-4, 1e4, 1e8)  # of gradients
-_UPDATES = 3  # for each magnitude
+_MAGNITUDES = *((m, m, m) for m in (1.0, 1e-4, 1e4, 1e8)), (torch.inf, torch.nan, 1.0)  # of a few updates' gradients
 _LEAVES = 6
 _LARGEST = 1 << 14  # elements of a leaf; of a larger one each dim is cut to `_SIDE`
 _SIDE = 8
@@ -74,7 +75,7 @@ def check_apart(init: Callable[[Tree], Tree], update: Callable[..., tuple[Tree, 
         if alone and (several or each.drew):
             why = "each rank sees only the leaves that it owns" if several else "leaves are updated one by one"
             raise ValueError(
-                f"{named(update)}: its update of a leaf depends on other leaves (on a norm of all, say)"
+                f"{named(update)}: its update of a leaf depends on other leaves (on a norm, or on whether all are finite)"
                 f"{' and draws random numbers' * each.drew}, but {why}. Write it as optim.Transform(init, update, "
                 "over='tree') with fshard's norms (optim.global_norm; over=tx.over for what wraps a tx); to clip by "
                 "the norm of all gradients use optim.clip_by_global_norm or train_step(clip_norm=)."
@@ -91,12 +92,13 @@ def _tried(
     whole = replace(on_rank(reshaped(on_rank(layout.pick(forms)), forms)), mesh=None, axes=())
     mesh = _Alone(device.type, shard=2)
     needed = {name: torch.ones((), device=device) for name in _needed(update)}
+    runs = partial(_runs, init, update, device, needed, min(forms))
     restore, same = bookmark(device), SameDraws(device)
     try:
         with same:
-            for magnitude in _MAGNITUDES:
+            for magnitudes in _MAGNITUDES:
                 try:
-                    together = [*_runs(init, update, whole, magnitude, device, needed)]
+                    together = [*runs(whole, magnitudes)]
                 except Exception:  # not to be judged by gradients like these
                     continue
                 for number, n in enumerate(span.leaf for span in whole.mine):
@@ -105,7 +107,7 @@ def _tried(
                     single = replace(
                         single, mesh=mesh, axes=("shard",), rows=tuple(replace(r, rule=rule) for r in single.rows)
                     )
-                    alone = [*_runs(init, update, single, magnitude, device, needed)]
+                    alone = [*runs(single, magnitudes)]
                     if not all(_alike(a, b, number, len(forms)) for a, b in zip(together, alone, strict=True)):
                         return _Found(same.drew, depends=True)
     except _Communicated:
@@ -146,19 +148,21 @@ def _needed(update: Callable[..., object]) -> list[str]:
 def _runs(
     init: Callable[[Tree], Tree],
     update: Callable[..., tuple[Tree, Tree]],
-    layout: Layout,
-    magnitude: float,
     device: torch.device,
     needed: dict[str, Tensor],
+    bad: int,
+    layout: Layout,
+    magnitudes: Sequence[float],
 ) -> Iterator[tuple[Tree, Tree]]:
-    """Yield the updates and the state after each of a few updates of the leaves of this layout."""
+    """Yield the updates and the state after each of a few updates; leaf `bad` alone has gradients not finite."""
 
     def made(seed: int, scale: float) -> Parts:
-        return Parts(layout, [_values(layout.leaves[s.leaf], 8 * s.leaf + seed, scale).to(device) for s in layout.mine])
+        scales = {s.leaf: scale if isfinite(scale) or s.leaf == bad else 1.0 for s in layout.mine}
+        return Parts(layout, [_values(layout.leaves[n], 8 * n + seed, x).to(device) for n, x in scales.items()])
 
     params = made(0, 1.0)
     state = init(params)
-    for number in range(_UPDATES):
+    for number, magnitude in enumerate(magnitudes):
         updates, state = update(made(number + 1, magnitude), state, made(0, 1.0), **needed)
         yield updates, tree.map(lambda x: x.clone() if isinstance(x, Tensor) else x, state)
 
@@ -188,7 +192,7 @@ def _alike(x: Tree, y: Tree, number: int, num: int) -> bool:
 
 def _equal(x: Tree, y: Tree) -> bool:
     if not isinstance(x, Tensor) or not isinstance(y, Tensor):
-        return bool(x == y)
+        return bool(x == y or (x != x and y != y))  # NaN is NaN
     x, y = unwrapped(x), unwrapped(y)  # a function may close over a batched rate
     if x.shape != y.shape or x.dtype != y.dtype or not (x.is_floating_point() or x.is_complex()):
         return x.dtype == y.dtype and torch.equal(x, y)

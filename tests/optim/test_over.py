@@ -72,6 +72,16 @@ def by_global_norm(most: float) -> Own:
     return Own(lambda p: (), update, on_ranks=False)
 
 
+def if_all_finite() -> Own:
+    """A pair that makes no update if any gradient is not finite: here all are."""
+
+    def update(g: Any, s: Any, p: Any = None, **_: Any) -> Any:
+        finite = torch.stack([x.isfinite().all() for x in tree.leaves(g)]).all()
+        return tree.map(lambda x: torch.where(finite, -LR * x, 0.0), g), s + ~finite
+
+    return Own(lambda p: torch.tensor(0), update, on_ranks=False)
+
+
 def with_count() -> Own:
     """A pair whose state is a count made of the first leaf, and a tuple with an entry for each leaf."""
 
@@ -101,6 +111,8 @@ OWN: dict[str, Own] = {
     "count": with_count(),
     "global norm": by_global_norm(0.5),
     "global norm, high": by_global_norm(1e5),
+    "all finite": if_all_finite(),
+    "each finite": each(lambda g, p: torch.where(g.isfinite().all(), g, 0.0)),
     "elements": each(lambda g, p: g.sign() + 0.1 * p)._replace(over="elements"),
 }  # fmt: skip
 
