@@ -344,7 +344,7 @@ def check_sharded(params: object) -> Sharded:
     if not isinstance(params, Sharded):
         raise TypeError(
             f"params: expected a Sharded, got {type(params).__name__}: call fshard.shard_params(params, plan) first "
-            "(with fshard.make_plan(params) on one device)"
+            "(with fshard.make_plan(params) on one device); inside a loss call the function itself, which needs no more"
         )
     if params.view.spec != params.plan.spec:
         raise TypeError("expected the whole Sharded, got a subtree of one: pass the whole and index it inside the loss")

@@ -37,6 +37,10 @@ class View:
     first: int  # the number of the subtree's first leaf in the whole tree
     units: tuple[int, int]  # the first unit of the subtree, and one past the last
 
+    def __repr__(self) -> str:  # in optree's errors of trees that differ
+        plan = self.plan
+        return f"View({plan.policy!r}, over={self.over}, leaves={self.spec.num_leaves}, plan={plan.fingerprint[:8]})"
+
     def slots(self) -> list[Slot]:
         """Return the slot of every leaf of the subtree, in order; tied leaves share one slot."""
         numbers = self.plan.leaves[self.first : self.first + self.spec.num_leaves]
