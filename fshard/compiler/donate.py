@@ -11,10 +11,10 @@ from torch import Tensor, fx
 
 from ..core import tree
 from ..core.storage import address
-from ..graph.dataflow import NodeIndex, call, computed, index
+from ..graph.dataflow import NodeIndex, computed, copied, index, repeated
 from .trace import Output, Trace
 
-_clone, _copy_ = torch.ops.aten.clone.default, torch.ops.aten.copy_.default
+_copy_ = torch.ops.aten.copy_.default
 _EMPTY = (torch.ops.aten.new_empty.default, torch.ops.aten.empty.memory_format, torch.ops.aten.empty_like.default)
 
 
@@ -48,12 +48,13 @@ def donated(traced: Trace, leaves: Sequence[object]) -> Trace:
         move for move in _moves(leaves[: first.num_leaves], results) if outputs[move.output] is not inputs[move.input]
     ]
     _check_fit(moves, inputs, outputs, tree.paths(first))
-    copied = _place(graph, moves, inputs, outputs)
+    old = repeated(graph, {_storage(inputs[move.input]) for move in moves})
+    others = _place(graph, moves, inputs, outputs)
     with graph.inserting_before(output):
-        # An output may be (a view of) an input that is written to, as in a swap of two leaves: clone it before.
-        written = {_storage(inputs[move.input]) for move in moves}
-        outputs = [call(graph, _clone, node) if _storage(node) in written else node for node in outputs]
-    _write(graph, copied, inputs, outputs)
+        # An output may be (a view of) an input that is written to, as in a swap of two leaves: copy it before. Of a
+        # clone Inductor would make a read of that input after the write.
+        outputs = [copied(graph, node) if _storage(node) in old else node for node in outputs]
+    _write(graph, others, inputs, outputs)
     for move in moves:
         results[move.leaf] = Input(move.input)
     kept = [result.number for result in results if isinstance(result, Output)]

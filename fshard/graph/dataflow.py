@@ -23,6 +23,11 @@ VIEWS = (
     *("getitem", "detach", "alias", "view", "_unsafe_view", "reshape", "split_with_sizes", "split", "slice", "select"),
     *("unbind", "as_strided", "expand", "t", "transpose", "permute", "unsqueeze", "squeeze"),
 )
+# Operators whose result may have the values of an argument, which Inductor then takes for the result.
+REPEATING = (
+    *("clone", "copy_", "_to_copy", "cat", "stack", "repeat", "constant_pad_nd", "slice_scatter", "view_copy", "pow"),
+    *("ceil", "floor", "round", "trunc", "rot90"),
+)
 
 # Operators that write to running statistics, although their schemas do not say so.
 _UNMARKED = ("native_batch_norm", "cudnn_batch_norm", "miopen_batch_norm")
@@ -107,6 +112,18 @@ def written_inputs(graph: fx.Graph) -> list[int]:
 def written(nodes: Iterable[fx.Node]) -> set[int]:
     """Return the storages that these nodes write to."""
     return {key for node in nodes if writes(node) for x in _written_by(node) for key in storages_of(x)}
+
+
+def repeated(graph: fx.Graph, memory: set[int]) -> set[int]:
+    """Return these storages of inputs, and those that may have the values of one and no other."""
+    memory = {*memory}
+    for node in graph.nodes:
+        read = node.all_input_nodes[-1:] if is_call(node, "copy_") else node.all_input_nodes
+        if is_call(node, *REPEATING) and any(not memory.isdisjoint(storages_of(x)) for x in read):
+            memory.update(storages_of(node))
+        elif writes(node):
+            memory -= written([node])
+    return memory
 
 
 def _written_by(node: fx.Node) -> list[fx.Node]:
@@ -219,3 +236,8 @@ def call(graph: fx.Graph, target: Callable[..., object], *args: Argument, **kwar
     with next(x for n in node.all_input_nodes for x in values(n)).fake_mode:  # type: ignore[attr-defined]
         node.meta["val"] = target(*fakes, **kwargs)
     return node
+
+
+def copied(graph: fx.Graph, x: fx.Node) -> fx.Node:
+    """Insert a copy of a value, which a compiler cannot leave out."""
+    return call(graph, torch.ops.fshard.materialize.default, x)

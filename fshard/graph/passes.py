@@ -40,6 +40,7 @@ from .dataflow import (
     GatherNodes,
     acts,
     call,
+    copied,
     copy,
     gathers,
     has_effect,
@@ -216,7 +217,7 @@ def materialize(graph: fx.Graph) -> None:
         readers = [user for user in node.users if values(user) and not _is_number(user)]
         if readers:
             with graph.inserting_after(node):
-                number = call(graph, torch.ops.fshard.materialize.default, node)
+                number = copied(graph, node)
             for reader in readers:
                 reader.replace_input_with(node, number)
 

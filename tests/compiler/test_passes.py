@@ -36,7 +36,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 import fshard
 from fshard import Sharded, gather_params, optim, tree
 from fshard.graph import passes
-from fshard.graph.dataflow import VIEWS, GatherNodes, gathers, index, is_call
+from fshard.graph.dataflow import REPEATING, VIEWS, GatherNodes, gathers, index, is_call
 from fshard.graph.inspect import arguments, operator, values
 from fshard.graph.memory import storages_of
 
@@ -546,8 +546,8 @@ def test_the_graph_of_a_step(regather):
 
 def test_the_private_operators_that_passes_name_are_there():
     """The views that an operator makes would be missed, because torch renamed it."""
-    names = [name for name in VIEWS if name.startswith("_")]
-    assert names
+    names = [name for name in (*VIEWS, *REPEATING) if name.startswith("_")]
+    assert len(names) == 2
     assert all(hasattr(torch.ops.aten, name) for name in names)
 
 
@@ -582,7 +582,7 @@ def test_donated_inputs_are_written_to_last():
     copies = [n for n in nodes if operator(n) == "copy_"]
     inputs = [n for n in nodes if n.op == "placeholder"]
     assert [n.args[0] for n in copies] == inputs[:2]
-    assert [operator(n.args[1]) for n in copies] == ["clone", "clone"]
+    assert [operator(n.args[1]) for n in copies] == ["fshard.materialize"] * 2
     assert nodes[-3:] == [*copies, lowered.graph.output_node()]
     assert [type(r).__name__ for r in lowered.traced.results] == ["Input", "Input", "Output", "Output"]
     expected = tree.map(torch.clone, fn(*args))
