@@ -158,12 +158,13 @@ def _has_element(node: fx.Node) -> bool:
 
 
 def chain(graph: fx.Graph) -> None:
-    """Give each collective the ticket of the one before, if there is one without a label: this fixes their order.
+    """Give each collective the ticket of the one before, if one has no label or is an exchange: this fixes their order.
 
-    A compiler orders independent nodes by what is around them, which here may differ between ranks.
+    A compiler orders independent nodes by what is around them, which here may differ between ranks; a rank to which
+    leaves are only sent by an exchange has it depend on nothing.
     """
     all_starts = starts(graph)
-    if any(map(is_fixed, all_starts)):
+    if any(is_fixed(start) or is_call(start, "fshard.exchange") for start in all_starts):
         for before, start in pairwise(all_starts):
             start.update_kwarg("after", _ticket_of(before))
 
