@@ -76,9 +76,9 @@ def check_apart(init: Callable[[Tree], Tree], update: Callable[..., tuple[Tree, 
         if alone and (several or each.drew):
             why = "each rank sees only the leaves that it owns" if several else "leaves are updated one by one"
             raise ValueError(
-                f"{named(update)}: its update of a leaf depends on other leaves (on a norm, or on whether all "
-                f"are finite){' and draws random numbers' * each.drew}, but {why}. Write it as "
-                "optim.Transform(init, update, over='tree') with fshard's norms (optim.global_norm; over=tx.over for what wraps a tx); to clip by "
+                f"{named(update)}: its update of a leaf depends on other leaves (a norm, or whether all are finite)"
+                f"{' and draws random numbers' * each.drew}, but {why}. Write it as optim.Transform(init, update, "
+                "over='tree') with fshard's norms (optim.global_norm; over=tx.over for what wraps a tx); to clip by "
                 "the norm of all gradients use optim.clip_by_global_norm or train_step(clip_norm=)."
                 f"{' Draw in a transformation of its own (optim.chain).' * each.drew}"
             ) from each.error
