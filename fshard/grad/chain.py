@@ -117,9 +117,6 @@ class Chain:
 
         `is_new` says that the unit was gathered for this.
         """
-        if unit.is_kept:  # ranks may differ in what they read in between: it comes back without messages
-            unit.hook = block.hook
-            return
         is_known = unit in self.saved and self.saved[unit].hook is block.hook
         unit.rerun_by(block, self.is_linked, is_known and is_new)
         if is_known:

@@ -332,7 +332,7 @@ class Tape:
         for tape in [self, *self._followers]:
             for unit in tape._units.values():
                 # a frozen unit of which all stays is not held yet: a checkpoint that runs again would gather it
-                if unit.is_touched and not unit.is_kept:
+                if unit.is_touched and (unit.keep_rule != COPIES or unit.held is None):
                     buffers, unit.keep_rule = tape._buffers(unit), COPIES
                     unit.hold(buffers)
 
