@@ -138,7 +138,8 @@ class Chain:
     def turn(self, unit: TapeUnit) -> None:
         """Gather again what comes before a unit, and note that this is gathered now."""
         if unit in self.saved:
-            if self.is_linked and next(reversed(self.saved)) is not unit:
+            # the place of a kept unit may differ between ranks
+            if self.is_linked and next(reversed(self.saved)) is not unit and not unit.is_kept:
                 self._catch_up(-1, unit)
             entry = self.saved.pop(unit)
             if unit.is_tied:

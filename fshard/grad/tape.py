@@ -320,9 +320,8 @@ class Tape:
 
     def reads(self) -> list[int]:
         """Two numbers that ranks compare: of the units gathered, in order, and hidden; and of those saved, in order."""
-        saved = [(e.tape.index, x.number, e.since) for x, e in self.chain.saved.items() if x.entry.sent]
-        hidden = [unit.number for unit in self._hidden()]
-        return [hash(tuple(numbers)) & _BITS for numbers in ([*self.chain.gathered, *hidden], saved)]
+        due = [(e.tape.index, x.number, e.since) for x, e in self.chain.saved.items() if x.entry.sent and not x.is_kept]
+        return [hash(x) & _BITS for x in ((*self.chain.gathered, *(unit.number for unit in self._hidden())), (*due,))]
 
     def _hidden(self) -> list[TapeUnit]:
         return self.chain.hidden() if self._gradless else []
@@ -332,7 +331,7 @@ class Tape:
         for tape in [self, *self._followers]:
             for unit in tape._units.values():
                 # a frozen unit of which all stays is not held yet: a checkpoint that runs again would gather it
-                if unit.is_touched and (unit.keep_rule != COPIES or unit.held is None):
+                if unit.is_touched and not unit.is_kept:
                     buffers, unit.keep_rule = tape._buffers(unit), COPIES
                     unit.hold(buffers)
 

@@ -150,6 +150,11 @@ class TapeUnit:
         self.keep_rule, self.saved, self.is_touched = COPIES, 0, False
 
     @property
+    def is_kept(self) -> bool:
+        """Whether all of it stays in memory, so that the backward sends nothing for it."""
+        return self.keep_rule == COPIES and self.held is not None
+
+    @property
     def is_bound(self) -> bool:
         """Whether gradients may come to it."""
         return self.anchor is not None

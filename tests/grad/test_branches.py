@@ -26,6 +26,7 @@ STRATEGIES: dict[str, dict[str, Any]] = {
     "zero2": {"params_over": ()},
     "ddp": {"params_over": (), "grads_over": (), "state_over": ()},
     "a unit is whole": {"whole": ["b.*"]},
+    "a unit is whole, keep": {"whole": ["b.*"], "regather": False},
     "a unit is frozen": {"frozen": ["c.*"]},
 }
 WAYS: dict[str, tuple[dict[str, Any], int]] = {  # how a step is built, and the losses of a rank that it averages
@@ -33,6 +34,7 @@ WAYS: dict[str, tuple[dict[str, Any], int]] = {  # how a step is built, and the 
     "tree": ({"reduction": "tree"}, 2),
     "accumulate": ({"accumulate": 2}, 2),
     "reduced once": ({"accumulate": 2, "reduce_once": True}, 2),
+    "kept": ({"accumulate": 2, "keep_gathered": True}, 2),
     "in backward": ({"in_backward": True, "donate": True}, 1),
 }
 
@@ -58,6 +60,7 @@ class Op:
         self.what = draw.choice(["layer", "layer", "shift", "product", "side", "frozen input", *CHECKPOINTS])
         self.unit, self.other = draw.choice(UNITS), draw.choice(UNITS)
         self.computed, self.counted = (draw.choice([True, True, None]) for _ in range(2))
+        self.reads = {self.unit, self.other} if self.what in CHECKPOINTS else {self.unit}
 
     def run(self, p: Any, h: Tensor, total: Tensor, chosen: bool) -> tuple[Tensor, Tensor]:
         """The hidden values and the loss after this line; `chosen` is what the batch says."""
@@ -75,8 +78,8 @@ class Op:
         return (h + b if self.what == "shift" else torch.tanh(h @ w + b)), total
 
 
-def program(seed: int, early: bool, lazy: bool) -> Callable[[Any, Any], Tensor]:
-    """A loss that reads all units at its beginning, or each where it is used; with `lazy` only if it is used."""
+def program(seed: int, early: bool, lazy: list[str]) -> Callable[[Any, Any], Tensor]:
+    """A loss that reads all units at its beginning, or each where it is used; those of `lazy` only if they are used."""
     draw = random.Random(seed)
     ops = [Op(draw) for _ in range(7)]
 
@@ -85,7 +88,7 @@ def program(seed: int, early: bool, lazy: bool) -> Callable[[Any, Any], Tensor]:
         h, total = torch.tanh(batch["x"] @ p["first"]), torch.zeros((), dtype=torch.float64)
         read = {name: dict(p[name]) for name in UNITS} if early else {}
         for op in ops:
-            if not lazy or op.computed or chosen:
+            if not op.reads <= {*lazy} or op.computed or chosen:
                 h, total = op.run(read or p, h, total, chosen)
         return total + h.sum()
 
@@ -110,9 +113,9 @@ def trained(mesh: Any, seeds: list[int], strategy: str, way: str) -> None:
     """Two steps of every program are those of plain torch on all batches."""
     how, num = WAYS[way]
     ranks, rank = 1 if mesh is None else mesh.size(), 0 if mesh is None else mesh.get_rank()
-    is_whole = STRATEGIES[strategy].get("params_over") == ()
+    whole = UNITS if STRATEGIES[strategy].get("params_over") == () else ["b"] * ("whole" in STRATEGIES[strategy])
     for seed in seeds:
-        loss = program(seed, early=seed % 2 == 0, lazy=is_whole and seed % 3 == 0)
+        loss = program(seed, early=seed % 2 == 0, lazy=whole * (seed % 3 == 0))
         params, plain = params_of(seed), tree.map(lambda x: x.clone().requires_grad_(), params_of(seed))
         plan = fshard.make_plan(params, mesh, units=UNITS, **STRATEGIES[strategy])
         state = fshard.init_state(fshard.shard_params(params, plan), optim.sgd(0.1, momentum=0.9))
@@ -258,6 +261,13 @@ def a_whole_unit_last(p: Any, x: Tensor, rank: int) -> Tensor:
     return x.sum()
 
 
+def a_whole_unit_between(p: Any, x: Tensor, rank: int) -> Tensor:
+    """A unit is read again in a checkpoint; before it some ranks read another one, which every rank has whole."""
+    x = layer(p, "a", x)
+    x = layer(p, "b", x) if rank else x
+    return checkpoint(lambda x: layer(p, "a", x), x, use_reentrant=False).sum()
+
+
 def layer(p: Any, name: str, x: Tensor) -> Tensor:
     """One layer."""
     return torch.tanh(x @ p[name]["w"] + p[name]["b"])
@@ -325,6 +335,7 @@ PROGRAMS: dict[str, tuple[Callable[..., Tensor], dict[str, Any]]] = {
     "frozen in a nested one": (frozen_in_a_nested_one, {"frozen": "c"}),
     "saved at other times": (at_other_times, {}),
     "in a checkpoint, too": (in_a_checkpoint_too, {}),
+    "a whole unit between": (a_whole_unit_between, {"whole": ["b.*"]}),
     "a whole unit last": (a_whole_unit_last, {"whole": ["b.*", "d.*"]}),
 }
 
