@@ -200,17 +200,7 @@ def choose(found_inf: FoundInf | None, old: T, new: T) -> T:
     if found_inf is None:
         return new
     skip = any_found(found_inf)
-    return tree.map(lambda a, b: _either(skip, a, b), old, new)
-
-
-def _either(skip: Tensor, old: Any, new: Any) -> Any:
-    """The leaf `new`, or `old` if `skip` is 1; of numbers that differ a tensor, as no host reads `skip`."""
-    if not isinstance(old, Tensor):
-        if not isinstance(new, Tensor) and old == new:
-            return new
-        widest = torch.float64 if isinstance(old, float) or isinstance(new, float) else None
-        old = torch.full((), old, dtype=getattr(new, "dtype", widest), device=skip.device)
-    return kernels.where(skip, old, new)
+    return tree.map(lambda a, b: kernels.where(skip, a, b), old, new)
 
 
 def any_found(found_inf: FoundInf) -> Tensor:
