@@ -278,6 +278,11 @@ def unscale_(rows: Sequence[Tensor], inverse: Tensor, most: int = MOST) -> Tenso
     return any_bad.squeeze(0)
 
 
-def where(condition: Tensor, a: Tensor, b: Tensor) -> Tensor:
-    """Return `a` if a 0-d condition is not zero, else `b`, without a host read."""
+def where(condition: Tensor, a: Any, b: Any) -> Any:
+    """Return `a` if a 0-d condition is not zero, else `b`, without a host read: of two unlike numbers a tensor."""
+    if not isinstance(a, Tensor):
+        if not isinstance(b, Tensor) and a == b:
+            return b
+        widest = torch.float64 if isinstance(a, float) or isinstance(b, float) else None
+        a = torch.full((), a, dtype=getattr(b, "dtype", widest), device=condition.device)
     return torch.where(beside(condition.to(torch.bool), a), a, b)
