@@ -1,8 +1,7 @@
 """Try on a small tree whether an update of a leaf depends on other leaves: ranks that own leaves see no others.
 
-A clip acts above a threshold alone, so gradients have several magnitudes; one leaf also has gradients that are not
-finite. An update that looks at other leaves only after many steps, or at a size that no gradient here has, is not
-found.
+A clip acts above a threshold alone, so gradients have several magnitudes; those of one leaf are also not finite. An
+update that looks at other leaves only after many steps, or at a size that no gradient here has, is not found.
 """
 
 from __future__ import annotations
@@ -76,7 +75,7 @@ def check_apart(init: Callable[[Tree], Tree], update: Callable[..., tuple[Tree, 
         if alone and (several or each.drew):
             why = "each rank sees only the leaves that it owns" if several else "leaves are updated one by one"
             raise ValueError(
-                f"{named(update)}: its update of a leaf depends on other leaves (a norm, or whether all are finite)"
+                f"{named(update)}: its update of a leaf depends on other leaves (on a norm, or if all are finite)"
                 f"{' and draws random numbers' * each.drew}, but {why}. Write it as optim.Transform(init, update, "
                 "over='tree') with fshard's norms (optim.global_norm; over=tx.over for what wraps a tx); to clip by "
                 "the norm of all gradients use optim.clip_by_global_norm or train_step(clip_norm=)."
