@@ -9,17 +9,20 @@ Note [Random numbers of an update]
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import wraps
 from typing import Any, TypeAlias
 
 import torch
+from torch import Tensor
 
 from ..comm import consensus
 from ..comm.mesh import coordinate, num_ranks
 from ..comm.ranks import MismatchError
 from ..core import tree
-from ..core.func_levels import aside, differentiates, needs_gradient
+from ..core.func_levels import aside, differentiates, needs_gradient, unwrapped
 from ..core.random import UPDATE, Seeds
+from ..core.storage import writes
 from ..core.tracing import is_tracing
 from ..core.tree import Tree
 from .copies import check_cut_alike, copied_whole, on_copies, own_part
@@ -92,6 +95,44 @@ def on_leaves(init: Init, update: Update) -> tuple[Init, Update]:
         return _sent_back(update, updates, whole, grads), again(new, state, whole.layout)
 
     return begin, on_copies(run, named(update), to_owners, apart=False)
+
+
+def unwritten(update: Update) -> Update:
+    """Return an update of containers of its own, which raises ValueError if it wrote in place to a tensor it was given.
+
+    It may write to gradients if it is given `own_grads`.
+    """
+
+    @wraps(update)
+    def run(*args: Any, **extra: object) -> tuple[Tree, Tree]:
+        if torch.compiler.is_compiling():  # whose tensors count no writes
+            return update(*args, **extra)
+        leaves, spec = tree.flatten(dict(zip(("gradients", "state", "params"), args, strict=False)) | extra)
+        before = _num_writes(leaves)
+        given = tree.unflatten(spec, leaves)
+        result = update(*[given.pop(name) for name in [*given][: len(args)]], *args[3:], **given)
+        if (after := _num_writes(leaves)) != before:
+            _check_written(
+                [x for x, a, b in zip(tree.paths(spec), before, after, strict=True) if a != b], update, extra
+            )
+        return result
+
+    return run
+
+
+def _num_writes(leaves: Sequence[object]) -> list[int | None]:
+    return [writes(unwrapped(x)) if isinstance(x, Tensor) else None for x in leaves]
+
+
+def _check_written(paths: Sequence[str], update: Update, extra: Mapping[str, object]) -> None:
+    """Raise ValueError if an update wrote to leaves that it may not write to."""
+    wrong = [path for path in paths if not (path.startswith("gradients") and extra.get("own_grads"))]
+    if wrong:
+        raise ValueError(
+            f"{named(update)}: wrote in place to {wrong[0]!r}, which its caller may read again, also where a step "
+            "donates: expected new tensors (0.9 * m + g in place of m.mul_(0.9).add_(g)), or writes to copies of these "
+            "(fshard.tree.map(torch.clone, state))"
+        )
 
 
 def _sent_back(update: Update, updates: Tree, whole: Tree, grads: Tree) -> Tree:

@@ -34,7 +34,7 @@ from ..core.tree import Tree
 from ..layout.copies import on_copies
 from ..layout.norms import leaf_norms, scale_leaves_, scaled_by_norm
 from ..layout.pieces import Parts, Views, device_of, packed, structure
-from ..layout.whole import at_once, on_leaves, row_by_row
+from ..layout.whole import at_once, on_leaves, row_by_row, unwritten
 from . import kernels
 
 T = TypeVar("T")
@@ -94,7 +94,8 @@ class Transform(_Fields):
     `update` and `fused` ignore arguments in `extra` that they do not know. With `own_grads=True` they may overwrite the
     gradients; with `exact_norms=True` their norms must have the same bits on any number of ranks
     (`global_norm(tree, exact=True)`). `elementwise=True` is an older name of `over="elements"`. ValueError for another
-    word, and from `init` over several ranks for an update of a leaf that depends on others, if `over` does not say so.
+    word, for an update that writes to what it is given, and from `init` over several ranks for an update of a leaf that
+    depends on others, if `over` does not say so.
 
     >>> by_norm = lambda grads, state, params=None, **extra: (tree.map(lambda g: g / g.norm(), grads), state)
     >>> tx = optim.Transform(lambda params: (), by_norm)
@@ -119,6 +120,7 @@ class Transform(_Fields):
         elementwise: bool | None = None,
     ) -> Self:
         over = _over(over, elementwise)
+        update = unwritten(update) if draws else update
         if over == "leaves":
             init, update = on_leaves(init, update)
             fused = None

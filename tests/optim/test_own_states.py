@@ -56,3 +56,67 @@ def test_numbers_in_a_state_are_skipped_with_it(way: str) -> None:
     for got in (_trained(None, way), *simulated(_trained, way)):
         for name, x in want.items():
             torch.testing.assert_close(got[name], x, rtol=1e-12, atol=0)
+
+
+def _in_place(what: str) -> Any:
+    """A running sum that is right with copies, and writes to an argument of its update; or to the state's dict."""
+
+    def update(g: Any, s: Any, p: Any = None, **_: object) -> tuple[Any, Any]:
+        given = {"gradients": g, "state": s["sum"], "params": p}
+        if what == "containers":
+            s["sum"] = tree.map(torch.add, s["sum"], g)
+            return tree.map(torch.neg, s["sum"]), s
+        if what != "copies":
+            tree.map(lambda x: x.mul_(2), given[what])
+        sums = tree.map(lambda m, g: m.clone().add_(g), s["sum"], g)
+        return tree.map(torch.neg, sums), {"sum": sums}
+
+    return lambda over: optim.Transform(lambda p: {"sum": tree.map(torch.zeros_like, p)}, update, over=over)
+
+
+def _repeated(mesh: Any, tx: Any, how: str) -> Any:
+    """The same step of one state twice, unless it is donated."""
+    plan = fshard.make_plan(_params(), mesh, params_over=(), grads_over=())
+    state = fshard.init_state(fshard.shard_params(_params(), plan), tx)
+    step: Any = fshard.train_step(_loss, tx, donate=how == "donated")
+    step = fshard.jit(step) if how == "jit" else step
+    results = [step(state, BATCHES[0])[0].params for _ in range(1 if how == "donated" else 2)]
+    return [fshard.gather_params(x) for x in results]
+
+
+HOW = ["step", "donated", "jit"]
+
+
+@pytest.mark.sample(12)
+@pytest.mark.parametrize("how", HOW)
+@pytest.mark.parametrize("over", ["leaves", "elements", "tree"])
+@pytest.mark.parametrize("what", ["state", "params", "gradients", "containers", "copies"])
+def test_an_update_that_writes_to_its_input_is_an_error(what: str, over: str, how: str) -> None:
+    """A step would change its state, of which a second one makes something else, and a skipped update would be made."""
+    tx = _in_place(what)(over)
+    if what in ("containers", "copies") or (what == "gradients" and over != "leaves"):
+        scale = 2.0 if what == "gradients" else 1.0  # which a step gives away
+        grads = torch.func.grad(lambda p: scale * _loss(p, BATCHES[0]))(_params())
+        for got in (*_repeated(None, tx, how), *[x for each in simulated(_repeated, tx, how) for x in each]):
+            torch.testing.assert_close(got, tree.map(torch.sub, _params(), grads))
+        return
+    for run in (lambda: _repeated(None, tx, how), lambda: simulated(_repeated, tx, how)):
+        with pytest.raises(ValueError, match=rf"_in_place.update: wrote in place to '{what}.*in place of m.mul_"):
+            run()
+
+
+def test_an_update_may_write_to_gradients_of_its_own() -> None:
+    """They are nobody else's, as a step says; and a tensor of inference mode counts no writes."""
+    tx = _in_place("gradients")("tree")
+    grads = {"w": torch.ones(2)}
+    assert tx.update(grads, tx.init(grads), own_grads=True)[0]["w"].tolist() == [-2.0, -2.0]
+    with torch.inference_mode():
+        made = tree.map(torch.ones_like, grads)
+        assert tx.update(made, tx.init(made))[0]["w"].tolist() == [-2.0, -2.0]
+
+
+def test_a_transform_sees_writes_to_what_it_wraps() -> None:
+    """A batched tensor counts no writes of its own."""
+    tx = _in_place("state")("tree")
+    with pytest.raises(ValueError, match=r"wrote in place to 'state\.sum\.w'"):
+        torch.func.vmap(lambda x: tx.update({"w": x}, tx.init({"w": x}))[0]["w"])(torch.ones(2, 3))
