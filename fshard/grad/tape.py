@@ -269,10 +269,10 @@ class Tape:
             return leaves
         self._writes.bound.append(entry)
         trained = leaves if len(entry.trained) == len(leaves) else [leaves[number] for number in entry.trained]
-        if self._backward and self.chain.is_linked:
-            bound = self.chain.bind_late(unit, self._add_late, trained)
-        else:
-            bound = self.chain.bind(unit, self.reduce, trained)
+        late = self._backward and self.chain.is_linked
+        bound = (
+            self.chain.bind_late(unit, self._add_late, trained) if late else self.chain.bind(unit, self.reduce, trained)
+        )
         if trained is leaves:
             return bound
         both = list(leaves)

@@ -99,11 +99,11 @@ class Leaves:
         if self._plan is None or len(self._sources) == self._plan.spec.num_leaves:
             return "", []
         paths = tree.paths(self._plan.spec)
-        for own, x in zip(tree.paths(self._spec), self._given, strict=True):
+        for name, x in zip(tree.paths(self._spec), self._given, strict=True):
             slots = () if isinstance(x, At) else [tape.slot_of(unwrapped(x)) for tape in self._tapes]
             path = paths[x.number] if isinstance(x, At) else next((slot.path for slot in slots if slot), "")
-            if path.endswith("." + own):
-                at = path.removesuffix(own)
+            if path.endswith("." + name):
+                at = path.removesuffix(name)
                 return at, [path for path in paths if not path.startswith(at)]
         return "", []
 
