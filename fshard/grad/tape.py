@@ -270,9 +270,8 @@ class Tape:
         self._writes.bound.append(entry)
         trained = leaves if len(entry.trained) == len(leaves) else [leaves[number] for number in entry.trained]
         late = self._backward and self.chain.is_linked
-        bound = (
-            self.chain.bind_late(unit, self._add_late, trained) if late else self.chain.bind(unit, self.reduce, trained)
-        )
+        bind, take = (self.chain.bind_late, self._add_late) if late else (self.chain.bind, self.reduce)
+        bound = bind(unit, take, trained)
         if trained is leaves:
             return bound
         both = list(leaves)
