@@ -1,8 +1,9 @@
 """The state that a user's function makes of whole leaves, told so that every rank knows what the others have of it.
 
-Each rank sees the state of its own leaves alone. So the function is run on meta tensors, too: of all leaves, for the
-shapes and dtypes of what it keeps of each, and of two leaves and of one, for the lists that have an entry for each
-(TorchOpt flattens trees). Where it does not run on meta, nothing is known but the parameters' layout.
+Each rank sees the state of its own leaves alone. So the function is run on meta tensors, too: of each leaf by itself,
+for the shapes and dtypes of what it keeps of it, and of two leaves and of one, for the lists that have an entry for
+each (TorchOpt flattens trees). Where it does not run on meta, it is run on made-up values; where it does not run on
+these, nothing is known but the parameters' layout.
 """
 
 from __future__ import annotations
@@ -15,22 +16,25 @@ from torch import Tensor
 
 from ..core import tree
 from ..core.differences import Form
+from ..core.random import bookmark
 from ..core.tree import Tree
-from .layout import Layout
+from .layout import Layout, Leaf
 from .moves import on_rank
-from .pieces import Parts, layout_of, reshaped
+from .pieces import Parts, device_of, layout_of, reshaped
 
 
 @dataclass(frozen=True)
 class Flattened:
-    """A list, or a tuple, that has an entry for each leaf of the tree."""
+    """A list, or a tuple, that has an entry for each leaf of the tree: one entry, with `Parts` in place of tensors."""
 
-    entries: Parts
+    entries: Tree
     kind: type
 
     def plain(self) -> Tree:
         """The list or tuple of this rank's entries."""
-        return self.kind(self.entries.tensors)
+        spec = tree.structure_above(self.entries, Parts)
+        columns = [x.tensors for x in tree.tops(self.entries, Parts)]
+        return self.kind(tree.unflatten(spec, entry) for entry in zip(*columns, strict=True))
 
 
 tree.register_fields(Flattened, ("entries",), ("kind",), names=("",))  # a leaf has the path that it has in a tree
@@ -38,24 +42,53 @@ tree.register_fields(Flattened, ("entries",), ("kind",), names=("",))  # a leaf 
 
 def described(state: Tree, whole: Parts, init: Callable[[Tree], Tree]) -> Tree:
     """Return a state of whole leaves in which every tensor that belongs to a leaf is in `Parts` of its own form."""
-    everywhere = on_rank(whole.layout)
+    everywhere, device = on_rank(whole.layout), device_of(whole)
+    restore = bookmark(device)
     try:
-        two, single, of_all = _made(init, whole.layout, everywhere)
-        state, of_all = _listed(state, two, single, whole.layout), _listed(of_all, two, single, everywhere)
+        try:
+            with torch.device("meta"):
+                two, single, of_all = _made(init, everywhere, torch.device("meta"))
+        except Exception:  # the user's function needs values, say
+            two, single, of_all = _made(init, everywhere, device)
+        state = _listed(state, two, single, whole.layout)
         pairs = zip(tree.nodes(state, Parts), tree.nodes(of_all, Parts), strict=True)
         forms = iter([_forms(shapes) if x.layout == whole.layout else {} for x, shapes in pairs])
-    except Exception:  # the user's function needs values, say
+    except Exception:  # needs other values
         return state
+    finally:
+        restore()
     return tree.map_tops(lambda x: _in_forms(x, next(forms)) if isinstance(x, Parts) else x, Parts, state)
 
 
-def _made(init: Callable[[Tree], Tree], layout: Layout, everywhere: Layout) -> list[Tree]:
-    """The state of two leaves, of one and of all, on meta."""
-    with torch.device("meta"):
-        leaves = [layout.leaves[span.leaf] for span in everywhere.mine]
-        metas = [torch.empty(leaf.shape, dtype=leaf.dtype, device="meta") for leaf in leaves]
-        few = [[torch.empty_like(metas[0]) for _ in range(num)] for num in (2, 1)]
-        return [init(Parts(layout_of(xs), xs)) for xs in few] + [init(Parts(everywhere, metas))]
+def _made(init: Callable[[Tree], Tree], everywhere: Layout, device: torch.device) -> list[Tree]:
+    """The state of two leaves, of one and of all, on meta; made on a device, of one leaf after another."""
+
+    def of(*leaves: Leaf) -> Parts:
+        xs = [_filled(leaf, number, device) for number, leaf in enumerate(leaves)]
+        return Parts(layout_of(xs), xs)
+
+    def state_of(x: Parts) -> Tree:
+        return tree.map(lambda x: x.to("meta") if isinstance(x, Tensor) else x, init(x))
+
+    def joined(*each: Tree) -> Tree:
+        return Parts(everywhere, [t for x in each for t in x.tensors]) if isinstance(each[0], Parts) else each[0]
+
+    leaves = [everywhere.leaves[span.leaf] for span in everywhere.mine]
+    two, single = state_of(of(leaves[0], leaves[0])), state_of(of(leaves[0]))
+    each = [_listed(state_of(x), two, single, x.layout) for x in map(of, leaves)]
+    return [two, single, tree.map_tops(joined, Parts, *each)]
+
+
+def _filled(leaf: Leaf, place: int, device: torch.device) -> Tensor:
+    if device.type == "meta":
+        return torch.empty(leaf.shape, dtype=leaf.dtype, device=device)
+    return values(leaf, place, 1.0).to(device)
+
+
+def values(leaf: Leaf, place: int, scale: float) -> Tensor:
+    """Values like random ones of this magnitude, which are drawn from no generator."""
+    numbers = torch.arange(leaf.numel, dtype=torch.float64, device="cpu") + 1
+    return (torch.sin(numbers * numbers + 1.7 * place) * scale).view(leaf.shape).to(leaf.dtype)
 
 
 def is_listed(x: Tree, y: Tree, num: int) -> bool:
@@ -64,9 +97,13 @@ def is_listed(x: Tree, y: Tree, num: int) -> bool:
 
 
 def _listed(state: Tree, two: Tree, one: Tree, layout: Layout) -> Tree:
-    """A state with `Flattened` in place of its lists that have a tensor for each leaf."""
-    if is_listed(two, one, 2) and all(isinstance(x, Tensor) for x in (*two, *one, *state)):
-        return Flattened(Parts(layout, state), type(state))
+    """A state with `Flattened` in place of its lists that have for each leaf a tensor, or tensors in one structure."""
+    if is_listed(two, one, 2):
+        entry = tree.flatten(two[0])[1]
+        flat = [tree.flatten(x) for x in (*two, *one, *state)]
+        if entry.num_leaves and all(spec == entry and len(tree.tensors(xs)) == len(xs) for xs, spec in flat):
+            columns = [*zip(*map(tree.leaves, state), strict=True)] or [()] * entry.num_leaves
+            return Flattened(tree.unflatten(entry, [Parts(layout, x) for x in columns]), type(state))
     if isinstance(state, Parts) or tree.opened(state)[0] is None:
         return state
     (children, spec), *others = (tree.one_level(x) for x in (state, two, one))
@@ -97,7 +134,7 @@ def undescribed(state: Tree, layout: Layout) -> Tree:
 
     def plain(x: Tree) -> Tree:
         if isinstance(x, Flattened):
-            return Flattened(plain(x.entries), x.kind).plain()
+            return Flattened(undescribed(x.entries, layout), x.kind).plain()
         if not isinstance(x, Parts) or x.layout == layout or x.layout.flat:
             return x
         return _moved(x, layout) if {span.leaf for span in x.layout.mine} == numbers else x
@@ -116,7 +153,10 @@ def again(new: Tree, state: Tree, layout: Layout) -> Tree:
 
     def under(old: Tree, x: Tree) -> Tree:
         if isinstance(old, Flattened):
-            return Flattened(_moved(Parts(layout, x), old.entries.layout), old.kind)
+            nodes = tree.tops(old.entries, Parts)
+            columns = [*zip(*map(tree.leaves, x), strict=True)] or [()] * len(nodes)
+            moved = [_moved(Parts(layout, ts), o.layout) for ts, o in zip(columns, nodes, strict=True)]
+            return Flattened(tree.put_tops(old.entries, Parts, moved), old.kind)
         return _moved(x, old.layout) if isinstance(old, Parts) and isinstance(x, Parts) and x.layout == layout else x
 
     return tree.map_tops(under, _is_told, state, new)

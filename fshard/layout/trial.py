@@ -23,7 +23,7 @@ from ..core.func_levels import unwrapped
 from ..core.random import SameDraws, bookmark
 from ..core.tracing import is_tracing
 from ..core.tree import Tree
-from .described import is_listed
+from .described import is_listed, values
 from .layout import Layout, Leaf
 from .moves import on_rank
 from .pieces import Parts, device_of, reshaped
@@ -158,19 +158,13 @@ def _runs(
 
     def made(seed: int, scale: float) -> Parts:
         scales = {s.leaf: scale if isfinite(scale) or s.leaf == bad else 1.0 for s in layout.mine}
-        return Parts(layout, [_values(layout.leaves[n], 8 * n + seed, x).to(device) for n, x in scales.items()])
+        return Parts(layout, [values(layout.leaves[n], 8 * n + seed, x).to(device) for n, x in scales.items()])
 
     params = made(0, 1.0)
     state = init(params)
     for number, magnitude in enumerate(magnitudes):
         updates, state = update(made(number + 1, magnitude), state, made(0, 1.0), **needed)
         yield updates, tree.map(lambda x: x.clone() if isinstance(x, Tensor) else x, state)
-
-
-def _values(leaf: Leaf, place: int, scale: float) -> Tensor:
-    """Values like random ones of this magnitude, which are drawn from no generator."""
-    numbers = torch.arange(leaf.numel, dtype=torch.float64, device="cpu") + 1
-    return (torch.sin(numbers * numbers + 1.7 * place) * scale).view(leaf.shape).to(leaf.dtype)
 
 
 def _alike(x: Tree, y: Tree, number: int, num: int) -> bool:
