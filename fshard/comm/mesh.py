@@ -15,7 +15,6 @@ Note [One handle for each mesh]
 
 from __future__ import annotations
 
-import inspect
 import math
 import os
 import weakref
@@ -297,9 +296,13 @@ Axes = tuple[str, ...]
 
 def is_mesh(x: object) -> bool:
     """Whether `x` is a DeviceMesh or has the attributes of a `Mesh`."""
-    names = ("mesh_dim_names", "ranks", "once")
-    # not `hasattr`: an object's `__getattr__` may answer every name, or raise anything
-    return isinstance(x, DeviceMesh | Grid) or all(inspect.getattr_static(x, name, None) is not None for name in names)
+    if isinstance(x, DeviceMesh | Grid):
+        return True
+    try:  # an object's `__getattr__` may answer every name, or raise anything
+        answers = [getattr(x, name) for name in ("mesh_dim_names", "ranks", "once")]
+    except Exception:
+        return False
+    return isinstance(answers[0], tuple) and all(map(callable, answers[1:]))
 
 
 def adapted(mesh: AnyMesh) -> Mesh | None:

@@ -140,7 +140,7 @@ def estimate(step: Callable[..., Tree], state: Tree, batch: Tree, *args: Tree) -
     >>> {row.purpose: row.resident for row in needed.memory}["parameters"], needed.device.fits(16 << 30)
     (262144, 'yes')
     >>> [(row.kind, row.bytes, row.count) for row in needed.traffic][:2]
-    [('all_gather', 786432, 1), ('all_reduce', 96, 1)]
+    [('all_gather', 786432, 1), ('all_reduce', 120, 1)]
     """
     jitted = step if isinstance(step, Jitted) else jit(step, donate=getattr(step, "donate", False))
     fn, options = jitted.__wrapped__, jitted.options

@@ -450,15 +450,6 @@ def of_an_embedding(x: Tensor) -> Tensor:
     return torch.autograd.grad(F.embedding(torch.zeros(2, dtype=torch.long), w, sparse=True).sum(), w)[0].to_dense()
 
 
-def laplacian(w: Tensor) -> Tensor:
-    """A loss of second derivatives of a small network."""
-
-    def trace_of(z: Tensor) -> Tensor:
-        return torch.func.hessian(lambda u: torch.tanh(torch.tanh(u @ w + w[0]) @ w).sum())(z).diagonal().sum()
-
-    return torch.func.vmap(trace_of)(torch.ones_like(w)).square().sum()
-
-
 OWN: list[Any] = [
     lambda x, g: x + torch.rand(3, generator=g),
     lambda x, g: x + torch.randn(3, generator=g),
@@ -546,7 +537,6 @@ REFUSED = [
     *((fn, r"puts back its state.*fork_rng.*from the state's seed") for fn in (put_back, put_back_last, state_set)),
     (dropout_again, r"checkpoint around what draws\) before aten.*test_signature\.py"),
     (of_an_embedding, r"sparse tensor at .*test_signature\.py:\d+.*use dense tensors, and sparse=False"),
-    (lambda x: torch.func.grad(laplacian)(torch.outer(x, x)), "vmap of forward mode.*jacrev of jacrev"),
     (lambda x: {"a": x, "b": [2, (y for y in x)]}, r"gives back a generator at 'b\.1'"),
     (lambda x: (x, lambda: x), r"gives back a function at '1'.*tensors, numbers, strings and None"),
     (lambda x: torch.func.vjp(torch.sin, x), r"gives back a function at '1'"),

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from support.func_cases import CASES, num_ranks, on_ranks, rank_of, sharded
-from support.func_losses import EAGER, FROZEN, LOSSES, batch, net, params
+from support.func_losses import FROZEN, LOSSES, batch, net, params
 from support.models import rand, same_bits
 from support.steps import QUIET, apart
 from support.worlds import gloo, simulated
@@ -89,7 +89,6 @@ def test_products_are_those_of_one_device(world: str, strategy: str, name: str) 
 @pytest.mark.parametrize("name", ["regression", "laplacian"])
 def test_as_a_graph(name: str, strategy: str) -> None:
     """A jitted product is the product of one device: otherwise compiling would alter second-order methods."""
-    assert name not in EAGER
     wanted = expected(name, 2)
     for found in simulated(product, name, strategy, True, shard=2):
         assert apart(found, wanted) < 1e-9

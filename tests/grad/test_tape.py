@@ -290,7 +290,7 @@ def test_every_unit_is_gathered_and_reduced_as_its_strategy_says(name: str, worl
                 assert of(records, kind, unit) == [sent(kind, nbytes, 3)] * (count - kept), (unit, kind)
         rest = [r for r in records if r.label != "loss"]
         assert len(rest) == len(units) * sum(COUNTS[name]) - (name == "full")
-        numbers = {"full": 4}.get(name, 3)  # total, count, and what ranks compare
+        numbers = {"full": 5}.get(name, 4)  # total, count, whether there is a gradient, and what ranks compare
         assert of(records, "all_reduce", "loss") == [2 * 8 * numbers]
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from support import func_losses
 from support.func_cases import on_ranks, rank_of, sharded
-from support.func_losses import EAGER, LOSSES, batch, params
+from support.func_losses import LOSSES, batch, params
 from support.steps import QUIET
 from torch import Tensor
 
@@ -99,8 +99,8 @@ def test_losses_train_as_without(
     monkeypatch: Any, world: str, strategy: str, name: str, net: str, jitted: bool
 ) -> None:
     """A gradient of a loss with transforms inside, on any ranks, would lack what `remat` has hidden."""
-    if jitted and (name in EAGER or world == "2x2"):
-        pytest.skip("torch cannot trace it, or it takes long")
+    if jitted and world == "2x2":
+        pytest.skip("it takes long")
     check_trains(monkeypatch, world, strategy, LOSSES[name], net, jitted=jitted)
 
 
