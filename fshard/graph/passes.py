@@ -170,10 +170,12 @@ def chain(graph: fx.Graph) -> None:
 
 
 def _ticket_of(start: fx.Node) -> fx.Node:
-    """Return the node of the ticket that a start gives: itself, or its second result."""
+    """Return the node of the ticket that a start gives: itself, or its second result, which may have no reader."""
     if is_call(start, *PLACED):
         return start
-    return next(user for user in start.users if is_call(user, "getitem") and user.args[1] == 1)
+    readers = [user for user in start.users if is_call(user, "getitem") and user.args[1] == 1]
+    with start.graph.inserting_after(start):
+        return readers[0] if readers else call(start.graph, _get, start, 1)
 
 
 def _element(graph: fx.Graph, x: fx.Node, after: fx.Node) -> fx.Node:

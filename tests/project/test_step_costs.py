@@ -48,9 +48,9 @@ def costs(mesh: Any, units: int, strategy: dict[str, Any]) -> tuple[int, int]:
 STRATEGIES: dict[str, tuple[bool, dict[str, Any], tuple[int, int]]] = {
     # whether there are two ranks, the strategy, and the most bytecodes and operators of a unit: 2 to 5% above them
     "one device": (False, {}, (450, 12)),
-    "full": (True, {}, (4660, 35)),
-    "keep": (True, {"regather": False}, (3480, 28)),
-    "ddp": (True, {"params_over": (), "grads_over": (), "state_over": ()}, (3010, 24)),
+    "full": (True, {}, (4820, 35)),
+    "keep": (True, {"regather": False}, (3560, 28)),
+    "ddp": (True, {"params_over": (), "grads_over": (), "state_over": ()}, (3080, 24)),
 }
 
 
