@@ -37,7 +37,7 @@ def load_safetensors(path: str | os.PathLike[str], plan: Plan, rename: Rename | 
     """Make sharded parameters from the .safetensors file `path`, or from a directory as Hugging Face writes it.
 
     Each rank reads the headers, and of the data its own shards alone. A directory has model.safetensors, or
-    model.safetensors.index.json and the files it lists. Values are moved to the device of the plan and cast among
+    model.safetensors.index.json and the files it lists. Values are moved to `plan.device` and cast among
     floating dtypes. A tied leaf may be under one of its names or under all. `rename` is a function from a name in the
     file to the name in the plan, or a dict of the names that change; None instead of a name leaves a tensor out.
 

@@ -393,9 +393,11 @@ def process_rank() -> str:
 
 
 def mesh_device(mesh: AnyMesh) -> torch.device:
-    """Return the device of this rank's tensors; the CPU if the mesh is None."""
-    grid = adapted(mesh)
-    return torch.device("cpu") if grid is None else grid.device
+    """Return the device of this rank's tensors; if the mesh is None torch's default one, for meta the CPU."""
+    if (grid := adapted(mesh)) is not None:
+        return grid.device
+    default = torch.get_default_device()
+    return torch.device("cpu") if default.type == "meta" else default
 
 
 def numbered(name: str) -> torch.device:

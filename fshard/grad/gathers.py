@@ -30,7 +30,6 @@ from ..core.storage import address
 from ..core.tracing import is_tracing, named
 from ..layout.row import Row
 from ..layout.rules import COPIES, Rule, arrived, reshard
-from ..plan.offload import HOST
 from ..plan.plan import Plan, Slot
 from ..sharding.schedule import Entry
 from ..sharding.sharded import Sharded
@@ -231,7 +230,7 @@ class Arrivals:
         self._stepped: list[Pending] = []  # what may still be sent of earlier stages
         self.stages = stages(params.plan, params.view.over)  # of a gather
         self.most = self._ahead.most(self.stages)  # units whose gathers are under way at once
-        has_streams = self.stages > 1 and params.plan.device != HOST and not is_tracing()
+        has_streams = self.stages > 1 and params.plan.has_streams and not is_tracing()
         self._side = params.plan.crossings.stages if has_streams else None
 
     def keep(self, unit: TapeUnit) -> None:

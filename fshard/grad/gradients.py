@@ -51,7 +51,6 @@ from ..layout.pieces import device_of
 from ..layout.row import Row
 from ..layout.rules import COPIES, Rule, arrived, reshard, route
 from ..plan import offload
-from ..plan.offload import HOST
 from ..plan.plan import Plan, Slot
 from ..plan.precision import Precision
 from ..sharding.sharded import Sharded
@@ -346,9 +345,10 @@ class Reductions:
     """The reductions of one backward into `into` that are under way, in the order in which they started."""
 
     def __init__(self, plan: Plan, into: Gradients | None = None):
-        self._side = None if plan.device == HOST or is_tracing() else plan.crossings.sums
+        self._side = plan.crossings.sums if plan.has_streams and not is_tracing() else None
         by = None if into is None or plan.grad_wire is not None else into.by
-        self._adds = not (type(by) is Sums and by.is_fast(plan.device))  # after the messages, beside the computation
+        # else what arrives is added beside the computation
+        self._is_fast = self._side is not None and type(by) is Sums and by.is_fast(plan.device)
         self._ahead, self._stages = plan.ahead, sum(size > 1 for _, size in plan.axes)
         self._under_way: list[tuple[int, Pending]] = []  # and the unit of each
         self._stepped: list[Pending] = []  # what the side stream may still be reading
@@ -397,7 +397,7 @@ class Reductions:
             return
         if self._ahead.number is None:
             self.move_on(unit)
-        if self._side is not None and not self._adds:  # as after this unit, so that its buffer takes their place
+        if self._is_fast:  # as after this unit, so that its buffer takes their place
             self._leave(max(0, self._ahead.reductions(unit - 1, [*self._units(), unit], self._stages) - 1))
 
     def _step(self, num: int) -> None:

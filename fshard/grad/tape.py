@@ -33,7 +33,7 @@ from torch import Tensor
 
 from ..comm.ranks import MismatchError, Pending
 from ..core import func_levels, tree
-from ..core.random import HOST, bookmark
+from ..core.random import bookmark
 from ..core.storage import address
 from ..core.tracing import is_tracing
 from ..core.tree import Tree
@@ -310,7 +310,7 @@ class Tape:
     @property
     def is_compared(self) -> bool:
         """Whether the host waits, before the backward, to know whether ranks saved the same units to gather again."""
-        return self._into is not None and self.plan.device == HOST and any(x._resends for x in [self, *self._followers])
+        return not (self._into is None or self.plan.has_streams) and any(x._resends for x in [self, *self._followers])
 
     @property
     def sends(self) -> bool:

@@ -26,7 +26,7 @@ from ..core.storage import as_bytes
 from ..core.tree import Tree
 from ..layout.layout import Layout
 from ..layout.moves import collect, on_rank
-from ..layout.pieces import Parts, layout_of, mesh_of, packed, pick, pieces, typed
+from ..layout.pieces import Parts, device_of, layout_of, mesh_of, packed, pick, pieces, typed
 from ..layout.row import Span
 from .base import TransformLike, as_transform
 from .torch_format import check_tensor, joined, known, read_saved
@@ -220,7 +220,7 @@ def _cut(whole: Mapping[str, Tensor], path: str, like: Parts, mesh: AnyMesh, src
         if src is None:
             value = whole_tensor(whole[key], mesh, f"{_LABEL}: {key!r}")
         else:
-            empty = torch.empty(leaf.shape, dtype=leaf.dtype, device=mesh_device(mesh))
+            empty = torch.empty(leaf.shape, dtype=leaf.dtype, device=device_of(like))
             value = primitives.from_rank(whole[key].to(empty) if key in whole else empty, mesh, src, _LABEL)
         if number in of_leaf:
             span, x = of_leaf[number]

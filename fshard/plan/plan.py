@@ -41,7 +41,7 @@ from ..layout.row import Row, RowSplit
 from ..layout.rules import COPIES, Rule, interval
 from ..layout.splits import Split
 from .ahead import Ahead
-from .offload import Crossings, crossings
+from .offload import HOST, Crossings, crossings
 from .owners import Holders, Picture, Share, TableLine, picture, span
 from .precision import Policy, Precision
 from .tables import size
@@ -333,10 +333,15 @@ class Plan:
         by_kind = [kind.precision.compute.itemsize for kind in self.kinds]
         return Ahead(tuple(sum(map(mul, unit.lengths, by_kind)) for unit in self.units), self.prefetch)
 
-    @memo
+    @property
     def device(self) -> torch.device:
-        """The device on which this rank computes; without a mesh, where the parameters say it, the CPU."""
+        """The device of the mesh; without one torch's default device, where `init_params` and files make parameters."""
         return mesh_device(self.live_mesh())
+
+    @memo
+    def has_streams(self) -> bool:
+        """Whether copies and sums have streams of their own, beside the computation."""
+        return bool(self.axes) and self.device != HOST
 
     @property
     def crossings(self) -> Crossings:

@@ -20,7 +20,7 @@ def init_params(plan: Plan, fn: Initialize, seed: int = 0) -> Sharded:
 
     `like` is a meta tensor with the shape of the leaf and the dtype in which it is stored. `fn` is called for the
     leaves in the order of the plan, once for tied ones, under torch's generators seeded by (seed, path), so that it
-    draws the same numbers on any number of ranks. What `fn` returns is moved to the device of the plan and cast. The
+    draws the same numbers on any number of ranks. What `fn` returns is moved to `plan.device` and cast. The
     leaves of one unit are in memory at the same time. ValueError for a tensor of another shape: it names the leaf.
 
     >>> plan = make_plan({"w": torch.empty(2, 2, device="meta"), "b": torch.empty(2, device="meta")})

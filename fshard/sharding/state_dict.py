@@ -15,7 +15,7 @@ from ..comm.consensus import check_same, together
 from ..comm.mesh import AnyMesh, num_ranks, rank_in
 from ..core.arguments import check_flags, check_whole, wrong
 from ..core.differences import Form, Wanted, equal_values, name_differences, unfit
-from ..layout.pieces import pieces
+from ..layout.pieces import device_of, pieces
 from ..plan.plan import Slot
 from .initial import filled
 from .names import Rename, renamed
@@ -100,7 +100,7 @@ def load_with_buffers(
     `paths` has the names in the plan and in `buffers` of what is called otherwise when it has been renamed.
     """
     check_sharded("load_state_dict: x", x)
-    mesh, slots = x.plan.live_mesh(), x.view.wanted()
+    mesh, device, slots = x.plan.live_mesh(), device_of(x), x.view.wanted()
     wanted = [*slots.values(), *(Wanted([name], Form(tuple(old.shape), old.dtype)) for name, old in buffers.items())]
     is_source = src is None or mesh is None or rank_in(mesh) == src
 
@@ -125,11 +125,11 @@ def load_with_buffers(
 
     def read(leaf: Wanted) -> Tensor:
         if leaf.names[0] not in there:
-            return torch.zeros((), dtype=leaf.form.dtype, device=x.plan.device).expand(leaf.form.shape)
+            return torch.zeros((), dtype=leaf.form.dtype, device=device).expand(leaf.form.shape)
         if is_source:
-            value = source.read(leaf, mesh).to(x.plan.device, leaf.form.dtype)
+            value = source.read(leaf, mesh).to(device, leaf.form.dtype)
         else:
-            value = torch.empty(leaf.form.shape, dtype=leaf.form.dtype, device=x.plan.device)
+            value = torch.empty(leaf.form.shape, dtype=leaf.form.dtype, device=device)
         return value if src is None else primitives.from_rank(value, mesh, src, "load_state_dict")
 
     into = Sharded(x.view, [torch.zeros_like(row) for row in x.tensors])

@@ -149,12 +149,8 @@ class _ObservedTape(Tape):
         seen, plan = self._seen, self._whole
         seen.forget(self._known)  # what a run has left that torch.func refused
         sizes = "x".join(str(size) for _, size in plan.axes)
-        seen.add(
-            "forward",
-            sizes,
-            torch.empty(0, device=plan.device),
-            "split" * any(slot.split is not None for slot in plan.slots),
-        )
+        is_split = any(slot.split is not None for slot in plan.slots)
+        seen.add("forward", sizes, torch.empty(0, device=self._device), "split" * is_split)
         self._operators = _Operators(seen)
 
         def watched(view: Tree) -> Any:

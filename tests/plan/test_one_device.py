@@ -275,3 +275,15 @@ def test_nodes_that_make_their_tensors_anew_are_let_go() -> None:
         return live.peak
 
     assert max(simulated(job)) < 20 * 16 * 16 * 8, "two ranks have less than all layers"
+
+
+def test_parameters_are_made_on_the_default_device() -> None:
+    """Without a mesh no tensor says where parameters are made: on the CPU one GPU would need a copy of each."""
+    like = tree.map(lambda x: x.to("meta"), parameters())
+    plan, cut = fshard.make_plan(like), fshard.make_plan(like, AbstractMesh(shard=2))
+    assert plan.device == torch.device("cpu")
+    with torch.device("cuda:1"):
+        assert (plan.device, cut.device) == (torch.device("cuda:1"), torch.device("cpu"))
+    with torch.device("meta"):  # where a module is made that no rank can hold: parameters have values
+        made = fshard.init_params(plan, lambda path, like: torch.ones_like(like, device="cpu"))
+    assert {x.device for x in tree.leaves(made)} == {torch.device("cpu")}

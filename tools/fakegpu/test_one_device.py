@@ -1,5 +1,6 @@
 """Steps of a plan without a mesh: tensors lie where the parameters do. `make fakegpu` runs this file, on the stub."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -36,3 +37,36 @@ def test_a_step_without_a_mesh_is_where_its_parameters_are(name: str, policy: st
         state, _ = step(state, torch.ones(8, 4, device=DEVICE))
     torch.cuda.synchronize()
     assert {x.device for x in fshard.tree.leaves((state.params, state.opt_state)) if x.numel() > 1} == {DEVICE}
+
+
+def devices(x: Any) -> set[torch.device]:
+    """Where the tensors of a tree are."""
+    return {leaf.device for leaf in fshard.tree.leaves(x)}
+
+
+def test_parameters_are_made_on_the_default_device(tmp_path: Path) -> None:
+    """No tensor says where they are made: they would be made on the host."""
+    plan = fshard.make_plan(whole := {"w": torch.ones(4, 4)})
+    fshard.checkpoint.save_safetensors(tmp_path, fshard.shard_params(whole, plan))
+    with DEVICE:
+        made = (
+            fshard.init_params(plan, lambda path, like: torch.ones_like(like, device="cpu")),
+            fshard.checkpoint.load_safetensors(tmp_path, plan),
+        )
+    assert devices(made) == {DEVICE}
+
+
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype")
+@pytest.mark.parametrize("src", [None, 0])
+def test_what_is_loaded_does_not_pass_the_host(src: int | None) -> None:
+    """Each leaf would be copied to the host and back, and the host would wait for it."""
+    whole = {"w": torch.ones(4, 4, device=DEVICE)}
+    params = fshard.shard_params(whole, fshard.make_plan(whole))
+    moments = fshard.optim.sgd(0.1, momentum=0.9).init(params)
+    saved = {key: x.to(DEVICE) for key, x in fshard.optim.state.gather_state(moments).items()}
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        loaded = fshard.load_state_dict(params, whole, src=src), fshard.optim.state.shard_state(saved, moments, src)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert devices(loaded) == {DEVICE}
