@@ -24,7 +24,7 @@ from ..comm.mesh import AnyMesh, num_ranks, rank_in
 from ..core.arguments import check_path
 from ..files.places import LocalPlace, LocalReader, Place, place_of, read_bytes
 from .identity import FunctionIdentity
-from .program import Program, UnsavableError, digest_of
+from .program import Json, Program, UnsavableError, digest_of
 
 Path = str | os.PathLike[str]
 _INDEX, _FORMAT = "index.json", 1
@@ -47,9 +47,9 @@ def find(path: Path, identity: FunctionIdentity, mesh: AnyMesh) -> Program | str
             if len(entry["keys"]) != num_ranks(mesh):
                 reasons[_MOST] = f"the number of ranks was {len(entry['keys'])}, is {num_ranks(mesh)}"
                 continue
-            differences = identity.differences(json.loads(parts[entry["keys"][rank]]))
+            texts, head = _told(entry, rank, parts, identity)
+            differences = identity.differences(texts)
             if not differences:
-                head = json.loads(parts[entry["programs"][rank]])
                 return Program(head, {digest: parts[digest] for digest in _digests(head)})
             reasons.setdefault(len(differences), differences[0])
         return reasons[min(reasons)]
@@ -94,7 +94,7 @@ def save(path: Path, identity: FunctionIdentity, program: Program, mesh: AnyMesh
 
 def _write(path: Path, entry: Mapping[str, Any], parts: Mapping[str, bytes], identity: FunctionIdentity) -> None:
     def stays(old: Mapping[str, Any]) -> bool:
-        texts = json.loads(before[old["keys"][0]])
+        texts, _ = _told(old, 0, before, identity)
         is_of_other = texts["code"].keys() != identity.code.keys()  # by the names of its functions
         return texts["where"] == identity.where and (is_of_other or texts["code"] == identity.code)
 
@@ -113,6 +113,14 @@ def _write(path: Path, entry: Mapping[str, Any], parts: Mapping[str, bytes], ide
     if isinstance(place, LocalPlace):
         place.sweep(name)
     place.put(name, file.getvalue())
+
+
+def _told(entry: Json, rank: int, parts: Mapping[str, bytes], now: FunctionIdentity) -> tuple[Json, Json]:
+    """The texts of a program, with this machine's processor if it has no loops that g++ compiled; and its head."""
+    texts, head = (json.loads(parts[entry[name][rank]]) for name in ("keys", "programs"))
+    if not head["libraries"]:
+        texts["where"].update({name: now.where[name] for name in ("the processor", "the number of threads")})
+    return texts, head
 
 
 def _used(index: Sequence[Mapping[str, Any]], parts: Mapping[str, bytes]) -> list[str]:

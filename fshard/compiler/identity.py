@@ -65,8 +65,7 @@ class FunctionIdentity:
 
     def differences(self, texts: Mapping[str, Texts]) -> list[str]:
         """Describe the differences from the texts of another one."""
-        pairs = [(texts[part], now) for part, now in self.texts().items() if texts[part] != now]
-        none = "not there"
+        none, pairs = "not there", [(texts[part], now) for part, now in self.texts().items()]
         return [
             first_difference(was.get(name, none), now.get(name, none), f"{name} was {{}}, is {{}}")
             for was, now in pairs
@@ -122,6 +121,7 @@ def _machine(called: Signature) -> Texts:
         "fshard": _digest_of_package(),
         "torch": f"{torch.__version__} {torch.version.git_version}",
         "Python": platform.python_version(),
+        "the machine": platform.machine(),
         "the processor": _processor(),
         "the number of threads": str(torch.get_num_threads()),
         "Inductor's settings": _settings(bool(variables)),
@@ -148,13 +148,12 @@ def _accelerator(device: torch.device) -> str:
 
 @cache
 def _processor() -> str:
-    """The machine and the features of its processor, for which g++ compiles."""
+    """The features of the processor, for which g++ compiles."""
     info = Path("/proc/cpuinfo")
     lines = info.read_text().splitlines() if info.exists() else [platform.processor()]
     features = next((line for line in lines if line.startswith(("flags", "Features"))), lines[0])
     model = next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "")
-    compiler = f"{platform.machine()} {torch.backends.cpu.get_cpu_capability()}"
-    return f"{compiler} {model} {_digest(' '.join(sorted(features.split())))}"
+    return f"{torch.backends.cpu.get_cpu_capability()} {model} {_digest(' '.join(sorted(features.split())))}"
 
 
 @cache

@@ -122,6 +122,11 @@ def test_processes_load_one_file(tmp_path):
 # ---- what must be the same
 
 
+def product(x: Tensor, y: Tensor) -> Tensor:
+    """A function that compilers leave to torch."""
+    return x @ y
+
+
 def times(x: Tensor, by: float = 2.0) -> Tensor:
     """A function without a loop that g++ compiles anew for each number."""
     return x * by
@@ -184,6 +189,7 @@ PLACES: dict[str, tuple[str, str, Any]] = {
     "fshard": ("fshard.compiler.identity._digest_of_package", "fshard was", lambda: "9.9"),
     "torch": ("torch.__version__", "torch was", "9.9"),
     "Python": ("platform.python_version", "Python was", lambda: "9.9"),
+    "the machine": ("platform.machine", "the machine was", lambda: "abacus"),
     "the processor": ("torch.backends.cpu.get_cpu_capability", "the processor was", lambda: "AVX9"),
     "the number of threads": ("torch.get_num_threads", "the number of threads was", lambda: 77),
 }
@@ -196,6 +202,24 @@ def test_another_machine_is_told(case, written, monkeypatch):
     identity._processor.cache_clear()
     monkeypatch.setattr(place, value)
     assert reason(written, fshard.jit(times), X).startswith(words)
+    monkeypatch.undo()
+    identity._processor.cache_clear()
+
+
+@pytest.mark.parametrize("case", ["the processor", "the number of threads"])
+def test_a_program_without_loops_is_of_any_processor(case, tmp_path, monkeypatch):
+    """What g++ has not compiled would be traced again on each kind of host, and its file written again."""
+    path, (place, _, value) = tmp_path / "product", PLACES[case]
+    fshard.jit(product, artifact=path)(X, X.T)
+    before = path.read_bytes()
+    identity._processor.cache_clear()
+    monkeypatch.setattr(place, value)
+    run = fshard.jit(product, artifact=path)
+    assert same_bits(run(X, X.T), X @ X.T)
+    assert run.explain() == f"loaded from {path}"
+    assert path.read_bytes() == before
+    fshard.jit(product, artifact=path).lower(X.T, X).compile().save(path)
+    assert not reason(path, fshard.jit(product), X, X.T)  # which a new program beside it does not drop
     monkeypatch.undo()
     identity._processor.cache_clear()
 
