@@ -37,6 +37,7 @@ from ..core.random import bookmark
 from ..core.storage import address
 from ..core.tracing import is_tracing
 from ..core.tree import Tree
+from ..layout.pieces import device_of
 from ..layout.rules import COPIES
 from ..plan.plan import Slot
 from ..plan.units import select_units
@@ -135,12 +136,7 @@ class Tape:
         """A tensor with a leaf's shape, device and the dtype of computation, of one element in memory."""
         slot = self.plan.slots[self.plan.leaves[number]]
         compute = self.plan.kinds[slot.kind].precision.compute
-        return torch.empty((), dtype=compute, device=self._device).expand(self.plan.local_shape(slot))
-
-    @property
-    def _device(self) -> torch.device:
-        rows = self._params.tensors
-        return self.plan.device if self.plan.axes or not rows else rows[0].device
+        return torch.empty((), dtype=compute, device=device_of(self._params)).expand(self.plan.local_shape(slot))
 
     def touch(self, number: int) -> Leaves:
         """The leaves of a unit, gathered if they are not in memory; the gathers of the units after it are started."""
@@ -283,7 +279,7 @@ class Tape:
         """The loss of the parameters. After it call `end`."""
         if self._into is None or not any(tape._regather for tape in self.tapes):
             return self.forward_once(loss)
-        rewind = bookmark(self._device)
+        rewind = bookmark(device_of(self._params))
         try:
             return self.forward_once(loss)
         except RuntimeError as failure:

@@ -28,6 +28,7 @@ from ..comm.process_groups import FEW
 from ..core.storage import address
 from .inspect import arguments, operator, values
 
+_MADE = {"fshard.all_gather": "gathered", "fshard.room": "gradients"}
 # Operators that compilers write as sums and pointwise operators, which are fused, but not written over what they read.
 _DECOMPOSED = (
     *("_softmax", "_softmax_backward_data", "_log_softmax", "_log_softmax_backward_data"),
@@ -175,7 +176,7 @@ def _storages(nodes: Sequence[fx.Node], inputs: Sequence[str]) -> dict[int, _Sto
     storages: dict[int, _Storage] = {}
     purposes, numbers = iter(inputs), {node: i for i, node in enumerate(nodes)}
     for i, node in enumerate(nodes):
-        what = next(purposes) if node.op == "placeholder" else _what(node)
+        what = next(purposes) if node.op == "placeholder" else _MADE.get(operator(node), "activations")
         sources = [key for source in node.all_input_nodes for key in storages_of(source)]
         for value, key in zip(values(node), storages_of(node), strict=True):
             storage = storages.setdefault(
@@ -193,10 +194,6 @@ def _storages(nodes: Sequence[fx.Node], inputs: Sequence[str]) -> dict[int, _Sto
             for key in storages_of(arguments(node)[name]):
                 storages[key].what = "gradients" if storages[key].what == "activations" else storages[key].what
     return storages
-
-
-def _what(node: fx.Node) -> str:
-    return {"fshard.all_gather": "gathered", "fshard.room": "gradients"}.get(operator(node), "activations")
 
 
 def storages_of(node: fx.Node) -> Iterator[int]:

@@ -15,9 +15,11 @@ Note [Casts]
 from __future__ import annotations
 
 import functools
+import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import fields, is_dataclass, replace
+from traceback import walk_tb
 from typing import Any
 
 import torch
@@ -160,6 +162,23 @@ def _cast(x: Any, dtype: torch.dtype) -> Any:
     new = [_cast(top, dtype) for top in tops]
     same = all(a is b for a, b in zip(new, tops, strict=True))
     return x if same else tree.put_tops(x, _stops, new)
+
+
+# what torch says where operands differ in dtype
+_DIFFER = re.compile("dtype|scalar type|bias type|Type promoting")
+
+
+def explain(error: RuntimeError, name: str, module: nn.Module) -> None:
+    """Raise what torch raised in a forward again, with the submodule, and what casts, if it is of two dtypes."""
+    if type(error) is not RuntimeError or error.__cause__ is not None or not _DIFFER.search(str(error)):
+        return
+    paths = {id(part): path for path, part in module.named_modules() if path and places_in(part)}
+    inside = [paths[id(x)] for frame, _ in walk_tb(error.__traceback__) if id(x := frame.f_locals.get("self")) in paths]
+    remedy = f"apply.policy(policy, cast={inside[-1:]}) casts what this submodule is given; or " if inside else ""
+    raise RuntimeError(
+        f"{name}: {error}. A policy with `compute` casts what the module is given (not with cast_inputs=no), not "
+        f"what its forward makes: {remedy}cast in the forward"
+    ) from error
 
 
 def _stops(x: object) -> bool:

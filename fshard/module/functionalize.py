@@ -21,6 +21,7 @@ from ..sharding.initial import init_params
 from ..sharding.leaves import Leaves
 from ..sharding.names import Rename
 from ..sharding.sharded import Sharded
+from .casts import explain
 from .checks import check_parameters
 from .copies import Copies
 from .current import Calls, ModuleCall
@@ -59,7 +60,11 @@ class ModuleFunction:
             loss.lost.append(name)
         module = self._copies.copy_for(call, self._training)
         with self._calls.during(call):
-            out = module(*args, **kwargs)
+            try:
+                out = module(*args, **kwargs)
+            except RuntimeError as error:
+                explain(error, name, module)
+                raise
             replaced = self._replaced(module) if call.put else {}
         self._check_unwritten(call, versions)
         after = call.new_buffers(self._calls.ties, replaced)

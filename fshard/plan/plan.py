@@ -301,14 +301,12 @@ class Plan:
         return {place: self._row(*place, slots) for place, slots in ordered}
 
     def _row(self, unit: int, kind: int, slots: Sequence[Slot]) -> Row[Slot]:
-        starts, shapes = tuple(slot.start for slot in slots), tuple(map(self._stored, slots))
+        starts = tuple(slot.start for slot in slots)
+        shapes = tuple(x.split.stored(x.shape, self._part(x.split)) if x.split is not None else x.shape for x in slots)
         row = Row(tuple(slots), starts, shapes, self.units[unit].lengths[kind], unit, kind)
         splits = [(slot.split.bounds(slot.shape), slot.split.dim) for slot in slots if slot.split is not None]
         axis = self.kinds[kind].split
         return row if axis is None else replace(row, split=RowSplit(axis, *zip(*splits, strict=True)))
-
-    def _stored(self, slot: Slot) -> tuple[int, ...]:
-        return slot.shape if slot.split is None else slot.split.stored(slot.shape, self._part(slot.split))
 
     def _part(self, split: Split) -> int:
         return coordinate(self.live_mesh(), (split.axis,))

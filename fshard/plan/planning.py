@@ -262,14 +262,10 @@ def with_policy(plan: Plan, policy: Policy | str | None) -> Plan:
     for slot, new in zip(slots, precisions([like.dtype for like in likes], chosen, policy), strict=True):
         before, path = by_kind.setdefault(slot.kind, (new, slot.path))
         if new.storage != slot.dtype or new != before:
+            stored, beside = f"storage={slot.dtype}, as it is", f"the dtypes of {path!r}, with which it lies"
             raise ValueError(
-                f"with_policy: leaf {slot.path!r}: expected "
-                + (
-                    f"storage={slot.dtype}, as it is"
-                    if new == before
-                    else f"the dtypes of {path!r}, with which it lies"
-                )
-                + f" in the shards, got {new}. Make a plan with this policy, and shard whole parameters with it."
+                f"with_policy: leaf {slot.path!r}: expected {stored if new == before else beside}"
+                f" in the shards, got {new}. Make a plan with this policy, and shard whole parameters with it."
             )
     kinds = tuple(replace(kind, precision=by_kind[number][0]) for number, kind in enumerate(plan.kinds))
     return replace(plan, kinds=kinds, policy=policy.named())

@@ -318,11 +318,7 @@ def _check_leaves(leaves: Sequence[Tensor], plan: Plan, src: int | None) -> torc
         if is_source and leaf.device not in (device, offload.HOST if kind.host else device):
             raise ValueError(
                 f"leaf {slot.path!r}: expected a tensor on {device}, where the mesh is, got one on {leaf.device}. "
-                + (
-                    "Move it there first."
-                    if not leaf.is_meta
-                    else "Move it there with values, or take them from `src`."
-                )
+                f"Move it there {'with values, or take them from `src`' if leaf.is_meta else 'first'}."
             )
     check_tensors(leaves, [slot.path for slot in plan.slots])
     return device

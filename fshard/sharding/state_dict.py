@@ -124,12 +124,10 @@ def load_with_buffers(
         together(mesh, partial(_raise_if_any, unequal))
 
     def read(leaf: Wanted) -> Tensor:
+        like = torch.zeros((), dtype=leaf.form.dtype, device=device)
         if leaf.names[0] not in there:
-            return torch.zeros((), dtype=leaf.form.dtype, device=device).expand(leaf.form.shape)
-        if is_source:
-            value = source.read(leaf, mesh).to(device, leaf.form.dtype)
-        else:
-            value = torch.empty(leaf.form.shape, dtype=leaf.form.dtype, device=device)
+            return like.expand(leaf.form.shape)
+        value = source.read(leaf, mesh).to(like) if is_source else like.new_empty(leaf.form.shape)
         return value if src is None else primitives.from_rank(value, mesh, src, "load_state_dict")
 
     into = Sharded(x.view, [torch.zeros_like(row) for row in x.tensors])

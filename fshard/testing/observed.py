@@ -30,6 +30,7 @@ from ..core.tree import Tree
 from ..grad.grad import empty_grads
 from ..grad.gradients import Gradients
 from ..grad.tape import OBSERVER, Leaves, Tape, TapeUnit
+from ..layout.pieces import device_of
 from ..plan.plan import Plan, Slot
 from ..sharding.sharded import Sharded, gather_params
 from ..train.step import METRICS, TrainState
@@ -150,7 +151,7 @@ class _ObservedTape(Tape):
         seen.forget(self._known)  # what a run has left that torch.func refused
         sizes = "x".join(str(size) for _, size in plan.axes)
         is_split = any(slot.split is not None for slot in plan.slots)
-        seen.add("forward", sizes, torch.empty(0, device=self._device), "split" * is_split)
+        seen.add("forward", sizes, torch.empty(0, device=device_of(self._params)), "split" * is_split)
         self._operators = _Operators(seen)
 
         def watched(view: Tree) -> Any:

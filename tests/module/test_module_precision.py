@@ -642,6 +642,60 @@ def test_chosen_submodules_cast_what_they_are_given(chosen, how):
             assert torch.equal(flat[name], grad), name
 
 
+class Met(nn.Module):
+    """A forward that makes float32, for a submodule or for a weight of its own."""
+
+    def __init__(self, part: nn.Module | None = None) -> None:
+        super().__init__()
+        self.part, self.weight = part, nn.Parameter(torch.ones(4, 4))
+
+    def forward(self, *shape: int) -> Any:
+        """Of ones that no policy casts."""
+        x = torch.ones(shape, dtype=F32)
+        if isinstance(self.part, nn.MultiheadAttention):
+            return self.part(x, x, x)[0]
+        return x @ self.weight if self.part is None else self.part(x)
+
+
+MEETS: dict[str, tuple[nn.Module, tuple[int, ...]]] = {
+    "addmm": (nn.Linear(4, 4), (2, 4)),
+    "mm": (nn.Linear(4, 4, bias=False), (2, 4)),
+    "convolution": (nn.Conv1d(4, 4, 1), (1, 4, 4)),
+    "norm": (nn.LayerNorm(4), (2, 4)),
+    "attention": (nn.MultiheadAttention(4, 1), (2, 4)),
+    "prelu": (nn.PReLU(), (2, 4)),
+}
+
+
+def value_of(apply: Any, params: Any, policy: Any, *shape: int) -> Any:
+    """The sum of what a module makes."""
+    run = fshard.value_and_grad(lambda p: apply(p, {}, *shape)[0].float().sum())
+    return run(fshard.shard_params(params, fshard.make_plan(params, policy=policy)))[0]
+
+
+@pytest.mark.parametrize("name", MEETS)
+def test_an_error_of_two_dtypes_names_the_submodule(name):
+    """Torch says which dtypes meet, but neither where nor what would cast."""
+    part, shape = MEETS[name]
+    apply, params, _ = functionalize(Met(part))
+    words = r"Met: .* apply\.policy\(policy, cast=\['part'\]\) casts what"
+    with pytest.raises(RuntimeError, match=words) as caught:
+        value_of(apply, params, "compute=bf16", *shape)
+    assert str(caught.value.__cause__) in str(caught.value)
+    value_of(apply, params, apply.policy("compute=bf16", cast="part"), *shape)
+
+
+def test_an_error_of_two_dtypes_in_a_forward_itself():
+    """Nothing that a module is given is cast to help there; errors of shapes are as torch raised them."""
+    apply, params, _ = functionalize(Met())
+    with pytest.raises(
+        RuntimeError, match=r"^Met: expected m1 and m2 .* not what its forward makes: cast in the forward$"
+    ):
+        value_of(apply, params, "compute=bf16", 2, 4)
+    with pytest.raises(RuntimeError, match=r"^mat1 and mat2 shapes cannot be multiplied"):
+        value_of(apply, params, None, 2, 3)
+
+
 def test_a_path_that_is_no_submodule_is_an_error():
     """A typo would cast nothing."""
     apply, params, buffers = functionalize(Masked())
