@@ -212,7 +212,7 @@ def test_number_of_kernels(jitted: Run) -> None:
 
     As one graph the step has 44: what is before and after a collective cannot be fused.
     """
-    assert sum(line.startswith("kernel") and line.endswith("of a module") for line in jitted.logs[-1]) <= 59
+    assert sum(line.startswith("kernel") and line.endswith("of a module") for line in jitted.logs[-1]) <= 60
 
 
 def test_donated_state_stays_where_it_is(jitted: Run) -> None:

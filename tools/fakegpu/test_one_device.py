@@ -1,5 +1,8 @@
 """Steps of a plan without a mesh: tensors lie where the parameters do. `make fakegpu` runs this file, on the stub."""
 
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -56,7 +59,17 @@ def test_parameters_are_made_on_the_default_device(tmp_path: Path) -> None:
     assert devices(made) == {DEVICE}
 
 
-@pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype")
+@contextmanager
+def no_waits() -> Iterator[None]:
+    """A block in which torch raises where the host waits for the device."""
+    with warnings.catch_warnings(action="ignore"):  # that the mode is a prototype
+        torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
 @pytest.mark.parametrize("src", [None, 0])
 def test_what_is_loaded_does_not_pass_the_host(src: int | None) -> None:
     """Each leaf would be copied to the host and back, and the host would wait for it."""
@@ -64,9 +77,19 @@ def test_what_is_loaded_does_not_pass_the_host(src: int | None) -> None:
     params = fshard.shard_params(whole, fshard.make_plan(whole))
     moments = fshard.optim.sgd(0.1, momentum=0.9).init(params)
     saved = {key: x.to(DEVICE) for key, x in fshard.optim.state.gather_state(moments).items()}
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with no_waits():
         loaded = fshard.load_state_dict(params, whole, src=src), fshard.optim.state.shard_state(saved, moments, src)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
     assert devices(loaded) == {DEVICE}
+
+
+def test_a_count_on_the_host_is_not_waited_for() -> None:
+    """Rows are often counted on the host: each step would wait for the one before."""
+    params, tx = {"w": torch.ones(4, 4, device=DEVICE)}, fshard.optim.sgd(0.1)
+    step = fshard.train_step(lambda p, x: fshard.Mean((x @ p["w"]).sum(), torch.tensor(8)), tx)
+    state, x = (
+        fshard.init_state(fshard.shard_params(params, fshard.make_plan(params)), tx),
+        torch.ones(8, 4, device=DEVICE),
+    )
+    state, _ = step(state, x)
+    with no_waits():
+        step(state, x)
