@@ -32,12 +32,15 @@ def is_tracing() -> bool:
     return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None
 
 
+# Private: there is no public way to leave the modes of a trace (test_scan.py notices when it goes).
+unseen: Callable[[], AbstractContextManager[None]] = _disable_current_modes
+
+
 @contextmanager
 def unrecorded() -> Iterator[None]:
     """A block in a trace whose operators run on fake tensors, and are seen by nothing else: no mode, no graph."""
-    # Private: there is no public way to leave the modes of a trace (test_scan.py notices when it goes).
     fake = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE)
-    with torch._C.DisableTorchFunction(), _disable_current_modes(), fake:
+    with torch._C.DisableTorchFunction(), unseen(), fake:
         yield
 
 

@@ -170,7 +170,7 @@ def chain(graph: fx.Graph) -> None:
 
 
 def _ticket_of(start: fx.Node) -> fx.Node:
-    """Return the node of the ticket that a start gives: itself, or its second result, which may have no reader."""
+    """Return the node of the ticket that a start gives: itself, or its second result, made if nobody reads it."""
     if is_call(start, *PLACED):
         return start
     readers = [user for user in start.users if is_call(user, "getitem") and user.args[1] == 1]

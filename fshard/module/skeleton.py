@@ -22,10 +22,9 @@ from torch import Tensor, nn
 # Private: the class of tensors while torch.compile traces; `_weights` makes weights of it
 from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import _disable_current_modes
 
 from ..core import func_levels, tree
-from ..core.tracing import is_tracing
+from ..core.tracing import is_tracing, unseen
 from ..sharding.leaves import Leaves
 from ..sharding.reads import RUNNING
 from .current import Calls, ModuleCall
@@ -359,7 +358,7 @@ class _Constants(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         x: Any = args[0] if args else None
         if type(x) in (Tensor, nn.Parameter) and func in (Tensor.__deepcopy__, _DATA):
-            with _disable_current_modes():  # of a parameter in a list, whose data are asked for, a plain tensor
+            with unseen():  # of a parameter in a list, whose data are asked for, a plain tensor
                 x = x.detach()
             return torch.ops.aten.lift_fresh.default(x) if x.layout is torch.strided else x
         return func(*args, **(kwargs or {}))

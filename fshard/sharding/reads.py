@@ -30,12 +30,11 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd import forward_ad
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import _disable_current_modes
 
 from ..core import func_levels
 from ..core.random import HOST, Place, accelerators, bookmark_of
 from ..core.storage import address, is_inexact, writes
-from ..core.tracing import Args, Kwargs, Operator, assigned, is_tracing
+from ..core.tracing import Args, Kwargs, Operator, assigned, is_tracing, unseen
 from .access import Shown
 
 RUNNING: ContextVar[Reads | None] = ContextVar("fshard_reads", default=None)  # the innermost function that `remat` runs
@@ -372,7 +371,7 @@ def is_active(x: Tensor) -> bool:
     if not is_inexact(x):
         return False
     # a trace would take values of a scan's body, which it does not know, for constants
-    with _disable_current_modes() if is_tracing() else nullcontext(), func_levels.aside() as levels:
+    with unseen() if is_tracing() else nullcontext(), func_levels.aside() as levels:
         for y in _levels(x):
             level = _functorch.maybe_get_level(y)
             with func_levels.again(levels[len(levels) - level :] if level > 0 else ()):

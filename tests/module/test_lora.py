@@ -249,9 +249,8 @@ def test_a_frozen_base_has_no_gradients_moments_or_reductions(kind, again):
         assert calls.nbytes("reduce_scatter") == adapters * 2 // 3  # two parts, one for each of the others
         # to two others this rank's third: in the forward, and in the backward where a unit is gathered again
         assert (adapters + base) * 2 // 3 <= calls.nbytes("all_gather") <= (adapters + base) * 4 // 3
-        assert (
-            calls.nbytes("all_reduce") <= 96
-        )  # the loss's total, count, whether it has a gradient, what ranks compare; the norm
+        # the loss's total, count, whether it has a gradient and what ranks compare, and the norm
+        assert calls.nbytes("all_reduce") <= 96
         assert {call.kind for call in calls} == {"reduce_scatter", "all_gather", "all_reduce"}
 
 

@@ -650,7 +650,7 @@ class Met(nn.Module):
         self.part, self.weight = part, nn.Parameter(torch.ones(4, 4))
 
     def forward(self, *shape: int) -> Any:
-        """Of ones that no policy casts."""
+        """Compute with ones that no policy casts."""
         x = torch.ones(shape, dtype=F32)
         if isinstance(self.part, nn.MultiheadAttention):
             return self.part(x, x, x)[0]
