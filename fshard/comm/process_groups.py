@@ -13,7 +13,7 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -33,6 +33,9 @@ _SENT = frozenset(
         *(torch.float16, torch.bfloat16, torch.float32, torch.float64),
     }
 )
+
+# A message's tag is its size: gloo ends a process that is sent more bytes than it expects. MPI has tags to 32767.
+_TAGS = 32749  # a prime
 
 
 class Owner:
@@ -117,10 +120,10 @@ class Works:
 
     def wait(self) -> Sequence[Tensor]:
         """Wait for every `Work`, and return the output tensors. MismatchError if a peer is gone or does not answer."""
-        with _answering(self.call, peers := [*self.peers]):
-            for work in self.works:
-                work.wait() if self.timeout is None else work.wait(self.timeout)
-                del peers[:1]
+        with _answering(self.call, peers := [*self.peers], works := [*self.works]):
+            while works:
+                works[0].wait() if self.timeout is None else works[0].wait(self.timeout)
+                del works[:1], peers[:1]
         return self.parts
 
     def done(self) -> None:
@@ -128,18 +131,30 @@ class Works:
 
 
 @contextmanager
-def _answering(call: Call | str, peers: Sequence[str] = ()) -> Iterator[None]:
+def _answering(call: Call | str, peers: Sequence[str], works: Sequence[dist.Work] = ()) -> Iterator[None]:
     """Raise a MismatchError that names the collective, and the first of `peers`, where torch raises a RuntimeError.
 
-    Not for an error of the device, which any call raises that waits for it: no peer has gone.
+    It also names the peers of the other `works` that have not ended: the first may wait for one of them. Not for an
+    error of the device, which any call raises that waits for it: no peer has gone.
     """
     try:
         yield
     except (torch.AcceleratorError, torch.OutOfMemoryError):
         raise
     except RuntimeError as failure:
-        reason = "has gone, or did not answer within the process group's timeout"
-        raise MismatchError(f"{next(iter(peers), 'a peer')} {reason}, in {call}: {failure}") from failure
+        first, *others = peers or ["a peer"]
+        late = {peer for peer, work in zip(others, works[1:], strict=False) if peer != first and _is_late(work)}
+        more = ", nor did " * bool(late) + " or ".join(sorted(late))
+        reason = f"has gone, or did not answer within the process group's timeout{more}"
+        raise MismatchError(f"{first} {reason}, in {call}: {failure}") from failure
+
+
+def _is_late(work: dist.Work) -> bool:
+    """Whether a message has not come, or not gone; a connection on which one has failed is of no more use."""
+    with suppress(RuntimeError):
+        work.wait(timedelta(milliseconds=1))
+        return False
+    return True
 
 
 def places(sends: Sequence[Tensor], recvs: Sequence[Tensor | None], rank: int) -> list[Tensor]:
@@ -235,8 +250,8 @@ class GroupRanks:
             return [dist.all_to_all(outs, ins, group=self._group, async_op=True)]
         works = list[Any]()
         for peer in (p for p in range(self.size) if p != self.rank):
-            works.append(dist.irecv(parts[peer], group=self._group, group_src=peer))
-            works.append(dist.isend(sends[peer], group=self._group, group_dst=peer))
+            works.append(dist.irecv(parts[peer], group=self._group, group_src=peer, tag=parts[peer].nbytes % _TAGS))
+            works.append(dist.isend(sends[peer], group=self._group, group_dst=peer, tag=sends[peer].nbytes % _TAGS))
             del peers[:2]
         return works
 
@@ -253,19 +268,17 @@ def timeout_of(group: dist.ProcessGroup | None, device: torch.device) -> timedel
 
 def _timeout(group: dist.ProcessGroup | None, device: torch.device) -> timedelta:
     # private API: torch has no public way to read the timeout of a group
-    try:
+    with suppress(AttributeError, RuntimeError):  # a backend without options, or none for the device
         return _backend(group, device).options._timeout
-    except (AttributeError, RuntimeError):  # a backend without options, or none for the device
-        return default_pg_timeout
+    return default_pg_timeout
 
 
 def _backend(group: dist.ProcessGroup | None, device: torch.device) -> Any:  # torch's Backend lacks `options` in stubs
     """Return the backend of a group for a device, or None."""
     # private API, which torch's own FSDP2 uses as well (test_process_groups.py fails if torch removes it)
-    try:
+    with suppress(AttributeError, RuntimeError):  # none for the device
         return None if group is None else group._get_backend(device)
-    except (AttributeError, RuntimeError):  # none for the device
-        return None
+    return None
 
 
 def meeting_host() -> str:

@@ -1,7 +1,8 @@
 """A process group with built-in collectives, as NCCL has: each exchange is one all-to-all, and may be done late."""
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
@@ -11,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from support.models import LM_UNITS, STRATEGIES, WORLDS, lm_batch, lm_params, mean_loss, rand
-from support.worlds import by_process_groups, gloo, simulated
+from support.worlds import between_hosts, by_process_groups, fates, gloo, simulated
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
@@ -263,12 +264,55 @@ def test_an_error_names_the_rank_that_is_gone(where: str, gone: int) -> None:
     x = torch.ones(2)
     with mock.patch.object(process_groups, "dist") as stand_in:
         stand_in.get_rank.return_value, stand_in.get_world_size.return_value = 2, 4
-        stand_in.irecv.side_effect = lambda x, group, group_src: started("irecv", group_src)
-        stand_in.isend.side_effect = lambda x, group, group_dst: started("isend", group_dst)
+        stand_in.irecv.side_effect = lambda x, group, group_src, tag: started("irecv", group_src)
+        stand_in.isend.side_effect = lambda x, group, group_dst, tag: started("isend", group_dst)
         ranks = process_groups.GroupRanks("shard", mock.Mock(), torch.device("cpu"))
         ranks.timeout = timedelta(seconds=1)
         with pytest.raises(fshard.MismatchError, match=f"rank {gone} of axis 'shard' has gone, or did not answer"):
             ranks.exchange([x] * 4, [None] * 4, "a call").wait()
+
+
+def caught(params: Any, odd: bool) -> None:
+    """The odd rank's loss raises, and the rank goes on with the next batch."""
+
+    def loss(p: Any, fails: bool) -> Tensor:
+        total = p["a"].sum()
+        if fails and odd:
+            raise ValueError("boom")
+        return total + p["b"].sum()
+
+    for fails in (True, False, False):
+        with suppress(ValueError):
+            fshard.value_and_grad(loss)(params, fails)
+
+
+OTHER_SIZES: dict[str, Callable[[Any, bool], object]] = {
+    "other units": lambda params, odd: fshard.value_and_grad(lambda p: p["a"].sum() + p["cb"[odd]].sum())(params),
+    "another order": lambda params, odd: fshard.predict(lambda p: [p[name].sum() for name in ("ab", "ba")[odd]])(
+        params
+    ),
+    "a caught error": caught,
+}
+
+
+def meets_other_sizes(mesh: Any, what: str) -> None:
+    """The last rank sends messages of other sizes than the others expect."""
+    params = {"a": torch.ones(40), "b": torch.ones(400), "c": torch.ones(16)}
+    plan = fshard.make_plan(params, mesh, units=["a", "b", "c"], prefetch=0)
+    shards = fshard.shard_params(params, plan)
+    primitives.along(plan.mesh, "shard").timeout = timedelta(seconds=2)  # type: ignore[attr-defined]
+    OTHER_SIZES[what](shards, mesh.get_rank() == mesh.size() - 1)
+
+
+@pytest.mark.sample(2)
+@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("what", OTHER_SIZES)
+def test_messages_of_other_sizes_are_an_error_on_every_rank(what: str, size: int) -> None:
+    """gloo would end a process, without a word of which call; or who did not answer would be one of several."""
+    for rank, fate in enumerate(fates(between_hosts, meets_other_sizes, what, shard=size)):
+        assert (fate.exitcode, (fate.error or "")[:14]) == (1, "MismatchError:"), fate
+        missed = range(size - 1) if rank == size - 1 else [size - 1]
+        assert all(f"rank {peer} of axis 'shard'" in (fate.error or "") for peer in missed), fate
 
 
 def test_an_interrupted_wait_is_not_begun_again() -> None:
