@@ -371,9 +371,8 @@ def lower(fn: Callable[..., Tree], leaves: Sequence[object], spec: tree.Spec, op
     traced = trace(fn, leaves, spec, [x for _, values in captured for x in values])
     names = [variable.name for variable, values in captured for _ in values]
     _check_unchanged(traced, leaves, names)  # before `donated`, which adds writes to arguments
-    for (
-        node
-    ) in traced.module.graph.nodes:  # what reads the tensor later reads this node: a compiler takes it for a view
+    for node in traced.module.graph.nodes:
+        # what reads the tensor later reads this node: a compiler takes it for a view
         node.target = _VIEWS.get(node.target, node.target)
     variables = _used(traced, captured)
     if options.donate:

@@ -32,6 +32,7 @@ class Running(NamedTuple):
     tapes: Sequence[Any]  # of this loss, and of those around it
 
 
+NO_GRADIENT = "the loss function: the loss depends on no trainable parameter (was it detached?)"
 _RUNNING: ContextVar[Running | None] = ContextVar("fshard.core.losses", default=None)
 
 

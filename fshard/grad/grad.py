@@ -14,26 +14,9 @@ from ..comm import consensus, primitives
 from ..comm.mesh import AnyMesh, Axes, num_ranks
 from ..comm.ranks import MismatchError, Pending
 from ..comm.reduction import Reduction, is_idle, reduction_of
-from ..core import func_levels, tree
+from ..core import func_levels, losses, tree
 from ..core.arguments import check_flags, check_function
-from ..core.losses import (
-    Mean,
-    Outcome,
-    Sum,
-    Terms,
-    averages,
-    check_averages,
-    described,
-    is_loss,
-    local_sums,
-    loss_of,
-    outcome_of_terms,
-    read_loss,
-    remarks,
-    terms_of,
-    value_dtype,
-    warn_of_lost,
-)
+from ..core.losses import Mean, Outcome, Sum, Terms, averages, described, is_loss, remarks, terms_of, value_dtype
 from ..core.scalars import Number, on_device
 from ..core.storage import Places
 from ..core.tracing import is_tracing
@@ -47,7 +30,6 @@ from .gradients import Gradients, settle
 from .tape import OBSERVER, Tape
 from .unit import Gathered
 
-NO_GRADIENT = "the loss function: the loss depends on no trainable parameter (was it detached?)"
 _OF_MODULE = "Of a module write lambda params, x: torch.func.functional_call(module, params, (x,))"
 
 
@@ -97,7 +79,7 @@ def _start_sums(tape: Tape, returned: _Returned, mesh: AnyMesh, built: str = "",
     device, output, trains = loss.total.device, tape.plan.policy.output, any(x.grad_fn for x in _local(loss))
     text, checksum = described(kind, value_dtype(loss.total, output), [loss, aux] if kind is Terms else aux, output)
     numbers = [on_device(x, device) for x in (trains, *(_numbers(tape, place + checksum) if mesh is not None else ()))]
-    local = torch.stack([*local_sums([*terms_of(loss), *averages(aux).values()], device), *numbers])
+    local = torch.stack([*losses.local_sums([*terms_of(loss), *averages(aux).values()], device), *numbers])
     sums = primitives.start_total(local, mesh, label="loss", more=text + words + built)
     return sums.then(partial(_alike, tape, local, mesh)) if mesh is not None else sums
 
@@ -114,10 +96,10 @@ def _alike(tape: Tape, local: Tensor, mesh: AnyMesh, sums: Tensor) -> Tensor:
     """Sums over ranks without the numbers that ranks compare."""
     if not tape.is_compared:
         return consensus.without_place(sums, local, mesh)
-    losses = consensus.without_place(sums[:-1], local[:-1], mesh)
+    others = consensus.without_place(sums[:-1], local[:-1], mesh)
     if not is_tracing() and sums[-1] != local[-1] * num_ranks(mesh):
         tape.keep_read()
-    return losses
+    return others
 
 
 def _compare_alone(tape: Tape, mesh: AnyMesh, device: torch.device, label: str = "loss") -> None:
@@ -134,7 +116,7 @@ def _outcome(returned: _Returned, sums: Pending, plan: Plan, mesh: AnyMesh) -> O
     weight = None if kind in (Mean, Terms) else loss.total.new_full((), num_ranks(mesh), dtype=torch.float64)
     dtype = value_dtype(loss.total, plan.policy.output)
     outcome = Outcome(cache(lambda: sums.wait().unbind()), weight, kind, dtype, extra, aux, plan.policy.output)
-    return outcome_of_terms(outcome, [type(x) for x in loss.terms]) if isinstance(loss, Terms) else outcome
+    return losses.outcome_of_terms(outcome, [type(x) for x in loss.terms]) if isinstance(loss, Terms) else outcome
 
 
 def _called(
@@ -146,12 +128,12 @@ def _called(
         arguments, sharded_of = _viewed(tape, args)
         loss, extra, aux = _returned(loss_fn(view, *arguments), has_aux, with_extra)
         if not (has_aux or with_extra):
-            warn_of_lost()
-            return _Returned(*read_loss(loss), None, None, remarks())
-        check_averages(aux)
+            losses.warn_of_lost()
+            return _Returned(*losses.read_loss(loss), None, None, remarks())
+        losses.check_averages(aux)
         # an extra that contains the view of a `Sharded` means the `Sharded`: the view ends with the tape
         extra = tree.map_tops(lambda x: sharded_of.get(id(x), x), lambda x: id(x) in sharded_of, extra)
-        return _Returned(*read_loss(loss), _leaving(tape, params, extra), _output(tape, params, aux), remarks())
+        return _Returned(*losses.read_loss(loss), _leaving(tape, params, extra), _output(tape, params, aux), remarks())
 
     return tape.forward(call)
 
@@ -236,7 +218,7 @@ def run(
     _check_eager()
     tape = tape or (OBSERVER.get() or Tape)(params, into, tree.nodes(args, Sharded), gathered)
     # the tape has taken its root already: the new one is for losses inside this loss (Note [One root] in `autograd`)
-    with autograd.another_root(), closing(tape), loss_of(tape.plan.policy, tape.plan.mesh, tape.tapes):
+    with autograd.another_root(), closing(tape), losses.loss_of(tape.plan.policy, tape.plan.mesh, tape.tapes):
         with torch.enable_grad():
             returned = _called(tape, params, loss_fn, args, has_aux, with_extra)
         mesh = None if alone else params.plan.live_mesh()
@@ -250,7 +232,7 @@ def run(
                 outcome.sums()
             tape.end()
             del returned
-            _check_differentiable(outs, whole, outcome, alone)
+            _check_differentiable(outs, whole, outcome, alone, len(tape.chain.outputs) > 1)
             seed = scale(divisor(outcome).reciprocal())  # 0-d, the gradient of the scaled loss in the total
             _backward(tape, outs, outcome.seeds(seed) if len(outs) > 1 else [seed])
             outcome.sums()  # nothing of this forward is under way any more
@@ -282,9 +264,11 @@ def _backward(tape: Tape, outs: Sequence[Tensor], seeds: Sequence[Tensor]) -> No
     tape.finish()
 
 
-def _check_differentiable(outs: Sequence[Tensor], whole: bool, outcome: Outcome, alone: bool) -> None:
-    if not any(x.grad_fn for x in outs) and (is_tracing() or not (alone or outcome.sums()[-1])):
-        raise ValueError(NO_GRADIENT)  # on all ranks: where others have a gradient, that of this one is zero
+def _check_differentiable(outs: Sequence[Tensor], whole: bool, outcome: Outcome, alone: bool, may_wait: bool) -> None:
+    if not any(x.grad_fn for x in outs):  # where other ranks have a gradient, that of this one is zero
+        if not (may_wait and outs[0].device.type == "cpu" if is_tracing() else alone or outcome.sums()[-1]):
+            raise ValueError(losses.NO_GRADIENT)
+        torch._assert_async(outcome.sums()[-1] + alone, losses.NO_GRADIENT)  # private, as in `consensus`
     if len(outs) > 1 and not whole:
         what, remedy = "the count of its fshard.Mean depends on parameters", "Detach the count"
         if outcome.kind is Terms:
@@ -436,7 +420,7 @@ def predict(fn: Callable[..., Tree]) -> Callable[..., Tree]:
 def _forward(params: Sharded, args: Tree) -> Iterator[Tape]:
     """The tape of a forward without a gradient, which ends with the block."""
     tape = Tape(params, beside=tree.nodes(args, Sharded))
-    with closing(tape), loss_of(tape.plan.policy, tape.plan.mesh, tape.tapes):
+    with closing(tape), losses.loss_of(tape.plan.policy, tape.plan.mesh, tape.tapes):
         with torch.no_grad():
             yield tape
         tape.end()

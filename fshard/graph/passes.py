@@ -32,6 +32,7 @@ from torch import fx
 
 from ..comm.mesh import MESHES
 from ..comm.primitives import is_direct
+from ..core.losses import NO_GRADIENT
 from ..plan.units import ENDS
 from .dataflow import (
     PLACED,
@@ -57,11 +58,17 @@ from .memory import storages_of
 _get, _as_strided = python.getitem, torch.ops.aten.as_strided.default
 
 
+def _reaches_nothing(graph: fx.Graph) -> bool:
+    """Whether no parameter reaches the loss on this rank, whose peers wait for its gathers all the same."""
+    return any(is_call(node, "_assert_async") and NO_GRADIENT in node.args for node in graph.nodes)
+
+
 def drop_dead(graph: fx.Graph) -> None:
-    """Erase nodes that nothing reads, and gathers of leaves that are not used."""
+    """Erase nodes that nothing reads, and gathers of leaves that are not used, except `_reaches_nothing`."""
     _drop_unread(graph)
+    kept = _reaches_nothing(graph)
     # in a loop, because what a dropped gather sent may have been the last reader of another gather
-    while dead := [gather for gather in gathers(index(graph)) if not gather.readers and not gather.fixed]:
+    while dead := [gather for gather in gathers(index(graph)) if not (gather.readers or gather.fixed or kept)]:
         for gather in dead:
             for node in (gather.wait, *reversed(gather.views), gather.ticket, gather.start):  # readers before values
                 graph.erase_node(node)
@@ -137,6 +144,8 @@ def keep_unread(graph: fx.Graph) -> None:
     of the graph reads only the outputs that it knows, which come first.
     """
     output, read = graph.output_node(), _read_storages(graph)
+    if _reaches_nothing(graph):  # a compiler drops what is read for its shape alone
+        read -= {next(storages_of(gather.start)) for gather in gathers(index(graph))}
     kept: list[fx.Node] = []
     for node in list(graph.nodes):
         if is_call(node, "_assert_async") and len(node.args) == 1:

@@ -30,11 +30,11 @@ from ..comm import consensus, primitives
 from ..comm.mesh import num_ranks
 from ..comm.reduction import TREE, tree_sum
 from ..core import tree
-from ..core.losses import Outcome, described
+from ..core.losses import NO_GRADIENT, Outcome, described
 from ..core.scalars import on_device
 from ..core.tracing import copied
 from ..core.tree import Tree
-from ..grad.grad import NO_GRADIENT, later_grads, reduce_all
+from ..grad.grad import later_grads, reduce_all
 from ..layout.rules import COPIES, reshard
 from ..plan.plan import Plan
 from ..sharding.sharded import Sharded
@@ -75,7 +75,7 @@ def gradients_of_slices(recipe: Recipe, state: Tree, batch: Tree, args: Sequence
     if len(slices) > 1:
         reduce_all(counter[0], grads(), TREE)
     outcome = _over_ranks(outcomes, plan)
-    torch._assert_async(outcome.sums()[-1], NO_GRADIENT)  # private, as in `consensus`
+    torch._assert_async(outcome.sums()[-1], f"{NO_GRADIENT}, in no slice")  # private, as in `consensus`
     return StepGradients(grads(), outcome, first[0].shared(num) / outcome.divisor)
 
 

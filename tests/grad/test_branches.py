@@ -2,6 +2,7 @@
 
 import random
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 from itertools import product
 from typing import Any
@@ -12,11 +13,13 @@ import torch
 from support.steps import apart
 from support.worlds import between_hosts, gloo, simulated
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.checkpoint import checkpoint
 
 import fshard
 from fshard import optim
 from fshard.core import tree
+from fshard.grad.grad import _check_differentiable
 
 UNITS = ["a", "b", "c", "d"]
 STRATEGIES: dict[str, dict[str, Any]] = {
@@ -233,6 +236,83 @@ def test_ranks_of_which_none_uses_anything() -> None:
     """Zeros for all of them would train nothing, without a word."""
     simulated(trained_on_some_or_refused)
     gloo(between_hosts, trained_on_some_or_refused)
+
+
+def of_rows(p: Any, x: Tensor, nothing: str, reads: bool) -> fshard.Mean:
+    """`of_some_rows` of a batch that has no other rows; with `reads` parameters are only read for none."""
+    if reads and not len(x):
+        _ = [p["first"], *(dict(p[name]) for name in UNITS)]
+        return fshard.Mean(NOTHING[nothing](x), 0)
+    return of_some_rows(p, {"x": x, "used": slice(None)}, nothing, lazy=False)
+
+
+def jitted_on_some(mesh: Any, used: list[list[bool]], strategy: str, nothing: str, how: dict[str, Any]) -> None:
+    """A step that is one graph, where some ranks have no rows, and its gradients alone, are those of plain torch."""
+    params, plain = params_of(0), tree.map(lambda x: x.clone().requires_grad_(), params_of(0))
+    rows = [1 + x["x"][torch.tensor(rows)] for x, rows in zip(batches(5, len(used)), used, strict=True)]
+    expected = of_rows(plain, torch.cat(rows), nothing, reads=False)
+    (expected.total / expected.count).backward()
+    wanted = tree.map(lambda x: x.grad, plain)
+    if strategy == "a unit is frozen":
+        wanted["c"] = tree.map(torch.zeros_like, wanted["c"])
+    sharded = fshard.shard_params(params, fshard.make_plan(params, mesh, units=UNITS, **STRATEGIES[strategy]))
+    loss, x = partial(of_rows, nothing=nothing, reads=how["reads"]), rows[mesh.get_rank()]
+    options = {name: value for name, value in how.items() if name != "reads"}
+    step = fshard.jit(fshard.train_step(loss, optim.sgd(1.0)), **options)
+    new = fshard.gather_params(step(fshard.init_state(sharded, optim.sgd(1.0)), x)[0].params)
+    assert apart(tree.map(lambda x, y: x - y, params, new), wanted) < 1e-12
+    found = fshard.gather_params(fshard.jit(fshard.value_and_grad(loss), **options)(sharded, x)[1])
+    assert all(apart(found[name], wanted[name]) < 1e-12 for name in found if name != "c")
+
+
+EAGER = {"backend": "eager"}
+GRAPHS: dict[str, dict[str, Any]] = {  # how ranks without rows read, and which collectives of a graph are merged
+    "small units": EAGER | {"reads": False},
+    "large units": EAGER | {"reads": False, "bucket": 1},
+    "only read": EAGER | {"reads": True},
+    "only read, large units": EAGER | {"reads": True, "bucket": 1},
+    "inductor": {"reads": False},
+}
+
+
+@pytest.mark.sample(12)
+@pytest.mark.parametrize("nothing", NOTHING)
+@pytest.mark.parametrize("used", ["the last", "the first", "all but one"])
+@pytest.mark.parametrize("graph", [name for name in GRAPHS if name != "inductor"])
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_ranks_that_use_nothing_in_a_graph(strategy: str, graph: str, used: str, nothing: str) -> None:
+    """The error of a rank while it traces alone would leave the others waiting, and so would a gather that is left
+    out there. Where the others gather again what this rank has not saved, all raise."""
+    again = GRAPHS[graph]["reads"] and strategy in ("full", "ahead", "a unit is whole", "a unit is frozen")
+    with pytest.raises(RuntimeError, match="regather=False") if again else nullcontext():
+        simulated(jitted_on_some, SOME[used], strategy, nothing, GRAPHS[graph], shard=len(SOME[used]))
+
+
+@pytest.mark.slow
+def test_ranks_that_use_nothing_in_a_compiled_graph() -> None:
+    """A compiler would leave out the gathers of which a rank reads nothing but the shape."""
+    simulated(jitted_on_some, SOME["the last"], "keep", "a constant", GRAPHS["inductor"])
+
+
+def jitted_on_some_or_refused(mesh: Any) -> None:
+    """Graphs where one rank has no row, and the error where none has."""
+    jitted_on_some(mesh, SOME["the last"], "full", "detached", GRAPHS["large units"])
+    sharded = fshard.shard_params(params_of(0), fshard.make_plan(params_of(0), mesh, units=UNITS))
+    fn = fshard.jit(fshard.value_and_grad(partial(of_rows, nothing="a constant", reads=False)), **EAGER)
+    with pytest.raises(RuntimeError, match="depends on no trainable parameter"):
+        fn(sharded, torch.ones(0, 3, dtype=torch.float64))
+
+
+def test_ranks_of_which_none_uses_anything_in_a_graph() -> None:
+    """As above: no rank knows while it traces."""
+    simulated(jitted_on_some_or_refused)
+    gloo(between_hosts, jitted_on_some_or_refused)
+
+
+def test_a_graph_for_gpus_of_a_rank_that_uses_nothing() -> None:
+    """Where no rank uses anything, an error on the device would end the processes; so it is one while tracing."""
+    with FakeTensorMode(), pytest.raises(ValueError, match="depends on no trainable parameter"):
+        _check_differentiable([torch.zeros((), device="cuda")], True, mock.Mock(), False, True)
 
 
 def at_other_times(p: Any, x: Tensor, rank: int) -> Tensor:
