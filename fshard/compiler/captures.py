@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import fields, is_dataclass
 from functools import cached_property, partial
-from types import CellType, CodeType, FunctionType, MemberDescriptorType, MethodType, ModuleType
+from types import CellType, CodeType, FunctionType, MemberDescriptorType, MethodType, ModuleType, SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
@@ -154,14 +154,78 @@ def _is_plain(x: object) -> bool:
     return not x.requires_grad and not x.is_nested  # type: ignore[attr-defined]  # mypy does not see what `dense` implies
 
 
-def captures(fn: object, seen: dict[object, object] | None = None, is_whole: bool = True) -> Iterator[Capture]:
+def captures(fn: object) -> Iterator[Capture]:
     """Yield the variables that `fn` reads, and recursively the variables that functions among their values read.
 
     Of functions that belong to a library (torch, the standard library, installed packages) only closures are yielded.
+    Of an object of the user's that is handed on (`penalty(w, config)`), attributes are yielded whose name any of the
+    functions reads.
+    """
+    seen, known, inside = dict[object, object](), dict[tuple[int, str], Capture](), dict[int, object]()
+    names, objects = dict[str, None](), list[object]()  # what code reads of any object; objects that are handed on
+    unseen: Iterator[Capture] = _captures(fn, seen)
+    while new := [*unseen]:
+        yield from new
+        known |= {capture.identity: capture for capture in new}
+        codes = [capture.place.__code__ for capture in new if capture.key == "__code__"]
+        more = dict.fromkeys(name for code in codes for name in _attributes_in(code) if name not in names)
+        names |= more
+        values = (capture.read() for capture in new if not (capture.by_name or capture.is_code))
+        others = [x for value in values for x in _objects(value, inside)]
+        read = [y for these, of in ((objects, more), (others, names)) for x in these for y in _read_of(x, of)]
+        objects += others
+        unseen = (y for x in read if x.identity not in known for y in (x, *_captures(x.read(), seen)))
+
+
+def _attributes_in(code: CodeType) -> Iterator[str]:
+    """Yield the names of attributes that code reads of any object, also by `getattr` and `attrgetter`."""
+    yield from (x.argval for x in dis.get_instructions(code) if x.opname in ("LOAD_ATTR", "LOAD_METHOD"))
+    for x in code.co_consts:
+        if isinstance(x, CodeType):
+            yield from _attributes_in(x)
+        elif isinstance(x, str):
+            yield from x.split(".")
+
+
+_CONTAINERS = (dict, list, tuple, set, frozenset, deque, SimpleNamespace)  # compared with what is in them
+
+
+def _objects(value: object, seen: dict[int, object]) -> Iterator[object]:
+    """Yield the objects of the user's classes in a value, except modules. `seen` are those looked at, by id."""
+    unseen = [value]
+    while unseen:
+        x: Any = unseen.pop()
+        is_users = not (isinstance(x, type) or is_of_library(type(x)) or _is_module(x) or _is_ours(x))
+        if id(x) in seen or not (is_users or type(x) in _CONTAINERS):
+            continue
+        seen[id(x)] = x
+        if is_users:
+            yield x
+            unseen += [getattr(x, name, None) for name in _fields(x)]
+        else:
+            unseen += x.values() if type(x) is dict else vars(x).values() if type(x) is SimpleNamespace else x
+
+
+def _fields(x: Any) -> Collection[str]:
+    """The names of what is compared of an object where it is compared as a whole."""
+    return [field.name for field in fields(x)] if is_dataclass(x) else ()
+
+
+def _read_of(x: object, names: Collection[str]) -> Iterator[Capture]:
+    """Yield the attributes of an object that have one of these names, but for tensors, which are a TraceError."""
+    stored = {name: None for y in (x, *type(x).__mro__) for name in getattr(y, "__dict__", ()) if name in names}
+    for name in (name for name in stored if name not in _fields(x)):
+        capture = Capture(f"{name!r} of a {type(x).__qualname__}", x, name)
+        if _has(x, name) and not (isinstance(value := capture.read(), Tensor) or _is_ours(value) or capture.tensors()):
+            yield capture
+
+
+def _captures(fn: object, seen: dict[object, object], is_whole: bool = True) -> Iterator[Capture]:
+    """Yield what `captures` does, without the attributes of objects that are handed on.
+
     `seen` are the functions, methods and containers looked at, by id: stored, so that no other object gets the id of
     one. Of an object that is not `whole`, attributes are read by their names alone, each a variable of its own.
     """
-    seen = {} if seen is None else seen
     for function in _functions(fn, seen, is_whole):
         key: object = id(function)
         if isinstance(function, MethodType):  # which is made anew where it is read
@@ -171,7 +235,7 @@ def captures(fn: object, seen: dict[object, object] | None = None, is_whole: boo
         seen[key] = function
         for capture in variables(function):
             yield capture
-            yield from captures(capture.read(), seen, not capture.by_name)
+            yield from _captures(capture.read(), seen, not capture.by_name)
 
 
 _Function = Any  # a function, bound method, partial or class of the user's, or a module of torch's
@@ -327,7 +391,7 @@ def _has(x: object, name: str) -> bool:
         return True
     if (value is not _has and _is_users(_function_of(value))) or _getter(x, name) is not None:
         return True
-    return name == "__dict__" and not is_of_library(type(x))
+    return name in ("__dict__", "__class__") and not is_of_library(type(x))
 
 
 # Instructions that load a variable which outlives the call, and an attribute. LOAD_NAME is in bodies of classes.
