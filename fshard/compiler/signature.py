@@ -6,17 +6,19 @@ Note [What a graph depends on]
     belongs to the cache key: tree structures, shapes, marks (`core.tracing.Marked`), numbers, meshes (each rank has its
     own), global settings such as autocast, and the numbers, strings, arrays and functions in closures, globals and
     defaults, in Python's containers there, and the shapes of tensors. Attributes of other objects are compared where a
-    path of names leads to them (`captures.py`).
+    path of names leads to them (`captures.py`), and all of them in what a node of a tree carries (`Structure`).
 """
 
 from __future__ import annotations
 
+import sys
 from collections import OrderedDict
-from collections.abc import ItemsView, Iterable, Iterator, KeysView, Mapping, Sequence, ValuesView
+from collections.abc import Callable, ItemsView, Iterable, Iterator, KeysView, Mapping, Sequence, ValuesView
 from dataclasses import fields, is_dataclass
+from enum import Enum
 from itertools import chain
 from numbers import Number
-from types import BuiltinMethodType, CodeType, FunctionType, MappingProxyType, MethodType, ModuleType, SimpleNamespace
+from types import BuiltinFunctionType, CodeType, FunctionType, MappingProxyType, MethodType, ModuleType, SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
@@ -24,10 +26,13 @@ from torch import Tensor, nn
 
 from ..comm.mesh import MESHES, Mesh, OnMesh, is_mesh
 from ..core import tree
-from ..core.storage import address
+from ..core.storage import Source, address
 from ..core.tracing import Marked
 from ..core.tree import Tree
-from .captures import Capture, is_of_library
+from ..layout.layout import Layout
+from ..plan.plan import Plan
+from ..sharding.schedule import View
+from .captures import LIBRARIES, Capture, is_of_library
 from .trace import kind_in_key, resolved
 
 Key = tuple[type, *tuple[object, ...]]  # the type of a value, and what is compared of the value
@@ -61,12 +66,16 @@ class TensorKey(NamedTuple):
 class Signature(NamedTuple):
     """The part of the cache key that the arguments and torch's settings determine (Note [What a graph depends on])."""
 
-    spec: tree.Spec
-    names: tuple[object, ...]  # by `_names`
+    structure: Structure
     kinds: tuple[TensorKey | Key, ...]  # one for each leaf of the arguments
     trained: tuple[tuple[object, ...], ...]  # how tensors that require a gradient are one, or views of one
     meshes: tuple[str, ...]
     ambient: Ambient
+
+    @property
+    def spec(self) -> tree.Spec:
+        """The structure of the arguments."""
+        return self.structure.spec
 
     @property
     def grids(self) -> dict[str, Mesh]:
@@ -140,14 +149,14 @@ def signature(leaves: Sequence[object], spec: tree.Spec, nodes: Sequence[OnMesh]
     Raises TypeError for an argument that cannot be hashed and compared with the argument of a later call.
     """
     try:
-        kinds = tuple(map(key_of, leaves))
+        structure, kinds = Structure(spec), tuple(map(key_of, leaves))
         _check_classes({key.kind for key in kinds if isinstance(key, TensorKey)})
-        hash((spec, kinds))
+        hash(kinds)
     except (TypeError, ValueError, RuntimeError) as failure:
-        raise _incomparable(leaves, spec) from failure
+        raise _incomparable(leaves, spec, failure) from failure
     homes = (node.home.mesh for node in nodes if node.home is not None)
     meshes = tuple("" if mesh is None else MESHES.of(mesh) for mesh in homes)
-    return Signature(spec, _names(spec), kinds, _trained(leaves), meshes, ambient())
+    return Signature(structure, kinds, _trained(leaves), meshes, ambient())
 
 
 def _trained(leaves: Sequence[object]) -> tuple[tuple[object, ...], ...]:
@@ -201,14 +210,51 @@ def fixed(x: Any) -> Key:  # not `object`: `is_mesh` does not tell mypy that `x`
     if is_mesh(x):  # not compared with ==: meshes of different ranks or simulated worlds may be equal
         return kind, MESHES.of(x)
     # objects that are equal only to themselves, and methods of such objects
-    return kind, _content(x, {}) if kind.__hash__ in (object.__hash__, BuiltinMethodType.__hash__) else x, *more
+    return kind, _content(x, {}) if kind.__hash__ in (object.__hash__, BuiltinFunctionType.__hash__) else x, *more
 
 
-def _names(spec: tree.Spec) -> tuple[object, ...]:
-    """The keys in a structure, told apart: to `==`, 1, 1.0 and True are one, and so are 0.0 and -0.0."""
-    if {*map(type, chain.from_iterable(spec.paths()))} <= {str, int}:  # which differ to `==`, too
-        return ()
-    return tuple(k if type(k) in (str, int) else fixed(k) for k in chain.from_iterable(spec.paths()))
+class Structure:
+    """A structure, compared by its nodes and by the contents that what they carry had when this was made.
+
+    To compare two structures of optree looks at what their nodes carry now, and takes 1, 1.0 and True for one.
+    """
+
+    def __init__(self, spec: tree.Spec, seen: _Seen | None = None):
+        self.spec, around = spec, {} if seen is None else seen
+        nodes = spec.__getstate__()[0]  # type: ignore[index]  # a tuple
+        self._nodes = tuple(
+            node[0] if node[0] == _LEAF else (*node[:2], node[4], _carried(node[2], node[4] is not None, around))
+            for node in nodes
+        )
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Structure) and self._nodes == other._nodes
+
+    def __hash__(self) -> int:
+        return hash(self.spec)  # which leaves out what nodes of registered classes carry
+
+
+_LEAF = tree.flatten(0)[1].__getstate__()[0][0][0]  # type: ignore[index]  # the kind of a node that is a leaf
+
+
+def _carried(x: Any, is_registered: bool, seen: _Seen) -> object:
+    """The key of what a node carries: metadata of a registered class, or keys, the class of a NamedTuple, a length."""
+    if not is_registered:
+        keys = x[1] if isinstance(x, tuple) else x  # beside the `default_factory` of a defaultdict
+        if not isinstance(keys, list):
+            return x
+        named = tuple(k if type(k) in (str, int) else fixed(k) for k in keys)
+        return named if keys is x else (x[0], named)
+    return tuple(_of_metadata(y, seen) for y in x) if type(x) is tuple else _of_metadata(x, seen)
+
+
+def _of_metadata(x: object, seen: _Seen) -> object:
+    if type(x) in (int, str, type(None)):  # which differ to `==` from the keys of others
+        return x
+    try:
+        return _content(x, seen, static)
+    except RecursionError:  # a list that contains itself
+        return _Same(x)
 
 
 class _Same:
@@ -222,6 +268,10 @@ class _Same:
 
     def __hash__(self) -> int:
         return id(self.value)
+
+
+_Seen = dict[int, tuple[int, object]]  # the objects around and before a value in one variable, by id, in order
+Inside = Callable[[Any], Iterable[object] | None]  # the parts of an object that are compared, as `parts` and `static`
 
 
 Inputs = dict[tuple[int, str], list[Tensor]]  # the tensors of captured variables, by `Capture.identity`
@@ -259,33 +309,6 @@ def _compared(variable: Capture) -> object:
         return _Same(value)
 
 
-def _content(value: Any, seen: dict[int, tuple[int, object]]) -> object:  # Any: as in `fixed`
-    """Return the key of a value. `seen` are the objects around and before it in one variable, by id, in order."""
-    if type(value) in (FunctionType, ModuleType, CodeType):  # they compare as they are; most captured values are these
-        return value
-    if type(value) is MethodType:
-        return MethodType, value.__func__, _Same(value.__self__)
-    if value is None or isinstance(value, Number | str | bytes | torch.device):
-        return type(value), repr(value)
-    if isinstance(value, Tensor):
-        try:
-            key = key_of(value) if value.layout is torch.strided else (Tensor, value.shape, value.dtype, value.device)
-        except RuntimeError:  # a nested or uninitialized one, which has no shape
-            return _Same(value)
-        return key, value.is_conj(), value.is_neg()  # which say how it is laid out when they are resolved
-    if isinstance(value, dict | list | tuple) and not (flat := tree.flatten(value))[1].is_leaf():
-        return flat[1], _names(flat[1]), _orders(value), *(_content(x, seen) for x in flat[0])
-    if isinstance(value, set | frozenset):
-        return type(value), frozenset(_content(x, seen) for x in value)
-    if is_mesh(value):
-        return MESHES.of(value)
-    if id(value) in seen:
-        return seen[id(value)][0]
-    seen[id(value)] = len(seen), value  # a reference, so that no later object gets its id
-    inside = parts(value)
-    return _Same(value) if inside is None else (type(value), *(_content(x, seen) for x in inside))
-
-
 # Modules whose objects are values: Python's containers and buffers, dates, paths, partials, and numpy's arrays.
 _OF_VALUES = {"_ctypes", "_io", "array", "builtins", "collections", "functools", "numpy", "types"}
 _OF_VALUES |= {"datetime", "pathlib", "pathlib._local", "uuid"}
@@ -311,7 +334,98 @@ def parts(x: Any) -> Iterable[object] | None:  # not `object`, as in `fixed`
     return None if isinstance(saved, str) else [list(y) if isinstance(y, Iterator) else y for y in saved]
 
 
-def _incomparable(leaves: Sequence[object], spec: tree.Spec) -> TypeError:
+def static(x: Any) -> Iterable[object] | None:
+    """The parts by which metadata of a node is compared: as `parts`, of other objects all attributes.
+
+    None for what is compared by identity: classes, and most objects of Python's and torch's own.
+    """
+    if isinstance(x, FunctionType):
+        cells = [Capture("", cell, "").read() for cell in x.__closure__ or ()]
+        return [_Same(x), x.__code__, x.__defaults__, x.__kwdefaults__, vars(x), *cells]
+    if isinstance(x, MethodType):
+        return [x.__func__, x.__self__]
+    if isinstance(x, type | Enum) or (isinstance(x, BuiltinFunctionType) and isinstance(x.__self__, _NO_OBJECTS)):
+        return None
+    if (of_value := parts(x)) is not None:
+        return of_value
+    package = type(x).__module__.partition(".")[0]
+    is_own = package == "torch" or (package in sys.stdlib_module_names and package != "argparse")
+    return None if is_own and not hasattr(x, "named_parameters") else [object.__getstate__(x)]
+
+
+def _of_ours(x: Any, seen: _Seen) -> object:
+    """The key of an object of fshard that a node carries: a layout comes with what nodes of its own tree carry."""
+    x = x.static if isinstance(x, Source) else x
+    home = x.plan if isinstance(x, View) else x
+    if not isinstance(home, Plan | Layout) or not (more := _changing(home)):
+        return x
+    # a plan is not compared by ==, which arrays do not answer; the place of a subtree stands for its structure
+    place = x if not isinstance(x, View) else (_Same(home), x.over, x.kinds, x.first, x.spec.num_nodes, x.units)
+    return place, *(_content(y, seen, static) for y in more)
+
+
+def _changing(home: Plan | Layout) -> tuple[object, ...]:
+    """What the nodes of a plan's tree carry, and may change in place; found once."""
+    known = home.derived
+    if known.changing is None:
+        nodes = home.spec.__getstate__()[0]  # type: ignore[index]  # a tuple
+        known.changing = tuple(node[2] for node in nodes if node[4] is not None and not _is_fixed(node[2]))
+    return known.changing
+
+
+_NO_OBJECTS = (type(None), type, ModuleType)  # what a function of C belongs to that is no method of an object
+_FIXED = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size)
+
+
+def _is_fixed(x: Any) -> bool:
+    """True for what cannot change in place, at any depth."""
+    if type(x) in (tuple, frozenset):
+        return all(map(_is_fixed, x))
+    if isinstance(x, FunctionType | BuiltinFunctionType):
+        return not _has_state(x) and isinstance(getattr(x, "__self__", None), _NO_OBJECTS)
+    if is_dataclass(x) and not isinstance(x, type):
+        params: Any = getattr(type(x), "__dataclass_params__", None)  # None for constants of torch.compile
+        return (
+            params is not None and params.frozen and all(_is_fixed(getattr(x, field.name, None)) for field in fields(x))
+        )
+    return type(x) in _FIXED or isinstance(x, type)
+
+
+def _has_state(fn: object) -> bool:
+    """True for a function of the user's, whose code, defaults, attributes and closure may change."""
+    return isinstance(fn, FunctionType) and not fn.__code__.co_filename.startswith(LIBRARIES)
+
+
+def _content(value: Any, seen: _Seen, inside: Inside = parts) -> object:  # Any: as in `fixed`
+    """Return the key of a value."""
+    if type(value) in (FunctionType, ModuleType, CodeType) and (inside is parts or not _has_state(value)):
+        return value  # they compare as they are; most captured values are these
+    if type(value) is MethodType and inside is parts:
+        return MethodType, value.__func__, _Same(value.__self__)
+    if value is None or isinstance(value, Number | str | bytes | torch.device):
+        return type(value), repr(value)
+    if isinstance(value, Tensor):
+        try:
+            key = key_of(value) if value.layout is torch.strided else (Tensor, value.shape, value.dtype, value.device)
+        except RuntimeError:  # a nested or uninitialized one, which has no shape
+            return _Same(value)
+        return key, value.is_conj(), value.is_neg()  # which say how it is laid out when they are resolved
+    if isinstance(value, dict | list | tuple) and not (flat := tree.flatten(value))[1].is_leaf():
+        return Structure(flat[1], seen), _orders(value), *(_content(x, seen, inside) for x in flat[0])
+    if isinstance(value, set | frozenset):
+        return type(value), len(value), frozenset(_content(x, seen, inside) for x in value)
+    if is_mesh(value):
+        return MESHES.of(value)
+    if inside is static and type(value).__module__.startswith("fshard."):
+        return _of_ours(value, seen)
+    if id(value) in seen:
+        return seen[id(value)][0]
+    seen[id(value)] = len(seen), value  # a reference, so that no later object gets its id
+    compared = inside(value)
+    return _Same(value) if compared is None else (type(value), *(_content(x, seen, inside) for x in compared))
+
+
+def _incomparable(leaves: Sequence[object], spec: tree.Spec, why: Exception) -> TypeError:
     """Return the TypeError for the first leaf that cannot be hashed, else for the structure."""
     for path, leaf in zip(tree.paths(spec), leaves, strict=True):
         if isinstance(leaf, Tensor) and leaf.layout is not torch.strided:
@@ -333,12 +447,12 @@ def _incomparable(leaves: Sequence[object], spec: tree.Spec) -> TypeError:
                 f"({failure}): pass tensors, numbers, strings, trees of those, or hashable objects, as frozen "
                 "dataclasses are"
             )
-    return TypeError("jit: the structure of the arguments has a node whose metadata is not hashable")
+    return TypeError(f"jit: a node of the arguments carries what cannot be compared with the next call's ({why})")
 
 
 def difference(old: Signature, new: Signature) -> str:
     """Describe the first difference between two signatures, for `explain`."""
-    if (old.spec, old.names) != (new.spec, new.names):
+    if old.structure != new.structure:
         return "the structure of the arguments, or what their nodes carry (a plan, say), differs"
     for path, before, now in zip(tree.paths(new.spec), old.kinds, new.kinds, strict=True):
         if before != now:

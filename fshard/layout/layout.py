@@ -44,6 +44,7 @@ class Derived:
     containers: dict[Hashable, Container] = field(default_factory=dict)  # of a plan, by first leaf and number of nodes
     units: dict[Hashable, tuple[int, int]] = field(default_factory=dict)  # of a plan, by first leaf and their number
     schedules: dict[Hashable, Any] = field(default_factory=dict)  # of a plan, by what a view holds of it
+    changing: tuple[object, ...] | None = None  # what nodes carry, and a program may change in place, once it was asked
     graphs: WeakKeyDictionary[object, dict[Any, Any]] = field(default_factory=WeakKeyDictionary)  # of both, by `jit`
 
 
