@@ -14,6 +14,7 @@ from __future__ import annotations
 import sys
 from collections import OrderedDict
 from collections.abc import Callable, ItemsView, Iterable, Iterator, KeysView, Mapping, Sequence, ValuesView
+from contextvars import ContextVar
 from dataclasses import fields, is_dataclass
 from enum import Enum
 from itertools import chain
@@ -210,7 +211,10 @@ def fixed(x: Any) -> Key:  # not `object`: `is_mesh` does not tell mypy that `x`
     if is_mesh(x):  # not compared with ==: meshes of different ranks or simulated worlds may be equal
         return kind, MESHES.of(x)
     # objects that are equal only to themselves, and methods of such objects
-    return kind, _content(x, {}) if kind.__hash__ in (object.__hash__, BuiltinFunctionType.__hash__) else x, *more
+    return kind, _content(x, {}) if kind.__hash__ in _BY_IDENTITY else x, *more
+
+
+_BY_IDENTITY = (object.__hash__, BuiltinFunctionType.__hash__, ContextVar.__hash__)
 
 
 class Structure:
@@ -321,6 +325,8 @@ def parts(x: Any) -> Iterable[object] | None:  # not `object`, as in `fixed`
     """
     if is_dataclass(x) and not isinstance(x, type) and not is_of_library(type(x)):
         return [getattr(x, field.name, None) for field in fields(x)]
+    if isinstance(x, ContextVar):
+        return [x.name, x.get(None)]
     if isinstance(x, type) or not any(base.__module__ in _OF_VALUES for base in type(x).__mro__[:-1]):
         return None
     if isinstance(x, memoryview | MappingProxyType):

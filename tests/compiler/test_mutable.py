@@ -9,6 +9,7 @@ import pathlib
 import types
 from collections import ChainMap, Counter, OrderedDict, UserDict, UserList, defaultdict, deque
 from collections.abc import Callable
+from contextvars import ContextVar
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from typing import Any, ClassVar, NamedTuple
@@ -97,6 +98,11 @@ def taken(dict_of: partial[Any]) -> Any:
     return dict_of.args[0]["k"]
 
 
+def put_in(x: ContextVar[list[int]]) -> None:
+    """Change a list that a variable of a context has."""
+    x.set([3])
+
+
 VALUES: dict[str, Kind] = {
     "list": Kind(lambda: [2], at(0), put(0)),
     "dict": Kind(lambda: {"k": 2}, at("k"), put("k")),
@@ -159,6 +165,8 @@ VALUES: dict[str, Kind] = {
         lambda x: x.args[0].args[0][0],
         lambda x: x.args[0].args[0].__setitem__(0, 3),
     ),
+    "ContextVar": Kind(lambda: ContextVar("rate", default=2), lambda x: x.get(), lambda x: x.set(3)),
+    "ContextVar of a list": Kind(lambda: ContextVar("rate", default=[2]), lambda x: x.get()[0], put_in),  # noqa: B039
     "a method's object": Kind(lambda: [2].copy, lambda x: x()[0], lambda x: x.__self__.__setitem__(0, 3)),
 }
 # what has no hash, and is no tree
