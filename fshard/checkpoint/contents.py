@@ -158,7 +158,10 @@ def check_same_call(contents: Contents, function: str, **arguments: object) -> N
     forms = ((name, form, contents.orders.get(name) or "") for name, form in contents.forms.items())
     lines += [f"{name!r} {form.dtype} {list(form.shape)}{order}" for name, form, order in forms]
     lines += [f"{name!r} {type(value).__name__}" for name, value in contents.values.items()]
-    remedy = "Give all ranks the same directory, step and tree"
+    remedy = (
+        "Give all ranks the same directory, step and tree. A list or dict in an optimizer's state has leaves of one "
+        "rank: keep a tensor for each leaf in a tree (fshard.tree.map(torch.zeros_like, params))"
+    )
     consensus.check_same(contents.mesh, "\n".join(lines), f"{function}: the call", remedy)
 
 

@@ -8,19 +8,31 @@ these, nothing is known but the parameters' layout.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
 
+from ..comm.mesh import num_ranks
 from ..core import tree
 from ..core.differences import Form
 from ..core.random import bookmark
+from ..core.tracing import is_tracing
 from ..core.tree import Tree
 from .layout import Layout, Leaf
 from .moves import on_rank
-from .pieces import Parts, device_of, layout_of, reshaped
+from .pieces import Misplaced, Parts, device_of, layout_of, reshaped
+
+Init: TypeAlias = Callable[[Tree], Tree]
+
+
+def named(function: Callable[..., object]) -> str:
+    """Return the name of a user's function for errors."""
+    name = getattr(function, "__qualname__", type(function).__name__).replace(".<locals>", "")
+    return f"{getattr(function, '__module__', '')}.{name}"
 
 
 @dataclass(frozen=True)
@@ -40,43 +52,98 @@ class Flattened:
 tree.register_fields(Flattened, ("entries",), ("kind",), names=("",))  # a leaf has the path that it has in a tree
 
 
-def described(state: Tree, whole: Parts, init: Callable[[Tree], Tree]) -> Tree:
-    """Return a state of whole leaves in which every tensor that belongs to a leaf is in `Parts` of its own form."""
+def formed(init: Init, whole: Parts) -> list[Tree] | None:
+    """The state of two leaves, of one, and of all, on meta; None if the function needs other values than made-up ones.
+
+    `Misplaced` for a state with tensors outside of trees that depend on which leaves a rank has, if there are several.
+    """
     everywhere, device = on_rank(whole.layout), device_of(whole)
     restore = bookmark(device)
     try:
         try:
             with torch.device("meta"):
-                two, single, of_all = _made(init, everywhere, torch.device("meta"))
+                two, single, *each = _made(init, everywhere, torch.device("meta"))
+        except Misplaced:
+            raise
         except Exception:  # the user's function needs values, say
-            two, single, of_all = _made(init, everywhere, device)
-        state = _listed(state, two, single, whole.layout)
-        pairs = zip(tree.nodes(state, Parts), tree.nodes(of_all, Parts), strict=True)
-        forms = iter([_forms(shapes) if x.layout == whole.layout else {} for x, shapes in pairs])
+            two, single, *each = _made(init, everywhere, device)
+        each = [
+            _listed(x, two, single, on_rank(everywhere.pick([n])))
+            for x, n in zip(each, _leaves(everywhere), strict=True)
+        ]
+        if num_ranks(whole.mesh) > 1:
+            pair = _listed(two, two, single, layout_of([torch.empty(0, device="cpu")] * 2))
+            for other in (pair, *each):
+                _check_alike(init, each[0], other)
+        return [two, single, tree.map_tops(partial(_joined, everywhere), Parts, *each)]
+    except Misplaced:
+        raise
     except Exception:  # needs other values
-        return state
+        return None
     finally:
         restore()
-    return tree.map_tops(lambda x: _in_forms(x, next(forms)) if isinstance(x, Parts) else x, Parts, state)
 
 
-def _made(init: Callable[[Tree], Tree], everywhere: Layout, device: torch.device) -> list[Tree]:
-    """The state of two leaves, of one and of all, on meta; made on a device, of one leaf after another."""
+def described(state: Tree, whole: Parts, formed: Sequence[Tree]) -> Tree:
+    """Return a state of whole leaves in which every tensor that belongs to a leaf is in `Parts` of its own form."""
+    two, single, of_all = formed
+    try:
+        listed = _listed(state, two, single, whole.layout)
+        pairs = zip(tree.nodes(listed, Parts), tree.nodes(of_all, Parts), strict=True)
+        forms = iter([_forms(shapes) if x.layout == whole.layout else {} for x, shapes in pairs])
+    except Exception:  # a state of another structure than that of made-up values
+        return state
+    return tree.map_tops(lambda x: _in_forms(x, next(forms)) if isinstance(x, Parts) else x, Parts, listed)
 
-    def of(*leaves: Leaf) -> Parts:
+
+def check_told(init: Init, params: Tree, state: Tree) -> None:
+    """Raise `Misplaced` for a state of flat tensors with tensors outside of trees that grow with these."""
+    nodes = tree.nodes(params, Parts)
+    if not any(num_ranks(x.mesh) > 1 for x in nodes) or is_tracing() or torch.compiler.is_compiling():
+        return
+    restore = bookmark(device_of(params))
+    try:
+        with torch.device("meta"):
+            longer = init(tree.map(lambda x: torch.empty(len(x) + 1, dtype=x.dtype, device="meta"), params))
+    except Exception:  # needs values, say
+        return
+    finally:
+        restore()
+    _check_alike(init, state, longer)
+
+
+def _check_alike(init: Init, state: Tree, other: Tree) -> None:
+    """Raise `Misplaced` if two states differ in what is outside of trees."""
+    a, b = (tree.paths_to(x, Parts) for x in (state, other))
+    plain, others = ({path: tuple(x.shape) for path, x in pairs if isinstance(x, Tensor)} for pairs in (a, b))
+    if plain == others and [path for path, _ in a] == [path for path, _ in b]:
+        return
+    wrong = next((path for path, _ in (*a, *b) if plain.get(path) != others.get(path)), "")
+    raise Misplaced(
+        f"{named(init)}: its state{f' {wrong!r}' * bool(wrong)} depends on which leaves or elements it is given, and "
+        "each rank has others: expected a tensor for each leaf, or what does not depend on them. Make a tree: "
+        "fshard.tree.map(torch.zeros_like, params)"
+    )
+
+
+def _leaves(everywhere: Layout) -> list[int]:
+    return [span.leaf for span in everywhere.mine]
+
+
+def _made(init: Init, everywhere: Layout, device: torch.device) -> list[Tree]:
+    """The state of two leaves, of one, and of each of all, on meta; made on a device."""
+
+    def of(*leaves: Leaf) -> Tree:
         xs = [_filled(leaf, number, device) for number, leaf in enumerate(leaves)]
-        return Parts(layout_of(xs), xs)
+        state = init(Parts(layout_of(xs), xs))
+        return tree.map(lambda x: x.to("meta") if isinstance(x, Tensor) else x, state)
 
-    def state_of(x: Parts) -> Tree:
-        return tree.map(lambda x: x.to("meta") if isinstance(x, Tensor) else x, init(x))
+    leaves = [everywhere.leaves[n] for n in _leaves(everywhere)]
+    return [of(leaves[0], leaves[0]), of(leaves[0]), *map(of, leaves)]
 
-    def joined(*each: Tree) -> Tree:
-        return Parts(everywhere, [t for x in each for t in x.tensors]) if isinstance(each[0], Parts) else each[0]
 
-    leaves = [everywhere.leaves[span.leaf] for span in everywhere.mine]
-    two, single = state_of(of(leaves[0], leaves[0])), state_of(of(leaves[0]))
-    each = [_listed(state_of(x), two, single, x.layout) for x in map(of, leaves)]
-    return [two, single, tree.map_tops(joined, Parts, *each)]
+def _joined(everywhere: Layout, *each: Tree) -> Tree:
+    return Parts(everywhere, [t for x in each for t in x.tensors]) if isinstance(each[0], Parts) else each[0]
 
 
 def _filled(leaf: Leaf, place: int, device: torch.device) -> Tensor:
@@ -101,12 +168,18 @@ def _listed(state: Tree, two: Tree, one: Tree, layout: Layout) -> Tree:
     if is_listed(two, one, 2):
         entry = tree.flatten(two[0])[1]
         flat = [tree.flatten(x) for x in (*two, *one, *state)]
-        if entry.num_leaves and all(spec == entry and len(tree.tensors(xs)) == len(xs) for xs, spec in flat):
+        if (
+            entry.num_leaves
+            and len(state) == len(layout.mine)
+            and all(spec == entry and len(tree.tensors(xs)) == len(xs) for xs, spec in flat)
+        ):
             columns = [*zip(*map(tree.leaves, state), strict=True)] or [()] * entry.num_leaves
             return Flattened(tree.unflatten(entry, [Parts(layout, x) for x in columns]), type(state))
     if isinstance(state, Parts) or tree.opened(state)[0] is None:
         return state
     (children, spec), *others = (tree.one_level(x) for x in (state, two, one))
+    if any(len(x) != len(children) for x, _ in others):
+        return state
     parts = zip(children, *(x for x, _ in others), strict=True)
     return tree.unflatten(spec, [_listed(x, a, b, layout) for x, a, b in parts])
 

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from ..comm.mesh import AnyMesh, OnMesh, mesh_device
 from ..core import tree
+from ..core.arguments import shown
 from ..core.differences import Form
 from ..core.flat import clear_outside_, cleared_outside
 from ..core.tree import Tree
@@ -87,6 +88,10 @@ class Parts(OnMesh):
 tree.register(Parts, lambda x: (x.tensors, x.layout, x.layout.names), Parts)
 
 
+class Misplaced(TypeError):
+    """A state has tensors of leaves elsewhere than in trees that have one tensor for each leaf."""
+
+
 @dataclass(frozen=True)
 class Views(Generic[Key]):
     """Parts that lie in tensors of another tree: `runs[i]` are the views that together are its tensor i.
@@ -117,9 +122,12 @@ def packed(x: Tree) -> Tree:
 
 
 def copied(x: T) -> T:
-    """Return a copy that may be written to; `Views` are split as before, so that kernels round each element alike."""
+    """Return a copy that may be written to; `Views` are split as before, so that kernels round each element alike.
+
+    What is no tensor, a number in a state, stays.
+    """
     if not isinstance(x, Views):
-        return tree.map(torch.clone, x)
+        return tree.map(lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf, x)
     return replace(x, runs=[torch.cat(list(run)).split([view.numel() for view in run]) for run in x.runs])
 
 
@@ -148,9 +156,10 @@ def layout_of(x: Tree) -> Layout:
 
 def typed(x: Tree) -> Layout:
     """The layout of `x` with the dtypes of its flat tensors: optimizer state may have others than parameters."""
-    layout, tensors = layout_of(x), tree.leaves(x)
+    layout = layout_of(x)
     if not layout.flat:
         return layout
+    tensors = _entries(x, layout) if isinstance(x, Parts) else tree.leaves(x)
     dtypes = {number: tensors[layout.row_of[number].tensor].dtype for number in layout.numbers}
     if all(layout.leaves[n].dtype == dtype for n, dtype in dtypes.items()):
         return layout
@@ -182,12 +191,26 @@ def structure(x: Tree) -> Hashable:
 def pieces(x: Tree, layout: Layout | None = None) -> list[tuple[int, Tensor]]:
     """This rank's pieces of leaves: pairs of the leaf's number and a view into a tensor.
 
-    A piece of a flat tensor is flat, whatever the shape of the leaf; of whole leaves it is the leaf.
+    A piece of a flat tensor is flat, whatever the shape of the leaf; of whole leaves it is the leaf. TypeError if a
+    function that was mapped over the tree has put anything but tensors in it.
     """
-    layout, tensors = layout or layout_of(x), tree.leaves(x)
+    layout = layout or layout_of(x)
+    tensors = _entries(x, layout) if isinstance(x, Parts) else tree.leaves(x)
     if not layout.flat:
         return [(s.leaf, tensors[s.tensor]) for s in layout.mine]
     return [(s.leaf, tensors[s.tensor][s.start : s.start + s.numel]) for s in layout.mine]
+
+
+def _entries(x: Parts, layout: Layout) -> Sequence[Tensor]:
+    """The tensors of a tree. TypeError for anything else in it."""
+    for number, entry in enumerate(x.tensors):
+        if not isinstance(entry, Tensor) or (layout.flat and entry.dim() != 1):
+            leaf = next((layout.leaves[span.leaf].path for span in layout.mine if span.tensor == number), "")
+            raise TypeError(
+                f"leaf {leaf!r}: expected a {'flat ' * layout.flat}tensor, got {shown(entry)}, which a function mapped "
+                "over the tree has put there. Keep a tensor of its shape (torch.zeros_like), or a value beside the tree"
+            )
+    return x.tensors
 
 
 class LeafPlace(NamedTuple):

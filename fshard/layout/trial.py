@@ -23,10 +23,10 @@ from ..core.func_levels import unwrapped
 from ..core.random import SameDraws, bookmark
 from ..core.tracing import is_tracing
 from ..core.tree import Tree
-from .described import is_listed, values
+from .described import is_listed, named, values
 from .layout import Layout, Leaf
 from .moves import on_rank
-from .pieces import Parts, device_of, reshaped
+from .pieces import Misplaced, Parts, device_of, reshaped
 from .rules import Rule
 
 _MAGNITUDES = *((m, m, m) for m in (1.0, 1e-4, 1e4, 1e8)), (torch.inf, torch.nan, 1.0)  # of a few updates' gradients
@@ -50,13 +50,8 @@ class _Found(NamedTuple):
     drew: bool
     depends: bool
     communicated: bool = False
+    state: bool = False  # whether the state alone does
     error: Exception | None = None
-
-
-def named(function: Callable[..., object]) -> str:
-    """Return the name of a user's function for errors."""
-    name = getattr(function, "__qualname__", type(function).__name__).replace(".<locals>", "")
-    return f"{getattr(function, '__module__', '')}.{name}"
 
 
 def check_apart(init: Callable[[Tree], Tree], update: Callable[..., tuple[Tree, Tree]], nodes: Sequence[Parts]) -> None:
@@ -75,7 +70,8 @@ def check_apart(init: Callable[[Tree], Tree], update: Callable[..., tuple[Tree, 
         if alone and (several or each.drew):
             why = "each rank sees only the leaves that it owns" if several else "leaves are updated one by one"
             raise ValueError(
-                f"{named(update)}: its update of a leaf depends on other leaves (on a norm, or if all are finite)"
+                f"{named(update)}: its {'state' if each.state else 'update'} of a leaf depends on other leaves (on a "
+                f"norm, or if all are finite)"
                 f"{' and draws random numbers' * each.drew}, but {why}. Write it as optim.Transform(init, update, "
                 "over='tree') with fshard's norms (optim.global_norm; over=tx.over for what wraps a tx); to clip by "
                 "the norm of all gradients use optim.clip_by_global_norm or train_step(clip_norm=)."
@@ -99,17 +95,23 @@ def _tried(
             for magnitudes in _MAGNITUDES:
                 try:
                     together = [*runs(whole, magnitudes)]
+                except Misplaced:
+                    raise
                 except Exception:  # not to be judged by gradients like these
                     continue
                 for number, n in enumerate(span.leaf for span in whole.mine):
-                    single = whole.pick([n])
+                    picked = whole.pick([n])
                     rule = Rule(("shard",), at=0)
-                    single = replace(
-                        single, mesh=mesh, axes=("shard",), rows=tuple(replace(r, rule=rule) for r in single.rows)
+                    picked = replace(
+                        picked, mesh=mesh, axes=("shard",), rows=tuple(replace(r, rule=rule) for r in picked.rows)
                     )
-                    alone = [*runs(single, magnitudes)]
-                    if not all(_alike(a, b, number, len(forms)) for a, b in zip(together, alone, strict=True)):
-                        return _Found(same.drew, depends=True)
+                    alone = [*runs(picked, magnitudes)]
+                    for of_all, single in zip(together, alone, strict=True):
+                        same_updates = _alike(of_all[0], single[0], number, len(forms))
+                        if not same_updates or not _alike(of_all[1], single[1], number, len(forms)):
+                            return _Found(same.drew, depends=True, state=same_updates)
+    except Misplaced:
+        raise
     except _Communicated:
         return _Found(same.drew, depends=False, communicated=True)
     except Exception as error:

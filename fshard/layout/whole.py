@@ -26,13 +26,12 @@ from ..core.storage import writes
 from ..core.tracing import is_tracing
 from ..core.tree import Tree
 from .copies import check_cut_alike, copied_whole, on_copies, own_part
-from .described import again, described, undescribed
+from .described import Init, again, check_told, described, formed, named, undescribed
 from .layout import Layout
 from .moves import collect, on_rank, owned, spread
-from .pieces import Parts, device_of
-from .trial import check_apart, named
+from .pieces import Misplaced, Parts, device_of
+from .trial import check_apart
 
-Init: TypeAlias = Callable[[Tree], Tree]
 Update: TypeAlias = Callable[..., tuple[Tree, Tree]]
 Places: TypeAlias = Sequence[tuple[int, ...]]  # of each tensor: numbers that other leaves, and other shards, have not
 
@@ -76,11 +75,12 @@ def on_leaves(init: Init, update: Update) -> tuple[Init, Update]:
         nodes = tree.nodes(whole, Parts)
         if not nodes:
             return init(params)
+        forms = formed(init, whole) if isinstance(whole, Parts) else None
         check_apart(init, update, nodes)
         state = _begun(init, whole)
         if differentiates(params) and not is_tracing():
             _check_passed(named(update), nodes, state)
-        return described(state, whole, init) if isinstance(whole, Parts) else state
+        return state if forms is None else described(state, whole, forms)
 
     def run(grads: Tree, state: Tree, params: Tree = None, *more: object, **extra: object) -> tuple[Tree, Tree]:
         whole, known = bring(grads), [] if params is None else [bring(params)]
@@ -95,6 +95,38 @@ def on_leaves(init: Init, update: Update) -> tuple[Init, Update]:
         return _sent_back(update, updates, whole, grads), again(new, state, whole.layout)
 
     return begin, on_copies(run, named(update), to_owners, apart=False)
+
+
+def in_trees(init: Init, told: bool) -> Init:
+    """Return an `init` that raises `Misplaced` for a state with several tensors for a leaf in a tree.
+
+    With `told` also for one with tensors outside of trees that depend on which elements a rank has.
+    """
+
+    @wraps(init)
+    def run(params: Tree) -> Tree:
+        state = init(params)
+        entries: list[tuple[str, Tree]] = [
+            (path, x) for path, node in tree.paths_to(state, Parts) if isinstance(node, Parts) for x in node.tensors
+        ]
+        for path, entry in entries:
+            if not isinstance(entry, Tensor) and tree.tensors(tree.leaves(entry)):
+                raise Misplaced(
+                    f"{named(init)}: its state{f' {path!r}' * bool(path)} has for a leaf {_several(entry)}: expected a "
+                    "tensor, because a tree that lies on ranks has one for each leaf. Make a tree for each: "
+                    '{"mu": fshard.tree.map(torch.zeros_like, params), "nu": ...}'
+                )
+        if told:
+            check_told(init, params, state)
+        return state
+
+    return run
+
+
+def _several(entry: Tree) -> str:
+    """What a node with tensors is, for errors."""
+    names = [str(name) for name, _ in tree.opened(entry)[0] or ()]
+    return f"a {type(entry).__name__} of {', '.join(names)}"
 
 
 def unwritten(update: Update) -> Update:

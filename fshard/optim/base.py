@@ -33,8 +33,8 @@ from ..core.tracing import is_tracing
 from ..core.tree import Tree
 from ..layout.copies import on_copies
 from ..layout.norms import leaf_norms, scale_leaves_, scaled_by_norm
-from ..layout.pieces import Parts, Views, device_of, packed, structure
-from ..layout.whole import at_once, on_leaves, row_by_row, unwritten
+from ..layout.pieces import Parts, Views, copied, device_of, packed, structure
+from ..layout.whole import at_once, in_trees, on_leaves, row_by_row, unwritten
 from . import kernels
 
 T = TypeVar("T")
@@ -120,7 +120,8 @@ class Transform(_Fields):
         elementwise: bool | None = None,
     ) -> Self:
         over = _over(over, elementwise)
-        update = unwritten(update) if draws else update
+        if draws:
+            init, update = in_trees(init, over != "leaves"), unwritten(update)
         if over == "leaves":
             init, update = on_leaves(init, update)
             fused = None
@@ -170,7 +171,7 @@ class Transform(_Fields):
         if self.fused is None or is_tracing() or func_levels.differentiates((grads, state, params, extra)):
             return self._applied(packed(grads), state, packed(params), found_inf, extra)
         if isinstance(params, Views) and not self.views:
-            state = state if donate else tree.map(torch.clone, state)
+            state = state if donate else copied(state)
             params, donate = packed(params), True  # packed copies belong to this call, so they may be overwritten
         return self.fused(grads if self.views else packed(grads), state, params, found_inf, donate, **extra)
 

@@ -26,7 +26,7 @@ from ..layout.copies import on_copies
 from ..layout.layout import Layout, Leaf
 from ..layout.moves import collect, on_rank, owned, spread
 from ..layout.norms import leaf_norms, scale_leaves_
-from ..layout.pieces import Parts, device_of, elements, layout_of, packed, pick, pieces, put
+from ..layout.pieces import Parts, copied, device_of, elements, layout_of, packed, pick, pieces, put
 from ..layout.row import Span
 from ..layout.whole import back, bring, to_owners
 from .base import Needs, Transform, TransformLike, as_transform, at, checked, start_count
@@ -306,7 +306,7 @@ def whole_leaves(tx: TransformLike) -> Transform:
     ) -> tuple[Tree, Tree]:
         if not layout_of(params).flat:
             return inner.step(grads, state, params, found_inf, donate, **extra)
-        state = state if donate else tree.map(torch.clone, state)
+        state = state if donate else copied(state)
         # `bring` does not copy a leaf that lies whole on its owner already
         whole_params = bring(params) if donate else tree.map(torch.clone, bring(params))
         new, state = inner.step(bring(grads), state, whole_params, found_inf, True, **extra)

@@ -17,7 +17,7 @@ from ..core.differences import Form
 from ..core.scalars import double
 from ..core.tree import Tree
 from ..layout.layout import Layout
-from ..layout.pieces import Parts, clear_padding_, layout_of, pieces, reshaped
+from ..layout.pieces import Parts, clear_padding_, copied, layout_of, pieces, reshaped
 from .base import Needs, Transform, checked, choose
 from .matrix import whole_leaves
 
@@ -131,7 +131,7 @@ def _adapted(cls: type[Optimizer], hyperparams: Settings, init: Callable[[Tree],
                 "fshard.optim, which is differentiable"
             )
         # with `found_inf` the old values are needed after the step, so they are copied even if donated
-        new_params, inner = (params, state) if donate and found_inf is None else tree.map(torch.clone, (params, state))
+        new_params, inner = (params, state) if donate and found_inf is None else copied((params, state))
         new_state = run(grads, inner, new_params, extra)
         return choose(found_inf, (params, state), (new_params, new_state))
 

@@ -237,7 +237,7 @@ def by_label(transforms: Mapping[Label, TransformLike], labels: Labels) -> Trans
     def fused(
         grads: Tree, state: LabelState, params: Tree, found_inf: FoundInf | None, donate: bool, **extra: object
     ) -> tuple[Tree, LabelState]:
-        updated, states = (params, state.inner) if donate else (copied(params), tree.map(torch.clone, state.inner))
+        updated, states = (params, state.inner) if donate else (copied(params), copied(state.inner))
         inner = {}
         for label, part in _layouts(state, txs):
             picked, skip = pick(updated, part), _of_label(found_inf, label)

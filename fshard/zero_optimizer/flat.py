@@ -15,6 +15,7 @@ from ..core import tree
 from ..core.differences import Form, form_difference
 from ..core.func_levels import differentiates, refuse_derivative
 from ..core.tree import Tree
+from ..layout.pieces import copied
 from ..layout.row import Row
 from ..layout.rules import COPIES, reshard
 from ..optim.base import FoundInf, Transform
@@ -178,7 +179,7 @@ def flat_step(
 ) -> tuple[Tree, ZeroState]:
     """Return new whole parameters, views of buckets; for an elementwise `tx` each is gathered once it is updated."""
     plan = check_zero_state(state, Plan)
-    inner = state.inner if donate else tree.map(torch.clone, state.inner)
+    inner = state.inner if donate else copied(state.inner)
     old, gradients = _by_slot(plan, params, "parameters"), _by_slot(plan, grads, "gradients")
     buckets = _Buckets(plan, _device(plan, old), old if donate else None)
     if tx.over == "elements":
