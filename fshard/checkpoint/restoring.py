@@ -192,12 +192,16 @@ def _into(like: Tree, index: Index, origins: Mapping[str, Sequence[str]], wanted
         device = mesh_device(wanted.mesh) if x.is_meta else x.device
         return torch.zeros(x.shape, dtype=x.dtype, device=device, pin_memory=x.is_pinned())
 
-    nodes = [
-        tree.map(memory, node)
-        if isinstance(node, Parts | Tensor)
-        else index.values[index.key(origins[path][0], wanted.rank)]
-        for path, node in tree.paths_to(like, Parts)
-    ]
+    def node_at(path: str, node: Tree) -> Tree:
+        if isinstance(node, Parts | Tensor):
+            return tree.map(memory, node)
+        key = index.key(origins[path][0], wanted.rank)
+        if key in index.values:
+            return index.values[key]
+        # a number of `like` that a step which may be skipped has made a tensor
+        return torch.zeros((), dtype=index.leaves[key].dtype, device=mesh_device(wanted.mesh))
+
+    nodes = [node_at(path, node) for path, node in tree.paths_to(like, Parts)]
     result = tree.put_tops(like, Parts, nodes)
     if donate:
         tree.give_away(like)
@@ -280,6 +284,8 @@ def _differences(name: str, origin: str, index: Index, wanted: Contents) -> Iter
         is_finite = not isinstance(value, float) or math.isfinite(value)
         if is_finite and abs(value) > torch.finfo(form.dtype).max:
             yield f"{name!r}: expected a number that {form.dtype} can hold, got {value}"
+        return
+    if key in index.leaves and index.leaves[key].shape == () and is_number(wanted.values.get(name)):
         return
     if (key in index.values) != (name in wanted.values):
         kinds = ("a tensor", "a number or a string")

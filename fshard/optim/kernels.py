@@ -283,6 +283,7 @@ def where(condition: Tensor, a: Any, b: Any) -> Any:
     if not isinstance(a, Tensor):
         if not isinstance(b, Tensor) and a == b:
             return b
-        widest = torch.float64 if isinstance(a, float) or isinstance(b, float) else None
-        a = torch.full((), a, dtype=getattr(b, "dtype", widest), device=condition.device)
+        # a number that counts is float64, too: torch would compute 0.9 ** n of an integer in float32
+        wide = torch.bool if isinstance(a, bool) and isinstance(b, bool) else torch.float64
+        a = torch.full((), a, dtype=getattr(b, "dtype", wide), device=condition.device)
     return torch.where(beside(condition.to(torch.bool), a), a, b)
