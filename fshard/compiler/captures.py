@@ -13,6 +13,7 @@ from collections import deque
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import fields, is_dataclass
 from functools import cached_property, partial
+from operator import attrgetter
 from types import CellType, CodeType, FunctionType, MemberDescriptorType, MethodType, ModuleType, SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -168,9 +169,10 @@ def captures(fn: object) -> Iterator[Capture]:
         yield from new
         known |= {capture.identity: capture for capture in new}
         codes = [capture.place.__code__ for capture in new if capture.key == "__code__"]
-        more = dict.fromkeys(name for code in codes for name in _attributes_in(code) if name not in names)
+        values = [capture.read() for capture in new if not (capture.by_name or capture.is_code)]
+        readers = [*map(_attributes_in, codes), *(_attributes_got(x) for x in values if isinstance(x, attrgetter))]
+        more = {name: None for reader in readers for name in reader if name not in names}
         names |= more
-        values = (capture.read() for capture in new if not (capture.by_name or capture.is_code))
         others = [x for value in values for x in _objects(value, inside)]
         read = [y for these, of in ((objects, more), (others, names)) for x in these for y in _read_of(x, of)]
         objects += others
@@ -188,6 +190,12 @@ def _attributes_in(code: CodeType) -> Iterator[str]:
 
 
 _CONTAINERS = (dict, list, tuple, set, frozenset, deque, SimpleNamespace)  # compared with what is in them
+
+
+def _attributes_got(getter: Any) -> Iterator[str]:
+    """Yield the names of attributes that an `attrgetter` reads."""
+    for path in getter.__reduce__()[1]:
+        yield from path.split(".")
 
 
 def _objects(value: object, seen: dict[int, object]) -> Iterator[object]:

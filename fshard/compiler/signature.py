@@ -211,7 +211,7 @@ def fixed(x: Any) -> Key:  # not `object`: `is_mesh` does not tell mypy that `x`
     if is_mesh(x):  # not compared with ==: meshes of different ranks or simulated worlds may be equal
         return kind, MESHES.of(x)
     # objects that are equal only to themselves, and methods of such objects
-    return kind, _content(x, {}) if kind.__hash__ in _BY_IDENTITY else x, *more
+    return kind, _content(x, {}, static) if kind.__hash__ in _BY_IDENTITY else x, *more
 
 
 _BY_IDENTITY = (object.__hash__, BuiltinFunctionType.__hash__, ContextVar.__hash__)

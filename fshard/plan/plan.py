@@ -363,7 +363,7 @@ class Plan:
         lines.append(f"block={self.block} policy={self.policy}")
         lines.append(f"param_wire={self.param_wire} grad_wire={self.grad_wire} together={self.together}")
         lines.append(f"slices={self.slices} gather={self.gather} prefetch={self.prefetch} data={self.data}")
-        return "\n".join([*lines, f"tree {self.spec}"])
+        return re.sub(r" at 0x[0-9a-f]+", "", "\n".join([*lines, f"tree {self.spec}"]))  # addresses differ by process
 
     def _leaf_lines(self) -> list[str]:
         lines = []

@@ -17,6 +17,9 @@ from fshard import optim
 X = torch.ones(2, dtype=torch.float64)
 
 
+RATE = operator.attrgetter("rate")
+
+
 class Plain:
     """An object of a user's class."""
 
@@ -68,6 +71,7 @@ WAYS: dict[str, Callable[[Tensor, Any], Tensor]] = {
     "class by name": lambda x, config: x * config.__class__.shared,
     "getattr": lambda x, config: x * getattr(config, "rate"),  # noqa: B009
     "attrgetter": lambda x, config: x * operator.attrgetter("inner.rate")(config),
+    "global attrgetter": lambda x, config: x * RATE(config),
     "dict": lambda x, config: scaled(x, {"a": config}["a"]),
     "unpacked": lambda x, config: x * [y.rate for y in (config, config.inner)][1],
     "vmap": lambda x, config: torch.func.vmap(lambda y: y * config.rate)(x),
@@ -136,6 +140,17 @@ def test_a_changed_attribute_is_seen(monkeypatch: Any, way: str, kind: str, plac
     assert torch.equal(jitted(X), 2 * X)
     change(config)
     assert torch.equal(jitted(X), 5 * X)
+    assert jitted.explain().count("\n") == 1
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_changed_argument_is_seen(monkeypatch: Any, kind: str) -> None:
+    """The object is the same one, and a graph would be run that has its first value."""
+    config, inner = KINDS[kind](), KINDS[kind]()
+    config.inner = inner
+    jitted = fshard.jit(lambda x, config: x * config.inner.rate, backend="eager")
+    for inner.rate in (2.0, 5.0, 5.0):
+        assert torch.equal(jitted(X, config), inner.rate * X)
     assert jitted.explain().count("\n") == 1
 
 
