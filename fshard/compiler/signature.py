@@ -211,7 +211,8 @@ def fixed(x: Any) -> Key:  # not `object`: `is_mesh` does not tell mypy that `x`
     if is_mesh(x):  # not compared with ==: meshes of different ranks or simulated worlds may be equal
         return kind, MESHES.of(x)
     # objects that are equal only to themselves, and methods of such objects
-    return kind, _content(x, {}, static) if kind.__hash__ in _BY_IDENTITY else x, *more
+    inside = parts if isinstance(x, FunctionType | MethodType) else static
+    return kind, _content(x, {}, inside) if kind.__hash__ in _BY_IDENTITY else x, *more
 
 
 _BY_IDENTITY = (object.__hash__, BuiltinFunctionType.__hash__, ContextVar.__hash__)
@@ -354,6 +355,8 @@ def static(x: Any) -> Iterable[object] | None:
         return None
     if (of_value := parts(x)) is not None:
         return of_value
+    if is_dataclass(x) and hasattr(x, "__dataclass_params__"):  # of a library: torch's around constants of ours
+        return [getattr(x, field.name, None) for field in fields(x)]
     package = type(x).__module__.partition(".")[0]
     is_own = package == "torch" or (package in sys.stdlib_module_names and package != "argparse")
     return None if is_own and not hasattr(x, "named_parameters") else [object.__getstate__(x)]

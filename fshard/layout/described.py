@@ -9,14 +9,14 @@ these, nothing is known but the parameters' layout.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import TypeAlias
+from typing import NoReturn, TypeAlias
 
 import torch
 from torch import Tensor
 
-from ..comm.mesh import num_ranks
+from ..comm.mesh import AbstractMesh, axis_sizes, num_ranks
 from ..core import tree
 from ..core.differences import Form
 from ..core.random import bookmark
@@ -27,6 +27,18 @@ from .moves import on_rank
 from .pieces import Misplaced, Parts, device_of, layout_of, reshaped
 
 Init: TypeAlias = Callable[[Tree], Tree]
+
+
+class Communicated(Exception):
+    """A function called a collective: it knows that other ranks have other leaves."""
+
+
+class Alone(AbstractMesh):
+    """A mesh for trials: another rank may not try the same."""
+
+    def ranks(self, axis: str) -> NoReturn:
+        """Raise `Communicated`."""
+        raise Communicated
 
 
 def named(function: Callable[..., object]) -> str:
@@ -104,12 +116,21 @@ def check_told(init: Init, params: Tree, state: Tree) -> None:
     restore = bookmark(device_of(params))
     try:
         with torch.device("meta"):
-            longer = init(tree.map(lambda x: torch.empty(len(x) + 1, dtype=x.dtype, device="meta"), params))
-    except Exception:  # needs values, say
+            longer = init(tree.map_tops(_longer, Parts, params))
+    except Exception:  # needs values, say, or communicates
         return
     finally:
         restore()
     _check_alike(init, state, longer)
+
+
+def _longer(x: Tree) -> Tree:
+    """The same flat tensors with an element more, on a mesh of which no other rank is there."""
+    if not isinstance(x, Parts):
+        return x
+    mesh = Alone("cpu", 0, **axis_sizes(x.mesh)) if x.mesh is not None else None
+    longer = [torch.empty(len(t) + 1, dtype=t.dtype, device="meta") for t in x.tensors]
+    return Parts(replace(x.layout, mesh=mesh), longer)
 
 
 def _check_alike(init: Init, state: Tree, other: Tree) -> None:

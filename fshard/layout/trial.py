@@ -11,19 +11,19 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from math import isfinite
-from typing import NamedTuple, NoReturn
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from ..comm.mesh import AbstractMesh, num_ranks
+from ..comm.mesh import num_ranks
 from ..core import tree
 from ..core.differences import Form
 from ..core.func_levels import unwrapped
 from ..core.random import SameDraws, bookmark
 from ..core.tracing import is_tracing
 from ..core.tree import Tree
-from .described import is_listed, named, values
+from .described import Alone, Communicated, is_listed, named, values
 from .layout import Layout, Leaf
 from .moves import on_rank
 from .pieces import Misplaced, Parts, device_of, reshaped
@@ -33,15 +33,6 @@ _MAGNITUDES = *((m, m, m) for m in (1.0, 1e-4, 1e4, 1e8)), (torch.inf, torch.nan
 _LEAVES = 6
 _LARGEST = 1 << 14  # elements of a leaf; of a larger one each dim is cut to `_SIDE`
 _SIDE = 8
-
-
-class _Communicated(Exception):
-    """A function called a collective: it knows that other ranks have other leaves."""
-
-
-class _Alone(AbstractMesh):
-    def ranks(self, axis: str) -> NoReturn:
-        raise _Communicated
 
 
 class _Found(NamedTuple):
@@ -86,7 +77,7 @@ def _tried(
     if len(forms) < 2:
         return _Found(False, False)
     whole = replace(on_rank(reshaped(on_rank(layout.pick(forms)), forms)), mesh=None, axes=())
-    mesh = _Alone(device.type, shard=2)
+    mesh = Alone(device.type, shard=2)
     needed = {name: torch.ones((), device=device) for name in _needed(update)}
     runs = partial(_runs, init, update, device, needed, min(forms))
     restore, same = bookmark(device), SameDraws(device)
@@ -112,7 +103,7 @@ def _tried(
                             return _Found(same.drew, depends=True, state=same_updates)
     except Misplaced:
         raise
-    except _Communicated:
+    except Communicated:
         return _Found(same.drew, depends=False, communicated=True)
     except Exception as error:
         return _Found(same.drew, depends=True, error=error)
