@@ -9,12 +9,13 @@ import random
 import sys
 import sysconfig
 import types
-from collections import deque
+from collections import ChainMap, UserDict, UserList, deque
 from collections.abc import Collection, Iterator, Sequence
+from contextvars import ContextVar
 from dataclasses import fields, is_dataclass
 from functools import cached_property, partial
 from operator import attrgetter
-from types import CellType, CodeType, FunctionType, MemberDescriptorType, MethodType, ModuleType, SimpleNamespace
+from types import CellType, CodeType, FunctionType, MemberDescriptorType, MethodType, ModuleType
 from typing import Any, NamedTuple
 
 import torch
@@ -45,6 +46,7 @@ class Capture(NamedTuple):
     is_input: bool = False  # whether a graph reads the tensors of its value at each run
     of_tensors: bool = False  # whether only its tensors are compared, because tracing itself changes the rest
     by_name: bool = False  # whether only attributes of its value are read, which are variables of their own
+    is_part: bool = False  # whether it belongs to an object that is the value of another variable, or in it
 
     @property
     def identity(self) -> tuple[int, str]:
@@ -168,64 +170,67 @@ def captures(fn: object) -> Iterator[Capture]:
     while new := [*unseen]:
         yield from new
         known |= {capture.identity: capture for capture in new}
-        codes = [capture.place.__code__ for capture in new if capture.key == "__code__"]
-        values = [capture.read() for capture in new if not (capture.by_name or capture.is_code)]
-        readers = [*map(_attributes_in, codes), *(_attributes_got(x) for x in values if isinstance(x, attrgetter))]
-        more = {name: None for reader in readers for name in reader if name not in names}
+        read = [(x, x.read()) for x in new]
+        readers = [y for x, y in read if x.key == "__code__" or isinstance(y, attrgetter)]
+        more = {name: None for reader in readers for name in _attributes_in(reader) if name not in names}
         names |= more
-        others = [x for value in values for x in _objects(value, inside)]
-        read = [y for these, of in ((objects, more), (others, names)) for x in these for y in _read_of(x, of)]
+        whole = (y for x, y in read if not (x.is_code or (x.by_name and not isinstance(y, _CONTAINERS))))
+        others = [x for value in whole for x in _objects(value, inside)]
+        more_read = [y for these, of in ((objects, more), (others, names)) for x in these for y in _read_of(x, of)]
         objects += others
-        unseen = (y for x in read if x.identity not in known for y in (x, *_captures(x.read(), seen)))
+        unseen = (y for x in more_read if x.identity not in known for y in (x, *_captures(x.read(), seen)))
+        unseen = (x._replace(is_part=True) for x in unseen)
 
 
-def _attributes_in(code: CodeType) -> Iterator[str]:
-    """Yield the names of attributes that code reads of any object, also by `getattr` and `attrgetter`."""
-    yield from (x.argval for x in dis.get_instructions(code) if x.opname in ("LOAD_ATTR", "LOAD_METHOD"))
-    for x in code.co_consts:
+def _attributes_in(code: Any) -> Iterator[str]:
+    """Yield the names of attributes that code, or an `attrgetter`, reads of any object, also by `getattr`."""
+    if isinstance(code, CodeType):
+        yield from (x.argval for x in dis.get_instructions(code) if x.opname in ("LOAD_ATTR", "LOAD_METHOD"))
+    for x in code.co_consts if isinstance(code, CodeType) else code.__reduce__()[1]:
         if isinstance(x, CodeType):
             yield from _attributes_in(x)
         elif isinstance(x, str):
             yield from x.split(".")
 
 
-_CONTAINERS = (dict, list, tuple, set, frozenset, deque, SimpleNamespace)  # compared with what is in them
-
-
-def _attributes_got(getter: Any) -> Iterator[str]:
-    """Yield the names of attributes that an `attrgetter` reads."""
-    for path in getter.__reduce__()[1]:
-        yield from path.split(".")
+# compared with what is in them
+_VALUES: tuple[Any, ...] = (dict, list, tuple, set, frozenset, deque, types.SimpleNamespace, types.MappingProxyType)
+_CONTAINERS = (*_VALUES, UserDict, UserList, ChainMap, ContextVar)
 
 
 def _objects(value: object, seen: dict[int, object]) -> Iterator[object]:
-    """Yield the objects of the user's classes in a value, except modules. `seen` are those looked at, by id."""
+    """Yield the user's objects, classes and modules in a value, except modules of torch's; `seen` are known, by id."""
     unseen = [value]
     while unseen:
         x: Any = unseen.pop()
-        is_users = not (isinstance(x, type) or is_of_library(type(x)) or _is_module(x) or _is_ours(x))
-        if id(x) in seen or not (is_users or type(x) in _CONTAINERS):
+        kind = x if isinstance(x, type | ModuleType) else type(x)
+        is_users = not (is_of_library(kind) or _is_module(x) or _is_ours(x))
+        if id(x) in seen or not (is_users or isinstance(x, _CONTAINERS)):
             continue
         seen[id(x)] = x
         if is_users:
             yield x
             unseen += [getattr(x, name, None) for name in _fields(x)]
-        else:
-            unseen += x.values() if type(x) is dict else vars(x).values() if type(x) is SimpleNamespace else x
+        if isinstance(x, _CONTAINERS):
+            unseen += [x.get(None)] if isinstance(x, ContextVar) else gc.get_referents(x)
 
 
 def _fields(x: Any) -> Collection[str]:
     """The names of what is compared of an object where it is compared as a whole."""
-    return [field.name for field in fields(x)] if is_dataclass(x) else ()
+    return [field.name for field in fields(x)] if is_dataclass(x) and not isinstance(x, type) else ()
 
 
 def _read_of(x: object, names: Collection[str]) -> Iterator[Capture]:
     """Yield the attributes of an object that have one of these names, but for tensors, which are a TraceError."""
-    stored = {name: None for y in (x, *type(x).__mro__) for name in getattr(y, "__dict__", ()) if name in names}
+    kinds = x.__mro__ if isinstance(x, type) else (x, *type(x).__mro__)
+    stored = {name: None for y in kinds for name in getattr(y, "__dict__", ()) if name in names}
+    owner = getattr(x, "__name__", "") if isinstance(x, type | ModuleType) else ""
     for name in (name for name in stored if name not in _fields(x)):
-        capture = Capture(f"{name!r} of a {type(x).__qualname__}", x, name)
-        if _has(x, name) and not (isinstance(value := capture.read(), Tensor) or _is_ours(value) or capture.tensors()):
-            yield capture
+        variable = Capture(f"{name!r} of {owner or f'a {type(x).__qualname__}'}", x, name)
+        if not (owner or _has(x, name)):
+            continue
+        if not (isinstance(value := variable.read(), Tensor) or _is_ours(value) or variable.tensors()):
+            yield variable
 
 
 def _captures(fn: object, seen: dict[object, object], is_whole: bool = True) -> Iterator[Capture]:

@@ -77,7 +77,7 @@ class FunctionIdentity:
 def identity(fn: object, called: Signature, options: object) -> FunctionIdentity:
     """The texts of a function that is called with arguments of a signature, compiled with these options."""
     writer, what, tensors = _Writer([*called.grids.values()]), {"jit's options": str(options)}, list[Tensor]()
-    for variable in (x for x in captures(fn) if not x.is_code):
+    for variable in (x for x in captures(fn) if not (x.is_code or x.is_part)):  # a writer writes all of an object
         _add(what, variable.name, writer.read(variable, variable.name))
         tensors += variable.tensors()
     first: dict[int, int] = {}

@@ -351,6 +351,8 @@ def static(x: Any) -> Iterable[object] | None:
         return [_Same(x), x.__code__, x.__defaults__, x.__kwdefaults__, vars(x), *cells]
     if isinstance(x, MethodType):
         return [x.__func__, x.__self__]
+    if isinstance(x, type) and not is_of_library(x):
+        return [_Same(x), *_shared(x)]
     if isinstance(x, type | Enum) or (isinstance(x, BuiltinFunctionType) and isinstance(x.__self__, _NO_OBJECTS)):
         return None
     if (of_value := parts(x)) is not None:
@@ -359,7 +361,13 @@ def static(x: Any) -> Iterable[object] | None:
         return [getattr(x, field.name, None) for field in fields(x)]
     package = type(x).__module__.partition(".")[0]
     is_own = package == "torch" or (package in sys.stdlib_module_names and package != "argparse")
-    return None if is_own and not hasattr(x, "named_parameters") else [object.__getstate__(x)]
+    return None if is_own and not hasattr(x, "named_parameters") else [object.__getstate__(x), *_shared(type(x))]
+
+
+def _shared(kind: type) -> Iterator[object]:
+    """The attributes of the user's classes, without methods."""
+    stored = (item for base in kind.__mro__ if not is_of_library(base) for item in vars(base).items())
+    return (x for name, x in stored if name[:2] != "__" and not hasattr(type(x), "__get__"))
 
 
 def _of_ours(x: Any, seen: _Seen) -> object:
@@ -393,11 +401,9 @@ def _is_fixed(x: Any) -> bool:
     if isinstance(x, FunctionType | BuiltinFunctionType):
         return not _has_state(x) and isinstance(getattr(x, "__self__", None), _NO_OBJECTS)
     if is_dataclass(x) and not isinstance(x, type):
-        params: Any = getattr(type(x), "__dataclass_params__", None)  # None for constants of torch.compile
-        return (
-            params is not None and params.frozen and all(_is_fixed(getattr(x, field.name, None)) for field in fields(x))
-        )
-    return type(x) in _FIXED or isinstance(x, type)
+        is_frozen = getattr(getattr(type(x), "__dataclass_params__", None), "frozen", False)
+        return is_frozen and all(_is_fixed(getattr(x, field.name, None)) for field in fields(x))
+    return type(x) in _FIXED or (isinstance(x, type) and is_of_library(x))
 
 
 def _has_state(fn: object) -> bool:
