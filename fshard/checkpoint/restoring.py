@@ -280,13 +280,17 @@ def _differences(name: str, origin: str, index: Index, wanted: Contents) -> Iter
         return
     key = index.key(origin, wanted.rank)
     form, value = wanted.forms.get(name), index.values.get(key)
+    if form is not None and form.shape == () and form.dtype == torch.bool and isinstance(value, bool):
+        return
     if form is not None and form.shape == () and form.dtype.is_floating_point and is_number(value):
         is_finite = not isinstance(value, float) or math.isfinite(value)
         if is_finite and abs(value) > torch.finfo(form.dtype).max:
             yield f"{name!r}: expected a number that {form.dtype} can hold, got {value}"
         return
-    if key in index.leaves and index.leaves[key].shape == () and is_number(wanted.values.get(name)):
-        return
+    if key in index.leaves and index.leaves[key].shape == ():
+        number = wanted.values.get(name)
+        if is_number(number) or (isinstance(number, bool) and index.leaves[key].dtype == torch.bool):
+            return
     if (key in index.values) != (name in wanted.values):
         kinds = ("a tensor", "a number or a string")
         yield f"{name!r}: expected {kinds[name in wanted.values]}, got {kinds[key in index.values]}"

@@ -328,3 +328,34 @@ def test_tensors_that_differ_between_ranks_are_not_gathered(wrap: str) -> None:
         fshard.testing.MismatchError, match=r"gather_state: state differs between ranks.*keep a tensor for"
     ):
         simulated(run, shard=2)
+
+
+def becoming(first: Callable[[Any], Any], later: Callable[[Any, Any], Any]) -> Pair:
+    """The state has a `first(params)`, which is `later(it, gradients)` after an update."""
+
+    def update(g: Any, s: Any, p: Any = None, **_: object) -> Any:
+        return tree.map(lambda x: -0.1 * x, g), {"v": later(s["v"], g)}
+
+    return lambda p: {"v": first(p)}, update
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("over", ["leaves", "elements", "tree"])
+@pytest.mark.parametrize("into", ["number", "tensor"])
+@pytest.mark.parametrize(("first", "later"), [(0, 1), (0.5, 0.25), (True, False)])
+def test_a_number_is_restored_into_a_number_or_a_tensor(
+    tmp_path: Any, first: Any, later: Any, into: str, over: str, ranks: int
+) -> None:
+    """A step that may be skipped makes a tensor of it, so a state that begins and one that went on differ."""
+
+    def run(mesh: Any) -> Any:
+        tx = optim.Transform(*becoming(lambda p: first, lambda s, g: later), over=over)
+        begins = begun(mesh, tx, scaled=True)
+        after, _ = fshard.train_step(loss, tx)(begins, BATCHES[0])
+        saved, like = (after, begins) if into == "number" else (begins, after)
+        fshard.checkpoint.save(tmp_path, saved, 1)
+        return fshard.checkpoint.restore(tmp_path, like).opt_state["v"]
+
+    for got in simulated(run, shard=ranks):
+        assert got == (later if into == "number" else first)
+        assert (got.dtype == torch.bool) == isinstance(first, bool)
