@@ -100,7 +100,8 @@ def on_leaves(init: Init, update: Update) -> tuple[Init, Update]:
 def in_trees(init: Init, told: bool) -> Init:
     """Return an `init` that raises `Misplaced` for a state with several tensors for a leaf in a tree.
 
-    With `told` also for one with tensors outside of trees that depend on which elements a rank has.
+    Also for one with an object of an unregistered class that has tensors. With `told` also for one with tensors outside
+    of trees that depend on which elements a rank has.
     """
 
     @wraps(init)
@@ -116,11 +117,25 @@ def in_trees(init: Init, told: bool) -> Init:
                     "tensor, because a tree that lies on ranks has one for each leaf. Make a tree for each: "
                     '{"mu": fshard.tree.map(torch.zeros_like, params), "nu": ...}'
                 )
+        for path, entry in tree.paths_to(state, lambda x: False):
+            if not isinstance(entry, Tensor) and (names := _with_tensors(entry)):
+                kind = type(entry).__name__
+                raise Misplaced(
+                    f"{named(init)}: its state{f' {path!r}' * bool(path)} is an object of the class {kind}, in which "
+                    f"fshard does not see the tensors of {', '.join(map(repr, names))}: expected containers that it "
+                    f"knows. Call fshard.tree.register_fields({kind}, {names}) first, or make it a NamedTuple"
+                )
         if told:
             check_told(init, params, state)
         return state
 
     return run
+
+
+def _with_tensors(entry: object) -> list[str]:
+    """The attributes of an object that have tensors."""
+    names = getattr(entry, "__dict__", getattr(type(entry), "__slots__", ()))
+    return [name for name in names if tree.tensors(tree.leaves(getattr(entry, name, None)))]
 
 
 def _several(entry: Tree) -> str:

@@ -40,6 +40,8 @@ _ONE_FOR_EACH = (
     "each leaf in a tree (fshard.tree.map(torch.zeros_like, params)); what is of no leaf must be alike on all ranks"
 )
 
+_OTHERS = "it has other leaves of the state"  # of a rank that sees no wrong leaf
+
 
 def _mesh(state: Tree, params: Tree = ()) -> AnyMesh:
     """The mesh of a state; if it has numbers alone, that of the labels' leaves or of the parameters; or None."""
@@ -91,7 +93,7 @@ def _gathered(state: Tree, mesh: AnyMesh, rank: int | None, keep: Callable[[str,
     """`keep(path of the leaf, whole tensor)` of every tensor of a state, a few leaves at a time; "" for no leaf."""
     whole: dict[str, Tensor] = {}
     nodes = tree.paths_to(state, Parts)
-    _check_plain(mesh, together(mesh, lambda: _plain(nodes)), "gather_state: state", _ONE_FOR_EACH)
+    _check_plain(mesh, together(mesh, lambda: _plain(nodes), _OTHERS, TypeError), "gather_state: state", _ONE_FOR_EACH)
     for path, node in nodes:
         leaves = _whole_leaves(node, rank) if isinstance(node, Parts) else [("", node)]
         whole.update((joined(path, name), keep(name, x)) for name, x in leaves)

@@ -1,5 +1,6 @@
 """The forms that a transformation of one's own may give its state: each is right wherever leaves lie, or an error."""
 
+import dataclasses
 import re
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
@@ -359,3 +360,47 @@ def test_a_number_is_restored_into_a_number_or_a_tensor(
     for got in simulated(run, shard=ranks):
         assert got == (later if into == "number" else first)
         assert (got.dtype == torch.bool) == isinstance(first, bool)
+
+
+def _zeros(p: Any) -> Any:
+    return tree.map(torch.zeros_like, p)
+
+
+class Held:
+    """A class that nobody registered."""
+
+    def __init__(self, m: Any) -> None:
+        self.m = m
+
+
+@dataclasses.dataclass(slots=True)
+class Slotted:
+    """A dataclass that nobody registered, with slots."""
+
+    m: Any
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("scaled", [False, True])
+@pytest.mark.parametrize("over", ["leaves", "elements", "tree"])
+@pytest.mark.parametrize("first", [_zeros, lambda p: [_zeros(p)], lambda p: torch.zeros(())])
+@pytest.mark.parametrize("kind", [Held, Slotted])
+def test_a_state_of_an_unregistered_class_is_an_error_at_once(
+    kind: Any, first: Any, over: str, scaled: bool, ranks: int
+) -> None:
+    """Its tensors would be neither cut nor saved, and a skipped step could not keep them."""
+    tx = optim.Transform(*becoming(lambda p: kind(first(p)), lambda s, g: kind(s.m)), over=over)
+    with pytest.raises(TypeError, match=rf"'v' is an object of the class {kind.__name__}.*'m'.*register_fields"):
+        simulated(begun, tx, scaled, shard=ranks)
+
+
+def test_every_rank_has_the_error_of_a_state_that_is_not_gathered() -> None:
+    """Also one that owns no leaf of the wrong form."""
+
+    def run(mesh: Any) -> type:
+        tx = optim.Transform(lambda p: {"n": tree.map(lambda x: None, p)}, lambda g, s, p=None, **_: (g, s))
+        with pytest.raises(TypeError, match=r"leaf 'n?\.?\w': expected a tensor, got None"):
+            optim.state.gather_state(begun(mesh, tx).opt_state)
+        return type(mesh)
+
+    assert len(simulated(run, shard=4)) == 4
