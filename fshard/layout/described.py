@@ -18,6 +18,7 @@ from torch import Tensor
 
 from ..comm.mesh import AbstractMesh, axis_sizes, num_ranks
 from ..core import tree
+from ..core.arguments import shown
 from ..core.differences import Form
 from ..core.random import bookmark
 from ..core.tracing import is_tracing
@@ -254,6 +255,20 @@ def again(new: Tree, state: Tree, layout: Layout) -> Tree:
         return _moved(x, old.layout) if isinstance(old, Parts) and isinstance(x, Parts) and x.layout == layout else x
 
     return tree.map_tops(under, _is_told, state, new)
+
+
+def check_shapes(update: Callable[..., object], old: Tree, new: Tree) -> None:
+    """Raise `Misplaced` if an update gave a tensor in a tree another shape, which other ranks do not know."""
+    pairs = [*zip(tree.tops(old, Parts), tree.tops(new, Parts), strict=False)]
+    for a, b in ((a, b) for a, b in pairs if isinstance(a, Parts) and isinstance(b, Parts) and a.layout == b.layout):
+        for number, (x, y) in enumerate(zip(a.tensors, b.tensors, strict=True)):
+            if getattr(x, "shape", ()) != getattr(y, "shape", ()) and isinstance(x, Tensor):
+                leaf = next((a.layout.leaves[span.leaf].path for span in a.layout.mine if span.tensor == number), "")
+                raise Misplaced(
+                    f"{named(update)}: its state has for leaf {leaf!r} {shown(y)} after an update: expected "
+                    f"{shown(x)}, as before, because other ranks know its shape from `init`. Start with its final "
+                    "shape (fshard.tree.map(torch.zeros_like, params))"
+                )
 
 
 def _is_told(x: Tree) -> bool:

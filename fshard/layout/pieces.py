@@ -210,6 +210,12 @@ def _entries(x: Parts, layout: Layout) -> Sequence[Tensor]:
                 f"leaf {leaf!r}: expected a {'flat ' * layout.flat}tensor, got {shown(entry)}, which a function mapped "
                 "over the tree has put there. Keep a tensor of its shape (torch.zeros_like), or a value beside the tree"
             )
+    for leaf, entry in () if layout.flat else ((layout.leaves[s.leaf], x.tensors[s.tensor]) for s in layout.mine):
+        if entry.shape != leaf.shape:
+            raise TypeError(
+                f"leaf {leaf.path!r}: expected a tensor of shape {leaf.shape}, got {shown(entry)}: other ranks know "
+                "its shape from `init`. Start with its final shape (torch.zeros_like)"
+            )
     return x.tensors
 
 

@@ -23,7 +23,7 @@ from ..core.func_levels import unwrapped
 from ..core.random import SameDraws, bookmark
 from ..core.tracing import is_tracing
 from ..core.tree import Tree
-from .described import Alone, Communicated, is_listed, named, values
+from .described import Alone, Communicated, check_shapes, is_listed, named, values
 from .layout import Layout, Leaf
 from .moves import on_rank
 from .pieces import Misplaced, Parts, device_of, reshaped
@@ -156,7 +156,9 @@ def _runs(
     params = made(0, 1.0)
     state = init(params)
     for number, magnitude in enumerate(magnitudes):
+        before = state
         updates, state = update(made(number + 1, magnitude), state, made(0, 1.0), **needed)
+        check_shapes(update, before, state)
         yield updates, tree.map(lambda x: x.clone() if isinstance(x, Tensor) else x, state)
 
 

@@ -20,13 +20,14 @@ from ..comm import consensus
 from ..comm.mesh import coordinate, num_ranks
 from ..comm.ranks import MismatchError
 from ..core import tree
+from ..core.differences import lacking
 from ..core.func_levels import aside, differentiates, needs_gradient, unwrapped
 from ..core.random import UPDATE, Seeds
 from ..core.storage import writes
 from ..core.tracing import is_tracing
 from ..core.tree import Tree
 from .copies import check_cut_alike, copied_whole, on_copies, own_part
-from .described import Init, again, check_told, described, formed, named, undescribed
+from .described import Init, again, check_shapes, check_told, described, formed, named, undescribed
 from .layout import Layout
 from .moves import collect, on_rank, owned, spread
 from .pieces import Misplaced, Parts, device_of
@@ -92,7 +93,9 @@ def on_leaves(init: Init, update: Update) -> tuple[Init, Update]:
             updates, new = _leaf_by_leaf(update, whole, plain, *known, *more, **extra)
         else:
             updates, new = _on_none(init, update, whole, plain, *known, *more, **extra)
-        return _sent_back(update, updates, whole, grads), again(new, state, whole.layout)
+        new = again(new, state, whole.layout)
+        check_shapes(update, state, new)
+        return _sent_back(update, updates, whole, grads), new
 
     return begin, on_copies(run, named(update), to_owners, apart=False)
 
@@ -225,10 +228,15 @@ def row_by_row(update: Update) -> Update:
     def run(grads: Tree, state: Tree, params: Tree = None, *more: object, **extra: object) -> tuple[Tree, Tree]:
         given, seeds = (state, *[params] * (params is not None), *more), UPDATE.get()
         if seeds is None or not isinstance(grads, Parts) or not grads.tensors:
-            return _whole_tree(update, grads, *given, **extra)
+            updates, new = _whole_tree(update, grads, *given, **extra)
+            check_shapes(update, state, new)
+            return updates, new
         updates, states = _piecewise(seeds.following(), update, grads, *given, **extra)
+        _check_structure(update, tree.map_tops(_cut(0), Parts, state), states[-1])
         last = tree.map_tops(lambda old, new: old if isinstance(old, Parts) else new, Parts, state, states[-1])
-        return updates, _joined(last, states)
+        new = _joined(last, states)
+        check_shapes(update, state, new)
+        return updates, new
 
     return run
 
@@ -236,14 +244,15 @@ def row_by_row(update: Update) -> Update:
 def at_once(update: Update) -> Update:
     """Return an update of a whole tree, or its fused twin, that may draw random numbers on one rank alone."""
 
-    def run(grads: Tree, *more: Any, **extra: object) -> tuple[Tree, Tree]:
+    def run(grads: Tree, state: Tree, *more: Any, **extra: object) -> tuple[Tree, Tree]:
         if differentiates(grads):
             check_cut_alike(named(update), [x.layout for x in tree.nodes(grads, Parts)])
         seeds = UPDATE.get()
         if seeds is None:
-            return update(grads, *more, **extra)
+            return update(grads, state, *more, **extra)
         with seeds.following().block() as drew:
-            result = update(grads, *more, **extra)
+            result = update(grads, state, *more, **extra)
+            check_shapes(update, state, result[1])
             if drew() and any(num_ranks(x.mesh) > 1 for x in tree.nodes(grads, Parts)):
                 raise ValueError(
                     f"{named(update)}: an update with over='tree' draws random numbers, and which of them ranks should "
@@ -265,9 +274,6 @@ def _places(layout: Layout) -> Places:
 def _piecewise(seeds: Seeds, update: Update, grads: Parts, *trees: Any, **extra: object) -> tuple[Tree, list[Tree]]:
     """Run an update on one tensor of `Parts` after another, each seeded by its place: the updates, and each state."""
 
-    def cut(number: int) -> Callable[[Tree], Tree]:
-        return lambda x: [x.tensors[number]] if isinstance(x, Parts) else x
-
     for x in tree.nodes(trees, Parts):
         if len(x.tensors) != len(grads.tensors):
             raise ValueError(
@@ -277,10 +283,26 @@ def _piecewise(seeds: Seeds, update: Update, grads: Parts, *trees: Any, **extra:
     results = []
     for number, place in enumerate(_places(grads.layout)):
         with seeds.at(*place).block():
-            given = tree.map_tops(cut(number), Parts, (grads, *trees))
+            given = tree.map_tops(_cut(number), Parts, (grads, *trees))
             results.append(update(*given, **extra))
     tensors = [x for updates, _ in results for x in tree.leaves(updates)]
     return tree.unflatten(tree.flatten(grads)[1], tensors), [state for _, state in results]
+
+
+def _cut(number: int) -> Callable[[Tree], Tree]:
+    """The tree that an update of one tensor is given."""
+    return lambda x: [x.tensors[number]] if isinstance(x, Parts) else x
+
+
+def _check_structure(update: Update, old: Tree, new: Tree) -> None:
+    """Raise ValueError if an update gave a state of another structure, in which nobody knows what is of leaves."""
+    if tree.flatten(old)[1] != tree.flatten(new)[1]:
+        same = "a number or None has become a tree, or a list or dict has other entries"
+        raise ValueError(
+            f"{named(update)}: expected a state of the structure that it was given, got another one: "
+            f"{lacking(*(tree.paths(tree.flatten(x)[1]) for x in (old, new))) or same}. Start with its final form "
+            "(fshard.tree.map(torch.zeros_like, params))"
+        )
 
 
 def _joined(like: Tree, states: Sequence[Tree]) -> Tree:

@@ -23,6 +23,12 @@ CLEAR = (
 )
 
 
+CHANGED = (
+    r"(a step that may be skipped keeps|the structure that it was given, got another|other ranks know its shape|"
+    r"tensors alone|expected a flat tensor|depends on which leaves or elements it is given)"
+)
+
+
 def start() -> dict[str, Tensor]:
     """Uneven leaves."""
     return {"w": rand(5, 3, seed=1, dtype=F64), "b": rand(3, seed=2, dtype=F64), "t": rand(1, seed=3, dtype=F64)}
@@ -364,6 +370,77 @@ def test_a_number_is_restored_into_a_number_or_a_tensor(
 
 def _zeros(p: Any) -> Any:
     return tree.map(torch.zeros_like, p)
+
+
+def _number(p: Any) -> float:
+    return 0.5
+
+
+def _momentum(s: Any, g: Any) -> Any:
+    return tree.map(lambda m, g: 0.9 * m + g, s if isinstance(s, type(g)) else tree.map(torch.zeros_like, g), g)
+
+
+BECOMING: dict[str, tuple[Callable[[Any], Any], Callable[[Any, Any], Any]]] = {
+    "kept": (_zeros, _momentum),
+    "number, number": (_number, lambda s, g: s + 1),
+    "number, string": (_number, lambda s, g: "a"),
+    "number, tree": (_number, _momentum),
+    "number, vector": (_number, lambda s, g: torch.ones(2, dtype=F64)),
+    "none, tree": (lambda p: None, _momentum),
+    "0-d, vector": (lambda p: torch.zeros((), dtype=F64), lambda s, g: torch.cat([s.reshape(-1)[-1:], torch.ones(1)])),
+    "0-d leaves, leaves": (lambda p: tree.map(lambda x: torch.zeros((), dtype=F64), p), lambda s, g: _momentum(s, g)),
+    "leaves, 0-d leaves": (_zeros, lambda s, g: tree.map(lambda m, g: m.sum() + g.sum(), s, g)),
+    "leaves, one of each": (_zeros, lambda s, g: tree.map(lambda m, g: (m + g).reshape(-1)[:1], s, g)),
+    "leaves, twice": (_zeros, lambda s, g: tree.map(lambda m, g: torch.cat([m, g]), s, g)),
+    "grows": (lambda p: torch.zeros(0), lambda s, g: torch.cat([s, torch.ones(1)])),
+    "shrinks": (lambda p: torch.ones(3), lambda s, g: s.sum().reshape(1) / 3),
+    "list grows": (lambda p: [], lambda s, g: [*s, torch.ones(())]),
+    "list shrinks": (lambda p: [torch.ones(()), torch.ones(())], lambda s, g: s[:1]),
+}
+
+
+def stepped(mesh: Any, tx: Any, first: Tensor, scaled: bool) -> Any:
+    """The state after two steps, the first perhaps skipped."""
+    state = begun(mesh, tx, scaled)
+    for x in (first, BATCHES[1]):
+        state, _ = fshard.train_step(loss, tx)(state, x)
+    return state.opt_state
+
+
+def by_hand(tx: Any, first: Tensor) -> dict[str, Any]:
+    """The same of plain tensors."""
+    p, state = start(), tx.init(start())
+    for x in (first, BATCHES[1]):
+        if x.isfinite().all():
+            updates, state = tx.update(torch.func.grad(loss)(p, x), state, p)
+            p = optim.apply_updates(p, updates)
+    leaves, spec = tree.flatten(state)
+    tensors = [torch.tensor(x, dtype=F64) if isinstance(x, float) else x for x in leaves]
+    return dict(zip(tree.paths(spec), tensors, strict=True))
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+@pytest.mark.parametrize("scale", ["none"])
+@pytest.mark.parametrize("over", ["leaves", "elements", "tree"])
+@pytest.mark.parametrize("form", BECOMING)
+def test_a_state_that_takes_another_form_is_right_or_an_error(form: str, over: str, scale: str, ranks: int) -> None:
+    """Else a tensor of the old shape is broadcast, and each rank gathers a part of the state as the whole."""
+    make = lambda: optim.Transform(*becoming(*BECOMING[form]), over=over)  # noqa: E731
+    first = torch.tensor([torch.inf if scale == "skipped" else 1.0], dtype=F64)
+
+    def run(mesh: Any) -> Any:
+        state = stepped(mesh, make(), first, scale != "none")
+        return optim.state.gather_state(state)
+
+    try:
+        got = simulated(run, shard=ranks)
+    except (TypeError, ValueError) as error:
+        if form == "kept" or re.search(CHANGED, str(error)) is None:
+            raise
+        return
+    want = by_hand(optim.Transform(*becoming(*BECOMING[form])), first)
+    for each in got:
+        torch.testing.assert_close(each, want, rtol=1e-10, atol=1e-12)
 
 
 class Held:
