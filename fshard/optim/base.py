@@ -182,7 +182,7 @@ class Transform(_Fields):
             updates, new_state = self.update(grads, state, params, found_inf=found_inf, **extra)
             return apply_updates(params, updates), new_state
         updates, new_state = self.update(grads, state, params, **extra)
-        return choose(found_inf, (params, state), (apply_updates(params, updates), new_state))
+        return choose(found_inf, params, apply_updates(params, updates)), choose(found_inf, state, new_state)
 
 
 def _over(over: str | None, elementwise: bool | None) -> str:
@@ -200,10 +200,7 @@ def _over(over: str | None, elementwise: bool | None) -> str:
 
 def choose(found_inf: FoundInf | None, old: T, new: T) -> T:
     """Return the tree `new`, or `old` if `found_inf` (of any label) is 1: no host read."""
-    if found_inf is None:
-        return new
-    skip = any_found(found_inf)
-    return tree.map(lambda a, b: kernels.where(skip, a, b), old, new)
+    return new if found_inf is None else kernels.each_where(any_found(found_inf), old, new)
 
 
 def any_found(found_inf: FoundInf) -> Tensor:

@@ -9,6 +9,7 @@ accelerator.
 
 from __future__ import annotations
 
+import numbers
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias
 
@@ -17,10 +18,13 @@ from torch import Tensor
 from torch.optim.adam import adam as _torch_adam
 from torch.optim.sgd import sgd as _torch_sgd
 
+from ..core import tree
+from ..core.arguments import shown
 from ..core.flat import CACHED, MOST, block_size
 from ..core.func_levels import differentiates
 from ..core.scalars import Number, beside, is_zero, wide
 from ..core.tracing import is_tracing
+from ..core.tree import Tree
 
 Moments = tuple[Tensor, ...]
 Change = tuple[Tensor, Moments]  # of a parameter, and its new moments
@@ -32,6 +36,11 @@ Columns = Sequence[Sequence[Tensor]]  # parameters, gradients and each of the mo
 # tensors, flags), so there is no closer type.
 Constants: TypeAlias = Mapping[str, Any]
 
+_NUMBERS = (numbers.Number, torch.SymInt, torch.SymFloat)
+_KEPT = (
+    "a step that may be skipped keeps the structure of a state, and the shape of each tensor in it. Start with its "
+    "final form (fshard.tree.map(torch.zeros_like, params))"
+)
 _HALF_OR_SINGLE = (torch.float16, torch.bfloat16, torch.float32)
 
 
@@ -278,11 +287,29 @@ def unscale_(rows: Sequence[Tensor], inverse: Tensor, most: int = MOST) -> Tenso
     return any_bad.squeeze(0)
 
 
+def each_where(condition: Tensor, old: Tree, new: Tree) -> Tree:
+    """`where` of each leaf of two states. ValueError names a leaf whose shape is another one."""
+    pairs, spec = tree.pairs(f"{_KEPT}. After an update", old, new)
+    result: list[Tree] = []
+    for a, b in pairs:
+        try:
+            result.append(where(condition, a, b))
+        except ValueError as error:
+            raise ValueError(f"{tree.paths(spec)[len(result)]!r} after an update: {error}") from None
+    return tree.unflatten(spec, result)
+
+
 def where(condition: Tensor, a: Any, b: Any) -> Any:
-    """Return `a` if a 0-d condition is not zero, else `b`, without a host read: of two unlike numbers a tensor."""
+    """Return `a` if a 0-d condition is not zero, else `b`, without a host read: of two unlike numbers a tensor.
+
+    ValueError for two shapes, and for what is neither a tensor nor a number.
+    """
+    if not isinstance(a, Tensor) and not isinstance(b, Tensor) and a == b:
+        return b
+    shapes = [x.shape if isinstance(x, Tensor) else () if isinstance(x, _NUMBERS) else None for x in (a, b)]
+    if shapes[0] != shapes[1] or shapes[0] is None:
+        raise ValueError(f"expected {shown(a)}, as before, got {shown(b)}: {_KEPT}")
     if not isinstance(a, Tensor):
-        if not isinstance(b, Tensor) and a == b:
-            return b
         # a number that counts is float64, too: torch would compute 0.9 ** n of an integer in float32
         wide = torch.bool if isinstance(a, bool) and isinstance(b, bool) else torch.float64
         a = torch.full((), a, dtype=getattr(b, "dtype", wide), device=condition.device)

@@ -133,7 +133,7 @@ def _adapted(cls: type[Optimizer], hyperparams: Settings, init: Callable[[Tree],
         # with `found_inf` the old values are needed after the step, so they are copied even if donated
         new_params, inner = (params, state) if donate and found_inf is None else copied((params, state))
         new_state = run(grads, inner, new_params, extra)
-        return choose(found_inf, (params, state), (new_params, new_state))
+        return choose(found_inf, params, new_params), choose(found_inf, state, new_state)
 
     def update(grads: Tree, state: TorchState, params: Tree = None, **extra: object) -> tuple[Tree, TorchState]:
         new_params, new_state = fused(grads, state, params, None, False, **extra)

@@ -420,7 +420,7 @@ def by_hand(tx: Any, first: Tensor) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3])
-@pytest.mark.parametrize("scale", ["none"])
+@pytest.mark.parametrize("scale", ["none", "scaled", "skipped"])
 @pytest.mark.parametrize("over", ["leaves", "elements", "tree"])
 @pytest.mark.parametrize("form", BECOMING)
 def test_a_state_that_takes_another_form_is_right_or_an_error(form: str, over: str, scale: str, ranks: int) -> None:
