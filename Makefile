@@ -6,7 +6,7 @@ WHEELS ?=
 CUDA_VENV ?= .venv-cuda
 # of `make versions`: the newest torch with which fshard was tested (docs/limits.md)
 TORCH ?= 2.15.0
-TRIED_WITH := numpy pytest pytest-xdist pyyaml hypothesis safetensors torchdata torchopt
+TRIED_WITH := numpy pytest pytest-xdist psutil pyyaml hypothesis safetensors torchdata torchopt
 # cases of each test
 MOST ?= 2
 

@@ -2,7 +2,8 @@
 
 import gc
 import os
-from collections import Counter
+import random
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -11,7 +12,8 @@ import torch
 import fshard
 
 # By the name of its entry point: where that is installed as well, pytest sees that it has it.
-pytest_plugins = ["pytester", "pytest_fshard"]
+SEED = "FSHARD_SEED"  # which of the cases are drawn; workers of pytest-xdist inherit it
+pytest_plugins = ["pytester", "pytest_fshard", "costs"]
 
 
 def shard_of(params: Any) -> fshard.Sharded:
@@ -32,63 +34,56 @@ def pytest_configure(config: pytest.Config) -> None:
     The bits of an operator depend on the number, and tests compare bits.
     """
     torch.set_num_threads(1)
-    config.addinivalue_line("markers", "sample(n): a slow test, of which one case in n is run (CONTRIBUTING.md)")
+    os.environ.setdefault(SEED, "0")
+    config.addinivalue_line("markers", "sample(n): a test of many cases, of which 1/n are drawn (CONTRIBUTING.md)")
     config.addinivalue_line("markers", "slow: a test that CI alone runs (CONTRIBUTING.md)")
 
 
-MOST_OF_REST = 1  # case of a test: some have hundreds, and CI has half an hour
+SEEDS = 14  # one after the other, with which CI runs every case
 
 
-def _evenly(items: list[pytest.Item], limit: int) -> tuple[list[pytest.Item], list[pytest.Item]]:
-    """At most `limit` cases of each test, evenly chosen, and the other cases."""
-    totals, seen = Counter(item.nodeid.split("[")[0] for item in items), Counter[str]()
-    chosen, others = list[pytest.Item](), list[pytest.Item]()
-    for item in items:
-        name = item.nodeid.split("[")[0]
-        number, most, total = seen[name], min(limit, totals[name]), totals[name]
-        seen[name] += 1
-        (chosen if (number + 1) * most // total > number * most // total else others).append(item)
-    return chosen, others
+def _numbers(cases: Sequence[pytest.Item]) -> tuple[int, int]:
+    """How many cases of one test `make test` runs, and how many CI."""
+    mark, number = cases[0].get_closest_marker("sample"), len(cases)
+    of_test = 0 if cases[0].get_closest_marker("slow") else -(-number // mark.args[0]) if mark else number
+    return of_test, min(number, max(of_test + 1, -(-number // SEEDS)))
+
+
+def _drawn(name: str, cases: Sequence[pytest.Item], number: int) -> list[pytest.Item]:
+    """So many cases, in an order of the test's own: each seed begins where the one before has ended."""
+    order, seed = random.Random(name).sample(cases, len(cases)), int(os.environ[SEED])
+    return [order[(seed * number + i) % len(cases)] for i in range(min(number, len(cases)))]
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Skip tests marked `cuda` without a GPU; of tests marked `sample(n)` keep one case in n, and none marked `slow`.
+    """Skip tests marked `cuda` without a GPU; draw the cases of tests marked `sample(n)` and `slow`.
 
-    With FSHARD_CI=1 keep others, too, at most `MOST_OF_REST` of one test, evenly chosen, and with FSHARD_REST=1 those
-    alone; all if asked for by name, or with FSHARD_ALL=1. With FSHARD_MOST=n keep n cases of each test, marked or not,
-    and cases that are asked for by name.
+    With FSHARD_CI=1 the choice is CI's. All cases if asked for by name, or with FSHARD_ALL=1. With FSHARD_MOST=n choose
+    n cases of each test, marked or not, and cases that are asked for by name.
     """
     for item in items:
         if item.get_closest_marker("cuda") and not torch.cuda.is_available():
             item.add_marker(pytest.mark.skip(reason="needs a GPU"))
-    if most := os.environ.get("FSHARD_MOST"):
-        asked = {arg for arg in config.args if arg.endswith("]")}
-        _keep(config, items, _evenly([item for item in items if item.nodeid not in asked], int(most))[1])
+    most, asked = os.environ.get("FSHARD_MOST"), {arg for arg in config.args if "::" in arg}
+    if os.environ.get("FSHARD_ALL") or config.option.keyword or (asked and not most):
         return
-    if os.environ.get("FSHARD_ALL") or any("::" in arg for arg in config.args) or config.option.keyword:
-        return
-    counts = Counter[str]()
-    sampled, others = list[pytest.Item](), list[pytest.Item]()
+    tests = dict[tuple[str, bool], list[pytest.Item]]()
     for item in items:
-        mark = item.get_closest_marker("sample")
-        name = item.nodeid.split("[")[0]
-        in_sample = not item.get_closest_marker("slow") and (mark is None or counts[name] % mark.args[0] == 0)
-        counts[name] += 1
-        (sampled if in_sample else others).append(item)
-    rest, left_out = _evenly(others, MOST_OF_REST)
-    if os.environ.get("FSHARD_REST"):
-        left_out += sampled
-    elif not os.environ.get("FSHARD_CI"):
-        left_out += rest
-    _keep(config, items, left_out)
+        tests.setdefault((item.nodeid.split("[")[0], bool(item.get_closest_marker("slow"))), []).append(item)
+    chosen = {item for item in items if item.nodeid in asked}
+    for (name, _), cases in tests.items():
+        of_test, of_ci = _numbers(cases)
+        drawn = _drawn(name, cases, int(most) if most else of_ci)
+        for item in drawn[:of_test]:
+            item.user_properties.append(("in make test", not most))
+        chosen |= {*(drawn if most or os.environ.get("FSHARD_CI") else drawn[:of_test])}
+    config.hook.pytest_deselected(items=[item for item in items if item not in chosen])
+    items[:] = [item for item in items if item in chosen]
 
 
-def _keep(config: pytest.Config, items: list[pytest.Item], left_out: list[pytest.Item]) -> None:
-    """Take what is left out from the items."""
-    if left_out:
-        config.hook.pytest_deselected(items=left_out)
-        left = set(left_out)
-        items[:] = [item for item in items if item not in left]
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Print how the same cases are chosen again."""
+    terminalreporter.write_line(f"{SEED}={os.environ[SEED]}")
 
 
 def pytest_collection_finish() -> None:

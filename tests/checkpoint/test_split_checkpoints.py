@@ -138,7 +138,7 @@ def checked(mesh: Any, way: str, tx: Any, folder: str, again: str) -> list[Tenso
     return bits(state)
 
 
-@pytest.mark.sample(20)
+@pytest.mark.sample(134)
 @pytest.mark.parametrize("way", OF_OWNERS)
 @pytest.mark.parametrize("name", [*optimizers.TRANSFORMS, *optimizers.OWNERS])
 def test_every_state_is_read_by_every_split(name: str, way: str, tmp_path: Path) -> None:

@@ -380,6 +380,7 @@ def uneven(mesh: Any) -> list[Tensor]:
     return seen
 
 
+@pytest.mark.slow
 @pytest.mark.sample(3)
 @pytest.mark.parametrize("size", [1, 2, 3])
 @pytest.mark.parametrize("world", [simulated, gloo])
@@ -630,7 +631,7 @@ def worlds() -> dict[str, list[Any]]:
     }
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(15)
 @pytest.mark.parametrize("key", [*PROGRAMS, "jvp", "vmap"])
 @pytest.mark.parametrize("name", LINEAR)
 def test_derivatives_are_those_of_the_sum_over_ranks(name: str, key: str, worlds: dict[str, list[Any]]) -> None:

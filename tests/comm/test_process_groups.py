@@ -361,6 +361,7 @@ def one_reduction(mesh: Any) -> list[tuple[int, list[int], bool]]:
     return rows
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("world", ["3", "2x2"])
 @pytest.mark.sample(2)
 def test_late_exchanges_have_the_bits_of_simulated_ranks(world: str) -> None:

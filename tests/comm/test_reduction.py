@@ -50,7 +50,7 @@ def steps(mesh: Any, strategy: str, reduction: Any, **kw: Any) -> Any:
     return gather_params(state.params), {r.kind for r in records if r.label == "blocks.0" and r.nbytes}
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("strategy", ["full", "ddp"])
 @pytest.mark.parametrize("world", [simulated, gloo])
 def test_an_object_may_add_up(world, strategy):

@@ -300,6 +300,7 @@ def test_gathering_is_all_that_is_compiled():
     assert torch.equal(torch.compile(fshard.gather_params, backend="eager")(params)["w"], whole["w"])
 
 
+@pytest.mark.slow
 def test_a_step_in_a_function_under_torch_compile():
     """A user's function around a step is one graph: otherwise an average of parameters would need a second one."""
 

@@ -38,6 +38,7 @@ def test_what_was_given_away_is_not_copied(jitted):
                 copied(old)
 
 
+@pytest.mark.slow
 @pytest.mark.sample(3)
 @pytest.mark.parametrize("make", [eager, aot, fshard.jit])
 def test_a_donated_state(make):

@@ -121,6 +121,7 @@ def test_functions_without_tensors():
     assert same_bits(aot(lambda: torch.arange(3))(), torch.arange(3))
 
 
+@pytest.mark.slow
 def test_the_doors_of_a_plan():
     """`evaluate`, `value_and_grad`, `reduce_grads`, a collective or `shard_params` would differ in a graph."""
 

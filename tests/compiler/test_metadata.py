@@ -249,6 +249,7 @@ def check(place: Callable[..., Any], kind: str, is_replaced: bool) -> None:
     assert run.explain().count("\n") in (1, 2)
 
 
+@pytest.mark.sample(6)
 @pytest.mark.parametrize("is_replaced", [False, True])
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("kind", KINDS)
@@ -257,7 +258,7 @@ def test_metadata_that_changes(kind: str, place: str, is_replaced: bool) -> None
     check(PLACES[place], kind, is_replaced)
 
 
-@pytest.mark.sample(12)
+@pytest.mark.sample(60)
 @pytest.mark.parametrize("is_replaced", [False, True])
 @pytest.mark.parametrize("size", [0, 1, 2])
 @pytest.mark.parametrize("run", RUNS)

@@ -320,6 +320,7 @@ def under_way(found: list[GatherNodes], order: dict[fx.Node, int]) -> dict[int, 
     return {begin: sum(n for a, b, n in spans if a <= begin < b) for begin, _, _ in spans}
 
 
+@pytest.mark.slow
 @pytest.mark.sample(4)
 @pytest.mark.parametrize("name", DERIVATIVES)
 def test_gathers_start_one_unit_ahead(name):

@@ -309,7 +309,7 @@ def replaced(value: Any, path: tuple[Any, ...], new: str) -> Any:
     return parts if isinstance(value, dict) else [*parts.values()]
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(6)
 @pytest.mark.parametrize("name", READERS)
 @pytest.mark.parametrize("new", [NAME, "a" * 300_000], ids=["a code", "a long string"])
 def test_what_others_wrote_is_quoted_in_printable_text(name, new, folder, capsys):

@@ -316,6 +316,7 @@ def boxes(mesh: Any, folder: str, names: tuple[str, ...]) -> None:
 WHOLE = {"a": rand(5, 7, seed=1), "b": rand(3, 4, 5, seed=2), "c": rand(7, 2, seed=3), "d": rand(3, seed=4)}
 
 
+@pytest.mark.slow
 @pytest.mark.sample(2)
 @pytest.mark.parametrize("replicate", [1, 2])
 def test_boxes_are_runs_of_elements(tmp_path, replicate):

@@ -55,6 +55,7 @@ def test_a_directory_comes_back_to_the_bit(name, world, tmp_path):
     is_the_model(name, tmp_path / "ours", tmp_path / "hf")
 
 
+@pytest.mark.slow
 @pytest.mark.sample(2)
 @pytest.mark.parametrize("run", [simulated, gloo])
 def test_models_of_several_files_are_read_and_written(run, tmp_path):

@@ -232,6 +232,7 @@ def trained_on_some_or_refused(mesh: Any) -> None:
             step(state, {"x": torch.ones(2, 3, dtype=torch.float64), "used": torch.tensor([False, False])})
 
 
+@pytest.mark.slow
 def test_ranks_of_which_none_uses_anything() -> None:
     """Zeros for all of them would train nothing, without a word."""
     simulated(trained_on_some_or_refused)
@@ -275,7 +276,7 @@ GRAPHS: dict[str, dict[str, Any]] = {  # how ranks without rows read, and which 
 }
 
 
-@pytest.mark.sample(12)
+@pytest.mark.sample(288)
 @pytest.mark.parametrize("nothing", NOTHING)
 @pytest.mark.parametrize("used", ["the last", "the first", "all but one"])
 @pytest.mark.parametrize("graph", [name for name in GRAPHS if name != "inductor"])
@@ -303,6 +304,7 @@ def jitted_on_some_or_refused(mesh: Any) -> None:
         fn(sharded, torch.ones(0, 3, dtype=torch.float64))
 
 
+@pytest.mark.slow
 def test_ranks_of_which_none_uses_anything_in_a_graph() -> None:
     """As above: no rank knows while it traces."""
     simulated(jitted_on_some_or_refused)
@@ -492,6 +494,7 @@ def errors_of(mesh: Any, reads: str, ahead: int) -> list[str]:
     return texts
 
 
+@pytest.mark.sample(8)
 @pytest.mark.parametrize(
     ("reads", "ahead"),
     [("other units", 0), ("another last unit", 1), ("another tree first", 0), ("another one sent first", 0)],

@@ -64,7 +64,7 @@ def expected(rank: int, dtype: torch.dtype) -> Any:
     )
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(10)
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("how", HOW)
 @pytest.mark.parametrize("strategy", STRATEGIES)
@@ -142,6 +142,7 @@ def other_order(mesh: Any, hosts: bool) -> None:
     fshard.predict(lambda p: [p[name].sum() for name in order])(sharded)
 
 
+@pytest.mark.slow
 def test_ranks_that_read_units_in_another_order_are_an_error():
     """Ranks would get each other's units as the ones that they read, without a word."""
     with pytest.raises(fshard.MismatchError, match=r"for unit 'a' .*for unit 'b'"):

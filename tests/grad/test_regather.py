@@ -76,7 +76,7 @@ def check_bits(runs: dict[str, list[torch.Tensor]]) -> None:
         assert all(torch.equal(a, b) for a, b in zip(first, run, strict=True)), name
 
 
-@pytest.mark.sample(30)
+@pytest.mark.sample(51)
 @pytest.mark.parametrize("world", WORLDS, ids=str)
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("name", LOSSES)

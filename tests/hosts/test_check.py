@@ -31,6 +31,7 @@ def names_both(text: str, fault: Fault) -> bool:
     return len(said) == 2 and all(any(f"rank {r} " in part for part in said) for r in (fault.rank, other))
 
 
+@pytest.mark.slow
 @pytest.mark.sample(2)
 @pytest.mark.parametrize("over", ["host", "gloo"])
 def test_a_fault_is_an_error_on_every_rank(over: str) -> None:
@@ -69,6 +70,7 @@ def ended_well(fault: Fault) -> None:
             assert told or fault.kind != "kill", (fault, rank)
 
 
+@pytest.mark.slow
 @pytest.mark.sample(6)
 @pytest.mark.parametrize("over", ["host", "gloo"])
 @pytest.mark.parametrize("place", PLACES)
@@ -77,6 +79,7 @@ def test_a_rank_is_killed(place: str, over: str) -> None:
     ended_well(Fault("kill", place, 2, over, 3, checked=False))
 
 
+@pytest.mark.slow
 @pytest.mark.sample(3)
 @pytest.mark.parametrize("seed", range(NUM))
 def test_a_random_fault(seed: int) -> None:
@@ -103,6 +106,7 @@ def uneven(mesh: Any, with_plan: bool, checked: bool, sent: int, expected: int) 
     (fshard.check(call, mesh) if checked else call)()
 
 
+@pytest.mark.slow
 @pytest.mark.sample(5)
 @pytest.mark.parametrize(("sent", "expected"), [(3, 2), (2, 3), (0, 2), (2, 0)])
 def test_ranks_that_do_not_agree_on_sizes(sent: int, expected: int) -> None:
@@ -164,6 +168,7 @@ def test_a_rank_that_listens_when_the_other_has_ended() -> None:
         assert "ranks called different collectives: rank 0 all_reduce" in text
 
 
+@pytest.mark.slow
 def test_every_step_of_a_job() -> None:
     """FSHARD_CHECK=1 checks every step, and 0 opens no connection: otherwise users would edit code, or pay for it."""
     fault = Fault("label", "backward", 1)

@@ -240,6 +240,7 @@ def test_what_a_machine_lacks() -> None:
         assert elsewhere == ("GroupRanks", {"AF_INET"})
 
 
+@pytest.mark.slow
 def test_data_that_end_early_on_one_rank(tmp_path: Path) -> None:
     """A rank that gathers while others make a checked step gets an error: otherwise data that end early would hang."""
     texts = values(fates(hostile.data_end_early, str(tmp_path), shard=3, seconds=30.0))

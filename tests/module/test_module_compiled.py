@@ -109,7 +109,7 @@ def compiles(
             torch.testing.assert_close(a, b, rtol=1e-8, atol=1e-8)
 
 
-@pytest.mark.sample(29)
+@pytest.mark.sample(66)
 @pytest.mark.parametrize("dynamic", [None, True])
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("kind", KINDS)

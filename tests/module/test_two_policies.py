@@ -157,7 +157,7 @@ def check(strategy: str, call: str, place: str, chosen: list[Case]) -> None:
     assert ranks == 1 or simulated(differing, strategy, call, place, chosen, shard=ranks) == [[]] * ranks
 
 
-@pytest.mark.sample(8)
+@pytest.mark.sample(225)
 @pytest.mark.parametrize("call", CALLS)
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("strategy", STRATEGIES)
@@ -166,7 +166,7 @@ def test_each_module_computes_what_it_computes_alone(strategy: str, place: str, 
     check(strategy, call, place, cases(2, 19 if place == "jit" else 1))
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_three_modules(strategy: str) -> None:
     """The third would take the policy of the second."""
@@ -214,6 +214,7 @@ AGAIN: dict[str, Callable[..., Any]] = {
 }
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("again", AGAIN)
 @pytest.mark.parametrize("policy", POLICIES)
 def test_in_the_backward_a_module_casts_as_in_the_forward(policy: str | None, again: str) -> None:

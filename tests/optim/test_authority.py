@@ -390,6 +390,7 @@ def test_every_transformation_has_a_row():
     assert {f"from_torch-{name}" for name in classes - {"Optimizer", "LBFGS", "SparseAdam"}} <= families
 
 
+@pytest.mark.slow
 def test_torchopt_is_taken():
     """TorchOpt's Adam runs as it is over shards and in ZeRO: otherwise users would have to port their optimizers."""
     adam, want = pytest.importorskip("torchopt").adam(0.1), by_torch(to.Adam, lr=0.1)()

@@ -169,6 +169,7 @@ def pulled() -> optim.Transform:
     return optim.Transform(lambda p: p, update)
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("way", [way for way in WAYS if way != "by_dual"])
 @pytest.mark.parametrize("ranks", [0, 2, 3, 4])
 def test_a_derivative_through_parameters_that_a_state_keeps(monkeypatch: Any, ranks: int, way: str) -> None:
@@ -237,6 +238,7 @@ def test_a_graph_reads_hyper_parameters(maker: str, name: str) -> None:
     assert "again" not in run.explain()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["clip_by_global_norm", "lamb"])
 def test_ranks_that_are_processes(name: str) -> None:
     """Over gloo."""

@@ -107,6 +107,7 @@ def gathered_to_others(mesh: Any) -> None:
     gather_state(state, rank=mesh.get_rank())
 
 
+@pytest.mark.slow
 @pytest.mark.sample(2)
 @pytest.mark.parametrize("world", [simulated, gloo])
 def test_ranks_agree_on_which_has_a_state(world):

@@ -37,7 +37,7 @@ def _trained(mesh: Any, way: str) -> Any:
     params = fshard.shard_params(_params(), fshard.make_plan(_params(), mesh))
     state = fshard.init_state(params, tx, loss_scale=fshard.DynamicLossScale(4.0))
     step: Any = fshard.train_step(_loss, tx, donate=way == "donated")
-    step = fshard.jit(step) if way == "jit" else step
+    step = fshard.jit(step, backend="eager") if way == "jit" else step
     for x in BATCHES:
         state, _ = step(state, x)
     assert int(state.opt_state["times"]) == 3
@@ -79,7 +79,7 @@ def _repeated(mesh: Any, tx: Any, how: str) -> Any:
     plan = fshard.make_plan(_params(), mesh, params_over=(), grads_over=())
     state = fshard.init_state(fshard.shard_params(_params(), plan), tx)
     step: Any = fshard.train_step(_loss, tx, donate=how == "donated")
-    step = fshard.jit(step) if how == "jit" else step
+    step = fshard.jit(step, backend="eager") if how == "jit" else step
     results = [step(state, BATCHES[0])[0].params for _ in range(1 if how == "donated" else 2)]
     return [fshard.gather_params(x) for x in results]
 

@@ -248,7 +248,7 @@ def cases() -> Iterator[tuple[str, str]]:
 ACTS = {"steps": steps, "scaled": scaled, "gathered": gathered}
 
 
-@pytest.mark.sample(23)
+@pytest.mark.sample(46)
 @pytest.mark.parametrize("ranks", [1, 2, 3])
 @pytest.mark.parametrize("act", [*ACTS, "derivative"])
 @pytest.mark.parametrize("wrap", WRAPS)

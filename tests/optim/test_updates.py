@@ -309,6 +309,7 @@ def trace(decay: float) -> Any:
     return optim.Transform(lambda params: tree.map(torch.zeros_like, params), update)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("clip", [optim.clip_by_global_norm, optim.clip_by_leaf_norm])
 def test_an_update_that_is_a_state_is_not_overwritten(clip):
     """An update that is also the state is not written to by later transformations: otherwise momentum would be

@@ -38,7 +38,7 @@ def held_in(plan: fshard.Plan, kind: int) -> set[torch.dtype]:
     return dtypes | {primitives.sum_dtype(dtype) for dtype in dtypes}
 
 
-@examples(40)
+@examples(24)
 @given(st.data())
 def test_every_leaf_starts_at_16_bytes(data):
     """Kernels would load a leaf from an odd address, a block lie in two leaves, or padding waste memory."""
@@ -219,6 +219,7 @@ def of_an_optimizer(mesh: Any) -> set[int]:
     return found
 
 
+@pytest.mark.slow
 def test_whole_leaves_of_optimizers_start_at_16_bytes():
     """An optimizer of whole leaves, or ZeRO's, would compute with leaves at odd addresses."""
     for num in (1, 2, 3):

@@ -150,6 +150,7 @@ def trained(mesh: Any, plan: str, checkpointed: bool, accumulate: int, jit: bool
     return results
 
 
+@pytest.mark.slow
 @pytest.mark.sample(60)
 @pytest.mark.parametrize("jit", [False, True])
 @pytest.mark.parametrize(("checkpointed", "accumulate"), [(False, 3), (True, 1)])

@@ -54,7 +54,7 @@ def check_intervals(plan: fshard.Plan) -> None:
                 assert least <= row.length * size * row.shards < least + 16 * plan.num_ranks(plan.axis_names)
 
 
-@pytest.mark.sample(5)
+@pytest.mark.sample(10)
 @pytest.mark.parametrize("world", WORLDS)
 @pytest.mark.parametrize("name", TREES)
 def test_gathering_undoes_sharding(name, world):

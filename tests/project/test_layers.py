@@ -25,6 +25,7 @@ def module(path: Path) -> str:
     return ".".join(path.relative_to(PACKAGE).with_suffix("").parts).removesuffix(".__init__")
 
 
+parsed = functools.cache(ast.parse)
 SOURCES = {module(path): path.read_text() for path in sorted(PACKAGE.rglob("*.py"))}
 
 # Which folders a folder may import from; inside a folder, imports must have no cycle. Modules that are in no folder
@@ -107,7 +108,7 @@ def folder(name: str) -> str:
 def imported(name: str, source: str) -> Iterator[tuple[str, str]]:
     """What a module imports from the package, also inside functions: pairs of a module and a name in it."""
     package = name.split(".") if name in FOLDERS else name.split(".")[:-1]
-    for node in ast.walk(ast.parse(source)):
+    for node in ast.walk(parsed(source)):
         if isinstance(node, ast.Import):
             names = [alias.name for alias in node.names if alias.name.startswith("fshard.")]
             yield from ((other.partition(".")[2], "") for other in names)
@@ -146,7 +147,7 @@ def dotted(node: ast.AST) -> str | None:
 @functools.cache
 def named(source: str) -> set[str]:
     """The dotted names that a module imports or uses, with `import ... as` and `name = a.b` resolved."""
-    tree, aliases, found = ast.parse(source), dict[str, str](), set[str]()
+    tree, aliases, found = parsed(source), dict[str, str](), set[str]()
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             for alias in node.names:
@@ -338,12 +339,12 @@ def definitions(source: str) -> Iterator[tuple[str, ast.AST]]:
             if isinstance(child, ast.ClassDef):
                 yield from inside(child, (*path, child.name))
 
-    return inside(ast.parse(source), ())
+    return inside(parsed(source), ())
 
 
 def test_what_is_public_is_documented() -> None:
     """Every public module, function, class and method has a docstring: otherwise a reader would have to guess."""
-    bare = [module for module, source in SOURCES.items() if not ast.get_docstring(ast.parse(source))]
+    bare = [module for module, source in SOURCES.items() if not ast.get_docstring(parsed(source))]
     for module, source in SOURCES.items():
         for name, node in definitions(source):
             private = any(part.startswith("_") for part in name.split("."))
@@ -389,7 +390,7 @@ PRONOUNS = {"found", "held", "mine", "one", "own"}
 
 def twins(sources: dict[str, str]) -> set[str]:
     """The names that several classes have."""
-    names = [node.name for x in sources.values() for node in ast.parse(x).body if isinstance(node, ast.ClassDef)]
+    names = [node.name for x in sources.values() for node in parsed(x).body if isinstance(node, ast.ClassDef)]
     return {name for name, times in Counter(names).items() if times > 1}
 
 
@@ -501,7 +502,7 @@ def is_private(name: str) -> bool:
 
 def defined(source: str) -> set[str]:
     """The names that a module defines or assigns, attributes and string keys included."""
-    nodes = list(ast.walk(ast.parse(source)))
+    nodes = list(ast.walk(parsed(source)))
     names = {node.name for node in nodes if isinstance(node, ast.FunctionDef | ast.ClassDef)}
     stored = [node for node in nodes if isinstance(getattr(node, "ctx", None), ast.Store)]
     return names | {getattr(node, "id", "") or getattr(node, "attr", "") for node in stored}
@@ -516,7 +517,7 @@ def private_names(source: str, own: set[str]) -> set[str]:
     outside = {name for name in outside if name.partition(".")[0] in {"torch", "optree", *sys.stdlib_module_names}}
     parts = {part for name in outside for part in name.split(".")}
     found = {name for name in outside if not any(other.startswith(f"{name}.") for other in outside)}
-    for node in ast.walk(ast.parse(source)):
+    for node in ast.walk(parsed(source)):
         word = node.attr if isinstance(node, ast.Attribute) else getattr(node, "value", None)
         if isinstance(word, str) and word.isidentifier() and is_private(word) and word not in own | parts | PYTHONS:
             found.add(word)
@@ -596,9 +597,10 @@ def test_tests_lie_in_the_folders_of_the_house_and_import_no_other_test() -> Non
         assert not re.search(r"(?m)^\s*(from|import) (\w+\.)?test_", path.read_text()), path
 
 
+@pytest.mark.slow
 def test_every_test_says_what_it_is_for() -> None:
     """Every test has a docstring: otherwise whoever sees a test fail would have to guess what is wrong."""
-    files = {path.name: ast.parse(path.read_text()) for path in sorted((ROOT / "tests").rglob("test_*.py"))}
+    files = {path.name: parsed(path.read_text()) for path in sorted((ROOT / "tests").rglob("test_*.py"))}
     functions = [(file, x) for file, page in files.items() for x in page.body if isinstance(x, ast.FunctionDef)]
     bare = [f"{file}::{x.name}" for file, x in functions if x.name.startswith("test_") and not ast.get_docstring(x)]
     assert bare == []
@@ -606,7 +608,7 @@ def test_every_test_says_what_it_is_for() -> None:
 
 def first_line(source: str) -> str:
     """The first line of a module's docstring."""
-    return (ast.get_docstring(ast.parse(source)) or "").partition("\n")[0]
+    return (ast.get_docstring(parsed(source)) or "").partition("\n")[0]
 
 
 def files_section() -> str:

@@ -94,6 +94,7 @@ def undisturbed(text: Path, tmp_path_factory: pytest.TempPathFactory) -> Any:
     return whole_run(text, out)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 @pytest.mark.sample(2)
 def test_a_run_that_was_stopped_goes_on(

@@ -54,6 +54,7 @@ STRATEGIES: dict[str, tuple[bool, dict[str, Any], tuple[int, int]]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.sample(4)
 @pytest.mark.parametrize("name", STRATEGIES)
 def test_a_unit_costs_the_host_the_same_in_a_stack_of_any_depth(name: str) -> None:

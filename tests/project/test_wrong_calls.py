@@ -711,6 +711,7 @@ def real_groups(mesh: Any) -> None:
     says(lambda: fshard.shard_params(given, plan(mesh)), ValueError, "leaf 'w'", "got a DTensor", ".full_tensor()")
 
 
+@pytest.mark.slow
 def test_groups_and_dtensors() -> None:
     """A process group or a DTensor in the wrong place is an error with the remedy; without it a user would not know
     what to pass."""

@@ -113,7 +113,7 @@ def near(actual: Any, wanted: Any, scales: tuple[float, ...] = (1.0,)) -> bool:
     )
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(9)
 @pytest.mark.parametrize("name", MORE)
 @pytest.mark.parametrize("key", ["simulated", "2 x 2"])
 def test_derivatives_of_sharded_losses_are_those_of_the_sum(key: str, name: str, worlds: dict[str, list[Any]]) -> None:

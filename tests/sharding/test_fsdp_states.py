@@ -185,6 +185,7 @@ WIDE = {"state_over": ("replicate", "shard")}
 FOUR = [pytest.param({}, 4, 1, id="4"), pytest.param({}, 2, 2, id="2x2"), pytest.param(WIDE, 2, 2, id="2x2 wide state")]
 
 
+@pytest.mark.slow
 @pytest.mark.sample(4)
 @pytest.mark.parametrize(("plan", "shard", "replicate"), [pytest.param({}, 2, 1, id="2"), *FOUR])
 def test_fsdp2_both_ways(plan, shard, replicate):
@@ -433,6 +434,7 @@ def differing(mesh: Any) -> dict[str, list[str]]:
     return errors
 
 
+@pytest.mark.slow
 def test_what_ranks_have_differs():
     """Ranks would wait for each other forever, or one would go on with another model."""
     of_rank_0, of_rank_1 = gloo(differing)

@@ -185,6 +185,7 @@ def started(mesh: Any) -> dict[str, Tensor]:
     return fshard.state_dict(apply.init(fshard.make_plan(params, mesh, units=apply.units("blocks.*")), seed=5))
 
 
+@pytest.mark.slow
 def test_a_module_on_meta_starts_as_its_library_starts_it():
     """Weights would be drawn from another distribution, biases not be zero, or the numbers depend on the ranks."""
     one, *others = [*simulated(started, shard=1), *simulated(started, shard=3), *gloo(started)]

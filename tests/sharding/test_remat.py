@@ -644,6 +644,7 @@ def test_other_results_are_not_kept() -> None:
     assert torch.autograd.grad(out, x)[0].shape == x.shape
 
 
+@pytest.mark.sample(3)
 @pytest.mark.filterwarnings(QUIET)
 @pytest.mark.filterwarnings("ignore:Dynamo does not know how to trace the builtin")
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # Dynamo hides it, too

@@ -128,6 +128,7 @@ def scanned(around: Any, body: Any) -> Callable[[Any, Tensor], Tensor]:
     return lambda p, x: (around(lambda x: fshard.scan(layer, x, p["layers"])[0])(x) @ p["out"]).square().sum()
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("units", [["layers.*"], ["layers"]])
 @pytest.mark.parametrize("where", ["around", "body"])
 @pytest.mark.parametrize("size", [1, 2])

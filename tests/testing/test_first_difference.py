@@ -162,7 +162,7 @@ HOW: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.sample(149)
+@pytest.mark.sample(448)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("how", HOW)
 @pytest.mark.parametrize("strategy", range(len(PARTITIONS)))

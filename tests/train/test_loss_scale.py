@@ -503,6 +503,7 @@ def test_ranks_of_two_meshes_agree():
     assert gloo(of_two_meshes, shard=2, replicate=2) == [(1, 1, ["w"])] * 4
 
 
+@pytest.mark.slow
 def test_processes_agree_on_found_inf():
     """Processes agree on found_inf like simulated ranks: otherwise simulated tests of overflows would prove nothing."""
     for kind in ("plain", "unreduced"):

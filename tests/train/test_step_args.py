@@ -107,6 +107,7 @@ def test_arguments_go_to_every_micro_batch_uncut(loss, shard):
             close(found, expected)
 
 
+@pytest.mark.slow
 @pytest.mark.sample(10)
 @pytest.mark.parametrize("strategy", [name for name in STRATEGIES if not name.startswith("wide")])
 @pytest.mark.parametrize("backend", [None, "eager"])
@@ -365,7 +366,7 @@ def same_extra(found: Any, expected: Any, rank: int = 0) -> None:
         close([one["mean"], one["queue"], one["count"]], [row[rank][key] for key in ("mean", "queue", "count")])
 
 
-@pytest.mark.sample(12)
+@pytest.mark.sample(16)
 @pytest.mark.parametrize("scaled", [False, True])
 @pytest.mark.parametrize("accumulate", [1, 3])
 @pytest.mark.parametrize(("how", "given"), [("eager", False), ("eager", True), ("jit", False), ("jit", True)])

@@ -1,0 +1,101 @@
+"""Processor seconds of tests, by function and by folder, and the law on them: a pytest plugin (CONTRIBUTING.md).
+
+The seconds of a case are those of its process, of the processes that it has waited for, and of its gloo ranks.
+"""
+
+import os
+from collections import Counter
+from collections.abc import Iterator
+from multiprocessing import forkserver
+
+import psutil
+import pytest
+
+MOST = 2.0  # seconds of a function in `make test`, all its cases together
+IN_TEST = "in make test"  # a property of the cases that `make test` runs
+PAGES = "tests/project/test_docs.py::test_the_python_of_a_page_runs"  # may take more: each page is a program of its own
+MARGIN = 2.0  # by this factor another machine may be slower than that of the table in CONTRIBUTING.md
+_BEFORE = pytest.StashKey[float]()
+
+
+def spent() -> float:
+    """Processor seconds of this process, and of all that it and the server of its gloo ranks have waited for."""
+    server: int | None = forkserver._forkserver._forkserver_pid  # type: ignore[attr-defined]
+    return sum(os.times()[:4]) + (sum(psutil.Process(server).cpu_times()[:4]) if server else 0.0)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_setup(item: pytest.Item) -> Iterator[None]:
+    """Note the seconds of before."""
+    item.stash[_BEFORE] = spent()
+    return (yield)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_teardown(item: pytest.Item) -> Iterator[None]:
+    """Give a case's seconds to its report."""
+    try:
+        return (yield)
+    finally:
+        item.user_properties.append(("seconds", spent() - item.stash[_BEFORE]))
+
+
+class Costs:
+    """What all cases of each function have taken: a plugin of the process that prints."""
+
+    def __init__(self, shown: int):
+        self.shown = shown
+        self.seconds, self.cases, self.in_test = Counter[str](), Counter[str](), Counter[str]()
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        """Count a case."""
+        if report.when == "teardown":
+            properties, function = dict(report.user_properties), report.nodeid.split("[")[0]
+            seconds = float(str(properties["seconds"]))
+            self.seconds[function] += seconds
+            self.cases[function] += 1
+            self.in_test[function] += seconds * bool(properties.get(IN_TEST))
+
+    def too_dear(self) -> list[str]:
+        """A line for each function that takes too much of `make test`."""
+        return [
+            f"{function} takes {seconds:.1f} s of a processor in `make test`, and may take {MOST:.0f} s "
+            f"({MOST * MARGIN:.0f} s on a slow machine): mark it `sample(n)` or `slow` (CONTRIBUTING.md)"
+            for function, seconds in self.in_test.most_common()
+            if seconds > MOST * MARGIN and function != PAGES
+        ]
+
+    def pytest_sessionfinish(self, session: pytest.Session) -> None:
+        """The law fails a run in which nothing else does."""
+        if session.exitstatus == pytest.ExitCode.OK and self.too_dear():
+            session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+    def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
+        """Print what broke the law, and the table if asked."""
+        for line in [*self.too_dear(), *(self.table() if self.shown else ())]:
+            terminalreporter.write_line(line)
+
+    def table(self) -> Iterator[str]:
+        """Lines of Markdown: folders, then the dearest functions."""
+        rows = dict[str, list[float]]()  # functions, cases, seconds in `make test`, and all of them
+        for function, seconds in self.seconds.items():
+            row = (1, self.cases[function], self.in_test[function], seconds)
+            for name in ("all", "/".join(function.split("::")[0].split("/")[:2]), function):
+                rows[name] = [a + b for a, b in zip(rows.get(name, [0] * 4), row, strict=True)]
+        ranked = sorted(rows, key=lambda name: -rows[name][3])
+        yield "| folder | functions | cases | processor seconds in `make test` | in this run |\n|---|---|---|---|---|"
+        names = [name for name in ranked if "::" not in name] + [name for name in ranked if "::" in name][: self.shown]
+        for name in names:
+            functions, cases, in_test, seconds = rows[name]
+            yield f"| {name} | {functions} | {cases} | {in_test:.1f} | {seconds:.1f} |"
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """The option that prints the table."""
+    parser.addoption("--costs", type=int, default=0, metavar="N", help="print processor seconds of folders and N tests")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Count where results are printed: not in a worker of pytest-xdist."""
+    if not hasattr(config, "workerinput"):
+        config.pluginmanager.register(Costs(config.option.costs))
