@@ -17,6 +17,8 @@ from support.worlds import gloo
 from torch import Tensor
 from torch.nn import functional as F
 
+import pytest
+
 import fshard
 from fshard import optim
 
@@ -72,6 +74,7 @@ def walks(mesh: Any) -> dict[str, set[Line]]:
     return {"touched": touched[2], "reduced": reduced[2], "step": set().union(*entered(lambda: step(state, x)))}
 
 
+@pytest.mark.slow
 def test_the_house_is_no_larger_than_it_was() -> None:
     """Each feature fits, and one after the other they grow over the heads of those who keep them."""
     first, second = gloo(walks)
