@@ -11,13 +11,12 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+import pytest
 import torch
 from sizes import code_lines
 from support.worlds import gloo
 from torch import Tensor
 from torch.nn import functional as F
-
-import pytest
 
 import fshard
 from fshard import optim
