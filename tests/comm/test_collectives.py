@@ -631,7 +631,7 @@ def worlds() -> dict[str, list[Any]]:
     }
 
 
-@pytest.mark.sample(15)
+@pytest.mark.sample(40)
 @pytest.mark.parametrize("key", [*PROGRAMS, "jvp", "vmap"])
 @pytest.mark.parametrize("name", LINEAR)
 def test_derivatives_are_those_of_the_sum_over_ranks(name: str, key: str, worlds: dict[str, list[Any]]) -> None:

@@ -84,6 +84,7 @@ def test_products_are_those_of_one_device(world: str, strategy: str, name: str) 
         assert apart(found, wanted) < 1e-12 * largest
 
 
+@pytest.mark.slow
 @pytest.mark.sample(4)
 @pytest.mark.parametrize("strategy", ["full", "zero2"])
 @pytest.mark.parametrize("name", ["regression", "laplacian"])

@@ -419,6 +419,7 @@ def by_hand(tx: Any, first: Tensor) -> dict[str, Any]:
     return dict(zip(tree.paths(spec), tensors, strict=True))
 
 
+@pytest.mark.sample(12)
 @pytest.mark.parametrize("ranks", [1, 2, 3])
 @pytest.mark.parametrize("scale", ["none", "scaled", "skipped"])
 @pytest.mark.parametrize("over", ["leaves", "elements", "tree"])

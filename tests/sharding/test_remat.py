@@ -396,6 +396,7 @@ FORWARDS: dict[str, Callable[..., Any]] = {
 }
 
 
+@pytest.mark.sample(5)
 @pytest.mark.parametrize("name", FORWARDS)
 def test_what_a_forward_computes_and_keeps_is_an_error(name: str) -> None:
     """However the forward of a torch.autograd.Function is written, its result has a gradient, which would be lost."""

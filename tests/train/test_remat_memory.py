@@ -84,6 +84,7 @@ def in_graph(loss: Any) -> int:
     return fshard.jit(fshard.train_step(loss, tx)).lower(state, X.to("meta")).memory().peak
 
 
+@pytest.mark.slow
 @pytest.mark.sample(2)
 @pytest.mark.parametrize("how", [eager, in_graph])
 def test_the_peak_is_that_of_torchs_checkpoint(how: Callable[[Any], int]) -> None:
