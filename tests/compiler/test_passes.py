@@ -431,6 +431,7 @@ EVERY_WORLD: dict[str, tuple[dict[str, Any], int]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.sample(6)
 @pytest.mark.parametrize("name", EVERY_WORLD)
 def test_steps_with_much_in_flight_are_right(name):
