@@ -226,7 +226,7 @@ class Structure:
 
     def __init__(self, spec: tree.Spec, seen: _Seen | None = None):
         self.spec, around = spec, {} if seen is None else seen
-        nodes = spec.__getstate__()[0]  # type: ignore[index]  # a tuple
+        nodes = spec.__getstate__()[0]  # type: ignore[index]  # what nodes carry, optree tells in pickles alone
         self._nodes = tuple(
             node[0] if node[0] == _LEAF else (*node[:2], node[4], _carried(node[2], node[4] is not None, around))
             for node in nodes
