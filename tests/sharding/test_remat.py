@@ -157,8 +157,6 @@ def apart(a: Any, b: Any) -> float:
 
 
 NO_GRAPH = {  # what torch cannot trace or run as a graph, with `remat` or without
-    *(("vmap of hessian", source) for source in SOURCES),
-    *(("vmap of jacfwd of grad", source) for source in SOURCES),
     ("Hessian-vector product: `jvp` of `grad`", "within"),
     ("jvp of vmap of grad", "within"),
     ("third order", "within"),
