@@ -12,8 +12,8 @@ from hypothesis import is_hypothesis_test
 
 import fshard
 
-# By the name of its entry point: where that is installed as well, pytest sees that it has it.
 SEED = "FSHARD_SEED"  # which of the cases are drawn; workers of pytest-xdist inherit it
+# By the name of its entry point: where that is installed as well, pytest sees that it has it.
 pytest_plugins = ["pytester", "pytest_fshard", "costs"]
 
 

@@ -150,7 +150,7 @@ def _answering(call: Call | str, peers: Sequence[str], works: Sequence[dist.Work
 
 
 def _is_late(work: dist.Work) -> bool:
-    """Whether a message has not come, or not gone; a connection on which one has failed is of no more use."""
+    """True if a message has not come, or not gone; a connection on which one has failed is of no more use."""
     with suppress(RuntimeError):
         work.wait(timedelta(milliseconds=1))
         return False

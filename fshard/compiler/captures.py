@@ -130,7 +130,7 @@ def _getter(x: object, name: str) -> MethodType | None:
         fn = _function_of(attribute)
     else:
         fn, x = inspect.getattr_static(type(attribute), "__get__", None), attribute
-    return MethodType(fn, x) if fn is not None and _is_users(fn) else None
+    return MethodType(fn, x) if fn is not None and is_users(fn) else None
 
 
 def _function_of(method: object) -> object:
@@ -142,7 +142,8 @@ def _function_of(method: object) -> object:
     return method.__func__ if isinstance(method, staticmethod | classmethod) else method
 
 
-def _is_users(fn: object) -> bool:
+def is_users(fn: object) -> bool:
+    """Return True for a function of the user's."""
     return isinstance(fn, FunctionType) and not fn.__code__.co_filename.startswith(LIBRARIES)
 
 
@@ -161,8 +162,8 @@ def captures(fn: object) -> Iterator[Capture]:
     """Yield the variables that `fn` reads, and recursively the variables that functions among their values read.
 
     Of functions that belong to a library (torch, the standard library, installed packages) only closures are yielded.
-    Of an object of the user's that is handed on (`penalty(w, config)`), attributes are yielded whose name any of the
-    functions reads.
+    Of an object, class or module of the user's that is handed on (`penalty(w, config)`), attributes are yielded if any
+    of the functions reads their name.
     """
     seen, known, inside = dict[object, object](), dict[tuple[int, str], Capture](), dict[int, object]()
     names, objects = dict[str, None](), list[object]()  # what code reads of any object; objects that are handed on
@@ -194,8 +195,8 @@ def _attributes_in(code: Any) -> Iterator[str]:
 
 
 # compared with what is in them
-_VALUES: tuple[Any, ...] = (dict, list, tuple, set, frozenset, deque, types.SimpleNamespace, types.MappingProxyType)
-_CONTAINERS = (*_VALUES, UserDict, UserList, ChainMap, ContextVar)
+_CONTAINERS: tuple[Any, ...] = (dict, list, tuple, set, frozenset, deque, UserDict, UserList, ChainMap, ContextVar)
+_CONTAINERS += (types.SimpleNamespace, types.MappingProxyType)
 
 
 def _objects(value: object, seen: dict[int, object]) -> Iterator[object]:
@@ -204,11 +205,11 @@ def _objects(value: object, seen: dict[int, object]) -> Iterator[object]:
     while unseen:
         x: Any = unseen.pop()
         kind = x if isinstance(x, type | ModuleType) else type(x)
-        is_users = not (is_of_library(kind) or _is_module(x) or _is_ours(x))
-        if id(x) in seen or not (is_users or isinstance(x, _CONTAINERS)):
+        is_owner = not (is_of_library(kind) or _is_module(x) or _is_ours(x))
+        if id(x) in seen or not (is_owner or isinstance(x, _CONTAINERS)):
             continue
         seen[id(x)] = x
-        if is_users:
+        if is_owner:
             yield x
             unseen += [getattr(x, name, None) for name in _fields(x)]
         if isinstance(x, _CONTAINERS):
@@ -225,7 +226,8 @@ def _read_of(x: object, names: Collection[str]) -> Iterator[Capture]:
     kinds = x.__mro__ if isinstance(x, type) else (x, *type(x).__mro__)
     stored = {name: None for y in kinds for name in getattr(y, "__dict__", ()) if name in names}
     owner = getattr(x, "__name__", "") if isinstance(x, type | ModuleType) else ""
-    for name in (name for name in stored if name not in _fields(x)):
+    compared = {*_fields(x)}
+    for name in (name for name in stored if name not in compared):
         variable = Capture(f"{name!r} of {owner or f'a {type(x).__qualname__}'}", x, name)
         if not (owner or _has(x, name)):
             continue
@@ -274,7 +276,7 @@ def _functions(x: Any, seen: dict[Any, object], is_whole: bool = True) -> Iterat
         for part in x.values() if isinstance(x, dict) else parts:
             yield from _functions(part, seen)
     elif inspect.ismethod(x):
-        yield from (*_functions(x.__func__, seen), *_methods(x.__self__), *([x] if _is_users(x.__func__) else []))
+        yield from (*_functions(x.__func__, seen), *_methods(x.__self__), *([x] if is_users(x.__func__) else []))
     elif x is not None:
         yield from [x] if inspect.isfunction(x) else _methods(x, is_whole)
         # a jitted function has it, too; not `hasattr`, which runs an object's `__getattr__`
@@ -305,7 +307,7 @@ def _methods(x: object, is_whole: bool = False) -> Iterator[_Function]:
                 yield from _functions(fn, {})
                 # an object that the program makes of a class may be asked for any
                 is_called = inspect.isclass(x) or name == "forward" or name[:2] == name[-2:] == "__"
-                if is_whole and is_called and name not in _SHOWS and _is_users(fn):
+                if is_whole and is_called and name not in _SHOWS and is_users(fn):
                     yield from (MethodType(fn, part) for part in objects)
 
 
@@ -331,13 +333,13 @@ def variables(fn: _Function) -> Iterator[Capture]:
         yield from (Capture(f"{key!r} of a partial", fn, key) for key in ("args", "keywords"))
         return
     cells = dict(zip(fn.__code__.co_freevars, fn.__closure__ or (), strict=True))
-    is_users = _is_users(fn)
-    paths = dict.fromkeys(_names_in(fn.__code__) if is_users else ())
+    is_own = is_users(fn)
+    paths = dict.fromkeys(_names_in(fn.__code__) if is_own else ())
     for name, cell in cells.items():
         yield _variable(fn, cell, (name,), paths)
-    if is_users:
+    if is_own:
         yield Capture(f"the code of {fn.__qualname__}", fn, "__code__")
-    if is_users or "<locals>" in fn.__qualname__:  # what a library makes for the user
+    if is_own or "<locals>" in fn.__qualname__:  # what a library makes for the user
         yield Capture(f"a default of {fn.__qualname__}", fn, "")
     for path in paths:
         place = cells.get(path[0], fn.__globals__)
@@ -358,7 +360,7 @@ def _of_owner(fn: Any, owner: object) -> Iterator[Capture]:
     if "super" in code.co_names and not isinstance(owner, type):
         bases = [vars(kind).get(name) for name in code.co_names for kind in type(owner).__mro__[1:]]
         for base in bases:
-            if isinstance(base, FunctionType) and base is not fn and _is_users(base):
+            if isinstance(base, FunctionType) and base is not fn and is_users(base):
                 yield from _of_owner(base, owner)
 
 
@@ -402,7 +404,7 @@ def _has(x: object, name: str) -> bool:
     value, of_class = (inspect.getattr_static(y, name, _has) for y in (x, type(x)))  # a function, where there is none
     if value is not of_class or isinstance(value, MemberDescriptorType) or not hasattr(type(value), "__get__"):
         return True
-    if (value is not _has and _is_users(_function_of(value))) or _getter(x, name) is not None:
+    if (value is not _has and is_users(_function_of(value))) or _getter(x, name) is not None:
         return True
     return name in ("__dict__", "__class__") and not is_of_library(type(x))
 

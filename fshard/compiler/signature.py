@@ -33,7 +33,7 @@ from ..core.tree import Tree
 from ..layout.layout import Layout
 from ..plan.plan import Plan
 from ..sharding.schedule import View
-from .captures import LIBRARIES, Capture, is_of_library
+from .captures import Capture, is_of_library, is_users
 from .trace import kind_in_key, resolved
 
 Key = tuple[type, *tuple[object, ...]]  # the type of a value, and what is compared of the value
@@ -226,10 +226,9 @@ class Structure:
 
     def __init__(self, spec: tree.Spec, seen: _Seen | None = None):
         self.spec, around = spec, {} if seen is None else seen
-        nodes = spec.__getstate__()[0]  # type: ignore[index]  # what nodes carry, optree tells in pickles alone
         self._nodes = tuple(
             node[0] if node[0] == _LEAF else (*node[:2], node[4], _carried(node[2], node[4] is not None, around))
-            for node in nodes
+            for node in _nodes(spec)
         )
 
     def __eq__(self, other: object) -> bool:
@@ -239,7 +238,12 @@ class Structure:
         return hash(self.spec)  # which leaves out what nodes of registered classes carry
 
 
-_LEAF = tree.flatten(0)[1].__getstate__()[0][0][0]  # type: ignore[index]  # the kind of a node that is a leaf
+def _nodes(spec: tree.Spec) -> Any:  # optree tells in pickles alone what nodes carry
+    """The nodes of a structure: kind, number of children, what it carries, and in place 4 the registered class."""
+    return spec.__getstate__()[0]  # type: ignore[index]  # a tuple
+
+
+_LEAF = _nodes(tree.flatten(0)[1])[0][0]  # the kind of a node that is a leaf
 
 
 def _carried(x: Any, is_registered: bool, seen: _Seen) -> object:
@@ -385,8 +389,7 @@ def _changing(home: Plan | Layout) -> tuple[object, ...]:
     """What the nodes of a plan's tree carry, and may change in place; found once."""
     known = home.derived
     if known.changing is None:
-        nodes = home.spec.__getstate__()[0]  # type: ignore[index]  # a tuple
-        known.changing = tuple(node[2] for node in nodes if node[4] is not None and not _is_fixed(node[2]))
+        known.changing = tuple(node[2] for node in _nodes(home.spec) if node[4] is not None and not _is_fixed(node[2]))
     return known.changing
 
 
@@ -399,21 +402,16 @@ def _is_fixed(x: Any) -> bool:
     if type(x) in (tuple, frozenset):
         return all(map(_is_fixed, x))
     if isinstance(x, FunctionType | BuiltinFunctionType):
-        return not _has_state(x) and isinstance(getattr(x, "__self__", None), _NO_OBJECTS)
+        return not is_users(x) and isinstance(getattr(x, "__self__", None), _NO_OBJECTS)
     if is_dataclass(x) and not isinstance(x, type):
         is_frozen = getattr(getattr(type(x), "__dataclass_params__", None), "frozen", False)
         return is_frozen and all(_is_fixed(getattr(x, field.name, None)) for field in fields(x))
     return type(x) in _FIXED or (isinstance(x, type) and is_of_library(x))
 
 
-def _has_state(fn: object) -> bool:
-    """True for a function of the user's, whose code, defaults, attributes and closure may change."""
-    return isinstance(fn, FunctionType) and not fn.__code__.co_filename.startswith(LIBRARIES)
-
-
 def _content(value: Any, seen: _Seen, inside: Inside = parts) -> object:  # Any: as in `fixed`
     """Return the key of a value."""
-    if type(value) in (FunctionType, ModuleType, CodeType) and (inside is parts or not _has_state(value)):
+    if type(value) in (FunctionType, ModuleType, CodeType) and (inside is parts or not is_users(value)):
         return value  # they compare as they are; most captured values are these
     if type(value) is MethodType and inside is parts:
         return MethodType, value.__func__, _Same(value.__self__)

@@ -59,7 +59,7 @@ _get, _as_strided = python.getitem, torch.ops.aten.as_strided.default
 
 
 def _reaches_nothing(graph: fx.Graph) -> bool:
-    """Whether no parameter reaches the loss on this rank, whose peers wait for its gathers all the same."""
+    """True if no parameter reaches the loss on this rank, whose peers wait for its gathers all the same."""
     return any(is_call(node, "_assert_async") and NO_GRADIENT in node.args for node in graph.nodes)
 
 

@@ -25,7 +25,7 @@ from ..core.tracing import is_tracing
 from ..core.tree import Tree
 from .layout import Layout, Leaf
 from .moves import on_rank
-from .pieces import Misplaced, Parts, device_of, layout_of, reshaped
+from .pieces import Misplaced, Parts, device_of, layout_of, path_of, reshaped
 
 Init: TypeAlias = Callable[[Tree], Tree]
 
@@ -38,7 +38,7 @@ class Alone(AbstractMesh):
     """A mesh for trials: another rank may not try the same."""
 
     def ranks(self, axis: str) -> NoReturn:
-        """Raise `Communicated`."""
+        """Raise `Communicated`, before a message that no other rank would answer."""
         raise Communicated
 
 
@@ -76,8 +76,6 @@ def formed(init: Init, whole: Parts) -> list[Tree] | None:
         try:
             with torch.device("meta"):
                 two, single, *each = _made(init, everywhere, torch.device("meta"))
-        except Misplaced:
-            raise
         except Exception:  # the user's function needs values, say
             two, single, *each = _made(init, everywhere, device)
         each = [
@@ -263,7 +261,7 @@ def check_shapes(update: Callable[..., object], old: Tree, new: Tree) -> None:
     for a, b in ((a, b) for a, b in pairs if isinstance(a, Parts) and isinstance(b, Parts) and a.layout == b.layout):
         for number, (x, y) in enumerate(zip(a.tensors, b.tensors, strict=True)):
             if getattr(x, "shape", ()) != getattr(y, "shape", ()) and isinstance(x, Tensor):
-                leaf = next((a.layout.leaves[span.leaf].path for span in a.layout.mine if span.tensor == number), "")
+                leaf = path_of(a.layout, number)
                 raise Misplaced(
                     f"{named(update)}: its state has for leaf {leaf!r} {shown(y)} after an update: expected "
                     f"{shown(x)}, as before, because other ranks know its shape from `init`. Start with its final "

@@ -201,19 +201,24 @@ def pieces(x: Tree, layout: Layout | None = None) -> list[tuple[int, Tensor]]:
     return [(s.leaf, tensors[s.tensor][s.start : s.start + s.numel]) for s in layout.mine]
 
 
+def path_of(layout: Layout, number: int) -> str:
+    """Return the path of the first leaf in a tensor of this rank, for errors."""
+    return next((layout.leaves[span.leaf].path for span in layout.mine if span.tensor == number), "")
+
+
 def _entries(x: Parts, layout: Layout) -> Sequence[Tensor]:
     """The tensors of a tree. TypeError for anything else in it."""
     for number, entry in enumerate(x.tensors):
         if not isinstance(entry, Tensor) or (layout.flat and entry.dim() != 1):
-            leaf = next((layout.leaves[span.leaf].path for span in layout.mine if span.tensor == number), "")
+            leaf = path_of(layout, number)
             raise TypeError(
                 f"leaf {leaf!r}: expected a {'flat ' * layout.flat}tensor, got {shown(entry)}, which a function mapped "
                 "over the tree has put there. Keep a tensor of its shape (torch.zeros_like), or a value beside the tree"
             )
-    for leaf, entry in () if layout.flat else ((layout.leaves[s.leaf], x.tensors[s.tensor]) for s in layout.mine):
-        if entry.shape != leaf.shape:
+    for form, entry in () if layout.flat else ((layout.leaves[s.leaf], x.tensors[s.tensor]) for s in layout.mine):
+        if entry.shape != form.shape:
             raise TypeError(
-                f"leaf {leaf.path!r}: expected a tensor of shape {leaf.shape}, got {shown(entry)}: other ranks know "
+                f"leaf {form.path!r}: expected a tensor of shape {form.shape}, got {shown(entry)}: other ranks know "
                 "its shape from `init`. Start with its final shape (torch.zeros_like)"
             )
     return x.tensors

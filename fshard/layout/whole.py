@@ -142,7 +142,7 @@ def _with_tensors(entry: object) -> list[str]:
 
 
 def _several(entry: Tree) -> str:
-    """What a node with tensors is, for errors."""
+    """Name the class of a node and its children, for errors."""
     names = [str(name) for name, _ in tree.opened(entry)[0] or ()]
     return f"a {type(entry).__name__} of {', '.join(names)}"
 
@@ -229,12 +229,11 @@ def row_by_row(update: Update) -> Update:
         given, seeds = (state, *[params] * (params is not None), *more), UPDATE.get()
         if seeds is None or not isinstance(grads, Parts) or not grads.tensors:
             updates, new = _whole_tree(update, grads, *given, **extra)
-            check_shapes(update, state, new)
-            return updates, new
-        updates, states = _piecewise(seeds.following(), update, grads, *given, **extra)
-        _check_structure(update, tree.map_tops(_cut(0), Parts, state), states[-1])
-        last = tree.map_tops(lambda old, new: old if isinstance(old, Parts) else new, Parts, state, states[-1])
-        new = _joined(last, states)
+        else:
+            updates, states = _piecewise(seeds.following(), update, grads, *given, **extra)
+            _check_structure(update, tree.map_tops(_cut(0), Parts, state), states[-1])
+            last = tree.map_tops(lambda old, new: old if isinstance(old, Parts) else new, Parts, state, states[-1])
+            new = _joined(last, states)
         check_shapes(update, state, new)
         return updates, new
 

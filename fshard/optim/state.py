@@ -93,22 +93,22 @@ def _gathered(state: Tree, mesh: AnyMesh, rank: int | None, keep: Callable[[str,
     """`keep(path of the leaf, whole tensor)` of every tensor of a state, a few leaves at a time; "" for no leaf."""
     whole: dict[str, Tensor] = {}
     nodes = tree.paths_to(state, Parts)
-    _check_plain(mesh, together(mesh, lambda: _plain(nodes), _OTHERS, TypeError), "gather_state: state", _ONE_FOR_EACH)
+    together(mesh, lambda: _check_tensors(nodes), _OTHERS, TypeError)
+    _check_plain(mesh, dict(nodes), "gather_state: state", _ONE_FOR_EACH)
     for path, node in nodes:
         leaves = _whole_leaves(node, rank) if isinstance(node, Parts) else [("", node)]
         whole.update((joined(path, name), keep(name, x)) for name, x in leaves)
     return whole if _holds(mesh, rank) else {}
 
 
-def _plain(nodes: Sequence[tuple[str, Tree]]) -> dict[str, Tensor]:
-    """The tensors that each rank has whole. TypeError for a state that is not of tensors alone."""
+def _check_tensors(nodes: Sequence[tuple[str, Tree]]) -> None:
+    """Raise TypeError for a state that is not of tensors alone."""
     for path, node in nodes:
         if isinstance(node, Parts):
             pieces(node)
         elif not isinstance(node, Tensor):
             expected = "the state of an optimizer, tensors alone"
             raise TypeError(f"gather_state: {f'leaf {path!r} of ' if path else ''}{wrong('state', node, expected)}")
-    return {path: x for path, x in nodes if isinstance(x, Tensor)}
 
 
 def _check_rank(name: str, mesh: AnyMesh, rank: int | None) -> None:
@@ -175,17 +175,16 @@ def _sharded(whole: Mapping[str, Tensor] | None, like: Tree, mesh: AnyMesh, src:
             value = (whole_tensor(whole[path], mesh, f"{_LABEL}: {path!r}").to(node) if has_whole else node).clone()
             nodes.append(value if src is None else primitives.from_rank(value, mesh, src, _LABEL))
     if src is None:
-        plain = {
-            path: x for (path, _), x in zip(tree.paths_to(like, Parts), nodes, strict=True) if isinstance(x, Tensor)
-        }
-        _check_plain(mesh, plain, "the whole state", "Pass the same state on all ranks, or with src on one alone")
+        known = {path: x for (path, _), x in zip(tree.paths_to(like, Parts), nodes, strict=True)}
+        _check_plain(mesh, known, "the whole state", "Pass the same state on all ranks, or with src on one alone")
     return tree.put_tops(like, Parts, nodes)
 
 
-def _check_plain(mesh: AnyMesh, plain: Mapping[str, Tensor], what: str, remedy: str) -> None:
+def _check_plain(mesh: AnyMesh, nodes: Mapping[str, Tree], what: str, remedy: str) -> None:
     """Raise MismatchError on every rank if a tensor that each has whole, such as a count, differs between ranks."""
     if mesh is None or num_ranks(mesh) == 1:
         return
+    plain = {path: x for path, x in nodes.items() if isinstance(x, Tensor)}
     forms = "\n".join(f"{path!r} of shape {list(x.shape)} and {x.dtype}" for path, x in plain.items())
     check_same(mesh, forms, what, remedy)
     check_same(mesh, "\n".join(f"{path!r}: {_exactly(x)}" for path, x in plain.items()), what, remedy)
