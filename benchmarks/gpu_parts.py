@@ -73,7 +73,9 @@ def tests(rows: Rows, mesh: DeviceMesh) -> None:
     """Run the tests that are marked `cuda`; other files need packages that a machine with a GPU may lack."""
     if not CUDA or importlib.util.find_spec("pytest") is None:
         return rows.add("marked cuda", "skipped", NO_GPU if not CUDA else "no pytest: name a folder with its wheel")
-    command = [sys.executable, "-m", "pytest", "-m", "cuda", "-p", "no:cacheprovider", "-o", "addopts=-p no:logging"]
+    # conftest.py needs packages that a machine with a GPU may lack
+    command = [sys.executable, "-m", "pytest", "--noconftest", "-m", "cuda", "-p", "no:cacheprovider"]
+    command += ["-o", "addopts=-p no:logging"]
     alone = {**os.environ, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}  # not the plugins that a machine happens to have
     done = subprocess.run([*command, *MARKED], cwd=ROOT, env=alone, capture_output=True, text=True)
     print(done.stdout, done.stderr, file=sys.stderr)  # for the log

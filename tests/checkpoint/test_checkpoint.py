@@ -109,7 +109,6 @@ PLACES: list[Any] = [
 ]
 
 
-@pytest.mark.sample(15)
 @pytest.mark.parametrize("name", [name for name in TREES if name != "dtypes"])
 def test_trees_of_every_kind(name):
     """Leaves of a user's classes, or of other shapes, kinds and strides, would come back elsewhere or changed."""

@@ -173,7 +173,6 @@ def trained(mesh: Any, dir: Path, how: str, is_changed: threading.Event) -> None
         is_changed.clear()
 
 
-@pytest.mark.sample(3)
 @pytest.mark.parametrize("how", ["in place", "donate", "jit"])
 @pytest.mark.parametrize("shard", [1, 2])
 def test_a_state_may_be_changed_at_once(tmp_path, monkeypatch, how, shard):
@@ -382,7 +381,6 @@ def waits_for_rank_1(mesh: Any, dir: str) -> str:
     return "no error"
 
 
-@pytest.mark.slow
 def test_processes_hear_of_an_error(tmp_path):
     """A process whose peer could not write would wait for the peer's record for an hour."""
     texts = gloo(waits_for_rank_1, str(tmp_path))

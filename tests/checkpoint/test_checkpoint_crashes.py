@@ -125,7 +125,6 @@ def is_between(now: dict[int, int], before: dict[int, int], after: dict[int, int
     return now == before or after.items() <= now.items() <= {**before, step: after[step]}.items()
 
 
-@pytest.mark.sample(12)
 @pytest.mark.parametrize("deed", DEEDS)
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_save_that_is_killed_anywhere_loses_nothing(ranks, deed, tmp_path):
@@ -166,7 +165,6 @@ def test_a_deletion_that_is_killed_anywhere_leaves_the_others(tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == [f"step-{step:012}" for step in (1, 3, 4)]
 
 
-@pytest.mark.sample(6)
 @pytest.mark.parametrize("deed", DEEDS)
 def test_a_loss_of_power_anywhere_loses_nothing(deed, tmp_path):
     """A name would reach the disk before the bytes of its file, or a save return before its checkpoint is there."""
@@ -218,7 +216,6 @@ def ends(error: BaseException | None) -> bool:
     return error is None or (isinstance(error, CheckpointError | OSError) and "step-00000000000" in str(error))
 
 
-@pytest.mark.sample(20)
 @pytest.mark.parametrize("offset", [0, 5])
 @pytest.mark.parametrize("deeds", [deeds for deeds in TWO if len(TWO[deeds]) == 2])
 @pytest.mark.parametrize("first", [0, 1])
@@ -253,7 +250,6 @@ def test_a_save_in_the_middle_of_another_one_loses_nothing(first, deeds, offset,
     assert moment > 100
 
 
-@pytest.mark.sample(84)
 @pytest.mark.parametrize("seed", range(12))
 @pytest.mark.parametrize("deeds", TWO)
 def test_savers_at_once_lose_nothing(deeds, seed, tmp_path, impatient):

@@ -44,7 +44,6 @@ def segment(mesh: Any, dir: str, kind: str, reduction: str, first: int, last: in
     return torch.stack(losses), fshard.gather_params(state.params)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_three_ranks_then_two_then_four(tmp_path, kind):
     """A run that goes on with other numbers of processes would have other losses than the run that was not stopped."""
@@ -57,7 +56,6 @@ def test_three_ranks_then_two_then_four(tmp_path, kind):
     torch.testing.assert_close(tree.leaves(ranks[0][1]), tree.leaves(params), rtol=1e-10, atol=1e-10)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["adamw", "sgd", "jit"])
 def test_with_reduction_by_trees_to_the_bit(tmp_path, kind):
     """With reduction="tree" a run that goes on with another number of ranks would differ in a bit."""

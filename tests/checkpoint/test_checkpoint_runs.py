@@ -89,7 +89,6 @@ def goes_on(mesh: Any, name: str, how: str, dir: Path, number: int, left: Any) -
     return whole_of(state)
 
 
-@pytest.mark.sample(25)
 @pytest.mark.parametrize("name", ROWS)
 def test_every_optimizer_goes_on_elsewhere(tmp_path, name):
     """A moment, count or factor would be lost, or come to another leaf, when a run goes on with another strategy."""
@@ -126,7 +125,6 @@ def stopped(mesh: Any, dir: Path, plan: dict[str, Any]) -> None:
     assert same_bits((again, others), (state, metrics))
 
 
-@pytest.mark.sample(9)
 @pytest.mark.parametrize("name", WIRED)
 def test_a_run_that_was_stopped(tmp_path, name):
     """A checkpoint would lack something that a run goes on from: a moment, the scale, the seed, or what

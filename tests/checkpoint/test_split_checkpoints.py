@@ -81,7 +81,6 @@ def restored(mesh: Any, name: str, tx: Any, folder: str, donate: bool) -> tuple[
     return bits(checkpoint.restore(folder, like, donate=donate)), fshard.gather_params(params)
 
 
-@pytest.mark.sample(15)
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("name", WAYS)
 def test_a_checkpoint_is_read_by_every_split(name: str, optimizer: str, tmp_path: Path) -> None:
@@ -97,7 +96,6 @@ def test_a_checkpoint_is_read_by_every_split(name: str, optimizer: str, tmp_path
                 assert torch.equal(x, files[path])
 
 
-@pytest.mark.slow
 def test_what_inspects_and_compares_knows_the_order(tmp_path: Path) -> None:
     """Two equal checkpoints would differ, and other ones be equal: who looks at them would not trust a run."""
     tx = OPTIMIZERS["adamw"]()
@@ -138,7 +136,6 @@ def checked(mesh: Any, way: str, tx: Any, folder: str, again: str) -> list[Tenso
     return bits(state)
 
 
-@pytest.mark.sample(134)
 @pytest.mark.parametrize("way", OF_OWNERS)
 @pytest.mark.parametrize("name", [x for x in optimizers.TRANSFORMS | optimizers.OWNERS if x != "from_torch-Muon"])
 def test_every_state_is_read_by_every_split(name: str, way: str, tmp_path: Path) -> None:

@@ -243,8 +243,8 @@ SCRIPT = ("-c", "import sys; from fshard_command import main; sys.exit(main())")
     ("module", "how"),
     [
         ("torch", SCRIPT),
-        pytest.param("my_model", SCRIPT, marks=pytest.mark.slow),
-        pytest.param("my_model", ("-m", "fshard"), marks=pytest.mark.slow),
+        pytest.param("my_model", SCRIPT),
+        pytest.param("my_model", ("-m", "fshard")),
     ],
 )
 def test_an_interrupt_is_one_line(module, how, here):
@@ -256,7 +256,6 @@ def test_an_interrupt_is_one_line(module, how, here):
     assert (done.returncode, done.stdout, done.stderr) == (130, "", "interrupted\n")
 
 
-@pytest.mark.slow
 def test_the_command_and_the_module_are_one():
     """`fshard` would be another program than `python -m fshard`, or there would be none."""
     script = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"]["fshard"]

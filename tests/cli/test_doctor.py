@@ -154,7 +154,6 @@ def test_the_tested_versions_are_those_of_the_page() -> None:
     assert newest == rows[-1]
 
 
-@pytest.mark.slow
 def test_two_processes_run_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
     """The doctor would call a good host ill, or one well on which processes cannot talk."""
     assert doctor.two_processes() == ""
@@ -162,7 +161,6 @@ def test_two_processes_run_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "nothing" in doctor.two_processes()
 
 
-@pytest.mark.slow
 def test_nothing_is_left_of_a_step_that_hangs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """The doctor would leave two processes behind, for ever, on the host that is ill."""
     (tmp_path / "hang.py").write_text(
@@ -206,7 +204,6 @@ for endpoint in sys.argv[1:]:
 """
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("own", ["", "127.0.1.1"])
 def test_the_facts_of_one_of_two_hosts(own: str) -> None:
     """Facts of a real host would be read wrongly: its name, its interfaces, and a rendezvous that it does not reach."""

@@ -166,7 +166,6 @@ def check_values(ranks: list[dict[tuple[Any, ...], Tensor]]) -> None:
             assert torch.equal(found[key], wanted), key
 
 
-@pytest.mark.sample(3)
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
 def test_values_on_simulated_ranks(size: int) -> None:
     """A collective would give other values than its definition on the stacked inputs."""
@@ -291,7 +290,6 @@ def of_dims(mesh: Any, axis: str, form: torch.memory_format) -> list[bool]:
     return same
 
 
-@pytest.mark.sample(3)
 @pytest.mark.parametrize("form", FORMATS, ids=str)
 @pytest.mark.parametrize(
     ("axis", "sizes"), [("b", {"b": 1}), ("b", {"b": 2}), ("a", {"a": 2, "b": 2}), ("b", {"a": 2, "b": 2})]
@@ -380,8 +378,6 @@ def uneven(mesh: Any) -> list[Tensor]:
     return seen
 
 
-@pytest.mark.slow
-@pytest.mark.sample(3)
 @pytest.mark.parametrize("size", [1, 2, 3])
 @pytest.mark.parametrize("world", [simulated, gloo])
 def test_an_uneven_all_to_all(world: Any, size: int) -> None:
@@ -432,7 +428,6 @@ def compiled(mesh: Any, name: str) -> tuple[list[str], bool]:
     return nodes, same_bits(jitted(x), both(x))
 
 
-@pytest.mark.sample(15)
 @pytest.mark.parametrize("name", [name for name in LINEAR if name != "broadcast"])
 def test_graphs_have_the_bits_and_are_alike(name: str) -> None:
     """A jitted loss would have other values, or ranks graphs of different nodes, which passes reorder differently."""
@@ -461,7 +456,6 @@ def adjoint_sides(mesh: Any, name: str, dtype: torch.dtype) -> tuple[float, floa
     return float(dot(out, y)), float(dot(x, back(y)[0]))
 
 
-@pytest.mark.sample(3)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.complex128])
 @pytest.mark.parametrize("name", sorted(set(LINEAR) - {"vary"}))
 def test_transposes_are_true_adjoints(name: str, dtype: torch.dtype) -> None:
@@ -631,7 +625,6 @@ def worlds() -> dict[str, list[Any]]:
     }
 
 
-@pytest.mark.sample(40)
 @pytest.mark.parametrize("key", [*PROGRAMS, "jvp", "vmap"])
 @pytest.mark.parametrize("name", LINEAR)
 def test_derivatives_are_those_of_the_sum_over_ranks(name: str, key: str, worlds: dict[str, list[Any]]) -> None:
@@ -652,7 +645,6 @@ def test_processes_have_the_bits_of_the_simulation() -> None:
     assert same_bits(found, simulated(values, shard=3))
 
 
-@pytest.mark.slow
 def test_derivatives_in_processes_have_the_bits_of_the_simulation(worlds: dict[str, list[Any]]) -> None:
     """A derivative would send otherwise than the function."""
     assert same_bits(gloo(derivatives, shard=3), worlds["3"])

@@ -208,7 +208,6 @@ def everything(mesh: Any, many: bool) -> list[Any]:
 
 
 @pytest.mark.parametrize("size", [3, 4])
-@pytest.mark.slow
 def test_processes_have_the_bits_of_simulated_ranks(size: int) -> None:
     """A collective that is one call of the backend would have other bits than messages: many processes could not be
     reproduced by simulated ranks."""

@@ -304,7 +304,6 @@ def meets_other_sizes(mesh: Any, what: str) -> None:
     OTHER_SIZES[what](shards, mesh.get_rank() == mesh.size() - 1)
 
 
-@pytest.mark.sample(2)
 @pytest.mark.parametrize("size", [2, 3])
 @pytest.mark.parametrize("what", OTHER_SIZES)
 def test_messages_of_other_sizes_are_an_error_on_every_rank(what: str, size: int) -> None:
@@ -361,9 +360,7 @@ def one_reduction(mesh: Any) -> list[tuple[int, list[int], bool]]:
     return rows
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("world", ["3", "2x2"])
-@pytest.mark.sample(2)
 def test_late_exchanges_have_the_bits_of_simulated_ranks(world: str) -> None:
     """Late exchanges give the bits of simulated ranks, one call for all peers: otherwise a step with NCCL would read
     garbage or send too many messages."""

@@ -50,7 +50,6 @@ def steps(mesh: Any, strategy: str, reduction: Any, **kw: Any) -> Any:
     return gather_params(state.params), {r.kind for r in records if r.label == "blocks.0" and r.nbytes}
 
 
-@pytest.mark.sample(4)
 @pytest.mark.parametrize("strategy", ["full", "ddp"])
 @pytest.mark.parametrize("world", [simulated, gloo])
 def test_an_object_may_add_up(world, strategy):
@@ -203,7 +202,6 @@ PARTLY = {
 }
 
 
-@pytest.mark.sample(4)
 @pytest.mark.parametrize(("replicate", "shard", "strategy", "how"), PARTLY.values(), ids=PARTLY)
 def test_micro_batches_are_scattered_each_and_reduced_over_replicas_once(replicate, shard, strategy, how):
     """`reduce_once="replicate"` keeps the bits with one all-reduce per step: otherwise users would get wrong
@@ -229,7 +227,6 @@ def test_micro_batches_are_scattered_each_and_reduced_over_replicas_once(replica
         assert num == {False: how_many * kinds * (replicate > 1), "replicate": kinds * (replicate > 1)}
 
 
-@pytest.mark.sample(2)
 @pytest.mark.parametrize("strategy", ["full", "ddp"])
 def test_several_axes_are_reduced_over_once(strategy: str) -> None:
     """Gradients would be summed over the first of several axes of `reduce_once` alone."""
@@ -252,7 +249,6 @@ def test_several_axes_are_reduced_over_once(strategy: str) -> None:
                 assert num == (each // 2 if axis in once else each), (once, axis)
 
 
-@pytest.mark.slow
 def test_processes_scatter_each_micro_batch():
     """Processes give the bits and collectives of simulated ranks: otherwise `reduce_once` would hold in simulation
     alone."""
@@ -346,7 +342,6 @@ def gathered_by(mesh: Any, gather: Any, strategy: str, how: str, **kw: Any) -> A
     return losses, gather_params(state.params), kinds
 
 
-@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("replicate", "shard", "strategy", "how"),
     [(1, 3, "full", "eager"), (1, 2, "keep", "eager"), (2, 2, "wide", "eager"), (1, 2, "full", "jit")],

@@ -96,7 +96,6 @@ def in_processes(mesh: Any, name: str) -> list[str]:
     return said
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", every(torch.ones(4)))
 def test_a_raw_collective_is_an_error_in_a_checked_call(name: str) -> None:
     """Its result has no gradient, or another, and nothing else would tell."""

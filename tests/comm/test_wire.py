@@ -125,7 +125,6 @@ def gathers(mesh: Any, name: str, strategy: str) -> None:
     assert same_bits(whole, gather_params(flat))
 
 
-@pytest.mark.sample(9)
 @over_wires
 @pytest.mark.parametrize("world", WORLDS)
 def test_a_loss_sees_what_arrived(name, world):
@@ -176,7 +175,6 @@ def gathered_flat(x: fshard.Sharded, unit: int, kind: int) -> Tensor:
     return flat
 
 
-@pytest.mark.sample(4)
 @over_wires
 @pytest.mark.parametrize("strategy", ["full", "zero2", "ddp"])
 @pytest.mark.parametrize("shard", [1, 2, 3])
@@ -208,7 +206,6 @@ def mixed(mesh: Any, together: bool, name: str, strategy: str) -> tuple[Any, lis
     return gather_params(state.params), [r.label for r in sent], sum(r.nbytes for r in sent)
 
 
-@pytest.mark.sample(3)
 @pytest.mark.parametrize("name", ["none", "int8"])
 @pytest.mark.parametrize(("replicate", "shard"), [(1, 1), (1, 3), (2, 2)])
 def test_dtypes_travel_together(name, replicate, shard):
@@ -256,7 +253,6 @@ def one_axis(mesh: Any, over: Any, how: str) -> Any:
     return (gather_params(state.params), metrics), sent, idle
 
 
-@pytest.mark.sample(5)
 @pytest.mark.parametrize("over", OVERS)
 @pytest.mark.parametrize("how", TRAVELS)
 def test_an_axis_of_one_rank_changes_nothing(over, how):
@@ -283,7 +279,6 @@ def trained(mesh: Any, wires: tuple[str, str], num_steps: int = 3, scale: Any = 
     return losses, gather_params(state.params)
 
 
-@pytest.mark.slow
 def test_processes_give_the_same_bits():
     """Training with wires in simulated ranks would not be what processes do."""
     for wires in (("int8", "float8"), ("cast", "int8")):

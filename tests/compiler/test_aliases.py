@@ -74,7 +74,6 @@ VIEWED: dict[str, Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]] = {
 }
 
 
-@pytest.mark.sample(3)
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # torch hides it, unless warnings are errors
 @pytest.mark.parametrize("first", VIEWED)
 def test_a_gradient_goes_through_views_of_the_call(first):
@@ -89,7 +88,6 @@ def test_a_gradient_goes_through_views_of_the_call(first):
         torch.testing.assert_close(jitted(*args), slope(*args), msg=name)
 
 
-@pytest.mark.sample(15)
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # torch's, of its own access
 @pytest.mark.parametrize("name", PLACES)
 @pytest.mark.parametrize("fn", [results, slopes, gradients, trained])
@@ -180,7 +178,6 @@ def autoencoder(mesh: Any, jit: Any, **plan: Any) -> Any:
 
 @pytest.mark.parametrize("strategy", ["full", "zero1"])
 @pytest.mark.parametrize("train", [dpo, ema, autoencoder])
-@pytest.mark.sample(6)
 def test_training_with_parameters_that_are_one_at_first(train, strategy):
     """The reference, or the average, would be the parameters of every step: a DPO loss of 0.6931 for ever."""
     for mesh_of in (lambda job: [job(None)], simulated):

@@ -90,7 +90,6 @@ def both(mesh: Any, way: str, path: str) -> None:
         assert same_bits(got, expected)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("way", WAYS)
 def test_what_is_loaded_is_what_was_compiled(way, tmp_path):
     """A step would be another one in a second process."""
@@ -107,7 +106,6 @@ def in_a_process(mesh: Any, way: str, path: str) -> tuple[Any, str, bool]:
     return got, said, "torch._inductor.compile_fx" in sys.modules
 
 
-@pytest.mark.slow
 def test_processes_load_one_file(tmp_path):
     """A second process would trace and compile again, or import the compiler."""
     path = str(tmp_path / "step")
@@ -261,7 +259,6 @@ print(json.dumps([known(jit(f), torch.ones(2)).texts() for f in (fn, child.run)]
 """
 
 
-@pytest.mark.slow
 def test_texts_are_the_same_in_every_process():
     """Sets and strings have other orders and hashes there."""
     here = Path(__file__).parents[2]

@@ -30,7 +30,6 @@ EVERYTHING = 10**6
 eager = partial(fshard.jit, backend="eager")
 
 
-@pytest.mark.slow
 def test_a_step_of_small_units():
     """Collectives share buckets up to the given size, with the same bits: otherwise many small units would be slow."""
 
@@ -55,7 +54,6 @@ def test_a_step_of_small_units():
     simulated(law, shard=3)
 
 
-@pytest.mark.sample(45)
 @pytest.mark.parametrize("world", [(1, 1), (2, 1), (1, 2), (2, 2)], ids=str)
 @pytest.mark.parametrize("name", STRATEGIES)
 def test_every_strategy(name, world):
@@ -134,7 +132,6 @@ def test_what_may_not_wait_does_not():
 KINDS = {"all_gather": fshard.all_gather, "all_reduce": fshard.all_reduce, "reduce_scatter": fshard.reduce_scatter}
 
 
-@pytest.mark.sample(4)
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_bucket_is_as_large_as_it_may_be(kind):
     """Collectives of every kind are merged up to the given bytes: else memory would be exceeded, or too many sent."""
@@ -153,7 +150,6 @@ def test_a_bucket_is_as_large_as_it_may_be(kind):
     simulated(law)
 
 
-@pytest.mark.sample(3)
 @pytest.mark.parametrize("at", ["what is sent", "a view of it", "its base", "what is sent later", "the result"])
 @pytest.mark.parametrize("reads", [False, True], ids=["", "reads"])
 @pytest.mark.parametrize("kind", KINDS)

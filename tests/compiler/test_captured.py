@@ -91,7 +91,6 @@ TRANSFORMED: dict[str, Callable[[Any], Any]] = {
 }
 
 
-@pytest.mark.sample(12)
 @pytest.mark.parametrize("transform", TRANSFORMED)
 @pytest.mark.parametrize("place", PLACES)
 def test_a_captured_tensor_is_read_at_each_run(place, transform):
@@ -223,7 +222,6 @@ def test_donation_and_a_captured_tensor():
 
 
 @pytest.mark.filterwarnings("ignore:.*drops the running statistics")
-@pytest.mark.sample(2)
 @pytest.mark.parametrize(("backend", "strategy"), [("eager", "full"), ("aot_eager", "zero1")])
 def test_a_module_whose_buffers_are_in_a_closure(backend, strategy):
     """A loss of `apply(params, buffers, x)`, as the pages write it, could not be jitted."""
@@ -252,7 +250,6 @@ Z = torch.tensor([[1 + 2j, 3 - 1j], [2 - 1j, 1j]])
 BITS = (Z, Z.conj(), Z.imag, Z.conj().imag, Z.mH, Z.mH[:, :1], Z.conj()[::2], Z.conj()[::2].imag, Z[::2])
 
 
-@pytest.mark.sample(10)
 @pytest.mark.parametrize("first", range(len(BITS)))
 def test_captured_tensors_with_a_conjugate_or_negative_bit(first):
     """Values of captured tensors would have wrong signs, or a compiler be told of strides that they have not."""
@@ -266,7 +263,6 @@ def test_captured_tensors_with_a_conjugate_or_negative_bit(first):
             assert same_bits(run(torch.tensor(2.0)), fn(torch.tensor(2.0)))
 
 
-@pytest.mark.sample(3)
 @pytest.mark.parametrize("transform", TRANSFORMED)
 @pytest.mark.parametrize("place", PLACES)
 def test_shapes_with_captured_tensors(place, transform):
@@ -320,7 +316,6 @@ READ: dict[str, Callable[[Tensor, Any], Tensor]] = {
 }
 
 
-@pytest.mark.sample(9)
 @pytest.mark.parametrize("box", BOXES)
 @pytest.mark.parametrize("read", READ)
 def test_what_is_in_a_captured_container(read, box):
@@ -467,7 +462,6 @@ REACHED: dict[str, Callable[[], Callable[[Tensor], Tensor]]] = {
 }
 
 
-@pytest.mark.sample(3)
 @pytest.mark.parametrize("way", REACHED)
 def test_variables_that_are_reached_in_another_way(way):
     """A graph would keep the value that a global, or an attribute of a class or module, had at its first call."""

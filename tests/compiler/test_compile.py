@@ -46,7 +46,6 @@ FUNCTIONALIZED = {"adamw", "muon", "by_label", "adafactor", "clip_by_global_norm
 FUNCTIONALIZED |= {"plan-wide-2x2", "plan-keep", "int8, keep", "wires", "accumulate", "tied leaves", "bf16"}
 
 
-@pytest.mark.sample(39)
 @pytest.mark.parametrize("name", [name for name in TRANSFORMS if name not in READ])
 def test_every_optimizer(name):
     """A jitted step with any optimizer that can be traced has the eager numbers: otherwise training would change."""
@@ -120,7 +119,6 @@ STEPS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.sample(45)
 @pytest.mark.parametrize("name", STEPS)
 def test_every_kind_of_step(name):
     """A jitted step of every kind has the eager numbers and skips the same updates: else training would change."""
@@ -142,7 +140,6 @@ def test_a_graph_as_it_is():
         assert all(bits for bits, _, _ in run(by("eager"), **STEPS[name]))
 
 
-@pytest.mark.slow
 def test_aux():
     """A jitted step returns the aux of the loss, tensors or not: otherwise users would lose what they log."""
 
@@ -176,7 +173,6 @@ def long_run(mesh: Any, shard: int) -> float:
 
 
 @pytest.mark.parametrize("shard", LONG)
-@pytest.mark.slow
 def test_twenty_steps_in_processes(shard):
     """Twenty steps compiled by inductor stay within 1e-10 of eager ones: otherwise small errors would add up."""
     assert max(gloo(long_run, shard, shard=shard)) <= 1e-10
@@ -230,7 +226,6 @@ LATE = {
 }
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("name", "shard"), [("adamw", 1), ("adamw", 2), ("int8", 2)])
 def test_nothing_is_used_again_while_it_is_sent(name, shard):
     """Inductor does not reuse a buffer that is being sent: otherwise another rank would receive other data."""
@@ -275,7 +270,6 @@ OWN: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("name", "shard"), [*((n, 2) for n in OWN), *((n, 1) for n in ("sgd", "by_label", "scale"))])
 def test_a_step_under_torch_compile(name, shard):
     """Three steps under torch.compile are one graph with the eager numbers: otherwise each would be compiled anew."""
@@ -285,13 +279,11 @@ def test_a_step_under_torch_compile(name, shard):
         simulated(partial(compiles, **OWN[name]), shard=2)
 
 
-@pytest.mark.slow
 def test_a_step_under_torch_compile_by_inductor():
     """torch.compile with inductor gives the eager numbers: otherwise users who compile would train another model."""
     simulated(partial(compiles, backend="inductor", tx=SCHEDULED, clip_norm=1.0), shard=2)
 
 
-@pytest.mark.slow
 @pytest.mark.skipif(torch.__version__.startswith("2.11."), reason="dynamo of torch 2.11 does not follow optree")
 def test_gathering_is_all_that_is_compiled():
     """Nothing else would have computed what a plan computes when it is asked first."""
@@ -300,7 +292,6 @@ def test_gathering_is_all_that_is_compiled():
     assert torch.equal(torch.compile(fshard.gather_params, backend="eager")(params)["w"], whole["w"])
 
 
-@pytest.mark.slow
 def test_a_step_in_a_function_under_torch_compile():
     """A user's function around a step is one graph: otherwise an average of parameters would need a second one."""
 
@@ -327,7 +318,6 @@ def test_a_step_in_a_function_under_torch_compile():
     simulated(law)
 
 
-@pytest.mark.sample(2)
 @pytest.mark.parametrize("partition", ["flat", "leaf"])
 def test_zero_over_whole_parameters(partition):
     """A jitted update by `zero` gives the eager numbers: otherwise compiling would alter training with ZeRO."""

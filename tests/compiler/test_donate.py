@@ -38,8 +38,6 @@ def test_what_was_given_away_is_not_copied(jitted):
                 copied(old)
 
 
-@pytest.mark.slow
-@pytest.mark.sample(3)
 @pytest.mark.parametrize("make", [eager, aot, fshard.jit])
 def test_a_donated_state(make):
     """Donation would copy, leave the old state usable, or change results over ten steps."""
@@ -63,7 +61,6 @@ def test_a_donated_state(make):
     law(None) if make is fshard.jit else simulated(law)
 
 
-@pytest.mark.sample(45)
 @pytest.mark.parametrize("donate", [False, True])
 @pytest.mark.parametrize("in_backward", [False, True])
 @pytest.mark.parametrize("strategy", STRATEGIES)
@@ -170,7 +167,6 @@ def train(mesh: Any, given: Any, how: str, donate: bool, num_steps: int = 3) -> 
 @pytest.mark.parametrize("shard", [None, 1, 2])
 @pytest.mark.parametrize("donate", [False, True])
 @pytest.mark.parametrize("how", ["eager", "jit"])
-@pytest.mark.sample(6)
 def test_what_a_state_is_made_from_is_left_as_it_is(how, donate, shard):
     """Donating a state would write to the scaler, `extra` or rates that the caller made it from."""
     given = {

@@ -181,7 +181,6 @@ def variable_of(x: Any) -> ContextVar[Any]:
     return variable
 
 
-@pytest.mark.sample(50)
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("way", WAYS)

@@ -57,7 +57,6 @@ def derivatives(mesh: Any, names: list[str], backend: str, **strategy: Any) -> N
         assert apart(fshard.jit(run, backend=backend)(p, x, v), run(p, x, v)) <= 1e-10, name
 
 
-@pytest.mark.sample(9)
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_derivatives_of_a_loss_that_gathers(name):
     """A transform of torch.func would give other values in a graph than eagerly."""
@@ -65,7 +64,6 @@ def test_derivatives_of_a_loss_that_gathers(name):
     simulated(partial(derivatives, names=[name], backend="aot_eager" if simple else "eager"))
 
 
-@pytest.mark.slow
 def test_derivatives_by_inductor():
     """Inductor would compile some derivative wrongly."""
 
@@ -82,7 +80,6 @@ def test_derivatives_by_inductor():
     assert apart(fshard.jit(run)(*args), run(*args)) <= 1e-10
 
 
-@pytest.mark.slow
 def test_a_compilation_is_kept():
     """A second process would compile the same step again."""
     mesh = fshard.AbstractMesh(shard=2)
@@ -121,7 +118,6 @@ def test_functions_without_tensors():
     assert same_bits(aot(lambda: torch.arange(3))(), torch.arange(3))
 
 
-@pytest.mark.slow
 def test_the_doors_of_a_plan():
     """`evaluate`, `value_and_grad`, `reduce_grads`, a collective or `shard_params` would differ in a graph."""
 
@@ -208,7 +204,6 @@ def test_a_step_is_traced_once():
     assert len(runs) == 2
 
 
-@pytest.mark.sample(2)
 @pytest.mark.parametrize("kind", ["meta", "fake"])
 def test_lowering_needs_no_values(kind):
     """Meta and fake tensors could not be lowered, or their graph would not run on real ones."""
@@ -443,7 +438,6 @@ def test_one_device_sends_nothing():
     assert not any("gather" in t or "reduce_scatter" in t or "all_reduce" in t for t in targets)
 
 
-@pytest.mark.slow
 def test_a_graph_sends_what_the_eager_step_sends():
     """A graph would send other collectives or bytes than the eager step."""
 
@@ -462,7 +456,6 @@ def test_a_graph_sends_what_the_eager_step_sends():
     simulated(law)
 
 
-@pytest.mark.slow
 def test_models_of_several_kinds():
     """Some kind of layer would have other bits in a graph than eagerly."""
 

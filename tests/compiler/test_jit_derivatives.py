@@ -263,7 +263,6 @@ def result(way: Any, model: Model) -> Any:
         return failure
 
 
-@pytest.mark.sample(40)
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("holder", HOLDERS)
 def test_a_derivative_through_a_jitted_helper(holder, way):
@@ -347,7 +346,6 @@ FORWARD: dict[str, Any] = {
 }
 
 
-@pytest.mark.sample(6)
 @pytest.mark.parametrize("how", FORWARD)
 @pytest.mark.parametrize("norm", NORMS)
 def test_forward_mode_past_what_has_no_tangent(norm: str, how: str) -> None:

@@ -129,7 +129,6 @@ def linear(p: Any, x: Tensor) -> fshard.Mean:
     return fshard.Mean((x @ p["w"]).sum() + (x @ p["b"]).sum(), len(x))
 
 
-@pytest.mark.sample(4)
 @pytest.mark.parametrize(
     ("backend", "shard", "parts"),
     [

@@ -142,8 +142,6 @@ def test_the_settings_of_a_graph() -> None:
             assert "cpp.vec_isa_ok" not in lowered._settings()
 
 
-@pytest.mark.slow
-@pytest.mark.sample(2)
 @pytest.mark.parametrize("name", ["step", "elements"])
 def test_the_bits_are_those_of_files_of_their_own(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Flags of a file apply to all of its loops."""

@@ -36,7 +36,6 @@ def lowered_step(mesh: Any, donate: bool = False, **kw: Any) -> Any:
     return fshard.jit(step, donate, backend="eager", bucket=0).lower(state, data), step, (state, data)
 
 
-@pytest.mark.sample(25)
 @pytest.mark.parametrize("world", WORLDS)
 @pytest.mark.parametrize("name", PLANS)
 def test_traffic_is_what_the_eager_step_sends(name, world):
@@ -288,7 +287,6 @@ def lowered_first(mesh: Any) -> None:
     assert [traffic.kind for traffic in lowered.collectives()] == ["all_reduce"]
 
 
-@pytest.mark.slow
 def test_a_mesh_that_nothing_has_used():
     """A trace would read its ranks, which are in a tensor."""
     gloo(lowered_first, shard=2)

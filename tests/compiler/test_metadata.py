@@ -249,7 +249,6 @@ def check(place: Callable[..., Any], kind: str, is_replaced: bool) -> None:
     assert run.explain().count("\n") in (1, 2)
 
 
-@pytest.mark.sample(6)
 @pytest.mark.parametrize("is_replaced", [False, True])
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("kind", KINDS)
@@ -258,7 +257,6 @@ def test_metadata_that_changes(kind: str, place: str, is_replaced: bool) -> None
     check(PLACES[place], kind, is_replaced)
 
 
-@pytest.mark.sample(60)
 @pytest.mark.parametrize("is_replaced", [False, True])
 @pytest.mark.parametrize("size", [0, 1, 2])
 @pytest.mark.parametrize("run", RUNS)
@@ -294,7 +292,6 @@ def test_each_value_has_a_graph_of_its_own(kind: str) -> None:
     assert run.explain().count("\n") + 1 == len(FIXED[kind])
 
 
-@pytest.mark.sample(4)
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("kind", [name for name, kind in KINDS.items() if kind.by_value])
 def test_what_another_process_compares_of_metadata(kind: str, place: str) -> None:

@@ -227,7 +227,6 @@ def in_an_inner_partial(box: Any, read: Any) -> Any:
 PLACES = (in_a_closure, in_a_global, in_a_default, in_an_argument, in_a_partial, in_an_inner_partial)
 
 
-@pytest.mark.sample(15)
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("kind", VALUES)
 def test_a_value_that_changes_in_place(kind, place):
@@ -254,7 +253,6 @@ def test_a_value_that_changes_in_place(kind, place):
     assert same_bits(run(X, *more), fn(X, *more))
 
 
-@pytest.mark.sample(5)
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("kind", VALUES)
 def test_what_another_process_compares(kind, place):
@@ -563,7 +561,6 @@ def test_a_property_is_not_read_for_a_key():
 KEYS = (1, 1.0, True, np.int64(1), (1,), (True,), 0.0, -0.0)
 
 
-@pytest.mark.sample(6)
 @pytest.mark.parametrize("place", PLACES)
 def test_keys_that_are_equal_are_not_one(place):
     """A graph would be used for a dict with other keys, which are equal and not the same."""

@@ -5,7 +5,6 @@ from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
-import pytest
 import torch
 from support.graphs import EVERYTHING, graph_of
 from torch import Tensor
@@ -99,7 +98,6 @@ def test_a_pass_looks_at_all_nodes_once_for_what_it_moves_or_merges():
     assert any(node.target is torch.ops.aten.copy_.default for node in graph.nodes), "`donated` changed a copy"
 
 
-@pytest.mark.slow
 def test_four_times_the_units_cost_four_times_as_much():
     """A pass would look at all nodes for each collective: 400 units took minutes."""
     few, many = (costs(units) for units in (FEW, 4 * FEW))

@@ -104,7 +104,6 @@ def function(name: str, mesh: Any) -> tuple[Callable[..., Any], tuple[Any, ...]]
     return DERIVATIVES[name], given_to(DERIVATIVES[name], mesh)
 
 
-@pytest.mark.sample(49)
 @pytest.mark.parametrize("name", FUNCTIONS)
 @pytest.mark.parametrize("number", range(len(EVERY)), ids=[each.name for each in EVERY])
 def test_each_pass_alone_keeps_what_functions_compute(number, name):
@@ -190,7 +189,6 @@ programs = st.lists(st.tuples(st.sampled_from(OPERATIONS), recent, recent), min_
 @given(programs)
 @example([("gather", 0, 0), ("reduce", 1, 0), ("gather", 0, 0)])  # the second gather sends what was reduced
 # gathers that are merged, one of which sends what was reduced, and then reductions that are merged
-@pytest.mark.slow
 @example([("reduce a", 0, 0), ("gather a", 0, 0), ("gather a", 1, 0), ("reduce a", 0, 0)])
 @example([("shift", 0, 0), ("deal", 0, 0), ("shift", 0, 1), ("deal", 1, 0), ("shift", 0, 2)])
 @example([("draw", 0, 0), ("check", 0, 0), ("add", 0, 0), ("gather", 0, 0), ("draw", 0, 1)])
@@ -239,7 +237,6 @@ when = st.sampled_from([0, 1, 2, NEVER])
 readings = st.lists(st.tuples(st.sampled_from([*COLLECTIVES]), when, when), min_size=2, max_size=5)
 
 
-@pytest.mark.slow
 @given(readings)
 @example([("gather", 1, 2), ("gather", 0, 0), ("swap", NEVER, NEVER)])  # two results are read in either order
 @example([("gather", 1, NEVER), ("gather", NEVER, 0)])  # each rank reads one
@@ -278,7 +275,6 @@ def test_reductions_of_two_kinds_are_not_merged(ops):
     simulated(law)
 
 
-@pytest.mark.sample(10)
 @pytest.mark.parametrize("name", COLLECTIVES)
 def test_a_compiler_keeps_a_collective_that_one_rank_reads(name):
     """A compiler would remove the collective on the other rank: its peer would get the result of the next one."""

@@ -92,7 +92,6 @@ COMPLEX = {  # of a complex leaf c and a real one w, whose views are conjugated 
 }
 
 
-@pytest.mark.sample(3)
 @pytest.mark.parametrize("name", COMPLEX)
 def test_views_that_are_conjugated_or_negated_stay_so(name: str):
     """Shape, strides and offset do not say that a view is conjugated: gradients of complex models would be wrong."""
@@ -234,7 +233,6 @@ def crossings(graph: fx.Graph) -> list[tuple[str, str]]:
     return crossed
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", DERIVATIVES)
 def test_what_is_read_late_is_gathered_again(name):
     """With `regather` a unit would stay in memory while others are computed."""
@@ -256,7 +254,6 @@ def test_what_is_read_late_is_gathered_again(name):
     simulated(law)
 
 
-@pytest.mark.sample(2)
 @pytest.mark.parametrize("regather", [True, False])
 def test_a_plan_says_whether_units_are_gathered_again(regather):
     """`regather=False` would gather twice, or `regather=True` once."""
@@ -287,7 +284,6 @@ def test_units_by_name_are_gathered_again():
     simulated(law)
 
 
-@pytest.mark.slow
 def test_a_gradient_of_a_gradient():
     """Units that are read four times and more would be gathered wrongly."""
 
@@ -320,8 +316,6 @@ def under_way(found: list[GatherNodes], order: dict[fx.Node, int]) -> dict[int, 
     return {begin: sum(n for a, b, n in spans if a <= begin < b) for begin, _, _ in spans}
 
 
-@pytest.mark.slow
-@pytest.mark.sample(4)
 @pytest.mark.parametrize("name", DERIVATIVES)
 def test_gathers_start_one_unit_ahead(name):
     """A gather would start too early, and hold memory, or too late, and not overlap."""
@@ -349,7 +343,6 @@ def test_a_number_is_computed_before_the_loop_that_reads_it() -> None:
     assert [operator(reader) for reader in number.users] == ["mul"]
 
 
-@pytest.mark.slow
 def test_a_graph_gathers_as_many_units_ahead_as_the_plan_says() -> None:
     """An eager step and its graph would have other units in memory, and `prefetch` would be for one of them."""
 
@@ -368,9 +361,7 @@ def test_a_graph_gathers_as_many_units_ahead_as_the_plan_says() -> None:
     simulated(law)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("widths", [(8, 8, 8, 8), (4, 40, 4, 12)], ids=["alike", "unlike"])
-@pytest.mark.sample(2)
 def test_bytes_in_flight(widths):
     """More gathers would be under way than `in_flight` bytes allow."""
 
@@ -403,7 +394,6 @@ def pending(graph: fx.Graph) -> list[int]:
     return [sum(n for a, b, n in spans if a <= begin < b) for begin, _, _ in spans]
 
 
-@pytest.mark.slow
 def test_reductions_are_waited_for_late():
     """A reduction would be waited for before it has to be."""
 
@@ -431,8 +421,6 @@ EVERY_WORLD: dict[str, tuple[dict[str, Any], int]] = {
 }
 
 
-@pytest.mark.slow
-@pytest.mark.sample(6)
 @pytest.mark.parametrize("name", EVERY_WORLD)
 def test_steps_with_much_in_flight_are_right(name):
     """With much under way a buffer would be read before it is filled."""
@@ -516,7 +504,6 @@ def test_a_gather_is_waited_for_before_what_it_sends_is_written_to():
 # --- a step ---
 
 
-@pytest.mark.sample(2)
 @pytest.mark.parametrize("regather", [True, False])
 def test_the_graph_of_a_step(regather):
     """The graph of a step would read a value on the host, gather more than a unit ahead, or keep gathered units

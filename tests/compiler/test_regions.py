@@ -88,7 +88,6 @@ def names_in(text: str) -> list[str]:
     return re.findall(r"region_\d+(?=\()", text)
 
 
-@pytest.mark.sample(30)
 @pytest.mark.parametrize("called", BLOCKS)
 @pytest.mark.parametrize("plan", ["full", "keep", "bf16", "frozen", "whole"])  # which have a collective between layers
 def test_compiling_does_not_grow_with_depth(plan: str, called: str) -> None:
@@ -104,7 +103,6 @@ def test_compiling_does_not_grow_with_depth(plan: str, called: str) -> None:
     assert len(many) > len(few)
 
 
-@pytest.mark.slow
 @settings(max_examples=2, deadline=None)
 @given(
     *(st.sampled_from([*rows]) for rows in (PLANS, BLOCKS, OPTIMIZERS, WAYS)),
@@ -132,7 +130,6 @@ def emptied(module: fx.GraphModule) -> Callable[[list[Tensor]], Any]:
     return lambda args: fx.Interpreter(module).boxed_run(args)
 
 
-@pytest.mark.sample(30)
 @pytest.mark.parametrize("called", BLOCKS)
 @pytest.mark.parametrize("plan", PLANS)
 def test_values_are_freed_where_one_graph_frees_them(plan: str, called: str) -> None:
@@ -182,7 +179,6 @@ def test_which_graphs_stay_whole() -> None:
     simulated(job)
 
 
-@pytest.mark.sample(2)
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
 def test_what_lies_between_collectives(backend: str) -> None:
     """A view that is made before a collective and read after it, memory that is filled in two regions, results of one
@@ -235,9 +231,8 @@ COPIES: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-@pytest.mark.sample(2)
 @pytest.mark.parametrize("is_result", [False, True])
-@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor")])
 def test_copies_lie_apart(backend: str, is_result: bool) -> None:
     """A result would change with the donated argument, or with another result, that it is equal to."""
 

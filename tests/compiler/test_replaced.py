@@ -523,7 +523,6 @@ def others(kind: type) -> Iterator[tuple[str, Any]]:
         yield from ((name, new) for base in kind.__mro__[:-1] if name in vars(base))
 
 
-@pytest.mark.sample(8)
 @pytest.mark.parametrize("read", READS)
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_method_that_is_replaced(kind, read, monkeypatch):

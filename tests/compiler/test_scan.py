@@ -245,7 +245,6 @@ CASES = [
 OTHER_BUCKETS = {("checkpoint", use, "bf16", "accumulate") for use in ("outside", "in a checkpoint", "several times")}
 
 
-@pytest.mark.sample(840)
 @pytest.mark.parametrize(("body", "use", "plan", "way"), [x for x in dict.fromkeys(CASES) if x not in OTHER_BUCKETS])
 def test_a_graph_of_a_scan_is_that_of_the_loop(body: str, use: str, plan: str, way: str) -> None:
     """A step would compute something else under `jit`, or in another order, or send other messages."""
@@ -274,7 +273,6 @@ STEPS = [
 ]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("body", "use", "plan", "kw", "tx"), STEPS, ids=[step[0] for step in STEPS])
 def test_steps_have_the_bits_of_the_loop(body: str, use: str, plan: str, kw: dict[str, Any], tx: Any) -> None:
     """Training would go another way: two donated steps, with other rows on each rank."""
@@ -319,7 +317,6 @@ DERIVATIVES: dict[str, Body] = {
 }
 
 
-@pytest.mark.sample(6)
 @pytest.mark.parametrize("name", DERIVATIVES)
 def test_derivatives_of_torch_func_are_those_of_the_loop(name: str) -> None:
     """A transform would see a node that it knows no rule of."""
@@ -338,7 +335,6 @@ def test_derivatives_of_torch_func_are_those_of_the_loop(name: str) -> None:
     torch.testing.assert_close(jitted, expected, rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.slow
 def test_hvp_and_torch_compile() -> None:
     """Neither takes the copies of a graph; values are those of the loop."""
     whole, x = params(), rand(4, D, seed=5)
@@ -483,7 +479,6 @@ ODD: dict[str, Body] = {
 }
 
 
-@pytest.mark.sample(11)
 @pytest.mark.parametrize("name", ODD)
 def test_a_body_of_which_a_copy_would_be_another_is_called(name: str) -> None:
     """A step would have other values under `jit`, without a word."""

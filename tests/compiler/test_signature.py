@@ -46,7 +46,6 @@ def steps(mesh: Any, run: Any, donate: bool, **kw: Any) -> Any:
     return None if mesh is None else weakref.ref(mesh)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("donate", [False, True])
 def test_one_jitted_step_serves_all_ranks_and_worlds(donate):
     """One jitted step serves every rank and world, and keeps no mesh alive: otherwise a rank would run another's
@@ -550,7 +549,6 @@ REFUSED = [
 ]
 
 
-@pytest.mark.sample(3)
 @pytest.mark.parametrize(("fn", "words"), REFUSED, ids=lambda x: getattr(x, "__name__", ""))
 def test_what_a_graph_would_do_otherwise(fn, words):
     """What a graph cannot do is a TraceError without side effects; without it a graph would silently differ from
@@ -652,7 +650,6 @@ PASSES: list[dict[str, Any]] = [
 ]
 
 
-@pytest.mark.sample(245)
 @pytest.mark.parametrize("name", NARROW)
 @pytest.mark.parametrize("options", PASSES, ids=str)
 @pytest.mark.parametrize("donate", [False, True])

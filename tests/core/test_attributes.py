@@ -537,7 +537,6 @@ def check(kind: str, read: str, found: Any, expected: Any) -> None:
         assert same_bits(a, b) if isinstance(b, Tensor) else a == b, (kind, read, found, expected)
 
 
-@pytest.mark.sample(34)
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_container_of_a_loss_has_the_attributes_of_the_node(kind: str, place: str) -> None:
@@ -589,7 +588,6 @@ WAYS: dict[str, Callable[[Any], Any]] = {
 }
 
 
-@pytest.mark.sample(16)
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("kind", CALLED)
 def test_an_object_that_is_called_in_a_loss_computes_what_the_node_does(kind: str, way: str) -> None:

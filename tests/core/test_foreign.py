@@ -275,7 +275,6 @@ TEXTS = {
 }
 
 
-@pytest.mark.sample(4)
 @pytest.mark.parametrize("name", READERS)
 @pytest.mark.parametrize("text", TEXTS)
 def test_hostile_json_is_an_error_in_bounded_memory(name, text, folder, capsys):
@@ -309,7 +308,6 @@ def replaced(value: Any, path: tuple[Any, ...], new: str) -> Any:
     return parts if isinstance(value, dict) else [*parts.values()]
 
 
-@pytest.mark.sample(6)
 @pytest.mark.parametrize("name", READERS)
 @pytest.mark.parametrize("new", [NAME, "a" * 300_000], ids=["a code", "a long string"])
 def test_what_others_wrote_is_quoted_in_printable_text(name, new, folder, capsys):
@@ -331,7 +329,6 @@ def test_what_others_wrote_is_quoted_in_printable_text(name, new, folder, capsys
 # --- memory ---
 
 
-@pytest.mark.sample(3)
 @pytest.mark.parametrize("text", TEXTS)
 def test_json_takes_no_more_memory_than_is_counted(text):
     """The bound on memory, which is counted before a text is parsed, would be none."""
@@ -363,7 +360,6 @@ OPERATIONS: dict[str, tuple[bytes, Callable[[int], bytes] | None]] = {
 }  # fmt: skip
 
 
-@pytest.mark.sample(9)
 @pytest.mark.parametrize("name", OPERATIONS)
 def test_a_pickle_takes_no_more_memory_than_is_counted(name, monkeypatch):
     """A pickle of a few MiB of empty lists would fill the memory."""
@@ -464,7 +460,6 @@ FILES: dict[str, Callable[[Path], object]] = {
 }
 
 
-@pytest.mark.sample(4)
 @pytest.mark.parametrize("name", [*READERS, *OTHERS])
 @pytest.mark.parametrize("file", FILES)
 def test_hostile_files_are_an_error(name, file, folder, capsys):
@@ -629,7 +624,6 @@ def put_many(what: str, num: int, folder: Path) -> Callable[[], None]:
     return call
 
 
-@pytest.mark.sample(4)
 @pytest.mark.parametrize("what", [*MANY_OF, *(f"seen {kind}" for kind in SEEN)])
 def test_work_grows_with_the_items_and_no_faster(what, folder, capsys):
     """A file of as many items as there may be would keep a reader busy for hours."""
@@ -637,7 +631,6 @@ def test_work_grows_with_the_items_and_no_faster(what, folder, capsys):
     assert cost(put_many(what, 80, folder)) < 4.5 * few
 
 
-@pytest.mark.sample(4)
 @pytest.mark.parametrize("what", MANY_OF)
 def test_there_may_be_so_many_items(what, folder, monkeypatch, capsys):
     """A text of 128 MiB has a million leaves, which take a minute to read and show."""

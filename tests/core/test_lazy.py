@@ -160,7 +160,6 @@ def outcome(do: Callable[[Any], Any], p: Any) -> Any:
         return failure
 
 
-@pytest.mark.sample(9)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("done", DONE)
 def test_a_container_of_a_loss_does_what_a_plain_one_does(done, kind):
@@ -183,7 +182,6 @@ def test_a_container_of_a_loss_does_what_a_plain_one_does(done, kind):
         fshard.evaluate(loss)(fshard.shard_params(whole, fshard.make_plan(whole, units="**")))
 
 
-@pytest.mark.sample(3)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("done", DONE)
 def test_a_change_of_a_container_that_is_a_unit_is_read_again(done: str, kind: str) -> None:
@@ -307,7 +305,6 @@ CHANGES = [twice, by_another, all_at_once, in_another, tied, filled, in_the_loop
 UNITS = [["emb", "norm", "blocks.*"], ["emb", "norm.*", "blocks.*.*"], ["emb", "blocks"], ["**"], None]
 
 
-@pytest.mark.sample(6)
 @pytest.mark.parametrize("units", UNITS, ids=str)
 @pytest.mark.parametrize("change", CHANGES)
 @pytest.mark.parametrize("regather", [True, False])
@@ -357,7 +354,6 @@ OF_BLOCKS: dict[str, Callable[[Any], object]] = {
 }
 
 
-@pytest.mark.sample(2)
 @pytest.mark.parametrize("bucket", [0, 10**6])
 @pytest.mark.parametrize("depth", [4, 40])
 @pytest.mark.parametrize("name", OF_BLOCKS)

@@ -35,7 +35,6 @@ def profiled(mesh: Any, how: str, strategy: dict[str, Any]) -> tuple[Counter[str
     return Counter(event.name for event in trace.events() if event.name.startswith("fshard.")), text
 
 
-@pytest.mark.sample(2)
 @pytest.mark.parametrize("how", ["eager", "graph"])
 def test_a_trace_names_collectives_and_units(how: str) -> None:
     """A trace would show messages, and not of which unit, in the forward, the backward or the reductions."""

@@ -70,7 +70,6 @@ def two_steps(mesh: Any, draw: Callable[[Tensor], Tensor], backend: str, **kw: A
     return rows
 
 
-@pytest.mark.sample(35)
 @pytest.mark.parametrize("name", [*DRAWS, *NOTHING])
 def test_a_graph_draws_the_eager_numbers(name):
     """A graph draws the eager bits and leaves torch's generator alone: otherwise jit would change training or later
@@ -79,7 +78,6 @@ def test_a_graph_draws_the_eager_numbers(name):
         assert same_bits(eager, compiled)
 
 
-@pytest.mark.sample(40)
 @pytest.mark.parametrize("name", DRAWS)
 def test_what_is_drawn_depends_on_the_state(name):
     """Another seed gives other results: otherwise every run would draw equal numbers, and the test above see
@@ -91,7 +89,6 @@ def test_what_is_drawn_depends_on_the_state(name):
 
 
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
-@pytest.mark.slow
 def test_a_compiled_graph_draws_them_too(backend):
     """Compiled steps with micro-batches draw the eager numbers, also of a tensor that is transposed: otherwise
     torch.compile's backends would change dropout."""
@@ -127,7 +124,6 @@ def test_numbers_differ():
     assert same_bits(simulated(drawn, shard=2), runs)
 
 
-@pytest.mark.sample(2)
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 def test_a_block_computed_again_draws_the_same(backend):
     """torch.utils.checkpoint draws the same numbers again: otherwise gradients would belong to another dropout mask."""

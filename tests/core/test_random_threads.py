@@ -139,7 +139,6 @@ def law(draw: str, place: str, mesh: Any, monkeypatch: pytest.MonkeyPatch, **how
 
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("draw", DRAWS)
-@pytest.mark.sample(30)
 def test_a_step_beside_a_thread_that_draws(draw: str, place: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Dropout of an eager step would depend on what a logger, a loader or another model draws meanwhile."""
     law(draw, place, False, monkeypatch)

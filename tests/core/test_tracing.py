@@ -41,7 +41,6 @@ TENSORS = {
 }
 
 
-@pytest.mark.sample(3)
 @pytest.mark.parametrize("name", TENSORS)
 def test_a_mark_goes_through_what_returns_its_argument(name):
     """Gradients would be divided by the loss scale twice if torch recorded `detach` as an operator that fshard does not

@@ -75,7 +75,6 @@ def test_nodes_finds_the_outermost():
     assert tree.nodes({"a": [Pair(inner, 3)], "b": (inner, None)}, Pair) == [Pair(inner, 3), inner]
 
 
-@pytest.mark.sample(12)
 @pytest.mark.parametrize("name", TREES)
 @pytest.mark.parametrize("units", [None, "**", 5], ids=str)
 def test_sharded_and_lazy_trees_read_like_plain_ones(name, units):
@@ -133,7 +132,6 @@ KINDS: dict[str, Any] = {
 }
 
 
-@pytest.mark.sample(6)
 @pytest.mark.parametrize("library", LIBRARIES)
 @pytest.mark.parametrize("name", KINDS)
 def test_an_inner_step_maps_parameters_with_their_gradients(name, library):
@@ -222,7 +220,6 @@ def test_what_is_not_there_is_an_error():
     simulated(run, shard=2)
 
 
-@pytest.mark.sample(3)
 @pytest.mark.parametrize("world", WORLDS)
 @pytest.mark.parametrize("tree_map", [optree.tree_map, pytree.tree_map, tree.map], ids=["optree", "torch", "fshard"])
 def test_an_average_of_sharded_trees_is_the_average(tree_map, world):

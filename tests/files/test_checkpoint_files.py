@@ -80,7 +80,6 @@ def _element(file: dict[str, Tensor], key: str, piece: Any, leaf: Tensor) -> Ten
     return file[f"{key}[{piece.begin}:{piece.end}]"]
 
 
-@pytest.mark.sample(3)
 @pytest.mark.parametrize(("name", "world"), [("ddp", "3"), ("full", "2x2"), ("zero1", "4"), ("full", "3")])
 def test_ranks_write_alike_much(tmp_path, name, world):
     """One rank would write all copies of large leaves, while the others wait."""

@@ -182,7 +182,6 @@ def fsdp2_both_ways(mesh: Any, folder: str, kind: str, flat: bool, plan: dict[st
     alike(ours.steps(range(5, 7)), stayed)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "flat", "replicate"), [("adamw", False, 1), ("sgd", False, 1), ("adamw", True, 2), ("sgd", True, 2)]
 )
@@ -242,7 +241,6 @@ def fsdp1_to_fshard(mesh: Any, folder: str) -> None:
     alike(ours.steps(range(3, 5)), torch_steps(model, optimizer, range(3, 5)))
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("library", [ddp_both_ways, fsdp1_to_fshard])
 def test_other_libraries(tmp_path, library):
     """Plain tensors, states by number, or ShardedTensors would be other values in fshard, or ours in DDP."""
@@ -316,8 +314,6 @@ def boxes(mesh: Any, folder: str, names: tuple[str, ...]) -> None:
 WHOLE = {"a": rand(5, 7, seed=1), "b": rand(3, 4, 5, seed=2), "c": rand(7, 2, seed=3), "d": rand(3, seed=4)}
 
 
-@pytest.mark.slow
-@pytest.mark.sample(2)
 @pytest.mark.parametrize("replicate", [1, 2])
 def test_boxes_are_runs_of_elements(tmp_path, replicate):
     """What ranks wrote of tensors that are cut along other dimensions than the first would be other values."""
@@ -747,7 +743,6 @@ DAMAGES: dict[str, tuple[Any, str]] = {
 }
 
 
-@pytest.mark.sample(3)
 @pytest.mark.parametrize("name", DAMAGES)
 def test_damaged_checkpoints_of_torch(tmp_path, name):
     """A file that is damaged, or made to do harm, would be restored, read elsewhere, or take up the memory."""
@@ -837,7 +832,6 @@ def bombs(path: str) -> dict[str, bytes]:
 NAMES_OF_BOMBS = [*bombs("")]
 
 
-@pytest.mark.sample(27)
 @pytest.mark.parametrize("name", NAMES_OF_BOMBS)
 def test_a_pickle_runs_nothing(tmp_path, name):
     """A pickle under the name .metadata would run code, take up the memory, or never end."""
@@ -859,7 +853,6 @@ def test_calls_and_states_are_refused_where_they_stand(name):
     assert inert_pickle.read_pickle(pickle.dumps({"a": [1]}), set()) == {"a": [1]}
 
 
-@pytest.mark.sample(12)
 @pytest.mark.parametrize("name", NAMES_OF_BOMBS[:-1])
 def test_a_pickle_of_a_number_runs_nothing(tmp_path, name):
     """A pickle in place of a number of torch's would run code when it is read, or never end."""
@@ -877,7 +870,6 @@ def test_a_pickle_of_a_number_runs_nothing(tmp_path, name):
 OPERATIONS = b"(.0FGIJKLMNPQRSTUVX]abcdehijlopqrstu})\x80\x81\x82\x85\x86\x87\x88\x8a\x8b\x8c\x8d\x8e\x92\x93\x94\x95"
 
 
-@pytest.mark.sample(4)
 @pytest.mark.parametrize("seed", range(80))
 def test_any_damage_is_an_error_or_none(tmp_path, seed):
     """Damaged bytes would end in an error that does not name the file, or in a tensor of another shape or dtype."""

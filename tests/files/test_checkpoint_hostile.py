@@ -207,7 +207,6 @@ INDICES: dict[str, tuple[Callable[[Any], Any], str]] = {
 }  # fmt: skip
 
 
-@pytest.mark.sample(3)
 @pytest.mark.parametrize("what", INDICES)
 def test_an_index_that_is_none_is_an_error(what, folder, tmp_path):
     """An index that was made to do harm would be read as numbers, lead out of the folder, or end the process."""
@@ -325,7 +324,6 @@ DAMAGE: dict[Callable[[Path], None], tuple[str, str]] = {
 }  # fmt: skip
 
 
-@pytest.mark.sample(3)
 @pytest.mark.parametrize("damage", DAMAGE, ids=lambda damage: damage.__name__)
 @pytest.mark.parametrize("which", ["index", "data"])
 def test_a_damaged_checkpoint_is_an_error(which, damage, folder, tmp_path):
@@ -608,7 +606,6 @@ REFUSED = {
 }
 
 
-@pytest.mark.slow
 def test_an_absurd_index_takes_bounded_time_and_memory(tmp_path):
     """An index of a billion entries would fill the memory, or keep a rank busy for hours."""
     run = subprocess.run([sys.executable, "-c", LIMITED, str(tmp_path)], capture_output=True, text=True, check=False)
@@ -674,7 +671,6 @@ def right_or_error(folder: Path, right: list[Any], is_forged: bool) -> str:
     return "right"
 
 
-@pytest.mark.sample(24)
 @pytest.mark.parametrize("seed", range(80))
 @pytest.mark.filterwarnings("ignore:restore.*was saved with")  # a changed number of threads
 def test_a_changed_index_is_right_or_an_error(seed, folder, right):
@@ -701,7 +697,6 @@ def changed_bytes(data: bytes, draw: random.Random) -> bytes:
     ][max(kind - 1, 0)]
 
 
-@pytest.mark.sample(72)
 @pytest.mark.parametrize("seed", range(80))
 def test_changed_bytes_are_right_or_an_error(seed, folder, right):
     """A flipped bit in any file would be restored: in a number of the index, too."""

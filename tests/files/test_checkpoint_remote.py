@@ -74,7 +74,6 @@ def restored(mesh: Any, url: str, step: int | None = None, **options: Any) -> di
     return whole(checkpoint.restore(url, like, step, rename=without_position, **options))
 
 
-@pytest.mark.sample(8)
 @pytest.mark.parametrize("wait", [True, False])
 @pytest.mark.parametrize("kind", KINDS)
 def test_other_ranks_restore_what_was_saved(kind, url, wait):
@@ -102,7 +101,6 @@ def test_a_rank_gets_its_own_values_back(kind, url):
     assert simulated(back, shard=2) == [[5, 0], [5, 1]]
 
 
-@pytest.mark.sample(3)
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_step_is_replaced_deleted_and_pruned(kind, url):
     """A step saved again would keep old values or old files; deletions would leave files, or take others."""
@@ -137,7 +135,6 @@ def test_checkpoints_of_other_processes_are_seen(kind, url):
     assert checkpoint.steps(url) == [2]
 
 
-@pytest.mark.sample(12)
 @pytest.mark.parametrize("wait", [True, False])
 @pytest.mark.parametrize("part", ["rank-00001.safetensors", "rank-00001.json", "index.json"])
 @pytest.mark.parametrize("kind", REMOTE)
@@ -178,7 +175,6 @@ def test_a_file_that_was_not_written_to_its_end_is_deleted(kind, url):
     assert files(url) == []
 
 
-@pytest.mark.sample(2)
 @pytest.mark.parametrize("kind", REMOTE)
 @pytest.mark.parametrize("what", ["read", "info"])
 def test_a_failing_read_is_an_error_on_all_ranks(kind, url, what, monkeypatch):
@@ -194,7 +190,6 @@ def test_a_failing_read_is_an_error_on_all_ranks(kind, url, what, monkeypatch):
     assert all(url in text for text in simulated(restore, shard=3))
 
 
-@pytest.mark.sample(3)
 @pytest.mark.parametrize("kind", REMOTE)
 def test_a_store_that_does_not_answer_is_not_an_empty_one(kind, url, monkeypatch):
     """A look that failed would read as "no checkpoint": a run would begin anew, and a prune delete a whole one."""
@@ -236,7 +231,6 @@ def test_no_bucket_and_no_credentials(s3, monkeypatch):
     fsspec.get_filesystem_class("s3").clear_instance_cache()
 
 
-@pytest.mark.sample(2)
 @pytest.mark.parametrize("kind", ["memory", "s3"])
 def test_a_rank_downloads_what_it_needs(kind, url, monkeypatch):
     """Each rank would download the files of all ranks: with many ranks, the whole model as many times."""
@@ -317,7 +311,6 @@ def in_process(mesh: Any, url: str, broken: str, variables: dict[str, str]) -> s
     return str(caught.value)
 
 
-@pytest.mark.sample(2)
 @pytest.mark.parametrize("kind", ["disk", "s3"])
 def test_real_processes(kind, url):
     """Ranks that are processes would hang, see each other's files too late, or miss an error in the background."""
@@ -348,7 +341,6 @@ def test_a_process_that_is_forked_after_a_save(kind, url):
 @pytest.mark.parametrize(
     ("kind", "number"), [*(("disk", number) for number in range(13)), *(("s3", number) for number in range(10))]
 )
-@pytest.mark.slow
 def test_a_process_that_dies_at_any_request(kind, url, number, monkeypatch):
     """Between two requests there would be no checkpoint of the step, or a mixture of two; or the next save failed."""
     simulated(saves, url, 1, 2, shard=2)

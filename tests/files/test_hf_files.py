@@ -40,7 +40,6 @@ def is_the_model(name: str, folder: Path, written: Any) -> None:
     assert same_bits(dict(module.state_dict()), dict(model(name).state_dict()))
 
 
-@pytest.mark.sample(24)
 @pytest.mark.parametrize("world", WORLDS)
 @pytest.mark.parametrize("name", ["GPT-2", "BERT", "Llama", "ResNet"])
 def test_a_directory_comes_back_to_the_bit(name, world, tmp_path):
@@ -55,8 +54,6 @@ def test_a_directory_comes_back_to_the_bit(name, world, tmp_path):
     is_the_model(name, tmp_path / "ours", tmp_path / "hf")
 
 
-@pytest.mark.slow
-@pytest.mark.sample(2)
 @pytest.mark.parametrize("run", [simulated, gloo])
 def test_models_of_several_files_are_read_and_written(run, tmp_path):
     """A large model, which Hugging Face writes to several files, would be read or written wrongly."""

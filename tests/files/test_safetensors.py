@@ -45,7 +45,6 @@ def to_and_fro(mesh: Any, params: Any, plan: dict[str, Any], folder: Path, renam
     return fshard.state_dict(loaded)
 
 
-@pytest.mark.sample(4)
 @pytest.mark.parametrize("number", range(4))
 @settings(max_examples=25, deadline=None)
 @given(data=st.data())
@@ -202,7 +201,6 @@ def limited(run: Callable[[], object], num_bytes: int) -> None:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
-@pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/io").exists(), reason="needs Linux's counts of bytes")
 def test_processes(tmp_path):
     """A rank would read whole files or rows, files be right in simulation alone, or ranks wait for one that failed."""
@@ -492,7 +490,6 @@ def killed_after(num_steps: int, monkeypatch: Any, run: Callable[[], None]) -> b
     return False
 
 
-@pytest.mark.sample(4)
 @pytest.mark.parametrize("sizes", [(old, new) for old in (SEVERAL, ONE) for new in (SEVERAL, ONE)])
 def test_a_save_that_is_killed_leaves_the_earlier_one_or_the_new_one(sizes, tmp_path, monkeypatch):
     """A model would be lost, or be half old and half new, when the process is killed while it saves it again."""

@@ -47,7 +47,6 @@ def steps(mesh: Any, policy: str, how: str, strategy: str = "full", tx: Any = No
     return (gather_params(state.params), moments, metrics), {r.kind for r in records}, is_view
 
 
-@pytest.mark.sample(18)
 @pytest.mark.parametrize("how", STEPS)
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("strategy", NARROW)
@@ -84,7 +83,6 @@ def check_in_place(pairs: list[tuple[Tensor, Tensor]]) -> None:
         assert same_bits(apart, summed)
 
 
-@pytest.mark.sample(3)
 @pytest.mark.parametrize("late", [True, False])
 @pytest.mark.parametrize("ranks", [1, 2, 3, 5])
 def test_a_sum_in_the_place_of_its_terms(ranks, late):
@@ -116,7 +114,6 @@ def whole_gradients(mesh: Any, strategy: str, apart: bool, jitted: bool = False)
     return gather_params(state.params), grads, metrics
 
 
-@pytest.mark.sample(2)
 @pytest.mark.parametrize("strategy", ["ddp", "zero1"])
 def test_whole_gradients_are_summed_where_they_lie(strategy):
     """Gradients of large units would have other bits if their sum takes their place, simulated or between processes."""

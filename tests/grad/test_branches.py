@@ -139,7 +139,6 @@ def trained(mesh: Any, seeds: list[int], strategy: str, way: str) -> None:
         assert wrong < 1e-12, (seed, strategy, way, wrong)
 
 
-@pytest.mark.sample(45)
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("axes", [{"shard": 2}, {"shard": 2, "replicate": 2}])
@@ -154,7 +153,6 @@ def all_trained(mesh: Any) -> None:
         trained(mesh, [number], strategy, way)
 
 
-@pytest.mark.slow
 def test_programs_that_batches_choose_between_hosts() -> None:
     """Messages would be paired with others, and gradients be wrong without a word."""
     gloo(between_hosts, all_trained, shard=2)
@@ -209,7 +207,6 @@ SOME = {
 }
 
 
-@pytest.mark.sample(30)
 @pytest.mark.parametrize("nothing", NOTHING)
 @pytest.mark.parametrize("used", SOME)
 @pytest.mark.parametrize("way", WAYS)
@@ -232,7 +229,6 @@ def trained_on_some_or_refused(mesh: Any) -> None:
             step(state, {"x": torch.ones(2, 3, dtype=torch.float64), "used": torch.tensor([False, False])})
 
 
-@pytest.mark.slow
 def test_ranks_of_which_none_uses_anything() -> None:
     """Zeros for all of them would train nothing, without a word."""
     simulated(trained_on_some_or_refused)
@@ -276,7 +272,6 @@ GRAPHS: dict[str, dict[str, Any]] = {  # how ranks without rows read, and which 
 }
 
 
-@pytest.mark.sample(288)
 @pytest.mark.parametrize("nothing", NOTHING)
 @pytest.mark.parametrize("used", ["the last", "the first", "all but one"])
 @pytest.mark.parametrize("graph", [name for name in GRAPHS if name != "inductor"])
@@ -289,7 +284,6 @@ def test_ranks_that_use_nothing_in_a_graph(strategy: str, graph: str, used: str,
         simulated(jitted_on_some, SOME[used], strategy, nothing, GRAPHS[graph], shard=len(SOME[used]))
 
 
-@pytest.mark.slow
 def test_ranks_that_use_nothing_in_a_compiled_graph() -> None:
     """A compiler would leave out the gathers of which a rank reads nothing but the shape."""
     simulated(jitted_on_some, SOME["the last"], "keep", "a constant", GRAPHS["inductor"])
@@ -304,7 +298,6 @@ def jitted_on_some_or_refused(mesh: Any) -> None:
         fn(sharded, torch.ones(0, 3, dtype=torch.float64))
 
 
-@pytest.mark.slow
 def test_ranks_of_which_none_uses_anything_in_a_graph() -> None:
     """As above: no rank knows while it traces."""
     simulated(jitted_on_some_or_refused)
@@ -437,7 +430,6 @@ def has_plain_gradients(mesh: Any, name: str, more: dict[str, Any]) -> None:
     assert all(apart(found[name], expected[name]) < 1e-12 for name in found if name != strategy.get("frozen"))
 
 
-@pytest.mark.sample(3)
 @pytest.mark.parametrize("more", [{}, {"prefetch": 0}, {"prefetch": 2}, {"regather": False}])
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_what_a_rank_saves_and_runs_again(name: str, more: dict[str, Any]) -> None:
@@ -494,7 +486,6 @@ def errors_of(mesh: Any, reads: str, ahead: int) -> list[str]:
     return texts
 
 
-@pytest.mark.sample(8)
 @pytest.mark.parametrize(
     ("reads", "ahead"),
     [("other units", 0), ("another last unit", 1), ("another tree first", 0), ("another one sent first", 0)],

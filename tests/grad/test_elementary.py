@@ -221,7 +221,6 @@ def test_products_of_operators(name: str) -> None:
     assert close(product(None, ALL[name]), expected(ALL[name], 1))
 
 
-@pytest.mark.sample(8)
 @pytest.mark.parametrize("name", ALL)
 def test_products_of_operators_over_ranks(name: str) -> None:
     """Two ranks with different data add up to the same products: otherwise sharding would alter an operator."""

@@ -73,7 +73,6 @@ def product(mesh: Any, name: str, strategy: str, jitted: bool = False, again: bo
     return {k: v for k, v in fshard.gather_params(out).items() if k not in FROZEN}
 
 
-@pytest.mark.sample(39)
 @pytest.mark.parametrize("name", ALL)
 @pytest.mark.parametrize(("world", "strategy"), CASES)
 def test_products_are_those_of_one_device(world: str, strategy: str, name: str) -> None:
@@ -84,8 +83,6 @@ def test_products_are_those_of_one_device(world: str, strategy: str, name: str) 
         assert apart(found, wanted) < 1e-12 * largest
 
 
-@pytest.mark.slow
-@pytest.mark.sample(4)
 @pytest.mark.parametrize("strategy", ["full", "zero2"])
 @pytest.mark.parametrize("name", ["regression", "laplacian"])
 def test_as_a_graph(name: str, strategy: str) -> None:
@@ -132,7 +129,6 @@ def test_a_unit_that_is_read_without_gradients_first(shard: int) -> None:
         assert apart(tree.leaves(got), wanted) < 1e-5
 
 
-@pytest.mark.slow
 def test_processes_have_the_bits_of_the_simulation() -> None:
     """Gloo processes give the bits of simulated ranks: otherwise a simulation would say nothing about a real job."""
     assert same_bits(gloo(in_processes, shard=2), simulated(in_processes, shard=2))

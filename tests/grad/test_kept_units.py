@@ -125,7 +125,6 @@ def right(mesh: Any, form: str, plan: str, num: int) -> None:
             assert apart(found[name], wanted[name]) < 1e-12, (plan, form, case, name)
 
 
-@pytest.mark.sample(21)
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("plan", PLANS)
 def test_ranks_use_and_run_again_what_they_like(plan: str, form: str) -> None:
@@ -158,7 +157,6 @@ def all_right(mesh: Any) -> None:
         right(mesh, form, plan, 3)
 
 
-@pytest.mark.slow
 def test_ranks_use_and_run_again_what_they_like_on_a_host_and_between_hosts() -> None:
     """Messages of one size would be taken for each other."""
     gloo(all_right, shard=2)

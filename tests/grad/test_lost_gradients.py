@@ -305,7 +305,6 @@ def keeping(mesh: Any, what: str, strategy: dict[str, Any], how: str) -> tuple[s
     return str(failure.value), all(torch.equal(a, b) for a, b in pairs)
 
 
-@pytest.mark.sample(3)
 @pytest.mark.parametrize("how", ["call", "micro-batch"])
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("what", KEPT)
@@ -420,7 +419,6 @@ def some_grads(mesh: Any, how: str, bits: tuple[int, int]) -> Any:
     return fshard.gather_params(step(state, x)[0].params)
 
 
-@pytest.mark.sample(3)
 @pytest.mark.parametrize("how", HOWS)
 def test_micro_batches_that_use_different_leaves_of_a_unit(how: str) -> None:
     """What one micro-batch gave to a unit would be lost if the next leaves one of its leaves unused."""

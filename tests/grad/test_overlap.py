@@ -176,7 +176,6 @@ def steps_of(log: list[Event]) -> dict[str, int]:
     return {names[event]: i for i, event in enumerate(log) if event in names}
 
 
-@pytest.mark.sample(3)
 @pytest.mark.parametrize("accumulate", [1, 3])
 @pytest.mark.parametrize("has_aux", [False, True])
 @pytest.mark.parametrize("name", LOSSES)
@@ -343,7 +342,6 @@ def kept_alive(mesh: Any, fails: bool) -> list[bool]:
     return [ref.expired() for ref in refs]
 
 
-@pytest.mark.sample(2)
 @pytest.mark.parametrize("fails", [False, True])
 def test_a_forward_and_backward_keeps_nothing_alive(fails: bool) -> None:
     """A step would leave a reference cycle that holds the parameters."""

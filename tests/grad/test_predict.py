@@ -64,7 +64,6 @@ def expected(rank: int, dtype: torch.dtype) -> Any:
     )
 
 
-@pytest.mark.sample(10)
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("how", HOW)
 @pytest.mark.parametrize("strategy", STRATEGIES)
@@ -78,7 +77,6 @@ def test_the_result_is_that_of_one_device_on_this_ranks_rows(strategy, how, poli
         assert same_bits(got, want)
 
 
-@pytest.mark.sample(2)
 @pytest.mark.parametrize("strategy", ["ddp", "full"])
 def test_processes_predict_as_simulated_ranks_do(strategy):
     """What holds on simulated ranks would fail on processes."""
@@ -142,7 +140,6 @@ def other_order(mesh: Any, hosts: bool) -> None:
     fshard.predict(lambda p: [p[name].sum() for name in order])(sharded)
 
 
-@pytest.mark.slow
 def test_ranks_that_read_units_in_another_order_are_an_error():
     """Ranks would get each other's units as the ones that they read, without a word."""
     with pytest.raises(fshard.MismatchError, match=r"for unit 'a' .*for unit 'b'"):

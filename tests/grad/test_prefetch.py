@@ -73,7 +73,6 @@ def results(mesh: Any) -> list[bool]:
     return same
 
 
-@pytest.mark.sample(3)
 @pytest.mark.parametrize("shard", [1, 2, 3])
 def test_a_gather_started_early_changes_no_bit(shard: int) -> None:
     """A gather that is not waited for would hang, or serve its data to the next step."""
@@ -81,7 +80,6 @@ def test_a_gather_started_early_changes_no_bit(shard: int) -> None:
     assert all(map(all, simulated(results, shard=shard, replicate=2)))
 
 
-@pytest.mark.slow
 def test_a_gather_started_early_in_processes() -> None:
     """Real ranks would hang on a gather that is dropped."""
     assert all(map(all, gloo(results, shard=2)))
@@ -174,7 +172,6 @@ def test_the_backward_gathers_ahead_also_under_checkpoints(which: str, prefetch:
         check_ahead([(kind, label) for what, kind, label in log if what == "start"])
 
 
-@pytest.mark.sample(8)
 @pytest.mark.parametrize("which", WHICH)
 def test_a_graph_gathers_ahead_also_under_checkpoints(which: str) -> None:
     """As in the eager step."""

@@ -76,7 +76,6 @@ def check_bits(runs: dict[str, list[torch.Tensor]]) -> None:
         assert all(torch.equal(a, b) for a, b in zip(first, run, strict=True)), name
 
 
-@pytest.mark.sample(51)
 @pytest.mark.parametrize("world", WORLDS, ids=str)
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("name", LOSSES)
@@ -121,7 +120,6 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.sample(3)
 @pytest.mark.parametrize("option", OPTIONS)
 def test_what_stays_changes_no_bit_with_options_of_plans(option: str) -> None:
     """A copy would be decoded twice, lose a dtype, or be taken from host memory or of a leaf that is whole anyway."""
@@ -268,7 +266,6 @@ def graph_of(mesh: Any, name: str, regather: Any) -> tuple[dict[str, dict[str, i
     return counts, same
 
 
-@pytest.mark.sample(10)
 @pytest.mark.parametrize("name", ["chain", "checkpointed"])
 @pytest.mark.parametrize("choice", GATHERED)
 def test_a_graph_gathers_over_the_axes_of_the_copy_alone(choice: str, name: str) -> None:
@@ -304,7 +301,6 @@ def traffic_and_bits(mesh: Any) -> tuple[dict[str, Any], dict[str, list[torch.Te
     return axes, {key: two_steps(mesh, "chain", choice, tx, **SLOW) for key, choice in CHOICES.items()}
 
 
-@pytest.mark.slow
 def test_processes_gather_and_compute_what_simulated_ranks_do() -> None:
     """In processes, whose buffers peers may read late, a copy would have other values."""
     ranks = [job(traffic_and_bits, shard=2, replicate=2) for job in (gloo, simulated)]

@@ -5,7 +5,6 @@ from support.saved import FROZEN, LOSSES, differences, zoo_params
 from support.worlds import simulated
 
 
-@pytest.mark.sample(3)
 @pytest.mark.parametrize("shard", [2, 1, 3])
 def test_saved_views_come_back_as_they_were(shard: int) -> None:
     """A saved view of a gathered buffer would come back with other elements, strides or bits."""

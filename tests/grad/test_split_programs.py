@@ -304,7 +304,6 @@ CASES = [
 ]
 
 
-@pytest.mark.sample(20)
 @pytest.mark.parametrize(("seed", "plan", "sizes"), CASES)
 def test_a_split_program_is_the_plain_one(seed: int, plan: str, sizes: dict[str, int]) -> None:
     """A sum over an axis of a leaf that is split there, or none of one that is whole, would train another model."""
@@ -321,7 +320,6 @@ def test_a_split_program_is_the_plain_one(seed: int, plan: str, sizes: dict[str,
 NONE = dict.fromkeys(BOTH, ())
 
 
-@pytest.mark.sample(4)
 @pytest.mark.parametrize("plan", [NONE, dict.fromkeys(BOTH, "tensor") | {"data": ()}], ids=["whole", "over tensor"])
 @pytest.mark.parametrize("seed", range(8))
 def test_a_mesh_of_the_axis_alone(seed: int, plan: dict[str, Any]) -> None:
@@ -348,7 +346,6 @@ def derivatives(mesh: Any, program: Program, ranks: int, parts: bool) -> Any:
     return [fshard.gather_params(x) for x in (grads, product)]
 
 
-@pytest.mark.sample(4)
 @pytest.mark.parametrize("parts", [True, False], ids=["parts", "whole"])
 @pytest.mark.parametrize("sizes", MESHES, ids=str)
 @pytest.mark.parametrize("seed", range(4))

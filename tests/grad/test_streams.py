@@ -255,7 +255,6 @@ HOW: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 }
 
 
-@pytest.mark.sample(8)
 @pytest.mark.parametrize("name", HOW)
 def test_nothing_is_overtaken(name):
     """Steps with leaves in host memory have no hazard between streams: otherwise a GPU would read wrong values now
@@ -410,7 +409,6 @@ def found(name: str, scaler: Any = None) -> set[str]:
     return ordered.hazards
 
 
-@pytest.mark.sample(39)
 @pytest.mark.parametrize("name", SUMS)
 def test_no_sum_overtakes_or_is_overtaken(name):
     """Sums of gradients have no hazard in any strategy, wire or dtype: otherwise a GPU would add wrong gradients now
@@ -422,7 +420,6 @@ def test_no_sum_overtakes_or_is_overtaken(name):
 PLANS = {**STRATEGIES, "cast": {"policy": "compute=bf16", "whole": "**.b"}, "whole": {"whole": "**.b"}}
 
 
-@pytest.mark.sample(21)
 @pytest.mark.parametrize("clip_norm", [None, 1.0])
 @pytest.mark.parametrize("plan", PLANS)
 def test_an_update_in_the_backward_overtakes_nothing(plan, clip_norm):
@@ -433,7 +430,6 @@ def test_an_update_in_the_backward_overtakes_nothing(plan, clip_norm):
     assert ordered.hazards == set()
 
 
-@pytest.mark.sample(3)
 @pytest.mark.parametrize("name", ["two", "full", "int8", "fast"])
 def test_the_computation_waits_for_no_reduction(name):
     """A side stream waits for reductions and adds, the computation does not: otherwise the backward would wait for
@@ -482,7 +478,6 @@ def test_sums_wait_for_the_computation(name, monkeypatch):
     assert any("reads before" in word for word in found(name))
 
 
-@pytest.mark.sample(3)
 @pytest.mark.parametrize("name", ["two", "half", "int8-ddp", "fast"])
 def test_what_is_summed_lives_until_the_computation_has_waited(name, monkeypatch):
     """If buffers of sums were freed early, a hazard is reported: otherwise the check would miss memory reused too
@@ -497,7 +492,6 @@ def test_what_is_summed_lives_until_the_computation_has_waited(name, monkeypatch
     assert any(word.startswith("memory is used again while") for word in found(name))
 
 
-@pytest.mark.sample(6)
 @pytest.mark.parametrize("name", ["int8-ddp", "fast", "fast-half", "careless", "tree-ddp"])
 def test_what_is_sent_lives_until_the_computation_has_waited(name, monkeypatch):
     """If sent tensors were freed early, as NCCL allows, a hazard is reported: otherwise the check would miss
@@ -520,7 +514,6 @@ def test_the_computation_waits_for_no_stage_of_a_gather():
     assert set(first[2:]) == {side}
 
 
-@pytest.mark.sample(2)
 @pytest.mark.parametrize(("name", "words"), [("plain", "is done"), ("bf16", "memory is used again while")])
 def test_stages_are_waited_for(name, words, monkeypatch):
     """If the next stage did not wait, or what was sent were freed early, a hazard is reported: otherwise the check

@@ -37,7 +37,7 @@ import fshard
 from fshard import tree
 from fshard.sharding.sharded import whole_view
 
-WORLDS = ["simulated", pytest.param("gloo", marks=pytest.mark.slow)]
+WORLDS = ["simulated", pytest.param("gloo")]
 STRATEGIES = {
     "full": {},
     "keep": {"regather": False},
@@ -148,22 +148,18 @@ def world(request: pytest.FixtureRequest) -> Any:
     return results
 
 
-@pytest.mark.slow
-@pytest.mark.sample(48)
 @pytest.mark.parametrize("name", CASES)
 def test_gradients_are_right_under_every_strategy(name: str, world: Any) -> None:
     """Some strategy would give other gradients on three ranks with different data than one device does."""
     check_gradients(name, world(name))
 
 
-@pytest.mark.sample(6)
 @pytest.mark.parametrize("name", ["chain", "shared across depth", "tied across units", "whole leaf", "frozen leaf"])
 def test_gradients_on_two_axes(name: str) -> None:
     """Some strategy would give other gradients on a mesh of two axes."""
     check_gradients(name, simulated(two_rounds, name, HYBRIDS, shard=2, replicate=2))
 
 
-@pytest.mark.sample(3)
 @pytest.mark.parametrize("name", ["chain", "input first", "checkpointed", "dtypes"])
 def test_an_axis_of_size_one_is_an_axis(name: str) -> None:
     """One rank with an axis would take another path than several, and give other bits."""
@@ -325,7 +321,6 @@ def test_hybrid_reduces_over_the_replicas_what_it_has_scattered() -> None:
         assert len(records) == 4 * len(units) - 1 + 2
 
 
-@pytest.mark.sample(3)
 @pytest.mark.parametrize(
     ("strategy", "extra"),
     [
@@ -494,7 +489,6 @@ def rows_made(mesh: Any, strategy: dict[str, Any], options: dict[str, Any]) -> l
     return factories.log[: len(factories.log) - factories.log[::-1].index("backward") + 1]
 
 
-@pytest.mark.sample(3)
 @pytest.mark.parametrize("name", STRATEGIES)
 @pytest.mark.parametrize("options", [{}, {"accumulate": 2}, {"accumulate": 2, "reduce_once": True}, TREE], ids=str)
 def test_rows_of_gradients_are_made_when_the_first_gradient_comes(name: str, options: dict[str, Any]) -> None:
@@ -733,7 +727,6 @@ def alive_after_errors(mesh: Any) -> list[int]:
     return counts
 
 
-@pytest.mark.slow
 def test_an_error_leaves_nothing_alive() -> None:
     """After an error gathered buffers would stay in memory, by a reference cycle for example."""
     assert simulated(alive_after_errors, shard=2) == [[0, 0, 0]] * 2
@@ -827,10 +820,8 @@ def evaluated(mesh: Any, name: str) -> bool:
     return all(torch.equal(a, b) for a, b in zip(tree.leaves(before), tree.leaves(step(state, x)), strict=True))
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("world", WORLDS)
 @pytest.mark.parametrize("name", HYBRIDS)
-@pytest.mark.sample(17)
 def test_a_loss_is_evaluated_in_inference_mode(name, world):
     """Evaluating in inference mode would change the bits, or the training after it."""
     run = gloo if world == "gloo" else simulated

@@ -109,7 +109,6 @@ def is_near(got: Any, whole: Any) -> None:
 CASES = [(world, name) for world in ("1", "2", "3", "2x2") for name in (STRATEGIES if world == "2x2" else NARROW)]
 
 
-@pytest.mark.sample(9)
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize(("world", "strategy"), CASES)
 def test_dp_sgd_is_that_of_one_device(world, strategy, optimizer):
@@ -121,7 +120,6 @@ def test_dp_sgd_is_that_of_one_device(world, strategy, optimizer):
     assert not torch.allclose(whole["embed"], lm_params()["embed"]), "nothing was trained"
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("how", ["processes", "graphs"])
 def test_processes_and_graphs_do_the_same(how):
     """DP-SGD would be right in eager simulation alone."""

@@ -13,7 +13,6 @@ import fshard
 from fshard import tree
 
 
-@pytest.mark.sample(6)
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_a_write_in_place_is_an_error(strategy: str) -> None:
     """Writes in place to parameters are errors in every strategy: otherwise running statistics would be lost or
@@ -76,7 +75,6 @@ def outcome(mesh: Any, way: Any, options: dict[str, Any]) -> list[torch.Tensor] 
     return [value, *tree.leaves(fshard.gather_params(grads))]
 
 
-@pytest.mark.sample(3)
 @pytest.mark.parametrize("units", [None, "*"])
 @pytest.mark.parametrize("strategy", [name for name, plan in STRATEGIES.items() if "policy" not in plan])
 @pytest.mark.parametrize("way", WAYS)

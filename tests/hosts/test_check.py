@@ -31,8 +31,6 @@ def names_both(text: str, fault: Fault) -> bool:
     return len(said) == 2 and all(any(f"rank {r} " in part for part in said) for r in (fault.rank, other))
 
 
-@pytest.mark.slow
-@pytest.mark.sample(2)
 @pytest.mark.parametrize("over", ["host", "gloo"])
 def test_a_fault_is_an_error_on_every_rank(over: str) -> None:
     """A fault of one rank is an error on both, and later calls still work: otherwise the ranks would hang."""
@@ -70,8 +68,6 @@ def ended_well(fault: Fault) -> None:
             assert told or fault.kind != "kill", (fault, rank)
 
 
-@pytest.mark.slow
-@pytest.mark.sample(6)
 @pytest.mark.parametrize("over", ["host", "gloo"])
 @pytest.mark.parametrize("place", PLACES)
 def test_a_rank_is_killed(place: str, over: str) -> None:
@@ -79,8 +75,6 @@ def test_a_rank_is_killed(place: str, over: str) -> None:
     ended_well(Fault("kill", place, 2, over, 3, checked=False))
 
 
-@pytest.mark.slow
-@pytest.mark.sample(3)
 @pytest.mark.parametrize("seed", range(NUM))
 def test_a_random_fault(seed: int) -> None:
     """A random fault at a random place ends all ranks with an error: otherwise a rare failure would hang the job."""
@@ -106,8 +100,6 @@ def uneven(mesh: Any, with_plan: bool, checked: bool, sent: int, expected: int) 
     (fshard.check(call, mesh) if checked else call)()
 
 
-@pytest.mark.slow
-@pytest.mark.sample(5)
 @pytest.mark.parametrize(("sent", "expected"), [(3, 2), (2, 3), (0, 2), (2, 0)])
 def test_ranks_that_do_not_agree_on_sizes(sent: int, expected: int) -> None:
     """Rows that nobody sent would be random memory, or a part of the rows would be lost."""
@@ -150,7 +142,6 @@ def test_between_hosts() -> None:
         assert "rank 1 all_reduce(float64[3]" in dtype
 
 
-@pytest.mark.slow
 def test_a_jitted_step() -> None:
     """The collectives of a compiled step are compared as well: otherwise a mismatch in a graph would be a hang."""
     fault = Fault("shape", "forward", 1)
@@ -168,7 +159,6 @@ def test_a_rank_that_listens_when_the_other_has_ended() -> None:
         assert "ranks called different collectives: rank 0 all_reduce" in text
 
 
-@pytest.mark.slow
 def test_every_step_of_a_job() -> None:
     """FSHARD_CHECK=1 checks every step, and 0 opens no connection: otherwise users would edit code, or pay for it."""
     fault = Fault("label", "backward", 1)
@@ -390,7 +380,6 @@ def apart_in_a_world(case: tuple[dict[str, Any], str, str]) -> list[str]:
         return [str(failure)]
 
 
-@pytest.mark.slow
 def test_states_of_different_steps() -> None:
     """Ranks with states of different steps or seeds get an error: parameters would be half of each, silently."""
     worlds = [[apart_in_a_world(case) for case in APART]]
@@ -418,7 +407,6 @@ def between_others(mesh: Any, what: str) -> str:
     return "no error"
 
 
-@pytest.mark.sample(3)
 @pytest.mark.parametrize("ranks", [3, 5])
 @pytest.mark.parametrize("what", ["step", "rng"])
 def test_a_rank_between_others_hears_of_them(what: str, ranks: int) -> None:

@@ -140,7 +140,6 @@ def run(elastic: Any, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("what", [ranks, run], ids=lambda what: what.__name__)
-@pytest.mark.slow
 def test_two_hosts_that_lose_each_other(what: Callable[[Any, Path], None], elastic: Any, tmp_path: Path) -> None:
     """Ranks whose peers are on a host that is gone would hang, or a run would end with other numbers."""
     try:

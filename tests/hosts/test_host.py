@@ -59,8 +59,6 @@ def _all_kinds(mesh):
     return wrong
 
 
-@pytest.mark.slow
-@pytest.mark.sample(3)
 @pytest.mark.parametrize("shard", [1, 2, 3])
 def test_every_collective_is_right(shard):
     """Collectives through shared memory give right values: otherwise processes of one host would train wrongly."""
@@ -168,7 +166,6 @@ def _all_of_it(mesh):
     )
 
 
-@pytest.mark.slow
 def test_messages_and_memory():
     """Memory is reused only after all ranks read it, and a lost peer is an error: otherwise data would be mixed up."""
     first, second = gloo(_all_of_it, shard=2)
@@ -202,7 +199,6 @@ def _writes_before_its_peer_reads(mesh):
     return found
 
 
-@pytest.mark.slow
 def test_writes_do_not_reach_peers_that_read_later():
     """A rank that writes to results, or to what its reduction or wire is given, changes nothing on a peer that has not
     yet received: otherwise that peer would train with the written values, sometimes."""
@@ -268,7 +264,6 @@ def _twenty_plans(mesh):
     return counts, alive, [end() is not None for end in ends], _descriptors()
 
 
-@pytest.mark.slow
 def test_plans_share_what_belongs_to_their_mesh():
     """All plans of a mesh share its connections, which close with it: otherwise plans would use up descriptors."""
     for counts, alive, after, end in gloo(_twenty_plans, shard=2):
@@ -355,7 +350,6 @@ def _by_the_twin(mesh, store):
     return results, counts
 
 
-@pytest.mark.slow
 def test_collectives_on_a_device_mesh_go_where_the_plans_go(tmp_path):
     """A loss that names the DeviceMesh sends through shared memory once a plan is made, the same bits: otherwise
     gloo's threads would take half of the ranks' time."""

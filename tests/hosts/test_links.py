@@ -240,7 +240,6 @@ def test_what_a_machine_lacks() -> None:
         assert elsewhere == ("GroupRanks", {"AF_INET"})
 
 
-@pytest.mark.slow
 def test_data_that_end_early_on_one_rank(tmp_path: Path) -> None:
     """A rank that gathers while others make a checked step gets an error: otherwise data that end early would hang."""
     texts = values(fates(hostile.data_end_early, str(tmp_path), shard=3, seconds=30.0))
@@ -248,7 +247,6 @@ def test_data_that_end_early_on_one_rank(tmp_path: Path) -> None:
         assert "ranks called different collectives" in text, texts
 
 
-@pytest.mark.slow
 def test_the_users_timeout(tmp_path: Path) -> None:
     """The timeout of `init_process_group` holds for every wait: otherwise ranks would give up too early or too late."""
     (found, texts), *others = values(fates(hostile.timeouts, str(tmp_path), shard=2, replicate=2))
@@ -261,7 +259,6 @@ def test_the_users_timeout(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ADDRESSES)
-@pytest.mark.slow
 def test_two_hosts(kind: str) -> None:
     """Two hosts connect by a named interface, by the route, or as copies of one machine: otherwise jobs would hang."""
     script = [sys.executable, str(Path(__file__).parents[1] / "support" / "two_hosts.py")]

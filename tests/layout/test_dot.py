@@ -49,7 +49,6 @@ def dots(mesh: Any, name: str, strategy: str, whole: bool) -> Any:
     return found
 
 
-@pytest.mark.sample(39)
 @pytest.mark.parametrize("name", TREES)
 @pytest.mark.parametrize(("world", "strategy"), CASES)
 def test_a_dot_product_is_that_of_whole_trees(world, strategy, name):
@@ -149,7 +148,6 @@ def derivatives(mesh: Any, strategy: str) -> Any:
     }
 
 
-@pytest.mark.sample(5)
 @pytest.mark.parametrize(
     ("world", "strategy"), [("3", "full"), ("2x2", "full"), ("1", "full"), ("3", "ddp"), ("2x2", "ddp")]
 )
@@ -245,7 +243,6 @@ def newton_of_one_device(ranks: int) -> Any:
     return {"w": found[:15].view(5, 3), "b": found[15:]}
 
 
-@pytest.mark.sample(3)
 @pytest.mark.parametrize(("world", "strategy"), [("1", "full"), ("2", "zero2"), ("3", "full"), ("2x2", "wide")])
 def test_conjugate_gradients_solve_newtons_equation(world, strategy):
     """A method that users build of `hvp`, `dot` and `tree.map` would go another way on several ranks."""
@@ -256,7 +253,6 @@ def test_conjugate_gradients_solve_newtons_equation(world, strategy):
             assert torch.allclose(got[name], x, rtol=1e-8, atol=1e-10)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("how", ["processes", "graphs"])
 def test_conjugate_gradients_elsewhere(how):
     """Processes would have other bits than simulated ranks, or a graph other values."""

@@ -79,7 +79,6 @@ def _check_row(row: Row[int], sizes: dict[str, int], packed: bool) -> None:
         assert not any(n % step for n in [*(span.begin for _, span in of_leaf), *starts])
 
 
-@pytest.mark.sample(3)
 @pytest.mark.parametrize("sizes", MESHES, ids=str)
 @pytest.mark.parametrize("name", PLANS)
 def test_every_element_is_of_one_shard(name: str, sizes: dict[str, int]) -> None:

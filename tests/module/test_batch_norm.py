@@ -124,7 +124,6 @@ def is_near(results: Any, norm: str, training: bool = True) -> None:
             assert torch.allclose(x, module.get_buffer(path), rtol=1e-10, atol=1e-10), path
 
 
-@pytest.mark.sample(6)
 @pytest.mark.parametrize("world", [(1, 1), (1, 2), (1, 3), (2, 2)], ids=["1", "2", "3", "2x2"])
 @pytest.mark.parametrize("norm", NORMS)
 def test_norms_take_the_batch_of_all_ranks(norm, world):
@@ -132,14 +131,12 @@ def test_norms_take_the_batch_of_all_ranks(norm, world):
     is_near(simulated(run, norm, replicate=world[0], shard=world[1]), norm)
 
 
-@pytest.mark.sample(4)
 @pytest.mark.parametrize(("again", "jitted"), [(True, False), (False, True), (True, True)])
 def test_norms_that_run_again_or_in_a_graph(again, jitted):
     """What runs again would have the statistics of its rank, or update running statistics twice."""
     is_near(simulated(run, "plain", again, jitted), "plain")
 
 
-@pytest.mark.slow
 def test_norms_of_processes():
     """Statistics would be those of all ranks in simulation alone."""
     args = run, "plain", True
@@ -158,7 +155,6 @@ def test_without_it_norms_are_those_of_a_rank():
     assert not torch.equal(first["norms"]["0"]["running_mean"], second["norms"]["0"]["running_mean"])
 
 
-@pytest.mark.sample(3)
 @pytest.mark.parametrize("wanted", [[1], [0, 1], [0]])
 @pytest.mark.parametrize("again", [False, True])
 def test_running_statistics_that_a_graph_alone_computes(again, wanted):

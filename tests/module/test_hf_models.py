@@ -85,7 +85,6 @@ def is_trained(results: list[Any], name: str, optimizer: str) -> None:
 CASES = [(name, again) for name in MODELS for again in (False, True) if MODELS[name].checkpoints or not again]
 
 
-@pytest.mark.sample(161)
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize(("name", "again"), CASES)
@@ -101,7 +100,6 @@ def train_each(mesh: Any, cases: list[tuple[str, bool]]) -> list[Any]:
 
 
 @pytest.mark.parametrize("first", range(5))
-@pytest.mark.slow
 def test_processes_train_models_as_torch_does(first):
     """A model would be trained rightly in simulation alone."""
     cases = CASES[first::5]
@@ -109,7 +107,6 @@ def test_processes_train_models_as_torch_does(first):
         is_trained(results, name, "adamw")
 
 
-@pytest.mark.sample(8)
 @pytest.mark.parametrize("name", ["GPT-2", "BERT", "T5", "Whisper", "ViT"])
 def test_dropout_is_that_of_one_device(name):
     """Dropout would be other than that of the unsharded step with the same seed."""
@@ -125,7 +122,6 @@ def test_dropout_is_that_of_one_device(name):
     assert not all(torch.allclose(whole[path], x) for path, x in plain.items()), "there was dropout"
 
 
-@pytest.mark.sample(2)
 @pytest.mark.parametrize("name", ["GPT-2", "T5"])
 def test_a_model_generates_after_training(name):
     """A model that was trained could not be used by transformers again, or would say something else."""

@@ -67,7 +67,6 @@ def stepped(module: nn.Module, mesh: Any = None) -> tuple[Any, Any]:
     )
 
 
-@pytest.mark.sample(6)
 @pytest.mark.parametrize("reads", [True, False])
 @pytest.mark.parametrize("kept", KEPT)
 def test_tensors_that_are_no_buffers(kept: str, reads: bool) -> None:

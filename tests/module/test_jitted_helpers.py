@@ -58,7 +58,6 @@ def laws(mesh: Any, passed: Any, entry: str) -> None:
         fshard.testing.assert_trees_equal(found, expected)
 
 
-@pytest.mark.sample(9)
 @pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.parametrize("entry", ENTRIES)
 @pytest.mark.parametrize("passed", PASSED)

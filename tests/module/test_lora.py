@@ -192,7 +192,6 @@ def is_trained(results: list[dict[str, Tensor]], kind: str, optimizer: str) -> N
                 assert torch.equal(got[name], start[name]), name
 
 
-@pytest.mark.sample(21)
 @pytest.mark.parametrize("again", [False, True], ids=["once", "checkpointed"])
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("world", WORLDS)
@@ -203,14 +202,12 @@ def test_adapters_train_as_in_torch(kind, world, optimizer, again):
     is_trained(simulated(train, kind, optimizer, again, shard=shard, replicate=replicate), kind, optimizer)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_adapters_train_in_processes(kind):
     """Adapters would train in simulation alone."""
     is_trained(gloo(train, kind, "adamw", True), kind, "adamw")
 
 
-@pytest.mark.sample(4)
 @pytest.mark.parametrize("again", [False, True], ids=["once", "checkpointed"])
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("kind", ["PEFT, parameters", "PEFT, rotations"])

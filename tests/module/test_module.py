@@ -63,8 +63,6 @@ def is_near(got: dict[str, Tensor], module: nn.Module) -> None:
         assert torch.allclose(got[path], x, rtol=1e-10, atol=1e-10), path
 
 
-@pytest.mark.slow
-@pytest.mark.sample(145)
 @pytest.mark.parametrize("jitted", [False, True], ids=["eager", "jitted"])
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("strategy", STRATEGIES)
@@ -86,7 +84,6 @@ def test_any_number_of_ranks_trains_the_module(world):
         is_near(params, expected)
 
 
-@pytest.mark.slow
 def test_processes_have_the_bits_of_the_simulation():
     """A module on real ranks would be trained in another way than in the tests of its user."""
     assert same_bits(
@@ -104,13 +101,11 @@ def cast(mesh: Any) -> Any:
     return fshard.gather_params(loss(fshard.shard_params(params, plan))[1])
 
 
-@pytest.mark.slow
 def test_processes_cast_as_the_simulation():
     """Casts would be right in simulation alone."""
     assert same_bits(gloo(cast), simulated(cast))
 
 
-@pytest.mark.sample(6)
 @pytest.mark.parametrize("jitted", [False, True], ids=["eager", "jitted"])
 @pytest.mark.parametrize("name", ["batch norm", "batch norm, checkpointed"])
 def test_buffers_are_those_of_the_module(name, jitted):
@@ -312,7 +307,6 @@ class Blocks(nn.Module):
 
 
 # dynamo's own, while it traces a function of tensors that are not leaves of autograd
-@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 @pytest.mark.parametrize("policy", [None, "compute=f32; **.norm: compute=f64"])
 @pytest.mark.parametrize("checkpoints", [False, True])

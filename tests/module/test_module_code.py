@@ -181,7 +181,6 @@ NOT_IN = {"torch.func": ["functional_call again", "Variable", "legacy constructo
 NOT_IN["jitted"] = ["Variable", "legacy constructor", "vmap", "list", "numpy"]
 
 
-@pytest.mark.sample(6)
 @pytest.mark.parametrize("how", HOWS)
 @pytest.mark.parametrize("name", RIGHT)
 def test_code_computes_what_it_computes_in_the_module(name: str, how: str) -> None:
@@ -288,7 +287,6 @@ WRONG: dict[str, tuple[Forward, str]] = {
 }
 
 
-@pytest.mark.sample(3)
 @pytest.mark.parametrize("how", HOWS)
 @pytest.mark.parametrize("name", WRONG)
 def test_code_that_a_function_cannot_run_is_an_error(name: str, how: str) -> None:
@@ -376,7 +374,6 @@ OF_HOOKS: dict[str, tuple[Forward, Any]] = {
 }
 
 
-@pytest.mark.sample(2)
 @pytest.mark.filterwarnings("ignore:Full backward hook is firing")
 @pytest.mark.parametrize("how", ["whole", "torch.func", "sharded", "jitted"])
 @pytest.mark.parametrize("name", OF_HOOKS)

@@ -80,7 +80,7 @@ KINDS: dict[str, tuple[Callable[[], nn.Module], Callable[[], Tensor]]] = {
     "sliced": (Sliced, lambda: torch.randn(4, 3)),
     "buffer": (Counting, lambda: torch.randn(4, 3)),
 }
-BACKENDS = ["eager", "aot_eager", pytest.param("inductor", marks=pytest.mark.slow)]
+BACKENDS = ["eager", "aot_eager", pytest.param("inductor")]
 
 
 def compiles(
@@ -109,7 +109,6 @@ def compiles(
             torch.testing.assert_close(a, b, rtol=1e-8, atol=1e-8)
 
 
-@pytest.mark.sample(66)
 @pytest.mark.parametrize("dynamic", [None, True])
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("kind", KINDS)
@@ -122,7 +121,6 @@ def test_a_module_under_torch_compile(kind, backend, dynamic):
     compiles(make().double(), given, lambda out, _: out.square().sum(), backend=backend, dynamic=dynamic)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["full", "keep", "zero1", "ddp"])
 @pytest.mark.parametrize("kind", BLOCKS)
 def test_a_model_under_torch_compile(kind, strategy):

@@ -86,7 +86,6 @@ def expected(name: str, optimizer: str, world: int) -> Any:
     return state.params, losses
 
 
-@pytest.mark.sample(38)
 @pytest.mark.parametrize(
     ("way", "optimizer"),
     [("plain", "sgd"), ("plain", "adamw"), ("checkpointed", "sgd"), ("checkpointed", "adamw"), ("jitted", "sgd")],
@@ -105,7 +104,6 @@ def test_norms_in_float32_are_those_written_by_hand(name, way, optimizer):
                 assert torch.allclose(x, y, rtol=error, atol=error)
 
 
-@pytest.mark.sample(3)
 @pytest.mark.parametrize("world", [1, 3, 4])
 def test_any_number_of_ranks(world):
     """Casts would be other ones on some numbers of ranks."""
@@ -374,7 +372,6 @@ def mse_by_hand(params: Any, batch: Any) -> Tensor:
     return (((out + batch["n"][:, None]).float() - batch["target"]).square().mean()).detach()
 
 
-@pytest.mark.sample(3)
 @pytest.mark.parametrize("shard", [1, 2])
 @pytest.mark.parametrize("jitted", [False, True])
 def test_a_module_casts_what_it_is_given_and_nothing_else(jitted, shard):
@@ -605,7 +602,6 @@ CHOSEN: dict[str, Any] = {
 }
 
 
-@pytest.mark.sample(3)
 @pytest.mark.parametrize("how", WAYS)
 @pytest.mark.parametrize("chosen", CHOSEN)
 def test_chosen_submodules_cast_what_they_are_given(chosen, how):

@@ -84,7 +84,6 @@ def compiled(step: Any) -> Any:
     return torch.compile(step, fullgraph=True, backend="eager")
 
 
-@pytest.mark.sample(9)
 @pytest.mark.parametrize("norm", [False, True], ids=["plain", "batch norm"])
 @pytest.mark.parametrize("how", ["eager", "jit", "compile"])
 @pytest.mark.parametrize("size", [None, 2])

@@ -157,7 +157,6 @@ def check(strategy: str, call: str, place: str, chosen: list[Case]) -> None:
     assert ranks == 1 or simulated(differing, strategy, call, place, chosen, shard=ranks) == [[]] * ranks
 
 
-@pytest.mark.sample(225)
 @pytest.mark.parametrize("call", CALLS)
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("strategy", STRATEGIES)
@@ -166,14 +165,12 @@ def test_each_module_computes_what_it_computes_alone(strategy: str, place: str, 
     check(strategy, call, place, cases(2, 19 if place == "jit" else 1))
 
 
-@pytest.mark.sample(4)
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_three_modules(strategy: str) -> None:
     """The third would take the policy of the second."""
     check(strategy, "as it is", "gradients", cases(3, 17))
 
 
-@pytest.mark.slow
 def test_in_processes() -> None:
     """Only simulated ranks would be right."""
     assert gloo(differing, "FSDP", "checkpointed", "step", cases(2, 7)) == [[], []]
@@ -214,7 +211,6 @@ AGAIN: dict[str, Callable[..., Any]] = {
 }
 
 
-@pytest.mark.sample(4)
 @pytest.mark.parametrize("again", AGAIN)
 @pytest.mark.parametrize("policy", POLICIES)
 def test_in_the_backward_a_module_casts_as_in_the_forward(policy: str | None, again: str) -> None:

@@ -333,7 +333,6 @@ def cases_through(mesh: Any, names: list[str], hows: list[str]) -> dict[tuple[st
     return {(name, where): got for name, ways in found.items() for where, got in ways.items()}
 
 
-@pytest.mark.sample(42)
 @pytest.mark.parametrize("name", CASES)
 def test_a_transformation_equals_its_authority(name):
     """Parameters move as in the reference: otherwise a model would train differently than with torch or optax."""
@@ -342,7 +341,6 @@ def test_a_transformation_equals_its_authority(name):
         agree(displacement(run(CASES[name].ours, how, start, grads)[1], start), expected(name), how)
 
 
-@pytest.mark.sample(55)
 @pytest.mark.parametrize("name", LAST)
 @pytest.mark.parametrize("world", WORLDS)
 def test_ranks_change_nothing(world, name):
@@ -353,7 +351,6 @@ def test_ranks_change_nothing(world, name):
             agree(got, expected(name), where)
 
 
-@pytest.mark.slow
 def test_processes_change_nothing():
     """Real processes move parameters as in the reference: otherwise only simulated ranks would train correctly."""
     for found in gloo(cases_through, LAST, ["turns"]):
@@ -390,7 +387,6 @@ def test_every_transformation_has_a_row():
     assert {f"from_torch-{name}" for name in classes - {"Optimizer", "LBFGS", "SparseAdam"}} <= families
 
 
-@pytest.mark.slow
 def test_torchopt_is_taken():
     """TorchOpt's Adam runs as it is over shards and in ZeRO: otherwise users would have to port their optimizers."""
     adam, want = pytest.importorskip("torchopt").adam(0.1), by_torch(to.Adam, lr=0.1)()

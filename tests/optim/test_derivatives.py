@@ -142,7 +142,6 @@ def on(ranks: int, fn: Callable[..., Any], *args: Any) -> list[Any]:
     return simulate(lambda mesh: fn(mesh, *args), shard=ranks) if ranks else [fn(None, *args)]
 
 
-@pytest.mark.sample(60)
 @pytest.mark.parametrize("how", ["update", "step", "donated"])
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("ranks", [0, 2, 3])
@@ -169,7 +168,6 @@ def pulled() -> optim.Transform:
     return optim.Transform(lambda p: p, update)
 
 
-@pytest.mark.sample(3)
 @pytest.mark.parametrize("way", [way for way in WAYS if way != "by_dual"])
 @pytest.mark.parametrize("ranks", [0, 2, 3, 4])
 def test_a_derivative_through_parameters_that_a_state_keeps(monkeypatch: Any, ranks: int, way: str) -> None:
@@ -205,7 +203,6 @@ def of_hyper(mesh: Any, maker: str, name: str, how: str, way: str) -> Tensor:
     return WAYS[way](f, torch.tensor(VALUES[name], dtype=F64))
 
 
-@pytest.mark.sample(40)
 @pytest.mark.parametrize("how", ["update", "step"])
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("ranks", [0, 2])
@@ -223,7 +220,6 @@ def test_a_derivative_by_a_hyper_parameter(maker: str, name: str, ranks: int, wa
     torch.testing.assert_close(sum(on(ranks, of_hyper, maker, name, how, way)), right, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.sample(8)
 @pytest.mark.parametrize(("maker", "name"), HYPER)
 def test_a_graph_reads_hyper_parameters(maker: str, name: str) -> None:
     """A graph would refuse a tensor in the transformation's closure, or keep the one of its first call."""
@@ -238,7 +234,6 @@ def test_a_graph_reads_hyper_parameters(maker: str, name: str) -> None:
     assert "again" not in run.explain()
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", ["clip_by_global_norm", "lamb"])
 def test_ranks_that_are_processes(name: str) -> None:
     """Over gloo."""
@@ -282,7 +277,6 @@ def of_sharded(mesh: Any, name: str, mode: str, plan_of: Any) -> Tensor:
     return tree.dot(func.grad(f)(start), tangent) if mode == "grad" else func.jvp(f, (start,), (tangent,))[1]
 
 
-@pytest.mark.sample(30)
 @pytest.mark.parametrize("mode", ["grad", "jvp"])
 @pytest.mark.parametrize("plan", PLANS)
 @pytest.mark.parametrize("name", OVER_RANKS)
@@ -306,7 +300,6 @@ def of_rate(mesh: Any, maker: str, mode: str, plan_of: Any) -> Tensor:
     return WAYS[f"by_{mode}"](f, torch.tensor(VALUES["lr"], dtype=F64))
 
 
-@pytest.mark.sample(20)
 @pytest.mark.parametrize("mode", ["grad", "jvp"])
 @pytest.mark.parametrize("plan", [plan for plan in PLANS if plan != "a whole leaf"])
 @pytest.mark.parametrize("maker", ["sgd", "adamw", "lamb", "muon", "adafactor"])
@@ -384,7 +377,6 @@ def of_zero(mesh: Any, name: str, kind: Any, how: str, way: str) -> Tensor:
     return WAYS[way](f, AT)
 
 
-@pytest.mark.sample(20)
 @pytest.mark.parametrize("how", ["update", "step"])
 @pytest.mark.parametrize("way", ["by_grad", "by_jvp", "by_vmap", "by_autograd"])
 @pytest.mark.parametrize("ranks", [0, 2, 3])

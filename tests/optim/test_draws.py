@@ -112,7 +112,6 @@ def places() -> Iterator[tuple[str, str, str, str, str]]:
             yield kind, over, world, way, strategy
 
 
-@pytest.mark.sample(200)
 @pytest.mark.parametrize(("kind", "over", "world", "way", "strategy"), [*places()])
 def test_random_numbers_of_an_update_come_from_the_state(kind, over, world, way, strategy):
     """The step would be no function of its state, and copies of parameters would part without a word."""

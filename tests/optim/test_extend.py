@@ -108,7 +108,6 @@ def torchs(name: str) -> Any:
     return {path: x.detach() for path, x in leaves.items()}, steps
 
 
-@pytest.mark.sample(15)
 @pytest.mark.parametrize("how", HOWS)
 @pytest.mark.parametrize("name", TXS)
 def test_leaves_are_added_as_by_torch(name, how):

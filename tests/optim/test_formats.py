@@ -149,7 +149,6 @@ def values(kind: str, model: nn.Module) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("kind", ["FSDP2", "FSDP1", "FSDP1 sharded", "FSDP2 sharded", "ZeRO"])
-@pytest.mark.slow
 def test_there_and_back(kind):
     """Optimizer state of FSDP, FSDP2 or ZeroRedundancyOptimizer would lose or swap a tensor on its way in or out."""
     gloo(there_and_back, kind)

@@ -111,7 +111,6 @@ def _steps(how: str, tx: Transform, mesh: Any, xs: list[torch.Tensor], strategy:
     return fshard.gather_params(state.params)
 
 
-@pytest.mark.sample(25)
 @pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.parametrize("kept", KEPT)
 @pytest.mark.parametrize("way", WAYS)

@@ -79,7 +79,6 @@ def test_ranks_change_nothing(world: str) -> None:
         agrees(found)
 
 
-@pytest.mark.slow
 def test_processes_change_nothing() -> None:
     """In two gloo processes L-BFGS takes torch's steps: otherwise only simulated ranks would be right."""
     for found in gloo(by_ours):

@@ -171,7 +171,6 @@ def test_a_hyperparameter_without_a_range_is_an_error():
         check_hyperparams("nova", 0.1, b1=0.9, b3=0.5)
 
 
-@pytest.mark.sample(6)
 @over_all
 def test_dtypes_are_kept(name):
     """Training in bfloat16 would go on in float32 after a step, or a complex leaf lose its imaginary part."""
@@ -198,7 +197,6 @@ def test_structures_are_kept(name):
         keeps(name, params, like(params, 1))
 
 
-@pytest.mark.sample(18)
 @over_all
 def test_padding_stays_zero(name):
     """Padding would get numbers, and norms, checkpoints in flat form and the next gradients with it."""
@@ -215,7 +213,6 @@ def test_padding_stays_zero(name):
         assert sum(simulated(law, shard=size)) > 0
 
 
-@pytest.mark.sample(21)
 @over_all
 def test_the_number_of_ranks_makes_no_difference(name):
     """Training on another number of ranks would give other parameters; elementwise, other bits."""
@@ -254,14 +251,12 @@ def compiled_once(tx: Any, leaves: str = "w", states: Callable[[int, Any], Any] 
     return found
 
 
-@pytest.mark.sample(27)
 @pytest.mark.parametrize("name", [name for name in TRANSFORMS if name not in UNCOMPILED])
 def test_an_update_compiles_once(name):
     """A compiled training loop would compile again at later updates, or in pieces."""
     compiled_once(TRANSFORMS[name](), "ws" if name in ("adamw", "by_label") else "w")
 
 
-@pytest.mark.sample(2)
 @pytest.mark.parametrize("make", [optim.sgd, optim.adamw])
 def test_a_changed_rate_does_not_compile_again(make):
     """Changing the rate between steps would compile again, or would be ignored."""
@@ -275,7 +270,6 @@ def test_a_changed_rate_does_not_compile_again(make):
         torch.testing.assert_close(one, tree.map(lambda u, i=i: (1 + i) * u, other))
 
 
-@pytest.mark.sample(6)
 @over_all
 def test_a_state_survives_a_round_trip(name):
     """A checkpoint or a copy of a state would lose a field, and training go on differently from it."""
@@ -305,7 +299,6 @@ def test_unknown_arguments_are_taken(name):
         assert same_bits(run(tx, grads, state, params, value=1.0, foo=None), run(tx, grads, state, params))
 
 
-@pytest.mark.sample(6)
 @over_all
 def test_nothing_given_is_changed(name):
     """A step would write to the caller's tensors without `donate`, or give another result when repeated."""
@@ -341,7 +334,6 @@ def steps_alike(name: str, params: Any, grads: list[Any]) -> None:
         assert same_bits(new, old[::-1])
 
 
-@pytest.mark.sample(27)
 @over_all
 def test_a_step_is_an_update_and_its_application(name):
     """The fused kernel would train otherwise than the formula, or a skipped step would change the state."""
@@ -473,7 +465,6 @@ def falling(count: Any) -> Any:
     return 0.1 * 0.9 ** (count + 1) / 3
 
 
-@pytest.mark.sample(3)
 @pytest.mark.parametrize("name", [name for name in TAKE_TENSORS if "lr" in values_of(name)])
 def test_a_schedule_counts_in_float64(name):
     """A user's schedule would give float64 parameters a rate of 24 bits."""

@@ -69,7 +69,6 @@ def alike(a: Any, b: Any, tolerance: float = 1e-11) -> None:
     torch.testing.assert_close(xs, ys, rtol=tolerance, atol=tolerance)
 
 
-@pytest.mark.sample(33)
 @over_all
 def test_a_whole_state_says_nothing_of_ranks(name):
     """The gathered state is the same for every partition and world: otherwise a saved state would fit only the run
@@ -82,7 +81,6 @@ def test_a_whole_state_says_nothing_of_ranks(name):
                 alike(found, plain)
 
 
-@pytest.mark.sample(3)
 @over_all
 @pytest.mark.parametrize("how", ["flat", "leaf"])
 def test_a_rank_that_holds_nothing_counts_updates(name, how):
@@ -107,8 +105,6 @@ def gathered_to_others(mesh: Any) -> None:
     gather_state(state, rank=mesh.get_rank())
 
 
-@pytest.mark.slow
-@pytest.mark.sample(2)
 @pytest.mark.parametrize("world", [simulated, gloo])
 def test_ranks_agree_on_which_has_a_state(world):
     """Ranks that ask for the state on different ranks get an error with both wishes; without it they would wait
@@ -117,7 +113,6 @@ def test_ranks_agree_on_which_has_a_state(world):
         world(gathered_to_others, shard=2)
 
 
-@pytest.mark.sample(27)
 @over_all
 def test_training_goes_on_elsewhere(name):
     """A state moves between partitions and numbers of ranks bit by bit: otherwise a run resumed on other hardware
@@ -191,7 +186,6 @@ def on_one(mesh: Any, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["adamw", "adafactor", "muon", "from_torch-Adafactor"])
-@pytest.mark.sample(4)
 def test_one_rank_alone_has_it(name):
     """With `rank=` one rank alone gets the whole state, and can shard it back: otherwise every host would need
     memory for all of it."""
@@ -216,7 +210,6 @@ def messages(mesh: Any, name: str, how: str, rank: int | None) -> tuple[Any, lis
     return whole, [r.nbytes for r in records.select("all_to_all", label)]
 
 
-@pytest.mark.sample(3)
 @pytest.mark.parametrize("how", HOWS)
 @pytest.mark.parametrize("rank", [None, 1])
 def test_a_few_leaves_travel_at_a_time(monkeypatch, how, rank):
@@ -322,7 +315,6 @@ def in_torchs_format(mesh: Any, tx: Any, how: str, groups: list[dict[str, Any]])
     return fshard.gather_params(params), state_dict(state, params, "index", groups=groups)
 
 
-@pytest.mark.sample(3)
 @over_classes
 def test_torch_goes_on_with_ours(double, name):
     """torch.optim loads a state that fshard saved and trains on alike: otherwise users could not move a run back to
@@ -337,7 +329,6 @@ def test_torch_goes_on_with_ours(double, name):
         alike(torch_steps(optimizer, range(3, 5)), want, 1e-12)
 
 
-@pytest.mark.sample(3)
 @over_classes
 def test_we_go_on_with_torchs(double, name):
     """fshard loads a state that torch.optim saved, in any order of leaves: otherwise users could not bring their
@@ -354,7 +345,6 @@ def test_we_go_on_with_torchs(double, name):
             alike(fshard.tree.leaves(params), want, 1e-12)
 
 
-@pytest.mark.sample(6)
 @over_all
 def test_torchs_format_keeps_a_state(name):
     """A state written in torch's format and read back has the same bits: otherwise such a checkpoint would lose part
@@ -501,7 +491,6 @@ def partly_saved(mesh: Any, name: str, how: str) -> None:
             assert same_bits(gather_state(found), want)
 
 
-@pytest.mark.sample(11)
 @pytest.mark.parametrize("how", HOWS)
 @pytest.mark.parametrize("name", ["adamw", "adafactor"])
 def test_one_rank_alone_knows_which_leaves_have_a_state(name, how):
@@ -705,7 +694,6 @@ def read_groups(mesh: Any, labelled: bool, frozen: str, groups: list[str], order
         assert load(dict) == want
 
 
-@pytest.mark.sample(6)
 @pytest.mark.parametrize("labelled", [False, True])
 @pytest.mark.parametrize("frozen", ["", "b"])
 @pytest.mark.parametrize(
@@ -853,7 +841,6 @@ def test_ranks_that_load_what_differs(how):
         simulated(unlike_ranks, how, replicate=replicate, shard=shard)
 
 
-@pytest.mark.slow
 def test_processes_that_load_what_differs():
     """Processes raise on both sides, and none waits."""
     gloo(unlike_ranks, "src of load_state_dict")

@@ -195,7 +195,6 @@ def expected(name: str, base: str) -> tuple[list[Tensor], Any]:
     return [x.detach() for x in params], memory.get("result", ())
 
 
-@pytest.mark.sample(4)
 @pytest.mark.parametrize("case", CASES, ids=lambda case: "-".join(map(str, case)))
 @pytest.mark.parametrize("name", ROWS)
 def test_a_transformation_is_its_formula(name: str, case: tuple[str, str, int, bool]) -> None:

@@ -87,7 +87,6 @@ def _repeated(mesh: Any, tx: Any, how: str) -> Any:
 HOW = ["step", "donated", "jit"]
 
 
-@pytest.mark.sample(12)
 @pytest.mark.parametrize("how", HOW)
 @pytest.mark.parametrize("over", ["leaves", "elements", "tree"])
 @pytest.mark.parametrize("what", ["state", "params", "gradients", "containers", "copies"])

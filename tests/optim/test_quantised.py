@@ -88,7 +88,6 @@ def paper_step(p: Any, g: Any, old: dict[str, Any], t: int, hp: dict[str, Any]) 
     return change, new
 
 
-@pytest.mark.sample(9)
 @pytest.mark.parametrize(("place", "name"), [*itertools.product(PLACES, HYPERPARAMS)])
 def test_as_the_paper(place, name):
     """Every step has the paper's parameters, scales and codes: otherwise published results for 8-bit Adam would not
@@ -155,7 +154,6 @@ def held_blocks(mesh: Any, how: str, block: int, shapes: list[tuple[int, ...]]) 
     return found
 
 
-@pytest.mark.sample(9)
 @pytest.mark.parametrize(("how", "world"), [*itertools.product(("sharded", "units", "flat"), WORLDS)])
 def test_no_block_is_cut(how, world):
     """Every block lies whole and aligned on one rank: otherwise the block's scale would depend on the number of
@@ -167,7 +165,6 @@ def test_no_block_is_cut(how, world):
         assert sorted(itertools.chain(*found)) == want
 
 
-@pytest.mark.sample(4)
 @pytest.mark.parametrize(("block", "dtype"), [*itertools.product((4, 7), (torch.float32, torch.bfloat16))])
 def test_ranks_do_not_matter(block, dtype):
     """Every partition and world gives the bits of one device: otherwise 8-bit training would depend on the hardware."""
@@ -228,7 +225,6 @@ def test_zeros_and_nan_stay_in_their_blocks():
         assert "codes" in key or others[1][1].isnan().all()
 
 
-@pytest.mark.sample(3)
 @pytest.mark.parametrize("how", ["plain", *HOWS])
 def test_what_overflowed_is_skipped(how):
     """A gradient that overflowed changes no bit of the state: otherwise one overflow would destroy the moments."""

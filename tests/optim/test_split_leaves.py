@@ -45,7 +45,6 @@ def went(mesh: Any, name: str, split: str) -> tuple[Any, dict[str, Tensor]]:
     return fshard.gather_params(params), gather_state(state)
 
 
-@pytest.mark.sample(9)
 @pytest.mark.parametrize(("name", "split"), CASES)
 def test_updates_are_those_of_one_device(name: str, split: str) -> None:
     """A whole leaf in another order than its parts would get zeros, or the updates of other elements."""
@@ -69,7 +68,6 @@ def passed(mesh: Any, name: str, split: str) -> dict[str, tuple[dict[str, Tensor
     return {way: (gather_state(new), whole) for way, new in ways.items()}
 
 
-@pytest.mark.sample(9)
 @pytest.mark.parametrize(("name", "split"), CASES)
 def test_a_state_is_cut_as_it_was_gathered(name: str, split: str) -> None:
     """A run that goes on from a gathered state would begin with moments of zero."""

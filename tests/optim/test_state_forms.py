@@ -248,7 +248,6 @@ def cases() -> Iterator[tuple[str, str]]:
 ACTS = {"steps": steps, "scaled": scaled, "gathered": gathered}
 
 
-@pytest.mark.sample(46)
 @pytest.mark.parametrize("ranks", [1, 2, 3])
 @pytest.mark.parametrize("act", [*ACTS, "derivative"])
 @pytest.mark.parametrize("wrap", WRAPS)
@@ -419,7 +418,6 @@ def by_hand(tx: Any, first: Tensor) -> dict[str, Any]:
     return dict(zip(tree.paths(spec), tensors, strict=True))
 
 
-@pytest.mark.sample(12)
 @pytest.mark.parametrize("ranks", [1, 2, 3])
 @pytest.mark.parametrize("scale", ["none", "scaled", "skipped"])
 @pytest.mark.parametrize("over", ["leaves", "elements", "tree"])

@@ -129,7 +129,6 @@ def law(mesh: Any, name: str, way: str, strategy: dict[str, Any]) -> None:
 CASES = [(name, way) for name in TRANSFORMS for way in WAYS if name not in UNLABELLED or way in ("alone", "chained")]
 
 
-@pytest.mark.sample(255)
 @pytest.mark.parametrize(("name", "way"), CASES)
 def test_a_step_is_an_update_and_its_application(name, way):
     """A step gives the bits of `update` and its application in every strategy: otherwise sharding would change an
@@ -159,7 +158,6 @@ def by_hand(mesh: Any, name: str, strategy: dict[str, Any]) -> None:
     torch.testing.assert_close(fshard.gather_params(params.with_trained(mean)), want)
 
 
-@pytest.mark.sample(21)
 @pytest.mark.parametrize("name", TRANSFORMS)
 def test_a_tree_for_state_is_a_tree(name):
     """A loop by hand would be right under some strategies alone."""
@@ -226,7 +224,6 @@ def skipping(mesh: Any, tx: Any, strategy: dict[str, Any], bad: str, donate: boo
 SKIPPED = ["sgd-all", "adamw", "rmsprop", "lamb", "muon", "clip_by_global_norm", "from_torch-Adam", "masked"]
 
 
-@pytest.mark.sample(33)
 @pytest.mark.parametrize("fused", [True, False])
 @pytest.mark.parametrize("way", APART)
 @pytest.mark.parametrize("name", SKIPPED)
@@ -271,7 +268,6 @@ def overflowing(mesh: Any, reduction: str, jitted: bool) -> None:
     assert all(x.all() for x in tree.leaves(moved))
 
 
-@pytest.mark.sample(6)
 @pytest.mark.parametrize("jitted", [False, True])
 @pytest.mark.parametrize("reduction", ["exact", "tree"])
 def test_a_step_skips_a_label_alone(reduction, jitted):
@@ -309,7 +305,6 @@ def trace(decay: float) -> Any:
     return optim.Transform(lambda params: tree.map(torch.zeros_like, params), update)
 
 
-@pytest.mark.sample(2)
 @pytest.mark.parametrize("clip", [optim.clip_by_global_norm, optim.clip_by_leaf_norm])
 def test_an_update_that_is_a_state_is_not_overwritten(clip):
     """An update that is also the state is not written to by later transformations: otherwise momentum would be
@@ -336,7 +331,6 @@ def zero_stepped(mesh: Any, tx: Any, partition: str, donate: bool) -> Any:
 ZEROED = ["adamw", "rmsprop", "lamb", "muon", "from_torch-Adam", "by_label", "whole_leaves"]
 
 
-@pytest.mark.sample(18)
 @pytest.mark.parametrize("partition", ["flat", "leaf"])
 @pytest.mark.parametrize("way", [way for way in WAYS if way != "alone"])
 @pytest.mark.parametrize("name", ZEROED)
@@ -377,7 +371,6 @@ def rated(mesh: Any, strategy: dict[str, Any], jitted: bool) -> Any:
     return found
 
 
-@pytest.mark.sample(9)
 @pytest.mark.parametrize("jitted", [False, True])
 @pytest.mark.parametrize("name", NARROW)
 def test_hyperparameters_change_between_steps_on_ranks(name, jitted):
@@ -411,7 +404,6 @@ def outcome(mesh: Any, sizes: tuple[int, ...], labelled: bool) -> str:
     return "taken"
 
 
-@pytest.mark.sample(3)
 @pytest.mark.parametrize("labelled", [True, False])
 @pytest.mark.parametrize("sizes", [(4,), (5,), (0, 5), (8, 4), (5, 8), (8, 5), (7, 7), (4, 5, 4), (20, 3, 40, 4)])
 def test_the_answer_to_blocks_is_that_of_any_number_of_ranks(sizes, labelled):
@@ -557,7 +549,6 @@ def reached_alone(name: str) -> Any:
     return found
 
 
-@pytest.mark.sample(8)
 @pytest.mark.parametrize("name", [name for name in ROWS if name != "resting"])
 def test_what_no_update_reaches_rests(name: str) -> None:
     """Decay and momentum would move a leaf that the loss did not use, or an update would be counted for it."""

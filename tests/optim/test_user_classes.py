@@ -154,7 +154,6 @@ def ours(mesh: Any, cls: Any, how: str, skipped: int | None = None, **extra: Any
     return fshard.gather_params(params), optim.state.gather_state(state)
 
 
-@pytest.mark.sample(6)
 @pytest.mark.parametrize("how", ["Sharded", "ZeRO-1", "zero"])
 @pytest.mark.parametrize("world", WORLDS)
 def test_a_class_of_ones_own_on_ranks(world: str, how: str) -> None:
@@ -181,7 +180,6 @@ def test_a_class_of_ones_own_on_ranks(world: str, how: str) -> None:
             assert steps == ({len(GRADS) - (skipped is not None)} if issubclass(cls, Momentum) else set())
 
 
-@pytest.mark.slow
 def test_in_processes() -> None:
     """A user's class has its own bits in two gloo processes: otherwise only simulated ranks would be right."""
     for found, _ in gloo(ours, Momentum, "Sharded"):

@@ -161,7 +161,6 @@ def test_the_total_of_a_long_table_is_that_of_all_units():
     [None, AbstractMesh(shard=4), AbstractMesh(replicate=2, shard=2)],
     ids=["one device", "shard", "replicate x shard"],
 )
-@pytest.mark.sample(3)
 def test_a_chart_has_the_numbers_of_the_graph(mesh):
     """A chart would show other memory than `lowered.memory()`, or collectives that start or end elsewhere."""
     plan, tx = fshard.make_plan(params(), mesh, units=["blocks.*"]), optim.adamw(0.1)

@@ -162,7 +162,6 @@ def updated_beside_nan(mesh: Any, name: str) -> bool:
     return same_bits(*results)
 
 
-@pytest.mark.sample(3)
 @pytest.mark.parametrize("name", TRANSFORMS)
 def test_nan_between_leaves_reaches_no_leaf_by_an_optimizer(name):
     """NaN that a user's function of elements leaves between leaves would come into an update or a state."""
@@ -219,7 +218,6 @@ def of_an_optimizer(mesh: Any) -> set[int]:
     return found
 
 
-@pytest.mark.slow
 def test_whole_leaves_of_optimizers_start_at_16_bytes():
     """An optimizer of whole leaves, or ZeRO's, would compute with leaves at odd addresses."""
     for num in (1, 2, 3):

@@ -146,7 +146,6 @@ def run(mesh: Any, said: str, how: str) -> None:
             assert becomes(params, mesh, kwargs) == wanted, (leaf, company)
 
 
-@pytest.mark.sample(4)
 @pytest.mark.parametrize("how", DECIDED)
 @pytest.mark.parametrize("said", LEAVES)
 def test_every_leaf_trains_is_frozen_or_refused(said: str, how: str) -> None:

@@ -150,8 +150,6 @@ def trained(mesh: Any, plan: str, checkpointed: bool, accumulate: int, jit: bool
     return results
 
 
-@pytest.mark.slow
-@pytest.mark.sample(60)
 @pytest.mark.parametrize("jit", [False, True])
 @pytest.mark.parametrize(("checkpointed", "accumulate"), [(False, 3), (True, 1)])
 @pytest.mark.parametrize("plan", PLANS)
@@ -163,7 +161,6 @@ def test_the_depth_changes_no_bit(plan, checkpointed, accumulate, jit, axes):
             assert all(map(torch.equal, first, other))
 
 
-@pytest.mark.slow
 def test_the_depth_changes_no_bit_in_processes():
     """Buffers in shared memory would be used again before a peer has read them."""
     for first, *others in gloo(trained, "full", True, 1, False, shard=2):

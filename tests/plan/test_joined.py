@@ -148,7 +148,6 @@ def close(a: Any, b: Any) -> bool:
     return all(torch.allclose(x, y, 1e-12, 1e-14) for x, y in zip(tree.leaves(a), tree.leaves(b), strict=True))
 
 
-@pytest.mark.sample(55)
 @pytest.mark.parametrize("option", OPTIONS)
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
@@ -177,7 +176,6 @@ def in_processes(mesh: Any) -> list[str]:
 
 
 @pytest.mark.parametrize("size", [2, 3])
-@pytest.mark.slow
 def test_joined_units_train_alike_on_processes(size: int) -> None:
     """Simulated ranks share memory that processes do not."""
     assert gloo(in_processes, shard=size) == [[]] * size
@@ -256,7 +254,6 @@ def in_turn(mesh: Any, graph: bool) -> tuple[int, list[str]]:
     return len(plan.units), [call.label for call in calls if call.kind == "all_gather"]
 
 
-@pytest.mark.sample(2)
 @pytest.mark.parametrize("graph", [False, True])
 def test_stacks_that_are_read_in_turn_are_not_gathered_for_each_layer(graph: bool) -> None:
     """Of a tree of stacks, as in JAX, layers of two joined units are read in turn: each would gather eight layers."""

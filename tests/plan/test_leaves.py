@@ -102,7 +102,6 @@ CUTS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.sample(3)
 @pytest.mark.parametrize("name", TREES)
 @pytest.mark.parametrize("num", [1, 2, 3])
 def test_a_modules_parameters_train_as_torchs(name: str, num: int) -> None:
@@ -117,7 +116,6 @@ def in_processes(mesh: Any) -> None:
         trained(mesh, name, CUTS["full"])
 
 
-@pytest.mark.slow
 def test_in_processes() -> None:
     """Two gloo processes train tied and frozen parameters as torch: otherwise only simulated ranks would be right."""
     gloo(in_processes)

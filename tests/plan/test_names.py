@@ -108,7 +108,6 @@ def skip_labels(params: Params, path: str) -> set[str]:
 PLACES = [frozen, whole, offload, policy, split, units, labels, skip_labels]
 
 
-@pytest.mark.sample(3)
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("seed", range(3))
 def test_a_path_selects_what_is_there_and_nothing_else(place: Callable[[Params, str], set[str]], seed: int) -> None:

@@ -73,7 +73,6 @@ def alike(runs: list[Any], others: list[Any]) -> None:
         assert same_bits(rest, wanted)
 
 
-@pytest.mark.sample(44)
 @pytest.mark.parametrize("world", ["1", "3", "2x2"])
 @pytest.mark.parametrize("plan", PLANS)
 def test_where_leaves_lie_changes_no_bit(plan, world):
@@ -91,7 +90,6 @@ def test_where_leaves_lie_changes_no_bit(plan, world):
             alike(*runs)
 
 
-@pytest.mark.sample(6)
 @pytest.mark.parametrize("more", [{"clip_norm": 0.1}, {"scale": 2.0**20}, {"reduction": Doubling()}], ids=str)
 @pytest.mark.parametrize(("step", "tx"), [("plain", "adamw"), ("micro", "sgd")])
 def test_clipping_scaling_and_hooks(more, step, tx):
@@ -121,7 +119,6 @@ def test_processes():
     alike(gloo(trained, AWAY, *args, shard=2), simulated(trained, None, *args, shard=2))
 
 
-@pytest.mark.sample(9)
 @pytest.mark.parametrize("plan", ["full", "zero1", "ddp", "wires", "keep"])
 @pytest.mark.parametrize("step", STEPS)
 def test_what_is_staged_arrives(plan, step, monkeypatch):
@@ -241,7 +238,6 @@ def check_step(tx: Any, how: dict[str, Any], step: dict[str, Any]) -> None:
     optim.state.shard_state({path: x.cpu() for path, x in whole.items()}, state.opt_state)
 
 
-@pytest.mark.sample(9)
 @pytest.mark.usefixtures("device")
 @pytest.mark.parametrize("name", MORE)
 def test_every_optimizer_runs_where_its_state_is(name):
@@ -250,7 +246,6 @@ def test_every_optimizer_runs_where_its_state_is(name):
     check_step(MORE[name](), {}, {"clip_norm": 1.0, "accumulate": 2})
 
 
-@pytest.mark.sample(6)
 @pytest.mark.usefixtures("device")
 @pytest.mark.parametrize("name", HOW)
 def test_where_everything_lies(name):

@@ -90,7 +90,6 @@ def unlike(mesh: Any, strategy: str, step: str) -> list[str]:
     return wrong
 
 
-@pytest.mark.sample(30)
 @pytest.mark.parametrize("step", STEPS)
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("on_mesh", [False, True])

@@ -54,7 +54,6 @@ def check_intervals(plan: fshard.Plan) -> None:
                 assert least <= row.length * size * row.shards < least + 16 * plan.num_ranks(plan.axis_names)
 
 
-@pytest.mark.sample(10)
 @pytest.mark.parametrize("world", WORLDS)
 @pytest.mark.parametrize("name", TREES)
 def test_gathering_undoes_sharding(name, world):
@@ -159,7 +158,6 @@ def differentiate(mesh: Any, name: str, strategy: str) -> None:
         assert not any(x.count_nonzero() for x in padding(grads))
 
 
-@pytest.mark.sample(9)
 @pytest.mark.parametrize("world", ["1", "3", "2x2"])
 @pytest.mark.parametrize("name", TREES)
 def test_every_tree_is_differentiated(name, world):

@@ -231,7 +231,6 @@ def by_hand(policy: str, replicate: int, shard: int) -> Any:
     return tree.unflatten(spec, [by_name[resolved.slots[number].path] for number in resolved.leaves])
 
 
-@pytest.mark.sample(2)
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("world", WORLDS)
 def test_gradients_are_those_made_by_hand(world, policy):
@@ -244,7 +243,6 @@ def test_gradients_are_those_made_by_hand(world, policy):
             assert same_bits(found, want), strategy
 
 
-@pytest.mark.slow
 def test_processes_give_the_same_bits():
     """In low precision processes have the bits and messages of simulated ranks: otherwise simulated tests would not
     hold on a cluster."""
@@ -410,7 +408,6 @@ def torch_run(num_ranks: int, num_steps: int, micro: int, clip: float | None) ->
     return [rows, {name: x.detach() for name, x in leaves.items()}]
 
 
-@pytest.mark.sample(12)
 @pytest.mark.parametrize(("replicate", "shard"), [(1, 1), (1, 2), (1, 3), (2, 2)])
 @pytest.mark.parametrize(("micro", "clip"), [(1, None), (1, 1.0), (2, 1.0)])
 def test_200_steps_follow_grad_scaler(replicate, shard, micro, clip):

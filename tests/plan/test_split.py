@@ -34,7 +34,6 @@ def there(mesh: Any, shape: tuple[int, ...], how: tuple[Any, ...], plan: dict[st
 PLANS = [{}, {"params_over": ()}, dict.fromkeys(("params_over", "grads_over", "state_over"), ("shard", "tensor"))]
 
 
-@pytest.mark.sample(9)
 @pytest.mark.parametrize("plan", PLANS, ids=["full", "zero 2", "over both"])
 @pytest.mark.parametrize("parts", [2, 3])
 @pytest.mark.parametrize("how", HOW)
@@ -136,7 +135,6 @@ def over_replicate(mesh: Any) -> Any:
     return value, fshard.gather_params(grads), optim.global_norm(grads)
 
 
-@pytest.mark.slow
 def test_processes_have_the_bits_of_simulated_ranks() -> None:
     """What is simulated would not be what runs."""
     real = gloo(over_replicate, shard=2, replicate=2)

@@ -59,7 +59,6 @@ def train(mesh: Any, units: Any, options: Any, tied: bool, jitted: bool) -> tupl
 
 @pytest.mark.parametrize("jitted", [False, True])
 @pytest.mark.parametrize("strategy", STRATEGIES)
-@pytest.mark.sample(40)
 @pytest.mark.parametrize("units", UNITS)
 def test_training_is_that_of_other_units(units: str, strategy: str, jitted: bool) -> None:
     """Which leaves travel together changes no value."""

@@ -112,7 +112,6 @@ def both(make: dict[str, Any], how: dict[str, Any], jitted: dict[str, Any]) -> t
     return tuple(fshard.estimate(fshard.jit(fn, **options), state, batch) for fn in (step, partial(step)))
 
 
-@pytest.mark.sample(24)
 @pytest.mark.parametrize("name", CASES)
 def test_a_few_units_say_what_all_say(name):
     """Figures that are computed from graphs of a few units would not be those of the whole graph, to the byte."""
@@ -159,7 +158,6 @@ REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
 }
 
 
-@pytest.mark.sample(8)
 @pytest.mark.parametrize("name", REFUSED)
 def test_units_that_differ_are_lowered_whole(name):
     """A loss that does something else with a unit that is not looked at would get the figures of another loss."""
@@ -194,7 +192,6 @@ def test_what_two_trees_of_equal_names_send(depth):
         assert not 4 < depth < DEPTH
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("depth", [DEPTH - 1, DEPTH])
 def test_another_tree_with_units_of_these_names(depth):
     """What ranks send for the blocks of a shallower teacher would be said of all blocks."""
@@ -207,7 +204,6 @@ def test_another_tree_with_units_of_these_names(depth):
     assert (few.peak, few.memory, few.traffic) == (all_of.peak, all_of.memory, all_of.traffic)
 
 
-@pytest.mark.sample(2)
 @pytest.mark.parametrize("name", ["muon", "adafactor"])
 def test_an_optimizer_with_state_of_its_own_shapes(name, capfd):
     """A graph of a few units would be asked for with the state of all, and torch would print an error of its own."""
@@ -285,14 +281,12 @@ def measured(mesh: Any, name: str = "full") -> tuple[Any, dict[str, int], Any]:
     return said.to_dict()
 
 
-@pytest.mark.sample(3)
 @pytest.mark.parametrize("name", ["full", "zero1", "ddp"])
 def test_state_and_traffic_are_those_of_ranks(name):
     """The bytes of state, or those that a rank sends, would be others than a rank has and sends."""
     simulated(partial(measured, name=name), shard=3)
 
 
-@pytest.mark.slow
 def test_state_and_traffic_are_those_of_processes():
     """The same, with ranks that are processes."""
     gloo(measured, shard=2)
@@ -326,7 +320,6 @@ def measured_peak(mesh: Any, each: Callable[..., Tensor]) -> float:
     return said / (before + allocated(lambda: step(state, batch)))
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("each", [plain, checkpointed])
 def test_the_peak_is_that_of_processes(each):
     """A jitted step would take more memory than is said, or much less."""
@@ -418,7 +411,6 @@ def updated(name: str) -> tuple[Any, Any, Tensor, int]:
     return step, state, batch, 2 * changed + sum(w.nbytes for w in whole) + batch.nbytes
 
 
-@pytest.mark.sample(6)
 @pytest.mark.parametrize("name", ELEMENTWISE)
 def test_an_update_reads_all_gradients_until_it_has_written_all(name):
     """The loop of an update would be said to free its gradients before its last result is there."""
@@ -427,7 +419,6 @@ def test_an_update_reads_all_gradients_until_it_has_written_all(name):
     assert (said.phase, nbytes <= said.bytes < nbytes + 200) == ("update", True), (said, nbytes)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", ["sgd-all", "adamw", "with_hyperparams-schedule"])
 def test_the_peak_of_an_update_is_that_of_the_allocator(name):
     """A step that is compiled would take more for its update than is said, or much less."""

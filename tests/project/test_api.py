@@ -106,7 +106,6 @@ def test_the_search_for_gaps_sees_each(fn: Callable[..., object], number: int) -
     assert not list(gaps("explained", explained, "explained(1, 2)"))
 
 
-@pytest.mark.slow
 def test_every_public_name_has_a_type(tmp_path: Path) -> None:
     """A user's strict type checker or editor would not know what a function takes, or what it returns."""
     uses = [f"x{i} = {name}" for i, (name, _) in enumerate(public())]

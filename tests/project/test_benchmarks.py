@@ -97,7 +97,6 @@ def without_ranks(mesh: Any, rate: float) -> None:
     measure.step_times(task_of("S", tiny=True), ["fsdp2", "ddp"], mesh, rounds=2, warmup=0)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("rate", [1e-3, 0.9e-3])
 def test_a_system_that_trains_otherwise_is_noticed(rate: float) -> None:
     """A system that does not communicate, or has another rate of learning, ends the run in its second step: otherwise
@@ -106,7 +105,6 @@ def test_a_system_that_trains_otherwise_is_noticed(rate: float) -> None:
         gloo(without_ranks, rate)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("model", COMPILED)
 def test_systems_train_alike(model: str) -> None:
     """Every system of `make bench` takes the steps of FSDP2 on every model, with other data on each rank: otherwise
@@ -137,7 +135,6 @@ def trained_in_tensor(mesh: Any, sequence: bool) -> None:
         torch.testing.assert_close(step.params(), steps["torch"].params(), rtol=1e-9, atol=1e-11)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("sequence", [False, True])
 def test_split_leaves_train_like_parallelize_module(sequence: bool) -> None:
     """The systems of `make bench-tensor` take the same steps to the last digits, with other rows along "shard":

@@ -36,7 +36,6 @@ def losses(text: str) -> list[tuple[str, str]]:
     return re.findall(r"2 ranks on \[(.*)\]: steps (\d+ to \d+), loss \d\.\d+", text)
 
 
-@pytest.mark.slow
 def test_torchrun_on_two_hosts(tmp_path: Path) -> None:
     """The command of the page would start no job, or each host a job of its own."""
     with two_hosts() as names:
@@ -165,7 +164,6 @@ def test_a_job_that_slurm_starts_again_keeps_its_output() -> None:
     assert {"#SBATCH --requeue", "#SBATCH --open-mode=append"} <= {*lines}
 
 
-@pytest.mark.slow
 def test_the_job_saves_its_last_step_also_to_a_url() -> None:
     """Steps after the last multiple of ten would be lost, and a URL would be a folder "s3:"."""
     code = (

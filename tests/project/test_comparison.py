@@ -16,7 +16,6 @@ def cells(line: str) -> list[str]:
     return [cell.strip() for cell in line.strip("|\n").split("|")]
 
 
-@pytest.mark.sample(2)
 @pytest.mark.parametrize("subject", [*house()], ids=lambda subject: subject.name)
 def test_the_sizes_of_fshard_are_those_of_the_page(subject: Subject) -> None:
     """The page would say that fshard is smaller than it is."""

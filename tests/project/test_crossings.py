@@ -88,7 +88,6 @@ def modules(found: Counter[tuple[str, str]]) -> set[tuple[str, str]]:
     return {(direction, place.partition(".")[0]) for direction, place in found}
 
 
-@pytest.mark.sample(9)
 @pytest.mark.parametrize("scaler", SCALERS)
 @pytest.mark.parametrize("loss", LOSSES)
 def test_losses_and_scalers(loss, scaler):
@@ -96,7 +95,6 @@ def test_losses_and_scalers(loss, scaler):
     assert crossings(loss=loss, scaler=scaler, step="micro") == {}
 
 
-@pytest.mark.sample(15)
 @pytest.mark.parametrize("scaler", ["none", "dynamic"])
 @pytest.mark.parametrize("plan", WIRED)
 def test_plans(plan, scaler):
@@ -104,7 +102,6 @@ def test_plans(plan, scaler):
     assert crossings(plan, "micro", scaler=scaler) == {}
 
 
-@pytest.mark.sample(12)
 @pytest.mark.parametrize("step", STEPS)
 def test_steps(step):
     """No option of a step copies to or from the host: otherwise clipping or micro-batches would wait for the GPU."""
@@ -112,7 +109,6 @@ def test_steps(step):
     assert crossings("zero1", step, "sgd-all") == {}
 
 
-@pytest.mark.sample(15)
 @pytest.mark.parametrize("name", TRANSFORMS)
 def test_optimizers(name):
     """No optimizer copies to or from the host, except some classes of torch.optim: otherwise steps would wait."""
@@ -200,7 +196,6 @@ def crossings_of_graphs(_: Any, cases: list[tuple[str, ...]]) -> list[Counter[st
     return [crossings_of_a_graph(device, *case) for case in cases]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("part", range(PARTS))
 def test_graphs(part):
     """No operator in a step's graph mixes host and device, except listed ones: otherwise a compiled step would wait."""

@@ -87,7 +87,6 @@ def times(mesh: Any) -> dict[str, tuple[float, bool]]:
     return results
 
 
-@pytest.mark.sample(2)
 @pytest.mark.parametrize("world", [2, 3])
 def test_a_collective_takes_the_time_of_the_bytes_that_a_rank_sends(world):
     """A system would be charged other bytes than another for the same result, or get other values."""
@@ -158,7 +157,6 @@ def shares(mesh: Any) -> list[dict[str, Any]]:
     ]
 
 
-@pytest.mark.slow
 def test_at_most_half_of_fsdp2s_communication_is_exposed():
     """Where communication takes as long as the computation, fshard would wait for more than half of what FSDP2 waits
     for, also if FSDP2 gathers ahead; or several small units would not travel beside one that computes."""

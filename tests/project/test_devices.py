@@ -325,7 +325,6 @@ def steps(plan: str, how: dict[str, Any]) -> Any:
     return job
 
 
-@pytest.mark.sample(9)
 @pytest.mark.parametrize("how", HOW, ids=str)
 @pytest.mark.parametrize("plan", SENT)
 def test_no_nan_is_sent(plan: str, how: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:

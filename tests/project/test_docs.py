@@ -23,14 +23,8 @@ WITHOUT_PYTHON |= {"fakegpu", "from_fsdp", "launch", "limits", "parity", "releas
 BLOCK = re.compile(r"^```python\n(.*?)^```", re.MULTILINE | re.DOTALL)
 
 
-# the tutorial takes five seconds
-RUN = [
-    pytest.param(x, id=name, marks=pytest.mark.slow if x.stem == "tutorial" else ())
-    for x, name in zip(PAGES, NAMES, strict=True)
-]
-
-
-@pytest.mark.parametrize("page", RUN)
+@pytest.mark.law
+@pytest.mark.parametrize("page", PAGES, ids=NAMES)
 def test_the_python_of_a_page_runs(page: Path) -> None:
     """A page's Python blocks run one after the other without an error: otherwise readers would copy code that fails."""
     scope: dict[str, object] = {}
@@ -57,7 +51,6 @@ def test_the_recipes_run_on_ranks() -> None:
     assert first == second
 
 
-@pytest.mark.slow
 def test_the_tutorial_is_a_file_for_torchrun(tmp_path: Path) -> None:
     """The tutorial's blocks are one program, which goes on with two processes: otherwise who pastes them has none."""
     *blocks, calls, start = BLOCK.findall((ROOT / "docs" / "tutorial.md").read_text())
@@ -223,7 +216,6 @@ def test_the_files_and_notes_that_texts_name_exist() -> None:
         ("`plan/planning.py`\n  `make_plans`", 1),
     ],
 )
-@pytest.mark.sample(9)
 def test_the_check_of_references_can_fail(text: str, wrong: int) -> None:
     """Wrong references in made-up texts are found: otherwise the test above would pass with any reference."""
     assert len(list(wrong_references(text, notes()))) == wrong

@@ -49,7 +49,6 @@ def fine_tune(mesh: Any, out: Path, model: Path | None) -> None:
 
 
 @pytest.mark.parametrize("start", ["gloo", "torchrun"])
-@pytest.mark.slow
 def test_fine_tuning_is_the_same_simulated_and_in_processes(start, tmp_path, capsys):
     """The example would fail, not learn, or have other results in processes, or from a base it reads."""
     simulated(fine_tune, tmp_path / "simulated", None)
@@ -97,7 +96,6 @@ def _agree(losses: list[float], old_losses: list[float], tolerance: float) -> No
 
 
 @pytest.mark.parametrize("start", ["gloo", "torchrun"])
-@pytest.mark.slow
 def test_the_script_of_fsdp2_and_its_port_agree(start):
     """The script of FSDP2 and its port would have other losses, or other weights."""
     if start == "torchrun":

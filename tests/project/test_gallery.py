@@ -33,7 +33,6 @@ EXAMPLES: dict[str, Callable[[str], bool]] = {
     "gan": lambda text: number(text, "after") < 0.5 < 2 < number(text, "before"),
     "diffusion": lambda text: number(text, "average") < 0.01 and number(text, "average") < number(text, "parameters"),
 }
-SLOW = {*EXAMPLES} - {"resume", "diffusion"}  # over three seconds
 FEW = 10  # steps, in which processes show that they print the same
 
 
@@ -60,15 +59,13 @@ def printed_by_a_process(mesh: Any, name: str, folder: Path) -> str:
     return text.getvalue()
 
 
-@pytest.mark.sample(4)
-@pytest.mark.parametrize("name", [pytest.param(x, marks=pytest.mark.slow if x in SLOW else ()) for x in EXAMPLES])
+@pytest.mark.parametrize("name", EXAMPLES)
 def test_an_example_on_simulated_ranks(name, tmp_path):
     """The example would fail, or not show what its page says."""
     text = printed(name, tmp_path)
     assert EXAMPLES[name](text), text
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", [name for name in EXAMPLES if name != "resume"])  # which has a test of its own
 def test_an_example_in_processes(name, tmp_path, monkeypatch):
     """The example would have other results under torchrun, or each rank would print them."""
@@ -78,7 +75,6 @@ def test_an_example_in_processes(name, tmp_path, monkeypatch):
     assert not any(others)
 
 
-@pytest.mark.slow
 def test_a_run_goes_on_with_other_ranks_and_in_processes(tmp_path):
     """A run would have other losses after it was stopped, on fewer ranks, or in processes."""
     simulated_ranks = partial(simulated, main, "resume", tmp_path)
@@ -91,13 +87,11 @@ def test_a_run_goes_on_with_other_ranks_and_in_processes(tmp_path):
     assert "30 of 30 losses have the bits" in first
 
 
-@pytest.mark.slow
 def test_figures_of_many_layers_follow_from_those_of_few():
     """`fits.py` would print other bytes than a step of the whole model has."""
     assert fits.continued("FULL_SHARD", 6) == fits.traced("FULL_SHARD", 6)
 
 
-@pytest.mark.slow
 def test_whether_a_model_fits():
     """`fits.py` would fail, or not print its table."""
     with redirect_stdout(StringIO()) as text:

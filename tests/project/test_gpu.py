@@ -38,7 +38,6 @@ def rows_of(folder: Path) -> list[Any]:
 @pytest.mark.parametrize(
     "part", ["correct", "waits", "collectives", "speed", "values", "bits", "tests", "late", "nccl"]
 )
-@pytest.mark.slow
 def test_dry_run(part, tmp_path):
     """Every part runs or is skipped with a reason, and is in the table: otherwise its first run on a GPU would fail."""
     done = ran("gpu.py", "--parts", part, "--out", str(tmp_path))
@@ -53,7 +52,6 @@ def test_dry_run(part, tmp_path):
     assert len(list(tmp_path.iterdir())) <= 8
 
 
-@pytest.mark.slow
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU: make gpu")
 @pytest.mark.parametrize("number", [1, 40, 90])
 def test_a_command_that_is_killed_has_lost_no_row(number, tmp_path):
@@ -69,7 +67,6 @@ def test_a_command_that_is_killed_has_lost_no_row(number, tmp_path):
     assert int(line.removeprefix("| collectives | ").partition(" ")[0]) >= number
 
 
-@pytest.mark.slow
 def test_a_part_without_time_is_left_out(tmp_path):
     """What no longer fits is said: else a table without failures would look complete."""
     assert ran("gpu.py", "--seconds", "1", "--parts", "correct,nccl", "--out", str(tmp_path)).returncode == 0
@@ -113,7 +110,6 @@ for name, loss in ((gpu_speed.FLOOR, 6.0), ("fshard", 6.1), ("fshard, jit", 6.2)
 """
 
 
-@pytest.mark.slow
 def test_what_is_not_right_is_not_called_right(tmp_path):
     """NaN, another loss than that of the floor, or a rank that died would be in a table without failures."""
     done = ran("-c", NOT_RIGHT, str(tmp_path))
@@ -122,7 +118,6 @@ def test_what_is_not_right_is_not_called_right(tmp_path):
     assert list(states.values()) == ["measured", "measured", "failed", "failed"], states
 
 
-@pytest.mark.slow
 def test_a_word_that_is_no_part_is_an_error():
     """A part that is misspelled would be left out after the others have run."""
     done = ran("gpu.py", "--parts", "waits,sped")
@@ -130,7 +125,6 @@ def test_a_word_that_is_no_part_is_an_error():
     assert "no such part: sped; expected some of correct, waits" in done.stderr
 
 
-@pytest.mark.slow
 def test_gaps_between_kernels():
     """A kernel on another stream that outlasts others would leave a gap where the GPU is busy."""
     done = ran("-c", "import doctest, gpu_speed; print(doctest.testmod(gpu_speed))")
@@ -150,7 +144,6 @@ gpu_parts.main()
 """
 
 
-@pytest.mark.slow
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU: make gpu")
 def test_a_run_without_a_collective_of_the_backend_fails(tmp_path):
     """If no collective of NCCL ran, nothing would say so: on one rank fshard sends nothing."""
@@ -172,7 +165,6 @@ main()
 """
 
 
-@pytest.mark.slow
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU: make gpu")
 def test_a_step_that_is_not_plain_torchs_fails(tmp_path):
     """A rate that is off by a thousandth would pass: the part compares values, and does not only run."""
@@ -182,7 +174,6 @@ def test_a_step_that_is_not_plain_torchs_fails(tmp_path):
     assert "from plain torch in float64" in row["what"]
 
 
-@pytest.mark.slow
 def test_what_dies_is_a_row(tmp_path):
     """A part that dies is a row of the results, and the command fails: otherwise a crash would pass for success."""
     done = ran("-c", "import gpu; gpu.PARTS = {'nothing': 60}; gpu.main()", "--out", str(tmp_path))
@@ -192,7 +183,6 @@ def test_what_dies_is_a_row(tmp_path):
     assert (row["state"], row["what"]) == ("failed", "ended with 1: KeyError: 'nothing'")
 
 
-@pytest.mark.slow
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU: make gpu")
 def test_a_folder_of_an_earlier_run(tmp_path):
     """Rows of an earlier run in the same folder are dropped: otherwise old failures would be reported as new."""
@@ -236,7 +226,6 @@ for name, kind in alternatives():
 """
 
 
-@pytest.mark.slow
 def test_cases_have_no_norm_of_two_dtypes():
     """A case of `make gpu` would fail on GPUs, where layer_norm refuses activations and weights of two dtypes."""
     done = ran("-c", LIKE_CUDA)
@@ -262,7 +251,6 @@ with Draws():
 """
 
 
-@pytest.mark.slow
 def test_cases_draw_on_the_cpu():
     """The case of `make gpu` with a default device would fail on GPUs, which take generators of their own alone."""
     done = ran("-c", DRAWS)

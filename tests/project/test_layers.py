@@ -597,7 +597,6 @@ def test_tests_lie_in_the_folders_of_the_house_and_import_no_other_test() -> Non
         assert not re.search(r"(?m)^\s*(from|import) (\w+\.)?test_", path.read_text()), path
 
 
-@pytest.mark.slow
 def test_every_test_says_what_it_is_for() -> None:
     """Every test has a docstring: otherwise whoever sees a test fail would have to guess what is wrong."""
     files = {path.name: parsed(path.read_text()) for path in sorted((ROOT / "tests").rglob("test_*.py"))}

@@ -117,7 +117,6 @@ def _excess(name: str, *sizes: tuple[int, int]) -> float:
     return (four - two - 2 * (two - one)) / four
 
 
-@pytest.mark.sample(15)
 @pytest.mark.parametrize("name", CALLS)
 def test_a_call_costs_the_same_for_each_unit_and_leaf(name: str) -> None:
     """With more units, or more leaves in a unit, a call costs as much more as in proportion: a search of all units for

@@ -46,7 +46,6 @@ def records(out: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
 
 
-@pytest.mark.slow
 def test_it_ends_well_and_says_what_came_of_it(trained: Any) -> None:
     """The example would fail under torchrun, warn, not learn, or write no metrics, picture or text."""
     done, out = trained
@@ -94,9 +93,7 @@ def undisturbed(text: Path, tmp_path_factory: pytest.TempPathFactory) -> Any:
     return whole_run(text, out)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-@pytest.mark.sample(2)
 def test_a_run_that_was_stopped_goes_on(
     text: Path, undisturbed: Any, tmp_path: Path, number: int, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -206,7 +203,6 @@ def ends_at(mesh: Any, wire: Any) -> float:
     return sum(losses[-10:])
 
 
-@pytest.mark.slow
 def test_it_trains_as_well_with_shards_in_8_bits() -> None:
     """Training with shards sent in 8 bits ends within 1 % of the float32 loss: otherwise Int8 would cost users
     accuracy."""

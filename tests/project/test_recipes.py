@@ -65,7 +65,6 @@ def test_activations_in_host_memory_change_no_gradient():
         assert shapes == [(4, 8)] * 2, "the input of each block, and no parameter"
 
 
-@pytest.mark.sample(3)
 @pytest.mark.parametrize("name", ["sliced_score", "mean_flow", "gradients_of_samples"])
 def test_derivatives_of_a_deep_net_take_less_memory(name: str) -> None:
     """A function that runs again would change a gradient, or keep activations all the same."""

@@ -90,7 +90,6 @@ def test_another_torch_than_the_newest_is_told() -> None:
     assert first_use.remark("2.99.0a0").startswith(f"NEW: this is torch 2.99.0a0; docs/limits.md names {newest}")
 
 
-@pytest.mark.slow
 def test_the_wheel_runs(wheel: Path, tmp_path: Path) -> None:
     """The command of an install would fail: a file that it reads would be in the repository alone."""
     zipfile.ZipFile(wheel).extractall(tmp_path)

@@ -148,7 +148,6 @@ def simulated_runs(world: str, case: Case) -> list[Run]:
     return simulated(train, case, replicate=replicate, shard=shard)
 
 
-@pytest.mark.sample(55)
 @pytest.mark.parametrize(("world", "case"), [(w, c) for w in WORLDS for c in cases(w)], ids=str)
 def test_training_equals_the_unsharded_oracle(world, case):
     """Some strategy would train otherwise than one device: parameters, moments, losses or norms."""
@@ -163,7 +162,6 @@ def train_all(mesh: Any, some: list[Case]) -> list[Run]:
 
 
 @pytest.mark.parametrize("world", ["2x2", "3", "4"])
-@pytest.mark.slow
 def test_processes_and_simulated_ranks_agree_to_the_bit(world):
     """Simulated ranks would prove nothing about real processes."""
     replicate, shard = WORLDS[world]
@@ -175,7 +173,6 @@ def test_processes_and_simulated_ranks_agree_to_the_bit(world):
         assert same_bits(runs, simulated_runs(world, case)), case
 
 
-@pytest.mark.sample(9)
 @pytest.mark.parametrize("case", VARIANTS, ids=str)
 def test_a_wrong_run_is_far_from_the_oracle(case):
     """The tests of parity would pass with gradients of one rank, or summed instead of averaged."""
@@ -193,7 +190,6 @@ MUTANTS = {
 }
 
 
-@pytest.mark.sample(3)
 @pytest.mark.parametrize("strategy", ["ddp", "full"])
 @pytest.mark.parametrize(("mutant", "tx"), [(m, tx) for m, (_, some) in MUTANTS.items() for tx in some])
 def test_the_parity_test_notices_a_wrong_reduction(strategy, mutant, tx, monkeypatch):
@@ -267,7 +263,6 @@ def train_over_an_overflow(mesh: Any, strategy: str, tx_name: str, fused: bool) 
     return [[(s.params, s.opt_state, s.loss_scale, s.step) for s in states], rows]
 
 
-@pytest.mark.sample(3)
 @pytest.mark.parametrize("fused", [True, False], ids=["fused", "plain"])
 @pytest.mark.parametrize("tx", OPTIMIZERS)
 @pytest.mark.parametrize("strategy", ["ddp", "zero2", "full", "wide_state"])
@@ -284,7 +279,6 @@ def test_an_overflow_on_one_rank_skips_the_update_on_all(strategy, tx, fused):
         assert [state[3].item() for state in states] == [0, 1, 2, 3]
 
 
-@pytest.mark.sample(2)
 @pytest.mark.parametrize("tx", OPTIMIZERS)
 def test_a_static_scale_changes_no_bit(tx):
     """A power of two as loss scale would change results in float64."""

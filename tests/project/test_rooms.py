@@ -11,7 +11,6 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-import pytest
 import torch
 from sizes import code_lines
 from support.worlds import gloo
@@ -73,7 +72,6 @@ def walks(mesh: Any) -> dict[str, set[Line]]:
     return {"touched": touched[2], "reduced": reduced[2], "step": set().union(*entered(lambda: step(state, x)))}
 
 
-@pytest.mark.slow
 def test_the_house_is_no_larger_than_it_was() -> None:
     """Each feature fits, and one after the other they grow over the heads of those who keep them."""
     first, second = gloo(walks)

@@ -54,8 +54,6 @@ STRATEGIES: dict[str, tuple[bool, dict[str, Any], tuple[int, int]]] = {
 }
 
 
-@pytest.mark.slow
-@pytest.mark.sample(4)
 @pytest.mark.parametrize("name", STRATEGIES)
 def test_a_unit_costs_the_host_the_same_in_a_stack_of_any_depth(name: str) -> None:
     """Small units would spend their time in Python, and deep stacks more than in proportion."""

@@ -693,7 +693,6 @@ def _with(state: fshard.TrainState, other: fshard.TrainState) -> fshard.TrainSta
     return fshard.TrainState(state.params, opt_state, state.loss_scale, state.step, state.rng, state.extra)
 
 
-@pytest.mark.sample(2)
 @pytest.mark.parametrize("world", [simulated, gloo])
 def test_wrong_calls_on_two_ranks(world: Any) -> None:
     """Wrong calls on a mesh are errors on every rank, also in processes: otherwise ranks would wait for each other."""
@@ -711,7 +710,6 @@ def real_groups(mesh: Any) -> None:
     says(lambda: fshard.shard_params(given, plan(mesh)), ValueError, "leaf 'w'", "got a DTensor", ".full_tensor()")
 
 
-@pytest.mark.slow
 def test_groups_and_dtensors() -> None:
     """A process group or a DTensor in the wrong place is an error with the remedy; without it a user would not know
     what to pass."""

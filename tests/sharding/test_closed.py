@@ -113,7 +113,6 @@ def near(actual: Any, wanted: Any, scales: tuple[float, ...] = (1.0,)) -> bool:
     )
 
 
-@pytest.mark.sample(9)
 @pytest.mark.parametrize("name", MORE)
 @pytest.mark.parametrize("key", ["simulated", "2 x 2"])
 def test_derivatives_of_sharded_losses_are_those_of_the_sum(key: str, name: str, worlds: dict[str, list[Any]]) -> None:
@@ -124,7 +123,6 @@ def test_derivatives_of_sharded_losses_are_those_of_the_sum(key: str, name: str,
             assert near(found[plan, name], wanted), plan
 
 
-@pytest.mark.slow
 def test_processes_have_the_bits_of_the_simulation(worlds: dict[str, list[Any]]) -> None:
     """Gloo processes give the bits of simulated ranks: otherwise a simulation would say nothing about a real job."""
     processes = gloo(on_shards, PLANS, shard=3)
@@ -270,7 +268,6 @@ def table(found: dict[tuple[str, str], str]) -> str:
     return "".join(f"| {' | '.join(row)} |\n" for row in rows)
 
 
-@pytest.mark.slow
 def test_the_table_of_the_docs_is_what_happens() -> None:
     """Programs behave as the table of docs/closed.md says: otherwise users would choose a library by wrong facts.
     To update the table, paste what this test prints between the two markers."""
@@ -335,7 +332,6 @@ def along(mesh: Any, over: tuple[str, ...], share: bool) -> Any:
 OVER = ("params_over", "grads_over", "state_over")
 
 
-@pytest.mark.sample(3)
 @pytest.mark.parametrize("over", [(), ("shard",)])
 @pytest.mark.parametrize("shape", [None, (1, 2), (1, 3), (2, 2)])
 def test_an_inner_product_with_a_gradient_is_one_output(shape: tuple[int, int] | None, over: tuple[str, ...]) -> None:

@@ -185,8 +185,6 @@ WIDE = {"state_over": ("replicate", "shard")}
 FOUR = [pytest.param({}, 4, 1, id="4"), pytest.param({}, 2, 2, id="2x2"), pytest.param(WIDE, 2, 2, id="2x2 wide state")]
 
 
-@pytest.mark.slow
-@pytest.mark.sample(4)
 @pytest.mark.parametrize(("plan", "shard", "replicate"), [pytest.param({}, 2, 1, id="2"), *FOUR])
 def test_fsdp2_both_ways(plan, shard, replicate):
     """What FSDP2 trained would be other values in fshard, or the other way round, or training would go on otherwise.
@@ -283,7 +281,6 @@ def fsdp1_both_ways(mesh: Any, on_mesh: bool) -> None:
     alike(ours.steps(range(5, 7)), stayed)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("on_mesh", [False, True], ids=["ShardedTensor", "DTensor"])
 def test_fsdp1_both_ways(on_mesh):
     """Full or sharded states of FSDP1 would be other values in fshard, or ours in FSDP1."""
@@ -322,7 +319,6 @@ def zero_both_ways(mesh: Any) -> None:
     alike(ours.steps(range(5, 7)), stayed)
 
 
-@pytest.mark.slow
 def test_ddp_and_zero_both_ways():
     """What one rank consolidated would be other values in fshard, or ours in ZeroRedundancyOptimizer."""
     gloo(zero_both_ways)
@@ -357,7 +353,6 @@ def odd_leaves(mesh: Any) -> None:
     same_dtensors({"exp_avg": entry["exp_avg"]}, {"exp_avg": replicated})
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("shard", "replicate"), [(2, 1), (2, 2), (3, 1)])
 def test_dtensors_of_leaves_of_every_kind(shard, replicate):
     """A leaf that some ranks have nothing of, or that all have whole, would be other values in DTensors.
@@ -434,7 +429,6 @@ def differing(mesh: Any) -> dict[str, list[str]]:
     return errors
 
 
-@pytest.mark.slow
 def test_what_ranks_have_differs():
     """Ranks would wait for each other forever, or one would go on with another model."""
     of_rank_0, of_rank_1 = gloo(differing)

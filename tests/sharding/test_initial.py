@@ -131,7 +131,6 @@ def peak_of(mesh: Any, how: str, options: dict[str, Any]) -> tuple[int, int, int
     return live.peak, share, unit
 
 
-@pytest.mark.sample(3)
 @pytest.mark.parametrize("how", ["init", "init_params"])
 @pytest.mark.parametrize(("world", "strategy"), [("1", "full"), ("4", "full"), ("4", "ddp"), ("2x2", "full")])
 def test_the_peak_is_a_ranks_share_and_one_unit(world, strategy, how):
@@ -185,7 +184,6 @@ def started(mesh: Any) -> dict[str, Tensor]:
     return fshard.state_dict(apply.init(fshard.make_plan(params, mesh, units=apply.units("blocks.*")), seed=5))
 
 
-@pytest.mark.slow
 def test_a_module_on_meta_starts_as_its_library_starts_it():
     """Weights would be drawn from another distribution, biases not be zero, or the numbers depend on the ranks."""
     one, *others = [*simulated(started, shard=1), *simulated(started, shard=3), *gloo(started)]
@@ -452,7 +450,6 @@ def in_parts(mesh: Any, plan: dict[str, Any], src: int | None) -> None:
     assert same_bits(fshard.state_dict(old), before), "x is not changed"
 
 
-@pytest.mark.sample(3)
 @pytest.mark.parametrize("src", [None, 1])
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_a_part_of_a_state_dict(strategy, src):
@@ -618,7 +615,6 @@ def module_round_trip(mesh: Any, name: str, plan: dict[str, Any]) -> None:
         assert new["table"] is old["table"]
 
 
-@pytest.mark.sample(3)
 @pytest.mark.parametrize("name", MODULES)
 def test_a_modules_own_state_dict(name):
     """Buffers and tied parameters would be missing or other values, or names not those that the module reads."""

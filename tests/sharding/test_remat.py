@@ -170,7 +170,6 @@ def result(program: Any, net: Net, how: str) -> Any:
     return fshard.jit(lambda p, x, v: program(of(net), p, x, v), backend="eager")(params(), X, V)
 
 
-@pytest.mark.sample(30)
 @pytest.mark.parametrize("how", ["eager", "jit"])
 @pytest.mark.parametrize("source", SOURCES)
 @pytest.mark.parametrize("transform", TRANSFORMS)
@@ -374,7 +373,6 @@ ERRORS: dict[Callable[..., Tensor], str] = {
 }
 
 
-@pytest.mark.sample(9)
 @pytest.mark.parametrize("program", ERRORS)
 def test_what_would_lose_a_gradient_is_an_error(program: Callable[..., Tensor]) -> None:
     """The gradient would lack a part, without a word."""
@@ -394,7 +392,6 @@ FORWARDS: dict[str, Callable[..., Any]] = {
 }
 
 
-@pytest.mark.sample(5)
 @pytest.mark.parametrize("name", FORWARDS)
 def test_what_a_forward_computes_and_keeps_is_an_error(name: str) -> None:
     """However the forward of a torch.autograd.Function is written, its result has a gradient, which would be lost."""
@@ -643,7 +640,6 @@ def test_other_results_are_not_kept() -> None:
     assert torch.autograd.grad(out, x)[0].shape == x.shape
 
 
-@pytest.mark.sample(3)
 @pytest.mark.filterwarnings(QUIET)
 @pytest.mark.filterwarnings("ignore:Dynamo does not know how to trace the builtin")
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # Dynamo hides it, too

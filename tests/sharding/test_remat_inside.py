@@ -80,7 +80,6 @@ WAYS: dict[str, Callable[[Any, Any], Any]] = {
 }
 
 
-@pytest.mark.sample(12)
 @pytest.mark.parametrize("nested", NESTED)
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("around", AROUND)
@@ -128,7 +127,6 @@ def scanned(around: Any, body: Any) -> Callable[[Any, Tensor], Tensor]:
     return lambda p, x: (around(lambda x: fshard.scan(layer, x, p["layers"])[0])(x) @ p["out"]).square().sum()
 
 
-@pytest.mark.sample(2)
 @pytest.mark.parametrize("units", [["layers.*"], ["layers"]])
 @pytest.mark.parametrize("where", ["around", "body"])
 @pytest.mark.parametrize("size", [1, 2])

@@ -52,7 +52,6 @@ def computed(mesh: Any, options: Any, before: Any, policy: Any) -> None:
     assert same_bits(*map(fshard.gather_params, (got, params)))
 
 
-@pytest.mark.sample(9)
 @pytest.mark.parametrize("plan", PLANS)
 @pytest.mark.parametrize("before", POLICIES[:2], ids=str)
 @pytest.mark.parametrize("policy", POLICIES, ids=str)

@@ -26,7 +26,9 @@ from fshard.testing import simulate
 T = TypeVar("T")
 
 _CONTEXT = multiprocessing.get_context("forkserver")
-_CONTEXT.set_forkserver_preload(["torch", "fshard", "fshard.testing", "torch.distributed.device_mesh"])
+# the last is what a first derivative imports (sympy)
+_PRELOADED = ("torch.distributed.device_mesh", "torch.fx.experimental.symbolic_shapes")
+_CONTEXT.set_forkserver_preload(["torch", "fshard", "fshard.testing", *_PRELOADED])
 
 
 def _mesh(rank: int, shape: tuple[int, int], store: str) -> DeviceMesh:

@@ -162,7 +162,6 @@ HOW: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.sample(448)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("how", HOW)
 @pytest.mark.parametrize("strategy", range(len(PARTITIONS)))
@@ -308,7 +307,6 @@ PROGRAMS = (
 )
 
 
-@pytest.mark.sample(45)
 @pytest.mark.parametrize("how", [{}, {"accumulate": 2}, {"plan": {"bucket": 1 << 20}}, {"graph": "eager"}], ids=str)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("fn", PROGRAMS)
@@ -397,7 +395,6 @@ def faults() -> dict[str, Fault]:
 FAULTS = faults()
 
 
-@pytest.mark.sample(27)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("ranks", [2, 4])
 @pytest.mark.parametrize("name", FAULTS)
@@ -418,7 +415,6 @@ def test_there_are_enough_faults() -> None:
     assert len(FAULTS) == 51
 
 
-@pytest.mark.sample(5)
 @pytest.mark.parametrize("fault", BLOCK)
 @pytest.mark.parametrize("ranks", [3, 4])
 def test_the_rank_is_named(fault: str, ranks: int) -> None:
@@ -494,7 +490,6 @@ def test_eager_and_graph() -> None:
     assert (found.rank, found.unit, found.line) == (0, "blocks.1", LINES["add"])
 
 
-@pytest.mark.slow
 def test_in_processes() -> None:
     """Processes would hang where simulated ranks do not, or have other values."""
     for fault in ("", "sin"):
@@ -616,7 +611,6 @@ def shard_of(x: Any) -> fshard.Sharded:
 STEP = fshard.train_step(lambda w, x: (w * x).sum(), optim.sgd(0.1))
 
 
-@pytest.mark.sample(5)
 @pytest.mark.parametrize(
     ("how", "graph"),
     [("plain", ""), ("scaler", ""), ("in backward, clipped", ""), ("tree", ""), ("plain", "eager")],
@@ -672,7 +666,6 @@ def test_micro_batches_that_call_other_operators() -> None:
     assert (difference.name, "not in all micro-batches" in difference.text) == ("neg", True)
 
 
-@pytest.mark.sample(5)
 @pytest.mark.parametrize("optimizer", ["adamw", "lamb", "adafactor"])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("seed", [1, 2])
@@ -786,7 +779,6 @@ def split_loss(mesh: Any, fault: str = "") -> Any:
 MARKS = {"sum": "missing", "more": "more"}
 
 
-@pytest.mark.sample(5)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("fault", ["", "sum", "more"])
 @pytest.mark.parametrize("sizes", [{"tensor": 2}, {"tensor": 3}, {"shard": 2, "tensor": 2}])

@@ -81,14 +81,12 @@ def pairs() -> list[tuple[str, str]]:
     return [*dict.fromkeys([*found, ("zero1", "tree"), ("wide", "tree"), ("host", "tree")])]
 
 
-@pytest.mark.sample(54)
 @pytest.mark.parametrize(("plan", "step"), pairs())
 def test_every_plan_and_step(plan, step):
     """Steps that receive everything late have the same bits: otherwise they would read unfinished data on a GPU."""
     same_when_late(lambda mesh: trained(mesh, plan, step), **axes_for(plan, step))
 
 
-@pytest.mark.sample(24)
 @pytest.mark.parametrize("name", TRANSFORMS)
 def test_every_optimizer(name):
     """An optimizer's collectives are waited for before their results are read: otherwise updates would be garbage."""
@@ -98,7 +96,6 @@ def test_every_optimizer(name):
 GRAPHS = [("full", "donate"), ("zero1", "micro"), ("int8", "fast"), ("wide", "once"), ("ddp", "tree")]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("plan", "step"), GRAPHS)
 def test_graphs(plan, step):
     """A graph waits for its collectives before it reads them: otherwise a compiled step would read unfinished data."""
@@ -128,7 +125,6 @@ UNREAD: dict[str, Any] = {
 }
 
 
-@pytest.mark.sample(9)
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 @pytest.mark.parametrize("name", UNREAD)
 def test_graphs_that_read_nothing_of_a_collective(name, backend):
@@ -144,7 +140,6 @@ def test_graphs_that_read_nothing_of_a_collective(name, backend):
     same_when_late(job, shard=2)
 
 
-@pytest.mark.sample(3)
 @pytest.mark.parametrize("grads", ["reduced", "local"])
 @pytest.mark.parametrize("partition", ["flat", "leaf"])
 def test_zero(partition, grads):

@@ -51,7 +51,6 @@ def test_the_names_of_tests(pytester):
     assert pytester.runpytest("--markers", *PLUGIN).stdout.str().count("@pytest.mark.world(shard=") == 1
 
 
-@pytest.mark.sample(3)
 @pytest.mark.parametrize(
     ("mark", "argument", "text"),
     [

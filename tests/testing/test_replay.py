@@ -247,7 +247,6 @@ LEAVES: dict[str, Callable[[], torch.Tensor]] = {
 }
 
 
-@pytest.mark.sample(3)
 @pytest.mark.filterwarnings("ignore::UserWarning")  # torch's, of quantized, complex32 and sparse tensors
 @pytest.mark.parametrize("name", LEAVES)
 def test_what_is_recorded_can_be_replayed(name, tmp_path):
@@ -347,7 +346,6 @@ runpy.run_module("fshard", run_name="__main__")
 """
 
 
-@pytest.mark.slow
 def test_the_command_line(folder):
     """The command line works in a process without the package rich: otherwise users without it could not replay."""
     path = os.pathsep.join(filter(None, (str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH"))))
@@ -498,7 +496,6 @@ def contents(rank: Path) -> Any:
     return about, [recording._tensors(rank / name) for name in ("before.pt", "after.pt")]
 
 
-@pytest.mark.sample(8)
 @pytest.mark.parametrize("seed", range(16))
 def test_any_edited_byte(seed, alone, tmp_path):
     """A changed byte gives a ValueError or other bits, or files that hold the same: otherwise a damaged file would

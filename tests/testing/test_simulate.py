@@ -371,7 +371,6 @@ def test_a_world_that_has_ended() -> None:
         simulate(lambda mesh: fshard.gather_params(shards[0]), shard=2)
 
 
-@pytest.mark.sample(3)
 @pytest.mark.parametrize("strategy", [*STRATEGIES])
 @pytest.mark.parametrize("late", [False, True])
 def test_what_ranks_return_is_joined(strategy: str, late: bool) -> None:
@@ -559,7 +558,6 @@ OWN: dict[str, Callable[[Any], Any]] = {
 }
 
 
-@pytest.mark.sample(3)
 @pytest.mark.parametrize("name", OWN)
 def test_a_mesh_class_needs_no_hash(name):
     """A user's mesh is told from others by identity alone: otherwise a plain dataclass would fail in the first step."""

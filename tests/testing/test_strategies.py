@@ -45,7 +45,6 @@ REACHED = {
 }  # fmt: skip
 
 
-@pytest.mark.sample(3)
 @pytest.mark.parametrize("name", REACHED)
 def test_what_is_promised_is_drawn(name):
     """Each promised case is drawn within 2,000 examples: otherwise users' property tests would never try it."""

@@ -178,7 +178,6 @@ def check_averaged(of_ranks: Any, how: str) -> None:
         assert {aux["own"] for aux in found} <= {len(parts[rank]), *range(1, 4)}
 
 
-@pytest.mark.sample(3)
 @pytest.mark.parametrize("how", HOWS)
 def test_means_and_sums_in_an_aux_are_over_all_ranks(how: str) -> None:
     """An accuracy would be one rank's, or a mean of means."""

@@ -66,7 +66,6 @@ def _run(name: str, scaler: str, dtype: torch.dtype, mesh: Any = None) -> list[T
     return kept
 
 
-@pytest.mark.sample(15)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("scaler", SCALERS)
 @pytest.mark.parametrize("name", OURS)
@@ -108,7 +107,6 @@ def _in_a_graph() -> list[Tensor]:
     return [*tree.leaves(state), *metrics.values()]
 
 
-@pytest.mark.slow
 def test_nor_in_a_graph() -> None:
     """A graph that is traced under any default keeps its bits: otherwise it would hold tensors of that dtype or
     device."""

@@ -32,7 +32,6 @@ def begun(mesh: Any, strategy: dict[str, Any], whole: Any = None, changed: str |
     fshard.init_state(fshard.shard_params(own, plan), TX, **{key: make(last) for key, make in given.items()})
 
 
-@pytest.mark.sample(4)
 @pytest.mark.parametrize("name", STRATEGIES)
 @pytest.mark.parametrize("changed", list(params()))
 def test_copies_of_parameters_are_equal(name: str, changed: str) -> None:
@@ -81,7 +80,6 @@ OTHERS: dict[str, tuple[str, Callable[[bool], Any], str]] = {
 }
 
 
-@pytest.mark.sample(4)
 @pytest.mark.parametrize("what", OTHERS)
 @pytest.mark.parametrize("name", NARROW)
 def test_what_a_state_begins_with_is_equal(name: str, what: str) -> None:
@@ -190,7 +188,6 @@ def trained(mesh: Any, tx: optim.Transform, way: dict[str, Any]) -> Any:
     return fshard.gather_params(state.params)
 
 
-@pytest.mark.sample(45)
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("wrapper", WRAPPERS)
 @pytest.mark.parametrize("alias", ALIASES)

@@ -49,7 +49,6 @@ def trained(mesh: Any, name: str, strategy: str, jitted: bool, **kw: Any) -> Any
     return fshard.gather_params(state.params), rows
 
 
-@pytest.mark.sample(81)
 @pytest.mark.parametrize("name", LOSSES)
 @pytest.mark.parametrize(("world", "strategy"), CASES)
 def test_gradients_are_those_of_one_device(world: str, strategy: str, name: str) -> None:
@@ -88,7 +87,6 @@ TURNS = [
 TRAINED = [(*case, name, how) for case, name, how in TURNS]
 
 
-@pytest.mark.sample(51)
 @pytest.mark.parametrize(("world", "strategy", "name", "how"), TRAINED)
 def test_training_is_that_of_one_device(world: str, strategy: str, name: str, how: str) -> None:
     """Two clipped steps, jitted or in micro-batches, train as one device: otherwise options would alter training."""
@@ -105,13 +103,11 @@ def several(mesh: Any) -> list[Any]:
     return tree.map(Tensor.detach, [found, trained(mesh, "laplacian", "full", jitted=True)])
 
 
-@pytest.mark.slow
 def test_processes_have_the_bits_of_the_simulation() -> None:
     """Gloo processes give the bits of simulated ranks: otherwise a simulation would say nothing about a real job."""
     assert same_bits(gloo(several, shard=2), simulated(several, shard=2))
 
 
-@pytest.mark.sample(4)
 @pytest.mark.parametrize("jitted", [False, True])
 @pytest.mark.parametrize("accumulate", [1, 2])
 def test_a_loss_that_is_run_again_draws_the_same_numbers(jitted: bool, accumulate: int) -> None:
@@ -236,7 +232,6 @@ DIRECTIONS: dict[str, Any] = {
 }
 
 
-@pytest.mark.sample(10)
 @pytest.mark.parametrize("name", DIRECTIONS)
 def test_forward_mode_of_views_and_its_gradients(name: str) -> None:
     """Forward mode at views of tensors is traced, alone and inside of gradients: otherwise the second operator of a

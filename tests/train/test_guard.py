@@ -102,7 +102,6 @@ def may(way: str, optimizer: str) -> bool:
     return not (way == "in backward" and optimizer != "adamw") and not (way == "extra" and optimizer == "scaled")
 
 
-@pytest.mark.sample(102)
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("plan", PLANS)
@@ -144,7 +143,6 @@ FAULTS: dict[str, tuple[Fault, str]] = {"weight": (weight, "leaf 'params."), "me
 FAULTS |= {"moment": (moment, "leaf 'opt_state")}
 
 
-@pytest.mark.sample(12)
 @pytest.mark.parametrize("run", [2, 3])
 @pytest.mark.parametrize("way", ["plain", "donate", "jit"])
 @pytest.mark.parametrize("fault", FAULTS)
@@ -226,7 +224,6 @@ def started(mesh: Any, tx: Any, **plan: Any) -> Any:
     return fshard.init_state(fshard.shard_params(whole(), fshard.make_plan(whole(), mesh, **plan)), tx)
 
 
-@pytest.mark.sample(9)
 @pytest.mark.parametrize("name", ROWS)
 def test_every_optimizer(name: str) -> None:
     """Some state that each rank has of its own would be taken for a copy, or a copy for no one's."""
@@ -337,7 +334,6 @@ def checked(mesh: Any) -> Any:
     return metrics["loss"], compiled(state, x)[1]["loss"], steps(mesh, "full", guard={"every": 2, "at_rest": True})
 
 
-@pytest.mark.slow
 def test_in_processes() -> None:
     """What is guarded in simulated ranks would hang or cry wolf where it runs."""
     for a, b in zip(fshard.tree.leaves(gloo(checked)), fshard.tree.leaves(World(2).run(checked)), strict=True):
@@ -349,7 +345,6 @@ def a_thousand(mesh: Any, way: str) -> Any:
     return steps(mesh, "ddp", way, guard={"every": 10, "at_rest": True}, num=1000)[1]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("way", ["donate", "jit"])
 @pytest.mark.parametrize("run", [gloo, World(2).run], ids=["gloo", "simulated"])
 def test_a_thousand_steps(run: Any, way: str) -> None:

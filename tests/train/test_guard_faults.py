@@ -177,7 +177,6 @@ def simulated(case: Case, faults: Any = ()) -> Any:
     return World(axes=case.axes, faults=faults).run(train, case)
 
 
-@pytest.mark.sample(240)
 @pytest.mark.parametrize("seed", range(208))
 def test_a_fault_is_found_at_the_next_check(seed: int) -> None:
     """Training would go on with wrong numbers, or the wrong machine would be taken out."""
@@ -191,7 +190,6 @@ def test_a_fault_is_found_at_the_next_check(seed: int) -> None:
     proved(simulated, case, [Garbage(case.rank, Random(seed).choice(places))])
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "message"])
 def test_faults_in_processes(kind: str) -> None:
     """The same on gloo: each process raises, none waits."""

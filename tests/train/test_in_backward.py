@@ -63,7 +63,6 @@ CASES = [(w, s, None) for w, s in product(WORLDS, STRATEGIES) if w == "2x2" or s
 CASES += [("2x2", s, 0.5) for s in STRATEGIES] + [("3", s, None) for s in WIRED if s not in STRATEGIES]
 
 
-@pytest.mark.sample(55)
 @pytest.mark.parametrize(("world", "strategy", "clip"), CASES)
 def test_it_trains_as_a_step_that_updates_last(world, strategy, clip):
     """Some strategy would update a unit with other gradients, twice, or not at all."""
@@ -77,7 +76,6 @@ def test_it_trains_as_a_step_that_updates_last(world, strategy, clip):
         assert all(same_bits(rank, first[0]) for rank in first)
 
 
-@pytest.mark.sample(9)
 @pytest.mark.parametrize("name", ELEMENTWISE)
 def test_every_elementwise_optimizer(name):
     """An optimizer's counts would go on with every unit, or its state would lose a unit."""
@@ -87,7 +85,6 @@ def test_every_elementwise_optimizer(name):
         assert all(same_bits(a[:2], b[:2]) for a, b in zip(first, last, strict=True))
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("strategy", "clip"), [("full", 0.5), ("zero2", None)])
 def test_in_processes(strategy, clip):
     """Simulated ranks would prove nothing about real processes."""
@@ -126,7 +123,6 @@ def grown(mesh: Any, strategy: str, clip: float | None, in_backward: bool) -> in
     return peak_of_step(mesh, 24, **how) - peak_of_step(mesh, 12, **how)
 
 
-@pytest.mark.sample(4)
 @pytest.mark.parametrize("strategy", ["full", "ddp"])
 @pytest.mark.parametrize("clip", [None, 1.0])
 def test_gradients_of_few_units_are_in_memory(clip, strategy):

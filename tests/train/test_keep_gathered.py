@@ -93,7 +93,6 @@ def train(mesh: Any, loss: Any, plan: Any, options: Any, jitted: bool, keep: boo
     return (fshard.gather_params(state.params), metrics["loss"]), [call.label for call in calls.select("all_gather")]
 
 
-@pytest.mark.sample(35)
 @pytest.mark.parametrize("loss", LOSSES, ids=lambda loss: loss.__name__)
 @pytest.mark.parametrize(("strategy", "options"), PAIRS)
 def test_each_unit_is_gathered_once_a_step(loss: Any, strategy: str, options: str) -> None:
@@ -112,7 +111,6 @@ def test_each_unit_is_gathered_once_a_step(loss: Any, strategy: str, options: st
         assert before[name] > after[name] or not plan.get("params_over", "shard")
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["full", "half", "wire"])
 @pytest.mark.parametrize("loss", [stack, repeated], ids=lambda loss: loss.__name__)
 def test_a_graph_gathers_each_unit_once(loss: Any, strategy: str) -> None:
@@ -128,7 +126,6 @@ def test_which_units_are_read_may_differ_by_micro_batch() -> None:
     assert same_bits(several[0], once[0])
 
 
-@pytest.mark.slow
 def test_on_processes() -> None:
     """Buffers that peers lend stay good for the whole step."""
     for plan in ({}, {"policy": "compute=bf16"}):

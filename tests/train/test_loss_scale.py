@@ -211,7 +211,6 @@ HALF = [torch.bfloat16, torch.float16]
 DTYPES = [*HALF, torch.float64, torch.float32, torch.complex64]
 
 
-@pytest.mark.sample(4)
 @pytest.mark.parametrize(("how", "dtype"), [(how, x) for how in SEEN for x in DTYPES if how != "by parts" or x in HALF])
 def test_whatever_is_not_finite_is_seen(how, dtype):
     """One sign of infinity would pass, and be written to the parameters."""
@@ -475,7 +474,6 @@ def agreed_on(mesh: Any, kind: str, own: bool, bad: int) -> Any:
     return found, culprits
 
 
-@pytest.mark.sample(3)
 @pytest.mark.parametrize("own", [False, True])
 @pytest.mark.parametrize("kind", ["plain", "unreduced", "sharded"])
 @pytest.mark.parametrize(("replicate", "shard"), [(1, 1), (1, 2), (1, 3), (2, 2)])
@@ -497,13 +495,11 @@ def of_two_meshes(mesh: Any) -> Any:
     return whole.item(), labelled["a"].item(), fshard.tree.nonfinite_leaves(sharded, other)
 
 
-@pytest.mark.slow
 def test_ranks_of_two_meshes_agree():
     """Only the ranks of the first mesh would skip an update."""
     assert gloo(of_two_meshes, shard=2, replicate=2) == [(1, 1, ["w"])] * 4
 
 
-@pytest.mark.slow
 def test_processes_agree_on_found_inf():
     """Processes agree on found_inf like simulated ranks: otherwise simulated tests of overflows would prove nothing."""
     for kind in ("plain", "unreduced"):
@@ -528,7 +524,6 @@ def by_hand(mesh: Any, partition: str, given: bool, tx: Any, labels: Any, jitted
     return params, scaler.value.item()
 
 
-@pytest.mark.sample(3)
 @pytest.mark.parametrize("jitted", [False, True])
 @pytest.mark.parametrize("partition", ["flat", "leaf"])
 @pytest.mark.parametrize(("replicate", "shard"), [(1, 2), (2, 2)])
@@ -615,7 +610,6 @@ BETWEEN: dict[str, tuple[Callable[[Any], Any], bool]] = {
 as_graph = functools.partial(fshard.jit, backend="eager")
 
 
-@pytest.mark.sample(12)
 @pytest.mark.parametrize("between", BETWEEN)
 @pytest.mark.parametrize("kind", KINDS)
 def test_graphs_refuse_what_is_refused_eagerly(kind, between):
@@ -836,7 +830,6 @@ def emptied(mesh: Any, scale: Any, accumulate: int, reduction: str, masked: bool
     return rows, state.params.tensors[0].isnan().any().item(), state.loss_scale.value.item()
 
 
-@pytest.mark.sample(9)
 @pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize("reduction", ["exact", "tree"])
 @pytest.mark.parametrize("accumulate", [1, 2])

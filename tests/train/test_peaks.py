@@ -50,7 +50,6 @@ def promised(name: str, ranks: int, donate: bool, state: Any, grads: int, units:
     return (2 - donate) * nbytes((state.params, state.opt_state)) + grads + (gathered + units) * whole / UNITS
 
 
-@pytest.mark.sample(82)
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("donate", [True, False])
 @pytest.mark.parametrize("ranks", [1, 2])
@@ -68,7 +67,6 @@ def test_a_jitted_step(name, ranks, donate, optimizer):
     assert peak <= 1.05 * most, (peak / 1e6, most / 1e6)
 
 
-@pytest.mark.sample(9)
 @pytest.mark.parametrize(("ranks", "donate"), [(1, True), (1, False), (2, True)])
 @pytest.mark.parametrize("name", NARROW)
 def test_an_eager_step(name, ranks, donate):

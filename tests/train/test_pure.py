@@ -63,7 +63,6 @@ def steps_twice(mesh: Any, strategy: str, tx_name: str) -> None:
         assert own & again <= frozen  # what two results share is what neither changed
 
 
-@pytest.mark.sample(6)
 @pytest.mark.parametrize(("strategy", "tx"), PAIRS)
 def test_a_step_changes_nothing_and_repeats_itself(strategy, tx):
     """A step would write to its inputs, or give other bits the second time."""
@@ -105,7 +104,6 @@ def donated_like_undonated(mesh: Any, strategy: str, tx_name: str) -> None:
     assert same_bits(*results)
 
 
-@pytest.mark.sample(6)
 @pytest.mark.parametrize(("strategy", "tx"), PAIRS)
 def test_donating_changes_no_bit_of_the_result(strategy, tx):
     """A donated step would compute something else than a step that copies."""

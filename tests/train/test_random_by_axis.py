@@ -82,7 +82,6 @@ def drawn(
     return metrics["aux"], fshard.gather_params(state.params)
 
 
-@pytest.mark.sample(3)
 @pytest.mark.parametrize("graph", [False, True], ids=["eager", "jit"])
 @pytest.mark.parametrize("name", LOSSES)
 def test_ranks_draw_apart_in_a_block_alone(name: str, graph: bool) -> None:
@@ -96,7 +95,6 @@ def test_ranks_draw_apart_in_a_block_alone(name: str, graph: bool) -> None:
     assert all(x != y for n, x in enumerate(inside) for y in inside[:n]), "two blocks drew the same"
 
 
-@pytest.mark.sample(3)
 @pytest.mark.parametrize("name", LOSSES)
 def test_a_graph_draws_what_the_code_draws(name: str) -> None:
     """A jitted step would train with other masks."""
@@ -146,7 +144,6 @@ def test_it_is_a_decorator_on_any_number_of_ranks() -> None:
     assert len({*World(axes={"tensor": 3}).run(drawn)}) == 3
 
 
-@pytest.mark.slow
 def test_processes_draw_what_simulated_ranks_draw() -> None:
     """What is simulated would not be what runs."""
 

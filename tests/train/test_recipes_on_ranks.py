@@ -272,7 +272,6 @@ RAGGED = {
 }
 
 
-@pytest.mark.sample(2)
 @pytest.mark.parametrize("name", RAGGED)
 @pytest.mark.parametrize("num_ranks", [1, 2, 3])
 @pytest.mark.parametrize(

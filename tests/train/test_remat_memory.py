@@ -84,8 +84,6 @@ def in_graph(loss: Any) -> int:
     return fshard.jit(fshard.train_step(loss, tx)).lower(state, X.to("meta")).memory().peak
 
 
-@pytest.mark.slow
-@pytest.mark.sample(2)
 @pytest.mark.parametrize("how", [eager, in_graph])
 def test_the_peak_is_that_of_torchs_checkpoint(how: Callable[[Any], int]) -> None:
     """A loss with `remat` would keep activations, or buffers of units."""
@@ -101,7 +99,6 @@ PROGRAMS = {
 }
 
 
-@pytest.mark.sample(3)
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_the_peak_falls_in_transforms(name: str) -> None:
     """torch.func keeps what a second derivative needs, so that running again once would keep all the same."""
@@ -109,7 +106,6 @@ def test_the_peak_falls_in_transforms(name: str) -> None:
     assert own < 0.6 * without, (own, without)
 
 
-@pytest.mark.sample(2)
 @pytest.mark.parametrize("jitted", [False, True])
 def test_a_unit_is_gathered_as_often(jitted: bool) -> None:
     """A function that runs again would gather a unit a third time."""

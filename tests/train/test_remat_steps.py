@@ -90,7 +90,6 @@ def check_trains(monkeypatch: Any, world: str, strategy: str, loss: Any, net: st
     assert apart(results[0][0][0], params()) > 1e-3  # it has trained
 
 
-@pytest.mark.sample(320)
 @pytest.mark.parametrize("jitted", [False, True], ids=["eager", "jit"])
 @pytest.mark.parametrize("net", NETS)
 @pytest.mark.parametrize("name", LOSSES)
@@ -118,7 +117,6 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.sample(255)
 @pytest.mark.parametrize("jitted", [False, True], ids=["eager", "jit"])
 @pytest.mark.parametrize("net", NETS)
 @pytest.mark.parametrize("option", OPTIONS)

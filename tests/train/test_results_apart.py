@@ -172,7 +172,6 @@ NO_EXTRA = {"array", "array of a view", "DLPack, NumPy", "memoryview", "storage"
 @pytest.mark.parametrize("world", WORLDS)
 @pytest.mark.parametrize("result", RESULTS)
 @pytest.mark.parametrize("name", ALIASES)
-@pytest.mark.sample(60)
 def test_results_are_apart(name: str, result: str, world: str) -> None:
     """An alias under a storage of its own, as torch.from_numpy makes, would change with the next donated step."""
     if result.startswith("extra") and name in NO_EXTRA:
@@ -189,7 +188,6 @@ TRACED = ["itself", "detach", "a view", "data", "dict", "named tuple", "dataclas
 @pytest.mark.parametrize("world", WORLDS)
 @pytest.mark.parametrize("result", [name for name in RESULTS if name != "aux, in the backward"])
 @pytest.mark.parametrize("name", TRACED)
-@pytest.mark.sample(30)
 def test_results_of_graphs_are_apart(name: str, result: str, world: str) -> None:
     """A graph that returned one of its inputs would return what the next donated step writes to."""
     wrap = lambda fn: fshard.jit(fn, donate=result.endswith("donated"), backend="eager")  # noqa: E731

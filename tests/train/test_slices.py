@@ -109,7 +109,6 @@ def train(mesh: Any, begin: int, end: int, left: Any = None) -> Any:
     return all_of(state), metrics
 
 
-@pytest.mark.slow
 def test_many_steps():
     """Many steps on 1 to 8 ranks, simulated or in processes, give the same bits: otherwise a run would depend on the
     number of GPUs."""
@@ -167,7 +166,6 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.sample(21)
 @pytest.mark.parametrize("name", CASES)
 def test_cases(name):
     """Every strategy, mesh, optimizer, loss and policy gives one rank's bits: otherwise such a run would depend on
@@ -221,7 +219,6 @@ WRAPPED: dict[str, Callable[[], optim.Transform]] = {
 }
 
 
-@pytest.mark.sample(3)
 @pytest.mark.parametrize("name", WRAPPED)
 def test_a_step_asks_for_exact_norms_by_name(name):
     """`exact_norms` reaches nested transformations: otherwise clipping would give other bits on another number of
@@ -370,7 +367,6 @@ def from_anywhere(
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("name", ["sgd", "adam"])
-@pytest.mark.sample(4)
 def test_bits_depend_on_no_address(name, dtype):
     """Matrix products round otherwise where an operand starts at another address, and sums where it has other strides:
     a run on ranks that load their own rows would have other bits than one that cuts them out of a batch of all."""
@@ -393,7 +389,6 @@ def test_ranks_have_as_many_threads(monkeypatch):
         simulated(run, shard=2)
 
 
-@pytest.mark.slow
 def test_bits_of_a_graph_depend_on_no_address():
     """A graph would read the rows where they lie, as a step would that is not jitted."""
     (expected,) = simulated(from_anywhere, optim.sgd(0.1), torch.float32, 0, (13,), shard=1)

@@ -48,7 +48,6 @@ def by_axis(calls: Any) -> Counter[tuple[str, ...]]:
     return counter
 
 
-@pytest.mark.sample(3)
 @pytest.mark.parametrize("t", [2, 4])
 @pytest.mark.parametrize("again", [False, True])
 @pytest.mark.parametrize("by_sequence", [False, True])

@@ -114,14 +114,12 @@ def check(name: str, mesh: str, optimizer: str, way: str) -> None:
             assert (x - y).abs().max() <= 1e-10 * y.abs().max()
 
 
-@pytest.mark.sample(323)
 @pytest.mark.parametrize(("name", "mesh", "optimizer", "way"), CASES)
 def test_a_split_model_is_the_plain_one(name: str, mesh: str, optimizer: str, way: str) -> None:
     """A sum over ranks that is missing, or made twice, would train another model."""
     check(name, mesh, optimizer, way)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("name", "mesh", "optimizer", "way"), JIT_CASES)
 def test_a_compiled_split_model_is_the_plain_one(name: str, mesh: str, optimizer: str, way: str) -> None:
     """A graph whose collectives go along another axis, or whose masks differ along "tensor", would train another."""
@@ -144,7 +142,6 @@ def of_processes(mesh: Any) -> Any:
     return {name: trained(meshes[MODELS[name].axis], MODELS[name], "muon", "clip", 14) for name in ALONE}
 
 
-@pytest.mark.slow
 def test_models_in_processes_have_the_bits_of_simulated_ranks() -> None:
     """What is simulated would not be what runs."""
     real = gloo(of_processes, shard=2, replicate=2)

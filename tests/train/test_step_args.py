@@ -107,8 +107,6 @@ def test_arguments_go_to_every_micro_batch_uncut(loss, shard):
             close(found, expected)
 
 
-@pytest.mark.slow
-@pytest.mark.sample(10)
 @pytest.mark.parametrize("strategy", [name for name in STRATEGIES if not name.startswith("wide")])
 @pytest.mark.parametrize("backend", [None, "eager"])
 def test_a_teacher_gathers_in_every_strategy(strategy, backend):
@@ -120,7 +118,6 @@ def test_a_teacher_gathers_in_every_strategy(strategy, backend):
         close(found, planned(mean_loss, 2))
 
 
-@pytest.mark.slow
 def test_real_processes_and_torch_compile():
     """Steps with a teacher run in processes and under torch.compile: otherwise distillation would work in simulation
     alone."""
@@ -366,7 +363,6 @@ def same_extra(found: Any, expected: Any, rank: int = 0) -> None:
         close([one["mean"], one["queue"], one["count"]], [row[rank][key] for key in ("mean", "queue", "count")])
 
 
-@pytest.mark.sample(16)
 @pytest.mark.parametrize("scaled", [False, True])
 @pytest.mark.parametrize("accumulate", [1, 3])
 @pytest.mark.parametrize(("how", "given"), [("eager", False), ("eager", True), ("jit", False), ("jit", True)])
@@ -385,7 +381,6 @@ def test_extra_goes_through_the_micro_batches(how, given, accumulate, scaled):
     same_extra(job(None), planned_extra(1, accumulate, scale))
 
 
-@pytest.mark.slow
 def test_extra_in_real_processes_and_torch_compile():
     """Extra works in processes and under torch.compile: otherwise running statistics would work in simulation alone."""
     job = partial(train_extra, accumulate=2, donate=True)
@@ -496,7 +491,6 @@ def auxes(mesh: Any, jit: bool, **plan: Any) -> list[Any]:
 
 @pytest.mark.parametrize("jit", [False, True])
 @pytest.mark.parametrize("strategy", ["ddp", "keep", "full"])
-@pytest.mark.sample(2)
 def test_aux_is_plain_values(strategy, jit):
     """Parameters in aux come out as plain values without a graph: otherwise aux would keep activations or gathered
     units alive."""
@@ -655,7 +649,6 @@ def test_ranks_that_built_other_steps_are_told(name):
     assert "rank 1" in str(caught.value)
 
 
-@pytest.mark.slow
 def test_compiled_steps_and_real_processes_are_told_too():
     """The error comes in graphs and processes too: otherwise a cluster would train different models silently."""
     with pytest.raises(MismatchError, match=r"lr=0\.2"):

@@ -146,7 +146,6 @@ def specs(most: int = 4) -> st.SearchStrategy[Spec]:
     return st.builds(lambda first, others: [first, *others], st.tuples(trained, *rest), more)
 
 
-@pytest.mark.slow
 @examples(60)
 @given(
     specs(),
@@ -265,7 +264,6 @@ def test_steps_equal_the_oracle(how: str) -> None:
     check_oracle(simulated(scaled_steps, how, shard=3), how)
 
 
-@pytest.mark.slow
 def test_real_processes_and_torch_compile() -> None:
     """Dynamo would not trace the operators, or gloo sum other numbers."""
     check_oracle(gloo(scaled_steps, "compiled"), "compiled")

@@ -135,7 +135,6 @@ def unsharded(name: str, num_ranks: int, how: str) -> Any:
     return params, optim.state.gather_state(state)
 
 
-@pytest.mark.sample(45)
 @pytest.mark.parametrize("name", TXS)
 @pytest.mark.parametrize("world", PLACES)
 def test_it_computes_what_the_optimizer_does(world, name):
@@ -208,7 +207,6 @@ def runs(mesh: Any) -> Any:
     return [trained(mesh, *case) for case in CASES], [large(mesh, way) for way in WAYS], parts
 
 
-@pytest.mark.slow
 def test_processes_change_nothing():
     """Processes give the bits of simulated ranks and torch's ZeRO the same partition: otherwise simulated tests
     would prove little."""
@@ -334,7 +332,6 @@ def test_a_bucket_is_a_number_of_bytes():
     assert units_of(meta) == [[(1 << 22) - 1, 1], [(1 << 22) + 1], [5]]
 
 
-@pytest.mark.sample(9)
 @on_ranks(2, TXS, WAYS)
 def test_nothing_given_is_changed(mesh, name, way):
     """Inputs keep their bits unless donated, and a skipped step changes nothing: otherwise a user's tensors would be
@@ -472,7 +469,6 @@ def test_nothing_to_train(mesh, partition, how):
         assert same_bits(train(zero(ADAMW, mesh, partition), params, [grads], how)[0], params)
 
 
-@pytest.mark.sample(3)
 @on_ranks(2, WAYS, ("adamw", "lion", "lamb", "muon", "from_torch-Adam"))
 def test_a_modules_parameters_are_taken(mesh, way, name):
     """nn.Parameters train with the bits of plain tensors, without a graph: otherwise each step would keep the last
