@@ -10,13 +10,17 @@ TRIED_WITH := numpy pytest pytest-xdist psutil pyyaml hypothesis safetensors tor
 # cases of each test
 MOST ?= 2
 
-.PHONY: train test lint docs bench gpu fakegpu versions newest always mutants clean
+.PHONY: train test costs lint docs bench gpu fakegpu versions newest always mutants clean
 
 train: .venv/train
 	OMP_NUM_THREADS=1 $(BIN)/python -m torch.distributed.run --standalone --nproc-per-node=2 examples/nanogpt.py $(ARGS)
 
 test: .venv/ready
 	PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n 2 --dist worksteal $(ARGS)
+
+# what a case of each test takes, by which `make test` draws: half an hour
+costs:
+	FSHARD_CI=1 $(MAKE) test ARGS=--write-costs
 
 lint: .venv/ready
 	$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/mypy

@@ -229,11 +229,11 @@ def _is_message(above: list[Any], text: Any) -> bool:
     return "Raise" in kinds or any(kind in texts and " " in text(x) for x, kind in zip(above, kinds, strict=True))
 
 
-def sample(tree: Path, number: int, seed: int, pattern: str) -> list[Fault]:
+def sample(tree: Path, number: int, seed: int, chosen: list[str]) -> list[Fault]:
     """Faults chosen at random, from each folder as many as its share; any beginning of the list is such a sample."""
     patterns = tomllib.loads((tree / "pyproject.toml").read_text())["tool"]["mutmut"]["only_mutate"]
     files = [str(path.relative_to(tree)) for path in sorted((tree / "fshard").rglob("*.py"))]
-    files = [x for x in files if any(fnmatch(x, p) for p in patterns) and fnmatch(x, pattern)]
+    files = [x for x in files if any(fnmatch(x, p) for p in patterns) and any(fnmatch(x, p) for p in chosen)]
     draw, folders = random.Random(seed), dict[str, list[tuple[str, int]]]()
     for file in files:
         folders.setdefault(str(Path(file).parent), []).extend((file, i) for i in faults(tree, file))
@@ -298,7 +298,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--number", type=int, default=400, help="how many faults")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--files", default="*", help="a pattern, as 'fshard/sharding/*'")
+    parser.add_argument("--files", default=["*"], nargs="+", help="patterns, as 'fshard/sharding/*'")
     parser.add_argument("--out", type=Path, default=ROOT / "runs" / "mutants", help="where everything is kept")
     args = parser.parse_args()
     tree = copied(args.out.resolve())

@@ -17,7 +17,7 @@ T = TypeVar("T")
 
 SEED = "FSHARD_SEED"  # workers of pytest-xdist inherit it
 SEEDS = 14  # one after the other, with which CI runs every case
-BUDGET, CI_BUDGET = 0.2, 2.0  # processor seconds of a function, all its cases together, on average of all seeds
+BUDGET, CI_BUDGET = 0.15, 1.0  # processor seconds of a function, all its cases together, on average of all seeds
 LAW = 10  # times as many seconds for a law
 LONGEST = 2.0  # seconds of a case that `make test` may draw
 IN_TEST, CASES = "in make test", "cases"  # properties of a case: whether `make test` runs it; of how many it is one
@@ -48,7 +48,7 @@ def rates(item: pytest.Item, number: int) -> tuple[float, float]:
     more, seconds = LAW if is_law(item) else 1, COSTS.get(function(item.nodeid), 0.0)
     in_test = seconds / FEWER if is_hypothesis_test(getattr(item, "obj", None)) else seconds
     of_test = 0.0 if in_test > LONGEST else more * BUDGET / in_test if in_test else number
-    return of_test, max(number / SEEDS, more * CI_BUDGET / seconds if seconds else number, 1.0)
+    return of_test, max(number / SEEDS, more * CI_BUDGET / seconds if seconds else number)
 
 
 def drawn(name: str, cases: Sequence[T], rate: float) -> list[T]:

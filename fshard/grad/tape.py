@@ -96,7 +96,8 @@ class Tape:
         self._late: list[TapeUnit] = []  # units that are reduced after the backward
         self._makes_buffers = any(gathers.is_buffer(params, kind, copied) for kind in params.view.kinds)
         self._regather = self._makes_buffers and self._schedule.regathers and gathered is None  # until the forward ends
-        self._resends, self._keeps_on = self._regather and self._schedule.sends, gathered is not None
+        may_send = self._schedule.sends if into is None else self._schedule.resends  # again, in the backward
+        self._resends, self._keeps_on = self._makes_buffers and gathered is None and may_send, gathered is not None
         self._notes = self._regather or (is_linked and self._schedule.sends)  # what checkpoints read; in the forward
         if gathered is not None:
             for unit in self._units.values():
@@ -167,8 +168,9 @@ class Tape:
             unit.stays = True  # units between may read it, too: else it is gathered for each
         if self.shown:
             self.shown.let_go()
-        # a unit that is whole on all ranks, which may read different ones, changes nothing for those that are sent
-        mixed, sent = self._schedule.mixed, unit.entry.sent
+        # A unit for which nothing is sent changes nothing for the others: ranks may read different ones.
+        kept = self._backward and unit.is_kept
+        mixed, sent = self._schedule.mixed or kept, unit.entry.sent and not kept
         # dropped before the next buffer is waited for, so that both are not in memory at once
         here, self._here = self._here, [unit]
         for other in here:
@@ -405,7 +407,7 @@ class Tape:
     def _next(self, unit: TapeUnit) -> Buffers:
         """A unit's buffers; in the backward the gathers of those that follow are started."""
         buffers = self._buffers(unit)
-        if self._backward and (unit.entry.sent or not self._schedule.mixed):
+        if self._backward and not unit.is_kept and (unit.entry.sent or not self._schedule.mixed):
             self._arrivals.ahead(unit, self._before())
         return buffers
 

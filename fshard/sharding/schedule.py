@@ -147,6 +147,8 @@ class Schedule:
         self.entries = {unit: _entry(view, unit) for unit in range(*view.units)}
         self.regathers = any(unit.keep_rule != COPIES for unit in plan.units)
         self.sends = any(e.sent for e in self.entries.values())
+        # what stays of a unit does not hold frozen leaves for a checkpoint that runs again
+        self.resends = any(e.sent and (e.keep_rule != COPIES or not e.reduced) for e in self.entries.values())
         self.mixed = self.sends and not all(e.sent for e in self.entries.values())
         self.any_whole = any(e.trained and not e.sent for e in self.entries.values())  # on every rank
         place_of = {slot: (e.unit, number) for e in self.entries.values() for number, slot in enumerate(e.slots)}

@@ -136,6 +136,7 @@ def checked(mesh: Any, way: str, tx: Any, folder: str, again: str) -> list[Tenso
     return bits(state)
 
 
+@pytest.mark.law
 @pytest.mark.parametrize("way", OF_OWNERS)
 @pytest.mark.parametrize("name", [x for x in optimizers.TRANSFORMS | optimizers.OWNERS if x != "from_torch-Muon"])
 def test_every_state_is_read_by_every_split(name: str, way: str, tmp_path: Path) -> None:

@@ -54,6 +54,7 @@ def test_a_step_of_small_units():
     simulated(law, shard=3)
 
 
+@pytest.mark.law
 @pytest.mark.parametrize("world", [(1, 1), (2, 1), (1, 2), (2, 2)], ids=str)
 @pytest.mark.parametrize("name", STRATEGIES)
 def test_every_strategy(name, world):

@@ -578,6 +578,7 @@ def test_donated_inputs_are_written_to_last():
     assert same_bits(lowered.compile("eager")(*args), expected)
 
 
+@pytest.mark.law
 def test_a_donated_step_writes_to_its_state():
     """A donated compiled step would allocate a second state."""
 

@@ -273,6 +273,7 @@ STEPS = [
 ]
 
 
+@pytest.mark.law
 @pytest.mark.parametrize(("body", "use", "plan", "kw", "tx"), STEPS, ids=[step[0] for step in STEPS])
 def test_steps_have_the_bits_of_the_loop(body: str, use: str, plan: str, kw: dict[str, Any], tx: Any) -> None:
     """Training would go another way: two donated steps, with other rows on each rank."""

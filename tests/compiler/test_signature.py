@@ -650,6 +650,7 @@ PASSES: list[dict[str, Any]] = [
 ]
 
 
+@pytest.mark.law
 @pytest.mark.parametrize("name", NARROW)
 @pytest.mark.parametrize("options", PASSES, ids=str)
 @pytest.mark.parametrize("donate", [False, True])

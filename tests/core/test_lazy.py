@@ -160,6 +160,7 @@ def outcome(do: Callable[[Any], Any], p: Any) -> Any:
         return failure
 
 
+@pytest.mark.law
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("done", DONE)
 def test_a_container_of_a_loss_does_what_a_plain_one_does(done, kind):

@@ -139,6 +139,7 @@ def trained(mesh: Any, seeds: list[int], strategy: str, way: str) -> None:
         assert wrong < 1e-12, (seed, strategy, way, wrong)
 
 
+@pytest.mark.law
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("axes", [{"shard": 2}, {"shard": 2, "replicate": 2}])
@@ -207,6 +208,7 @@ SOME = {
 }
 
 
+@pytest.mark.law
 @pytest.mark.parametrize("nothing", NOTHING)
 @pytest.mark.parametrize("used", SOME)
 @pytest.mark.parametrize("way", WAYS)

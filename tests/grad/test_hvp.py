@@ -73,6 +73,7 @@ def product(mesh: Any, name: str, strategy: str, jitted: bool = False, again: bo
     return {k: v for k, v in fshard.gather_params(out).items() if k not in FROZEN}
 
 
+@pytest.mark.law
 @pytest.mark.parametrize("name", ALL)
 @pytest.mark.parametrize(("world", "strategy"), CASES)
 def test_products_are_those_of_one_device(world: str, strategy: str, name: str) -> None:

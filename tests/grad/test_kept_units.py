@@ -125,6 +125,7 @@ def right(mesh: Any, form: str, plan: str, num: int) -> None:
             assert apart(found[name], wanted[name]) < 1e-12, (plan, form, case, name)
 
 
+@pytest.mark.law
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("plan", PLANS)
 def test_ranks_use_and_run_again_what_they_like(plan: str, form: str) -> None:

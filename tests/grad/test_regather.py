@@ -76,6 +76,7 @@ def check_bits(runs: dict[str, list[torch.Tensor]]) -> None:
         assert all(torch.equal(a, b) for a, b in zip(first, run, strict=True)), name
 
 
+@pytest.mark.law
 @pytest.mark.parametrize("world", WORLDS, ids=str)
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("name", LOSSES)

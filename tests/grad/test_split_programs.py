@@ -304,6 +304,7 @@ CASES = [
 ]
 
 
+@pytest.mark.law
 @pytest.mark.parametrize(("seed", "plan", "sizes"), CASES)
 def test_a_split_program_is_the_plain_one(seed: int, plan: str, sizes: dict[str, int]) -> None:
     """A sum over an axis of a leaf that is split there, or none of one that is whole, would train another model."""

@@ -148,6 +148,7 @@ def world(request: pytest.FixtureRequest) -> Any:
     return results
 
 
+@pytest.mark.law
 @pytest.mark.parametrize("name", CASES)
 def test_gradients_are_right_under_every_strategy(name: str, world: Any) -> None:
     """Some strategy would give other gradients on three ranks with different data than one device does."""

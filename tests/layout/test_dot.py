@@ -49,6 +49,7 @@ def dots(mesh: Any, name: str, strategy: str, whole: bool) -> Any:
     return found
 
 
+@pytest.mark.law
 @pytest.mark.parametrize("name", TREES)
 @pytest.mark.parametrize(("world", "strategy"), CASES)
 def test_a_dot_product_is_that_of_whole_trees(world, strategy, name):

@@ -365,6 +365,7 @@ def trees_of(case: Case, note: Note, x: fshard.Sharded, rank: int) -> Iterator[t
         yield name, part, packs, leaves
 
 
+@pytest.mark.law
 @pytest.mark.parametrize("seed", range(150))
 def test_all_say_where_an_element_lies_as_the_note_does(seed: int) -> None:
     """Rows, their layouts, views, subtrees, labels and checkpoints would take one element for another: nothing fails
@@ -390,6 +391,7 @@ def test_all_say_where_an_element_lies_as_the_note_does(seed: int) -> None:
     assert_saved(leaves, of_ranks)
 
 
+@pytest.mark.law
 @pytest.mark.parametrize("seed", range(1000, 1150))
 def test_elements_come_back_from_where_they_went(seed: int) -> None:
     """What is sent to owners, to all ranks or to those that keep gradients would arrive as another element."""

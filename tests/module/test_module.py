@@ -63,6 +63,7 @@ def is_near(got: dict[str, Tensor], module: nn.Module) -> None:
         assert torch.allclose(got[path], x, rtol=1e-10, atol=1e-10), path
 
 
+@pytest.mark.law
 @pytest.mark.parametrize("jitted", [False, True], ids=["eager", "jitted"])
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("strategy", STRATEGIES)

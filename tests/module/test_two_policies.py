@@ -157,6 +157,7 @@ def check(strategy: str, call: str, place: str, chosen: list[Case]) -> None:
     assert ranks == 1 or simulated(differing, strategy, call, place, chosen, shard=ranks) == [[]] * ranks
 
 
+@pytest.mark.law
 @pytest.mark.parametrize("call", CALLS)
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("strategy", STRATEGIES)

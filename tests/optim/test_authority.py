@@ -333,6 +333,7 @@ def cases_through(mesh: Any, names: list[str], hows: list[str]) -> dict[tuple[st
     return {(name, where): got for name, ways in found.items() for where, got in ways.items()}
 
 
+@pytest.mark.law
 @pytest.mark.parametrize("name", CASES)
 def test_a_transformation_equals_its_authority(name):
     """Parameters move as in the reference: otherwise a model would train differently than with torch or optax."""
@@ -341,6 +342,7 @@ def test_a_transformation_equals_its_authority(name):
         agree(displacement(run(CASES[name].ours, how, start, grads)[1], start), expected(name), how)
 
 
+@pytest.mark.law
 @pytest.mark.parametrize("name", LAST)
 @pytest.mark.parametrize("world", WORLDS)
 def test_ranks_change_nothing(world, name):

@@ -228,6 +228,7 @@ def places() -> Iterator[tuple[str, str, str]]:
             yield world, way, strategy
 
 
+@pytest.mark.law
 @pytest.mark.parametrize(("world", "way", "strategy"), [*places()])
 @pytest.mark.parametrize("name", NAMES)
 def test_a_transformation_of_ones_own_is_right_or_an_error(name, world, way, strategy):

@@ -45,6 +45,7 @@ def went(mesh: Any, name: str, split: str) -> tuple[Any, dict[str, Tensor]]:
     return fshard.gather_params(params), gather_state(state)
 
 
+@pytest.mark.law
 @pytest.mark.parametrize(("name", "split"), CASES)
 def test_updates_are_those_of_one_device(name: str, split: str) -> None:
     """A whole leaf in another order than its parts would get zeros, or the updates of other elements."""

@@ -129,6 +129,7 @@ def law(mesh: Any, name: str, way: str, strategy: dict[str, Any]) -> None:
 CASES = [(name, way) for name in TRANSFORMS for way in WAYS if name not in UNLABELLED or way in ("alone", "chained")]
 
 
+@pytest.mark.law
 @pytest.mark.parametrize(("name", "way"), CASES)
 def test_a_step_is_an_update_and_its_application(name, way):
     """A step gives the bits of `update` and its application in every strategy: otherwise sharding would change an

@@ -148,6 +148,7 @@ def close(a: Any, b: Any) -> bool:
     return all(torch.allclose(x, y, 1e-12, 1e-14) for x, y in zip(tree.leaves(a), tree.leaves(b), strict=True))
 
 
+@pytest.mark.law
 @pytest.mark.parametrize("option", OPTIONS)
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("size", [1, 2, 3, 4])

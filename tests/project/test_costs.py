@@ -52,6 +52,8 @@ def test_a_test_is_drawn_by_what_it_costs(
     pytester.makepyfile(test_a=TESTS.format(mark="@pytest.mark.law" * law))
     pytester.makeini("[pytest]\nmarkers =\n    law: first")
     monkeypatch.setattr(drawn, "COSTS", {"test_a.py::test_it": seconds})
+    monkeypatch.setattr(drawn, "BUDGET", 0.2)
+    monkeypatch.setattr(drawn, "CI_BUDGET", 2.0)
     items, _ = pytester.inline_genitems(*PLAIN)
     ran: dict[bool, list[str]] = {False: [], True: []}
     for ci, names in ran.items():

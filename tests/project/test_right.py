@@ -148,6 +148,7 @@ def simulated_runs(world: str, case: Case) -> list[Run]:
     return simulated(train, case, replicate=replicate, shard=shard)
 
 
+@pytest.mark.law
 @pytest.mark.parametrize(("world", "case"), [(w, c) for w in WORLDS for c in cases(w)], ids=str)
 def test_training_equals_the_unsharded_oracle(world, case):
     """Some strategy would train otherwise than one device: parameters, moments, losses or norms."""

@@ -170,6 +170,7 @@ def result(program: Any, net: Net, how: str) -> Any:
     return fshard.jit(lambda p, x, v: program(of(net), p, x, v), backend="eager")(params(), X, V)
 
 
+@pytest.mark.law
 @pytest.mark.parametrize("how", ["eager", "jit"])
 @pytest.mark.parametrize("source", SOURCES)
 @pytest.mark.parametrize("transform", TRANSFORMS)

@@ -162,6 +162,7 @@ HOW: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.law
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("how", HOW)
 @pytest.mark.parametrize("strategy", range(len(PARTITIONS)))

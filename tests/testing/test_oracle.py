@@ -112,6 +112,7 @@ def planned(case: str, num_ranks: int) -> Any:
     return whole_state(state), found
 
 
+@pytest.mark.law
 @pytest.mark.parametrize("strategy", ["ddp", "zero2", "full"])
 @pytest.mark.parametrize("case", CASES)
 def test_a_sharded_run_is_the_oracles(case, strategy):

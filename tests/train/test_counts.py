@@ -94,6 +94,7 @@ def steps(mesh: Any, jitted: bool, **more: Any) -> Any:
     return metrics["loss"], fshard.gather_params(state.params)
 
 
+@pytest.mark.law
 @pytest.mark.parametrize("jitted", [False, True])
 def test_steps_equal_the_oracle(jitted: bool) -> None:
     """A scaled or compiled step would lose that derivative."""

@@ -49,6 +49,7 @@ def trained(mesh: Any, name: str, strategy: str, jitted: bool, **kw: Any) -> Any
     return fshard.gather_params(state.params), rows
 
 
+@pytest.mark.law
 @pytest.mark.parametrize("name", LOSSES)
 @pytest.mark.parametrize(("world", "strategy"), CASES)
 def test_gradients_are_those_of_one_device(world: str, strategy: str, name: str) -> None:

@@ -90,6 +90,7 @@ def check_trains(monkeypatch: Any, world: str, strategy: str, loss: Any, net: st
     assert apart(results[0][0][0], params()) > 1e-3  # it has trained
 
 
+@pytest.mark.law
 @pytest.mark.parametrize("jitted", [False, True], ids=["eager", "jit"])
 @pytest.mark.parametrize("net", NETS)
 @pytest.mark.parametrize("name", LOSSES)

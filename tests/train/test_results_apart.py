@@ -168,6 +168,7 @@ def _quiet() -> Iterator[None]:
 NO_EXTRA = {"array", "array of a view", "DLPack, NumPy", "memoryview", "storage", "set_", "jagged"}
 
 
+@pytest.mark.law
 @pytest.mark.usefixtures("_quiet")
 @pytest.mark.parametrize("world", WORLDS)
 @pytest.mark.parametrize("result", RESULTS)

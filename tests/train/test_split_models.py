@@ -114,6 +114,7 @@ def check(name: str, mesh: str, optimizer: str, way: str) -> None:
             assert (x - y).abs().max() <= 1e-10 * y.abs().max()
 
 
+@pytest.mark.law
 @pytest.mark.parametrize(("name", "mesh", "optimizer", "way"), CASES)
 def test_a_split_model_is_the_plain_one(name: str, mesh: str, optimizer: str, way: str) -> None:
     """A sum over ranks that is missing, or made twice, would train another model."""

@@ -258,6 +258,7 @@ def check_oracle(of_ranks: Any, how: str) -> None:
         torch.testing.assert_close(dict(params), dict(state.params), rtol=1e-10, atol=1e-10)
 
 
+@pytest.mark.law
 @pytest.mark.parametrize("how", [how for how in HOWS if how != "compiled"])
 def test_steps_equal_the_oracle(how: str) -> None:
     """A way to make a step, or an aux, would read another loss."""

@@ -135,6 +135,7 @@ def unsharded(name: str, num_ranks: int, how: str) -> Any:
     return params, optim.state.gather_state(state)
 
 
+@pytest.mark.law
 @pytest.mark.parametrize("name", TXS)
 @pytest.mark.parametrize("world", PLACES)
 def test_it_computes_what_the_optimizer_does(world, name):
