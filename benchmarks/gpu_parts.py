@@ -51,7 +51,7 @@ MARKED = (
     "tests/plan/test_offload.py",
     "tests/checkpoint/test_checkpoint_devices.py",
     "tests/testing/test_generators.py",
-    "tests/train/test_guard.py",
+    "tests/watch/test_guard.py",
 )
 
 

@@ -19,9 +19,9 @@ from .sharding.initial import init_params
 from .sharding.remat import remat
 from .sharding.sharded import Sharded, gather_params, shard_params
 from .sharding.state_dict import load_state_dict, state_dict
-from .train.guard import guard
 from .train.loss_scale import DynamicLossScale, NoLossScale, StaticLossScale, select
 from .train.step import TrainState, init_state, train_step
+from .watch.guard import guard
 from .zero_optimizer.zero import zero
 
 if TYPE_CHECKING:

@@ -13,8 +13,8 @@ from __future__ import annotations
 
 import argparse
 
-from ..testing.first_difference import first_difference
-from ..testing.recording import seen_in
+from ..watch.first_difference import first_difference
+from ..watch.recording import seen_in
 from .output import FAULT, Line, report
 
 

@@ -6,12 +6,12 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 from ..comm.ranks import MismatchError
-from .compare import assert_trees_equal
-from .first_difference import Difference, first_difference
+from ..watch.compare import assert_trees_equal
+from ..watch.first_difference import Difference, first_difference
+from ..watch.observed import observed
+from ..watch.recording import record
 from .late import InFlightError
-from .observed import observed
 from .oracle import oracle, whole_state
-from .recording import record
 from .replaying import replay
 from .scheduler import Collective, Dies, Garbage, RankDied, Slow
 from .split_losses import same_loss

@@ -21,8 +21,8 @@ from ..layout.pieces import LeafPlace, device_of, places
 from ..sharding.sharded import Sharded
 from ..train.accumulate import rank_of
 from ..train.step import TrainState
-from .compare import gap
-from .recording import RecordedStep, form, origin_of, read, recorded_steps
+from ..watch.compare import gap
+from ..watch.recording import RecordedStep, form, origin_of, read, recorded_steps
 from .rng import with_threads
 from .world import World
 

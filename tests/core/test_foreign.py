@@ -30,7 +30,8 @@ from fshard.files import hugging_face, index, inert_pickle, zip_item
 from fshard.files.index import sealed
 from fshard.files.places import LocalReader
 from fshard.files.safetensors_file import FileEntry
-from fshard.testing import first_difference, observed, record, recording, replay
+from fshard.testing import first_difference, observed, record, replay
+from fshard.watch import recording
 
 NAME = "\x1b[2J\n"  # it clears a terminal, and begins a new line
 

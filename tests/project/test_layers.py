@@ -46,15 +46,13 @@ FOLDERS = {
     "compiler": {"core", "files", "comm", "hosts", "layout", "plan", "sharding", "graph"},
     "module": {"core", "comm", "layout", "plan", "sharding"},
     "checkpoint": {"core", "files", "comm", "layout", "plan", "sharding"},
-    "testing": {
-        *("core", "files", "comm", "layout", "plan", "sharding", "grad", "optim"),
-        *("zero_optimizer", "train", "compiler"),
-    },
+    "watch": {"core", "files", "comm", "layout", "plan", "sharding", "grad", "train"},
+    "testing": {"core", "comm", "layout", "plan", "sharding", "grad", "optim", "train", "watch"},
     "planner": {"core", "plan", "sharding", "train", "graph", "compiler"},
     "pictures": {"core", "plan", "sharding", "train", "graph", "compiler"},
     "cli": {
         *("core", "files", "comm", "hosts", "plan", "sharding", "optim", "train", "compiler", "module"),
-        *("planner", "checkpoint", "testing"),
+        *("planner", "checkpoint", "watch", "testing"),
     },
 }
 

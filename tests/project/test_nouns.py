@@ -47,8 +47,8 @@ OTHERS: dict[str, dict[str, str]] = {
     "plan/owners.py": {"Picture": "text"},
     "planner/estimate.py": {"_Reading": "nodes of a graph", "_Site": "a node of a graph"},
     "sharding/objects.py": {"Attributes": "names"},
-    "train/guard.py": {"_Rest": "digests"},
-    "testing/compare.py": {"Gap": "a difference"},
+    "watch/guard.py": {"_Rest": "digests"},
+    "watch/compare.py": {"Gap": "a difference"},
     "testing/oracle.py": {"_Whole": "whole tensors"},
     "testing/scheduler.py": {"Post": "a collective", "WorldRun": "an event"},
 }

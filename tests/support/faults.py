@@ -22,7 +22,7 @@ from fshard.comm.primitives import along
 from fshard.core.tree import Tree
 from fshard.hosts import compare_calls, one_host, rendezvous
 from fshard.hosts.links import Link
-from fshard.testing.recording import Step
+from fshard.watch.recording import Step
 
 from .models import same_bits
 from .worlds import by_process_groups

@@ -11,8 +11,8 @@ import fshard
 from fshard import optim, tree
 from fshard.comm.mesh import Mesh
 from fshard.core.tree import Tree
-from fshard.testing.recording import Step
 from fshard.train.loss_scale import LossScale
+from fshard.watch.recording import Step
 
 from .models import rand, same_bits
 

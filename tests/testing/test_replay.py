@@ -23,8 +23,9 @@ from support.worlds import gloo, simulated
 
 import fshard
 from fshard.__main__ import main
-from fshard.testing import assert_trees_equal, record, recording
+from fshard.testing import assert_trees_equal, record
 from fshard.testing.replaying import replay
+from fshard.watch import recording
 
 
 def train(mesh: Any, folder: str, num_steps: int = 5, donate: bool = False, **kw: Any) -> Any:

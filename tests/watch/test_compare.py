@@ -13,7 +13,7 @@ from torch import Tensor
 
 import fshard
 from fshard.testing import assert_trees_equal
-from fshard.testing.compare import distance
+from fshard.watch.compare import distance
 
 FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.float8_e5m2)
 WIDTHS = {torch.float64: torch.int64, torch.float32: torch.int32, torch.bfloat16: torch.int16}

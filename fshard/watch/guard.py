@@ -31,7 +31,7 @@ from ..grad.gathers import several
 from ..layout.layout import Layout
 from ..layout.pieces import Parts, pieces, places
 from ..plan.plan import Plan
-from .step import METRICS, Step, TrainState
+from ..train.step import METRICS, Step, TrainState
 
 Result = tuple[TrainState, dict[str, Tree]]
 _BLOCK = 8  # words of 8 bytes, of which `at_rest` keeps one sum

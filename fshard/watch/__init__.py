@@ -1,0 +1,1 @@
+"""Runs watched: values observed and recorded, two runs compared, a step guarded while training."""
