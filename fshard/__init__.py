@@ -21,7 +21,6 @@ from .sharding.sharded import Sharded, gather_params, shard_params
 from .sharding.state_dict import load_state_dict, state_dict
 from .train.loss_scale import DynamicLossScale, NoLossScale, StaticLossScale, select
 from .train.step import TrainState, init_state, train_step
-from .watch.guard import guard
 from .zero_optimizer.zero import zero
 
 if TYPE_CHECKING:
@@ -31,6 +30,7 @@ if TYPE_CHECKING:
     from .graph.scan import scan
     from .pictures.show import show
     from .planner.estimate import estimate
+    from .watch.guard import guard
 
 __version__ = "0.2.0"
 
@@ -94,6 +94,7 @@ _LAZY = {
     "TraceError": "compiler.trace",
     "estimate": "planner.estimate",
     "eval_shape": "compiler.trace",
+    "guard": "watch.guard",
     "jit": "compiler.jit",
     "scan": "graph.scan",
     "show": "pictures.show",

@@ -316,7 +316,8 @@ def test_nothing_optional_is_needed() -> None:
 LAZY = """
 import sys
 import fshard
-assert not [name for name in sys.modules if name.startswith(("fshard.compiler", "fshard.testing", "fshard.checkpoint"))]
+lazy = ("fshard.compiler", "fshard.testing", "fshard.watch", "fshard.checkpoint")
+assert not [name for name in sys.modules if name.startswith(lazy)]
 print(fshard.jit.__name__, fshard.TraceError.__name__, fshard.checkpoint.__name__, fshard.testing.simulate.__name__)
 """
 
