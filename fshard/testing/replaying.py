@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,8 +20,8 @@ from ..layout.pieces import LeafPlace, device_of, places
 from ..sharding.sharded import Sharded
 from ..train.accumulate import rank_of
 from ..train.step import TrainState
-from ..watch.compare import gap
-from ..watch.recording import RecordedStep, form, origin_of, read, recorded_steps
+from ..watch.compare import first_unlike
+from ..watch.recording import RecordedStep, origin_of, read, recorded_steps
 from .rng import with_threads
 from .world import World
 
@@ -118,7 +117,7 @@ def _again(mesh: AnyMesh, make: Make, recorded: RecordedStep) -> tuple[list[Find
     step, like, batch_like, *more = make(mesh)
     loss_fn, args_like = (more[0], tuple(more[1:])) if more else (None, ())
     rank = recorded.about["rank"]
-    recorded.check_plan(origin_of(like).plan)
+    recorded.check_plan(origin_of(like)["plan"])
     likes = {"state": like, "batch": batch_like, "args": args_like}
     state, batch, args = (recorded.tree("before", what, tree) for what, tree in likes.items())
     stages = [("batch", (batch, *args) if args else batch), ("the state before", state)]
@@ -131,7 +130,8 @@ def _again(mesh: AnyMesh, make: Make, recorded: RecordedStep) -> tuple[list[Find
     different = list[Finding]()
     for i, (what, x, name) in enumerate([("metrics", metrics, "metrics"), ("the new state", after, "state")], start=3):
         nonfinite += [(i, finding) for finding in _nonfinite(rank, what, x)]
-        different += _different(rank, what, x, recorded.tree("after", name, x))
+        if unlike := first_unlike(x, recorded.tree("after", name, x)):
+            different.append(_finding(rank, what, *unlike))
     return different, nonfinite
 
 
@@ -158,16 +158,6 @@ def _nonfinite(rank: int, what: str, x: Tree) -> Iterator[Finding]:
             first = int(bad.reshape(-1).int().argmax())
             text = f"element {first} is {value.detach().reshape(-1)[first].item()}, {int(bad.sum())} of {bad.numel()}"
             yield _finding(rank, what, place, f"{text} are not finite")
-
-
-def _different(rank: int, what: str, got: Tree, expected: Tree) -> Iterator[Finding]:
-    for new, recorded in zip(places(got), places(expected), strict=True):
-        if form(new.value) != form(recorded.value):
-            yield _finding(rank, what, new, f"got {form(new.value)}, recorded {form(recorded.value)}")
-        elif (apart := gap(new.path, new.value, recorded.value)).num_wrong:
-            far = f"{apart.ulps:.0f} units in the last place apart" if math.isfinite(apart.ulps) else "different"
-            text = f"at {apart.at} got {apart.got}, recorded {apart.expected} ({far})"
-            yield _finding(rank, what, new, f"{text}, {apart.num_wrong} of {apart.numel} elements differ")
 
 
 def _finding(rank: int, what: str, place: LeafPlace, text: str) -> Finding:

@@ -1,8 +1,9 @@
-"""Compare two trees bit by bit, or within a number of units in the last place, and report where they differ."""
+"""Compare two trees bit by bit, or within a number of units in the last place, and name the leaf that differs."""
 
 from __future__ import annotations
 
 import math
+from itertools import zip_longest
 from typing import Any, NamedTuple
 
 import torch
@@ -12,8 +13,9 @@ from ..comm.mesh import digits
 from ..core import tree
 from ..core.differences import lacking
 from ..core.scalars import double
+from ..core.storage import as_bytes
 from ..core.tree import Tree
-from ..layout.pieces import Parts, places
+from ..layout.pieces import LeafPlace, Parts, places
 
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes
 
@@ -33,8 +35,12 @@ class Gap(NamedTuple):
     numel: int
 
     def __str__(self) -> str:
-        where = f"leaf {self.path!r}" + (f" at {self.at}" if self.at else "")
-        return f"{where}: got {self.got!r}, expected {self.expected!r} ({self._far()})"
+        return f"leaf {self.path!r}{' ' if self.at else ': '}{self.text}"
+
+    @property
+    def text(self) -> str:
+        """The worst element: its index, both values, and their distance."""
+        return f"at {self.at}: " * bool(self.at) + f"got {self.got!r}, expected {self.expected!r} ({self._far()})"
 
     def _far(self) -> str:
         if not math.isfinite(self.ulps):
@@ -94,8 +100,50 @@ def _short(spec: tree.Spec) -> str:
 
 def _kind(x: object) -> str:
     if not isinstance(x, Tensor):
-        return f"a leaf of class {type(x).__name__}"
-    return f"{str(x.dtype).removeprefix('torch.')}{list(x.shape)} on {x.device}"
+        return f"a leaf of class {form(x)}"
+    return f"{form(x).removeprefix('torch.')} on {x.device}"
+
+
+def form(x: object) -> str:
+    """Return a tensor's dtype and shape as text, or the name of the type of any other leaf."""
+    return f"{x.dtype}{list(x.shape)}" if isinstance(x, Tensor) else type(x).__name__
+
+
+def first_unlike(got: Tree, expected: Tree) -> tuple[LeafPlace, str] | None:
+    """Return the first leaf of `got` with another path, form or bits than the expected one, and how it differs.
+
+    For a node of `Parts` the leaf is this rank's piece of it, or padding. None if all are alike.
+
+    >>> first_unlike({"w": torch.ones(2)}, {"w": torch.ones(3)})[1]
+    'got torch.float32[2], expected torch.float32[3]'
+    """
+    a, b = tree.leaves(got), tree.leaves(expected)
+    if len(a) == len(b) and all(map(_same, a, b)):  # few large tensors
+        return None
+    nothing = LeafPlace("(nothing)", None, None)
+    for x, y in zip_longest(places(got), places(expected), fillvalue=nothing):
+        if (x.path, form(x.value)) != (y.path, form(y.value)):
+            forms = (f"{place.path!r} " * (x.path != y.path) + form(place.value) for place in (x, y))
+            return (y if x is nothing else x), "got {}, expected {}".format(*forms)
+        if (apart := gap(x.path, x.value, y.value)).num_wrong:
+            return x, f"{apart.text}; {apart.num_wrong} of {apart.numel} differ"
+    return None
+
+
+def _same(x: object, y: object) -> bool:
+    if isinstance(x, Tensor) and isinstance(y, Tensor):
+        return x.shape == y.shape and x.dtype == y.dtype and torch.equal(bits(x), bits(y))
+    return type(x) is type(y) and not gap("", x, y).num_wrong
+
+
+def bits(x: Tensor) -> Tensor:
+    """Return the bytes of a tensor's elements, of a sparse one with the zeros between them: uint8, (n,)."""
+    return as_bytes(_dense(x))
+
+
+def _dense(x: Tensor) -> Tensor:
+    x = x.detach() if x.layout is torch.strided else x.detach().to_dense()
+    return x.resolve_conj().resolve_neg().contiguous()
 
 
 def gap(path: str, got: object, expected: object, ulps: int = 0) -> Gap:
@@ -109,7 +157,7 @@ def gap(path: str, got: object, expected: object, ulps: int = 0) -> Gap:
         return Gap(path, [], None, None, 0, 0, got.numel())
     far = distance(got, expected)  # (numel,)
     worst = int(far.argmax())
-    a, b = (x.detach().reshape(-1)[worst].item() for x in (got, expected))
+    a, b = (_dense(x).reshape(-1)[worst].item() for x in (got, expected))
     return Gap(path, digits(worst, got.shape), a, b, float(far[worst]), int((far > ulps).sum()), far.numel())
 
 
@@ -122,7 +170,7 @@ def distance(got: Tensor, expected: Tensor) -> Tensor:
     >>> distance(torch.tensor([1.0, 0.0, 3.0]), torch.tensor([1.0, -0.0, torch.inf]))
     tensor([0., 1., inf], dtype=torch.float64)
     """
-    x, y = (leaf.detach().cpu().contiguous().reshape(-1) for leaf in (got, expected))  # (n,)
+    x, y = (_dense(leaf).cpu().reshape(-1) for leaf in (got, expected))  # (n,)
     if x.is_complex():  # (n, 2) -> (2n,) -> (n,): the larger distance of real and imaginary part
         return distance(torch.view_as_real(x), torch.view_as_real(y)).reshape(-1, 2).amax(1)
     same = x.view(_INTEGERS[x.element_size()]) == y.view(_INTEGERS[y.element_size()])

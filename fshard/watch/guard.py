@@ -11,10 +11,9 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from itertools import zip_longest
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -24,14 +23,15 @@ from ..comm.mesh import AnyMesh, Axes, digits, rank_in
 from ..comm.ranks import MismatchError
 from ..core import tree
 from ..core.arguments import check_flags, check_function, check_whole, shown
-from ..core.storage import value_bytes, words, writes
+from ..core.storage import words, writes
 from ..core.tracing import is_tracing
 from ..core.tree import Tree
 from ..grad.gathers import several
 from ..layout.layout import Layout
-from ..layout.pieces import Parts, pieces, places
+from ..layout.pieces import Parts, pieces
 from ..plan.plan import Plan
 from ..train.step import METRICS, Step, TrainState
+from .compare import bits, first_unlike
 
 Result = tuple[TrainState, dict[str, Tree]]
 _BLOCK = 8  # words of 8 bytes, of which `at_rest` keeps one sum
@@ -88,15 +88,12 @@ class Guarded:
         """Raise MismatchError if bits have changed of what nobody has written to since the step before returned it."""
         pairs = zip(self._resting, _resting(state), strict=False)
         same = [(before, now) for before, now in pairs if before.is_same(now)]
-        if not _differ([pair for before, now in same for pair in zip(before.sums, now.sums, strict=True)]):
-            return
-        for before, now in same:
-            if leaves := before.turned(now):
-                names = " or ".join(repr(tree.joined(before.path, leaf)) for leaf in leaves)
-                raise MismatchError(
-                    f"guard: the state before step {number}, rank {_rank(state)}, leaf {names}: its bits have changed "
-                    "since the step before returned it, and nothing that torch counts has written to it"
-                )
+        if _differ(same):
+            leaves = next(leaves for before, now in same if (leaves := before.turned(now)))
+            raise MismatchError(
+                f"guard: the state before step {number}, rank {_rank(state)}, leaf {leaves}: its bits have changed "
+                "since the step before returned it, and nothing that torch counts has written to it"
+            )
 
 
 def guard(step: Callable[..., Result], every: int = 100, *, at_rest: bool = False) -> Guarded:
@@ -138,53 +135,42 @@ def _nodes(state: TrainState) -> list[tuple[str, Parts | Tensor]]:
     return [(path, x) for path, x in nodes if isinstance(x, (Parts, Tensor))]
 
 
-def _bits(x: Tensor) -> Tensor:
-    """The bytes of a tensor, (n,)."""
-    return value_bytes(_dense(x))
-
-
-def _dense(x: Tensor) -> Tensor:
-    return x.detach() if x.layout is torch.strided else x.detach().to_dense()
-
-
 class _Rest(NamedTuple):
-    """A tensor, or those of one tree, as a step returned them."""
+    """A tensor as a step returned it: one of a state, or the number of one of a tree with this layout."""
 
     path: str
     layout: Layout | None
-    at: list[tuple[weakref.ref[Tensor], int | None]]  # the tensors, and how often each was written to
-    sums: list[Tensor]  # for each tensor the sums of its blocks
+    number: int
+    tensor: weakref.ref[Tensor]
+    num_writes: int | None
+    sums: Tensor  # of its blocks
 
     def is_same(self, now: _Rest) -> bool:
-        """Whether these are the same tensors, to which nothing was written."""
-        pairs = zip(self.at, now.at, strict=False)
-        return len(self.at) == len(now.at) and all(a() is b() and x == y for (a, x), (b, y) in pairs)
+        """True for the same tensor, if nothing was written to it."""
+        return self.tensor() is now.tensor() and self.num_writes == now.num_writes
 
-    def turned(self, now: _Rest) -> list[str]:
-        """The leaves in the first block whose bits have changed."""
-        for number, (a, b) in enumerate(zip(self.sums, now.sums, strict=True)):
-            if not torch.equal(a, b):
-                tensor = now.at[number][0]()
-                assert tensor is not None
-                # elements [begin, end) of the tensor
-                begin, end = (int((a != b).int().argmax() + i) * 8 * _BLOCK // tensor.itemsize for i in (0, 1))
-                return [""] if self.layout is None else _between(self.layout, number, begin, end) or ["(padding)"]
-        return []
-
-
-def _between(layout: Layout, tensor: int, begin: int, end: int) -> list[str]:
-    """The leaves of which some elements are among those of one tensor."""
-    spans = [x for x in layout.mine if x.tensor == tensor]
-    if layout.flat:
-        spans = [x for x in spans if x.start < end and x.start + x.numel > begin]
-    return [layout.leaves[x.leaf].path for x in spans]
+    def turned(self, now: _Rest) -> str:
+        """The leaves in the first block whose bits have changed, or "" if none has."""
+        if torch.equal(self.sums, now.sums):
+            return ""
+        tensor = now.tensor()
+        assert tensor is not None
+        if self.layout is None:
+            return repr(self.path)
+        block = int((self.sums != now.sums).int().argmax())
+        begin, end = (at * 8 * _BLOCK // tensor.itemsize for at in (block, block + 1))  # elements of the tensor
+        spans = [x for x in self.layout.mine if x.tensor == self.number]
+        if self.layout.flat:
+            spans = [x for x in spans if x.start < end and x.start + x.numel > begin]
+        leaves = [self.layout.leaves[x.leaf].path for x in spans] or ["(padding)"]
+        return " or ".join(repr(tree.joined(self.path, leaf)) for leaf in leaves)
 
 
-def _differ(pairs: Sequence[tuple[Tensor, Tensor]]) -> bool:
-    """Whether the tensors of any pair differ; the host waits once for each device."""
+def _differ(pairs: Sequence[tuple[_Rest, _Rest]]) -> bool:
+    """Compare the sums of pairs; the host waits once for each device."""
     flags: dict[torch.device, list[Tensor]] = {}
     for a, b in pairs:
-        flags.setdefault(a.device, []).append((a != b).any())
+        flags.setdefault(a.sums.device, []).append((a.sums != b.sums).any())
     return any(bool(torch.stack(on_device).any()) for on_device in flags.values())
 
 
@@ -193,14 +179,14 @@ def _resting(state: TrainState) -> list[_Rest]:
     result = list[_Rest]()
     for path, node in _nodes(state):
         layout, tensors = (node.layout, node.tensors) if isinstance(node, Parts) else (None, (node,))
-        at = [(weakref.ref(x), writes(x)) for x in tensors]
-        result.append(_Rest(path, layout, at, [*map(_sums, tensors)]))
+        for number, x in enumerate(tensors):
+            result.append(_Rest(path, layout, number, weakref.ref(x), writes(x), _sums(x)))
     return result
 
 
 def _sums(x: Tensor) -> Tensor:
     """The sums of the bits of blocks: int64, (n,), the last for what is no whole block."""
-    whole, rest = words(_bits(x))
+    whole, rest = words(bits(x))
     end = len(whole) // _BLOCK * _BLOCK
     last = whole[end:].sum() + rest.sum(dtype=torch.int64)
     return torch.cat([whole[:end].view(-1, _BLOCK).sum(1), last[None]])
@@ -216,7 +202,7 @@ class _Copy(NamedTuple):
 
 def _digests(tensors: Sequence[Tensor], mesh: AnyMesh) -> Tensor:
     """The sums of the bits of tensors: int64, (number of tensors,)."""
-    return consensus.digests([*map(_bits, tensors)] or [torch.empty(0, device="cpu")], mesh)
+    return consensus.digests([*map(bits, tensors)] or [torch.empty(0, device="cpu")], mesh)
 
 
 def _copies(state: TrainState, metrics: Mapping[str, Tree]) -> dict[Axes, list[_Copy]]:
@@ -253,7 +239,7 @@ def _check_copies(state: TrainState, metrics: Mapping[str, Tree], what: str) -> 
         first = consensus.first_unlike([_digests(copy.tensors, mesh) for copy in copies], mesh, axes, f"guard: {what}")
         if first is not None:
             leaves = copies[first].leaves()
-            number = consensus.first_unlike([_bits(x) for _, x in leaves], mesh, axes)
+            number = consensus.first_unlike([bits(x) for _, x in leaves], mesh, axes)
             name, tensors = (f"{copies[first].path} (padding)", copies[first].tensors)
             if number is not None:
                 name, tensors = leaves[number][0], [leaves[number][1]]
@@ -281,33 +267,14 @@ def _told(digests: str, axes: Axes, plan: Plan) -> str:
 
 def _check_equal(first: Result, second: Result, what: str) -> None:
     """Raise MismatchError if the bits of two results differ, which names the first leaf."""
-    a, b = ([*map(_number, filter(_is_number, tree.leaves(result)))] for result in (first, second))
-    if len(a) == len(b) and all(map(_same, a, b)):
-        return
-    for (name, x), (other, y) in zip_longest(_all(first), _all(second), fillvalue=("nothing", _number(0))):
-        if (name, x.shape, x.dtype) != (other, y.shape, y.dtype):
-            raise MismatchError(f"{what}: two runs differ: {name}, {shown(x)}, and {other}, {shown(y)}")
-        if not _same(x, y):
-            at = int((_bits(x) != _bits(y)).view(x.numel(), -1).any(1).int().argmax())
-            values = " and ".join(str(_dense(z).reshape(-1)[at].item()) for z in (x, y))
-            raise MismatchError(
-                f"{what}, {name}: two runs differ, from the same state and batch: {values} at element {at}"
-            )
+    # metrics last: they may differ because a leaf does
+    for kind, *runs in zip(("leaf", "metric"), second, first, strict=True):
+        if unlike := first_unlike(*map(_numbers, runs)):
+            place, text = unlike
+            where = f"{what}, {kind} {place.path!r}"
+            raise MismatchError(f"{where}: two runs differ, from the same state and batch: the second {text}")
 
 
-def _is_number(x: object) -> bool:
-    return isinstance(x, (Tensor, int, float))
-
-
-def _number(x: Any) -> Tensor:
-    return x if isinstance(x, Tensor) else torch.tensor(x, dtype=torch.float64, device="cpu")
-
-
-def _same(a: Tensor, b: Tensor) -> bool:
-    return a.shape == b.shape and a.dtype == b.dtype and torch.equal(_bits(a), _bits(b))
-
-
-def _all(result: Result) -> Iterator[tuple[str, Tensor]]:
-    """The numbers of a result by name: leaves and padding, then metrics, which may differ because a leaf does."""
-    for kind, x in (("leaf", result[0]), ("metric", result[1])):
-        yield from ((f"{kind} {place.path!r}", _number(place.value)) for place in places(x) if _is_number(place.value))
+def _numbers(x: Tree) -> Tree:
+    """A tree without its leaves that are no numbers, such as words and objects of the user's."""
+    return tree.map(lambda leaf: leaf if isinstance(leaf, (Tensor, int, float)) else 0, x)

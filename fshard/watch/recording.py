@@ -43,6 +43,7 @@ from ..files.torch_dcp import OF_TENSOR, READABLE, stored_tensor
 from ..files.zip_item import ZipItem
 from ..sharding.sharded import Sharded
 from ..train.step import TrainState
+from .compare import form
 
 Step = Callable[..., tuple[Any, Any]]  # step(state, batch, *args) -> (state, metrics), or ((state, metrics), seen)
 Steps = Collection[int] | Callable[[int], bool] | None
@@ -102,9 +103,10 @@ def record(
         arguments = {"state": state, "batch": batch, "args": args}
         if chosen or nonfinite:
             for what, x in arguments.items():
-                _check(what, x)
+                _filed(what, x)
         # copied before the step, whose loss decides whether it is recorded: a step that donates overwrites `state`
-        before = _copied(state) if donate and (chosen or nonfinite) else state
+        is_copied = donate and (chosen or nonfinite)
+        before = map(lambda x: x.clone() if isinstance(x, Tensor) else x, state) if is_copied else state
         result = step(state, batch, *args)
         # of an observed step: ((state, metrics), seen)
         (after, metrics), *seen = result if isinstance(result[0], tuple) else (result,)
@@ -120,10 +122,6 @@ def _chosen(steps: Steps, number: int) -> bool:
     return steps is not None and (bool(steps(number)) if callable(steps) else number in steps)
 
 
-def _copied(state: TrainState) -> TrainState:
-    return map(lambda x: x.clone() if isinstance(x, Tensor) else x, state)
-
-
 def _went_nonfinite(metrics: dict[str, Tree]) -> bool:
     loss, found_inf = (double(metrics.get(name, 0.0)) for name in ("loss", "found_inf"))
     return not bool(loss.isfinite()) or bool(found_inf != 0)
@@ -134,22 +132,13 @@ def _has_room(folder: Path, number: int, keep: int | None) -> bool:
     return keep is None or len(others) < keep
 
 
-@dataclass(frozen=True)
-class RecordOrigin:
-    """The layout of a recorded state: sizes of the mesh axes, in their order, this rank, and the plan as text."""
-
-    axes: dict[str, int]
-    rank: int
-    plan: str
-
-
-def origin_of(state: TrainState) -> RecordOrigin:
-    """Return the origin of a state's parameters; plain parameters have no axes, rank 0 and no plan."""
+def origin_of(state: TrainState) -> Json:
+    """Return sizes of the mesh axes, in their order, this rank, and the plan as text; of plain parameters none."""
     params: Tree = state.params  # `Sharded`, or plain in the state of a step without shards
     if not isinstance(params, Sharded):
-        return RecordOrigin({}, 0, "")
+        return {"axes": {}, "rank": 0, "plan": ""}
     plan = params.plan
-    return RecordOrigin(dict(plan.axes), rank_in(plan.live_mesh()), plan.describe())
+    return {"axes": dict(plan.axes), "rank": rank_in(plan.live_mesh()), "plan": plan.describe()}
 
 
 def _write(folder: Path, before: dict[str, Tree], after: dict[str, Tree]) -> None:
@@ -159,8 +148,7 @@ def _write(folder: Path, before: dict[str, Tree], after: dict[str, Tree]) -> Non
     except DonatedError as gone:
         gone.add_note("record: this step donates its state: write record(step, dir, donate=True)")
         raise
-    target = folder / f"rank-{origin.rank}"
-    writing = folder / f"writing-{origin.rank}"
+    target, writing = folder / f"rank-{origin['rank']}", folder / f"writing-{origin['rank']}"
     for stale in (target, writing):  # left by an earlier run
         shutil.rmtree(stale, ignore_errors=True)
     try:
@@ -174,27 +162,32 @@ def _write(folder: Path, before: dict[str, Tree], after: dict[str, Tree]) -> Non
         raise
 
 
-def _write_files(folder: Path, before: dict[str, Tree], after: dict[str, Tree], origin: RecordOrigin) -> None:
+def _write_files(folder: Path, before: dict[str, Tree], after: dict[str, Tree], origin: Json) -> None:
     folder.mkdir(parents=True)
-    given = {key: leaf for what, x in before.items() for key, leaf in _tensors_of(what, x).items()}
-    starts = {key: leaf.data_ptr() % _ALIGN for key, leaf in given.items() if leaf.layout is torch.strided}
-    about: Json = {"format": _FORMAT, "threads": torch.get_num_threads(), "starts": starts, **vars(origin)}
+    about: Json = {"format": _FORMAT, "threads": torch.get_num_threads(), **origin}
     for name, trees in {"before": before, "after": after}.items():
         tensors = dict[str, Tensor]()
         for what, x in trees.items():
             tensors_of_tree, about[f"{name} {what}"] = _filed(what, x)
             tensors |= tensors_of_tree
+        if name == "before":
+            about["starts"] = {key: leaf.data_ptr() % _ALIGN for key, leaf in tensors.items()}
+        # Cloned, because for a view torch.save writes the whole storage that the view shares.
+        copies = {key: leaf.detach().cpu().clone() for key, leaf in tensors.items()}
         try:
-            torch.save(tensors, file := folder / f"{name}.pt")
+            torch.save(copies, file := folder / f"{name}.pt")
         except RuntimeError as error:  # torch names neither the file nor the reason
             raise OSError(f"record: {file}: expected to write it, got an error, as of a full disk: {error}") from error
     (folder / "about.json").write_text(json.dumps(about))
 
 
-def _check(what: str, x: Tree) -> None:
-    """Raise TypeError for a leaf that a record cannot have."""
+def _filed(what: str, x: Tree) -> tuple[dict[str, Tensor], Json]:
+    """Return the tensors of a tree by number, and the JSON entry: all leaf paths, and the values of other leaves.
+
+    TypeError for a leaf that a record cannot have.
+    """
     leaves, spec = flatten(x)
-    for path, leaf in zip(tree.paths(spec), leaves, strict=True):
+    for path, leaf in zip(paths := tree.paths(spec), leaves, strict=True):
         if not isinstance(leaf, Tensor | int | float | str):
             raise TypeError(
                 f"record: {what} leaf {path!r}: expected a tensor, a number or a string, got {type(leaf).__name__}. "
@@ -205,20 +198,9 @@ def _check(what: str, x: Tree) -> None:
             error = f"{path!r}: expected a dtype that files have, got {leaf.dtype}: cast it (dequantize() if quantized)"
         if error:
             raise TypeError(f"record: {what} leaf {error}")
-
-
-def _filed(what: str, x: Tree) -> tuple[dict[str, Tensor], Json]:
-    """Return the tensors of a tree by number, and the JSON entry: all leaf paths, and the values of other leaves."""
-    _check(what, x)
-    leaves, spec = flatten(x)
-    # Cloned, because for a view torch.save writes the whole storage that the view shares.
-    tensors = {name: x.detach().cpu().clone() for name, x in _tensors_of(what, x).items()}
-    plain = {str(i): x for i, x in enumerate(leaves) if not isinstance(x, Tensor)}
-    return tensors, {"paths": tree.paths(spec), "plain": plain}
-
-
-def _tensors_of(what: str, x: Tree) -> dict[str, Tensor]:
-    return {f"{what} {i}": leaf for i, leaf in enumerate(tree.leaves(x)) if isinstance(leaf, Tensor)}
+    tensors = {f"{what} {i}": leaf for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)}
+    plain = {str(i): leaf for i, leaf in enumerate(leaves) if not isinstance(leaf, Tensor)}
+    return tensors, {"paths": paths, "plain": plain}
 
 
 @dataclass(frozen=True)
@@ -317,11 +299,6 @@ def recorded_steps(folder: Path, at: int | None) -> dict[int, Path]:
     if not by_number:
         raise ValueError(f"{folder}: expected recorded steps (step-00000000, ...), found none")
     return dict(sorted(by_number.items()))
-
-
-def form(x: object) -> str:
-    """Return a tensor's dtype and shape as text, or the name of the type of any other leaf."""
-    return f"{x.dtype}{list(x.shape)}" if isinstance(x, Tensor) else type(x).__name__
 
 
 def _placed(value: object, like: object, start: int) -> object:

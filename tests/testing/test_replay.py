@@ -104,8 +104,9 @@ def test_what_differs_is_found(folder):
     (one,) = replay(folder, replayed.otherwise_on_rank_1, at=replayed.CLEAN)
     found = one.different
     assert (found.rank, found.what, found.path, found.unit) == (1, "the new state", "params.blocks.1.w", "blocks.1")
-    assert "at [2] got " in found.text
-    assert "(1 units in the last place apart), 1 of " in found.text
+    assert "at [2]: got " in found.text
+    assert "(1 units in the last place, relative 1" in found.text
+    assert "; 1 of 7 differ" in found.text
     (one,) = replay(folder, replayed.other_metrics_on_rank_1, at=replayed.CLEAN)
     found = one.different
     assert (found.rank, found.what, found.path, found.unit) == (1, "metrics", "loss", None)
@@ -308,7 +309,7 @@ def test_the_exit_status_says_what_was_found(folder, capsys, tmp_path):
     assert run(folder, *make) == 3
     assert "not finite first: gradients: leaf 'embed' (unit '(root)') on rank 1: element" in capsys.readouterr().out
     assert run(folder, "--step", "support.replayed:otherwise_on_rank_1", *clean) == 1
-    assert "differs first: the new state: leaf 'params.blocks.1.w' (unit 'blocks.1') on rank 1: at [2] got" in (
+    assert "differs first: the new state: leaf 'params.blocks.1.w' (unit 'blocks.1') on rank 1: at [2]: got" in (
         capsys.readouterr().out
     )
     for args, text in [

@@ -79,7 +79,8 @@ def test_equal_trees_are_equal(shard):
     """Trees with the same bits are equal, whatever their nodes and leaves: otherwise right programs would fail."""
     simulated(trees, shard=shard)
     nan = torch.tensor([math.nan, -math.inf, -0.0])
-    for tree in (Norm(nan, Pair(None, torch.empty(0))), [torch.ones(2, dtype=torch.complex64)], torch.ones(2), {}):
+    one = torch.ones(2, dtype=torch.complex64)
+    for tree in (Norm(nan, Pair(None, torch.empty(0))), [one, one.conj()], torch.ones(2), torch.eye(2).to_sparse(), {}):
         assert_trees_equal(tree, fshard.tree.map(torch.clone, tree))
     assert_trees_equal(torch.empty(3, device="meta"), torch.empty(3, device="meta"))
 
@@ -135,6 +136,8 @@ def test_sharded_trees_are_compared_leaf_by_leaf():
         (torch.tensor([True]), torch.tensor([False]), "got True, expected False (different)"),
         (torch.tensor(math.nan), torch.tensor(1.0), "got nan, expected 1.0 (not comparable)"),
         (torch.tensor([1 + 2j]), torch.tensor([1 + 3j]), "leaf '' at [0]: got (1+2j), expected (1+3j) ("),
+        (torch.tensor([1 + 2j]).conj(), torch.tensor([1 + 2j]), "leaf '' at [0]: got (1-2j), expected (1+2j) ("),
+        (torch.eye(2).to_sparse(), torch.zeros(2, 2).to_sparse(), "leaf '' at [0, 0]: got 1.0, expected 0.0 ("),
     ],
 )
 def test_what_else_differs(got, expected, text):
