@@ -30,6 +30,7 @@ from ..core.arguments import is_number, wrong
 from ..core.storage import is_inexact
 from ..core.tracing import memo
 from ..files.index import require
+from .compare import form
 from .observed import GRADIENT, LOSS, METRIC, OLD, PARAMETER, SUM, Observed
 
 Way: TypeAlias = tuple[str, ...]  # by axis: "apart", "sum" or "mean"
@@ -259,7 +260,7 @@ def _flat(x: Tensor) -> Tensor:
 def _far(x: Tensor, y: Tensor, limit: float, where: Tensor | None = None) -> str:
     """How `x` differs from `y` by more than `limit`, and where that is asked for; "" if it does not."""
     if x.shape != y.shape or x.dtype != y.dtype:
-        return f"expected {y.dtype}{list(y.shape)}, got {x.dtype}{list(x.shape)}"
+        return f"expected {form(y)}, got {form(x)}"
     a, b = _flat(x), _flat(y)
     far = torch.where((a == b) | (a.isnan() & b.isnan()), 0, (a - b).abs()).double().nan_to_num(nan=torch.inf)
     far = far if where is None else far * where

@@ -136,7 +136,7 @@ def _nodes(state: TrainState) -> list[tuple[str, Parts | Tensor]]:
 
 
 class _Rest(NamedTuple):
-    """A tensor as a step returned it: one of a state, or the number of one of a tree with this layout."""
+    """A tensor of a state as a step returned it: tensor `number` of a tree with `layout`, or one in no tree."""
 
     path: str
     layout: Layout | None
@@ -167,7 +167,7 @@ class _Rest(NamedTuple):
 
 
 def _differ(pairs: Sequence[tuple[_Rest, _Rest]]) -> bool:
-    """Compare the sums of pairs; the host waits once for each device."""
+    """True if the sums of a pair differ; the host waits once for each device."""
     flags: dict[torch.device, list[Tensor]] = {}
     for a, b in pairs:
         flags.setdefault(a.sums.device, []).append((a.sums != b.sums).any())

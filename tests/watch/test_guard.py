@@ -194,6 +194,21 @@ def test_a_bit_that_turns_at_rest(device: str) -> None:
     World(2, device=device).run(resting, True, True)  # what the program wrote is meant
 
 
+@pytest.mark.parametrize("leaf", ["a", "b", "c", "d"])
+@pytest.mark.parametrize("of", ["params", "opt_state.mu"])
+def test_the_leaf_of_a_bit_that_turns_at_rest(of: str, leaf: str) -> None:
+    """The leaf before or after it, or one of another dtype, would be taken for it."""
+    params = {"a": torch.ones(40), "b": torch.ones(40), "c": torch.ones(40).double(), "d": torch.ones(40).double()}
+    tx = optim.adam(0.1)
+    state = fshard.init_state(fshard.shard_params(params, fshard.make_plan(params)), tx)
+    step = fshard.guard(fshard.train_step(lambda p, x: sum(p[k].sum() for k in p) * x.sum(), tx), at_rest=True)
+    state, _ = step(state, torch.ones(1))
+    held = state.params if of == "params" else state.opt_state.mu
+    held.local_views()[leaf].data[20] += 1
+    with pytest.raises(MismatchError, match=rf"rank 0, leaf '{of}\.{leaf}': its bits"):
+        step(state, torch.ones(1))
+
+
 class Reads(TorchDispatchMode):
     """Counts how often the host reads a value."""
 
@@ -302,6 +317,16 @@ def test_an_aux_that_differs(aux: str) -> None:
     step = fshard.guard(fshard.train_step(counts, tx, has_aux=True), every=1)
     with pytest.raises(MismatchError, match=r"guard: step 0, rank 0.*metric 'aux"):
         step(started(None, tx), torch.ones(4, 5))
+
+
+def test_an_aux_that_is_no_number() -> None:
+    """Words and objects, such as the time of a run, would be a false alarm."""
+
+    def timed(p: Any, x: Tensor) -> Any:
+        return loss(p, x), {"object": object(), "words": f"{object()}", "number": 1}
+
+    step = fshard.guard(fshard.train_step(timed, optim.sgd(0.1), has_aux=True), every=1)
+    assert "at 0x" in step(started(None, optim.sgd(0.1)), torch.ones(4, 5))[1]["aux"]["words"]
 
 
 def test_wrong_calls() -> None:
