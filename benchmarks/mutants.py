@@ -229,11 +229,11 @@ def _is_message(above: list[Any], text: Any) -> bool:
     return "Raise" in kinds or any(kind in texts and " " in text(x) for x, kind in zip(above, kinds, strict=True))
 
 
-def sample(tree: Path, number: int, seed: int, chosen: list[str]) -> list[Fault]:
+def sample(tree: Path, number: int, seed: int, wanted: list[str]) -> list[Fault]:
     """Faults chosen at random, from each folder as many as its share; any beginning of the list is such a sample."""
     patterns = tomllib.loads((tree / "pyproject.toml").read_text())["tool"]["mutmut"]["only_mutate"]
     files = [str(path.relative_to(tree)) for path in sorted((tree / "fshard").rglob("*.py"))]
-    files = [x for x in files if any(fnmatch(x, p) for p in patterns) and any(fnmatch(x, p) for p in chosen)]
+    files = [x for x in files if any(fnmatch(x, p) for p in patterns) and any(fnmatch(x, p) for p in wanted)]
     draw, folders = random.Random(seed), dict[str, list[tuple[str, int]]]()
     for file in files:
         folders.setdefault(str(Path(file).parent), []).extend((file, i) for i in faults(tree, file))
