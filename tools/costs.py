@@ -13,7 +13,7 @@ from multiprocessing import forkserver
 
 import psutil
 import pytest
-from drawn import BUDGET, CASES, IN_TEST, TABLE, function
+from drawn import BUDGET, CASES, COSTS, IN_TEST, TABLE, function
 
 MOST = 2.0  # seconds of a function in `make test`, all its cases together
 MARGIN = 5.0  # by this factor a machine may be slower; what a function imports first is its own, too
@@ -65,13 +65,13 @@ class Costs:
             self.of[name] = int(str(properties.get(CASES, 1)))
 
     def too_dear(self) -> list[str]:
-        """A line for each function that takes too much of `make test`."""
+        """A line for each function that takes too much of `make test`, and more than its cases were known to take."""
         limit = max(MOST * MARGIN, SHARE * self.in_test.total())
         return [
             f"{name} takes {seconds:.1f} s of a processor in `make test`, and may take {MOST:.0f} s (here, with a "
             f"margin, {limit:.0f} s): renew tests/costs.json with `make costs` (CONTRIBUTING.md)"
             for name, seconds in self.in_test.most_common()
-            if seconds > limit
+            if seconds > limit + MARGIN * COSTS.get(name, 0.0) * self.cases[name]
         ]
 
     def of_a_case(self) -> dict[str, float]:

@@ -76,18 +76,22 @@ def test_a_function_that_takes_too_much_fails_the_run(
 ) -> None:
     """Everyone who changes a line waits for it."""
     monkeypatch.setattr(costs, "MOST", most)
+    monkeypatch.setattr(costs, "COSTS", {f"{pytester.path.name[:-1]}.py::test_known": 10.0})
     pytester.makeconftest(
         "def pytest_collection_modifyitems(items):\n"
         "    for item in items:\n"
         "        item.user_properties.append(('in make test', 'marked' not in item.name))"
     )
-    pytester.makepyfile("def test_it():\n    sum(range(10**6))\n\n\ndef test_marked():\n    sum(range(10**6))")
+    pytester.makepyfile(
+        "".join(f"def {name}():\n    sum(range(10**6))\n" for name in ("test_it", "test_marked", "test_known"))
+    )
     result = pytester.runpytest_inprocess("-p", "costs", *PLAIN, "--costs", "1")
     lines = "\n".join(result.outlines)
     assert result.ret == (1 if most == 0 else 0), lines
     assert ("test_it takes" in lines) == (most == 0)
     assert "test_marked takes" not in lines
-    assert "| all | 2 | 2 |" in lines
+    assert "test_known takes" not in lines
+    assert "| all | 3 | 3 |" in lines
 
 
 def test_costs_are_written(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> None:
