@@ -5,14 +5,11 @@ A change that is no feature raises none of these numbers; a feature says in its 
 is paid for.
 """
 
-import sys
-from collections.abc import Callable
-from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import torch
 from sizes import code_lines
+from support.entered import HOUSE, Line, entered
 from support.worlds import gloo
 from torch import Tensor
 from torch.nn import functional as F
@@ -20,42 +17,12 @@ from torch.nn import functional as F
 import fshard
 from fshard import optim
 
-HOUSE = Path(fshard.__file__).parent
-
-Line = tuple[str, int]  # of a file
-
 
 def loss(p: Any, x: Tensor) -> Tensor:
     """A stack of small linear layers."""
     for layer in p["layers"]:
         x = F.linear(x, layer["w"], layer["b"])
     return x.square().mean()
-
-
-def entered(fn: Callable[[], object], within: str = "") -> list[set[Line]]:
-    """The lines of the house that a call runs; with `within`, those of each call in it of a function of that name."""
-    calls, depth = list[set[Line]](), 0
-
-    def traced(frame: FrameType, event: str, _: Any) -> Any:
-        nonlocal depth
-        path = Path(frame.f_code.co_filename)
-        if HOUSE not in path.parents:
-            return None
-        if frame.f_code.co_qualname.startswith(within) and event in ("call", "return"):
-            depth += 1 if event == "call" else -1
-            if event == "call" and depth == 1:
-                calls.append(set())
-        if event == "line" and depth:
-            calls[-1].add((str(path.relative_to(HOUSE)), frame.f_lineno))
-        return traced
-
-    before = sys.gettrace()
-    sys.settrace(traced)
-    try:
-        fn()
-    finally:
-        sys.settrace(before)
-    return calls
 
 
 def walks(mesh: Any) -> dict[str, set[Line]]:
