@@ -9,14 +9,14 @@ from .comm.mesh import AbstractMesh, rank_and_size
 from .comm.ranks import MismatchError
 from .core.losses import Mean, Sum
 from .core.storage import DonatedError
+from .derivatives.hvp import hvp
+from .derivatives.remat import remat
 from .grad.grad import evaluate, predict, reduce_grads, value_and_grad
-from .grad.hvp import hvp
 from .hosts.check import check
 from .plan.plan import Plan
 from .plan.planning import make_plan
 from .plan.precision import Policy
 from .sharding.initial import init_params
-from .sharding.remat import remat
 from .sharding.sharded import Sharded, gather_params, shard_params
 from .sharding.state_dict import load_state_dict, state_dict
 from .train.loss_scale import DynamicLossScale, NoLossScale, StaticLossScale, select

@@ -12,7 +12,7 @@ from .comm.primitives import reduce_scatter as start_reduce_scatter
 from .comm.primitives import scatter as start_scatter
 from .comm.ranks import Pending, Ranks
 from .comm.reduction import Gather, Reduction, Sums
-from .grad.unreduced import unreduced
+from .derivatives.unreduced import unreduced
 from .layout.pieces import Unreduced
 
 __all__ = [

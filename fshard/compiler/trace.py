@@ -34,9 +34,8 @@ from ..core import tree
 from ..core.arguments import NOT_THE_USER, call_site, check_function, frame_of, line_of
 from ..core.random import draws
 from ..core.storage import address
-from ..core.tracing import Args, Kwargs, Marked, Operator, assigned, kind_of, mark, unhooked
+from ..core.tracing import RERUN, Args, Kwargs, Marked, Operator, assigned, kind_of, mark, unhooked
 from ..core.tree import Tree, tensors, with_tensors
-from ..sharding.reads import RUNNING
 from .captures import captures, generators, state_of
 
 P = ParamSpec("P")
@@ -194,7 +193,7 @@ def _alone() -> Iterator[None]:
     What torch.compile has decorated runs in it as it is written, as a part of the graph.
     """
     inlined = torch._dynamo.config.patch(error_on_nested_fx_trace=False)
-    with assigned(RUNNING, None), unhooked(), inlined, warnings.catch_warnings():
+    with assigned(RERUN, None), unhooked(), inlined, warnings.catch_warnings():
         # torch asks results for `.grad`, and hides its warning only if that is no error
         warnings.filterwarnings("ignore", message="The .grad attribute of a Tensor that is not a leaf")
         yield

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from functools import cached_property
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, Protocol, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor
@@ -22,6 +22,16 @@ Operator: TypeAlias = Any  # an operator as dispatch modes and graphs see it: it
 # The arguments of a function of torch, or of an operator, as modes and subclasses of tensors are given them.
 Args: TypeAlias = tuple[Any, ...]
 Kwargs: TypeAlias = Mapping[str, Any] | None
+
+
+class Rerun(Protocol):
+    """A function that `fshard.remat` runs: the units of parameters that it reads become its inputs."""
+
+    def unit(self, tape: Any, number: int) -> Sequence[Tensor]:
+        """Return what the function is given as the leaves of a unit of a tape."""
+
+
+RERUN: ContextVar[Rerun | None] = ContextVar("fshard.core.rerun", default=None)  # the innermost one that runs
 
 
 def is_tracing() -> bool:

@@ -35,14 +35,13 @@ from ..comm.ranks import MismatchError, Pending
 from ..core import func_levels, tree
 from ..core.random import bookmark
 from ..core.storage import address
-from ..core.tracing import is_tracing
+from ..core.tracing import RERUN, is_tracing
 from ..core.tree import Tree
 from ..layout.pieces import device_of
 from ..layout.rules import COPIES
 from ..plan.plan import Slot
 from ..plan.units import select_units
 from ..sharding.access import Shown, lazy
-from ..sharding.reads import RUNNING
 from ..sharding.schedule import Runs, schedule
 from ..sharding.sharded import Sharded
 from . import autograd, gathers, gradients
@@ -141,7 +140,7 @@ class Tape:
 
     def touch(self, number: int) -> Leaves:
         """The leaves of a unit, gathered if they are not in memory; the gathers of the units after it are started."""
-        if (reads := RUNNING.get()) is not None:
+        if (reads := RERUN.get()) is not None:
             return reads.unit(self, number)
         leaves, is_new = (unit := self._units[number]).leaves, unit.leaves is None
         if leaves is None:

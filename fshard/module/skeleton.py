@@ -24,9 +24,8 @@ from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.overrides import TorchFunctionMode
 
 from ..core import func_levels, tree
-from ..core.tracing import is_tracing, unseen
+from ..core.tracing import RERUN, is_tracing, unseen
 from ..sharding.leaves import Leaves
-from ..sharding.reads import RUNNING
 from .current import Calls, ModuleCall
 
 # Functions that ask for the form of a tensor and not for its values.
@@ -82,7 +81,7 @@ class ModulePlace:
         """Mark a call's tensor as this parameter: a view of a gathered leaf, which lives with it, or `x` itself."""
         worn = x
         kind: Any = type(x)
-        rerun = RUNNING.get() is not None  # what `remat` gives in place of a leaf is that function's own
+        rerun = RERUN.get() is not None  # what `remat` gives in place of a leaf is that function's own
         if (is_gathered and not rerun) or kind is FunctionalTensor:  # whoever else reads the leaf reads a plain tensor
             # a leaf with a tangent (`hvp`) belongs to a level, outside of which a view has none
             with nullcontext() if func_levels.is_wrapped(x) else func_levels.aside(), torch.enable_grad():

@@ -40,6 +40,7 @@ FOLDERS = {
     "sharding": {"core", "comm", "layout", "plan"},
     "grad": {"core", "comm", "layout", "plan", "sharding"},
     "optim": {"core", "comm", "layout"},
+    "derivatives": {"core", "comm", "layout", "plan", "sharding", "grad"},
     "zero_optimizer": {"core", "comm", "hosts", "layout", "plan", "sharding", "optim"},
     "train": {"core", "comm", "hosts", "layout", "plan", "sharding", "grad", "optim"},
     "graph": {"core", "comm", "plan"},

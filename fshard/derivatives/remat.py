@@ -33,9 +33,9 @@ from ..core.arguments import wrong
 from ..core.lazy import Branch
 from ..core.random import bookmark
 from ..core.storage import address, is_inexact, share_elements
-from ..core.tracing import assigned
+from ..core.tracing import RERUN, assigned
 from ..core.tree import Tree
-from .reads import RUNNING, FirstReads, Reads, SecondReads, is_active, stripped
+from .reads import FirstReads, Reads, SecondReads, is_active, stripped
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -73,8 +73,8 @@ def remat(fn: Callable[P, R]) -> Callable[P, R]:
     def rematerialized(*args: P.args, **kwargs: P.kwargs) -> R:
         if torch.compiler.is_dynamo_compiling():  # it knows torch's checkpoint, and has derivatives of its own
             return cast(R, checkpoint(lambda *xs: fn(*xs, **kwargs), *args, use_reentrant=False))
-        outer = RUNNING.get()
-        with assigned(RUNNING, None):  # what is done here is no part of a function outside
+        outer = cast("Reads | None", RERUN.get())
+        with assigned(RERUN, None):  # what is done here is no part of a function outside
             return _rematerialized(fn, args, kwargs, outer)
 
     return functools.update_wrapper(rematerialized, fn, updated=())

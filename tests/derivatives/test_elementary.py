@@ -14,7 +14,7 @@ from torch.func import functional_call, grad, jvp, vmap
 from torch.nn import functional as F
 
 import fshard
-from fshard.grad.elementary import Elementary
+from fshard.derivatives.elementary import Elementary
 
 pytestmark = pytest.mark.filterwarnings(QUIET)
 EYE = torch.eye(4, dtype=torch.float64)
@@ -301,4 +301,5 @@ def test_torch_is_still_wrong(name: str) -> None:
     p, x, v = params(), data(0), tangent()
     right = jvp(grad(fn), (p, x), (v, 0 * x))[1]
     reverse_over_forward = grad(lambda p: jvp(fn, (p, x), (v, 0 * x))[1])(p)
-    assert apart(reverse_over_forward, right) > 1e-4, f"torch mends {name}: remove it from fshard/grad/elementary.py"
+    words = f"torch mends {name}: remove it from fshard/derivatives/elementary.py"
+    assert apart(reverse_over_forward, right) > 1e-4, words

@@ -18,15 +18,15 @@ from torch.autograd.forward_ad import make_dual
 
 from ..core import func_levels, tree
 from ..core.losses import Mean, added, read_loss, terms_of
+from ..core.tracing import RERUN
 from ..core.tree import Tree
-from ..sharding.reads import RUNNING
+from ..grad.autograd import SavedTensor
+from ..grad.grad import check_loss, check_sharded, later_grads, run
+from ..grad.gradients import Gradients
+from ..grad.tape import Leaves, Tape
 from ..sharding.schedule import schedule
 from ..sharding.sharded import Sharded
-from .autograd import SavedTensor
 from .elementary import Elementary
-from .grad import check_loss, check_sharded, later_grads, run
-from .gradients import Gradients
-from .tape import Leaves, Tape
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ class _Duals(Tape):
 
     def touch(self, unit: int) -> Leaves:
         """The leaves of a unit: the trainable ones with their tangents."""
-        if (reads := RUNNING.get()) is not None:
+        if (reads := RERUN.get()) is not None:
             return reads.unit(self, unit)
         leaves, tangents = list(super().touch(unit)), self._tangents.touch(unit)
         trained = schedule(self._params.view).entries[unit].trained

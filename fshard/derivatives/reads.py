@@ -22,7 +22,6 @@ import re
 import weakref
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import nullcontext
-from contextvars import ContextVar
 from typing import Any, NoReturn, Protocol
 
 import torch
@@ -34,10 +33,9 @@ from torch.overrides import TorchFunctionMode
 from ..core import func_levels
 from ..core.random import HOST, Place, accelerators, bookmark_of
 from ..core.storage import address, is_inexact, writes
-from ..core.tracing import Args, Kwargs, Operator, assigned, is_tracing, unseen
-from .access import Shown
+from ..core.tracing import RERUN, Args, Kwargs, Operator, assigned, is_tracing, unseen
+from ..sharding.access import Shown
 
-RUNNING: ContextVar[Reads | None] = ContextVar("fshard_reads", default=None)  # the innermost function that `remat` runs
 # Private, here and below: nothing public tells what a transform wraps (test_remat.py notices when these go)
 _functorch = torch._C._functorch
 _IN_PLACE = re.compile(r"[^_]_$|^__(setitem|i\w+)__$")  # names of functions that write to their first argument
@@ -80,7 +78,7 @@ class Reads(TorchFunctionMode):
 
     def run(self, fn: Callable[[], Any]) -> Any:
         """Return `fn()`, which gets `given` in place of what it reads; containers of units are then as before."""
-        with assigned(RUNNING, self), self:
+        with assigned(RERUN, self), self:
             try:
                 return fn()
             finally:
@@ -111,7 +109,7 @@ class Reads(TorchFunctionMode):
 
     def __torch_function__(self, func: Operator, types: object, args: Args = (), kwargs: Kwargs = None) -> Any:
         """Call `func` with what the function gets in place of what it reads."""
-        if RUNNING.get() is not self:  # inside, another function runs, which has replaced what it reads
+        if RERUN.get() is not self:  # inside, another function runs, which has replaced what it reads
             return func(*args, **(kwargs or {}))
         args, kwargs = self._replaced(args), self._replaced(kwargs or {})
         if kwargs.get("generator") is not None:
@@ -206,9 +204,9 @@ class FirstReads(Reads):
             self._note_generator(device)
 
     def _gather(self, tape: ReadsUnits, number: int) -> None:
-        with assigned(RUNNING, self.outer):
+        with assigned(RERUN, self.outer):
             leaves = tape.touch(number)
-        with assigned(RUNNING, None):
+        with assigned(RERUN, None):
             self._take((tape, number), leaves)
 
     def _take(self, key: Hashable, read: Sequence[Tensor]) -> None:

@@ -9,10 +9,10 @@ from torch import Tensor
 from ..core import tree
 from ..core.differences import listed, unfit
 from ..core.tree import Tree
+from ..grad.grad import check_sharded, empty_grads
 from ..layout.pieces import Unreduced
 from ..plan.plan import check_plain
 from ..sharding.sharded import Sharded, pack
-from .grad import check_sharded, empty_grads
 
 
 def unreduced(grads: Tree, params: Sharded) -> Unreduced:
