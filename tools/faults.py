@@ -98,7 +98,7 @@ FAULTS = [  # in pairs of lines: the name, what must find it and the check; the 
     Fault("gaps are not zeroed, in processes", "test", PROCESSES,
           "layout/row.py", "if gaps and not add:", "if False:"),
     Fault("a rate in float64", "error", "tools/fakegpu/table.py 8-fast",
-          "optim/kernels.py", "return lr.float() if", "return lr if"),
+          "update/kernels.py", "return lr.float() if", "return lr if"),
     Fault("another order on two communicators", "test", PROCESSES,
           GATHERS, "in enumerate(units):",
           "in sorted(enumerate(units), reverse=self._plan.live_mesh().get_rank() % 2 > 0):"),

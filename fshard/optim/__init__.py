@@ -7,9 +7,7 @@ because they are; over whole ones `fshard.zero` partitions it. Defaults are torc
 """
 
 from ..layout.norms import global_norm
-from . import schedules, state
-from .adam_8bit import adamw_8bit
-from .base import (
+from ..update.base import (
     Transform,
     add_decayed_weights,
     apply_updates,
@@ -20,11 +18,13 @@ from .base import (
     scale,
     scale_by_schedule,
 )
+from ..update.optimizers import adagrad, adam, adamw, lion, rmsprop, sgd
+from ..update.transforms import by_label, chain, masked, resting, with_hyperparams
+from . import schedules, state
+from .adam_8bit import adamw_8bit
 from .matrix import adafactor, lamb, muon, whole_leaves
-from .optimizers import adagrad, adam, adamw, lion, rmsprop, sgd
 from .quasi_newton import lbfgs
 from .torch_optim import from_torch
-from .transforms import by_label, chain, masked, resting, with_hyperparams
 
 __all__ = [
     "Transform",

@@ -20,9 +20,9 @@ from ..core.tracing import is_tracing
 from ..core.tree import Tree
 from ..layout.layout import Layout
 from ..layout.pieces import Parts, layout_of, without_padding
-from . import kernels
-from .base import Needs, Transform, checked, start_count
-from .elementwise import Rate, adam_corrections, with_rate
+from ..update import kernels
+from ..update.base import Needs, Transform, checked, start_count
+from ..update.elementwise import Rate, adam_corrections, with_rate
 
 _CHUNK = 1 << 15  # elements that stay in a CPU's cache, with their codes
 Books = tuple[Tensor, Tensor]  # code books of the first and of the second moment

@@ -29,9 +29,9 @@ from ..layout.norms import leaf_norms, scale_leaves_
 from ..layout.pieces import Parts, copied, device_of, elements, layout_of, packed, pick, pieces, put
 from ..layout.row import Span
 from ..layout.whole import back, bring, to_owners
-from .base import Needs, Transform, TransformLike, as_transform, at, checked, start_count
-from .elementwise import AdamState, Rate, adam_transform
-from .transforms import by_label
+from ..update.base import Needs, Transform, TransformLike, as_transform, at, checked, start_count
+from ..update.elementwise import AdamState, Rate, adam_transform
+from ..update.transforms import by_label
 
 
 def lamb(lr: Rate, b1: Number = 0.9, b2: Number = 0.999, eps: Number = 1e-6, weight_decay: Number = 0.0) -> Transform:

@@ -16,9 +16,9 @@ from ..core.scalars import beside
 from ..core.tree import Tree
 from ..layout.copies import on_copies
 from ..layout.norms import global_norm, gram
-from .base import Needs, Transform, apply_updates, at, checked, start_count
-from .elementwise import Rate
-from .kernels import where
+from ..update.base import Needs, Transform, apply_updates, at, checked, start_count
+from ..update.elementwise import Rate
+from ..update.kernels import where
 
 _LEAST_CURVATURE = 1e-10  # sᵀy below which a pair is left out, as in torch.optim.LBFGS
 

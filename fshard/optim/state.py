@@ -28,10 +28,10 @@ from ..layout.layout import Layout
 from ..layout.moves import collect, on_rank
 from ..layout.pieces import Parts, device_of, layout_of, mesh_of, packed, pick, pieces, typed
 from ..layout.row import Span
-from .base import TransformLike, as_transform
+from ..update.base import TransformLike, as_transform
+from ..update.transforms import LabelState
 from .torch_format import check_tensor, joined, known, read_saved
 from .torch_optim import BEGUN
-from .transforms import LabelState
 
 _CHUNK = 1 << 24  # elements on their way at a time
 _LABEL = "optimizer state"

@@ -16,8 +16,8 @@ from ..core.scalars import double
 from ..core.tree import Tree
 from ..layout.layout import Layout
 from ..layout.pieces import Parts, layout_of
+from ..update.transforms import LabelState
 from .torch_optim import BEGUN, TorchState
-from .transforms import LabelState
 
 # torch.optim's names for the fields of fshard's states, where they differ.
 _TORCH = {"count": "step", "mu": "exp_avg", "nu": "exp_avg_sq", "momentum": "momentum_buffer"}

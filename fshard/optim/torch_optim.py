@@ -18,7 +18,7 @@ from ..core.scalars import double
 from ..core.tree import Tree
 from ..layout.layout import Layout
 from ..layout.pieces import Parts, clear_padding_, copied, layout_of, pieces, reshaped
-from .base import Needs, Transform, checked, choose
+from ..update.base import Needs, Transform, checked, choose
 from .matrix import whole_leaves
 
 # The classes of torch.optim that act on every element by itself; all others are given whole leaves.

@@ -29,10 +29,10 @@ from ..grad.grad import later_grads, run
 from ..grad.gradients import Gradients, Reducer, settle
 from ..grad.unit import Gathered
 from ..layout.pieces import device_of
-from ..optim.transforms import Labels
 from ..plan.partitions import axes_of
 from ..plan.plan import Plan
 from ..sharding.sharded import Sharded
+from ..update.transforms import Labels
 from .loss_scale import NoLossScale
 
 T = TypeVar("T")

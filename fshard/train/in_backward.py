@@ -33,11 +33,11 @@ from ..layout.layout import Layout
 from ..layout.norms import square_sum
 from ..layout.pieces import device_of
 from ..layout.rules import reshard
-from ..optim.base import Label, Transform, clip_factor
-from ..optim.elementwise import update_part
-from ..optim.transforms import LabelState
 from ..sharding.schedule import View
 from ..sharding.sharded import Sharded, in_new_containers, refine, shards_of, whole_view
+from ..update.base import Label, Transform, clip_factor
+from ..update.elementwise import update_part
+from ..update.transforms import LabelState
 from .accumulate import Recipe, rank_of, run_each
 from .loss_scale import NoLossScale
 

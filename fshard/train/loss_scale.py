@@ -28,9 +28,9 @@ from ..core.tracing import Args, Kwargs, Marked, Operator, kind_of, mark
 from ..core.tree import Tree
 from ..layout.layout import Leaf
 from ..layout.pieces import Parts, device_of, layout_of, mesh_of, pieces
-from ..optim import kernels
-from ..optim.base import FoundInf, Label, any_found, check_found
-from ..optim.transforms import Labels, labeller
+from ..update import kernels
+from ..update.base import FoundInf, Label, any_found, check_found
+from ..update.transforms import Labels, labeller
 
 # The fields of DynamicLossScale that torch.amp.GradScaler lacks, with the values at which both do the same.
 _BOUNDS = {"min_scale": 0.0, "max_scale": math.inf, "hysteresis": 1}

@@ -27,13 +27,13 @@ from ..grad.tape import OBSERVER
 from ..hosts.check import Checked, is_wanted
 from ..layout.norms import global_norm
 from ..layout.pieces import Views, device_of
-from ..optim.base import FoundInf, Transform, TransformLike, any_found, as_transform, clip_factor
-from ..optim.kernels import where
-from ..optim.transforms import Labels, check_labelled, check_labels
 from ..plan import offload
 from ..plan.owners import Picture
 from ..plan.tables import size
 from ..sharding.sharded import Sharded, coarsen, in_new_containers, refine
+from ..update.base import FoundInf, Transform, TransformLike, any_found, as_transform, clip_factor
+from ..update.kernels import where
+from ..update.transforms import Labels, check_labelled, check_labels
 from . import dynamo
 from .accumulate import Recipe, check_equal_batches, check_reduce_once, gradients_of_micro_batches
 from .describe import describe, place_of

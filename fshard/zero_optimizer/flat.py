@@ -18,13 +18,13 @@ from ..core.tree import Tree
 from ..layout.pieces import copied
 from ..layout.row import Row
 from ..layout.rules import COPIES, reshard
-from ..optim.base import FoundInf, Transform
-from ..optim.elementwise import update_part
 from ..plan.leaves import is_differentiable
 from ..plan.plan import Plan, Slot
 from ..plan.planning import make_plan
 from ..sharding.schedule import View
 from ..sharding.sharded import Sharded, pack, room, whole_view
+from ..update.base import FoundInf, Transform
+from ..update.elementwise import update_part
 from .leaf import ZeroState, check_zero_state, leaves_of, update_on_all, values
 
 # On the storage of a bucket, because users hold views of it: the plan, unit and kind. A tensor of the user's that fills

@@ -25,9 +25,9 @@ from ..layout.layout import Layout
 from ..layout.moves import collect, on_rank, owned
 from ..layout.pieces import Parts, layout_of, packed, pick, pieces
 from ..layout.row import put
-from ..optim.base import FoundInf, Transform
 from ..plan.leaves import is_differentiable, read_frozen
 from ..plan.plan import Plan
+from ..update.base import FoundInf, Transform
 
 P = TypeVar("P", Plan, Layout)
 

@@ -22,9 +22,9 @@ from ..core.arguments import check_whole, check_word
 from ..core.random import position
 from ..core.tree import Tree
 from ..layout.pieces import Parts, device_of
-from ..optim.base import Transform, TransformLike, as_transform
 from ..plan.leaves import check_tensors, first_places
 from ..plan.partitions import axes_of
+from ..update.base import Transform, TransformLike, as_transform
 from .flat import flat_init, flat_step, flat_update
 from .leaf import ZeroState, leaf_init, leaf_step, leaf_update, values
 

@@ -23,7 +23,8 @@ from fshard import Sharded, gather_params, optim
 from fshard.core import tree
 from fshard.core.arguments import check_hyperparams
 from fshard.layout.pieces import Parts, clear_padding_
-from fshard.optim import adam_8bit, apply_updates, base, kernels, matrix, optimizers, quasi_newton
+from fshard.optim import adam_8bit, apply_updates, matrix, quasi_newton
+from fshard.update import base, kernels, optimizers
 
 Place = Callable[[Any], Any]
 over_all = pytest.mark.parametrize("name", TRANSFORMS)

@@ -20,9 +20,9 @@ import fshard
 from fshard import DynamicLossScale, Sharded, optim
 from fshard.core import tree
 from fshard.layout.pieces import Parts, packed
-from fshard.optim.transforms import LabelState
 from fshard.sharding.sharded import coarsen, refine
 from fshard.train.step import _gathered, _update
+from fshard.update.transforms import LabelState
 
 # Compared to 1e-12, relative: torch's kernels round in another way than the reference, and from_torch computes an
 # update as the difference of new and old parameters.

@@ -19,9 +19,9 @@ from fshard.core.flat import MOST
 from fshard.core.storage import as_bytes
 from fshard.layout import norms
 from fshard.layout.row import put
-from fshard.optim import kernels
 from fshard.testing import scheduler
 from fshard.testing.world import _SimulatedRanks
+from fshard.update import kernels
 
 ODD = [*(torch.int16, torch.uint16, torch.uint32, torch.uint64), *(torch.float8_e4m3fn, torch.float8_e5m2)]
 COMPLEX = [torch.complex64, torch.complex128]

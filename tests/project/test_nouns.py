@@ -43,7 +43,7 @@ OTHERS: dict[str, dict[str, str]] = {
     "graph/dataflow.py": {"GatherNodes": "nodes of a graph"},
     "graph/inspect.py": {"Flight": "nodes of a graph"},
     "layout/layout.py": {"Derived": "a memo"},
-    "optim/base.py": {"_Fields": "the fields of a transformation"},
+    "update/base.py": {"_Fields": "the fields of a transformation"},
     "plan/owners.py": {"Picture": "text"},
     "planner/estimate.py": {"_Reading": "nodes of a graph", "_Site": "a node of a graph"},
     "sharding/objects.py": {"Attributes": "names"},

@@ -15,10 +15,11 @@ from torch import Tensor
 from fshard.core import tree
 from fshard.core.lazy import Branch
 from fshard.core.losses import Mean, Sum
-from fshard.optim import base, matrix, optimizers, schedules
-from fshard.optim.transforms import by_label, chain
+from fshard.optim import matrix, schedules
 from fshard.plan.leaves import first_places
 from fshard.plan.precision import Policy
+from fshard.update import base, optimizers
+from fshard.update.transforms import by_label, chain
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.complex64, torch.int64, torch.bool)
 
@@ -160,7 +161,7 @@ _CHOSEN = (
 
 
 def _others() -> Iterator[Named]:
-    """Yield every other function of `optim.optimizers` that makes an optimizer, with its defaults at a rate of 0.01."""
+    """Yield every other function of `optimizers` that makes an optimizer, with its defaults at a rate of 0.01."""
     chosen = {named.text.partition("(")[0] for named in _CHOSEN}
     for name, make in vars(optimizers).items():
         is_public = inspect.isfunction(make) and make.__module__ == optimizers.__name__ and not name.startswith("_")

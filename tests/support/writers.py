@@ -10,7 +10,7 @@ from torch import Tensor
 import fshard
 from fshard.comm.ranks import Pending
 from fshard.core.tree import Tree
-from fshard.optim.base import Transform
+from fshard.update.base import Transform
 
 Written = Callable[[], object]  # called after each write
 

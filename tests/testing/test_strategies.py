@@ -11,7 +11,7 @@ from support.optimizers import makers
 
 import fshard
 from fshard import tree
-from fshard.optim import optimizers
+from fshard.update import optimizers
 
 PARAMS = {"w": torch.ones(4, 3), "blocks": [{"b": torch.ones(2)}, {"b": torch.ones(2, dtype=torch.int64)}]}
 ONCE = settings(

@@ -22,8 +22,8 @@ from torch import Tensor, nn
 
 import fshard
 from fshard import DynamicLossScale, NoLossScale, StaticLossScale, optim, select, tree
-from fshard.optim import kernels
 from fshard.train.loss_scale import Unscaled
+from fshard.update import kernels
 
 SCALERS = {
     "dynamic": lambda: DynamicLossScale(
