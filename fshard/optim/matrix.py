@@ -22,16 +22,16 @@ from ..core.func_levels import depending, differentiates
 from ..core.scalars import Number, beside, is_zero, on_device
 from ..core.tracing import is_tracing
 from ..core.tree import Tree
-from ..layout.copies import on_copies
 from ..layout.layout import Layout, Leaf
-from ..layout.moves import collect, on_rank, owned, spread
 from ..layout.norms import leaf_norms, scale_leaves_
 from ..layout.pieces import Parts, copied, device_of, elements, layout_of, packed, pick, pieces, put
 from ..layout.row import Span
-from ..layout.whole import back, bring, to_owners
 from ..update.base import Needs, Transform, TransformLike, as_transform, at, checked, start_count
 from ..update.elementwise import AdamState, Rate, adam_transform
 from ..update.transforms import by_label
+from ..whole.copies import on_copies
+from ..whole.moves import collect, on_rank, owned, spread
+from ..whole.updates import back, bring, to_owners
 
 
 def lamb(lr: Rate, b1: Number = 0.9, b2: Number = 0.999, eps: Number = 1e-6, weight_decay: Number = 0.0) -> Transform:

@@ -14,11 +14,11 @@ from ..core import tree
 from ..core.arguments import check_function, check_hyperparams, check_whole
 from ..core.scalars import beside
 from ..core.tree import Tree
-from ..layout.copies import on_copies
 from ..layout.norms import global_norm, gram
 from ..update.base import Needs, Transform, apply_updates, at, checked, start_count
 from ..update.elementwise import Rate
 from ..update.kernels import where
+from ..whole.copies import on_copies
 
 _LEAST_CURVATURE = 1e-10  # sᵀy below which a pair is left out, as in torch.optim.LBFGS
 

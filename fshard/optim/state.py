@@ -25,11 +25,11 @@ from ..core.differences import Form, Wanted, differences, listed
 from ..core.storage import as_bytes
 from ..core.tree import Tree
 from ..layout.layout import Layout
-from ..layout.moves import collect, on_rank
 from ..layout.pieces import Parts, device_of, layout_of, mesh_of, packed, pick, pieces, typed
 from ..layout.row import Span
 from ..update.base import TransformLike, as_transform
 from ..update.transforms import LabelState
+from ..whole.moves import collect, on_rank
 from .torch_format import check_tensor, joined, known, read_saved
 from .torch_optim import BEGUN
 

@@ -22,7 +22,6 @@ from ..core.lazy import Container, Readable
 from ..core.storage import Life, Source
 from ..core.tree import Tree
 from ..layout.layout import Layout
-from ..layout.moves import gathered
 from ..layout.pieces import Parts, Views, packed
 from ..layout.row import Row, Span
 from ..layout.rules import COPIES, reshard
@@ -32,6 +31,7 @@ from ..plan.owners import Picture, picture
 from ..plan.plan import Plan, Slot, check_plain
 from ..plan.planning import with_policy
 from ..plan.precision import Policy
+from ..whole.moves import gathered
 from .schedule import View
 
 

@@ -31,10 +31,10 @@ from ..core.arguments import (
 from ..core.scalars import Number, beside
 from ..core.tracing import is_tracing
 from ..core.tree import Tree
-from ..layout.copies import on_copies
 from ..layout.norms import leaf_norms, scale_leaves_, scaled_by_norm
 from ..layout.pieces import Parts, Views, copied, device_of, packed, structure
-from ..layout.whole import at_once, in_trees, on_leaves, row_by_row, unwritten
+from ..whole.copies import on_copies
+from ..whole.updates import at_once, in_trees, on_leaves, row_by_row, unwritten
 from . import kernels
 
 T = TypeVar("T")

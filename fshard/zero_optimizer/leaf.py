@@ -20,14 +20,14 @@ from ..core.differences import Form, form_difference
 from ..core.func_levels import differentiates
 from ..core.tree import Tree
 from ..hosts import one_host
-from ..layout.copies import check_apart, copied_whole, own_part
 from ..layout.layout import Layout
-from ..layout.moves import collect, on_rank, owned
 from ..layout.pieces import Parts, layout_of, packed, pick, pieces
 from ..layout.row import put
 from ..plan.leaves import is_differentiable, read_frozen
 from ..plan.plan import Plan
 from ..update.base import FoundInf, Transform
+from ..whole.copies import check_apart, copied_whole, own_part
+from ..whole.moves import collect, on_rank, owned
 
 P = TypeVar("P", Plan, Layout)
 

@@ -20,10 +20,10 @@ from fshard import optim
 from fshard.checkpoint.contents import contents_of, own_pieces
 from fshard.comm.mesh import axis_sizes, coordinate
 from fshard.core import tree
-from fshard.layout import moves
 from fshard.layout.pieces import Parts, layout_of, packed, pick, pieces
 from fshard.sharding.sharded import refine
 from fshard.testing import World
+from fshard.whole import moves
 
 Axes = tuple[str, ...]
 

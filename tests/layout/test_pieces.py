@@ -8,7 +8,8 @@ import torch
 from support.worlds import simulated
 
 import fshard
-from fshard.layout import moves, pieces
+from fshard.layout import pieces
+from fshard.whole import moves
 
 
 def test_rows_are_cut_alike() -> None:

@@ -10,10 +10,10 @@ from support.costs import cost
 
 import fshard
 from fshard.comm.mesh import axis_sizes, digits
-from fshard.layout import moves
 from fshard.layout.layout import Layout
 from fshard.layout.row import Row
 from fshard.sharding.sharded import whole_view
+from fshard.whole import moves
 
 MESHES = [{"shard": 1}, {"shard": 2}, {"shard": 3}, {"replicate": 2, "shard": 2}, {"replicate": 3, "shard": 2}]
 PLANS: dict[str, dict[str, Any]] = {

@@ -11,7 +11,7 @@ LIMIT = 33  # only ever less: who takes nouns away lowers it
 NOUNS: dict[str, list[str]] = {
     "layout/layout.py": ["Leaf", "Layout"],
     "layout/pieces.py": ["Parts", "Views", "Unreduced"],
-    "layout/moves.py": ["Item", "Moves"],
+    "whole/moves.py": ["Item", "Moves"],
     "layout/row.py": ["Row", "RowSplit", "Span"],
     "layout/rules.py": ["Rule", "RouteStep"],
     "layout/splits.py": ["Split"],

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 import fshard
 from fshard import optim, zero
 from fshard.core import tree
-from fshard.layout.moves import assign
+from fshard.whole.moves import assign
 
 SHAPES = {"w": (5, 3), "v": (7,), "s": (), "blocks": [{"c": (2, 3, 2), "m": (4, 6)}, {"one": (1,)}]}
 NUMELS = [15, 7, 1, 12, 24, 1]

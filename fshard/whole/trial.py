@@ -23,11 +23,11 @@ from ..core.func_levels import unwrapped
 from ..core.random import SameDraws, bookmark
 from ..core.tracing import is_tracing
 from ..core.tree import Tree
+from ..layout.layout import Layout, Leaf
+from ..layout.pieces import Misplaced, Parts, device_of, reshaped
+from ..layout.rules import Rule
 from .described import Alone, Communicated, check_shapes, is_listed, named, values
-from .layout import Layout, Leaf
 from .moves import on_rank
-from .pieces import Misplaced, Parts, device_of, reshaped
-from .rules import Rule
 
 _MAGNITUDES = *((m, m, m) for m in (1.0, 1e-4, 1e4, 1e8)), (torch.inf, torch.nan, 1.0)  # of a few updates' gradients
 _LEAVES = 6

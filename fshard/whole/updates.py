@@ -26,11 +26,11 @@ from ..core.random import UPDATE, Seeds
 from ..core.storage import writes
 from ..core.tracing import is_tracing
 from ..core.tree import Tree
+from ..layout.layout import Layout
+from ..layout.pieces import Misplaced, Parts, device_of
 from .copies import check_cut_alike, copied_whole, on_copies, own_part
 from .described import Init, again, check_shapes, check_told, described, formed, named, undescribed
-from .layout import Layout
 from .moves import collect, on_rank, owned, spread
-from .pieces import Misplaced, Parts, device_of
 from .trial import check_apart
 
 Update: TypeAlias = Callable[..., tuple[Tree, Tree]]

@@ -23,9 +23,9 @@ from ..core.differences import Form
 from ..core.random import bookmark
 from ..core.tracing import is_tracing
 from ..core.tree import Tree
-from .layout import Layout, Leaf
+from ..layout.layout import Layout, Leaf
+from ..layout.pieces import Misplaced, Parts, device_of, layout_of, path_of, reshaped
 from .moves import on_rank
-from .pieces import Misplaced, Parts, device_of, layout_of, path_of, reshaped
 
 Init: TypeAlias = Callable[[Tree], Tree]
 

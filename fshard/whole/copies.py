@@ -19,9 +19,9 @@ from ..comm.mesh import Axes
 from ..core import tree
 from ..core.func_levels import depending, differentiates
 from ..core.tree import Tree
-from .layout import Layout
+from ..layout.layout import Layout
+from ..layout.pieces import Parts, device_of, elements, typed
 from .moves import on_rank
-from .pieces import Parts, device_of, elements, typed
 
 Update = Callable[..., tuple[Tree, Tree]]
 

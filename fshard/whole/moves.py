@@ -21,10 +21,10 @@ from ..comm.ranks import Ranks
 from ..core import tree
 from ..core.func_levels import refuse_derivative
 from ..core.tree import Tree
-from .layout import Layout, Leaf
-from .pieces import Parts, device_of, elements, layout_of, pieces, typed, write
-from .row import Row
-from .rules import COPIES, Rule
+from ..layout.layout import Layout, Leaf
+from ..layout.pieces import Parts, device_of, elements, layout_of, pieces, typed, write
+from ..layout.row import Row
+from ..layout.rules import COPIES, Rule
 
 T = TypeVar("T")
 
