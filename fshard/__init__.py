@@ -16,9 +16,9 @@ from .hosts.check import check
 from .plan.plan import Plan
 from .plan.planning import make_plan
 from .plan.precision import Policy
-from .sharding.initial import init_params
 from .sharding.sharded import Sharded, gather_params, shard_params
-from .sharding.state_dict import load_state_dict, state_dict
+from .state.initial import init_params
+from .state.params import load_state_dict, state_dict
 from .train.loss_scale import DynamicLossScale, NoLossScale, StaticLossScale, select
 from .train.step import TrainState, init_state, train_step
 from .zero_optimizer.zero import zero

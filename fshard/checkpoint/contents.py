@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from ..comm import consensus
-from ..comm.dtensors import is_sharded, sharding
 from ..comm.mesh import AnyMesh, adapted, axis_sizes, coordinate, num_ranks, rank_in
 from ..core import tree
 from ..core.arguments import shown
@@ -22,6 +21,7 @@ from ..files.index import Json, rank_key
 from ..files.safetensors_file import CHUNK, check_fits
 from ..layout.pieces import Parts, pieces, typed
 from ..sharding.sharded import Sharded
+from ..state.dtensors import is_sharded, sharding
 
 # a piece of a leaf: the name of the leaf, the piece's first element, the one after its last, and tensors with its bytes
 Named = tuple[str, int, int, list[Tensor]]

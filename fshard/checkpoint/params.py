@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 from ..comm import consensus
-from ..comm.dtensors import is_sharded, sharding
 from ..comm.mesh import rank_in
 from ..core import tree
 from ..core.arguments import check_path, check_whole, shown, wrong
@@ -27,9 +26,10 @@ from ..files.safetensors_file import FileEntry, check_fits, read_chunks
 from ..layout.row import Row
 from ..layout.splits import Picks, within
 from ..plan.plan import Plan, Slot, check_plain
-from ..sharding.names import Rename, renamed
 from ..sharding.sharded import Sharded, empty_params, whole_leaves
-from ..sharding.state_dict import check_sharded, check_whole_tree
+from ..state.dtensors import is_sharded, sharding
+from ..state.names import Rename, renamed
+from ..state.params import check_sharded, check_whole_tree
 
 
 @legible()

@@ -32,8 +32,8 @@ from ..files.safetensors_file import CHUNK
 from ..files.torch_dcp import located
 from ..layout.pieces import Parts, mesh_of
 from ..layout.splits import Picks, picks_in, within
-from ..sharding.names import Rename
-from ..sharding.names import origins as names_by_new
+from ..state.names import Rename
+from ..state.names import origins as names_by_new
 from .contents import Contents, SavedSpan, check_same_call, contents_of
 
 T = TypeVar("T")

@@ -17,10 +17,10 @@ from ..core.tree import Tree
 from ..layout.pieces import Parts
 from ..plan.plan import Plan
 from ..plan.precision import Policy
-from ..sharding.initial import init_params
 from ..sharding.leaves import Leaves
-from ..sharding.names import Rename
 from ..sharding.sharded import Sharded
+from ..state.initial import init_params
+from ..state.names import Rename
 from .casts import explain
 from .checks import check_parameters
 from .copies import Copies

@@ -10,9 +10,9 @@ from torch import Tensor, nn
 from ..comm.consensus import together
 from ..core import tree
 from ..core.tree import Tree
-from ..sharding.names import Rename, renamed
 from ..sharding.sharded import Sharded
-from ..sharding.state_dict import load_with_buffers, state_dict
+from ..state.names import Rename, renamed
+from ..state.params import load_with_buffers, state_dict
 from .skeleton import Stand, place_of
 
 

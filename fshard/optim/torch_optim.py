@@ -6,7 +6,7 @@ import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, NamedTuple, TypeAlias, cast
+from typing import Any, TypeAlias, cast
 
 import torch
 from torch import Tensor
@@ -18,24 +18,17 @@ from ..core.scalars import double
 from ..core.tree import Tree
 from ..layout.layout import Layout
 from ..layout.pieces import Parts, clear_padding_, copied, layout_of, pieces, reshaped
+from ..state.torch_format import BEGUN, TorchState
 from ..update.base import Needs, Transform, checked, choose
 from .matrix import whole_leaves
 
 # The classes of torch.optim that act on every element by itself; all others are given whole leaves.
 _ELEMENTWISE = ("ASGD", "Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD")
-BEGUN = "begun"  # 1 after the first update, before which a class expects no state
 Entry = dict[str, Tensor]  # what a torch optimizer keeps of one parameter
 Numbers = dict[str, Tensor | float]  # what a class of the user's keeps of one parameter: numbers too
 Settings: TypeAlias = Mapping[str, Any]  # arguments by name, which only the class knows
 # `run(grads, state, params, extra)` is the class's own step: it writes to `params`, and returns the new state.
-Run = Callable[[Tree, "TorchState", Tree, Settings], "TorchState"]
-
-
-class TorchState(NamedTuple):
-    """The class's state by torch's names: trees of the structure of the parameters, and 0-d tensors for all rows."""
-
-    tensors: dict[str, Tree]
-    scalars: dict[str, Tensor]
+Run = Callable[[Tree, TorchState, Tree, Settings], TorchState]
 
 
 def from_torch(cls: type[Optimizer], **hyperparams: object) -> Transform:

@@ -18,11 +18,11 @@ from ..core.storage import is_inexact
 from ..core.tree import Spec, Tree, detached, flatten, map, map_tops, unflatten
 from ..grad.grad import check_loss
 from ..layout.layout import Leaf
-from ..optim.state import gather_state
 from ..plan.leaves import first_places
 from ..plan.precision import Policy, Precision, policy_of, precisions
 from ..plan.units import Where, claim_leaves, claim_policies
 from ..sharding.sharded import gather_params
+from ..state.optimizer import gather_state
 from ..train.loss_scale import LossScale, NoLossScale
 from ..train.step import TrainState
 from ..update.base import FoundInf, Label, Transform, any_found, as_transform, clip_factor

@@ -9,7 +9,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..comm import dtensors as torch_sharded
 from ..comm import primitives
 from ..comm.consensus import check_same, together
 from ..comm.mesh import AnyMesh, num_ranks, rank_in
@@ -17,9 +16,10 @@ from ..core.arguments import check_flags, check_whole, wrong
 from ..core.differences import Form, Wanted, equal_values, name_differences, unfit
 from ..layout.pieces import device_of, pieces
 from ..plan.plan import Slot
+from ..sharding.sharded import Sharded, whole_leaves
+from . import dtensors as torch_sharded
 from .initial import filled
 from .names import Rename, renamed
-from .sharded import Sharded, whole_leaves
 
 
 def state_dict(x: Sharded, rank: int | None = None, dtensors: bool = False) -> dict[str, Tensor]:

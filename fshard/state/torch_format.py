@@ -9,7 +9,6 @@ from typing import NamedTuple, cast
 import torch
 from torch import Tensor
 
-from ..comm.dtensors import is_sharded, sharding
 from ..core import tree
 from ..core.arguments import is_number, wrong
 from ..core.scalars import double
@@ -17,8 +16,9 @@ from ..core.tree import Tree
 from ..layout.layout import Layout
 from ..layout.pieces import Parts, layout_of
 from ..update.transforms import LabelState
-from .torch_optim import BEGUN, TorchState
+from .dtensors import is_sharded, sharding
 
+BEGUN = "begun"  # 1 after the first update, before which a class expects no state
 # torch.optim's names for the fields of fshard's states, where they differ.
 _TORCH = {"count": "step", "mu": "exp_avg", "nu": "exp_avg_sq", "momentum": "momentum_buffer"}
 
@@ -26,6 +26,13 @@ _TORCH = {"count": "step", "mu": "exp_avg", "nu": "exp_avg_sq", "momentum": "mom
 def joined(*names: str) -> str:
     """The names joined to a path; empty ones are left out."""
     return ".".join(name for name in names if name)
+
+
+class TorchState(NamedTuple):
+    """The class's state by torch's names: trees of the structure of the parameters, and 0-d tensors for all rows."""
+
+    tensors: dict[str, Tree]
+    scalars: dict[str, Tensor]
 
 
 class Field(NamedTuple):

@@ -10,7 +10,7 @@ from torch import Tensor
 from ..core.arguments import check_function, check_whole, shown, wrong
 from ..core.random import seeded_by
 from ..plan.plan import Plan, Slot
-from .sharded import Sharded, empty_params, pack
+from ..sharding.sharded import Sharded, empty_params, pack
 
 Initialize = Callable[[str, Tensor], Tensor]
 

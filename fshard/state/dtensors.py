@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from ..comm import primitives
+from ..comm.mesh import MESHES, AnyMesh, Axes, adapted, axis_sizes, mesh_device
 from ..core.storage import as_bytes, from_bytes
-from . import primitives
-from .mesh import MESHES, AnyMesh, Axes, adapted, axis_sizes, mesh_device
 
 
 def is_sharded(x: object) -> bool:

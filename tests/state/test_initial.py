@@ -20,7 +20,7 @@ import fshard
 from fshard.core import tree
 from fshard.core.differences import name_differences
 from fshard.module import functionalize
-from fshard.sharding.names import renamed
+from fshard.state.names import renamed
 
 SHAPES = {"a": {"w": (3, 5), "b": (5,)}, "c": [(7,), ()]}
 
