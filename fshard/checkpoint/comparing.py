@@ -9,9 +9,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..core.foreign import printable
 from ..core.storage import as_bytes, from_bytes
 from ..files.directory import folder, index_at
+from ..files.foreign import printable
 from ..files.index import CheckpointError, Index, IndexEntry
 from ..files.places import Place
 from ..files.safetensors_file import NAMES

@@ -16,8 +16,7 @@ from ..core.arguments import shown
 from ..core.differences import Form, unreadable
 from ..core.storage import as_bytes
 from ..core.tree import Tree
-from ..files.checksum import checksum
-from ..files.index import Json, rank_key
+from ..files.index import Json, checksum, rank_key
 from ..files.safetensors_file import CHUNK, check_fits
 from ..layout.pieces import Parts, pieces, typed
 from ..sharding.sharded import Sharded

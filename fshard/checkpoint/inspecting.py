@@ -15,10 +15,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import groupby
 from typing import NamedTuple
 
-from ..core.foreign import printable
-from ..files.checksum import read_block
 from ..files.directory import INDEX, folder, index_at, numbers
-from ..files.index import CheckpointError, Index, IndexEntry, Piece
+from ..files.foreign import printable
+from ..files.index import CheckpointError, Index, IndexEntry, Piece, read_block
 from ..files.other_formats import header_of
 from ..files.places import Place
 from ..files.safetensors_file import CHUNK, NAMES, stored

@@ -18,9 +18,9 @@ from ..comm.mesh import rank_in
 from ..core import tree
 from ..core.arguments import check_path, check_whole, shown, wrong
 from ..core.differences import Form, Wanted, differences, unreadable
-from ..core.foreign import legible, open_file
 from ..core.storage import as_bytes
 from ..core.tree import Tree
+from ..files.foreign import legible, open_file
 from ..files.hugging_face import Leaf, entries_at, finish, new_files, put, remove_partial
 from ..files.safetensors_file import FileEntry, check_fits, read_chunks
 from ..layout.row import Row

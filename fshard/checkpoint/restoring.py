@@ -20,12 +20,11 @@ from ..comm.mesh import AnyMesh, mesh_device, rank_in
 from ..core import tree
 from ..core.arguments import check_flags, is_number
 from ..core.differences import Form, equal_values, form_difference, name_differences
-from ..core.foreign import legible
 from ..core.storage import from_bytes
 from ..core.tree import Tree
-from ..files.checksum import read_block
 from ..files.directory import at, finished, folder, index_at, links, no_checkpoint
-from ..files.index import CheckpointError, Index, IndexEntry, Piece
+from ..files.foreign import legible
+from ..files.index import CheckpointError, Index, IndexEntry, Piece, read_block
 from ..files.other_formats import Checkpoint, format_at, source_at
 from ..files.places import Place, Reader
 from ..files.safetensors_file import CHUNK

@@ -13,15 +13,15 @@ from pathlib import Path
 import torch
 
 from ..core.differences import Form
-from ..core.foreign import parsed
-from ..files.checksum import checksum
 from ..files.directory import INDEX, folder, index_at, read_all
+from ..files.foreign import parsed
 from ..files.index import (
     CheckpointError,
     Index,
     IndexEntry,
     Json,
     Piece,
+    checksum,
     in_order,
     piece_to_json,
     rank_key,

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
-from ..core.foreign import printable
+from ..files.foreign import printable
 
 OK, FAULT, ERROR, NONFINITE = range(4)  # exit statuses; what is wrong with a command itself is an ERROR
 _COLOURS = {OK: "", NONFINITE: "yellow"}

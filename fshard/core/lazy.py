@@ -1,12 +1,22 @@
-"""Lazy containers: each child is created when the program accesses it."""
+"""Lazy containers: each child is created when the program accesses it; classes of what stands for a container."""
 
 from __future__ import annotations
 
+import inspect
 from abc import abstractmethod
 from collections.abc import Callable, Hashable, ItemsView, Iterable, Iterator, KeysView, ValuesView
+from contextlib import suppress
+from dataclasses import is_dataclass
+from types import FunctionType, GetSetDescriptorType, MemberDescriptorType
 from typing import Any
 
+from . import tree
 from .tree import Spec, Tree, children, names
+
+STATE = ("_tape_", "_spec_", "_first_", "_inside_", "_listed_")  # of what stands for a container
+_MAKERS = ("__new__", "__init__", "__setattr__")
+_NOT_FORWARDED = {*_MAKERS, "__getattr__", "__getattribute__", "__delattr__", "__init_subclass__", "__class_getitem__"}
+_NOT_FORWARDED |= {"__getnewargs__", "__reduce__", "__reduce_ex__", "__copy__"}  # those of the container are asked
 
 
 class Container:
@@ -108,3 +118,137 @@ class _Items(ItemsView[Hashable, Tree]):
     def __iter__(self) -> Iterator[tuple[Hashable, Tree]]:
         keys = [*self._mapping] if self._mapping._container_().is_mapping else range(len(self))
         return ((key, self._mapping[key]) for key in keys)
+
+
+class Attributes:
+    """The attributes of a class's objects as they lie in memory: to copy them runs no code of the class."""
+
+    def __init__(self, kind: type, children: tuple[str, ...]):
+        pairs = [pair for base in kind.__mro__ for pair in vars(base).items()]
+        dicts = [x for name, x in pairs if name == "__dict__" and isinstance(x, GetSetDescriptorType)]
+        self.children, self._dict = children, dicts[0] if dicts else None
+        self._slots: list[Any] = [x for _, x in pairs if isinstance(x, MemberDescriptorType)]
+
+    def of(self, x: object) -> dict[str, Tree]:
+        """The dict of an object. AttributeError if it has slots alone."""
+        if self._dict is None:
+            raise AttributeError("__dict__")
+        return self._dict.__get__(x)
+
+    def copy(self, x: object, into: object) -> None:
+        """Give an object the attributes of another."""
+        for slot in self._slots:
+            with suppress(AttributeError):  # it has no value
+                slot.__set__(into, slot.__get__(x))
+        if self._dict is not None:
+            self.of(into).update(self.of(x))
+
+
+def child_names(spec: tree.Spec) -> tuple[str, ...] | None:
+    """The attributes that are a node's children; None if the node's class may compute something of its children."""
+    kind: Any = spec.type
+    names, above = tree.child_fields(kind), kind.__mro__[:-1]
+    if issubclass(kind, tuple):
+        names = getattr(kind, "_fields", None)
+        above = above[: next((i for i, base in enumerate(above) if "_fields" in vars(base)), 0)]
+        is_changed = any(name in vars(base) for base in above for name in (*_MAKERS, *(names or ())))
+        return None if is_changed else names
+    if names is None and is_dataclass(kind) and _only_sets(above):
+        names = tuple(str(name) for name in spec.entries())
+    is_read = names is not None and all(_is_stored(inspect.getattr_static(kind, name, None)) for name in names)
+    return names if is_read else None
+
+
+def _only_sets(classes: Iterable[type]) -> bool:
+    """Whether objects are made by what the module `dataclasses` wrote, which sets fields and does nothing else."""
+    made = [vars(base)[name] for base in classes for name in ("__post_init__", *_MAKERS) if name in vars(base)]
+    return all(isinstance(x, FunctionType) and x.__code__.co_qualname.startswith("__create_fn__.") for x in made)
+
+
+def _is_stored(of_class: object) -> bool:
+    """Whether an attribute is what an object holds, given what its class has of this name."""
+    return isinstance(of_class, MemberDescriptorType) or not hasattr(type(of_class), "__set__")
+
+
+def special_names(kind: type) -> frozenset[str]:
+    """The special methods that a NamedTuple was written with."""
+    if not issubclass(kind, tuple):
+        return frozenset()
+    pairs = [pair for base in kind.__mro__ if base not in (tuple, object) for pair in vars(base).items()]
+    return frozenset(name for name, x in pairs if name[:2] == name[-2:] == "__" and callable(x)) - _NOT_FORWARDED
+
+
+def forwarded(kind: type, name: str) -> property:
+    """A special method of a NamedTuple: a call reads what it needs, others may need a tuple."""
+    if name == "__call__":
+        return property(lambda x: inspect.getattr_static(kind, name).__get__(x, kind))
+    return property(lambda x: getattr(x._filled_(), name))
+
+
+class OfTuple(type):
+    """The class of what stands for a tuple has what the tuple's class has."""
+
+    _kind_: type
+
+    def __getattr__(cls, name: str) -> Any:
+        return getattr(cls._kind_, name)
+
+
+def stand_in_class(meta: type, kind: type, bases: tuple[type, ...], attributes: dict[str, Any]) -> Any:
+    """A class of these bases for what stands for a container of class `kind`; to call it makes such a container."""
+    named: dict[str, Any] = {name: getattr(kind, name) for name in ("__module__", "__qualname__", "__doc__")}
+    named |= {"__slots__": (), "__new__": lambda cls, *args, **kwargs: kind(*args, **kwargs)}
+    # no metaclass's own code runs: it may register each new class
+    return type.__new__(meta, kind.__name__, bases, named | attributes)
+
+
+def object_class(base: type, kind: type, names: tuple[str, ...]) -> Any:
+    """The class of what stands for an object with these children. TypeError if its class cannot have another below."""
+    children = {name: _child(index, name, inspect.getattr_static(kind, name, None)) for index, name in enumerate(names)}
+    # Python would make a class of two bases a dict of its own
+    more = {"__slots__": STATE, "__dict__": vars(base)["__dict__"], "_attributes_": Attributes(kind, names), **children}
+    if getattr(getattr(kind, "__dataclass_params__", None), "frozen", False):  # what refuses asks for the very class
+        more["__setattr__"] = lambda x, *args: kind.__setattr__(object.__new__(x.__class__), *args)
+    made = stand_in_class(type(kind), kind, (base, kind), more)
+    object.__new__(made)
+    return made
+
+
+def _child(index: int, name: str, slot: Any) -> property:
+    """The child at a position: picked, or what the object has."""
+    has_slot = isinstance(slot, MemberDescriptorType)
+
+    def read(x: Any) -> Tree:
+        if x._tape_ is not None:
+            return x._pick_(index)
+        if has_slot:
+            return slot.__get__(x)
+        attributes = x._attributes_.of(x)
+        if name not in attributes:
+            raise AttributeError(name)
+        return attributes[name]
+
+    def write(x: Any, child: Tree) -> None:
+        if x._tape_ is not None:
+            x._inside_[index] = child
+        elif has_slot:
+            slot.__set__(x, child)
+        else:
+            x._attributes_.of(x)[name] = child
+
+    return property(read, write)
+
+
+def filling(run: Callable[..., Any]) -> Callable[..., Any]:
+    """An operator of containers, with their children in place of lazy ones."""
+    return lambda *args: run(*(x._filled_() if isinstance(x, tree.StandIn) else x for x in args))
+
+
+def in_place(run: Callable[..., Any]) -> Callable[..., Any]:
+    """An operator that changes a container, or makes another if its class cannot be changed."""
+
+    def changed(x: Any, other: Tree) -> Tree:
+        result = run(x._settled_(), other)
+        return x if result is x._held_ else result
+
+    return changed

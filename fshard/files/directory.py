@@ -15,7 +15,7 @@ import os
 import re
 
 from ..core.arguments import check_path, check_whole
-from ..core.foreign import check_size
+from .foreign import check_size
 from .index import CheckpointError, Index, read_index
 from .places import Place, place_of, read_bytes
 

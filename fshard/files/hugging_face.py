@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ..core.differences import lacking
-from ..core.foreign import naming, parsed, read_text
+from .foreign import naming, parsed, read_text
 from .index import Json
 from .places import flush, is_file_name
 from .safetensors_file import PICKLES, FileEntry, header, laid_out, read_entries, write_tensor

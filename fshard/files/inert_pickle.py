@@ -16,7 +16,7 @@ from io import BytesIO
 from pickletools import opcodes, read_uint1, read_uint4
 from typing import Any
 
-from ..core.foreign import MOST_MEMORY, MOST_OPERATIONS
+from .foreign import MOST_MEMORY, MOST_OPERATIONS
 
 PERSISTENT = "a persistent id"  # the name of records of what lies outside of the pickle
 _DICT = "..."  # the name of `_Dict` in programs

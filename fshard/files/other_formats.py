@@ -12,9 +12,9 @@ from operator import add
 from pathlib import Path
 from typing import Any
 
-from ..core.foreign import parsed
 from .boxes import MOST_RUNS, num_runs, runs_of
 from .directory import finished, read_all
+from .foreign import parsed
 from .hugging_face import FILE, indexed
 from .hugging_face import INDEX as FILES
 from .index import CheckpointError, Index, IndexEntry, Piece, in_order

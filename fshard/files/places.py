@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import TypeAlias
 
 from ..core.arguments import check_path
-from ..core.foreign import naming, open_file
+from .foreign import naming, open_file
 from .remote import RemotePlace, RemoteReader, remote_place
 
 _DAY = 86_400  # seconds

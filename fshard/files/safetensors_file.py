@@ -18,8 +18,8 @@ from typing import Any, TypeGuard
 import torch
 from torch import Tensor
 
-from ..core.foreign import open_file, parsed
 from ..core.storage import as_bytes, from_bytes
+from .foreign import open_file, parsed
 from .places import LocalReader, Reader, read_bytes
 
 _LONGEST_HEADER = 100_000_000  # bytes; the library's own limit

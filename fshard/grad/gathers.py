@@ -25,8 +25,7 @@ from ..comm import primitives
 from ..comm.mesh import Axes
 from ..comm.ranks import Pending
 from ..comm.wire import Wire, pack, unpack
-from ..core.flat import cleared_outside
-from ..core.storage import address
+from ..core.storage import address, cleared_outside
 from ..core.tracing import is_tracing, named
 from ..layout.row import Row
 from ..layout.rules import COPIES, Rule, arrived, reshard

@@ -45,7 +45,7 @@ from ..comm.ranks import Pending, Ranks
 from ..comm.reduction import DEFAULT, Reduction, Sums, TreeSums, only_reads
 from ..comm.wire import Wire
 from ..core.arguments import shown
-from ..core.flat import clear_outside_
+from ..core.storage import clear_outside_
 from ..core.tracing import is_tracing, memo
 from ..layout.pieces import device_of
 from ..layout.row import Row

@@ -21,10 +21,9 @@ from ..comm import collectives, primitives
 from ..comm.mesh import AnyMesh, Axes
 from ..core import tree
 from ..core.arguments import check_positive, shown
-from ..core.flat import MOST, block_size
 from ..core.func_levels import depending, differentiates, refuse_derivative
 from ..core.scalars import beside, wide
-from ..core.storage import is_inexact
+from ..core.storage import MOST, block_size, is_inexact
 from ..core.tree import Tree
 from .layout import Layout
 from .pieces import Parts, Unreduced, device_of, layout_of, packed, pieces

@@ -15,7 +15,7 @@ from ..comm.mesh import AnyMesh, OnMesh, mesh_device
 from ..core import tree
 from ..core.arguments import shown
 from ..core.differences import Form
-from ..core.flat import clear_outside_, cleared_outside
+from ..core.storage import clear_outside_, cleared_outside
 from ..core.tree import Tree
 from .layout import Layout, Leaf
 from .row import Row, Span

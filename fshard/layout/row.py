@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from ..comm.mesh import AnyMesh, Axes, coordinate, digits, number_of
-from ..core.flat import MOST
+from ..core.storage import MOST
 from ..core.tracing import define, is_tracing, memo
 from .rules import COPIES, Rule
 

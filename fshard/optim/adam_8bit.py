@@ -14,8 +14,8 @@ from torch import Tensor
 
 from ..core import tree
 from ..core.arguments import check_hyperparams, check_whole
-from ..core.flat import block_size
 from ..core.scalars import Number
+from ..core.storage import block_size
 from ..core.tracing import is_tracing
 from ..core.tree import Tree
 from ..layout.layout import Layout

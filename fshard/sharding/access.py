@@ -14,12 +14,12 @@ from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor
 
+from ..core import lazy as containers
 from ..core import tree
 from ..core.arguments import wrong
 from ..core.lazy import Branch, Container, Readable
 from ..core.tree import Tree
 from ..plan.plan import Plan, Slot
-from . import objects
 
 
 class ReadsTape(Protocol):
@@ -278,11 +278,11 @@ class LazyContainer(Readable, Lazy):
 
     __getitem__, __iter__, __contains__ = map(_reading, ("__getitem__", "__iter__", "__contains__"))
     keys, values, items, get = map(_reading, ("keys", "values", "items", "get"))
-    __eq__, __or__, __add__, __mul__ = map(objects.filling, (operator.eq, operator.or_, operator.add, operator.mul))
-    __ne__, __lt__, __le__ = map(objects.filling, (operator.ne, operator.lt, operator.le))
-    __gt__, __ge__ = map(objects.filling, (operator.gt, operator.ge))
-    __ior__, __iadd__, __imul__ = map(objects.in_place, (operator.ior, operator.iadd, operator.imul))
-    __ror__, __radd__, __rmul__ = map(objects.filling, (lambda x, y: y | x, lambda x, y: y + x, lambda x, y: y * x))
+    __eq__, __or__, __add__, __mul__ = map(containers.filling, (operator.eq, operator.or_, operator.add, operator.mul))
+    __ne__, __lt__, __le__ = map(containers.filling, (operator.ne, operator.lt, operator.le))
+    __gt__, __ge__ = map(containers.filling, (operator.gt, operator.ge))
+    __ior__, __iadd__, __imul__ = map(containers.in_place, (operator.ior, operator.iadd, operator.imul))
+    __ror__, __radd__, __rmul__ = map(containers.filling, (lambda x, y: y | x, lambda x, y: y + x, lambda x, y: y * x))
 
     def __reversed__(self) -> Iterator[Tree]:
         return reversed([*self])
@@ -313,7 +313,7 @@ class LazyObject(Lazy):
     """
 
     __slots__ = ()
-    _attributes_: objects.Attributes
+    _attributes_: containers.Attributes
 
     def __init_subclass__(cls, **kwargs: object) -> None:
         """Run no hook of the class that it is made of."""
@@ -325,7 +325,7 @@ class LazyObject(Lazy):
         like = held if listed is None else tree.unflatten(_one_level(spec), [None] * len(listed.children))
         cls._attributes_.copy(like, self)
         state: tuple[Any, ...] = (tape, spec, first, {}, listed)
-        for name, value in zip(objects.STATE, state, strict=True):
+        for name, value in zip(containers.STATE, state, strict=True):
             object.__setattr__(self, name, value)  # of a frozen dataclass, too
         return self
 
@@ -360,8 +360,8 @@ def lazy(tape: ReadsTape | None, spec: tree.Spec, first: int, held: Tree = None)
     if spec.type in _PLAIN:
         return _stand_in(spec.type)._made_(tape, spec, first, held)
     kind: Any = spec.type
-    names = objects.child_names(spec)
-    if names is not None and (made := _stand_in(kind, names, objects.special_names(kind))) is not None:
+    names = containers.child_names(spec)
+    if names is not None and (made := _stand_in(kind, names, containers.special_names(kind))) is not None:
         return made._made_(tape, spec, first, held)
     if tape is None:
         return held
@@ -377,12 +377,11 @@ def _stand_in(kind: type, names: tuple[str, ...] = (), special: frozenset[str] =
     """The class of what stands for containers of a class; None if there can be none."""
     if kind in _PLAIN or issubclass(kind, tuple):
         base = _LazyMapping if issubclass(kind, Mapping) else _LazySequence
-        made = objects.stand_in_class(
-            objects.OfTuple, kind, (base,), {"_kind_": kind} | {name: objects.forwarded(kind, name) for name in special}
-        )
+        methods = {name: containers.forwarded(kind, name) for name in special}
+        made = containers.stand_in_class(containers.OfTuple, kind, (base,), {"_kind_": kind} | methods)
     else:
         try:
-            made = objects.object_class(LazyObject, kind, names)
+            made = containers.object_class(LazyObject, kind, names)
         except TypeError:  # an object with memory of its own
             return None
     tree.register_stand_in(made, Lazy._of_)

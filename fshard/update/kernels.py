@@ -20,9 +20,9 @@ from torch.optim.sgd import sgd as _torch_sgd
 
 from ..core import tree
 from ..core.arguments import shown
-from ..core.flat import CACHED, MOST, block_size
 from ..core.func_levels import differentiates
 from ..core.scalars import Number, beside, is_zero, wide
+from ..core.storage import CACHED, MOST, block_size
 from ..core.tracing import is_tracing
 from ..core.tree import Tree
 

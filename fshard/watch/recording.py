@@ -31,10 +31,10 @@ from ..comm.mesh import rank_in
 from ..core import tree
 from ..core.arguments import check_function, check_path, wrong
 from ..core.differences import lacking, unreadable
-from ..core.foreign import MOST_ITEMS, legible, naming, open_file, parsed, read_text
 from ..core.scalars import double
 from ..core.storage import DonatedError, from_bytes
 from ..core.tree import Tree, flatten, map, unflatten
+from ..files.foreign import MOST_ITEMS, legible, naming, open_file, parsed, read_text
 from ..files.index import require
 from ..files.inert_pickle import Plain, read_pickle
 from ..files.places import LocalReader

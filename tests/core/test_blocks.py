@@ -11,7 +11,7 @@ from support.optimizers import TRANSFORMS
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fshard import optim, tree
-from fshard.core.flat import block_size
+from fshard.core.storage import block_size
 from fshard.layout import norms
 from fshard.layout.layout import Leaf
 from fshard.layout.row import put

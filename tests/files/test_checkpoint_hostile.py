@@ -24,7 +24,7 @@ from support.worlds import simulated
 import fshard
 from fshard import checkpoint
 from fshard.checkpoint import CheckpointError
-from fshard.core import foreign
+from fshard.files import foreign
 from fshard.files.index import sealed
 from fshard.files.places import flush
 

@@ -15,8 +15,7 @@ from fshard import optim
 from fshard.comm import primitives
 from fshard.comm.mesh import mesh_device
 from fshard.comm.process_groups import as_sent, first_of
-from fshard.core.flat import MOST
-from fshard.core.storage import as_bytes
+from fshard.core.storage import MOST, as_bytes
 from fshard.layout import norms
 from fshard.layout.row import put
 from fshard.testing import scheduler

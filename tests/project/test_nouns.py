@@ -46,7 +46,7 @@ OTHERS: dict[str, dict[str, str]] = {
     "update/base.py": {"_Fields": "the fields of a transformation"},
     "plan/owners.py": {"Picture": "text"},
     "planner/estimate.py": {"_Reading": "nodes of a graph", "_Site": "a node of a graph"},
-    "sharding/objects.py": {"Attributes": "names"},
+    "core/lazy.py": {"Attributes": "names"},
     "watch/guard.py": {"_Rest": "digests"},
     "watch/compare.py": {"Gap": "a difference"},
     "testing/oracle.py": {"_Whole": "whole tensors"},

@@ -25,8 +25,7 @@ import fshard
 from fshard import checkpoint
 from fshard.__main__ import main
 from fshard.cli.main import COMMANDS
-from fshard.core import foreign
-from fshard.files import hugging_face, index, inert_pickle, zip_item
+from fshard.files import foreign, hugging_face, index, inert_pickle, zip_item
 from fshard.files.index import sealed
 from fshard.files.places import LocalReader
 from fshard.files.safetensors_file import FileEntry
