@@ -47,7 +47,7 @@ HYBRID = "tools/fakegpu/table.py 2x4-exact 2x4-fast-last --kinds full,bf16,wide,
 TREES = "tools/fakegpu/table.py 2x4-fast-last --kinds tree ddp,tree whole"
 PYTEST = "-m pytest -c /dev/null --rootdir=tools/fakegpu --confcutdir=tools/fakegpu -p no:cacheprovider "
 PROCESSES = f"{PYTEST}tools/fakegpu/test_processes.py -k kinds"
-GRADIENTS, GATHERS, OFFLOAD = "grad/gradients.py", "grad/gathers.py", "plan/offload.py"
+GRADIENTS, GATHERS, OFFLOAD = "grad/gradients.py", "grad/gathers.py", "plan/ahead.py"
 JOIN, CLEAR = "            self._side.join()\n            self._stepped.clear()", "            self._stepped.clear()"
 END = "        self.join()\n\n    def drop"
 STEP = "        self.join()\n        0 if self._side is None else {}\n\n    def drop"

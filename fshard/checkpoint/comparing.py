@@ -15,7 +15,7 @@ from ..files.foreign import printable
 from ..files.index import CheckpointError, Index, IndexEntry
 from ..files.places import Place
 from ..files.safetensors_file import NAMES
-from ..layout.splits import numbers_in
+from ..layout.layout import numbers_in
 from .inspecting import TextLine, number
 
 _WINDOW = 1 << 18  # elements that are read and compared at a time

@@ -8,9 +8,10 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
+from ..core.random import HOST
 from ..core.storage import aligned, as_bytes
 from ..files.safetensors_file import CHUNK
-from ..plan.offload import HOST, empty
+from ..plan.ahead import host_row
 
 T = TypeVar("T")
 _BLOCK = 1 << 30  # bytes of one allocation: torch rounds pinned ones up to a power of two, and keeps them
@@ -27,7 +28,7 @@ def snapshot(tensors: Sequence[Tensor], blocks: list[Tensor]) -> list[list[Tenso
         size = sum(aligned(part.nbytes) for _, part in batch)
         if number == len(blocks) or len(blocks[number]) < size:
             # copies from a GPU to pinned memory are several times faster, and the host need not wait for each
-            blocks[number : number + 1] = [empty(size, torch.uint8, _device_of(tensors))]
+            blocks[number : number + 1] = [host_row(size, torch.uint8, _device_of(tensors))]
         for n, copy in _started(batch, blocks[number]):
             copies[n].append(copy)
     _wait_for(tensors)
@@ -44,7 +45,7 @@ def in_host_memory(tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str,
     for number, batch in enumerate(_batches(tensors, CHUNK)):
         parts = [part for _, part in batch]
         if (device := _device_of(parts)) != HOST:
-            memory = memory or [empty(CHUNK, torch.uint8, device) for _ in range(2)]
+            memory = memory or [host_row(CHUNK, torch.uint8, device) for _ in range(2)]
             batch = _started(batch, memory[number % 2])
         yield from arrived
         _wait_for(parts)

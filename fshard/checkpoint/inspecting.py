@@ -21,7 +21,7 @@ from ..files.index import CheckpointError, Index, IndexEntry, Piece, read_block
 from ..files.other_formats import header_of
 from ..files.places import Place
 from ..files.safetensors_file import CHUNK, NAMES, stored
-from ..plan.tables import aligned
+from ..plan.owners import aligned
 
 _RANK = re.compile(r"-rank-(\d{1,9})(-\d+)?\.safetensors")
 _DAMAGED = "damaged"

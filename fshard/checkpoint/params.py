@@ -23,8 +23,8 @@ from ..core.tree import Tree
 from ..files.foreign import legible, open_file
 from ..files.hugging_face import Leaf, entries_at, finish, new_files, put, remove_partial
 from ..files.safetensors_file import FileEntry, check_fits, read_chunks
+from ..layout.layout import Picks, within
 from ..layout.row import Row
-from ..layout.splits import Picks, within
 from ..plan.plan import Plan, Slot, check_plain
 from ..sharding.sharded import Sharded, empty_params, whole_leaves
 from ..state.dtensors import is_sharded, sharding

@@ -29,8 +29,8 @@ from ..files.other_formats import Checkpoint, format_at, source_at
 from ..files.places import Place, Reader
 from ..files.safetensors_file import CHUNK
 from ..files.torch_dcp import located
+from ..layout.layout import Picks, picks_in, within
 from ..layout.pieces import Parts, mesh_of
-from ..layout.splits import Picks, picks_in, within
 from ..state.names import Rename
 from ..state.names import origins as names_by_new
 from .contents import Contents, SavedSpan, check_same_call, contents_of

@@ -32,10 +32,9 @@ from ..core.tree import Tree
 from ..files.hugging_face import entries_at
 from ..module.functionalize import functionalize
 from ..module.skeleton import nested
-from ..plan.owners import TableLine
+from ..plan.owners import TableLine, size
 from ..plan.plan import Plan
 from ..plan.planning import make_plan
-from ..plan.tables import size
 from ..planner.estimate import estimate
 from ..sharding.sharded import shard_params
 from ..train.step import TrainState, init_state, train_step

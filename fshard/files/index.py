@@ -12,7 +12,7 @@ An index is JSON that anyone can read:
 
 A piece is [file, offset of its first byte, begin, number of elements, `checksum` of each `CHUNK` bytes]: the elements
 [begin, begin + number) of the flattened leaf. Of a leaf with an "order", [dim] or [dim, blocks, parts], they are
-counted as Note [Order of a split leaf] in `splits.py` says; "version" is 3 then, and older versions refuse the
+counted as Note [Order of a split leaf] in `layout.py` says; "version" is 3 then, and older versions refuse the
 checkpoint. Version 2 gave an order to whole leaves of optimizer state, too, though these lie row-major. A leaf or
 value that differs between ranks, such as the position of each rank in its data, is one of `by_rank`, and has an entry
 for each rank. "threads" is the number that torch used when the state was saved. "checksum" is the CRC-32 of the text

@@ -22,7 +22,7 @@ from ..core.storage import Places
 from ..core.tracing import is_tracing
 from ..core.tree import Tree
 from ..layout.pieces import Unreduced
-from ..plan import offload
+from ..plan import ahead
 from ..plan.plan import Plan
 from ..sharding.sharded import Sharded, whole_view
 from . import autograd
@@ -310,7 +310,7 @@ def empty_grads(params: Sharded, over: Axes, local: bool = False) -> Sharded:
     for kind, param_row in zip(trained.view.kinds, trained.tensors, strict=True):
         dtype, numel, host = plan.kinds[kind].precision.grads, view.numel(kind), plan.kinds[kind].host
         if host and not local:
-            rows.append(offload.empty(numel, dtype, plan.device))
+            rows.append(ahead.host_row(numel, dtype, plan.device))
         else:
             like = torch.empty(0, dtype=dtype, device=plan.device if host else param_row.device)
             # the mesh allocates it: processes of one host exchange large tensors through memory that they share

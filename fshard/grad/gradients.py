@@ -50,7 +50,7 @@ from ..core.tracing import is_tracing, memo
 from ..layout.pieces import device_of
 from ..layout.row import Row
 from ..layout.rules import COPIES, Rule, arrived, reshard, route
-from ..plan import offload
+from ..plan import ahead
 from ..plan.plan import Plan, Slot
 from ..plan.precision import Precision
 from ..sharding.sharded import Sharded
@@ -179,7 +179,7 @@ class RowReduction:
 
     def landing(self, out: Tensor) -> Tensor:
         """Where a sum is written: the shard; if that is in host memory, a buffer on the device."""
-        return offload.landing(out, self.like.device) if self._kind.host else out
+        return ahead.landing(out, self.like.device) if self._kind.host else out
 
     def landed(self, pending: Pending, landing: Tensor, out: Tensor, row: Row[Slot]) -> Pending:
         """A sum after the reduction's hook `after`, in its shard, copied to host memory if that is there."""

@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING
 from ..compiler.lowered import Lowered
 from ..graph.inspect import Flight, flights
 from ..graph.memory import Footprint
-from ..plan.owners import Picture, shortened, span
-from ..plan.tables import aligned, size
+from ..plan.owners import Picture, aligned, shortened, size, span
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -32,19 +32,17 @@ from ..comm.wire import Wire
 from ..core import tree
 from ..core.arguments import wrong
 from ..core.lazy import Branch, Container
+from ..core.random import HOST
 from ..core.tracing import memo
 from ..core.tree import Tree
 from ..hosts.one_host import connected
-from ..layout.layout import Derived, Leaf
+from ..layout.layout import Derived, Leaf, Split
 from ..layout.pieces import Parts
 from ..layout.row import Row, RowSplit
 from ..layout.rules import COPIES, Rule, interval
-from ..layout.splits import Split
-from .ahead import Ahead
-from .offload import HOST, Crossings, crossings
-from .owners import Holders, Picture, Share, TableLine, picture, span
+from .ahead import Ahead, Crossings, crossings
+from .owners import Holders, Picture, Share, TableLine, picture, size, span
 from .precision import Policy, Precision
-from .tables import size
 from .units import ENDS, ROOT
 
 _ALIGN = 16  # bytes
@@ -343,7 +341,7 @@ class Plan:
 
     @property
     def crossings(self) -> Crossings:
-        """The streams beside the computation (Note [Crossing over] in `offload`), made once for the mesh."""
+        """The streams beside the computation (Note [Crossing over] in `ahead`), made once for the mesh."""
         return present(self.live_mesh()).once(crossings)
 
     @memo

@@ -17,7 +17,7 @@ from ..core import tree
 from ..core.arguments import check_flags, check_has, check_whole
 from ..core.tree import Tree
 from ..hosts.one_host import connected
-from ..layout.splits import Split
+from ..layout.layout import Split
 from .leaves import check_tensors, first_places, is_differentiable, read_frozen
 from .partitions import Regather, axes_of, keep_rules, partitions
 from .plan import Kind, Plan, Slot, Unit, check_plain

@@ -11,7 +11,7 @@ from torch import Tensor
 from ..core import tree
 from ..core.arguments import check_whole, wrong
 from ..core.tree import Tree
-from ..layout.splits import Split
+from ..layout.layout import Split
 from .precision import Policy
 
 Where = str | Sequence[str] | Callable[[str, Tree], bool] | None

@@ -21,9 +21,8 @@ from ..core.arguments import call_site, check_whole
 from ..core.tree import Tree
 from ..graph.inspect import Flight, Traffic, collectives, flights, form, operator, values
 from ..graph.memory import MemorySpan, rows, spans
-from ..plan.owners import shortened
+from ..plan.owners import aligned, shortened, size
 from ..plan.plan import Plan
-from ..plan.tables import aligned, size
 from ..sharding.sharded import Sharded
 from ..train.step import Step
 from .depth import Key, Results, Stack, calls, depths_of, expanded, images, noted, runs, stack_of, with_few, with_plan

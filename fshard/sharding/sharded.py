@@ -19,13 +19,14 @@ from ..core.arguments import check_whole, wrong
 from ..core.differences import lacking
 from ..core.func_levels import depending, differentiates
 from ..core.lazy import Container, Readable
+from ..core.random import HOST
 from ..core.storage import Life, Source
 from ..core.tree import Tree
 from ..layout.layout import Layout
 from ..layout.pieces import Parts, Views, packed
 from ..layout.row import Row, Span
 from ..layout.rules import COPIES, reshard
-from ..plan import offload
+from ..plan import ahead
 from ..plan.leaves import check_tensors, identity
 from ..plan.owners import Picture, picture
 from ..plan.plan import Plan, Slot, check_plain
@@ -266,7 +267,7 @@ def empty_params(plan: Plan, device: torch.device) -> Sharded:
 def room(view: View, kind: int, like: Tensor) -> Tensor:
     """A new tensor for one kind, in the dtype and on the device of `like`; in host memory if the kind is kept there."""
     plan, numel = view.plan, view.numel(kind)
-    return offload.empty(numel, like.dtype, plan.device) if plan.kinds[kind].host else like.new_empty(numel)
+    return ahead.host_row(numel, like.dtype, plan.device) if plan.kinds[kind].host else like.new_empty(numel)
 
 
 def pack(leaves: Mapping[Slot, Tensor], plan: Plan, row: Row[Slot], out: Tensor) -> Tensor:
@@ -315,7 +316,7 @@ def _check_leaves(leaves: Sequence[Tensor], plan: Plan, src: int | None) -> torc
                 + (f"{leaf.dtype} {list(leaf.shape)}" if isinstance(leaf, Tensor) else type(leaf).__name__)
                 + ". Make the plan from this tree, or convert the leaf."
             )
-        if is_source and leaf.device not in (device, offload.HOST if kind.host else device):
+        if is_source and leaf.device not in (device, HOST if kind.host else device):
             raise ValueError(
                 f"leaf {slot.path!r}: expected a tensor on {device}, where the mesh is, got one on {leaf.device}. "
                 f"Move it there {'with values, or take them from `src`' if leaf.is_meta else 'first'}."
@@ -438,7 +439,7 @@ def coarsen(x: Sharded | Views[Any], over: Axes, into: Sharded | None = None) ->
     started = []
     for (unit, kind), shard in ((place, shard) for place, shard in shards_of(x).items() if shard.numel()):
         whole, rule = into.shard(unit, kind), plan.kinds[kind].rule(further)
-        out = offload.landing(whole, plan.device) if rule.over and plan.kinds[kind].host else whole
+        out = ahead.landing(whole, plan.device) if rule.over and plan.kinds[kind].host else whole
         pending = reshard(shard.to(out.device), rule, COPIES, plan.live_mesh(), plan.units[unit].name, out)
         if out is whole:
             started.append(pending)

@@ -27,9 +27,8 @@ from ..grad.tape import OBSERVER
 from ..hosts.check import Checked, is_wanted
 from ..layout.norms import global_norm
 from ..layout.pieces import Views, device_of
-from ..plan import offload
-from ..plan.owners import Picture
-from ..plan.tables import size
+from ..plan import ahead
+from ..plan.owners import Picture, size
 from ..sharding.sharded import Sharded, coarsen, in_new_containers, refine
 from ..update.base import FoundInf, Transform, TransformLike, any_found, as_transform, clip_factor
 from ..update.kernels import where
@@ -429,7 +428,7 @@ def _gathered(updated: Sharded | Views, params: Sharded, donate: bool) -> Sharde
     plan = params.plan
     new_trained = coarsen(updated, plan.params_over, params.trainable if donate else None)
     by_kind = zip(params.view.kinds, params.updated(new_trained).tensors, strict=True)
-    rows = [offload.pinned(row, plan.device) if plan.kinds[kind].host else row for kind, row in by_kind]
+    rows = [ahead.pinned(row, plan.device) if plan.kinds[kind].host else row for kind, row in by_kind]
     return Sharded(params.view, rows)
 
 

@@ -29,8 +29,8 @@ from fshard.comm import primitives
 from fshard.comm.ranks import Call, Pending
 from fshard.comm.reduction import Sums
 from fshard.grad import gradients
-from fshard.plan import offload
-from fshard.plan.offload import crossings
+from fshard.plan import ahead
+from fshard.plan.ahead import crossings
 from fshard.wire import Int8
 
 Clock = dict[Any, int]
@@ -266,14 +266,14 @@ def test_nothing_is_overtaken(name):
 def test_the_computation_waits_for_what_arrives(monkeypatch):
     """If the computation did not wait for copies from the host, the test above would report it: otherwise it could
     not fail."""
-    monkeypatch.setattr(offload.Crossing, "join", lambda self: None)
+    monkeypatch.setattr(ahead.Crossing, "join", lambda self: None)
     whole = dict.fromkeys(("params_over", "grads_over", "state_over"), ())
     assert "mm reads before _to_copy is done" in hazards(whole, {})
 
 
 def test_the_host_waits_before_it_reads(monkeypatch):
     """If the host did not wait for gradients copied to it, a hazard is reported: otherwise the check would miss it."""
-    monkeypatch.setattr(offload.Crossing, "settle", lambda self: None)
+    monkeypatch.setattr(ahead.Crossing, "settle", lambda self: None)
     assert any(words.endswith("reads before copy_ is done") for words in hazards({}, {}))
 
 
@@ -281,11 +281,11 @@ def test_copies_wait_for_what_they_copy(monkeypatch):
     """If copies did not wait for the computation, hazards are reported: otherwise the check would miss them."""
 
     @contextmanager
-    def ahead(self: offload.Crossing) -> Iterator[None]:
+    def ahead(self: ahead.Crossing) -> Iterator[None]:
         with self._module.stream(self._stream):
             yield
 
-    monkeypatch.setattr(offload.Crossing, "ahead", ahead)
+    monkeypatch.setattr(ahead.Crossing, "ahead", ahead)
     found = hazards({}, {})
     assert any(words.startswith("copy_ reads before") for words in found)
     assert any(words.startswith("memory is used again while") for words in found)
@@ -294,7 +294,7 @@ def test_copies_wait_for_what_they_copy(monkeypatch):
 def test_what_is_copied_lives_until_it_is_waited_for(monkeypatch):
     """If a copy's source were freed early, a hazard is reported: otherwise the check would miss reused memory."""
     monkeypatch.setattr(
-        offload._Arrival, "__init__", lambda self, crossing, held: vars(self).update(crossing=crossing, held=[])
+        ahead._Arrival, "__init__", lambda self, crossing, held: vars(self).update(crossing=crossing, held=[])
     )
     assert "memory is used again while copy_ runs" in hazards({}, {})
 

@@ -16,7 +16,7 @@ from torch import Tensor
 import fshard
 from fshard import DynamicLossScale, gather_params, optim
 from fshard.core import tree
-from fshard.plan import offload
+from fshard.plan import ahead
 from fshard.wire import Int8
 
 AWAY = ["blocks.*", "tail.left"]  # of these units, one only in part
@@ -131,7 +131,7 @@ def test_what_is_staged_arrives(plan, step, monkeypatch):
         landed.append(torch.full_like(row, torch.nan))
         return landed[-1]
 
-    monkeypatch.setattr(offload, "landing", landing)
+    monkeypatch.setattr(ahead, "landing", landing)
     alike(simulated(trained, "**", plan, step, OPTIMIZERS["adamw"], shard=2), expected)
     assert landed
 
