@@ -12,6 +12,7 @@ from .core.storage import DonatedError
 from .derivatives.hvp import hvp
 from .derivatives.remat import remat
 from .grad.grad import evaluate, predict, reduce_grads, value_and_grad
+from .graph import operators as _operators  # noqa: F401  # graphs call what it defines
 from .hosts.check import check
 from .plan.plan import Plan
 from .plan.planning import make_plan

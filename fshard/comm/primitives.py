@@ -25,11 +25,10 @@ from torch import Tensor
 
 from ..core.storage import Held, as_bytes, pack, packed_size, unpack
 from ..core.tracing import is_tracing, named
-from .announce import Announced, announced
+from .announce import Announced, NodeRanks, announced
 from .mesh import AnyMesh, Axes, adapted, axis_sizes
 from .process_groups import FEW, Works, all_gather_single, as_real, as_sent, reduce_scatter_single
 from .ranks import Call, Pending, Ranks, message_timeout, note
-from .traced import NodeRanks
 
 GROUP = 8  # consecutive ranks whose contributions are added before those of others
 # A smaller tensor is sent whole to every rank in an all-reduce: one message instead of two, and the same bits.

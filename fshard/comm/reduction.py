@@ -1,4 +1,4 @@
-"""How gradients are summed across ranks, and in which order; how parameters are gathered.
+"""How gradients are summed across ranks, and in which order; how parameters are gathered, and what is sent encoded.
 
 Note [The same bits on any number of ranks]
     A sum of floating-point numbers depends on the order of its terms. A batch is cut into 2^s slices, whose gradients
@@ -33,6 +33,22 @@ class Reduction(Protocol):
 
     def all_reduce(self, x: Tensor, ranks: Ranks, label: str, out: Tensor | None) -> Pending:
         """(n) on each rank -> (n) on all: the sum over ranks."""
+
+
+Sizes = Sequence[int]
+
+
+class Wire(Protocol):
+    """How a flat tensor is encoded. Make yours a frozen dataclass: ranks compare plans by the fields of their wires.
+
+    `sizes` has the number of elements of each leaf in the tensor, in order, the padding after a leaf included.
+    """
+
+    def encode(self, x: Tensor, sizes: Sizes) -> Tensor:
+        """Encode `x` (n,), n the sum of `sizes`, as a flat tensor, whose length n and the number of `sizes` decide."""
+
+    def decode(self, data: Tensor, sizes: Sizes) -> Tensor:
+        """Decode `data`, which `encode` returned: (n,), floating."""
 
 
 class Gather(Protocol):

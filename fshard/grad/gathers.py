@@ -24,8 +24,8 @@ from torch import Tensor
 from ..comm import primitives
 from ..comm.mesh import Axes
 from ..comm.ranks import Pending
-from ..comm.wire import Wire, pack, unpack
-from ..core.storage import address, cleared_outside
+from ..comm.reduction import Wire
+from ..core.storage import address, cleared_outside, pack, unpack
 from ..core.tracing import is_tracing, named
 from ..layout.row import Row
 from ..layout.rules import COPIES, Rule, arrived, reshard
@@ -161,14 +161,17 @@ class Gathers:
         self, entry: Entry, sent: Mapping[int, Tensor], axes: Axes, encoded: bool
     ) -> dict[int, Pending]:
         """Start one gather, as bytes, of what this rank sends of several kinds; `encoded`: by the plan's wire."""
-        rows, packed = [row for row in entry.rows if row.kind in sent], pack(*sent.values())  # (bytes,), on every rank
+        rows, packed = (
+            [row for row in entry.rows if row.kind in sent],
+            pack([*sent.values()]),
+        )  # (bytes,), on every rank
         # not lent if there is a wire, which may decode in place
         whole = self._over(packed, axes, entry.name, lent=not encoded)
         sizes_of_kinds = [(x.dtype, x.numel()) for x in sent.values()]
         buffers = dict[int, Tensor]()
 
         def split(full: Tensor) -> Tensor:
-            shards = [unpack(data, *sizes_of_kinds) for data in full.chunk(self._plan.num_ranks(axes))]  # of each rank
+            shards = [unpack(data, sizes_of_kinds) for data in full.chunk(self._plan.num_ranks(axes))]  # of each rank
             for row, of_row in zip(rows, zip(*shards, strict=True), strict=True):
                 buffers[row.kind] = self._arrived(row, axes, of_row, encoded)
             return buffers[rows[0].kind]

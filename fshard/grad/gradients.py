@@ -42,8 +42,7 @@ from torch import Tensor
 from ..comm import primitives
 from ..comm.mesh import AnyMesh, Axes, num_ranks
 from ..comm.ranks import Pending, Ranks
-from ..comm.reduction import DEFAULT, Reduction, Sums, TreeSums, only_reads
-from ..comm.wire import Wire
+from ..comm.reduction import DEFAULT, Reduction, Sums, TreeSums, Wire, only_reads
 from ..core.arguments import shown
 from ..core.storage import clear_outside_
 from ..core.tracing import is_tracing, memo

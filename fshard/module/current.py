@@ -34,7 +34,7 @@ from ..core.storage import writes
 from ..core.tracing import assigned
 from ..core.tree import Tree
 from ..sharding.access import placed
-from ..sharding.leaves import Leaves
+from .leaves import Leaves
 
 # The calls that run in this context, by skeleton: those of other threads and of other simulated ranks are not seen.
 _RUNNING: ContextVar[dict[Calls, ModuleCall] | None] = ContextVar("fshard.module", default=None)

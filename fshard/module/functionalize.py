@@ -17,7 +17,6 @@ from ..core.tree import Tree
 from ..layout.pieces import Parts
 from ..plan.plan import Plan
 from ..plan.precision import Policy
-from ..sharding.leaves import Leaves
 from ..sharding.sharded import Sharded
 from ..state.initial import init_params
 from ..state.names import Rename
@@ -26,6 +25,7 @@ from .checks import check_parameters
 from .copies import Copies
 from .current import Calls, ModuleCall
 from .initialize import Initializer
+from .leaves import Leaves
 from .skeleton import Stand, in_tree_order, nested, stands_for, ties
 from .state_dict import StateDict
 from .submodules import Which, frozen_of, policy_for, units_of

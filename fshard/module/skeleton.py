@@ -25,8 +25,8 @@ from torch.overrides import TorchFunctionMode
 
 from ..core import func_levels, tree
 from ..core.tracing import RERUN, is_tracing, unseen
-from ..sharding.leaves import Leaves
 from .current import Calls, ModuleCall
+from .leaves import Leaves
 
 # Functions that ask for the form of a tensor and not for its values.
 _ATTRIBUTES = ("dtype", "device", "shape", "ndim", "layout", "itemsize", "nbytes", "is_cuda", "is_cpu", "is_meta")

@@ -27,8 +27,7 @@ from torch import Tensor
 
 from ..comm import consensus
 from ..comm.mesh import AnyMesh, Axes, axis_sizes, coordinate, digits, mesh_device, present
-from ..comm.reduction import Gather
-from ..comm.wire import Wire
+from ..comm.reduction import Gather, Wire
 from ..core import tree
 from ..core.arguments import wrong
 from ..core.lazy import Branch, Container

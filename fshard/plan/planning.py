@@ -11,8 +11,7 @@ from torch import Tensor
 
 from ..comm import consensus
 from ..comm.mesh import AnyMesh, Axes, axis_sizes, num_ranks
-from ..comm.reduction import Gather
-from ..comm.wire import Wire
+from ..comm.reduction import Gather, Wire
 from ..core import tree
 from ..core.arguments import check_flags, check_has, check_whole
 from ..core.tree import Tree

@@ -100,7 +100,7 @@ def test_the_host_waits_for_many_copies_at_once(wait, waits, tmp_path, monkeypat
 def test_what_is_written_through_host_memory_has_its_bits(tmp_path, monkeypatch):
     """Small leaves that share a buffer, or a large one that fills it, would be written over, or not in their order."""
     monkeypatch.setattr(host_copies, "HOST", torch.device("meta"))  # as if all were on a device
-    monkeypatch.setattr(host_copies, "empty", lambda numel, dtype, device: torch.full((numel,), 7, dtype=dtype))
+    monkeypatch.setattr(host_copies, "host_row", lambda numel, dtype, device: torch.full((numel,), 7, dtype=dtype))
     monkeypatch.setattr(host_copies, "CHUNK", 64)
     generator = torch.Generator().manual_seed(0)
     sizes = [0, 1, 5, 16, 17, 3, 100, 1, 15, 33]
@@ -129,9 +129,9 @@ def test_the_next_ones_are_copied_while_these_are_written(monkeypatch):
 def test_a_copy_of_a_state_is_in_several_blocks(tmp_path, monkeypatch):
     """Pinned memory would be rounded up to twice the size of a state, leaves that lie in two blocks would be read
     wrongly, or each save would touch new memory."""
-    asked, memory, make = list[int](), saving.InFlight(), host_copies.empty
+    asked, memory, make = list[int](), saving.InFlight(), host_copies.host_row
     monkeypatch.setattr(saving, "_ALONE", memory)
-    monkeypatch.setattr(host_copies, "empty", lambda numel, *how: asked.append(numel) or make(numel, *how))
+    monkeypatch.setattr(host_copies, "host_row", lambda numel, *how: asked.append(numel) or make(numel, *how))
     monkeypatch.setattr(host_copies, "_BLOCK", 2 * CHUNK)
     words, generator = CHUNK // 4, torch.Generator().manual_seed(0)
     sizes = [3, words, 2 * words + 5, 0, 3 * words, 1]

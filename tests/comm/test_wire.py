@@ -16,7 +16,6 @@ from torch import Tensor
 
 import fshard
 from fshard import MismatchError, gather_params, optim, tree
-from fshard.comm import wire as comm_wire
 from fshard.wire import Float8, Identity, Int8, pack, unpack
 
 over_wires = pytest.mark.parametrize("name", WIRES)
@@ -29,10 +28,10 @@ def test_every_wire_is_registered():
     for name, cls in codecs().items():
         assert cls in known, f"{name}: add a row with its bytes and its error bound to ROWS of tests/support/wires.py"
         assert f"`{name}(" in PAGE.read_text(), f"{name}: add a row to the table of wires in docs/precision.md"
-    found = [x for x in vars(comm_wire).values() if isinstance(x, type) and x.__module__ == comm_wire.__name__]
+    found = [x for x in vars(fshard.wire).values() if isinstance(x, type) and x.__module__ == fshard.wire.__name__]
     for cls in found:
         encodes = hasattr(cls, "encode") and cls is not fshard.wire.Wire
-        assert not encodes or cls in codecs().values(), f"{cls.__name__}: name it in fshard/wire.py"
+        assert not encodes or cls in codecs().values(), f"{cls.__name__}: name it in __all__ of fshard/wire.py"
 
 
 @over_wires

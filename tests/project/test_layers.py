@@ -71,7 +71,7 @@ DOORS = {
         "layout.row",
         "core.tracing",
         "core.random",
-        "comm.traced",
+        "comm.announce",
         "graph.*",
     },
     "torch.utils._cxx_pytree": {"core.tree"},

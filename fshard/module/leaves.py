@@ -15,7 +15,7 @@ from ..core.storage import writes
 from ..core.tree import Tree
 from ..plan.plan import Plan
 from ..plan.precision import Policy, Precision
-from .access import At, ReadsTape, placed
+from ..sharding.access import At, ReadsTape, placed
 
 
 def _homes(x: At | Tensor, tapes: Sequence[ReadsTape]) -> list[tuple[Plan, Precision]]:

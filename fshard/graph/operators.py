@@ -1,4 +1,4 @@
-"""The operators of fshard that start collectives and wait for them (Note [Collectives in a graph] in `traced.py`)."""
+"""The operators of fshard that start collectives and wait for them (Note [Collectives in a graph] in `announce.py`)."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from ..comm import primitives
+from ..comm.mesh import MESHES
+from ..comm.ranks import Call, Pending, Ranks, note
 from ..core.tracing import define
-from . import primitives
-from .mesh import MESHES
-from .ranks import Call, Pending, Ranks, note
 
 _AT = "str mesh, str axis, str label, int nbytes"
 Started = tuple[Tensor, Tensor]
