@@ -13,7 +13,6 @@ from ..update.base import (
     apply_updates,
     clip,
     clip_by_global_norm,
-    clip_by_leaf_norm,
     identity,
     scale,
     scale_by_schedule,
@@ -22,7 +21,7 @@ from ..update.optimizers import adagrad, adam, adamw, lion, rmsprop, sgd
 from ..update.transforms import by_label, chain, masked, resting, with_hyperparams
 from . import schedules, state
 from .adam_8bit import adamw_8bit
-from .matrix import adafactor, lamb, muon, whole_leaves
+from .matrix import adafactor, clip_by_leaf_norm, lamb, muon, whole_leaves
 from .quasi_newton import lbfgs
 from .torch_optim import from_torch
 

@@ -26,7 +26,7 @@ from ..layout.layout import Layout, Leaf
 from ..layout.norms import leaf_norms, scale_leaves_
 from ..layout.pieces import Parts, copied, device_of, elements, layout_of, packed, pick, pieces, put
 from ..layout.row import Span
-from ..update.base import Needs, Transform, TransformLike, as_transform, at, checked, start_count
+from ..update.base import Needs, Transform, TransformLike, as_transform, at, checked, clip_by, clip_factor, start_count
 from ..update.elementwise import AdamState, Rate, adam_transform
 from ..update.transforms import by_label
 from ..whole.copies import on_copies
@@ -428,3 +428,18 @@ def orthogonal(
         gram = wide @ wide.T
         wide = torch.addmm(wide, torch.addmm(gram, gram, gram, beta=b, alpha=c), wide, beta=a)
     return wide.T if tall else wide
+
+
+def clip_by_leaf_norm(max_norm: Number, p: float = 2) -> Transform:
+    """Every leaf times min(1, max_norm / (its p-norm + 1e-6)): one small collective for all.
+
+    >>> clip_by_leaf_norm(1.0).update({"a": torch.tensor([3.0, 4.0]), "b": torch.tensor(0.5)}, ())[0]
+    {'a': tensor([0.6000, 0.8000]), 'b': tensor(0.5000)}
+    """
+
+    def clipped(grads: Tree, own_grads: bool, exact_norms: bool) -> Tree:
+        factors = clip_factor(leaf_norms(grads, p, exact=exact_norms), max_norm)  # (leaves,)
+        return scale_leaves_(grads if own_grads else tree.map(torch.clone, grads), factors)
+
+    tx = clip_by("clip_by_leaf_norm", max_norm, p, clipped)
+    return tx.with_fields(update=on_copies(tx.update, "clip_by_leaf_norm"))

@@ -31,9 +31,8 @@ from ..core.arguments import (
 from ..core.scalars import Number, beside
 from ..core.tracing import is_tracing
 from ..core.tree import Tree
-from ..layout.norms import leaf_norms, scale_leaves_, scaled_by_norm
+from ..layout.norms import scaled_by_norm
 from ..layout.pieces import Parts, Views, copied, device_of, packed, structure
-from ..whole.copies import on_copies
 from ..whole.updates import at_once, in_trees, on_leaves, row_by_row, unwritten
 from . import kernels
 
@@ -448,7 +447,7 @@ def clip_factor(norm: Tensor, max_norm: Number) -> Tensor:
     return (max_norm / (norm + 1e-6)).clamp(max=1.0)
 
 
-def _clip_by(name: str, max_norm: Number, p: float, clipped: Callable[[Tree, bool, bool], Tree]) -> Transform:
+def clip_by(name: str, max_norm: Number, p: float, clipped: Callable[[Tree, bool, bool], Tree]) -> Transform:
     """The transformation `clipped(grads, own_grads, exact_norms)`, which clips to a p-norm of at most `max_norm`."""
     check_positive(f"optim.{name}: max_norm", max_norm)
     check_positive(f"optim.{name}: p", p, tensors=False)
@@ -478,19 +477,4 @@ def clip_by_global_norm(max_norm: Number, p: float = 2) -> Transform:
     def clipped(grads: Tree, own_grads: bool, exact_norms: bool) -> Tree:
         return scaled_by_norm(grads, p, lambda norm: clip_factor(norm, max_norm), exact_norms, own_grads)
 
-    return _clip_by("clip_by_global_norm", max_norm, p, clipped)
-
-
-def clip_by_leaf_norm(max_norm: Number, p: float = 2) -> Transform:
-    """Every leaf times min(1, max_norm / (its p-norm + 1e-6)): one small collective for all.
-
-    >>> clip_by_leaf_norm(1.0).update({"a": torch.tensor([3.0, 4.0]), "b": torch.tensor(0.5)}, ())[0]
-    {'a': tensor([0.6000, 0.8000]), 'b': tensor(0.5000)}
-    """
-
-    def clipped(grads: Tree, own_grads: bool, exact_norms: bool) -> Tree:
-        factors = clip_factor(leaf_norms(grads, p, exact=exact_norms), max_norm)  # (leaves,)
-        return scale_leaves_(grads if own_grads else tree.map(torch.clone, grads), factors)
-
-    tx = _clip_by("clip_by_leaf_norm", max_norm, p, clipped)
-    return tx.with_fields(update=on_copies(tx.update, "clip_by_leaf_norm"))
+    return clip_by("clip_by_global_norm", max_norm, p, clipped)

@@ -147,7 +147,7 @@ _CHOSEN = (
     Named("adagrad(0.1)", lambda: optimizers.adagrad(0.1)),
     Named(
         "chain(clip_by_leaf_norm(0.1), sgd(linear(0.1, 0.2, 3)))",
-        lambda: chain(base.clip_by_leaf_norm(0.1), optimizers.sgd(schedules.linear(0.1, 0.2, 3))),
+        lambda: chain(matrix.clip_by_leaf_norm(0.1), optimizers.sgd(schedules.linear(0.1, 0.2, 3))),
     ),
     Named(
         "by_label(matrices: adamw(0.01), others: sgd(0.1))",
