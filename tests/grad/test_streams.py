@@ -281,11 +281,11 @@ def test_copies_wait_for_what_they_copy(monkeypatch):
     """If copies did not wait for the computation, hazards are reported: otherwise the check would miss them."""
 
     @contextmanager
-    def ahead(self: ahead.Crossing) -> Iterator[None]:
+    def beside(self: ahead.Crossing) -> Iterator[None]:
         with self._module.stream(self._stream):
             yield
 
-    monkeypatch.setattr(ahead.Crossing, "ahead", ahead)
+    monkeypatch.setattr(ahead.Crossing, "ahead", beside)
     found = hazards({}, {})
     assert any(words.startswith("copy_ reads before") for words in found)
     assert any(words.startswith("memory is used again while") for words in found)

@@ -18,8 +18,8 @@ from torch import Tensor, nn
 import fshard
 from fshard import optim
 from fshard.core import tree
-from fshard.optim import state
 from fshard.optim.state import extend, gather_state, load_state_dict, shard_state, state_dict
+from fshard.state import optimizer
 
 Make = Callable[..., Any]
 over_all = pytest.mark.parametrize("name", TRANSFORMS)
@@ -218,7 +218,7 @@ def test_a_few_leaves_travel_at_a_time(monkeypatch, how, rank):
     for name in ("adamw", "by_label"):
         expected = simulated(messages, name, how, rank, shard=3)
         with monkeypatch.context() as patch:
-            patch.setattr(state, "_CHUNK", 6)
+            patch.setattr(optimizer, "_CHUNK", 6)
             found = simulated(messages, name, how, rank, shard=3)
         for (whole, sizes), (other, others) in zip(found, expected, strict=True):
             assert same_bits(whole, other)
