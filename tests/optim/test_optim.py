@@ -34,7 +34,7 @@ UNCOMPILED = {name for name in TRANSFORMS if name.startswith("from_torch")}
 TAKE_TENSORS = {name: make for name, make in makers().items() if hyperparams(make)}
 
 
-INTERNAL = {"as_transform", "checked"}  # they take a transformation
+INTERNAL = {"clip_by", "as_transform", "checked"}  # they take a transformation
 
 
 def row_of(name: str, field: str) -> str:
