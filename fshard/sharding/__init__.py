@@ -1,1 +1,1 @@
-"""Sharded trees: their shards, names and values, and how a loss reads them."""
+"""Sharded trees: their shards and values, and how a loss reads them."""

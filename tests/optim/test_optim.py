@@ -34,7 +34,7 @@ UNCOMPILED = {name for name in TRANSFORMS if name.startswith("from_torch")}
 TAKE_TENSORS = {name: make for name, make in makers().items() if hyperparams(make)}
 
 
-INTERNAL = {"clip_by", "as_transform", "checked"}  # they take a transformation
+INTERNAL = {"as_transform", "checked", "clip_by"}  # they take or make a transformation for others
 
 
 def row_of(name: str, field: str) -> str:
