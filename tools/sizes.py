@@ -18,7 +18,7 @@ from pathlib import Path
 
 PAGE = Path(__file__).parents[1] / "docs" / "comparison.md"
 NO_CODE = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER}
-STEP = ("core", "comm", "hosts", "layout", "plan", "sharding", "grad", "train")  # folders of a step
+STEP = ("core", "comm", "hosts", "layout", "plan", "sharding", "grad", "update", "train")  # folders of a step
 GROUPS = ("optim", "checkpoint", "testing", "module")  # packages of fshard whose names are public, too
 SHARDING = ("mesh", "named_sharding", "partition_spec", "sharding", "sharding_impls", "sharding_specs", "shard_map")
 
