@@ -26,9 +26,8 @@ from fshard.testing import simulate
 T = TypeVar("T")
 
 _CONTEXT = multiprocessing.get_context("forkserver")
-# the last is what a first derivative imports (sympy)
-_PRELOADED = ("torch.distributed.device_mesh", "torch.fx.experimental.symbolic_shapes")
-_CONTEXT.set_forkserver_preload(["torch", "fshard", "fshard.testing", *_PRELOADED])
+# once, not in each rank: what files of tests import, and what torch imports at a first derivative or compilation
+_CONTEXT.set_forkserver_preload(["torch._dynamo", "fshard.testing", "pytest", "hypothesis"])
 
 
 def _mesh(rank: int, shape: tuple[int, int], store: str) -> DeviceMesh:
