@@ -31,6 +31,7 @@ PLANS: dict[str, dict[str, Any]] = {
     "a frozen one is whole": {"frozen": "a", "whole": "a"},
     "all kept": {"regather": False},
     "all kept, frozen": {"frozen": "a", "regather": False},
+    "all kept, two frozen": {"frozen": ["a", "c"], "regather": False},
     "whole": {"params_over": ()},
     "whole, frozen": {"frozen": "a", "params_over": ()},
 }
