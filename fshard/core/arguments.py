@@ -1,4 +1,4 @@
-"""Arguments and where a user's code passed them: checks, and the words of errors.
+"""Checks of arguments, words of errors, and lines of user code.
 
 Wrong types are TypeErrors, wrong values ValueErrors. Nothing here runs in a step.
 """
@@ -19,7 +19,7 @@ from torch import Tensor
 
 
 def shown(value: object) -> str:
-    """Return a value as an error shows it: numbers and strings in full, tensors by dtype and shape, others by type.
+    """Return text for errors: numbers and strings in full, tensors by dtype and shape, others by type.
 
     >>> shown("a"), shown(torch.ones(2)), shown({})
     ("'a'", 'a torch.float32 tensor of shape (2,)', 'an object of type dict')
@@ -36,7 +36,7 @@ def shown(value: object) -> str:
 
 
 def wrong(name: str, value: object, expected: str, remedy: str = "") -> str:
-    """Return the error sentence for an argument: its name, the value given, what was expected, and a remedy.
+    """Return the error sentence for an argument.
 
     >>> wrong("accumulate", 1.5, "a whole number, at least 1")
     'accumulate=1.5: expected a whole number, at least 1'
@@ -45,7 +45,7 @@ def wrong(name: str, value: object, expected: str, remedy: str = "") -> str:
 
 
 def check_path(name: str, value: object, what: str = "the path of a folder") -> Path:
-    """Return a path. TypeError unless it is one, ValueError for "", which would be the working directory."""
+    """Return a value as a path. TypeError for other types, ValueError for "" (the working directory)."""
     if not isinstance(value, str | os.PathLike):
         raise TypeError(wrong(name, value, what))
     if not os.fspath(value):
@@ -63,7 +63,7 @@ def check_flags(**flags: object) -> None:
 def check_whole(
     name: str, value: object, least: int = 1, below: float = torch.inf, what: str = "a whole number"
 ) -> None:
-    """Raise TypeError unless a value is an int (a bool is not), ValueError unless it is in [least, below)."""
+    """Raise TypeError unless a value is an int (not a bool), ValueError unless it is in [least, below)."""
     bound = f"at least {least}" if below == torch.inf else f"from {least} to {below - 1}"
     if not isinstance(value, int) or isinstance(value, bool):
         raise TypeError(wrong(name, value, f"{what}, {bound}"))
@@ -72,12 +72,12 @@ def check_whole(
 
 
 def is_number(value: object) -> TypeGuard[float]:
-    """Whether a value is an int or a float, and not a bool; where torch.compile traces, also one of its sizes."""
+    """True for an int or a float, but not a bool; also for symbolic sizes of torch.compile."""
     return isinstance(value, int | float | torch.SymInt | torch.SymFloat) and not isinstance(value, bool)
 
 
 def check_positive(name: str, value: object, tensors: bool = True) -> None:
-    """Raise TypeError unless a value is a number or a 0-d tensor, ValueError for a number that is not above 0."""
+    """Raise TypeError unless a value is a number or a 0-d tensor, ValueError unless a number is above 0."""
     expected = "a number above 0" + " (or a 0-d tensor of one)" * tensors
     if tensors and isinstance(value, Tensor) and not value.dim():
         return
@@ -94,18 +94,18 @@ def check_word(name: str, value: object, words: Sequence[str]) -> None:
 
 
 def check_function(name: str, value: object, what: str, remedy: str = "") -> None:
-    """Raise TypeError for a value that cannot be called, for a class, and for a module (it has `named_parameters`)."""
+    """Raise TypeError for anything uncallable, a class, or a module (with `named_parameters`)."""
     if hasattr(value, "named_parameters") or isinstance(value, type) or not callable(value):
         raise TypeError(wrong(name, value, f"{what}, a function", remedy))
 
 
 def check_has(name: str, value: object, methods: Sequence[str], what: str) -> None:
-    """Raise TypeError for an object that lacks one of these attributes, and for a class where an object is expected."""
+    """Raise TypeError for a class, and for an object without one of `methods`."""
     if isinstance(value, type) or not all(hasattr(value, method) for method in methods):
         raise TypeError(wrong(name, value, f"{what} (with {', '.join(methods)})"))
 
 
-# The range [least, below) of each hyper-parameter; torch.optim's constructors have the same ranges.
+# The range [least, below) of each hyper-parameter, as in the constructors of torch.optim.
 RANGES: dict[str, tuple[float, float]] = {
     **dict.fromkeys(["lr", "lr_decay", "weight_decay", "momentum", "alpha"], (0, torch.inf)),
     **dict.fromkeys(["eps", "eps[0]", "eps[1]", "initial_accumulator_value"], (0, torch.inf)),
@@ -117,9 +117,9 @@ RANGES: dict[str, tuple[float, float]] = {
 
 
 def check_hyperparams(optimizer: str, rate: object = 0.0, **numbers: object) -> None:
-    """Raise for hyper-parameters that are neither numbers in their range nor 0-d tensors; `rate` may be a schedule.
+    """Raise unless hyper-parameters are numbers in range, or 0-d tensors, whose values are not read.
 
-    Values of tensors are not read. A name that `RANGES` does not have is a TypeError.
+    `rate` may be a schedule. A name without an entry in `RANGES` is a TypeError.
     """
     for name, value in {"lr": rate, **numbers}.items():
         if name not in RANGES:
@@ -141,12 +141,12 @@ def check_hyperparams(optimizer: str, rate: object = 0.0, **numbers: object) -> 
 
 
 def check_rate(value: object) -> None:
-    """Raise TypeError unless the value a schedule returned is a number or a 0-d tensor."""
+    """Raise TypeError unless a schedule's value is a number or a 0-d tensor."""
     if not is_number(value) and not (isinstance(value, Tensor) and not value.dim()):
         raise TypeError(f"a schedule gave {shown(value)}: expected a number or a 0-d tensor")
 
 
-# prefixes of the names of files that are not the user's: fshard and torch; and generated code
+# prefixes of files that are not the user's: fshard, torch, generated code
 CODE = (os.path.dirname(os.path.dirname(__file__)) + os.sep, os.path.dirname(torch.__file__) + os.sep, "<frozen ")
 NOT_THE_USER = (
     *CODE,
@@ -157,7 +157,7 @@ NOT_THE_USER = (
 
 
 def call_site(frame: FrameType | None = None) -> str:
-    """Return "file:line" of the innermost frame of the user's code, from `frame` outwards."""
+    """Return "file:line" of the innermost user frame, from `frame` outwards."""
     frame = frame or sys._getframe(1)
     while frame.f_back is not None and frame.f_code.co_filename.startswith(NOT_THE_USER):
         frame = frame.f_back
@@ -165,14 +165,14 @@ def call_site(frame: FrameType | None = None) -> str:
 
 
 def line_of(file: str, number: int | None) -> str:
-    """Return "file:line"; in a notebook "Cell In[5]:line", as IPython does: the file of a cell has no name to know."""
+    """Return "file:line"; in a notebook "Cell In[5]:line", as IPython does, because a cell has no useful file name."""
     shell = sys.modules["IPython"].get_ipython() if "IPython" in sys.modules else None
     cell = shell and shell.compile.format_code_name(file)
     return f"{' '.join(cell) if cell else file}:{number}"
 
 
 def frame_of(failure: BaseException) -> traceback.FrameSummary:
-    """Return the innermost frame of the user's code that an exception passed through, else the innermost of all."""
+    """Return the innermost user frame of an exception, else the innermost frame."""
     frames = traceback.extract_tb(failure.__traceback__)
     users = [f for f in frames if not f.filename.startswith(NOT_THE_USER) and "site-packages" not in f.filename]
     return (users or list(frames))[-1]

@@ -1,4 +1,4 @@
-"""Differences of names, shapes and dtypes from the expected ones: one sentence for each, and a remedy."""
+"""Differences of names, shapes and dtypes: one sentence for each, and a remedy."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor
 
 from .arguments import shown
 
-# What torch's wrappers put into names: torch.compile, activation checkpointing, FSDP1.
+# Words that torch's wrappers put into names: torch.compile, activation checkpointing, FSDP1.
 WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.", "_fsdp_wrapped_module.")
 
 
@@ -21,7 +21,7 @@ _LEFT_OUT = ". Names for which rename gives None are left out"
 
 
 class Form(NamedTuple):
-    """The shape and dtype of a tensor that has not been read."""
+    """The shape and dtype of a tensor not read yet."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -33,14 +33,14 @@ class Form(NamedTuple):
 
 
 class Wanted(NamedTuple):
-    """A leaf to be read: all its names, its shape and the dtype in which it is stored."""
+    """A leaf to read: its names, shape and stored dtype."""
 
     names: list[str]
     form: Form
 
 
 def listed(names: Sequence[str]) -> str:
-    """Return names as an error shows them: the first eight.
+    """Return the first eight names as text for an error.
 
     >>> listed(["a", "b"])
     "'a', 'b'"
@@ -49,7 +49,7 @@ def listed(names: Sequence[str]) -> str:
 
 
 def lacking(expected: Collection[str], got: Collection[str]) -> str:
-    """Say which paths or names a tree or a file lacks, and which it has besides; "" if they are the same.
+    """List the missing and the extra names; "" if there are none.
 
     >>> lacking(["a", "b"], ["a"]), lacking(["a"], ["a"])
     ("it lacks ['b'] and has nothing besides", '')
@@ -61,7 +61,7 @@ def lacking(expected: Collection[str], got: Collection[str]) -> str:
 
 
 def differences(wanted: Iterable[Wanted], given: Mapping[str, object]) -> Iterator[str]:
-    """Say how tensors by name, or forms of tensors, differ from what the leaves of a plan need.
+    """Say how named tensors, or their forms, differ from a plan's leaves.
 
     >>> [*differences([Wanted(["w"], Form((2,), torch.float32))], {"w": torch.zeros(3)})]
     ["'w': expected a tensor [2], got one [3]"]
@@ -74,7 +74,7 @@ def differences(wanted: Iterable[Wanted], given: Mapping[str, object]) -> Iterat
 
 
 def name_differences(expected: Iterable[Sequence[str]], given: Collection[str], of: str = "the plan") -> Iterator[str]:
-    """Say which names are missing or unknown, and what to do; each of `expected` has all names of one leaf of `of`.
+    """Say which names are missing or unknown, and the remedy; `expected` has all names of each leaf of `of`.
 
     >>> list(name_differences([["w"]], ["v"]))
     ["it lacks 1 names: 'w'", "it has 1 names that the plan has not: 'v'"]
@@ -92,7 +92,6 @@ def name_differences(expected: Iterable[Sequence[str]], given: Collection[str], 
 
 
 def _remedy(missing: Sequence[str], unknown: Sequence[str]) -> str:
-    """The remedy for names that differ; "" if none is known."""
     if any(name.rpartition(".")[2].startswith("_flat_param") for name in unknown):
         return (
             ". FSDP1's LOCAL_STATE_DICT has flat parameters, which do not say which leaves are in them: let FSDP1 "
@@ -106,7 +105,7 @@ def _remedy(missing: Sequence[str], unknown: Sequence[str]) -> str:
 
 
 def _call(missing: Sequence[str], unknown: Sequence[str]) -> str:
-    """An expression of `name` by which most unknown names become missing ones; "" if there is none."""
+    """Return an expression of `name` that turns most unknown names into missing ones; "" if there is none."""
     words = [word for word in WRAPPERS if any(word in name for name in unknown)]
     replaced = "name" + "".join(f".replace({word!r}, '')" for word in words)
     plain = [reduce(lambda rest, word: rest.replace(word, ""), words, name) for name in unknown]
@@ -122,7 +121,7 @@ def _call(missing: Sequence[str], unknown: Sequence[str]) -> str:
 
 
 def unfit(name: str, expected: Form, given: object) -> str:
-    """Say why a value, or the form of one, cannot be read into a leaf; "" if it can.
+    """Say why a leaf cannot take a value, or its form; "" if it can.
 
     >>> unfit("w", Form((2,), torch.float32), torch.zeros(3))
     "'w': expected a tensor [2], got one [3]"
@@ -131,7 +130,7 @@ def unfit(name: str, expected: Form, given: object) -> str:
 
 
 def form_difference(name: str, expected: Form, given: object) -> str:
-    """Say how a tensor, or the form of one, is not one that a leaf can take: "" if only the floating dtype differs.
+    """Say why a leaf cannot take a tensor's form; "" if it can. Floating dtypes may differ.
 
     >>> form_difference("w", Form((2,), torch.float32), torch.zeros(2, dtype=torch.int64))
     "'w': expected torch.float32, got torch.int64"
@@ -145,17 +144,17 @@ def form_difference(name: str, expected: Form, given: object) -> str:
 
 
 def _kind(dtype: torch.dtype) -> torch.dtype | str:
-    """The kind of dtypes that are cast into each other: "floating", "complex", or the dtype alone."""
+    """Return "floating", "complex" (dtypes are cast within each), or the dtype alone."""
     return "floating" if dtype.is_floating_point else "complex" if dtype.is_complex else dtype
 
 
 def unreadable(name: str, value: object) -> str:
-    """Say why a tensor's values cannot be read; "" if they can, or if `value` is no tensor.
+    """Say why a tensor's values cannot be read; "" if they can, and for other values.
 
     >>> unreadable("w", torch.zeros(2, device="meta"))
     "'w': expected a tensor with values, got one on meta"
     """
-    if not isinstance(value, Tensor) or hasattr(value, "local_shards"):  # a ShardedTensor may have no part here to ask
+    if not isinstance(value, Tensor) or hasattr(value, "local_shards"):  # a ShardedTensor may have no part here
         return ""
     if value.layout != torch.strided:
         return f"{name!r}: expected a dense tensor, got {value.layout}: call to_dense() on it"
@@ -163,5 +162,5 @@ def unreadable(name: str, value: object) -> str:
 
 
 def equal_values(a: Tensor, b: Tensor) -> bool:
-    """Whether two tensors have equal elements, where NaN is equal to NaN."""
+    """True if two tensors have equal elements; NaN equals NaN."""
     return bool(((a == b) | ((a != a) & (b != b))).all())

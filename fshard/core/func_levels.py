@@ -1,9 +1,9 @@
-"""torch.func's interpreter stack: each running transform has one level on it, which operators go through.
+"""torch.func's interpreter stack: one level for each running transform; operators go through all levels.
 
 Note [Gathers inside transforms]
-    A loss may use torch.func's transforms, and access its parameters inside them. For those transforms a gathered
-    parameter is a constant; only the outer gradient differentiates with respect to it. So it is gathered with an empty
-    stack, where tensors have memory and autograd records the nodes of the outer gradient.
+    A loss may use torch.func's transforms, and read its parameters inside them. A gathered parameter is a constant for
+    these; only the outer gradient differentiates by it. So the gather runs with an empty stack, where tensors have
+    memory and autograd records nodes for the outer gradient.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-# Private, here and below: torch has no public way to ask whether a transform is running, nor to leave it temporarily
+# Private, here and below: torch has no public way to ask for a running transform, or to leave it for a while
 # (test_func_losses.py fails if torch removes these).
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack, temporarily_restore_interpreter_stack
 from torch.autograd import forward_ad
@@ -25,11 +25,11 @@ from .tree import Tree
 
 T = TypeVar("T")
 
-_REFUSAL = "don't yet support saved tensor hooks"  # torch has no exception class for it: only these words
+_REFUSAL = "don't yet support saved tensor hooks"  # torch has no exception class for it, only these words
 
 
 def inside() -> bool:
-    """Whether a transform of torch.func is running.
+    """True if a transform of torch.func is running.
 
     >>> inside(), torch.func.vmap(lambda x: x + inside())(torch.zeros(2)).tolist()
     (False, [1.0, 1.0])
@@ -38,7 +38,7 @@ def inside() -> bool:
 
 
 def differentiates(x: Tree) -> bool:
-    """True if a derivative may pass through a tree: a transform of torch.func runs, or a leaf has gradient or tangent.
+    """True if a derivative may pass through a tree: torch.func runs, or a leaf has a gradient or a tangent.
 
     >>> differentiates([torch.ones(1), 2.0]), differentiates([torch.ones(1, requires_grad=True)])
     (False, True)
@@ -62,9 +62,9 @@ def needs_gradient(x: object) -> bool:
 
 
 def depending(x: Tensor, on: Tree) -> Tensor:
-    """Return `x`, which may be written to in place with what is computed from `on`; a copy if a derivative passes.
+    """Return `x` to write results from `on` into: a copy with the levels of `on` if a derivative may pass.
 
-    The copy depends on every tensor of `on`, and so has its levels, and derivatives, which are zero.
+    The copy depends on every tensor of `on`; these derivatives are zero.
 
     >>> torch.func.vmap(lambda y: depending(torch.zeros(2), [y]).copy_(y))(torch.ones(1, 2))
     tensor([[1., 1.]])
@@ -76,7 +76,7 @@ def depending(x: Tensor, on: Tree) -> Tensor:
 
 
 def refuse_derivative(x: T, what: str) -> T:
-    """Return `x`; TypeError if a derivative passes through it, which `what` would lose."""
+    """Return `x`. TypeError if a derivative passes through it; `what` would lose the derivative."""
     if differentiates(x):
         raise TypeError(
             f"{what}: a derivative by a hyper-parameter alone (requires_grad) is seen too late here, and not on all "
@@ -86,7 +86,7 @@ def refuse_derivative(x: T, what: str) -> T:
 
 
 def is_wrapped(x: Tensor) -> bool:
-    """Whether a tensor is one of a transform that runs, and means nothing outside of it.
+    """True for a tensor of a running transform, meaningless outside.
 
     >>> torch.func.vmap(lambda x: x + is_wrapped(x))(torch.zeros(2)).tolist()
     [1.0, 1.0]
@@ -95,19 +95,19 @@ def is_wrapped(x: Tensor) -> bool:
 
 
 def is_dual(x: object) -> bool:
-    """True for a tensor with a tangent of torch.autograd.forward_ad, which operators in a graph would not see.
+    """True for a tensor with a tangent (torch.autograd.forward_ad). A graph's operators would not see it.
 
     >>> is_dual(torch.zeros(2))
     False
     """
-    # private: to unpack each tensor where there is no level takes longer (test_jit_derivatives.py notices when it goes)
+    # private: unpacking each tensor without a level takes longer (test_jit_derivatives.py notices when it goes)
     if forward_ad._current_level < 0 or not isinstance(x, Tensor) or x.layout is not torch.strided:
         return False  # torch has no sparse tangents
     return forward_ad.unpack_dual(x).tangent is not None
 
 
 def unwrapped(x: Tensor) -> Tensor:
-    """The tensor below all transforms that run; of a batched one with the dim of the batch.
+    """Return the innermost tensor, with its batch dims.
 
     >>> shapes = []
     >>> _ = torch.func.vmap(lambda x: shapes.append(unwrapped(x).shape) or x)(torch.zeros(2, 3))
@@ -120,7 +120,7 @@ def unwrapped(x: Tensor) -> Tensor:
 
 
 def aside() -> AbstractContextManager[Sequence[object]]:
-    """Run the block outside all transforms; it is given the levels it left, innermost first. Dual: `again`.
+    """Run the block outside all transforms; yields the levels it left, innermost first. Dual: `again`.
 
     >>> def f(x):
     ...     with aside():
@@ -133,12 +133,12 @@ def aside() -> AbstractContextManager[Sequence[object]]:
 
 
 def again(levels: Sequence[object]) -> AbstractContextManager[None]:
-    """Run the block inside these levels again, which `aside` returned. Dual: `aside`."""
+    """Run the block inside the `levels` that `aside` left. Dual: `aside`."""
     return temporarily_restore_interpreter_stack(list(levels))
 
 
 def refuses_hooks(failure: RuntimeError) -> bool:
-    """Whether an error says that torch.func refuses hooks on saved tensors: the loss then runs again without hooks.
+    """True if torch.func refused saved-tensor hooks: the loss then runs again without.
 
     >>> refuses_hooks(RuntimeError("something else"))
     False

@@ -1,4 +1,4 @@
-"""Lazy containers: each child is created when the program accesses it; classes of what stands for a container."""
+"""Lazy containers, with children created on access, and classes of stand-ins for containers."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from typing import Any
 from . import tree
 from .tree import Spec, Tree, children, names
 
-STATE = ("_tape_", "_spec_", "_first_", "_inside_", "_listed_")  # of what stands for a container
+STATE = ("_tape_", "_spec_", "_first_", "_inside_", "_listed_")  # attributes of a stand-in
 _MAKERS = ("__new__", "__init__", "__setattr__")
 _NOT_FORWARDED = {*_MAKERS, "__getattr__", "__getattribute__", "__delattr__", "__init_subclass__", "__class_getitem__"}
-_NOT_FORWARDED |= {"__getnewargs__", "__reduce__", "__reduce_ex__", "__copy__"}  # those of the container are asked
+_NOT_FORWARDED |= {"__getnewargs__", "__reduce__", "__reduce_ex__", "__copy__"}  # the container's own are used
 
 
 class Container:
-    """The children of a container, listed once: their names, structures and first leaves."""
+    """The names, structures and first leaves of a container's children."""
 
     def __init__(self, spec: Spec):
         self.names: list[Hashable] = names(spec)
         self.positions: dict[Hashable, int] = {name: position for position, name in enumerate(self.names)}
-        # the structure, and the number of the first leaf in this container
+        # (structure, number of the first leaf in this container)
         self.children: list[tuple[Spec, int]] = list(children(spec))
         kind = spec.type or tuple
         self.is_mapping: bool = issubclass(kind, dict)
@@ -33,13 +33,13 @@ class Container:
 
 
 class Branch:
-    """A container that creates its children on access. Names of its own begin and end with `_`: users have others."""
+    """A container that creates its children on access. Its own names are `_name_`: users have others."""
 
     __slots__ = ()
 
     @abstractmethod
     def _container_(self) -> Container:
-        """Return the children of the container that this object represents."""
+        """Return the children of the represented container."""
 
     @abstractmethod
     def _pick_(self, index: int) -> Tree:
@@ -47,7 +47,7 @@ class Branch:
 
 
 class Readable(Branch):
-    """One with the reading methods of the dict, list or tuple that it represents."""
+    """A branch with the reading methods of its dict, list or tuple."""
 
     __slots__ = ()
 
@@ -61,7 +61,7 @@ class Readable(Branch):
         return self._pick_(numbers) if isinstance(numbers, int) else container.sliced(map(self._pick_, numbers))
 
     def __getattr__(self, name: str) -> Tree:
-        # Do not call `_container_` for private names: it reads private attributes itself, and would recurse without end
+        # private names must not reach `_container_`: it reads private attributes, and would recurse without end
         container = None if name.startswith("_") else self._container_()
         if container is None or container.is_mapping or name not in container.positions:
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
@@ -76,7 +76,7 @@ class Readable(Branch):
 
     def _children_(self) -> Iterator[Tree]:
         number = 0
-        while number < len(self):  # which may change meanwhile, as a list's
+        while number < len(self):  # the length may change meanwhile, as a list's
             yield self._pick_(number)
             number += 1
 
@@ -89,11 +89,11 @@ class Readable(Branch):
         return KeysView(self)
 
     def values(self) -> ValuesView[Tree]:
-        """Return the children in the order of use, each created when reached."""
+        """Return the children in the order of use, created when reached."""
         return _Values(self)
 
     def items(self) -> ItemsView[Hashable, Tree]:
-        """Return pairs of a key and its child, each child created when reached."""
+        """Return (key, child) pairs, created when reached."""
         return _Items(self)
 
     def get(self, key: Hashable, default: Tree = None) -> Tree:
@@ -102,7 +102,7 @@ class Readable(Branch):
 
 
 class _Values(ValuesView[Tree]):
-    """Values that, like a dict's, can be iterated again, and show what a program puts there meanwhile."""
+    """Values that, like a dict's, can be iterated again, and show later writes."""
 
     _mapping: Any  # a Branch
 
@@ -111,7 +111,7 @@ class _Values(ValuesView[Tree]):
 
 
 class _Items(ItemsView[Hashable, Tree]):
-    """Items that, like a dict's, can be iterated again, and show what a program puts there meanwhile."""
+    """Items that, like a dict's, can be iterated again, and show later writes."""
 
     _mapping: Any  # a Branch
 
@@ -121,7 +121,7 @@ class _Items(ItemsView[Hashable, Tree]):
 
 
 class Attributes:
-    """The attributes of a class's objects as they lie in memory: to copy them runs no code of the class."""
+    """The attributes of objects in memory: copying them runs no code of the class."""
 
     def __init__(self, kind: type, children: tuple[str, ...]):
         pairs = [pair for base in kind.__mro__ for pair in vars(base).items()]
@@ -130,22 +130,22 @@ class Attributes:
         self._slots: list[Any] = [x for _, x in pairs if isinstance(x, MemberDescriptorType)]
 
     def of(self, x: object) -> dict[str, Tree]:
-        """The dict of an object. AttributeError if it has slots alone."""
+        """Return the dict of an object. AttributeError if it has only slots."""
         if self._dict is None:
             raise AttributeError("__dict__")
         return self._dict.__get__(x)
 
     def copy(self, x: object, into: object) -> None:
-        """Give an object the attributes of another."""
+        """Copy the attributes of an object to another."""
         for slot in self._slots:
-            with suppress(AttributeError):  # it has no value
+            with suppress(AttributeError):  # the slot has no value
                 slot.__set__(into, slot.__get__(x))
         if self._dict is not None:
             self.of(into).update(self.of(x))
 
 
 def child_names(spec: tree.Spec) -> tuple[str, ...] | None:
-    """The attributes that are a node's children; None if the node's class may compute something of its children."""
+    """Return the attributes that are a node's children; None if its class may compute from children."""
     kind: Any = spec.type
     names, above = tree.child_fields(kind), kind.__mro__[:-1]
     if issubclass(kind, tuple):
@@ -160,18 +160,18 @@ def child_names(spec: tree.Spec) -> tuple[str, ...] | None:
 
 
 def _only_sets(classes: Iterable[type]) -> bool:
-    """Whether objects are made by what the module `dataclasses` wrote, which sets fields and does nothing else."""
+    """True if only code of the module `dataclasses` makes objects: it just sets fields."""
     made = [vars(base)[name] for base in classes for name in ("__post_init__", *_MAKERS) if name in vars(base)]
     return all(isinstance(x, FunctionType) and x.__code__.co_qualname.startswith("__create_fn__.") for x in made)
 
 
 def _is_stored(of_class: object) -> bool:
-    """Whether an attribute is what an object holds, given what its class has of this name."""
+    """True if an object's attribute is its stored value, given the class's attribute of this name."""
     return isinstance(of_class, MemberDescriptorType) or not hasattr(type(of_class), "__set__")
 
 
 def special_names(kind: type) -> frozenset[str]:
-    """The special methods that a NamedTuple was written with."""
+    """Return the special methods written in a NamedTuple's class."""
     if not issubclass(kind, tuple):
         return frozenset()
     pairs = [pair for base in kind.__mro__ if base not in (tuple, object) for pair in vars(base).items()]
@@ -179,14 +179,14 @@ def special_names(kind: type) -> frozenset[str]:
 
 
 def forwarded(kind: type, name: str) -> property:
-    """A special method of a NamedTuple: a call reads what it needs, others may need a tuple."""
+    """Return a NamedTuple's special method: `__call__` reads lazily, others may need the filled tuple."""
     if name == "__call__":
         return property(lambda x: inspect.getattr_static(kind, name).__get__(x, kind))
     return property(lambda x: getattr(x._filled_(), name))
 
 
 class OfTuple(type):
-    """The class of what stands for a tuple has what the tuple's class has."""
+    """Metaclass of a tuple's stand-ins: they have the attributes of the tuple's class."""
 
     _kind_: type
 
@@ -195,19 +195,19 @@ class OfTuple(type):
 
 
 def stand_in_class(meta: type, kind: type, bases: tuple[type, ...], attributes: dict[str, Any]) -> Any:
-    """A class of these bases for what stands for a container of class `kind`; to call it makes such a container."""
+    """Make a class of stand-ins for containers of class `kind`; a call makes a real `kind`."""
     named: dict[str, Any] = {name: getattr(kind, name) for name in ("__module__", "__qualname__", "__doc__")}
     named |= {"__slots__": (), "__new__": lambda cls, *args, **kwargs: kind(*args, **kwargs)}
-    # no metaclass's own code runs: it may register each new class
+    # type.__new__ skips the metaclass's own code, which may register each new class
     return type.__new__(meta, kind.__name__, bases, named | attributes)
 
 
 def object_class(base: type, kind: type, names: tuple[str, ...]) -> Any:
-    """The class of what stands for an object with these children. TypeError if its class cannot have another below."""
+    """Make the class of stand-ins for an object. TypeError if its class forbids subclasses."""
     children = {name: _child(index, name, inspect.getattr_static(kind, name, None)) for index, name in enumerate(names)}
-    # Python would make a class of two bases a dict of its own
+    # a class of two bases would get a second dict
     more = {"__slots__": STATE, "__dict__": vars(base)["__dict__"], "_attributes_": Attributes(kind, names), **children}
-    if getattr(getattr(kind, "__dataclass_params__", None), "frozen", False):  # what refuses asks for the very class
+    if getattr(getattr(kind, "__dataclass_params__", None), "frozen", False):  # it refuses with its exact class
         more["__setattr__"] = lambda x, *args: kind.__setattr__(object.__new__(x.__class__), *args)
     made = stand_in_class(type(kind), kind, (base, kind), more)
     object.__new__(made)
@@ -215,7 +215,6 @@ def object_class(base: type, kind: type, names: tuple[str, ...]) -> Any:
 
 
 def _child(index: int, name: str, slot: Any) -> property:
-    """The child at a position: picked, or what the object has."""
     has_slot = isinstance(slot, MemberDescriptorType)
 
     def read(x: Any) -> Tree:
@@ -240,12 +239,12 @@ def _child(index: int, name: str, slot: Any) -> property:
 
 
 def filling(run: Callable[..., Any]) -> Callable[..., Any]:
-    """An operator of containers, with their children in place of lazy ones."""
+    """Wrap an operator: fill the stand-ins among its arguments."""
     return lambda *args: run(*(x._filled_() if isinstance(x, tree.StandIn) else x for x in args))
 
 
 def in_place(run: Callable[..., Any]) -> Callable[..., Any]:
-    """An operator that changes a container, or makes another if its class cannot be changed."""
+    """Wrap an operator that changes a container, or makes another if its class is immutable."""
 
     def changed(x: Any, other: Tree) -> Tree:
         result = run(x._settled_(), other)

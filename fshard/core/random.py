@@ -1,17 +1,17 @@
-"""Random numbers that depend on a seed, a rank and a position in a step, and on nothing else.
+"""Random numbers from a seed, a rank and a position in a step alone.
 
 Note [Random numbers in a graph]
-    A graph that drew from torch's generators would depend on what ran before it. So while a graph is traced, every
-    random operator becomes a node that takes the state of a generator and returns the next state; the graph draws the
-    numbers that the same code draws eagerly. The index of the next state is kept as the seed of torch's generator: code
-    that restores the generator to recompute something (torch.utils.checkpoint) draws the same numbers again.
+    If a graph drew from torch's generators, its numbers would depend on earlier code. So in a traced graph every random
+    operator is a node that takes a generator's state and returns the next state, with the numbers of the eager code.
+    The seed of torch's generator stores the index of the next state: code that restores the generator to recompute
+    something (torch.utils.checkpoint) draws the same numbers again.
 
 Note [Beside other threads]
-    All threads share torch's generator of the host: one that draws beside an eager step would change the step's
-    numbers. So where there are other threads, a step's operators are given a generator of the step's own. A dispatch
-    key, which torch keeps for tests and only the step's thread has on, leads random operators here, and no others: the
-    rest take no longer. As in a graph, the seed of torch's generator is the number of the next state, which no draw
-    changes. So another thread may draw, but not seed or restore the generator, as a second step would do: an error.
+    All threads share torch's generator of the host, so another thread's draws would change an eager step's numbers. If
+    there are other threads, a step's operators draw from a generator of the step. A dispatch key, kept by torch for
+    tests and on in the step's thread alone, leads random operators here; other operators take no longer. As in a graph,
+    the seed of torch's generator is the number of the next state, and no draw changes it. So another thread may draw,
+    but not seed or restore the generator, as a second step would: that is an error.
 """
 
 from __future__ import annotations
@@ -39,14 +39,14 @@ from .tree import Tree
 Place = torch.device | torch.Generator
 HOST = torch.device("cpu")
 _aten = torch.ops.aten
-_STATE_BYTES = {"cpu": 5056}  # size of a generator's state; 16 on other devices
+_STATE_BYTES = {"cpu": 5056}  # bytes of a generator's state; 16 on other devices
 
 
 @contextmanager
 def seeded(seed: Tensor, step: Tensor, rank: int, part: int, device: torch.device) -> Iterator[None]:
-    """Seed torch's generators by (seed, step, rank, part) inside the block, and restore them after it."""
+    """Seed torch's generators by (seed, step, rank, part) inside the block; restore them after it."""
     cuda = device.type == "cuda"
-    # a graph writes to the host's generator alone: it keeps the index of the next state there
+    # a graph writes to the host's generator alone, which holds the index of the next state
     with torch.random.fork_rng([device] if cuda and not is_tracing() else _alone() if active_count() > 1 else []):
         if is_tracing():
             state = torch.ops.fshard.seeded(seed, step, rank, part, device)
@@ -61,47 +61,43 @@ def seeded(seed: Tensor, step: Tensor, rank: int, part: int, device: torch.devic
             yield
 
 
-_LOCK = Lock()  # while operators are registered, once
+_LOCK = Lock()  # held while operators are registered, once
 _KEY = "TESTING_ONLY_GenericMode"
-_TAG = 0xF5A7 << 48  # of the seeds that number states; those of other steps differ in the bits below
+_TAG = 0xF5A7 << 48  # marks seeds that number states; seeds of other steps differ in the lower bits
 _OWN: ContextVar[_OwnDraws | None] = ContextVar("fshard.core.random.own", default=None)  # of this thread's step
 
 
 class _OwnDraws(ExitStack):
-    """A block in which operators on the host draw what torch's generator would, from a generator of the block's own."""
+    """A block whose operators on the host draw torch's numbers from the block's generator."""
 
     def __enter__(self) -> Self:
         self.enter_context(assigned(_OWN, self))
         with _LOCK:
             key = _lead_here()
-            for op in _higher_order_ops.values():  # no fallback is theirs, and others may have been made since
+            for op in _higher_order_ops.values():  # higher-order operators have no fallback, and new ones may exist
                 if op.non_fallthrough_keys.has(key):
                     op.fallthrough(key)
         self.enter_context(torch._C._IncludeDispatchKeyGuard(key))
         return self
 
     def manual_seed(self, seed: int) -> None:
-        """Draw from here on what torch's generator draws after this seed."""
         self._generator = torch.Generator().manual_seed(seed)
         self._seed = self._begin = _TAG | seed >> 40 << 24
-        self._states = {self._begin: self._generator.get_state()}  # by the seed that numbers it
+        self._states = {self._begin: self._generator.get_state()}  # by the numbering seed
         torch.default_generator.manual_seed(self._begin)
 
     @contextmanager
     def drawing(self) -> Iterator[torch.Generator]:
-        """A block that draws from the generator that it gets."""
         self._follow()
         yield self._generator
         self.go_on(self._generator.get_state())
 
     @property
     def state(self) -> Tensor:
-        """The state from which the next numbers are drawn."""
         self._follow()
         return self._generator.get_state()
 
     def go_on(self, state: Tensor) -> None:
-        """Draw from this state next."""
         self._seed = self._begin + len(self._states)
         self._states[self._seed] = state
         self._generator.set_state(state)
@@ -116,7 +112,7 @@ class _OwnDraws(ExitStack):
 
 
 def _alone() -> list[int]:
-    """No devices. RuntimeError if another thread runs a step: to restore the generator would change its numbers."""
+    """Return no devices. RuntimeError if another thread runs a step: restoring the generator would change its draws."""
     if _OWN.get() is None:
         _check_alone()
     return []
@@ -132,7 +128,6 @@ def _check_alone() -> None:
 
 @cache
 def _lead_here() -> torch._C.DispatchKey:
-    """Lead random operators to the step's own draws, where the key is on."""
     key, functions = torch._C._dispatch_key_parse(_KEY), dict[str, Callable[..., object]]()
     known = {*torch._C._dispatch_get_all_op_names()}
     for schema in torch._C._jit_get_all_schemas():
@@ -147,7 +142,7 @@ def _lead_here() -> torch._C.DispatchKey:
 
 
 def _given(func: Operator, key: torch._C.DispatchKey, _: object, *args: Tree, **kwargs: Tree) -> Tree:
-    """Call an operator that takes a generator, with the step's own unless it is given one."""
+    """Call an operator with the step's generator, unless it has one."""
     block, every = _OWN.get(), (*args, *kwargs.values())
     x = next(x for x in every if isinstance(x, Tensor))
     with torch._C._ExcludeDispatchKeyGuard(torch._C.DispatchKeySet(key)):
@@ -162,7 +157,10 @@ def _given(func: Operator, key: torch._C.DispatchKey, _: object, *args: Tree, **
 def _around(
     func: Operator, key: torch._C.DispatchKey, keys: torch._C.DispatchKeySet, *args: Tree, **kwargs: Tree
 ) -> Tree:
-    """Call an operator that takes none: those that it calls come here, unless a dispatch mode, as a profiler, is on."""
+    """Call an operator without a generator argument: its inner operators come here.
+
+    Under a dispatch mode, as a profiler, they do not: then torch's generator gets the step's state around the call.
+    """
     block = _OWN.get()
     if block is None or is_tracing() or not torch._C._len_torch_dispatch_stack():
         return func.redispatch(keys.remove(key), *args, **kwargs)
@@ -175,9 +173,9 @@ def _around(
 
 @dataclass(frozen=True)
 class Seeds:
-    """The origin of the random numbers of a step's update: the state's seed and step, and a place in the update.
+    """The origin of random numbers in a step's update: the state's seed and step, and a place.
 
-    Places are numbered by `at`, and the functions that draw at one place by `following`, in the order of their calls.
+    `at` numbers the places; `following` numbers functions that draw at one place, in the order of calls.
     """
 
     seed: Tensor
@@ -187,7 +185,7 @@ class Seeds:
     calls: Iterator[int] = field(default_factory=count)
 
     def at(self, *words: int) -> Seeds:
-        """Return the seeds of a place inside of this one."""
+        """Return the seeds of a place inside this one."""
         return replace(self, place=_number(self.place, *words) >> 1, calls=count())
 
     def following(self) -> Seeds:
@@ -196,19 +194,19 @@ class Seeds:
 
     @contextmanager
     def block(self) -> Iterator[Callable[[], bool]]:
-        """Draw from these seeds inside the block; yields a function that says whether anything was drawn in it."""
-        part = -1  # those of a loss are at least 0
+        """Draw from these seeds inside the block; yields a function: True if the block drew anything."""
+        part = -1  # a loss has parts from 0 on
         with seeded(self.seed, self.step, self.place, part, self.device), assigned(UPDATE, self):
             start = position(self.device)
             yield lambda: position(self.device) != start
 
 
-# of the update that a step makes in this thread; None outside of steps
+# of the update in this thread's step; None outside of steps
 UPDATE: ContextVar[Seeds | None] = ContextVar("fshard.core.random.update", default=None)
 
 
 def position(device: torch.device) -> Hashable:
-    """A value that changes if anything is drawn from torch's generators, of the host or of a device."""
+    """Return a value that changes with every draw from the generators of host or device."""
     if is_tracing() or _OWN.get() is not None:
         return torch.default_generator.initial_seed()  # the index of the next state
     return tuple(g.get_state().numpy().tobytes() for g in (torch.default_generator, _default_generator(device)))
@@ -216,7 +214,7 @@ def position(device: torch.device) -> Hashable:
 
 @contextmanager
 def seeded_by(seed: int, path: str, device: torch.device) -> Iterator[None]:
-    """Seed torch's generators, of the host and of `device`, by (seed, path) inside the block; restore them after it."""
+    """Seed the generators of host and `device` by (seed, path) inside the block; restore them after it."""
     back, number = bookmark(device), _number(seed, path)
     try:
         torch.default_generator.manual_seed(number)
@@ -228,7 +226,7 @@ def seeded_by(seed: int, path: str, device: torch.device) -> Iterator[None]:
 
 
 def bookmark(*places: Place) -> Callable[[], None]:
-    """Return a function that restores torch's generators, of the host and of these places, to their present state.
+    """Return a function that restores the present state of the generators of the host and `places`.
 
     >>> back = bookmark()
     >>> a = torch.rand(2)
@@ -245,19 +243,19 @@ def _restore(backs: Sequence[Callable[[], object]]) -> None:
 
 
 def bookmark_of(place: Place) -> Callable[[], object]:
-    """Return a function that restores a generator, or the one of a device, to its present state."""
+    """Return a function that restores the present state of one generator, or a device's."""
     if place == HOST:  # while a graph is traced, the index of the next state
         return partial(torch.set_rng_state, torch.get_rng_state())
     if isinstance(place, torch.Generator):
         return partial(place.set_state, place.get_state())
-    if place.type in ("cpu", "meta") or is_tracing():  # on meta nothing is drawn
+    if place.type in ("cpu", "meta") or is_tracing():  # meta draws nothing
         return lambda: None
     module = torch.get_device_module(place)
     return partial(module.set_rng_state, module.get_rng_state(place), place)
 
 
 def accelerators() -> list[torch.device]:
-    """Return the devices of the accelerator's kind, if this process has used one: to ask a device would start it."""
+    """Return the accelerator's devices if the process has used one: asking an unused device would start it."""
     if (kind := torch.accelerator.current_accelerator()) is None:
         return []
     module = torch.get_device_module(kind)
@@ -267,9 +265,9 @@ def accelerators() -> list[torch.device]:
 
 @contextmanager
 def forked(rank: int, device: torch.device) -> Iterator[None]:
-    """Inside the block draw from other streams, which depend on the present ones and on `rank`; after it from new ones.
+    """Draw inside the block from streams of the present state and `rank`, after it from new streams.
 
-    Those after it do not depend on `rank`, nor on what is drawn in the block.
+    Draws after the block depend neither on `rank` nor on draws inside it.
     """
     if (draws := stream() or _OWN.get()) is not None:
         inside, after = torch.ops.fshard.forked(draws.state, rank, device)
@@ -292,7 +290,7 @@ def forked(rank: int, device: torch.device) -> Iterator[None]:
 
 
 def fork_state(state: Tensor, rank: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """The states of two generators: of one that depends on a generator's state and on `rank`, and of one on the state.
+    """Return two generator states: one from `state` and `rank`, one from `state` alone.
 
     >>> inside, after = fork_state(torch.get_rng_state(), 0, torch.device("cpu"))
     >>> torch.equal(after, fork_state(torch.get_rng_state(), 1, torch.device("cpu"))[1]), torch.equal(inside, after)
@@ -318,7 +316,6 @@ def empty_state(device: torch.device) -> Tensor:
 
 
 def _default_generator(device: torch.device) -> torch.Generator:
-    """Return the generator that operators of a device use by default."""
     if device.type != "cuda":
         return torch.default_generator
     return torch.cuda.default_generators[torch.cuda.current_device() if device.index is None else device.index]
@@ -332,10 +329,10 @@ def drawn_like(how: str, like: Tensor) -> Tensor:
 def draw(
     state: Tensor, how: str, by: Sequence[Tensor], numbers: Sequence[float], like: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Return a tensor filled by the in-place random method `how`, or "randperm", and the generator's next state.
+    """Return a tensor filled by the in-place method `how`, or "randperm", and the next state.
 
-    For "native_dropout" the tensor is the mask. That operator draws from the device's own generator, and on a GPU other
-    numbers than `bernoulli_`: so the operator itself is run, and the generator restored.
+    "native_dropout" returns the mask. It draws from the device's own generator, and on a GPU other numbers than
+    `bernoulli_`: so the operator itself runs, and the generator is restored.
     """
     if how == "native_dropout":
         back = bookmark(like.device)
@@ -349,14 +346,14 @@ def draw(
     if how == "randperm":
         x = torch.randperm(len(like), generator=generator, dtype=like.dtype, device=like.device)
         return x, generator.get_state()
-    # `random_` takes integers alone, and the schema of the operator `draw` makes them floats
+    # `random_` takes integers alone, but the schema of `draw` makes them floats
     values: Sequence[float] = [int(n) for n in numbers] if how == "random_" else numbers
     x = getattr(torch.empty_like(like), how)(*by, *values, generator=generator)
     return x, generator.get_state()
 
 
 class Stream(TorchDispatchMode):
-    """Record every random operator as a node that takes and returns the state of a generator."""
+    """Record each random operator as a node that takes and returns a generator's state."""
 
     def __init__(self, state: Tensor, device: torch.device):
         super().__init__()
@@ -365,7 +362,7 @@ class Stream(TorchDispatchMode):
 
     @property
     def state(self) -> Tensor:
-        """The state from which the next numbers are drawn."""
+        """The generator state of the next draw."""
         number = torch.default_generator.initial_seed()  # the index of the next state, unless the user has set a seed
         if number >= len(self._states):
             raise RuntimeError("a seed was set (torch.manual_seed) inside the loss: a graph draws from the state alone")
@@ -377,7 +374,6 @@ class Stream(TorchDispatchMode):
         self._states.append(state)
 
     def _draw(self, how: str, like: Tensor, numbers: Sequence[float] = (), by: Sequence[Tensor] = ()) -> Tensor:
-        """Return what the in-place method `how` draws from the next state; arguments as in the function `draw`."""
         drawn, state = torch.ops.fshard.draw(self.state, how, by, numbers, like)
         self.go_on(state)
         return drawn
@@ -395,7 +391,7 @@ class Stream(TorchDispatchMode):
             if train is False or p == 0:
                 return x.clone(), torch.ones_like(x, dtype=torch.bool)
             mask = self._draw(name, x, [p])  # like `x`, bool
-            # 1 / (1 - p) is infinite for p = 1, and zero times that NaN
+            # for p = 1 the factor 1 / (1 - p) is infinite, and zero times infinity NaN
             return x * mask * (0.0 if p == 1 else 1 / (1 - p)), mask
         if name == "bernoulli":  # torch.func decomposes dropout into bernoulli with a probability
             return self._draw("bernoulli_", args[0], args[1:], by=() if args[1:] else args)
@@ -416,19 +412,19 @@ class Stream(TorchDispatchMode):
         raise NotImplementedError(_unknown(func))
 
 
-# of the step that is traced in this thread, inside of its loss
+# of the step traced in this thread, inside its loss
 _STREAM: ContextVar[Stream | None] = ContextVar("fshard.core.random", default=None)
 
 
 def stream() -> Stream | None:
-    """Return the stream that random numbers are drawn from while a graph is traced; None for torch's generator."""
+    """Return the traced graph's stream; None for torch's generator."""
     return _STREAM.get()
 
 
 class SameDraws(TorchDispatchMode):
-    """Every random operator draws from the same seed, whatever ran before it: equal shapes get equal numbers.
+    """Draw from one seed in every random operator, whatever ran before: equal shapes get equal numbers.
 
-    `drew` says whether there was one. ValueError for an operator with a generator of its own, before it draws.
+    `drew` is True after a draw. An operator with its own generator is a ValueError, before it draws.
     """
 
     def __init__(self, device: torch.device):
@@ -454,19 +450,19 @@ def _unknown(func: Operator) -> str:
 
 
 def _room(name: str, args: Sequence[Tree], options: Mapping[str, Tree]) -> Tensor:
-    """Return an empty tensor like that which a factory (`rand`, `randn_like`) returns for these arguments."""
+    """Return an empty tensor like a factory's result (`rand`, `randn_like`)."""
     return torch.empty_like(args[0], **options) if name.endswith("_like") else torch.empty(args[0], **options)
 
 
 def _defaults(func: Operator, args: Sequence[Tree]) -> list[float]:
-    """Return the numbers an in-place random operator is called with, defaults included."""
+    """Return the numbers for an in-place random operator, defaults included."""
     schema = [a for a in func._schema.arguments[1:] if a.name != "generator" and not a.kwarg_only]
     return [args[i] if i < len(args) else a.default_value for i, a in enumerate(schema, start=1)]
 
 
 def draws(func: Operator, args: Sequence[Tree], kwargs: Mapping[str, Tree]) -> bool:
-    """Whether a call of an operator draws random numbers; attention does so only with dropout."""
-    # fshard's own operators have this tag, so that compilers do not merge them, and draw from no generator
+    """True if a call draws random numbers; attention does so only with dropout."""
+    # fshard's own operators have this tag, so that compilers do not merge them, but draw from no generator
     if torch.Tag.nondeterministic_seeded not in getattr(func, "tags", ()) or func.namespace == "fshard":
         return False
     dropout = kwargs.get("dropout_p", next((a for a in args if isinstance(a, float)), 0.0))
@@ -487,5 +483,5 @@ define(
     "draw(Tensor state, str how, Tensor[] by, float[] numbers, Tensor like) -> (Tensor, Tensor)",
     draw,
     lambda state, how, by, numbers, like: (drawn_like(how, like), torch.empty_like(state)),
-    exact=True,  # the order in which a tensor is filled follows its strides
+    exact=True,  # a tensor is filled in the order of its strides
 )

@@ -11,7 +11,7 @@ Number = float | Tensor
 
 
 def double(x: Number) -> Tensor:
-    """Return a number as a 0-d float64 tensor on the CPU, a tensor in float64 on its own device.
+    """Return a number as a 0-d float64 tensor, on the CPU; a tensor in float64, on its own device.
 
     >>> double(0.5)
     tensor(0.5000, dtype=torch.float64)
@@ -20,7 +20,7 @@ def double(x: Number) -> Tensor:
 
 
 def on_device(x: Number, device: torch.device) -> Tensor:
-    """Return a number as a 0-d float64 tensor on a device, without waiting for it: a number is filled there.
+    """Return a number as a 0-d float64 tensor on a device, without a wait: the device fills it.
 
     >>> on_device(0.5, torch.device("cpu"))
     tensor(0.5000, dtype=torch.float64)
@@ -31,15 +31,15 @@ def on_device(x: Number, device: torch.device) -> Tensor:
 
 
 def wide(dtype: torch.dtype) -> torch.dtype:
-    """The real dtype, float32 or float64, of scalars that multiply a tensor of this dtype."""
+    """Return the dtype of scalar factors, float32 or float64, for a tensor's dtype."""
     return torch.float64 if dtype in (torch.float64, torch.complex128) else torch.float32
 
 
 def beside(number: object, x: Tensor) -> Any:  # a `Number` or None; torch types no function of two `Number`s
-    """Move a device scalar to the CPU if `x` is there; CPU scalars broadcast to any device."""
+    """Move a device scalar to the CPU if `x` is there; CPU scalars broadcast anywhere."""
     return number.to(x.device) if isinstance(number, Tensor) and x.device.type == "cpu" else number
 
 
 def is_zero(x: object) -> bool:
-    """Whether a hyper-parameter is the number zero; False for a tensor, whose value is not read."""
+    """True for the number zero; False for a tensor, whose value is not read."""
     return not isinstance(x, Tensor) and x == 0

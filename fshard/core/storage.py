@@ -1,4 +1,4 @@
-"""The memory of tensors: storages, the bytes that tensors use, tensors as bytes, flat tensors, values given away."""
+"""Memory of tensors: storages, byte ranges, packed and flat tensors, values given away."""
 
 from __future__ import annotations
 
@@ -16,57 +16,57 @@ from .tracing import define, is_tracing
 from .tree import Tree
 
 Static = TypeVar("Static", bound=Hashable)
-CACHED = 1 << 15  # elements of a block that stays in a CPU's cache, with its moments
-_LARGE_BLOCK = 1 << 24  # elements on an accelerator: enough for a kernel to fill it
+CACHED = 1 << 15  # elements of a block that fits a CPU's cache, with moments
+_LARGE_BLOCK = 1 << 24  # elements of a block that fills an accelerator
 MOST = 1 << 30  # elements of one tensor in a foreach kernel or a reduction: some index with int32
 
 
 def address(x: Tensor) -> int:
-    """Return the identity of a tensor's storage, which meta and fake tensors have as well.
+    """Return the identity of a tensor's storage, even of meta and fake tensors.
 
-    No other storage gets it while this one, or a weak reference to it, is alive, as might happen with `data_ptr`.
+    It is unique while the storage, or a weak reference to it, is alive (`data_ptr` may repeat).
     """
-    return x.untyped_storage()._cdata  # private: it has no public name (test_tape.py notices when it goes)
+    return x.untyped_storage()._cdata  # private: no public name (test_tape.py notices when it goes)
 
 
 def addresses(x: Tree) -> set[int]:
-    """Return the addresses of the storages of all tensors of a tree that have elements in one."""
+    """Return the addresses of all storages in a tree, without empty tensors."""
     return {*map(address, _dense(x))}
 
 
 def _dense(x: Tree) -> Iterator[Tensor]:
-    # a sparse tensor has no storage to ask for, and a tensor without elements reads nothing
+    # a sparse tensor has no storage, and a tensor without elements reads nothing
     rows = (leaf for leaf in tree.leaves(x) if isinstance(leaf, Tensor) and leaf.layout is torch.strided)
     return (row for row in rows if row.numel())
 
 
 def span(storage: torch.UntypedStorage) -> range:
-    """Return where in memory a storage lies; of a storage without memory (meta, fake, functional) its identity."""
+    """Return a storage's address range; without memory (meta, fake, functional) a range of its identity."""
     try:
         start = 0 if storage.device.type == "meta" else storage.data_ptr()
-    except RuntimeError:  # since torch 2.15, where data_ptr was 0
+    except RuntimeError:  # since torch 2.15; before it data_ptr was 0
         start = 0
     return range(start, start + storage.nbytes()) if start else range(storage._cdata, storage._cdata + 1)
 
 
 class Places:
-    """Where storages lie. Others may lie there, too: torch.from_numpy and DLPack make new storages of old memory."""
+    """Address ranges of storages. Other storages may lie there, too: torch.from_numpy and DLPack reuse memory."""
 
     def __init__(self, held: Tree):
-        # in order, and apart
+        # sorted and disjoint
         self._starts, self._ends = list[int](), list[int]()
         for row in _dense(held):
             self.add(span(row.untyped_storage()))
 
     def add(self, place: range) -> None:
-        """Add a place, which may overlap others."""
+        """Add an address range, which may overlap others."""
         met = slice(bisect_right(self._ends, place.start), bisect_left(self._starts, place.stop))
         if place:
             self._starts[met] = [min([place.start, *self._starts[met]])]
             self._ends[met] = [max([place.stop, *self._ends[met]])]
 
     def has(self, x: Tree) -> bool:
-        """Return whether the storage of a tensor of a tree lies there, in part at least."""
+        """True if the storage of any tensor of a tree meets one of the ranges."""
         return any(map(self._meets, (span(row.untyped_storage()) for row in _dense(x))))
 
     def _meets(self, place: range) -> bool:
@@ -75,37 +75,37 @@ class Places:
 
 
 def aside(x: Tree, written: Tree) -> Tree:
-    """Return a tree with copies of the tensors that lie in the memory of `written`, which is about to change."""
+    """Return a tree with copies of the tensors in the memory of `written`, which will change."""
     memory = Places(written)
     return tree.map(lambda leaf: leaf.clone() if isinstance(leaf, Tensor) and memory.has(leaf) else leaf, x)
 
 
 def writes(x: Tensor) -> int | None:
-    """Return how often a tensor was written to in place; None for one of inference mode, which does not count it."""
-    return None if x.is_inference() else x._version  # private: it has no public name (test_tape.py notices)
+    """Return the number of in-place writes; None in inference mode, which does not count them."""
+    return None if x.is_inference() else x._version  # private: no public name (test_tape.py notices)
 
 
 def byte_range(x: Tensor) -> range:
-    """Return the bytes of its storage from a tensor's first element to its last."""
+    """Return the bytes of the storage from the first element to the last."""
     begin = int(x.storage_offset()) * x.itemsize
     steps = zip(x.shape, x.stride(), strict=True)
     return range(begin, begin + (1 + sum((size - 1) * stride for size, stride in steps)) * x.itemsize * bool(x.numel()))
 
 
 def ranges_meet(x: Tensor, y: Tensor) -> bool:
-    """Return whether two tensors lie in one storage, and their ranges of bytes have a common one."""
+    """True if two tensors have one storage and overlapping byte ranges."""
     first, second = byte_range(x), byte_range(y)
     return address(x) == address(y) and max(first.start, second.start) < min(first.stop, second.stop)
 
 
 def share_elements(x: Tensor, y: Tensor) -> bool:
-    """Return whether two tensors have a byte in common. The ranges of columns of a matrix meet, and they have none."""
+    """True if two tensors have a byte in common. Columns of a matrix have none, but their ranges meet."""
     return ranges_meet(x, y) and runs_meet(x, y)
 
 
 def runs_meet(x: Tensor, y: Tensor) -> bool:
-    """Return whether two tensors, which lie in the same memory, have a byte in common."""
-    ends = [0, 0]  # of the runs so far: those of each tensor, which may meet one another
+    """True if two tensors of one storage have a byte in common."""
+    ends = [0, 0]  # the end of each tensor's runs so far; runs of one tensor may overlap
     for start, stop, number in sorted((*run, number) for number, z in enumerate((x, y)) for run in _runs(z)):
         if start < ends[1 - number]:
             return True
@@ -114,7 +114,7 @@ def runs_meet(x: Tensor, y: Tensor) -> bool:
 
 
 def _runs(x: Tensor) -> list[tuple[int, int]]:
-    """Return where the runs of neighbouring bytes begin and end that a tensor uses; of integers alone, for any mode."""
+    """Return (begin, end) of a tensor's runs of adjacent bytes, by plain integers, for use in any mode."""
     starts, length = [byte_range(x).start], x.itemsize
     for stride, size in sorted((stride * x.itemsize, size) for size, stride in zip(x.shape, x.stride(), strict=True)):
         if stride == length and len(starts) == 1:
@@ -124,12 +124,12 @@ def _runs(x: Tensor) -> list[tuple[int, int]]:
     return [(start, start + length) for start in starts]
 
 
-STEP = 16  # packed tensors begin at multiples of so many bytes, because kernels load 16 bytes at once
-Held = Sequence[tuple[torch.dtype, int]]  # dtype and number of elements of each packed tensor
+STEP = 16  # packed tensors begin at multiples of 16 bytes, because kernels load 16 bytes at once
+Held = Sequence[tuple[torch.dtype, int]]  # (dtype, number of elements) of each packed tensor
 
 
 def pack(tensors: Sequence[Tensor], out: Tensor | None = None) -> Tensor:
-    """Pack tensors of any dtypes into one flat uint8 tensor, with zeros between them. Dual: `unpack`.
+    """Pack tensors of any dtypes into one flat uint8 tensor, zeros between them. Dual: `unpack`.
 
     >>> unpack(pack([torch.ones(1), torch.tensor([2, 3])]), [(torch.float32, 1), (torch.int64, 2)])
     [tensor([1.]), tensor([2, 3])]
@@ -142,12 +142,12 @@ def pack(tensors: Sequence[Tensor], out: Tensor | None = None) -> Tensor:
 
 
 def aligned(end: int) -> int:
-    """The first multiple of STEP at or after `end`, where the next tensor begins."""
+    """Return the first multiple of STEP from `end` on, where the next tensor begins."""
     return -(-end // STEP) * STEP
 
 
 def packed_size(held: Held) -> int:
-    """The number of bytes of a packed tensor."""
+    """Return the bytes of a packed tensor."""
     return sum(aligned(dtype.itemsize * numel) for dtype, numel in held)
 
 
@@ -161,33 +161,33 @@ def unpack(data: Tensor, held: Held) -> list[Tensor]:
 
 
 def bitcast(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """Reinterpret the bits of a tensor as another dtype."""
-    # an operator of its own, because Inductor fuses casts of bits wrongly on CPUs (torch 2.13, test_compile.py)
+    """Reinterpret a tensor's bits as another dtype."""
+    # an operator of fshard, because Inductor fuses bit casts wrongly on CPUs (torch 2.13, test_compile.py)
     return torch.ops.fshard.bitcast(x, dtype) if is_tracing() and x.dtype != dtype else x.view(dtype)
 
 
 def as_bytes(x: Tensor) -> Tensor:
-    """Return the bytes of a tensor as a flat uint8 tensor."""
+    """Return the bytes of a tensor: flat, uint8."""
     flat = x.detach().reshape(-1)
-    if flat.numel() < 2 and flat.stride() != (1,):  # none, or one, may have any stride, and count as contiguous
+    if flat.numel() < 2 and flat.stride() != (1,):  # with fewer than 2 elements any stride counts as contiguous
         flat = flat.as_strided((flat.numel(),), (1,))
     return bitcast(torch.view_as_real(flat).reshape(-1) if flat.is_complex() else flat, torch.uint8)
 
 
 def is_inexact(x: object) -> TypeGuard[Tensor]:
-    """Whether `x` is a tensor of floating or complex numbers, which can have a gradient."""
+    """True for a floating or complex tensor: it can have a gradient."""
     return isinstance(x, Tensor) and (x.is_floating_point() or x.is_complex())
 
 
 def value_bytes(x: Tensor) -> Tensor:
-    """Return the bytes of a tensor's elements as a flat uint8 tensor, in the order of the elements."""
+    """Return the bytes of a tensor's elements, in order: flat, uint8."""
     return as_bytes(x.detach().resolve_conj().resolve_neg().contiguous())
 
 
 def words(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the bytes of a contiguous tensor as words of 8 bytes, int64 (n,), and those that are left, uint8."""
+    """Return the bytes of a contiguous tensor as 8-byte words, int64 (n,), and the rest, uint8."""
     data = as_bytes(x)
-    data = data.clone() if data.storage_offset() % 8 else data  # no words begin there
+    data = data.clone() if data.storage_offset() % 8 else data  # words must be aligned
     end = len(data) // 8 * 8
     return data[:end].view(torch.int64), data[end:]
 
@@ -201,24 +201,24 @@ def from_bytes(data: Tensor, dtype: torch.dtype) -> Tensor:
 
 define(
     "bitcast(Tensor x, ScalarType dtype) -> Tensor",
-    # a copy, so that the last stride is 1: a compiler may give one element any stride
+    # a copy has last stride 1: a compiler may give one element any stride
     lambda x, dtype: x.new_empty(x.numel()).copy_(x).view(dtype),
     lambda x, dtype: x.new_empty(x.nbytes // dtype.itemsize, dtype=dtype),
 )
 
 
 class DonatedError(RuntimeError):
-    """A value was used after a call that was allowed to take it over."""
+    """A value was used after a call that had taken it over."""
 
 
 @dataclass
 class Life:
-    """Whether a value may still be used; shared by all values that share its tensors."""
+    """The life of a value: `given_away` is True once a call took it over. Values with the same tensors share it."""
 
     given_away: bool = False
 
     def check(self, name: str, touched: str) -> None:
-        """Raise DonatedError if the value was given away; `touched` is the attribute that was read."""
+        """Raise DonatedError if the value was given away; `touched`: the attribute that was read."""
         if self.given_away:
             raise DonatedError(
                 f"this {name} was given away: a step, or another call, with donate=True wrote to its tensors in place "
@@ -237,7 +237,7 @@ class Source(Generic[Static]):
     static: Static
     of: weakref.ref[Tree]
 
-    # `of` is left out, so that structures of two equal nodes are equal, and each node's own can be told apart
+    # `of` is not compared: equal nodes have equal structures, and `of` tells the nodes apart
     def __eq__(self, other: object) -> bool:
         return self.static == (other.static if isinstance(other, Source) else other)
 
@@ -249,12 +249,12 @@ class Source(Generic[Static]):
 
 
 def block_size(x: Tensor, cached: int) -> int:
-    """The number of elements to process at a time: `cached` on a CPU, elsewhere enough to fill a device."""
+    """Return the elements to process at a time: `cached` on a CPU, elsewhere enough to fill the device."""
     return cached if x.device.type == "cpu" else max(cached, _LARGE_BLOCK)
 
 
 def _gaps(length: int, spans: Iterable[tuple[int, int]]) -> Iterator[tuple[int, int]]:
-    """The non-empty intervals of [0, length) outside `spans`, which are in order."""
+    """Yield the non-empty intervals of [0, length) outside the sorted `spans`."""
     end = 0
     for start, stop in (*spans, (length, length)):
         if start > end:
@@ -263,14 +263,14 @@ def _gaps(length: int, spans: Iterable[tuple[int, int]]) -> Iterator[tuple[int, 
 
 
 def clear_outside_(row: Tensor, spans: Iterable[tuple[int, int]]) -> Tensor:
-    """Set a flat tensor to zero, in place, outside these intervals, which are in order."""
+    """Zero a flat tensor, in place, outside sorted intervals."""
     for start, stop in _gaps(len(row), spans):
         row[start:stop].zero_()
     return row
 
 
 def cleared_outside(row: Tensor, spans: Iterable[tuple[int, int]]) -> Tensor:
-    """A copy of a flat tensor with zeros outside these intervals, which are in order; `row` if nothing is outside.
+    """Return a flat tensor with zeros outside sorted intervals: a copy, or `row` if they cover it.
 
     >>> cleared_outside(torch.tensor([1.0, torch.nan, 3.0]), [(0, 1), (2, 3)])
     tensor([1., 0., 3.])
@@ -278,9 +278,9 @@ def cleared_outside(row: Tensor, spans: Iterable[tuple[int, int]]) -> Tensor:
     gaps = list(_gaps(len(row), spans))
     if not gaps:
         return row
-    # one tensor of zeros for all gaps, as long as the longest; what a gap held may be NaN, so it is not multiplied by 0
+    # one tensor of zeros, as long as the longest gap; a product with 0 would keep NaN
     zeros = row.new_zeros(max(stop - start for start, stop in gaps))
-    begins = [0, *(stop for _, stop in gaps)]  # of what is kept: one before each gap, one after the last
+    begins = [0, *(stop for _, stop in gaps)]  # begins of the kept intervals: one before each gap, one after the last
     parts = [
         x for begin, (start, stop) in zip(begins, gaps, strict=False) for x in (row[begin:start], zeros[: stop - start])
     ]

@@ -1,9 +1,9 @@
 """Trees of tensors in the order of use: the only module that imports optree.
 
 Note [Order of use]
-    optree sorts the keys of a dict as strings ('10' before '2'). A plan lays parameters out in the order in which a
-    model uses them, which is the order of insertion. optree keeps it in torch's own namespace, where every node type
-    registered with `torch.utils._pytree` is known as well, so that is the namespace used here.
+    optree sorts the keys of a dict as strings ('10' before '2'). A plan needs the order in which a model uses its
+    parameters: the order of insertion. In torch's own namespace optree keeps that order, and knows every node type of
+    `torch.utils._pytree`, so this module uses that namespace.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from typing import Any, TypeAlias, TypeVar
 
 import optree
 
-# Private: importing it turns insertion order on in the namespace "torch" (test_tree.py notices when it no longer does).
+# Private: importing it turns insertion order on in the namespace "torch" (test_tree.py notices when it stops).
 import torch.utils._cxx_pytree  # noqa: F401
 import torch.utils._pytree as pytree
 from torch import Tensor
@@ -31,17 +31,17 @@ from torch import Tensor
 from .differences import lacking
 
 _NAMESPACE = "torch"
-# A tree of any node types: Python cannot say more of its type. `Any` without this name is not a tree.
+# A tree of any node types, for which Python has no more precise type. A bare `Any` is not a tree.
 Tree: TypeAlias = Any
 Spec = optree.PyTreeSpec
-Metadata: TypeAlias = Hashable | None  # of a node: part of the structure, which is compared
+Metadata: TypeAlias = Hashable | None  # of a node: part of the structure, so it is compared
 T = TypeVar("T")
-# The code between a function that is given to `map_tops` and its caller.
+# The files with code between a function given to `map_tops` and its caller.
 CODE = (__file__, os.path.dirname(optree.__file__))
 
 
 def _mirror(kind: type) -> None:
-    """Tell optree of a node type that only `torch.utils._pytree` knows: its `register_dataclass` does not."""
+    """Register a node type with optree if only `torch.utils._pytree` knows it, as after `register_dataclass`."""
     node = pytree.SUPPORTED_NODES[kind]
 
     def flatten(value: Tree) -> tuple[list[Tree], Metadata, tuple[Hashable, ...]]:
@@ -70,7 +70,7 @@ def flatten(tree: Tree) -> tuple[list[Tree], Spec]:
 
 def _flatten(tree: Tree, is_leaf: Callable[[Tree], bool] | None) -> tuple[list[Tree], Spec]:
     leaves, spec = optree.tree_flatten(tree, is_leaf=is_leaf, namespace=_NAMESPACE)
-    # what only torch.utils._pytree knows is a leaf to optree: register its type, and flatten again
+    # optree takes a node type of torch.utils._pytree alone for a leaf: register the type, and flatten again
     maybe = [x for x in leaves if not isinstance(x, Tensor) and type(x) in pytree.SUPPORTED_NODES]
     unknown: set[type] = {type(x) for x in maybe if is_leaf is None or not is_leaf(x)}
     if not unknown:
@@ -99,12 +99,12 @@ def leaves(tree: Tree) -> list[Tree]:
 
 
 def tensors(leaves: Sequence[object]) -> list[Tensor]:
-    """Return the leaves that are tensors, in order."""
+    """Return the tensors among the leaves, in order."""
     return [leaf for leaf in leaves if isinstance(leaf, Tensor)]
 
 
 def with_tensors(leaves: Sequence[object], tensors: Iterable[Tensor]) -> list[object]:
-    """Return the leaves with the tensors among them replaced by others, in order.
+    """Return the leaves with their tensors replaced by others, in order.
 
     >>> with_tensors([1, torch.ones(1), "a"], [torch.zeros(1)])
     [1, tensor([0.]), 'a']
@@ -114,7 +114,7 @@ def with_tensors(leaves: Sequence[object], tensors: Iterable[Tensor]) -> list[ob
 
 
 def flatten_up_to(spec: Spec, tree: Tree) -> list[Tree]:
-    """Return the subtrees of `tree` at the leaves of a structure; ValueError if they do not fit."""
+    """Return the subtrees of `tree` at the leaves of a structure. ValueError if the tree does not fit."""
     try:
         return spec.flatten_up_to(tree)
     except ValueError:
@@ -136,14 +136,14 @@ def map(fn: Callable[..., Tree], tree: Tree, *rest: Tree) -> Tree:
 
 
 def consists_of(tree: Tree, spec: Spec, leaves: Sequence[Tree]) -> bool:
-    """Return whether a tree has this structure, in the order of use, and these very leaves."""
-    if (type(tree), spec.type) == (dict, dict) and spec.num_nodes == len(leaves) + 1:  # of leaves alone, as layers are
+    """True if a tree has this structure, in the order of use, and these very leaves."""
+    if (type(tree), spec.type) == (dict, dict) and spec.num_nodes == len(leaves) + 1:  # a dict of leaves, as layers are
         return [*tree] == spec.entries() and all(builtins.map(operator.is_, tree.values(), leaves))
     now, form = optree.tree_flatten(tree, namespace=_NAMESPACE)
     return len(now) == len(leaves) and all(builtins.map(operator.is_, now, leaves)) and form == spec
 
 
-# Which nodes to treat as leaves: those of one type, or those for which a predicate holds.
+# Nodes to treat as leaves: all of one type, or all that satisfy a predicate.
 Stop = type | Callable[[Tree], bool]
 
 
@@ -152,7 +152,7 @@ def _is(stop: Stop) -> Callable[[Tree], bool]:
 
 
 def tops(tree: Tree, stop: Stop) -> list[Tree]:
-    """Flatten, treating nodes for which `stop` holds as leaves."""
+    """Flatten a tree, with every `stop` node as a leaf."""
     return _flatten(tree, _is(stop))[0]
 
 
@@ -162,7 +162,7 @@ def nodes(tree: Tree, kind: type) -> list[Tree]:
 
 
 def joined(path: str, name: str) -> str:
-    """The path of what has a path of its own below another one; either may be empty.
+    """Join two dotted paths, either of which may be empty.
 
     >>> joined("params", "blocks.0"), joined("params", ""), joined("", "w")
     ('params.blocks.0', 'params', 'w')
@@ -171,29 +171,29 @@ def joined(path: str, name: str) -> str:
 
 
 def paths_to(tree: Tree, stop: Stop) -> list[tuple[str, Tree]]:
-    """Flatten, treating nodes for which `stop` holds as leaves; each comes with its path."""
+    """Flatten a tree, with every `stop` node as a leaf, into (path, leaf) pairs."""
     leaves, spec = _flatten(tree, _is(stop))
     return list(zip(paths(spec), leaves, strict=True))
 
 
 def put_tops(tree: Tree, stop: Stop, tops: Sequence[Tree]) -> Tree:
-    """Return the tree with `tops` in place of what `tops(tree, stop)` returns."""
+    """Return the tree with new `tops` in place of `tops(tree, stop)`."""
     return unflatten(structure_above(tree, stop), tops)
 
 
 def structure_above(tree: Tree, stop: Stop) -> Spec:
-    """Return the structure of a tree, treating nodes for which `stop` holds as leaves."""
+    """Return the structure of a tree, with every `stop` node as a leaf."""
     return _flatten(tree, _is(stop))[1]
 
 
 def map_tops(fn: Callable[..., Tree], stop: Stop, tree: Tree, *rest: Tree) -> Tree:
-    """Apply `fn` to what `tops(tree, stop)` returns; `fn` also gets the subtrees of `rest` at the same places."""
+    """Apply `fn` to `tops(tree, stop)`, and to the subtrees of `rest` at the same places."""
     leaves, spec = _flatten(tree, _is(stop))
     return spec.unflatten(builtins.map(fn, leaves, *builtins.map(spec.flatten_up_to, rest)))
 
 
 def detached(tree: T, stop: Stop = lambda x: False) -> T:
-    """Detach the leaves of `tree` that require a gradient; nodes for which `stop` holds stay as they are.
+    """Detach the leaves of `tree` that require a gradient; `stop` nodes stay as they are.
 
     >>> tree.detached({"w": torch.ones(1, requires_grad=True)})
     {'w': tensor([1.])}
@@ -202,9 +202,9 @@ def detached(tree: T, stop: Stop = lambda x: False) -> T:
 
 
 def register(cls: type, flatten: Callable[[Tree], tuple[Any, ...]], unflatten: Callable[..., Tree]) -> None:
-    """Make `cls` a node for optree (every namespace) and for `torch.utils._pytree` (which torch.func flattens with).
+    """Make `cls` a node for optree (every namespace) and for `torch.utils._pytree` (used by torch.func).
 
-    `flatten(x) -> (children, metadata)`, or with the children's names, and `unflatten(metadata, children) -> x`.
+    `flatten(x) -> (children, metadata)` or `(children, metadata, names)`; `unflatten(metadata, children) -> x`.
 
     >>> class Pair:
     ...     def __init__(self, a, b):
@@ -217,11 +217,11 @@ def register(cls: type, flatten: Callable[[Tree], tuple[Any, ...]], unflatten: C
     pytree.register_pytree_node(
         cls, lambda x: _listed(flatten(x)), lambda children, metadata: unflatten(metadata, children)
     )
-    optree.unregister_pytree_node(cls, namespace=_NAMESPACE)  # torch's, in which children have no names
+    optree.unregister_pytree_node(cls, namespace=_NAMESPACE)  # torch's, where children would have no names
 
 
 class StandIn:
-    """A node that stands for a container, and makes its children when they are read."""
+    """A node in place of a container, which makes its children when they are read."""
 
     __slots__ = ()
 
@@ -231,17 +231,17 @@ class StandIn:
 
 
 def plain(tree: Tree) -> Tree:
-    """Return the tree with containers in place of all nodes that stand for one, at every depth."""
+    """Return the tree with containers in place of their stand-ins, at every depth."""
     return map_tops(lambda x: plain(x._filled_()) if isinstance(x, StandIn) else x, StandIn, tree)
 
 
 def one_level(tree: Tree, namespace: str = _NAMESPACE) -> tuple[list[Tree], Spec]:
-    """Return the children of a node, and its structure without theirs."""
+    """Return the children of a node, and the structure of the node alone."""
     return optree.tree_flatten(tree, is_leaf=lambda x: x is not tree, namespace=namespace)
 
 
 def opened(node: Tree) -> tuple[list[tuple[Hashable, Tree]] | None, Metadata]:
-    """Return the children of a node with their names, and what the node carries beside them; None for a leaf.
+    """Return the (name, child) pairs of a node, and its metadata; (None, None) for a leaf.
 
     >>> opened({"b": 1, "a": [2]})[0], opened(1)[0]
     ([('b', 1), ('a', [2])], None)
@@ -253,10 +253,10 @@ def opened(node: Tree) -> tuple[list[tuple[Hashable, Tree]] | None, Metadata]:
 
 
 def register_stand_in(cls: type, of: Callable[[Tree], Tree]) -> None:
-    """Register a class of nodes that stand for containers; `of(container)` is one that has its children already.
+    """Register a class of stand-ins for containers; `of(container)` wraps a container that is there.
 
-    What a library maps is of the class that it was given, so that it maps it again with such a node. Children come in
-    the order in which each library has those of the container itself: optree sorts keys (Note [Order of use]).
+    Mapping returns the same class, so a library can map the result again. Children come in each library's order for the
+    container: optree sorts keys (Note [Order of use]).
     """
 
     def flatten_in(namespace: str) -> Callable[[Tree], tuple[list[Tree], Metadata, tuple[Hashable, ...] | None]]:
@@ -281,14 +281,13 @@ def register_stand_in(cls: type, of: Callable[[Tree], Tree]) -> None:
         lambda children, spec: unflatten_in(spec, children),
         flatten_with_keys_fn=flatten_with_keys,
     )
-    optree.unregister_pytree_node(cls, namespace=_NAMESPACE)  # torch's, in which children have no names
+    optree.unregister_pytree_node(cls, namespace=_NAMESPACE)  # torch's, where children would have no names
     optree.register_pytree_node(cls, ordered, unflatten_in, namespace=_NAMESPACE)
     everywhere = optree.registry.__GLOBAL_NAMESPACE
     optree.register_pytree_node(cls, flatten_in(""), unflatten_in, namespace=everywhere)
 
 
 def _key(name: Any) -> pytree.KeyEntry:
-    """The key of a child of anything but a dict, as torch names it: by a position, or by an attribute."""
     return pytree.SequenceKey(name) if isinstance(name, int) else pytree.GetAttrKey(name)
 
 
@@ -301,9 +300,9 @@ def register_fields(
 ) -> None:
     """Register a dataclass `cls` as a node: `children` are subtrees, `metadata` is part of the structure.
 
-    `names` are the names of the children in paths; an empty name is left out of paths. ValueError for a field that is
-    neither a child nor metadata, and for a name that is no field. Of other classes, slots and annotated attributes are
-    fields, but for those annotated as ClassVar.
+    `names`: the children's names in paths; an empty name is left out. ValueError for a field that is neither child nor
+    metadata, and for a name without a field. If the class is no dataclass, its slots and annotated attributes are
+    fields, except ClassVars.
 
     >>> from dataclasses import dataclass
     >>> @dataclass
@@ -321,7 +320,7 @@ def register_fields(
         return tuple(getattr(x, name) for name in children), tuple(getattr(x, name) for name in metadata)
 
     def unflatten(static: Sequence[Metadata], dynamic: Sequence[Tree]) -> Tree:
-        # leaves may be anything while a tree is mapped: __post_init__ must not look at them
+        # mapped leaves may be anything, so __post_init__ must not see them
         x: object = object.__new__(cls)
         for name, value in zip((*children, *metadata), (*dynamic, *static), strict=True):
             # a frozen dataclass refuses setattr; dynamo of torch 2.11 cannot trace `vars(x).update`
@@ -329,12 +328,12 @@ def register_fields(
         return x
 
     register(cls, flatten, unflatten)
-    # on the class, because a node of torch's namespace has no names of its own
+    # on the class, because torch's namespace has no names of nodes' children
     cls.__children__ = cls, children, tuple(children if names is None else names)  # type: ignore[attr-defined]
 
 
 def _check_fields(cls: type, children: Sequence[str], metadata: Sequence[str]) -> None:
-    """Raise ValueError for a field that an object made of these would lack, or have as the class has it."""
+    """Raise ValueError for repeated names, unnamed fields, and names without a field."""
     known, named = _fields(cls), [*children, *metadata]
     here = f"register_fields({cls.__name__})"
     if twice := [name for name in dict.fromkeys(named) if named.count(name) > 1]:
@@ -349,7 +348,7 @@ def _check_fields(cls: type, children: Sequence[str], metadata: Sequence[str]) -
 
 
 def _fields(cls: type) -> list[str]:
-    """The attributes that each object of a class has, as far as the class says."""
+    """Return the attributes of each object of a class, as far as the class declares them."""
     if is_dataclass(cls):
         return [field.name for field in dataclass_fields(cls)]
     bases = cls.__mro__[::-1]
@@ -359,7 +358,7 @@ def _fields(cls: type) -> list[str]:
 
 
 def give_away(tree: Tree) -> None:
-    """Call `give_away` of every outermost node that has this method: using such a node again is a DonatedError."""
+    """Call `give_away` of every outermost node with this method: using such a node again is a DonatedError."""
     for node in tops(tree, lambda x: hasattr(x, "give_away")):
         if hasattr(node, "give_away"):
             node.give_away()
@@ -375,9 +374,9 @@ def constant(cls: type[T]) -> type[T]:
 
 
 def names(spec: Spec) -> list[Hashable]:
-    """Return the names of the children of a node: keys, field names or positions."""
+    """Return the names of a node's children: keys, field names or positions."""
     kind: Any = spec.type
-    if getattr(kind, "__children__", (None,))[0] is kind is not None:  # a class above may be registered with others
+    if getattr(kind, "__children__", (None,))[0] is kind is not None:  # a base class may be registered with other names
         return list(kind.__children__[2])
     return list(
         kind._fields if kind is not None and issubclass(kind, tuple) and hasattr(kind, "_fields") else spec.entries()
@@ -385,13 +384,13 @@ def names(spec: Spec) -> list[Hashable]:
 
 
 def child_fields(kind: type) -> tuple[str, ...] | None:
-    """Return the attributes that are children of a class of `register_fields`; None for another class."""
+    """Return the children's attribute names in a class of `register_fields`; None for another class."""
     known: Any = getattr(kind, "__children__", (None,))
     return known[1] if known[0] is kind else None
 
 
 def walk(spec: Spec, path: tuple[str, ...] = (), first: int = 0) -> Iterator[tuple[tuple[str, ...], Spec, int]]:
-    """Yield every subtree, outer before inner: its path, its structure, the number of its first leaf."""
+    """Yield (path, structure, number of the first leaf) of every subtree, outer before inner."""
     yield path, spec, first
     for name, child in zip(names(spec), spec.children(), strict=True):
         yield from walk(child, (*path, str(name)), first)
@@ -399,7 +398,7 @@ def walk(spec: Spec, path: tuple[str, ...] = (), first: int = 0) -> Iterator[tup
 
 
 def children(spec: Spec) -> Iterator[tuple[Spec, int]]:
-    """Yield the structures of a node's children, each with the number of its first leaf."""
+    """Yield (structure, number of the first leaf) of each child."""
     first = 0
     for child in spec.children():
         yield child, first
@@ -416,7 +415,7 @@ def paths(spec: Spec) -> list[str]:
 
 
 def pairs(what: str, expected: Tree, got: Tree) -> tuple[list[tuple[Tree, Tree]], Spec]:
-    """Return pairs of leaves of two trees and the structure of the first; ValueError says `what` and how they differ.
+    """Return pairs of leaves of two trees, and the first's structure. ValueError, led by `what`, if they differ.
 
     >>> pairs("b is not like a", {"w": 1}, {"w": 2})[0]
     [(1, 2)]
@@ -429,7 +428,7 @@ def pairs(what: str, expected: Tree, got: Tree) -> tuple[list[tuple[Tree, Tree]]
 
 
 def difference(expected: Tree, got: Tree) -> str:
-    """Say how the structure of a tree differs from the expected one: by its type, else by its leaves.
+    """Say how the structure of a tree differs from the expected one: by type, else by leaves.
 
     >>> difference({"a": 1, "b": 2}, {"a": 1}), difference({"a": 1}, (1,))
     ("it lacks ['b'] and has nothing besides", 'expected a dict, got a tuple')
@@ -441,7 +440,7 @@ def difference(expected: Tree, got: Tree) -> str:
 
 
 def names_in(paths: Iterable[str]) -> set[str]:
-    """Return the dotted paths, and those of all that is around them.
+    """Return the paths, and the paths of all subtrees around them.
 
     >>> sorted(names_in(["a.b.c", "d"]))
     ['a', 'a.b', 'a.b.c', 'd']
@@ -450,9 +449,9 @@ def names_in(paths: Iterable[str]) -> set[str]:
 
 
 def matches(path: Sequence[str], pattern: str, names: Container[str]) -> bool:
-    """Whether a path matches a dotted pattern: `*` is (a part of) one component, `**` any number of them.
+    """True if a path matches a dotted pattern: `*` is (part of) one component, `**` any number of them.
 
-    `names` are those of the tree (`names_in`). A component that has such a name means this name alone.
+    `names`: the tree's names (`names_in`). A component equal to such a name means this name alone.
 
     >>> [matches(path, "x[0].*", {"x0", "x[0]"}) for path in (["x0", "w"], ["x[0]", "w"])]
     [False, True]
@@ -461,7 +460,7 @@ def matches(path: Sequence[str], pattern: str, names: Container[str]) -> bool:
 
 
 def _matches(path: Sequence[str], at: int, pattern: Sequence[str], names: Container[str]) -> bool:
-    """Whether what a path has from a component on matches."""
+    """Match the components of a path from number `at` on."""
     if not pattern:
         return at == len(path)
     first, *rest = pattern
