@@ -1,1 +1,1 @@
-"""Which elements of which leaf lie on which rank."""
+"""Layouts: the ranks and tensors of each leaf's elements."""

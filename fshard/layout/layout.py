@@ -1,19 +1,18 @@
-"""Layouts: which elements of which leaf lie in which tensor of this rank, and which ranks hold the others.
+"""Layouts: where each element of each leaf lies, in a tensor of this rank or on other ranks.
 
 Note [Layouts]
-    A rank holds a tree as a few tensors: flat ones, with shards of many rows end to end, or whole leaves. A `Layout` is
-    the rows of a tree, each with its rule: it says which elements of every leaf lie in which tensor of this rank, and
-    which ranks hold the others (Note [One rank's spans] in `row.py`). An optimizer derives all that it needs to know
-    about leaves from the layout (norms of leaves, leaves with one label, whole matrices), and so does not depend on how
-    parameters are cut or on the number of ranks. Ranks with the same coordinates along the axes that a row is cut over
-    have copies of one shard.
+    A rank holds a tree as a few tensors: flat ones, with shards of many rows end to end, or whole leaves. A `Layout`
+    has the rows of a tree, each with its rule; they tell the place of each leaf's elements on this rank, and the ranks
+    of all others (Note [One rank's spans] in `row.py`). An optimizer derives norms of leaves, leaves of one label and
+    whole matrices from the layout alone, so it depends neither on cuts nor on the number of ranks. Ranks with the same
+    coordinates along a row's cut axes have copies of one shard.
 
 Note [Order of a split leaf]
-    A leaf that is split along dim d lies in the order of `movedim(d, 0)`, part by part. So what a rank has of it is one
-    interval of that order, as of every other leaf: its shard, its moments, its piece of a checkpoint, an owner's whole
-    leaf. A loss sees its part as a strided view. Of a leaf with several blocks end to end (gate and up in one matrix)
-    each part has its rows of every block. Parts are as `torch.chunk` cuts them: all are as long as the first, the last
-    ones may be shorter, or empty.
+    A leaf split along dim d is stored in the order of `movedim(d, 0)`, part by part. So a rank's share is one interval
+    of this order, as for every other leaf: its shard, its moments, its piece of a checkpoint, an owner's whole leaf. A
+    loss sees its part as a strided view. If a leaf has several blocks end to end (gate and up in one matrix), each part
+    has its rows of every block. Parts are as by `torch.chunk`: as long as the first, but the last may be shorter, or
+    empty.
 """
 
 from __future__ import annotations
@@ -39,24 +38,24 @@ from .row import Row, Span, end_to_end
 class Derived:
     """Memoized results of pure functions of a plan or a layout, which therefore never become stale.
 
-    Layouts, rows, moves and schedules refer to no plan, so they are in no reference cycle with one. Graphs are in one,
-    because their outputs refer to the plan: Python's garbage collector frees them.
+    Layouts, rows, moves and schedules refer to no plan, so they form no reference cycle with one. Outputs of graphs do
+    refer to it: Python's garbage collector frees graphs.
     """
 
     layouts: dict[Hashable, Layout] = field(default_factory=dict)  # of a plan, by view; of a layout, by rank
     rows: dict[Hashable, Any] = field(default_factory=dict)  # of a plan, by what a view holds of it
-    # The values of `moves`, `runs`, `schedules` and `graphs` are of modules that import this one.
+    # The types of `runs`, `moves`, `schedules` and `graphs` are in modules that import this one.
     runs: dict[Hashable, Any] = field(default_factory=dict)  # of a label's layout, by what a view holds
-    moves: dict[Hashable, Any] = field(default_factory=dict)  # of a layout, by the `source` of the target layout
+    moves: dict[Hashable, Any] = field(default_factory=dict)  # of a layout, by the target's `source`
     containers: dict[Hashable, Container] = field(default_factory=dict)  # of a plan, by first leaf and number of nodes
-    units: dict[Hashable, tuple[int, int]] = field(default_factory=dict)  # of a plan, by first leaf and their number
+    units: dict[Hashable, tuple[int, int]] = field(default_factory=dict)  # of a plan, by first and number of leaves
     schedules: dict[Hashable, Any] = field(default_factory=dict)  # of a plan, by what a view holds of it
-    changing: tuple[object, ...] | None = None  # what nodes carry, and a program may change in place, once it was asked
+    changing: tuple[object, ...] | None = None  # mutable values in nodes; None until asked
     graphs: WeakKeyDictionary[object, dict[Any, Any]] = field(default_factory=WeakKeyDictionary)  # of both, by `jit`
 
 
 class Split(NamedTuple):
-    """A leaf that is split along `dim`, by blocks, over an axis of `parts` ranks (Note [Order of a split leaf])."""
+    """A leaf split along `dim`, by blocks, over an axis of `parts` ranks (Note [Order of a split leaf])."""
 
     axis: str
     parts: int
@@ -65,12 +64,12 @@ class Split(NamedTuple):
 
     @property
     def order(self) -> tuple[int, ...]:
-        """What tells the order of elements: () is row-major, else (dim,), or (dim, blocks, parts)."""
+        """The order of elements: () is row-major, else (dim,), or (dim, blocks, parts)."""
         return (self.dim, self.blocks, self.parts) if self.blocks > 1 else (self.dim,) * (self.dim > 0)
 
     @staticmethod
     def of(order: Sequence[int]) -> Split | None:
-        """A split with this order of elements; None for row-major order. Dual: `order`."""
+        """Return a split with this order of elements; None for row-major order. Dual: `order`."""
         dim, blocks, parts = (*order, 1, 1)[:3] if order else (0, 1, 1)
         return Split("", parts, dim, blocks) if order else None
 
@@ -78,28 +77,28 @@ class Split(NamedTuple):
         return f"split over {self.axis} along dim {self.dim}" + f", {self.blocks} blocks" * (self.blocks > 1)
 
     def _edges(self, shape: Sequence[int]) -> list[int]:
-        """Where the parts begin among the rows of one block, and its number of rows."""
+        """Return the parts' first rows in one block, and the block's number of rows."""
         rows = shape[self.dim] // self.blocks
         most = -(-rows // self.parts)
         return [min(part * most, rows) for part in range(self.parts + 1)]
 
     def shape(self, whole: Sequence[int], part: int) -> tuple[int, ...]:
-        """The shape of a part as a loss sees it."""
+        """Return the shape of a part as a loss sees it."""
         low, high = self._edges(whole)[part : part + 2]
         return (*whole[: self.dim], self.blocks * (high - low), *whole[self.dim + 1 :])
 
     def stored(self, whole: Sequence[int], part: int) -> tuple[int, ...]:
-        """The shape of a part as it lies in memory: the dim that is split comes first."""
+        """Return the shape of a part in memory: the split dim comes first."""
         shape = self.shape(whole, part)
         return (shape[self.dim], *shape[: self.dim], *shape[self.dim + 1 :])
 
     def bounds(self, shape: Sequence[int]) -> tuple[int, ...]:
-        """Where the parts begin in the order of elements, and the number of all elements."""
+        """Return the parts' first elements, in order, and the number of all elements."""
         rest = math.prod(shape[: self.dim]) * math.prod(shape[self.dim + 1 :])
         return tuple(self.blocks * edge * rest for edge in self._edges(shape))
 
     def flat(self, x: Tensor) -> Tensor:
-        """The elements of a whole leaf in their order: (numel,). Dual: `shaped`."""
+        """Return a whole leaf's elements in order: (numel,). Dual: `shaped`."""
         rows = x.movedim(self.dim, 0)
         if self.blocks == 1:
             return rows.reshape(-1)
@@ -108,7 +107,7 @@ class Split(NamedTuple):
         return torch.cat([part.reshape(-1) for part in parts])
 
     def shaped(self, flat: Tensor, shape: Sequence[int]) -> Tensor:
-        """The whole leaf of this shape from its elements in their order, (numel,). Dual: `flat`."""
+        """Return the whole leaf of this shape from its elements in order. Dual: `flat`."""
         rest = (*shape[: self.dim], *shape[self.dim + 1 :])
         if self.blocks == 1:
             rows = flat.view(shape[self.dim], *rest)
@@ -121,12 +120,12 @@ class Split(NamedTuple):
             rows = torch.cat(parts, 1).flatten(0, 1)
         return rows.movedim(0, self.dim).contiguous()
 
-    def places(self, shape: Sequence[int], begin: int, numel: int) -> Tensor:
-        """Where elements [begin, begin + numel) lie in row-major order: (numel,), int64. Dual: `numbers`."""
+    def row_major(self, shape: Sequence[int], begin: int, numel: int) -> Tensor:
+        """Return the row-major positions of elements [begin, begin + numel): (numel,), int64. Dual: `numbers`."""
         inner, rest = self._sizes(shape)
         number = torch.arange(begin, begin + numel, device="cpu")
         row, other = number // rest, number % rest
-        if self.blocks > 1:  # rows of the order are those of each block of the first part, then of the second
+        if self.blocks > 1:  # the order has the first part's rows of each block, then the second part's
             edges = torch.tensor(self._edges(shape), device="cpu")
             part = torch.bucketize(row, self.blocks * edges[1:], right=True)
             in_part, length = row - self.blocks * edges[part], edges.diff()[part]
@@ -134,7 +133,7 @@ class Split(NamedTuple):
         return (other // inner * shape[self.dim] + row) * inner + other % inner
 
     def numbers(self, shape: Sequence[int], places: Tensor) -> Tensor:
-        """The numbers in the order of elements at these places in row-major order: int64. Dual: `places`."""
+        """Return the positions in the order of elements from row-major positions: int64. Dual: `row_major`."""
         inner, rest = self._sizes(shape)
         row, other = places // inner % shape[self.dim], places // (inner * shape[self.dim]) * inner + places % inner
         if self.blocks > 1:
@@ -145,32 +144,32 @@ class Split(NamedTuple):
         return row * rest + other
 
     def _sizes(self, shape: Sequence[int]) -> tuple[int, int]:
-        """The elements of a row behind the dim that is split, and of all of a row."""
+        """Return the number of elements after the split dim, and of one row."""
         inner = math.prod(shape[self.dim + 1 :])
         return inner, inner * math.prod(shape[: self.dim])
 
 
-# The numbers of elements, rising, and the place of each in a tensor; None: element n is at place n.
+# Element numbers, rising, and their positions in a tensor; None: element n is at position n.
 Picks: TypeAlias = tuple[Tensor, Tensor] | None
 
 
 def numbers_in(other: Sequence[int], shape: Sequence[int], order: Sequence[int], begin: int, numel: int) -> Tensor:
-    """The numbers, in another order, of elements [begin, begin + numel) of a leaf in an order: int64."""
+    """Return the numbers, in the order `other`, of elements [begin, begin + numel) in `order`: int64."""
     old, new = Split.of(order), Split.of(other)
-    places = torch.arange(begin, begin + numel, device="cpu") if old is None else old.places(shape, begin, numel)
+    places = torch.arange(begin, begin + numel, device="cpu") if old is None else old.row_major(shape, begin, numel)
     return places if new is None else new.numbers(shape, places)
 
 
 def picks_in(
     other: Sequence[int], shape: Sequence[int], order: Sequence[int], begin: int, numel: int
 ) -> tuple[Tensor, Tensor]:
-    """`numbers_in`, rising, and the place of each among these elements."""
+    """Return `numbers_in`, rising, with the position of each among these elements."""
     numbers, places = numbers_in(other, shape, order, begin, numel).sort()
     return numbers, places
 
 
 def within(picks: Picks, start: int, stop: int) -> tuple[Any, Any] | None:
-    """Which of elements [start, stop) are picked, counted from `start`, and their places; None if there are none."""
+    """Return the picked ones of elements [start, stop), counted from `start`, and their positions; or None."""
     if picks is None:
         return slice(0, stop - start), slice(start, stop)
     low, high = torch.searchsorted(picks[0], torch.tensor([start, stop], device="cpu")).tolist()
@@ -181,36 +180,36 @@ def within(picks: Picks, start: int, stop: int) -> tuple[Any, Any] | None:
 class Leaf:
     """A leaf of the whole tree: its path, and its shape and dtype before it is cut.
 
-    Its elements have an order, that of `flat`: an interval of elements is always one in this order.
+    Intervals of elements are in the order of `flat`.
     """
 
     path: str
     shape: tuple[int, ...]
     dtype: torch.dtype
-    split: Split | None = field(default=None, kw_only=True)  # None: its elements are in row-major order
+    split: Split | None = field(default=None, kw_only=True)  # None: row-major order
 
     @property
     def numel(self) -> int:
-        """The number of elements of the leaf."""
+        """The number of elements."""
         return math.prod(self.shape)
 
     @property
     def order(self) -> tuple[int, ...]:
-        """What tells the order, as in `Split.order`; () is row-major."""
+        """The order of elements, as `Split.order`; () is row-major."""
         return () if self.split is None else self.split.order
 
     def flat(self, x: Tensor) -> Tensor:
-        """The elements of the whole leaf in their order, (numel,). Dual: `shaped`."""
+        """Return the whole leaf's elements in order, (numel,). Dual: `shaped`."""
         return x.reshape(-1) if self.split is None else self.split.flat(x)
 
     def shaped(self, flat: Tensor) -> Tensor:
-        """The whole leaf of elements in their order. Dual: `flat`."""
+        """Return the whole leaf from its elements in order. Dual: `flat`."""
         return flat.view(self.shape) if self.split is None else self.split.shaped(flat, self.shape)
 
     def in_file(self, begin: int, numel: int) -> tuple[int, int, Picks]:
-        """Where elements [begin, begin + numel) lie in row-major order, as in files of others.
+        """Return the row-major positions of elements [begin, begin + numel), as in files of other libraries.
 
-        Between which two numbers, and of a leaf in another order which of the elements between them they are.
+        They are an interval of positions, and the picked ones in it if the leaf has another order.
         """
         if not (self.order and numel):
             return begin, begin + numel, None
@@ -222,19 +221,19 @@ class Leaf:
 @tree.constant
 @dataclass(frozen=True, eq=False)
 class Layout:
-    """Where the elements of a tree's leaves lie. Two layouts are equal if their `source` is equal."""
+    """The places of a tree's elements. Layouts are equal if their `source` is equal."""
 
-    source: tuple[Hashable, ...]  # everything that determines the layout
+    source: tuple[Hashable, ...]  # determines all other fields
     spec: tree.Spec
-    places: tuple[int | None, ...]  # index of the leaf at each position of the tree; None if it was left out
+    places: tuple[int | None, ...]  # leaf index at each position of the tree; None: left out
     leaves: tuple[Leaf, ...]
-    rows: tuple[Row[int], ...]  # of leaves by index
+    rows: tuple[Row[int], ...]  # of leaf indices
     flat: bool  # True: tensors are 1-D with spans of many leaves; False: each is one whole leaf
     mesh: AnyMesh
-    axes: Axes  # that rows are cut over, or leaves owned along: each over all of these, some or none
-    packed: bool = False  # whether spans lie end to end in flat tensors, without padding
-    origin: Layout | None = None  # the layout that `pick` made this one from
-    frozen: tuple[str, ...] = ()  # paths of leaves that do not train; other labels' leaves are left out, but not frozen
+    axes: Axes  # rows are cut, or leaves owned, over all of these, some or none
+    packed: bool = False  # True: spans lie end to end in flat tensors, without padding
+    origin: Layout | None = None  # the layout before `pick`
+    frozen: tuple[str, ...] = ()  # paths of leaves that do not train; leaves left out for their label are not frozen
 
     def __eq__(self, other: object) -> bool:
         return self is other or (isinstance(other, Layout) and self.source == other.source)
@@ -246,7 +245,7 @@ class Layout:
         return self  # immutable; a copied state keeps its mesh
 
     def __getstate__(self) -> dict[str, object]:
-        # without the memos, and without the mesh, which has processes of this run
+        # without memos, and without the mesh, which has processes of this run
         return {**{f.name: getattr(self, f.name) for f in fields(self)}, "mesh": None}
 
     def live_mesh(self) -> AnyMesh:
@@ -259,7 +258,7 @@ class Layout:
 
     @memo
     def mine(self) -> tuple[Span, ...]:
-        """The spans that this rank holds, sorted by tensor and start."""
+        """The spans on this rank, sorted by tensor and start."""
         mesh, overs = self.live_mesh(), dict.fromkeys(row.over for row in self.rows)
         numbers = {over: coordinate(mesh, over) for over in overs}  # of this rank's shards
         spans = [
@@ -274,12 +273,12 @@ class Layout:
 
     @memo
     def names(self) -> tuple[str, ...] | None:
-        """The paths of this rank's whole leaves; None of flat tensors."""
+        """The paths of this rank's whole leaves; None for flat tensors."""
         return None if self.flat else tuple(self.leaves[span.leaf].path for span in self.mine)
 
     @memo
     def span_of(self) -> dict[int, Span]:
-        """The span of each leaf that this rank holds elements of."""
+        """The span of each leaf with elements on this rank."""
         return {span.leaf: span for span in self.mine}
 
     @memo
@@ -289,35 +288,35 @@ class Layout:
 
     @memo
     def shared(self) -> frozenset[int]:
-        """The leaves that every rank holds."""
+        """The leaves on every rank."""
         return frozenset(leaf for leaf, row in self.row_of.items() if not row.over)
 
     @memo
     def counted(self) -> frozenset[int]:
-        """The leaves that this rank adds to a sum over `axes`: of ranks with copies, the first adds them."""
+        """The leaves this rank adds to a sum over `axes`: the first of ranks with copies adds them."""
         left = {row.over: [axis for axis in self.axes if axis not in row.over] for row in self.rows}
         first = {over for over, axes in left.items() if coordinate(self.live_mesh(), axes) == 0}
         return frozenset(leaf for leaf, row in self.row_of.items() if row.over in first)
 
     @memo
     def cut_over(self) -> dict[int, Axes]:
-        """For each tensor of this rank, by its number, the axes that it is cut over."""
+        """The axes that each tensor of this rank is cut over, by tensor number."""
         if not self.flat:
             return {number: self.row_of[span.leaf].over for number, span in enumerate(self.mine)}
         return {row.tensor: row.over for row in self.rows}
 
     @memo
     def cut_axes(self) -> tuple[Axes, ...]:
-        """The axes that rows with elements are cut over, each once, the same on all ranks.
+        """The axes of rows with elements, each once, the same on all ranks.
 
-        Of whole leaves those without elements count, too: their owners have a tensor for each.
+        Empty whole leaves count: their owner has a tensor for each.
         """
         overs = (row.over for row in self.rows if row.over and (row.has_elements or not self.flat))
         return tuple(dict.fromkeys(overs))
 
     @memo
     def filled(self) -> dict[int, list[tuple[int, int]]]:
-        """The intervals [start, stop) of this rank's flat tensors that hold leaves, by number; adjacent ones merged."""
+        """The intervals [start, stop) of leaves in this rank's flat tensors, by number; adjacent ones merged."""
         by_tensor: dict[int, list[tuple[int, int]]] = {}
         for span in (s for s in self.mine if s.numel):
             runs = by_tensor.setdefault(span.tensor, [])
@@ -326,13 +325,13 @@ class Layout:
 
     @memo
     def numbers(self) -> tuple[int, ...]:
-        """The indices of the leaves in this layout, each once, in the order of the tree."""
+        """The indices of this layout's leaves, each once, in the order of the tree."""
         return tuple(dict.fromkeys(n for n in self.places if n is not None))
 
     def prepared(self) -> Layout:
-        """Fill every memo now, so that torch.compile does not see new attributes and recompile; returns self.
+        """Fill every memo now, because torch.compile would recompile for new attributes; returns self.
 
-        Only for layouts made by `pick`, which have an `origin`.
+        Only for layouts of `pick`, which have an `origin`.
         """
         for x in (self, *self.rows):
             for name in (name for name, attribute in vars(type(x)).items() if isinstance(attribute, memo)):
@@ -340,7 +339,7 @@ class Layout:
         return self
 
     def pick(self, numbers: Iterable[int]) -> Layout:
-        """Return a layout of some leaves only. Flat tensors are packed without padding; empty ones are dropped."""
+        """Return a layout of some leaves. Flat tensors are packed without padding; empty ones are dropped."""
         keep = {number: number for number in numbers}
         there = dict.fromkeys(self.row_of[number] for number in sorted(keep))
         rows = [row.renamed(keep) for row in sorted(there, key=lambda row: (row.tensor, row.start))]
@@ -356,18 +355,18 @@ class Layout:
 
     @memo
     def derived(self) -> Derived:
-        """Memoized results computed from this layout, which are freed with the layout."""
+        """Memoized results computed from this layout, and freed with it."""
         return Derived()
 
     @memo
     def origin_tensors(self) -> list[int]:
-        """The tensors of `origin` that hold leaves of this layout; this layout's flat tensors are packed from them."""
+        """The tensors of `origin` with leaves of this layout, from which its flat tensors are packed."""
         assert self.origin is not None
         return sorted({self.origin.row_of[n].tensor for n in self.numbers} if self.flat else ())
 
     @memo
     def runs(self) -> list[list[tuple[int, int, int]]]:
-        """For each tensor of this rank, the intervals (tensor, start, length) of `origin` in which its elements lie."""
+        """The intervals (tensor, start, length) of `origin` that make up each tensor of this rank."""
         assert self.origin is not None
         keep = set(self.numbers)
         spans = [s for s in self.origin.mine if s.leaf in keep]
@@ -376,7 +375,7 @@ class Layout:
         by_tensor: dict[int, list[tuple[int, int, int]]] = {tensor: [] for tensor in self.origin_tensors}
         for _, tensor, start, _, numel in spans:
             runs = by_tensor[tensor]
-            # a span that begins where the last interval ends makes it longer: fewer views, and fewer kernels
+            # adjacent spans make one interval: fewer views, and fewer kernels
             if runs and sum(runs[-1][1:]) == start:
                 _, start, before = runs.pop()
                 numel += before

@@ -1,10 +1,10 @@
 """Norms and dot products of trees, over all ranks, and trees multiplied by factors.
 
 Note [Exact sums]
-    With `exact=True` the bits of a norm depend on the elements alone: neither on their order nor on which rank holds
-    which. Elements are scaled to magnitudes below 1; each power is rounded to a multiple of 2^-22 and its remainder to
-    a multiple of 2^-45, and both are added in float64, without rounding while the sum is below 2^30 (Demmel and Nguyen,
-    Fast Reproducible Floating-Point Summation, 2013). It costs a second pass and a few operations more per element.
+    With `exact=True` the bits of a norm depend on the elements alone, neither on their order nor on their ranks.
+    Elements are scaled to magnitudes below 1; each power is rounded to a multiple of 2^-22 and its remainder to a
+    multiple of 2^-45. float64 adds both without rounding while the sum is below 2^30 (Demmel and Nguyen, Fast
+    Reproducible Floating-Point Summation, 2013). This costs a second pass and a few operations more per element.
 """
 
 from __future__ import annotations
@@ -29,36 +29,36 @@ from .layout import Layout
 from .pieces import Parts, Unreduced, device_of, layout_of, packed, pieces
 
 T = TypeVar("T")
-_BLOCK = 1 << 16  # elements of a block that stays in a CPU's cache
+_BLOCK = 1 << 16  # elements of a block that fits a CPU's cache
 _SHORT = 1 << 12  # elements whose powers float32 sums accurately enough
 _UNITS = (1.5 * 2.0**30, 1.5 * 2.0**7)  # adding and subtracting one rounds a float64 to a multiple of 2^-22, 2^-45
 
 
 def _scale(largest: Tensor) -> Tensor:
-    """The power of two (float64) that scales magnitudes up to `largest` to below 1."""
+    """Return the power of two (float64) that scales magnitudes up to `largest` below 1."""
     _, exponent = torch.frexp(largest.double())
     return torch.ldexp(torch.ones_like(exponent, dtype=torch.float64), (-exponent).clamp(max=1000))
 
 
 def _binned(x: Tensor, p: float, scale: Tensor) -> Tensor:
-    """The sum of the rounded powers and that of the remainders: float64, (2,)."""
+    """Return the sums of the rounded powers and of the remainders: float64, (2,)."""
     sums = torch.zeros(2, dtype=torch.float64, device=x.device)
     for part in x.reshape(-1).split(block_size(x, _BLOCK)):
         remainder = (part.abs().double() * beside(scale, part)) ** p  # (elements,), below 1
         for i, unit in enumerate(_UNITS):
-            rounded = (remainder + unit) - unit  # to multiples of one number, whose sum is exact
+            rounded = (remainder + unit) - unit  # multiples of one number have an exact sum
             sums[i] += rounded.sum()
-            remainder = remainder - rounded  # exact, because both are multiples of the remainder's last bit
+            remainder = remainder - rounded  # exact: both are multiples of the remainder's last bit
     return sums.to(scale.device)
 
 
 def _unbinned(sums: Tensor, p: float, scale: Tensor, largest: Tensor) -> Tensor:
-    """The norm from the sums of `_binned`, (..., 2); the largest magnitude where that is not finite."""
+    """Return the norm from sums of `_binned`, (..., 2); the largest magnitude if that is not finite."""
     return torch.where(largest.isfinite(), sums.sum(-1) ** (1 / p) / scale, largest.double())
 
 
 def _power_sums(tensors: Sequence[Tensor], p: float, device: torch.device) -> Tensor:
-    """The sum of the p-th powers of each tensor (the maximum for inf): float64, (tensors,), on one device."""
+    """Return each tensor's sum of p-th powers (maximum for inf): float64, (tensors,), on one device."""
     norms = [
         _norm(x.reshape(-1), p) if x.numel() else torch.zeros((), dtype=torch.float64, device=device) for x in tensors
     ]
@@ -67,12 +67,12 @@ def _power_sums(tensors: Sequence[Tensor], p: float, device: torch.device) -> Te
 
 
 def square_sum(x: Tensor) -> Tensor:
-    """The sum of the squares of a tensor: 0-d, float64."""
+    """Return the sum of the squares of a tensor: 0-d, float64."""
     return _power_sums([x], 2, x.device).sum()
 
 
 def _norm(x: Tensor, p: float, most: int = MOST) -> Tensor:
-    """The p-norm of a flat tensor, (n,) -> (), accurate for any number of elements."""
+    """Return the p-norm of a flat tensor, (n,) -> (), accurate for any number of elements."""
     if x.numel() > most:
         return _norm(torch.stack([_norm(part, p, most) for part in x.split(most)]), p, most)
     if p == math.inf and not x.is_complex():  # on CPUs vector_norm is ten times slower for inf
@@ -81,7 +81,7 @@ def _norm(x: Tensor, p: float, most: int = MOST) -> Tensor:
     dtype, num = torch.promote_types(x.dtype, torch.float32), x.numel() // _SHORT
     if x.device.type != "cpu" or not num:
         return torch.linalg.vector_norm(x, p, dtype=dtype)
-    # on CPUs vector_norm sums in a few accumulators of that dtype: 2^28 float32 elements lose a fifth of the norm
+    # vector_norm on CPUs sums in a few accumulators of its dtype: 2^28 float32 elements lose a fifth of the norm
     rows, tail = x[: num * _SHORT].view(num, _SHORT), x[num * _SHORT :]
     norms = [torch.linalg.vector_norm(rows, p, dim=1, dtype=dtype), torch.linalg.vector_norm(tail, p, dtype=dtype)]
     return torch.linalg.vector_norm(torch.cat([norm.view(-1).double() for norm in norms]), p)
@@ -92,9 +92,9 @@ def _root(sums: Tensor, p: float) -> Tensor:
 
 
 def leaf_norms(x: Tree, p: float = 2, layout: Layout | None = None, exact: bool = False) -> Tensor:
-    """The p-norm of each of the layout's leaves: (leaves,), float64, the same on all ranks, from one collective.
+    """Return the p-norm of each leaf of a layout: (leaves,), float64, the same on all ranks, from one collective.
 
-    With `exact` it is two collectives, and bits do not depend on the number of ranks (Note [Exact sums]).
+    With `exact`: two collectives, and bits independent of the number of ranks (Note [Exact sums]).
     """
     layout, zero = layout or layout_of(x), torch.zeros((), dtype=torch.float64, device=device_of(x))
     if not layout.leaves:
@@ -113,7 +113,7 @@ def leaf_norms(x: Tree, p: float = 2, layout: Layout | None = None, exact: bool 
 
 
 def _smooth_leaf_norms(x: Tree, p: float, layout: Layout) -> Tensor:
-    """`leaf_norms` with derivatives, of leaves that this rank holds whole: `on_copies` brings those of others here."""
+    """Differentiable `leaf_norms` of leaves whole on this rank: `on_copies` brings the others here."""
     if any(row.over for row in layout.rows):
         refuse_derivative(x, "norms of leaves")
     zero = torch.zeros((), dtype=torch.float64, device=device_of(x))
@@ -122,7 +122,7 @@ def _smooth_leaf_norms(x: Tree, p: float, layout: Layout) -> Tensor:
 
 
 def _smooth_sum(x: Tensor, p: float) -> Tensor:
-    """The sum of the p-th powers of a tensor (the maximum for inf), float64, with derivatives also where it is zero."""
+    """Return the sum of p-th powers (maximum for inf), float64, with derivatives at zero, too."""
     if x.is_complex() and p == 2:
         x = torch.view_as_real(x.resolve_conj())
     if p == math.inf:
@@ -132,7 +132,7 @@ def _smooth_sum(x: Tensor, p: float) -> Tensor:
 
 
 def _smooth_root(sums: Tensor, p: float) -> Tensor:
-    """The norm of such a sum; its derivative at 0 is 0, which it is for vectors, and not that of a root."""
+    """Return the norm of a `_smooth_sum`; its derivative at 0 is 0, as for vectors, not infinite as for roots."""
     if p == math.inf:
         return sums
     is_zero = sums == 0
@@ -140,15 +140,15 @@ def _smooth_root(sums: Tensor, p: float) -> Tensor:
 
 
 def _by_leaf(numbers: Sequence[int], powers: Sequence[Tensor], op: str, layout: Layout, zero: Tensor) -> Tensor:
-    """Combine the values of pieces of the leaves `numbers`, over all ranks, into one for each leaf: (leaves, ...)."""
+    """Combine the values of pieces of the leaves `numbers`, over all ranks, by leaf: (leaves, ...)."""
     of_leaf: list[list[Tensor]] = [[] for _ in layout.leaves]
     for number, power in zip(numbers, powers, strict=True):
         of_leaf[number].append(power)
-    # in the order of the pieces: a scatter on a GPU adds in an order of its own, and needs its index on the device
+    # in order: a scatter on a GPU adds in its own order, and needs an index on the device
     local = [_joined_pieces(values, op) if values else zero for values in of_leaf]
     if not layout.axes:
         return torch.stack(local)
-    # elements that several ranks hold must count once, not once for each rank
+    # elements on several ranks must count once
     counted = layout.counted - layout.shared
     cut = torch.stack([x if n in counted else zero for n, x in enumerate(local)])
     sums = primitives.total(cut, layout.mesh, layout.axes, op, label="leaf norms")
@@ -166,7 +166,7 @@ def _op(p: float) -> str:
 
 
 def scaled_by_norm(x: T, p: float, to_factor: Callable[[Tensor], Tensor], exact: bool, own: bool) -> T:
-    """Multiply a tree by `to_factor` of its p-norm, in place with `own`, as `scaled`; with a derivative, too."""
+    """Multiply a tree by `to_factor` of its p-norm, in place with `own`, as `scaled`; also with a derivative."""
     if differentiates(x):
         return tree.map(lambda leaf, norm: _product(leaf, to_factor(norm)), x, _at_leaves(_one_norm(x, p), x))
     factor = to_factor(global_norm(x, p, exact))
@@ -180,7 +180,7 @@ def _product(x: Tensor, factor: Tensor) -> Tensor:
 
 
 def _at_leaves(value: Tensor, x: Tree) -> Tree:
-    """One value of the mesh for each leaf of `x`: derivatives are added over the ranks that the leaf is cut over."""
+    """Return one value of the mesh for each leaf of `x`; derivatives are added over the leaf's cut axes."""
     known: dict[tuple[int, Axes], Tensor] = {}
 
     def varying(mesh: AnyMesh, axes: Axes) -> Tensor:
@@ -204,8 +204,8 @@ def _varying(x: Tensor, mesh: AnyMesh, axes: Axes) -> Tensor:
 
 
 def _total(x: Tensor, mesh: AnyMesh, axes: Axes, label: str, op: str = "sum") -> Tensor:
-    """`primitives.total` to one value of the mesh, with a derivative."""
-    if op == "max":  # chosen by a maximum that is a constant; of several, each has its part of the derivative
+    """Differentiable `primitives.total`, to one value of the mesh."""
+    if op == "max":  # the maximum selects as a constant; several maxima share the derivative
         largest = x.detach()
         for axis in axes:
             largest = collectives.of_one("total", largest, mesh, axis, label, op)
@@ -217,12 +217,12 @@ def _total(x: Tensor, mesh: AnyMesh, axes: Axes, label: str, op: str = "sum") ->
 
 
 def scaled(x: T, factor: Tensor, own: bool = False) -> T:
-    """Multiply a tree by a 0-d factor; in place if `own` says that the caller may overwrite the tree."""
+    """Multiply a tree by a 0-d factor; in place if `own`: the caller may then overwrite it."""
     mesh, axes = (x.layout.mesh, x.layout.axes[-1:]) if isinstance(x, Parts) else (None, ())
 
     def multiplied(x: Tensor) -> Tensor:
         by = beside(factor.to(wide(x.dtype)), x)
-        # memory that is used again: the page faults of a new tensor this large cost more than the product
+        # reused memory: the page faults of a new tensor this large cost more than the product
         out = x if own else primitives.buffer(mesh, axes, x.numel(), x, lent=False).view(x.shape)
         return torch.mul(x, by, out=out)
 
@@ -240,11 +240,11 @@ def scale_leaves_(x: T, factors: Tensor, layout: Layout | None = None) -> T:
 
 
 def global_norm(x: Tree, p: float = 2, exact: bool = False) -> Tensor:
-    """The p-norm of a whole tree `x`, plain or sharded or both: 0-d, from one collective.
+    """Return the p-norm of a whole tree `x`, plain or sharded or both: 0-d, from one collective.
 
-    A leaf that all ranks hold counts once. A derivative is that of each rank's own value, along the axes that leaves
-    are cut over: divide by their ranks. With `exact` the bits do not depend on the number of ranks, for two
-    collectives: what `train_step(reduction="tree")` takes, and asks of optimizers by `exact_norms=True`.
+    A leaf on all ranks counts once. A derivative is that of each rank's own value along the axes that leaves are cut
+    over: divide it by the number of their ranks. With `exact`, two collectives give bits independent of the number of
+    ranks. `train_step(reduction="tree")` uses this, and asks it of optimizers by `exact_norms=True`.
 
     >>> global_norm({"a": torch.tensor([3.0]), "b": torch.tensor(4.0)})
     tensor(5.)
@@ -270,13 +270,13 @@ def global_norm(x: Tree, p: float = 2, exact: bool = False) -> Tensor:
 
 
 def _norm_dtype(x: Tree) -> torch.dtype:
-    # ranks without tensors must return the dtype that the others return
+    # ranks without tensors must return the others' dtype
     dtypes = {wide(dtype) for node in tree.tops(x, Parts) for dtype in _dtypes(node)}
     return torch.float64 if torch.float64 in dtypes else torch.float32
 
 
 def _norm_of_rank(x: Tree, p: float) -> Tensor:
-    """`global_norm` with a derivative: along the axes that leaves are cut over, each rank's value is its own."""
+    """Differentiable `global_norm`: along the axes that leaves are cut over, each rank has its own value."""
     norm, known = _one_norm(x, p), dict[tuple[int, str], AnyMesh]()
     for mesh, axes, _ in _by_axes(x):
         known |= {(id(mesh), axis): mesh for axis in axes}
@@ -286,7 +286,7 @@ def _norm_of_rank(x: Tree, p: float) -> Tensor:
 
 
 def _one_norm(x: Tree, p: float) -> Tensor:
-    """`global_norm` as one value of the mesh, with a derivative."""
+    """Differentiable `global_norm` as one value of the mesh."""
     sums = [torch.zeros((), dtype=torch.float64, device=device_of(x))]
     for mesh, axes, tensors in _by_axes(x):
         local = _joined(torch.stack([sums[0], *(_smooth_sum(part, p).to(sums[0].device) for part in tensors)]), p)
@@ -307,9 +307,9 @@ def _check_floating(x: Tree) -> None:
 
 
 def gram(trees: Sequence[Tree]) -> Tensor:
-    """The dot products of k trees of one structure: (k, k), float64, from one collective.
+    """Return the dot products of k trees of one structure: (k, k), float64, from one collective.
 
-    A leaf that all ranks hold counts once.
+    A leaf on all ranks counts once.
     """
     total = torch.zeros(len(trees), len(trees), dtype=torch.float64, device=device_of(trees[0]))
     for of_trees in zip(*map(_by_axes, trees), strict=True):
@@ -323,12 +323,12 @@ def gram(trees: Sequence[Tree]) -> Tensor:
 
 
 def dot(x: Tree, y: Tree) -> Tensor:
-    """The dot product of two trees, plain or sharded: 0-d, the same on all ranks, from one collective for each mesh.
+    """Return the dot product of two trees, plain or sharded: 0-d, equal on all ranks, one collective for each mesh.
 
-    It is summed in float64, and has the widest dtype of the leaves, at least float32. The first factor of complex
-    leaves is conjugated, as in torch.vdot. A leaf that all ranks hold, a replica, and a tied leaf of a `Sharded` count
-    once; padding does not count. It is one value, not one for each rank: under torch.func.grad the derivative in `x` is
-    `y`, cut like `x`, on any mesh. ValueError unless both trees have one structure and are cut alike.
+    Sums are in float64; the result has the widest dtype of the leaves, at least float32. The first factor of complex
+    leaves is conjugated, as in torch.vdot. A leaf on all ranks, a replica and a tied leaf of a `Sharded` count once;
+    padding does not count. The result is one value, not one for each rank: under torch.func.grad the derivative in `x`
+    is `y`, cut like `x`, on any mesh. ValueError unless both trees have one structure and are cut alike.
 
     >>> dot({"a": torch.tensor([1.0, 2.0])}, {"a": torch.tensor([3.0, 4.0])})
     tensor(11.)
@@ -343,12 +343,12 @@ def dot(x: Tree, y: Tree) -> Tensor:
         for axis in axes:
             product = collectives.of_one("total", product, mesh, axis, label="dot product")
         products.append(product)
-    # ranks without tensors must return the dtype that the others return
+    # ranks without tensors must return the others' dtype
     return torch.stack(products).sum().to(reduce(torch.promote_types, dtypes, torch.float32))
 
 
 def _products(x: Tensor, y: Tensor) -> Iterator[Tensor]:
-    """The dot products of the blocks of two tensors: 0-d, float64 or complex128."""
+    """Yield the dot products of the blocks of two tensors: 0-d, float64 or complex128."""
     dtype = torch.promote_types(torch.promote_types(x.dtype, y.dtype), torch.float64)
     size = block_size(x, _BLOCK)
     for a, b in zip(x.reshape(-1).split(size), y.reshape(-1).split(size), strict=True):
@@ -356,7 +356,7 @@ def _products(x: Tensor, y: Tensor) -> Iterator[Tensor]:
 
 
 def _check_alike(x: Tree, y: Tree) -> None:
-    """Raise TypeError unless each leaf is a tensor, ValueError if structures, shapes or layouts of the trees differ."""
+    """Raise TypeError unless leaves are tensors, ValueError if structures, shapes or layouts differ."""
     if tree.nodes((x, y), Unreduced):
         raise TypeError("dot: these gradients are each rank's own: fshard.reduce_grads gives the mesh's")
     (named, spec), (others, other_spec) = ((tree.paths_to(z, Parts), tree.structure_above(z, Parts)) for z in (x, y))
@@ -382,8 +382,8 @@ def _kind(x: Parts | Tensor) -> str:
 
 
 def _by_axes(x: Tree) -> list[tuple[AnyMesh, Axes, list[Tensor]]]:
-    """The tensors of a tree by the axes of a mesh that they are cut over; first, without axes, what is whole here."""
-    # by the identity of the mesh: a user's class may have no hash
+    """Return (mesh, cut axes, tensors) of a tree; whole tensors come first, without axes."""
+    # by identity: a user's mesh may have no hash
     known: dict[tuple[int, Axes], tuple[AnyMesh, Axes, list[Tensor]]] = {(id(None), ()): (None, (), [])}
     for node in tree.tops(x, Parts):
         for axes in node.layout.cut_axes if isinstance(node, Parts) else ():
@@ -395,9 +395,9 @@ def _by_axes(x: Tree) -> list[tuple[AnyMesh, Axes, list[Tensor]]]:
 
 
 def _filled(node: Parts | Tensor) -> Iterator[tuple[Tensor, AnyMesh, Axes]]:
-    """The filled intervals of a node's tensors, each with mesh and axes; the padding between may hold any values.
+    """Yield (tensor, mesh, axes) of the filled intervals; padding may hold any values.
 
-    A tensor that this rank holds nothing of has an empty one: under vmap the results of all ranks have one shape.
+    A tensor without elements here gives an empty one, so that under vmap all ranks have results of one shape.
     """
     if not isinstance(node, Parts):
         yield node, None, ()
@@ -410,7 +410,7 @@ def _filled(node: Parts | Tensor) -> Iterator[tuple[Tensor, AnyMesh, Axes]]:
 
 
 def _dtypes(node: Parts | Tensor) -> Iterable[torch.dtype]:
-    """The dtypes of a node's tensors, the same on all ranks, also on those without any."""
+    """Return the dtypes of a node's tensors, equal on all ranks, even without tensors."""
     if not isinstance(node, Parts):
         return [node.dtype]
     return [x.dtype for x in node.tensors] or [node.layout.leaves[n].dtype for n in node.layout.numbers]

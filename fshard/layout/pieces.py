@@ -1,4 +1,4 @@
-"""`Parts`, trees of which a rank holds some elements: list these, select leaves, and write them back."""
+"""`Parts`: trees with some elements on each rank. Functions list these, select leaves, and write them back."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ _NO_NAMES = (
 
 
 class Parts(OnMesh):
-    """A tree of which this rank holds some elements, in tensors: a pytree node whose leaves are these.
+    """A tree with some elements on this rank: a pytree node whose leaves are this rank's tensors.
 
-    Those with one label, say, or whole leaves that this rank owns. `Sharded` is one of a plan.
+    Examples: the leaves with one label, or the whole leaves of this rank. `Sharded` is the `Parts` of a plan.
     """
 
     def __init__(self, layout: Layout, tensors: Sequence[Tensor]):
@@ -41,12 +41,12 @@ class Parts(OnMesh):
 
     @property
     def layout(self) -> Layout:
-        """Which elements of which leaf lie where."""
+        """The places of all leaves' elements."""
         return self._layout
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
-        """The tensors themselves, never copies; while a tree is mapped, what the function put there."""
+        """The tensors themselves, never copies; while a tree is mapped, the function's results."""
         return self._tensors
 
     @property
@@ -61,17 +61,17 @@ class Parts(OnMesh):
 
     @property
     def key(self) -> Hashable:
-        """Equal for two trees exactly if their layouts are."""
+        """Equal for two trees exactly if their layouts are equal."""
         return self.layout
 
     @property
     def trainable(self) -> Parts:
-        """Only the leaves that are not frozen."""
+        """The leaves that are not frozen."""
         return self
 
     @property
     def for_state(self) -> Parts:
-        """The trainable leaves, sharded as optimizer state is, which may be over more axes."""
+        """The trainable leaves, sharded as optimizer state: perhaps over more axes."""
         return self
 
     def __getitem__(self, key: Any) -> Tree:
@@ -89,15 +89,15 @@ tree.register(Parts, lambda x: (x.tensors, x.layout, x.layout.names), Parts)
 
 
 class Misplaced(TypeError):
-    """A state has tensors of leaves elsewhere than in trees that have one tensor for each leaf."""
+    """A state's tensors are not in trees with one tensor for each leaf."""
 
 
 @dataclass(frozen=True)
 class Views(Generic[Key]):
-    """Parts that lie in tensors of another tree: `runs[i]` are the views that together are its tensor i.
+    """Parts in tensors of another tree: the views `runs[i]` together are tensor i.
 
-    It is not a pytree node and has no tensors: a function over leaves raises an error, and reads or writes no copy.
-    `packed` copies the elements into tensors, `write` writes to the views.
+    It is not a pytree node and has no tensors, so a function over leaves fails instead of using copies. `packed` copies
+    the elements into tensors, `write` writes to the views.
     """
 
     make: Callable[[Key, Sequence[Tensor]], Parts]  # (key, tensors) -> the tree with tensors of its own
@@ -107,24 +107,24 @@ class Views(Generic[Key]):
 
 @dataclass(frozen=True)
 class Unreduced:
-    """Whole gradients of this rank alone: such trees can be added; `reduce_grads` sums them over the mesh, once."""
+    """Whole gradients of this rank alone. They can be added; `reduce_grads` sums them over the mesh, once."""
 
     local: Tree
 
 
-tree.register_fields(Unreduced, ("local",), names=("",))  # so that leaves have the paths of the parameters
+tree.register_fields(Unreduced, ("local",), names=("",))  # leaves then have the paths of the parameters
 
 
 def packed(x: Tree) -> Tree:
     """Copy `Views` into tensors of their own; return anything else as it is."""
-    # one tensor for each run, the elements of its views end to end
+    # one tensor for each run, its views end to end
     return x.make(x.key, [torch.cat(list(run)) for run in x.runs]) if isinstance(x, Views) else x
 
 
 def copied(x: T) -> T:
-    """Return a copy that may be written to; `Views` are split as before, so that kernels round each element alike.
+    """Return a copy to write to. `Views` keep their boundaries, so that kernels round each element alike.
 
-    What is no tensor, a number in a state, stays.
+    A number in a state stays.
     """
     if not isinstance(x, Views):
         return tree.map(lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf, x)
@@ -132,19 +132,19 @@ def copied(x: T) -> T:
 
 
 def mesh_of(x: Tree) -> AnyMesh:
-    """The mesh of the `Parts` in a tree, or None."""
+    """Return the mesh of the `Parts` in a tree, or None."""
     return next((part.mesh for part in tree.nodes(x, Parts) if part.mesh is not None), None)
 
 
 def device_of(x: Tree) -> torch.device:
-    """The device a tree is computed on: its mesh's, else that of its first leaf."""
+    """Return the device of a tree's computation: its mesh's, else its first leaf's."""
     mesh = mesh_of(x)
     leaves = tree.leaves(x) if mesh is None else []
     return leaves[0].device if leaves else mesh_device(mesh)
 
 
 def layout_of(x: Tree) -> Layout:
-    """The layout of `Parts`, or of a plain tree of whole tensors, which every rank holds."""
+    """Return the layout of `Parts`, or of a plain tree of whole tensors, which every rank holds."""
     if isinstance(x, Parts):
         return x.layout
     tensors, spec = tree.flatten(x)
@@ -155,7 +155,7 @@ def layout_of(x: Tree) -> Layout:
 
 
 def typed(x: Tree) -> Layout:
-    """The layout of `x` with the dtypes of its flat tensors: optimizer state may have others than parameters."""
+    """Return the layout of `x` with the dtypes of its flat tensors: those of optimizer state may differ."""
     layout = layout_of(x)
     if not layout.flat:
         return layout
@@ -168,7 +168,7 @@ def typed(x: Tree) -> Layout:
 
 
 def reshaped(layout: Layout, forms: Mapping[int, Form]) -> Layout:
-    """The layout of whole leaves, of the same ranks, that have these shapes and dtypes; leaves without one are out."""
+    """Return the layout of whole leaves, on the same ranks, in new forms; leaves without one are left out."""
     leaves = tuple(_as(leaf, forms.get(n)) for n, leaf in enumerate(layout.leaves))
     part = layout.pick(forms)
     pairs = ((row, leaves[row.leaves[0]]) for row in part.rows)  # each of one whole leaf
@@ -177,22 +177,22 @@ def reshaped(layout: Layout, forms: Mapping[int, Form]) -> Layout:
 
 
 def _as(leaf: Leaf, form: Form | None) -> Leaf:
-    """The leaf in another form; of another shape it lies in row-major order."""
+    """Return the leaf in another form; with another shape its order is row-major."""
     if form is None:
         return leaf
     return replace(leaf, shape=form.shape, dtype=form.dtype, split=leaf.split if form.shape == leaf.shape else None)
 
 
 def structure(x: Tree) -> Hashable:
-    """A value that is equal for two trees exactly if they have the same structure and layout."""
+    """Return a value that is equal for two trees exactly if structure and layout are."""
     return x.key if isinstance(x, Parts | Views) else tree.flatten(x)[1]
 
 
 def pieces(x: Tree, layout: Layout | None = None) -> list[tuple[int, Tensor]]:
-    """This rank's pieces of leaves: pairs of the leaf's number and a view into a tensor.
+    """Return this rank's pieces of leaves: (leaf number, view into a tensor).
 
-    A piece of a flat tensor is flat, whatever the shape of the leaf; of whole leaves it is the leaf. TypeError if a
-    function that was mapped over the tree has put anything but tensors in it.
+    A piece of a flat tensor is flat; a whole leaf is its own piece. TypeError if a mapped function has put anything but
+    tensors into the tree.
     """
     layout = layout or layout_of(x)
     tensors = _entries(x, layout) if isinstance(x, Parts) else tree.leaves(x)
@@ -207,7 +207,7 @@ def path_of(layout: Layout, number: int) -> str:
 
 
 def _entries(x: Parts, layout: Layout) -> Sequence[Tensor]:
-    """The tensors of a tree. TypeError for anything else in it."""
+    """Return the tensors of a tree. TypeError for anything else in it."""
     for number, entry in enumerate(x.tensors):
         if not isinstance(entry, Tensor) or (layout.flat and entry.dim() != 1):
             leaf = path_of(layout, number)
@@ -225,7 +225,7 @@ def _entries(x: Parts, layout: Layout) -> Sequence[Tensor]:
 
 
 class LeafPlace(NamedTuple):
-    """A leaf of a tree, or this rank's piece of a leaf: path, unit with which it is gathered (or None), and value."""
+    """A leaf, or this rank's piece of it: path, unit that gathers it (or None), value."""
 
     path: str
     unit: str | None
@@ -233,7 +233,7 @@ class LeafPlace(NamedTuple):
 
 
 def places(x: Tree) -> list[LeafPlace]:
-    """Return the leaves of a tree, in order. For a node of `Parts`, this rank's pieces of leaves and the padding."""
+    """Return the leaves of a tree, in order. A node of `Parts` gives this rank's pieces, and the padding."""
     result = list[LeafPlace]()
     for path, node in tree.paths_to(x, Parts):
         result += _places_of(path, node) if isinstance(node, Parts) else [LeafPlace(path, None, node)]
@@ -249,14 +249,14 @@ def _places_of(path: str, x: Parts) -> Iterator[LeafPlace]:
     for number, row in enumerate(tree.leaves(x) if layout.flat else []):
         covered = torch.zeros(len(row), dtype=torch.bool, device=row.device)  # (n / W,)
         for start, stop in layout.filled.get(number, ()):
-            covered[start:stop] = True  # elements of leaves; the others are padding
+            covered[start:stop] = True  # leaves' elements; others are padding
         yield LeafPlace(tree.joined(path, f"(padding of row {number})"), None, row[~covered])
 
 
 def elements(x: Tree, layout: Layout | None = None) -> Iterator[tuple[Span, Tensor]]:
     """Yield this rank's spans, each with its elements in the order of the leaf, (numel,).
 
-    Of flat tensors they are views; of a whole leaf they may be a copy, so write to its `pieces`.
+    Elements of flat tensors are views. Elements of a whole leaf may be a copy, so write to its `pieces`.
     """
     layout = layout or layout_of(x)
     for span, (number, piece) in zip(layout.mine, pieces(x, layout), strict=True):
@@ -264,29 +264,29 @@ def elements(x: Tree, layout: Layout | None = None) -> Iterator[tuple[Span, Tens
 
 
 def pick(x: Tree, layout: Layout) -> Parts | Views[Any]:
-    """The leaves of `x` that are in `layout`, a subset of its own layout: views of flat tensors, or whole leaves."""
+    """Return the leaves of `x` in `layout`, a subset of its own: views of flat tensors, or whole leaves."""
     if not layout.flat:
         tensors = tree.leaves(x)
         return Parts(layout, [tensors[number] for ((number, _, _),) in layout.runs])
     views = _runs(x)  # of each tensor of the origin
     picked = [[view for number, *run in runs for view in _between(views[number], *run)] for runs in layout.runs]
-    # a tensor that this rank holds nothing of still has a view, which says its dtype and device
+    # a tensor without elements here still has a view, for its dtype and device
     empty = [views[tensor][0][:0] for tensor in layout.origin_tensors]
     return Views(Parts, layout, [runs or [nothing] for runs, nothing in zip(picked, empty, strict=True)])
 
 
 def _runs(x: Tree) -> Sequence[Sequence[Tensor]]:
-    """For each tensor of a tree what makes it up: views, or the tensor itself."""
+    """Return the views of each tensor of a tree, or the tensor itself."""
     return x.runs if isinstance(x, Views) else [[leaf] for leaf in tree.leaves(x)]
 
 
 def _between(views: Sequence[Tensor], start: int, numel: int) -> Iterator[Tensor]:
-    """Yield views of elements [start, start + numel) of the concatenation of 1-D tensors."""
+    """Yield views of elements [start, start + numel) of 1-D tensors end to end."""
     if len(views) == 1:
         yield views[0][start : start + numel]
         return
     ends = list(accumulate(view.numel() for view in views))
-    number = bisect_right(ends, start)  # the first view that ends after `start`
+    number = bisect_right(ends, start)  # the first view with an end after `start`
     while numel:
         begin = start - ends[number] + views[number].numel()  # in this view
         view = views[number][begin : begin + numel]
@@ -295,7 +295,7 @@ def _between(views: Sequence[Tensor], start: int, numel: int) -> Iterator[Tensor
 
 
 def put(x: T, part: Tree, layout: Layout) -> T:
-    """Return `x` with the leaves in `layout` taken from `part`; flat tensors of `x` are written to in place."""
+    """Return `x` with the leaves in `layout` from `part`; flat tensors of `x` are written in place."""
     if layout.flat:
         write(pick(x, layout), part)
         return x
@@ -306,14 +306,14 @@ def put(x: T, part: Tree, layout: Layout) -> T:
 
 
 def write(into: Tree, x: Tree) -> None:
-    """Copy the elements of `x` into the tensors or views of `into`, which has the same layout."""
+    """Copy the elements of `x` into the tensors or views of `into`, of the same layout."""
     if into is not x:
         for to, new in zip(*aligned(into, x), strict=True):
             to.copy_(new)
 
 
 def aligned(*trees: Tree) -> list[list[Tensor]]:
-    """The elements of trees of one structure as one list of views for each tree, all of the same sizes."""
+    """Return each tree's elements as a list of views with sizes equal for all trees (of one structure)."""
     result: list[list[Tensor]] = [[] for _ in trees]
     for groups in zip(*map(_runs, trees), strict=True):
         same = groups if all(len(group) == 1 for group in groups) else _cut_alike(groups)
@@ -323,7 +323,7 @@ def aligned(*trees: Tree) -> list[list[Tensor]]:
 
 
 def _cut_alike(groups: Sequence[Sequence[Tensor]]) -> list[Sequence[Tensor]]:
-    """Split several tensors of one length, each a list of 1-D views, at every boundary that any of them has."""
+    """Split tensors of one length, each a list of 1-D views, at all boundaries of all of them."""
     sizes = [[view.numel() for view in group] for group in groups]
     finest = max(sizes, key=len)
     if not all(len(lengths) == 1 or lengths == finest for lengths in sizes):
@@ -336,8 +336,8 @@ def _cut_alike(groups: Sequence[Sequence[Tensor]]) -> list[Sequence[Tensor]]:
 
 
 def _split(views: Sequence[Tensor], sizes: Sequence[int]) -> list[Tensor]:
-    """Split the concatenation of 1-D views into these sizes; no size may cross a boundary of `views`."""
-    result, left = list[Tensor](), list(views)  # `left`: views not yet split, the first one cut at its begin
+    """Split 1-D views, end to end, into these sizes; no size may cross a boundary."""
+    result, left = list[Tensor](), list(views)  # views not yet split, the first one cut at its begin
     for size in sizes:
         while not left[0].numel():
             left.pop(0)
@@ -347,9 +347,9 @@ def _split(views: Sequence[Tensor], sizes: Sequence[int]) -> list[Tensor]:
 
 
 def clear_padding_(x: T) -> T:
-    """Set the elements of flat tensors that are of no leaf of the layout to zero, in place.
+    """Set the elements of flat tensors outside the layout's leaves to zero, in place.
 
-    In a subtree these are leaves of the tree that it is a part of, too: only for tensors of its own.
+    In a subtree they may belong to other leaves of the whole tree: only for a subtree with tensors of its own.
     """
     layout, tensors = layout_of(x), tree.leaves(x)
     for number, flat in enumerate(tensors if layout.flat else []):
@@ -358,9 +358,9 @@ def clear_padding_(x: T) -> T:
 
 
 def without_padding(x: T) -> T:
-    """A tree with zeros where flat tensors hold no leaf, for functions that mix elements (the scale of a block).
+    """Return a tree with zero padding, for functions that mix elements (the scale of a block).
 
-    A step's gradients are zero there, but a user's function of elements (`g / |g|`) may make NaN of these zeros.
+    A step's gradients have zero padding, but a user's function of elements (`g / |g|`) may turn zeros into NaN.
     """
     if not isinstance(x, Parts) or not x.layout.flat:
         return x

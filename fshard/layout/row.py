@@ -1,9 +1,9 @@
-"""Rows: flat buffers of leaves, which elements of each leaf lie in which shard, and which ranks hold a leaf.
+"""Rows: flat buffers of leaves, their elements in each shard, and the ranks of each leaf.
 
 Note [One rank's spans]
-    A tree of n leaves on W ranks has a span for almost every leaf of every rank: 664,000 of a model of 70B parameters
-    on 8192 ranks. A step needs those of this rank alone. So a row is asked by arithmetic: `spans` gives those of one
-    shard, and `shards_of` the shards that hold elements of one leaf, which is what moving elements needs.
+    A tree has a span for almost every leaf on every rank: 664,000 spans for a model of 70B parameters on 8192 ranks. A
+    step needs this rank's spans alone, so a row computes spans by arithmetic: `spans` yields the spans of one shard,
+    `shards_of` the shards of one leaf, which moves of elements need.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ M = TypeVar("M")
 class Span(NamedTuple):
     """Elements [begin, begin + numel) of a leaf, in its order of elements, from `start` on in tensor number `tensor`.
 
-    The tensor is one of a rank's; of a span that a row gives, `start` counts from the beginning of the shard.
+    `tensor` numbers the tensors of one rank. In a row's spans `start` counts from the beginning of the shard.
     """
 
-    leaf: Any  # as the row has it: a number, or a `Slot` of a plan
+    leaf: Any  # a number, or a `Slot` of a plan, as in the row
     tensor: int
     start: int
     begin: int
@@ -41,29 +41,29 @@ class Span(NamedTuple):
 
 
 class RowSplit(NamedTuple):
-    """Where the parts of leaves that are split along one axis begin in each leaf, and the dim that is split."""
+    """The bounds of the parts in each leaf split along one axis, and the split dims."""
 
     axis: str
     bounds: tuple[tuple[int, ...], ...]  # by leaf
     dims: tuple[int, ...]
 
     def of(self, leaves: Sequence[int]) -> RowSplit:
-        """Those of some leaves, by number."""
+        """Return the split of some leaves, by number."""
         return RowSplit(self.axis, tuple(self.bounds[i] for i in leaves), tuple(self.dims[i] for i in leaves))
 
 
 @dataclass(frozen=True, eq=False)
 class Row(Generic[L]):
-    """A flat buffer (numel,) of the leaves of one unit and kind, and how it lies on the ranks.
+    """A flat buffer (numel,) of the leaves of one unit and kind, and its rule.
 
-    Leaf number i begins at `starts[i]`; what lies between leaves, and after the last, is padding. The buffer is cut
-    into `shards` equal intervals over the axes of `rule`. That of a rank begins at `start` of its tensor `tensor`.
+    Leaf number i begins at `starts[i]`; gaps between leaves, and after the last, are padding. The buffer is cut into
+    `shards` equal intervals over the axes of `rule`. A rank's shard begins at `start` of its tensor `tensor`.
 
-    Of leaves that are split, the buffer has one part each, and each rank along the axis of `split` has a buffer of its
-    own. Shards are numbered part by part.
+    If leaves are split, the buffer has one part of each, and each rank along the axis of `split` has its own buffer.
+    Shards are then numbered part by part.
     """
 
-    leaves: tuple[L, ...]  # in the order in which they lie
+    leaves: tuple[L, ...]  # in memory order
     starts: tuple[int, ...]
     shapes: tuple[tuple[int, ...], ...]
     numel: int  # padding included
@@ -74,7 +74,7 @@ class Row(Generic[L]):
     tensor: int = 0
     start: int = 0
     block: int = 1  # spans count blocks of so many elements: state in blocks has one value for each
-    split: RowSplit | None = None  # of leaves that are split
+    split: RowSplit | None = None  # of split leaves
 
     @memo
     def length(self) -> int:
@@ -83,7 +83,7 @@ class Row(Generic[L]):
 
     @property
     def stop(self) -> int:
-        """Where the shard ends in its tensor."""
+        """The end of the shard in its tensor."""
         return self.start + self.length
 
     @memo
@@ -92,7 +92,7 @@ class Row(Generic[L]):
         return self.rule.over if self.split is None else (self.split.axis, *self.rule.over)
 
     def number(self, mesh: AnyMesh) -> int:
-        """The number of this rank's shard."""
+        """Return the number of this rank's shard."""
         return coordinate(mesh, self.over)
 
     @memo
@@ -102,7 +102,7 @@ class Row(Generic[L]):
 
     @property
     def has_elements(self) -> bool:
-        """Whether any leaf has elements, on any rank."""
+        """True if any leaf has elements, on any rank."""
         return any(self.numels if self.split is None else (bounds[-1] for bounds in self.split.bounds))
 
     @memo
@@ -111,7 +111,7 @@ class Row(Generic[L]):
 
     @memo
     def _cuts(self) -> list[tuple[int, bool]]:
-        """The sizes of gaps and leaves in turn, without empty gaps, and whether each is a leaf."""
+        """(size, is_leaf) of gaps and leaves in turn, without empty gaps."""
         ends = [start + numel for start, numel in zip(self.starts, self.numels, strict=True)]
         edges = [0, *(edge for pair in zip(self.starts, ends, strict=True) for edge in pair), self.numel]
         sizes = [(end - start, number % 2 == 1) for number, (start, end) in enumerate(pairwise(edges))]
@@ -127,16 +127,16 @@ class Row(Generic[L]):
 
     @memo
     def _others(self) -> list[tuple[int, tuple[int, ...]]]:
-        return [(number, shape) for number, shape in enumerate(self.shapes) if len(shape) != 1]  # that are no vectors
+        return [(number, shape) for number, shape in enumerate(self.shapes) if len(shape) != 1]  # no vectors
 
     @memo
     def _turned(self) -> list[tuple[int, int]]:
-        """The leaves that lie in memory with another dim first, and this dim."""
+        """(leaf, dim) of leaves with another dim first in memory."""
         return [(i, dim) for i, dim in enumerate(self.split.dims) if dim] if self.split is not None else []
 
     def views(self, flat: Tensor) -> list[Tensor]:
-        """The leaves as views of the buffer (numel,). Dual: `put`."""
-        # split, not narrow: one operator, and its derivative is one cat; that of each narrow is a buffer of zeros
+        """Return the leaves as views of the buffer (numel,). Dual: `put`."""
+        # split is one operator whose derivative is one cat; the derivative of each narrow is a buffer of zeros
         leaves = self._shaped(flat.split_with_sizes(self._sizes))
         for number, dim in self._turned:
             leaves[number] = leaves[number].movedim(0, dim)
@@ -152,26 +152,24 @@ class Row(Generic[L]):
         """Copy all leaves into the buffer and zero the gaps; with `add`, accumulate and leave the gaps."""
         for number, dim in self._turned:
             leaves = [*leaves[:number], leaves[number].movedim(dim, 0), *leaves[number + 1 :]]
-        # one node: Inductor would fuse one copy for each leaf into one kernel that searches the leaf of each element
+        # one node: Inductor would fuse copies of leaves into a kernel that searches the leaf of each element
         if is_tracing():
             torch.ops.fshard.put(flat, leaves, self.starts, add)
             return
         gaps = len(self._sizes) > len(self.starts)
         if not (add or gaps) and flat.device.type == "cpu" and all(map(Tensor.is_contiguous, leaves)):
-            # takes half as long as a view of `flat` for each leaf, and copies to those
+            # takes half as long as a copy to a view of `flat` for each leaf
             torch.cat([leaf if leaf.dim() == 1 else leaf.view(-1) for leaf in leaves], out=flat)
             return
         pieces = flat.split_with_sizes(self._sizes)
-        into = self._shaped(pieces)  # views of `flat`, each of its leaf's shape
-        # for one pair of unlike strides torch would start a kernel for each pair of the list, and a foreach kernel may
-        # index the elements of a tensor with int32
+        into = self._shaped(pieces)  # views of `flat` in the leaves' shapes
+        # one pair of unlike strides makes torch start a kernel for each pair, and foreach kernels may index with int32
         fits = [self.numel <= most and x.stride() == y.stride() for x, y in zip(into, leaves, strict=True)]
         if not all(fits):
             for to, leaf in compress(zip(into, leaves, strict=True), map(not_, fits)):
                 to.add_(leaf) if add else to.copy_(leaf)
             into, leaves = [*compress(into, fits)], [*compress(leaves, fits)]
-        # Private: one call, and on a GPU one kernel, where a loop starts one for each leaf (test_blocks.py notices
-        # when they go)
+        # Private: one call, and on a GPU one kernel, instead of one for each leaf (test_blocks.py notices when they go)
         if into:
             (torch._foreach_add_ if add else torch._foreach_copy_)(into, leaves)
         if gaps and not add:
@@ -182,16 +180,16 @@ class Row(Generic[L]):
         return slice(self.start, self.stop)
 
     def of(self, tensors: Sequence[Tensor]) -> Tensor:
-        """This rank's shard (n / W,), a view of one of its tensors."""
+        """Return this rank's shard (n / W,), a view of one of its tensors."""
         return tensors[self.tensor][self._interval]
 
     def at(self, rule: Rule, sizes: Mapping[str, int], tensor: int, start: int) -> Row[L]:
-        """Return the row by another rule, on a mesh of these sizes, and at another place in a rank's tensors."""
+        """Return the row by another rule, elsewhere in a rank's tensors."""
         shards = math.prod(sizes[axis] for axis in rule.over)
         return replace(self, rule=rule, shards=shards, tensor=tensor, start=start)
 
     def renamed(self, names: Mapping[L, M]) -> Row[M]:
-        """Return the row of the leaves that have a name here, by these names."""
+        """Return the row with only the leaves in `names`, renamed."""
         kept = [i for i, leaf in enumerate(self.leaves) if leaf in names]
         leaves: Any = tuple(names[self.leaves[i]] for i in kept)  # of another type
         starts, shapes = tuple(self.starts[i] for i in kept), tuple(self.shapes[i] for i in kept)
@@ -199,18 +197,16 @@ class Row(Generic[L]):
         return replace(self, leaves=leaves, starts=starts, shapes=shapes, split=split)  # type: ignore[return-value]
 
     def _bounds(self, i: int, part: int) -> tuple[int, int]:
-        """Which elements [begin, end) of leaf number i are in a part."""
         return (0, self.numels[i]) if self.split is None else self.split.bounds[i][part : part + 2]  # type: ignore[return-value]
 
     def _holding(self, i: int, part: int = 0) -> range:
-        """The numbers of the shards of a part that hold leaf number i; the elements of an empty leaf are in none."""
+        """Return the shard numbers, in a part, with elements of leaf number i: none for an empty leaf."""
         if self.rule.at is not None:
             return range(self.rule.at, self.rule.at + 1)
         length, start, (low, high) = max(self.length, 1), self.starts[i], self._bounds(i, part)
         return range(start // length, -(-(start + high - low) // length)) if self.shards > 1 else range(1)
 
     def _span(self, i: int, shard: int, part: int = 0) -> Span:
-        """What of leaf number i of the row lies in a shard of a part."""
         low, (first, last) = 0 if self.rule.at is not None else shard * self.length, self._bounds(i, part)
         start = self.starts[i]
         begin, end = max(start, low), min(start + last - first, low + self.length)
@@ -225,9 +221,9 @@ class Row(Generic[L]):
     def shards_of(
         self, leaf: L, sizes: Mapping[str, int], at: Mapping[str, int]
     ) -> Iterator[tuple[tuple[int, ...], Span]]:
-        """Yield coordinates along the axes `over`, and the span there, of each shard that holds elements of a leaf.
+        """Yield (coordinates along the axes `over`, span) of each shard with elements of a leaf.
 
-        Only shards with the coordinates `at` along these axes.
+        Only shards with the coordinates `at` count.
         """
         i, over, parts = self._number[leaf], self.rule.over, range(1)
         if self.split is not None:
@@ -236,7 +232,7 @@ class Row(Generic[L]):
         of_axes, free = [sizes[axis] for axis in over], [sizes[axis] for axis in over if axis not in at]
         for part in parts:
             numbers = self._holding(i, part)
-            if len(numbers) <= math.prod(free):  # the shards of the leaf are fewer than those with these coordinates
+            if len(numbers) <= math.prod(free):  # fewer shards hold the leaf than have these coordinates
                 shards = ((number, tuple(digits(number, of_axes))) for number in numbers)
                 holders = (x for x in shards if all(at.get(axis, n) == n for axis, n in zip(over, x[1], strict=True)))
             else:
@@ -246,38 +242,38 @@ class Row(Generic[L]):
                 yield (*([part] * (self.split is not None)), *coordinates), self._span(i, number, part)
 
     def step(self, leaf: L, packed: bool) -> int:
-        """The greatest common divisor of where the spans of a leaf begin in it and, unless packed, in their shards."""
+        """Return the greatest common divisor of a leaf's span begins and, unless packed, of their starts in shards."""
         i = self._number[leaf]
         parts = range(1 if self.split is None else len(self.split.bounds[i]) - 1)
-        # spans after the third follow at the distance between the second and the third
+        # later spans follow at the distance of the second and third
         spans = [self._span(i, number, part) for part in parts for number in self._holding(i, part)[:3]]
         return math.gcd(*(span.begin for span in spans), *(0 if packed else self.start + span.start for span in spans))
 
     def filled(self, number: int) -> list[tuple[int, int]]:
-        """The intervals [start, stop) of the shard of this number that hold leaves, in order."""
+        """Return the intervals [start, stop) of leaves in the shard of this number."""
         return [(span.start, span.start + span.numel) for span in self.spans(number) if span.numel]
 
     def lengths(self, shard: int, shards: int) -> list[int]:
-        """The length of each leaf, with the padding after it, in one of so many equal intervals of the buffer."""
+        """Return each leaf's length, with its padding, in interval `shard` of `shards` equal ones."""
         length = self.numel // shards
         begin, end = shard * length, (shard + 1) * length
-        # a leaf and the padding after it end where the next leaf starts; a leaf outside the interval has length 0
+        # leaf and padding end where the next leaf starts; a leaf outside the interval has length 0
         edges = [min(max(edge, begin), end) for edge in (0, *self.starts[1:], self.numel)]
         return [high - low for low, high in pairwise(edges)]
 
     def fill(self, flat: Callable[[L], Tensor], number: int, out: Tensor) -> Tensor:
-        """Fill shard `out` of this number from whole leaves, `flat` gives the elements of one; padding is zero."""
-        parts, filled = [], 0  # the number of elements of `out`, (n / W,), that the parts so far fill
+        """Fill shard `out` of this number from whole leaves: `flat(leaf)` gives elements, padding is zero."""
+        parts, filled = [], 0  # elements of `out`, (n / W,), filled so far
         for leaf, _, start, begin, numel in (span for span in self.spans(number) if span.numel):
             parts += [out.new_zeros(start - filled)] * (start > filled)
             parts.append(flat(leaf)[begin : begin + numel].to(out.device))
             filled = start + numel
-        # `cat` with `out` also casts to the dtype of `out`
+        # `cat` also casts to the dtype of `out`
         return torch.cat([*parts, out.new_zeros(out.numel() - filled)], out=out)
 
 
 def end_to_end(spans: Iterable[Span]) -> list[Span]:
-    """Spans end to end in their tensors, in the order in which they come."""
+    """Return spans end to end in their tensors, in this order."""
     ends, result = dict[int, int](), list[Span]()
     for span in spans:
         result.append(span._replace(start=ends.get(span.tensor, 0)))
@@ -286,7 +282,7 @@ def end_to_end(spans: Iterable[Span]) -> list[Span]:
 
 
 def put(place: Tensor, leaves: Sequence[Tensor], starts: Sequence[int], add: bool = False, most: int = MOST) -> None:
-    """`Row.put` into a buffer of leaves that begin at `starts`."""
+    """Apply `Row.put` to a buffer of leaves that begin at `starts`."""
     shapes = tuple(tuple(leaf.shape) for leaf in leaves)
     Row(tuple(range(len(shapes))), tuple(starts), shapes, place.numel()).put(place, list(leaves), add, most)
 

@@ -1,21 +1,21 @@
-"""Rules: how a row lies on the ranks of a mesh, and the collectives that take it from one rule to another.
+"""Rules: the placement of a row on the ranks of a mesh, and the collectives from one rule to another.
 
 Note [Rules]
-    A row is a flat buffer (n,) of the leaves of one unit and kind. A `Rule` says one of three things of every axis of
-    the mesh: the row is *cut* over the axis into equal intervals (`over`, the first axis varies slowest), a *sum* over
-    the axis is outstanding (`sums`), or its ranks have *copies*. With `at` the row is not cut: of the ranks along
-    `over` the one of this number has all of it, as the owner of a whole leaf.
+    A row is a flat buffer (n,) of the leaves of one unit and kind. A `Rule` gives the state of a row along each axis of
+    the mesh: *cut* into equal intervals (`over`, the first axis varies slowest), an outstanding *sum* (`sums`), or
+    *copies* (all other axes). With `at` the row is not cut: the ranks of number `at` along `over` have all of it, as
+    owners of a whole leaf.
 
-    A strategy is a choice of rules for one row: of parameters, of what a loss computes with (copies), of gradients, and
-    of optimizer state. What a backward gives, before any reduction, is the dual of what the loss computes with.
+    A strategy chooses rules for one row: for parameters, for the computation of a loss (copies), for gradients, and for
+    optimizer state. A backward's gradients, before any reduction, have the dual of the computation's rule.
 
 Note [Duals]
     A linear map from one rule to another has a transpose, from the dual of the second to the dual of the first: copies
-    and sums change places, what is cut stays cut. Values of a rule and of its dual are paired by the sum over all ranks
-    of their dot products. So the transpose of a gather (cut -> copies) is a sum that is cut (sum -> cut).
+    and sums change places, cut axes stay cut. Values of a rule and of its dual are paired by the sum over all ranks of
+    their dot products. So the transpose of a gather (cut -> copies) is a sum that is cut (sum -> cut).
 
 Note [Routes]
-    A row gets from one rule to another by one step along each axis where they differ:
+    A row takes one step along each axis where two rules differ:
 
     | of an axis, from | to     | step      |                                |
     |------------------|--------|-----------|--------------------------------|
@@ -24,9 +24,9 @@ Note [Routes]
     | sum              | copies | `add`     | all-reduce                     |
     | cut              | copies | `gather`  | all-gather                     |
 
-    Intervals lie inside each other, so an axis is cut after those before it and gathered before them: a route exists if
-    one of the two lists of axes begins with the other. Sums come before gathers, when a rank has the least. All other
-    moves, of single leaves, are those of `moves.py`.
+    Intervals are nested, so an axis is cut after the axes before it, and gathered before them: a route exists if one
+    list of axes begins with the other. Sums precede gathers, because a rank then has the least. `moves.py` has all
+    other moves, of single leaves.
 """
 
 from __future__ import annotations
@@ -45,14 +45,14 @@ from ..comm.reduction import DEFAULT, Gather, Reduction, TreeSums
 
 
 class Rule(NamedTuple):
-    """How a row lies on the ranks (Note [Rules])."""
+    """The placement of a row on the ranks (Note [Rules])."""
 
     over: Axes = ()
     sums: Axes = ()
-    at: int | None = None  # the number, along `over`, of the ranks that have all of it
+    at: int | None = None  # number, along `over`, of the ranks with all of it
 
     def dual(self, axes: Axes) -> Rule:
-        """The rule of what a backward gives, before any reduction, for a row that a loss reads by this rule.
+        """Return the rule of a backward's gradients, before any reduction, if the loss reads the row by this rule.
 
         >>> Rule(("shard",)).dual(("replicate", "shard"))
         Rule(over=('shard',), sums=('replicate',), at=None)
@@ -60,7 +60,7 @@ class Rule(NamedTuple):
         return Rule(self.over, tuple(axis for axis in axes if axis not in self.over + self.sums))
 
     def number(self, mesh: AnyMesh) -> int:
-        """The number of this rank's shard of a row that lies by this rule."""
+        """Return the number of this rank's shard."""
         return coordinate(mesh, self.over)
 
 
@@ -78,8 +78,8 @@ class RouteStep(NamedTuple):
 def route(old: Rule, new: Rule, order: Sequence[str], innermost_first: bool = False) -> list[RouteStep]:
     """Return the steps from one rule to another along the axes in `order`; others have one rank (Note [Routes]).
 
-    Sums are taken along the axes of `new.over`, then along the others; or, innermost axis first, from the last in
-    `order`. ValueError if there is no route.
+    Sums run along the axes of `new.over`, then along the others; with `innermost_first`, from the last axis in `order`.
+    ValueError if there is no route.
 
     >>> route(Rule((), ("replicate", "shard")), Rule(("shard",)), ("replicate", "shard"))
     [RouteStep(kind='scatter', axis='shard', to_cut=('shard',)), RouteStep(kind='add', axis='replicate', to_cut=())]
@@ -114,9 +114,9 @@ def reshard(
 ) -> Pending:
     """Start to move this rank's part of a row from one rule to another, into `out` if given.
 
-    The last step writes to `out`, which may have another dtype if that step is a sum. A sum along one axis is sent
-    along the next in the dtype it was taken in. `along` has the axes that need a step (None: those of several ranks).
-    `lent` is as in `primitives.all_gather`.
+    The last step writes to `out`; if it is a sum, `out` may have another dtype. A sum along one axis is sent along the
+    next in the dtype of its result. `along`: the axes that need a step (None: axes of several ranks). `lent` is as in
+    `primitives.all_gather`.
     """
     sizes, innermost_first = axis_sizes(mesh), isinstance(by, TreeSums)
     needed = [axis for axis, size in sizes.items() if (size > 1 if along is None else axis in along)]
@@ -145,7 +145,7 @@ def reshard(
 
 
 def interval(x: Tensor, mesh: AnyMesh, axes: Axes) -> Tensor:
-    """This rank's shard (n / W,) of a row (n,) that is cut over these axes: a view."""
+    """Return this rank's shard (n / W,) of a row (n,) cut over these axes: a view."""
     sizes = axis_sizes(mesh)
     length = x.numel() // math.prod(sizes[axis] for axis in axes)
     begin = coordinate(mesh, axes) * length
@@ -153,12 +153,12 @@ def interval(x: Tensor, mesh: AnyMesh, axes: Axes) -> Tensor:
 
 
 def arrived(x: Tensor, out: Tensor | None = None) -> Pending:
-    """What needs no message, as a collective that has ended."""
+    """Return `x`, or `out` with its values, as a finished collective."""
     return Pending(None, lambda _: x if out is None or out is x else out.copy_(x))
 
 
 def _parts_first(x: Tensor, step: RouteStep, sizes: Mapping[str, int]) -> Tensor:
-    """`x` with the parts for the ranks along the axis of a step end to end."""
+    """Return `x` with the parts for the ranks along a step's axis end to end."""
     if not step.to_cut or step.axis == step.to_cut[0] or step.kind == "add":
         return x
     parts = x.view(*(sizes[axis] for axis in step.to_cut), -1)  # (ranks along each axis, numel of a part)
@@ -166,7 +166,7 @@ def _parts_first(x: Tensor, step: RouteStep, sizes: Mapping[str, int]) -> Tensor
 
 
 def _gathered(x: Tensor, ranks: Ranks, label: str, out: Tensor | None, by: Gather | None, lent: bool) -> Pending:
-    """All-gather by the user's object, whose result is checked, or (None) by `primitives`."""
+    """All-gather by the user's object, and check the result, or (None) by `primitives`."""
     if by is None:
         return primitives.all_gather(x, ranks, label, out, lent=lent)
 
