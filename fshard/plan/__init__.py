@@ -1,1 +1,1 @@
-"""Plans: which leaves are gathered together, over which axes they are cut, and in which dtype."""
+"""Plans: the units, axes and dtypes of a tree's leaves."""

@@ -1,20 +1,19 @@
-"""What travels beside the computation: units gathered ahead, reductions under way, rows of host memory.
+"""Transfers next to the computation: units gathered ahead, reductions under way, rows in host memory.
 
 Note [Two units]
-    By default the unit that is computed with and those gathered ahead have together at most the bytes of two of the
-    largest unit, and so have the unit whose gradients come and those whose gradients are being reduced. If all units
-    are equal, that is one unit ahead and one reduction under way. If they are not, several small units travel beside a
-    small one, so that the link has work while a unit computes that is larger than its communication, and a large unit
-    is not waited for. At least one unit travels, and at most `_MOST` do: more gained nothing (docs/benchmarks.md).
-    Collectives of several stages run beside as many units anyway, so of these one unit is in the first stage.
-    `make_plan(prefetch=n)` makes it n units, whatever their sizes.
+    By default the unit in use and the units gathered ahead have together at most the bytes of two of the largest unit;
+    so have the unit with arriving gradients and the units being reduced. With equal units, that is one unit ahead and
+    one reduction under way. With unequal units, several small ones travel next to a small one: the link then has work
+    while a unit computes longer than it communicates, and a large unit causes no wait. At least one unit travels, and
+    at most `_MOST`: more gained nothing (docs/benchmarks.md). Collectives of several stages overlap with as many units
+    anyway, so only one unit is in the first stage. `make_plan(prefetch=n)` sets n units, whatever their sizes.
 
 Note [Crossing over]
-    Each direction has a separate stream. Work on such a stream first waits for all earlier work of the computation, so
-    memory that the computation has freed is never overwritten too early. Before the computation uses a result, the
-    computation's stream waits for this stream. Copies read and write pinned memory, so the host is not blocked. The
-    host waits for the device (`Crossing.settle`) once for each backward, before it reads gradients or updates
-    parameters. If the device is the CPU, the streams are torch.cpu's, which do nothing, and nothing is copied.
+    Each direction has its own stream. Its work waits for all earlier work of the computation, so that memory freed by
+    the computation is not overwritten too early. The computation waits for the stream before it uses a result. Memory
+    is pinned, so copies do not block the host. The host waits for the device (`Crossing.settle`) once for each
+    backward, before it reads gradients or updates parameters. On the CPU the streams are torch.cpu's, which do nothing,
+    and nothing is copied.
 """
 
 from __future__ import annotations
@@ -38,9 +37,9 @@ _MOST = 4
 
 @dataclass(frozen=True)
 class Ahead:
-    """How many units of these sizes travel at once: `prefetch`, or if that is None what Note [Two units] says."""
+    """The number of units of these sizes that travel at once: `prefetch`; if None, by Note [Two units]."""
 
-    sizes: tuple[int, ...]  # of each unit's gathered buffers, in bytes
+    sizes: tuple[int, ...]  # bytes of each unit's gathered buffers
     prefetch: int | None
 
     @memo
@@ -49,16 +48,16 @@ class Ahead:
 
     @memo
     def number(self) -> int | None:
-        """The number of units, if it is the same for all of them; else None."""
+        """The number of units, if the same for all; else None."""
         if self.prefetch is not None:
             return self.prefetch
         smallest = sorted(size for size in self.sizes if size)[:3]
         return 1 if len(smallest) < 3 or sum(smallest) > self._room else None
 
     def most(self, stages: int) -> int:
-        """The most units whose gathers are under way at once.
+        """Return the most units gathered at once.
 
-        Of gathers of several stages that run one after the other one more is under way for each.
+        If gathers have several stages, one after the other, each further stage adds one.
 
         >>> [Ahead((6, 1, 1, 6), None).most(1), Ahead((6, 1, 1, 6), None).most(2), Ahead((6,), 0).most(2)]
         [4, 2, 0]
@@ -67,7 +66,7 @@ class Ahead:
         return _MOST if number is None else number + stages - 1 if number else 0
 
     def gathers(self, unit: int | None, following: Iterable[int], stages: int) -> list[int]:
-        """The first of `following` whose gathers are under way while `unit` is computed with.
+        """Return the first of `following` to gather while `unit` computes.
 
         >>> Ahead((6, 1, 1, 6), None).gathers(1, [2, 3], 1), Ahead((6, 1, 1, 6), 1).gathers(1, [2, 3], 1)
         ([2, 3], [2])
@@ -76,7 +75,7 @@ class Ahead:
         return list(self._fitting(unit, following) if fits else islice(following, self.most(stages)))
 
     def reductions(self, unit: int, under_way: Sequence[int], stages: int) -> int:
-        """How many reductions, the last of `under_way`, may stay in their first stage when `unit`'s gradients arrive.
+        """Return how many of the last `under_way` may stay in their first stage when `unit`'s gradients arrive.
 
         >>> Ahead((6, 1, 1, 6), None).reductions(1, [3, 2], 1), Ahead((6, 1, 1, 6), 1).reductions(1, [3, 2], 1)
         (2, 1)
@@ -86,7 +85,7 @@ class Ahead:
         return len(list(self._fitting(unit, reversed(under_way)))) if stages <= 1 else 1
 
     def _fitting(self, unit: int | None, others: Iterable[int]) -> Iterator[int]:
-        """The first of `others`, one at least, that fit beside `unit` into the memory of two of the largest."""
+        """Yield the first of `others`, at least one, that fit with `unit` into the memory of two of the largest."""
         room = self._room - (0 if unit is None else self.sizes[unit])
         for number, other in enumerate(islice(others, _MOST)):
             room -= self.sizes[other]
@@ -96,29 +95,29 @@ class Ahead:
 
 
 def host_row(numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Allocate a (numel,) row in host memory; for a device other than the CPU pinned, so that copies do not block."""
+    """Allocate a (numel,) row in host memory, pinned unless the device is the CPU: copies then do not block."""
     return torch.empty(numel, dtype=dtype, device=HOST, pin_memory=device != HOST)
 
 
 def pinned(row: Tensor, device: torch.device) -> Tensor:
-    """Return a row in host memory that `device` can copy from: the row itself, or a pinned copy."""
+    """Return a row that `device` can copy from: the row itself, or a pinned copy."""
     return row if device == HOST or row.is_pinned() else row.pin_memory()
 
 
 def landing(row: Tensor, device: torch.device) -> Tensor:
-    """Return the tensor into which the device writes the row's new values: the row if on the device, else a new one."""
+    """Return the tensor for the row's new values: the row if it is on the device, else a new one."""
     return row if row.device == device else torch.empty_like(row, device=device)
 
 
 @dataclass(frozen=True)
 class _Arrival:
-    """An exchange backed by copies between the device and the host."""
+    """An exchange made of copies between device and host."""
 
     crossing: Crossing
-    held: Sequence[Tensor]  # kept alive until the computation has waited: their memory may be reused afterwards
+    held: Sequence[Tensor]  # kept until the computation has waited; later their memory may be reused
 
     def wait(self) -> Sequence[Tensor]:
-        """Make the computation's stream wait for the copies, without blocking the host; returns the tensors kept."""
+        """Make the computation's stream wait for the copies, not the host; returns the kept tensors."""
         self.crossing.join()
         return self.held
 
@@ -127,17 +126,17 @@ class _Arrival:
 
 
 class Crossing:
-    """A stream beside the computation: for one direction between host memory and a device, or for sums."""
+    """A stream next to the computation: for one direction between host and device, or for sums."""
 
     def __init__(self, device: torch.device):
         self.device: torch.device = device
         self._module = torch.get_device_module(device)
-        # of a class of the device's own: torch.cuda's, torch.cpu's; -1 is high: the computation waits for its results
+        # of the device's own class: torch.cuda's, torch.cpu's; -1 is high priority: the computation waits for results
         self._stream = self._module.Stream(priority=-1)
 
     @contextmanager
     def ahead(self) -> Iterator[None]:
-        """Inside the block, work is put on this stream: it runs after the computation so far, and beside what follows.
+        """Put the block's work on this stream: it runs after the computation so far, and parallel to later work.
 
         NotImplementedError while tracing for a device other than the CPU: a graph has no streams.
         """
@@ -154,7 +153,7 @@ class Crossing:
         self._module.current_stream().wait_stream(self._stream)
 
     def joined(self, pending: Pending) -> Pending:
-        """Return `pending` with one more step: the computation waits for this stream before it uses the result."""
+        """Return `pending` with a last step: the computation waits for this stream before it uses the result."""
 
         def arrived(x: Tensor) -> Tensor:
             self.join()
@@ -172,17 +171,17 @@ class Crossing:
         return Pending(_Arrival(self, [x]), lambda _: row)
 
     def settle(self) -> None:
-        """Make the host wait for the device; the host may then read and write rows."""
+        """Make the host wait for the device: then the host may read and write rows."""
         self._module.synchronize()
 
 
 class Crossings(NamedTuple):
-    """The streams beside the computation, on the device of a mesh."""
+    """The streams next to the computation, on the device of a mesh."""
 
     up: Crossing  # to the device
     down: Crossing  # to host memory
     sums: Crossing  # for sums of gradients (Note [Sums beside the computation] in `gradients`)
-    stages: Crossing  # for gathers over several axes, which wait there for one stage before the next one starts
+    stages: Crossing  # for gathers over several axes, where each stage waits for the one before
 
 
 def crossings(mesh: Mesh) -> Crossings:

@@ -1,4 +1,4 @@
-"""Checks of the leaves of a tree of parameters; which leaves are tied, and which are frozen."""
+"""Checks of a tree of parameters; tied and frozen leaves."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _MODULE = "Give its parameters: apply, params, buffers = fshard.module.functiona
 
 
 def check_tensors(flat: Sequence[object], paths: Sequence[str]) -> None:
-    """Raise ValueError for leaves that are not dense plain tensors, and for two leaves of the same path."""
+    """Raise ValueError unless leaves are dense plain tensors with different paths."""
     if twice := [path for path, number in Counter(paths).items() if number > 1]:
         raise ValueError(
             f"two leaves have the path {twice[0]!r}: keys with dots, or 1 and '1', look alike. Rename one."
@@ -27,7 +27,7 @@ def check_tensors(flat: Sequence[object], paths: Sequence[str]) -> None:
             known = _MODULE if hasattr(leaf, "named_parameters") else "Make it a tensor, or register its type "
             more = "" if known is _MODULE else "as a pytree node (optree, or torch.utils._pytree.register_dataclass)."
             raise ValueError(f"leaf {path!r}: expected a tensor, got {type(leaf).__name__}. {known}{more}")
-        if hasattr(leaf, "__tensor_flatten__"):  # the protocol of tensors that hold others: DTensor, for one
+        if hasattr(leaf, "__tensor_flatten__"):  # the protocol of tensors with inner tensors: DTensor, for one
             raise ValueError(
                 f"leaf {path!r}: expected a plain tensor, got a {type(leaf).__name__}, which holds other tensors. "
                 "Give the whole tensor (of a DTensor: .full_tensor())."
@@ -41,14 +41,14 @@ def check_tensors(flat: Sequence[object], paths: Sequence[str]) -> None:
 
 
 def first_places(flat: Sequence[Tensor], paths: Sequence[str]) -> list[int]:
-    """Return for every leaf the number of the first leaf that is tied to it: the same elements of the same memory.
+    """Return, for every leaf, the number of the first leaf tied to it: the same elements of the same memory.
 
     Tied leaves are one object, or one is the `.data` or `.detach()` of another, as in a module's `state_dict()`.
-    ValueError for two leaves that share memory in another way.
+    ValueError for leaves that share memory in another way.
     """
     first: dict[Hashable, int] = {}
     places = [first.setdefault(identity(leaf), i) for i, leaf in enumerate(flat)]
-    by_storage: dict[int, list[int]] = defaultdict(list)  # untied leaves: only those may overlap
+    by_storage: dict[int, list[int]] = defaultdict(list)  # untied leaves: only these may overlap
     for i in dict.fromkeys(places):
         if flat[i].numel():
             by_storage[address(flat[i])].append(i)
@@ -58,7 +58,7 @@ def first_places(flat: Sequence[Tensor], paths: Sequence[str]) -> list[int]:
 
 
 def identity(leaf: Tensor) -> Hashable:
-    """Return a key that is equal for leaves with the same elements of the same memory, while both are alive."""
+    """Return a key, equal for leaves with the same elements of the same memory, while both are alive."""
     if not leaf.numel():  # all empty tensors may have one storage
         return id(leaf)
     # lazy bits: a conjugated view has the same memory and other values
@@ -69,8 +69,7 @@ def identity(leaf: Tensor) -> Hashable:
 
 
 def _check_apart(leaves: Sequence[tuple[Tensor, str]]) -> None:
-    """Raise ValueError if two leaves of one storage have a byte in common."""
-    # `cluster`: leaves whose spans of bytes overlap one after the other, up to `end`; others need not be compared
+    # `cluster`: leaves with overlapping byte ranges up to `end`; other pairs need no comparison
     cluster, end = list[tuple[Tensor, str]](), 0
     for leaf, path in sorted(leaves, key=lambda pair: (byte_range(pair[0]).start, byte_range(pair[0]).stop)):
         bytes_ = byte_range(leaf)
@@ -86,20 +85,21 @@ def _check_apart(leaves: Sequence[tuple[Tensor, str]]) -> None:
 
 
 def is_differentiable(leaf: Tensor | Leaf) -> bool:
-    """Whether a leaf can have a gradient, by its dtype."""
+    """True if a leaf's dtype allows a gradient."""
     return leaf.dtype.is_floating_point or leaf.dtype.is_complex
 
 
 def read_frozen(
     flat: Sequence[Tensor], places: Sequence[int], paths: Sequence[str], picked: Sequence[bool]
 ) -> list[bool]:
-    """Return for every leaf whether `frozen=` has `picked` it, or the tree itself says that it is frozen.
+    """True for every frozen leaf: `picked` by `frozen=`, or frozen by the tree itself.
 
-    If any floating leaf requires a gradient, the tree is taken for a module's, and parameters that require none are
-    frozen (a tied leaf if none of its places requires one). Otherwise no leaf is. Integer leaves never train.
+    If any floating leaf requires a gradient, the tree counts as a module's, and parameters without `requires_grad` are
+    frozen (a tied leaf if none of its places requires a gradient). Otherwise the tree freezes no leaf. Integer leaves
+    never train.
 
-    ValueError for a plain tensor beside parameters, which says neither, and for a picked leaf that requires a gradient
-    beside a parameter that requires none.
+    ValueError for a plain tensor next to parameters, which is undecided, and for a picked leaf with `requires_grad`
+    next to a parameter without.
     """
     says: dict[int, int] = {}  # by the first place of a leaf
     for leaf, place in zip(flat, places, strict=True):
@@ -123,7 +123,7 @@ def read_frozen(
     return [picked[i] or bool(trained and says.get(i) == _STILL) for i in places]
 
 
-_NOTHING, _STILL, _TRAINS = range(3)  # what a leaf says of itself
+_NOTHING, _STILL, _TRAINS = range(3)  # a leaf's own state
 
 
 def _said(leaf: Tensor) -> int:

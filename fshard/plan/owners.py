@@ -1,4 +1,4 @@
-"""Who owns what of a plan, as a picture: for each unit, the ranks that hold each shard of its flat buffers."""
+"""A picture of who owns a plan's parts: for each unit, the ranks with each shard of its flat buffers."""
 
 from __future__ import annotations
 
@@ -8,25 +8,25 @@ from html import escape
 from itertools import chain
 from typing import Any, NamedTuple
 
-Holders = tuple[tuple[int, ...], ...]  # the ranks that hold each shard
+Holders = tuple[tuple[int, ...], ...]  # the ranks with each shard
 
 _COLOURS = ("#8ecae6", "#ffd166", "#a8d5a2", "#f4a6a0", "#c9b6e4", "#f9b572", "#8fd3c8", "#e3b3d1")
-_ALL = "#d9dee3"  # what all ranks hold
+_ALL = "#d9dee3"  # parts on all ranks
 _LINES = 15  # of units in a table
 _NAMES, _BAR, _GAP, _ROW = 272, 208, 20, 42  # widths and a height in the picture
 
 
 class Share(NamedTuple):
-    """How ranks hold a buffer: the ranks that have each of its shards, and the bytes of one."""
+    """The ranks with each shard of a buffer, and the bytes of one shard."""
 
     holders: Holders
     nbytes: int
 
 
 class TableLine(NamedTuple):
-    """Equal units, and their leaves of one kind: numbers of all of them together, and how each of `shares` is held.
+    """Equal units, and their leaves of one kind: totals, and the holders in each of `shares`.
 
-    `brief` is what tells the kind from the others of the plan.
+    `brief` tells the kind from the plan's other kinds.
     """
 
     unit: str
@@ -47,7 +47,7 @@ class TableLine(NamedTuple):
 
 @dataclass(frozen=True)
 class Picture:
-    """Something to look at: `print` shows `text`, a notebook the text and the picture, `.svg()` returns the picture.
+    """Text with a picture: `print` shows `text`, a notebook both, `.svg()` returns the picture.
 
     `rows` has the numbers of the picture.
     """
@@ -67,7 +67,7 @@ class Picture:
 
 
 def picture(title: Sequence[str], shares: Mapping[str, str], rows: Sequence[TableLine]) -> Picture:
-    """Return the picture of some rows. `shares` has the name of each column of shares, and what is said of it."""
+    """Return the picture of some rows. `shares`: name and description of each column."""
     return Picture("\n".join([*title, *table([*shares], rows)]), rows, lambda: _svg(title, shares, rows))
 
 
@@ -84,7 +84,7 @@ def span(first: str, last: str) -> str:
 
 
 def shortened(name: str, width: int) -> str:
-    """Return a name in at most so many characters, its middle left out.
+    """Return a name in at most `width` characters, its middle left out.
 
     >>> shortened("model.layers.0.mlp", 11)
     'mode...mlp'
@@ -94,7 +94,7 @@ def shortened(name: str, width: int) -> str:
 
 
 def table(columns: Sequence[str], rows: Sequence[TableLine]) -> list[str]:
-    """Return the rows as lines that fit a screen of 80 x 24 characters: units that do not fit are one line."""
+    """Return the rows as lines for a screen of 80 x 24 characters: units without room are one line."""
     regather = len({row.regather for row in rows}) > 1
     title = ["unit", "bytes", *columns, *["regather"] * regather]
     shown = rows if len(rows) <= _LINES else rows[: _LINES - 1]
@@ -113,7 +113,6 @@ def table(columns: Sequence[str], rows: Sequence[TableLine]) -> list[str]:
 
 
 def _sizes(columns: Sequence[str], rows: Sequence[TableLine]) -> list[str]:
-    """The bytes of some rows: of whole buffers, and of what a rank has of each column."""
     of_rank = [[row.shares[name].nbytes for row in rows if name in row.shares] for name in columns]
     return [size(sum(row.nbytes for row in rows)), *(size(sum(sizes)) if sizes else "-" for sizes in of_rank)]
 
@@ -144,11 +143,10 @@ def _svg(title: Sequence[str], shares: Mapping[str, str], rows: Sequence[TableLi
 
 
 def _bar(x: int, y: int, share: Share | None) -> list[str]:
-    """The shards of a buffer, and the bytes of one."""
     if share is None:
         return [_text(x, y + 14, "none", small=True)]
     num = len(share.holders)
-    # shards of less than two pixels are drawn as one
+    # shards under two pixels are drawn as one
     parts = share.holders if num <= _BAR // 2 else (tuple(sorted(chain(*share.holders))),)
     shapes, width = list[str](), _BAR / len(parts)
     for number, ranks in enumerate(parts):
@@ -167,7 +165,7 @@ def _bar(x: int, y: int, share: Share | None) -> list[str]:
 
 
 def _ranks(ranks: Sequence[int]) -> str:
-    """Some ranks as text: "3", "0 4", "0 to 7"."""
+    """Return some ranks as text: "3", "0 4", "0 to 7"."""
     if len(ranks) > 2 and ranks[-1] - ranks[0] == len(ranks) - 1:
         return f"{ranks[0]} to {ranks[-1]}"
     return " ".join(map(str, ranks))
@@ -181,7 +179,7 @@ def _text(x: float, y: float, text: str, bold: bool = False, small: bool = False
 
 
 def aligned(rows: Sequence[Sequence[str]], right: Collection[int] = ()) -> Iterator[str]:
-    """Yield rows of cells as lines, with columns that are as wide as their widest cell; `right` are numbers.
+    """Yield rows of cells as lines, with columns as wide as their widest cell. Columns in `right` are numbers.
 
     >>> [*aligned([["w", "8"], ["bias", "16"]], right={1})]
     ['w      8', 'bias  16']

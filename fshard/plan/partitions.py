@@ -1,4 +1,4 @@
-"""The mesh axes over which parameters, gradients and optimizer state are partitioned, and copies that stay of units."""
+"""The mesh axes of parameters, gradients and optimizer state, and copies of units kept for the backward."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from ..core.arguments import wrong
 from ..layout.rules import COPIES, Rule
 from .units import fitting, no_unit
 
-Regather = bool | str | Sequence[str]  # whether a unit is gathered again, or the axes over which a copy of it stays cut
+Regather = bool | str | Sequence[str]  # gather a unit again, or the axes over which a copy of it stays cut
 
 
 def partitions(sizes: dict[str, int], *overs: str | Sequence[str]) -> dict[str, Axes]:
-    """Return the axes of each partition, by argument; each must contain the axes of the one before (ValueError)."""
+    """Return each partition's axes, by argument. ValueError unless each contains the axes of the one before."""
     result = dict[str, Axes]()
     before: Axes = ()
     for name, over in zip(("params_over", "grads_over", "state_over"), overs, strict=True):
@@ -31,9 +31,9 @@ def partitions(sizes: dict[str, int], *overs: str | Sequence[str]) -> dict[str, 
 
 
 def axes_of(name: str, over: object, sizes: Mapping[str, int]) -> Axes:
-    """Return the axes that an argument (one name or several) names; on one device "shard" and "replicate" give ().
+    """Return the axes in an argument (one name or several); on one device "shard" and "replicate" give ().
 
-    Raises TypeError if `over` is neither a name nor several, ValueError for an axis that the mesh does not have.
+    Raises TypeError if `over` is neither a name nor several, ValueError for an axis not in the mesh.
     """
     names = (over,) if isinstance(over, str) else over
     if not isinstance(names, list | tuple) or not all(isinstance(axis, str) for axis in names):
@@ -55,12 +55,12 @@ def keep_rules(
     sizes: Mapping[str, int],
     over: Mapping[str, Axes],
 ) -> list[Rule | None]:
-    """Return the rule by which `regather` keeps each unit from forward to backward: `Unit.keep_rule`.
+    """Return each unit's `Unit.keep_rule`: how `regather` keeps it from forward to backward.
 
-    `units` has the names of the subtrees of a unit of several, by its name; a pattern may name one of them. `spec` is
-    the structure of the tree.
+    `units`: by unit, the names of its subtrees if it has several; patterns may name those. `spec`: the structure of the
+    tree.
 
-    Raises TypeError for a value of another type, ValueError for wrong axes and for a pattern that chooses no unit.
+    Raises TypeError for a value of another type, ValueError for wrong axes and for a pattern without units.
     """
     if not isinstance(regather, Mapping):
         return [_keep_rule("regather", regather, sizes, over["params_over"])] * len(units)
@@ -84,7 +84,7 @@ def keep_rules(
 
 
 def _keep_rule(name: str, value: object, sizes: Mapping[str, int], params_over: Axes) -> Rule | None:
-    """What `regather` says of one unit: None (nothing stays), copies (all of it), or the rule of a copy that is cut."""
+    """Return one unit's rule: None (nothing stays), copies (all stays), or the rule of a cut copy."""
     if isinstance(value, bool):
         return None if value else COPIES
     if not isinstance(value, str | list | tuple):

@@ -1,15 +1,16 @@
-"""Plans: which rank owns which shard of which flat buffer, computed once, from shapes alone.
+"""Plans: the owner of each shard of each flat buffer, computed once, from shapes alone.
 
 Note [Flat buffers]
-    The leaves of a tree are grouped in *units* (leaves that are gathered together) and, inside a unit, by *kind*
-    (dtype, trainable or frozen, sharded or whole, on the device or in host memory). The leaves of one unit and kind lie
-    in one flat buffer, in the order of the tree. Every leaf starts at a multiple of 16 bytes in each dtype of the
-    buffer, because kernels load 16 bytes at once, and multiply a matrix that starts elsewhere more slowly. The end of
-    the buffer is padded with zeros so that the length of the smallest shard of a rank is such a multiple, too.
-    Rank r along the axes of a partition owns the r-th of equal intervals, its shard. A rank holds one tensor per kind:
-    its shards of all units, one after the other.
-    Each of the three partitions (params, grads, state) has the axes of the one before and possibly more, and the first
-    axis varies slowest. So a shard of a finer partition lies inside one shard of a coarser partition.
+    Leaves are grouped in *units* (gathered together) and, inside a unit, by *kind* (dtype, trainable or frozen, sharded
+    or whole, on the device or in host memory). The leaves of one unit and kind lie in one flat buffer, in the order of
+    the tree. Every leaf starts at a multiple of 16 bytes in each dtype of the buffer, because kernels load 16 bytes at
+    once, and multiply a matrix more slowly if it starts elsewhere. Zeros pad the end of the buffer, so that the length
+    of a rank's smallest shard is such a multiple, too.
+
+    A buffer is cut into equal intervals; rank r along the axes of a partition owns the r-th, its shard. A rank holds
+    one tensor for each kind: its shards of all units, end to end. Each of the three partitions (params, grads, state)
+    has the axes of the one before and possibly more, and the first axis varies slowest. So a shard of a finer partition
+    lies inside one shard of a coarser one.
 """
 
 from __future__ import annotations
@@ -45,31 +46,31 @@ from .precision import Policy, Precision
 from .units import ENDS, ROOT
 
 _ALIGN = 16  # bytes
-_BUCKET = 1 << 20  # bytes of units that cost their number, and not their size
-_SMALL = 16 << 20  # bytes of all gradients, which may wait until their joined units are complete
-_MANY = 8  # messages that are worth a word
+_BUCKET = 1 << 20  # bytes of units that cost by number, not by size
+_SMALL = 16 << 20  # bytes of all gradients, if these may wait for their joined units
+_MANY = 8  # enough messages for advice
 
 Shares = Mapping[str, tuple[Axes, Sequence[int]]]
 
 
 @dataclass(frozen=True)
 class Kind:
-    """The properties that all leaves of one flat buffer have in common."""
+    """The common properties of all leaves in one flat buffer."""
 
     precision: Precision
     trainable: bool
     whole: bool
     host: bool  # stored in host memory
-    split: str | None = None  # the axis along which ranks have other parts of the leaves
+    split: str | None = None  # the axis along which ranks have different parts of the leaves
 
     @property
     def dtype(self) -> torch.dtype:
-        """The dtype in which the leaves are stored."""
+        """The stored dtype of the leaves."""
         return self.precision.storage
 
     @property
     def aligned(self) -> int:
-        """The alignment in elements: a multiple of 16 bytes in each dtype in which the flat buffer is held."""
+        """The alignment in elements: a multiple of 16 bytes in each dtype of the flat buffer."""
         return max(1, _ALIGN // self.precision.itemsize)
 
     def __str__(self) -> str:
@@ -77,43 +78,42 @@ class Kind:
 
     @property
     def words(self) -> list[str]:
-        """The properties that are not the usual ones."""
+        """The unusual properties: frozen, whole, host, split."""
         words = ["frozen"] * (not self.trainable) + ["whole"] * self.whole + ["host"] * self.host
         return words + [f"split over {self.split}"] * bool(self.split)
 
     def rule(self, over: Axes) -> Rule:
-        """Return how leaves lie in a tree that is cut over these axes, or over none, as what a loss computes with.
+        """Return the rule of leaves in a tree cut over these axes, or over none, as in a loss's computation.
 
-        Those kept whole are copies in any tree. Of split leaves a rank's row has its part: it lies on the ranks with
-        the same part, and so is not cut over the axis of the split.
+        Whole leaves are copies in any tree. A rank's row has its part of each split leaf: it lies on the ranks with the
+        same part, so the axis of the split does not cut it.
         """
         return COPIES if self.whole else Rule(tuple(axis for axis in over if axis != self.split))
 
     def apart(self, over: Axes) -> Axes:
-        """Return the axes along which ranks hold other elements, of a tree that is cut over these axes."""
+        """Return the axes along which ranks hold other elements, in a tree cut over `over`."""
         over = self.rule(over).over
         return over if self.split is None else (self.split, *over)
 
 
 @dataclass(frozen=True)
 class Slot(Leaf):
-    """A leaf and its place: elements [start, start + numel) of the flat buffer of its unit and kind."""
+    """A leaf at elements [start, start + numel) of the flat buffer of its unit and kind."""
 
     kind: int
     unit: int
     start: int
 
     def __hash__(self) -> int:
-        return hash((self.unit, self.kind, self.start))  # slots are keys in a step: that of all fields takes longer
+        return hash((self.unit, self.kind, self.start))  # keys in a step: a hash of all fields takes longer
 
 
 @dataclass(frozen=True)
 class Unit:
     """Leaves that are gathered together: `lengths[k]` elements, padding included, in the flat buffer of kind k.
 
-    `keep_rule` says what `regather=` leaves of the gathered buffers from the forward to the backward: nothing (None),
-    all of them (whole), or shards of them over the last axes of `params_over`. `joined` has the names of small
-    units that are one unit here, if there are several.
+    `keep_rule`: the buffers kept by `regather=` from forward to backward: none (None), whole ones, or shards over the
+    last axes of `params_over`. `joined`: the names of the small units joined in this one, if several.
     """
 
     name: str
@@ -129,12 +129,11 @@ class Unit:
 
     @property
     def is_single(self) -> bool:
-        """Whether it is one subtree, as it was selected."""
+        """True for one subtree, as it was selected."""
         return self.name not in (ROOT, *ENDS) and not self.joined
 
 
 def _joined(units: Sequence[Unit]) -> Unit:
-    """Neighbours as one unit."""
     names, lengths = tuple(unit.name for unit in units), tuple(map(sum, zip(*(x.lengths for x in units), strict=True)))
     return Unit(f"{names[0]} to {names[-1]}", lengths, units[0].keep_rule, names) if len(units) > 1 else units[0]
 
@@ -142,11 +141,11 @@ def _joined(units: Sequence[Unit]) -> Unit:
 @tree.constant
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """How a tree lies over the axes of a mesh: immutable, hashable, picklable, the same on every rank.
+    """The layout of a tree over the axes of a mesh: immutable, hashable, picklable, the same on every rank.
 
-    `slots[leaves[i]]` is the position of leaf i. `claims[i]` is the unit in which it is gathered, which may have joined
-    the one that claimed it. A tied leaf has the slot of its first occurrence, which may be in another unit. Pickling
-    drops the mesh: `plan.on(mesh)` sets it again.
+    `slots[leaves[i]]` is the position of leaf i. `claims[i]` is the unit that gathers it (after `join`, the joined
+    unit). A tied leaf has the slot of its first occurrence, perhaps in another unit. Pickling drops the mesh:
+    `plan.on(mesh)` sets it again.
     """
 
     spec: tree.Spec
@@ -167,11 +166,11 @@ class Plan:
     slices: int = 8
     gather: Gather | None = None
     prefetch: int | None = None
-    data: Axes = ()  # along which batches differ
+    data: Axes = ()  # batches differ along these axes
     mesh: AnyMesh = field(default=None, compare=False, repr=False)
 
     def __getstate__(self) -> dict[str, object]:
-        # the fields alone: a cached index is this rank's, and the mesh has process groups
+        # without memos, which are this rank's, and without the mesh, which has process groups
         return {**{f.name: getattr(self, f.name) for f in fields(self)}, "mesh": None}
 
     def __deepcopy__(self, memo: dict[int, object]) -> Plan:
@@ -182,15 +181,15 @@ class Plan:
 
     @property
     def root(self) -> int | None:
-        """The number of the unit of the leaves that no other unit and no end has; None if there are none."""
+        """The number of the unit `(root)`, or None."""
         return 0 if self.units and self.units[0].name == ROOT else None
 
     @memo
     def lasting(self) -> frozenset[int]:
-        """The numbers of the units that stay from their second gather in a forward to its end.
+        """The units that stay from their second gather in a forward to its end.
 
-        These are the ends `(first)` and `(last)`, which units between may read, too, and joined units: a loss may read
-        parts of several of them in turn.
+        These are the ends `(first)` and `(last)`, because units between may read them, too, and joined units, because a
+        loss may read parts of several in turn.
         """
         return frozenset(number for number, unit in enumerate(self.units) if unit.name in ENDS or unit.joined)
 
@@ -205,10 +204,9 @@ class Plan:
         return replace(self, mesh=connected(mesh))
 
     def join(self, bucket: int) -> Plan:
-        """Return this plan with neighbouring units as one, while they have together at most so many bytes.
+        """Return this plan with neighbouring units joined, up to `bucket` bytes.
 
-        The root, the ends and units of several subtrees stay as they are, and so do units that keep something else in
-        memory.
+        The root, the ends and units of several subtrees stay single; units with different `keep_rule` are never joined.
         """
         groups, begins, filled = list[list[Unit]](), list[tuple[int, Sequence[int]]](), 0
         for unit, nbytes in zip(self.units, self.ahead.sizes, strict=True):
@@ -229,7 +227,7 @@ class Plan:
 
     @memo
     def as_read(self) -> Plan | None:
-        """The plan by which an eager loss reads, of fewer units in the same rows; None if anything is sent or cast."""
+        """The plan for reads of an eager loss: fewer units, the same rows; None if anything is sent or cast."""
         if self.gather or self.param_wire or self.grad_wire or self.num_ranks(self.axis_names) > 1:
             return None
         if sum(self.ahead.sizes) > _SMALL:
@@ -249,7 +247,7 @@ class Plan:
         return tuple(name for name, _ in self.axes)
 
     def rest(self, axes: Axes, kind: int | None = None) -> Axes:
-        """Return the axes of the mesh that are not in `axes`, nor that which leaves of a kind are split over."""
+        """Return the mesh's axes without `axes` and the split axis of a kind."""
         split = None if kind is None else self.kinds[kind].split
         return tuple(name for name, _ in self.axes if name not in axes and name != split)
 
@@ -263,7 +261,7 @@ class Plan:
         return math.prod(sizes[axis] for axis in axes)
 
     def within(self, x: Tensor, kind: int, axes: Axes) -> Tensor:
-        """This rank's shard (n / W,) of a tensor (n,) of one kind that is cut further, over these axes: a view."""
+        """Return this rank's shard (n / W,) of a tensor (n,) of one kind, cut further over these axes: a view."""
         return interval(x, self.live_mesh(), self.kinds[kind].rule(axes).over)
 
     @memo
@@ -272,28 +270,28 @@ class Plan:
         return tuple(tree.paths(self.spec))
 
     def container(self, spec: tree.Spec, first: int) -> Container:
-        """The children of the container of structure `spec` whose first leaf has the number `first`."""
-        # of containers with one first leaf each lies inside another, which has more nodes
+        """Return the children of the container of structure `spec`, with first leaf number `first`."""
+        # containers with the same first leaf are nested, so the number of nodes tells them apart
         known, key = self._known.containers, (first, spec.num_nodes)
         if key not in known:
             known[key] = Container(spec)
         return known[key]
 
     def units_of(self, first: int, num_leaves: int) -> tuple[int, int]:
-        """The first unit of some consecutive leaves, and one past the last."""
+        """Return the first unit of consecutive leaves, and one past the last."""
         known, key = self._known.units, (first, num_leaves)
-        if key not in known:  # tied leaves may be in units far from the others
+        if key not in known:  # tied leaves may be in distant units
             units = [self.slots[n].unit for n in self.leaves[first : first + num_leaves]]
             known[key] = min(units), max(units) + 1
         return known[key]
 
     @memo
     def rows(self) -> dict[tuple[int, int], Row[Slot]]:
-        """The flat buffers by (unit, kind), whole."""
+        """The whole flat buffers by (unit, kind)."""
         by_place: dict[tuple[int, int], list[Slot]] = {}
         for slot in self.slots:
             by_place.setdefault((slot.unit, slot.kind), []).append(slot)
-        # leaves of a unit inside another one may lie behind those of the other; a start may also be an empty leaf's
+        # leaves of an inner unit may lie behind the outer's; an empty leaf may share its start with another
         ordered = ((place, sorted(x, key=lambda slot: (slot.start, slot.numel))) for place, x in by_place.items())
         return {place: self._row(*place, slots) for place, slots in ordered}
 
@@ -309,51 +307,51 @@ class Plan:
         return coordinate(self.live_mesh(), (split.axis,))
 
     def local_shape(self, slot: Slot) -> tuple[int, ...]:
-        """The shape of a leaf as this rank's loss sees it."""
+        """Return the shape of a leaf in this rank's loss."""
         return slot.shape if slot.split is None else slot.split.shape(slot.shape, self._part(slot.split))
 
     @memo
     def derived(self) -> Derived:
-        """Memoized results computed from this plan, which are freed with the plan."""
+        """Memoized results computed from this plan, and freed with it."""
         return Derived()
 
     @property
     def _known(self) -> Derived:
-        # a graph must not change what belongs to a plan
+        # graphs must not change a plan's memos
         return Derived() if torch.compiler.is_compiling() else self.derived
 
     @memo
     def ahead(self) -> Ahead:
-        """How many units travel beside the one that is computed with."""
+        """The number of units that travel next to the unit in use."""
         by_kind = [kind.precision.compute.itemsize for kind in self.kinds]
         return Ahead(tuple(sum(map(mul, unit.lengths, by_kind)) for unit in self.units), self.prefetch)
 
     @property
     def device(self) -> torch.device:
-        """The device of the mesh; without one torch's default device, where `init_params` and files make parameters."""
+        """The mesh's device, else torch's default device, where `init_params` and files make parameters."""
         return mesh_device(self.live_mesh())
 
     @memo
     def has_streams(self) -> bool:
-        """Whether copies and sums have streams of their own, beside the computation."""
+        """True if copies and sums have streams next to the computation."""
         return bool(self.axes) and self.device != HOST
 
     @property
     def crossings(self) -> Crossings:
-        """The streams beside the computation (Note [Crossing over] in `ahead`), made once for the mesh."""
+        """The streams of Note [Crossing over] in `ahead`, made once for the mesh."""
         return present(self.live_mesh()).once(crossings)
 
     @memo
     def fingerprint(self) -> str:
-        """A SHA-256 digest of everything that must be equal on all ranks."""
+        """A SHA-256 digest of `describe`."""
         return hashlib.sha256(self.describe().encode()).hexdigest()
 
     def first_difference(self, other: Plan) -> str:
-        """Describe the first difference between this plan and another one."""
+        """Describe the first difference from another plan."""
         return consensus.first_difference(self.describe(), other.describe(), "{}, there is {}")
 
     def describe(self) -> str:
-        """Return everything that must be equal on all ranks, as lines of text."""
+        """Return everything that ranks must agree on, as lines of text."""
         lines = [f"leaf {p}" for p in self._leaf_lines()]
         lines += [f"unit {u.name!r} of {u.lengths} elements, regather={u.regather}" for u in self.units]
         lines.append(f"params_over={self.params_over} grads_over={self.grads_over} state_over={self.state_over}")
@@ -373,7 +371,7 @@ class Plan:
         return lines
 
     def holders(self, axes: Axes) -> Holders:
-        """Return the ranks that hold each shard of a partition over these axes."""
+        """Return the ranks with each shard of a partition over these axes."""
         sizes = dict(self.axes)
         by_shard = dict[tuple[int, ...], list[int]]()
         for rank in range(math.prod(sizes.values())):
@@ -382,10 +380,10 @@ class Plan:
         return tuple(tuple(by_shard[at]) for at in sorted(by_shard))
 
     def lines(self, shares: Shares, units: Iterable[int]) -> list[TableLine]:
-        """Return what units consist of and who holds it, a line for each kind of equal units.
+        """Return contents and holders of units, a line for each kind of equal units.
 
-        Names of equal units differ in numbers alone. `shares` has, by name, the axes over which something is cut, and
-        the bytes of an element of each kind; 0 for kinds that do not have it.
+        Names of equal units differ in numbers alone. `shares`: by name, the axes over which something is cut, and the
+        bytes of an element of each kind (0 for kinds without it).
         """
         equal = dict[object, list[int]]()
         for number in units:
@@ -421,7 +419,7 @@ class Plan:
         )
 
     def _advice(self) -> list[str]:
-        """What `bucket=` would save, if that is many messages: of a small one the start costs more than the bytes."""
+        """Return advice on `bucket=` if it saves many messages: the start of a small one costs more than its bytes."""
         joined = [unit for unit in self.join(_BUCKET).units if unit not in self.units]
         names = {name for unit in joined for name in unit.joined}
         small = [nbytes for unit, nbytes in zip(self.units, self.ahead.sizes, strict=True) if unit.name in names]
@@ -432,7 +430,7 @@ class Plan:
         return [f"{units}: bucket=1 << 20 would send {len(joined)} in place of {len(small)} messages."]
 
     def picture(self, *above: str) -> Picture:
-        """Return who holds what of each unit, below some lines: what `print` and `fshard.show` show."""
+        """Return a picture of the holders of each unit, below the lines `above`, for `print` and `fshard.show`."""
         trained = [kind.dtype.itemsize * kind.trainable for kind in self.kinds]
         shares = {
             "parameters": (self.params_over, [kind.dtype.itemsize for kind in self.kinds]),
@@ -459,7 +457,7 @@ class Plan:
 
 
 def check_plain(name: str, params: Tree) -> None:
-    """Raise TypeError if `params` contains sharded tensors or a plan instead of whole tensors."""
+    """Raise TypeError if `params` contains sharded tensors or a plan."""
     for node in tree.tops(params, lambda x: isinstance(x, Parts | Branch | Plan)):
         if isinstance(node, Parts | Branch):
             raise TypeError(wrong(name, node, "a tree of whole tensors", "fshard.gather_params gives them"))

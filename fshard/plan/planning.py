@@ -1,4 +1,4 @@
-"""How a plan is made: arguments are checked, leaves claimed by units, and placed in flat buffers."""
+"""Planning: check arguments, assign leaves to units, place them in flat buffers."""
 
 from __future__ import annotations
 
@@ -50,60 +50,57 @@ def make_plan(
 ) -> Plan:
     """Lay `params`, a tree of tensors (real, meta or fake), out over the axes of a mesh.
 
-    Which leaves are gathered together, and over which axes:
+    Units and axes:
 
-    - `units`: the subtrees that are gathered together: dotted path patterns (`*` one component, `**` any number; a
-      path that the tree has means that one alone, whatever is in its names), a
-      predicate `(path, subtree) -> bool`, or a number of elements at which a unit is full. What a tuple of patterns in
-      the list selects is one unit, whether neighbours or not (`[("embed", "head"), "blocks.*"]`); it stays in memory
-      from its second gather in a forward to the end of that. Of the other leaves, those
-      before the first selected one are the unit `(first)`, those after the last are the unit `(last)`, and the rest is
-      the unit `(root)`, which is gathered once for a forward: leaves between, leaves tied across these units, and all
-      leaves if none is selected.
-    - `params_over`, `grads_over`, `state_over`: the names of the axes over which parameters, gradients and optimizer
-      state are partitioned, each extending the one before.
-    - `regather`: gathered parameters are freed after the forward and gathered again in the backward (True), or stay
-      (False). With the last axis of `params_over` (or several), a copy stays that is cut over this axis alone, and the
-      backward gathers it over this axis: inside a host, say. A dict gives one of these to each unit: its keys are
-      names or patterns of units (`"(last)"`, say) or of their subtrees, the first that matches counts; other units
-      have True.
+    - `units`: the subtrees that are gathered together. Give dotted path patterns (`*` one component, `**` any number;
+      an existing path means itself, whatever its characters), a predicate `(path, subtree) -> bool`, or a number of
+      elements at which a unit is full. A tuple of patterns in the list is one unit, adjacent or not
+      (`[("embed", "head"), "blocks.*"]`); it stays in memory from its second gather in a forward to the end of the
+      forward. Other leaves before the first selected one are the unit `(first)`, after the last one the unit `(last)`.
+      The rest is the unit `(root)`, gathered once for a forward: leaves between, leaves tied across these units, and
+      all leaves if none is selected.
+    - `params_over`, `grads_over`, `state_over`: the axes over which parameters, gradients and optimizer state are
+      partitioned. Each must include the axes of the one before.
+    - `regather`: True frees gathered parameters after the forward, and gathers them again in the backward; False keeps
+      them. With the last axis of `params_over` (or several), a copy cut over this axis alone stays, and the backward
+      gathers over this axis alone: inside a host, say. A dict gives one of these to each unit: its keys are names or
+      patterns of units (`"(last)"`, say) or of their subtrees, the first match counts, and other units have True.
 
     Leaves with another treatment; `whole`, `frozen` and `offload` are each a pattern, several patterns, or a predicate.
-    Integer leaves are always frozen. If some leaves of a tree require a gradient, as in a module, parameters
-    (`nn.Parameter`) that do not are frozen. Plain tensors alone train; beside a module's parameters a plain tensor that
-    `frozen` does not select is a ValueError. Leaves that are the same elements of the same memory (one tensor, its
-    `.detach()` or `.data`) are tied: they are stored once, and what selects one of their places selects the leaf.
+    Integer leaves are always frozen. If some leaves require a gradient, as in a module, parameters (`nn.Parameter`)
+    that do not are frozen. Plain tensors alone train; next to a module's parameters a plain tensor outside `frozen` is
+    a ValueError. Leaves with the same elements of the same memory (one tensor, its `.detach()` or `.data`) are tied:
+    they are stored once, and a selection of one place selects the leaf.
 
     - `whole`: these leaves stay whole on every rank.
     - `frozen`: these leaves get no gradient and no optimizer state.
     - `offload`: parameters, gradients and optimizer state of these leaves lie in host memory, where the optimizer
       updates them; the device of the mesh computes with them.
-    - `split`: leaves of which the ranks along an axis have different parts, by pattern: (axis, dim), or (axis, dim,
-      blocks) where so many blocks lie end to end in that dim, each split by itself. `shard_params` takes and
-      `gather_params` gives the whole leaf, a loss sees this rank's part, as `torch.chunk` cuts them. Gradients of split
-      leaves are not summed over the axis; those of all others are. Over an axis of one rank it is no split.
-    - `data`: the axes along which batches differ; by default those that no leaf is split over.
-    - `block`: leaves start at multiples of `block` elements, and shard boundaries fall on them (for state in blocks).
+    - `split`: leaves with a different part on each rank along an axis, by pattern: (axis, dim), or (axis, dim, blocks)
+      if so many blocks lie end to end in this dim, each split by itself. `shard_params` takes and `gather_params` gives
+      the whole leaf. A loss sees this rank's part, cut as by `torch.chunk`. Gradients of split leaves are not summed
+      over the axis; all others are. An axis of one rank splits nothing.
+    - `data`: the axes along which batches differ. Default: all axes without split leaves.
+    - `block`: leaves and shards start at multiples of `block` elements (for state in blocks).
 
-    Dtypes, and what is sent:
+    Dtypes and messages:
 
     - `policy`: the dtypes in which floating leaves are stored, computed with and reduced (a `Policy`, or its text).
-    - `param_wire`, `grad_wire`: how shards and gradients are encoded to be sent (`fshard.wire`).
-    - `together`: all dtypes of a unit are gathered in one message.
+    - `param_wire`, `grad_wire`: the encodings of sent shards and gradients (`fshard.wire`).
+    - `together`: gather all dtypes of a unit in one message.
     - `gather`: an object that gathers the shards of parameters (`fshard.reduction.Gather`).
-    - `prefetch`: how many units are gathered ahead of the one that is computed with, in forward and backward, and how
-      many are reduced behind it. The buffers of one unit more are in memory. By default one, and more where units are
-      of unequal sizes: as many as fit into the memory of two of the largest (Note [Two units] in `ahead.py`).
-    - `bucket`: neighbouring units travel as one while they have together at most so many bytes; 0: each by itself.
-      What a small unit costs is its message, not its bytes: of many units of some kilobytes join 1 MiB (`1 << 20`).
-      What joined units have in memory, two gathered and their gradients, is two to three times the bucket.
-    - `slices`: a step with `reduction="tree"` cuts the batch of all ranks into this number of slices, a power
-      of two.
+    - `prefetch`: the number of units gathered ahead of the unit in use, in forward and backward, and of units reduced
+      behind it. One more unit is then in memory. Default: one, or more if units differ in size: as many as fit into the
+      memory of two of the largest (Note [Two units] in `ahead.py`).
+    - `bucket`: join neighbouring units up to so many bytes; 0 joins none. A small unit costs a message, not bytes: join
+      units of some kilobytes up to 1 MiB (`1 << 20`). Joined units need two to three times the bucket in memory: two
+      gathered, and their gradients.
+    - `slices`: the number of slices, a power of two, of the batch of all ranks in a step with `reduction="tree"`.
 
     On a mesh of processes the plans of all ranks are compared.
 
     Raises TypeError (an argument of a wrong type), ValueError (wrong axes or patterns, leaves that are not plain dense
-    tensors or share part of their memory, plain tensors beside parameters, `frozen` that contradicts `requires_grad`)
+    tensors or share part of their memory, plain tensors next to parameters, `frozen` that contradicts `requires_grad`)
     and MismatchError (plans of ranks differ).
 
     >>> plan = make_plan({"embed": torch.zeros(4, 2), "blocks": [torch.zeros(3), torch.zeros(3)]}, units=["blocks.*"])
@@ -153,9 +150,9 @@ def make_plan(
 def _data_axes(
     data: str | Sequence[str] | None, sizes: Mapping[str, int], splits: Iterable[Split], state_over: Axes
 ) -> Axes:
-    """Return the axes along which batches differ. ValueError if they cannot be told from how leaves lie."""
+    """Return the axes along which batches differ. ValueError if splits and partitions do not decide them."""
     if data is not None:
-        named = axes_of("data", data, sizes) if sizes else ()  # as of splits, axes of one device have any names
+        named = axes_of("data", data, sizes) if sizes else ()  # axes of one device have any names, as for splits
         return tuple(axis for axis in sizes if axis in named)
     axes = {split.axis for split in splits}
     if both := [axis for axis in state_over if axis in axes]:
@@ -169,13 +166,12 @@ def _data_axes(
 
 
 def _padded(plan: Plan, multiples: Sequence[int]) -> Plan:
-    """The plan with lengths that are multiples, by kind: of all ranks, so that an all-reduce over any axis is even."""
+    """Pad each kind's lengths to a multiple for all ranks: an all-reduce over any axis is then even."""
     padded = (replace(unit, lengths=tuple(map(_rounded_up, unit.lengths, multiples))) for unit in plan.units)
     return replace(plan, units=tuple(padded))
 
 
 def _compared(plan: Plan) -> Plan:
-    """The plan. MismatchError if another rank has made another one."""
     consensus.check_same(plan.mesh, plan.describe(), "the plan")
     return plan
 
@@ -201,7 +197,7 @@ def _check_arguments(
 def _kinds(
     params: Tree, origins: Sequence[int], chosen: Mapping[str, Where], policy: Policy, splits: Mapping[int, Split]
 ) -> dict[int, Kind]:
-    """The kind of each leaf, by its number; only of first occurrences: tied leaves have the kind of the first."""
+    """Return the kind of each first occurrence, by leaf number: tied leaves have the kind of the first."""
     flat, spec = tree.flatten(params)
     is_whole, is_frozen, is_host = (claim_leaves(params, spec, origins, where, name) for name, where in chosen.items())
     is_frozen = read_frozen(flat, origins, tree.paths(spec), is_frozen)
@@ -248,9 +244,9 @@ def _rounded_up(number: int, step: int) -> int:
 
 
 def with_policy(plan: Plan, policy: Policy | str | None) -> Plan:
-    """The plan of the same shards under another policy.
+    """Return the plan of the same shards under another policy.
 
-    ValueError for a policy that stores a leaf in another dtype, or has two of them for leaves of one flat buffer.
+    ValueError if the policy changes a leaf's stored dtype, or has different dtypes for leaves of one flat buffer.
     """
     policy = policy_of(policy)
     slots, first = [plan.slots[n] for n in plan.leaves], dict[int, int]()

@@ -1,4 +1,4 @@
-"""`Policy`: in which dtypes parameters are stored, computed with, reduced and returned."""
+"""`Policy`: the dtypes in which parameters are stored, computed with, reduced and returned."""
 
 from __future__ import annotations
 
@@ -22,20 +22,21 @@ _NAMES = {dtype: name for name, dtype in _SHORT.items()}
 class Policy:
     """The dtypes of a plan's floating leaves: `make_plan(params, mesh, policy="storage=f32,compute=bf16,reduce=f32")`.
 
-    - `storage`: the dtype of shards, optimizer state and gradients; by default each leaf's own.
-    - `compute`: the dtype a leaf is gathered and computed in: the shard is cast, then gathered. By default `storage`.
-    - `reduce`: the dtype a leaf's gradient is sent in (sums are taken in float32 at least). By default `compute`.
-    - `grads`: the dtype of reduced gradients until the update. By default `storage`.
+    - `storage`: the dtype of shards, optimizer state and gradients. Default: each leaf's own.
+    - `compute`: the dtype of gathered leaves and of the computation: the shard is cast, then gathered. Default:
+      `storage`.
+    - `reduce`: the dtype of sent gradients (sums are taken in float32 at least). Default: `compute`.
+    - `grads`: the dtype of reduced gradients until the update. Default: `storage`.
     - `output`: the dtype of the loss over all ranks, and of floating tensors in an aux. Totals and counts are not cast.
-      By default a loss has float32 at least, and an aux stays.
-    - `buffers`: the dtype that `policy.cast(buffers, "buffers")` casts to (running statistics, say).
-    - `cast_inputs`: whether a module casts floating tensors among its arguments to `compute` (`functionalize`). What a
-      loss function is given, a batch and other arguments, keeps its dtypes: `x.to(w.dtype)` casts in a loss.
+      Default: float32 at least for a loss; an aux stays.
+    - `buffers`: the dtype of `policy.cast(buffers, "buffers")` (running statistics, say).
+    - `cast_inputs`: if True, a module casts floating tensors among its arguments to `compute` (`functionalize`).
+      Arguments of a loss function, such as the batch, keep their dtypes: cast them in the loss with `x.to(w.dtype)`.
     - `cast_at`: paths of submodules that cast their floating inputs when they are called (`apply.policy(cast=)`).
-    - `overrides`: other dtypes for some leaves: pairs of a pattern, several patterns, or a predicate `(path, subtree)
-      -> bool`, and a policy whose dtypes replace these. The first pair that selects a leaf counts.
+    - `overrides`: other dtypes for some leaves: pairs of a pattern, several patterns, or a predicate
+      `(path, subtree) -> bool`, and a policy whose dtypes replace these. The first pair that selects a leaf counts.
 
-    A dtype may be given by name: f64, f32, bf16, f16, or torch's. Integer leaves stay as they are.
+    A dtype may be a name: f64, f32, bf16, f16, or torch's. Integer leaves stay as they are.
 
     >>> Policy.parse("compute=bf16; **.norm: compute=f32")
     Policy('compute=bf16; **.norm: compute=f32')
@@ -62,7 +63,7 @@ class Policy:
         if not isinstance(self.cast_at, list | tuple) or not all(isinstance(path, str) for path in self.cast_at):
             raise TypeError(wrong("policy: cast_at", self.cast_at, "paths of submodules, as apply.units gives them"))
         object.__setattr__(self, "cast_at", tuple(self.cast_at))
-        # a dict is taken, too
+        # a dict is accepted, too
         overrides = self.overrides.items() if isinstance(self.overrides, Mapping) else self.overrides
         if not _are_pairs(overrides):
             expected = "pairs of a pattern, several patterns, or a predicate, and a policy, or a dict of such"
@@ -72,7 +73,7 @@ class Policy:
 
     @classmethod
     def parse(cls, text: str) -> Policy:
-        """The policy written as text: `name=dtype`, separated by commas; overrides, `pattern: ...`, by semicolons."""
+        """Read a policy from text: `name=dtype`, separated by commas; overrides, `pattern: ...`, by semicolons."""
         if not isinstance(text, str):
             raise TypeError(f"Policy.parse: {wrong('text', text, 'words such as compute=bf16')}")
         first, *override_texts = text.split(";")
@@ -95,21 +96,21 @@ class Policy:
         return f"Policy({str(self)!r})"
 
     def named(self) -> Policy:
-        """This policy with names for predicates, so that it can be pickled, and compared between ranks."""
+        """Return the policy with names for predicates, so that ranks can compare and pickle can store it."""
         pairs = tuple((str(getattr(where, "__name__", where)), policy) for where, policy in self.overrides)
         return replace(self, overrides=pairs)
 
     @property
     def stores(self) -> bool:
-        """Whether `storage` is given, here or in an override."""
+        """True if `storage` is given, here or in an override."""
         return self.storage is not None or any(policy.stores for _, policy in self.overrides)
 
     def over(self, other: Policy) -> Policy:
-        """This policy, with the dtypes of `other` where it has none."""
+        """Return this policy, filled up with the dtypes of `other`."""
         return replace(self, **{name: getattr(self, name) or getattr(other, name) for name in _DTYPES}, overrides=())
 
     def cast(self, x: Tree, to: str) -> Tree:
-        """A tree with its real floating tensors cast to the dtype named `to` ("compute", say); other leaves stay.
+        """Cast the real floating tensors of a tree to the dtype named `to` ("compute", say); other leaves stay.
 
         >>> Policy(compute="bf16").cast({"x": torch.ones(1), "n": torch.tensor(1)}, "compute")
         {'x': tensor([1.], dtype=torch.bfloat16), 'n': tensor(1)}
@@ -136,7 +137,7 @@ def _are_pairs(x: object) -> bool:
 
 
 def _settings(text: str) -> tuple[dict[str, str], bool, tuple[str, ...]]:
-    """The dtypes that a policy's text names, by field, its `cast_inputs` and its `cast_at`."""
+    """Read dtypes by field, `cast_inputs` and `cast_at` from a policy's text."""
     settings: dict[str, str] = {}
     for word in filter(None, (word.strip() for word in text.split(","))):
         name, value = (x.strip() for x in (*word.partition("=")[::2],))
@@ -166,7 +167,7 @@ def _name(dtype: torch.dtype) -> str:
 
 
 def policy_of(policy: Policy | str | None) -> Policy:
-    """A policy, from a policy, from text, or from None.
+    """Return a policy from a policy, from text, or from None.
 
     >>> policy_of("compute=bf16").compute
     torch.bfloat16
@@ -189,7 +190,7 @@ class Precision:
 
     @property
     def itemsize(self) -> int:
-        """The bytes of an element of the narrowest of the dtypes."""
+        """The bytes of an element in the narrowest of the dtypes."""
         return min(dtype.itemsize for dtype in vars(self).values())
 
     @property
@@ -206,7 +207,7 @@ class Precision:
 
 
 def precision(dtype: torch.dtype, policy: Policy) -> Precision:
-    """The dtypes of a leaf by a policy; a leaf that is not real and floating keeps its own."""
+    """Return a leaf's dtypes under a policy; a leaf that is not real and floating keeps its own."""
     if not dtype.is_floating_point:
         return Precision(dtype, dtype, dtype, dtype)
     storage = _or_default(policy.storage, dtype)
@@ -215,12 +216,12 @@ def precision(dtype: torch.dtype, policy: Policy) -> Precision:
 
 
 def _or_default(dtype: Dtype, default: torch.dtype) -> torch.dtype:
-    # names have become dtypes in `Policy.__post_init__`
+    # `Policy.__post_init__` has turned names into dtypes
     return dtype if isinstance(dtype, torch.dtype) else default
 
 
 def precisions(dtypes: Sequence[torch.dtype], chosen: Sequence[Policy | None], policy: Policy) -> list[Precision]:
-    """The dtypes of every leaf: by the override that was chosen for it, or by the policy."""
+    """Return the dtypes of every leaf: from its chosen override, else from the policy."""
     return [
         precision(dtype, policy if override is None else override.over(policy))
         for dtype, override in zip(dtypes, chosen, strict=True)

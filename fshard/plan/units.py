@@ -1,4 +1,4 @@
-"""Which leaves patterns, a predicate or a size select: for units, for `frozen` and `whole`, and for policies."""
+"""Selection of leaves by patterns, a predicate or a size: for units, `frozen`, `whole` and policies."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from ..layout.layout import Split
 from .precision import Policy
 
 Where = str | Sequence[str] | Callable[[str, Tree], bool] | None
-Units = Where | int | Sequence[str | tuple[str, ...]]  # a tuple of patterns: what they select is one unit
+Units = Where | int | Sequence[str | tuple[str, ...]]  # a tuple of patterns is one unit
 ROOT = "(root)"
-ENDS = FIRST, LAST = "(first)", "(last)"  # what no unit claims before the first claimed leaf, and after the last one
+ENDS = FIRST, LAST = "(first)", "(last)"  # the leaves before the first claimed leaf, and after the last one
 _WILD = set("*?[")
 _SHOWN = 8  # names in an error
 
 
 def _selector(params: Tree, spec: tree.Spec, where: Where, name: str) -> list[tuple[str, int, int]]:
-    """The subtrees that patterns or a predicate select, outer before inner: path, first leaf, number of leaves."""
+    """Return (path, first leaf, number of leaves) of the subtrees selected by `where`, outer before inner."""
     _check_where(name, where)
     if where is None:
         return []
@@ -49,9 +49,9 @@ def _selector(params: Tree, spec: tree.Spec, where: Where, name: str) -> list[tu
 
 
 def fitting(paths: Sequence[Sequence[str]], patterns: Sequence[str], spec: tree.Spec) -> list[list[int]]:
-    """For each path the numbers of the patterns that it matches, in order; `spec` is the structure of the tree.
+    """Return the numbers of the patterns that each path matches, in order; `spec` is the tree's structure.
 
-    Paths among the patterns are exact, and looked up: there may be one for each unit.
+    Exact paths among the patterns are looked up, because each unit may have one.
 
     >>> fitting([("a",), ("a", "b")], ["a.*", "a", "**"], tree.flatten({"a": {"b": 1}})[1])
     [[1, 2], [0, 2]]
@@ -73,7 +73,6 @@ def fitting(paths: Sequence[Sequence[str]], patterns: Sequence[str], spec: tree.
 
 
 def _top(spec: tree.Spec) -> str:
-    """What is at the top of a tree, for an error."""
     if spec.is_leaf():
         return "the tree's top level is a leaf"
     names = [str(name) for name in tree.names(spec)]
@@ -95,7 +94,7 @@ def _check_where(name: str, where: object) -> None:
 
 
 def claim_leaves(params: Tree, spec: tree.Spec, origins: Sequence[int], where: Where, name: str) -> list[bool]:
-    """Return for every leaf whether `where` selects it; a tied leaf is selected in all its places, or in none.
+    """True for every leaf that `where` selects; a tied leaf is selected in all its places, or in none.
 
     `origins` are the first places of the leaves.
     """
@@ -108,10 +107,10 @@ def claim_leaves(params: Tree, spec: tree.Spec, origins: Sequence[int], where: W
 def claim_splits(
     params: Tree, origins: Sequence[int], split: Mapping[str, Sequence[Any]], sizes: Mapping[str, int]
 ) -> dict[int, Split]:
-    """Return how leaves are split, by the first place of each; over an axis of one rank none is.
+    """Return the splits of leaves, by the first place of each. An axis of one rank splits nothing.
 
-    Raises TypeError for another value than (axis, dim) or (axis, dim, blocks), ValueError for an axis, a dim or a
-    number of blocks that there is not, a pattern that selects nothing, and a leaf that two patterns split unlike.
+    Raises TypeError for anything but (axis, dim) or (axis, dim, blocks); ValueError for an unknown axis, a wrong dim or
+    number of blocks, a pattern without leaves, and a leaf with two different splits.
     """
     chosen, (flat, spec) = dict[int, Split](), tree.flatten(params)
     paths = tree.paths(spec)
@@ -136,15 +135,15 @@ def claim_splits(
 
 
 def claim_policies(params: Tree, spec: tree.Spec, origins: Sequence[int], policy: Policy) -> list[Policy | None]:
-    """Return for every leaf the policy of the first override that selects it; None if none does.
+    """Return each leaf's policy: from the first override that selects it, else None.
 
     An override selects a tied leaf if it selects one of its places.
     """
     chosen: dict[int, Policy] = {}  # by the first place of a leaf
     dtypes, paths = [leaf.dtype for leaf in tree.leaves(params)], tree.paths(spec)
-    for where, override in reversed(_grouped(policy)):  # so that the first that selects a leaf is set last
+    for where, override in reversed(_grouped(policy)):  # the first override that selects a leaf is set last
         for path, first, count in _selector(params, spec, where, "policy"):
-            # a leaf that is named by itself; in a subtree, leaves that cannot be cast are left as they are
+            # ValueError for a leaf named by itself; leaves of a named subtree without a possible cast stay as they are
             if path == paths[first] and not dtypes[first].is_floating_point:
                 patterns = where if isinstance(where, list) else []
                 named = [patterns[number] for number in fitting([path.split(".")], patterns, spec)[0]] or [where]
@@ -156,7 +155,7 @@ def claim_policies(params: Tree, spec: tree.Spec, origins: Sequence[int], policy
 
 
 def _grouped(policy: Policy) -> list[tuple[Where, Policy]]:
-    """The overrides of a policy; the patterns that have the same dtypes one after the other are one list."""
+    """Return the overrides of a policy, with adjacent patterns of the same dtypes as one list."""
     groups = list[tuple[Where, Policy]]()
     for where, override in policy.overrides:
         patterns = groups[-1][0] if groups and groups[-1][1] == override else None
@@ -170,12 +169,12 @@ def _grouped(policy: Policy) -> list[tuple[Where, Policy]]:
 def claim_units(
     params: Tree, spec: tree.Spec, flat: Sequence[Tensor], origins: Sequence[int], units: Units
 ) -> tuple[dict[str, tuple[str, ...]], list[int]]:
-    """Return the units in the order of use, the root first, by name, and the number of every leaf's unit.
+    """Return the units by name in the order of use, the root first, and the number of every leaf's unit.
 
-    A leaf belongs to the innermost subtree that `units` selects. Of the others, those before the first such leaf are
-    the unit `(first)`, those after the last the unit `(last)`, and the rest is the root: leaves between, leaves tied
-    across units, and all leaves if nothing is selected. Tied leaves count once in a size. A unit of several subtrees,
-    selected by a tuple of patterns, has the subtrees' names.
+    A leaf belongs to the innermost subtree selected by `units`. Other leaves before the first such leaf are the unit
+    `(first)`, after the last one the unit `(last)`. The rest is the root: leaves between, leaves tied across units, and
+    all leaves if nothing is selected. Tied leaves count once in a size. A unit from a tuple of patterns has its
+    subtrees' names.
     """
     owner, parts = [ROOT] * spec.num_leaves, dict[str, tuple[str, ...]]()
     if isinstance(units, int):
@@ -194,7 +193,6 @@ def claim_units(
 
 
 def _without_tuples(units: Any) -> tuple[Where, list[tuple[str, ...]]]:
-    """All patterns in one list, and the tuples of patterns among them."""
     if not isinstance(units, list | tuple):
         return units, []
     tuples = [patterns for patterns in units if isinstance(patterns, tuple)]
@@ -202,7 +200,7 @@ def _without_tuples(units: Any) -> tuple[Where, list[tuple[str, ...]]]:
 
 
 def _together(names: Sequence[str], tuples: Sequence[tuple[str, ...]], spec: tree.Spec) -> dict[str, tuple[str, ...]]:
-    """The names of units that are one unit, by its name. ValueError for a name that fits patterns of two tuples."""
+    """Return the names joined in one unit, by its name. ValueError if a name fits two tuples of patterns."""
     parts, paths = list[tuple[str, ...]](), [name.split(".") for name in names]
     for patterns in tuples:
         fits = fitting(paths, patterns, spec)
@@ -214,11 +212,11 @@ def _together(names: Sequence[str], tuples: Sequence[tuple[str, ...]], spec: tre
 
 
 def _with_ends(owner: Sequence[str], origins: Sequence[int]) -> list[str]:
-    """Cut the root at the first and at the last leaf that a unit claims.
+    """Cut the root at the first and at the last leaf claimed by a unit.
 
     The root stays gathered from its first use to the end of the forward, and its gradient is complete at the end of the
-    backward: an embedding and a head in it are in memory all along, though each is used at one end. A tied leaf that is
-    used on both sides, or beside a unit, stays in the root, which is gathered once.
+    backward. So an embedding and a head in the root would stay in memory all along, though each is used at one end. A
+    tied leaf used on both sides, or next to a unit, stays in the root, which is gathered once.
     """
     claimed = [i for i, name in enumerate(owner) if name != ROOT]
     last_place = {origin: i for i, origin in enumerate(origins)}
@@ -233,7 +231,7 @@ def _with_ends(owner: Sequence[str], origins: Sequence[int]) -> list[str]:
 
 
 def _fill_units(flat: Sequence[Tensor], origins: Sequence[int], size: int) -> list[str]:
-    """For every leaf the name of its unit: leaves in order, a new unit whenever one has `size` elements or more."""
+    """Return each leaf's unit: leaves in order, a new unit after each `size` elements or more."""
     check_whole("units", size, what="path patterns, a predicate, or the number of elements at which a unit is full")
     owner, number, filled = [], 0, 0
     for i, leaf in enumerate(flat):
@@ -245,7 +243,7 @@ def _fill_units(flat: Sequence[Tensor], origins: Sequence[int], size: int) -> li
 
 
 def select_units(units: Sequence[Sequence[str]], patterns: Sequence[str], spec: tree.Spec, what: str) -> list[int]:
-    """Return the numbers of the units with a name that fits a pattern. ValueError for a pattern that no name fits."""
+    """Return the numbers of the units with a name that fits a pattern. ValueError for a pattern without a unit."""
     owners, names = zip(*((unit, name) for unit, names in enumerate(units) for name in names), strict=True)
     fits = fitting([name.split(".") for name in names], patterns, spec)
     matched = set(chain.from_iterable(fits))
@@ -256,6 +254,6 @@ def select_units(units: Sequence[Sequence[str]], patterns: Sequence[str], spec: 
 
 
 def no_unit(pattern: str, names: Sequence[str]) -> str:
-    """Return the error sentence for a pattern that no unit fits."""
+    """Return the error sentence for a pattern without a unit."""
     shown = [*map(repr, names[:4]), *["..."] * (len(names) > 5), *map(repr, names[4:][-1:])]
     return f"the pattern {pattern!r} matches no unit; the units are {', '.join(shown) or 'none'}"
