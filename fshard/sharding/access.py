@@ -1,4 +1,4 @@
-"""How a loss reads parameters: containers whose units are gathered on access, and single leaves by number."""
+"""Lazy parameters of a loss: containers whose units are gathered on access, and single leaves by number."""
 
 from __future__ import annotations
 
@@ -23,39 +23,42 @@ from ..plan.plan import Plan, Slot
 
 
 class ReadsTape(Protocol):
-    """A tape, as what reads from it sees it."""
+    """The part of a `Tape` that lazy containers need."""
 
     @property
     def plan(self) -> Plan:
         """The plan of the parameters."""
 
     def enter(self, spec: tree.Spec, first: int) -> tuple[Tree, Sequence[Tree] | None]:
-        """Return the subtree of this structure with the first leaf of number `first`; of one unit, with its leaves."""
+        """Gather a subtree, and return it and its leaves; of several units, return a lazy container and None.
+
+        `first` is the number of its first leaf.
+        """
 
     @property
     def shown(self) -> Shown | None:
-        """The plain containers that were read of units in memory; None in the backward."""
+        """The plain containers read from units in memory; None in the backward."""
 
     def leaf(self, number: int) -> Tensor:
-        """Return a leaf, gathered with its unit."""
+        """Gather the unit of a leaf, and return the leaf."""
 
     def kind_of(self, x: Tensor) -> int | None:
-        """Return the kind of the leaves in the memory of a tensor; None if the tape has read no leaf there."""
+        """Return the kind of the leaves in the memory of a tensor; None if the tape has read none there."""
 
     def slot_of(self, x: Tensor) -> Slot | None:
-        """Return the leaf that a tensor is of a unit that the program reads now."""
+        """Return the leaf of a tensor, if the program reads the leaf's unit now."""
 
     def like(self, number: int) -> Tensor:
-        """Return a tensor with a leaf's shape, device and the dtype of computation, without gathering it."""
+        """Return a tensor with a leaf's shape, device and dtype of computation, without gathering it."""
 
     def prefetch(self, patterns: Sequence[str]) -> None:
         """Start the gathers of the units whose names fit the patterns."""
 
 
 class _Read(NamedTuple):
-    """A plain container that a loss read: where, and the structure and leaves that it came with."""
+    """A plain container read by a loss: its position, and its original structure and leaves."""
 
-    inside: dict[int, Tree]  # the children of the lazy container that it lies in, by position
+    inside: dict[int, Tree]  # children of its lazy parent, by position
     position: int
     spec: tree.Spec
     container: Tree
@@ -63,24 +66,24 @@ class _Read(NamedTuple):
 
 
 class Shown:
-    """The plain containers that a loss reads of units: it reads the same one again, with what it changed.
+    """The plain containers that a loss reads: a second read returns the same container, with the loss's changes.
 
-    A container that was changed stays with the lazy one that it lies in. Others are forgotten as soon as a unit is let
-    go, but for those that the program still has, and may change. Which gathers run does not depend on it.
+    A changed container stays in its lazy parent. When its unit is let go, an unchanged container is forgotten, unless
+    the program still has it and may change it. Gathers do not depend on `Shown`.
     """
 
     def __init__(self) -> None:
-        self._read: dict[tuple[int, int], _Read] = {}  # by the identity of `inside`, and the position
-        self.lingers = False  # whether containers of units that were let go may be here
+        self._read: dict[tuple[int, int], _Read] = {}  # by the identity of `inside` and the position
+        self.lingers = False  # True if containers of units already let go may be here
 
     def at(self, new: _Read) -> Tree:
-        """The container that was read at this place before, else this one."""
+        """Return the container read at this position before, else `new`'s."""
         return self._read.setdefault((id(new.inside), new.position), new).container
 
     def let_go(self) -> None:
-        """Forget the containers, but for those that were changed, and those that the program has."""
+        """Forget the containers, except changed ones, kept by their parents, and those in use by the program."""
         for key, read in [*self._read.items()]:
-            # those of leaves alone have no others inside
+            # a container of leaves alone has no container inside
             nests = read.spec.num_nodes > read.spec.num_leaves + 1
             if sys.getrefcount(read.container) > _ALONE or (nests and _has_inside(read.container)):
                 continue
@@ -90,28 +93,28 @@ class Shown:
         self.lingers = bool(self._read)
 
     def drop(self) -> None:
-        """Forget what the program has given up since its unit was let go, so that no memory waits for another unit."""
+        """Forget containers that the program gave up since their unit was let go: the next unit needs the memory."""
         self.let_go()
         self.lingers = False
 
     def settle(self) -> None:
-        """Put the containers that were changed where they lie."""
+        """Put changed containers into their lazy parents."""
         for read in self._read.values():
             if not tree.consists_of(read.container, read.spec, read.leaves):
                 read.inside[read.position] = read.container
 
 
-# The references to a container that nobody has but a list and the call, or but its parent, a list and the call. More
-# would keep a unit in memory for longer, fewer would lose a change that comes after another unit was read.
+# References to a container held by a list and the call alone, and by its parent as well. If Python counts more, a
+# unit stays in memory longer; if fewer, a change made after another unit was read is lost.
 _EXAMPLE: list[Tree] = [{}]
 _ALONE = sys.getrefcount(_EXAMPLE[0])
 _INSIDE = _ALONE + 1
 
 
 def _has_inside(container: Tree) -> bool:
-    """Whether the program has a container inside of this one."""
+    """True if the program has a container inside this one."""
     children = tree.one_level(container)[0]
-    # by number: a variable would be a reference, too
+    # by index: a variable would be one more reference
     containers = [i for i, x in enumerate(children) if not (isinstance(x, Tensor) or x is None or x == ())]
     return any(sys.getrefcount(children[i]) > _INSIDE or _has_inside(children[i]) for i in containers)
 
@@ -119,16 +122,16 @@ def _has_inside(container: Tree) -> bool:
 class Lazy(Branch, tree.StandIn):
     """A container of a loss's parameters: touching a unit in it gathers the unit.
 
-    What a function of trees makes of one is another, around a plain container, and has no tape. So both fit each other
-    in every library of trees. `isinstance` takes it for what it stands for. Each kind of container has a class of its
-    own here, for a special method is looked up on the class.
+    Mapping over one returns another, without a tape, around a plain container (`held`): libraries of trees take both as
+    one structure. `isinstance` takes it for the container. Each class of containers has a class of its own here,
+    because Python looks special methods up on the class.
     """
 
     __slots__ = ()
     _tape_: Any  # a ReadsTape, or None once the children are held
     _spec_: tree.Spec
     _first_: int
-    _inside_: dict[int, Tree]  # the lazy children that were read and the changed ones, by position
+    _inside_: dict[int, Tree]  # lazy children already read, and changed children, by position
     _listed_: Container | None
 
     @property  # type: ignore[misc]
@@ -137,7 +140,7 @@ class Lazy(Branch, tree.StandIn):
 
     @staticmethod
     def _of_(container: Tree) -> Tree:
-        """What stands for a container whose children are there; a leaf is returned as it is."""
+        """Wrap a container that is there; return a leaf as it is."""
         spec = tree.one_level(container)[1]
         return container if spec.is_leaf() else lazy(None, spec, 0, container)
 
@@ -150,9 +153,9 @@ class Lazy(Branch, tree.StandIn):
             return self._inside_[index]
         tape, (spec, first) = self._tape_, self._container_().children[index]
         child, leaves = tape.enter(spec, self._first_ + first)
-        if index in self._inside_:  # to gather it, its unit was let go, in which it was changed
+        if index in self._inside_:  # `enter` let its unit go, so a changed child is here now
             return self._inside_[index]
-        if leaves is None:  # a change of it is a change of this one
+        if leaves is None:  # lazy: a change of it is a change of this container
             self._inside_[index] = child
         elif (shown := tape.shown) and not isinstance(child, Tensor):
             if type(child) is not dict or spec.num_nodes > len(leaves) + 1:  # a node's class may make tensors anew
@@ -170,7 +173,7 @@ class Lazy(Branch, tree.StandIn):
         return copy.copy(self._filled_())
 
     def _placed_(self) -> Tree:
-        """The subtree as a plain tree, with the places of the leaves for leaves; no unit is gathered."""
+        """Return the subtree as a plain tree with an `At` for each leaf; gather no unit."""
         tape, first = self._tape_, self._first_
         if tape is None:
             return placed(self._filled_())
@@ -179,7 +182,7 @@ class Lazy(Branch, tree.StandIn):
             return tree.unflatten(child, [At(tape, first + start + i) for i in range(child.num_leaves)])
 
         if tape.shown:
-            tape.shown.settle()  # what was changed is in `_inside_` now
+            tape.shown.settle()  # changed children are in `_inside_` now
         children = enumerate(self._container_().children)
         parts = [placed(self._inside_[i]) if i in self._inside_ else at(*child) for i, child in children]
         return self._of_children_(parts)
@@ -192,16 +195,16 @@ def _one_level(spec: tree.Spec) -> tree.Spec:
 
 
 def _reading(name: str) -> Callable[..., Any]:
-    """A reading method of `Readable`; the container's own once its children are held."""
+    """Forward a method to `Readable`, or to the container once its children are held."""
     lazily = getattr(Readable, name)
     return lambda self, *args: getattr(self._held_, name)(*args) if self._tape_ is None else lazily(self, *args)
 
 
 class LazyContainer(Readable, Lazy):
-    """One that stands for a dict, a list or a tuple, also for a NamedTuple.
+    """A stand-in for a dict, a list, a tuple or a NamedTuple.
 
-    A program that changes a container, or calls a method of its class that is not written in Python, makes it hold all
-    of its children.
+    If a program changes the container, or calls a method of its class not written in Python, the stand-in reads and
+    holds all children.
     """
 
     __slots__ = ("_first_", "_held_", "_inside_", "_listed_", "_spec_", "_tape_")  # `vars` gives what the container has
@@ -218,7 +221,7 @@ class LazyContainer(Readable, Lazy):
         return self._settled_().__dict__
 
     def _pick_(self, index: int) -> Tree:
-        if self._tape_ is None or self._listed_ is None:  # since a loop over this list began
+        if self._tape_ is None or self._listed_ is None:  # held since a loop over this list began
             return self._held_[index]
         return super()._pick_(index)
 
@@ -232,13 +235,13 @@ class LazyContainer(Readable, Lazy):
         return self._held_
 
     def __getattr__(self, name: str) -> Tree:
-        if name in LazyContainer.__slots__:  # `copy` looks for methods before there is any
+        if name in LazyContainer.__slots__:  # `copy` looks for methods before a slot is set
             raise AttributeError(name)
         kind: Any = self._spec_.type
         of_class = inspect.getattr_static(kind, name, None)
         if isinstance(of_class, MethodDescriptorType):
             method = getattr(self._settled_(), name)
-            # a list that is extended by what stands for it would grow for ever
+            # a list extended by its own stand-in would grow for ever
             return lambda *args, **more: method(*(self._held_ if x is self else x for x in args), **more)
         if self._tape_ is None:
             return getattr(self._held_, name)
@@ -270,10 +273,10 @@ class LazyContainer(Readable, Lazy):
         return repr(self._filled_())
 
     def copy(self) -> Tree:
-        """As of a dict or a list: the container itself."""
+        """Return a plain copy of the container."""
         return copy.copy(self._filled_())
 
-    def __len__(self) -> int:  # of a list, for each child
+    def __len__(self) -> int:  # a loop over a list calls it for each child
         return len(self._listed_.children if self._tape_ is not None and self._listed_ is not None else self._held_)
 
     __getitem__, __iter__, __contains__ = map(_reading, ("__getitem__", "__iter__", "__contains__"))
@@ -290,14 +293,14 @@ class LazyContainer(Readable, Lazy):
 
 @Mapping.register
 class _LazyMapping(LazyContainer):
-    """One that stands for a dict: `match` asks the class."""
+    """A stand-in for a dict: `match` asks the class."""
 
     __slots__ = ()
 
 
 @Sequence.register
 class _LazySequence(LazyContainer):
-    """One that stands for a list or a tuple; these names may be those of a NamedTuple's fields."""
+    """A stand-in for a list or a tuple; a NamedTuple's fields may have these names."""
 
     __slots__ = ()
     keys, values, items, get, copy = (
@@ -306,17 +309,16 @@ class _LazySequence(LazyContainer):
 
 
 class LazyObject(Lazy):
-    """One that stands for an object: of a class made of its class, with properties that read the children.
+    """A stand-in for an object: its class derives from the object's, with properties that read the children.
 
-    So it has all attributes, methods and special methods of the object. Children that are held lie where the object
-    has them.
+    So it has all attributes, methods and special methods of the object. Held children lie where the object has them.
     """
 
     __slots__ = ()
     _attributes_: containers.Attributes
 
     def __init_subclass__(cls, **kwargs: object) -> None:
-        """Run no hook of the class that it is made of."""
+        """Run no hook of the object's class."""
 
     @classmethod
     def _made_(cls, tape: ReadsTape | None, spec: tree.Spec, first: int, held: Tree) -> LazyObject:
@@ -353,9 +355,10 @@ class LazyObject(Lazy):
 
 
 def lazy(tape: ReadsTape | None, spec: tree.Spec, first: int, held: Tree = None) -> Tree:
-    """What stands for a container: of a tape, or one that is there already.
+    """Return a stand-in for a container: of a tape, or around `held`.
 
-    If the container's class may compute with its children, it is the container itself, with what stands for theirs.
+    If the container's class may compute with its children, return the container itself, with stand-ins for the
+    children.
     """
     if spec.type in _PLAIN:
         return _stand_in(spec.type)._made_(tape, spec, first, held)
@@ -374,7 +377,7 @@ _PLAIN = (dict, list, tuple, OrderedDict, defaultdict, deque)
 
 @cache
 def _stand_in(kind: type, names: tuple[str, ...] = (), special: frozenset[str] = frozenset()) -> Any:
-    """The class of what stands for containers of a class; None if there can be none."""
+    """Return the class of stand-ins for a class of containers; None if there can be none."""
     if kind in _PLAIN or issubclass(kind, tuple):
         base = _LazyMapping if issubclass(kind, Mapping) else _LazySequence
         methods = {name: containers.forwarded(kind, name) for name in special}
@@ -389,19 +392,19 @@ def _stand_in(kind: type, names: tuple[str, ...] = (), special: frozenset[str] =
 
 
 def placed(params: Tree) -> Tree:
-    """Parameters as a plain tree, with their places for those leaves that are not gathered."""
+    """Return parameters as a plain tree, with an `At` for each leaf not gathered."""
     return tree.map_tops(lambda x: x._placed_() if isinstance(x, Lazy) else x, Lazy, params)
 
 
 def prefetch(params: Tree, units: str | Sequence[str]) -> None:
-    """Start the gathers of units now: inside a loss, for units that it will read later, while it computes with others.
+    """Start the gathers of units inside a loss, which reads them later: it computes with other units meanwhile.
 
-    `params` are those that the loss was given, `units` names of units, or patterns of names. A read of such a unit
-    waits for its gather; a gather that nothing waits for is dropped when the loss returns. A unit that is gathered
-    takes memory until it is read and let go, so the loss decides how many are under way. On plain tensors, and on
-    parameters of one unit, this does nothing. In a graph of `jit` the passes place gathers: use `in_flight` there.
+    `params` are the loss's parameters, `units` names of units, or patterns of names. Reading a unit waits for its
+    gather; a gather without a read is dropped when the loss returns. A gathered unit takes memory until it is read and
+    let go, so the loss decides how many gathers are under way. On plain tensors, and on parameters of one unit, this
+    does nothing. In a graph of `jit` the passes place gathers: use `in_flight` there.
 
-    Raises TypeError for a `Sharded` (outside of a loss nothing reads it), ValueError for a pattern that no unit fits.
+    TypeError for a `Sharded` (nothing reads it outside a loss), ValueError for a pattern without a unit.
 
     >>> def loss(params, x):
     ...     prefetch(params, "experts.*")
@@ -421,7 +424,7 @@ def prefetch(params: Tree, units: str | Sequence[str]) -> None:
 
 
 class At:
-    """The place of a leaf: a tape, and the leaf's number there."""
+    """The address of a leaf: a tape, and the leaf's number in it."""
 
     __slots__ = ("number", "tape")
 

@@ -1,8 +1,8 @@
-"""What a loss reads of a sharded tree: leaves and units by number, where they lie, and in which order.
+"""The reads of a sharded tree by a loss: leaves and units by number, where they lie, and in which order.
 
 Note [Computed once]
-    Gathering, splitting and reducing a unit always need the same facts: its kinds, where its leaves and this rank's
-    shard lie, which of them a subtree of the tree reads. For small units the answers would cost more than the work on
+    Gathering, splitting and reducing a unit need the same facts each time: its kinds, the positions of its leaves and
+    of this rank's shard, the leaves that a subtree reads. For small units the facts would cost more than the work on
     tensors. So they are computed once for each `View` of a plan, and kept in `plan.derived`. A schedule has integers,
     names and slots; it refers to no plan, mesh or tensor.
 """
@@ -34,20 +34,20 @@ class View:
     over: Axes
     kinds: tuple[int, ...]
     spec: tree.Spec
-    first: int  # the number of the subtree's first leaf in the whole tree
-    units: tuple[int, int]  # the first unit of the subtree, and one past the last
+    first: int  # number of the subtree's first leaf in the whole tree
+    units: tuple[int, int]  # the subtree's first unit, and one past its last
 
     def __repr__(self) -> str:  # in optree's errors of trees that differ
         plan = self.plan
         return f"View({plan.policy!r}, over={self.over}, leaves={self.spec.num_leaves}, plan={plan.fingerprint[:8]})"
 
     def slots(self) -> list[Slot]:
-        """Return the slot of every leaf of the subtree, in order; tied leaves share one slot."""
+        """The slot of every leaf of the subtree, in order; tied leaves share one."""
         numbers = self.plan.leaves[self.first : self.first + self.spec.num_leaves]
         return [self.plan.slots[n] for n in numbers]
 
     def names(self) -> dict[Slot, list[str]]:
-        """Return the dotted names of each leaf that is held: more than one for a tied leaf."""
+        """The dotted names of each held leaf: several for a tied leaf."""
         names: dict[Slot, list[str]] = {}
         for name, slot in zip(self.plan.paths[self.first :][: self.spec.num_leaves], self.slots(), strict=True):
             if slot.kind in self.kinds:
@@ -55,16 +55,16 @@ class View:
         return names
 
     def wanted(self) -> dict[Slot, Wanted]:
-        """Return the names, shape and dtype to look for when each leaf is loaded."""
+        """The names, shape and dtype to look for when a leaf is loaded, by slot."""
         return {slot: Wanted(names, Form(slot.shape, slot.dtype)) for slot, names in self.names().items()}
 
     def axes(self, kind: int) -> Axes:
-        """Return the axes over which a kind is cut in this view: none for kinds that are kept whole."""
+        """The axes over which this view cuts a kind: none for kinds kept whole."""
         return self.plan.kinds[kind].rule(self.over).over
 
     @property
     def rows(self) -> dict[tuple[int, int], Row[Slot]]:
-        """The rows of the units and kinds, by these: where they lie in the tensors of this view; made once."""
+        """The rows by unit and kind, with their positions in this view's tensors; made once."""
         known, key = self.plan.derived.rows, (self.over, self.kinds, self.units)
         if key not in known:
             known[key] = self._rows()
@@ -73,7 +73,7 @@ class View:
 
     def _rows(self) -> dict[tuple[int, int], Row[Slot]]:
         plan, sizes, rows = self.plan, dict(self.plan.axes), dict[tuple[int, int], Row[Slot]]()
-        ends = [0] * len(self.kinds)  # of what the tensors have so far
+        ends = [0] * len(self.kinds)  # of the rows so far, by tensor
         for unit, (tensor, kind) in product(range(*self.units), enumerate(self.kinds)):
             if row := plan.rows.get((unit, kind)):
                 rows[unit, kind] = row.at(plan.kinds[kind].rule(self.over), sizes, tensor, ends[tensor])
@@ -81,16 +81,16 @@ class View:
         return rows
 
     def numel(self, kind: int) -> int:
-        """The number of elements of one kind that a rank holds."""
+        """Number of elements of one kind on a rank."""
         return next((row.stop for row in reversed(self.rows.values()) if row.kind == kind), 0)
 
     def of_kind(self, kind: int) -> list[Row[Slot]]:
-        """The rows of one kind, in the order in which their shards lie in its tensor."""
+        """The rows of one kind, in the order of their shards in its tensor."""
         return [row for row in self.rows.values() if row.kind == kind]
 
     @property
     def layout(self) -> Layout:
-        """Which elements of the leaves lie where."""
+        """The positions of the leaves' elements, on all ranks."""
         known, key = self.plan.derived.layouts, self._key
         if key not in known:
             known[key] = self._layout()
@@ -98,7 +98,7 @@ class View:
 
     @property
     def _key(self) -> tuple[Hashable, ...]:
-        """Everything that determines the layout. The plan itself is left out: the plan keeps the layout (no cycle)."""
+        """Everything that determines the layout, without the plan: the plan keeps the layout (no cycle)."""
         plan = self.plan
         return plan.fingerprint, plan.axes, self.over, self.kinds, self.spec, self.first, self.units
 
@@ -129,53 +129,52 @@ class Entry(NamedTuple):
     keep_rule: Rule | None  # as in `Unit`
     rows: tuple[Row[Slot], ...]
     slots: tuple[Slot, ...]  # of all leaves, row by row
-    trained: tuple[int, ...]  # the numbers of the trainable leaves among them
-    # the trainable rows with elements, each with the numbers [begin, end) of its leaves among the trainable ones
+    trained: tuple[int, ...]  # numbers of the trainable leaves among them
+    # trainable rows with elements, each with the numbers [begin, end) of its leaves in `trained`
     reduced: tuple[tuple[Row[Slot], int, int], ...]
-    sent: bool  # whether ranks have shards of it
+    sent: bool  # True if ranks have shards of it
 
 
-# What a subtree reads: runs of leaves that follow on each other in a unit, each by the unit and its leaves there
+# The reads of a subtree: runs of adjacent leaves in a unit, as (unit, its leaves)
 Runs: TypeAlias = Sequence[tuple[int, slice]]
 
 
 class Schedule:
-    """The entries of the units that a view holds, and what each subtree of the tree reads."""
+    """The entries of a view's units, and the reads of each subtree."""
 
     def __init__(self, view: View):
         plan = view.plan
         self.entries = {unit: _entry(view, unit) for unit in range(*view.units)}
         self.regathers = any(unit.keep_rule != COPIES for unit in plan.units)
         self.sends = any(e.sent for e in self.entries.values())
-        # what stays of a unit does not hold frozen leaves for a checkpoint that runs again
+        # a unit that stays does not hold frozen leaves for a checkpoint's second run
         self.resends = any(e.sent and (e.keep_rule != COPIES or not e.reduced) for e in self.entries.values())
         self.mixed = self.sends and not all(e.sent for e in self.entries.values())
         self.any_whole = any(e.trained and not e.sent for e in self.entries.values())  # on every rank
         place_of = {slot: (e.unit, number) for e in self.entries.values() for number, slot in enumerate(e.slots)}
-        # by the number of the leaf in the whole tree: the unit that claimed it, the unit that it lies in, its number
-        # there; leaves of kinds that the view lacks are not there
+        # by leaf number in the whole tree: (unit, number in it), or None for a kind that the view lacks; and its claim
         self._slots = [place_of.get(plan.slots[number]) for number in plan.leaves]
         self._claims = _claims(plan)
         self._runs: dict[tuple[int, int], Runs | None] = {}
 
     @memo
     def likely(self) -> list[int]:
-        """The units in the order in which a loss is likely to read them first.
+        """The units in the likely order of their first reads.
 
-        What follows the layers may be an embedding, unless something is before them.
+        The unit after the layers may be an embedding, read first, unless a unit comes before the layers.
         """
         ends = [e.name for e in self.entries.values() if e.name in ENDS]
         return sorted(self.entries, key=lambda unit: ends != [LAST] or self.entries[unit].name != LAST)
 
     def leaf(self, number: int) -> tuple[int, int]:
-        """The unit of a leaf of the whole tree, and the leaf's number there. KeyError if the view has not its kind."""
+        """Return (unit, number in it) of a leaf. KeyError if the view lacks its kind."""
         place = self._slots[number]
         if place is None:
             raise KeyError(number)
         return place
 
     def runs(self, first: int, num: int) -> Runs | None:
-        """What the subtree of `num` leaves from number `first` on reads; None if several units claim parts of it."""
+        """Return the reads of the `num` leaves from `first` on; None if several units claim parts of them."""
         try:
             return self._runs[first, num]
         except KeyError:
@@ -186,7 +185,7 @@ class Schedule:
 
 
 def _runs(places: Iterable[tuple[int, int]]) -> Runs:
-    """Leaves, each by its unit and its number there, as runs."""
+    """Join adjacent leaves, as (unit, number in it), to runs."""
     runs = list[tuple[int, slice]]()
     for unit, number in places:
         last, leaves = runs[-1] if runs else (None, slice(0))
@@ -198,9 +197,9 @@ def _runs(places: Iterable[tuple[int, int]]) -> Runs:
 
 
 def _claims(plan: Plan) -> list[tuple[int, str]]:
-    """For each leaf the unit in which it travels, and if that one was joined the unit that claimed the leaf.
+    """Return for each leaf the unit that gathers it, and in a joined unit the name of the unit that claimed it.
 
-    Which containers of a loss are lazy depends on the units that were asked for, and not on which are joined.
+    The lazy containers of a loss depend on the units asked for, not on joins.
     """
     joined = [set(unit.joined) for unit in plan.units]
 
@@ -212,7 +211,7 @@ def _claims(plan: Plan) -> list[tuple[int, str]]:
 
 
 def schedule(view: View) -> Schedule:
-    """The schedule of a view, made once."""
+    """Return the schedule of a view, made once."""
     known, key = view.plan.derived.schedules, (view.over, view.kinds, view.units)
     if key not in known:
         known[key] = Schedule(view)

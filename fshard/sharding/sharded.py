@@ -1,4 +1,4 @@
-"""`Sharded`, a tree that lies on ranks in shards: how it is made, gathered, and cut over more or fewer axes."""
+"""`Sharded`, a tree in shards on ranks: made, gathered, and cut over more or fewer axes."""
 
 from __future__ import annotations
 
@@ -44,9 +44,9 @@ class Sharded(Parts, Readable):
     sharded.
     """
 
-    __getitem__, __getattr__ = Readable.__getitem__, Readable.__getattr__  # not those of `Parts`, which refuse
+    __getitem__, __getattr__ = Readable.__getitem__, Readable.__getattr__  # `Parts` refuses these
 
-    # Typed as tensors, which they are for users. While a tree is mapped or vmapped they may be anything.
+    # tensors for users; while a tree is mapped or vmapped, anything
     def __init__(self, view: View, tensors: Sequence[Tensor], life: Life | None = None):
         self.view = view
         self._tensors = tuple(tensors)
@@ -54,32 +54,32 @@ class Sharded(Parts, Readable):
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
-        """The leaves, (n / W,) for each kind of the view. DonatedError after they were given away."""
+        """The leaves, (n / W,) for each kind of the view. DonatedError once they were given away."""
         self._life.check(type(self).__name__, "tensors")
         return self._tensors
 
     @property
     def key(self) -> View:
-        """The view: what two values must have in common to be combined."""
+        """The view: two values with one view can be combined."""
         return self.view
 
     def give_away(self) -> None:
-        """Make every use of this value and of its subtrees a DonatedError: its tensors belong to another value now."""
+        """Make every use of this value and of its subtrees a DonatedError: another value owns the tensors now."""
         self._life.given_away = True
 
     @property
     def layout(self) -> Layout:
-        """Which elements of the leaves lie where."""
+        """The positions of the leaves' elements, on all ranks."""
         return self.view.layout
 
     @property
     def plan(self) -> Plan:
-        """The plan that says where leaves lie."""
+        """The plan of the tree."""
         return self.view.plan
 
     @property
     def home(self) -> Plan:
-        """The plan, by the name that all trees with a layout have for it."""
+        """The plan, by the name common to all trees with a layout."""
         return self.plan
 
     @property
@@ -89,20 +89,20 @@ class Sharded(Parts, Readable):
 
     @property
     def trainable(self) -> Sharded:
-        """The trainable kinds alone: gradients and optimizer state have this structure."""
+        """The trainable kinds: the structure of gradients and optimizer state."""
         return self.only(k for k in self.view.kinds if self.plan.kinds[k].trainable)
 
     @property
     def for_state(self) -> Sharded:
-        """The trainable kinds, cut over the plan's `state_over`: a copy if that cuts them further."""
+        """The trainable kinds, cut over the plan's `state_over`: a copy if this cuts them further."""
         return packed(refine(self.trainable, self.plan.state_over))
 
     def with_trained(self, fine: Sharded | Views[Any]) -> Sharded:
-        """Return these parameters with the trainable kinds gathered from `fine`, which is cut over `state_over`."""
+        """Return these parameters with trainable kinds gathered from `fine`, which is cut over `state_over`."""
         return self.updated(coarsen(fine, self.plan.params_over))
 
     def with_policy(self, policy: Policy | str | None) -> Sharded:
-        """Return the same tensors under another policy, with which a loss computes: full precision to evaluate, say.
+        """Return the same tensors under another policy for computation: full precision to evaluate, say.
 
         ValueError for a policy that stores leaves in other dtypes, or has several for leaves that lie together.
 
@@ -126,7 +126,7 @@ class Sharded(Parts, Readable):
         return Sharded(replace(self.view, kinds=keep), [by_kind[k] for k in keep], self._life)
 
     def updated(self, new: Sharded) -> Sharded:
-        """Return a tree of these kinds, with the tensors of `new` for the kinds that `new` has."""
+        """Return these kinds, with the tensors of `new` for the kinds of `new`."""
         by_kind = dict(zip(self.view.kinds, self.tensors, strict=True))
         by_kind |= dict(zip(new.view.kinds, new.tensors, strict=True))
         return Sharded(self.view, [by_kind[k] for k in self.view.kinds])
@@ -138,9 +138,9 @@ class Sharded(Parts, Readable):
     def local_views(self) -> dict[str, Tensor]:
         """This rank's piece of every leaf, by path: 1-D views, empty if other ranks hold the whole leaf.
 
-        Ranks along axes that the tree is not cut over have the same pieces, and of leaves that the plan keeps `whole`
-        all ranks have all elements. So a sum over ranks counts some elements several times: `optim.global_norm(x)` and
-        `tree.dot`, of the tree, a subtree or a leaf (`x["head"]`), count each once, under every strategy.
+        Ranks along axes over which the tree is not cut have the same pieces, and all ranks have all elements of `whole`
+        leaves. So a sum over ranks counts some elements several times. `optim.global_norm(x)` and `tree.dot`, of the
+        tree, a subtree or a leaf (`x["head"]`), count each element once, under every strategy.
 
         >>> grads = shard_of({"w": torch.ones(4), "head": torch.full((4,), 2.0)})
         >>> grads.local_views()["w"], optim.global_norm(grads["head"])
@@ -155,12 +155,12 @@ class Sharded(Parts, Readable):
         return views
 
     def gathered(self, parts: bool = False) -> Tree:
-        """The tree of whole tensors, as `gather_params` returns it; with `parts` of this rank's parts."""
+        """Return the tree of whole tensors, as `gather_params` does, or with `parts` the tree of this rank's parts."""
         slots, whole = self.view.slots(), dict[Slot, Tensor]()
         # sorted: every rank must start the same gathers in the same order
         for unit, kind in sorted({(s.unit, s.kind) for s in slots if s.kind in self.view.kinds}):
             whole.update(whole_leaves(self, unit, kind, parts))
-        # a kind that is not here, as frozen leaves among gradients, has None
+        # None for a kind that is not here, as frozen leaves among gradients
         return tree.unflatten(self.view.spec, [whole.get(slot) for slot in slots])
 
     def _container_(self) -> Container:
@@ -180,7 +180,7 @@ class Sharded(Parts, Readable):
         return Sharded(view, parts, self._life)
 
     def picture(self) -> Picture:
-        """Return which ranks hold what of this tree: what `fshard.show` shows."""
+        """The ranks and what they hold of this tree, as `fshard.show` shows it."""
         sizes = [0] * len(self.plan.kinds)
         for kind, x in zip(self.view.kinds, self.tensors, strict=True):
             sizes[kind] = x.itemsize
@@ -194,7 +194,7 @@ class Sharded(Parts, Readable):
 
     def __repr__(self) -> str:
         tensors = ", ".join(
-            f"{self.plan.kinds[k]}{list(getattr(x, 'shape', ['?']))}"  # while a tree is mapped, not a tensor
+            f"{self.plan.kinds[k]}{list(getattr(x, 'shape', ['?']))}"  # no tensor while a tree is mapped
             for k, x in zip(self.view.kinds, self.tensors, strict=True)
         )
         return f"Sharded({self.view.spec.num_leaves} leaves over {self.view.over or 'no axis'}: {tensors})"
@@ -205,12 +205,12 @@ def _flatten(x: Sharded) -> tuple[tuple[Tensor, ...], View | Source]:
 
 
 def _unflatten(source: View | Source, tensors: Iterable[Tensor]) -> Sharded:
-    """A `Sharded` of these tensors. It is given away together with the value that the tensors came from, if any."""
+    """Make a `Sharded` of these tensors, given away together with the value they came from, if any."""
     view, old = (source.static, source.of()) if isinstance(source, Source) else (source, None)
     assert isinstance(view, View)
     new = tuple(tensors)
     pairs = zip(view.kinds, old._tensors if old is not None else (), new, strict=False)
-    # a donated step writes to trainable kinds alone, so a tree that shares only frozen ones lives on
+    # a donated step writes to trainable kinds alone: a tree that shares only frozen ones lives on
     shared = any(before is x and view.plan.kinds[kind].trainable for kind, before, x in pairs)
     return Sharded(view, new, old._life if old is not None and shared else None)
 
@@ -219,21 +219,21 @@ tree.register(Sharded, _flatten, _unflatten)
 
 
 def in_new_containers(x: Tree) -> Tree:
-    """The same tensors in other `Sharded`: `give_away` of the old ones does not reach them."""
+    """Return the same tensors in other `Sharded`: `give_away` of the old ones does not reach them."""
     return tree.map_tops(lambda top: Sharded(top.view, top.tensors) if isinstance(top, Sharded) else top, Sharded, x)
 
 
 def whole_view(plan: Plan, over: Axes, kinds: Sequence[int]) -> View:
-    """The view of a whole tree: all units, some kinds, cut over some axes."""
+    """Return the view of a whole tree: all units, some kinds, cut over some axes."""
     return View(plan, over, tuple(kinds), plan.spec, 0, (0, len(plan.units)))
 
 
 def shard_params(params: Tree, plan: Plan, src: int | None = None) -> Sharded:
-    """Cut `params`, a tree of whole tensors, into this rank's shards. Values are copied, the tree stays as it is.
+    """Cut `params`, a tree of whole tensors, into this rank's shards. Values are copied.
 
-    `src` is a rank of the mesh whose values all ranks take, leaf by leaf; the others' may then be meta tensors.
-    Without it every rank passes the same values. Raises ValueError if the tree, or a leaf's shape, dtype or device,
-    is not the plan's. Dual: `gather_params`.
+    If `src` is a rank of the mesh, all ranks take its values, leaf by leaf, and the others' may be meta tensors.
+    Without `src` every rank passes the same values. ValueError if the tree, or a leaf's shape, dtype or device, is not
+    the plan's. Dual: `gather_params`.
 
     >>> plan = make_plan({"w": torch.arange(3.0)})
     >>> gather_params(shard_params({"w": torch.arange(3.0)}, plan))
@@ -251,38 +251,37 @@ def shard_params(params: Tree, plan: Plan, src: int | None = None) -> Sharded:
     by_slot = dict(zip(plan.slots, leaves, strict=True))
     for place, row in plan.rows.items():
         values = by_slot
-        if src is not None:  # the leaves of one unit and kind at a time: a rank may have no room for all
+        if src is not None:  # the leaves of one row at a time: a rank may lack room for all
             values = {slot: _from_rank(by_slot[slot].detach(), plan, src, device) for slot in row.leaves}
         pack(values, plan, sharded.view.rows[place], sharded.shard(*place))
     return sharded
 
 
 def empty_params(plan: Plan, device: torch.device) -> Sharded:
-    """Sharded parameters of zeros."""
+    """Return sharded parameters of zeros."""
     view = whole_view(plan, plan.params_over, range(len(plan.kinds)))
     likes = [torch.empty(0, dtype=kind.dtype, device=device) for kind in plan.kinds]
     return Sharded(view, [room(view, k, like).zero_() for k, like in enumerate(likes)])  # (n / W,) for each kind
 
 
 def room(view: View, kind: int, like: Tensor) -> Tensor:
-    """A new tensor for one kind, in the dtype and on the device of `like`; in host memory if the kind is kept there."""
+    """Allocate the tensor of one kind, in the dtype and on the device of `like`; in host memory for a host kind."""
     plan, numel = view.plan, view.numel(kind)
     return ahead.host_row(numel, like.dtype, plan.device) if plan.kinds[kind].host else like.new_empty(numel)
 
 
 def pack(leaves: Mapping[Slot, Tensor], plan: Plan, row: Row[Slot], out: Tensor) -> Tensor:
-    """Fill `out`, this rank's shard of a row, from whole leaves, and set its padding to zero."""
+    """Fill `out`, this rank's shard of a row, from whole leaves; padding becomes zero."""
     return row.fill(lambda slot: slot.flat(leaves[slot].detach()), row.number(plan.mesh), out)
 
 
 def _from_rank(leaf: Tensor, plan: Plan, src: int, device: torch.device) -> Tensor:
-    """The leaf of rank `src`."""
     whole = torch.empty(leaf.shape, dtype=leaf.dtype, device=device) if leaf.is_meta else leaf.to(device)
     return primitives.from_rank(whole, plan.live_mesh(), src, "shard_params")
 
 
 def _placed_leaves(params: Tree, plan: Plan) -> list[Tensor]:
-    """The leaf of a tree for every slot of the plan, matched by path."""
+    """Match the leaves of a tree to the plan's slots, by path."""
     flat, spec = tree.flatten(params)
     by_path = dict(zip(tree.paths(spec), flat, strict=True))
     if difference := lacking(plan.paths, [*by_path]):
@@ -305,7 +304,7 @@ def _placed_leaves(params: Tree, plan: Plan) -> list[Tensor]:
 
 def _check_leaves(leaves: Sequence[Tensor], plan: Plan, src: int | None) -> torch.device:
     device = mesh_device(plan.mesh) if plan.axes or not leaves else leaves[0].device
-    is_source = src is None or src == rank_in(plan.mesh)  # whether this rank's values are used
+    is_source = src is None or src == rank_in(plan.mesh)  # True if this rank's values are used
     for slot, leaf in zip(plan.slots, leaves, strict=True):
         kind = plan.kinds[slot.kind]
         cast = plan.policy.stores and isinstance(leaf, Tensor) and leaf.is_floating_point()
@@ -326,16 +325,15 @@ def _check_leaves(leaves: Sequence[Tensor], plan: Plan, src: int | None) -> torc
 
 
 def gather_params(x: Tree, *, parts: bool = False) -> Tree:
-    """The whole tensors of a `Sharded` (or of a subtree of one), as a plain tree; a plain tree comes back unchanged.
+    """Gather the whole tensors of `x`, a `Sharded` or a subtree of one, as a plain tree; a plain tree stays as it is.
 
-    If `x` is a tree with `Sharded` nodes in it, those are gathered. Tied leaves come as one tensor. TypeError for a
+    If `x` is a tree with `Sharded` nodes inside, they are gathered. Tied leaves come as one tensor. TypeError for a
     plan.
 
-    Differentiable to any order, under autograd and torch.func: the transpose reduce-scatters over the axes the tree is
-    cut over and sums over the rest of the mesh, so that differentiating on every rank gives the gradient of the sum
-    of all ranks' outputs. Of gradients, a frozen leaf is None. With `parts`, of a leaf that is split over an axis comes
-    this rank's part, as a loss sees it: what a split program needs under torch.func. TypeError for moments that lie by
-    owners.
+    Differentiable to any order, under autograd and torch.func. The transpose reduce-scatters over the axes of the cut
+    and sums over the rest of the mesh, so differentiating on every rank gives the gradient of the sum of all ranks'
+    outputs. A frozen leaf of gradients is None. With `parts`, a leaf split over an axis comes as this rank's part, as
+    in a loss: a split program needs this under torch.func. TypeError for moments that lie by owners.
 
     >>> plan = make_plan({"w": torch.ones(2), "n": torch.tensor(3)})
     >>> gather_params(shard_params({"w": torch.ones(2), "n": torch.tensor(3)}, plan)["n"])
@@ -361,9 +359,9 @@ def _is_apart(x: Tree) -> bool:
 
 
 def gather_unit(x: Sharded, unit: int, kind: int) -> Tensor:
-    """The flat buffer (n,) of one unit and kind, on the device; differentiable."""
+    """Gather the flat buffer (n,) of one unit and kind, on the device; differentiable."""
     plan, axes = x.plan, x.view.axes(kind)
-    # `to(copy=True)` has a derivative, which brings gradients back to host memory
+    # the derivative of `to(copy=True)` brings gradients back to host memory
     full, label = x.shard(unit, kind), plan.units[unit].name
     if plan.kinds[kind].host:
         full = full.to(plan.device, copy=True)
@@ -379,7 +377,7 @@ def gather_unit(x: Sharded, unit: int, kind: int) -> Tensor:
 
 
 def whole_leaves(x: Sharded, unit: int, kind: int, parts: bool = False) -> dict[Slot, Tensor]:
-    """The whole leaves of one unit and kind, or this rank's parts, on the device; differentiable."""
+    """Gather the whole leaves of one unit and kind, or this rank's parts, on the device; differentiable."""
     row, full, plan = x.view.rows[unit, kind], gather_unit(x, unit, kind), x.plan
     if row.split is None or parts:
         return dict(zip(row.leaves, row.views(full), strict=True))
@@ -392,26 +390,26 @@ def whole_leaves(x: Sharded, unit: int, kind: int, parts: bool = False) -> dict[
 
 
 def refine(x: Sharded, over: Axes) -> Sharded | Views[Any]:
-    """Cut a whole tree over `over`, which extends its own axes: `Views`, or the same tensors if that cuts nothing.
+    """Cut a whole tree over `over`, which extends its own axes: `Views`, or the same tensors if nothing is cut.
 
-    Views, because a unit's smaller shard lies inside its larger one: in a tensor they are not next to each other.
+    Views, because a unit's smaller shard lies inside its larger one, so in a tensor they are not adjacent.
     """
     view = replace(x.view, over=over)
     if view == x.view:
         return x
     plan, further = x.plan, over[len(x.view.over) :]
-    if plan.num_ranks(further) == 1:  # this rank has all of what it cuts
+    if plan.num_ranks(further) == 1:  # nothing to cut
         return Sharded(view, x.tensors, x._life)
     if differentiates(x):  # copies of one value become parts, each with derivatives of its own
         x = _of_one("vary", x, further)
-    # for each kind the views of all units, (n / W,) each, W the number of ranks along `over`
+    # by kind, the views of all units, (n / W,) each, W the number of ranks along `over`
     shards = ([(kind, row.of(x.tensors)) for row in x.view.of_kind(kind)] for kind in view.kinds)
     runs = [[plan.within(shard, kind, further) for kind, shard in of_kind] for of_kind in shards]
     return Views(Sharded, view, runs)
 
 
 def shards_of(x: Sharded | Views[Any]) -> dict[tuple[int, int], Tensor]:
-    """This rank's shards by unit and kind, kind by kind: views."""
+    """Return views of this rank's shards by unit and kind, kind by kind."""
     view: View = x.key
     rows = [view.of_kind(kind) for kind in view.kinds]
     runs = x.runs if isinstance(x, Views) else [[row.of(x.tensors) for row in of_kind] for of_kind in rows]
@@ -420,9 +418,9 @@ def shards_of(x: Sharded | Views[Any]) -> dict[tuple[int, int], Tensor]:
 
 
 def coarsen(x: Sharded | Views[Any], over: Axes, into: Sharded | None = None) -> Sharded:
-    """Gather a whole tree over those of its axes that are not in `over`. Dual: `refine`.
+    """Gather a whole tree over its axes outside `over`. Dual: `refine`.
 
-    What is gathered is written into `into`, if given; where nothing is, the tensors of `x` are returned.
+    Results are written into `into`, if given; if nothing is gathered, the tensors of `x` are returned.
     """
     fine: View = x.key
     view = replace(fine, over=over)
@@ -451,7 +449,7 @@ def coarsen(x: Sharded | Views[Any], over: Axes, into: Sharded | None = None) ->
 
 
 def _of_one(way: str, x: Sharded, axes: Axes) -> Sharded:
-    """Apply `collectives.of_one` along the axes, for each kind those that cut it."""
+    """Apply `collectives.of_one` along the axes, for each kind along those of its cut."""
     tensors = list(x.tensors)
     for number, kind in enumerate(x.view.kinds):
         for axis in x.plan.kinds[kind].rule(axes).over:
@@ -460,7 +458,7 @@ def _of_one(way: str, x: Sharded, axes: Axes) -> Sharded:
 
 
 def _summed(x: Sharded | Views[Any], view: View, further: Axes) -> Sharded:
-    """`coarsen` with a derivative: a sum over ranks, each of which adds its shards to zeros."""
+    """Run `coarsen` with a derivative: a sum over ranks, each of which adds its shards to zeros."""
     shards, plan = shards_of(x), view.plan
     like = {kind: shard for (_, kind), shard in shards.items()}
     zeros = [torch.zeros_like(room(view, kind, like[kind])) for kind in view.kinds]
