@@ -1,1 +1,1 @@
-"""Ranks of a mesh, and what they send."""
+"""Ranks of a mesh, and their messages."""

@@ -1,11 +1,11 @@
-"""Ranks that do more than start a collective: they announce it to their peers, or make it nodes of a graph.
+"""Ranks that announce each collective to their peers, or record it as nodes of a graph.
 
 Note [Collectives in a graph]
-    In a graph a collective is two operators. The first starts it and returns a place, the tensor the result will be in,
-    and a ticket; the second, `wait`, takes both. Operators between them run while the collective is under way. `wait`
-    also takes the tensors that were sent, so that no compiler uses their memory again before. The ticket owns the
-    collective that is under way, which ends when the ticket is freed. Operators take no objects, so a mesh is passed by
-    its name, as torch passes the names of process groups.
+    A collective is two operators of a graph. The first starts it and returns the tensor for the result (the place) and
+    a ticket; the second, `wait`, takes both. Operators in between run while the collective is under way. `wait` also
+    takes the sent tensors, so no compiler reuses their memory earlier. The ticket owns the collective under way, which
+    ends when the ticket is freed. Operators take no objects, so a mesh is passed by name, as torch passes process
+    groups.
 """
 
 from __future__ import annotations
@@ -45,18 +45,18 @@ class Announced:
 
     @property
     def timeout(self) -> timedelta:
-        """How long to wait for a message; read when a plan made inside a checked call connects its mesh."""
+        """Longest wait for a message; read when a plan made in a checked call connects its mesh."""
         return message_timeout(self._ranks)
 
     def exchange(self, sends: Sequence[Tensor], recvs: Sequence[Tensor | None], call: Call) -> Exchange:
         """Announce the collective, then start it."""
         self.announce(str(call))
-        if call.kind == "all_to_all":  # its sizes may differ between ranks, so the text does not have them
+        if call.kind == "all_to_all":  # sizes may differ between ranks, so they are not in the text
             self._compare_sizes(sends, recvs, call)
         return self._exchange(sends, recvs, call)
 
     def _compare_sizes(self, sends: Sequence[Tensor], recvs: Sequence[Tensor | None], call: Call) -> None:
-        """Raise MismatchError, on all ranks, if a rank sends a message of another size than its peer expects."""
+        """Raise MismatchError on all ranks if a message has another size than its receiver expects."""
         places = [x if place is None else place for x, place in zip(sends, recvs, strict=True)]
         sizes = torch.tensor([[x.nbytes for x in sends], [x.nbytes for x in places]], device=self.device)  # (2, W)
         exchange = self._exchange([sizes] * self.size, [None] * self.size, call)
@@ -70,21 +70,21 @@ class Announced:
 
 
 def announcing(around: Around) -> AbstractContextManager[None]:
-    """Inside the block, `primitives.along` returns `around(ranks, mesh)`."""
+    """Make `primitives.along` return `around(ranks, mesh)` inside the block."""
     return assigned(_around, around)
 
 
 def is_announcing() -> bool:
-    """Whether this is called inside a block of `announcing`."""
+    """True inside a block of `announcing`."""
     return _around.get() is not None
 
 
 class _RefusingRaw(TorchDispatchMode):
-    """RuntimeError for a collective of torch.distributed on a tensor that needs a gradient: it has no derivative."""
+    """RuntimeError for torch.distributed's collectives on tensors that need gradients: they have no derivative."""
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
-        """Whether torch.compile may compile a function in the block, whose operators are then not looked at."""
+        """Let torch.compile compile a function in the block; its operators are then not checked."""
         return True
 
     def __torch_dispatch__(self, func: Operator, types: object, args: Args = (), kwargs: Kwargs = None) -> object:
@@ -99,7 +99,7 @@ class _RefusingRaw(TorchDispatchMode):
 
 
 def refusing_raw() -> AbstractContextManager[object]:
-    """The block in which the loss of a checked call runs; in others nothing looks at its operators."""
+    """Refuse torch.distributed's collectives in the loss of a checked call; other losses are not checked."""
     return nullcontext() if _around.get() is None else _RefusingRaw()
 
 
@@ -110,16 +110,16 @@ def announced(ranks: Ranks, mesh: Mesh) -> Ranks:
 
 
 class CallInBlocks(Protocol):
-    """A function that runs another one in the blocks of `tally` and `announcing` of an earlier call."""
+    """A function that runs another in the blocks of `tally` and `announcing` of an earlier call."""
 
     def __call__(self, fn: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
-        """Run `fn(*args, **kwargs)` in these blocks, and return its result."""
+        """Return `fn(*args, **kwargs)`, run in these blocks."""
 
 
 def kept() -> CallInBlocks:
-    """Return a function `call(fn, *args)` that runs `fn` in the blocks of `tally` and `announcing` entered here.
+    """Return `call(fn, *args)`, to run `fn` in the blocks of `tally` and `announcing` entered here.
 
-    On a GPU autograd runs the backward on a thread of its own, which does not see the caller's context variables.
+    On a GPU autograd runs the backward on its own thread, without the caller's context variables.
     """
     context, thread = copy_context(), get_ident()
 
@@ -133,22 +133,22 @@ def kept() -> CallInBlocks:
 
 
 class Started:
-    """A collective under way in a graph: the place of its result, and the ticket that `wait` takes."""
+    """A collective under way in a graph: its place, and the ticket for `wait`."""
 
     def __init__(self, node: tuple[Tensor, Tensor], sent: Sequence[Tensor]):
         (self._place, self._ticket), self._sent = node, sent
 
     def wait(self) -> Sequence[Tensor]:
-        """Wait, and return a list of the result alone."""
+        """Wait, and return [result]."""
         torch.ops.fshard.wait(self._place, self._ticket, self._sent)
         return [self._place]
 
     def done(self) -> None:
-        """Do nothing: the graph owns what was received."""
+        """Do nothing: the graph owns the result."""
 
 
 class NodeRanks:
-    """The ranks along one axis while a graph is traced: each collective becomes nodes of the graph."""
+    """The ranks along one axis in a trace: each collective becomes nodes of the graph."""
 
     built_in = None
 
@@ -157,7 +157,7 @@ class NodeRanks:
         self._mesh = MESHES.of(mesh)
 
     def empty(self, numel: int, like: Tensor, lent: bool) -> Tensor:
-        """A flat tensor: with `lent`, or if it is large, in memory of the ranks that every step uses; else new."""
+        """Allocate a flat tensor: if `lent` or large, in memory of the ranks, reused by every step."""
         if not lent and numel * like.itemsize < _LARGE:
             return like.new_empty(numel)
         return torch.ops.fshard.room(like, numel, self._mesh, self.axis, lent)
@@ -189,16 +189,16 @@ class NodeRanks:
         return Started((place, torch.ops.fshard.all_reduce(place, x, *self._at(call), call.op, fast, call.more)), [x])
 
     def exchange(self, sends: Sequence[Tensor], recvs: Sequence[Tensor | None], call: Call) -> _Received:
-        """Send `sends[p]` to rank p, and receive what rank p sends."""
+        """Send `sends[p]` to rank p, and receive from it."""
         local = sends[self.rank]
         numels = [local.numel() if recv is None else recv.numel() for recv in recvs]
-        numels[self.rank] = 0  # what a rank sends itself is not sent: `wait` returns the tensor
+        numels[self.rank] = 0  # nothing is sent to this rank itself: `wait` returns its tensor
         node = torch.ops.fshard.exchange(sends, numels, *self._at(call), call.kind, str(call))
         return _Received(Started(node, sends), numels, local, recvs, self.rank)
 
 
 class _Received:
-    """An exchange in a graph: all messages are received into one tensor, and copied from it to the given places."""
+    """An exchange in a graph: all messages arrive in one tensor, and are copied to their places."""
 
     def __init__(
         self, started: Started, numels: Sequence[int], local: Tensor, recvs: Sequence[Tensor | None], rank: int
@@ -207,7 +207,6 @@ class _Received:
         self.done = started.done
 
     def wait(self) -> Sequence[Tensor]:
-        """Wait, and return what each rank sent, in rank order."""
         (place,) = self._started.wait()  # (sum of numels,)
         parts: list[Tensor] = []
         for rank, (part, recv) in enumerate(zip(place.split(list(self._numels)), self._recvs, strict=True)):

@@ -1,10 +1,10 @@
 """Differentiable collectives over a mesh axis, closed under torch.func: grad, vjp, jvp, vmap, to any order.
 
-A collective is a linear map on the stack of all ranks' values, and its derivative is the true adjoint of that map:
-differentiating on every rank gives the gradient of the *sum of all ranks' outputs*. For the gradient of one replicated
-number, divide by the number of ranks, or use a loss that returns `fshard.Mean`.
+A collective is a linear map on the stack of all ranks' values, and its derivative is the true adjoint: differentiating
+on every rank gives the gradient of the *sum of all ranks' outputs*. For the gradient of one replicated number, divide
+by the number of ranks, or return `fshard.Mean` from the loss.
 
-In the terms of JAX's shard_map and of spmd_types a value along an axis is *replicated* (equal on all ranks; each rank
+In the terms of JAX's shard_map and of spmd_types, a value along an axis is *replicated* (equal on all ranks; each rank
 holds one summand of its gradient), *invariant* (equal on all ranks, and so is its gradient), *varying* (different on
 each rank) or *partial* (each rank holds one summand of the value):
 
@@ -19,9 +19,9 @@ each rank) or *partial* (each rank holds one summand of the value):
 | shift | varying -> varying | shift by -`by` |
 | broadcast | varying -> replicated | reduce to the source |
 
-`dim`, `split` and `join` count the dims of a leaf as the user's function sees it. The rule: the dim is moved first, the
-collective acts along dim 0, and the dim is moved back. So a tensor of shape (sequence, batch, features) is gathered
-along the sequence without a copy.
+`dim`, `split` and `join` count the dims of a leaf inside the user's function. The dim is moved first, the collective
+acts along dim 0, and the dim is moved back. So a tensor of shape (sequence, batch, features) is gathered along the
+sequence without a copy.
 
 `mesh=None` is one rank, whatever the axis: a loss with collectives is then the plain function, its own oracle.
 
@@ -67,7 +67,7 @@ _TRANSPOSES = {
 
 @dataclass(frozen=True)
 class _Collective:
-    """A collective as a linear map: which one, along which axis of which mesh."""
+    """A collective as a linear map, along one axis of a mesh."""
 
     kind: str
     mesh: AnyMesh
@@ -80,16 +80,16 @@ class _Collective:
     wrap: bool = True
 
     def run(self, x: Tensor) -> Tensor:
-        """Return the collective's result for one leaf. This rank waits for its peers here."""
+        """Run the collective on one leaf. This rank waits for its peers here."""
         ranks = primitives.along(self.mesh, self.axis)
         if self.kind == "vary":
-            return x.view_as(x)  # not `x` itself: autograd would not make that a result of this function
-        x = x.resolve_conj().resolve_neg()  # the memory of lazy views has different bits, and memory is sent
+            return x.view_as(x)  # not `x` itself, which autograd would not take for a result
+        x = x.resolve_conj().resolve_neg()  # memory is sent, and lazy views have other bits there
         if self.kind == "broadcast":
             return primitives.broadcast(x, ranks, self.src, self.label).wait()
         if self.kind == "reduce":
             reduced = primitives.all_reduce(x, ranks, self.label).wait()
-            # Not an `if`: in a graph the nodes of all ranks must be the same, but for constants.
+            # no `if`: the nodes of all ranks' graphs must be the same, but for constants
             is_source = torch.full((), ranks.rank == self.src, dtype=torch.bool, device=reduced.device)
             return torch.where(is_source, reduced, torch.zeros_like(reduced))  # NaN stays on the source
         if self.kind == "shift":
@@ -102,7 +102,7 @@ class _Collective:
         return start(x, ranks, self.label).wait()
 
     def transpose(self) -> _Collective:
-        """Return the collective that maps gradients of the result to gradients of the input."""
+        """Return the collective from gradients of the result to gradients of the input."""
         if self.op != "sum":
             raise NotImplementedError(
                 f"all_reduce(op={self.op!r}) has no derivative: it is not linear. Use it on values that need none "
@@ -113,13 +113,13 @@ class _Collective:
 
 
 def _shifted(x: Tensor, ranks: Ranks, shift: _Collective) -> Tensor:
-    """Send a contiguous tensor `by` ranks on, and return what comes from as far behind; zeros if nothing comes."""
+    """Send a contiguous tensor `by` ranks on; return the tensor from as far behind, or zeros if nobody sends."""
 
-    def rows(peer: int) -> list[int]:  # of (1, ...), for each rank: one for the peer, if there is such a rank
+    def rows(peer: int) -> list[int]:  # rows for each rank: one for the peer, if there is one
         is_there = shift.wrap or 0 <= peer < ranks.size
         return [int(is_there and rank == peer % ranks.size) for rank in range(ranks.size)]
 
-    # zeros on every rank, as the nodes of all ranks' graphs must be the same
+    # zeros on every rank: the nodes of all ranks' graphs must be the same
     place = x.new_empty(x.shape) if shift.wrap else x.new_zeros(x.shape)
     sizes, words = (rows(ranks.rank + shift.by), rows(ranks.rank - shift.by)), f", by={shift.by}, wrap={shift.wrap}"
     primitives.deal(x[None], sizes, ranks, shift.label, place[None], "shift", words).wait()
@@ -127,14 +127,14 @@ def _shifted(x: Tensor, ranks: Ranks, shift: _Collective) -> Tensor:
 
 
 class _Context(Protocol):
-    """The values that the forward of a collective keeps for its backward and its jvp."""
+    """Values kept by a collective's forward for its backward and its jvp."""
 
     collective: _Collective
     call: CallInBlocks
 
 
 class _Apply(torch.autograd.Function):
-    """One autograd rule for all collectives: the jvp of a linear map applies the map, the vjp applies its transpose."""
+    """One autograd rule for all collectives: the jvp of a linear map is the map, the vjp its transpose."""
 
     @staticmethod
     def forward(x: Tensor, collective: _Collective) -> Tensor:
@@ -160,9 +160,9 @@ class _Apply(torch.autograd.Function):
 
 
 def _over(x: T, collective: _Collective, split: int = 0, join: int | None = None) -> T:
-    """Apply a collective to every leaf of a tree, after all checks: who raises later would leave others waiting.
+    """Apply a collective along dim `split` to every leaf, and concatenate along dim `join` (None: the same).
 
-    It acts along dim `split`; what arrives is concatenated along dim `join` (None: the same).
+    All checks come first: a rank that raised later would leave others waiting.
     """
     kind, dims = collective.kind, (split, split if join is None else join)
     # looked up once: the backward has the same ranks
@@ -185,27 +185,27 @@ def _over(x: T, collective: _Collective, split: int = 0, join: int | None = None
 
 
 def _along(x: Tensor, collective: _Collective, dims: tuple[int, int], size: int) -> Tensor:
-    """Apply a collective to one leaf along its dims; without a mesh there is one rank, which sends nothing."""
+    """Apply a collective to one leaf along its dims; without a mesh one rank sends nothing."""
     if collective.mesh is None:
         is_lost = collective.kind == "shift" and collective.by != 0 and not collective.wrap
         lost = x.new_ones((), dtype=torch.bool)
-        return torch.where(lost, torch.zeros_like(x), x) if is_lost else x  # not 0 * x, because NaN is lost, too
+        return torch.where(lost, torch.zeros_like(x), x) if is_lost else x  # not 0 * x: NaN is lost, too
     split, join = (dim % max(1, x.dim()) for dim in dims)
-    if split != join:  # whole parts (W, ...), which are not copied where `split` or `join` is 0
+    if split != join:  # whole parts (W, ...), not copied if `split` or `join` is 0
         parts = x.unflatten(split, (size, x.shape[split] // size)).movedim(split, 0)
         return _applied(parts, collective).movedim(0, join).flatten(join, join + 1)
     return _applied(x.movedim(split, 0), collective).movedim(0, split) if split else _applied(x, collective)
 
 
 def _applied(x: Tensor, collective: _Collective) -> Tensor:
-    # torch shows no autograd function to function modes, of which `remat` has one
-    if has_torch_function((None,)):  # whether a mode is on
+    # torch shows no autograd function to function modes, and `remat` has one
+    if has_torch_function((None,)):  # a mode is on
         return handle_torch_function(_applied, (), x, collective)
     return _Apply.apply(x, collective)
 
 
 def _check_leaf(name: str, x: object, collective: _Collective, dims: tuple[int, int], size: int) -> None:
-    """Raise, on all ranks before any sends, unless a collective can act on `x` along these dims, over `size` ranks."""
+    """Raise, on all ranks before any sends, unless a collective can act on `x` along these dims."""
     if not isinstance(x, Tensor):
         raise TypeError(f"{name}: expected a tensor, got {type(x).__name__}")
     if x.layout is not torch.strided:
@@ -228,7 +228,7 @@ def _check_leaf(name: str, x: object, collective: _Collective, dims: tuple[int, 
 
 
 def _check_sizes(sizes: Sizes, rank: int, size: int) -> None:
-    """Raise unless `sizes` are lengths for each rank, and this rank receives from itself what it sends itself."""
+    """Raise unless `sizes` are lengths for each rank, and this rank sends itself as much as it receives."""
     for lengths in sizes:
         for number in lengths:
             check_whole("all_to_all: sizes", number, least=0, what="the length of a part")
@@ -239,7 +239,7 @@ def _check_sizes(sizes: Sizes, rank: int, size: int) -> None:
 
 
 def _check_parts(x: Tree, collective: _Collective) -> None:
-    """Raise TypeError if `x` has a `Sharded` that is cut along this axis, or that the collective would resize."""
+    """Raise TypeError for a `Sharded` in `x` that is cut along this axis, or would be resized."""
     kind, axis = collective.kind, collective.axis
     for path, part in tree.paths_to(x, Branch):
         over = getattr(getattr(part, "view", None), "over", ())
@@ -256,8 +256,8 @@ def all_gather(x: T, mesh: AnyMesh, axis: str, label: str = "", *, dim: int = 0)
     """Concatenate the tensors of all ranks along a dim: (n, ...) -> (W n, ...), varying -> replicated.
 
     `x` is a tensor or a tree, with the same shapes on all ranks; a scalar counts as one row. The ranks are those along
-    `axis` of `mesh` (None: one rank, and `axis` is not read); `label` names the call in errors and in a `tally`; `dim`
-    is one that every leaf has (ValueError), from the end if negative. Transpose: `reduce_scatter`.
+    `axis` of `mesh` (None: one rank, and `axis` is not read); `label` names the call in errors and in a `tally`; every
+    leaf has `dim` (ValueError), from the end if negative. Transpose: `reduce_scatter`.
 
     >>> from fshard.testing import simulate
     >>> simulate(lambda mesh: all_gather(torch.tensor([mesh.get_rank()]), mesh, "shard").tolist(), shard=2)
@@ -297,12 +297,11 @@ _Apply.forward.__signature__ = inspect.signature(_Apply.forward)  # type: ignore
 
 
 def of_one(kind: str, x: T, mesh: AnyMesh, axis: str, label: str = "", op: str = "sum") -> T:
-    """Apply "vary" or "total", for values that exist once, as those of the parameters that a loss gathers itself."""
+    """Apply "vary" or "total" to values that exist once, as parameters gathered by a loss itself."""
     return _over(x, _Collective(kind, mesh, axis, label, op))
 
 
 def _refuse_in_loss(kind: str, advice: str) -> None:
-    """RuntimeError in a loss, for a collective that users call."""
     if running():
         raise RuntimeError(
             f"{kind}: expected no call inside a loss, where parameters that are whole along an axis are not one value, "
@@ -313,9 +312,9 @@ def _refuse_in_loss(kind: str, advice: str) -> None:
 def vary(x: T, mesh: AnyMesh, axis: str, label: str = "") -> T:
     """Mark that ranks use a replicated value differently: identity in the forward, sum over ranks in the backward.
 
-    `x` is a tensor or a tree, invariant -> varying (JAX's pvary); `axis` and `label` as for `all_gather`. Its transpose
-    is the sum that JAX calls psum. RuntimeError inside the loss of a step, of `value_and_grad`, `evaluate` or `hvp`,
-    whose parameters vary as they are.
+    `x` is a tensor or a tree, invariant -> varying (JAX's pvary); `axis` and `label` as for `all_gather`. Transpose:
+    `total` (JAX's psum). RuntimeError inside the loss of a step, of `value_and_grad`, `evaluate` or `hvp`: its
+    parameters vary as they are.
 
     >>> from fshard.testing import simulate
     >>> def grad_of_sum(mesh):
@@ -331,8 +330,8 @@ def vary(x: T, mesh: AnyMesh, axis: str, label: str = "") -> T:
 def total(x: T, mesh: AnyMesh, axis: str, label: str = "") -> T:
     """Sum over ranks to one value, which exists once: (...) -> (...), varying -> invariant (JAX's psum).
 
-    `x` is a tensor or a tree. Transpose: `vary`. Where `all_reduce` has one result for each rank, of which gradients
-    are summed, the gradient of this result is one value, too. RuntimeError in a loss, as for `vary`.
+    `x` is a tensor or a tree. Transpose: `vary`. `all_reduce` has a result on each rank, and sums their gradients; this
+    result is one value, and so is its gradient. RuntimeError in a loss, as for `vary`.
 
     >>> from fshard.testing import simulate
     >>> simulate(lambda mesh: total(torch.tensor(1.5), mesh, "shard").item(), shard=2)
@@ -345,15 +344,15 @@ def total(x: T, mesh: AnyMesh, axis: str, label: str = "") -> T:
 def all_to_all(
     x: T, mesh: AnyMesh, axis: str, label: str = "", *, split: int = 0, join: int = 0, sizes: Sizes | None = None
 ) -> T:
-    """Cut dim `split`, send part p to rank p, and concatenate what arrives along dim `join`: varying -> varying.
+    """Cut dim `split`, send part p to rank p, and concatenate received parts along dim `join`: varying -> varying.
 
     `x` is a tensor or a tree; `mesh`, `axis` and `label` as for `all_gather`. The parts are equal: dim `split` must
     divide by the number of ranks (ValueError), (s, h) -> (W s, h / W) for split=1, join=0. Transpose and inverse: the
     `all_to_all` with `split` and `join` swapped.
 
-    `sizes` = (sent, received) are the lengths of unequal parts, W each, zeros allowed: what this rank sends to each
-    rank, and what it receives from each. `split` and `join` are then one dim (ValueError). Ranks that do not agree are
-    a MismatchError, over gloo's sockets only in checked calls (`fshard.check`). Transpose: sent and received swapped.
+    `sizes` = (sent, received) are the lengths of unequal parts, W each, zeros allowed: sent to each rank, and received
+    from each. `split` and `join` are then one dim (ValueError). Ranks that do not agree get a MismatchError, over
+    gloo's sockets only in checked calls (`fshard.check`). Transpose: sent and received swapped.
 
     >>> from fshard.testing import simulate
     >>> simulate(lambda mesh: all_to_all(torch.arange(2) + 10 * mesh.get_rank(), mesh, "shard").tolist(), shard=2)
@@ -376,7 +375,7 @@ def shift(x: T, mesh: AnyMesh, axis: str, by: int = 1, *, wrap: bool = True, lab
     """Send the tensor of rank r to rank r + `by`: (...) -> (...), varying -> varying (JAX's ppermute by a constant).
 
     `x` is a tensor or a tree, with the same shapes on all ranks; `by` is any whole number; `mesh`, `axis` and `label`
-    as for `all_gather`. The ranks are a ring, or with wrap=False a line, where a rank to which nobody sends has zeros.
+    as for `all_gather`. The ranks are a ring, or with wrap=False a line, where a rank without a sender gets zeros.
     Transpose: the `shift` by -`by`.
 
     >>> from fshard.testing import simulate

@@ -1,4 +1,4 @@
-"""Comparison of values between ranks: equal on all, or the first difference; and flags and errors of any rank."""
+"""Compare values between ranks, and share flags and errors of any rank."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from .ranks import MismatchError, Ranks
 
 T = TypeVar("T")
 _SAME_TREE = "Build the same tree, in the same order, on all of them"
-_NEAR = 200  # most characters that are quoted before and after the first that differs
-# of fewer than 255 bytes: CUDA takes no more
+_NEAR = 200  # most characters quoted on each side of the first difference
+# under 255 bytes: CUDA takes no more
 _UNEQUAL = (
     "ranks have states of different steps or seeds: restore the same; or losses of other classes or dtypes: return the "
     "same; or read different units: read the same, with an empty batch, or params_over=(); or, if some use a unit, "
@@ -31,15 +31,15 @@ _UNEQUAL = (
 
 
 def check_same(mesh: AnyMesh, describe: str, what: str, remedy: str = _SAME_TREE) -> None:
-    """Raise `MismatchError` on every rank if `describe` differs between ranks; it quotes the first lines that differ.
+    """Raise `MismatchError` on every rank if `describe` differs between ranks; quote the first different lines.
 
-    Ranks compare digests, and send the texts only if these differ.
+    Ranks compare digests, and send texts only if digests differ.
     """
     digests = of_all(_sha(describe), mesh)
     other_rank = next((rank for rank, text in enumerate(digests) if text != digests[0]), None)
     if other_rank is None:
         return
-    # only now the long texts: every rank knows all digests, so all of them come here or none
+    # all ranks come here, or none: every rank knows all digests
     texts = of_all(describe, mesh)
     sentence = f"rank 0 has {{}}; rank {other_rank} has {{}}"
     raise MismatchError(
@@ -50,7 +50,7 @@ def check_same(mesh: AnyMesh, describe: str, what: str, remedy: str = _SAME_TREE
 def differing(texts: Mapping[str, str], mesh: AnyMesh) -> set[str]:
     """Return on every rank the keys whose texts differ between ranks; all ranks have the same keys.
 
-    Ranks compare a digest of all texts, and send digests of each only if these differ.
+    Ranks compare one digest of all texts, and send digests of each only if it differs.
     """
     digests = {key: _sha(text) for key, text in texts.items()}
     if len({*of_all(_sha(json.dumps(digests)), mesh)}) == 1:
@@ -60,7 +60,7 @@ def differing(texts: Mapping[str, str], mesh: AnyMesh) -> set[str]:
 
 
 def of_first(text: str, mesh: AnyMesh) -> str:
-    """Return the text that rank 0 gives, on every rank.
+    """Return rank 0's text, on every rank.
 
     >>> of_first("a", None)
     'a'
@@ -80,8 +80,8 @@ def together(
 ) -> T:
     """Return `make()`, which must not communicate. If it raises on any rank, every rank raises.
 
-    Ranks on which it does not raise get an error of class `kind` with the first error's text, and an OSError of the
-    same number for an OSError. Every rank must call this.
+    Ranks without an error raise `kind` with the first error's text, or for an OSError one of the same number. Every
+    rank must call this function.
 
     >>> together(None, lambda: 1)
     1
@@ -98,22 +98,22 @@ def together(
     if rank is not None:
         number, _, text = texts[rank].partition(" ")
         if int(number):
-            raise OSError(int(number), f"rank {rank}: {text}")  # of the class that belongs to the number
+            raise OSError(int(number), f"rank {rank}: {text}")  # Python picks the number's class
         raise kind(f"rank {rank}: {text}. This rank has no such error: {remedy}")
     return result[0]
 
 
 def _described(failure: Exception) -> str:
-    """The number of an OSError, else 0, and the text of an error."""
+    """Return an OSError's number, else 0, and the text of an error."""
     if isinstance(failure, OSError) and failure.errno:
         return f"{failure.errno} {failure.strerror}" + (f": {failure.filename!r}" if failure.filename else "")
     return f"0 {type(failure).__name__}: {failure}"
 
 
 def first_unlike(rows: Sequence[Tensor], mesh: AnyMesh, axes: Axes, label: str = "replicas") -> int | None:
-    """The index of the first tensor whose bits differ between ranks along `axes`, or None: equal on all ranks.
+    """Return the index of the first tensor with different bits along `axes`, or None; equal on all ranks.
 
-    The bits are compared as sums of integers: one small all-reduce along each axis, and one read by the host.
+    Bits are compared as sums of integers: one small all-reduce along each axis, and one host read.
     """
     if not rows or not axes:
         return None
@@ -126,28 +126,28 @@ def first_unlike(rows: Sequence[Tensor], mesh: AnyMesh, axes: Axes, label: str =
 
 
 def digests(rows: Sequence[Tensor], mesh: AnyMesh) -> Tensor:
-    """The sums of the bits of contiguous tensors, each (n,): int64, (number of tensors,), on the mesh's device."""
+    """Sum the bits of contiguous tensors (n,): int64, (number of tensors,), on the mesh's device."""
     return torch.stack([_sum_of_bits(row).to(mesh_device(mesh)) for row in rows])
 
 
 def _sum_of_bits(row: Tensor) -> Tensor:
-    """The sum of the bits of a contiguous (n,), as integers: another one for another bit. int64, 0-d."""
-    # a sum of narrower integers than words casts each of them, and takes 18 times as long
+    """Sum the bits of a contiguous (n,), as integers: int64, 0-d. Changing one bit changes the sum."""
+    # summing integers narrower than words casts each: 18 times slower
     whole, rest = words(row)
     return whole.sum() + rest.sum(dtype=torch.int64)
 
 
 def without_place(sums: Tensor, local: Tensor, mesh: AnyMesh) -> Tensor:
-    """Check, by its sum, that all ranks gave the same last number; return the other sums over ranks: (n,) -> (n - 1,).
+    """Check by its sum that all ranks gave the same last number; return the other sums: (n,) -> (n - 1,).
 
-    RuntimeError if they differ; a host waits for no device, which stops with these words.
+    RuntimeError if it differs; the host does not wait for a device, which stops with this text.
     """
     torch._assert_async(sums[-1] == local[-1] * num_ranks(mesh), _UNEQUAL)  # private: torch has no public name for it
     return sums[:-1]
 
 
 def any_rank(flags: T, mesh: AnyMesh) -> T:
-    """A tree of flags (0-d, 1 or 0), each 1 if it is 1 on any rank of the mesh: one small all-reduce along each axis.
+    """Return a tree of flags (0-d, 1 or 0), each 1 if 1 on any rank: one small all-reduce along each axis.
 
     >>> any_rank({"a": torch.tensor(1.0)}, None)
     {'a': tensor(1.)}
@@ -167,7 +167,7 @@ def any_rank(flags: T, mesh: AnyMesh) -> T:
 
 
 def of_all(text: str, mesh: AnyMesh) -> list[str]:
-    """The texts of all ranks, in rank order.
+    """Return the texts of all ranks, in rank order.
 
     >>> of_all("a", None)
     ['a']
@@ -175,15 +175,15 @@ def of_all(text: str, mesh: AnyMesh) -> list[str]:
     grid = adapted(mesh)
     if grid is None or grid.abstract:
         return [text]
-    data, end = text.encode(errors="surrogatepass"), b"\x1e"  # names of files may have surrogates
+    data, end = text.encode(errors="surrogatepass"), b"\x1e"  # file names may have surrogates
     for axis in reversed(axis_sizes(mesh)):
         data = end.join(rows_of_bytes(data, along(mesh, axis)))
     return [row.decode(errors="surrogatepass") for row in data.split(end)]
 
 
 def rows_of_bytes(data: bytes, ranks: Ranks) -> list[bytes]:
-    """The bytes of all ranks along an axis, in rank order; ranks may give different numbers of bytes."""
-    # each row begins with its number of bytes, and is padded to the longest: a gather needs equal lengths
+    """Return the bytes of all ranks along an axis, in rank order; lengths may differ."""
+    # each row begins with its length, and is padded to the longest: a gather needs equal lengths
     data = len(data).to_bytes(8, "little") + data
     length = all_reduce(torch.tensor([len(data)], device=ranks.device), ranks, "bytes", op="max").wait()
     x = torch.frombuffer(bytearray(data.ljust(int(length), b"\0")), dtype=torch.uint8).to(ranks.device)
@@ -193,7 +193,7 @@ def rows_of_bytes(data: bytes, ranks: Ranks) -> list[bytes]:
 
 
 def first_difference(a: str, b: str, sentence: str) -> str:
-    """`sentence`, which has two `{}`, filled with the first lines in which two descriptions differ."""
+    """Fill the two `{}` of `sentence` with the first different lines of two texts."""
     end = "nothing more"
     pairs = zip_longest(a.splitlines(), b.splitlines(), fillvalue=end)
     x, y = next(((x, y) for x, y in pairs if x != y), (end, end))
@@ -202,6 +202,5 @@ def first_difference(a: str, b: str, sentence: str) -> str:
 
 
 def _near(line: str, at: int) -> str:
-    """The part of a long line that lies around a place."""
     begin, end = max(0, at - _NEAR), at + _NEAR
     return "..." * (begin > 0) + line[begin:end] + "..." * (end < len(line))

@@ -1,16 +1,14 @@
-"""Meshes: named axes of ranks, this rank's coordinates, and the objects that are made once for a mesh.
+"""Meshes: named axes of ranks, this rank's coordinates, and objects made once for a mesh.
 
 A user's mesh is a torch `DeviceMesh`, simulated ranks (`fshard.testing`), an `AbstractMesh` without processes, or None
-for one device. `adapted` turns a DeviceMesh into a `ProcessMesh`, so all meshes inside this package are a `Grid`.
+for one device. `adapted` converts a DeviceMesh to a `ProcessMesh`, so inside this package every mesh is a `Grid`.
 
 Note [One handle for each mesh]
-    These objects are made once for a mesh and shared by all plans on the mesh: process groups, connections between
-    processes of one host (the twin), the connections on which ranks compare calls, streams, and the mesh's name in
-    graphs.
-    `MESHES` finds the `ProcessMesh` of a DeviceMesh by the identity of the DeviceMesh, because equal meshes may have
-    different process groups. A `ProcessMesh` refers to process groups, not to the DeviceMesh, and the objects that a
-    `ProcessMesh` keeps do not refer to it. So there is no reference cycle, and the connections close as soon as the
-    DeviceMesh and the last plan on it are deleted.
+    All plans on a mesh share objects made once: process groups, connections between processes of one host (the twin),
+    connections for comparing calls, streams, and the mesh's name in graphs. `MESHES` finds the `ProcessMesh` of a
+    DeviceMesh by identity, because equal meshes may have different process groups. A `ProcessMesh` refers to process
+    groups, not to the DeviceMesh, and the objects it keeps do not refer to it. So there is no cycle, and connections
+    close as soon as the DeviceMesh and the last plan on it are deleted.
 """
 
 from __future__ import annotations
@@ -50,7 +48,7 @@ def digits(number: int, sizes: Sequence[int]) -> list[int]:
 
 
 def number_of(coordinates: Sequence[int], sizes: Sequence[int]) -> int:
-    """Return the number of a rank by its coordinates. Dual: `digits`.
+    """Return the number of a rank from its coordinates. Dual: `digits`.
 
     >>> number_of([1, 2], [2, 3])
     5
@@ -62,32 +60,32 @@ def number_of(coordinates: Sequence[int], sizes: Sequence[int]) -> int:
 
 
 class Mesh(Protocol):
-    """A mesh as one of its ranks sees it. `adapted` converts a DeviceMesh to a `Mesh`; None stands for one device."""
+    """A mesh as one of its ranks sees it. `adapted` converts a DeviceMesh to one; None stands for one device."""
 
     mesh_dim_names: tuple[str, ...]
     shape: tuple[int, ...]
     device: torch.device  # of this rank
     device_type: str
-    abstract: bool  # whether the mesh has no processes to communicate with
+    abstract: bool  # True without processes to communicate with
 
     @property
     def likeness(self) -> tuple[object, ...]:
-        """A key that is equal for a mesh and its connected twin (`HostMesh`)."""
+        """A key, equal for a mesh and its connected twin (`HostMesh`)."""
 
     def size(self, axis: str | None = None) -> int:
-        """Return the number of ranks along an axis (None: of the whole mesh)."""
+        """Number of ranks along an axis (None: of the mesh)."""
 
     def get_rank(self) -> int:
-        """Return the number of this rank among all ranks of the mesh."""
+        """Number of this rank in the mesh."""
 
     def get_local_rank(self, axis: str | None = None) -> int:
-        """Return the number of this rank along an axis (None: the only axis)."""
+        """Number of this rank along an axis (None: the only axis)."""
 
     def ranks(self, axis: str) -> Ranks:
-        """Return the ranks along one axis, over which collectives run."""
+        """The ranks along one axis, for collectives."""
 
     def once(self, make: Callable[[Self], T]) -> T:
-        """Return `make(self)`, which is called the first time only. Its result must not refer to this mesh."""
+        """Return `make(self)`, made once. The result must not refer to this mesh."""
 
 
 AnyMesh = DeviceMesh | Mesh | None  # what users give: None is one device
@@ -96,11 +94,11 @@ AnyMesh = DeviceMesh | Mesh | None  # what users give: None is one device
 class Grid:
     """A mesh as one of its ranks sees it: names and sizes of the axes (the first varies slowest), and this rank.
 
-    `rank` is the number of this rank among all ranks, `place` its number along each axis.
+    `rank` is this rank's number in the mesh, `place` its number along each axis.
     """
 
-    abstract = False  # whether the mesh has no processes to communicate with
-    members: tuple[int, ...] = ()  # the global ranks of the mesh's processes
+    abstract = False  # True without processes to communicate with
+    members: tuple[int, ...] = ()  # global ranks of its processes
 
     def __init__(self, axes: Mapping[str, int], rank: int, place: Sequence[int], device: torch.device):
         self.mesh_dim_names: tuple[str, ...] = tuple(axes)
@@ -108,31 +106,31 @@ class Grid:
         self.ndim: int = len(axes)
         self.device: torch.device = device
         self.device_type: str = device.type
-        self._rank, self._place = rank, tuple(place)
-        self._kept: dict[Callable[..., object], Any] = {}  # what `once` made: each function's own type
+        self._rank, self._coordinates = rank, tuple(place)
+        self._kept: dict[Callable[..., object], Any] = {}  # results of `once`, of each function's type
 
     @property
     def likeness(self) -> tuple[object, ...]:
-        """A key that is equal for a mesh and its connected twin: the kind of device, the axes, the processes."""
+        """A key, equal for a mesh and its connected twin: kind of device, axes, processes."""
         return self.device_type, self.mesh_dim_names, self.shape, self.members
 
     def size(self, axis: str | int | None = None) -> int:
-        """Return the number of ranks along an axis (None: of the whole mesh)."""
+        """Number of ranks along an axis (None: of the mesh)."""
         return math.prod(self.shape) if axis is None else self.shape[self._number(axis)]
 
     def get_rank(self) -> int:
-        """Return the number of this rank among all ranks of the mesh."""
+        """Number of this rank in the mesh."""
         return self._rank
 
     def get_coordinate(self) -> list[int]:
-        """Return the number of this rank along each axis."""
-        return [*self._place]
+        """Number of this rank along each axis."""
+        return [*self._coordinates]
 
     def get_local_rank(self, axis: str | int | None = None) -> int:
-        """Return the number of this rank along an axis (None: the only axis; ValueError if there are several)."""
+        """Number of this rank along an axis (None: the only axis; ValueError if there are several)."""
         if axis is None and self.ndim > 1:
             raise ValueError(f"get_local_rank: name one of the axes {self.mesh_dim_names}")
-        return self._place[self._number(axis or 0)]
+        return self._coordinates[self._number(axis or 0)]
 
     def _number(self, axis: str | int) -> int:
         if isinstance(axis, str) and axis not in self.mesh_dim_names:
@@ -140,22 +138,22 @@ class Grid:
         return self.mesh_dim_names.index(axis) if isinstance(axis, str) else axis
 
     def ranks(self, axis: str) -> Ranks:
-        """Return the ranks along one axis, over which collectives run."""
+        """The ranks along one axis, for collectives."""
         raise NotImplementedError
 
     def once(self, make: Callable[[Self], T]) -> T:
-        """Return `make(self)`, which is called the first time only. Its result must not refer to this mesh."""
-        # kept for as long as the mesh lives; a result that refers to the mesh would make a reference cycle
+        """Return `make(self)`, made once. The result must not refer to this mesh."""
+        # kept while the mesh lives: a result with a reference to it would make a cycle
         if make not in self._kept:
             self._kept[make] = make(self)
         return self._kept[make]
 
 
 class AbstractMesh(Grid):
-    """A mesh of any size without processes, for planning and for lowering functions, which cannot be run on it.
+    """A mesh of any size without processes, for planning and for lowering functions, not for running them.
 
-    `axes` are sizes by name, the first varies slowest; `rank` is the number of the rank that sees the mesh, `device`
-    the kind of its device. ValueError for "cuda" if torch is built for CPUs only.
+    `axes` are sizes by name, the first varies slowest; `rank` is the number of this rank, `device` the kind of its
+    device. ValueError for "cuda" if torch is built for CPUs only.
 
     >>> mesh = AbstractMesh(replicate=2, shard=64)
     >>> mesh.size(), mesh.get_local_rank("shard")
@@ -185,12 +183,12 @@ class AbstractMesh(Grid):
         super().__init__(axes, rank, digits(rank, [*axes.values()]), of_rank)
 
     def ranks(self, axis: str) -> Ranks:
-        """Return ranks that cannot communicate: collectives over them raise RuntimeError."""
+        """Return ranks that cannot communicate: their collectives raise RuntimeError."""
         return _AbstractRanks(axis, self.get_local_rank(axis), self.size(axis), self.device)
 
 
 class _AbstractRanks:
-    """The ranks of an `AbstractMesh`: they have numbers and a device, and cannot communicate."""
+    """The ranks of an `AbstractMesh`: numbers and a device, no communication."""
 
     built_in = None
     whole = None
@@ -208,7 +206,7 @@ class _AbstractRanks:
 
 
 class ProcessMesh(Grid):
-    """The mesh of a DeviceMesh (Note [One handle for each mesh]); collectives go through its process groups."""
+    """The mesh of a DeviceMesh (Note [One handle for each mesh]); collectives use its process groups."""
 
     def __init__(self, mesh: DeviceMesh):
         names, device = mesh.mesh_dim_names or (), numbered(mesh.device_type)
@@ -217,11 +215,11 @@ class ProcessMesh(Grid):
         self.members: tuple[int, ...] = tuple(mesh.mesh.flatten().tolist())
         self._groups = [weakref.ref(mesh.get_group(axis)) for axis in names]
         self._ranks: dict[str, Ranks] = {axis: GroupRanks(axis, mesh.get_group(axis), device) for axis in names}
-        self.twin: ProcessMesh | None = None  # this mesh, connected by shared memory, once a plan has made it
+        self.twin: ProcessMesh | None = None  # this mesh with shared memory, once a plan connected it
         self.owners: dict[str, Owner] = {axis: MESHES.owner(mesh.get_group(axis)) for axis in names}
 
     def is_of(self, mesh: DeviceMesh) -> bool:
-        """Whether `mesh` still has these process groups; after a new `init_process_group` the mesh has others."""
+        """True if `mesh` still has these process groups; a new `init_process_group` gives it others."""
         return all(
             group() is mesh.get_group(axis) for group, axis in zip(self._groups, self.mesh_dim_names, strict=True)
         )
@@ -233,9 +231,9 @@ class ProcessMesh(Grid):
 
 
 class Meshes:
-    """A registry of live meshes: the `ProcessMesh` of each DeviceMesh, and each mesh by its name in graphs.
+    """Live meshes: the `ProcessMesh` of each DeviceMesh, and each mesh by its name in graphs.
 
-    Meshes are compared by identity, because meshes of two worlds, or of two ranks of one world, may be equal.
+    Meshes are compared by identity: two worlds, or two ranks of one world, may have equal meshes.
     """
 
     def __init__(self) -> None:
@@ -244,29 +242,29 @@ class Meshes:
         self._parents: dist.ProcessGroup | None = None  # in a forked process, the world of its parent
         self._names: MutableMapping[Mesh, str] = WeakIdKeyDictionary()
         self._meshes: weakref.WeakValueDictionary[str, Mesh] = weakref.WeakValueDictionary()
-        self._numbers = count()  # never used twice, so a graph of a deleted mesh finds no other one
+        self._numbers = count()  # never reused: a graph of a deleted mesh finds no other mesh
 
     def handle(self, mesh: DeviceMesh) -> ProcessMesh:
-        """Return the `ProcessMesh` of a DeviceMesh; a new one if the DeviceMesh has new process groups."""
+        """Return the `ProcessMesh` of a DeviceMesh; a new one if its process groups are new."""
         handle = self._handles.get(mesh)
         if handle is None or not handle.is_of(mesh):
             self._handles[mesh] = handle = ProcessMesh(mesh)
         return handle
 
     def owner(self, group: dist.ProcessGroup) -> Owner:
-        """Return the owner of a process group, which meshes may share (Note [One thread] in `process_groups.py`)."""
+        """Return the owner of a process group, shared by its meshes (Note [One thread] in `process_groups.py`)."""
         if group not in self._owners:
             self._owners[group] = Owner(self._parents is not None and dist.group.WORLD is self._parents)
         return self._owners[group]
 
     def inherit(self) -> None:
-        """Note that this is a forked process, in which no mesh of its parent may be used."""
+        """Refuse all meshes of the parent, in a forked process."""
         self._parents = dist.group.WORLD if dist.is_initialized() else None
         for owner in self._owners.values():
             owner.inherit()
 
     def device_mesh(self, grid: Mesh) -> DeviceMesh | None:
-        """Return a DeviceMesh with the axes and process groups of a mesh of processes; None if there is none now."""
+        """Return a DeviceMesh with the axes and process groups of a mesh of processes, or None."""
         if not isinstance(grid, ProcessMesh):
             return None
         alike = [mesh for mesh, handle in self._handles.items() if handle.likeness == grid.likeness]
@@ -281,7 +279,7 @@ class Meshes:
         return self._names[grid]
 
     def find(self, name: str) -> Mesh:
-        """Return the mesh with this name. RuntimeError if the mesh was deleted."""
+        """Return the mesh with this name. RuntimeError if it was deleted."""
         mesh = self._meshes.get(name)
         if mesh is None:
             raise RuntimeError(f"a compiled function was called after its mesh {name!r} was deleted: keep the plan")
@@ -295,7 +293,7 @@ Axes = tuple[str, ...]
 
 
 def is_mesh(x: object) -> bool:
-    """Whether `x` is a DeviceMesh or has the attributes of a `Mesh`."""
+    """True if `x` is a DeviceMesh or has the attributes of a `Mesh`."""
     if isinstance(x, DeviceMesh | Grid):
         return True
     try:  # an object's `__getattr__` may answer every name, or raise anything
@@ -306,19 +304,18 @@ def is_mesh(x: object) -> bool:
 
 
 def adapted(mesh: AnyMesh) -> Mesh | None:
-    """Convert a user's mesh to a `Mesh`: a DeviceMesh to its `ProcessMesh`; other meshes and None stay as given.
+    """Convert a DeviceMesh to its `ProcessMesh`; return other meshes and None as they are.
 
-    Once a plan has connected the ranks of a DeviceMesh, which all ranks do at the same call, the result is the twin by
-    which they are connected: collectives of a loss go where the plan's go.
-
-    TypeError if `mesh` is not a mesh; ValueError for a DeviceMesh without axis names, or without this rank.
+    Once a plan has connected the ranks of a DeviceMesh, on all ranks at the same call, return the connected twin: a
+    loss's collectives then go where the plan's go. TypeError if `mesh` is no mesh; ValueError for a DeviceMesh without
+    axis names, or without this rank.
     """
     grid = unconnected(mesh)
     return grid if grid is mesh else getattr(grid, "twin", None) or grid
 
 
 def unconnected(mesh: AnyMesh) -> Mesh | None:
-    """Return `adapted(mesh)`, of a DeviceMesh always the mesh whose messages go through its process groups."""
+    """Return `adapted(mesh)`, but for a DeviceMesh always the mesh over its process groups."""
     if not isinstance(mesh, DeviceMesh):
         if mesh is None or is_mesh(mesh):
             return mesh
@@ -345,13 +342,13 @@ def present(mesh: AnyMesh) -> Mesh:
 
 
 def axis_sizes(mesh: AnyMesh) -> dict[str, int]:
-    """Return the sizes of the axes of a mesh by name, outermost first; {} for one device."""
+    """Return the sizes of a mesh's axes by name, outermost first; {} for one device."""
     grid = adapted(mesh)
     return {} if grid is None else {name: grid.size(name) for name in grid.mesh_dim_names}
 
 
 def coordinate(mesh: AnyMesh, axes: Sequence[str]) -> int:
-    """Return the number of this rank along several axes together, of which the first varies slowest."""
+    """Return the number of this rank along several axes together; the first varies slowest."""
     if not axes:
         return 0
     grid = present(mesh)
@@ -359,7 +356,7 @@ def coordinate(mesh: AnyMesh, axes: Sequence[str]) -> int:
 
 
 def rank_in(mesh: AnyMesh) -> int:
-    """Return the number of this rank in a mesh; 0 for None. `get_rank` of a DeviceMesh returns that of the process.
+    """Return the number of this rank in a mesh; 0 for None. `get_rank` of a DeviceMesh gives the process's.
 
     >>> rank_in(AbstractMesh(shard=4, rank=3))
     3
@@ -368,10 +365,10 @@ def rank_in(mesh: AnyMesh) -> int:
 
 
 def rank_and_size(mesh: AnyMesh = None, axis: str | Sequence[str] | None = None) -> tuple[int, int]:
-    """Return the number of this rank, and how many ranks there are; (0, 1) for one device.
+    """Return the number of this rank, and the number of ranks; (0, 1) for one device.
 
-    The ranks are those of `mesh` (None: one device); with `axis`, a name or several, those along these axes alone, of
-    which the first varies slowest. ValueError for an axis that the mesh lacks; TypeError for a set, which has no order.
+    The ranks are those of `mesh` (None: one device), or, with `axis`, a name or several, those along these axes, the
+    first slowest. ValueError for an axis that the mesh lacks; TypeError for a set, which has no order.
 
     >>> rank_and_size(None), rank_and_size(AbstractMesh(replicate=2, shard=4, rank=5))
     ((0, 1), (5, 8))
@@ -388,12 +385,12 @@ def rank_and_size(mesh: AnyMesh = None, axis: str | Sequence[str] | None = None)
 
 
 def process_rank() -> str:
-    """Say which process this is, of those that torch.distributed has started; "" if it has started none."""
+    """Return the number of this process in torch.distributed's world, and its size; "" without a world."""
     return f"{dist.get_rank()} of {dist.get_world_size()}" if dist.is_available() and dist.is_initialized() else ""
 
 
 def mesh_device(mesh: AnyMesh) -> torch.device:
-    """Return the device of this rank's tensors; if the mesh is None torch's default one, for meta the CPU."""
+    """Return the device of this rank's tensors; without a mesh torch's default, or the CPU for meta."""
     if (grid := adapted(mesh)) is not None:
         return grid.device
     default = torch.get_default_device()
@@ -401,7 +398,7 @@ def mesh_device(mesh: AnyMesh) -> torch.device:
 
 
 def numbered(name: str) -> torch.device:
-    """Return a device by name; "cuda" gets the index of the current device, "cpu" never has an index.
+    """Return a device by name: "cuda" gets the index of the current device, "cpu" none.
 
     >>> numbered("cpu"), numbered("cuda:1")
     (device(type='cpu'), device(type='cuda', index=1))
@@ -421,9 +418,9 @@ def num_ranks(mesh: AnyMesh, axes: Sequence[str] | None = None) -> int:
 
 
 class OnMesh(ABC):
-    """Base class of tree nodes whose tensors are distributed over a mesh."""
+    """Base class of tree nodes with tensors distributed over a mesh."""
 
     @property
     @abstractmethod
     def home(self) -> Any:  # a Plan or a Layout: classes of folders that import this one
-        """The plan or layout of the node, which has the mesh; None if the node has neither."""
+        """The plan or layout of the node, which has the mesh, or None."""

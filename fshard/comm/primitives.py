@@ -1,16 +1,16 @@
 """Asynchronous collectives over the ranks of one mesh axis, without derivatives.
 
-All collectives are built from one operation of the ranks along an axis, `exchange`: send one tensor to every peer and
-receive one tensor from every peer. On GPUs, and between more than a few processes of CPUs, torch's built-in collectives
-replace `exchange` where the result has the same bits: one call, whatever the number of ranks.
+All are built from one operation of the ranks, `exchange`: send a tensor to every peer, receive one from every peer. On
+GPUs, and between more than a few CPU processes, torch's own collectives replace `exchange` if the result has the same
+bits: one call, whatever the number of ranks.
 
 Note [Sums in rank order]
-    Reductions add the contributions of rank 0, rank 1, rank 2 and so on in this order, element by element. More than
-    `GROUP` ranks are added in groups of so many consecutive ranks: in rank order within each group, then the sums of
-    the groups in the same way. The result depends neither on timing nor on how tensors are bucketed, and a simulated
-    world reproduces its bits. `fold` defines the order. `fold_rows` has the same order for contributions in one buffer,
-    where one kernel adds one rank of every group: `GROUP` - 1 kernels for each factor `GROUP` of the number of ranks.
-    A group may be a host: its sum can be taken there, before the hosts exchange theirs, with the same bits.
+    Reductions add the contributions of ranks 0, 1, 2 and so on, element by element. More than `GROUP` ranks are added
+    in groups of `GROUP` consecutive ranks: in rank order within a group, then the groups' sums in the same way. The
+    result depends neither on timing nor on buckets of tensors, and a simulated world has the same bits. `fold` defines
+    the order. `fold_rows` has the same order for contributions in one buffer, where one kernel adds one rank of every
+    group: `GROUP` - 1 kernels for each factor `GROUP` of the number of ranks. If a group is a host, its sum can be
+    taken there, before hosts exchange theirs, with the same bits.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ from .mesh import AnyMesh, Axes, adapted, axis_sizes
 from .process_groups import FEW, Works, all_gather_single, as_real, as_sent, reduce_scatter_single
 from .ranks import Call, Pending, Ranks, message_timeout, note
 
-GROUP = 8  # consecutive ranks whose contributions are added before those of others
-# A smaller tensor is sent whole to every rank in an all-reduce: one message instead of two, and the same bits.
+GROUP = 8  # consecutive ranks, added before others
+# an all-reduce sends a smaller tensor whole to every rank: one message instead of two, with the same bits
 _SMALL = 1 << 14  # bytes
-_only = itemgetter(0)  # of the list of one tensor that `OwnCollectives` gives
+_only = itemgetter(0)  # of `OwnCollectives`' lists of one tensor
 _COMBINE: dict[str, Callable[..., Tensor]] = {"sum": torch.add, "max": torch.maximum, "min": torch.minimum}
 _INTEGERS = (torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 _ORDERED = frozenset({*_INTEGERS, torch.float16, torch.bfloat16, torch.float32, torch.float64})
@@ -42,7 +42,7 @@ _ORDERED = frozenset({*_INTEGERS, torch.float16, torch.bfloat16, torch.float32, 
 def along(mesh: AnyMesh, axis: str) -> Ranks:
     """Return the ranks along one axis of a mesh. ValueError if the mesh has no such axis.
 
-    While tracing, the returned ranks add nodes to the graph instead of sending data.
+    In a trace, the ranks add nodes to the graph instead of sending data.
     """
     grid = adapted(mesh)
     if grid is None or axis not in grid.mesh_dim_names:
@@ -55,7 +55,7 @@ def along(mesh: AnyMesh, axis: str) -> Ranks:
 def _called(
     kind: str, x: Tensor, ranks: Ranks, label: str, nbytes: int, shape: Sequence[int] | None = None, **more: str
 ) -> Call:
-    """Describe a collective as a `Call`, and count it. Collectives of a graph are counted when the graph runs."""
+    """Make the `Call` of a collective, and count it; a graph counts its collectives when it runs."""
     call = Call(kind, ranks.axis, label, nbytes, x.dtype, x.shape if shape is None else shape, **more)
     if not isinstance(ranks, NodeRanks):
         note(call)
@@ -63,7 +63,7 @@ def _called(
 
 
 def _built_in(collective: Callable[..., dist.Work], ranks: Ranks, call: Call, *args: Tensor) -> Works:
-    """Start a collective of the backend; tensors without elements are not sent, because they have no address."""
+    """Start a collective of the backend; tensors without elements have no address, and are not sent."""
     if isinstance(ranks, Announced):
         ranks.announce(str(call))
     if not args[0].numel():
@@ -74,19 +74,18 @@ def _built_in(collective: Callable[..., dist.Work], ranks: Ranks, call: Call, *a
 
 
 def _dealt(x: Tensor, ranks: Ranks, call: Call) -> tuple[Works, Tensor]:
-    """Start the backend's all-to-all of dim 0; returns what is under way, and its output: (W n, ...) -> (W n, ...)."""
+    """Start the backend's all-to-all of dim 0; return it and its output: (W n, ...) -> (W n, ...)."""
     place = ranks.empty(x.numel(), x, lent=False).view(x.shape)  # (W n, ...)
     # as bytes, because backends lack dtypes
     return _built_in(dist.all_to_all_single, ranks, call, as_bytes(place), as_bytes(x)), place
 
 
 def sum_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype in which sums of `dtype` are accumulated: float32 for narrower floating dtypes, else `dtype`."""
+    """Return the dtype for sums of `dtype`: float32 for narrower floating dtypes, else `dtype`."""
     return torch.float32 if dtype.is_floating_point and dtype.itemsize < 4 else dtype
 
 
 def _added(op: str, dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype in which tensors of `dtype` are reduced."""
     return sum_dtype(dtype) if op == "sum" else dtype
 
 
@@ -99,10 +98,10 @@ def fold(parts: Sequence[Tensor], op: str, out: Tensor) -> Tensor:
 
 
 def _fold(parts: Sequence[Tensor], op: str, total: Tensor) -> Tensor:
-    """Reduce tensors into `total`, which has the dtype of their sums."""
+    """Reduce tensors into `total`, already of the dtype of sums."""
     if len(parts) <= GROUP:
         return _in_order(parts, op, total)
-    span = GROUP  # ranks of each of at most GROUP groups, a power of GROUP
+    span = GROUP  # ranks in each of at most GROUP groups, a power of GROUP
     while span * GROUP < len(parts):
         span *= GROUP
     _fold(parts[:span], op, total)
@@ -112,7 +111,6 @@ def _fold(parts: Sequence[Tensor], op: str, total: Tensor) -> Tensor:
 
 
 def _in_order(parts: Sequence[Tensor], op: str, total: Tensor) -> Tensor:
-    """Reduce tensors into `total`, one after another."""
     if len(parts) > 1 and parts[0].dtype == total.dtype:
         _COMBINE[op](parts[0], parts[1], out=total)
         return _combine(parts[2:], op, total)
@@ -120,17 +118,16 @@ def _in_order(parts: Sequence[Tensor], op: str, total: Tensor) -> Tensor:
 
 
 def _combine(parts: Sequence[Tensor], op: str, total: Tensor) -> Tensor:
-    """Combine `total` with each of `parts`, in place."""
     for part in parts:
-        # this converts narrow dtypes while it adds, without a temporary copy; torch does not promote float8
+        # converts narrow dtypes while adding, without a copy; torch does not promote float8
         _COMBINE[op](total, part if part.dtype.itemsize > 1 else part.to(total.dtype), out=total)
     return total
 
 
 def fold_rows(rows: Tensor, op: str, out: Tensor, group: int = GROUP) -> Tensor:
-    """`fold` of rows (W, ...) of one buffer, which it overwrites, by O(log W) kernels; in a tree if `group` is 2."""
+    """Run `fold` on rows (W, ...) of one buffer, overwritten, by O(log W) kernels; in a tree if `group` is 2."""
     while len(rows) > group:
-        full = len(rows) // group  # groups of so many rows; the last rows may be fewer
+        full = len(rows) // group  # full groups of `group` rows; the last rows may be fewer
         total = rows[::group].to(_added(op, rows.dtype))  # (groups, ...), in the memory of `rows` unless it is wider
         _combine(rows[: full * group].unflatten(0, (full, group)).unbind(1)[1:], op, total[:full])
         if full < len(total):
@@ -142,9 +139,8 @@ def fold_rows(rows: Tensor, op: str, out: Tensor, group: int = GROUP) -> Tensor:
 def all_gather(x: Tensor, ranks: Ranks, label: str = "", out: Tensor | None = None, *, lent: bool = False) -> Pending:
     """Concatenate the tensors of all ranks along dim 0: (n, ...) on each rank -> (W n, ...) on all.
 
-    Each rank sends its tensor `x` W - 1 times. `label` names the call in errors; the result is written to `out`, if
-    given. `lent` promises that nobody writes to the result, so that peers may read this rank's part directly from the
-    result's memory.
+    Each of the `ranks` sends `x` W - 1 times. `label` names the call in errors; `out`, if given, gets the result.
+    `lent` promises that nobody writes to the result, so peers may read this rank's part from its memory.
 
     >>> import fshard
     >>> start = lambda mesh: fshard.reduction.start_all_gather(torch.ones(1), mesh.ranks("shard"))
@@ -160,7 +156,7 @@ def all_gather(x: Tensor, ranks: Ranks, label: str = "", out: Tensor | None = No
 
 
 def _gather(x: Tensor, ranks: Ranks, out: Tensor | None, call: Call, lent: bool = False) -> Pending:
-    """All-gather (n, ...) on each rank -> (W n, ...), by the backend if it has a fast one, else by messages."""
+    """All-gather (n, ...) -> (W n, ...): by the backend if it has a fast one, else by messages."""
     if out is None:
         out = ranks.empty(ranks.size * x.numel(), x, lent).view(ranks.size * x.shape[0], *x.shape[1:])
     full = out
@@ -174,7 +170,7 @@ def _gather(x: Tensor, ranks: Ranks, out: Tensor | None, call: Call, lent: bool 
     local = sent = parts[ranks.rank]  # (n, ...), a view of `full`
     if local.data_ptr() != x.data_ptr():
         local.copy_(x)
-        sent = local if lent else x  # `x` may lie in lent memory, and then it is not copied once more
+        sent = local if lent else x  # an `x` in lent memory is not copied again
     sends = [local if p == ranks.rank else sent for p in range(ranks.size)]
     return Pending(ranks.exchange(sends, parts, call), lambda _: full)
 
@@ -184,9 +180,9 @@ def reduce_scatter(
 ) -> Pending:
     """Sum over ranks and keep this rank's part of dim 0: (W n, ...) on each rank -> (n, ...).
 
-    Each rank sends W - 1 parts. With `fast` the backend may choose the order of the sum; otherwise the sum is in rank
-    order. `label` names the call in errors; the sum is written to `out`, if given, which may have a wider dtype.
-    ValueError if dim 0 of `x` does not divide by the number of ranks.
+    Each rank sends W - 1 parts. The sum is in rank order, or with `fast` in the backend's. `label` names the call in
+    errors; `out`, if given, gets the sum, and may have a wider dtype. ValueError if dim 0 of `x` does not divide by the
+    number of ranks.
 
     >>> import fshard
     >>> start = lambda mesh: fshard.reduction.start_reduce_scatter(torch.tensor([1, 2]), mesh.ranks("shard"))
@@ -203,7 +199,7 @@ def reduce_scatter(
 
 
 def _scatter(x: Tensor, ranks: Ranks, out: Tensor | None, call: Call, fast: bool) -> Pending:
-    """Reduce-scatter (W n, ...) on each rank -> (n, ...), by the backend if `fast`, else in the order of `fold`."""
+    """Reduce-scatter (W n, ...) -> (n, ...): by the backend if `fast`, else in the order of `fold`."""
     check_divides(x.shape, ranks.size, ranks.axis)
     shape = (x.shape[0] // ranks.size, *x.shape[1:])  # (n, ...)
     result = x.new_empty(shape) if out is None else out
@@ -222,7 +218,7 @@ def _scatter(x: Tensor, ranks: Ranks, out: Tensor | None, call: Call, fast: bool
 def scatter(
     sends: Sequence[Tensor], ranks: Ranks, finish: Callable[[Sequence[Tensor]], Tensor], label: str = ""
 ) -> Pending:
-    """Send `sends[p]` to rank p; the result is `finish(received)`, with what each rank sent here, in rank order.
+    """Send `sends[p]` to rank p; the result is `finish(received)`, of all ranks' tensors in rank order.
 
     All tensors have the same number of elements. `ranks` are those of an axis; `label` names the call in errors.
 
@@ -238,7 +234,7 @@ def scatter(
 
 
 def check_divides(shape: Sequence[int], size: int, axis: str, dim: int = 0, leaf: str = "") -> None:
-    """Raise ValueError, which begins with `leaf`, if a dim does not divide over the ranks of an axis."""
+    """Raise ValueError, beginning with `leaf`, if a dim does not divide over the ranks of an axis."""
     if not shape or shape[dim] % size:
         raise ValueError(
             f"{leaf}dim {dim} of a tensor of shape {tuple(shape)} does not divide over the {size} ranks of axis "
@@ -247,7 +243,7 @@ def check_divides(shape: Sequence[int], size: int, axis: str, dim: int = 0, leaf
 
 
 def _parts(x: Tensor, ranks: Ranks) -> Sequence[Tensor]:
-    """Return views of a tensor's parts for each rank: (W n, ...) -> W of (n, ...)."""
+    """Return views of the ranks' parts: (W n, ...) -> W of (n, ...)."""
     check_divides(x.shape, ranks.size, ranks.axis)
     # torch's chunk gives one part of an empty tensor, not W
     return x.chunk(ranks.size) if x.numel() else [x[: x.shape[0] // ranks.size]] * ranks.size
@@ -266,11 +262,11 @@ def all_reduce(
     """All-reduce by sum, max or min: (...) on each rank -> (...) on all.
 
     Each rank sends 2 (W - 1) / W of a large tensor (a reduce-scatter, then an all-gather), and W - 1 copies of a small
-    one. `out` may have a wider dtype; the summed parts are then gathered in this dtype. If it is `x` itself, the result
-    replaces it, part by part: a rank's own part is summed aside, (numel / W,), because the sum reads it, and another
-    rank's arrives when that rank has read it. With `fast` the backend may choose the order of the sum. `label` names
-    the call in errors; `more` is part of the text that ranks compare when calls are checked. ValueError for an unknown
-    `op`, TypeError for a dtype without this reduction.
+    one. `out` may have a wider dtype; the summed parts are then gathered in it. If `out` is `x` itself, the result
+    replaces it part by part: a rank's own part is summed aside, (numel / W,), because the sum reads it, and another
+    rank's part arrives once that rank has read it. With `fast` the backend may choose the order of the sum. `label`
+    names the call in errors; `more` is text that ranks compare in checked calls. ValueError for an unknown `op`,
+    TypeError for a dtype without this reduction.
 
     >>> import fshard
     >>> start = lambda mesh: fshard.reduction.start_all_reduce(torch.ones(1), mesh.ranks("shard"), op="max")
@@ -293,7 +289,7 @@ def all_reduce(
 
 
 def is_direct(x: Tensor, size: int, op: str) -> bool:
-    """Whether an all-reduce over `size` ranks sends the whole tensor to each, instead of scattering and gathering."""
+    """True if an all-reduce over `size` ranks sends the whole tensor to each, without scatter and gather."""
     # between two ranks a whole tensor is as many bytes as the two halves of a scatter and a gather
     if size <= 2 or x.nbytes * max(size, FEW) <= _SMALL * FEW:
         return True
@@ -302,18 +298,17 @@ def is_direct(x: Tensor, size: int, op: str) -> bool:
 
 
 def _is_place_of(out: Tensor | None, x: Tensor) -> bool:
-    """Whether `out` is `x`; a compiled graph makes other tensor objects of the same memory."""
+    """True if `out` is `x`, or in a compiled graph another tensor object of its memory."""
     # a tensor without memory (meta, or without elements) has the address 0
     return out is x or (out is not None and not is_tracing() and out.data_ptr() == x.data_ptr() != 0)
 
 
 def _summed_by_backend(x: Tensor, ranks: Ranks, result: Tensor, call: Call) -> Pending:
-    """Sum in the order that the backend chooses, in the dtype of `result`."""
     return Pending(_built_in(dist.all_reduce, ranks, call, result.copy_(x)), lambda _: result)
 
 
 def _all_to_everyone(x: Tensor, ranks: Ranks, result: Tensor, call: Call) -> Pending:
-    """All-reduce in one stage: send the whole tensor to every rank; each rank reduces all tensors."""
+    """All-reduce in one stage: send the whole tensor to every rank, and reduce all of them."""
     if ranks.built_in is None:
         exchange = ranks.exchange([x] * ranks.size, [None] * ranks.size, call)
         return Pending(exchange, lambda received: fold(received, call.op, result))
@@ -322,7 +317,7 @@ def _all_to_everyone(x: Tensor, ranks: Ranks, result: Tensor, call: Call) -> Pen
 
 
 def _in_two_stages(x: Tensor, ranks: Ranks, result: Tensor, call: Call) -> Pending:
-    """All-reduce in two stages: reduce-scatter, so that each rank reduces one part, then all-gather."""
+    """All-reduce in two stages: reduce-scatter, one part for each rank, then all-gather."""
     flat, into, gap = x.view(-1), result.view(-1), -x.numel() % ranks.size
     if gap:
         flat, into = torch.cat([flat, flat.new_zeros(gap)]), into.new_empty(into.numel() + gap)
@@ -335,7 +330,7 @@ def _in_two_stages(x: Tensor, ranks: Ranks, result: Tensor, call: Call) -> Pendi
 
 
 def check_combines(kind: str, op: str, dtype: torch.dtype, leaf: str = "") -> None:
-    """Raise ValueError for an unknown `op`, and TypeError if torch cannot reduce tensors of `dtype` by this `op`."""
+    """Raise ValueError for an unknown `op`, TypeError if torch cannot reduce tensors of `dtype` by it."""
     if op not in _COMBINE:
         raise ValueError(f"{kind} knows op={', '.join(map(repr, _COMBINE))}, not {op!r}")
     sums = op == "sum" and (dtype.is_complex or dtype.is_floating_point)  # float8 in float32
@@ -346,7 +341,7 @@ def check_combines(kind: str, op: str, dtype: torch.dtype, leaf: str = "") -> No
 def all_to_all(x: Tensor, ranks: Ranks, label: str = "", kind: str = "all_to_all") -> Pending:
     """Send part p of dim 0 to rank p, which stores it at this rank's index: (W n, ...) -> (W n, ...).
 
-    `kind` is what the tally calls it, `label` names it in errors. ValueError if dim 0 of `x` does not divide by the
+    `kind` is its name in the tally, `label` its name in errors. ValueError if dim 0 of `x` does not divide by the
     number of ranks.
 
     >>> import fshard
@@ -377,17 +372,17 @@ def deal(
     kind: str = "all_to_all",
     more: str = ", sizes",
 ) -> Pending:
-    """Send the next `sizes[0][p]` rows of dim 0 to rank p, receive `sizes[1][p]` rows from it: (n, ...) -> (m, ...).
+    """Send the next `sizes[0][p]` rows of dim 0 to rank p, receive `sizes[1][p]` from it: (n, ...) -> (m, ...).
 
-    What arrives is written to `out`, if given, whose rows after these are left as they are. The numbers of rows differ
-    between ranks, so ranks compare the shape of one row, `kind` and `more`.
+    Received rows are written to the first rows of `out`, if given. Numbers of rows differ between ranks, so ranks
+    compare the shape of one row, `kind` and `more`.
     """
     x, (sent, received) = x.contiguous(), sizes
     nbytes = (sum(sent) - sent[ranks.rank]) * (x.nbytes // max(1, len(x)))
     call = _called(kind, x, ranks, label, nbytes, x.shape[1:], more=more)
     with named(kind, label):
         out = x.new_empty(sum(received), *x.shape[1:]) if out is None else out
-        # the last parts, of what is not sent and not received, are there on all ranks, as nodes of their graphs
+        # every rank splits off a last part, neither sent nor received: all graphs have the same nodes
         parts, recvs = (
             whole.split([*lengths, len(whole) - sum(lengths)])[:-1] for whole, lengths in ((x, sent), (out, received))
         )
@@ -397,10 +392,10 @@ def deal(
 
 
 def swap(sends: Sequence[Sequence[Tensor]], recvs: Sequence[Held], ranks: Ranks, label: str = "") -> list[list[Tensor]]:
-    """Send the flat tensors `sends[p]`, of any sizes and dtypes, to rank p; return the tensors received from each rank.
+    """Send the flat tensors `sends[p]`, of any sizes and dtypes, to rank p; return the tensors from each rank.
 
-    `recvs[p]` lists the dtypes and sizes of what rank p sends. All tensors for one peer are packed into one message.
-    The entries of this rank itself must be empty.
+    `recvs[p]` lists dtypes and sizes of the tensors from rank p. All tensors for a peer are packed into one message.
+    This rank's own entries must be empty.
     """
     nothing = torch.empty(0, dtype=torch.uint8, device=ranks.device)
     data = [nothing] * ranks.size
@@ -409,7 +404,7 @@ def swap(sends: Sequence[Sequence[Tensor]], recvs: Sequence[Held], ranks: Ranks,
             size = packed_size([(x.dtype, x.numel()) for x in xs])
             # lent, because nobody writes to it again: shared memory then sends it without a copy
             data[peer] = pack([x.to(ranks.device) for x in xs], ranks.empty(size, nothing, lent=True))  # (bytes,)
-    # the sizes differ between ranks, so the text that ranks compare does not have them
+    # sizes differ between ranks, so they are not in the compared text
     text = f"all_to_all(bytes, axis={ranks.axis!r}) for {label!r}"
     call = _called("all_to_all", nothing, ranks, label, sum(x.numel() for x in data), text=text)
     places = [ranks.empty(packed_size(row), nothing, lent=False) for row in recvs]
@@ -419,7 +414,7 @@ def swap(sends: Sequence[Sequence[Tensor]], recvs: Sequence[Held], ranks: Ranks,
 
 
 def broadcast(x: Tensor, ranks: Ranks, src: int = 0, label: str = "") -> Pending:
-    """Send rank `src`'s tensor to all ranks: `src` sends W - 1 copies, and values on other ranks are ignored.
+    """Send rank `src`'s tensor to all ranks: `src` sends W - 1 copies; other ranks' values are ignored.
 
     `x` has the same shape on all ranks; `label` names the call in errors. ValueError if `src` is not a rank of the
     axis.
@@ -437,7 +432,7 @@ def broadcast(x: Tensor, ranks: Ranks, src: int = 0, label: str = "") -> Pending
     if ranks.built_in is not None:
         with named(call.kind, label):
             return Pending(_built_in(partial(dist.broadcast, group_src=src), ranks, call, as_bytes(out)), lambda _: out)
-    nothing = x.new_empty(0)  # sent where no data are due
+    nothing = x.new_empty(0)  # sent if no data are due
     sends = [x if sender else nothing] * ranks.size
     recvs = [out if p == src and not sender else nothing for p in range(ranks.size)]
     with named(call.kind, label):
@@ -445,9 +440,9 @@ def broadcast(x: Tensor, ranks: Ranks, src: int = 0, label: str = "") -> Pending
 
 
 def from_rank(x: Tensor, mesh: AnyMesh, src: int, label: str = "") -> Tensor:
-    """Return the tensor of rank `src` of the mesh; the others give one of the same shape, dtype and device."""
+    """Return the tensor of rank `src` of the mesh; other ranks give one of the same shape, dtype and device."""
     sizes = axis_sizes(mesh)
-    # ranks that do not have `x` yet send what they have, and receive `x` in a later broadcast, along another axis
+    # a rank without `x` yet sends its own, and receives `x` in a later broadcast, along another axis
     for axis in reversed(sizes):
         src, coordinate = divmod(src, sizes[axis])
         x = broadcast(x, along(mesh, axis), coordinate, label).wait()
@@ -455,21 +450,21 @@ def from_rank(x: Tensor, mesh: AnyMesh, src: int, label: str = "") -> Tensor:
 
 
 def buffer(mesh: AnyMesh, axes: Sequence[str], numel: int, like: Tensor, *, lent: bool) -> Tensor:
-    """Allocate a flat buffer on the ranks of the first axis. `lent`: it is filled once, then sent along this axis."""
+    """Allocate a flat buffer on the ranks of the first axis. `lent`: filled once, then sent along this axis."""
     return along(mesh, axes[0]).empty(numel, like, lent) if axes else like.new_empty(numel)
 
 
 def total(
     x: Tensor, mesh: AnyMesh, axes: Axes | None = None, op: str = "sum", label: str = "", more: str = ""
 ) -> Tensor:
-    """Reduce a small tensor by sum, max or min over some axes (None: all axes), and wait for the result."""
+    """Reduce a small tensor by sum, max or min over some axes (None: all), and wait for the result."""
     return start_total(x, mesh, axes, op, label, more).wait()
 
 
 def start_total(
     x: Tensor, mesh: AnyMesh, axes: Axes | None = None, op: str = "sum", label: str = "", more: str = ""
 ) -> Pending:
-    """Start `total`: along the last axis of several ranks it is under way, along those before it has ended."""
+    """Start `total`: along the last axis of several ranks it is under way, along earlier axes it has ended."""
     sizes = axis_sizes(mesh)
     names = tuple(sizes) if axes is None else axes
     needed = [axis for axis in names if sizes[axis] > 1] or names[:1]

@@ -1,11 +1,11 @@
-"""Ranks of torch's process groups: messages between them, their timeouts, and the host where the ranks met.
+"""Ranks of torch's process groups: their messages and timeouts, and the host where ranks met.
 
 Note [One thread]
-    Messages between two ranks have no names: the first that is sent is the first that is received. If two threads of a
-    rank communicated over one process group, each would receive what was sent to the other. So a process group, and the
-    connections that are made for it, belong to the first thread that communicates over it, until this thread ends. Any
-    other thread raises at once, and so does a forked process, which has its parent's connections. Threads that Python
-    did not start are autograd's: they run the backward while the thread that called it waits.
+    Messages between two ranks have no names: the first one sent is the first one received. If two threads of a rank
+    communicated over one process group, each would receive the other's messages. So a process group, and the
+    connections made for it, belong to the first thread that communicates over it, until this thread ends. Any other
+    thread raises at once, and so does a forked process, which has its parent's connections. Threads not started by
+    Python are autograd's: they run the backward while the calling thread waits.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from torch.distributed.constants import default_pg_nccl_timeout, default_pg_time
 from ..core.tracing import memo
 from .ranks import Call, MismatchError
 
-# Dtypes that every backend sends: NCCL lacks int16, unsigned integers of more than 8 bits and, on some devices, float8.
+# Dtypes of every backend: NCCL lacks int16, unsigned integers of more than 8 bits and, on some devices, float8.
 _SENT = frozenset(
     {
         *(torch.bool, torch.uint8, torch.int8, torch.int32, torch.int64),
@@ -43,10 +43,10 @@ class Owner:
 
     def __init__(self, inherited: bool) -> None:
         self._thread: threading.Thread | None = None
-        self._lock, self._inherited = threading.Lock(), inherited  # whether the parent of this process made the group
+        self._lock, self._inherited = threading.Lock(), inherited  # True if this process's parent made the group
 
     def inherit(self) -> None:
-        """Note that this is a forked process."""
+        """Mark the group as made by the parent of this forked process."""
         self._thread, self._inherited = None, True
 
     def check(self, axis: str) -> None:
@@ -61,7 +61,7 @@ class Owner:
                 "lose messages. Start processes that communicate with 'spawn', and make their own meshes in them."
             )
         thread = threading.current_thread()
-        # private to `threading`, which has no public way to ask: the class of threads that it did not start
+        # private: `threading` has no public name for threads that it did not start
         if isinstance(thread, threading._DummyThread):
             return
         with self._lock:
@@ -75,11 +75,11 @@ class Owner:
             self._thread = thread
 
 
-FEW = 8  # processes of CPUs between which messages are faster than gloo's collectives
+FEW = 8  # most CPU processes between which messages are faster than gloo's collectives
 
 
 def first_of(module: object, *names: str) -> Callable[..., Any]:  # any function of the module
-    """Return `getattr(module, name)` for the first of `names` that the module has; StopIteration if it has none.
+    """Return the first of the attributes `names` that `module` has; StopIteration if it has none.
 
     >>> import math
     >>> first_of(math, "square_root", "sqrt")(4.0)
@@ -94,12 +94,12 @@ reduce_scatter_single = first_of(dist, "reduce_scatter_single", "reduce_scatter_
 
 
 def as_real(x: Tensor) -> Tensor:
-    """Return `x`, or for complex `x` a real view (..., 2), because backends cannot sum complex tensors."""
+    """Return `x`, or a real view (..., 2) of complex `x`: backends cannot sum complex tensors."""
     return torch.view_as_real(x) if x.is_complex() else x
 
 
 def as_sent(x: Tensor, dtypes: Collection[torch.dtype] = _SENT) -> Tensor:
-    """Return a view of a contiguous tensor that backends can send: in one of `dtypes`, or else as flat bytes.
+    """Return a view of a contiguous tensor for backends: as it is if they have its dtype, else as flat bytes.
 
     >>> as_sent(torch.ones(2, dtype=torch.int16))
     tensor([1, 0, 1, 0], dtype=torch.uint8)
@@ -110,16 +110,16 @@ def as_sent(x: Tensor, dtypes: Collection[torch.dtype] = _SENT) -> Tensor:
 
 @dataclass
 class Works:
-    """An exchange backed by torch.distributed `Work` handles and their output tensors."""
+    """An exchange of torch.distributed: `Work` handles and their outputs."""
 
     works: Sequence[dist.Work]
     parts: Sequence[Tensor]
     call: Call | str = ""
     timeout: timedelta | None = None  # None: the timeout of the process group
-    peers: Sequence[str] = ()  # what errors call the peer of each work
+    peers: Sequence[str] = ()  # the name of each work's peer in errors
 
     def wait(self) -> Sequence[Tensor]:
-        """Wait for every `Work`, and return the output tensors. MismatchError if a peer is gone or does not answer."""
+        """Wait for every `Work`, and return the outputs. MismatchError if a peer is gone or does not answer."""
         with _answering(self.call, peers := [*self.peers], works := [*self.works]):
             while works:
                 works[0].wait() if self.timeout is None else works[0].wait(self.timeout)
@@ -127,15 +127,15 @@ class Works:
         return self.parts
 
     def done(self) -> None:
-        """Do nothing: the output tensors do not share memory with another rank."""
+        """Do nothing: the outputs share no memory with another rank."""
 
 
 @contextmanager
 def _answering(call: Call | str, peers: Sequence[str], works: Sequence[dist.Work] = ()) -> Iterator[None]:
-    """Raise a MismatchError that names the collective, and the first of `peers`, where torch raises a RuntimeError.
+    """Turn torch's RuntimeError into a MismatchError with the collective and the first of `peers`.
 
-    It also names the peers of the other `works` that have not ended: the first may wait for one of them. Not for an
-    error of the device, which any call raises that waits for it: no peer has gone.
+    It also names the peers of other unfinished `works`: the first may wait for one of them. A device's error stays as
+    it is: any call that waits for the device raises it, and no peer has gone.
     """
     try:
         yield
@@ -150,7 +150,7 @@ def _answering(call: Call | str, peers: Sequence[str], works: Sequence[dist.Work
 
 
 def _is_late(work: dist.Work) -> bool:
-    """True if a message has not come, or not gone; a connection on which one has failed is of no more use."""
+    """True if a message has not come, or not gone. A connection with a failed message is of no more use."""
     with suppress(RuntimeError):
         work.wait(timedelta(milliseconds=1))
         return False
@@ -158,7 +158,7 @@ def _is_late(work: dist.Work) -> bool:
 
 
 def places(sends: Sequence[Tensor], recvs: Sequence[Tensor | None], rank: int) -> list[Tensor]:
-    """Return output tensors in rank order: `recvs[p]` if given, else part of a new buffer or this rank's own tensor."""
+    """Return outputs in rank order: `recvs[p]` if given, else part of a new buffer or this rank's own tensor."""
     local, missing = sends[rank], sum(recv is None for peer, recv in enumerate(recvs) if peer != rank)
     new_rows = iter(local.new_empty(missing, *local.shape)) if missing else iter(())  # (peers without a place, ...)
     new = (local if peer == rank else next(new_rows) if recv is None else recv for peer, recv in enumerate(recvs))
@@ -168,7 +168,7 @@ def places(sends: Sequence[Tensor], recvs: Sequence[Tensor | None], rank: int) -
 class GroupRanks:
     """The ranks of a torch process group, as a `Ranks`: messages go through the group's backend.
 
-    Collectives over at most `few` processes of CPUs are messages between pairs: each costs the host 5 us, and gloo's
+    Between at most `few` CPU processes, collectives are messages between pairs: each costs the host 5 us, and gloo's
     own collectives are slower. Over more ranks, and on other devices, they are the backend's own, one call each.
     """
 
@@ -185,20 +185,20 @@ class GroupRanks:
 
     @property
     def may_be_replaced(self) -> bool:
-        """Whether other ways to send the same data may replace the group's backend: one of torch's own for CPUs.
+        """True if the backend is one of torch's own for CPUs, so that other ways to send may replace it.
 
-        A backend that somebody registered was chosen on purpose.
+        A backend registered by somebody was chosen on purpose.
         """
         backends = dict(pair.split(":") for pair in dist.get_backend_config(self._group).split(","))
         return backends.get(self.device.type) in (dist.Backend.GLOO, dist.Backend.MPI, dist.Backend.UCC)
 
     @memo
     def timeout(self) -> timedelta:
-        """How long to wait for a message."""
+        """Longest wait for a message."""
         return timeout_of(self._group, self.device)
 
     def empty(self, numel: int, like: Tensor, lent: bool) -> Tensor:
-        """Allocate a (numel,) tensor; with `lent`, in memory from the group's backend if the backend allocates any."""
+        """Allocate a (numel,) tensor; if `lent`, by the group's backend if it can."""
         maker = self._maker if lent and numel and like.device == self.device else None
         return like.new_empty(numel) if maker is None else maker(numel, dtype=like.dtype, device=self.device)
 
@@ -206,7 +206,7 @@ class GroupRanks:
     def _maker(self) -> Callable[..., Tensor] | None:
         """The backend's allocator of registered memory, or None; NCCL's collectives then occupy fewer units of the GPU.
 
-        The memory is freed and reused like that of any other tensor.
+        Its memory is freed and reused like any tensor's.
         """
         if self.built_in is None:
             return None
@@ -220,16 +220,16 @@ class GroupRanks:
 
     @memo
     def _spare(self) -> Tensor:
-        """Two places (2, bytes): where there is nothing to send, one element of them is sent and received.
+        """Two places (2, bytes): one element is sent and received if there is nothing to send.
 
-        Tensors without elements have no address, which NCCL refuses under NCCL_CHECK_POINTERS=1.
+        A tensor without elements has no address, refused by NCCL under NCCL_CHECK_POINTERS=1.
         """
         return torch.zeros(2, 16, dtype=torch.uint8, device=self.device)  # kept: messages may be under way
 
     def exchange(self, sends: Sequence[Tensor], recvs: Sequence[Tensor | None], call: Call) -> Works:
-        """Send `sends[p]` to rank p: by point-to-point messages on CPUs, by one all-to-all on other devices.
+        """Send `sends[p]` to rank p: by messages on CPUs, by one all-to-all on other devices.
 
-        One all-to-all is one launch for all peers, and its memory may be reused as soon as the computation has waited.
+        An all-to-all is one launch for all peers, and its memory may be reused as soon as the computation has waited.
         NCCL would hold the memory of point-to-point messages until the device has finished them.
         """
         parts = places(sends, recvs, self.rank)
@@ -239,7 +239,7 @@ class GroupRanks:
         return Works(works, parts, call, self.timeout if self._in_pairs else None, self._peers)
 
     def _start(self, sends: Sequence[Tensor], parts: Sequence[Tensor], peers: list[str]) -> list[dist.Work]:
-        """Start sending `sends[p]` to rank p, and receiving into `parts[p]` from it; takes it off `peers`."""
+        """Start sending `sends[p]` to rank p and receiving into `parts[p]`; take started peers off `peers`."""
         sends, parts = [as_sent(x) for x in sends], [as_sent(x) for x in parts]
         if not self._in_pairs:
             spare = self._spare.view(sends[0].dtype)
@@ -257,7 +257,7 @@ class GroupRanks:
 
 
 def timeout_of(group: dist.ProcessGroup | None, device: torch.device) -> timedelta:
-    """Return the timeout of a group; if the group has torch's default, that of the default process group.
+    """Return the timeout of a group; if it has torch's default, that of the default process group.
 
     torch gives the groups of a mesh of several axes its default, whatever `init_process_group(timeout=)` was given.
     """
@@ -282,7 +282,7 @@ def _backend(group: dist.ProcessGroup | None, device: torch.device) -> Any:  # t
 
 
 def meeting_host() -> str:
-    """Return the name of the host where all ranks met (the store's, or MASTER_ADDR); empty if there is none."""
+    """Return the host where all ranks met (the store's, or MASTER_ADDR); empty if there is none."""
     store: object = dist.group.WORLD.get_group_store() if dist.group.WORLD is not None else None
     while hasattr(store, "underlying_store"):
         store = store.underlying_store

@@ -1,11 +1,11 @@
-"""How gradients are summed across ranks, and in which order; how parameters are gathered, and what is sent encoded.
+"""Sums of gradients across ranks and their order, gathers of parameters, and encodings of sent tensors.
 
 Note [The same bits on any number of ranks]
-    A sum of floating-point numbers depends on the order of its terms. A batch is cut into 2^s slices, whose gradients
-    are added in a balanced binary tree. With 2^r ranks, each rank adds the gradients of 2^(s - r) slices, a subtree.
-    The ranks' sums, added in a tree over ranks, complete the tree, so the bits are the same for every r. Ranks are
-    numbered over all axes, the last axis the fastest, so sums are taken along the last axis first. Partial sums are
-    sent in the dtype they are taken in: which of them are sent depends on r, so rounding them would show.
+    A sum of floating-point numbers depends on the order of its terms. A batch is cut into 2^s slices, and their
+    gradients are added in a balanced binary tree. With 2^r ranks, each rank adds the gradients of 2^(s - r) slices, a
+    subtree. The ranks' sums, added in a tree over ranks, complete the tree, so the bits are the same for every r. Ranks
+    are numbered over all axes, the last axis the fastest, so sums are taken along the last axis first. Partial sums are
+    sent in the dtype of the sum: r decides which of them are sent, so rounding them would show.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from .ranks import Pending, Ranks
 
 
 class Reduction(Protocol):
-    """How gradients are summed along one axis.
+    """Sums of gradients along one axis.
 
     `x` is a flat tensor, `ranks` are those of the axis, `label` names the call in errors. The result is written to
-    `out`, which may have a wider dtype than `x`; without `out` it is a new tensor.
+    `out`, perhaps of a wider dtype than `x`; without `out` it is a new tensor.
     """
 
     def reduce_scatter(self, x: Tensor, ranks: Ranks, label: str, out: Tensor | None) -> Pending:
-        """(W n) on each rank -> (n): the sum over ranks of this rank's part."""
+        """(W n) on each rank -> (n): the sum of this rank's part."""
 
     def all_reduce(self, x: Tensor, ranks: Ranks, label: str, out: Tensor | None) -> Pending:
         """(n) on each rank -> (n) on all: the sum over ranks."""
@@ -39,20 +39,20 @@ Sizes = Sequence[int]
 
 
 class Wire(Protocol):
-    """How a flat tensor is encoded. Make yours a frozen dataclass: ranks compare plans by the fields of their wires.
+    """An encoding of flat tensors. Make yours a frozen dataclass: ranks compare plans by the fields of their wires.
 
-    `sizes` has the number of elements of each leaf in the tensor, in order, the padding after a leaf included.
+    `sizes` has the number of elements of each leaf in the tensor, in order, its padding included.
     """
 
     def encode(self, x: Tensor, sizes: Sizes) -> Tensor:
-        """Encode `x` (n,), n the sum of `sizes`, as a flat tensor, whose length n and the number of `sizes` decide."""
+        """Encode `x` (n,), n the sum of `sizes`, as a flat tensor of a length set by n and the number of `sizes`."""
 
     def decode(self, data: Tensor, sizes: Sizes) -> Tensor:
-        """Decode `data`, which `encode` returned: (n,), floating."""
+        """Decode `data`, a result of `encode`: (n,), floating."""
 
 
 class Gather(Protocol):
-    """How parameters are gathered along one axis. Make it a frozen dataclass: plans that have it are compared."""
+    """Gathers of parameters along one axis. Make yours a frozen dataclass: ranks compare plans with it."""
 
     def all_gather(self, x: Tensor, ranks: Ranks, label: str) -> Pending:
         """(n) on each rank -> (W n) on all: the ranks' tensors end to end. The result is only read."""
@@ -60,9 +60,9 @@ class Gather(Protocol):
 
 @dataclass(frozen=True)
 class Sums:
-    """Sums in rank order, or with `fast` in the order that the backend chooses; None: in rank order on CPUs alone.
+    """Sums in rank order, or with `fast` in the backend's order; None: in rank order on CPUs alone.
 
-    The order of a GPU's backend is the one that FSDP has: the same bits in every run on the same ranks.
+    A GPU backend's order is FSDP's: the same bits in every run on the same ranks.
 
     >>> Sums().is_fast(torch.device("cpu")), Sums().is_fast(torch.device("cuda"))
     (False, True)
@@ -71,11 +71,11 @@ class Sums:
     fast: bool | None = None
 
     def is_fast(self, device: torch.device) -> bool:
-        """Whether the backend chooses the order between ranks on such devices."""
+        """True if the backend chooses the order between ranks on such devices."""
         return device.type != "cpu" if self.fast is None else self.fast
 
     def reduce_scatter(self, x: Tensor, ranks: Ranks, label: str, out: Tensor | None) -> Pending:
-        """(W n) on each rank -> (n): the sum over ranks of this rank's part."""
+        """(W n) on each rank -> (n): the sum of this rank's part."""
         return primitives.reduce_scatter(x, ranks, label, out, fast=self.is_fast(ranks.device))
 
     def all_reduce(self, x: Tensor, ranks: Ranks, label: str, out: Tensor | None) -> Pending:
@@ -84,7 +84,7 @@ class Sums:
 
 
 def tree_sum(parts: Sequence[Tensor], out: Tensor | None = None) -> Tensor:
-    """The sum of tensors in a balanced binary tree: pairs, then pairs of pairs; narrow dtypes in float32."""
+    """Sum tensors in a balanced binary tree: pairs, then pairs of pairs; narrow dtypes in float32."""
     parts = [part.to(primitives.sum_dtype(part.dtype)) for part in parts]
     while len(parts) > 1:  # the last of an odd number goes on alone
         parts = [*(a + b for a, b in zip(parts[::2], parts[1::2], strict=False)), *parts[len(parts) & ~1 :]]
@@ -96,7 +96,7 @@ class TreeSums:
     """Sums in a balanced binary tree over ranks (Note [The same bits on any number of ranks])."""
 
     def reduce_scatter(self, x: Tensor, ranks: Ranks, label: str, out: Tensor | None) -> Pending:
-        """Send each part to the rank that it is for, which adds what it receives in a tree."""
+        """Send each part to its rank, which adds the received parts in a tree."""
         if ranks.built_in is not None:  # one call, and log2 W kernels
             numel, dtype = x.numel() // ranks.size, primitives.sum_dtype(x.dtype)
             into = x.new_empty(numel, dtype=dtype) if out is None else out
@@ -106,7 +106,7 @@ class TreeSums:
         return primitives.scatter(x.chunk(ranks.size), ranks, lambda parts: tree_sum(parts, out), label)
 
     def all_reduce(self, x: Tensor, ranks: Ranks, label: str, out: Tensor | None) -> Pending:
-        """Reduce-scatter, then all-gather; a tensor that does not divide by the ranks is gathered whole and summed."""
+        """Reduce-scatter, then all-gather; a tensor indivisible by the ranks is gathered whole and summed."""
         if x.numel() % ranks.size or not x.dim():
             whole = primitives.all_gather(x.reshape(1, -1), ranks, label)  # (W, numel)
             return whole.then(lambda rows: tree_sum([row.view(x.shape) for row in rows], out))
@@ -119,17 +119,17 @@ DEFAULT, TREE = Sums(), TreeSums()
 
 
 def only_reads(by: Reduction) -> bool:
-    """Whether a reduction surely does not write to what it is given: it is one of ours (Note [Lent memory])."""
-    return type(by) in (Sums, TreeSums)  # the user's subclasses may write to it
+    """True if a reduction surely does not write to its input: it is one of ours (Note [Lent memory])."""
+    return type(by) in (Sums, TreeSums)  # a user's subclass may write
 
 
 def is_idle(by: Reduction, axes: Sequence[object]) -> bool:
-    """Whether a reduction changes nothing: there is one device, and no hook `after`."""
+    """True if a reduction changes nothing: one device, and no hook `after`."""
     return not axes and not hasattr(by, "after")
 
 
 def reduction_of(reduction: str | Reduction | None) -> Reduction:
-    """The `Reduction` of a name, or of None; an object that is one is returned as it is.
+    """Return the `Reduction` for a name or None; return an object as it is.
 
     >>> reduction_of("fast")
     Sums(fast=True)
