@@ -1,4 +1,4 @@
-"""Checked calls: where ranks call different collectives, every rank raises (Note [Lines] in `compare_calls.py`)."""
+"""Checked calls: if ranks call different collectives, every rank raises (Note [Lines] in `compare_calls.py`)."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Checked(Generic[P, R]):
         self._mesh = mesh
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
-        """Call `run(*args, **kwargs)`, with every collective compared between ranks."""
+        """Call `run(*args, **kwargs)`, and compare every collective between ranks."""
         call = partial(self.run, *args, **kwargs)
         if is_tracing() or is_announcing():  # a graph's collectives are announced when it runs
             return call()
@@ -38,7 +38,6 @@ class Checked(Generic[P, R]):
 
 
 def _mesh_of(*args: Tree) -> AnyMesh:
-    """Return the mesh of the first argument that has one."""
     for node in tree.nodes(args, OnMesh):
         if node.home is not None:
             return node.home.live_mesh()
@@ -51,14 +50,14 @@ def _mesh_of(*args: Tree) -> AnyMesh:
 def check(fn: Callable[P, R], mesh: AnyMesh | EllipsisType = ...) -> Checked[P, R]:
     """Return `fn`, a step or any function, with every collective compared between ranks before it starts.
 
-    If a rank calls another collective, returns early or raises, the call raises a MismatchError on every rank, which
-    names that rank, what both ranks did and where in your code. So the call returns on all ranks or on none. The ranks
-    are those of `mesh`, by default of the mesh of the first `Sharded` among the arguments; collectives over other
-    meshes are not compared. Each collective waits until all ranks of its axis begin it. Check the outermost function:
+    If a rank calls another collective, returns early or raises, every rank raises a MismatchError, with that rank, both
+    ranks' calls and their lines in your code. So the call returns on all ranks or on none. The ranks are those of
+    `mesh`, by default of the mesh of the first `Sharded` among the arguments; collectives over other meshes are not
+    compared. Each collective waits until all ranks of its axis begin it. Check the outermost function:
     `check(jit(step))`. Nothing is added on one device, nor on simulated ranks, which always compare their calls. With
-    FSHARD_CHECK=1 in the environment, every function that `train_step` and `jit` return is checked.
+    FSHARD_CHECK=1 in the environment, every function returned by `train_step` and `jit` is checked.
 
-    Raises TypeError if there is no mesh and no `Sharded`.
+    TypeError if there is no mesh and no `Sharded`.
 
     >>> check(evaluate(lambda w, x: (w * x).sum()))(shard_of(torch.ones(2)), torch.tensor([1.0, 2.0]))
     tensor(3.)
@@ -66,12 +65,12 @@ def check(fn: Callable[P, R], mesh: AnyMesh | EllipsisType = ...) -> Checked[P, 
     if not callable(fn) or isinstance(fn, type):
         raise TypeError(f"check: {wrong('fn', fn, 'a step, or any function')}")
     if mesh is not ...:
-        adapted(mesh)  # raises here for what is not a mesh, and not at the first call
+        adapted(mesh)  # raises here, not at the first call, if it is no mesh
     return Checked(fn, mesh)
 
 
 def is_wanted() -> bool:
-    """Whether the environment asks for a check of every step."""
+    """True if the environment asks for a check of every step."""
     value = os.environ.get("FSHARD_CHECK", "")
     if value not in ("", "0", "1"):
         raise ValueError(f"FSHARD_CHECK: expected 1 (check every step), 0 or nothing, got {value!r}")

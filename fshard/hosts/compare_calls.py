@@ -1,17 +1,16 @@
-"""Compare collectives between ranks in a checked call: each rank announces the next one, and how its call ended.
+"""Compare collectives between ranks in a checked call: each rank announces the next one, and the call's end.
 
 Note [Lines]
-    Each rank has a separate connection to every peer along every axis. Before a collective, a rank sends a message with
-    the collective and its source line to the ranks of that axis, and reads their messages: data are sent only if all
-    messages are equal. When the call ends, a rank tells all its peers that the call has returned, or what it has
-    raised, and reads how the peers ended. On meshes of several axes this is repeated, axis by axis, so that a checked
-    call returns on all ranks or on none. A rank blocked on a peer is told when that peer's call ends, raises, and so
-    unblocks the ranks waiting for it.
+    Each rank has a separate connection to every peer along every axis. Before a collective, a rank sends the collective
+    and its source line to the ranks of that axis, and reads their messages: data are sent only if all messages are
+    equal. When the call ends, a rank tells all its peers about the return or the error, and reads the peers' ends. On
+    meshes of several axes this is repeated, axis by axis, so a checked call returns on all ranks or on none. A rank
+    blocked on a peer is told when that peer's call ends, raises, and so unblocks the ranks waiting for it.
 
-    The connections are sockets because a socket wakes a rank that waits for any of several peers, and closes when a
-    process dies. A torch `Store` would have to be polled and does not report a dead process. Messages through a
-    separate process group cannot be received in order of arrival, nor left unread. Every message has the number of the
-    checked call, so a call skips messages that an earlier, failed call has left unread.
+    The connections are sockets: a socket wakes a rank that waits for any of several peers, and closes when a process
+    dies. A torch `Store` would have to be polled and does not report a dead process. Messages through a separate
+    process group cannot be received in order of arrival, nor left unread. Every message has the number of the checked
+    call, so a call skips messages left unread by an earlier, failed call.
 """
 
 from __future__ import annotations
@@ -40,8 +39,7 @@ _WAITS, _RETURNED, _RAISED = "waits in", "has returned, having last called", "ra
 
 
 class _Status(NamedTuple):
-    """What a rank tells its peers: the number of the checked call, what the rank does (`verb`), in which collective or
-    with which exception (`what`), and at which source line."""
+    """A rank's message: number of the checked call, action (`verb`) with a collective or exception (`what`), line."""
 
     number: int
     verb: str
@@ -56,17 +54,16 @@ class Lines:
     """A rank's connections to its peers along every axis of a mesh. All ranks must construct it together."""
 
     def __init__(self, mesh: ProcessMesh):
-        # no reference to the mesh: the mesh keeps these lines, so that would be a cycle
+        # no reference to the mesh, which keeps these lines: no cycle
         self._likeness, self._me, self._owners = mesh.likeness, mesh.get_rank(), mesh.owners
         self._links: dict[str, dict[int, Link]] = {}
-        self._data: dict[str, dict[int, Link]] = {}  # on which collectives send data, if their ranks have links
+        self._data: dict[str, dict[int, Link]] = {}  # for data of collectives, if their ranks have links
         for axis in mesh.mesh_dim_names:
             self._link(along(mesh, axis))
         self._last = _Status(0, _WAITS, "", "")
-        self._ends: dict[int, _Status] = {}  # how this call ended on each peer that has ended
+        self._ends: dict[int, _Status] = {}  # this call's end on each peer that has ended
 
     def _link(self, ranks: Ranks) -> None:
-        """Connect to the peers along one axis."""
         # `links_to` counts ranks along this axis; errors and `_ends` name ranks of the whole mesh
         numbers = [int(row) for row in rows_of_bytes(str(self._me).encode(), ranks)]
         links = links_to(ranks, anywhere=True) or {}
@@ -83,7 +80,7 @@ class Lines:
         """
         for axis, owner in self._owners.items():
             owner.check(axis)
-        # the number of this call: messages that an earlier, failed call left unread have smaller ones
+        # a new number: messages left unread by earlier, failed calls have smaller ones
         self._last, self._ends = _Status(self._last.number + 1, _WAITS, "no collective", call_site()), {}
         try:
             with announcing(self._around):
@@ -95,13 +92,13 @@ class Lines:
         return result
 
     def _return(self, status: _Status) -> None:
-        """Tell the peers that the call has returned; raise MismatchError unless it has returned on all peers."""
+        """Tell the peers that the call has returned; raise MismatchError unless it has returned on all."""
         self._end(status)
         try:
             for links in self._links.values():
                 self._compare(links, status)
             if sum(map(bool, self._links.values())) > 1:
-                # second round, axis by axis: an error on one rank reaches ranks that share no axis with it
+                # second round, axis by axis: an error reaches ranks without a common axis
                 self._ends = {}
                 for links in self._links.values():
                     _say(links, status)
@@ -111,20 +108,18 @@ class Lines:
             raise
 
     def _around(self, ranks: Ranks, mesh: Mesh) -> Ranks:
-        """Return ranks that announce their collectives."""
         # a mesh with other ranks has no connections here, so its collectives are not compared
         if mesh.likeness != self._likeness:
             return ranks
         return Announced(ranks, partial(self._announce, ranks.axis))
 
     def _announce(self, axis: str, call: str) -> None:
-        """Tell the ranks of an axis which collective comes next, and wait until they announce the same one."""
+        """Announce the next collective to the ranks of an axis, and wait until they announce the same one."""
         self._last = self._last._replace(what=call[:_LONGEST], site=call_site())
         _say(self._links[axis], self._last)
         self._compare(self._links[axis], self._last, self._data[axis])
 
     def _end(self, status: _Status) -> None:
-        """Tell all peers how this call has ended."""
         for links in self._links.values():
             _say(links, status)
 
@@ -134,7 +129,7 @@ class Lines:
         """Read a message of every peer; raise MismatchError unless all agree with `local`, this rank's own."""
         statuses, awaited = {self._me: local}, dict(links)
         while True:
-            # look for data before reading messages: a peer that announces a collective does so before it sends data
+            # look for data before messages: a peer announces a collective before it sends data
             ahead = [peer for peer in awaited if peer in data and data[peer].is_ahead()]
             for peer in ahead:
                 awaited[peer].drain()
@@ -142,11 +137,11 @@ class Lines:
                 if peer in awaited and (status := self._next(peer, link)):
                     statuses[peer] = status
                     del awaited[peer]
-            # Stop if a call has ended: the peers still waited for may never announce anything. Stop also if a peer has
-            # sent data unannounced, outside a checked call: the data messages then raise an error with both calls.
+            # Stop if a call has ended: other peers may never announce anything. Stop also if a peer has sent data
+            # unannounced, outside a checked call: the data messages then raise an error with both calls.
             if not awaited or awaited.keys() & ahead or any(status.verb != local.verb for status in statuses.values()):
                 break
-            # a peer that has ended has closed its data, too, but said before what it called, or why it ended
+            # an ended peer has closed its data links, too, after telling its last call or its error
             listen(awaited.values(), f"{local.what} at {local.site}", beside=data.values())
         if difference := _difference(dict(sorted(statuses.items()))):
             raise MismatchError(f"{difference}. {SAME_ORDER}")
@@ -156,7 +151,7 @@ class Lines:
         while peer not in self._ends and (text := link.hear()) is not None:
             status = _read(text, peer)
             if status.number < self._last.number:
-                continue  # left unread by a call that failed
+                continue  # left unread by a failed call
             if status.verb == _WAITS:
                 return status
             self._ends[peer] = status
@@ -170,7 +165,7 @@ def _say(links: Mapping[int, Link], status: _Status) -> None:
 
 
 def _read(text: str, peer: int) -> _Status:
-    """Parse a peer's message. MismatchError for what no rank sends."""
+    """Parse a peer's message. MismatchError if no rank sends such a message."""
     with suppress(ValueError, TypeError, RecursionError):
         number, *words = json.loads(text)
         if isinstance(number, int) and [type(word) for word in words] == [str] * 3:
@@ -184,7 +179,7 @@ def _raised(number: int, failure: BaseException) -> _Status:
 
 
 def _difference(statuses: Mapping[int, _Status]) -> str | None:
-    """Describe how the messages of the ranks differ; None if they agree."""
+    """Describe the difference of the ranks' messages; None if they agree."""
     ended = [rank for rank, status in statuses.items() if status.verb != _WAITS]
     if ended:
         blame = min(ended, key=lambda rank: statuses[rank].verb != _RAISED)
@@ -207,5 +202,5 @@ def lines_of(mesh: AnyMesh) -> Lines | None:
     grid = adapted(mesh)
     if not isinstance(grid, ProcessMesh):
         return None
-    with tally():  # keep the messages that make connections out of the user's counts
+    with tally():  # the user's tally does not count messages that make connections
         return Lines(grid)

@@ -34,17 +34,17 @@ class Segment:
         self.fd, self.number = fd, number
         self.map = mmap.mmap(fd, os.fstat(fd).st_size)  # duplicates the descriptor
         self.data = torch.frombuffer(self.map, dtype=torch.uint8)  # (bytes,)
-        self.used = False  # whether a tensor of this rank lies in it
-        self.lent = False  # whether peers may read this tensor until it is freed
-        self.readers = 0  # number of messages in it that are not acknowledged yet
+        self.used = False  # True if a tensor of this rank lies in it
+        self.lent = False  # True if peers may read this tensor until it is freed
+        self.readers = 0  # number of unacknowledged messages in it
 
     def release(self) -> None:
-        """Mark the segment as unused by tensors of this rank, so that its memory can be reused."""
+        """Mark the segment as unused by this rank's tensors, so that its memory can be reused."""
         self.used = False
 
 
 class SegmentPool:
-    """The segments of this rank. Segments with no tensor and no unacknowledged message are reused."""
+    """The segments of this rank. A segment is reused once it has no tensor and no unacknowledged message."""
 
     def __init__(self) -> None:
         self.segments: list[Segment] = []
@@ -65,7 +65,7 @@ class SegmentPool:
         return segment
 
     def find(self, data: Tensor) -> tuple[Segment, int] | None:
-        """Return the lent segment in which `data` lies, and its offset there; None if it lies in none."""
+        """Return the lent segment of `data`, and its offset there; None if it lies in none."""
         begin = data.data_ptr()
         for segment in (s for s in self.segments if s.used and s.lent):
             offset = begin - segment.data.data_ptr()
@@ -75,7 +75,7 @@ class SegmentPool:
 
 
 def tensor_in(segment: Segment, size: int, lent: bool) -> Tensor:
-    """Return a (size,) byte tensor at the start of a segment; the segment is in use until the tensor is freed."""
+    """Return a (size,) byte tensor at the start of a segment, in use until the tensor is freed."""
     segment.used, segment.lent = True, lent
     # torch drops its reference to the array when it frees the storage
     array = (ctypes.c_char * size).from_buffer(segment.map)
@@ -84,7 +84,6 @@ def tensor_in(segment: Segment, size: int, lent: bool) -> Tensor:
 
 
 def _made(size: int, number: int) -> Segment:
-    """Allocate a segment, whose file descriptor is closed when the segment is freed."""
     fd = _sealed(size)
     try:
         segment = Segment(fd, number)
@@ -96,7 +95,7 @@ def _made(size: int, number: int) -> Segment:
 
 
 def _sealed(size: int) -> int:
-    """Return the file descriptor of new memory whose size cannot change."""
+    """Allocate memory of a fixed size, and return its file descriptor."""
     fd = os.memfd_create("fshard", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
         os.ftruncate(fd, size)
@@ -132,7 +131,7 @@ def refusal() -> str:
 
 
 def reason(failure: Exception) -> str:
-    """Return the text of an error; where file descriptors have run out, with advice to raise the limit."""
+    """Return the text of an error; if file descriptors have run out, with advice to raise the limit."""
     text = str(failure)
     if isinstance(failure, OSError) and failure.errno in _TOO_FEW:
         most = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
@@ -142,12 +141,12 @@ def reason(failure: Exception) -> str:
 
 _HEADER = struct.Struct("<BHIQQ")  # kind, length of the call's text, segment, offset in the segment, bytes of data
 _INLINE, _SEGMENT, _NEW_SEGMENT, _ACKNOWLEDGED = range(4)
-SMALL = 1 << 15  # most bytes of data that are sent in the socket itself
+SMALL = 1 << 15  # most bytes of data sent in the socket itself
 _LONGEST = (1 << 16) - 1  # most bytes of a call's text
 _READ = 1 << 18
 _MOST_FDS = 16
-PLANS = "make_plan"  # the text of a message of a rank that makes a plan
-_REFUSES = "refuses: "  # before the collective of a rank that was waiting for something else than a plan
+PLANS = "make_plan"  # the message of a rank that makes a plan
+_REFUSES = "refuses: "  # before the collective of a rank that expected no plan
 _LEAVES = "leaves: "  # before the error of a rank that closes its links
 _FOREVER = (1 << 31) - 1  # milliseconds, the longest timeout of poll
 _FD_FLAGS = getattr(socket, "MSG_CMSG_CLOEXEC", 0)
@@ -169,7 +168,7 @@ class Link:
     peer: str
     timeout: float  # seconds
     memory: SegmentPool | None = None
-    beside: _Sockets = ()  # of all links of the mesh, which close together
+    beside: _Sockets = ()  # of all links of the mesh: they close together
     num_expected: int = 0
     num_arrived: int = 0
     arrived: dict[int, _Message] = field(default_factory=dict)
@@ -216,7 +215,7 @@ class Link:
             self._write(_HEADER.pack(_ACKNOWLEDGED, 0, segment, 0, 0), [], "an acknowledgement")
 
     def _write(self, data: bytes, fds: list[int], call: str) -> None:
-        """Write bytes to the socket, the file descriptors with the first of them."""
+        """Write bytes to the socket, the file descriptors with the first byte."""
         view = memoryview(data)
         while view:
             try:
@@ -238,7 +237,7 @@ class Link:
     def fault(self, text: str) -> MismatchError:
         """Close the links of this rank's mesh, and tell their peers why; return the error to raise.
 
-        A frame of the program may keep the error, and with it the plan: then nothing else would close them.
+        A frame may keep the error, and with it the plan: then nothing else would close the links.
         """
         said = _sent(f"{_LEAVES}{text}")
         for peer in self.beside:
@@ -265,9 +264,9 @@ class Link:
         return message
 
     def plans(self) -> bool:
-        """Wait for the peer's `PLANS`; return whether it came next. False if the peer is gone.
+        """Wait for the peer's `PLANS`; return True if it came next, False if not, or if the peer is gone.
 
-        MismatchError, which closes the link, if the peer waits for a collective instead.
+        If the peer waits for a collective instead, close the link and raise MismatchError.
         """
         number, self.num_expected = self.num_expected, self.num_expected + 1
         try:
@@ -280,7 +279,7 @@ class Link:
             return False
         call = self.arrived.pop(numbers[0]).call
         if call != PLANS:
-            with suppress(OSError):  # what was sent must not be taken for an answer to a later plan
+            with suppress(OSError):  # the sent message must not answer a later plan
                 self.socket.shutdown(socket.SHUT_RDWR)
             raise MismatchError(
                 f"ranks called different collectives: this rank {PLANS}, {self.peer} {call.removeprefix(_REFUSES)}. "
@@ -289,14 +288,14 @@ class Link:
         return numbers[0] == number
 
     def is_ahead(self) -> bool:
-        """Whether the peer has sent a message that this rank does not expect yet."""
+        """True if the peer has sent a message that this rank does not expect yet."""
         self.drain()
         return self.num_arrived > self.num_expected
 
     def drain(self, call: str = "") -> bool:
-        """Read what has arrived, without waiting; return whether there was anything.
+        """Read arrived bytes, without waiting; return True if there were any.
 
-        MismatchError for what no rank sends, and, if a `call` is given, if the peer has closed the link.
+        MismatchError for bytes that no rank sends, or, with a `call`, if the peer has closed the link.
         """
         try:
             data, fds, flags, _ = socket.recv_fds(self.socket, _READ, _MOST_FDS, _FD_FLAGS)
@@ -315,13 +314,13 @@ class Link:
         self.stream += data
         while self._parse():
             pass
-        # the descriptor of a segment comes with the first byte of its header, so it may arrive before the rest of it
+        # a segment's descriptor comes with the first byte of its header, so it may arrive before the rest
         if len(self.fds) > (_MOST_FDS if self.stream and self.memory is not None else 0):
             raise self._refused(f"{len(self.fds)} descriptors of no segment")
         return True
 
     def _refused(self, what: str) -> MismatchError:
-        """Close a link on which something arrived that no rank sends; return the error to raise."""
+        """Close a link after bytes that no rank sends; return the error to raise."""
         self.stream.clear()
         _close_all(self.fds)
         with suppress(OSError):
@@ -358,7 +357,7 @@ class Link:
         return True
 
     def _fault(self, kind: int, number: int, offset: int, size: int) -> str:
-        """Describe what is wrong with a header, before memory of its size is allocated; empty if nothing is wrong."""
+        """Describe a wrong header, before memory of its size is allocated; empty if it is right."""
         if kind == _INLINE:
             return f"a message of {size:,} bytes (at most {SMALL:,})" if size > SMALL else ""
         if self.memory is None or kind > _ACKNOWLEDGED:
@@ -374,7 +373,7 @@ class Link:
         return ""
 
     def _part(self, number: int, offset: int, size: int) -> Tensor:
-        """Return the bytes of a message that lies in a segment; maps a new segment."""
+        """Return the bytes of a message in a segment; map a new segment."""
         try:
             if number not in self.mapped:
                 self.mapped[number] = received(self.fds.popleft(), number)
@@ -403,7 +402,7 @@ def _close_all(fds: deque[int]) -> None:
 
 
 def _poll(links: Collection[Link], events: int, call: str) -> list[Link]:
-    """Wait until the system reports one of `events` (masks of `poll`) on some links; return these links."""
+    """Wait for one of `events` (masks of `poll`) on some links; return these links."""
     poll, by = select.poll(), {link.socket.fileno(): link for link in links}
     for number in by:
         poll.register(number, events)
@@ -415,9 +414,9 @@ def _poll(links: Collection[Link], events: int, call: str) -> list[Link]:
 
 
 def listen(links: Collection[Link], call: str, beside: Collection[Link] = ()) -> None:
-    """Wait until something has arrived on one of the links, or of those beside, and read it.
+    """Wait until bytes arrive on one of `links` or `beside`, and read them.
 
-    MismatchError after the shortest timeout, and if a peer has closed one of `links`; not of those beside.
+    MismatchError after the shortest timeout, and if a peer has closed one of `links`, but not of `beside`.
     """
     still_open = [link for link in beside if link.is_open]
     for link in _poll([*links, *still_open], select.POLLIN, call):

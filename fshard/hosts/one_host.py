@@ -1,17 +1,17 @@
-"""Ranks that are processes of one host: messages through shared memory, without extra threads or a network.
+"""Ranks as processes of one host: messages through shared memory, without extra threads or a network.
 
 Note [Messages on one host]
     Each pair of ranks has a Unix socket. A small message is sent in the socket. For a large message the socket carries
-    only a header, and the data lie in a memory segment that both ranks have mapped (a memfd, which has no name and is
-    freed with the last process that maps it). The receiver reads the segment when it waits for the message, and sends
-    an acknowledgement; the sender may then reuse the segment. Sending never waits for the receiver to take part, so
-    ranks may start any number of messages and wait for them in any order. Every header contains the text of its call:
-    if two ranks call different collectives, the error names both calls, and no rank hangs. Large flat buffers are
-    allocated in segments (`empty`), so their memory is reused instead of being requested from the system in every step.
-    A lent buffer is sent without a copy (Note [Lent memory] in `ranks.py`).
+    only a header, and the data lie in a memory segment mapped by both ranks (a memfd, without a name, freed with its
+    last process). The receiver reads the segment when it waits for the message, and sends an acknowledgement; the
+    sender may then reuse the segment. Sending never waits for the receiver, so ranks may start any number of messages
+    and wait for them in any order. Every header contains the text of its call: if two ranks call different collectives,
+    the error names both calls, and no rank hangs. Large flat buffers are allocated in segments (`empty`), so steps
+    reuse their memory instead of requesting it from the system. A lent buffer is sent without a copy (Note [Lent
+    memory] in `ranks.py`).
 
-    Gloo's sockets need threads, which take processor time from the ranks: on two cores a 16 KiB message costs about
-    0.3 ms with gloo and 0.05 ms here.
+    Gloo's sockets need threads, and so processor time of the ranks: on two cores a 16 KiB message costs about 0.3 ms
+    with gloo and 0.05 ms here.
 """
 
 from __future__ import annotations
@@ -43,14 +43,12 @@ _LARGE = 1 << 20  # buffers of at least so many bytes are allocated in a segment
 
 @dataclass
 class _Exchange:
-    """The messages of one collective, under way from each peer."""
-
     links: dict[int, Link]
-    numbers: dict[int, int]  # of the message that is expected from each peer
+    numbers: dict[int, int]  # of the message expected from each peer
     recvs: list[Tensor | None]
-    like: Tensor  # what this rank sends itself: its result, and the dtype and shape of what peers send without a place
+    like: Tensor  # this rank's own tensor: its result, and the dtype and shape of peers' without a place
     call: str
-    unread: list[tuple[Link, int]] = field(default_factory=list)  # segments that may be read until `done`
+    unread: list[tuple[Link, int]] = field(default_factory=list)  # segments readable until `done`
 
     def wait(self) -> list[Tensor]:
         parts = [self.like if recv is None else recv for recv in self.recvs]  # those without a place are replaced below
@@ -98,16 +96,15 @@ class _HostRanks:
         return from_bytes(tensor_in(self._room(size), size, lent), like.dtype)
 
     def _room(self, size: int) -> Segment:
-        """Return a segment that is free, or a new one."""
         segment = self._memory.free(size)
         if segment is None:
             for link in self.links.values():
-                link.drain()  # acknowledgements that have arrived may free one
+                link.drain()  # arrived acknowledgements may free one
             segment = self._memory.free(size) or self._memory.new(size)
         return segment
 
     def _place(self, data: Tensor) -> tuple[Segment, int]:
-        """Return the segment and offset of the data: their own if they are lent, else those of a copy."""
+        """Return the segment and offset of the data: their own if they are lent, else a copy's."""
         if lent := self._memory.find(data):
             return lent
         segment = self._room(data.numel())
@@ -129,18 +126,18 @@ class _HostRanks:
 
 
 class HostMesh(ProcessMesh):
-    """A `ProcessMesh` that sends messages through shared memory along those axes whose ranks are on one host."""
+    """A `ProcessMesh` with messages through shared memory along each axis of ranks on one host."""
 
     def __init__(self, mesh: ProcessMesh, ranks: dict[str, Ranks]):
-        # of the same process groups, but with nothing that `once` has made: that may refer to the old ranks
+        # the same process groups, without results of `once`, which may refer to the old ranks
         self.__dict__.update(vars(mesh))
         self._ranks, self._kept, self.twin = ranks, {}, None
         links = [link for each in ranks.values() if isinstance(each, _HostRanks) for link in each.links.values()]
         for link in links:
-            link.beside = [each.socket for each in links]  # no links, which would be a cycle
+            link.beside = [each.socket for each in links]  # sockets: links would be a cycle
 
     def all_plan(self) -> bool:
-        """Wait until all peers make a plan; return whether their links are open, and no other message is unread.
+        """Wait until all peers make a plan; return True if their links are open and no other message is unread.
 
         MismatchError if a peer is in a collective instead.
         """
@@ -150,7 +147,7 @@ class HostMesh(ProcessMesh):
             with suppress(MismatchError):  # a closed link is found below
                 link.say(PLANS)
         are_quiet, failures = list[bool](), list[MismatchError]()
-        for link in links:  # all of them, also after one that raises: else its answer would stay unread
+        for link in links:  # all of them, also after an error: else an answer would stay unread
             try:
                 are_quiet.append(link.plans())
             except MismatchError as failure:
@@ -161,16 +158,16 @@ class HostMesh(ProcessMesh):
 
 
 def _has_hosts(mesh: Mesh | None) -> TypeGuard[ProcessMesh]:
-    """Whether the ranks of a mesh may share memory: they are CPU processes on Linux."""
+    """True if the ranks of a mesh may share memory: CPU processes on Linux."""
     return type(mesh) is ProcessMesh and mesh.device_type == "cpu" and hasattr(os, "memfd_create")
 
 
 def connected(mesh: AnyMesh) -> Mesh | None:
-    """Return `connect(mesh)`, which is made once for a mesh and shared by all plans on it.
+    """Return `connect(mesh)`, made once for a mesh and shared by all plans on it.
 
-    Every rank must call this function; if a connected one is in a collective instead, both get a MismatchError. If a
-    failed call has left messages unread on any rank, all ranks connect again: the ranks agree on this over their
-    process groups.
+    Every rank must call this function; if a connected rank is in a collective instead, both get a MismatchError. If a
+    failed call has left messages unread on any rank, all ranks connect again: they agree on this over their process
+    groups.
     """
     grid = unconnected(mesh)
     if not _has_hosts(grid):
@@ -188,11 +185,11 @@ def connected(mesh: AnyMesh) -> Mesh | None:
 
 
 def connect(mesh: AnyMesh) -> Any:  # a Mesh; None for None alone
-    """Return a mesh that uses shared memory along the axes of a DeviceMesh whose CPU processes are on one host.
+    """Return a mesh with shared memory along the axes of a DeviceMesh whose CPU processes are on one host.
 
     Every rank must call this function. GPU meshes, simulated and abstract meshes, None (one device), and all meshes on
-    systems other than Linux are returned without shared memory. An axis whose process group has a backend that was
-    registered with `dist.Backend.register_backend` keeps that backend.
+    systems other than Linux are returned without shared memory. An axis keeps its process group's backend if
+    `dist.Backend.register_backend` registered it.
     """
     grid = unconnected(mesh)
     if not _has_hosts(grid):
@@ -201,7 +198,7 @@ def connect(mesh: AnyMesh) -> Any:  # a Mesh; None for None alone
 
 
 def _ranks(mesh: ProcessMesh, axis: str) -> Ranks:
-    """Return ranks that share memory if they may and can, else those of the process group."""
+    """Return ranks with shared memory if they may and can have it, else the process group's."""
     ranks = mesh.ranks(axis)
     if isinstance(ranks, GroupRanks) and not ranks.may_be_replaced:
         return ranks
@@ -209,7 +206,7 @@ def _ranks(mesh: ProcessMesh, axis: str) -> Ranks:
 
 
 def _connected(ranks: Ranks) -> Ranks:
-    """Return ranks that share memory; `ranks` itself if they are on several hosts, or any of them lacks such memory."""
+    """Return ranks with shared memory; `ranks` itself if on several hosts, or if any of them lacks such memory."""
     refusals = [row.decode() for row in rows_of_bytes(refusal().encode(), ranks)]
     if told := [f"rank {p} of axis {ranks.axis!r}: {text}" for p, text in enumerate(refusals) if text]:
         if ranks.rank == 0:

@@ -5,14 +5,14 @@ Note [Who may connect]
     over the process group. The key joins all secrets, is never sent over a connection, and is used for one meeting
     only. Addresses do not contain the key: everybody on the machine can read addresses of Unix sockets
     (/proc/net/unix). The dialling rank sends its number and a digest of the key and both ranks; the answering rank
-    sends another digest. So each side knows that the other has the key, and an intercepted digest is of no use on
-    another connection. On Unix sockets the system also reports the user at the other end: processes of other users are
+    sends another digest. So each side knows that the other has the key, and an intercepted digest is useless on another
+    connection. On Unix sockets the system also reports the user at the other end: processes of other users are
     rejected.
 
-    Each rank dials every other rank, and of the two connections between a pair of ranks one is kept. So a rank that
-    waits for a peer has a socket that breaks when the peer ends or gives up. A rank waits for all connections at once,
-    also for those of strangers that send nothing, with one deadline. Then the ranks exchange their results over the
-    process group: either all ranks have links, or all raise an error.
+    Each rank dials every other rank, and each pair keeps one of its two connections. So a rank that waits for a peer
+    has a socket that breaks when the peer ends or gives up. A rank waits for all connections at once, strangers' silent
+    ones included, with one deadline. Then the ranks exchange their results over the process group: either all have
+    links, or all raise an error.
 """
 
 from __future__ import annotations
@@ -99,11 +99,11 @@ def _together(ranks: Ranks, step: Callable[[], str]) -> list[str]:
     try:
         row = ["", step()]  # name of the error's type (empty: none), and its text or the result
     except Exception as failure:  # of any type: the other ranks wait for this rank's row
-        traceback.clear_frames(failure.__traceback__)  # closes connections that only these frames refer to
+        traceback.clear_frames(failure.__traceback__)  # closes connections of these frames alone
         error, row = failure, [type(failure).__name__, reason(failure)]
     rows = [json.loads(text) for text in rows_of_bytes(json.dumps(row).encode(), ranks)]
     failed = [(kind, f"rank {p} of axis {ranks.axis!r}: {text}") for p, (kind, text) in enumerate(rows) if kind]
-    # prefer the failed rank's own error: that its peers could not reach it, or lost it, is only a consequence
+    # prefer the failed rank's own error: peers that did not reach it, or lost it, are only a consequence
     follow = [UnreachableError.__name__, _LeftError.__name__]
     if error is not None and not isinstance(error, OSError):
         raise error
@@ -133,7 +133,7 @@ def _near(ranks: Ranks) -> Iterator[Door]:
 
 @contextmanager
 def _far(ranks: Ranks) -> Iterator[Door]:
-    """Yield a TCP socket listening on the interface of the process group, the addresses of all ranks, and the key."""
+    """Yield a TCP socket listening on the process group's interface, the addresses of all ranks, and the key."""
     interfaces = _together(ranks, _interface)
     with ExitStack() as stack:
         listeners = list[socket.socket]()
@@ -193,9 +193,9 @@ def _way_to(target: str) -> str:
 
 
 def _from_outside(local: str, seen: list[str]) -> str:
-    """Return an address at which other hosts reach this one; `seen` are the addresses that all ranks found.
+    """Return an address of this host for other hosts; `seen` are the addresses found by all ranks.
 
-    `local`, this rank's, may be a loopback address: on the host where the ranks met, its name may resolve to one.
+    `local`, this rank's, may be a loopback address: the name of the meeting host may resolve to one there.
     """
 
     def inside(address: str) -> bool:
@@ -209,14 +209,14 @@ def _from_outside(local: str, seen: list[str]) -> str:
 
 @dataclass(eq=False)
 class _Call:
-    """A connection whose other end is not identified yet; `peer` is the rank dialled, None if the other end dialled."""
+    """A connection with an unidentified other end; `peer` is the rank dialled, None if the other end dialled."""
 
     socket: socket.socket
     peer: int | None = None
     heard: bytes = b""
 
     def hear(self, size: int) -> bool:
-        """Return whether `size` bytes have arrived. ConnectionError if the connection closed before."""
+        """Return True if `size` bytes have arrived. ConnectionError if the connection closed before."""
         with suppress(BlockingIOError):
             while len(self.heard) < size:
                 data = self.socket.recv(size - len(self.heard))  # no further: later bytes are for the link
@@ -227,7 +227,7 @@ class _Call:
 
 
 class _Meeting:
-    """Connections being made: this rank dials every peer and reads its answer, and answers every peer that dials."""
+    """Connections being made: this rank dials every peer and reads its answer, and answers every caller."""
 
     def __init__(self, ranks: Ranks, listener: socket.socket, addresses: Sequence[Address], key: bytes):
         self._me, self._listener, self._addresses, self._key = ranks.rank, listener, addresses, key
@@ -259,12 +259,12 @@ class _Meeting:
                 raise TimeoutError(f"ranks {sorted(missing)} did not connect within {seconds:.0f} s")
             for key, events in self._selector.select(_RETRY if self._to_dial else min(left, 60.0)):
                 self._serve(key.data, events)
-        # both ends of a pair keep the same one of their two connections: the one that the higher rank dialled
+        # both ends of a pair keep the same one of their two connections: the one dialled by the higher rank
         calls = {p: (self._answered if p > self._me else self._dialled).pop(p) for p in self._peers}
         return {p: _quick(call.socket) for p, call in calls.items()}
 
     def _serve(self, call: _Call | None, events: int) -> None:
-        """Act on a connection on which something happened; None stands for the listener."""
+        """Act on an event of a connection; None stands for the listener."""
         if call is None:
             self._accept()
         elif call not in self._calls:
@@ -331,7 +331,7 @@ class _Meeting:
             self._let_go(self._dialled[peer])
 
     def _accept(self) -> None:
-        """Accept one connection; past the limit, close the oldest one that has sent no greeting."""
+        """Accept one connection; past the limit, close the oldest one without a greeting."""
         with suppress(BlockingIOError, ConnectionAbortedError):
             connection, _ = self._listener.accept()
             connection.setblocking(False)
