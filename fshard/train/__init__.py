@@ -1,1 +1,1 @@
-"""The training step, and what it takes."""
+"""The training step, and its arguments."""

@@ -1,4 +1,4 @@
-"""Micro-batches: cut a batch, add up their gradients; and `join_batches`, for ranks whose data end earlier."""
+"""Micro-batches: cut a batch, add up their gradients; and `join_batches`, for ranks with fewer batches."""
 
 from __future__ import annotations
 
@@ -36,17 +36,17 @@ from ..update.transforms import Labels
 from .loss_scale import NoLossScale
 
 T = TypeVar("T")
-Later = Callable[[], Sharded]  # gradients that are made when they are first asked for
+Later = Callable[[], Sharded]  # gradients, made at the first call
 
 # `state` is a `TrainState` throughout, whose module imports this one.
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """The arguments of `train_step` with which a step was built; `built` describes all of them.
+    """The arguments that `train_step` built a step with; `built` describes all of them.
 
-    `built` also has the state's step and seed, as has the number `place` (Note [Built alike] in `describe.py`). With
-    `keep_gathered` units stay in `gathered` until the last micro-batch has ended; else that is None.
+    `built` also has the state's step and seed, as has the number `stamp` (Note [Built alike] in `describe.py`). With
+    `keep_gathered` units stay in `gathered` until the last micro-batch has ended; else it is None.
     """
 
     loss_fn: Callable[..., Tree]
@@ -59,12 +59,12 @@ class Recipe:
     skip_labels: Labels
     donate: bool
     built: str
-    place: Number
+    stamp: Number
     gathered: Gathered | None
 
 
 class StepGradients(NamedTuple):
-    """The results of the forwards and backwards of one step.
+    """The results of the forwards and backwards of a step.
 
     `grads` are multiplied by the loss scale, and divided as if every micro-batch counted as much as the first;
     multiplying them by `share` (a 0-d tensor, or None for 1) corrects this.
@@ -76,7 +76,7 @@ class StepGradients(NamedTuple):
 
 
 def gradients_of_micro_batches(recipe: Recipe, state: Tree, batch: Tree, args: Sequence[Tree]) -> StepGradients:
-    """The gradients of a batch, micro-batch by micro-batch."""
+    """Compute the gradients of a batch, micro-batch by micro-batch."""
     params, num = state.params, recipe.accumulate
     plan, rank = params.plan, rank_of(params)
     micro_batches = cut(batch, num)
@@ -116,7 +116,7 @@ def run_each(
     alone: bool = False,
     whole: bool,
 ) -> Iterator[tuple[Outcome, Gradients]]:
-    """Forward and backward of each micro-batch in turn, with random numbers of this stream.
+    """Run forward and backward of each micro-batch in turn, with random numbers of this stream.
 
     `divisor`, `alone` and `whole` are arguments of `fshard.grad.grad.run`.
     """
@@ -125,7 +125,7 @@ def run_each(
     extra = state.extra
 
     def checked_divisor(outcome: Outcome) -> Tensor:
-        # before the backward: a rank that raised after it would leave the others with an update that it lacks
+        # before the backward: a rank that raised after it would lack the others' update
         _check_equal_parts(outcome, micro_batches, state.params)
         return divisor(outcome)
 
@@ -141,7 +141,7 @@ def run_each(
                 has_aux=recipe.has_aux,
                 with_extra=recipe.with_extra,
                 built=recipe.built,
-                place=recipe.place,
+                place=recipe.stamp,
                 divisor=checked_divisor,
                 alone=alone,
                 whole=whole,
@@ -155,12 +155,12 @@ def run_each(
 
 
 def _versions(extra: Tree) -> list[int | None]:
-    """The number of writes in place to each leaf; None for inference tensors, which do not count it."""
+    """Count the writes in place to each leaf; None for inference tensors, which do not count them."""
     return [writes(x) if isinstance(x, Tensor) else None for x in tree.leaves(extra)]
 
 
 def _checked_extra(old: Tree, new: Tree, versions: Sequence[int | None]) -> Tree:
-    """Return the new extra with keys in the order of the old one.
+    """Return the new extra with its keys in the old one's order.
 
     ValueError if a loss wrote to its extra, or returned one of another structure, shape or dtype.
     """
@@ -183,14 +183,13 @@ def _checked_extra(old: Tree, new: Tree, versions: Sequence[int | None]) -> Tree
 
 
 def _form(leaf: object) -> str:
-    """Describe what must stay the same of a leaf of extra, for an error."""
     if isinstance(leaf, Tensor):
         return f"{leaf.dtype}{list(leaf.shape)} on {leaf.device}"
     return f"the Sharded at {id(leaf):#x}" if isinstance(leaf, Sharded) else repr(leaf)
 
 
 def joined(outcomes: Sequence[Outcome]) -> Outcome:
-    """The outcome of several micro-batches together: totals and counts summed, the last extra, a list of every aux."""
+    """Join the outcomes of several micro-batches: totals and counts summed, the last extra, a list of every aux."""
     first, last = outcomes[0], outcomes[-1]
     if len(names := list(dict.fromkeys(averaged(outcome.aux) for outcome in outcomes))) > 1:
         raise ValueError(
@@ -216,11 +215,11 @@ def check_reduce_once(reduce_once: object, by: Reduction) -> None:
 
 
 def _reduced_last(reduce_once: bool | str | tuple[str, ...], plan: Plan) -> Axes:
-    """The axes that `reduce_once` names: gradients are all-reduced over them after the last micro-batch alone."""
+    """Return the axes named by `reduce_once`: gradients are all-reduced over them after the last micro-batch alone."""
     if isinstance(reduce_once, bool):
         return ()
     axes = (reduce_once,) if isinstance(reduce_once, str) else reduce_once
-    # `axes_of` raises for names that have no meaning on one device
+    # `axes_of` raises for names without a meaning on one device
     for axis in axes if plan.axes else axes_of("reduce_once", reduce_once, {}):
         if axis in plan.grads_over or axis not in dict(plan.axes):
             others = ", ".join(map(repr, plan.rest(plan.grads_over))) or "none"
@@ -232,7 +231,7 @@ def _reduced_last(reduce_once: bool | str | tuple[str, ...], plan: Plan) -> Axes
 
 
 def _destinations(sums: Later, params: Sharded, recipe: Recipe, reduced_last: Axes) -> Iterator[Gradients]:
-    """Yield a destination for each micro-batch's gradients: `sums`, or new buffers that the caller adds to `sums`."""
+    """Yield a destination for each micro-batch's gradients: `sums`, or new buffers for the caller to add to `sums`."""
     over, num, by = params.plan.grads_over, recipe.accumulate, recipe.by
     if is_idle(by, params.plan.axes):  # one device: nothing to reduce, so every backward adds to one buffer
         yield from (Gradients(None, sums, add=number > 0) for number in range(num))
@@ -244,12 +243,12 @@ def _destinations(sums: Later, params: Sharded, recipe: Recipe, reduced_last: Ax
 
 
 def summed_locally(reduced: Later | None, local: Later, num: int, by: Reduction) -> Iterator[Gradients]:
-    """Destinations of `num` micro-batches whose whole gradients are added in `local`, and reduced with the last."""
+    """Return destinations of `num` micro-batches: whole gradients are added in `local`, and reduced with the last."""
     return (Gradients(reduced if number == num - 1 else None, local, number > 0, by) for number in range(num))
 
 
 def _check_equal_parts(outcome: Outcome, micro_batches: Sequence[Tree], params: Sharded) -> None:
-    """Raise ValueError for a plain scalar, a mean of equal weights, of micro-batches of different lengths, or empty."""
+    """Raise ValueError for a plain scalar, a mean of equal weights, of empty micro-batches or different lengths."""
     if outcome.kind is not Tensor:
         return
     rows = [[len(x) for x in tree.tops(batch, Sharded) if isinstance(x, Tensor) and x.dim()] for batch in micro_batches]
@@ -263,12 +262,12 @@ def _check_equal_parts(outcome: Outcome, micro_batches: Sequence[Tree], params: 
 
 
 def rank_of(params: Sharded) -> int:
-    """This rank's number among those whose batches differ: along the plan's `data`."""
+    """Return this rank's number along the plan's `data`: among the ranks with different batches."""
     return coordinate(params.plan.live_mesh(), params.plan.data)
 
 
 def check_equal_batches(batch: Tree, plan: Plan) -> None:
-    """Raise MismatchError if ranks that differ along no axis of `data` have other batches; in checked calls alone."""
+    """Raise MismatchError, in checked calls alone, if ranks along no axis of `data` have different batches."""
     axes, grid = several(plan, plan.rest(plan.data)), adapted(plan.live_mesh())
     if not axes or grid is None or grid.abstract or is_tracing():
         return
@@ -287,7 +286,7 @@ def check_equal_batches(batch: Tree, plan: Plan) -> None:
 
 
 def _numbered(x: Tree) -> Tensor:
-    """Integers (bytes,) that differ for other elements or shapes, and for the same elements in another order."""
+    """Return integers (bytes,), different for other elements, another shape or another order."""
     text = f"{x.dtype}{[*x.shape]}" if isinstance(x, Tensor) else repr(getattr(x, "tolist", lambda: x)())
     words = torch.tensor([*text.encode()], device="cpu")
     words = torch.cat([words.to(x.device), value_bytes(x).long()]) if isinstance(x, Tensor) else words
@@ -295,10 +294,10 @@ def _numbered(x: Tree) -> Tensor:
 
 
 def join_batches(data: Iterable[T], mesh: AnyMesh = None, like: T | None = None) -> Iterator[tuple[T, Tensor]]:
-    """`(batch, weight)` until every rank's data are used up: one that has run out gets its last batch, with weight 0.
+    """Yield `(batch, weight)` until all ranks' `data` are used up; a rank without more repeats its last, with weight 0.
 
-    Multiply total and count of a `Mean` by the weight (0-d, 1 or 0), a further argument of the step: the mean stays
-    that of the batches there are, and every rank takes part in every collective. One small collective a batch, and one
+    Multiply total and count of a `Mean` by the weight (0-d, 1 or 0), a further argument of the step: the mean counts
+    real batches alone, and every rank takes part in every collective. This costs one small collective a batch, and one
     at the end, over the ranks of `mesh`. `like` is a batch for ranks without any (ValueError if one is needed).
 
     >>> [(batch, weight.item()) for batch, weight in join_batches([1, 2])]
@@ -312,8 +311,8 @@ def join_batches(data: Iterable[T], mesh: AnyMesh = None, like: T | None = None)
         following = [*islice(batches, 1)]  # none at the end
         weight = torch.full((), float(len(following)), dtype=torch.float32, device=mesh_device(mesh))
         has_any = primitives.total(weight, mesh, op="max", label="batches")
-        # every rank stops at the same step: a rank that went on alone would wait for the others forever. One that has a
-        # batch knows the answer: to read it, its host would wait for the step before
+        # every rank stops at the same step: a rank alone would wait for the others forever. A rank with a batch does
+        # not read `has_any`: its host would wait for the step before
         if not following and not has_any:
             return
         batch = following[0] if following else batch
@@ -323,7 +322,7 @@ def join_batches(data: Iterable[T], mesh: AnyMesh = None, like: T | None = None)
 
 
 def cut(batch: Tree, num: int) -> list[Tree]:
-    """The batch as `num` micro-batches, views along dim 0, the last ones empty if it has fewer rows than that."""
+    """Cut a batch into `num` micro-batches, views along dim 0; if it has fewer rows, the last ones are empty."""
     if num == 1:  # nothing is cut: leaves need not have the same rows
         return [batch]
     num_rows(batch, num)
@@ -335,9 +334,9 @@ def cut(batch: Tree, num: int) -> list[Tree]:
 
 
 def num_rows(batch: Tree, num: int = 1) -> int:
-    """The number of rows that every leaf of a batch has in dim 0; 0 without leaves. ValueError names another leaf.
+    """Return the number of rows of every leaf in dim 0; 0 without leaves. ValueError names a leaf with others.
 
-    A batch of 0-d tensors alone counts as one row if it is to be cut into one (`num`) micro-batch.
+    A batch of 0-d tensors alone counts as one row if it is cut into one (`num`) micro-batch.
     """
     leaves = tree.tops(batch, Sharded)
     if leaves and num == 1 and all(isinstance(x, Tensor) and not x.dim() for x in leaves):
@@ -349,7 +348,7 @@ def num_rows(batch: Tree, num: int = 1) -> int:
 
 
 def _wrong_leaf(paths: Sequence[str], leaves: Sequence[object], rows: Sequence[int | None]) -> str:
-    """The error for the first leaf whose rows are not those of the first leaf that has any."""
+    """Describe the first leaf with other rows than the first leaf with any."""
     first = next((i for i, n in enumerate(rows) if n is not None), None)
     wrong = next(i for i, n in enumerate(rows) if n is None or n != rows[first or 0])
     leaf = leaves[wrong]

@@ -1,16 +1,16 @@
-"""Describe the arguments with which a step was built, as text that ranks compare.
+"""Describe the arguments of a step as text, for ranks to compare.
 
 Note [Built alike]
-    Ranks whose steps were built with different arguments may issue the same collectives, and train different models.
-    So the label of one collective that every step issues, that of the loss, contains the arguments as text; where ranks
-    compare calls, they compare this. An optimizer consists of functions: its text is the plain values in their
-    closures (numbers, strings, dtypes), by name. Only functions of this package are looked into; of others, which may
-    hold values that rightly differ by rank (a rank, a path), the text is the name. Tensors are not read.
+    If steps on different ranks were built with different arguments, they may issue the same collectives and train
+    different models. So one collective of every step, the loss's, has the arguments as text in its label, and ranks
+    that compare calls compare it. An optimizer consists of functions: its text is the plain values in their closures
+    (numbers, strings, dtypes), by name. Only functions of this package are looked into. The text of other functions is
+    the name: they may hold values that rightly differ by rank (a rank, a path). Tensors are not read.
 
-    Ranks whose states are of different steps or seeds would compute with half of each. So the text contains both. Where
-    texts are not compared (over process groups; in a graph, which is made once for all steps), a number made of both is
-    summed in the same collective: the sum is as many times a rank's own number as there are ranks. The number is a
-    fifth power modulo a prime: of steps such as 1, 2, 3 the second would be the mean, and its rank would have no error.
+    Ranks with states of different steps or seeds would compute with half of each. So the text contains both. Texts are
+    not compared over process groups, nor in a graph, made once for all steps. There the same collective sums a number
+    made of both, the stamp: the sum is a rank's own stamp times the number of ranks. A stamp is a fifth power modulo a
+    prime: of steps such as 1, 2, 3 the second would be the mean, and its rank would have no error.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ from ..core.tracing import is_tracing
 
 _PACKAGE = __name__.partition(".")[0]
 _LONG = 16  # a list of more numbers is a table of this package, and left out
-_PRIME = 2**31 - 1  # modulo which numbers have different fifth powers
-_SPREAD = 0x9E3779B1  # any number of 32 bits: seeds next to each other get places far apart
+_PRIME = 2**31 - 1  # different numbers have different fifth powers modulo it
+_SPREAD = 0x9E3779B1  # any number of 32 bits: adjacent seeds get distant stamps
 _LONGEST = 300  # characters; a longer text is cut, with a checksum of the whole
 
 
 def describe(**arguments: object) -> str:
-    """The plain values among these arguments, and inside of them, as one line of text.
+    """Return the plain values among these arguments, and inside them, as one line of text.
 
     >>> describe(clip_norm=1.0, accumulate=2)
     'clip_norm=1.0, accumulate=2'
@@ -47,7 +47,7 @@ def describe(**arguments: object) -> str:
 
 
 def _words(name: str, value: object, seen: set[int]) -> Iterator[str]:
-    """The plain values in a value, each as `name=value`; values whose ids are in `seen` are described already."""
+    """Yield the plain values in a value as `name=value`, except in values with ids in `seen`, described already."""
     if value is None or isinstance(value, bool | int | float | complex | str | torch.dtype):
         yield f"{name}={value!r}"
         return
@@ -69,7 +69,7 @@ def _is_ours(value: object) -> bool:
 
 
 def _parts(value: object) -> list[tuple[str, object]]:
-    """The values inside of a value, by name; an empty name stands for the name of the value itself."""
+    """List the values inside a value, by name; an empty name stands for the value's own."""
     if isinstance(value, partial):
         return [("", value.func), *(("", x) for x in value.args), *value.keywords.items()]
     if isinstance(value, Mapping):
@@ -88,18 +88,18 @@ def _parts(value: object) -> list[tuple[str, object]]:
     return list(zip(value.__code__.co_freevars, cells, strict=True))
 
 
-def place_of(step: Tensor, seed: Tensor, device: torch.device) -> tuple[str, Number]:
-    """The step and the seed as text, empty in a graph; and as a whole number below 2**31, so that sums are exact.
+def stamp_of(step: Tensor, seed: Tensor, device: torch.device) -> tuple[str, Number]:
+    """Return step and seed as text, empty in a graph, and as a stamp below 2**31, so that sums are exact.
 
-    In a graph for an accelerator the number is 0: every run would copy both there.
+    In a graph for an accelerator the stamp is 0: every run would copy step and seed to the device.
 
-    >>> place_of(torch.tensor(3), torch.tensor(0), torch.device("cpu"))
+    >>> stamp_of(torch.tensor(3), torch.tensor(0), torch.device("cpu"))
     (', step=3, seed=0', 665346162)
     """
     if is_tracing() and device.type != "cpu":
         return "", 0
     first, second = (step, seed) if is_tracing() else (int(step), int(seed))
     text = "" if is_tracing() else f", step={first}, seed={second}"
-    place = (first + (second % _PRIME + 1) * _SPREAD) % _PRIME  # not 0 at the first step: 0 is the mean of -x and x
-    square = place * place % _PRIME
-    return text, square * square % _PRIME * place % _PRIME
+    number = (first + (second % _PRIME + 1) * _SPREAD) % _PRIME  # not 0 at the first step: 0 is the mean of -x and x
+    square = number * number % _PRIME
+    return text, square * square % _PRIME * number % _PRIME

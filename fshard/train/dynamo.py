@@ -1,10 +1,10 @@
 """A step inside the user's own torch.compile.
 
 Note [torch.compile]
-    Dynamo traces Python bytecode, and cannot follow all that a step does. `nonstrict_trace` tells it to take the step
-    as one call, which AOTAutograd then traces into operators as `jit` does: no graph break, and the same nodes. Such a
-    call takes no None among its arguments, and returns no structure that dynamo has not seen. So None is replaced by a
-    constant, and the new state comes out as leaves, from which a state like the given one is built.
+    Dynamo traces Python bytecode, and cannot follow all of a step. `nonstrict_trace` makes the step one call, and
+    AOTAutograd then traces it into operators as `jit` does: no graph break, and the same nodes. Such a call takes no
+    None among its arguments, and returns no structure unknown to dynamo. So a constant replaces None, and the new state
+    comes out as leaves, put into a state like the given one.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class _Step(Protocol):
 
 
 class _Nothing:
-    """A constant in the place of None, which `nonstrict_trace` does not take."""
+    """A constant in place of None: `nonstrict_trace` does not take None."""
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, _Nothing)
@@ -42,24 +42,23 @@ _NOTHING = _Nothing()
 
 
 def without_none(x: Tree) -> Tree:
-    """The tree with a constant in the place of every None. Dual: `with_none`."""
+    """Replace every None in a tree with a constant. Dual: `with_none`."""
     return pytree.tree_map(lambda leaf: _NOTHING if leaf is None else leaf, x)
 
 
 def with_none(x: Tree) -> Tree:
-    """The tree with None in the place of the constant. Dual: `without_none`."""
+    """Replace the constant in a tree with None. Dual: `without_none`."""
     return pytree.tree_map(
         lambda leaf: None if isinstance(leaf, _Nothing) else leaf, x, is_leaf=lambda leaf: isinstance(leaf, _Nothing)
     )
 
 
 def like(x: Tree, leaves: list[Tensor]) -> Tree:
-    """The leaves as a tree of the structure of `x`, with None in the place of the constant."""
+    """Put leaves into a tree of the structure of `x`, with None for the constant."""
     return with_none(pytree.tree_unflatten(leaves, pytree.tree_structure(x)))
 
 
 def _run(step: _Step, state: Tree, args: Tree) -> tuple[list[Tensor], Tree]:
-    """Run a step: the leaves of its new state, and the metrics."""
     state, metrics = step.run(with_none(state), *with_none(args))
     return pytree.tree_leaves(without_none(state)), without_none(metrics)
 

@@ -1,11 +1,10 @@
 """A step that updates each unit in its backward, as soon as the unit's gradients are reduced.
 
 Note [Steps that update in the backward]
-    `Updates` is handed the sum of each unit (Note [Updates in a backward] in `grad/gradients.py`), and runs the
-    optimizer on that unit alone: on its flat parameters, and on the same shard of every tree in the optimizer's
-    state. This is the same update, because the optimizer is elementwise. The 0-d tensors of the state (counts) are
-    those before the step for every unit. Clipping must know the norm of all gradients first, so the
-    forward and backward run twice.
+    `Updates` gets the sum of each unit (Note [Updates in a backward] in `grad/gradients.py`), and runs the optimizer on
+    this unit alone: on its flat parameters, and on the same shard of every tree in the optimizer's state. The optimizer
+    is elementwise, so the update is the same. Every unit reads the state's 0-d tensors (counts) from before the step.
+    Clipping needs the norm of all gradients first, so the forward and backward run twice.
 """
 
 from __future__ import annotations
@@ -48,7 +47,7 @@ Runs: TypeAlias = Mapping[tuple[int, int], Sequence[tuple[int, int, int, int]]]
 
 
 class Stepped(NamedTuple):
-    """The results of one step: the new state, the loss, the norm of all gradients, and which updates were skipped."""
+    """The results of one step: new state, loss, norm of all gradients, and skipped updates."""
 
     state: Tree
     outcome: Outcome
@@ -59,7 +58,7 @@ class Stepped(NamedTuple):
 def step_in_backward(recipe: Recipe, tx: Transform, state: Tree, batch: Tree, args: Sequence[Tree]) -> Stepped:
     """Update parameters and optimizer state of a donated state in place, unit by unit.
 
-    After an error the state is given away, if an update was made.
+    An error after an update gives the state away.
     """
     _check_state(state)
     given, state = state, replace(state, extra=own_extra(state.extra, [state.params.trainable, state.opt_state]))
@@ -91,7 +90,7 @@ def step_in_backward(recipe: Recipe, tx: Transform, state: Tree, batch: Tree, ar
 
 
 def own_extra(extra: Tree, overwritten: Sequence[Tree]) -> Tree:
-    """Extra with copies of the leaves that share memory with `overwritten`, and a new container for each `Sharded`."""
+    """Copy the leaves of extra in the memory of `overwritten`, and make a new container for each `Sharded`."""
 
     def copied(x: Tree) -> Tree:
         if isinstance(x, Sharded):  # its container would be given away with the state
@@ -102,7 +101,7 @@ def own_extra(extra: Tree, overwritten: Sequence[Tree]) -> Tree:
 
 
 def check_in_backward(tx: Transform, by: Reduction, donate: bool, how: Mapping[str, object]) -> None:
-    """Raise ValueError for arguments of `train_step` with which all gradients must be there before an update.
+    """Raise ValueError for arguments of `train_step` that need all gradients before an update.
 
     `how` are others of its arguments, by name.
     """
@@ -125,7 +124,7 @@ def check_in_backward(tx: Transform, by: Reduction, donate: bool, how: Mapping[s
 
 
 def _check_state(state: Tree) -> None:
-    """Raise ValueError for a state whose gradients must all be there before the first update."""
+    """Raise ValueError for a state that needs all gradients before the first update."""
     plan = state.params.plan
     if not isinstance(state.loss_scale, NoLossScale):
         raise ValueError(
@@ -141,7 +140,7 @@ def _check_state(state: Tree) -> None:
 
 
 def _run(recipe: Recipe, state: Tree, batch: Tree, args: Sequence[Tree], take: OnSum) -> Outcome:
-    """Forward and backward of the batch; `take` is handed the sum of each unit and kind, (n / W_grads,)."""
+    """Run forward and backward of the batch; `take` gets the sum of each unit and kind, (n / W_grads,)."""
     plan = state.params.plan
     sums = Sharded(whole_view(plan, plan.grads_over, state.params.trainable.view.kinds), [])
     into = Gradients(lambda: sums, by=recipe.by, take=take, device=device_of(state.params))
@@ -151,13 +150,13 @@ def _run(recipe: Recipe, state: Tree, batch: Tree, args: Sequence[Tree], take: O
 
 
 class Squares:
-    """The sum of the squares of all gradients of a backward, unit by unit."""
+    """The sum of squares of a backward's gradients, unit by unit."""
 
     def __init__(self, params: Sharded):
         self._plan = params.plan
         self._dtype = max((wide(row.dtype) for row in params.trainable.tensors), key=lambda dtype: dtype.itemsize)
-        # float64, 0-d, by the axes along which ranks hold other elements: copies count once. On GPUs a square sum is
-        # made on the stream of sums: one that was dropped there would be overwritten while it is read.
+        # float64, 0-d, by the axes along which ranks hold other elements: copies count once. All square sums are kept:
+        # GPUs make them on the stream of sums, and one dropped there would be overwritten while it is read.
         none = torch.zeros((), dtype=torch.float64, device=device_of(params))
         kinds = [self._plan.kinds[kind] for kind in params.trainable.view.kinds]
         self._sums = {over: [none] for over in ((), *(kind.apart(self._plan.grads_over) for kind in kinds))}
@@ -167,14 +166,14 @@ class Squares:
         self._sums[self._plan.kinds[kind].apart(self._plan.grads_over)].append(square_sum(total))
 
     def norm(self) -> Tensor:
-        """The 2-norm over all ranks: 0-d, from one collective."""
+        """Return the 2-norm over all ranks: 0-d, from one collective."""
         mesh, local = self._plan.live_mesh(), {over: torch.stack(squares).sum() for over, squares in self._sums.items()}
         totals = [primitives.total(x, mesh, over, label="norm") for over, x in local.items()]
         return torch.stack(totals).sum().sqrt().to(self._dtype)
 
 
 def _runs(layout: Layout, view: View) -> Runs:
-    """The intervals of a view's shards that hold the leaves of one label, whose own layout this is; made once."""
+    """Return the intervals of a view's shards with the leaves of one label, of this layout; made once."""
     known, key = layout.derived.runs, (view.plan.fingerprint, view.over, view.kinds)
     if key not in known:
         runs = dict[tuple[int, int], list[tuple[int, int, int, int]]]()
@@ -193,7 +192,7 @@ class Updates:
     def __init__(self, tx: Transform, state: Tree, factor: Tensor | None):
         self._params, self._tx, self._old, self._factor = state.params, tx, state.opt_state, factor
         fine = refine(state.params.trainable, state.params.plan.state_over)
-        self._view, self._shards = fine.key, shards_of(fine)  # the parameters (n / W_state,) that this rank updates
+        self._view, self._shards = fine.key, shards_of(fine)  # (n / W_state,): this rank updates them
         self._seeds = Seeds(state.rng, state.step, device_of(state.params)) if tx.draws else None
         self._new: dict[Label, Tree] = {}  # the newest state by label; None: of an optimizer without labels
         self._gathers: list[Pending] = []
@@ -233,7 +232,7 @@ class Updates:
             self._gathers.append(reshard(params, fine, coarse, plan.live_mesh(), name, out))
 
     def _own(self, total: Tensor, kind: int) -> Tensor:
-        """The gradients (n / W_state,) that this rank updates with, in the dtype of the parameters."""
+        """Return this rank's gradients for its update, (n / W_state,), in the dtype of the parameters."""
         plan = self._params.plan
         grads = plan.within(total, kind, plan.state_over[len(plan.grads_over) :])
         if self._factor is not None:

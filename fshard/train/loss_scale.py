@@ -1,8 +1,8 @@
 """Loss scalers: immutable values that a step takes and returns.
 
-A gradient in half precision underflows; multiplying the loss by a scale and the gradient by its inverse avoids it.
-Where a scaled gradient overflows the update is skipped, and a dynamic scale backs off. Source: Micikevicius et al.,
-Mixed precision training (2018); the dynamic rule is torch.amp.GradScaler's.
+A gradient in half precision underflows; multiplying the loss by a scale and the gradient by its inverse avoids it. If a
+scaled gradient overflows, the update is skipped, and a dynamic scale backs off. Source: Micikevicius et al., Mixed
+precision training (2018); the dynamic rule is torch.amp.GradScaler's.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from ..update import kernels
 from ..update.base import FoundInf, Label, any_found, check_found
 from ..update.transforms import Labels, labeller
 
-# The fields of DynamicLossScale that torch.amp.GradScaler lacks, with the values at which both do the same.
+# Fields of DynamicLossScale, but not of torch.amp.GradScaler, with the values at which both do the same.
 _BOUNDS = {"min_scale": 0.0, "max_scale": math.inf, "hysteresis": 1}
 
 T = TypeVar("T")
@@ -40,9 +40,9 @@ K = TypeVar("K")
 
 
 def _times(x: Tree, scale: Tensor) -> Tree:
-    """Every leaf times a 0-d scale, in the leaf's dtype (torch promotes a product of two 0-d tensors to the wider).
+    """Multiply every leaf by a 0-d scale, in the leaf's dtype (torch promotes two 0-d tensors to the wider one).
 
-    Of a loss only the totals: a mean whose count is multiplied, too, is the same mean.
+    Of a loss, multiply only the totals: a mean with a multiplied count, too, is the same mean.
     """
 
     def times(path: str, leaf: Tree) -> Tree:
@@ -57,23 +57,21 @@ def _times(x: Tree, scale: Tensor) -> Tree:
 
 
 class Unscaled(Marked):
-    """A gradient that was divided by the loss scale: `unscale` refuses to divide it again.
+    """A gradient divided by the loss scale: `unscale` refuses to divide it again.
 
-    What torch computes from it is a plain tensor, and so is what is pickled: files can be loaded without this class. A
-    copy, and what `detach` returns, is unscaled as well. Sparse gradients stay plain, because torch cannot give them
-    another class.
+    Results computed from it are plain tensors, and so are pickles: files load without this class. Copies, and results
+    of `detach`, are unscaled as well. Sparse gradients stay plain, because torch cannot give them another class.
     """
 
     @classmethod
     def __torch_function__(cls, fn: Operator, types: object, args: Args = (), kwargs: Kwargs = None) -> Tree:
-        # Private name, but the one torch's notes on extending torch give; without it every result is an `Unscaled`.
+        # private, but named by torch's notes on extending torch; without it every result is an `Unscaled`
         with torch._C.DisableTorchFunctionSubclass():
             result = fn(*args, **(kwargs or {}))
-        # nn.Parameter asks that `detach` keeps the class
+        # nn.Parameter needs a `detach` that keeps the class
         return result.as_subclass(cls) if fn in (torch.detach, Tensor.detach) else result
 
     def _plain(self) -> Tensor:
-        """The same memory as a tensor, or parameter, of torch's own class."""
         plain = self.detach().as_subclass(Tensor)
         return nn.Parameter(plain, self.requires_grad) if isinstance(self, nn.Parameter) else plain
 
@@ -87,7 +85,7 @@ class Unscaled(Marked):
 
 
 def _as_scale(scale: Number) -> Tensor:
-    """A new 0-d float32 tensor, because the caller may later write to the tensor that it passed."""
+    """Make a new 0-d float32 tensor: the caller may later write to its own."""
     if not isinstance(scale, Tensor) and not is_number(scale):
         raise TypeError(wrong("a loss scale", scale, "a number above 0, or a 0-d tensor"))
     plain = scale.as_subclass(Tensor) if isinstance(scale, Tensor) else double(float(scale))
@@ -99,7 +97,7 @@ def _as_scale(scale: Number) -> Tensor:
 
 
 def _check_between(scale: Number, least: float, most: float) -> None:
-    """Raise ValueError for a number outside of the bounds, rounded to float32; tensors are not read."""
+    """Raise ValueError for a number outside the bounds, rounded to float32; tensors are not read."""
     if is_number(scale) and not least * (1 - 2**-23) <= scale <= most * (1 + 2**-23):
         raise ValueError(f"a loss scale={scale}: expected min_scale={least} <= scale <= max_scale={most}")
 
@@ -107,10 +105,10 @@ def _check_between(scale: Number, least: float, most: float) -> None:
 def _unscale(grads: Tree, scale: Tensor, own: bool, labels: Labels, mesh: AnyMesh) -> tuple[Tree, FoundInf]:
     _check_grads(grads)
     sparse = any(row.layout is torch.sparse_coo for row in tree.leaves(grads))
-    if not own or sparse:  # `coalesce` in `_values` makes a new tensor of one that is not coalesced
+    if not own or sparse:  # `coalesce` in `_values` makes a new tensor of an uncoalesced one
         grads = tree.map(lambda row: (row.coalesce() if row.layout is torch.sparse_coo else row).clone(), grads)
     meshes, by_label = _meshes(grads, mesh), dict[Label, Tensor]()
-    if labels is not None:  # before the division: a scale below 1 may make what is finite overflow
+    if labels is not None:  # before the division: a scale below 1 may make finite values overflow
         nodes = tree.paths_to(grads, Parts)
         paths = [tree.joined(path, name) for path, node in nodes for name in tree.paths(layout_of(node).spec)]
         by_label = _not_finite_by(labeller(labels, paths), grads, meshes)
@@ -135,20 +133,20 @@ def _check_grads(grads: Tree) -> None:
 
 
 def _meshes(x: Tree, mesh: AnyMesh) -> list[AnyMesh]:
-    """The meshes whose ranks agree on what is finite: that of sharded gradients, and `mesh`."""
+    """List the meshes whose ranks agree on finiteness: the sharded gradients', and `mesh`."""
     axis_sizes(mesh)  # raises unless it is a mesh
     return [present for present in (mesh_of(x), mesh) if present is not None]
 
 
 def _agreed(flags: T, meshes: Sequence[AnyMesh]) -> T:
-    """A tree of flags (0-d), each 1 if it is 1 on any rank of the meshes."""
+    """Return a tree of flags (0-d), each 1 if it is 1 on any rank of the meshes."""
     for mesh in meshes:
         flags = consensus.any_rank(flags, mesh)
     return flags
 
 
 def _not_finite_by(key: Callable[[Leaf], K], x: Tree, meshes: Sequence[AnyMesh]) -> dict[K, Tensor]:
-    """`found_inf` by key: 1 if a leaf of the key is not finite on any rank, else 0 (float32, 0-d, equal on all)."""
+    """Return `found_inf` by key, equal on all ranks: 1 if any rank has a non-finite leaf of the key (float32, 0-d)."""
     flags, device = dict[K, list[Tensor]](), device_of(x)
     for path, node in tree.paths_to(x, Parts):
         layout = layout_of(node)
@@ -156,7 +154,7 @@ def _not_finite_by(key: Callable[[Leaf], K], x: Tree, meshes: Sequence[AnyMesh])
             n: key(replace(leaf, path=tree.joined(path, leaf.path)))
             for n, leaf in ((n, layout.leaves[n]) for n in layout.numbers)
         }
-        # a flag for every key, also where this rank has no piece: ranks compare as many flags, in the same order
+        # a flag for every key, also without a piece here: ranks compare as many flags, in the same order
         for key_of_leaf in keys.values():
             flags.setdefault(key_of_leaf, [torch.zeros((), dtype=torch.float32, device=device)])
         for n, piece in pieces(node, layout):
@@ -167,15 +165,16 @@ def _not_finite_by(key: Callable[[Leaf], K], x: Tree, meshes: Sequence[AnyMesh])
 
 
 def _not_finite(x: Tensor) -> Tensor:
-    """`found_inf` of one tensor: 1 if any element is not finite, else 0 (float32, 0-d)."""
+    """Return `found_inf` of one tensor: 1 if any element is not finite, else 0 (float32, 0-d)."""
     low, high = torch.aminmax(torch.view_as_real(x.resolve_conj()) if x.is_complex() else x)  # NaN if any is
     return (~(low.isfinite() & high.isfinite())).float()
 
 
 def nonfinite_leaves(x: Tree, mesh: AnyMesh = None) -> list[str]:
-    """The paths of leaves that are not finite on any rank, equal on all ranks. One collective; the host waits for it.
+    """Return the paths of leaves that are not finite on some rank: one collective, and the host waits for it.
 
-    The ranks are those of the mesh that `x` lies on; for a plain tree those of `mesh`, or this one alone for None.
+    The paths are equal on all ranks: those of the mesh of `x`; for a plain tree those of `mesh`, or this one alone for
+    None.
 
     >>> nonfinite_leaves({"a": torch.tensor([1.0, torch.inf]), "b": torch.ones(2)})
     ['a']
@@ -203,7 +202,7 @@ class StaticLossScale:
         vars(self).update(value=_as_scale(scale))
 
     def scale(self, x: Tree) -> Tree:
-        """A tree times the scale, each leaf in its own dtype. TypeError for a leaf that is not a floating tensor."""
+        """Multiply a tree by the scale, each leaf in its own dtype. TypeError for any leaf but a floating tensor."""
         return _times(x, self.value)
 
     def unscale(
@@ -212,10 +211,10 @@ class StaticLossScale:
         """Divide gradients by the scale; returns `(grads, found_inf)`.
 
         `found_inf` (float32, 0-d) is 1 if the gradients of any rank are not finite, else 0, and equal on all ranks of
-        the mesh that sharded or unreduced gradients lie on. For a plain tree pass the `mesh`; with None `found_inf` is
-        that of this rank alone. With `labels` (`by_label`'s) `found_inf` is a dict with one tensor for each label, as
-        `by_label(...).step` takes it. With `own` the gradients may be overwritten, and are divided in place. ValueError
-        for gradients that were unscaled already.
+        the mesh of sharded or unreduced gradients. For a plain tree pass the `mesh`; with None `found_inf` is this
+        rank's alone. With `labels` (`by_label`'s) `found_inf` is a dict with one tensor for each label, as for
+        `by_label(...).step`. With `own` the gradients may be overwritten, and are divided in place. ValueError for
+        gradients that were unscaled already.
 
         >>> StaticLossScale(4.0).unscale({"w": torch.tensor([8.0, 4.0])})
         ({'w': Unscaled([2., 1.])}, tensor(0.))
@@ -233,13 +232,13 @@ class DynamicLossScale(StaticLossScale):
     """A scale that shrinks when gradients overflow, and grows after `growth_interval` updates without an overflow.
 
     - `scale`: the first scale; by default 2^16, or the nearest bound.
-    - `growth_factor`, `backoff_factor`: what the scale is multiplied by when it grows, and when it shrinks.
-    - `growth_interval`: the number of updates in a row without an overflow after which the scale grows.
-    - `growth_tracker`: how many of these there were already.
+    - `growth_factor`, `backoff_factor`: factors of the scale when it grows, and when it shrinks.
+    - `growth_interval`: the number of updates in a row without an overflow until the scale grows.
+    - `growth_tracker`: the number of these updates so far.
     - `min_scale`, `max_scale`: bounds of the scale; a `scale` outside is a ValueError.
     - `hysteresis`: the scale shrinks at the `hysteresis`-th overflow since it last grew, and at every one after that
       (with 1, at the first: torch.amp.GradScaler's rule).
-    - `hysteresis_tracker`: how many overflows are left until then; by default `hysteresis`.
+    - `hysteresis_tracker`: the number of overflows left until then; by default `hysteresis`.
 
     >>> scaler = DynamicLossScale(16.0, growth_interval=1)
     >>> scaler.adjust(torch.tensor(1.0)).value.item(), scaler.adjust(torch.tensor(0.0)).value.item()
@@ -294,7 +293,7 @@ class DynamicLossScale(StaticLossScale):
         vars(self).update(zip((f.name for f in fields(self)), values, strict=True))
 
     def adjust(self, found_inf: FoundInf, new_scale: Number | None = None) -> DynamicLossScale:
-        """The scaler of the next step; with `new_scale` one with that scale and the same counts. No host read."""
+        """Return the next step's scaler; with `new_scale` one with this scale and the same counts. No host read."""
         if new_scale is not None:
             _check_between(new_scale, self.min_scale, self.max_scale)
             return self._with(_as_scale(new_scale).to(self.value.device), self.growth_tracker, self.hysteresis_tracker)
@@ -319,10 +318,10 @@ class DynamicLossScale(StaticLossScale):
         return new
 
     def state_dict(self) -> dict[str, float]:
-        """The state dict of torch.amp.GradScaler. The host waits for the device.
+        """Return the state dict of torch.amp.GradScaler. The host waits for the device.
 
-        If `min_scale`, `max_scale` or `hysteresis` is not its default, all of them are in it as well.
-        Dual: `load_state_dict`.
+        If `min_scale`, `max_scale` or `hysteresis` is not its default, the state dict has all three. Dual:
+        `load_state_dict`.
 
         >>> DynamicLossScale(8.0).state_dict()["scale"]
         8.0
@@ -335,7 +334,7 @@ class DynamicLossScale(StaticLossScale):
         return {**saved, **bounds, "_hysteresis_tracker": int(self.hysteresis_tracker)}
 
     def load_state_dict(self, saved: Mapping[str, Any]) -> DynamicLossScale:  # values from a file, checked by __init__
-        """The scaler that was saved. A state dict of torch.amp.GradScaler gets this scaler's bounds and hysteresis.
+        """Return the saved scaler. A state dict of torch.amp.GradScaler gets this scaler's bounds and hysteresis.
 
         ValueError for a state dict that is empty or lacks a value.
 
@@ -358,7 +357,7 @@ class DynamicLossScale(StaticLossScale):
 
 @dataclass(frozen=True)
 class NoLossScale:
-    """No scaling, and no update is skipped. `metrics["found_inf"]` of a step says if a gradient is not finite.
+    """No scaling, and no update is skipped. A step's `metrics["found_inf"]` is 1 if a gradient is not finite.
 
     >>> NoLossScale().scale(torch.tensor(2.0))
     tensor(2.)
@@ -370,11 +369,11 @@ class NoLossScale:
         return torch.ones((), dtype=torch.float32, device="cpu")
 
     def state_dict(self) -> dict[str, float]:
-        """The state dict of a torch.amp.GradScaler that is not enabled: {}. Dual: `load_state_dict`."""
+        """Return the state dict of a disabled torch.amp.GradScaler: {}. Dual: `load_state_dict`."""
         return {}
 
     def load_state_dict(self, saved: Mapping[str, Any]) -> NoLossScale:
-        """This scaler, whatever was saved, as for a torch.amp.GradScaler that is not enabled."""
+        """Return this scaler, whatever was saved, as a disabled torch.amp.GradScaler does."""
         return self
 
     def scale(self, x: Tree) -> Tree:

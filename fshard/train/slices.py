@@ -1,17 +1,17 @@
 """A step's gradients with `reduction="tree"`: the same bits on any number of ranks.
 
 Note [Slices]
-    With `reduction="tree"` the batch of all ranks is cut into a power of two of slices: `plan.slices`, or the largest
-    power of two that divides the number of rows if that is smaller. The number of slices does not depend on the number
-    of ranks, and each slice has its own random numbers. So a slice has the same gradient on any number of ranks, and
-    the balanced tree over all slices gives the same bits (Note [The same bits on any number of ranks]).
+    With `reduction="tree"` the batch of all ranks is cut into a power of two of slices: `plan.slices`, or, if smaller,
+    the largest power of two that divides the number of rows. The number of slices does not depend on the number of
+    ranks, and each slice has its own random numbers. So a slice has the same gradient on any number of ranks, and the
+    balanced tree over all slices gives the same bits (Note [The same bits on any number of ranks]).
 
-    A matrix product may round otherwise where an operand starts at another address, as MKL's does on AMD processors:
-    what counts is the address modulo 16. So the loss is given a copy of each slice, which starts at a multiple of 64
-    bytes. Leaves of parameters start at multiples of 16 (Note [Flat buffers] in `plan/plan.py`).
+    A matrix product may round differently if the address of an operand differs modulo 16, as MKL's does on AMD
+    processors. So the loss gets a copy of each slice, at a multiple of 64 bytes. Leaves of parameters start at
+    multiples of 16 (Note [Flat buffers] in `plan/plan.py`).
 
-    A rank sums its slices like a binary counter whose digits are trees of gradients (`_add_to_counter`). All
-    totals are divided by the count of the first slice, and the sum is rescaled once every slice has been counted.
+    A rank sums its slices like a binary counter with trees of gradients as digits (`_add_to_counter`). All totals are
+    divided by the count of the first slice, and the sum is rescaled once every slice has been counted.
 
     Kernels outside the loss must be position-independent: an element's result may not depend on its offset in a row.
     torch's fused optimizers fail this, so a step does not use them here. Norms are summed without rounding (Note [Exact
@@ -42,7 +42,7 @@ from .accumulate import Recipe, StepGradients, cut, joined, num_rows, rank_of, r
 
 
 def gradients_of_slices(recipe: Recipe, state: Tree, batch: Tree, args: Sequence[Tree]) -> StepGradients:
-    """The gradients of a batch, slice by slice (Note [Slices])."""
+    """Compute the gradients of a batch, slice by slice (Note [Slices])."""
     params, plan = state.params, state.params.plan
     if plan.param_wire is not None or plan.grad_wire is not None:
         raise ValueError(
@@ -50,7 +50,7 @@ def gradients_of_slices(recipe: Recipe, state: Tree, batch: Tree, args: Sequence
         )
     slices, rows, rank = _cut_slices(batch, recipe.accumulate, params), num_rows(batch), rank_of(params)
     num = len(slices) * len(slices[0]) * num_ranks(plan.live_mesh())  # micro-batches of all ranks
-    first: list[Outcome] = []  # the first outcome; its count is that of the first slice of all ranks
+    first: list[Outcome] = []  # the first outcome, with the count of the first slice of all ranks
 
     def divisor(outcome: Outcome) -> Tensor:
         if not first:
@@ -80,7 +80,6 @@ def gradients_of_slices(recipe: Recipe, state: Tree, batch: Tree, args: Sequence
 
 
 def _cut_slices(batch: Tree, accumulate: int, params: Sharded) -> list[list[Tree]]:
-    """This rank's slices, each a list of micro-batches."""
     plan = params.plan
     ranks = plan.num_ranks(plan.data)
     rows = num_rows(batch) * ranks
@@ -95,17 +94,17 @@ def _cut_slices(batch: Tree, accumulate: int, params: Sharded) -> list[list[Tree
 
 
 def _count_of_first_slice(outcome: Outcome, recipe: Recipe, rows: int, plan: Plan, rank: int) -> Tensor:
-    """The count of rank 0's first micro-batch, on every rank; NaN if ranks have different numbers of rows.
+    """Return the count of rank 0's first micro-batch, on every rank; NaN if ranks have different numbers of rows.
 
-    One small collective, whose text says the rows and, on CPUs, the number of threads: ranks that compare calls raise.
-    Where none does, n ranks have equal rows exactly if n times the sum of squares is the square of the sum.
+    One small collective has the rows and, on CPUs, the number of threads in its text: ranks that compare calls raise.
+    If none compares, n ranks have equal rows exactly if n times the sum of squares is the square of the sum.
     """
     count = outcome.shared(1) if rank == 0 else torch.zeros_like(outcome.count)
     text, checksum = described(outcome.kind, outcome.dtype, outcome.aux, outcome.output)
     words = f"{text}{recipe.built}, rows={rows}"
     words += f", threads={torch.get_num_threads()}" * (outcome.count.device.type == "cpu")  # a GPU's bits are its own
     words += " (reduction='tree': as many on every rank)"
-    numbers = [on_device(x, count.device) for x in (rows, rows**2, recipe.place + checksum)]
+    numbers = [on_device(x, count.device) for x in (rows, rows**2, recipe.stamp + checksum)]
     sent, mesh = torch.stack([count, *numbers]), plan.live_mesh()
     sums = primitives.total(sent, mesh, label="loss", more=words)
     count, total, squares = consensus.without_place(sums, sent, mesh).unbind()
@@ -115,7 +114,7 @@ def _count_of_first_slice(outcome: Outcome, recipe: Recipe, rows: int, plan: Pla
 def _add_to_counter(counter: list[Sharded], number: int, grads: Sharded) -> None:
     """Add the gradients of slice `number` to a binary counter.
 
-    Where the counter has a sum of as many slices, the two become one sum of twice as many, as a digit is carried.
+    If the counter has a sum of as many slices, the two become one sum of twice as many, as a digit is carried.
     """
     while number % 2:
         grads, number = tree.map(lambda a, b: tree_sum([a, b]), counter.pop(), grads), number // 2
@@ -123,7 +122,7 @@ def _add_to_counter(counter: list[Sharded], number: int, grads: Sharded) -> None
 
 
 def _over_ranks(outcomes: Sequence[Outcome], plan: Plan) -> Outcome:
-    """The outcome of all slices of all ranks, summed in the tree's order; aux is this rank's."""
+    """Sum the outcomes of all slices of all ranks, in the tree's order; aux is this rank's."""
     local = tree_sum([torch.stack([*outcome.sums()]) for outcome in outcomes])  # of `Outcome.sums`
     old = COPIES.dual(plan.axis_names)
     sums = reshard(local, old, COPIES, plan.live_mesh(), "loss", by=TREE).wait().unbind()

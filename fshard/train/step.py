@@ -35,7 +35,7 @@ from ..update.kernels import where
 from ..update.transforms import Labels, check_labelled, check_labels
 from . import dynamo
 from .accumulate import Recipe, check_equal_batches, check_reduce_once, gradients_of_micro_batches
-from .describe import describe, place_of
+from .describe import describe, stamp_of
 from .in_backward import Stepped, check_in_backward, own_extra, step_in_backward
 from .loss_scale import LossScale, NoLossScale
 from .slices import gradients_of_slices
@@ -43,14 +43,14 @@ from .slices import gradients_of_slices
 
 @dataclass(frozen=True)
 class TrainState:
-    """Everything that a step takes and gives, as one pytree.
+    """The input and output of a step, as one pytree.
 
     - `params`: a `Sharded`.
     - `opt_state`: the optimizer's state, cut as the plan's `state_over` says.
     - `loss_scale`: a scaler.
     - `step`: the number of steps made, skipped updates included (int64, on the host).
-    - `rng`: the seed that all random numbers come from (int64, on the host).
-    - `extra`: any tree of yours; with `train_step(with_extra=True)` what the loss returned last.
+    - `rng`: the seed of all random numbers (int64, on the host).
+    - `extra`: any tree of yours; with `train_step(with_extra=True)` the loss's last one.
     """
 
     params: Sharded
@@ -61,12 +61,12 @@ class TrainState:
     extra: Tree
 
     def give_away(self) -> None:
-        """Make every use of the state, and of what is sharded in it, a DonatedError."""
+        """Make every use of the state, and of its sharded trees, a DonatedError."""
         tree.give_away((self.params, self.opt_state))
         vars(self).clear()
 
     def picture(self) -> Picture:
-        """Return which ranks hold what of the parameters, and what each field has here: what `fshard.show` shows."""
+        """The ranks and what they hold of the parameters, and the size of each field here: `fshard.show` shows it."""
         sizes = {name: sum(x.nbytes for x in tree.leaves(x) if isinstance(x, Tensor)) for name, x in vars(self).items()}
         line = "TrainState, on this rank: " + ", ".join(f"{name} {size(n)}" for name, n in sizes.items() if n)
         return self.params.plan.picture(line)
@@ -91,13 +91,13 @@ tree.register_fields(TrainState, ("params", "opt_state", "loss_scale", "step", "
 def init_state(
     sharded: Sharded, tx: TransformLike, loss_scale: LossScale | None = None, seed: int = 0, extra: Tree = None
 ) -> TrainState:
-    """The state before the first step; the optimizer's state is cut as the plan's `state_over` says.
+    """Make the state before the first step; the optimizer's state is cut as the plan's `state_over` says.
 
     `sharded` are the parameters, `tx` the optimizer; all random numbers of the steps come from `seed`. `loss_scale` and
-    `extra` are copied, because a donated state is written to, and of the optimizer's state what lies in the memory of
-    the parameters or of its other leaves. Every rank of the plan's mesh must call this function: seeds, loss scales or
-    copies of parameters that differ between ranks are a MismatchError. A tensor on meta in `extra` has no value:
-    ValueError.
+    `extra` are copied, because a donated state is written to. So are leaves of the optimizer's state in the memory of
+    the parameters or of its other leaves. Every rank of the plan's mesh must call this function: MismatchError if
+    seeds, loss scales or copies of parameters differ between ranks. ValueError for a tensor on meta in `extra`, which
+    has no value.
 
     >>> from fshard.optim import sgd
     >>> init_state(shard_of(torch.ones(2)), sgd(0.1)).step
@@ -129,7 +129,7 @@ def init_state(
 
 
 def _of_its_own(opt_state: Tree, params: Sequence[Tensor]) -> Tree:
-    """Return a state whose tensors lie in memory of their own: a donated one is written to, as parameters are."""
+    """Return a state with each tensor in memory of its own: a donated state is written to, as parameters are."""
     memory = Places(params)
 
     def own(x: object) -> object:
@@ -143,7 +143,6 @@ def _of_its_own(opt_state: Tree, params: Sequence[Tensor]) -> Tree:
 
 
 def _check_alike(params: Sharded, seed: int, scaler: LossScale) -> None:
-    """Raise MismatchError if seeds, scalers or copies of a parameter differ between ranks."""
     plan, (leaves, spec) = params.plan, tree.flatten(scaler)
     values = [leaf.tolist() for leaf in leaves if isinstance(leaf, Tensor)]
     text = f"seed={seed}\nloss_scale={type(scaler).__name__} of {values}, {spec}"
@@ -168,7 +167,7 @@ METRICS = ("loss", "grad_norm", "found_inf")  # of every step, 0-d, and equal on
 
 @tree.constant
 class Step:
-    """What `train_step` returns: torch.compile takes it as one call (Note [torch.compile])."""
+    """The result of `train_step`: torch.compile takes it as one call (Note [torch.compile])."""
 
     def __init__(
         self,
@@ -213,48 +212,48 @@ def train_step(
     in_backward: bool = False,
     keep_gathered: bool = False,
 ) -> Step:
-    """`step(state, batch, *args) -> (state, metrics)`: forward, backward, reduction, unscaling, clipping, update.
+    """Build `step(state, batch, *args) -> (state, metrics)`: forward, backward, reduction, unscaling, clipping, update.
 
     The loss is `loss_fn(params, batch, *args)`. `batch` is this rank's: any tree, or, if it is cut (`accumulate`,
-    `reduction="tree"`), tensors that have its rows in dim 0 (ValueError). `args` go to the loss as they are, with every
+    `reduction="tree"`), tensors with its rows in dim 0 (ValueError). `args` go to the loss as they are, with every
     micro-batch (class weights, a temperature); each `Sharded` among them (a teacher) gathers on access, and gets no
     gradient.
 
     Gradients:
 
     - `clip_norm`: the largest global 2-norm; larger gradients are scaled down to it. By default none are.
-    - `accumulate`: the number of micro-batches that the batch is cut into along dim 0.
+    - `accumulate`: the number of micro-batches of a batch, cut along dim 0.
     - `reduction`: "exact" (sums in rank order), "fast" (the backend's order), None (exact on CPUs, fast on GPUs),
       "tree" (the same bits on 1, 2, 4, ... ranks with equally many threads: Note [Slices]), or an object with the
-      methods of `fshard.reduction.Reduction`; its method `after(grads, unit)`, if it has one, is given each unit's sum.
-    - `reduce_once`: when gradients are reduced. False: with each micro-batch. True: every rank sums whole gradients,
-      which are reduced with the last. Names of axes that gradients are not cut over (`"replicate"`): gradients are
+      methods of `fshard.reduction.Reduction`; its method `after(grads, unit)`, if there is one, gets each unit's sum.
+    - `reduce_once`: the time of the reduction. False: with each micro-batch. True: every rank sums whole gradients,
+      reduced with the last micro-batch. Names of axes over which gradients are not cut (`"replicate"`): gradients are
       reduce-scattered with each micro-batch, and all-reduced over these axes after the last.
-    - `skip_labels`: `optim.by_label`'s labels, `tx` being such an optimizer. An update whose scaled gradients are not
-      finite on any rank is skipped on all ranks; with labels, the updates of the labels concerned alone.
+    - `skip_labels`: labels of `optim.by_label`, if `tx` is such an optimizer. If scaled gradients are not finite on any
+      rank, all ranks skip the update; with labels, the updates of the affected labels alone.
 
-    What the loss takes and returns:
+    Arguments and results of the loss:
 
     - `has_aux`: it returns `(loss, aux)`; `metrics["aux"]` is this rank's aux (a list with one for each micro-batch if
-      there are several). In place of each `Mean` and `Sum` in it is the value over all ranks and micro-batches, as for
+      there are several). Each `Mean` and `Sum` in it is replaced by its value over all ranks and micro-batches, as for
       the loss, from the loss's own collective.
     - `with_extra`: it is `loss_fn(params, extra, batch, *args) -> (loss, extra)`, or `(loss, extra, aux)`.
       `state.extra` goes from micro-batch to micro-batch, detached, and into the new state, and keeps structure, shapes
       and dtypes (ValueError). It is each rank's own, unless the loss makes it equal. A skipped update keeps the old
-      extra, so that what overflowed does not stay in a running mean.
+      extra, so overflows do not stay in a running mean.
 
     Memory:
 
-    - `donate`: the step takes the state over, updates it in place, and touching it raises DonatedError; ValueError for
-      a batch or `args` that share its memory. Leaves and views that were taken from it before (`tree.leaves`,
-      `local_views`) get the new values: clone what you keep. Without it nothing that goes in is changed.
-    - `in_backward`: each unit is updated in the backward, as soon as its gradients are reduced, so that gradients of
-      two units are in memory, not of all. It needs `donate`, `accumulate=1`, an elementwise `tx` (ValueError) and a
-      state without a loss scale. With `clip_norm` the forward and backward run twice, first for the norm. Leaves that a
-      rank holds whole are copied when they are read. An error in the backward gives the state away. In a graph of `jit`
-      the passes place the updates.
+    - `donate`: the step takes the state over and updates it in place; touching it later raises DonatedError. ValueError
+      for a batch or `args` that share its memory. Leaves and views taken from it before (`tree.leaves`, `local_views`)
+      get the new values: clone them to keep the old. Without it no input is changed.
+    - `in_backward`: each unit is updated in the backward, as soon as its gradients are reduced, so gradients of two
+      units are in memory, not of all. It needs `donate`, `accumulate=1`, an elementwise `tx` (ValueError) and a state
+      without a loss scale. With `clip_norm` the forward and backward run twice, first for the norm. Leaves held whole
+      by a rank are copied when they are read. An error in the backward gives the state away. In a graph of `jit` the
+      passes place the updates.
     - `keep_gathered`: a gathered unit stays in memory until the last micro-batch: each unit is gathered once a step,
-      and the memory of all gathered parameters is taken. Results have the same bits.
+      and all gathered parameters take memory. Results have the same bits.
 
     `metrics` has 0-d tensors, equal on all ranks: `loss`, `grad_norm` (before clipping) and `found_inf`. Random numbers
     drawn in the loss come from the state alone, differ by rank, step and micro-batch, and leave torch's own generator
@@ -289,12 +288,12 @@ def train_step(
         in_place = donate and not is_tracing()  # a graph returns new tensors: `jit(donate=True)` places them
         if in_place:
             _check_unshared((params.trainable, state.opt_state), (batch, *args))
-        # made in here, so that `captures` finds the loss function among what this function reads
-        at, place = place_of(state.step, state.rng, device_of(params))
+        # made in here, so that `captures` finds the loss function: `run` must read it
+        at, stamp = stamp_of(state.step, state.rng, device_of(params))
         recipe = Recipe(
             *(loss_fn, accumulate, by, reduce_once, has_aux, with_extra, clip_norm, skip_labels, in_place),
             built + at,
-            place,
+            stamp,
             {} if keep_gathered else None,
         )
         make = step_in_backward if in_backward and in_place else _step_after_backward
@@ -312,7 +311,6 @@ def train_step(
 def _step_after_backward(
     recipe: Recipe, tx: Transform, state: TrainState, batch: Tree, args: Sequence[Tree]
 ) -> Stepped:
-    """Update all parameters when all gradients are there."""
     params, in_slices, tx = state.params, isinstance(recipe.by, TreeSums), _seeded(tx, state) if tx.draws else tx
     gradients = gradients_of_slices if in_slices else gradients_of_micro_batches
     grads, outcome, share = gradients(recipe, state, batch, args)
@@ -325,9 +323,9 @@ def _step_after_backward(
     found_inf = tree.map(lambda flag: torch.maximum(flag, nothing_counted), found_inf)
     norm = _rescale(grads, share, recipe.clip_norm, in_slices)
 
-    skip = None if isinstance(state.loss_scale, NoLossScale) else found_inf  # where 1, the update is not made
+    skip = None if isinstance(state.loss_scale, NoLossScale) else found_inf  # 1: the update is not made
     extra = _chosen(skip, state.extra, outcome.extra) if recipe.with_extra else state.extra
-    if recipe.donate:  # extra may lie in memory that the update writes to
+    if recipe.donate:  # the update may write to memory of extra
         extra = own_extra(extra, [params.trainable, state.opt_state])
     updated, opt_state = _update(tx, grads, state.opt_state, params, skip, recipe.donate, in_slices)
     del grads  # their memory is free for the gathers of new parameters
@@ -338,7 +336,6 @@ def _step_after_backward(
 
 
 def _seeded(tx: Transform, state: TrainState) -> Transform:
-    """The transformation, whose random numbers come from the seed and step of a state."""
     seeds = Seeds(state.rng, state.step, device_of(state.params))
 
     def of(update: Callable[..., tuple[Tree, Tree]]) -> Callable[..., tuple[Tree, Tree]]:
@@ -378,7 +375,7 @@ def _check_built(
 
 
 def _chosen(skip: FoundInf | None, old: Tree, new: Tree) -> Tree:
-    """The new extra, or the old one if any update is skipped; leaves that both share stay as they are (no `where`)."""
+    """Return the new extra, or the old one if any update is skipped; leaves of both stay as they are (no `where`)."""
     if skip is None:
         return new
     skipped = any_found(skip)
@@ -388,7 +385,7 @@ def _chosen(skip: FoundInf | None, old: Tree, new: Tree) -> Tree:
 
 
 def _rescale(grads: Sharded, factor: Tensor | None, clip_norm: float | None, exact: bool) -> Tensor:
-    """Multiply gradients in place by `factor`, and clip them to `clip_norm`; returns the norm before clipping."""
+    """Multiply gradients in place by `factor`, and clip them to `clip_norm`; return the norm before clipping."""
     norm = global_norm(grads, exact=exact)
     if factor is not None:
         norm = norm * factor.to(norm.dtype)  # the norm of the multiplied gradients, without a second pass
@@ -410,9 +407,9 @@ def _update(
     donate: bool,
     exact_norms: bool,
 ) -> tuple[Sharded | Views, Tree]:
-    """New parameters, cut as the state is, and optimizer state; with `donate` in the memory of the old ones."""
+    """Make new parameters, cut as the state is, and optimizer state; with `donate` in the old ones' memory."""
     plan, trained = params.plan, params.trainable
-    # params (n / W_params,) -> the shard that this rank updates, a view of them (n / W_state,)
+    # params (n / W_params,) -> this rank's shard to update, a view of them (n / W_state,)
     fine_params = refine(trained, plan.state_over)
     # a policy's `grads` may be another dtype than the parameters'
     grads = Sharded(grads.view, [g.to(p.dtype) for g, p in zip(grads.tensors, trained.tensors, strict=True)])
@@ -433,7 +430,7 @@ def _gathered(updated: Sharded | Views, params: Sharded, donate: bool) -> Sharde
 
 
 def _check_unshared(donated: Tree, given: Sequence[Tree]) -> None:
-    """Raise ValueError if a tensor of the batch or of an argument lies in memory that a donated step writes to."""
+    """Raise ValueError if a tensor of the batch or of an argument lies in memory written by a donated step."""
     written = Places(donated)
     if not written.has(given):
         return

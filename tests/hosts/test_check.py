@@ -21,7 +21,7 @@ from support.worlds import by_process_groups, fates, gloo, simulated
 import fshard
 from fshard import optim
 from fshard.comm.consensus import check_same
-from fshard.train.describe import place_of
+from fshard.train.describe import stamp_of
 
 
 def names_both(text: str, fault: Fault) -> bool:
@@ -427,7 +427,7 @@ def test_the_place_of_no_rank_is_the_mean_of_others(what: str, far: int) -> None
 
 def places_of(what: str, number: int) -> int:
     x, zero = torch.tensor(number), torch.tensor(0)
-    return int(place_of(*((x, zero) if what == "step" else (zero, x)), torch.device("cpu"))[1])
+    return int(stamp_of(*((x, zero) if what == "step" else (zero, x)), torch.device("cpu"))[1])
 
 
 class Net(torch.nn.Module):
