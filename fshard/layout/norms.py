@@ -277,7 +277,8 @@ def _norm_dtype(x: Tree) -> torch.dtype:
 
 def _norm_of_rank(x: Tree, p: float) -> Tensor:
     """Differentiable `global_norm`: along the axes that leaves are cut over, each rank has its own value."""
-    norm, known = _one_norm(x, p), dict[tuple[int, str], AnyMesh]()
+    norm = _one_norm(x, p)
+    known: dict[tuple[int, str], AnyMesh] = {}  # torch.compile traces no call of `dict[...]`
     for mesh, axes, _ in _by_axes(x):
         known |= {(id(mesh), axis): mesh for axis in axes}
     for (_, axis), mesh in known.items():

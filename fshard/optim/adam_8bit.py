@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache, partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -81,15 +81,17 @@ def decode(codes: Tensor, scales: Tensor, book: Tensor) -> Tensor:
     return book.to(codes.device)[codes.int()] * scales.unsqueeze(1)
 
 
-def _derived(layout: Layout, name: str, dtype: torch.dtype, block: int) -> Layout:
-    """The layout of the codes (`block` 1), or of tensors with one value for each block."""
-    kept: dict[str, Any] = {"dtype": dtype}
+def _of_codes(layout: Layout) -> Layout:
+    leaves = tuple(replace(leaf, dtype=torch.uint8) for leaf in layout.leaves)
+    return replace(layout, source=("codes", 1, layout.source), leaves=leaves, origin=None)
+
+
+def _of_scales(layout: Layout, block: int) -> Layout:
     leaves = tuple(
-        replace(leaf, **kept) if block == 1 else replace(leaf, **kept, shape=(-(-leaf.numel // block),), split=None)
-        for leaf in layout.leaves
+        replace(leaf, dtype=torch.float32, shape=(-(-leaf.numel // block),), split=None) for leaf in layout.leaves
     )
     rows = tuple(replace(row, block=block) for row in layout.rows)
-    return replace(layout, source=(name, block, layout.source), leaves=leaves, rows=rows, origin=None)
+    return replace(layout, source=("scales", block, layout.source), leaves=leaves, rows=rows, origin=None)
 
 
 def _check_blocks(layout: Layout, block: int) -> None:
@@ -118,7 +120,7 @@ def _check_blocks(layout: Layout, block: int) -> None:
 
 def _check_state(state: Adam8bitState, rows: Sequence[Tensor], block: int) -> None:
     """Raise ValueError for a state of another block size or of other rows."""
-    old_block = state.mu.scales.layout.source[1]  # as `_derived` made it
+    old_block = state.mu.scales.layout.source[1]
     moment = zip(state.mu.codes.tensors, state.mu.scales.tensors, strict=True)
     sizes = [(row.numel(), -(-row.numel() // block)) for row in rows]
     if old_block != block or [(codes.numel(), scales.numel()) for codes, scales in moment] != sizes:
@@ -156,8 +158,7 @@ def adamw_8bit(
         def zero() -> Quantised:
             codes = [torch.zeros_like(row, dtype=torch.uint8) for row in rows]
             scales = [torch.zeros(-(-row.numel() // block), dtype=torch.float32, device=row.device) for row in rows]
-            derived = _derived(layout, "codes", torch.uint8, 1), _derived(layout, "scales", torch.float32, block)
-            return Quantised(Parts(derived[0], codes), Parts(derived[1], scales))
+            return Quantised(Parts(_of_codes(layout), codes), Parts(_of_scales(layout, block), scales))
 
         return Adam8bitState(start_count(params), zero(), zero())
 

@@ -120,7 +120,8 @@ def _direction(products: Tensor) -> Tensor:
     curvature = products.diagonal(m)[:m]  # sᵀy
     used = curvature > _LEAST_CURVATURE  # False for pairs of zeros, too
     rho = torch.where(used, 1 / torch.where(used, curvature, 1.0), 0.0)  # else 1 / 0 has a derivative of NaN
-    zero, scale, alphas = torch.zeros_like(curvature[0]), torch.ones_like(curvature[0]), dict[int, Tensor]()
+    zero, scale = torch.zeros_like(curvature[0]), torch.ones_like(curvature[0])
+    alphas: dict[int, Tensor] = {}  # torch.compile traces no call of `dict[...]`
     weights = [*[zero] * 2 * m, zero - 1]  # no number set by its index: on a GPU that is a copy from the host
     for i in reversed(range(m)):
         alphas[i] = rho[i] * (torch.stack(weights) @ products[i])

@@ -118,7 +118,8 @@ def test_a_module_under_torch_compile(kind, backend, dynamic):
     make, data = KINDS[kind]
     inputs = [x.double() if x.is_floating_point() else x for x in (data(), data())]
     given = [{"tokens": x} for x in inputs]
-    compiles(make().double(), given, lambda out, _: out.square().sum(), backend=backend, dynamic=dynamic)
+    # without the second term gradients of a bias after a norm are 0 up to rounding, which Adam makes large
+    compiles(make().double(), given, lambda out, _: (out.square() + out).sum(), backend=backend, dynamic=dynamic)
 
 
 @pytest.mark.parametrize("strategy", ["full", "keep", "zero1", "ddp"])
