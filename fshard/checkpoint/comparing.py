@@ -12,7 +12,7 @@ from torch import Tensor
 from ..core.storage import as_bytes, from_bytes
 from ..files.directory import folder, index_at
 from ..files.foreign import printable
-from ..files.index import CheckpointError, Index, IndexEntry
+from ..files.index import CheckpointError, IndexEntry
 from ..files.places import Place
 from ..files.safetensors_file import NAMES
 from ..layout.layout import numbers_in
@@ -30,26 +30,20 @@ def compare(place: Place, step: int, other_place: Place, other_step: int) -> Ite
     for label, where, x in (("A", place, index), ("B", other_place, other)):
         text = f"{label}: {where}: step {x.step:,}, saved by {x.ranks:,} rank(s)"
         yield TextLine(text, False, {"checkpoint": label, "dir": str(where), "step": x.step, "ranks": x.ranks})
-    num_different = 0
-    for line in _differences(folder(place, step), index, folder(other_place, other_step), other):
-        num_different += 1
-        yield line
-    total = len({*index.leaves, *index.values, *other.leaves, *other.values})
-    text = f"{num_different:,} of {total:,} leaves and values differ"
-    yield TextLine(text, False, {"unequal": num_different, "compared": total})
-
-
-def _differences(place: Place, index: Index, other_place: Place, other: Index) -> Iterator[TextLine]:
+    here, there, num_different = folder(place, step), folder(other_place, other_step), 0
     names = dict.fromkeys([*index.leaves, *index.values, *other.leaves, *other.values])
     for name in names:
         a, b = (x.leaves.get(name, x.values.get(name)) for x in (index, other))
         if isinstance(a, IndexEntry) and isinstance(b, IndexEntry):
-            text, gap = _of_leaf(place, a, other_place, b, name)
+            text, gap = _of_leaf(here, a, there, b, name)
         else:  # nan is not equal to nan, and 1 not to 1.0
             text, gap = "" if repr(a) == repr(b) else f"{_shown(a)} in A, {_shown(b)} in B", {}
         if text:
+            num_different += 1
             a, b = (_shown(x) if isinstance(x, IndexEntry) else number(x) for x in (a, b))
             yield TextLine(f"{printable(name)}: {text}", True, {"name": name, "a": a, "b": b} | gap)
+    text = f"{num_different:,} of {len(names):,} leaves and values differ"
+    yield TextLine(text, False, {"unequal": num_different, "compared": len(names)})
 
 
 def _shown(x: object) -> str:

@@ -79,7 +79,7 @@ def contents_of(state: Tree, function: str, mesh: AnyMesh) -> Contents:
     for path, node in tree.paths_to(state, Parts):
         if isinstance(node, Parts):
             _check_mesh(function, path, node.mesh, mesh)
-            names += _add_parts(contents, path, node)
+            names += add_parts(contents, path, node)
         elif isinstance(node, Tensor):
             names.append(path)
             _check_tensor(function, path, node)
@@ -93,7 +93,7 @@ def contents_of(state: Tree, function: str, mesh: AnyMesh) -> Contents:
     return contents
 
 
-def _add_parts(contents: Contents, path: str, node: Parts) -> list[str]:
+def add_parts(contents: Contents, path: str, node: Parts) -> list[str]:
     """Add the leaves of a sharded node, and this rank's parts of them; return the names of the leaves."""
     layout = typed(node)
     names = {number: tree.joined(path, layout.leaves[number].path) for number in layout.numbers}

@@ -6,9 +6,7 @@ import math
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import groupby
-from operator import attrgetter
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,14 +20,17 @@ from ..core.storage import as_bytes
 from ..core.tree import Tree
 from ..files.foreign import legible, open_file
 from ..files.hugging_face import Leaf, entries_at, finish, new_files, put, remove_partial
+from ..files.index import IndexEntry, Piece
 from ..files.safetensors_file import FileEntry, check_fits, read_chunks
-from ..layout.layout import Picks, within
+from ..layout.layout import within
 from ..layout.row import Row
 from ..plan.plan import Plan, Slot, check_plain
 from ..sharding.sharded import Sharded, empty_params, whole_leaves
 from ..state.dtensors import is_sharded, sharding
 from ..state.names import Rename, renamed
 from ..state.params import check_sharded, check_whole_tree
+from .contents import Contents, add_parts
+from .restoring import PieceRead, reads_of
 
 
 @legible()
@@ -60,8 +61,8 @@ def load_safetensors(path: str | os.PathLike[str], plan: Plan, rename: Rename | 
     there, given = consensus.together(mesh, lambda: _entries(path, wanted.values(), rename), _REMEDY)
     lines = "\n".join(map(str, there.values()))
     consensus.check_same(mesh, lines, f"load_safetensors: {path}", _REMEDY)
-    entry_of = {slot: [given[name] for name in leaf.names if name in given] for slot, leaf in wanted.items()}
-    reads = sorted(_reads(sharded, entry_of), key=attrgetter("again", "file", "start"))
+    entries = {leaf.names[0]: [given[name] for name in leaf.names if name in given] for leaf in wanted.values()}
+    reads = sorted(_reads(sharded, entries), key=lambda x: (x.unlike != "", x.piece.file, x.piece.offset, x.begin))
     consensus.together(mesh, lambda: _read(reads), _REMEDY)
     return sharded
 
@@ -83,47 +84,33 @@ def _entries(
     return there, given
 
 
-class _RowRead(NamedTuple):
-    """Elements to read from a file into a part of a row, or, if they are read `again`, to compare with it."""
-
-    again: bool  # whether the leaf has been read already, under another of its names
-    file: Path
-    start: int  # where the elements begin in the file
-    dtype: torch.dtype  # in the file
-    numel: int  # of them
-    out: Tensor  # (n,)
-    picks: Picks  # which of them are read
-    names: tuple[str, str]  # of the leaf, and the one under which it is read first
-
-
-def _reads(into: Sharded, entry_of: Mapping[Slot, Sequence[FileEntry]]) -> Iterator[_RowRead]:
+def _reads(into: Sharded, entries: Mapping[str, Sequence[FileEntry]]) -> Iterator[PieceRead]:
     """The parts of all leaves that this rank holds, each once for every name in the files."""
-    plan = into.plan
-    for row in into.view.rows.values():
-        shard = row.of(into.tensors)
-        for slot, _, start, begin, numel in row.spans(row.number(plan.live_mesh())):
-            first, out = entry_of[slot][0], shard[start : start + numel]
-            at, end, picks = slot.in_file(begin, numel)
-            for entry in entry_of[slot]:
-                assert entry.dtype is not None  # `_entries` has refused it
-                where = entry.file, entry.start + at * entry.dtype.itemsize
-                yield _RowRead(entry is not first, *where, entry.dtype, end - at, out, picks, (entry.name, first.name))
+    contents = Contents(into.mesh)
+    add_parts(contents, "", into)
+    for part in contents.parts:
+        first = entries[part.name][0]
+        for x in entries[part.name]:
+            assert x.dtype is not None  # `_entries` has refused it
+            whole = IndexEntry(x.shape, x.dtype, (Piece(str(x.file), x.start, 0, math.prod(x.shape), ()),))
+            yield from reads_of(part, whole, f"{x.name!r} and {first.name!r} are tied, but differ" * (x is not first))
 
 
-def _read(reads: Sequence[_RowRead]) -> None:
-    for path, of_file in groupby(reads, attrgetter("file")):
-        with open_file(path) as file:
+def _read(reads: Sequence[PieceRead]) -> None:
+    for name, of_file in groupby(reads, lambda read: read.piece.file):
+        with open_file(name) as file:
             for read in of_file:
-                done = 0
-                for values in read_chunks(file, path, read.start, read.numel * read.dtype.itemsize, read.dtype):
+                done, size = 0, read.dtype.itemsize
+                start = read.piece.offset + read.begin * size
+                for values in read_chunks(file, Path(name), start, read.numel * size, read.dtype):
                     picked, done = within(read.picks, done, done + len(values)), done + len(values)
                     if picked is None:
                         continue
                     values, out = values[picked[0]].to(read.out.dtype), read.out[picked[1]]
-                    if not read.again:
+                    if not read.unlike:
                         read.out[picked[1]] = values.to(out.device)
                     elif not torch.equal(as_bytes(out.cpu()), as_bytes(values)):
-                        raise ValueError(f"{path}: {read.names[0]!r} and {read.names[1]!r} are tied, but differ")
+                        raise ValueError(f"{name}: {read.unlike}")
 
 
 def save_safetensors(
@@ -170,7 +157,10 @@ def _checked(
     check_whole_tree("save_safetensors", params)
     check_whole("save_safetensors: max_bytes", max_bytes, what="a number of bytes")
     folder, beside = check_path("save_safetensors: dir", dir, _FILE), _buffers(buffers)
-    leaves = [*_leaves(params), *((name, tuple(x.shape), x.dtype) for name, x in beside)]
+    names, kinds = params.view.names(), zip(params.view.kinds, params.tensors, strict=True)
+    dtype_of = {kind: x.dtype for kind, x in kinds}
+    leaves = [(names[slot][0], slot.shape, dtype_of[slot.kind]) for row in _rows(params) for slot in row.leaves]
+    leaves += [(name, tuple(x.shape), x.dtype) for name, x in beside]
     dtypes = ((name, dtype) for name, _, dtype in leaves)
     check_fits("save_safetensors", (name for name, _, _ in leaves), dtypes, [torch.complex128])
     return folder, _groups(leaves, max_bytes), beside
@@ -219,14 +209,6 @@ def _put_unit(params: Sharded, row: Row[Slot], entry_of: Mapping[Slot, FileEntry
 def _rows(params: Sharded) -> list[Row[Slot]]:
     """The rows, in the order in which they are gathered."""
     return [params.view.rows[place] for place in params.plan.rows if place in params.view.rows]
-
-
-def _leaves(params: Sharded) -> Iterator[Leaf]:
-    """The leaves in the order in which they are written."""
-    names = params.view.names()
-    dtypes = dict(zip(params.view.kinds, (row.dtype for row in params.tensors), strict=True))
-    for row in _rows(params):
-        yield from ((names[slot][0], slot.shape, dtypes[slot.kind]) for slot in row.leaves)
 
 
 def _groups(leaves: Sequence[Leaf], max_bytes: int) -> list[list[Leaf]]:

@@ -210,15 +210,15 @@ def _into(like: Tree, index: Index, origins: Mapping[str, Sequence[str]], wanted
 def _read_state(source: Checkpoint, origins: Mapping[str, Sequence[str]], into: Tree, mesh: AnyMesh) -> None:
     """Read this rank's part of a checkpoint into the tensors of a state."""
     contents, index = contents_of(into, "restore", mesh), source.index
-    reads, checks = list[_PieceRead](), list[_PieceRead]()
+    reads, checks = list[PieceRead](), list[PieceRead]()
     for part in contents.parts:
         first, *others = (index.key(origin, contents.rank) for origin in origins[part.name])
         if first in index.values:
             part.elements.fill_(float(index.values[first]))  # a number where `like` has a 0-d tensor
             continue
-        reads += _reads(part, index.leaves[first])
+        reads += reads_of(part, index.leaves[first])
         for other in others:
-            checks += _reads(part, index.leaves[other], _differ(first, other))
+            checks += reads_of(part, index.leaves[other], _differ(first, other))
     consensus.together(contents.mesh, lambda: _read_all(source, reads), _REMEDY, CheckpointError)
     consensus.together(contents.mesh, lambda: _read_all(source, checks), _REMEDY, CheckpointError)
 
@@ -248,21 +248,15 @@ def _origins(source: Checkpoint, wanted: Contents, rename: Rename | None) -> dic
         if name in wanted.forms or name in wanted.values:
             for origin in of_name:
                 differences += _differences(name, origin, index, wanted)
-            differences += _unequal(name, of_name, index)
+            first, *others = of_name  # of values; tensors are compared when they are read
+            unlike = [other for other in others if index.values.get(first) != index.values.get(other)]
+            differences += [f"{name!r}: {_differ(first, other)}" for other in unlike]
     lacking = [name for name in (*wanted.forms, *wanted.values) if name not in origins]
     left_out = names_by_new(index.left_out, rename, index.names)
     differences += [f"{name!r}: {index.left_out[left_out[name][0]]}" for name in lacking if name in left_out]
     if differences:
         raise ValueError(f"restore: the checkpoint of {source.what} differs from `like`: " + "; ".join(differences))
     return origins
-
-
-def _unequal(name: str, origins: Sequence[str], index: Index) -> Iterator[str]:
-    """Say which values of one name differ; tensors are compared when they are read."""
-    first, *others = origins
-    for other in others:
-        if index.values.get(first) != index.values.get(other):
-            yield f"{name!r}: {_differ(first, other)}"
 
 
 def _differ(first: str, other: str) -> str:
@@ -305,7 +299,7 @@ def _differences(name: str, origin: str, index: Index, wanted: Contents) -> Iter
             yield difference
 
 
-class _PieceRead(NamedTuple):
+class PieceRead(NamedTuple):
     """Elements [begin, begin + numel) of a piece, to read into `out`, or to compare with it."""
 
     name: str  # of the leaf
@@ -318,11 +312,11 @@ class _PieceRead(NamedTuple):
     picks: Picks = None
 
 
-def _reads(part: SavedSpan, entry: IndexEntry, unlike: str = "") -> Iterator[_PieceRead]:
+def reads_of(part: SavedSpan, entry: IndexEntry, unlike: str = "") -> Iterator[PieceRead]:
     """Yield what this rank reads for a part: the pieces that have elements of it."""
     out = part.elements.view(-1)
     if part.order != entry.order:
-        yield from _reads_in_order(part, entry, unlike)
+        yield from _in_order(part, entry, unlike)
         return
     end = part.begin + len(out)
     first = bisect_right(entry.pieces, part.begin, key=lambda piece: piece.end)
@@ -331,11 +325,11 @@ def _reads(part: SavedSpan, entry: IndexEntry, unlike: str = "") -> Iterator[_Pi
             break
         low, high = max(part.begin, piece.begin), min(end, piece.end)
         into = out[low - part.begin : high - part.begin]
-        yield _PieceRead(part.name, piece, entry.dtype, low - piece.begin, high - low, into, unlike)
+        yield PieceRead(part.name, piece, entry.dtype, low - piece.begin, high - low, into, unlike)
 
 
-def _reads_in_order(part: SavedSpan, entry: IndexEntry, unlike: str) -> Iterator[_PieceRead]:
-    """`_reads` of a leaf whose elements lie in another order in the checkpoint."""
+def _in_order(part: SavedSpan, entry: IndexEntry, unlike: str) -> Iterator[PieceRead]:
+    """`reads_of` of a leaf whose elements lie in another order in the checkpoint."""
     out = part.elements.view(-1)
     picks = picks_in(entry.order, entry.shape, part.order, part.begin, len(out))
     for piece in entry.pieces:
@@ -343,10 +337,10 @@ def _reads_in_order(part: SavedSpan, entry: IndexEntry, unlike: str) -> Iterator
             numbers, places = picked  # from the beginning of the piece
             begin, end = int(numbers[0]), int(numbers[-1]) + 1
             of_piece = numbers - begin, places
-            yield _PieceRead(part.name, piece, entry.dtype, begin, end - begin, out, unlike, of_piece)
+            yield PieceRead(part.name, piece, entry.dtype, begin, end - begin, out, unlike, of_piece)
 
 
-def _read_all(source: Checkpoint, reads: Sequence[_PieceRead]) -> None:
+def _read_all(source: Checkpoint, reads: Sequence[PieceRead]) -> None:
     """Read file after file, each from its beginning to its end. CheckpointError names the file and the leaf."""
     place, sizes = source.place, source.index.files
     pieces = located(place, [read.piece for read in reads])
@@ -369,7 +363,7 @@ def _read_all(source: Checkpoint, reads: Sequence[_PieceRead]) -> None:
             raise CheckpointError(f"{place}/{name}: {error}. It has leaf {first.name!r}") from error
 
 
-def _read(file: Reader, read: _PieceRead, where: str, buffer: bytearray) -> None:
+def _read(file: Reader, read: PieceRead, where: str, buffer: bytearray) -> None:
     """Read the blocks of a piece that have the elements, and compare each with its checksum."""
     piece, size = read.piece, read.dtype.itemsize
     first, last, end = read.begin * size, (read.begin + read.numel) * size, piece.numel * size  # bytes of the piece

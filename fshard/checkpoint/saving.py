@@ -79,11 +79,6 @@ class InFlight:
     # of the copies of a state: kept, because memory is slow when it is touched for the first time
     memory: list[Tensor] = field(default_factory=list)
 
-    def end(self, mesh: AnyMesh) -> None:
-        """Wait for the last save. CheckpointError if it failed and nobody was told."""
-        if self.last is not None:
-            self.last.end(mesh)
-
 
 def _in_flight(mesh: Mesh) -> InFlight:
     return InFlight()
@@ -151,7 +146,8 @@ def save(
     place, contents = consensus.together(mesh, checked)
     grid = adapted(mesh)
     in_flight = _ALONE if grid is None else grid.once(_in_flight)
-    in_flight.end(mesh)
+    if in_flight.last is not None:
+        in_flight.last.end(mesh)  # CheckpointError if it failed and nobody was told
     check_same_call(contents, "save", dir=place, step=step, wait=wait, keep_last=keep_last, keep_every=keep_every)
     by_rank = differing(contents)
     pieces = [*own_pieces(contents, by_rank)]

@@ -109,7 +109,7 @@ class Writer:
     def finish(self, patience: float, stop: threading.Event) -> None:
         """Read the records of all ranks, put the index in place, and delete the files of the index that it replaces.
 
-        CheckpointError if a record is not there after so many seconds, or when `stop` is set.
+        CheckpointError if a record is not there after so many seconds, when `stop` is set, or if files are deleted.
         """
         place, names = folder(self.directory, self.step), [f"{self._name(r)}.json" for r in range(self.contents.ranks)]
         _await(place, self.token, names, patience, stop)
@@ -122,7 +122,11 @@ class Writer:
         text, old = index.to_json(), _files_at(self.directory, self.step)
         read_index(text, f"{place}/{INDEX}")  # what `restore` refuses is never put in place
         place.put(INDEX, text)
-        self._check_alone(place, index, text)
+        # another job may have taken the files for those of a killed save
+        lost = sorted({*index.files} - {*place.names()})
+        if lost and place.has(INDEX) and read_all(place, INDEX) == text:  # else a later save has taken its place
+            place.remove(INDEX)
+            raise _deleted(place, lost[0])
         for name in (*names, *old):
             place.remove(name)
 
@@ -138,13 +142,6 @@ class Writer:
                 if name.startswith(self.token) and name not in in_use:
                     place.remove(name)
             place.remove_folder()
-
-    def _check_alone(self, place: Place, index: Index, text: bytes) -> None:
-        """Take the index away and raise CheckpointError if another job took the files for those of a killed save."""
-        lost = sorted({*index.files} - {*place.names()})
-        if lost and place.has(INDEX) and read_all(place, INDEX) == text:  # else a later save has taken its place
-            place.remove(INDEX)
-            raise _deleted(place, lost[0])
 
     def _index(self, records: Sequence[RankRecord]) -> Index:
         leaves = dict[str, IndexEntry]()

@@ -109,7 +109,9 @@ def finish(folder: Path, entries: Mapping[str, FileEntry]) -> None:
 
     The process may be killed between any two lines: then either the earlier files are loaded, whole, or the new ones.
     """
-    old = _old_files(folder)
+    # also files of earlier saves that are named as transformers names them
+    part = re.compile(r"model(-\d+)?-\d{5}-of-\d{5}\.safetensors")
+    old = {path.name for path in folder.iterdir() if path.name in (FILE, INDEX) or part.fullmatch(path.name)}
     files = sorted(folder.glob(f"model*{PARTIAL}"))  # in the order of their numbers
     names = {file: file.name.removesuffix(PARTIAL) for file in files}
     new = {*names.values()}
@@ -128,9 +130,3 @@ def finish(folder: Path, entries: Mapping[str, FileEntry]) -> None:
     flush(folder)
     for name in sorted(old - new):  # a single earlier file is loaded until it is gone
         (folder / name).unlink(missing_ok=True)
-
-
-def _old_files(folder: Path) -> set[str]:
-    """The files of earlier saves, as transformers names them, too."""
-    part = re.compile(r"model(-\d+)?-\d{5}-of-\d{5}\.safetensors")
-    return {path.name for path in folder.iterdir() if path.name in (FILE, INDEX) or part.fullmatch(path.name)}

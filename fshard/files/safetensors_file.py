@@ -193,15 +193,9 @@ def read_chunks(file: FileIO, path: Path, start: int, num_bytes: int, dtype: tor
 def write_tensor(file: BufferedIOBase, start: int, value: Tensor) -> None:
     """Write the elements of a tensor to a file, from an offset on. Dual: `read_chunks`."""
     file.seek(start)
-    for chunk in chunks(value):
-        file.write(chunk)
-
-
-def chunks(x: Tensor) -> Iterator[memoryview]:
-    """Yield the bytes of a tensor, at most `CHUNK` at a time, each of them until the next one."""
-    buffer = bytearray(min(x.nbytes, CHUNK))
-    for part in as_bytes(x).split(CHUNK) if buffer else ():
-        yield copied_into(buffer, part)
+    buffer = bytearray(min(value.nbytes, CHUNK))
+    for part in as_bytes(value).split(CHUNK) if buffer else ():
+        file.write(copied_into(buffer, part))
 
 
 def copied_into(buffer: bytearray, data: Tensor) -> memoryview:

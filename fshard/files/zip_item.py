@@ -44,11 +44,10 @@ class ZipItem:
             raise ValueError(f"the zip file lacks {name!r}")
         if member.compress_type != zipfile.ZIP_STORED or member.file_size != member.compress_size:
             raise ValueError(f"{name!r} is compressed: expected plain bytes, as torch.save writes them")
-        if member.flag_bits & 1:
-            raise ValueError(f"{name!r} is encrypted")
+        require(not member.flag_bits & 1, f"{name!r} is encrypted")
         head = _read(self._file, self._offset + member.header_offset, 30)
-        if head[:4] != b"PK\x03\x04":
-            raise ValueError(f"{name!r}: no member of a zip file begins at byte {member.header_offset:,}")
+        is_member = head[:4] == b"PK\x03\x04"
+        require(is_member, f"{name!r}: no member of a zip file begins at byte {member.header_offset:,}")
         # the lengths of its name and of the extra field, which the directory does not say
         start = member.header_offset + 30 + int.from_bytes(head[26:28], "little") + int.from_bytes(head[28:], "little")
         if start + member.file_size > self._length:
@@ -78,14 +77,6 @@ class _View(io.RawIOBase):
 
     def __init__(self, file: Reader, offset: int, length: int):
         self._file, self._offset, self._length, self._position = file, offset, length, 0
-
-    def seekable(self) -> bool:
-        """Whether the position can be set: yes."""
-        return True
-
-    def readable(self) -> bool:
-        """Whether it can be read: yes."""
-        return True
 
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
         """Set the position, and return it."""

@@ -206,17 +206,6 @@ class Leaf:
         """Return the whole leaf from its elements in order. Dual: `flat`."""
         return flat.view(self.shape) if self.split is None else self.split.shaped(flat, self.shape)
 
-    def in_file(self, begin: int, numel: int) -> tuple[int, int, Picks]:
-        """Return the row-major positions of elements [begin, begin + numel), as in files of other libraries.
-
-        They are an interval of positions, and the picked ones in it if the leaf has another order.
-        """
-        if not (self.order and numel):
-            return begin, begin + numel, None
-        numbers, places = picks_in((), self.shape, self.order, begin, numel)
-        first, last = int(numbers[0]), int(numbers[-1])
-        return first, last + 1, (numbers - first, places)
-
 
 @tree.constant
 @dataclass(frozen=True, eq=False)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 PACKAGE = Path(__file__).parents[2] / "fshard"
 
-LIMIT = 33  # only ever less: who takes nouns away lowers it
+LIMIT = 32  # only ever less: who takes nouns away lowers it
 
 NOUNS: dict[str, list[str]] = {
     "layout/layout.py": ["Split", "Leaf", "Layout"],
@@ -23,8 +23,7 @@ NOUNS: dict[str, list[str]] = {
     "zero_optimizer/leaf.py": ["ZeroState"],
     "optim/matrix.py": ["Factors"],
     "checkpoint/contents.py": ["SavedSpan", "Contents"],
-    "checkpoint/params.py": ["_RowRead"],
-    "checkpoint/restoring.py": ["_PieceRead"],
+    "checkpoint/restoring.py": ["PieceRead"],
     "files/index.py": ["Piece", "IndexEntry"],
 }
 
