@@ -56,14 +56,11 @@ def _table(names: Sequence[str], rows: Sequence[Sequence[object]]) -> Iterator[T
     """Yield a title and a line for each row, whose last cell is a note: it says whether something is damaged."""
     titles = [*(name.replace("_", " ") for name in names[:-1]), ""]
     right = [n for n, name in enumerate(names) if name not in ("file", "note")]
-    title, *texts = aligned([titles, *([_cell(x) for x in row] for row in rows)], right)
+    cells = [[f"{x:,}" if isinstance(x, int) else "" if x is None else printable(x, 2000) for x in row] for row in rows]
+    title, *texts = aligned([titles, *cells], right)
     yield TextLine(title)
     for text, row in zip(texts, rows, strict=True):
         yield TextLine(text, str(row[-1]).startswith(_DAMAGED), dict(zip(names, row, strict=True)))
-
-
-def _cell(x: object) -> str:
-    return f"{x:,}" if isinstance(x, int) else "" if x is None else printable(x, 2000)
 
 
 def _summary(place: Place, step: int) -> list[int | str | None]:

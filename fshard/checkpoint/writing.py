@@ -100,9 +100,8 @@ class Writer:
 
     def put(self, record: RankRecord) -> None:
         """Write the record of this rank, which says that its files are written."""
-        values = {
-            rank_key(name, self.contents.rank): x for name, x in self.contents.values.items() if name in self.by_rank
-        }
+        by_rank = {name: x for name, x in self.contents.values.items() if name in self.by_rank}
+        values = {rank_key(name, self.contents.rank): x for name, x in by_rank.items()}
         text = RankRecord(record.files, record.pieces, values).to_json()
         folder(self.directory, self.step).put(f"{self._name(self.contents.rank)}.json", text)
 

@@ -5,15 +5,15 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterator, Sequence
+from operator import le
 
 MOST_RUNS = 1 << 20  # of all boxes of a checkpoint: one that is cut along another dimension than the first has many
 
 
 def check_box(name: str, shape: Sequence[int], offsets: Sequence[int], sizes: Sequence[int]) -> None:
     """Raise ValueError, which begins with the name of the tensor, unless a box is inside it."""
-    is_inside = len(shape) == len(offsets) == len(sizes) and all(
-        begin + size <= whole for begin, size, whole in zip(offsets, sizes, shape, strict=True)
-    )
+    ends = [begin + size for begin, size in zip(offsets, sizes, strict=False)]
+    is_inside = len(shape) == len(offsets) == len(sizes) and all(map(le, ends, shape))
     if not is_inside:
         raise ValueError(f"{name!r}: a chunk {[*sizes]} at {[*offsets]} is not inside the tensor {[*shape]}")
 

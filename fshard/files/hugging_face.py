@@ -46,24 +46,18 @@ def entries_at(path: Path) -> dict[str, FileEntry]:
 def indexed(raw: Json, index: object, read: Callable[[str], dict[str, FileEntry]]) -> dict[str, FileEntry]:
     """Return the tensors of the files that an index lists; errors call it `index`, and `read` reads one file."""
     entries, names_of = dict[str, FileEntry](), dict[str, list[str]]()
-    for name, file in _weight_map(raw, index).items():
+    file_of = raw.get("weight_map")
+    if not isinstance(file_of, dict) or not all(isinstance(file, str) for file in file_of.values()):
+        raise ValueError(f"{index}: expected weight_map, a name of a file for every tensor")
+    for name, file in file_of.items():
+        if not is_file_name(file):  # it may be in another directory than the index
+            raise ValueError(f"{index}: {name!r}: expected the name of a file beside the index, got {file!r}")
         names_of.setdefault(file, []).append(name)
     for file, listed in names_of.items():
         if difference := lacking(listed, there := read(file)):
             raise ValueError(f"{index}: {file} has other tensors: {difference}")
         entries |= there
     return entries
-
-
-def _weight_map(raw: Json, index: object) -> dict[str, str]:
-    """The file of each tensor, by an index. ValueError for names of files that are not in the index's directory."""
-    file_of = raw.get("weight_map")
-    if not isinstance(file_of, dict) or not all(isinstance(file, str) for file in file_of.values()):
-        raise ValueError(f"{index}: expected weight_map, a name of a file for every tensor")
-    for name, file in file_of.items():
-        if not is_file_name(file):
-            raise ValueError(f"{index}: {name!r}: expected the name of a file beside the index, got {file!r}")
-    return file_of
 
 
 Leaf = tuple[str, tuple[int, ...], torch.dtype]  # of a file: name, shape, dtype

@@ -249,11 +249,8 @@ def _check_piece(piece: Piece, num_bytes: int, files: Mapping[str, int]) -> None
 
 def _check_apart(leaves: Mapping[str, IndexEntry]) -> None:
     """Raise ValueError if two pieces have a byte of a file in common."""
-    spans = sorted(
-        (piece.file, piece.offset, piece.offset + piece.numel * entry.dtype.itemsize, name)
-        for name, entry in leaves.items()
-        for piece in entry.pieces
-    )
+    pieces = ((piece, entry.dtype.itemsize, name) for name, entry in leaves.items() for piece in entry.pieces)
+    spans = sorted((x.file, x.offset, x.offset + x.numel * itemsize, name) for x, itemsize, name in pieces)
     for (file, _, end, name), (other, begin, _, second) in pairwise(spans):
         if file == other and begin < end:
             raise ValueError(f"{second!r} begins at byte {begin} of {file}, and {name!r} ends at byte {end}")

@@ -143,11 +143,8 @@ def _index(chunks: Iterable[_Chunk]) -> Index:
         left -= sum(num_runs(shape, x.shape) for x, _ in boxes)
         if left < 0:
             raise ValueError(f"{first.file}: {name!r}: it is cut so that there are more than {MOST_RUNS:,} runs")
-        pieces = [
-            Piece(x.file.name, x.start + begin * first.dtype.itemsize, at, numel, ())
-            for x, offsets in boxes
-            if x.num_bytes
-            for begin, at, numel in runs_of(shape, offsets, x.shape)
-        ]
+        runs = ((x, *run) for x, offsets in boxes if x.num_bytes for run in runs_of(shape, offsets, x.shape))
+        size = first.dtype.itemsize
+        pieces = [Piece(x.file.name, x.start + begin * size, at, numel, ()) for x, begin, at, numel in runs]
         leaves[name] = IndexEntry(shape, first.dtype, in_order(pieces, math.prod(shape), f"{first.file}: {name!r}"))
     return Index(0, 0, (), {}, leaves, {}, left_out=left_out)

@@ -104,10 +104,8 @@ def check_fits(
 
 def header(entries: Iterable[FileEntry]) -> bytes:
     """Return what stands before the data. Dual: `read_entries`."""
-    forms = {
-        x.name: {"dtype": x.kind, "shape": list(x.shape), "data_offsets": [x.start, x.start + x.num_bytes]}
-        for x in entries
-    }
+    ends = ((x, [x.start, x.start + x.num_bytes]) for x in entries)
+    forms = {x.name: {"dtype": x.kind, "shape": list(x.shape), "data_offsets": offsets} for x, offsets in ends}
     # transformers refuses files without this metadata
     text = json.dumps({METADATA: {"format": "pt"}, **forms}, ensure_ascii=False, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)  # so that the data begins at a multiple of 8 bytes
