@@ -22,7 +22,7 @@ import re
 import weakref
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import nullcontext
-from typing import Any, NoReturn, Protocol
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -34,6 +34,7 @@ from ..core import func_levels
 from ..core.random import HOST, Place, accelerators, bookmark_of
 from ..core.storage import address, is_inexact, writes
 from ..core.tracing import RERUN, Args, Kwargs, Operator, assigned, is_tracing, unseen
+from ..grad.tape import Tape
 from ..sharding.access import Shown
 
 # Private, here and below: nothing public tells what a transform wraps (test_remat.py notices when these go)
@@ -44,15 +45,6 @@ Positions = dict[Hashable, range]
 Known = dict[int, weakref.ref[Tensor]]  # by identity, which says nothing once the tensor is gone
 Constants = dict[int, tuple[weakref.ref[Tensor], int | None]]
 _AS_ARGUMENT = "give it to the function as an argument"
-
-
-class ReadsUnits(Protocol):
-    """A tape, as `Reads` sees it."""
-
-    shown: Shown | None
-
-    def touch(self, number: int) -> Sequence[Tensor]:
-        """Return the leaves of a unit."""
 
 
 class Reads(TorchFunctionMode):
@@ -74,7 +66,7 @@ class Reads(TorchFunctionMode):
             self._add(x)
         # those of devices, and those given to operators: each with what restores its first state
         self.generators: dict[Place, Callable[[], object]] = {}
-        self._shown: dict[ReadsUnits, Shown | None] = {}
+        self._shown: dict[Tape, Shown | None] = {}
 
     def run(self, fn: Callable[[], Any]) -> Any:
         """Return `fn()`, which gets `given` in place of what it reads; containers of units are then as before."""
@@ -88,7 +80,7 @@ class Reads(TorchFunctionMode):
                     tape.shown = shown
                 self._shown.clear()
 
-    def unit(self, tape: ReadsUnits, number: int) -> Sequence[Tensor]:
+    def unit(self, tape: Tape, number: int) -> Sequence[Tensor]:
         """What the function gets as the leaves of a unit."""
         if tape not in self._shown:  # containers that others have read would have other leaves
             self._shown[tape] = tape.shown
@@ -104,7 +96,7 @@ class Reads(TorchFunctionMode):
         place = self.positions[key]
         return self.given[place.start : place.stop]
 
-    def _gather(self, tape: ReadsUnits, number: int) -> None:
+    def _gather(self, tape: Tape, number: int) -> None:
         refuse_other_reads()
 
     def __torch_function__(self, func: Operator, types: object, args: Args = (), kwargs: Kwargs = None) -> Any:
@@ -203,7 +195,7 @@ class FirstReads(Reads):
         for device in (HOST, *accelerators()):
             self._note_generator(device)
 
-    def _gather(self, tape: ReadsUnits, number: int) -> None:
+    def _gather(self, tape: Tape, number: int) -> None:
         with assigned(RERUN, self.outer):
             leaves = tape.touch(number)
         with assigned(RERUN, None):

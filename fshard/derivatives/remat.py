@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager
 from contextvars import copy_context
 from typing import Any, ParamSpec, TypeVar, cast
 
@@ -138,8 +138,11 @@ class _Rematerialized:
     def again(self, *inputs: Tensor) -> tuple[Tensor, ...]:
         """The floating results, as a function of all that the first run read."""
         reads = SecondReads(inputs, *self._known)
+        casts = [torch.autocast(kind, dtype, on, cache_enabled=False) for kind, dtype, on in self._casts]
+        active = function_modes()
+        modes = [mode for mode in self._modes if not any(mode is x for x in active)]
         with ExitStack() as stack:
-            for block in self._blocks():
+            for block in (self._rewound(), *casts, *modes):  # those that the call was in
                 stack.enter_context(block)
             out = tree.leaves(self._context.copy().run(self._run, reads))
         results = tuple(reads.instead_of(x) if id(x) in reads.positions else x for x in out if is_inexact(x))
@@ -158,12 +161,6 @@ class _Rematerialized:
         finally:
             with func_levels.aside():
                 back()
-
-    def _blocks(self) -> list[AbstractContextManager[Any]]:
-        """The blocks that the call was in."""
-        casts = [torch.autocast(kind, dtype, on, cache_enabled=False) for kind, dtype, on in self._casts]
-        active = function_modes()
-        return [self._rewound(), *casts, *(mode for mode in self._modes if not any(mode is x for x in active))]
 
 
 def _levels() -> _Levels:
@@ -255,10 +252,8 @@ class _Rules(torch.autograd.Function):
     @staticmethod
     def vmap(info: Any, in_dims: tuple[Any, ...], again: _Again, levels: _Levels, num: int, *tensors: Tensor) -> Any:
         dims, size = in_dims[_NUM_OTHERS:], info.batch_size
-        results = [
-            x.expand(size, *x.shape) if d is None else x.movedim(d, 0)
-            for x, d in zip(tensors[:num], dims, strict=False)
-        ]
+        pairs = zip(tensors[:num], dims, strict=False)
+        results = [x.expand(size, *x.shape) if d is None else x.movedim(d, 0) for x, d in pairs]
         around = _levels()
         was_there = ("Vmap", len(around) + 1, info.randomness) in levels
         mapped = _mapped(again, size, dims[num:], info.randomness if was_there else "same")
@@ -309,10 +304,8 @@ def _push(again: _Again, which: Sequence[int], num: int, nested: bool) -> _Again
         inputs, along = tensors[:num], tensors[num:]
         # torch lays a tangent out as its primal: elements that share memory, as those of `expand`, would be written to
         is_packed = [inputs[n].is_contiguous() and not func_levels.is_wrapped(inputs[n]) for n in which]
-        primals = [
-            inputs[n] if packed else inputs[n].clone(memory_format=torch.contiguous_format)
-            for n, packed in zip(which, is_packed, strict=True)
-        ]
+        pairs = zip([inputs[n] for n in which], is_packed, strict=True)
+        primals = [x if packed else x.clone(memory_format=torch.contiguous_format) for x, packed in pairs]
         if nested:
             return torch.func.jvp(_part(again, inputs, which), tuple(primals), along)[1]
         out = _part(again, inputs, which)(*map(forward_ad.make_dual, primals, along))

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
+from functools import reduce
 
-from torch import Tensor
+import torch
 
 from ..core import tree
 from ..core.differences import listed, unfit
@@ -50,18 +51,10 @@ def unreduced(grads: Tree, params: Sharded) -> Unreduced:
     local = empty_grads(params, (), local=True)  # (n,) for each trainable kind
     for place, row in local.view.rows.items():
         out = local.shard(*place)
-        pairs = (
-            (slot, [by_name[name].to(out.dtype) for name in names[slot] if name in by_name]) for slot in row.leaves
-        )
-        pack({slot: _sum(grads) for slot, grads in pairs}, plan, row, out)
+        given = {slot: [by_name[name] for name in names[slot] if name in by_name] for slot in row.leaves}
+        sums = {slot: reduce(torch.add, [x.to(out.dtype) for x in of_leaf]) for slot, of_leaf in given.items()}
+        pack(sums, plan, row, out)
     return Unreduced(local)
-
-
-def _sum(grads: Sequence[Tensor]) -> Tensor:
-    total, *others = grads
-    for grad in others:
-        total = total + grad
-    return total
 
 
 def _differences(params: Sharded, grads: Mapping[str, object]) -> Iterator[str]:

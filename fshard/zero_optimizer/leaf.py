@@ -45,9 +45,8 @@ class ZeroState(OnMesh):
         return self.parting
 
 
-tree.register_fields(
-    ZeroState, ("inner",), ("parting",), names=("",)
-)  # paths in a whole state do not depend on the partition
+# paths in a whole state do not depend on the partition
+tree.register_fields(ZeroState, ("inner",), ("parting",), names=("",))
 
 
 def leaves_of(x: Tree, spec: tree.Spec, what: str) -> list[Tree]:
@@ -214,9 +213,8 @@ def _reduced_to_owners(leaves: dict[int, Tensor], parting: Layout, ranks: Ranks)
     others = [peer for peer in range(ranks.size) if peer != ranks.rank]
     sends = [[leaves[n] for n in owned_by[peer]] if peer in others else [] for peer in range(ranks.size)]
     own_sizes = [(leaves[n].dtype, leaves[n].numel()) for n in own_numbers]
-    received = primitives.swap(
-        sends, [own_sizes if peer in others else [] for peer in range(ranks.size)], ranks, "gradients"
-    )
+    sizes = [own_sizes if peer in others else [] for peer in range(ranks.size)]
+    received = primitives.swap(sends, sizes, ranks, "gradients")
     received[ranks.rank] = [leaves[n] for n in own_numbers]
     # (numel,) of each rank, added in rank order
     return {n: reduce(torch.add, parts) for n, parts in zip(own_numbers, zip(*received, strict=True), strict=True)}
