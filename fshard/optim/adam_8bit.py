@@ -173,9 +173,8 @@ def adamw_8bit(
         new_moments = [Parts(old.layout, [row[i + 1] for row in rows]) for i, old in enumerate(moments)]
         return updates, Adam8bitState(state.count + 1, Quantised(*new_moments[:2]), Quantised(*new_moments[2:]))
 
-    return checked(
-        Transform(init, update, over="tree", draws=False), Needs("adamw_8bit", Adam8bitState, params=True, real=True)
-    )
+    needs = Needs("adamw_8bit", Adam8bitState, params=True, real=True)
+    return checked(Transform(init, update, over="tree", draws=False), needs)
 
 
 @cache

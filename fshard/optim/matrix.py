@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import NamedTuple
 
 import torch
@@ -60,10 +60,8 @@ def lamb(lr: Rate, b1: Number = 0.9, b2: Number = 0.999, eps: Number = 1e-6, wei
         ratios = torch.where((param_norms > 0) & (step_norms > 0), param_norms / safe, 1.0)
         return scale_leaves_(steps, -rate * ratios, layout), state
 
-    return checked(
-        Transform(inner.init, on_copies(update, "lamb"), over="tree", draws=False),
-        Needs("lamb", AdamState, params=True),
-    )
+    tx = Transform(inner.init, on_copies(update, "lamb"), over="tree", draws=False)
+    return checked(tx, Needs("lamb", AdamState, params=True))
 
 
 @dataclass(frozen=True)
@@ -218,9 +216,8 @@ def _divided(grads: Tree, state: AdafactorState, layout: Layout, eps: float | No
             out.copy_(step if layout.flat else leaf.shaped(step))
     if state.vectors is None:
         return steps
-    roots = tree.map(
-        lambda g, v: g * v.clamp(min=_floor(eps, g) ** 2).rsqrt(), packed(pick(grads, state.vectors)), state.variance
-    )
+    vectors = packed(pick(grads, state.vectors))
+    roots = tree.map(lambda g, v: g * v.clamp(min=_floor(eps, g) ** 2).rsqrt(), vectors, state.variance)
     return put(steps, roots, state.vectors)
 
 
@@ -312,13 +309,8 @@ def whole_leaves(tx: TransformLike) -> Transform:
         new, state = inner.step(bring(grads), state, whole_params, found_inf, True, **extra)
         return back(new, params), state
 
-    made = Transform(
-        lambda params: inner.init(bring(params)),
-        on_copies(update, "whole_leaves", to_owners, apart=False),
-        fused,
-        "tree",
-        draws=False,
-    )
+    on_all = on_copies(update, "whole_leaves", to_owners, apart=False)
+    made = Transform(lambda params: inner.init(bring(params)), on_all, fused, "tree", draws=False)
     return checked(made, Needs("whole_leaves")).with_fields(draws=inner.draws)
 
 
@@ -371,20 +363,17 @@ def muon(
         return MuonState(start_count(params), tree.map(torch.zeros_like, params))
 
     def update(grads: Tree, state: MuonState, params: Tree = None, **extra: object) -> tuple[Tree, MuonState]:
-        new_momentum = tree.map(lambda m, g: (momentum * m + (1 - momentum) * g).to(m.dtype), state.momentum, grads)
-        directions = new_momentum
-        if nesterov:
-            directions = tree.map(lambda m, g: (momentum * m + (1 - momentum) * g).to(m.dtype), new_momentum, grads)
+        mixed = partial(tree.map, lambda m, g: (momentum * m + (1 - momentum) * g).to(m.dtype))
+        new_momentum = mixed(state.momentum, grads)
+        directions = mixed(new_momentum, grads) if nesterov else new_momentum
         rate = at(lr, state.count)
         layout = layout_of(directions)
         on_all = differentiates(directions) and not layout.flat and not any(row.over for row in layout.rows)
         # whole matrices (A, B), each on one rank
         whole = directions if on_all else _to_owners(directions, layout)
-        whole_steps = [
-            orthogonal(x, coefficients, eps, steps, dtype).to(x.dtype) * -_shape_factor(x, adjust_lr)
-            for x in whole.tensors
-        ]
-        updates = tree.unflatten(tree.flatten(whole)[1], whole_steps)
+        ways = (orthogonal(x, coefficients, eps, steps, dtype).to(x.dtype) for x in whole.tensors)
+        scaled = [way * -_shape_factor(way, adjust_lr) for way in ways]
+        updates = tree.unflatten(tree.flatten(whole)[1], scaled)
         updates = updates if on_all else spread(updates, directions, "muon")
         updates = tree.map(lambda u: (beside(rate, u) * u).to(u.dtype), updates)
         if not is_zero(weight_decay):
@@ -401,18 +390,14 @@ def muon(
 
 def _to_owners(x: Tree, layout: Layout) -> Parts:
     """Send every matrix whole to one rank, so that all ranks have about as much to compute."""
-
-    def cost(leaf: Leaf) -> float:  # of one product with the small side's Gram matrix
-        return leaf.numel * min(leaf.shape)
-
-    return collect(x, owned(layout, layout.mesh, layout.axes, cost), "muon")
+    # the cost is that of one product with the small side's Gram matrix
+    return collect(x, owned(layout, layout.mesh, layout.axes, lambda leaf: leaf.numel * min(leaf.shape)), "muon")
 
 
 def _shape_factor(x: Tensor, adjust_lr: str | None) -> float:
     rows, cols = x.shape
-    return (
-        0.2 * math.sqrt(max(rows, cols)) if adjust_lr == "match_rms_adamw" else math.sqrt(max(1, rows / max(cols, 1)))
-    )
+    by_rms = adjust_lr == "match_rms_adamw"
+    return 0.2 * math.sqrt(max(rows, cols)) if by_rms else math.sqrt(max(1, rows / max(cols, 1)))
 
 
 def orthogonal(

@@ -96,9 +96,8 @@ def lbfgs(lr: Rate = 1.0, history_size: int = 10, max_iter: int = 1) -> Transfor
             updates = tree.map(torch.add, updates, further)
         return updates, state
 
-    return checked(
-        Transform(init, update, over="tree", draws=False), Needs("lbfgs", LbfgsState, params=True, real=True)
-    )
+    needs = Needs("lbfgs", LbfgsState, params=True, real=True)
+    return checked(Transform(init, update, over="tree", draws=False), needs)
 
 
 def _difference(new: Tree, old: Tree, moved: Tensor) -> Tree:

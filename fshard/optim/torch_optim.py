@@ -188,10 +188,8 @@ def _first_by_name(params: Tree, begin: Callable[[Tensor], Entry], device: str) 
 def _next_by_name(state: TorchState, layout: Layout, entries: Sequence[Entry]) -> dict[str, Parts]:
     """The state after a step, by the class's names, of the new entries of this rank's leaves."""
     entry_of = dict(zip((s.leaf for s in layout.mine), entries, strict=True))
-    return {
-        name: Parts(old.layout, [entry_of[s.leaf][name] for s in old.layout.mine])
-        for name, old in state.tensors.items()
-    }
+    layouts = {name: old.layout for name, old in state.tensors.items()}
+    return {name: Parts(of, [entry_of[s.leaf][name] for s in of.mine]) for name, of in layouts.items()}
 
 
 def _pieces_of(name: str, layout: Layout, shapes: Mapping[int, Entry], local_entries: Mapping[int, Entry]) -> Parts:
@@ -204,10 +202,8 @@ def _pieces_of(name: str, layout: Layout, shapes: Mapping[int, Entry], local_ent
 def _by_row(state: TorchState, num_rows: int) -> list[Entry]:
     """The state of each row, each with its own copy of the 0-d tensors, because a step writes to them."""
     columns = {name: tree.leaves(x) for name, x in state.tensors.items()}
-    return [
-        {name: rows[i] for name, rows in columns.items()} | {name: x.clone() for name, x in state.scalars.items()}
-        for i in range(num_rows)
-    ]
+    rows = ({name: column[i] for name, column in columns.items()} for i in range(num_rows))
+    return [row | {name: x.clone() for name, x in state.scalars.items()} for row in rows]
 
 
 def _by_leaf(state: TorchState, layout: Layout) -> list[Entry]:
@@ -328,15 +324,11 @@ def _first_step(cls: type[Optimizer], hyperparams: Settings, row: Tensor) -> Num
     optimizer = cls([row], **hyperparams)
     row.grad, before = torch.zeros_like(row), _of_all(optimizer)
     _try_step(optimizer)
-    if changed := [name for name, text in _of_all(optimizer).items() if before.get(name) != text]:
+    lost = [f"changes its {name}" for name, text in _of_all(optimizer).items() if before.get(name) != text]
+    if lost := [*lost, *(f"keeps state[{key!r}]" for key in optimizer.state if key is not row)]:
         raise ValueError(
-            f"from_torch: {cls.__name__} changes its {changed[0]}, which belongs to no parameter, and would be lost: "
-            "keep it in self.state[p] of each"
-        )
-    if others := [key for key in optimizer.state if key is not row]:
-        raise ValueError(
-            f"from_torch: {cls.__name__} keeps state[{others[0]!r}], which belongs to no parameter, and would be lost: "
-            "keep it in self.state[p] of each"
+            f"from_torch: {cls.__name__} {lost[0]}, which belongs to no parameter, and would be lost: keep it in "
+            "self.state[p] of each"
         )
     entry = dict(optimizer.state[row])
     if strange := [name for name, x in entry.items() if not isinstance(x, Tensor | int | float)]:

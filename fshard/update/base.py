@@ -420,11 +420,11 @@ def add_decayed_weights(weight_decay: Number) -> Transform:
     tensor(4.)
     """
     check_hyperparams("add_decayed_weights", weight_decay=weight_decay)
-    return _stateless(
-        "add_decayed_weights",
-        lambda grads, params: tree.map(lambda g, p: g + beside(weight_decay, p) * p, grads, params),
-        params=True,
-    )
+
+    def decayed(grads: Tree, params: Tree) -> Tree:
+        return tree.map(lambda g, p: g + beside(weight_decay, p) * p, grads, params)
+
+    return _stateless("add_decayed_weights", decayed, params=True)
 
 
 def clip(max_magnitude: Number) -> Transform:

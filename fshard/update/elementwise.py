@@ -149,14 +149,12 @@ def _update(rule: UpdateRule, grads: Tree, state: State, params: Tree = None, **
     flat, spec = tree.flatten(grads)
     # a rule that does not read parameters may be given none: the gradients fill their place
     columns = [flat if params is None else tree.leaves(params), flat, *map(tree.leaves, _moments_of(rule, state))]
-    changes = [
-        kernels.apply(partial(rule.reference, **constants_beside(constants, p)), p, g, tuple(moments_of_row))
-        for p, g, *moments_of_row in zip(*columns, strict=True)
-    ]
-    moments = [
-        tree.unflatten(tree.flatten(old)[1], [new_moments[i] for _, new_moments in changes])
-        for i, old in enumerate(_moments_of(rule, state))
-    ]
+    changes: list[kernels.Change] = []
+    for p, g, *moments_of_row in zip(*columns, strict=True):
+        reference = partial(rule.reference, **constants_beside(constants, p))
+        changes.append(kernels.apply(reference, p, g, tuple(moments_of_row)))
+    specs = [tree.flatten(old)[1] for old in _moments_of(rule, state)]
+    moments = [tree.unflatten(of, [new[i] for _, new in changes]) for i, of in enumerate(specs)]
     updates = tree.unflatten(spec, [delta for delta, _ in changes])
     return updates, _next_state(rule, state, state.count + 1, moments)
 

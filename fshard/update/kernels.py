@@ -247,11 +247,6 @@ def unscaled(g: Tensor, inverse: Tensor) -> tuple[Tensor, Tensor]:
     return g * inverse.to(wide(g.dtype)), (~torch.isfinite(g).all()).float()
 
 
-def _knows(kernel_device: str, dtype: torch.dtype) -> bool:
-    """Whether the kernel that unscales and checks takes a dtype: bfloat16 only on CPUs."""
-    return dtype in _HALF_OR_SINGLE and (dtype != torch.bfloat16 or kernel_device == "cpu")
-
-
 def unscale_by_parts_(row: Tensor, inverse: Tensor) -> Tensor:
     """Unscale and check a tensor of half precision block by block in float32, with the bits of torch's kernel."""
     bad = []
@@ -270,7 +265,8 @@ def unscale_(rows: Sequence[Tensor], inverse: Tensor, most: int = MOST) -> Tenso
         if row.dtype not in _HALF_OR_SINGLE or row.layout is not torch.strided or is_tracing():
             new, bad = unscaled(row, inverse.to(row.device))
             row.copy_(new)
-        elif _knows(row.device.type, row.dtype) and (row.numel() <= most or row.is_contiguous()):
+        elif (row.dtype != torch.bfloat16 or row.is_cpu) and (row.numel() <= most or row.is_contiguous()):
+            # one of the kernel's: it takes bfloat16 on CPUs alone
             lists.setdefault((row.device, row.dtype), []).append(row)
             continue
         else:

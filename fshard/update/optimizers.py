@@ -39,19 +39,14 @@ def sgd(lr: Rate, momentum: Number = 0, nesterov: bool = False, weight_decay: Nu
     check_flags(nesterov=nesterov)
     if nesterov and is_zero(momentum):
         raise ValueError("sgd: nesterov=True needs a momentum above 0")
-    takes_sparse = is_zero(momentum) and is_zero(weight_decay)  # else every element changes
-    return from_rule(
-        UpdateRule(
-            "sgd",
-            SgdState,
-            kernels.sgd,
-            with_rate(lr, **numbers, nesterov=nesterov),
-            {} if is_zero(momentum) else {"momentum": 0.0},
-            fused_kernel=kernels.sgd_ if all_numbers(momentum, weight_decay) else None,
-            reads_params=not is_zero(weight_decay),
-            takes_sparse=takes_sparse,
-        )
+    sparse = is_zero(momentum) and is_zero(weight_decay)  # else every element changes
+    constants, reads = with_rate(lr, **numbers, nesterov=nesterov), not is_zero(weight_decay)
+    first = {} if is_zero(momentum) else {"momentum": 0.0}
+    fused = kernels.sgd_ if all_numbers(momentum, weight_decay) else None
+    rule = UpdateRule(
+        "sgd", SgdState, kernels.sgd, constants, first, fused_kernel=fused, reads_params=reads, takes_sparse=sparse
     )
+    return from_rule(rule)
 
 
 def adam(lr: Rate, b1: Number = 0.9, b2: Number = 0.999, eps: Number = 1e-8, weight_decay: Number = 0) -> Transform:
@@ -109,8 +104,8 @@ def rmsprop(
     check_flags(centered=centered)
     constants = with_rate(lr, **numbers, centered=centered)
     moments = ["square_avg", *["grad_avg"] * centered, *["momentum_buffer"] * (not is_zero(momentum))]
-    first_values, reads = dict.fromkeys(moments, 0.0), not is_zero(weight_decay)
-    return from_rule(UpdateRule("rmsprop", RmspropState, kernels.rmsprop, constants, first_values, reads_params=reads))
+    first, reads = dict.fromkeys(moments, 0.0), not is_zero(weight_decay)
+    return from_rule(UpdateRule("rmsprop", RmspropState, kernels.rmsprop, constants, first, reads_params=reads))
 
 
 def adagrad(
@@ -137,8 +132,8 @@ def adagrad(
         rate = at(lr, count) / (1 + count.double() * lr_decay)
         return {"lr": rate, "eps": eps, "weight_decay": weight_decay}
 
-    first_values, reads = {"sum": initial_accumulator_value}, not is_zero(weight_decay)
-    return from_rule(UpdateRule("adagrad", AdagradState, kernels.adagrad, constants, first_values, reads_params=reads))
+    first, reads = {"sum": initial_accumulator_value}, not is_zero(weight_decay)
+    return from_rule(UpdateRule("adagrad", AdagradState, kernels.adagrad, constants, first, reads_params=reads))
 
 
 def lion(lr: Rate, b1: Number = 0.9, b2: Number = 0.99, weight_decay: Number = 1e-3) -> Transform:

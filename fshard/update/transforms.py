@@ -86,17 +86,16 @@ def chain(*txs: TransformLike) -> Transform:
         params, last = parts[-1].step(updates, state[-1], params, found_inf, donate, **to_last)
         return params, (*states, last)
 
-    return parts[
-        -1
-    ].with_fields(
+    *others, last = parts
+    return last.with_fields(
         init=lambda params: tuple(tx.init(params) for tx in parts),
         update=update,
         fused=fused,
         over="elements" if all(tx.over == "elements" for tx in parts) else "tree",  # each part by its own
-        labelled=parts[-1].labelled and all(map(_is_bare, parts[:-1])),
+        labelled=last.labelled and all(map(_is_bare, others)),
         mesh=parts[0].mesh,
         views=True,
-        parts=None if parts[1:] else parts[0].parts,
+        parts=None if others else last.parts,
         draws=any(tx.draws for tx in parts),
     )
 
