@@ -43,9 +43,8 @@ def whole_tensor(x: Any, mesh: AnyMesh, label: str) -> Tensor:
     for shard in x.local_shards():
         begins, sizes = [*shard.metadata.shard_offsets], shard.metadata.shard_sizes
         offsets.append(begins)
-        full[tuple(slice(begin, begin + size) for begin, size in zip(begins, sizes, strict=True))] = (
-            shard.tensor.detach()
-        )
+        box = tuple(slice(begin, begin + size) for begin, size in zip(begins, sizes, strict=True))
+        full[box] = shard.tensor.detach()
     is_here = [[*shard.shard_offsets] in offsets for shard in x.metadata().shards_metadata]
     flags = torch.tensor(is_here, dtype=torch.uint8, device=full.device)  # (number of shards,)
     count = int(primitives.total(flags, mesh, op="max", label=label).sum())

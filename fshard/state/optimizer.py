@@ -432,21 +432,16 @@ def torch_names(
     """
     torchs, of_buffers = known(state, params), {*tree.paths(tree.flatten(buffers)[1])}
     names = {joined(optim, "state", leaf, name): field.key for (leaf, name), field in torchs.named.items()}
-    in_order = order
-    if order is None and torchs.groups == torchs.trained:
-        in_order = [*chain.from_iterable(torchs.groups)]
+    is_plain = order is None and torchs.groups == torchs.trained
+    in_order = [*chain.from_iterable(torchs.groups)] if is_plain else order
     numbers = {leaf: str(number) for number, leaf in enumerate(in_order or ())}
     if order is None and (leaf := _misnumbered(numbers, {leaf for leaf, _ in torchs.named})):
         raise ValueError(
             f"torch_names: the number of leaf {leaf!r} is {numbers[leaf]!r}, and another leaf has this name: pass the "
             "names of torch's parameters as `order` if its state is by number, or order=() if it is by path"
         )
-    by_number = {leaf: numbers[leaf] for leaf, _ in torchs.named if leaf in numbers}
-    names |= {
-        joined(optim, "state", by_number[leaf], name): field.key
-        for (leaf, name), field in torchs.named.items()
-        if leaf in by_number
-    }
+    numbered = {(leaf, name): field for (leaf, name), field in torchs.named.items() if leaf in numbers}
+    names |= {joined(optim, "state", numbers[leaf], name): field.key for (leaf, name), field in numbered.items()}
     groups = joined(optim, "param_groups")
     for field in (field for field in torchs.fields if field.hyperparam):
         keys = [*field.leaves, *(str(n) for n, group in enumerate(torchs.groups) if len(torchs.groups) == 1)]

@@ -134,9 +134,8 @@ def load_with_buffers(
     loaded = filled(into, lambda slot: read(slots[slot]))
     _keep([slot for slot, leaf in slots.items() if leaf.names[0] not in there], x, loaded)
     pairs = zip(wanted[len(slots) :], buffers.values(), strict=True)
-    return loaded, {
-        leaf.names[0]: (read(leaf) if leaf.names[0] in there else old).to(old.device, copy=True) for leaf, old in pairs
-    }
+    values = ((leaf.names[0], old, read(leaf) if leaf.names[0] in there else old) for leaf, old in pairs)
+    return loaded, {name: x.to(old.device, copy=True) for name, old, x in values}
 
 
 def _keep(absent: Collection[Slot], x: Sharded, into: Sharded) -> None:
@@ -164,9 +163,8 @@ class _Source(NamedTuple):
 
     def read(self, leaf: Wanted, mesh: AnyMesh) -> Tensor:
         """Return a leaf whole, by the first of its names that is there; every rank must call it."""
-        return torch_sharded.whole_tensor(
-            self.get(next(filter(self.names.__contains__, leaf.names))), mesh, "state dict"
-        )
+        name = next(filter(self.names.__contains__, leaf.names))
+        return torch_sharded.whole_tensor(self.get(name), mesh, "state dict")
 
     def unequal(self, leaf: Wanted, mesh: AnyMesh) -> Iterator[str]:
         """Say which values of a tied leaf differ; every rank must call it, and read all that it yields."""

@@ -208,10 +208,9 @@ def read_saved(
     for field in (field for field in state.fields if field.hyperparam):
         named[field.key] = field.hyperparam or ""
         groups = {leaf: hyperparams.get(leaf, {}) for leaf in field.leaves}
+        said = {leaf: group[field.hyperparam] for leaf, group in groups.items() if field.hyperparam in group}
         lone[field.key] = {
-            leaf: _value(f"the group of leaf {leaf!r}: {field.hyperparam}", group[field.hyperparam])
-            for leaf, group in groups.items()
-            if field.hyperparam in group
+            leaf: _value(f"the group of leaf {leaf!r}: {field.hyperparam}", x) for leaf, x in said.items()
         }
     whole.update({key: _agreed(key, named[key], values, kept.get(key, {})) for key, values in lone.items() if values})
     return whole, untouched

@@ -78,10 +78,8 @@ def formed(init: Init, whole: Parts) -> list[Tree] | None:
                 two, single, *each = _made(init, everywhere, torch.device("meta"))
         except Exception:  # the user's function needs values, say
             two, single, *each = _made(init, everywhere, device)
-        each = [
-            _listed(x, two, single, on_rank(everywhere.pick([n])))
-            for x, n in zip(each, _leaves(everywhere), strict=True)
-        ]
+        pairs = zip(each, _leaves(everywhere), strict=True)
+        each = [_listed(x, two, single, on_rank(everywhere.pick([n]))) for x, n in pairs]
         if num_ranks(whole.mesh) > 1:
             pair = _listed(two, two, single, layout_of([torch.empty(0, device="cpu")] * 2))
             for other in (pair, *each):

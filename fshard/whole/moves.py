@@ -161,7 +161,8 @@ def _moved(x: Tree, new: Layout, label: str) -> dict[int, list[tuple[int, Tensor
     old = typed(x)
     moves = _moves(old, new)
     local = {span.leaf: (span.begin, x) for span, x in elements(x, old)}
-    held_items = {item: _part(*local[item.leaf], item) for item in moves.items if item.source == moves.here}  # views
+    items = [(item, *local[item.leaf]) for item in moves.items if item.source == moves.here]
+    held_items = {item: x[item.begin - begin :][: item.numel] for item, begin, x in items}  # views
     mesh, dtypes = _way(old, new)[0], [leaf.dtype for leaf in old.leaves]
     for axis, sends, recvs in moves.stages:
         held_items = _along(primitives.along(mesh, axis), dtypes, sends, recvs, held_items, label)
@@ -169,11 +170,6 @@ def _moved(x: Tree, new: Layout, label: str) -> dict[int, list[tuple[int, Tensor
     for item, part in held_items.items():
         arrived[item.leaf].append((item.begin, part))
     return arrived
-
-
-def _part(begin: int, x: Tensor, item: Item) -> Tensor:
-    """Return the view of an item's elements, (numel,), in those of its leaf from `begin` on."""
-    return x[item.begin - begin :][: item.numel]
 
 
 def _along(

@@ -92,11 +92,8 @@ def _tried(
                     continue
                 for number, n in enumerate(span.leaf for span in whole.mine):
                     picked = whole.pick([n])
-                    rule = Rule(("shard",), at=0)
-                    picked = replace(
-                        picked, mesh=mesh, axes=("shard",), rows=tuple(replace(r, rule=rule) for r in picked.rows)
-                    )
-                    alone = [*runs(picked, magnitudes)]
+                    rows = tuple(replace(row, rule=Rule(("shard",), at=0)) for row in picked.rows)
+                    alone = [*runs(replace(picked, mesh=mesh, axes=("shard",), rows=rows), magnitudes)]
                     for of_all, single in zip(together, alone, strict=True):
                         same_updates = _alike(of_all[0], single[0], number, len(forms))
                         if not same_updates or not _alike(of_all[1], single[1], number, len(forms)):

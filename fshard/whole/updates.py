@@ -162,9 +162,8 @@ def unwritten(update: Update) -> Update:
         given = tree.unflatten(spec, leaves)
         result = update(*[given.pop(name) for name in [*given][: len(args)]], *args[3:], **given)
         if (after := _num_writes(leaves)) != before:
-            _check_written(
-                [x for x, a, b in zip(tree.paths(spec), before, after, strict=True) if a != b], update, extra
-            )
+            counts = zip(tree.paths(spec), before, after, strict=True)
+            _check_written([path for path, a, b in counts if a != b], update, extra)
         return result
 
     return run
@@ -317,9 +316,8 @@ def _check_passed(name: str, nodes: Sequence[Parts], state: Tree) -> None:
     """Raise TypeError if a gradient passes through some rank's state, and another has no tensor to pass it on."""
     with aside():
         kept, none = any(map(needs_gradient, tree.leaves(state))), not all(x.tensors for x in nodes)
-        flags = consensus.any_rank(
-            list(torch.tensor([kept, none], dtype=torch.float32, device="cpu")), nodes[0].layout.mesh
-        )
+        answers = torch.tensor([kept, none], dtype=torch.float32, device="cpu")
+        flags = consensus.any_rank(list(answers), nodes[0].layout.mesh)
     if all(flags):
         raise TypeError(
             f"{name}: its init keeps parameters, through which a gradient passes, but some ranks own no leaf, and "
@@ -329,13 +327,11 @@ def _check_passed(name: str, nodes: Sequence[Parts], state: Tree) -> None:
 
 def _begun(init: Init, whole: Tree) -> Tree:
     """The state of whole leaves. A rank that owns none may make it of another leaf, for its counts alone."""
-    if not isinstance(whole, Parts) or whole.tensors:
-        return init(whole)
     try:
         return init(whole)
-    except MismatchError:
-        raise
-    except Exception:  # the user's function reads the first leaf, say
+    except Exception as failure:  # the user's function reads the first leaf, say
+        if isinstance(failure, MismatchError) or not isinstance(whole, Parts) or whole.tensors:
+            raise
         stand_in = _stand_in(whole)
         return _put_back(init(stand_in), stand_in, whole)
 
