@@ -55,8 +55,7 @@ def simulate(fn: Callable[[SimulatedMesh], T], *sizes: int, **more: Any) -> list
     >>> simulate(lambda mesh: mesh.get_coordinate(), tensor=2, shard=2)
     [[0, 0], [0, 1], [1, 0], [1, 1]]
     """
-    options: dict[str, Any] = {
-        name: more.pop(name) for name in ("axes", "device", "faults", "late", "threads") if name in more
-    }
+    names = ("axes", "device", "faults", "late", "threads")
+    options: dict[str, Any] = {name: more.pop(name) for name in names if name in more}
     options |= more if {*more} <= {"shard", "replicate"} else {"axes": more}
     return World(*sizes, **options).run(fn)

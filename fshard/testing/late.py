@@ -143,22 +143,19 @@ class UnderWay:
 
         Raises InFlightError if memory overlaps with that of an unfinished collective.
         """
-        self._check(work)
+        if any(_overlap(x, work.writes) for x in work.reads):
+            raise InFlightError(f"{work.call} at {work.where} would send from memory that it receives into")
+        for other in self._works:
+            if any(_overlap(x, other.writes) for x in work.reads):
+                raise InFlightError(f"{work.call} at {work.where} would send what is still to arrive by {other}")
+            if any(_overlap(x, [*other.reads, *other.writes]) for x in work.writes):
+                raise InFlightError(f"{work.call} at {work.where} would write to memory of {other}, which is under way")
         with torch.no_grad():
             for place in work.writes:
                 poison(place)
         work.before = [as_bytes(x).clone() for x in (*work.reads, *work.writes)]
         self._works[work] = None
         return work
-
-    def _check(self, new: Late) -> None:
-        if any(_overlap(x, new.writes) for x in new.reads):
-            raise InFlightError(f"{new.call} at {new.where} would send from memory that it receives into")
-        for work in self._works:
-            if any(_overlap(x, work.writes) for x in new.reads):
-                raise InFlightError(f"{new.call} at {new.where} would send what is still to arrive by {work}")
-            if any(_overlap(x, [*work.reads, *work.writes]) for x in new.writes):
-                raise InFlightError(f"{new.call} at {new.where} would write to memory of {work}, which is under way")
 
     def end(self, work: Late) -> bool:
         """Remove a collective from the unfinished ones, and return whether it was among them."""

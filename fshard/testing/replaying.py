@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
 
 from torch import Tensor
 
@@ -28,7 +27,6 @@ from .world import World
 # `make(mesh)` returns the step, a state, a batch, optionally the loss function (or None), and then any further
 # arguments of the step. Only the structures of state, batch and arguments are used.
 Make = Callable[[AnyMesh], tuple[Tree, ...]]
-T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -59,9 +57,8 @@ class Replayed:
     nonfinite: Finding | None
 
     def __str__(self) -> str:
-        lines = [
-            f"step {self.number} on {self.num_ranks} rank(s): " + ("other bits" if self.different else "same bits")
-        ]
+        bits = "other bits" if self.different else "same bits"
+        lines = [f"step {self.number} on {self.num_ranks} rank(s): {bits}"]
         lines += [f"  differs first: {self.different}"] * (self.different is not None)
         lines += [f"  not finite first: {self.nonfinite}"] * (self.nonfinite is not None)
         return "\n".join(lines)
@@ -97,19 +94,16 @@ def replay(dir: str | Path, make: Make, at: int | None = None) -> list[Replayed]
 
 
 def _replayed(number: int, recorded: Sequence[RecordedStep], make: Make) -> Replayed:
-    about = recorded[0].about
-    by_rank = _on_ranks(about["axes"], about["threads"], lambda mesh, rank: _again(mesh, make, recorded[rank]))
+    axes, threads = (recorded[0].about[key] for key in ("axes", "threads"))
+    if axes:
+        world = World(axes=axes, threads=threads)
+        by_rank = world.run(lambda mesh: _again(mesh, make, recorded[mesh.get_rank()]))
+    else:
+        by_rank = [with_threads(threads)(_again)(None, make, recorded[0])]
     different = [finding for findings, _ in by_rank for finding in findings]
     nonfinite = [pair for _, pairs in by_rank for pair in pairs]
     _, first = min(nonfinite, key=lambda pair: pair[0], default=(0, None))  # of the earliest stage, then rank
     return Replayed(number, len(recorded), next(iter(different), None), first)
-
-
-def _on_ranks(axes: dict[str, int], threads: int, fn: Callable[[AnyMesh, int], T]) -> list[T]:
-    if not axes:
-        with with_threads(threads):
-            return [fn(None, 0)]
-    return World(axes=axes, threads=threads).run(lambda mesh: fn(mesh, mesh.get_rank()))
 
 
 def _again(mesh: AnyMesh, make: Make, recorded: RecordedStep) -> tuple[list[Finding], list[tuple[int, Finding]]]:

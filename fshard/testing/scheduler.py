@@ -272,10 +272,9 @@ class WorldRun:
 
 def on_threads(run: WorldRun, rank_main: Callable[[int], None]) -> None:
     """Run `rank_main(rank)` for every rank on a thread of its own, and return when all threads have ended."""
-    run.threads = [
-        threading.Thread(target=contextvars.copy_context().run, args=(rank_main, rank), daemon=True)
-        for rank in range(run.num_ranks)
-    ]
+    for rank in range(run.num_ranks):
+        main = contextvars.copy_context().run
+        run.threads.append(threading.Thread(target=main, args=(rank_main, rank), daemon=True))
     for thread in run.threads:
         thread.start()
     try:

@@ -176,17 +176,14 @@ def distance(got: Tensor, expected: Tensor) -> Tensor:
     same = x.view(_INTEGERS[x.element_size()]) == y.view(_INTEGERS[y.element_size()])
     far = torch.full(x.shape, math.inf, dtype=torch.float64, device="cpu")
     if x.is_floating_point():
+        a, b = _ordered(x), _ordered(y)
+        # how many steps to the next floating-point number lead from x to y: of one sign the difference is exact; of
+        # two signs int64 could overflow, so it is taken in float64
+        steps = torch.where((a < 0) == (b < 0), (a - b).double(), a.double() - b.double()).abs()
         # in float64, because torch has no isfinite of float8_e4m3fn
-        far = torch.where(x.double().isfinite() & y.double().isfinite(), _steps(x, y), far)
+        far = torch.where(x.double().isfinite() & y.double().isfinite(), steps, far)
         far = torch.where(x.double().isnan() & y.double().isnan(), 1.0, far)
     return torch.where(same, 0.0, far)
-
-
-def _steps(x: Tensor, y: Tensor) -> Tensor:
-    """Return the distance of finite numbers: how many steps to the next floating-point number lead from x to y."""
-    a, b = _ordered(x), _ordered(y)
-    # Integers with the same sign: the difference is exact. With different signs int64 could overflow, so use float64.
-    return torch.where((a < 0) == (b < 0), (a - b).double(), a.double() - b.double()).abs()
 
 
 def _ordered(x: Tensor) -> Tensor:

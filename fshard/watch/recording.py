@@ -99,7 +99,8 @@ def record(
     folder = check_path("record: dir", dir)
 
     def recorded(state: TrainState, batch: Tree, *args: Tree) -> tuple[Any, Any]:
-        chosen = _chosen(steps, number := int(state.step))
+        number = int(state.step)
+        chosen = steps is not None and (bool(steps(number)) if callable(steps) else number in steps)
         arguments = {"state": state, "batch": batch, "args": args}
         if chosen or nonfinite:
             for what, x in arguments.items():
@@ -116,10 +117,6 @@ def record(
         return result
 
     return recorded
-
-
-def _chosen(steps: Steps, number: int) -> bool:
-    return steps is not None and (bool(steps(number)) if callable(steps) else number in steps)
 
 
 def _went_nonfinite(metrics: dict[str, Tree]) -> bool:
