@@ -21,9 +21,8 @@ from . import compare, doctor, inspect, plan, replay
 from .output import ERROR, say
 
 # each has `add_arguments(parser)` and `run(args)`, which returns the exit status
-COMMANDS: dict[str, ModuleType] = {
-    module.__name__.rpartition(".")[2]: module for module in (plan, inspect, replay, compare, doctor)
-}
+_MODULES = (plan, inspect, replay, compare, doctor)
+COMMANDS: dict[str, ModuleType] = {module.__name__.rpartition(".")[2]: module for module in _MODULES}
 
 
 def main(argv: Sequence[str] | None = None) -> int:

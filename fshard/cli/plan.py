@@ -33,7 +33,6 @@ from ..files.hugging_face import entries_at
 from ..module.functionalize import functionalize
 from ..module.skeleton import nested
 from ..plan.owners import TableLine, size
-from ..plan.plan import Plan
 from ..plan.planning import make_plan
 from ..planner.estimate import estimate
 from ..sharding.sharded import shard_params
@@ -73,9 +72,17 @@ def run(args: argparse.Namespace) -> int:
     picture = plan.picture()
     tx = getattr(optim, args.optimizer)(1e-3)
     state = eval_shape(lambda x: init_state(shard_params(x, plan), tx), params)
-    nbytes = _nbytes(picture.rows, state.opt_state)
+    shares = [row.shares for row in picture.rows]
+    nbytes = {
+        "parameters": sum(share["parameters"].nbytes for share in shares),
+        "gradients": sum(share["gradients"].nbytes for share in shares if "gradients" in share),
+        # of the state that the optimizer makes
+        "optimizer_state": sum(x.nbytes for x in tree.leaves(state.opt_state) if isinstance(x, Tensor)),
+    }
     said = ", ".join(f"{name.replace('_', ' ')} {size(number)}" for name, number in nbytes.items())
-    text, shown = f"{picture.text}\nbytes of a rank with {args.optimizer}: {said}", _data(plan, picture.rows, nbytes)
+    text = f"{picture.text}\nbytes of a rank with {args.optimizer}: {said}"
+    shown: dict[str, object] = {"mesh": dict(plan.axes)} | {name: getattr(plan, name) for name in _OVERS}
+    shown |= {"bytes_of_rank": nbytes, "units": [_row(row) for row in picture.rows]}
     if args.batch or args.loss or args.capacity is not None:
         needed, more = _estimate(args, apply, buffers, tx, state)
         text, shown = f"{text}\n\n{needed}", shown | more
@@ -137,21 +144,6 @@ def _sizes(texts: Sequence[str]) -> dict[str, Any]:
     if wrong := [text for text, (_, _, number) in zip(texts, pairs, strict=True) if not number.isdecimal()]:
         raise ValueError(f"--mesh {wrong[0]}: expected the name of an axis and its size, as in shard=8")
     return {axis: int(number) for axis, _, number in pairs}
-
-
-def _nbytes(rows: Sequence[TableLine], opt_state: Tree) -> dict[str, int]:
-    """The bytes of a rank by purpose; those of optimizer state are of the state that the optimizer makes."""
-    shares = [row.shares for row in rows]
-    return {
-        "parameters": sum(share["parameters"].nbytes for share in shares),
-        "gradients": sum(share["gradients"].nbytes for share in shares if "gradients" in share),
-        "optimizer_state": sum(x.nbytes for x in tree.leaves(opt_state) if isinstance(x, Tensor)),
-    }
-
-
-def _data(plan: Plan, rows: Sequence[TableLine], nbytes: dict[str, int]) -> dict[str, object]:
-    about = {"mesh": dict(plan.axes)} | {name: getattr(plan, name) for name in _OVERS}
-    return about | {"bytes_of_rank": nbytes, "units": [_row(row) for row in rows]}
 
 
 def _row(row: TableLine) -> dict[str, object]:

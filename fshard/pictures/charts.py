@@ -49,9 +49,8 @@ def _lines(memory: Footprint, sent: Sequence[Flight]) -> list[str]:
     if rest := [flight for group in groups[_LINES:] for flight in group]:
         rows.append(_row("others", "", rest))
     title = ["collective", "unit", "axis", "number", "sent", "in flight"]
-    return (
-        [*lines, "", *aligned([title, *rows], right={3, 4}), "in flight: nodes from start to wait"] if sent else lines
-    )
+    table = ["", *aligned([title, *rows], right={3, 4}), "in flight: nodes from start to wait"]
+    return [*lines, *table] if sent else lines
 
 
 def _row(kind: str, axis: str, group: Sequence[Flight]) -> list[str]:

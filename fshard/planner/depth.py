@@ -89,9 +89,8 @@ def _equal_units(plan: Plan, spec: tree.Spec, first: int) -> tuple[tuple[str, ..
         base = slots[0].unit
         inside = [plan.units[number] for number in sorted({slot.unit for slot in slots})]
         at = [(n - numbers[0], x.unit - base, x.shape, x.kind, x.start) for n, x in zip(numbers, slots, strict=True)]
-        forms.add(
-            (child, *at, *((unit.lengths, unit.keep_rule, unit.joined) for unit in inside), base - sum(map(len, units)))
-        )
+        of_units = [(unit.lengths, unit.keep_rule, unit.joined) for unit in inside]
+        forms.add((child, *at, *of_units, base - sum(map(len, units))))
         units.append(tuple(unit.name for unit in inside))
     return tuple(units) if len(forms) == 1 and len(units) > 1 else ()
 
@@ -231,15 +230,9 @@ def calls(step: Step, plan: Plan, given: Sequence[Tree], results: Results) -> li
 
     def whole(sharded: Sharded) -> Tree:
         kinds = [sharded.plan.kinds[slot.kind] for slot in sharded.plan.slots]
-        leaves = [
-            torch.empty(
-                sharded.plan.local_shape(slot),
-                dtype=kind.precision.compute,
-                device="meta",
-                requires_grad=kind.trainable,
-            )
-            for slot, kind in zip(sharded.plan.slots, kinds, strict=True)
-        ]
+        forms = zip(map(sharded.plan.local_shape, sharded.plan.slots), kinds, strict=True)
+        leaves = [torch.empty(shape, dtype=kind.precision.compute, device="meta") for shape, kind in forms]
+        leaves = [x.requires_grad_(kind.trainable) for x, kind in zip(leaves, kinds, strict=True)]
         return tree.unflatten(sharded.plan.spec, [leaves[number] for number in sharded.plan.leaves])
 
     def bare(x: object) -> object:
@@ -306,7 +299,9 @@ def images(graphs: Sequence[Rows], short: Sequence[Key], places: Runs, times: Se
     near both ends are returned at which bytes grow by the same number for each period more of the graph; None if bytes
     between them do not grow by the same from period to period.
     """
-    result = [[at + n * _before(places, at) for n in times] for at in _outside(short, places)]
+    inside = {at for end, period in places for at in range(_begin(short, end, period), end)}
+    outside = [at for at in range(len(short)) if at not in inside]
+    result = [[at + n * _before(places, at) for n in times] for at in outside]
     for end, period in places:
         nodes, before = range(_begin(short, end, period), end), _before(places, end - 1)
         heads = [[at + n * before for n in times] for at in nodes]
@@ -332,11 +327,6 @@ def _before(places: Runs, at: int) -> int:
     return sum(period for end, period in places if end <= at)
 
 
-def _outside(short: Sequence[Key], places: Runs) -> list[int]:
-    inside = {at for end, period in places for at in range(_begin(short, end, period), end)}
-    return [at for at in range(len(short)) if at not in inside]
-
-
 def _begin(keys: Sequence[Key], end: int, period: int) -> int:
     """Where the first whole period of the run begins that ends at `end`."""
     begin = end - period
@@ -349,6 +339,5 @@ def is_even(graphs: Sequence[Rows], image: Sequence[int], times: Sequence[int]) 
     """Whether the bytes at a node of three graphs grow by the same number for each period more."""
     few, more, most = (rows[i] for rows, i in zip(graphs, image, strict=True))
     near, far = times[1] - times[0], times[2] - times[0]
-    return all(
-        (more.get(x, 0) - few.get(x, 0)) * far == (most.get(x, 0) - few.get(x, 0)) * near for x in {*few, *more, *most}
-    )
+    bytes_of = [[row.get(name, 0) for row in (few, more, most)] for name in {*few, *more, *most}]
+    return all((second - first) * far == (third - first) * near for first, second, third in bytes_of)

@@ -199,9 +199,8 @@ def _of_few(
         plans = [with_few(plan, stack, depth) for depth in depths]
         states = [with_plan(given, plan, new) for new in plans]
         results: Results = {}
-        few, more, whole = (
-            calls(fn, p, each, results) for p, each in ((plans[0], states[0]), (plans[1], states[1]), (plan, given))
-        )
+        pairs = ((plans[0], states[0]), (plans[1], states[1]), (plan, given))
+        few, more, whole = (calls(fn, p, each, results) for p, each in pairs)
         places = runs(few, more)
         if places is None or expanded(few, places, stack.depth - depths[0]) != whole:
             return None, f"{name}, but the loss does not compute the same with each"
@@ -336,10 +335,8 @@ def _figures(
     memory = [Memory(name, resident[name], table[top][name][0], most[name][0]) for name in purposes]
     sites = [reading.sites[i] for reading, i in zip(readings, images[top], strict=True)]
     there = [reading.there(site) for reading, site in zip(readings, sites, strict=True)]
-    tensors = [
-        Tensors(*key, *all_of.pair([groups.get(key, (0, 0)) for groups in there], "a tensor"))  # type: ignore[call-arg, arg-type]
-        for key in dict.fromkeys(chain(*there))
-    ]
+    pairs = {key: [groups.get(key, (0, 0)) for groups in there] for key in dict.fromkeys(chain(*there))}
+    tensors = [Tensors(*key, *all_of.pair(pair, "a tensor")) for key, pair in pairs.items()]  # type: ignore[call-arg, arg-type]
     largest = sorted(tensors, key=lambda row: -row.bytes)[:MOST]
     peak = Peak(totals[top], *sites[0][1:5], tuple(largest))
     return _Figures(peak, sorted(memory, key=lambda row: -row.at_peak), _sent_by_all(readings, all_of, stack))
