@@ -190,11 +190,8 @@ def _difference(statuses: Mapping[int, _Status]) -> str | None:
     if not odd:
         return None
     pair = sorted([odd[0], next(rank for rank, status in statuses.items() if status.what == usual)])
-    return "ranks called different collectives: " + "; ".join(f"rank {r} {_call(statuses[r])}" for r in pair)
-
-
-def _call(status: _Status) -> str:
-    return f"{status.what} at {status.site}"
+    calls = [f"rank {rank} {statuses[rank].what} at {statuses[rank].site}" for rank in pair]
+    return f"ranks called different collectives: {'; '.join(calls)}"
 
 
 def lines_of(mesh: AnyMesh) -> Lines | None:

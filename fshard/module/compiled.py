@@ -11,7 +11,6 @@ Note [Compiled submodules]
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
 from typing import Any
 
 from torch import Tensor, nn
@@ -37,7 +36,10 @@ def compile_again(part: Any) -> None:
         if is_tracing():
             return original(*args, **kwargs)
         given = {name: buffers[last] for name, (buffers, last) in slots.items()}
-        out, after = compiled(_read(params), given, args, kwargs)
+        read = {name: place_of(stand).read() for name, stand in params.items()}
+        # dynamo knows no classes of ours
+        read = {name: x.as_subclass(Tensor) if isinstance(x, Weight) else x for name, x in read.items()}
+        out, after = compiled(read, given, args, kwargs)
         for name, (buffers, last) in slots.items():
             if after[name] is not given[name]:
                 buffers[last] = after[name]
@@ -49,12 +51,6 @@ def compile_again(part: Any) -> None:
 def _slots_of(module: nn.Module, name: str) -> tuple[Slots, str]:
     path, _, last = name.rpartition(".")
     return vars(module.get_submodule(path))["_buffers"], last
-
-
-def _read(stands: Mapping[str, Stand]) -> Tensors:
-    read = {name: place_of(stand).read() for name, stand in stands.items()}
-    # dynamo knows no classes of ours
-    return {name: x.as_subclass(Tensor) if isinstance(x, Weight) else x for name, x in read.items()}
 
 
 def _function_of(module: nn.Module) -> Any:

@@ -55,10 +55,8 @@ class Copies:
         norms = [x for x in self.skeleton.modules() if isinstance(x, BATCH_NORMS)]
         self.tracks = any(x.training and x.track_running_stats for x in norms)
         # an own `train()` may drop in training what a forward keeps in evaluation: results of one call's parameters
-        self._forgets = {
-            mode: any(type(part).train is not nn.Module.train and not part.training for part in copied.modules())
-            for mode, copied in self._skeletons.items()
-        }
+        idle = {mode: [x for x in copied.modules() if not x.training] for mode, copied in self._skeletons.items()}
+        self._forgets = {mode: any(type(x).train is not nn.Module.train for x in part) for mode, part in idle.items()}
         self.own = {path: weakref.ref(x) for path, x in params.items()}
         self._parametrized = any(isinstance(part, ParametrizationList) for part in module.modules())
         self._calls = calls

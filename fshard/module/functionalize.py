@@ -25,10 +25,10 @@ from .checks import check_parameters
 from .copies import Copies
 from .current import Calls, ModuleCall
 from .initialize import Initializer
-from .leaves import Leaves
+from .leaves import Leaves, leaves_like
 from .skeleton import Stand, in_tree_order, nested, stands_for, ties
 from .state_dict import StateDict
-from .submodules import Which, frozen_of, policy_for, units_of
+from .submodules import Which, policy_for, units_of
 
 
 class ModuleFunction:
@@ -97,11 +97,7 @@ class ModuleFunction:
             )
 
     def _listed(self, buffers: Tree) -> list[Tensor]:
-        try:
-            return tree.flatten_up_to(self._buffers, buffers)
-        except ValueError:
-            expected = tree.unflatten(self._buffers, [0] * self._buffers.num_leaves)
-            raise ValueError(f"{self._calls.name}: buffers: {tree.difference(expected, buffers)}") from None
+        return leaves_like(f"{self._calls.name}: buffers", self._buffers, buffers)
 
     @property
     def eval(self) -> ModuleFunction:
@@ -188,7 +184,8 @@ class ModuleFunction:
     @property
     def frozen(self) -> list[str]:
         """The paths of the parameters that require no gradient, for `make_plan(frozen=)`."""
-        return frozen_of(self._skeleton)
+        named = self._skeleton.named_parameters(remove_duplicate=False)
+        return [name for name, x in named if not x.requires_grad]
 
 
 def functionalize(

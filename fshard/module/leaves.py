@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -43,6 +44,15 @@ def _one_policy(plans: Iterable[Plan], what: str) -> None:
         )
 
 
+def leaves_like(what: str, spec: tree.Spec, x: Tree) -> list[Any]:  # leaves of a tree
+    """Return the leaves of a tree. ValueError, prefixed with `what`, if it has not the structure `spec`."""
+    try:
+        return tree.flatten_up_to(spec, x)
+    except ValueError:
+        expected = tree.unflatten(spec, [0] * spec.num_leaves)
+        raise ValueError(f"{what}: {tree.difference(expected, x)}") from None
+
+
 class Leaves:
     """The leaves of a loss's parameters by number: a read gathers the unit of that leaf, and no other unit.
 
@@ -54,12 +64,7 @@ class Leaves:
     """
 
     def __init__(self, params: Tree, spec: tree.Spec, what: str):
-        without = placed(params)
-        try:
-            given: list[At | Tensor] = tree.flatten_up_to(spec, without)
-        except ValueError:
-            expected = tree.unflatten(spec, [0] * spec.num_leaves)
-            raise ValueError(f"{what}: {tree.difference(expected, without)}") from None
+        given: list[At | Tensor] = leaves_like(what, spec, placed(params))
         with torch.enable_grad():  # what is read under no_grad may be used outside of it
             self._sources = [x if isinstance(x, At) else x[...] for x in given]
         self._given = given
@@ -115,8 +120,3 @@ class Leaves:
         """Let ranks compare these words, if leaves are gathered: each rank may do as it likes with whole ones."""
         if self._is_cut:
             self._remarks.add(words)
-
-    def key(self, number: int) -> tuple[int, int]:
-        """Return a value that is equal for two reads of the same leaf, while both are alive."""
-        source = self._sources[number]
-        return (id(source.tape), source.number) if isinstance(source, At) else (id(source), 0)

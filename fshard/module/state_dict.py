@@ -29,9 +29,8 @@ class StateDict:
         self.leaves = {n: (old, n if n in paths[old] else path) for n, (old, path) in of_stand.items()}
         self.buffers = buffers
         # Private: no public name lists the hooks (test_initial.py notices when it goes)
-        self.hooks = [
-            (path, hook) for path, part in skeleton.named_modules() for hook in part._load_state_dict_pre_hooks.values()
-        ]
+        by_part = [(path, x._load_state_dict_pre_hooks.values()) for path, x in skeleton.named_modules()]
+        self.hooks = [(path, hook) for path, hooks in by_part for hook in hooks]
 
     def write(self, params: Sharded, buffers: Sequence[Tensor], rank: int | None, dtensors: bool) -> dict[str, Tensor]:
         """Return the tensors by the module's names; {} on ranks that receive nothing."""

@@ -1,4 +1,4 @@
-"""Select submodules as units and parameters as frozen, and make the policy that a module with batch norms needs."""
+"""Select submodules as units, and make the policy that a module with batch norms needs."""
 
 from __future__ import annotations
 
@@ -60,11 +60,6 @@ def _full(module: nn.Module, path: str, size: int, seen: set[int]) -> tuple[list
         inside, more = _full(child, f"{path}.{name}".removeprefix("."), size, seen)
         units, left = [*units, *inside], left + more
     return ([*units, path], 0) if path and left >= size else (units, left)
-
-
-def frozen_of(skeleton: nn.Module) -> list[str]:
-    """The paths of the parameters that require no gradient."""
-    return [name for name, x in skeleton.named_parameters(remove_duplicate=False) if not x.requires_grad]
 
 
 def policy_for(skeleton: nn.Module, policy: Policy | str | None) -> Policy:
