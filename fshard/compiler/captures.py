@@ -487,8 +487,6 @@ def is_of_library(x: type | ModuleType) -> bool:
     module = sys.modules.get(x.__module__) if isinstance(x, type) else x
     file = getattr(module, "__file__", None)
     if file is None:  # such as a module of C, `__main__` in a notebook, or a module that is not imported
-        return module is not None and getattr(getattr(module, "__spec__", None), "origin", None) in (
-            "built-in",
-            "frozen",
-        )
+        origin = getattr(getattr(module, "__spec__", None), "origin", None)
+        return module is not None and origin in ("built-in", "frozen")
     return file.startswith(LIBRARIES)

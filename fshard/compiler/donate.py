@@ -44,9 +44,8 @@ def donated(traced: Trace, leaves: Sequence[object]) -> Trace:
     graph, results = traced.module.graph, list(traced.results)
     inputs, output = [node for node in graph.nodes if node.op == "placeholder"], graph.output_node()
     outputs: list[fx.Node] = list(output.args[0])  # type: ignore[arg-type]
-    moves = [
-        move for move in _moves(leaves[: first.num_leaves], results) if outputs[move.output] is not inputs[move.input]
-    ]
+    moves = [*_moves(leaves[: first.num_leaves], results)]
+    moves = [move for move in moves if outputs[move.output] is not inputs[move.input]]
     _check_fit(moves, inputs, outputs, tree.paths(first))
     old = repeated(graph, {_storage(inputs[move.input]) for move in moves})
     others = _place(graph, moves, inputs, outputs)

@@ -66,12 +66,8 @@ class FunctionIdentity:
     def differences(self, texts: Mapping[str, Texts]) -> list[str]:
         """Describe the differences from the texts of another one."""
         none, pairs = "not there", [(texts[part], now) for part, now in self.texts().items()]
-        return [
-            first_difference(was.get(name, none), now.get(name, none), f"{name} was {{}}, is {{}}")
-            for was, now in pairs
-            for name in dict.fromkeys((*now, *was))
-            if was.get(name) != now.get(name)
-        ]
+        named = [(x, was.get(x, none), now.get(x, none)) for was, now in pairs for x in dict.fromkeys((*now, *was))]
+        return [first_difference(was, now, f"{name} was {{}}, is {{}}") for name, was, now in named if was != now]
 
 
 def identity(fn: object, called: Signature, options: object) -> FunctionIdentity:
@@ -171,15 +167,10 @@ def _digest_of_code(code: CodeType) -> str:
     """A digest of what code does: instructions, constants and names, and no line numbers."""
     numbers = code.co_argcount, code.co_posonlyargcount, code.co_kwonlyargcount, code.co_flags
     names = code.co_names, code.co_varnames, code.co_freevars, code.co_cellvars
-    return _digest(code.co_code.hex(), str(numbers), str(names), code.co_exceptiontable.hex(), *_constants(code))
-
-
-def _constants(code: CodeType) -> Iterator[str]:
-    for x in code.co_consts:
-        if isinstance(x, CodeType):
-            yield _digest_of_code(x)
-        else:  # a set of strings has another order in each process
-            yield repr(sorted(map(repr, x)) if isinstance(x, frozenset) else x)
+    # a set of strings has another order in each process
+    plain = [sorted(map(repr, x)) if isinstance(x, frozenset) else x for x in code.co_consts]
+    constants = [_digest_of_code(x) if isinstance(x, CodeType) else repr(x) for x in plain]
+    return _digest(code.co_code.hex(), str(numbers), str(names), code.co_exceptiontable.hex(), *constants)
 
 
 class _Writer:
@@ -283,10 +274,8 @@ class _Writer:
 
     def _function(self, x: FunctionType) -> str:
         """Its name, what its closure, defaults and attributes have; of the user's also what it reads by name."""
-        read, code = (
-            [f"{variable.name}: {self.read(variable)}" for variable in variables(x) if not variable.is_code],
-            "",
-        )
+        read = [f"{variable.name}: {self.read(variable)}" for variable in variables(x) if not variable.is_code]
+        code = ""
         if not x.__code__.co_filename.startswith(LIBRARIES):
             self.functions.append(x)
             code = _digest_of_code(x.__code__)

@@ -11,7 +11,6 @@ from typing import Generic, ParamSpec, TypeVar
 import torch
 
 from ..comm.consensus import of_all, together
-from ..comm.mesh import OnMesh
 from ..core import func_levels, tree
 from ..core.arguments import check_flags, check_whole, wrong
 from ..core.losses import running
@@ -82,7 +81,10 @@ class Jitted(Generic[P, R]):
         if why := _PLAIN if _has_derivative(leaves) else _CASTS if _in_loss_with_policy() else "":
             self._reasons += [why] * (why not in self._reasons)
             return self._fn(*args, **kwargs)
-        graphs = self._graphs_for(nodes)
+        homes = [node.home for node in nodes if node.home is not None]
+        homes = homes or [plan for plan in _plans_of_loss() if plan.mesh]
+        # graphs of arguments on a mesh are kept with the arguments' layout, and are freed with that layout
+        graphs = homes[0].derived.graphs.setdefault(self, {}) if homes else self._graphs
         called, variables = signature(leaves, spec, nodes), self._captures
         inputs = inputs_of(variables)
         compiled = graphs.get((called, contents(variables, inputs)), ...)
@@ -94,16 +96,6 @@ class Jitted(Generic[P, R]):
             self._reasons.append(reason if compiled else f"{reason}, and {_PLAIN}")
             graphs[key] = compiled
         return self._fn(*args, **kwargs) if compiled is None else compiled.run(leaves, args, inputs)
-
-    def _graphs_for(self, nodes: list[OnMesh]) -> dict[_CacheKey, _Graph]:
-        """Return the cached graphs, by key, for arguments with these nodes.
-
-        Graphs of arguments on a mesh are kept in a cache of the arguments' layout, and are freed with that layout.
-        """
-        homes = [node.home for node in nodes if node.home is not None] or [
-            plan for plan in _plans_of_loss() if plan.mesh
-        ]
-        return homes[0].derived.graphs.setdefault(self, {}) if homes else self._graphs
 
     def _compiled(self, leaves: list[object], called: Signature) -> tuple[_Graph, list[Capture], str]:
         """Trace and compile a graph for these arguments, or load it.
@@ -169,9 +161,8 @@ def _plans_of_loss() -> list[Plan]:
 
 def _has_derivative(leaves: Sequence[object]) -> bool:
     """True if the arguments are parts of a derivative: results of operators that require a gradient, or tangents."""
-    if torch.is_grad_enabled() and any(x.grad_fn is not None for x in tensors(leaves)):
-        return True
-    return any(map(func_levels.is_dual, leaves))
+    is_made = torch.is_grad_enabled() and any(x.grad_fn is not None for x in tensors(leaves))
+    return is_made or any(map(func_levels.is_dual, leaves))
 
 
 def jit(

@@ -109,10 +109,8 @@ def _part(name: str, argtypes: Sequence[str], source: str) -> str:
 
     parsed = ", ".join(f"parse_arg<{kind.replace('const ', '')}>(args, {n})" for n, kind in enumerate(argtypes))
     call = Bindings.call_entry_function.format(parsed)
-    bindings = Bindings.suffix_template.format(
-        arg_len=len(argtypes), call_entry_func=call, entry_func=name, extra_parse_arg=""
-    )
-    return source.replace('extern "C"', "static") + bindings
+    known = {"arg_len": len(argtypes), "call_entry_func": call, "entry_func": name, "extra_parse_arg": ""}
+    return source.replace('extern "C"', "static") + Bindings.suffix_template.format(**known)
 
 
 def load(name: str, path: str) -> Loop:

@@ -140,15 +140,8 @@ class Lowered:
     @property
     def interface(self) -> Interface:
         """How the function is called."""
-        return Interface(
-            self.signature,
-            self.donate,
-            self.captured,
-            self.contents,
-            self.traced.out_spec,
-            self.traced.results,
-            self.traced.has_gradient,
-        )
+        result = self.traced.out_spec, self.traced.results, self.traced.has_gradient
+        return Interface(self.signature, self.donate, self.captured, self.contents, *result)
 
     def program(self, leaves: Sequence[object] = ()) -> Program:
         """Compile the graph with Inductor as data (Note [A program]). `leaves` are those of the arguments.

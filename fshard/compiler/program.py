@@ -90,7 +90,7 @@ def record(
     calls = _compiled(traced.module, nodes, compile, wrappers)
     texts = [_needed(wrapper.source_code) for wrapper in wrappers]
     paths, places = libraries([(kinds, source) for _, loops in texts for _, kinds, source in loops])
-    remaining = iter(places)
+    remaining, constants = iter(places), [x.target for x in calls.graph.nodes if x.op == "get_attr"]
     head = {
         "driver": parts.put(_driver_text(calls, meshes).encode()),
         "regions": [
@@ -103,11 +103,7 @@ def record(
             for (text, loops), wrapper in zip(texts, wrappers, strict=True)
         ],
         "libraries": [parts.put(Path(path).read_bytes()) for path in paths],
-        "constants": {
-            node.target: _constant(getattr(calls, str(node.target)), parts)
-            for node in calls.graph.nodes
-            if node.op == "get_attr"
-        },
+        "constants": {name: _constant(getattr(calls, str(name)), parts) for name in constants},
         "captured": [*captured],
         "result": _result(traced, leaves),
     }

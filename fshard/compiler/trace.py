@@ -456,15 +456,15 @@ def _explained(failure: Exception, fn: Callable[..., Tree]) -> TraceError:
     # Under forward-mode AD, which is on for simulated ranks, torch raises while formatting its own error message.
     refused = any(f.name == "validate" and f.filename.endswith("fake_tensor.py") for f in frames)
     if refused or "convert all Tensors to FakeTensors" in text:
-        names = ", ".join(c.name for c in captures(fn) if _has_tensor(c.read())) or "a tensor"
+        read = [(c.name, value if isinstance(value := c.read(), tuple) else (value,)) for c in captures(fn)]
+        names = ", ".join(name for name, values in read if tensors(values)) or "a tensor"
         return TraceError(
             f"jit: the function uses a tensor that is not among its arguments ({names}) at {where}: pass it as one, "
             "or in the state's `extra`. A graph reads tensors of closures and globals, also in dicts and lists, unless "
             "they require a gradient, and none of other objects"
         )
-    if any(word in text for word in ("data-dependent", "value out of a tracing tensor", "_local_scalar_dense")) or (
-        type(failure).__name__ in ("DataDependentOutputException", "GuardOnDataDependentSymNode")
-    ):
+    asks = any(word in text for word in ("data-dependent", "value out of a tracing tensor", "_local_scalar_dense"))
+    if asks or type(failure).__name__ in ("DataDependentOutputException", "GuardOnDataDependentSymNode"):
         return TraceError(
             f"jit: the function asks for the value of a tensor (if, while, int, float, .item(), .tolist(), print) at "
             f"{where}, which a graph does not know: use torch.where or fshard.select, or do it outside"
@@ -478,10 +478,6 @@ def _explained(failure: Exception, fn: Callable[..., Tree]) -> TraceError:
     return TraceError(
         f"jit: tracing failed at {where}: {type(failure).__name__}: {text.splitlines()[0] if text else ''}"
     )
-
-
-def _has_tensor(value: object) -> bool:
-    return any(isinstance(x, Tensor) for x in (value if isinstance(value, tuple) else (value,)))
 
 
 def _site(failure: BaseException) -> str:

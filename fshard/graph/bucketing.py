@@ -164,9 +164,8 @@ def _merge_gathers(graph: fx.Graph, group: Sequence[_FlatCollective], order: dic
     first = group[0].start
     size = group[0].numel // values(group[0].x)[0].numel()  # W, the number of ranks
     with graph.inserting_before(first):
-        row = call(
-            graph, _aten.cat.default, [_there(graph, collective.x, order[first], order) for collective in sent]
-        )  # (n / W,)
+        shards = [_there(graph, collective.x, order[first], order) for collective in sent]
+        row = call(graph, _aten.cat.default, shards)  # (n / W,)
         start = _start(graph, sent, [], row)
         place, ticket = (call(graph, python.getitem, start, i) for i in range(2))
     wait = min((collective.wait for collective in group), key=order.__getitem__)
@@ -211,10 +210,8 @@ def _merge_reductions(
     """
     size = values(group[0].x)[0].numel() // group[0].numel  # the number of rows: W, or 1
     ends = _ends(group, 1)
-    until = min(
-        max(nodes.order[collective.wait] for collective in group),
-        *(nodes.first_reader(collective.wait) for collective in group),
-    )
+    waits = [collective.wait for collective in group]
+    until = min(max(nodes.order[wait] for wait in waits), *map(nodes.first_reader, waits))
     with graph.inserting_before(group[-1].start.next):
         rows = [call(graph, _aten.view.default, collective.x, [size, -1]) for collective in group]  # (size, m_i)
         row = call(graph, _aten.reshape.default, call(graph, _aten.cat.default, rows, 1), [-1])  # (size * m,)

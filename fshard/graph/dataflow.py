@@ -96,10 +96,8 @@ def returns_place(node: fx.Node) -> bool:
     """Whether a node writes to its first argument and returns it in the same form: `add_` does, `t_` does not."""
     if not writes(node) or not node.args or not isinstance(node.args[0], fx.Node):
         return False
-    made, given = (
-        [(address(x), x.shape, x.stride(), x.storage_offset(), x.dtype) for x in values(each)]
-        for each in (node, node.args[0])
-    )
+    pair = (values(each) for each in (node, node.args[0]))
+    made, given = ([(address(x), x.shape, x.stride(), x.storage_offset(), x.dtype) for x in xs] for xs in pair)
     return len(made) == 1 and made == given
 
 

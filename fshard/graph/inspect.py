@@ -12,9 +12,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from ..core import tree
 
-_COLLECTIVES = tuple(
-    f"fshard.{kind}" for kind in ("all_gather", "all_gather_into", "reduce_scatter", "all_reduce", "exchange")
-)
+_KINDS = ("all_gather", "all_gather_into", "reduce_scatter", "all_reduce", "exchange")
+_COLLECTIVES = tuple(f"fshard.{kind}" for kind in _KINDS)
 
 
 class Traffic(NamedTuple):

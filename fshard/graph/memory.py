@@ -112,7 +112,12 @@ def spans(graph: fx.Graph, inputs: Sequence[str]) -> list[MemorySpan]:
     barriers = [i for i, node in enumerate(nodes) if node.op == "call_function" and _is_barrier(node)] + [len(nodes)]
     # what is read up to the next barrier alone is computed inside its readers
     counted = [s for s in storages.values() if not s.fusible or s.last > barriers[bisect(barriers, s.first)]]
-    _in_loops(nodes, barriers, counted, storages)
+    # what a loop reads is kept until its last result is there: an optimizer's gradients until it has written all
+    reused = _in_place(barriers, counted, storages)
+    loops = {i: (bisect(barriers, i), values(node)[0].numel()) for i, node in enumerate(nodes) if _is_fusible(node)}
+    ends = {loops[s.first]: s.first for s in counted if s.first in loops}
+    for key, s in storages.items():
+        s.last = s.last - 1 if key in reused else max(s.last, ends.get(loops.get(s.last, (-1, -1)), 0))
     numbers = {node: i for i, node in enumerate(nodes)}
     received = list[MemorySpan]()
     for node, nbytes in ((node, _received(node)) for node in nodes):
@@ -141,17 +146,6 @@ def _received(node: fx.Node) -> int:
     if "op" in by_name and is_direct(x, size, op):
         return x.nbytes * size  # all ranks' inputs, gathered
     return -(-x.numel() // size) * size * x.itemsize  # padded to equal parts
-
-
-def _in_loops(
-    nodes: Sequence[fx.Node], barriers: Sequence[int], counted: Sequence[_Storage], storages: dict[int, _Storage]
-) -> None:
-    """Keep what a loop reads until its last result is there: an optimizer's gradients until it has written all."""
-    reused = _in_place(barriers, counted, storages)
-    loops = {i: (bisect(barriers, i), values(node)[0].numel()) for i, node in enumerate(nodes) if _is_fusible(node)}
-    ends = {loops[s.first]: s.first for s in counted if s.first in loops}
-    for key, s in storages.items():
-        s.last = s.last - 1 if key in reused else max(s.last, ends.get(loops.get(s.last, (-1, -1)), 0))
 
 
 def _in_place(barriers: Sequence[int], counted: Sequence[_Storage], storages: dict[int, _Storage]) -> set[int]:

@@ -93,7 +93,9 @@ def shorten(graph: fx.Graph) -> None:
         (whole,) = values(buffer)
         for view in gather.views:
             value = view.meta["val"]
-            if view is not buffer and isinstance(value, torch.Tensor) and _is_plain(value, whole):
+            is_tensor = isinstance(value, torch.Tensor) and value.dtype == whole.dtype
+            # else it is not determined by its shape, strides and offset
+            if view is not buffer and is_tensor and not value.is_conj() and not value.is_neg():
                 view.target, view.kwargs = _as_strided, {}
                 view.args = (buffer, list(value.shape), list(value.stride()), value.storage_offset())
     for node in list(graph.nodes):
@@ -102,11 +104,6 @@ def shorten(graph: fx.Graph) -> None:
             also_results = written and node.args[0].op != "placeholder"
             node.replace_all_uses_with(node.args[0], lambda user, also=also_results: also or user.op != "output")
     _drop_unread(graph)
-
-
-def _is_plain(value: torch.Tensor, whole: torch.Tensor) -> bool:
-    """Whether a view of `whole` is determined by its shape, strides and offset: it is not conjugated or negated."""
-    return value.dtype == whole.dtype and not value.is_conj() and not value.is_neg()
 
 
 def fix_places(graph: fx.Graph) -> None:
