@@ -22,8 +22,8 @@ from ..core.tracing import RERUN
 from ..core.tree import Tree
 from ..grad.autograd import SavedTensor
 from ..grad.grad import check_loss, check_sharded, later_grads, run
-from ..grad.gradients import Gradients
 from ..grad.tape import Leaves, Tape
+from ..grad.travel import Gradients
 from ..sharding.schedule import schedule
 from ..sharding.sharded import Sharded
 from .elementary import Elementary
@@ -40,8 +40,11 @@ class _Duals(Tape):
     def __init__(self, params: Sharded, tangents: Sharded, into: Gradients, beside: Sequence[Sharded]):
         super().__init__(params, into, beside)
         self._tangents = Tape(tangents, chain=self.chain)
-        self._followers.append(self._tangents)
         self._levels: Sequence[object] = ()  # of torch.func, innermost first: those inside which tangents are made
+
+    @property
+    def _followers(self) -> list[Tape]:
+        return [*super()._followers, self._tangents]
 
     def view(self) -> Tree:
         """This tape: the loss asks for `duals` at the level that tangents belong to."""

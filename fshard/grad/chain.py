@@ -24,13 +24,14 @@ Note [One order on all ranks]
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
+from sys import maxsize
 from typing import NamedTuple, Protocol
 
 from torch import Tensor
 
 from .autograd import Anchor, Block, OnGrads
-from .unit import Buffers, Leaves, TapeUnit
+from .under_way import Buffers, Leaves, TapeUnit
 
 
 class Gathering(Protocol):
@@ -57,16 +58,16 @@ class Chain:
     others as they are read.
     """
 
-    def __init__(self, units: Mapping[int, TapeUnit], root: Tensor, is_linked: bool, planned: Iterable[int]):
+    def __init__(self, root: Tensor, is_linked: bool, planned: Iterable[TapeUnit]):
         self.is_linked, self.outputs = is_linked, [root]
         self.gathered: list[tuple[int, int]] = []  # the tape and the number of each unit that ranks gathered, in order
         # the units that the backward will gather again, the first one last
         self.saved: dict[TapeUnit, Saved] = {}
         # units that stay until an anchor runs that was made no later than the one with this number
         self._waiting: list[tuple[int, TapeUnit]] = []
-        self._hook: object = None  # of the checkpoint that read last
-        self._before = 0  # the number of an anchor that was made before that began
-        self._units, self._planned, self._tapes = units, iter(planned), 0
+        # the hook of the checkpoint that read last, and the number of an anchor that was made before that began
+        self._reading: tuple[object, int] = None, 0
+        self._planned, self._tapes = iter(planned), 0
 
     def join(self) -> int:
         """Count a tape that gathers for this forward; returns its number."""
@@ -95,17 +96,11 @@ class Chain:
 
     def link(self, stop: int | None, take: OnGrads) -> None:
         """Give an anchor to each planned unit up to `stop` that has none, in a chain; with None, to all of them."""
-        for number in self._planned:
-            if number == stop:
+        for unit in self._planned:
+            if unit.number == stop:
                 return
-            unit = self._units[number]
             if unit.anchor is None and unit.entry.trained:
                 self._linked(unit, take, [])
-
-    def hidden(self) -> list[TapeUnit]:
-        """The units of a linked chain that were only read where gradients are off."""
-        units = self._units.values() if self.is_linked else ()
-        return [unit for unit in units if unit.is_bound and unit.is_touched and not unit.is_used]
 
     def save(self, unit: TapeUnit, tape: Gathering) -> None:
         """Put a unit first in the order in which the backward gathers."""
@@ -118,12 +113,11 @@ class Chain:
         `is_new` says that the unit was gathered for this.
         """
         is_known = unit in self.saved and self.saved[unit].hook is block.hook
-        unit.rerun_by(block, self.is_linked, is_known and is_new)
+        if not is_known and block.hook is not self._reading[0]:
+            self._reading = block.hook, len(self.outputs) - 2  # the last may be of this read
+        unit.rerun_by(block, self.is_linked, is_known and is_new, maxsize if is_known else self._reading[1])
         if is_known:
             return
-        if block.hook is not self._hook:
-            self._hook, self._before = block.hook, len(self.outputs) - 2  # the last may be of this read
-        unit.before = min(unit.before, self._before)
         self.saved.pop(unit, None)
         units = [(unit, tape)]
         while self.saved:
@@ -142,9 +136,9 @@ class Chain:
             if self.is_linked and next(reversed(self.saved)) is not unit and not unit.is_kept:
                 self._catch_up(-1, unit)
             entry = self.saved.pop(unit)
-            if unit.is_tied:
-                is_last = entry.hook is not None and not unit.is_shared  # of the checkpoint that runs again now
-                self._waiting.append((unit.since if is_last else min(unit.since, unit.before), unit))
+            if (reruns := unit.reruns).stays_until_anchor:
+                is_last = entry.hook is not None and not reruns.is_shared  # of the checkpoint that runs again now
+                self._waiting.append((unit.since if is_last else min(unit.since, reruns.anchor_before), unit))
 
     def passes(self, unit: TapeUnit) -> None:
         """The anchor of a unit runs: no node of autograd that was made after it will run any more."""
@@ -170,11 +164,11 @@ class Chain:
                 return
             del self.saved[last]
             entry.tape.again(last)
-            self._waiting.append((min(last.since, last.before), last))
+            self._waiting.append((min(last.since, last.reruns.anchor_before), last))
 
     def close(self) -> None:
         """Drop all nodes: they hold tapes, in a cycle that Python's garbage collector cannot see."""
         self.outputs.clear()
         self.saved.clear()
         self._waiting.clear()
-        self._hook = None
+        self._reading = None, 0

@@ -26,9 +26,9 @@ from ..plan import ahead
 from ..plan.plan import Plan
 from ..sharding.sharded import Sharded, whole_view
 from . import autograd
-from .gradients import Gradients, settle
 from .tape import OBSERVER, Tape
-from .unit import Gathered
+from .travel import Gradients, settle
+from .under_way import Gathered
 
 _OF_MODULE = "Of a module write lambda params, x: torch.func.functional_call(module, params, (x,))"
 
@@ -259,7 +259,7 @@ def _backward(tape: Tape, outs: Sequence[Tensor], seeds: Sequence[Tensor]) -> No
     with torch.autograd.set_multithreading_enabled(False):
         # the root gets no gradient: the anchors on the way to it hand the leaves' gradients to the tape
         outputs, seeds = zip(*pairs, strict=True)
-        torch.autograd.grad(outputs, [tape.root], seeds, allow_unused=True)
+        torch.autograd.grad(outputs, [tape.chain.outputs[0]], seeds, allow_unused=True)
     tape.check_reached([out for out in outs if out.grad_fn])
     tape.finish()
 

@@ -9,7 +9,7 @@ Note [Tensors of a step]
     the backward the first use of a place of a unit gathers the unit again, and the last use drops it. A unit that an
     activation checkpoint reads is gathered again when the checkpoint runs again. The backward begins with the unit that
     was saved, or read in a checkpoint, last: if its buffer is in memory when the forward ends, it stays. With another
-    `regather=` more stays (Note [What stays of a unit] in `gathers.py`). The program alone decides which collectives
+    `regather=` more stays (Note [What stays of a unit] in `under_way.py`). The program alone decides which collectives
     run, not the time at which memory is freed.
 
 Note [Reverse mode inside a loss]
@@ -25,7 +25,8 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from contextvars import ContextVar
 from functools import partial
-from itertools import islice
+from itertools import islice, repeat
+from operator import is_not
 from typing import Any, Protocol, TypeVar
 
 import torch
@@ -44,11 +45,11 @@ from ..plan.units import select_units
 from ..sharding.access import Shown, lazy
 from ..sharding.schedule import Runs, schedule
 from ..sharding.sharded import Sharded
-from . import autograd, gathers, gradients
+from . import autograd, travel
 from .autograd import Owners, SavedTensor, SavedView, in_checkpoint
 from .chain import Chain
-from .gradients import Gradients, Reductions, settle
-from .unit import Buffers, Gathered, Leaves, TapeUnit
+from .travel import Gradients, settle
+from .under_way import Arrivals, Buffers, Gathered, Leaves, Reductions, TapeUnit
 from .writes import Writes
 
 T = TypeVar("T")
@@ -72,17 +73,16 @@ class Tape:
         gathered: Gathered | None = None,
         chain: Chain | None = None,
     ):
-        params, into, self._adds = gradients.as_read(params, into)  # and whether gradients that come twice are added
+        params, into, self._adds = travel.as_read(params, into)  # and whether gradients that come twice are added
         self._params, self.plan, self._into = params, params.plan, into
-        self.root = autograd.root()
         self._schedule = schedule(params.view)
         self._units = {n: TapeUnit(entry, stays=n == self.plan.root) for n, entry in self._schedule.entries.items()}
-        is_linked = bool(gathers.several(self.plan, self.plan.axis_names))
+        is_linked = bool(travel.several(self.plan, self.plan.axis_names))
         is_planned = is_linked and self._schedule.any_whole and not is_tracing()  # all ranks trace one program
-        self.chain = chain or Chain(self._units, self.root, is_linked, self._schedule.likely if is_planned else ())
+        planned = map(self._units.__getitem__, self._schedule.likely) if is_planned else ()
+        self.chain = chain or Chain(autograd.root(), is_linked, planned)
         self.index = self.chain.join()
         self.beside = [(x, Tape(x, chain=self.chain)) for x in beside]
-        self._followers = [tape for _, tape in self.beside]  # which gather beside this tape
         self._here: list[TapeUnit] = []  # whose buffers stay at least until another unit is read
         self.shown: Shown | None = Shown()  # until the forward ends
         self._owners = Owners()
@@ -93,15 +93,15 @@ class Tape:
         self._rows = {address(row): kind for kind, row in zip(params.view.kinds, params.tensors, strict=True)}
         self._gradless = self._reached = False  # whether a unit was touched where gradients are off, or given one
         self._late: list[TapeUnit] = []  # units that are reduced after the backward
-        self._makes_buffers = any(gathers.is_buffer(params, kind, copied) for kind in params.view.kinds)
+        self._makes_buffers = any(travel.is_buffer(params.view, kind, copied) for kind in params.view.kinds)
         self._regather = self._makes_buffers and self._schedule.regathers and gathered is None  # until the forward ends
         may_send = self._schedule.sends if into is None else self._schedule.resends  # again, in the backward
-        self._resends, self._keeps_on = self._makes_buffers and gathered is None and may_send, gathered is not None
+        self._resends = self._makes_buffers and gathered is None and may_send
         self._notes = self._regather or (is_linked and self._schedule.sends)  # what checkpoints read; in the forward
         if gathered is not None:
             for unit in self._units.values():
                 unit.keep_in(gathered)
-        self._arrivals = gathers.Arrivals(params, self._units, copied)
+        self._arrivals = Arrivals(params, self._units, copied)
 
     def view(self) -> Tree:
         """The parameters as the loss sees them."""
@@ -186,7 +186,7 @@ class Tape:
         if self._into is None:
             self._keep(unit)
         if self._backward:
-            unit.is_again = unit.is_again or unit.is_tied
+            unit.regathered = unit.regathered or unit.reruns.stays_until_anchor
         elif self._makes_buffers and (sent or not mixed):
             end, most = self._params.view.units[1], self._arrivals.most
             numbers = range(unit.number + 1, end if mixed else min(unit.number + 1 + most, end))
@@ -200,7 +200,7 @@ class Tape:
         """Keep what the plan says of a unit that was just gathered, if there will be a backward."""
         if unit.keep_rule is None or unit.held is not None or self._backward or not torch.is_grad_enabled():
             return
-        if unit.keep_rule.over or self._keeps_on or (self._into is not None and unit.entry.reduced):
+        if unit.keep_rule.over or unit.gathered is not None or (self._into is not None and unit.entry.reduced):
             self._arrivals.keep(unit)
             # later gathers are over fewer axes; ranks that read it under no_grad alone keep none
             self.chain.gathered += [(self.index, ~unit.number)] * (self._into is None)
@@ -225,24 +225,18 @@ class Tape:
         due = (unit for unit in reversed(self.chain.saved) if self.chain.saved[unit].tape is self)
         return (unit for unit in due if unit.entry.sent) if self._schedule.mixed else due
 
-    def _buffers(self, unit: TapeUnit) -> Buffers:
-        """A unit's flat buffers: those in memory, or gathered now."""
-        if unit.buffers is None:
-            unit.buffers = self._arrivals.take(unit)
-        return unit.buffers
-
     def _leaves(self, unit: TapeUnit, buffers: Buffers) -> Leaves:
         """A unit's leaves, views of its buffers, without derivatives, and watched for writes in place."""
         leaves: list[Tensor] = []
         for row in unit.entry.rows:
-            full = buffers[row.kind]
-            is_callers = address(full) in self._rows  # nothing was gathered: memory of the parameters
+            all_gather_output = buffers[row.kind]
+            is_callers = address(all_gather_output) in self._rows  # nothing was gathered: memory of the parameters
             if not is_callers:
-                self._owners.add(full, unit.number, row.kind, unit.keep_rule != COPIES)
+                self._owners.add(all_gather_output, unit.number, row.kind, unit.keep_rule != COPIES)
             if self.plan.kinds[row.kind].trainable:
-                leaves += row.views(self._writes.watch(full, row.leaves, is_callers))
+                leaves += row.views(self._writes.watch(all_gather_output, row.leaves, is_callers))
             else:
-                leaves += (still := self._writes.frozen(row.views(full), row.leaves, is_callers))
+                leaves += (still := self._writes.frozen(row.views(all_gather_output), row.leaves, is_callers))
                 self._owners.know(row.kind, *still)
         return leaves
 
@@ -295,6 +289,11 @@ class Tape:
         return self.forward_once(loss)
 
     @property
+    def _followers(self) -> list[Tape]:
+        """The tapes that gather beside this one."""
+        return self.tapes[1:]
+
+    @property
     def tapes(self) -> list[Tape]:
         """This tape, and those of the other `Sharded` that the loss reads."""
         return [self, *(tape for _, tape in self.beside)]
@@ -320,7 +319,9 @@ class Tape:
         return [hash(x) & _BITS for x in ((*self.chain.gathered, *(unit.number for unit in self._hidden())), (*due,))]
 
     def _hidden(self) -> list[TapeUnit]:
-        return self.chain.hidden() if self._gradless else []
+        """The units of a linked chain that were only read where gradients are off."""
+        units = self._units.values() if self._gradless and self.chain.is_linked else ()
+        return [unit for unit in units if unit.is_bound and unit.is_touched and not unit.is_used]
 
     def keep_read(self) -> None:
         """Gather all units that were read, and keep them for the backward, which then sends nothing for them."""
@@ -328,7 +329,7 @@ class Tape:
             for unit in tape._units.values():
                 # a frozen unit of which all stays is not held yet: a checkpoint that runs again would gather it
                 if unit.is_touched and not unit.is_kept:
-                    buffers, unit.keep_rule = tape._buffers(unit), COPIES
+                    buffers, unit.keep_rule = tape._arrivals.take(unit), COPIES
                     unit.hold(buffers)
 
     def end(self) -> None:
@@ -352,7 +353,7 @@ class Tape:
         self._arrivals.drop()
         for unit in self._units.values():
             unit.expect(self.chain.is_linked)
-            if self._into is None and not unit.saved and unit.hook is None:  # no gradients will come
+            if self._into is None and not unit.saved and unit.reruns.hook is None:  # no gradients will come
                 unit.drop_held()
         self._late, self._backward, self._regather, self._notes = self._hidden(), True, False, False
         # a buffer already here counts as one gather under way
@@ -386,26 +387,26 @@ class Tape:
         if isinstance(saved, SavedTensor):
             return saved.unchanged()
         unit = self._units[saved.unit]
-        full = self.again(unit)[saved.kind]
-        self._owners.know(saved.kind, full)
+        all_gather_output = self.again(unit)[saved.kind]
+        self._owners.know(saved.kind, all_gather_output)
         unit.use()
         if not (unit.saved or self._backward):
             self.chain.saved.pop(unit, None)
-        return saved.view_of(full)
+        return saved.view_of(all_gather_output)
 
     def again(self, unit: TapeUnit) -> Buffers:
         """A unit's buffers, which stay until the last saved place was used."""
-        if not unit.is_again or unit.buffers is None:
+        if not unit.regathered or unit.buffers is None:
             if self._backward:
                 self.chain.turn(unit)
             self._next(unit)
-            unit.is_again = True
+            unit.regathered = True
         assert unit.buffers is not None
         return unit.buffers
 
     def _next(self, unit: TapeUnit) -> Buffers:
         """A unit's buffers; in the backward the gathers of those that follow are started."""
-        buffers = self._buffers(unit)
+        buffers = self._arrivals.take(unit)
         if self._backward and not unit.is_kept and (unit.entry.sent or not self._schedule.mixed):
             self._arrivals.ahead(unit, self._before())
         return buffers
@@ -421,16 +422,16 @@ class Tape:
         if unit in self._late:
             return unit.add(grads)
         grads = unit.total(grads)
-        unit.gradients, unit.is_complete = "summing", all(grad is not None for grad in grads)
-        self._reached = self._reached or any(grad is not None for grad in grads)
+        num = sum(map(is_not, grads, repeat(None)))
+        unit.gradients, unit.is_complete, self._reached = "summing", num == len(grads), self._reached or num > 0
         if not unit.saved:
             unit.drop_held()
             unit.let_go()  # of a checkpoint that ran again
         self._reductions.make_room(unit.number)
         self._reductions.join()  # what the sums before have read is free for the next buffer
         for row, begin, end in unit.entry.reduced:
-            flat = into.filled(row, grads[begin:end], again)  # (n,)
-            if pending := into.emit(unit.number, row.kind, flat):
+            reduce_scatter_input = into.filled(row, grads[begin:end], again)  # (n,)
+            if pending := into.emit(unit.number, row.kind, reduce_scatter_input):
                 self._add(pending, unit, row.kind)
         self._reductions.move_on(unit.number - 1)
 

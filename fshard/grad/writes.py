@@ -32,7 +32,7 @@ from ..core.storage import address, ranges_meet, writes
 from ..core.tracing import Args, Kwargs, Operator, is_tracing
 from ..plan.plan import Slot
 from ..sharding.schedule import Entry
-from .unit import TapeUnit
+from .under_way import TapeUnit
 
 # Leaves that share a version counter (one of them was written to, if it counted), and whether their memory is the
 # caller's: then the write has changed the parameters that were passed.
@@ -54,7 +54,7 @@ _CHANGED = " The parameters that were passed are changed by it: do not use them 
 class _Refusing(TorchFunctionMode):
     """ValueError for `x.data = y`, and if batch_norm would write to a leaf: for tracing, which sees neither."""
 
-    def __init__(self, frozen: dict[tuple[int, int], str]):
+    def __init__(self, frozen: Sequence[tuple[Tensor, Slot]]):
         super().__init__()
         self._frozen = frozen
 
@@ -64,8 +64,8 @@ class _Refusing(TorchFunctionMode):
                 f"the loss function: a graph has no `x.data = y`, and would compute with the old x. {_REMEDY}"
             )
         for x in _statistics(func, args, kwargs or {}):
-            if isinstance(x, Tensor) and _place(x) in self._frozen:
-                path = self._frozen[_place(x)]
+            places = {_place(leaf): slot.path for leaf, slot in self._frozen if _is_small(leaf)}
+            if isinstance(x, Tensor) and (path := places.get(_place(x))) is not None:
                 raise ValueError(f"the loss function: batch_norm would write to leaf {path!r} in place. {_REMEDY}")
         return func(*args, **(kwargs or {}))
 
@@ -92,6 +92,10 @@ def _place(x: Tensor) -> tuple[int, int]:
     return address(x), int(x.storage_offset())
 
 
+def _is_small(x: Tensor) -> bool:
+    return x.dim() < 2 and x.numel() <= _SMALL
+
+
 def _statistics(func: Callable[..., object], args: Sequence[object], kwargs: Mapping[str, object]) -> list[object]:
     """The running statistics that this call would update, if it is a batch_norm in training mode."""
     if getattr(func, "__name__", "").removeprefix("native_") != "batch_norm":
@@ -114,13 +118,12 @@ class Writes:
         self._tracing = is_tracing()
         self._storages = set[int]()  # addresses of what leaves lie in; the tape keeps them taken
         self._frozen_leaves: list[tuple[Tensor, Slot]] = []  # while a graph is traced
-        self._frozen: dict[tuple[int, int], str] = {}  # while a graph is traced: paths of small frozen leaves, by place
 
     @contextmanager
     def refusing(self) -> Iterator[None]:
         """The block in which the loss runs: torch's errors about writes in place become errors that name the leaf."""
         with (
-            _Refusing(self._frozen) if self._tracing else nullcontext(),
+            _Refusing(self._frozen_leaves) if self._tracing else nullcontext(),
             _RefusingWrites(self._frozen_leaves) if self._tracing else refusing_raw(),
         ):
             try:
@@ -163,10 +166,9 @@ class Writes:
 
     def frozen(self, leaves: Sequence[Tensor], slots: Sequence[Slot], is_callers: bool) -> list[Tensor]:
         """Return the frozen leaves of one unit and kind, each watched by itself; small ones are copies."""
-        visible, small = list(leaves), [n for n, x in enumerate(leaves) if x.dim() < 2 and x.numel() <= _SMALL]
+        visible, small = list(leaves), [n for n, x in enumerate(leaves) if _is_small(x)]
         if self._tracing:
             self._frozen_leaves += zip(visible, slots, strict=True)
-            self._frozen.update((_place(visible[n]), slots[n].path) for n in small)
         elif small:
             flat = torch.cat([leaves[n].reshape(-1) for n in small])  # (the sum of the small leaves' numels,)
             numels = [leaves[n].numel() for n in small]

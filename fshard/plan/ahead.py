@@ -180,7 +180,7 @@ class Crossings(NamedTuple):
 
     up: Crossing  # to the device
     down: Crossing  # to host memory
-    sums: Crossing  # for sums of gradients (Note [Sums beside the computation] in `gradients`)
+    sums: Crossing  # for sums of gradients (Note [Sums beside the computation] in `under_way.py`)
     stages: Crossing  # for gathers over several axes, where each stage waits for the one before
 
 

@@ -24,10 +24,9 @@ from ..core.scalars import Number
 from ..core.storage import value_bytes, writes
 from ..core.tracing import is_tracing
 from ..core.tree import Tree
-from ..grad.gathers import several
 from ..grad.grad import later_grads, run
-from ..grad.gradients import Gradients, Reducer, settle
-from ..grad.unit import Gathered
+from ..grad.travel import Gradients, settle, several
+from ..grad.under_way import Gathered
 from ..layout.pieces import device_of
 from ..plan.partitions import axes_of
 from ..plan.plan import Plan
@@ -96,7 +95,7 @@ def gradients_of_micro_batches(recipe: Recipe, state: Tree, batch: Tree, args: S
         if into.reduced is not None and into.reduced is not sums:
             tree.map(lambda total, more: total.add_(more), sums(), into.reduced())
     if reduced_last:
-        Reducer(grads(), recipe.by).rest(sums(), reduced_last)
+        Gradients(grads, by=recipe.by).all_reduce_later(sums(), reduced_last)
         settle(plan)
     outcome = joined(outcomes)
     if num == 1:

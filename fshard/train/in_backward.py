@@ -1,10 +1,22 @@
 """A step that updates each unit in its backward, as soon as the unit's gradients are reduced.
 
 Note [Steps that update in the backward]
-    `Updates` gets the sum of each unit (Note [Updates in a backward] in `grad/gradients.py`), and runs the optimizer on
-    this unit alone: on its flat parameters, and on the same shard of every tree in the optimizer's state. The optimizer
-    is elementwise, so the update is the same. Every unit reads the state's 0-d tensors (counts) from before the step.
-    Clipping needs the norm of all gradients first, so the forward and backward run twice.
+    `Updates` gets the sum of each unit (Note [Updates in a backward]), and runs the optimizer on this unit alone: on
+    its flat parameters, and on the same shard of every tree in the optimizer's state. The optimizer is elementwise, so
+    the update is the same. Every unit reads the state's 0-d tensors (counts) from before the step. Clipping needs the
+    norm of all gradients first, so the forward and backward run twice.
+
+Note [Updates in a backward]
+    With `Gradients.take` a backward hands each unit's sum over ranks to a function, which may write to the parameters
+    of that unit: an optimizer that updates them. Then the memory of the sum is free, so gradients of two units are in
+    memory, not of all.
+
+    A unit must not be written to while the backward still reads it. Gathered buffers are memory of their own, so what
+    counts is whether the unit will be gathered again. It will not: autograd runs the nodes that were made last first,
+    and a unit's anchor is made when the unit is read first (Note [Anchors] in `autograd.py`), so every node that reads
+    the unit, and every checkpoint that reads it again, comes before its gradients. If a program finds another way, the
+    tape raises an error. Leaves that this rank has whole are copied when they are read, as if they were gathered: else
+    the loss, and what autograd does not know of (attributes of a user's function), would read them where they are.
 """
 
 from __future__ import annotations
@@ -27,7 +39,7 @@ from ..core.scalars import beside, wide
 from ..core.tracing import assigned
 from ..core.tree import Tree
 from ..grad.grad import apart
-from ..grad.gradients import Gradients, OnSum
+from ..grad.travel import Gradients, OnSum
 from ..layout.layout import Layout
 from ..layout.norms import square_sum
 from ..layout.pieces import device_of

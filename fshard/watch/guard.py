@@ -26,7 +26,7 @@ from ..core.arguments import check_flags, check_function, check_whole, shown
 from ..core.storage import words, writes
 from ..core.tracing import is_tracing
 from ..core.tree import Tree
-from ..grad.gathers import several
+from ..grad.travel import several
 from ..layout.layout import Layout
 from ..layout.pieces import Parts, pieces
 from ..plan.plan import Plan

@@ -28,8 +28,8 @@ from ..core.scalars import on_device
 from ..core.tracing import UNROLLS, Args, Kwargs, assigned, is_tracing
 from ..core.tree import Tree
 from ..grad.grad import empty_grads
-from ..grad.gradients import Gradients
 from ..grad.tape import OBSERVER, Leaves, Tape, TapeUnit
+from ..grad.travel import Gradients
 from ..layout.pieces import device_of
 from ..plan.plan import Plan, Slot
 from ..sharding.sharded import Sharded, gather_params

@@ -11,7 +11,7 @@ from torch import Tensor
 import fshard
 from fshard import gather_params, optim, tree
 from fshard.comm import primitives
-from fshard.grad import gradients
+from fshard.grad import travel
 from fshard.hosts.one_host import connected
 from fshard.testing import World
 
@@ -103,14 +103,14 @@ def whole_gradients(mesh: Any, strategy: str, apart: bool, jitted: bool = False)
     state = fshard.init_state(fshard.shard_params(params, plan), optim.adamw(0.01))
     step: Any = fshard.train_step(loss, optim.adamw(0.01), donate=not jitted)
     step = fshard.jit(step, donate=True, backend="eager") if jitted else step
-    before, gradients._LARGE = gradients._LARGE, 1 << 40 if apart else gradients._LARGE
+    before, travel._LARGE = travel._LARGE, 1 << 40 if apart else travel._LARGE
     try:
         for _ in range(2):
             batch = torch.randn(3, 515, generator=generator)
             grads = gather_params(fshard.value_and_grad(loss)(state.params, batch)[1])
             state, metrics = step(state, batch)
     finally:
-        gradients._LARGE = before
+        travel._LARGE = before
     return gather_params(state.params), grads, metrics
 
 

@@ -28,7 +28,7 @@ from fshard import DynamicLossScale, optim, tree
 from fshard.comm import primitives
 from fshard.comm.ranks import Call, Pending
 from fshard.comm.reduction import Sums
-from fshard.grad import gradients
+from fshard.grad import travel, under_way
 from fshard.plan import ahead
 from fshard.plan.ahead import crossings
 from fshard.wire import Int8
@@ -458,9 +458,9 @@ def test_what_the_computation_waits_for_comes_first():
 def test_the_update_waits_for_sums(monkeypatch):
     """If the update did not wait for sums, hazards are reported: otherwise the check would miss an update that comes
     too early."""
-    monkeypatch.setattr(gradients.Reductions, "drop", lambda self: None)  # which would wait later
+    monkeypatch.setattr(under_way.Reductions, "drop", lambda self: None)  # which would wait later
     assert found("two") == set()
-    monkeypatch.setattr(gradients.Reductions, "join", lambda self: self._stepped.clear())
+    monkeypatch.setattr(under_way.Reductions, "join", lambda self: self._stepped.clear())
     words = found("two")
     assert any(word.endswith("reads before add is done") for word in words)
     assert "memory is used again while add runs" in words
@@ -471,10 +471,11 @@ def test_sums_wait_for_the_computation(name, monkeypatch):
     """If sums did not wait for the computation, a hazard is reported: otherwise the check would miss a sum of
     unwritten buffers."""
 
-    def beside(self: Any) -> Any:
+    def beside(self: Any, older: Any) -> Any:
+        self._stepped += older
         return self._side._module.stream(self._side._stream)
 
-    monkeypatch.setattr(gradients.Reductions, "_beside", beside)
+    monkeypatch.setattr(under_way.Reductions, "_beside", beside)
     assert any("reads before" in word for word in found(name))
 
 
@@ -482,13 +483,13 @@ def test_sums_wait_for_the_computation(name, monkeypatch):
 def test_what_is_summed_lives_until_the_computation_has_waited(name, monkeypatch):
     """If buffers of sums were freed early, a hazard is reported: otherwise the check would miss memory reused too
     early."""
-    move_on = gradients.Reductions.move_on
+    move_on = under_way.Reductions.move_on
 
     def forgetful(self: Any, ahead: int) -> None:
         move_on(self, ahead)
         self._stepped[:] = [Pending(None, lambda _: None)] * bool(self._stepped)
 
-    monkeypatch.setattr(gradients.Reductions, "move_on", forgetful)
+    monkeypatch.setattr(under_way.Reductions, "move_on", forgetful)
     assert any(word.startswith("memory is used again while") for word in found(name))
 
 
@@ -564,8 +565,8 @@ def test_nothing_is_left_behind_after_an_error(monkeypatch):
     overwritten."""
     assert after_an_error(TWO) == set()
     assert after_an_error(HYBRID) == set()
-    monkeypatch.setattr(gradients.Reductions, "join", lambda self: None)
-    monkeypatch.setattr(gradients.Reductions, "drop", lambda self: vars(self).update(_under_way=[], _stepped=[]))
+    monkeypatch.setattr(under_way.Reductions, "join", lambda self: None)
+    monkeypatch.setattr(under_way.Reductions, "drop", lambda self: vars(self).update(_under_way=[], _stepped=[]))
     assert any(word.startswith("memory is used again while") for word in after_an_error(TWO))
 
 
@@ -574,7 +575,7 @@ def test_nothing_is_left_behind_after_an_error(monkeypatch):
 def test_buffers_are_kept_for_a_unit_at_most(units, sizes, reduction, most, monkeypatch):
     """When a gradient buffer is made, at most one other is alive, and none where the backend adds, but small ones that
     fit in its place: otherwise memory would grow with the number of units, or be more than FSDP2 needs."""
-    alive, found, make = list[tuple[StorageWeakRef, int]](), list[int](), gradients.Gradients.buffer
+    alive, found, make = list[tuple[StorageWeakRef, int]](), list[int](), travel.Gradients.buffer
 
     def buffer(*args: Any) -> Tensor:
         before = sum(nbytes for ref, nbytes in alive if not ref.expired())
@@ -583,7 +584,7 @@ def test_buffers_are_kept_for_a_unit_at_most(units, sizes, reduction, most, monk
         found.append(before + flat.nbytes)
         return flat
 
-    monkeypatch.setattr(gradients.Gradients, "buffer", buffer)
+    monkeypatch.setattr(travel.Gradients, "buffer", buffer)
     with streams():
         params = made(sizes, {"units": units}, optim.sgd(0.1)).params
         fshard.value_and_grad(loss, reduction=reduction)(params, torch.ones(4, 8, device=DEVICE))
@@ -605,7 +606,7 @@ def test_where_there_are_no_streams_none_are_made():
     with on_accelerator():
         plan = fshard.make_plan(params, Mesh())
         with FakeTensorMode():
-            gradients.Reductions(plan)
+            under_way.Reductions(plan)
             assert crossings not in plan.mesh._kept
-        gradients.Reductions(plan)
+        under_way.Reductions(plan)
         assert crossings in plan.mesh._kept

@@ -1,9 +1,9 @@
 """One forward and backward over a `Sharded`: which collectives run, what is alive when, and the gradients."""
 
 import gc
-import traceback
 import weakref
-from functools import partial
+from functools import cache, partial
+from itertools import product
 from typing import Any
 
 import pytest
@@ -37,7 +37,6 @@ import fshard
 from fshard import tree
 from fshard.sharding.sharded import whole_view
 
-WORLDS = ["simulated", pytest.param("gloo")]
 STRATEGIES = {
     "full": {},
     "keep": {"regather": False},
@@ -110,42 +109,30 @@ def check_gradients(name: str, results: list[dict[str, list[Any]]]) -> None:
                     assert_near(grad, expected[path], (key, rank, turn, path))
 
 
-def all_in_one(mesh: Any) -> dict[Any, Any]:
-    """Everything this file runs on processes; one spawn for all."""
-    jobs: dict[Any, Any] = {name: partial(two_rounds, name=name, strategies=STRATEGIES) for name in CASES}
+def jobs() -> dict[Any, Any]:
+    """What this file runs on ranks, by key."""
+    found: dict[Any, Any] = {(name,): partial(two_rounds, name=name, strategies=STRATEGIES) for name in CASES}
     for name, strategy in STRATEGIES.items():
-        jobs["tally", name] = partial(tally_of, strategy=strategy, what="value_and_grad")
-        jobs["unreduced", name] = partial(unreduced, strategy=strategy)
-        jobs["errors", name] = partial(after_errors, strategy=strategy)
-    for loss in LOSSES:
-        for depth in (5, 9):
-            jobs["watched", loss, depth] = partial(watched, loss=loss, strategy={}, depth=depth)
-    jobs["saved views"] = all_differences
-    jobs["writes"] = partial(refusals, strategy="full")
-    jobs["watched", chain, "keep"] = partial(watched, loss=chain, strategy={"regather": False}, depth=6)
-    found = {}
-    for key, job in jobs.items():
-        try:
-            found[key] = job(mesh)
-        except Exception as failure:  # raised by the test that asks for it
-            failure.add_note(traceback.format_exc())
-            found[key] = failure
+        found["tally", name] = partial(tally_of, strategy=strategy, what="value_and_grad")
+        found["unreduced", name] = partial(unreduced, strategy=strategy)
+        found["errors", name] = partial(after_errors, strategy=strategy)
+    for loss, depth in product(LOSSES, (5, 9)):
+        found["watched", loss, depth] = partial(watched, loss=loss, strategy={}, depth=depth)
+    found["saved views",] = all_differences
+    found["writes",] = partial(refusals, strategy="full")
+    found["watched", chain, "keep"] = partial(watched, loss=chain, strategy={"regather": False}, depth=6)
     return found
 
 
-@pytest.fixture(scope="module", params=WORLDS)
+def job(mesh: Any, *key: Any) -> Any:
+    """The result of one job on a rank."""
+    return jobs()[key](mesh)
+
+
+@pytest.fixture(scope="module", params=["simulated", "gloo"])
 def world(request: pytest.FixtureRequest) -> Any:
     """A function from the key of a job to the results of three ranks, simulated or in processes."""
-    ranks = {"simulated": simulated, "gloo": gloo}[request.param](all_in_one, shard=3)
-
-    def results(*key: Any) -> list[Any]:
-        found = [rank[key[0] if len(key) == 1 else key] for rank in ranks]
-        for result in found:
-            if isinstance(result, Exception):
-                raise result
-        return found
-
-    return results
+    return cache(partial({"simulated": simulated, "gloo": gloo}[request.param], job, shard=3))
 
 
 @pytest.mark.law
@@ -821,7 +808,7 @@ def evaluated(mesh: Any, name: str) -> bool:
     return all(torch.equal(a, b) for a, b in zip(tree.leaves(before), tree.leaves(step(state, x)), strict=True))
 
 
-@pytest.mark.parametrize("world", WORLDS)
+@pytest.mark.parametrize("world", ["simulated", "gloo"])
 @pytest.mark.parametrize("name", HYBRIDS)
 def test_a_loss_is_evaluated_in_inference_mode(name, world):
     """Evaluating in inference mode would change the bits, or the training after it."""

@@ -21,7 +21,7 @@ import fshard
 from fshard import optim, tree
 from fshard.comm import primitives, reduction
 from fshard.core import storage
-from fshard.grad import gradients
+from fshard.grad import travel
 from fshard.layout import norms
 from fshard.layout.pieces import pieces
 
@@ -34,7 +34,7 @@ def odd_params() -> Any:
 
 def held_in(plan: fshard.Plan, kind: int) -> set[torch.dtype]:
     """Every dtype that a flat buffer of a kind is ever held in."""
-    dtypes = {gradients.buffer_dtype(plan, kind), *vars(plan.kinds[kind].precision).values()}
+    dtypes = {travel.buffer_dtype(plan, kind), *vars(plan.kinds[kind].precision).values()}
     return dtypes | {primitives.sum_dtype(dtype) for dtype in dtypes}
 
 

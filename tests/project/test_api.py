@@ -17,6 +17,8 @@ import pytest
 
 import fshard
 
+pytestmark = pytest.mark.law
+
 ROOT = Path(__file__).parents[2]
 BLOCKS = re.findall(
     r"(?m)^::: (\S+)\n((?:    .*\n)*)", "".join(page.read_text() for page in (ROOT / "docs" / "api").glob("*.md"))

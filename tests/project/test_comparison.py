@@ -8,6 +8,8 @@ import pytest
 import torch
 from sizes import PAGE, Subject, code_lines, exported, house, longest, row, size
 
+pytestmark = pytest.mark.law
+
 TORCH = Path(torch.__file__).parent / "distributed"
 
 

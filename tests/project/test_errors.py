@@ -14,6 +14,8 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import fshard
 
+pytestmark = pytest.mark.law
+
 
 def params(dtype: torch.dtype = torch.float32, rows: int = 4, layers: int = 2) -> dict[str, Any]:
     """A root leaf and a list of blocks."""

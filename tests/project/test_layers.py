@@ -15,6 +15,8 @@ import pytest
 
 import fshard
 
+pytestmark = pytest.mark.law
+
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "fshard"
 PAGE = ROOT / "docs" / "architecture.md"
@@ -51,7 +53,7 @@ FOLDERS = {
     "module": {"core", "comm", "layout", "plan", "sharding", "state"},
     "checkpoint": {"core", "files", "comm", "layout", "plan", "sharding", "state"},
     "watch": {"core", "files", "comm", "layout", "plan", "sharding", "grad", "train"},
-    "testing": {"core", "comm", "layout", "plan", "sharding", "grad", "update", "optim", "train", "watch"},
+    "testing": {"core", "comm", "layout", "plan", "sharding", "grad", "update", "optim", "state", "train", "watch"},
     "planner": {"core", "plan", "sharding", "train", "graph", "compiler"},
     "pictures": {"core", "plan", "sharding", "train", "graph", "compiler"},
     "cli": {

@@ -13,6 +13,8 @@ import fshard
 from fshard import optim
 from fshard.sharding.sharded import coarsen, refine
 
+pytestmark = pytest.mark.law
+
 
 @dataclass
 class Case:

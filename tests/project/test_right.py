@@ -22,7 +22,7 @@ from support.models import (
 from support.worlds import gloo, simulated
 
 import fshard
-from fshard.grad.gradients import Gradients
+from fshard.grad.travel import Gradients
 
 STEPS = 20
 LOSSES = {"mean": mean_loss, "sum": sum_loss, "plain": plain_loss}

@@ -7,6 +7,7 @@ is paid for.
 
 from typing import Any
 
+import pytest
 import torch
 from sizes import code_lines
 from support.entered import HOUSE, Line, entered
@@ -16,6 +17,8 @@ from torch.nn import functional as F
 
 import fshard
 from fshard import optim
+
+pytestmark = pytest.mark.law
 
 
 def loss(p: Any, x: Tensor) -> Tensor:
@@ -44,8 +47,8 @@ def test_the_house_is_no_larger_than_it_was() -> None:
     first, second = gloo(walks)
     lines = {name: first[name] | second[name] for name in first}  # a rank that has to wait runs ten lines more
     rooms = {name: len({file for file, _ in entered}) for name, entered in lines.items()}
-    assert rooms == {"touched": 14, "reduced": 12, "step": 42}, {
+    assert rooms == {"touched": 14, "reduced": 12, "step": 41}, {
         n: " ".join(sorted({f for f, _ in x})) for n, x in lines.items()
     }
-    assert len(lines["step"]) <= 1_300, len(lines["step"])
-    assert sum(len(code_lines(path.read_text())) for path in HOUSE.rglob("*.py")) <= 24_920
+    assert len(lines["step"]) <= 1_290, len(lines["step"])
+    assert sum(len(code_lines(path.read_text())) for path in HOUSE.rglob("*.py")) <= 24_896

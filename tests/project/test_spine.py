@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from sizes import code_lines
 from support.entered import HOUSE, entered
@@ -18,6 +19,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 import fshard
+
+pytestmark = pytest.mark.law
 
 BESIDE = 6  # files in folders of the spine that a plain program never enters
 BESIDE_LINES = 771  # of code in them

@@ -1,0 +1,495 @@
+"""A row's two ways: a shard is gathered for the loss, and gradients are summed back into a shard.
+
+Note [A row's ways]
+    A row is the flat buffer (n,) of the leaves of one unit and kind; W ranks have a shard (n / W,) each. `Gathers` is
+    the way out, `Gradients` the way back. Each step of one is the dual of a step of the other (Note [Duals] in
+    `rules.py`). Read the left column down, then the right column up:
+
+    | out: `Gathers.start`                               | back: `Gradients.emit`                                |
+    |----------------------------------------------------|-------------------------------------------------------|
+    | the shard (n / W,) of the parameters               | `grad_shard` (n / W,) of the gradients                |
+    | `_on_device`: copied from host memory              | `_landed`: the hook `after`; copied to host memory    |
+    | `all_gather_input` (n / W,): cast, or encoded      | `reduce_scatter_output` (n / W,): decoded, added      |
+    | sent: `reshard` from cut to copies, an all-gather  | sent: `reshard` from sum to cut, a reduce-scatter     |
+    | `all_gather_output` (n,): what arrived, or decoded | `reduce_scatter_input` (n,): cast, or encoded         |
+    | `Row.views`: the leaves that the loss reads        | `filled` (`Row.put`): the gradients of these          |
+
+    The dtypes are those of `Kind.precision`: `all_gather_input` and `all_gather_output` in `compute`,
+    `reduce_scatter_input` in `reduce` (`buffer_dtype`), `grad_shard` in `grads`. If gradients are cut over no axis, the
+    sum is an all-reduce, with the same names here. A small unit would take longer in Python than on the link. So if one
+    collective is enough, or none is needed, it starts without the general way: `Gathers._plain`, `_PlainSum`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from sys import maxsize
+from typing import NamedTuple, TypeAlias
+
+import torch
+from torch import Tensor
+
+from ..comm import primitives
+from ..comm.mesh import Axes, num_ranks
+from ..comm.ranks import Pending, Ranks
+from ..comm.reduction import DEFAULT, Reduction, Sums, TreeSums, Wire, only_reads
+from ..core.arguments import shown
+from ..core.storage import address, clear_outside_, cleared_outside, pack, unpack
+from ..core.tracing import is_tracing, memo
+from ..layout.pieces import device_of
+from ..layout.row import Row
+from ..layout.rules import COPIES, Rule, arrived, reshard, route
+from ..plan import ahead
+from ..plan.plan import Plan, Slot
+from ..plan.precision import Precision
+from ..sharding.schedule import Entry, View
+from ..sharding.sharded import Sharded
+
+_LARGE = 1 << 20  # bytes of gradients that are summed in place: a second message is worth the memory
+OnSum: TypeAlias = Callable[[int, int, Tensor], None]  # of a unit's and kind's sum over ranks, (n / W,)
+_Rows: TypeAlias = tuple[Mapping[tuple[int, int], Row[Slot]], Sequence[Tensor]]  # by unit and kind, and their tensors
+
+
+def several(plan: Plan, axes: Sequence[str]) -> Axes:
+    """The axes of more than one rank."""
+    return tuple(axis for axis in axes if dict(plan.axes)[axis] > 1)
+
+
+def is_buffer(view: View, kind: int, copied: bool) -> bool:
+    """True if leaves of a kind come in buffers of their own; else they are views of the parameters themselves.
+
+    With `copied` so do all that train: an optimizer writes to the parameters while the backward runs.
+    """
+    row = view.plan.kinds[kind]
+    travels = _travels(view.plan, kind, view.axes(kind))
+    return (copied and row.trainable) or travels or row.host or row.precision.compute != row.dtype
+
+
+def _travels(plan: Plan, kind: int, axes: Axes) -> bool:
+    """True if leaves of a kind are gathered; by a wire, or by an object of the user's, on one rank, too."""
+    return bool(several(plan, axes)) or bool(axes and (plan.gather or _param_wire(plan, kind)))
+
+
+def _param_wire(plan: Plan, kind: int) -> Wire | None:
+    return plan.param_wire if plan.kinds[kind].dtype.is_floating_point else None
+
+
+class Gathers:
+    """The way out: how the units of one value of the parameters are gathered. `copied` is as in `is_buffer`."""
+
+    def __init__(self, params: Sharded, copied: bool):
+        plan, axes = params.plan, several(params.plan, params.view.over)
+        self._plan, self._tensors, self._copied = plan, params.tensors, copied
+        # whether each kind of a unit is one collective, or none, after a cast at most
+        special = plan.gather or plan.param_wire or plan.together or any(kind.host for kind in plan.kinds)
+        self._is_plain = not special and len(axes) <= 1
+        self._ranks = primitives.along(plan.live_mesh(), axes[0]) if self._is_plain and axes else None
+
+    def start(self, entry: Entry, rows: Sequence[Row[Slot]]) -> dict[int, Pending]:
+        """Start the gathers of some rows of a unit: their `all_gather_output` (n,), by kind."""
+        if self._is_plain:
+            return {row.kind: self._plain(entry.name, row) for row in rows}
+        if not any(self._plan.kinds[row.kind].host for row in rows):
+            return self._general(entry.name, rows)
+        up = self._plan.crossings.up  # shards in host memory go to the device beside the computation
+        with up.ahead():
+            gathers = self._general(entry.name, rows)
+        return {kind: up.joined(gather) for kind, gather in gathers.items()}
+
+    def from_copies(self, entry: Entry, copies: Mapping[int, Tensor], axes: Axes) -> dict[int, Pending]:
+        """Start the gathers of a unit from copies that are cut over `axes`, by kind: (n / W,) on each rank -> (n,)."""
+        cut = [(self._plan.kinds[row.kind].rule(axes).over, row) for row in entry.rows if row.kind in copies]
+        return self._gather(entry.name, cut, lambda row: copies[row.kind], encoded=False)
+
+    def _plain(self, name: str, row: Row[Slot]) -> Pending:
+        if self._ranks is None or row.shards == 1 or not row.numel:
+            return self._unsent(row)
+        all_gather_input = row.of(self._tensors)
+        if all_gather_input.dtype != self._plan.kinds[row.kind].precision.compute:
+            all_gather_input = self._cast(row)
+        return primitives.all_gather(all_gather_input, self._ranks, name, lent=True)
+
+    def _general(self, name: str, rows: Sequence[Row[Slot]]) -> dict[int, Pending]:
+        cut = [(row.rule.over, row) for row in rows if row.numel and _travels(self._plan, row.kind, row.rule.over)]
+        travelling, encoded = [row for _, row in cut], self._plan.param_wire is not None
+        unsent = {row.kind: self._unsent(row) for row in rows if row not in travelling}
+        return unsent | self._gather(name, cut, self._all_gather_input, encoded)
+
+    def _unsent(self, row: Row[Slot]) -> Pending:
+        """The `all_gather_output` (n,) of leaves that this rank has whole."""
+        all_gather_output = self._cast(row)
+        if self._copied and self._plan.kinds[row.kind].trainable:
+            return arrived(self._own_memory(row, all_gather_output))
+        return arrived(all_gather_output)
+
+    def _own_memory(self, row: Row[Slot], x: Tensor) -> Tensor:
+        """`x`, or a copy if it is the shard itself, as a gather over one rank may give."""
+        return x.clone() if address(x) == address(self._tensors[row.tensor]) else x
+
+    def _on_device(self, row: Row[Slot]) -> Tensor:
+        """A shard (n / W,) on the device; from host memory it is copied without waiting."""
+        shard = row.of(self._tensors)
+        return shard.to(self._plan.device, non_blocking=True) if self._plan.kinds[row.kind].host else shard
+
+    def _cast(self, row: Row[Slot]) -> Tensor:
+        """A shard (n / W,) on the device, in the dtype of computation: the shard itself if it is both already."""
+        shard, compute = self._on_device(row), self._plan.kinds[row.kind].precision.compute
+        if shard.dtype == compute:
+            return shard
+        axes, like = row.rule.over or self._plan.axis_names, shard.new_empty(0, dtype=compute)
+        return primitives.buffer(self._plan.live_mesh(), axes, shard.numel(), like, lent=False).copy_(shard)
+
+    def _all_gather_input(self, row: Row[Slot]) -> Tensor:
+        """A shard (n / W,) cast, or encoded by the plan's `param_wire`."""
+        wire, mesh = _param_wire(self._plan, row.kind), self._plan.live_mesh()
+        if wire is None:
+            return self._cast(row)
+        # the elements between leaves are zeros unless a user's function of elements made NaN of those, and a wire has
+        # one scale for several elements
+        shard = cleared_outside(self._on_device(row), row.filled(row.number(mesh)))
+        return wire.encode(shard, row.lengths(row.rule.number(mesh), row.shards))
+
+    def _gather(
+        self, name: str, cut: Iterable[tuple[Axes, Row[Slot]]], make: Callable[[Row[Slot]], Tensor], encoded: bool
+    ) -> dict[int, Pending]:
+        """Start the gathers of rows, each with the axes it is cut over; `make` gives a row's `all_gather_input`.
+
+        With `encoded` the plan's wire decodes what arrives. With `Plan.together` rows that are cut over the same axes
+        travel in one message.
+        """
+        groups, gathers = dict[object, tuple[Axes, list[Row[Slot]]]](), dict[int, Pending]()
+        for axes, row in cut:
+            groups.setdefault(axes if self._plan.together else row.kind, (axes, []))[1].append(row)
+        for axes, group in groups.values():
+            if len(group) > 1:
+                gathers |= self._in_one_message(name, axes, group, [*map(make, group)], encoded)
+                continue
+            (row,) = group
+            lent = not encoded or _param_wire(self._plan, row.kind) is None  # a wire may decode in place
+            gather = self._over(axes, make(row), name, lent)
+            if self._copied or not lent:
+                gather = gather.then(partial(self._own_memory, row))
+            gathers[row.kind] = gather if lent else gather.then(partial(self._decoded, row, axes, encoded))
+        return gathers
+
+    def _over(self, axes: Axes, all_gather_input: Tensor, name: str, lent: bool) -> Pending:
+        """Start a gather over axes: (n / W,) on each rank -> (n,). Along an axis of one rank only the user's runs."""
+        mesh, gather = self._plan.live_mesh(), self._plan.gather
+        along = axes if gather else None
+        return reshard(all_gather_input, Rule(axes), COPIES, mesh, name, gather=gather, along=along, lent=lent)
+
+    def _in_one_message(
+        self, name: str, axes: Axes, rows: Sequence[Row[Slot]], all_gather_inputs: Sequence[Tensor], encoded: bool
+    ) -> dict[int, Pending]:
+        """Start one gather, as bytes, of what this rank sends of several kinds."""
+        forms = [(x.dtype, x.numel()) for x in all_gather_inputs]
+        # not lent if there is a wire, which may decode in place
+        gather = self._over(axes, pack(all_gather_inputs), name, lent=not encoded)
+        outputs = dict[int, Tensor]()
+
+        def split(message: Tensor) -> Tensor:
+            by_rank = [unpack(data, forms) for data in message.chunk(self._plan.num_ranks(axes))]
+            for row, parts in zip(rows, zip(*by_rank, strict=True), strict=True):
+                outputs[row.kind] = self._decoded(row, axes, encoded, parts)
+            return outputs[rows[0].kind]
+
+        def after(kind: int) -> Pending:
+            return Pending(None, lambda _: outputs[kind])
+
+        # only the first kind waits for the message; the others read what it split
+        return {rows[0].kind: gather.then(split)} | {row.kind: after(row.kind) for row in rows[1:]}
+
+    def _decoded(self, row: Row[Slot], axes: Axes, encoded: bool, received: Tensor | Sequence[Tensor]) -> Tensor:
+        """The `all_gather_output` (n,) made of what every rank along `axes` sent; a tensor has it end to end."""
+        received = received.chunk(row.shards) if isinstance(received, Tensor) else received
+        plan, wire = self._plan, _param_wire(self._plan, row.kind) if encoded else None
+        like = received[0].new_empty(0, dtype=plan.kinds[row.kind].precision.compute)
+        all_gather_output = primitives.buffer(plan.live_mesh(), axes, row.numel, like, lent=False)
+        shards = all_gather_output.chunk(len(received))  # (n / W,) each
+        for number, (shard, data) in enumerate(zip(shards, received, strict=True)):
+            shard.copy_(data if wire is None else _decode(wire, data, row.lengths(number, len(received))))
+        return all_gather_output
+
+
+def _decode(wire: Wire, data: Tensor, lengths: Sequence[int]) -> Tensor:
+    """The elements of leaves with these lengths. ValueError if the wire gives another number of them."""
+    out, numel = wire.decode(data, lengths), sum(lengths)
+    if out.shape != (numel,):
+        raise ValueError(f"{wire}: decode gave {list(out.shape)}, expected the {numel} elements that were encoded")
+    return out
+
+
+def _unshared(numel: int, like: Tensor, lent: bool) -> Tensor:
+    return like.new_empty(numel)
+
+
+class _PlainSum(NamedTuple):
+    """How gradients of one kind are summed without the general way: by one collective along `ranks`, or not at all."""
+
+    empty: Callable[[int, Tensor, bool], Tensor]  # allocates a `reduce_scatter_input`, as `Ranks.empty`
+    like: Tensor
+    lent: bool
+    in_place: int = maxsize  # a `reduce_scatter_input` of at least so many elements is its own `grad_shard`
+    ranks: Ranks | None = None
+    collective: Callable[..., Pending] | None = None  # a method of the reduction
+    dtype: torch.dtype | None = None  # of what is sent; None: as it is
+
+
+@dataclass(frozen=True)
+class Gradients:
+    """The way back: where a backward writes its gradients, and how they are summed over ranks.
+
+    Each unit's gradients are written to (with `add`, added to) a `reduce_scatter_input`: a row of `local`, or a new
+    tensor. If `reduced` is given, it is then summed over ranks into a shard of `reduced`.
+
+    `reduced` and `local` return the same value at every call, and allocate it at the first: there are no gradients in
+    memory before the backward has one, while activations take the most. With `take` their `reduced` has no tensors.
+    """
+
+    reduced: Callable[[], Sharded] | None
+    local: Callable[[], Sharded] | None = None
+    add: bool = False
+    by: Reduction = DEFAULT
+    later: Axes = ()  # the axes that this backward does not reduce over: `all_reduce_later` does
+    take: OnSum | None = None  # is handed each sum (Note [Updates in a backward] in `in_backward.py`)
+    device: torch.device | None = None  # of sums, where `reduced` has no tensors to tell it
+
+    def by_plan(self, plan: Plan) -> Gradients:
+        """The same rows, by a plan with other units."""
+        others = [x and (lambda x=x: x().by_plan(plan)) for x in (self.reduced, self.local)]
+        return replace(self, reduced=others[0], local=others[1])
+
+    @memo
+    def _sums(self) -> Sharded:
+        assert self.reduced is not None
+        return self.reduced()
+
+    @memo
+    def _reduced_rows(self) -> _Rows:
+        return self._sums.view.rows, self._sums.tensors
+
+    @memo
+    def _local_rows(self) -> _Rows | None:
+        return None if self.local is None else (self.local().view.rows, self.local().tensors)
+
+    @memo
+    def _device(self) -> torch.device:
+        return self.device or device_of(self._sums)
+
+    @memo
+    def _in_place(self) -> dict[tuple[int, int], Tensor]:
+        """By unit and kind: each `reduce_scatter_input` that is a shard of `reduced`, until it is summed."""
+        return {}
+
+    @memo
+    def _plain(self) -> dict[int, _PlainSum]:
+        """By kind: what spares small units the general way."""
+        return {kind: self._plain_sum(kind) for kind in self._sums.view.kinds}
+
+    def _plain_sum(self, number: int) -> _PlainSum:
+        plan, axes, by = self._sums.plan, self._sums.view.axes(number), self.by
+        kind, mesh = plan.kinds[number], plan.live_mesh()
+        like = torch.empty(0, dtype=buffer_dtype(plan, number), device=self._device)
+        # the first axis that it is sent over: the mesh may allocate it where peers, if it is lent, can read
+        empty = next((primitives.along(mesh, axis).empty for axis in axes + plan.rest(axes, number)), _unshared)
+        general = _PlainSum(empty, like, lent=plan.grad_wire is None and only_reads(by))
+        if plan.grad_wire or kind.host or _is_split(kind.precision) or hasattr(by, "after"):
+            return general
+        old, new, along = self._route(number, axes)
+        is_last = like.dtype == kind.precision.grads and only_reads(by)  # what is put is what is kept
+        if is_last and not several(plan, along):
+            return general._replace(in_place=0)
+        steps = route(old, new, along)
+        if len(steps) > 1 or not steps:
+            return general
+        # whole gradients are replaced by their sum
+        is_replaced = is_last and type(by) is Sums and not several(plan, axes)
+        collective = by.reduce_scatter if steps[0].kind == "scatter" else by.all_reduce
+        in_place = _LARGE // like.itemsize if is_replaced else maxsize
+        # sums travel in the dtype they are taken in
+        dtype = None if isinstance(by, TreeSums) else kind.precision.reduce
+        ranks = primitives.along(mesh, steps[0].axis)
+        return general._replace(in_place=in_place, ranks=ranks, collective=collective, dtype=dtype)
+
+    def _route(self, kind: int, axes: Axes) -> tuple[Rule, Rule, Axes]:
+        """The rules before and after the sum of rows that end cut over `axes`, and the axes along which it has a step.
+
+        On one rank it has a step, too, which casts, and is the user's if the reduction is.
+        """
+        copies = partial(self._sums.plan.rest, kind=kind)  # axes along which ranks have copies
+        new = Rule(axes, copies(self._sums.plan.rest(self.later)))
+        summed = axes + copies(axes + self.later)
+        return COPIES.dual(copies(())), new, several(self._sums.plan, summed) or summed[:1]
+
+    def buffer(self, unit: int, kind: int) -> Tensor:
+        """Allocate a unit's `reduce_scatter_input` (n,): its own `grad_shard`, if it can."""
+        if self._local_rows is not None:
+            rows, tensors = self._local_rows
+            return rows[unit, kind].of(tensors)
+        row, plain = self._reduced_rows[0][unit, kind], self._plain[kind]
+        if row.numel < plain.in_place:
+            return plain.empty(row.numel, plain.like, plain.lent)
+        self._in_place[unit, kind] = grad_shard = self._grad_shard(row)
+        return grad_shard
+
+    def filled(self, row: Row[Slot], grads: Sequence[Tensor | None], again: bool) -> Tensor:
+        """The `reduce_scatter_input` (n,) with the gradients of the leaves of a row; zeros for leaves that have none.
+
+        `again` says that it has some already, to which these are added.
+        """
+        reduce_scatter_input = self.buffer(row.unit, row.kind)
+        # embedding(sparse=True) gives a sparse gradient
+        dense = [g if g.layout is torch.strided else g.to_dense() for g in grads if g is not None]
+        if len(dense) < len(grads):
+            row = row.renamed({slot: slot for slot, grad in zip(row.leaves, grads, strict=True) if grad is not None})
+        row.put(reduce_scatter_input, dense, self.add or again)
+        return reduce_scatter_input
+
+    def emit(self, unit: int, kind: int, reduce_scatter_input: Tensor) -> Pending | None:
+        """Start the sum over ranks of a filled (n,) into its `grad_shard` (n / W,); None if gradients stay local."""
+        if self.reduced is None:
+            return None
+        plain, grad_shard = self._plain[kind], self._in_place.pop((unit, kind), None)
+        if plain.ranks is None and grad_shard is reduce_scatter_input:  # nobody to add to, and nothing to cast
+            return arrived(reduce_scatter_input)
+        row = self._reduced_rows[0][unit, kind]
+        if grad_shard is None:
+            grad_shard = self._grad_shard(row)
+        if plain.collective is None:
+            return self._landed(row, grad_shard, partial(self._general, row, reduce_scatter_input))
+        sent = reduce_scatter_input if plain.dtype is None else reduce_scatter_input.to(plain.dtype)
+        return plain.collective(sent, plain.ranks, self._sums.view.plan.units[unit].name, grad_shard).keeping(sent)
+
+    def untouched(self, unit: int, kind: int) -> Pending | None:
+        """Zeros for a unit and kind that got no gradient; the sum so far, if gradients are added up. As `emit`."""
+        if self.add:
+            return self.emit(unit, kind, self.buffer(unit, kind)) if self.local else None
+        if self.local is not None:
+            self.buffer(unit, kind).zero_()
+        if self.reduced is None:
+            return None
+        row = self._reduced_rows[0][unit, kind]  # no rank has read the unit, so nothing is sent
+        return self._landed(
+            row, self._grad_shard(row), lambda reduce_scatter_output: arrived(reduce_scatter_output.zero_())
+        )
+
+    def all_reduce_later(self, sums: Sharded, later: Axes) -> None:
+        """All-reduce `sums` over the axes `later` into `reduced`: one collective for each unit, all started at once."""
+        plan, by, started = sums.plan, self.by, list[Pending]()
+        for row in (row for row in sums.view.rows.values() if row.numel):
+            x, old = row.of(sums.tensors).to(self._device), Rule(row.rule.over, plan.rest(plan.rest(later), row.kind))
+            start = partial(reshard, x, old, row.rule, plan.live_mesh(), plan.units[row.unit].name, by=by)
+            started.append(self._landed(row, self._grad_shard(row), start))
+        for pending in started:
+            pending.wait()
+
+    def _landed(self, row: Row[Slot], grad_shard: Tensor, start: Callable[[Tensor], Pending]) -> Pending:
+        """`start` a sum into its `reduce_scatter_output`; call the reduction's hook `after`.
+
+        The output is the `grad_shard`, or if that is in host memory a tensor on the device, which is copied there.
+        """
+        plan, is_host = self._sums.plan, self._sums.plan.kinds[row.kind].host
+        reduce_scatter_output = ahead.landing(grad_shard, self._device) if is_host else grad_shard
+        pending = start(reduce_scatter_output)
+        if not self.later and (after := getattr(self.by, "after", None)) is not None:
+            pending = pending.then(partial(self._hooked, after, row, reduce_scatter_output))
+        return pending.then(lambda total: plan.crossings.down.copied(total, grad_shard)) if is_host else pending
+
+    def _hooked(
+        self, after: Callable[..., object], row: Row[Slot], reduce_scatter_output: Tensor, total: Tensor
+    ) -> Tensor:
+        result = after(total, self._sums.plan.units[row.unit].name)
+        if not isinstance(result, Tensor) or result.shape != total.shape:
+            raise TypeError(
+                f"{self.by}: after: expected the sum to go on with, of shape {list(total.shape)}, got {shown(result)}"
+            )
+        return self._unpadded(row, reduce_scatter_output.copy_(result))
+
+    def _general(self, row: Row[Slot], reduce_scatter_input: Tensor, reduce_scatter_output: Tensor) -> Pending:
+        """Start the sum over ranks of a row (n,) into (n / W,)."""
+        plan, (old, new, along) = self._sums.plan, self._route(row.kind, row.rule.over)
+        if plan.grad_wire is not None and along and reduce_scatter_input.is_floating_point():
+            pending = self._sum_encoded(plan.grad_wire, row, reduce_scatter_input, new, reduce_scatter_output)
+            return pending.then(partial(self._unpadded, row))
+        mesh, precision, name = plan.live_mesh(), plan.kinds[row.kind].precision, plan.units[row.unit].name
+        # Each gradient was divided by the number of ranks W. Multiplied by about sqrt(W), neither small gradients nor
+        # sums of large ones leave the range of float16. A power of two rounds nothing.
+        adds_up = isinstance(self.by, TreeSums)  # whose sums travel in the dtype they are taken in
+        factor = 2.0 ** round(math.log2(num_ranks(mesh)) / 2) if _is_split(precision) and not adds_up else 1
+        scaled = reduce_scatter_input if factor == 1 else reduce_scatter_input * factor
+        sent = scaled if adds_up else scaled.to(precision.reduce)
+        pending = reshard(sent, old, new, mesh, name, reduce_scatter_output, by=self.by, along=along)
+        return pending if factor == 1 else pending.then(lambda total: total.mul_(1 / factor))
+
+    def _sum_encoded(
+        self, wire: Wire, row: Row[Slot], reduce_scatter_input: Tensor, new: Rule, reduce_scatter_output: Tensor
+    ) -> Pending:
+        """Start the sum of (n,) to the rule `new`, encoded along one axis."""
+        plan, axes = self._sums.plan, new.over
+        mesh, name, copies = plan.live_mesh(), plan.units[row.unit].name, partial(plan.rest, kind=row.kind)
+        # the first axis of several ranks that gradients are cut over, or the first; else the longest
+        longest = max(copies(self.later), key=dict(plan.axes).__getitem__) if not axes else axes[0]
+        axis = next(iter(several(plan, axes)), longest)
+        ranks = primitives.along(mesh, axis)
+        lengths = [row.lengths(number, ranks.size) for number in range(ranks.size)]  # of what each rank sums
+        parts = zip(reduce_scatter_input.chunk(ranks.size), lengths, strict=True)
+        sends = [wire.encode(part, of_leaves) for part, of_leaves in parts]
+        added = primitives.scatter(sends, ranks, lambda received: _added(wire, received, lengths[ranks.rank]), name)
+        # a sum travels on in its own dtype, not encoded again, along the other axes of several ranks
+        over = axes[: axes.index(axis) + 1] if axes else ()
+        old = Rule(over, copies((axis, *over)))
+        if not axes:  # every rank needs the whole sum: what `scatter` has cut is gathered again before the other axes
+            added = added.then(lambda shard: reshard(shard, Rule((axis,)), COPIES, mesh, name))
+        return added.then(lambda total: reshard(total, old, new, mesh, name, reduce_scatter_output, by=self.by))
+
+    def _grad_shard(self, row: Row[Slot]) -> Tensor:
+        """This rank's shard (n / W,) of `reduced`, a view; of one without tensors, a new tensor."""
+        if tensors := self._reduced_rows[1]:
+            return row.of(tensors)
+        plan = self._sums.plan
+        like = torch.empty(0, dtype=plan.kinds[row.kind].precision.grads, device=self._device)
+        return primitives.buffer(plan.live_mesh(), plan.axis_names, row.length, like, lent=False)
+
+    def _unpadded(self, row: Row[Slot], total: Tensor) -> Tensor:
+        """Set the padding of a rank's shard to zero, in place.
+
+        A wire may decode anything there, and so may a hook return, which unscaling would take for an overflow.
+        """
+        return clear_outside_(total, row.filled(row.number(self._sums.plan.live_mesh())))
+
+
+def buffer_dtype(plan: Plan, kind: int) -> torch.dtype:
+    """The dtype of a `reduce_scatter_input` before it is scaled and cast."""
+    precision = plan.kinds[kind].precision
+    return torch.float32 if _is_split(precision) else precision.reduce
+
+
+def _is_split(precision: Precision) -> bool:
+    """True if gradients are computed in a wider dtype and sent as float16."""
+    return precision.reduce == torch.float16 and precision.compute != torch.float16
+
+
+def _added(wire: Wire, received: Sequence[Tensor], lengths: Sequence[int]) -> Tensor:
+    """The sum of what all ranks sent, decoded, in rank order, in float32 at least."""
+    first, *others = (_decode(wire, data, lengths) for data in received)  # (n / W,) each
+    total = first.to(primitives.sum_dtype(first.dtype), copy=True)
+    for part in others:
+        total += part
+    return total
+
+
+def as_read(params: Sharded, into: Gradients | None) -> tuple[Sharded, Gradients | None, bool]:
+    """Read by `Plan.as_read` where it applies; the third result says whether it does (not with `take`)."""
+    plan, whole = params.plan.as_read, params.view.units == (0, len(params.plan.units))
+    if plan is None or not whole or is_tracing() or (into and (into.take or not only_reads(into.by))):
+        return params, into, False
+    return params.by_plan(plan), into and into.by_plan(plan), True
+
+
+def settle(plan: Plan) -> None:
+    """Make the host wait for the device, if the plan has trainable leaves in host memory: the host updates them."""
+    if any(kind.host and kind.trainable for kind in plan.kinds):
+        plan.crossings.down.settle()
