@@ -241,8 +241,10 @@ CASES = [
 ]
 
 
-# The graph of the loop merges all gathers of the second micro-batch into one, that of a scan into two: the same values.
-OTHER_BUCKETS = {("checkpoint", use, "bf16", "accumulate") for use in ("outside", "in a checkpoint", "several times")}
+# The graph of a scan merges these gathers in other messages than the loop's, and gathers a unit or two once more.
+OTHER_BUCKETS = {
+    ("checkpoint", use, "bf16", way) for use in ("outside", "in a checkpoint", "several times") for way in WAYS
+}
 
 
 @pytest.mark.parametrize(("body", "use", "plan", "way"), [x for x in dict.fromkeys(CASES) if x not in OTHER_BUCKETS])

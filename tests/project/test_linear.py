@@ -74,6 +74,7 @@ def loss(params: Any, x: torch.Tensor) -> torch.Tensor:
 
 
 X = torch.ones(())
+MOST = 0.01  # a search would be more; the order of a set, which is another in each process, is less
 CALLS: dict[str, Callable[[Case], object]] = {
     "make_plan": lambda c: c.plan(),
     "make_plan, units by name": lambda c: c.plan(units=c.names),
@@ -123,8 +124,8 @@ def _excess(name: str, *sizes: tuple[int, int]) -> float:
 def test_a_call_costs_the_same_for_each_unit_and_leaf(name: str) -> None:
     """With more units, or more leaves in a unit, a call costs as much more as in proportion: a search of all units for
     each unit would be minutes of a plan of 10,000 units."""
-    assert _excess(name, (8, 2), (16, 2), (32, 2)) <= 0.002, "for each unit"
-    assert _excess(name, (2, 8), (2, 16), (2, 32)) <= 0.002, "for each leaf"
+    assert _excess(name, (8, 2), (16, 2), (32, 2)) <= MOST, "for each unit"
+    assert _excess(name, (2, 8), (2, 16), (2, 32)) <= MOST, "for each leaf"
 
 
 def test_the_law_can_fail() -> None:
