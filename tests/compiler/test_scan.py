@@ -272,6 +272,7 @@ STEPS = [
     ("penalty", "outside", "keep", {"accumulate": 2}, optim.sgd(0.1, momentum=0.9)),
     ("attention", "in a checkpoint", "bf16", {}, optim.adamw(0.05)),
     ("in place", "several times", "whole", {}, optim.muon(0.05)),
+    ("checkpoint", "several times", "bf16", {"accumulate": 2}, optim.adamw(0.05)),
 ]
 
 
