@@ -38,15 +38,20 @@ def function(name: str) -> str:
     return name.split("[")[0]
 
 
+def draws_examples(item: pytest.Item) -> bool:
+    """True if Hypothesis draws the examples of a test."""
+    return is_hypothesis_test(getattr(item, "obj", None))
+
+
 def is_law(item: pytest.Item) -> bool:
     """True if a test bears the mark, or draws its own examples."""
-    return bool(item.get_closest_marker("law")) or is_hypothesis_test(getattr(item, "obj", None))
+    return bool(item.get_closest_marker("law")) or draws_examples(item)
 
 
 def rates(item: pytest.Item, number: int) -> tuple[float, float]:
     """How many of the cases of a test `make test` draws on average, and CI beside them."""
     more, seconds = LAW if is_law(item) else 1, COSTS.get(function(item.nodeid), 0.0)
-    in_test = seconds / FEWER if is_hypothesis_test(getattr(item, "obj", None)) else seconds
+    in_test = seconds / FEWER if draws_examples(item) else seconds
     of_test = 0.0 if in_test > LONGEST else more * BUDGET / in_test if in_test else number
     return of_test, max(number / SEEDS, more * CI_BUDGET / seconds if seconds else number)
 
