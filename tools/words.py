@@ -1,0 +1,64 @@
+"""How much prose stands in a folder: words of docstrings and comments for each line of code, and how many are relative.
+
+`python tools/words.py fshard/*` prints a row for each.
+"""
+
+import ast
+import io
+import re
+import sys
+import tokenize
+from pathlib import Path
+from typing import NamedTuple
+
+from sizes import code_lines
+
+RELATIVE = re.compile(r"\b(that|which|what|whose|whom|those)\b")
+QUESTION = re.compile(r"(What|Which|Where|How|Whether|Who|Of|That|Those)\b")
+EXAMPLE = re.compile(r"(?s)>>>.*?(\n\n|\Z)")
+ORDERS = ("#!", "# type", "# noqa")  # comments for programs
+DOCUMENTED = ast.Module | ast.ClassDef | ast.FunctionDef
+
+
+class Words(NamedTuple):
+    """The prose of a few files."""
+
+    a_line: float  # words for each line of code
+    relative: float  # words in 100
+    questions: int  # docstrings that begin with a question word
+
+
+def docstrings(source: str) -> list[str]:
+    """All docstrings of a file."""
+    found = [ast.get_docstring(x) for x in ast.walk(ast.parse(source)) if isinstance(x, DOCUMENTED)]
+    return [x for x in found if x]
+
+
+def comments(source: str) -> list[str]:
+    """All comments of a file, for people."""
+    tokens = tokenize.generate_tokens(io.StringIO(source).readline)
+    found = [x.string for x in tokens if x.type == tokenize.COMMENT]
+    return [x.lstrip("# ") for x in found if not x.startswith(ORDERS)]
+
+
+def relative(text: str) -> float:
+    """Relative words in 100."""
+    return 100 * len(RELATIVE.findall(text)) / max(1, len(text.split()))
+
+
+def counted(files: list[Path]) -> Words:
+    """The prose of these files; examples are code."""
+    sources = [path.read_text() for path in files]
+    documents = [text for source in sources for text in docstrings(source)]
+    text = "\n".join([*(EXAMPLE.sub("", x) for x in documents), *(x for y in sources for x in comments(y))])
+    lines = sum(len(code_lines(source)) for source in sources)
+    return Words(len(text.split()) / max(1, lines), relative(text), sum(map(bool, map(QUESTION.match, documents))))
+
+
+if __name__ == "__main__":
+    for name in sys.argv[1:]:
+        path = Path(name)
+        words = counted(sorted(path.rglob("*.py")) if path.is_dir() else [path])
+        print(
+            f"{name:28} {words.a_line:5.2f} words a line {words.relative:5.2f} relative in 100 {words.questions:3} questions"
+        )
