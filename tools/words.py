@@ -59,6 +59,5 @@ if __name__ == "__main__":
     for name in sys.argv[1:]:
         path = Path(name)
         words = counted(sorted(path.rglob("*.py")) if path.is_dir() else [path])
-        print(
-            f"{name:28} {words.a_line:5.2f} words a line {words.relative:5.2f} relative in 100 {words.questions:3} questions"
-        )
+        a_line, relative_words = f"{words.a_line:5.2f} words a line", f"{words.relative:5.2f} relative in 100"
+        print(f"{name:28} {a_line} {relative_words} {words.questions:3} questions")
