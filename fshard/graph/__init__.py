@@ -1,1 +1,1 @@
-"""A graph of operators: how its values flow, what it keeps in memory, and the passes that rearrange it."""
+"""A graph of operators: its values, its memory, and passes over it."""

@@ -19,8 +19,6 @@ _aten, _fshard = torch.ops.aten, torch.ops.fshard
 
 @dataclass(frozen=True)
 class _FlatCollective:
-    """A collective of flat tensors: its start, its wait, and the nodes that are its result."""
-
     start: fx.Node
     wait: fx.Node
     places: Sequence[fx.Node]
@@ -39,7 +37,6 @@ class _FlatCollective:
 
     @property
     def kind(self) -> tuple[object, ...]:
-        """A key that is equal for collectives that can be merged: operator, dtypes, mesh, axis, options."""
         by_name = arguments(self.start)
         dtypes = [values(node)[0].dtype for node in (self.x, self.places[0])]
         return self.start.target, *dtypes, *(by_name.get(name) for name in ("mesh", "axis", "op", "fast", "lent"))
@@ -47,10 +44,10 @@ class _FlatCollective:
 
 @dataclass
 class _Bucket:
-    """Collectives that will be one, the sum of their bytes, and a place in the graph that a further one must respect.
+    """Collectives to merge, and their bytes.
 
-    Of gathers that is the place where the first starts: there the inputs of all must exist. Of reductions it is the
-    first place where a result is read, or where what is sent is written to: all start before.
+    All gathers must have their inputs at `place`, the first start. All reductions must start before `place`, the first
+    reader of a result or the first write to a sent buffer.
     """
 
     collectives: list[_FlatCollective]
@@ -58,26 +55,25 @@ class _Bucket:
     place: int
 
     def add(self, collective: _FlatCollective, place: int) -> None:
-        """Put one more collective in."""
         self.collectives.append(collective)
         self.nbytes += collective.nbytes
         self.place = place
 
 
 def bucket(graph: fx.Graph, nbytes: int) -> None:
-    """Merge consecutive labelled collectives of one kind, of flat tensors, into ones of up to `nbytes` bytes."""
+    """Merge consecutive labelled collectives of one kind, of flat tensors, into collectives of up to `nbytes` bytes."""
     nodes = index(graph)
-    order = dict(nodes.order)  # with the nodes that are inserted: each has the number of the node after it
+    order = dict(nodes.order)  # an inserted node gets the number of the node after it
     dead = [x for group in _early(_gathers(nodes), nodes, nbytes) for x in _merge_gathers(graph, group, order)]
     _erase(graph, dead)
-    nodes = index(graph)  # anew: a merged gather may read what a reduction wrote
+    nodes = index(graph)  # anew: a merged gather may read the result of a reduction
     in_order = list(nodes.order)
     late = _late(_reductions(nodes), nodes, nbytes)
     _erase(graph, [x for group in late for x in _merge_reductions(graph, group, nodes, in_order)])
 
 
 def _erase(graph: fx.Graph, nodes: Iterable[fx.Node]) -> None:
-    """Erase nodes, readers before values. At the end of a pass: until then nodes are inserted beside them."""
+    """Erase nodes, readers before values, at the end of a pass: before it, nodes mark where others are inserted."""
     for node in nodes:
         graph.erase_node(node)
 
@@ -98,8 +94,8 @@ def _reductions(nodes: NodeIndex) -> Iterator[_FlatCollective]:
 
 
 def _early(gathers: Iterable[_FlatCollective], nodes: NodeIndex, nbytes: int) -> list[Sequence[_FlatCollective]]:
-    """Return groups of gathers whose inputs exist, with the same values, where the first of the group starts."""
-    open_buckets, buckets = dict[object, _Bucket](), list[_Bucket]()  # the last bucket of each kind, and all
+    """Group gathers. All inputs of a group exist, with their later values, where its first gather starts."""
+    open_buckets, buckets = dict[object, _Bucket](), list[_Bucket]()  # the last of each kind; all
     for gather in filter(_may_merge, gathers):
         start, bucket = nodes.order[gather.start], open_buckets.get(gather.kind)
         fits = bucket is not None and bucket.nbytes + gather.nbytes <= nbytes
@@ -111,7 +107,7 @@ def _early(gathers: Iterable[_FlatCollective], nodes: NodeIndex, nbytes: int) ->
 
 
 def _late(reductions: Iterable[_FlatCollective], nodes: NodeIndex, nbytes: int) -> list[Sequence[_FlatCollective]]:
-    """Return groups of reductions that may all start where the last starts: nothing uses their buffers before."""
+    """Group reductions. All of a group may start where its last one starts: nothing uses their buffers before."""
     open_buckets, buckets = dict[object, _Bucket](), list[_Bucket]()
     for reduction in filter(_may_merge, reductions):
         start, bucket = nodes.order[reduction.start], open_buckets.get(reduction.kind)
@@ -129,7 +125,6 @@ def _may_merge(collective: _FlatCollective) -> bool:
 
 
 def _may_start_at(first: int, gather: _FlatCollective, nodes: NodeIndex) -> bool:
-    """Whether the input of a gather exists, with the same values, at the place `first`."""
     exists = _is_there(gather.x, first, nodes.order)
     return exists and nodes.first_write([gather.x], first) > nodes.order[gather.start]
 
@@ -143,7 +138,7 @@ def _ends(group: Sequence[_FlatCollective], parts: int) -> list[tuple[int, int]]
 
 
 def _start(graph: fx.Graph, group: Sequence[_FlatCollective], place: Sequence[fx.Node], x: fx.Node) -> fx.Node:
-    """Insert the start of the merged collective, with the options of the first of the group."""
+    """Insert the start of the merged collective, with the options of the group's first."""
     by_name = [arguments(collective.start) for collective in group]
     options = {k: v for k, v in by_name[0].items() if k not in ("place", "x", "label", "nbytes")}
     label, nbytes = "+".join(a["label"] for a in by_name), sum(a["nbytes"] for a in by_name)
@@ -152,10 +147,10 @@ def _start(graph: fx.Graph, group: Sequence[_FlatCollective], place: Sequence[fx
 
 
 def _merge_gathers(graph: fx.Graph, group: Sequence[_FlatCollective], order: dict[fx.Node, int]) -> list[fx.Node]:
-    """Gather all shards as one, at the first start. Collective i gathers n_i elements; n is the sum of the n_i.
+    """Gather all shards in one collective at the first start, and return the nodes to erase.
 
-    What is gathered again, as a unit in the backward, is sent once. Adds the numbers of new results to `order`. Returns
-    the nodes to erase.
+    Gather i has n_i elements; n is the sum of the n_i. A shard gathered twice is sent once. Adds the results to
+    `order`.
     """
     by_source = dict[object, _FlatCollective]()
     for collective in group:
@@ -174,8 +169,7 @@ def _merge_gathers(graph: fx.Graph, group: Sequence[_FlatCollective], order: dic
         rows = call(graph, _aten.view.default, place, [size, -1])  # (W, n / W): each rank's shards
         ends = dict(zip(by_source, _ends(sent, size), strict=True))
         parts = [call(graph, _aten.slice.Tensor, rows, 1, *ends[_source(collective.x)]) for collective in group]
-        # copies, one for each gather: readers may write to them, or ask for strides and offsets, which count from the
-        # start of a buffer
+        # copies: readers may write to a result, or read its strides and its offset in a buffer
         whole = {"memory_format": torch.contiguous_format}
         parts = [call(graph, _aten.clone.default, part, **whole) for part in parts]
         parts = [call(graph, _aten.view.default, part, [-1]) for part in parts]
@@ -187,14 +181,14 @@ def _merge_gathers(graph: fx.Graph, group: Sequence[_FlatCollective], order: dic
 
 
 def _source(x: fx.Node) -> Any:  # hashable
-    """A key that is equal for equal views of one value."""
+    """Return a key, the same for equal views of one value."""
     if operator(x) not in VIEWS:
         return x
     return x.target, fx.map_arg((x.args, tuple(x.kwargs.items())), _source)
 
 
 def _there(graph: fx.Graph, x: fx.Node, at: int, order: Mapping[fx.Node, int]) -> fx.Node:
-    """`x`, or, if it is a view that comes later, a copy of the view."""
+    """Return `x`; if `x` is a view made after position `at`, return a new copy of the view."""
     if order[x] < at:
         return x
     return copy(graph, x, {y: _there(graph, y, at, order) for y in x.all_input_nodes})
@@ -203,12 +197,12 @@ def _there(graph: fx.Graph, x: fx.Node, at: int, order: Mapping[fx.Node, int]) -
 def _merge_reductions(
     graph: fx.Graph, group: Sequence[_FlatCollective], nodes: NodeIndex, in_order: Sequence[fx.Node]
 ) -> list[fx.Node]:
-    """Reduce all inputs as one, at the last start. Collective i has a result of m_i elements; m is the sum of the m_i.
+    """Reduce all inputs in one collective at the last start, and return the nodes to erase.
 
-    Each input is viewed as rows, one for each rank that gets a part of the sum: one row for an all-reduce. Returns the
-    nodes to erase.
+    Reduction i has a result of m_i elements; m is their sum. A reduce-scatter has W rows, one for each rank, an
+    all-reduce one.
     """
-    size = values(group[0].x)[0].numel() // group[0].numel  # the number of rows: W, or 1
+    size = values(group[0].x)[0].numel() // group[0].numel  # W or 1
     ends = _ends(group, 1)
     waits = [collective.wait for collective in group]
     until = min(max(nodes.order[wait] for wait in waits), *map(nodes.first_reader, waits))

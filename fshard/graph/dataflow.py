@@ -1,4 +1,4 @@
-"""The flow of values through a graph: which nodes read, write and share memory."""
+"""The flow of values through a graph: readers, writers and shared memory."""
 
 from __future__ import annotations
 
@@ -18,29 +18,28 @@ from .inspect import arguments, operator, values
 from .memory import storages_of
 
 REDUCTIONS = ("fshard.reduce_scatter", "fshard.all_reduce")
-PLACED = (*REDUCTIONS, "fshard.all_gather_into")  # they are given the place of their result, and return a ticket alone
+PLACED = (*REDUCTIONS, "fshard.all_gather_into")  # take the result's memory, return a ticket
 VIEWS = (
     *("getitem", "detach", "alias", "view", "_unsafe_view", "reshape", "split_with_sizes", "split", "slice", "select"),
     *("unbind", "as_strided", "expand", "t", "transpose", "permute", "unsqueeze", "squeeze"),
 )
-# Operators whose result may have the values of an argument, which Inductor then takes for the result.
+# A result may equal an argument, and Inductor then reads the argument instead.
 REPEATING = (
     *("clone", "copy_", "_to_copy", "cat", "stack", "repeat", "constant_pad_nd", "slice_scatter", "view_copy", "pow"),
     *("ceil", "floor", "round", "trunc", "rot90"),
 )
 
-# Operators that write to running statistics, although their schemas do not say so.
+# These write to running statistics; their schemas do not say so.
 _UNMARKED = ("native_batch_norm", "cudnn_batch_norm", "miopen_batch_norm")
 
 
 def is_call(node: fx.Node, *names: str) -> bool:
-    """Whether a node calls one of these operators."""
     return node.op == "call_function" and operator(node) in names
 
 
 @dataclass(frozen=True)
 class GatherNodes:
-    """The nodes of an all-gather: start, ticket, wait, those that return its buffer or a view of it, and readers."""
+    """The nodes of an all-gather. `views` return its buffer or a view of it."""
 
     start: fx.Node
     ticket: fx.Node
@@ -50,50 +49,45 @@ class GatherNodes:
 
     @property
     def unit(self) -> str:
-        """The name of the unit that is gathered."""
         return arguments(self.start)["label"]
 
     @property
     def fixed(self) -> bool:
-        """Whether it keeps its place among the collectives: see `is_fixed`."""
         return is_fixed(self.start)
 
     @property
     def nbytes(self) -> int:
-        """The bytes of the gathered buffer."""
         return values(self.start)[0].nbytes
 
 
 def is_fixed(start: fx.Node) -> bool:
-    """Whether a collective keeps its place: it has no label (Note [What a pass must keep] in `passes.py`)."""
+    """Return True if a collective has no label (Note [What a pass must keep] in `passes.py`)."""
     return not arguments(start)["label"]
 
 
 def acts(node: fx.Node) -> bool:
-    """Whether a call must run though nobody reads its result. Operators of other libraries may have any effect."""
+    """Return True if a call must run even without a reader. Other libraries' operators may have any effect."""
     namespace = getattr(node.target, "namespace", "aten")
     return namespace not in ("aten", "prims", "fshard", "higher_order") or has_effect(node)
 
 
 def has_effect(node: fx.Node) -> bool:
-    """Whether a call does more than return its result: it writes in place, asserts, draws, or returns nothing."""
     target = node.target
     if not isinstance(target, torch._ops.OpOverload):
         return node.is_impure()
-    # `is_impure` alone goes by a tag that attention without dropout and all operators of fshard have
+    # a tag decides `is_impure`; attention without dropout and all operators of fshard have it
     is_random = draws(target, node.args, node.kwargs)
     return is_random or writes(node) or not target._schema.returns or node.is_impure(impure_random=False)
 
 
 def writes(node: fx.Node) -> bool:
-    """Whether a node writes to an argument in place."""
     if not isinstance(node.target, torch._ops.OpOverload):
         return False
     return node.target._schema.is_mutable or (operator(node) in _UNMARKED and bool(_written_by(node)))
 
 
 def returns_place(node: fx.Node) -> bool:
-    """Whether a node writes to its first argument and returns it in the same form: `add_` does, `t_` does not."""
+    """Return True if a node writes to its first argument and returns it in the same form, as `add_` and unlike `t_`."""
     if not writes(node) or not node.args or not isinstance(node.args[0], fx.Node):
         return False
     pair = (values(each) for each in (node, node.args[0]))
@@ -102,18 +96,17 @@ def returns_place(node: fx.Node) -> bool:
 
 
 def written_inputs(graph: fx.Graph) -> list[int]:
-    """Return the numbers of a graph's inputs whose memory a node writes to."""
+    """Return the numbers of inputs to whose memory a node writes."""
     inputs, memory = [node for node in graph.nodes if node.op == "placeholder"], written(graph.nodes)
     return [number for number, node in enumerate(inputs) if memory & set(storages_of(node))]
 
 
 def written(nodes: Iterable[fx.Node]) -> set[int]:
-    """Return the storages that these nodes write to."""
     return {key for node in nodes if writes(node) for x in _written_by(node) for key in storages_of(x)}
 
 
 def repeated(graph: fx.Graph, memory: set[int]) -> set[int]:
-    """Return these storages of inputs, and those that may have the values of one and no other."""
+    """Return the storages of `memory`, and further ones that may hold equal values."""
     memory = {*memory}
     for node in graph.nodes:
         read = node.all_input_nodes[-1:] if is_call(node, "copy_") else node.all_input_nodes
@@ -125,7 +118,6 @@ def repeated(graph: fx.Graph, memory: set[int]) -> set[int]:
 
 
 def _written_by(node: fx.Node) -> list[fx.Node]:
-    """Return the arguments that a node writes to, also those inside of lists."""
     by_name, schema = arguments(node), node.target._schema  # type: ignore[union-attr]
     marked = [a.name for a in schema.arguments if a.alias_info is not None and a.alias_info.is_write]
     if is_call(node, *_UNMARKED) and by_name["training"]:
@@ -137,11 +129,10 @@ def _written_by(node: fx.Node) -> list[fx.Node]:
 
 @dataclass(frozen=True)
 class NodeIndex:
-    """The places of a graph's nodes, and which of them touch which storage.
+    """The number of each node, and by storage the nodes that touch it, in order.
 
-    `order` has the number of every node. The other fields have, by storage, nodes or their numbers in ascending order:
-    of those that return the storage, that write to it, and that read it after a write. An index stays as it is when its
-    graph changes. One index answers for all collectives: a scan of the graph for each would take quadratic time.
+    `returned` nodes return the storage, `written` ones write to it, `read` ones read it after a write. An index does
+    not follow changes of its graph. One index serves all collectives: one scan each would take quadratic time.
     """
 
     order: Mapping[fx.Node, int]
@@ -150,16 +141,16 @@ class NodeIndex:
     read: Mapping[int, Sequence[int]]
 
     def first_write(self, values: Iterable[fx.Node], after: int) -> int:
-        """Return the number of the first node after `after` that writes to these values; else one past all."""
+        """Return the number of the first node after `after` that writes to `values`; else the number of nodes."""
         return self._first(self.written, values, after)
 
     def last_write(self, values: Iterable[fx.Node], before: int) -> int:
-        """Return the number of the last node before `before` that writes to these values; else -1."""
+        """Return the number of the last node before `before` that writes to `values`; else -1."""
         numbers = [self.written.get(storage, ()) for value in values for storage in storages_of(value)]
         return max((at[i - 1] for at in numbers if (i := bisect_left(at, before))), default=-1)
 
     def first_reader(self, wait: fx.Node) -> int:
-        """Return the number of the first node after a reduction's wait that reads the result; else one past all."""
+        """Return the number of the first node after a wait that reads the result; else the number of nodes."""
         return self._first(self.read, [wait.args[0]], self.order[wait])  # type: ignore[list-item]
 
     def _first(self, numbers: Mapping[int, Sequence[int]], values: Iterable[fx.Node], after: int) -> int:
@@ -168,8 +159,7 @@ class NodeIndex:
 
 
 def index(graph: fx.Graph) -> NodeIndex:
-    """Return the index of a graph, in one pass over its nodes."""
-    order, memory = dict[fx.Node, int](), dict[fx.Node, set[int]]()  # memory: the storages that each node returns
+    order, memory = dict[fx.Node, int](), dict[fx.Node, set[int]]()  # memory: storages that a node returns
     returned = defaultdict[int, list[fx.Node]](list)
     written, read = (defaultdict[int, list[int]](list) for _ in range(2))
     for number, node in enumerate(graph.nodes):
@@ -181,21 +171,21 @@ def index(graph: fx.Graph) -> NodeIndex:
             for storage in memory[x]:
                 if storage in written and (is_writer or storage not in made):  # a view reads nothing
                     read[storage].append(number)
-        for x in _written_by(node) if is_writer else ():  # a wait writes what was received
+        for x in _written_by(node) if is_writer else ():  # a wait writes to the place
             for storage in memory[x]:
                 written[storage].append(number)
     return NodeIndex(order, returned, written, read)
 
 
 def gathers(nodes: NodeIndex) -> list[GatherNodes]:
-    """Return the all-gathers of a graph, in the order of their first readers; those without readers come first."""
+    """Return the all-gathers in the order of their first readers; those without readers come first."""
     order, result = nodes.order, []
     for start in (node for node in order if is_call(node, "fshard.all_gather")):
         same = [node for node in nodes.returned[next(storages_of(start))] if node is not start]
         first = min((order[node] for node in same if writes(node)), default=len(order))
-        views = [node for node in same if order[node] < first]  # from the first write on, nodes count as readers
+        views = [node for node in same if order[node] < first]  # after the first write, nodes are readers
         users = {user for node in [start, *views] for user in node.users}
-        # not only the wait of this gather: the wait of a collective that sends this buffer takes the buffer, too
+        # a collective that sends this buffer also has a wait here
         waits = {user for user in users if is_call(user, "fshard.wait")}
         (ticket,) = (user for user in start.users if is_call(user, "getitem") and user.args[1] == 1)
         (wait,) = (user for user in waits if arguments(user)["ticket"] is ticket)
@@ -205,30 +195,28 @@ def gathers(nodes: NodeIndex) -> list[GatherNodes]:
 
 
 def read_by(node: fx.Node) -> list[fx.Node]:
-    """Return the arguments that a node reads: a collective does not read the place of its result, a wait reads none."""
+    """Return the arguments that a node reads: of a start not the place, of a wait nothing."""
     name = operator(node)
     return [] if name == "fshard.wait" else [arguments(node)["x"]] if name in PLACED else node.all_input_nodes
 
 
 def copy(graph: fx.Graph, node: fx.Node, other: Mapping[fx.Node, fx.Node]) -> fx.Node:
-    """Insert a copy of a node, with the arguments replaced by those that `other` maps them to."""
+    """Insert a copy of a node, with arguments replaced by `other`."""
     new = graph.node_copy(node, lambda x: other.get(x, x))
     if values(node):
-        # `meta` of the original has the storage of the original: the copy has a storage of its own, or of its new
-        # argument if it is a view
+        # the original's storage is not the copy's
         new.meta["val"] = computed(new)
     return new
 
 
 def computed(node: fx.Node) -> Any:
-    """Run the operator of a node on fake tensors, and return its value. The node has had a value before."""
     args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda x: x.meta["val"])
     with values(node)[0].fake_mode:  # type: ignore[attr-defined]
         return node.target(*args, **kwargs)  # type: ignore[operator]
 
 
 def call(graph: fx.Graph, target: Callable[..., object], *args: Argument, **kwargs: Argument) -> fx.Node:
-    """Insert a node that calls `target`, with its value on fake tensors. Tensors must be among `args`, not `kwargs`."""
+    """Insert a node that calls `target`, with its fake value. Tensors must be in `args`."""
     node = graph.call_function(target, args, kwargs)
     fakes = fx.node.map_arg(args, lambda x: x.meta["val"])
     with next(x for n in node.all_input_nodes for x in values(n)).fake_mode:  # type: ignore[attr-defined]
@@ -237,5 +225,5 @@ def call(graph: fx.Graph, target: Callable[..., object], *args: Argument, **kwar
 
 
 def copied(graph: fx.Graph, x: fx.Node) -> fx.Node:
-    """Insert a copy of a value, which a compiler cannot leave out."""
+    """Insert a copy that no compiler can leave out."""
     return call(graph, torch.ops.fshard.materialize.default, x)

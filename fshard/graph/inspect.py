@@ -1,4 +1,4 @@
-"""Inspect a graph: its text, its collectives, its number of floating-point operations."""
+"""Inspect a graph: its text, its collectives, its floating-point operations."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _COLLECTIVES = tuple(f"fshard.{kind}" for kind in _KINDS)
 
 
 class Traffic(NamedTuple):
-    """All collectives of one kind, unit and axis: their number, and the total of bytes that a rank sends."""
+    """All collectives of one kind, unit and axis: `count` of them; `bytes` is the total that one rank sends."""
 
     kind: str
     unit: str
@@ -27,21 +27,20 @@ class Traffic(NamedTuple):
 
 
 def operator(node: fx.Node) -> str:
-    """Return the name of the operator that a node calls, without its overload; `LIBRARY.NAME` if it is not aten's."""
+    """Return a node's operator without overload: `NAME` for aten, `LIBRARY.NAME` for other libraries."""
     target = node.target
     if not isinstance(target, torch._ops.OpOverload):
         return getattr(target, "__name__", str(target))
     return target.name().partition(".")[0].removeprefix("aten::").replace("::", ".")
 
 
-def arguments(node: fx.Node) -> dict[str, Any]:  # Any: the schema of the operator says what each argument is
-    """Return the arguments of a node as a dict from the parameter names of its operator."""
+def arguments(node: fx.Node) -> dict[str, Any]:  # Any: depends on the operator's schema
+    """Return the arguments of a node by parameter name."""
     names = [a.name for a in node.target._schema.arguments]  # type: ignore[union-attr]
     return dict(zip(names, node.args, strict=False)) | dict(node.kwargs)
 
 
 def starts(graph: fx.Graph) -> list[fx.Node]:
-    """Return the nodes that start a collective, in the order of the graph."""
     return [node for node in graph.nodes if node.op == "call_function" and operator(node) in _COLLECTIVES]
 
 
@@ -57,7 +56,6 @@ class Flight(NamedTuple):
 
 
 def flights(graph: fx.Graph) -> list[Flight]:
-    """Return the collectives of a graph, in the order in which they start."""
     order = {node: number for number, node in enumerate(graph.nodes)}
     tickets = {arguments(node)["ticket"]: number for node, number in order.items() if operator(node) == "fshard.wait"}
     # the ticket is an element of the result, or all of it
@@ -65,7 +63,7 @@ def flights(graph: fx.Graph) -> list[Flight]:
     result = []
     for node in starts(graph):
         by_name = arguments(node)
-        # only an exchange has a kind, because several collectives are composed of exchanges
+        # only an exchange has an argument `kind`: several collectives are made of exchanges
         kind = by_name.get("kind", operator(node).removeprefix("fshard.").removesuffix("_into"))
         at = by_name["label"], by_name["axis"], by_name["nbytes"]
         result.append(Flight(kind, *at, order[node], waits[node]))
@@ -73,7 +71,7 @@ def flights(graph: fx.Graph) -> list[Flight]:
 
 
 def collectives(graph: fx.Graph) -> list[Traffic]:
-    """Return the collectives of a graph, summed by kind, unit and axis, in the order of first use."""
+    """Sum the collectives of a graph by kind, unit and axis, in the order of first use."""
     counts: Counter[tuple[str, str, str]] = Counter()
     sent: Counter[tuple[str, str, str]] = Counter()
     for flight in flights(graph):
@@ -83,10 +81,7 @@ def collectives(graph: fx.Graph) -> list[Traffic]:
 
 
 def flops(module: fx.GraphModule) -> int:
-    """Count the floating-point operations of matrix products, convolutions and attention.
-
-    A multiply-add counts as two operations.
-    """
+    """Count floating-point operations of matrix products, convolutions and attention. A multiply-add counts as two."""
     fakes = [n.meta["val"] for n in module.graph.nodes if n.op == "placeholder"]
     with fakes[0].fake_mode, FlopCounterMode(display=False) as counter:
         fx.Interpreter(module).run(*fakes)
@@ -94,7 +89,7 @@ def flops(module: fx.GraphModule) -> int:
 
 
 def as_text(graph: fx.Graph, names: Sequence[str]) -> str:
-    """Return the graph as text, with one line for each node: name, dtype and shape, operator, arguments."""
+    """Return a line for each node: name, dtype and shape, operator, arguments."""
     return "\n".join(_lines(graph, names))
 
 
@@ -135,11 +130,11 @@ def _type(node: fx.Node) -> str:
 
 
 def form(x: Tensor) -> str:
-    """Return dtype and shape of a tensor, as in "bf16[8, 128]"."""
+    """Return dtype and shape, as in "bf16[8, 128]"."""
     return f"{_NAMES.get(x.dtype, str(x.dtype)[6:])}{list(x.shape)}"
 
 
 def values(node: fx.Node) -> list[Tensor]:
-    """Return the fake tensors that a node produces; an operator that returns numbers alone produces none."""
+    """Return the fake tensors of a node; [] if the node returns numbers only."""
     made = node.meta.get("val")
     return [made] if isinstance(made, Tensor) else [v for v in tree.leaves(made) if isinstance(v, Tensor)]

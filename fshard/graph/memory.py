@@ -1,14 +1,14 @@
 """Estimate the memory that a graph uses, node by node.
 
 Note [Memory of a graph]
-    Each storage is counted from the node that creates it to the last node that reads it, in the order of execution.
-    Inputs are counted for the whole graph, because the caller holds them, and outputs from their creation to the end.
-    Values that a compiler fuses into their readers are not counted: an elementwise value whose readers all come before
-    the next node that is not fused (a matrix product, attention, a collective). Elementwise values of one size between
-    two such nodes are written by one loop: what it reads is there until the last of them is. A value that can reuse a
-    same-sized input's storage (its last use) is counted once. An exact sum on an accelerator, or between more than a
-    few hosts, receives the parts of all ranks in a buffer that is not a value of the graph; this buffer is counted from
-    the node that starts the sum to the node that waits for the result.
+    1. A storage counts from its creation to its last reader; an input, held by the caller, always; an output to the
+       end.
+    2. A value that a compiler fuses does not count: an elementwise value without readers after the next barrier (matrix
+       product, attention, collective).
+    3. One loop writes all elementwise values of one size between two barriers, so its inputs stay until the last value.
+    4. A value may be written over an input of its size at the input's last use. Both count once.
+    5. An exact sum on an accelerator, or between more than a few hosts, receives the parts of all ranks in a buffer
+       outside the graph, which counts from the start to the wait.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from ..core.storage import address
 from .inspect import arguments, operator, values
 
 _MADE = {"fshard.all_gather": "gathered", "fshard.room": "gradients"}
-# Operators that compilers write as sums and pointwise operators, which are fused, but not written over what they read.
+# Compilers fuse these, but never write them over their inputs.
 _DECOMPOSED = (
     *("_softmax", "_softmax_backward_data", "_log_softmax", "_log_softmax_backward_data"),
     *("nll_loss_forward", "nll_loss_backward"),
@@ -38,10 +38,9 @@ _DECOMPOSED = (
 
 @dataclass(frozen=True)
 class Footprint:
-    """The bytes in memory at every node, by purpose.
+    """The bytes in memory at node `nodes[i]`: `bytes[i]`, by purpose.
 
-    Purposes are arguments, parameters, optimizer, gathered, gradients, activations and results. `bytes[i]` is the
-    number of bytes by purpose at the node `nodes[i]`.
+    Purposes: arguments, parameters, optimizer, gathered, gradients, activations, results.
     """
 
     nodes: tuple[str, ...]
@@ -49,12 +48,12 @@ class Footprint:
 
     @property
     def peak(self) -> int:
-        """The largest number of bytes in memory at any node."""
+        """The most bytes at any node."""
         return sum(self.by.values())
 
     @property
     def at(self) -> str:
-        """The name of the node at which memory use is largest."""
+        """The name of the node with the most bytes."""
         return self.nodes[self._top]
 
     @property
@@ -69,31 +68,30 @@ class Footprint:
 
 @dataclass
 class MemorySpan:
-    """Memory that a node allocates, from the node where it is first there to the last one at which it is."""
+    """Memory that `node` allocates, in use from node `first` to node `last`."""
 
     node: fx.Node
     value: torch.Tensor
-    what: str  # its purpose
+    what: str  # purpose
     nbytes: int
-    first: int  # indices of nodes
+    first: int  # numbers of nodes
     last: int
 
 
 @dataclass
 class _Storage(MemorySpan):
-    fusible: bool  # whether a compiler may compute it inside its readers
-    sources: list[int] = field(default_factory=list)  # storages of the arguments of the node that creates it
+    fusible: bool  # a compiler may compute it inside its readers
+    sources: list[int] = field(default_factory=list)  # storages of the node's arguments
 
 
 def footprint(graph: fx.Graph, inputs: Sequence[str]) -> Footprint:
-    """Estimate the memory of a graph. `inputs` gives the purpose of each input, such as "parameters"."""
+    """Estimate the memory of a graph. `inputs`: the purpose of each input, such as "parameters"."""
     names = tuple(node.name for node in graph.nodes)
     return Footprint(names, tuple(rows(spans(graph, inputs), len(names))))
 
 
 def rows(counted: Iterable[MemorySpan], number: int) -> list[dict[str, int]]:
-    """Return the bytes in memory by purpose at each of so many nodes."""
-    # changes[i]: bytes by purpose that appear at node i, or were last needed at node i - 1
+    # changes[i]: bytes new at node i, less those last needed at node i - 1
     changes: list[Counter[str]] = [Counter() for _ in range(number + 2)]
     for s in counted:
         changes[s.first][s.what] += s.nbytes
@@ -106,13 +104,13 @@ def rows(counted: Iterable[MemorySpan], number: int) -> list[dict[str, int]]:
 
 
 def spans(graph: fx.Graph, inputs: Sequence[str]) -> list[MemorySpan]:
-    """Return the memory that is counted, in the order of the nodes that allocate it."""
+    """Return all memory that counts, in order of allocation."""
     nodes = list(graph.nodes)
     storages = _storages(nodes, inputs)
     barriers = [i for i, node in enumerate(nodes) if node.op == "call_function" and _is_barrier(node)] + [len(nodes)]
-    # what is read up to the next barrier alone is computed inside its readers
+    # fused: no reader comes after the next barrier
     counted = [s for s in storages.values() if not s.fusible or s.last > barriers[bisect(barriers, s.first)]]
-    # what a loop reads is kept until its last result is there: an optimizer's gradients until it has written all
+    # a loop keeps its inputs to its end, such as all gradients in an optimizer step
     reused = _in_place(barriers, counted, storages)
     loops = {i: (bisect(barriers, i), values(node)[0].numel()) for i, node in enumerate(nodes) if _is_fusible(node)}
     ends = {loops[s.first]: s.first for s in counted if s.first in loops}
@@ -129,9 +127,9 @@ def spans(graph: fx.Graph, inputs: Sequence[str]) -> list[MemorySpan]:
 
 
 def _received(node: fx.Node) -> int:
-    """Return the bytes of the receive buffer of an exact sum, in which this rank adds the parts of its peers.
+    """Return the bytes of the buffer in which a rank adds its peers' parts of an exact sum.
 
-    0 for other nodes, and where a rank reads the parts of its peers in shared memory.
+    0 for other nodes, and for ranks that read the parts in shared memory.
     """
     if operator(node) not in ("fshard.reduce_scatter", "fshard.all_reduce"):
         return 0
@@ -149,9 +147,9 @@ def _received(node: fx.Node) -> int:
 
 
 def _in_place(barriers: Sequence[int], counted: Sequence[_Storage], storages: dict[int, _Storage]) -> set[int]:
-    """Return the storages over which a value of their size is written: its last use, and the only one of its loops.
+    """Return the storages that a value of their size may overwrite; each then ends one node earlier.
 
-    At most one value reuses a storage; the storage is freed one node earlier.
+    The value is the storage's last use and the only one in its loops. A storage is reused once at most.
     """
     counted_ids, reused = {id(s) for s in counted}, set[int]()
     uses = {(key, bisect(barriers, s.first), s.first) for s in storages.values() for key in s.sources}
@@ -166,7 +164,6 @@ def _in_place(barriers: Sequence[int], counted: Sequence[_Storage], storages: di
 
 
 def _storages(nodes: Sequence[fx.Node], inputs: Sequence[str]) -> dict[int, _Storage]:
-    """Return the storages of all values, by the number that `storages_of` gives them."""
     storages: dict[int, _Storage] = {}
     purposes, numbers = iter(inputs), {node: i for i, node in enumerate(nodes)}
     for i, node in enumerate(nodes):
@@ -177,12 +174,12 @@ def _storages(nodes: Sequence[fx.Node], inputs: Sequence[str]) -> dict[int, _Sto
                 key, _Storage(node, value, what, value.untyped_storage().nbytes(), i, i, _is_fusible(node), sources)
             )
             storage.last = max([storage.last, *(numbers[user] for user in node.users)])
-            # what is written part by part is stored: a compiler fuses no writes to a part
+            # writes to parts of a storage are not fused
             storage.fusible &= not (operator(node).endswith("_") and value.nbytes < storage.nbytes)
             if node.op == "placeholder" or any(user.op == "output" for user in node.users):
                 storage.last, storage.fusible = len(nodes), False
                 storage.what = "results" if storage.what == "activations" else storage.what
-        # the buffers that gradients are packed and reduced in
+        # buffers of packed and reduced gradients
         names = ("place", "x") if operator(node) == "fshard.reduce_scatter" else ()
         for name in names:
             for key in storages_of(arguments(node)[name]):
@@ -191,13 +188,13 @@ def _storages(nodes: Sequence[fx.Node], inputs: Sequence[str]) -> dict[int, _Sto
 
 
 def storages_of(node: fx.Node) -> Iterator[int]:
-    """Yield a number for each tensor that a node produces, equal for tensors that share a storage."""
+    """Yield a number for each tensor of a node, equal for tensors of one storage."""
     return map(address, values(node))
 
 
 def _is_barrier(node: fx.Node) -> bool:
     packet = getattr(node.target, "overloadpacket", None)
-    # a number that is made before loops is no end of them
+    # `materialize` ends no loop
     is_ours = operator(node).startswith("fshard.") and operator(node) != "fshard.materialize"
     return is_ours or packet in flop_registry or "attention" in operator(node)
 

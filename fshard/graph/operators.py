@@ -1,4 +1,4 @@
-"""The operators of fshard that start collectives and wait for them (Note [Collectives in a graph] in `announce.py`)."""
+"""Operators that start collectives and wait for them (Note [Collectives in a graph] in `announce.py`)."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Started = tuple[Tensor, Tensor]
 
 
 def _ticket() -> Tensor:
-    """Return a tensor whose value is not read: operators pass tensors alone, and `wait` needs the collective."""
+    """Return a tensor for its storage only: `wait` needs the collective, and operators take tensors."""
     return torch.empty(1, dtype=torch.uint8, device="cpu")
 
 
@@ -26,17 +26,17 @@ def _ticket_of(*args: object) -> Tensor:
 
 
 def _started(place: Tensor, pending: Pending) -> Started:
-    """A place, and a ticket that owns the collective which fills the place."""
+    """Return a place, and a ticket that owns the collective filling the place."""
     ticket = _ticket()
-    # on the storage, because a compiled graph may make other tensor objects of the same memory
+    # on the storage: a compiled graph may make new tensor objects of the same memory
     ticket.untyped_storage().under_way = pending  # type: ignore[attr-defined]
     return place, ticket
 
 
 def _wait(place: Tensor, ticket: Tensor, sent: Sequence[Tensor]) -> None:
-    # popped, so that what was sent is freed now, and not with the ticket
+    # popped, to free the sent tensors now
     result = vars(ticket.untyped_storage()).pop("under_way").wait()
-    if result.data_ptr() != place.data_ptr():  # a compiler has copied the place
+    if result.data_ptr() != place.data_ptr():  # a compiler has copied it
         place.copy_(result.view(place.shape))
 
 
@@ -48,15 +48,15 @@ def _ranks(mesh: str, axis: str) -> Ranks:
 
 
 def _define_start(schema: str, run: Callable[..., object], shapes: Callable[..., object]) -> None:
-    """Define an operator that starts a collective; with `after`, the ticket of another one, it starts after that."""
+    """Define an operator that starts a collective, after that of the ticket `after` if given."""
     schema = schema.replace(") ->", ", *, Tensor? after=None) ->")
     define(schema, lambda *args, after=None, **rest: run(*args, **rest), lambda *args, after=None, **_: shapes(*args))
 
 
 def _room(ranks: Ranks, numel: int, like: Tensor, lent: bool) -> Tensor:
-    """A flat tensor, which is lent only if collectives have read it when they are waited for.
+    """Return a flat tensor, lent only if collectives have read it by the end of their waits.
 
-    A compiler may write other values to memory as soon as no node reads it any more (Note [Lent memory] in `ranks.py`).
+    A compiler reuses memory after its last reader in the graph (Note [Lent memory] in `ranks.py`).
     """
     return ranks.empty(numel, like, lent and ranks.built_in is not None)
 
@@ -80,7 +80,7 @@ def _place(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Te
     return place
 
 
-# compilers move the allocation of aten's own operators to the first use, which may be in no CUDA graph
+# compilers move allocations by aten's operators to the first use, perhaps outside a CUDA graph
 define("place(int[] shape, ScalarType dtype, Device device) -> Tensor", _place, _place, captured=True)
 
 
@@ -117,10 +117,10 @@ def _exchange(
 ) -> Started:
     ranks, called = _ranks(mesh, axis), Call(kind, axis, label, nbytes, text=call)
     note(called)
-    place, _ = _exchanged(sends, numels)  # (sum(numels),): what the peers send, end to end
+    place, _ = _exchanged(sends, numels)  # (sum(numels),): all peers' messages
     exchange = ranks.exchange([x.reshape(-1) for x in sends], list(place.split(list(numels))), called)
     if not place.numel():
-        # nothing is received: a compiler would drop `wait`, and use the memory of what is sent again too early
+        # without a result, a compiler would drop `wait` and reuse the sent memory too early
         exchange.wait()
         exchange.done()
         return _started(place, Pending(None, lambda _: place))

@@ -1,22 +1,20 @@
-"""Passes over the graph of a traced function: each changes the graph in place, and no value that it computes.
+"""Passes over the graph of a traced function. A pass changes the graph in place, and none of its values.
 
 Note [Order of a graph]
-    A graph runs in the order of its nodes. So the order decides which values are in memory at the same time, and which
-    collectives overlap with which computation. A step gathers a unit when it is touched, and again in its backward, so
-    its graph is in a good order from the start. Other functions (a torch.func gradient of a loss that gathers all
-    units at its beginning) are brought into such an order by `regather` and `sink`.
+    A graph runs in the order of its nodes, which decides the memory in use and how far collectives overlap with
+    computation. A step reads each unit when needed, so its graph has a good order. `regather` and `sink` reorder other
+    functions, such as a torch.func gradient of a loss that gathers all units first.
 
 Note [What a pass must keep]
-    1. The values: the outputs have the same bits.
-    2. The collectives: all ranks still issue the same ones in the same order. What a pass drops, moves or merges
-       depends on the graph of one rank, so this may be done to labelled collectives alone, such as gathers of a plan's
-       units: all ranks read their results in the same order. What a rank does with the result of a collective without
-       a label may depend on the rank. So this collective stays, where it is and by itself, and no other is moved
-       because of its readers. Its wait may move, unless it starts the second stage of an all-reduce.
-    3. Every collective has one `fshard.wait`, before the first node that reads its result.
-    4. Writes: a node does not move past a write to memory that it reads, nor past a reader of memory that it writes to.
-       `NodeIndex` of `dataflow.py` answers where such writes are.
-    5. Fake values: each new node has `meta["val"]`, with the storages that it would have (`call` and `copy` see to it).
+    1. Values: outputs have the same bits.
+    2. Collectives: all ranks issue the same ones in the same order. A pass sees one rank's graph, so it drops, moves
+       and merges only labelled collectives, such as gathers of units: all ranks read their results in the same order.
+       An unlabelled collective may have other readers on other ranks. It keeps its place, unmerged, and its readers
+       move no other collective. Its wait may move, unless it starts the second stage of an all-reduce.
+    3. Waits: every collective has one `fshard.wait`, before the first reader of its result.
+    4. Writes: no node moves past a write to memory it reads, or past a reader of memory it writes to. `NodeIndex` of
+       `dataflow.py` finds such writes.
+    5. Fake values: each new node has `meta["val"]` with its true storages, by `call` and `copy`.
 """
 
 from __future__ import annotations
@@ -59,15 +57,15 @@ _get, _as_strided = python.getitem, torch.ops.aten.as_strided.default
 
 
 def _reaches_nothing(graph: fx.Graph) -> bool:
-    """True if no parameter reaches the loss on this rank, whose peers wait for its gathers all the same."""
+    """Return True if no parameter reaches the loss on this rank; peers still wait for its gathers."""
     return any(is_call(node, "_assert_async") and NO_GRADIENT in node.args for node in graph.nodes)
 
 
 def drop_dead(graph: fx.Graph) -> None:
-    """Erase nodes that nothing reads, and gathers of leaves that are not used, except `_reaches_nothing`."""
+    """Erase nodes without readers, and gathers of unused leaves unless `_reaches_nothing`."""
     _drop_unread(graph)
     kept = _reaches_nothing(graph)
-    # in a loop, because what a dropped gather sent may have been the last reader of another gather
+    # again: a dropped gather may have been another gather's last reader
     while dead := [gather for gather in gathers(index(graph)) if not (gather.readers or gather.fixed or kept)]:
         for gather in dead:
             for node in (gather.wait, *reversed(gather.views), gather.ticket, gather.start):  # readers before values
@@ -76,17 +74,16 @@ def drop_dead(graph: fx.Graph) -> None:
 
 
 def _drop_unread(graph: fx.Graph) -> None:
-    for node in reversed(graph.nodes):  # backwards, so that what only an erased node read is erased, too
+    for node in reversed(graph.nodes):  # backwards: erasing a node may leave its arguments without readers
         unread = node.op in ("call_function", "get_attr") and not node.users and not acts(node)
         if unread and not is_call(node, "fshard.exchange"):  # peers wait for what this rank sends
             graph.erase_node(node)
 
 
 def shorten(graph: fx.Graph) -> None:
-    """Make each view of a gathered buffer one node, and read no value by another name (`detach`, a write's result).
+    """Make each view of a gathered buffer one node, and read values under one name (no `detach`, no result of a write).
 
-    A compiler works out the views of a buffer anew wherever it was written to: with a split of n parts, all n parts for
-    each of them.
+    After a write to a buffer, compilers compute each view anew, and for each part of a split all n parts.
     """
     for gather in gathers(index(graph)):
         buffer = next(x for x in gather.views if is_call(x, "getitem") and x.args == (gather.start, 0))  # (n,)
@@ -94,22 +91,22 @@ def shorten(graph: fx.Graph) -> None:
         for view in gather.views:
             value = view.meta["val"]
             is_tensor = isinstance(value, torch.Tensor) and value.dtype == whole.dtype
-            # else it is not determined by its shape, strides and offset
+            # else shape, strides and offset do not determine the view
             if view is not buffer and is_tensor and not value.is_conj() and not value.is_neg():
                 view.target, view.kwargs = _as_strided, {}
                 view.args = (buffer, list(value.shape), list(value.stride()), value.storage_offset())
     for node in list(graph.nodes):
         if (written := returns_place(node)) or is_call(node, "detach", "alias"):
-            # a result of a write is its place: as a result of a region it would be a copy, which later writes miss
+            # read the place: a region returns the result of a write as a copy, without later writes
             also_results = written and node.args[0].op != "placeholder"
             node.replace_all_uses_with(node.args[0], lambda user, also=also_results: also or user.op != "output")
     _drop_unread(graph)
 
 
 def fix_places(graph: fx.Graph) -> None:
-    """Let each gather fill memory that the computation before it allocates, as a part of a CUDA graph.
+    """Let each gather fill memory that the computation before it allocates in its CUDA graph.
 
-    So the memory has the same address in each run, and the graphs that read it do not copy it first.
+    The address is then the same in each run, so graphs read the memory without a copy.
     """
     before = next(iter(graph.nodes))
     for node in list(graph.nodes):
@@ -135,21 +132,20 @@ def _fix_place(graph: fx.Graph, start: fx.Node, before: fx.Node) -> None:
 
 
 def keep_unread(graph: fx.Graph) -> None:
-    """Keep a compiler from dropping what must run though nothing reads its result: return one element of the result.
+    """Return one element of each unread result that a compiler must compute. The new outputs come last.
 
-    These are collectives (peers wait for them) and operators of other libraries (they may have side effects). A caller
-    of the graph reads only the outputs that it knows, which come first.
+    Such results are those of collectives (peers wait for them) and of other libraries' operators.
     """
     output, read = graph.output_node(), _read_storages(graph)
-    if _reaches_nothing(graph):  # a compiler drops what is read for its shape alone
+    if _reaches_nothing(graph):  # compilers drop gathers read for their shape only
         read -= {next(storages_of(gather.start)) for gather in gathers(index(graph))}
     kept: list[fx.Node] = []
     for node in list(graph.nodes):
         if is_call(node, "_assert_async") and len(node.args) == 1:
-            # of the two overloads, compilers know of this one alone that it must run
+            # compilers keep this overload of the two
             node.target, node.args = torch.ops.aten._assert_async.msg, (*node.args, "a condition is false")
         elif is_call(node, "fshard.wait") and next(storages_of(arguments(node)["place"])) not in read:
-            # an exchange that receives nothing has no element, and does not need its wait
+            # an exchange that receives nothing has no element, and needs no wait
             place, ticket, *_ = node.args
             kept.append(_element(graph, place, node) if _has_element(place) else ticket)
         elif node.op == "call_function" and not node.users and not has_effect(node) and acts(node):
@@ -158,16 +154,15 @@ def keep_unread(graph: fx.Graph) -> None:
 
 
 def _has_element(node: fx.Node) -> bool:
-    """Whether the value of a node is one tensor, with elements."""
     value = node.meta.get("val")
     return isinstance(value, torch.Tensor) and value.numel() > 0
 
 
 def chain(graph: fx.Graph) -> None:
-    """Give each collective the ticket of the one before, if one has no label or is an exchange: this fixes their order.
+    """If a collective has no label or is an exchange, fix the order: give each collective the ticket of the last.
 
-    A compiler orders independent nodes by what is around them, which here may differ between ranks; a rank to which
-    leaves are only sent by an exchange has it depend on nothing.
+    Compilers order independent nodes by their neighbours, here not the same on all ranks: a rank that only receives has
+    an exchange without inputs.
     """
     all_starts = starts(graph)
     if any(is_fixed(start) or is_call(start, "fshard.exchange") for start in all_starts):
@@ -176,7 +171,7 @@ def chain(graph: fx.Graph) -> None:
 
 
 def _ticket_of(start: fx.Node) -> fx.Node:
-    """Return the node of the ticket that a start gives: itself, or its second result, made if nobody reads it."""
+    """Return a start's ticket: itself, or its second result, inserted if missing."""
     if is_call(start, *PLACED):
         return start
     readers = [user for user in start.users if is_call(user, "getitem") and user.args[1] == 1]
@@ -193,11 +188,8 @@ def _element(graph: fx.Graph, x: fx.Node, after: fx.Node) -> fx.Node:
 
 
 def _read_storages(graph: fx.Graph) -> set[int]:
-    """Return the storages that are read outside of their own collective, directly or through copies.
-
-    The caller reads the inputs.
-    """
-    read, copied = set[int](), dict[int, set[int]]()  # copied: the storages that are copied to a storage
+    """Return the storages read outside their own collective, directly or through copies, and the inputs."""
+    read, copied = set[int](), dict[int, set[int]]()  # copied[s]: storages copied to s
     for node in graph.nodes:
         if node.op == "placeholder":
             read |= set(storages_of(node))
@@ -218,9 +210,9 @@ def _read_storages(graph: fx.Graph) -> set[int]:
 
 
 def materialize(graph: fx.Graph) -> None:
-    """Compute 0-d values before the pointwise operators that read them: fused, they would be computed per element.
+    """Compute 0-d values before pointwise readers: a compiler fuses no `fshard.materialize`.
 
-    The operator `fshard.materialize`, which a compiler cannot look into, keeps such a value from being fused.
+    Fused, such a value would be computed for each element.
     """
     for node in [n for n in graph.nodes if _is_number(n) and torch.Tag.pointwise in getattr(n.target, "tags", ())]:
         readers = [user for user in node.users if values(user) and not _is_number(user)]
@@ -236,15 +228,15 @@ def _is_number(node: fx.Node) -> bool:
     return node.op == "call_function" and bool(tensors) and all(x.dim() == 0 for x in tensors)
 
 
-# Where a node is moved to: the index of another node, and where beside that.
+# (number of a node, side)
 _Place = tuple[int, int]
 
-# Beside a node, in this order: before it, from the first; the node itself; after it.
+# The sides of a node: before it, in this order; the node itself; after it.
 _FIRST_START, _WAIT, _START, _ITSELF, _AFTER = range(-3, 2)
 
 
 def _arrange(graph: fx.Graph, places: Mapping[fx.Node, _Place]) -> None:
-    """Move nodes to their places. Nodes without a place stay, and nodes with equal places keep their order."""
+    """Move nodes to their places. Nodes with equal places keep their order."""
     keys = {node: (*places.get(node, (i, _ITSELF)), i) for i, node in enumerate(graph.nodes)}
     output = graph.output_node()
     for node in sorted(keys, key=keys.__getitem__):
@@ -253,22 +245,21 @@ def _arrange(graph: fx.Graph, places: Mapping[fx.Node, _Place]) -> None:
 
 
 def sink(graph: fx.Graph, in_flight: int = 0, ahead: int = 1) -> None:
-    """Move gathers: each starts `ahead` units before its first reader, and its wait is right before that reader.
+    """Start each gather `ahead` units before its first reader, and wait for it right before that reader.
 
-    With `in_flight` a gather starts further ahead, as many units as have at most `in_flight` bytes together, and
-    reductions are waited for as late as this number of bytes allows. A gather without a label starts where it did.
+    With `in_flight`, up to that many bytes are under way: gathers start earlier, and reductions are waited for later. A
+    gather without a label keeps its start.
     """
     nodes, places = index(graph), dict[fx.Node, _Place]()
     order, read = nodes.order, [gather for gather in gathers(nodes) if gather.readers]
     for gather in read:
-        # what is sent must have the same bits until the wait
+        # the sent shard must not change before the wait
         sent = nodes.first_write([arguments(gather.start)["x"]], order[gather.start])
         places |= dict.fromkeys([gather.wait, *gather.views], (min(order[gather.readers[0]], sent), _WAIT))
     moved = [gather for gather in read if not gather.fixed]
     for gather, early in zip(moved, _early(moved, order, in_flight, ahead), strict=True):
         shard, traced_at = arguments(gather.start)["x"], order[gather.start]  # shard: (n / W,)
-        # The shard must have the value that it has where the gather was traced: the gather starts after the last write
-        # to the shard before that point, and before the first write after it.
+        # The shard must have its traced value: start between the writes to it around the traced start.
         ready = max((nodes.last_write([shard], traced_at), _AFTER), places.get(shard, (order[shard], _ITSELF)))
         changed = (nodes.first_write([shard], traced_at), _FIRST_START)
         start = max(min(early, changed), ready)
@@ -279,17 +270,17 @@ def sink(graph: fx.Graph, in_flight: int = 0, ahead: int = 1) -> None:
 
 
 def _early(moved: Sequence[GatherNodes], order: Mapping[fx.Node, int], in_flight: int, ahead: int) -> Iterator[_Place]:
-    """Yield the place where each gather starts: at the first reader of an earlier gather.
+    """Yield where each gather starts: at the first reader of the gather before, or of one further back.
 
-    That is the gather before, the last gather of the unit `ahead` units before, or with `in_flight` the earliest gather
-    such that all gathers after it, up to this one, have at most `in_flight` bytes together. The first gather of a graph
-    starts at its own first reader, and so do all if `ahead` is 0.
+    Further back is the last gather `ahead` units before, or with `in_flight` the first such that all gathers after it,
+    up to this one, have at most `in_flight` bytes. The first gather starts at its own first reader; with `ahead` 0 all
+    do.
     """
     heads = [order[gather.readers[0]] for gather in moved]  # ascending
-    ends = list(accumulate((gather.nbytes for gather in moved), initial=0))  # ends[i]: the bytes of all before gather i
-    units = list(accumulate(a.unit != b.unit for a, b in pairwise([*moved[:1], *moved])))  # of each gather, by number
+    ends = list(accumulate((gather.nbytes for gather in moved), initial=0))  # ends[i]: bytes of gathers before i
+    units = list(accumulate(a.unit != b.unit for a, b in pairwise([*moved[:1], *moved])))  # numbers of units, by gather
     for gather, head, unit in zip(moved, heads, units, strict=True):
-        before = bisect_left(heads, head)  # the number of gathers with an earlier reader
+        before = bisect_left(heads, head)  # gathers with an earlier reader
         if not (before and (ahead or in_flight)):
             yield head, _FIRST_START
         else:
@@ -299,10 +290,10 @@ def _early(moved: Sequence[GatherNodes], order: Mapping[fx.Node, int], in_flight
 
 
 def _delay(graph: fx.Graph, in_flight: int) -> None:
-    """Move the waits of reductions: if those under way have more than `in_flight` bytes, the oldest is waited for."""
+    """Wait for reductions later: for the oldest when more than `in_flight` bytes are under way."""
     nodes, places, total = index(graph), dict[fx.Node, _Place](), 0
     order = nodes.order
-    # the wait of each reduction that is under way, and the bytes that this rank sends in it: `total` in all
+    # (wait, sent bytes) of each reduction under way
     under_way: deque[tuple[fx.Node, int]] = deque()
     for start in (node for node in order if is_call(node, *REDUCTIONS)):
         (wait,) = (user for user in start.users if is_call(user, "fshard.wait"))
@@ -316,7 +307,7 @@ def _delay(graph: fx.Graph, in_flight: int) -> None:
         if _has_second_stage(arguments(wait)["ticket"]):
             places[wait] = (order[wait], _ITSELF)
             continue
-        # the wait must stay before the first node that reads the result, or that overwrites what is being sent
+        # before the first reader of the result or write to the sent buffer
         sent: list[fx.Node] = arguments(wait)["sent"]
         needed = min(nodes.first_reader(wait), nodes.first_write(sent, order[wait]))
         places[wait] = max((order[wait], _ITSELF), min(latest, (needed, _WAIT)))
@@ -324,7 +315,7 @@ def _delay(graph: fx.Graph, in_flight: int) -> None:
 
 
 def _has_second_stage(start: fx.Node) -> bool:
-    """Whether a reduction without a label starts a second collective when it is waited for."""
+    """Return True if the wait of an unlabelled reduction starts another collective."""
     by_name = arguments(start)
     if not is_call(start, "fshard.all_reduce") or not is_fixed(start):
         return False
@@ -332,9 +323,9 @@ def _has_second_stage(start: fx.Node) -> bool:
 
 
 def regather(graph: fx.Graph, units: Iterable[str], lasting: Collection[str] = ENDS) -> None:
-    """Gather a buffer of these units again where it is read after another unit was gathered, instead of keeping it.
+    """Free a buffer of these units and gather it again if another unit is gathered between two of its readers.
 
-    A unit of `lasting` that would be gathered again more than once stays (`Plan.lasting`).
+    A unit of `lasting` stays if it would be gathered more than twice (`Plan.lasting`).
     """
     wanted, nodes = set(units), index(graph)
     order, all_gathers = nodes.order, [gather for gather in gathers(nodes) if not gather.fixed]
@@ -353,16 +344,15 @@ def regather(graph: fx.Graph, units: Iterable[str], lasting: Collection[str] = E
 
 
 def _apart(readers: Sequence[int], heads: Sequence[int]) -> list[tuple[int, int]]:
-    """Return ranges of `readers` that no head separates. All are indices of nodes in the graph, in ascending order.
+    """Return ranges of `readers` without a head in between. A head is some gather's first reader.
 
-    A head is the first reader of some gather.
+    Both lists have numbers of nodes, ascending.
     """
     cuts = [i for i in range(1, len(readers)) if bisect(heads, readers[i - 1]) < bisect_left(heads, readers[i])]
     return list(pairwise([0, *cuts, len(readers)]))
 
 
 def _copy_before(graph: fx.Graph, nodes: Iterable[fx.Node], readers: Sequence[fx.Node]) -> None:
-    """Copy nodes to before the first of `readers`, which then read the copies."""
     copies: dict[fx.Node, fx.Node] = {}
     with graph.inserting_before(readers[0]):
         for node in nodes:

@@ -14,26 +14,27 @@ from ..core.tree import Tree
 from .replay import Repeated, can_record
 
 Carry = TypeVar("Carry")
-_FEW = 3  # units that a trace calls the body for
+_FEW = 3  # a trace calls the body for this many units
 
 
 def scan(body: Callable[..., Tree], carry: Carry, units: Sequence[Tree], xs: Tree = None) -> tuple[Carry, Tree]:
-    """Call a body for each unit, and hand its result on: a loop over layers that `jit` traces once for equal ones.
+    """Call a body for each unit and pass its carry on: a loop over layers that `jit` traces once for equal layers.
 
-    Rule: `carry, y = body(unit, carry)` for each unit in turn, or `body(unit, carry, x)` with the rows `x` of `xs`.
-    Returns the last carry and all `y`, stacked.
+    Rule: for each unit in turn, `carry, y = body(unit, carry)`, or `body(unit, carry, x)` with `x` a row of `xs`.
+    Returns the last carry, and all `y` stacked.
 
-    Units: a list of trees, as `params["blocks"]` inside of a loss: what the plan gathers. A body returns the new carry,
-    or (carry, y). The carry keeps its structure. Tensors of `xs` are (len(units), ...), those of `ys` too; `ys` is None
-    if there is no `y`, or no unit.
+    - `body`: returns the new carry, or (carry, y). It must be pure: it returns what others read, takes numbers that
+      change with the unit from `xs`, and does not compare tensors by identity.
+    - `carry`: a tree; it keeps its structure.
+    - `units`: a list of trees, such as `params["blocks"]` in a loss, where the plan gathers each unit.
+    - `xs`: a tree of tensors (len(units), ...), as are the stacked `ys`; `ys` is None without `y` or units.
 
-    Eagerly this is the loop. `jit` calls the body for two units, traces it once more, and copies that for units with
-    the same structure, shapes, dtypes and numbers. Values, derivatives and random numbers are the loop's, to the bit.
-    So a body is pure: it returns what others read, numbers that change with the unit come in `xs`, and it does not ask
-    by identity which tensors it has.
+    Eagerly, `scan` is the loop. `jit` calls the body for two units, traces it once more, and copies that trace for all
+    units with the same structure, shapes, dtypes and numbers. Values, derivatives and random numbers have the loop's
+    bits.
 
-    Raises TypeError for a result with another structure, and for a `y` that is no tensor; ValueError for another number
-    of rows than of units; under `jit` TraceError for a `torch.autograd.grad(create_graph=True)` around it.
+    Raises TypeError if a result has another structure, or a `y` is no tensor; ValueError if `xs` has another number of
+    rows than there are units; under `jit`, TraceError for a `torch.autograd.grad(create_graph=True)` around it.
 
     >>> layers = [{"w": torch.full((1,), 2.0)}, {"w": torch.full((1,), 3.0)}]
     >>> scan(lambda layer, x: (layer["w"] * x, x), torch.ones(1), layers)
@@ -54,14 +55,14 @@ def scan(body: Callable[..., Tree], carry: Carry, units: Sequence[Tree], xs: Tre
 
 
 def _rows(xs: Tree, count: int) -> Sequence[tuple[Tree, ...]]:
-    """The arguments after the carry, for each unit."""
+    """Return the arguments after the carry, for each unit."""
     leaves, spec = tree.flatten(xs)
     for path, x in zip(tree.paths(spec), leaves, strict=True):
         if not isinstance(x, Tensor):
             raise TypeError(wrong(f"scan: xs{_at(path)}", x, "a tensor with a row for each unit"))
         if not x.dim() or len(x) != count:
             raise ValueError(f"scan: xs{_at(path)}: shape {list(x.shape)}: expected {count} rows, one for each unit")
-    columns = [x.unbind() for x in leaves]  # its derivative is one sum, not one for each row
+    columns = [x.unbind() for x in leaves]  # the derivative of `unbind` is one sum, not one for each row
     return [() if xs is None else (tree.unflatten(spec, [x[n] for x in columns]),) for n in range(count)]
 
 
@@ -70,7 +71,7 @@ def _at(path: str) -> str:
 
 
 def _split(out: Tree, carry: Carry) -> tuple[Carry, Tree]:
-    """The carry and `y` of what a body returned."""
+    """Return carry and `y` from the result of a body."""
     form = tree.flatten(carry)[1]
     if tree.flatten(out)[1] == form:
         return out, None
@@ -82,7 +83,6 @@ def _split(out: Tree, carry: Carry) -> tuple[Carry, Tree]:
 
 
 def _stacked(ys: Sequence[Tree]) -> Tree:
-    """One tree for those of all units, with their tensors as rows."""
     if not ys:
         return None
     leaves, spec = tree.flatten(ys[0])
