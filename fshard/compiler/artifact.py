@@ -1,12 +1,13 @@
-"""The file of compiled programs, which later processes load in place of tracing: what is in it, who writes it.
+"""A file of compiled programs, which later processes load instead of tracing.
 
 Note [An artifact]
-    An artifact is a zip file of parts, each by the digest of its bytes, and an index. The index lists programs: for
-    each rank the texts that must be equal (Note [What another process compares]) and the program. Ranks of an even plan
-    have equal ones, which are in the file once. A rank loads its own program if all its texts are equal: then it is the
-    program that it would trace, with the same collectives. Texts and digests are compared before anything of a program
-    is run. Rank 0 puts the file into its place as a whole (Note [A file is whole or not there]), with what other ranks
-    have sent it. Programs for other arguments stay in the file; those of other code, versions or machines do not.
+    1. An artifact is a zip file of parts, named by digest, and an index: for each program and rank the texts to compare
+       (Note [What another process compares]) and the program. Equal parts, as of ranks of an even plan, are stored
+       once.
+    2. A rank loads its program if all texts are equal: tracing would give the same program and collectives. Texts and
+       digests are compared before anything runs.
+    3. Rank 0 writes the whole file (Note [A file is whole or not there]), with the parts of other ranks. Programs for
+       other arguments stay; programs of other code, versions or machines go.
 """
 
 from __future__ import annotations
@@ -32,14 +33,14 @@ _MOST = 1 << 60
 
 
 def file_at(name: str, path: Path) -> str:
-    """The path of a file, with symbolic links followed. TypeError or ValueError for what is none."""
+    """Return the path of a file, with symbolic links followed. Raises TypeError or ValueError for anything else."""
     check_path(name, path, "the path of a file")
     text = os.fspath(path)
     return text if "://" in text else os.path.realpath(text)
 
 
 def find(path: Path, identity: FunctionIdentity, mesh: AnyMesh) -> Program | str:
-    """Return this rank's program from the file at `path`, or the reason why it has none of this identity."""
+    """Return this rank's program for the identity, or the reason why the file at `path` has none."""
     try:
         programs, parts = _read(path)
         rank, reasons = rank_in(mesh), dict[int, str]()  # by the number of differences
@@ -59,15 +60,15 @@ def find(path: Path, identity: FunctionIdentity, mesh: AnyMesh) -> Program | str
         return str(error.strerror)
     except OSError:
         raise
-    except Exception as error:  # whatever is raised for bytes that are not what was written
+    except Exception as error:  # any error: the bytes are not the written ones
         return f"it is damaged, or no artifact: {type(error).__name__}: {error}"
 
 
 def save(path: Path, identity: FunctionIdentity, program: Program, mesh: AnyMesh) -> None:
-    """Add the programs of all ranks to the file at `path`. Every rank calls this; the first one writes.
+    """Add the programs of all ranks to the file at `path`. All ranks call this; rank 0 writes.
 
-    OSError on all ranks if it cannot be written: the file that was there stays. UnsavableError for an identity with
-    values that another process cannot compare.
+    If the file cannot be written, all ranks raise OSError and the old file stays. Raises UnsavableError for an identity
+    with values unknown to other processes.
     """
 
     def check() -> None:
@@ -83,9 +84,9 @@ def save(path: Path, identity: FunctionIdentity, program: Program, mesh: AnyMesh
     places = [json.loads(text) for text in of_all(json.dumps([digest_of(key), digest_of(head), *parts]), mesh)]
     entry = {"keys": [place[0] for place in places], "programs": [place[1] for place in places]}
     rank = rank_in(mesh)
-    there = {digest for place in places[:rank] for digest in place}  # on a rank before this one
+    there = {digest for place in places[:rank] for digest in place}  # on an earlier rank
     sent = {digest: base64.b64encode(parts[digest]).decode() for digest in parts if digest not in there}
-    # what ranks differ in: nothing, if the plan is even
+    # parts that rank 0 lacks: none for an even plan
     is_needed = any({*place} - {*places[0]} for place in places[1:])
     received = of_all(json.dumps(sent if rank else {}), mesh) if is_needed else []
     others = {digest: base64.b64decode(data) for text in received for digest, data in json.loads(text).items()}
@@ -95,13 +96,13 @@ def save(path: Path, identity: FunctionIdentity, program: Program, mesh: AnyMesh
 def _write(path: Path, entry: Mapping[str, Any], parts: Mapping[str, bytes], identity: FunctionIdentity) -> None:
     def stays(old: Mapping[str, Any]) -> bool:
         texts, _ = _told(old, 0, before, identity)
-        is_of_other = texts["code"].keys() != identity.code.keys()  # by the names of its functions
+        is_of_other = texts["code"].keys() != identity.code.keys()  # by names of functions
         return texts["where"] == identity.where and (is_of_other or texts["code"] == identity.code)
 
     try:
         programs, before = _read(path)
         programs = [old for old in programs if old["keys"] != entry["keys"] and stays(old)]
-    except Exception:  # there is none, or it is damaged
+    except Exception:  # absent, or damaged
         programs, before = [], {}
     programs, parts = [entry, *programs], {**before, **parts}
     file = io.BytesIO()
@@ -116,7 +117,7 @@ def _write(path: Path, entry: Mapping[str, Any], parts: Mapping[str, bytes], ide
 
 
 def _told(entry: Json, rank: int, parts: Mapping[str, bytes], now: FunctionIdentity) -> tuple[Json, Json]:
-    """The texts of a program, with this machine's processor if it has no loops that g++ compiled; and its head."""
+    """Return texts and head of a program. Without loops of g++ any processor will do: this machine's is put in."""
     texts, head = (json.loads(parts[entry[name][rank]]) for name in ("keys", "programs"))
     if not head["libraries"]:
         texts["where"].update({name: now.where[name] for name in ("the processor", "the number of threads")})
@@ -124,23 +125,21 @@ def _told(entry: Json, rank: int, parts: Mapping[str, bytes], now: FunctionIdent
 
 
 def _used(index: Sequence[Mapping[str, Any]], parts: Mapping[str, bytes]) -> list[str]:
-    """The digests of all parts that programs have."""
     named = dict.fromkeys(digest for entry in index for digest in (*entry["keys"], *entry["programs"]))
     heads = dict.fromkeys(digest for entry in index for digest in entry["programs"])
     return [*dict.fromkeys([*named, *(x for head in heads for x in _digests(json.loads(parts[head])))])]
 
 
 def _digests(head: Mapping[str, Any]) -> list[str]:
-    """The digests of the parts of a program."""
     regions = [region["text"] for region in head["regions"]]
     return [head["driver"], *regions, *head["libraries"], *(digest for *_, digest in head["constants"].values())]
 
 
 def _read(path: Path) -> tuple[list[Any], dict[str, bytes]]:
-    """The programs of a file, the latest first, and its parts. An error of any class if it is no whole artifact."""
+    """Return a file's programs, latest first, and its parts; any error means no whole artifact."""
     place, name = _place(path)
     with place.open(name) as file:
-        if isinstance(file, LocalReader):  # whoever writes to it can run any program here
+        if isinstance(file, LocalReader):  # a writer of this file can run any program here
             file.check_safe()
         data = read_bytes(file, 0, file.size)
     with zipfile.ZipFile(io.BytesIO(data)) as archive:
@@ -155,6 +154,5 @@ def _read(path: Path) -> tuple[list[Any], dict[str, bytes]]:
 
 
 def _place(path: Path) -> tuple[Place, str]:
-    """The folder of a file, and its name there."""
     folder, _, name = os.fspath(path).rpartition("/")
     return place_of(folder), name

@@ -1,4 +1,4 @@
-"""The variables that a function reads in addition to its arguments, and the random generators that it may draw from."""
+"""The variables that a function reads besides its arguments, and its random generators."""
 
 from __future__ import annotations
 
@@ -31,38 +31,34 @@ from ..core.tracing import Marked
 
 LIBRARIES = (*CODE, *(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")))
 LIBRARIES += tuple(path for path in sys.path if path.endswith(("site-packages", "dist-packages")))  # of other prefixes
-_Path = tuple[str, ...]  # a variable, an attribute of its value, an attribute of that one ...
+_Path = tuple[str, ...]  # variable, attribute, its attribute, ...
 
 
 class Capture(NamedTuple):
-    """A variable that a function reads: its name in error messages, and the place that stores its value."""
+    """A variable read by a function: its name in errors, and where its value is stored."""
 
     name: str
-    # A closure cell, the globals of a module (a dict), a module, class or object (for an attribute, or `_ITSELF`), a
-    # function (for its code, and "" for its default values), or a class ("" for its methods). Any, because mypy takes a
-    # function that is read from a field for a bound method.
+    # A closure cell, globals (a dict), or the owner of an attribute. With a special key: an object itself (`_ITSELF`),
+    # a function (its code; "": its defaults), a class ("": its methods). Any: mypy takes a function here for a bound
+    # method.
     place: Any
     key: str
-    is_input: bool = False  # whether a graph reads the tensors of its value at each run
-    of_tensors: bool = False  # whether only its tensors are compared, because tracing itself changes the rest
-    by_name: bool = False  # whether only attributes of its value are read, which are variables of their own
-    is_part: bool = False  # whether it belongs to an object that is the value of another variable, or in it
+    is_input: bool = False  # its tensors are inputs of a graph
+    of_tensors: bool = False  # only its tensors are compared: tracing changed the rest
+    by_name: bool = False  # only attributes are read, which are variables of their own
+    is_part: bool = False  # it belongs to an object in another variable
 
     @property
     def identity(self) -> tuple[int, str]:
-        """A key that is equal for two captures of one variable."""
         return id(self.place), self.key
 
     @property
     def is_code(self) -> bool:
-        """True for the code of a function, the methods of a class, and the parts of a module of torch's."""
+        """True for the code of a function, the methods of a class, and the parts of a torch module."""
         return self.key in ("__code__", _PARTS) or (not self.key and isinstance(self.place, type))
 
     def tensors(self) -> list[Tensor]:
-        """Return the tensors in the value that can be inputs of a graph: dense plain ones without a gradient.
-
-        The value is a tensor, or a tree of dicts, lists, tuples and other plain nodes.
-        """
+        """Return the tensors of a value or tree fit for inputs of a graph: dense, plain, without a gradient."""
         value = self.read()
         try:
             if not isinstance(value, Tensor | dict | list | tuple) or tree.nodes(value, OnMesh):
@@ -72,16 +68,13 @@ class Capture(NamedTuple):
         return [x for x in tree.leaves(value) if _is_plain(x)]
 
     def read(self) -> object:
-        """Return the current value of the variable, or None if the variable is not assigned yet.
-
-        The value of an attribute that a method computes is this method, which is not called.
-        """
+        """Return the current value, None if not assigned yet; for a computed attribute its method, not called."""
         if type(self.place) is dict:
             return self.place.get(self.key)
         if isinstance(self.place, CellType):
             try:
                 return self.place.cell_contents
-            except ValueError:  # the cell is empty: the variable is assigned later
+            except ValueError:  # an empty cell: assigned later
                 return None
         if self.key == "__code__":
             return self.place.__code__
@@ -95,25 +88,24 @@ class Capture(NamedTuple):
         return *(self.place.__defaults__ or ()), *named, *named.values()
 
 
-_ITSELF = " "  # the key of an object that one of its methods reads otherwise than by names
-_PARTS = "  "  # the key of a module of torch's, whose submodules are called
+_ITSELF = " "  # key of an object that a method reads as a whole
+_PARTS = "  "  # key of a torch module with all its parts
 _METHODS = (FunctionType, property, staticmethod, classmethod, cached_property)
 
 
 def _is_module(x: object) -> bool:
-    """True for a module of torch's."""
     return hasattr(type(x), "named_modules")
 
 
 def _settings(module: Any) -> Iterator[object]:
-    """The flags and numbers of a layer of a library, by which it computes; of the user's the mode alone."""
+    """Yield flags and numbers of a library's layer, the mode of a user's."""
     if not is_of_library(type(module)):
         return iter([module.training])
     return (repr(value) for value in vars(module).values() if isinstance(value, bool | int | float | str))
 
 
-def _by_name(x: Any, name: str) -> object:  # Any: as in `_functions`
-    """Return an attribute, None if there is none; of one that a method of the user's computes, this method."""
+def _by_name(x: Any, name: str) -> object:
+    """Return an attribute or None, or the user's method that computes it."""
     if isinstance(x, type | ModuleType | partial) or name in getattr(x, "__dict__", ()):
         return getattr(x, name, None)
     getter = _getter(x, name)
@@ -121,7 +113,7 @@ def _by_name(x: Any, name: str) -> object:  # Any: as in `_functions`
 
 
 def _getter(x: object, name: str) -> MethodType | None:
-    """Return the user's method that computes an attribute of a name which the object itself does not store."""
+    """Return the user's method that computes an attribute, if it is not stored in the object."""
     kinds = [vars(kind) for kind in type(x).__mro__]
     attribute = next((kind[name] for kind in kinds if name in kind), None)
     if attribute is None:
@@ -134,7 +126,6 @@ def _getter(x: object, name: str) -> MethodType | None:
 
 
 def _function_of(method: object) -> object:
-    """The function of what a class stores for a method."""
     if isinstance(method, property):
         return method.fget
     if isinstance(method, cached_property):
@@ -143,7 +134,6 @@ def _function_of(method: object) -> object:
 
 
 def is_users(fn: object) -> bool:
-    """Return True for a function of the user's."""
     return isinstance(fn, FunctionType) and not fn.__code__.co_filename.startswith(LIBRARIES)
 
 
@@ -159,14 +149,13 @@ def _is_plain(x: object) -> bool:
 
 
 def captures(fn: object) -> Iterator[Capture]:
-    """Yield the variables that `fn` reads, and recursively the variables that functions among their values read.
+    """Yield the variables that `fn` reads, and recursively those of functions among their values.
 
-    Of functions that belong to a library (torch, the standard library, installed packages) only closures are yielded.
-    Of an object, class or module of the user's that is handed on (`penalty(w, config)`), attributes are yielded if any
-    of the functions reads their name.
+    For a library's function (torch, the standard library, installed packages) only its closure counts. If the user's
+    object, class or module is passed on, as in `penalty(w, config)`, attributes count if any function reads their name.
     """
     seen, known, inside = dict[object, object](), dict[tuple[int, str], Capture](), dict[int, object]()
-    names, objects = dict[str, None](), list[object]()  # what code reads of any object; objects that are handed on
+    names, objects = dict[str, None](), list[object]()  # attributes read by code; passed on
     unseen: Iterator[Capture] = _captures(fn, seen)
     while new := [*unseen]:
         yield from new
@@ -184,7 +173,7 @@ def captures(fn: object) -> Iterator[Capture]:
 
 
 def _attributes_in(code: Any) -> Iterator[str]:
-    """Yield the names of attributes that code, or an `attrgetter`, reads of any object, also by `getattr`."""
+    """Yield the names of attributes that code, or an `attrgetter`, reads, including by `getattr`."""
     if isinstance(code, CodeType):
         yield from (x.argval for x in dis.get_instructions(code) if x.opname in ("LOAD_ATTR", "LOAD_METHOD"))
     for x in code.co_consts if isinstance(code, CodeType) else code.__reduce__()[1]:
@@ -194,13 +183,13 @@ def _attributes_in(code: Any) -> Iterator[str]:
             yield from x.split(".")
 
 
-# compared with what is in them
+# compared by their items
 _CONTAINERS: tuple[Any, ...] = (dict, list, tuple, set, frozenset, deque, UserDict, UserList, ChainMap, ContextVar)
 _CONTAINERS += (types.SimpleNamespace, types.MappingProxyType)
 
 
 def _objects(value: object, seen: dict[int, object]) -> Iterator[object]:
-    """Yield the user's objects, classes and modules in a value, except modules of torch's; `seen` are known, by id."""
+    """Yield the user's objects, classes and modules in a value, except torch modules. `seen`: by id."""
     unseen = [value]
     while unseen:
         x: Any = unseen.pop()
@@ -217,12 +206,11 @@ def _objects(value: object, seen: dict[int, object]) -> Iterator[object]:
 
 
 def _fields(x: Any) -> Collection[str]:
-    """The names of what is compared of an object where it is compared as a whole."""
     return [field.name for field in fields(x)] if is_dataclass(x) and not isinstance(x, type) else ()
 
 
 def _read_of(x: object, names: Collection[str]) -> Iterator[Capture]:
-    """Yield the attributes of an object that have one of these names, but for tensors, which are a TraceError."""
+    """Yield an object's attributes with these names, except tensors, refused by a trace."""
     kinds = x.__mro__ if isinstance(x, type) else (x, *type(x).__mro__)
     stored = {name: None for y in kinds for name in getattr(y, "__dict__", ()) if name in names}
     owner = getattr(x, "__name__", "") if isinstance(x, type | ModuleType) else ""
@@ -236,14 +224,14 @@ def _read_of(x: object, names: Collection[str]) -> Iterator[Capture]:
 
 
 def _captures(fn: object, seen: dict[object, object], is_whole: bool = True) -> Iterator[Capture]:
-    """Yield what `captures` does, without the attributes of objects that are handed on.
+    """Yield as `captures`, without attributes of objects passed on.
 
-    `seen` are the functions, methods and containers looked at, by id: stored, so that no other object gets the id of
-    one. Of an object that is not `whole`, attributes are read by their names alone, each a variable of its own.
+    `seen` keeps visited objects alive, by id, so no other object gets the id. If `fn` is not read as a whole
+    (`is_whole`), its attributes are variables of their own.
     """
     for function in _functions(fn, seen, is_whole):
         key: object = id(function)
-        if isinstance(function, MethodType):  # which is made anew where it is read
+        if isinstance(function, MethodType):  # a new object at each read
             key = id(function.__func__), id(function.__self__)
         if key in seen:
             continue
@@ -253,16 +241,15 @@ def _captures(fn: object, seen: dict[object, object], is_whole: bool = True) -> 
             yield from _captures(capture.read(), seen, not capture.by_name)
 
 
-_Function = Any  # a function, bound method, partial or class of the user's, or a module of torch's
+_Function = Any  # a user's function, bound method, partial or class, or a torch module
 
 
-# Any: attributes of an unknown object are read
 def _functions(x: Any, seen: dict[Any, object], is_whole: bool = True) -> Iterator[_Function]:
-    """Yield Python's functions, partials and classes that a program with `x` may run; of a container, of each item.
+    """Yield functions, partials and classes that a program with `x`, or with items of `x`, may run.
 
-    A method is yielded with its object if the program calls it: then it is known whose attributes it reads.
+    A called method comes with its object, whose attributes it reads.
     """
-    while _is_ours(x) and hasattr(x, "run"):  # a train step, possibly wrapped by a check
+    while _is_ours(x) and hasattr(x, "run"):  # a train step, perhaps checked
         x = x.run
     if is_dataclass(x) and not isinstance(x, type) and (_is_ours(x) or not is_of_library(type(x))):
         values = [getattr(x, field.name, None) for field in fields(x)]
@@ -270,7 +257,7 @@ def _functions(x: Any, seen: dict[Any, object], is_whole: bool = True) -> Iterat
             yield from _functions(fn, seen)
     if isinstance(x, partial | dict | list | tuple | set | frozenset | deque) and id(x) not in seen:
         if isinstance(x, partial):
-            yield x  # which `captures` adds to `seen`
+            yield x  # `captures` adds it to `seen`
         seen[id(x)] = x
         parts = (x.func, *x.args, *x.keywords.values()) if isinstance(x, partial) else x
         for part in x.values() if isinstance(x, dict) else parts:
@@ -279,16 +266,16 @@ def _functions(x: Any, seen: dict[Any, object], is_whole: bool = True) -> Iterat
         yield from (*_functions(x.__func__, seen), *_methods(x.__self__), *([x] if is_users(x.__func__) else []))
     elif x is not None:
         yield from [x] if inspect.isfunction(x) else _methods(x, is_whole)
-        # a jitted function has it, too; not `hasattr`, which runs an object's `__getattr__`
+        # jitted functions have it, too; `hasattr` would run `__getattr__`
         if not inspect.isclass(x) and inspect.getattr_static(x, "__wrapped__", None) is not None:
-            # a module there is a copy, whose attributes nobody sets
+            # a module there is a copy: nobody sets its attributes
             yield from _functions(x.__wrapped__, seen, is_whole=not _is_module(x.__wrapped__))
 
 
 def _methods(x: object, is_whole: bool = False) -> Iterator[_Function]:
-    """Yield the user's classes of an object, and their functions: its own if it is one, a module's and its parts'.
+    """Yield the user's classes of an object, and their functions; for a module, those of its parts.
 
-    What Python and torch call by themselves is yielded with an object that a program has as a whole.
+    Methods called by Python and torch come with the object if it is read as a whole.
     """
     parts: Any = x.modules() if _is_module(x) else [x]  # type: ignore[attr-defined]
     if is_whole and _is_module(x):
@@ -305,21 +292,22 @@ def _methods(x: object, is_whole: bool = False) -> Iterator[_Function]:
             fn = _function_of(method)
             if inspect.isfunction(fn):
                 yield from _functions(fn, {})
-                # an object that the program makes of a class may be asked for any
+                # an instance of a class may be asked for any method
                 is_called = inspect.isclass(x) or name == "forward" or name[:2] == name[-2:] == "__"
                 if is_whole and is_called and name not in _SHOWS and is_users(fn):
                     yield from (MethodType(fn, part) for part in objects)
 
 
-# methods that are no part of computing: they make, show or compare an object, or are called for a name
+# methods that make, show or compare an object, or look up a name, and compute nothing
 _SHOWS = {"__init__", "__new__", "__post_init__", "__repr__", "__str__", "__eq__", "__hash__", "__del__"}
 _SHOWS |= {"__getattr__", "__setattr__", "__getstate__", "__setstate__", "__reduce__", "__replace__"}
 
 
 def variables(fn: _Function) -> Iterator[Capture]:
-    """Yield the variables that one function reads itself; of one of a library those of its closure.
+    """Yield the variables that one function reads itself.
 
-    Of a method these are attributes of its object, of a class its methods, of a module its layers and modes.
+    For a method, these are attributes of its object; for a class, its methods; for a module, its layers and modes; for
+    a library's function, its closure.
     """
     if isinstance(fn, MethodType):
         yield from _of_owner(fn.__func__, fn.__self__)
@@ -339,7 +327,7 @@ def variables(fn: _Function) -> Iterator[Capture]:
         yield _variable(fn, cell, (name,), paths)
     if is_own:
         yield Capture(f"the code of {fn.__qualname__}", fn, "__code__")
-    if is_own or "<locals>" in fn.__qualname__:  # what a library makes for the user
+    if is_own or "<locals>" in fn.__qualname__:  # a library made it for the user
         yield Capture(f"a default of {fn.__qualname__}", fn, "")
     for path in paths:
         place = cells.get(path[0], fn.__globals__)
@@ -349,7 +337,6 @@ def variables(fn: _Function) -> Iterator[Capture]:
 
 
 def _of_owner(fn: Any, owner: object) -> Iterator[Capture]:
-    """Yield the variables that a method reads of the object, or class, to which it is bound."""
     code = fn.__code__
     first = code.co_varnames[0] if code.co_argcount else ""
     paths = dict.fromkeys(path for path in _names_in(code, first) if path[0] == first)
@@ -365,7 +352,7 @@ def _of_owner(fn: Any, owner: object) -> Iterator[Capture]:
 
 
 def _variable(fn: FunctionType, place: Any, path: _Path, paths: Collection[_Path]) -> Capture:
-    """The variable that a path of names leads to. `paths` are all those of the function."""
+    """Return the variable at the end of a path of names, one of the function's `paths`."""
     variable, k = Capture(f"{'.'.join(path)!r} of {fn.__qualname__}", place, path[-1]), len(path)
     names = {longer[k] for longer in paths if longer[:k] == path and len(longer) > k}
     return variable._replace(by_name=bool(names) and path not in paths)
@@ -374,10 +361,10 @@ def _variable(fn: FunctionType, place: Any, path: _Path, paths: Collection[_Path
 def _attributes(
     fn: FunctionType, value: Any, path: _Path, paths: Collection[_Path], start: int = 1, around: tuple[int, ...] = ()
 ) -> Iterator[Capture]:
-    """Yield the attributes that a path of names, from `start` on, reads of a value of the user's.
+    """Yield the attributes that a path of names reads, from `start` on, of a user's value.
 
-    Behind an attribute that a method computes, the path goes on from what the method reads of its object, which it may
-    hand on; `around` are the objects of such methods, by id.
+    If a method computes an attribute, the path goes on in the object's values that the method may return. `around`: ids
+    of objects of such methods.
     """
     for k, name in enumerate(path[start:], start):
         if is_of_library(value) if isinstance(value, type | ModuleType) else not _has(value, name):
@@ -385,7 +372,7 @@ def _attributes(
         yield (variable := _variable(fn, value, path[: k + 1], paths))
         owner, value = value, variable.read()
         if isinstance(value, MethodType) and value == _getter(owner, name):
-            if value.__self__ is not owner:  # a descriptor, which may read anything of the object
+            if value.__self__ is not owner:  # a descriptor may read any attribute
                 yield Capture(f"an attribute of a {type(owner).__qualname__}", owner, "__dict__")
             k += value.__func__.__name__ != "__getattr__"
             for inner in _handed_on(value) if id(owner) not in around else ():
@@ -394,14 +381,14 @@ def _attributes(
 
 
 def _handed_on(method: MethodType) -> list[object]:
-    """The values that a method reads as wholes of its object, and those in dicts of them."""
+    """Return the values that a method reads as wholes of its object, and values of dicts among them."""
     read = [x.read() for x in variables(method) if not x.by_name and x.key != _ITSELF]
     return [y for x in read for y in (x.values() if isinstance(x, dict) else [x])]
 
 
 def _has(x: object, name: str) -> bool:
-    """True if an attribute is stored as a value or made by the user's code: reading any other may run a library's."""
-    value, of_class = (inspect.getattr_static(y, name, _has) for y in (x, type(x)))  # a function, where there is none
+    """Return True if an attribute is stored, or made by the user's code: others may run a library's code."""
+    value, of_class = (inspect.getattr_static(y, name, _has) for y in (x, type(x)))  # `_has`: absent
     if value is not of_class or isinstance(value, MemberDescriptorType) or not hasattr(type(value), "__get__"):
         return True
     if (value is not _has and is_users(_function_of(value))) or _getter(x, name) is not None:
@@ -409,13 +396,13 @@ def _has(x: object, name: str) -> bool:
     return name in ("__dict__", "__class__") and not is_of_library(type(x))
 
 
-# Instructions that load a variable which outlives the call, and an attribute. LOAD_NAME is in bodies of classes.
+# Instructions that load a variable outliving the call. LOAD_NAME is in bodies of classes.
 _KINDS = ("GLOBAL", "NAME", "DEREF", "CLASSDEREF", "FROM_DICT_OR_GLOBALS", "FROM_DICT_OR_DEREF")
 _LOADS = {f"LOAD_{kind}" for kind in _KINDS}
 
 
 def _names_in(code: CodeType, first: str = "") -> Iterator[tuple[str, ...]]:
-    """Yield the paths of names that code reads, as `("module", "attribute")`; also those of its argument `first`."""
+    """Yield the paths of names that code reads, as `("module", "attribute")`, and those of its argument `first`."""
     path: tuple[str, ...] = ()
     for instruction in dis.get_instructions(code):
         if path and instruction.opname in ("LOAD_ATTR", "LOAD_METHOD"):
@@ -425,7 +412,7 @@ def _names_in(code: CodeType, first: str = "") -> Iterator[tuple[str, ...]]:
             yield path
         names = instruction.argval if isinstance(instruction.argval, tuple) else (instruction.argval,)
         loads = instruction.opname in _LOADS or ("LOAD_FAST" in instruction.opname and first in names)
-        path = (names[-1],) if loads else ()  # since Python 3.13 one instruction may load two variables
+        path = (names[-1],) if loads else ()  # Python 3.13 may load two variables at once
         if loads and len(names) == 2 and names[0] == first:
             yield names[:1]
     for inner in code.co_consts:
@@ -433,11 +420,10 @@ def _names_in(code: CodeType, first: str = "") -> Iterator[tuple[str, ...]]:
             yield from _names_in(inner)
 
 
-def _generators(root: object, seen: dict[int, object]) -> Iterator[Any]:  # Any: classes of numpy, if it is there
-    """Yield the random generators of Python and numpy that an object refers to, itself or through others.
+def _generators(root: object, seen: dict[int, object]) -> Iterator[Any]:  # Any: numpy may be absent
+    """Yield the random generators of Python and numpy reachable from an object. `seen` keeps visited objects, by id.
 
-    `seen` are the objects looked at, by id: kept, so that no other object gets the id of one. Functions are followed as
-    by `captures`, and classes and modules if they are the user's.
+    The search follows functions as `captures` does, and the user's classes and modules.
     """
     np = sys.modules.get("numpy")
     kinds = (random.Random, *(() if np is None else (np.random.Generator, np.random.RandomState)))
@@ -454,16 +440,13 @@ def _generators(root: object, seen: dict[int, object]) -> Iterator[Any]:  # Any:
         elif isinstance(x, type | ModuleType):
             unseen += [] if is_of_library(x) else vars(x).values()
         elif _is_ours(x):
-            unseen += _functions(x, {})  # a step, an optimizer: not through meshes into the world
+            unseen += _functions(x, {})  # a step, an optimizer: not through a mesh into the world
         elif not issubclass(type(x), Tensor):
             unseen += gc.get_referents(x)
 
 
 def generators(fn: object, leaves: Sequence[object]) -> list[tuple[str, Any]]:
-    """The random generators of Python and numpy, with their classes; "" for those of `random` and `numpy.random`.
-
-    They are those of the modules, and those that a function or its arguments hold.
-    """
+    """Return (class, generator): "" for those of `random` and `numpy.random`; others held by `fn` or its arguments."""
     np = sys.modules.get("numpy")
     methods: list[Any] = [random.random, *([] if np is None else [np.random.rand])]
     shared = [method.__self__ for method in methods]
@@ -472,21 +455,21 @@ def generators(fn: object, leaves: Sequence[object]) -> list[tuple[str, Any]]:
     return [*(("", x) for x in shared), *((f"{type(x).__module__}.{type(x).__qualname__}", x) for x in others)]
 
 
-def state_of(generator: Any) -> object:  # Any: numpy's classes have no common one
-    """The state of a generator, to compare by `==`: each draw changes it. None for a generator without one."""
+def state_of(generator: Any) -> object:  # Any: numpy has no common class
+    """Return a generator's state, to compare with ==, or None."""
     if isinstance(generator, random.Random):
         return None if isinstance(generator, random.SystemRandom) else generator.getstate()
-    # as text, because == of its arrays has no truth value; their position is in it, too
+    # as text: arrays have no truth value for ==
     return str(generator.bit_generator.state if hasattr(generator, "bit_generator") else generator.get_state())
 
 
 def is_of_library(x: type | ModuleType) -> bool:
-    """Whether a class or a module belongs to fshard, torch, the standard library or an installed package."""
-    if isinstance(x, type) and x.__module__ == "types":  # or one that `new_class` or `make_dataclass` made
+    """Return True for a class or module of fshard, torch, the standard library or an installed package."""
+    if isinstance(x, type) and x.__module__ == "types":  # `new_class` and `make_dataclass` set this module, too
         return hasattr(types, x.__name__)
     module = sys.modules.get(x.__module__) if isinstance(x, type) else x
     file = getattr(module, "__file__", None)
-    if file is None:  # such as a module of C, `__main__` in a notebook, or a module that is not imported
+    if file is None:  # a module of C, `__main__` in a notebook, or not imported
         origin = getattr(getattr(module, "__spec__", None), "origin", None)
         return module is not None and origin in ("built-in", "frozen")
     return file.startswith(LIBRARIES)

@@ -1,4 +1,4 @@
-"""A pass over a traced function that writes results to the tensors of the first argument, which is given away."""
+"""A pass that writes results over the tensors of the donated first argument."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ _EMPTY = (torch.ops.aten.new_empty.default, torch.ops.aten.empty.memory_format, 
 
 @dataclass(frozen=True)
 class Input:
-    """A placeholder for input number `number` of a graph, to which the graph wrote a result."""
+    """A placeholder for input number `number` of a graph, which holds a result."""
 
     number: int
 
 
 class _Move(NamedTuple):
-    """A result that is written to an input: the numbers of the leaf, of the graph's input, and of its output."""
+    """A result written to an input: numbers of the leaf, the graph's input and its output."""
 
     leaf: int
     input: int
@@ -34,11 +34,10 @@ class _Move(NamedTuple):
 
 
 def donated(traced: Trace, leaves: Sequence[object]) -> Trace:
-    """Copy, at the end of the graph, each tensor of the first result to the same leaf of the first argument.
+    """Copy each tensor of the first result to the same leaf of the first argument, in place of an output.
 
-    The inputs that were written to are then results in place of the outputs. The graph is changed in place. Raises
-    ValueError unless the result, or its first element, has the structure of the first argument, and the same shapes,
-    dtypes and devices.
+    The graph is changed in place. Raises ValueError unless the result, or its first element, has the structure, shapes,
+    dtypes and devices of the first argument.
     """
     first = _first_argument(traced)
     graph, results = traced.module.graph, list(traced.results)
@@ -50,8 +49,8 @@ def donated(traced: Trace, leaves: Sequence[object]) -> Trace:
     old = repeated(graph, {_storage(inputs[move.input]) for move in moves})
     others = _place(graph, moves, inputs, outputs)
     with graph.inserting_before(output):
-        # An output may be (a view of) an input that is written to, as in a swap of two leaves: copy it before. Of a
-        # clone Inductor would make a read of that input after the write.
+        # An output may be (a view of) a written input, as in a swap of two leaves, and is copied first. Inductor would
+        # turn a clone into a read after the write.
         outputs = [copied(graph, node) if _storage(node) in old else node for node in outputs]
     _write(graph, others, inputs, outputs)
     for move in moves:
@@ -65,9 +64,9 @@ def donated(traced: Trace, leaves: Sequence[object]) -> Trace:
 def _place(
     graph: fx.Graph, moves: Sequence[_Move], inputs: Sequence[fx.Node], outputs: Sequence[fx.Node]
 ) -> list[_Move]:
-    """Let what is gathered or reduced into an output be written to the input at once; return the other moves.
+    """Gather or reduce into inputs directly, if nothing reads the input by then; return the other moves.
 
-    Such an output begins as memory without a value. Its place is the input's if nothing reads the input any more.
+    Such an output begins as empty memory.
     """
     nodes, storages, others = index(graph), [_storage(node) for node in outputs], list[_Move]()
     for move in moves:
@@ -78,7 +77,7 @@ def _place(
             views = nodes.returned[_storage(value)][1:]
             value.replace_all_uses_with(place)
             graph.erase_node(value)
-            for view in views:  # their fake values anew: those of the input's memory
+            for view in views:  # their fake values, now in the input's memory
                 view.meta["val"] = computed(view)
         else:
             others.append(move)
@@ -86,27 +85,27 @@ def _place(
 
 
 def _last_use(x: fx.Node, nodes: NodeIndex) -> int:
-    """Return the number of the last node that uses a value or a view of it; -1 if there is none."""
+    """Return the number of the last node to use a value or a view of it, or -1."""
     return max((nodes.order[user] for view in nodes.returned[_storage(x)] for user in view.users), default=-1)
 
 
 def _is_alike(a: fx.Node, b: fx.Node) -> bool:
-    """Whether two values are the whole of their memory, in the same order."""
+    """Return True if two values fill their memory in the same order."""
     x, y = a.meta["val"], b.meta["val"]
     return x.is_contiguous() and y.is_contiguous() and x.untyped_storage().nbytes() == y.untyped_storage().nbytes()
 
 
 def _write(graph: fx.Graph, moves: Sequence[_Move], inputs: Sequence[fx.Node], outputs: Sequence[fx.Node]) -> None:
-    """Copy outputs to inputs, each as soon as it has its value and nothing uses the input any more.
+    """Copy outputs to inputs, each as soon as the value exists and nothing uses the input.
 
-    A compiler then writes it where it is computed, instead of keeping it in memory until the end.
+    A compiler then writes the value where it is computed, and frees its memory early.
     """
     nodes, anchors = index(graph), list[fx.Node]()
     in_order = list(nodes.order)
     for move in moves:
         value, place = outputs[move.output], inputs[move.input]
         ready = max(nodes.order[value], nodes.last_write([value], len(in_order)), _last_use(place, nodes))
-        # after all inputs, and before the output, which uses what is returned
+        # after all inputs, before the output
         anchors.append(in_order[min(max(ready + 1, len(inputs)), len(in_order) - 1)])
     for move, anchor in zip(moves, anchors, strict=True):
         with graph.inserting_before(anchor):
@@ -114,7 +113,6 @@ def _write(graph: fx.Graph, moves: Sequence[_Move], inputs: Sequence[fx.Node], o
 
 
 def _first_argument(traced: Trace) -> tree.Spec:
-    """Return the structure of the first argument. Raises ValueError if the first result has another structure."""
     arguments = traced.spec.child(0)
     if not arguments.num_children:
         raise ValueError(
@@ -131,9 +129,8 @@ def _first_argument(traced: Trace) -> tree.Spec:
 
 
 def _moves(leaves: Sequence[object], results: Sequence[object]) -> Iterator[_Move]:
-    """Yield the tensors among the leaves of the first argument whose results are outputs of the graph."""
-    number = 0  # of the input: the graph's inputs are the leaves that are tensors
-    for i, (leaf, result) in enumerate(zip(leaves, results, strict=False)):  # results of other elements follow
+    number = 0  # of the input: each tensor leaf is an input
+    for i, (leaf, result) in enumerate(zip(leaves, results, strict=False)):  # further elements follow
         if isinstance(leaf, Tensor):
             if isinstance(result, Output):
                 yield _Move(i, number, result.number)
@@ -141,7 +138,6 @@ def _moves(leaves: Sequence[object], results: Sequence[object]) -> Iterator[_Mov
 
 
 def _check_fit(moves: Sequence[_Move], inputs: Sequence[fx.Node], outputs: Sequence[fx.Node], paths: list[str]) -> None:
-    """Raise ValueError for a result whose shape, dtype or device is not that of the tensor it is written to."""
     for move in moves:
         place, value = inputs[move.input].meta["val"], outputs[move.output].meta["val"]
         if any(n > 1 and stride == 0 for n, stride in zip(place.shape, place.stride(), strict=True)):

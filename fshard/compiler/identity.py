@@ -1,13 +1,17 @@
-"""Identity of a compiled function: named texts, which must be equal in another process that uses the function.
+"""A compiled function's identity: named texts, the same in another process with the same function.
 
 Note [What another process compares]
-    In one process a graph is found by values and objects (Note [What a graph depends on]). In another process the
-    objects are others, so each is written as text: numbers and strings as they are; tensors by shape, strides, dtype
-    and device; functions and classes by name, and by a digest of their code if they are the user's; containers and
-    objects by what `pickle` would save of them, and those of the user's classes by all that they have. What refers to
-    an object that is being written, or was, has its number: so cycles end. Nothing is unpickled: texts are compared. A
-    function that reads what has no such text (a lock, a file, a generator) cannot be saved. Of libraries the versions
-    of Python, torch and fshard are compared.
+    One process finds a graph by values and objects (Note [What a graph depends on]). In another process the objects
+    differ, so each becomes text:
+    - numbers and strings as they are;
+    - tensors by shape, strides, dtype and device;
+    - functions and classes by name; the user's also by a digest of their code;
+    - containers and objects by what `pickle` would save; objects of the user's classes with all attributes;
+    - an object met before, by number, so cycles end;
+    - libraries by the versions of Python, torch and fshard.
+
+    Texts are compared, never unpickled. If a function reads an object without a text (a lock, a file, a generator), it
+    cannot be saved.
 """
 
 from __future__ import annotations
@@ -40,8 +44,8 @@ Texts = dict[str, str]
 
 _SIMPLE = {int, float, bool, complex, str, type(None), type(...), torch.dtype, torch.device, torch.layout}
 _SIMPLE |= {torch.memory_format, torch.Size, torch.finfo, torch.iinfo, range, slice}
-_LONG = 1000  # characters, of a text that is compared by its digest
-# environment variables that Inductor and g++ read
+_LONG = 1000  # characters; longer texts are compared by digest
+# read by Inductor and g++
 _VARIABLES = ("TORCHINDUCTOR_", "TORCH_COMPILE_", "CXX", "CPATH", "TRITON_")
 _NO_MATTER = {"TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR", "TORCHINDUCTOR_FORCE_DISABLE_CACHES"}
 
@@ -50,8 +54,10 @@ _NO_MATTER = {"TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR", "TORCHINDUCTOR_FORC
 class FunctionIdentity:
     """A function as another process knows it, by named texts.
 
-    `where` are versions, machine and settings, `code` of the user's functions that it reaches, `what` the arguments and
-    the values that it reads. `unknown` names the first value that has no text; "" if there is none.
+    - `where`: versions, machine and settings.
+    - `code`: the user's functions.
+    - `what`: arguments and variables.
+    - `unknown`: the first value without a text, or "".
     """
 
     where: Texts
@@ -60,20 +66,18 @@ class FunctionIdentity:
     unknown: str = ""
 
     def texts(self) -> dict[str, Texts]:
-        """All that is compared."""
         return {"where": self.where, "code": self.code, "what": self.what}
 
     def differences(self, texts: Mapping[str, Texts]) -> list[str]:
-        """Describe the differences from the texts of another one."""
         none, pairs = "not there", [(texts[part], now) for part, now in self.texts().items()]
         named = [(x, was.get(x, none), now.get(x, none)) for was, now in pairs for x in dict.fromkeys((*now, *was))]
         return [first_difference(was, now, f"{name} was {{}}, is {{}}") for name, was, now in named if was != now]
 
 
 def identity(fn: object, called: Signature, options: object) -> FunctionIdentity:
-    """The texts of a function that is called with arguments of a signature, compiled with these options."""
+    """Return the identity of a function for arguments of a signature and these options."""
     writer, what, tensors = _Writer([*called.grids.values()]), {"jit's options": str(options)}, list[Tensor]()
-    for variable in (x for x in captures(fn) if not (x.is_code or x.is_part)):  # a writer writes all of an object
+    for variable in (x for x in captures(fn) if not (x.is_code or x.is_part)):  # parts come with their object
         _add(what, variable.name, writer.read(variable, variable.name))
         tensors += variable.tensors()
     first: dict[int, int] = {}
@@ -87,12 +91,12 @@ def identity(fn: object, called: Signature, options: object) -> FunctionIdentity
 
 
 def structure(spec: tree.Spec) -> str:
-    """The text of a structure: equal for structures that are the same to a function, where 1 and True are not."""
+    """Return the text of a structure. Unlike ==, texts tell 1 from True."""
     return _Writer(()).text(spec)
 
 
 def _add(texts: Texts, name: str, text: str) -> None:
-    """Add a text; several of one name, as of two closures of one function, are one text."""
+    """Add a text; texts of one name, as of two closures of one function, are joined."""
     texts[name] = f"{texts[name]}, {text}" if name in texts else text
 
 
@@ -103,7 +107,7 @@ def _of_arguments(called: Signature, writer: _Writer) -> Iterator[tuple[str, str
     yield "the structure of the arguments", writer.named("the arguments", called.spec)
     yield "which arguments are one", str(called.trained)
     grids = [*map(called.grids.__getitem__, filter(None, called.meshes))]
-    # a rank of the first mesh finds its own program; without a mesh, it is that of the process
+    # each rank of the first mesh has its own program, without a mesh each process
     yield "the meshes of the arguments", writer.text(grids) if grids else f"none, process {process_rank()}"
     yield "the processes of the mesh", _short(str(grids[0].likeness if grids else ()))
     for name, value in zip(Ambient._fields, called.ambient, strict=True):
@@ -127,12 +131,12 @@ def _machine(called: Signature) -> Texts:
 
 
 def _settings(by_variables: bool) -> str:
-    """Inductor's settings that are not its defaults. To import it takes seconds: until then nobody has changed one."""
+    """Return Inductor's settings other than its defaults. Its import takes seconds; before it, all are defaults."""
     if "torch._inductor.config" not in sys.modules and not by_variables:
         return "{}"
     from torch._inductor import config
 
-    # private: there is no public way to ask for a default (test_artifact.py notices when it goes)
+    # private: torch has no public way to ask for a default (test_artifact.py notices when it goes)
     now, default_of = config.get_config_copy(), config._config  # type: ignore[attr-defined]
     return str({name: now[name] for name in sorted(now) if now[name] != default_of[name].default})
 
@@ -144,7 +148,7 @@ def _accelerator(device: torch.device) -> str:
 
 @cache
 def _processor() -> str:
-    """The features of the processor, for which g++ compiles."""
+    """Return the features of the processor, for which g++ compiles."""
     info = Path("/proc/cpuinfo")
     lines = info.read_text().splitlines() if info.exists() else [platform.processor()]
     features = next((line for line in lines if line.startswith(("flags", "Features"))), lines[0])
@@ -154,7 +158,7 @@ def _processor() -> str:
 
 @cache
 def _digest_of_package() -> str:
-    """A digest of fshard's own files: a version stays the same while somebody works on it."""
+    """Return a digest of fshard's files: its version may stay the same while they change."""
     root = Path(__file__).parents[1]
     return _digest(*(f"{path.relative_to(root)} {path.read_text()}" for path in sorted(root.rglob("*.py"))))
 
@@ -164,53 +168,53 @@ def _digest(*texts: str) -> str:
 
 
 def _digest_of_code(code: CodeType) -> str:
-    """A digest of what code does: instructions, constants and names, and no line numbers."""
+    """Return a digest of instructions, constants and names, without line numbers."""
     numbers = code.co_argcount, code.co_posonlyargcount, code.co_kwonlyargcount, code.co_flags
     names = code.co_names, code.co_varnames, code.co_freevars, code.co_cellvars
-    # a set of strings has another order in each process
+    # the order of a set of strings changes with the process
     plain = [sorted(map(repr, x)) if isinstance(x, frozenset) else x for x in code.co_consts]
     constants = [_digest_of_code(x) if isinstance(x, CodeType) else repr(x) for x in plain]
     return _digest(code.co_code.hex(), str(numbers), str(names), code.co_exceptiontable.hex(), *constants)
 
 
 class _Writer:
-    """Writes values as texts, which are equal in another process if the values are the same there."""
+    """A writer of values as texts that are equal in all processes."""
 
     def __init__(self, meshes: Sequence[Mesh]) -> None:
         self.unknown, self.functions = "", list[FunctionType]()  # of the user
         self._meshes = [mesh.likeness for mesh in meshes]
-        self._texts: dict[int, tuple[object, str]] = {}  # with the object, so that no later one gets its id
-        self._around: list[object] = []  # the objects around the one that is written
+        self._texts: dict[int, tuple[object, str]] = {}  # with the object, to keep its id
+        self._around: list[object] = []  # enclosing objects
 
     def named(self, name: str, x: object) -> str:
-        """The text of a value; if it has none, `name` is told in `unknown`."""
+        """Return the text of a value. If the value has none, put `name` in `unknown`."""
         try:
             return self.text(x)
-        except Exception:  # whatever an object raises that is asked for what it has, or cannot be saved
+        except Exception:  # an object may raise any error
             self.unknown = self.unknown or f"{name} has a {_name(type([x, *self._around][-1]))}"
             self._around = []
             return "?"
 
     def read(self, variable: Capture, name: str = "") -> str:
-        """The text of a variable. Of a module of which attributes alone are read, these are variables of their own."""
+        """Return the text of a variable; of a module only the name, if its attributes are variables of their own."""
         value = variable.read()
         if isinstance(value, ModuleType) and (variable.by_name or is_of_library(value)):
             return f"module {value.__name__}"
         return self.named(name, value) if name else self.text(value)
 
     def text(self, x: Any) -> str:
-        """The text of a value; of a long one its begin and a digest."""
+        """Return the text of a value; of a long one the beginning and a digest."""
         if type(x) in _SIMPLE:
             return _short(repr(x))
         if id(x) not in self._texts:
             self._around.append(x)
-            self._texts[id(x)] = x, f"^{len(self._texts)}"  # for what is inside and refers to it
+            self._texts[id(x)] = x, f"^{len(self._texts)}"  # for references from inside
             self._texts[id(x)] = x, _short(self._written(x) + self._own(x))
             self._around.pop()
         return self._texts[id(x)][1]
 
     def _apart(self, x: Any) -> str:
-        """The text of a value; the texts of later values do not refer to it."""
+        """Return the text of a value; later texts do not refer to it."""
         before, text = len(self._texts), self.text(x)
         while len(self._texts) > before:
             self._texts.popitem()
@@ -220,14 +224,14 @@ class _Writer:
         return ", ".join(map(self.text, values))
 
     def _own(self, x: Any) -> str:
-        """The text of the attributes of a user's object: what `pickle` would save of it may lack them."""
+        """Return the text of a user object's attributes: `pickle` may leave some out."""
         return "" if isinstance(x, type) or is_of_library(type(x)) else self.text(object.__getstate__(x))
 
     def _written(self, x: Any) -> str:
         if type(x) in ProxyTypes:
             return f"weak {self.text(x.__repr__.__self__)}"
         if isinstance(x, Tensor):
-            if type(x).__module__.startswith("fshard.module."):  # it stands for a parameter, in no memory
+            if type(x).__module__.startswith("fshard.module."):  # stands for a parameter, without memory
                 return f"{_name(type(x))} {self.text(vars(x))}"
             form = words(key_of(resolved(x))) if x.layout is torch.strided else f"{x.layout} {x.dtype}"
             return f"{_name(type(x))} {form} {self.text(vars(x))}"
@@ -236,14 +240,14 @@ class _Writer:
         if is_mesh(x):
             return self._mesh(x)
         if isinstance(x, tree.Spec):
-            # its nodes: types, keys in their orders, and what nodes carry beside their children
+            # its nodes: types, ordered keys, metadata
             return self.text(x.__getstate__()[0])  # type: ignore[index]  # a tuple
         if type(x) is dict:
             return f"{{{', '.join(f'{self.text(k)}: {self.text(v)}' for k, v in x.items())}}}"
         if type(x) in (list, tuple):
             return f"{type(x).__name__} [{self._all(x)}]"
         if isinstance(x, set | frozenset):
-            # in another process objects without a value are in another order
+            # the order of objects without a value changes with the process
             if any(y.__hash__() == object.__hash__(y) for y in x):
                 raise TypeError("a set of objects")
             return f"{self.text(type(x))} {{{', '.join(sorted(map(self._apart, x)))}}}"
@@ -259,21 +263,21 @@ class _Writer:
         if type(x).__module__ == "torch._ops":
             return str(x)
         if isinstance(x, ReferenceType):
-            # a tensor that a graph cannot read
+            # no graph reads this tensor
             return f"weak {'' if isinstance(x(), Tensor) else self.text(x())}"
         if isinstance(x, WeakKeyDictionary | WeakValueDictionary):
-            # by classes and jitted functions: what `singledispatch` and plans remember
+            # entries by class or jitted function are caches of `singledispatch` and of plans
             kept = {k: v for k, v in x.items() if not (isinstance(k, type) or type(k).__module__.startswith("fshard."))}
             return f"weak {self.text(kept)}"
         if names := _parts_of(x):
             return f"{self.text(type(x))} of {self._all(getattr(x, name) for name in names)}"
         if is_dataclass(x) and type(x).__module__.startswith("fshard."):
-            # the fields alone: what it remembers is this process's
+            # fields only: caches belong to this process
             return f"{_name(type(x))} {self.text({field.name: getattr(x, field.name, None) for field in fields(x)})}"
         return self._saved(x)
 
     def _function(self, x: FunctionType) -> str:
-        """Its name, what its closure, defaults and attributes have; of the user's also what it reads by name."""
+        """Return name, closure, defaults and attributes; for a user's function also the variables read by name."""
         read = [f"{variable.name}: {self.read(variable)}" for variable in variables(x) if not variable.is_code]
         code = ""
         if not x.__code__.co_filename.startswith(LIBRARIES):
@@ -290,21 +294,19 @@ class _Writer:
         return f"{_name(x)} {of} ({self._all(x.__bases__)}) {inside} {self.text(notes)}"
 
     def _module(self, x: ModuleType) -> str:
-        """Its name; of one of the user's also all that is in it."""
         if is_of_library(x):
             return f"module {x.__name__}"
         values = {name: value for name, value in vars(x).items() if name[:2] != "__"}
         return f"module {x.__name__} {self.text(values)}"
 
     def _mesh(self, x: Any) -> str:
-        # a rank of the first mesh finds its own program; its place on another one is part of what was traced
+        # each rank of the first mesh has its own program; the rank on another mesh is fixed in the trace
         likeness = present(x).likeness
         number = self._meshes.index(likeness) if likeness in self._meshes else -1
         at = f", rank {rank_in(x)} of {likeness}" if number else ""
         return f"mesh {number} {axis_sizes(x)} on {mesh_device(x).type}{at}"
 
     def _saved(self, x: Any) -> str:
-        """The text of what `pickle` would save of an object; raises for an object that cannot be saved."""
         saved = None if is_dataclass(x) else parts(x)
         if saved is None:
             saved = copyreg.dispatch_table.get(type(x), lambda y: y.__reduce_ex__(4))(x)
@@ -318,7 +320,7 @@ class _Writer:
 
 
 def _parts_of(x: object) -> tuple[str, ...]:
-    """The attributes of an object that has functions, which are written instead of what `pickle` would save."""
+    """Return the attributes that stand for an object with functions, in place of `pickle`'s state."""
     of_ours = ("run", "__wrapped__") if type(x).__module__.startswith("fshard.") else ()
     of_kinds: list[tuple[type | tuple[type, ...], tuple[str, ...]]] = [
         (MethodType, ("__func__", "__self__")),
@@ -326,7 +328,7 @@ def _parts_of(x: object) -> tuple[str, ...]:
         (partial, ("func", "args", "keywords", "__dict__")),
         (property, ("fget", "fset")),
         ((cached_property, singledispatchmethod), ("func", "dispatcher")),
-        (type(_processor), ("__wrapped__",)),  # what `cache` makes
+        (type(_processor), ("__wrapped__",)),  # made by `cache`
         (Source, ("static",)),
         (object, of_ours),
     ]
@@ -334,17 +336,17 @@ def _parts_of(x: object) -> tuple[str, ...]:
     return tuple(name for name in names if hasattr(x, name))
 
 
-# what Python keeps in a class beside the user's code
+# added to a class by Python
 _KEPT = {"__module__", "__qualname__", "__dict__", "__weakref__", "__doc__", "__annotations__", "__firstlineno__"}
 _KEPT |= {"__static_attributes__", "__dataclass_fields__", "__dataclass_params__", "__abstractmethods__"}
 _KEPT |= {"__orig_bases__", "__parameters__", "__type_params__", "__slotnames__"}
 _KEPT |= {"__annotate__", "__annotate_func__", "__annotations_cache__"}
-# numbers of this process: a hash of attrs', and what pydantic makes of fields that are compared
+# numbers of this process: attrs' hash, and pydantic's results from compared fields
 _KEPT |= {"__hash__", "__pydantic_core_schema__", "__pydantic_validator__", "__pydantic_serializer__"}
 
 
 def _says(name: str, value: object) -> bool:
-    """Whether an attribute of a class is the user's."""
+    """Return True if an attribute of a class is the user's."""
     return name not in _KEPT and type(value).__module__ != "_abc" and not isinstance(value, MemberDescriptorType)
 
 

@@ -30,7 +30,7 @@ from .signature import Contents, Signature, changed, contents, difference, flatt
 P = ParamSpec("P")
 R = TypeVar("R")
 _CacheKey = tuple[Signature, Contents]
-_Graph = Compiled | None  # None: a result requires a gradient, which a graph does not pass on, so the function runs
+_Graph = Compiled | None  # None: a result requires a gradient, so the function itself runs
 _PLAIN = (
     "not compiled: a result requires a gradient, so the function runs as it is written. Jit the function that takes "
     "the derivative, or call this one in torch.no_grad()"
@@ -40,8 +40,7 @@ _CASTS = (
     "it is written. Jit the function that takes the derivative, fshard.predict(fn) or fshard.evaluate(fn)"
 )
 
-# Bytes up to which collectives are merged where nothing else is asked for: below, a collective costs its start, not its
-# bytes, and two units of a large model have far more.
+# Bytes. Below, a collective costs its start, not its bytes; two units of a large model are far larger.
 _SMALL = 1 << 20
 
 
@@ -50,11 +49,11 @@ class Jitted(Generic[P, R]):
 
     def __init__(self, fn: Callable[P, R], backend: str, options: Options, path: str | None):
         self._fn, self._backend, self._path = fn, backend, path
-        self.options: Options = options  # of the passes
-        self.__wrapped__ = fn  # where `captures` finds it
-        self._graphs: dict[_CacheKey, _Graph] = {}  # graphs of calls in which no argument lies on a mesh
+        self.options: Options = options
+        self.__wrapped__ = fn  # read by `captures`
+        self._graphs: dict[_CacheKey, _Graph] = {}  # graphs for arguments without a mesh
         self._captures: list[Capture] = []
-        self._inputs = set[tuple[int, str]]()  # place and key of variables whose tensors are inputs of any graph
+        self._inputs = set[tuple[int, str]]()  # variables whose tensors are inputs of any graph
         self._reasons: list[str] = []
         self._checked = is_wanted()
 
@@ -65,12 +64,12 @@ class Jitted(Generic[P, R]):
         return replace(lower(self._fn, leaves, spec, self.options), identity=known)
 
     def explain(self) -> str:
-        """Return one line for each trace of the function, with the reason why it was traced again."""
+        """Return one line for each trace, with the reason for it."""
         return "\n".join(self._reasons) or "not traced yet"
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
-        """Call the function. The first call with a new signature traces and compiles a graph."""
-        # part of a larger graph, or of a transform, which does not see through a compiled one
+        """Call the function. A new signature is traced and compiled first."""
+        # inside a larger graph or a transform, which does not see through a compiled graph
         if is_tracing() or torch.compiler.is_compiling() or func_levels.inside():
             return self._fn(*args, **kwargs)
         checked = self._checked and tree.nodes((args, kwargs), Sharded)
@@ -83,7 +82,7 @@ class Jitted(Generic[P, R]):
             return self._fn(*args, **kwargs)
         homes = [node.home for node in nodes if node.home is not None]
         homes = homes or [plan for plan in _plans_of_loss() if plan.mesh]
-        # graphs of arguments on a mesh are kept with the arguments' layout, and are freed with that layout
+        # graphs for a mesh are kept in the arguments' layout, and freed with it
         graphs = homes[0].derived.graphs.setdefault(self, {}) if homes else self._graphs
         called, variables = signature(leaves, spec, nodes), self._captures
         inputs = inputs_of(variables)
@@ -98,10 +97,7 @@ class Jitted(Generic[P, R]):
         return self._fn(*args, **kwargs) if compiled is None else compiled.run(leaves, args, inputs)
 
     def _compiled(self, leaves: list[object], called: Signature) -> tuple[_Graph, list[Capture], str]:
-        """Trace and compile a graph for these arguments, or load it.
-
-        Return it, the variables that the function reads, and how it came from the artifact, if there is one.
-        """
+        """Trace and compile a graph, or load it. Return it, the function's variables, and how it was loaded."""
         variables = list(captures(self._fn))
         before = contents(variables, {})
         if self._path is not None:
@@ -110,8 +106,7 @@ class Jitted(Generic[P, R]):
             lowered = lower(self._fn, leaves, called.spec, self.options)
             compiled, how = (None, "") if lowered.traced.has_gradient else (lowered.compile(self._backend), "")
         self._inputs |= {variable.identity for variable in (compiled.interface.captured if compiled else ())}
-        # Of a variable that changed during the trace only the tensors are compared, if they are inputs: a function that
-        # counts its own traces would otherwise be traced in every call.
+        # If tracing changes a variable, such as a counter of traces, only tensors are compared, and only inputs.
         compared = zip(variables, before, contents(variables, {}), strict=True)
         known = [v._replace(is_input=v.identity in self._inputs, of_tensors=old != new) for v, old, new in compared]
         self._captures = [variable for variable in known if variable.is_input or not variable.of_tensors]
@@ -120,9 +115,8 @@ class Jitted(Generic[P, R]):
     def _from_artifact(
         self, path: str, leaves: list[object], called: Signature, variables: list[Capture]
     ) -> tuple[_Graph, str]:
-        """Load a compiled function from the artifact; if any rank finds none there, trace, and write it."""
         known, mesh, first = identity(self._fn, called, self.options), called.mesh, not self._reasons
-        # Ranks come together to the first call alone: later ones may have new arguments on some ranks.
+        # only in the first call: later ones may have new arguments on some ranks
         others = mesh if first else None
         program, how = together(others, lambda: artifacts.find(path, known, mesh)), f"loaded from {path}"
         reasons = of_all(program if isinstance(program, str) else "", others)
@@ -150,17 +144,16 @@ class Jitted(Generic[P, R]):
 
 
 def _in_loss_with_policy() -> bool:
-    """Whether the loss that runs knows leaves by their memory, whose policies a graph of other tensors would lose."""
+    """Return True inside a loss with a policy, which knows leaves by memory: a graph has other tensors."""
     return any(plan.policy != Policy() for plan in _plans_of_loss())
 
 
 def _plans_of_loss() -> list[Plan]:
-    """The plans of the parameters of the loss that runs, and of those around it."""
     return [tape.plan for tape in loss.tapes] if (loss := running()) is not None else []
 
 
 def _has_derivative(leaves: Sequence[object]) -> bool:
-    """True if the arguments are parts of a derivative: results of operators that require a gradient, or tangents."""
+    """Return True if arguments are results with a gradient, or have tangents."""
     is_made = torch.is_grad_enabled() and any(x.grad_fn is not None for x in tensors(leaves))
     return is_made or any(map(func_levels.is_dual, leaves))
 
@@ -176,32 +169,32 @@ def jit(
 ) -> Jitted[P, R]:
     """Return a function that runs `fn` (a step, a loss, a gradient, any pure function) as one compiled graph.
 
-    `fn` is traced again if one of the following changes; `.explain()` gives the reason:
+    `fn` is traced again if one of these changes; `.explain()` gives the reason:
 
-    - structure, shapes, strides, dtypes, devices, mesh or rank of the arguments, or a value that is not a tensor;
+    - structure, shapes, strides, dtypes, devices, mesh or rank of the arguments, or a value other than a tensor;
     - torch's settings: autocast, default dtype and device, grad mode, deterministic algorithms, precision of matrix
       products, enabled attention kernels;
-    - a number, string, array or function that `fn` reads from a closure, a global, a default, an argument of a partial,
-      or by its name from a module, class or object, also in Python's containers there.
+    - a number, string, array or function read from a closure, a global, a default, an argument of a partial, or by name
+      from a module, class or object, also inside Python's containers.
 
     Arguments:
 
-    - `donate`: reuse the memory of the first argument for the first result, which must have the same structure.
+    - `donate`: reuse the memory of the first argument for the first result, of the same structure.
     - `backend`: the name of a backend of torch.compile.
-    - `in_flight`: start gathers of parameters early, up to this many bytes ahead; 0 means one unit ahead.
-    - `bucket`: merge consecutive collectives of one kind, up to this many bytes (by default 1 MiB); 0 merges none. What
-      is merged is in memory together. Results have the same bits: sums are element by element, in the order of ranks.
-    - `artifact`: a file of compiled functions. The first call loads this one from it; if the file has it not, the
-      function is traced, and rank 0 writes it there. `.explain()` says which, and why. All ranks must see the file, and
-      come to the first call together. It is a program: load none that you would not run.
+    - `in_flight`: start gathers of parameters up to this many bytes ahead; 0 means one unit ahead.
+    - `bucket`: merge consecutive collectives of one kind, up to this many bytes (default 1 MiB); 0 merges none. Merged
+      buffers are in memory together. Results have the same bits: sums are element by element, in the order of ranks.
+    - `artifact`: a file of compiled functions. The first call loads `fn` from the file. If the file lacks it, ranks
+      trace it and rank 0 adds it; `.explain()` gives the reason. All ranks must see the file, and make the first call
+      together. An artifact is a program: load none that you would not run.
 
     A graph passes no gradient on: put the gradient inside. If a result requires a gradient, or a transform of
-    torch.func runs, `fn` itself is called, and nothing is compiled.
+    torch.func runs, `fn` itself is called and nothing is compiled.
 
-    Raises TraceError if `fn` depends on the value of a tensor, uses a tensor that is not an argument, assigns to
+    Raises TraceError if `fn` depends on the value of a tensor, uses a tensor other than its arguments, assigns to
     attributes of its arguments, seeds or uses a random generator of its own, makes sparse tensors, or returns a leaf
-    that is not a tensor, number, string or None. Raises TypeError for arguments that cannot be compared with the
-    arguments of a later call, and for tensors of other classes than Tensor and Parameter.
+    other than a tensor, number, string or None. Raises TypeError for arguments that cannot be compared with those of a
+    later call, and for tensors of classes other than Tensor and Parameter.
 
     >>> jit(lambda x: {"y": 2 * x}, backend="eager")(torch.tensor(1.0))
     {'y': tensor(2.)}

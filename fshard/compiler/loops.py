@@ -1,11 +1,10 @@
-"""The loops that Inductor writes in C++ for one graph, compiled as one file.
+"""The C++ loops of one graph, compiled as one file.
 
 Note [Loops in one file]
-    Inductor writes a file for each fused loop. g++ takes 0.6 s for an empty file, and a tenth for a loop, so its runs
-    are most of a graph's first step. While the regions of a graph are compiled, their loops are collected. At the end
-    all are put into one file: each in a namespace, with the bindings that Inductor writes for it. The flags are
-    Inductor's, and the bits are the same. Each loop is a module of Python in that library, which torch caches as it
-    does the library of one loop.
+    Inductor writes one file for each fused loop. g++ takes 0.6 s for an empty file, and a tenth for a loop, so its runs
+    dominate a graph's first step. fshard collects the loops of a graph's regions and compiles them as one file, each in
+    a namespace, with Inductor's bindings and flags. The bits are the same. Each loop is a Python module in that
+    library. torch caches the library as usual.
 """
 
 from __future__ import annotations
@@ -30,16 +29,16 @@ _DIRECTIVE = re.compile(r"^[ \t]*#[ \t]*(?!include\b|pragma\b)", re.MULTILINE)
 
 @contextmanager
 def in_one_file(settings: Mapping[str, object]) -> Iterator[None]:
-    """A block in which the loops of this thread's graphs are compiled as one file, with these settings of Inductor."""
+    """Compile the loops of this thread's graphs as one file, with these settings of Inductor, in a block."""
     from torch._inductor import config
 
-    # inside the lock: another thread's settings and methods are in the place of torch's until it is done
+    # locked: settings and methods of torch are replaced until the end
     with _ONE_AT_A_TIME, config.patch({**settings}):
         yield from _collected()
 
 
 def _collected() -> Iterator[None]:
-    # Private: Inductor has no public place for this. Without these names each loop is a file, as torch does it
+    # Private: Inductor has no public place for this. Without these names torch writes a file for each loop
     # (test_loops.py notices when they go).
     try:
         from torch._inductor.async_compile import AsyncCompile, get_compile_threads
@@ -52,7 +51,7 @@ def _collected() -> Iterator[None]:
     thread, files, waiting = threading.get_ident(), [_File()], list[Callable[[], object]]()
 
     def collected(compiler: Any, argtypes: list[str], source: str) -> object:
-        # with one thread torch asks for no results of what is compiled in the background
+        # with one thread torch does not wait for background results
         if threading.get_ident() != thread or get_compile_threads() <= 1 or _DIRECTIVE.search(source):
             return alone(compiler, argtypes, source)
         if files[-1].loops is not None:
@@ -75,19 +74,16 @@ def _collected() -> Iterator[None]:
 
 
 class _File:
-    """One file of loops."""
-
     def __init__(self) -> None:
-        self._sources: dict[tuple[tuple[str, ...], str], str] = {}  # the name of each loop
-        self.loops: dict[str, Loop] | None = None  # by name, when they are compiled
-        self.path = ""  # of the library then
+        self._sources: dict[tuple[tuple[str, ...], str], str] = {}  # names of loops
+        self.loops: dict[str, Loop] | None = None  # by name, once compiled
+        self.path = ""  # of the compiled library
 
     def add(self, argtypes: Sequence[str], source: str) -> str:
-        """Add a loop, and return its name. The first is called as torch calls each."""
+        """Add a loop, and return its name. The first has torch's name."""
         return self._sources.setdefault((tuple(argtypes), source), f"kernel{len(self._sources) or ''}")
 
     def loop(self, name: str) -> Loop:
-        """The loop of this name; the first call compiles the file."""
         if self.loops is None:
             self.loops = self._compiled()
         return self.loops[name]
@@ -104,7 +100,7 @@ class _File:
 
 
 def _part(name: str, argtypes: Sequence[str], source: str) -> str:
-    """A loop and its bindings, as torch puts them into one file, under another name."""
+    """Return a loop with its bindings, as torch writes them, under another name."""
     from torch._inductor.codecache import CppPythonBindingsCodeCache as Bindings
 
     parsed = ", ".join(f"parse_arg<{kind.replace('const ', '')}>(args, {n})" for n, kind in enumerate(argtypes))
@@ -114,8 +110,8 @@ def _part(name: str, argtypes: Sequence[str], source: str) -> str:
 
 
 def load(name: str, path: str) -> Loop:
-    """The loop of this name in a library, which may have several: each is in a module of Python."""
-    # private: where torch's bindings, which are in the library, find the memory of a tensor (test_loops.py)
+    """Return a loop of a library; each is in its own Python module."""
+    # private: torch's bindings in the library read tensor memory through this address (test_loops.py)
     place = torch._C._dynamo.guards._torchinductor_pyobject_tensor_data_ptr  # type: ignore[attr-defined]
     os.environ["_TORCHINDUCTOR_PYOBJECT_TENSOR_DATA_PTR"] = str(place)
     spec = importlib.util.spec_from_file_location(name, path)
@@ -127,15 +123,12 @@ def load(name: str, path: str) -> Loop:
 
 
 def libraries(loops: Sequence[tuple[Sequence[str], str]]) -> tuple[list[str], list[tuple[int, str]]]:
-    """Compile loops, each given by the types of its arguments and its source.
-
-    Return the paths of libraries, and for each loop the number of its library and its name there.
-    """
+    """Compile loops (types of arguments, source). Return the libraries' paths, and each loop's library and name."""
     files, places = dict[str, _File](), list[tuple[int, str]]()
     for argtypes, source in loops:
-        apart = source if _DIRECTIVE.search(source) else ""  # what a macro changes is its own file alone
+        apart = source if _DIRECTIVE.search(source) else ""  # a macro must change no other loop
         file = files.setdefault(apart, _File())
         places.append(([*files].index(apart), file.add(argtypes, source)))
     for file in files.values():
-        file.loop("kernel")  # the first
+        file.loop("kernel")
     return [file.path for file in files.values()], places

@@ -1,4 +1,4 @@
-"""A traced function with the passes applied, for inspection and for compilation."""
+"""A traced function with all passes applied, to inspect or compile."""
 
 from __future__ import annotations
 
@@ -51,25 +51,25 @@ from .trace import Output, Trace, TraceError, input_paths, resolved, trace
 
 Graph = Callable[..., Sequence[Tensor]]  # a compiled graph: from its inputs to its outputs
 
-_PURPOSES = {"opt_state": "optimizer", "params": "parameters"}  # by name of a field in the path of an input
+_PURPOSES = {"opt_state": "optimizer", "params": "parameters"}  # by field in an input's path
 
-# Inductor keeps the order of nodes, which decides the peak of memory, and keeps values that are read again: computing
-# them again from the parameters would keep every gathered buffer of the forward in memory until the backward. It folds
-# no constants: it takes `x + zeros` for `x` even where both are returned, and then a write to one changes the other.
+# Inductor keeps the order of nodes, and so the peak of memory. It keeps values that are read again: recomputing them
+# from parameters would keep the forward's gathered buffers until the backward. It folds no constants: it would return
+# one tensor for `x` and `x + zeros`, and a write to one would change both.
 _INDUCTOR = {"reorder_for_peak_memory": False, "realize_reads_threshold": 0, "joint_graph_constant_folding": False}
-# A compiler of C++20 knows AVX2 and AVX-512; to try them takes Inductor longer than a graph. Newer instructions (VNNI,
-# bfloat16, AMX) it tries in any case, with small programs.
+# A compiler of C++20 knows AVX2 and AVX-512; Inductor's trial takes longer than a graph. It always tries newer
+# instructions (VNNI, bfloat16, AMX), with small programs.
 _UNTRIED = {"cpp.vec_isa_ok": True}
-_OF_REGIONS = ("inductor", "aot_eager")  # the backends that get each distinct region of a graph by itself
+_OF_REGIONS = ("inductor", "aot_eager")  # get each distinct region of a graph by itself
 
 
 class Interface(NamedTuple):
-    """How a graph is called: the signature, the captured variables, and where the leaves of the result come from."""
+    """The way to call a graph: signature, captured variables, and the source of each leaf of the result."""
 
     signature: Signature
     donate: bool
-    captured: tuple[Capture, ...]  # variables whose tensors are inputs of the graph, after the arguments
-    contents: Contents  # of those variables
+    captured: tuple[Capture, ...]  # their tensors are inputs after the arguments
+    contents: Contents  # of `captured`
     out_spec: tree.Spec
     results: tuple[object, ...]  # as in `Trace`
     has_gradient: bool = False
@@ -84,35 +84,35 @@ class Lowered:
     donate: bool
     captured: tuple[Capture, ...] = ()  # as in `Interface`
     contents: Contents = ()
-    numbers: tuple[int, ...] = ()  # of `captured` among all variables that the function reads
-    identity: FunctionIdentity | None = None  # of the function, if it may be saved
+    numbers: tuple[int, ...] = ()  # of `captured` among all variables of the function
+    identity: FunctionIdentity | None = None  # if the function may be saved
 
     @property
     def graph(self) -> fx.Graph:
-        """The graph, with one node for every operator."""
+        """The graph, with one node for each operator."""
         return self.traced.module.graph
 
     def as_text(self) -> str:
-        """Return the graph as text, with one line for each node: name, dtype and shape, operator, arguments."""
+        """Return one line for each node: name, dtype and shape, operator, arguments."""
         return inspect.as_text(self.graph, self._paths())
 
     def collectives(self) -> list[Traffic]:
-        """Return the collectives by kind, unit and axis: their number, and the bytes that a rank sends in them."""
+        """Return the collectives by kind, unit and axis: their number, and the bytes that a rank sends."""
         return inspect.collectives(self.graph)
 
     def flops(self) -> int:
-        """Count the floating-point operations of this rank's matrix products, convolutions and attention.
+        """Count floating-point operations of this rank's matrix products, convolutions and attention.
 
         Torch counts attention on CPUs since 2.15, and on GPUs in all releases.
         """
         return inspect.flops(self.traced.module)
 
     def memory(self) -> Footprint:
-        """Estimate the memory on this rank at each node, by purpose (Note [Memory of a graph])."""
+        """Estimate the memory of this rank at each node, by purpose (Note [Memory of a graph])."""
         return footprint(self.graph, self.holds())
 
     def holds(self) -> list[str]:
-        """Return the purpose of each input of the graph: "parameters", "optimizer" or "arguments"."""
+        """Return the purpose of each input: "parameters", "optimizer" or "arguments"."""
         return [_purpose(path) for path in self._paths()]
 
     def _paths(self) -> list[str]:
@@ -121,16 +121,16 @@ class Lowered:
         return named + [variable.name for variable in self.captured for _ in variable.tensors()]
 
     def compile(self, backend: str = "inductor") -> Compiled:
-        """Compile the graph with one of torch.compile's backends."""
+        """Compile the graph with a backend of torch.compile."""
         module, is_captured = self.traced.module, backend == "inductor" and _has_cuda_graphs()
         with _compiling(backend):
-            # one CUDA graph has all addresses, and other backends may be any function
+            # a CUDA graph must be whole; other backends may be any function
             parts = [] if is_captured or backend not in _OF_REGIONS else regions(module)
             saved = self if backend == "inductor" else None
             if are_alike(parts):
                 calls = driver(module, parts, partial(_compiled, backend))
                 return Compiled(self.interface, calls.forward, as_text(calls), saved)
-            # a copy, because backends change the graph that they compile, and this one stays for inspection
+            # a copy: backends change the graph, and this one stays for inspection
             graph = copy.deepcopy(self.graph)
             if is_captured:
                 passes.fix_places(graph)
@@ -139,14 +139,13 @@ class Lowered:
 
     @property
     def interface(self) -> Interface:
-        """How the function is called."""
         result = self.traced.out_spec, self.traced.results, self.traced.has_gradient
         return Interface(self.signature, self.donate, self.captured, self.contents, *result)
 
     def program(self, leaves: Sequence[object] = ()) -> Program:
-        """Compile the graph with Inductor as data (Note [A program]). `leaves` are those of the arguments.
+        """Compile the graph with Inductor as data (Note [A program]). `leaves`: of the arguments.
 
-        UnsavableError for a graph that stays whole, and with CUDA graphs, which have addresses.
+        Raises UnsavableError for a whole graph, and with CUDA graphs, which contain addresses.
         """
         if self.traced.has_gradient:
             raise UnsavableError("jit: artifact: the result requires a gradient, which a graph does not pass on")
@@ -164,9 +163,8 @@ class Lowered:
 def _compiled(
     backend: str, module: fx.GraphModule, inner: InnerCompile | None = None
 ) -> Callable[..., Sequence[Tensor]]:
-    """Compile a graph with a backend, and each of its parts with `inner` if that is given."""
-    # Private API, which torch's guide to backends imports: there is no public way to call a backend by its name.
-    # test_jit.py fails if torch changes it. Imported here because the import takes seconds.
+    # Private API, used in torch's guide to backends: there is no public lookup by name (test_jit.py fails if it
+    # changes). Imported here, as the import takes seconds.
     from torch._dynamo import lookup_backend
 
     fakes = [node.meta["val"] for node in module.graph.nodes if node.op == "placeholder"]
@@ -174,7 +172,7 @@ def _compiled(
 
 
 def _has_cuda_graphs() -> bool:
-    # private, as Inductor has no public place for its options (test_jit.py notices when it goes)
+    # private: Inductor's options have no public place (test_jit.py notices when it goes)
     import torch._inductor
 
     return torch._inductor.config.triton.cudagraphs
@@ -182,42 +180,41 @@ def _has_cuda_graphs() -> bool:
 
 @contextmanager
 def _compiling(backend: str) -> Iterator[None]:
-    """A block in which a backend compiles graphs."""
     block = in_one_file(_settings()) if backend == "inductor" else nullcontext()
     with torch.no_grad(), warnings.catch_warnings(), block:
-        # torch scripts a few functions when inductor is first used, and warns about its own call
+        # torch scripts functions at the first use of inductor, and warns about its own call
         warnings.filterwarnings("ignore", message=".*torch.jit.script")
         yield
 
 
 def _settings() -> dict[str, object]:
-    """Inductor's settings for a graph; whether vector instructions may be used untried is left to a user who says."""
+    """Return Inductor's settings for a graph; a user's choice about vector instructions wins."""
     return {**_INDUCTOR, **(_UNTRIED if torch._inductor.config.cpp.vec_isa_ok is None else {})}
 
 
 def _purpose(path: str) -> str:
-    parts = path.split(".") if path.startswith("0.0.") else []  # a state is the first argument
+    parts = path.split(".") if path.startswith("0.0.") else []  # the first argument is a state
     return next((purpose for field, purpose in _PURPOSES.items() if field in parts), "arguments")
 
 
 @dataclass(frozen=True)
 class Compiled:
-    """A compiled function, for arguments of one signature: call it like the original function."""
+    """A compiled function for arguments of one signature. Call it like the original function."""
 
     interface: Interface
-    fn: Graph  # from the inputs of the graph to its outputs
+    fn: Graph
     _text: str
-    _lowered: Lowered | None = None  # of what can be saved
+    _lowered: Lowered | None = None  # if it can be saved
 
     def as_text(self) -> str:
-        """Return what runs: the code that calls the regions of the graph, or the graph if it was compiled whole."""
+        """Return the code that runs: the driver of the regions, or the graph if it was compiled whole."""
         return self._text
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Add the function to the artifact at `path`, from which `jit(fn, artifact=path)` loads it. All ranks call it.
+        """Add the function to the artifact at `path`, for `jit(fn, artifact=path)`. All ranks call it.
 
-        Raises TypeError for a function that no other process can be given, and OSError, on all ranks, if the file
-        cannot be written: then the one that was there stays.
+        Raises TypeError for a function that cannot be saved. If the file cannot be written, all ranks raise OSError and
+        the old file stays.
         """
         mesh = self.interface.signature.mesh
         if self._lowered is None or self._lowered.identity is None or (mesh is not None and mesh.abstract):
@@ -245,24 +242,21 @@ class Compiled:
         return self.run(leaves, args, inputs)
 
     def run(self, leaves: Sequence[object], args: Sequence[Tree], captured: Inputs) -> Tree:
-        """Call the compiled function with the leaves of arguments that are known to have the signature.
-
-        `captured` has the tensors of the captured variables.
-        """
+        """Call the compiled function. `leaves` have the signature; `captured` has the captured tensors."""
         more = (x for variable in self.interface.captured for x in captured[variable.identity])
         inputs = [*tensors(leaves), *map(resolved, more)]
         if self.interface.donate:
             (donated_spec, *_), _ = (part.children() for part in self.interface.signature.spec.children())
             _check_apart(inputs, len(tensors(leaves[: donated_spec.num_leaves])))
         with ExitStack() as stack:
-            # the graph has the backward already: autograd would record it once more
+            # autograd would record the graph's backward once more
             stack.enter_context(torch.no_grad())
-            for device, dtype in self.interface.signature.ambient.autocast:  # the graph has the casts already
+            for device, dtype in self.interface.signature.ambient.autocast:  # the graph has the casts
                 stack.enter_context(torch.autocast(device, dtype, enabled=False))
             outputs = self.fn(*inputs)
         results = [_result(result, inputs, outputs) for result in self.interface.results]
         if self.interface.donate:
-            # also a `Sharded` in the `extra` of a state: the graph writes to every tensor of its first argument
+            # also in the `extra` of a state: the graph writes to every tensor of its first argument
             for node in tree.nodes(args[0], Sharded):
                 node.give_away()
             tree.give_away(args[0])
@@ -270,7 +264,7 @@ class Compiled:
 
 
 def _result(result: object, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> object:
-    """Return a leaf of the result: an input that the graph wrote to, an output, or a value fixed in the trace."""
+    """Return a leaf of the result: a written input, an output, or a value fixed in the trace."""
     if isinstance(result, Input):
         return inputs[result.number]
     return mark(outputs[result.number], result.kind) if isinstance(result, Output) else result
@@ -279,7 +273,7 @@ def _result(result: object, inputs: Sequence[Tensor], outputs: Sequence[Tensor])
 def loaded(
     program: Program, leaves: Sequence[object], called: Signature, variables: Sequence[Capture], options: Options
 ) -> Compiled:
-    """The compiled function of a program, for arguments with these leaves. `variables` are all that it reads."""
+    """Return the function of a program for arguments with these leaves. `variables`: all of the function."""
     captured = tuple(variables[number]._replace(is_input=True) for number in program.head["captured"])
     fn, text = run(program, [*called.grids])
     inside = contents(captured, inputs_of(captured)), *result_of(program, leaves, called.spec)
@@ -288,7 +282,7 @@ def loaded(
 
 @dataclass(frozen=True)
 class Options:
-    """The options of the passes, which are the arguments of `jit` with the same names."""
+    """Options of the passes, named as the arguments of `jit`."""
 
     donate: bool = False
     in_flight: int = 0
@@ -297,39 +291,35 @@ class Options:
 
 @dataclass(frozen=True)
 class Setting:
-    """The values that a pass reads beside the graph: the options, and the plans, which an eager step reads, too."""
-
     plans: Sequence[Plan]
     options: Options
 
     @property
     def units(self) -> list[str]:
-        """The names of the units that `regather` gathers again in the backward."""
+        """The names of the units gathered again in the backward."""
         return [unit.name for plan in self.plans for unit in plan.units if unit.keep_rule is None and unit.name != ROOT]
 
     @property
     def lasting(self) -> set[str]:
-        """The names of the units of `Plan.lasting`."""
         return {plan.units[unit].name for plan in self.plans for unit in plan.lasting}
 
     @property
     def ahead(self) -> int:
-        """How many units are gathered ahead of the one that is computed with; one, where plans leave it to sizes.
+        """The number of units gathered ahead of the one in use; 1 if the plans leave it to sizes.
 
-        As many as an eager step has ahead there (Note [Two units] in `ahead.py`) would raise the peak of a graph.
+        An eager step's number (Note [Two units] in `ahead.py`) would raise a graph's peak.
         """
         return max((1 if plan.prefetch is None else plan.prefetch for plan in self.plans), default=1)
 
 
 class Pass(NamedTuple):
-    """A pass: its name in the table of docs/compile.md, and a function that changes a graph in place."""
+    """A pass: its name in docs/compile.md, and a function that changes a graph in place."""
 
     name: str
     apply: Callable[[fx.Graph, Setting], None]
 
 
-# All passes, in the order in which they run. `test_pass_laws.py` applies each of them to graphs of many functions
-# and checks Note [What a pass must keep] of `passes.py`.
+# All passes, in order. `test_pass_laws.py` checks each against Note [What a pass must keep] of `passes.py`.
 PASSES = (
     Pass("drop_dead", lambda graph, _: passes.drop_dead(graph)),
     Pass("shorten", lambda graph, _: passes.shorten(graph)),
@@ -343,7 +333,7 @@ PASSES = (
 
 
 _aten = torch.ops.aten
-# operators that give their argument another form in place, and those that return the form as a view
+# operators changing a form in place, and their views
 _VIEWS: dict[object, object] = {
     _aten.t_.default: _aten.t.default,
     _aten.transpose_.default: _aten.transpose.int,
@@ -360,12 +350,12 @@ def lower(fn: Callable[..., Tree], leaves: Sequence[object], spec: tree.Spec, op
     arguments = tree.unflatten(spec, leaves)
     key = signature(leaves, spec, on_meshes(arguments))
     captured = [(variable, variable.tensors()) for variable in captures(fn)]
-    contents([variable for variable, _ in captured], {})  # of a mesh that is new, which a trace cannot read
+    contents([variable for variable, _ in captured], {})  # names new meshes: a trace cannot read them
     traced = trace(fn, leaves, spec, [x for _, values in captured for x in values])
     names = [variable.name for variable, values in captured for _ in values]
-    _check_unchanged(traced, leaves, names)  # before `donated`, which adds writes to arguments
+    _check_unchanged(traced, leaves, names)  # before `donated` adds writes
     for node in traced.module.graph.nodes:
-        # what reads the tensor later reads this node: a compiler takes it for a view
+        # later readers read this node: a compiler needs a view
         node.target = _VIEWS.get(node.target, node.target)
     variables = _used(traced, captured)
     if options.donate:
@@ -382,10 +372,10 @@ def lower(fn: Callable[..., Tree], leaves: Sequence[object], spec: tree.Spec, op
 
 
 def _used(traced: Trace, captured: Sequence[tuple[Capture, Sequence[Tensor]]]) -> tuple[Capture, ...]:
-    """Return the variables whose tensors the graph reads; the inputs for others are erased."""
+    """Return the variables whose tensors the graph reads; erase the inputs of others."""
     graph, values = traced.module.graph, [x for _, of_one in captured for x in of_one]
     nodes = [node for node in graph.nodes if node.op == "placeholder"]
-    places = dict(zip(map(id, reversed(values)), reversed(nodes), strict=False))  # the first place of each tensor
+    places = dict(zip(map(id, reversed(values)), reversed(nodes), strict=False))  # first input of each tensor
     used = [(v, of_one, any(places[id(x)].users for x in of_one)) for v, of_one in captured]
     unread = [is_used for _, of_one, is_used in used for _ in of_one]
     for node, is_used in zip(nodes[len(nodes) - len(values) :], unread, strict=True):
@@ -398,7 +388,6 @@ def _used(traced: Trace, captured: Sequence[tuple[Capture, Sequence[Tensor]]]) -
 
 
 def _check_unchanged(traced: Trace, leaves: Sequence[object], captured: Sequence[str]) -> None:
-    """Raise TraceError if the function writes to one of its arguments, or to a captured tensor, in place."""
     paths = [f"its argument {path!r}" for path in input_paths(leaves, traced.spec)]
     for number in written_inputs(traced.module.graph):
         what = [*paths, *captured][number]
@@ -406,11 +395,11 @@ def _check_unchanged(traced: Trace, leaves: Sequence[object], captured: Sequence
 
 
 def _check_apart(inputs: Sequence[Tensor], num_donated: int) -> None:
-    """Raise ValueError if one of the first inputs, which the graph writes to, shares memory with another input."""
-    ends = [0, 0]  # of the memory of all tensors before, in the order of addresses, and of the donated ones
+    """Raise ValueError if a donated input shares memory with another input."""
+    ends = [0, 0]  # ends of memory so far, by address: all tensors, donated ones
     numbered = [(x, number < num_donated) for number, x in enumerate(inputs) if x.numel()]
     for x, is_donated in sorted(numbered, key=lambda pair: pair[0].data_ptr()):
-        # `last` is the offset of the last element from the first, so tensors interleaved by strides overlap here, too
+        # `last`: offset of the last element, so tensors interleaved by strides count as overlapping
         start, last = x.data_ptr(), sum((n - 1) * s for n, s in zip(x.shape, x.stride(), strict=True))
         overlaps, end = start < ends[not is_donated], start + (last + 1) * x.element_size()
         ends = [max(ends[0], end), max(ends[1], end * is_donated)]

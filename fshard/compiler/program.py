@@ -1,11 +1,11 @@
-"""A compiled function as data: texts and libraries, of which another process makes the function again.
+"""A compiled function as data for another process.
 
 Note [A program]
-    A program is what Inductor wrote: the code of the driver and of each distinct region as text, and the loops of all
-    regions as libraries. Of a region's text only what it needs is kept, so that running it imports nothing of Inductor
-    where it calls loops and torch's operators alone. Meshes have other names in another process: in the driver they are
-    `mesh_0`, `mesh_1`, in the order of the arguments. The structure of the result is told by the structures of the
-    arguments that it has, and by Python's containers. So nothing is pickled; but a program is a program: it runs.
+    A program is Inductor's output: code of the driver and of each distinct region as text, and loops of all regions as
+    libraries. A region's text is cut to its needs, so a region of loops and torch operators imports nothing of
+    Inductor. Meshes have other names in another process: the driver calls them `mesh_0`, `mesh_1`, in the order of the
+    arguments. Subtrees of the arguments and Python's containers describe the result's structure. Nothing is pickled,
+    but a program is a program: it runs.
 """
 
 from __future__ import annotations
@@ -37,39 +37,35 @@ from .loops import libraries, load
 from .regions import Region, boxed, driver
 from .trace import Output, Trace
 
-Json: TypeAlias = Any  # what `json` reads
-InnerCompile = Callable[..., Any]  # of Inductor: compiles one graph
+Json: TypeAlias = Any  # read by `json`
+InnerCompile = Callable[..., Any]  # compiles one graph
 
 _CONTAINERS: dict[str, Any] = {kind.__name__: kind for kind in (dict, list, tuple, OrderedDict)}
 _NAMES = {"torch": torch, "device": torch.device, "inf": float("inf"), "nan": float("nan"), "boxed": boxed}
-_PREFIX = f"{boxed.__module__.replace('.', '_')}_"  # of names of this package in a graph's code
+_PREFIX = f"{boxed.__module__.replace('.', '_')}_"  # this package's names in graph code
 _MESH = re.compile(r"'mesh_(\d+) of the arguments'")
 
 
 class UnsavableError(TypeError):
-    """A function of which no other process can be given a program."""
+    """Raised for a function that cannot be given to another process."""
 
 
 @dataclass(frozen=True)
 class Program:
-    """A compiled function as data (Note [A program]): `head` says what it consists of, `parts` are bytes by digest."""
+    """A compiled function as data (Note [A program]): `head` describes it, `parts` has bytes by digest."""
 
     head: Json
     parts: Mapping[str, bytes]
 
 
 class _Parts(dict[str, bytes]):
-    """Bytes by their digest."""
-
     def put(self, data: bytes) -> str:
-        """Add bytes, and return their digest."""
         digest = digest_of(data)
         self[digest] = data
         return digest
 
 
 def digest_of(data: bytes) -> str:
-    """The name of bytes in a program."""
     return hashlib.sha256(data).hexdigest()
 
 
@@ -81,10 +77,10 @@ def record(
     leaves: Sequence[object],
     captured: Sequence[int],
 ) -> Program:
-    """Compile a graph with these parts as a program. `compile(region, inner)` has Inductor compile one region.
+    """Compile a graph with these parts as a program. `compile(region, inner)` lets Inductor compile one region.
 
-    `meshes` are those of the arguments, `leaves` the arguments, `captured` the numbers of the variables
-    whose tensors are inputs. UnsavableError for a graph that calls what has no name in another process.
+    `meshes` and `leaves` are the arguments', `captured` the numbers of variables with tensors as inputs. Raises
+    UnsavableError for a call without a name in another process.
     """
     wrappers, parts = list[Any](), _Parts()
     calls = _compiled(traced.module, nodes, compile, wrappers)
@@ -113,8 +109,8 @@ def record(
 def _compiled(
     module: fx.GraphModule, nodes: Sequence[fx.Node | Region], compile: Any, wrappers: list[Any]
 ) -> fx.GraphModule:
-    """The driver of a graph; adds to `wrappers` what Inductor made of each region, in order."""
-    # Private: Inductor's results have no public place, and those of this cache do not come by it (test_artifact.py).
+    """Return the driver of a graph, and append Inductor's result for each region to `wrappers`."""
+    # Private: Inductor's results have no public place, and its autograd cache would bypass `inner` (test_artifact.py).
     from torch._functorch import config
     from torch._inductor.compile_fx import compile_fx_inner
 
@@ -126,7 +122,7 @@ def _compiled(
     def compiled(region: fx.GraphModule) -> Callable[..., Sequence[Tensor]]:
         expected, before = _ends(region), len(ends)
         fn = compile(region, inner)
-        # what AOTAutograd adds to a graph (results for inputs that it writes to, say) its own functions would undo
+        # AOTAutograd may add results, as for written inputs; only its own functions undo this
         if ends[before:] != [expected] or wrappers[-1].constants:
             raise UnsavableError("jit: artifact: Inductor compiled a part of the graph in another form than it has")
         return fn
@@ -137,7 +133,6 @@ def _compiled(
 
 
 def _ends(graph: fx.GraphModule) -> tuple[int, int]:
-    """The numbers of inputs and of results."""
     nodes = graph.graph.nodes
     return sum(node.op == "placeholder" for node in nodes), sum(len(n.args[0]) for n in nodes if n.op == "output")
 
@@ -145,7 +140,7 @@ def _ends(graph: fx.GraphModule) -> tuple[int, int]:
 def _driver_text(calls: fx.GraphModule, meshes: Sequence[Mesh]) -> str:
     for node in calls.graph.nodes:
         if operator(node).startswith("fshard.") and "mesh" in (named := arguments(node)):
-            likeness = MESHES.find(named["mesh"]).likeness  # a mesh may have a connected twin
+            likeness = MESHES.find(named["mesh"]).likeness  # finds a mesh's connected twin, too
             numbers = [number for number, mesh in enumerate(meshes) if mesh.likeness == likeness]
             if not numbers:
                 raise UnsavableError("jit: artifact: the function communicates on a mesh that no argument lies on")
@@ -163,7 +158,7 @@ def _driver_text(calls: fx.GraphModule, meshes: Sequence[Mesh]) -> str:
 
 
 def _needed(source: str) -> tuple[str, list[tuple[str, list[str], str]]]:
-    """Cut the source of an Inductor wrapper down to what a call runs; return it, and its loops: name, types, source."""
+    """Cut the source of an Inductor wrapper to what a call runs; return it, and its loops: name, types, source."""
     body, kept, loops = ast.parse(source).body, list[ast.stmt](), list[tuple[str, list[str], str]]()
     for statement in body:
         match statement:
@@ -179,7 +174,7 @@ def _needed(source: str) -> tuple[str, list[tuple[str, list[str], str]]]:
         for statement in kept:
             if names & _bound(statement):
                 names |= {node.id for node in ast.walk(statement) if isinstance(node, ast.Name)}
-    # kernels for GPUs are compiled when the text runs, and awaited by a statement that binds no name
+    # GPU kernels are compiled when the text runs; the statement that awaits them binds no name
     rest = ast.Expr | ast.Delete if "async_compile" in names else ()
     body = [x for x in kept if names & _bound(x) or isinstance(x, rest)]
     return ast.unparse(ast.Module(body, [])), loops
@@ -197,7 +192,7 @@ def _bound(statement: ast.stmt) -> set[str]:
 
 
 def _are_torchs(body: Iterable[ast.stmt]) -> bool:
-    """Whether all of Inductor's `extern_kernels` that are called are torch's functions of the same names."""
+    """Return True if all `extern_kernels` that are called are torch's functions of the same names."""
     from torch._inductor.select_algorithm import extern_kernels
 
     nodes = [node for x in body for node in ast.walk(x) if isinstance(node, ast.Attribute)]
@@ -211,9 +206,9 @@ def _constant(x: Tensor, parts: _Parts) -> Json:
 
 
 def run(program: Program, meshes: Sequence[str]) -> tuple[Callable[..., Sequence[Tensor]], str]:
-    """The function of a program, from the inputs of its graph to its outputs, and the text of its driver."""
+    """Return the function of a program, from the graph's inputs to its outputs, and the driver's text."""
     head, parts = program.head, program.parts
-    with tempfile.TemporaryDirectory() as folder:  # a library that is loaded needs its file no more
+    with tempfile.TemporaryDirectory() as folder:  # a loaded library needs no file
         paths = [Path(folder) / f"{number}.so" for number in range(len(head["libraries"]))]
         for path, digest in zip(paths, head["libraries"], strict=True):
             path.write_bytes(parts[digest])
@@ -221,7 +216,7 @@ def run(program: Program, meshes: Sequence[str]) -> tuple[Callable[..., Sequence
     constants = {}
     for name, (dtype, shape, device, digest) in head["constants"].items():
         data = torch.empty(len(parts[digest]), dtype=torch.uint8, device="cpu")
-        if parts[digest]:  # there is no tensor of an empty buffer
+        if parts[digest]:  # empty buffers make no tensor
             data = torch.frombuffer(bytearray(parts[digest]), dtype=torch.uint8)
         constants[name] = from_bytes(data, getattr(torch, dtype)).view(shape).to(device)
     scope: dict[str, Any] = {**_NAMES, **{f"region_{n}": fn for n, fn in enumerate(regions)}}
@@ -237,7 +232,7 @@ def _region(region: Json, parts: Mapping[str, bytes], paths: Sequence[Path]) -> 
     exec(parts[region["text"]].decode(), scope)
     if not region["aligned"]:
         return scope["call"]
-    # private: Inductor's own function for inputs that a GPU's kernels expect at multiples of 16 bytes
+    # private: Inductor's own function for inputs that GPU kernels expect at multiples of 16 bytes
     from torch._inductor.utils import align_inputs_from_check_idxs
 
     written: Any = {*region["written"]}
@@ -245,7 +240,7 @@ def _region(region: Json, parts: Mapping[str, bytes], paths: Sequence[Path]) -> 
 
 
 def result_of(program: Program, leaves: Sequence[object], spec: tree.Spec) -> tuple[tree.Spec, tuple[object, ...]]:
-    """The structure of the result, and what each of its leaves is (`Trace.results`), for these arguments."""
+    """Return the result's structure, and the source of each of its leaves (`Trace.results`)."""
     subtrees = [node for _, node, _ in tree.walk(spec)]
 
     def read(told: Json) -> Tree:
@@ -279,18 +274,18 @@ def result_of(program: Program, leaves: Sequence[object], spec: tree.Spec) -> tu
 
 
 def _named_tuple(module: str, name: str) -> Any:
-    """A class by its names, which must be that of a named tuple: nothing else is called."""
+    """Return a class by its names. It must be a named tuple: nothing else is called."""
     kind: Any = sys.modules.get(module)
     for part in name.split("."):
         kind = getattr(kind, part, None)
-    fields = hasattr(kind, "_fields") or hasattr(kind, "n_fields")  # or of torch's, as `topk` gives back
+    fields = hasattr(kind, "_fields") or hasattr(kind, "n_fields")  # torch's, as `topk` returns
     if not (isinstance(kind, type) and issubclass(kind, tuple) and fields):
         raise TypeError(f"expected a named tuple, got {kind!r}")
     return kind
 
 
 def _result(traced: Trace, leaves: Sequence[object]) -> Json:
-    """The result as JSON: its structure told by the arguments, and what each leaf is."""
+    """Return the result as JSON: its structure in terms of the arguments, and the source of each leaf."""
     subtrees = [node for _, node, _ in tree.walk(traced.spec)]
     numbers = {structure(node): number for number, node in reversed([*enumerate(subtrees)]) if not node.is_leaf()}
     places = {id(leaf): number for number, leaf in enumerate(leaves)}
@@ -316,7 +311,7 @@ def _result(traced: Trace, leaves: Sequence[object]) -> Json:
 
 
 def _is_found(kind: type) -> bool:
-    """Whether a named tuple can be found by its names: one that is defined inside a function cannot."""
+    """Return True if a named tuple is found by its names, unlike one defined inside a function."""
     try:
         return _named_tuple(kind.__module__, kind.__qualname__) is kind
     except TypeError:

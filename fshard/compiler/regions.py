@@ -1,18 +1,15 @@
-"""Equal regions of a graph are compiled once, and a driver calls them between the collectives.
+"""Equal regions of a graph, compiled once, and a driver that calls them between collectives.
 
 Note [Regions]
-    To compile a graph takes time in proportion to its nodes, and the layers of a network are equal. A region is what a
-    graph computes between two collectives. Equal layers have equal regions: the same operators, numbers, shapes and
-    wiring, in the same order. Each distinct region is compiled by itself. The driver is a graph, too: it starts and
-    awaits the collectives, and calls the regions. Its code is text that Python runs (`Compiled.as_text`).
-
-    What a region is given are whole buffers, of which it makes its views, and views of the graph's inputs: these lie
-    elsewhere in each layer, and the driver makes them. A region that writes to an input is given the whole. It is
-    called with a list, which it empties: a value is freed in the region that reads it last, as in one graph.
-
-    A graph stays whole if all of its regions differ, if it draws from torch's generator (its regions would draw other
-    numbers than the graph), or if it has values that are conjugated or negated lazily (a compiled region reads the
-    memory of its inputs, in which neither is applied).
+    1. Compile time grows with the number of nodes, and a network's layers are equal. A region is the computation
+       between two collectives. Equal layers have equal regions: the same operators, numbers, shapes, wiring and order.
+       Each distinct region is compiled once.
+    2. The driver is a graph of collectives and calls of regions. Python runs its code (`Compiled.as_text`).
+    3. A region gets whole buffers and makes views of them. The driver makes views of the graph's inputs, because their
+       offsets differ between layers; a region that writes to an input gets all of it.
+    4. A region takes a list and empties it, so a value is freed in the region of its last reader, as in one graph.
+    5. A graph stays whole if no two regions are equal; if it draws from torch's generator, as regions would draw other
+       numbers; or if it has lazily conjugated or negated values, as a region reads plain memory.
 """
 
 from __future__ import annotations
@@ -32,16 +29,16 @@ from ..graph.inspect import operator, values
 from ..graph.memory import storages_of
 from .trace import alone
 
-Boxed = Callable[[list[Tensor]], Sequence[Tensor]]  # a function that empties its list of arguments
+Boxed = Callable[[list[Tensor]], Sequence[Tensor]]  # empties its list of arguments
 Compile = Callable[[fx.GraphModule], Callable[..., Sequence[Tensor]]]
 
-# operators of fshard that compute, and move no data between ranks
+# computing operators, which move no data between ranks
 _COMPUTES = ("fshard.materialize", "fshard.draw", "fshard.forked", "fshard.seeded", "fshard.bitcast")
 
 
 @dataclass(frozen=True)
 class Region:
-    """Nodes between two collectives as a graph, from `inputs` to `outputs`, which are nodes of the whole graph."""
+    """Nodes between two collectives as a graph. `inputs` and `outputs` are nodes of the whole graph."""
 
     graph: fx.Graph
     inputs: list[fx.Node]
@@ -49,7 +46,7 @@ class Region:
 
     @memo
     def key(self) -> tuple[object, ...]:
-        """A key that is equal for equal regions: operators, numbers, wiring, and the memory of the inputs."""
+        """Return a key, the same for equal regions: operators, numbers, wiring, and memory of inputs."""
         numbers = {node: number for number, node in enumerate(self.graph.nodes)}
         memory: dict[int, int] = {}
         key: list[object] = []
@@ -65,7 +62,7 @@ class Region:
 
 
 def regions(module: fx.GraphModule) -> list[fx.Node | Region]:
-    """The regions of a graph, and the nodes of the driver, in order; empty for a graph that has to stay whole."""
+    """Return regions and nodes of the driver, in order; [] for a graph that must stay whole."""
     if any(_keeps_whole(module, node) for node in module.graph.nodes):
         return []
     runs = _runs(module.graph)
@@ -76,13 +73,12 @@ def regions(module: fx.GraphModule) -> list[fx.Node | Region]:
 
 
 def are_alike(parts: Sequence[fx.Node | Region]) -> bool:
-    """Whether two regions are equal."""
     keys = [part.key for part in parts if isinstance(part, Region)]
     return len({*keys}) < len(keys)
 
 
 def driver(module: fx.GraphModule, parts: Sequence[fx.Node | Region], compiled: Compile) -> fx.GraphModule:
-    """The driver of a graph with these parts, whose distinct regions are `compiled`."""
+    """Return the driver of a graph with these parts; `compiled` compiles each distinct region."""
     copies, functions = _Copies(), dict[tuple[object, ...], Boxed]()
     for part in parts:
         if isinstance(part, fx.Node):
@@ -99,12 +95,11 @@ def driver(module: fx.GraphModule, parts: Sequence[fx.Node | Region], compiled: 
 
 
 def as_text(module: fx.GraphModule) -> str:
-    """The code of a driver, with the names of regions alone."""
     return module.code.replace(f"{__name__.replace('.', '_')}_", "")
 
 
 def _keeps_whole(module: fx.GraphModule, node: fx.Node) -> bool:
-    """Whether a node draws from torch's generator, has a value that is laid out lazily, or reads a graph inside."""
+    """Return True if a node draws from torch's generator, has a lazy value, or reads an inner graph."""
     if node.op == "get_attr":
         return not isinstance(getattr(module, str(node.target), None), Tensor)
     is_random = node.op == "call_function" and draws(node.target, node.args, node.kwargs)
@@ -112,7 +107,7 @@ def _keeps_whole(module: fx.GraphModule, node: fx.Node) -> bool:
 
 
 def _is_computed(node: fx.Node) -> bool:
-    """Whether a node belongs to a region; starts, waits and places of collectives, and new memory, are the driver's."""
+    """Return True for a node of a region; collectives (start, wait, place) and new memory are the driver's."""
     if node.op != "call_function" or _is_memory(node):
         return False
     if is_call(node, "getitem"):
@@ -121,21 +116,20 @@ def _is_computed(node: fx.Node) -> bool:
 
 
 def _is_memory(node: fx.Node) -> bool:
-    """Whether a node allocates memory without a value."""
     return is_call(node, "empty", "empty_strided")
 
 
 def _is_view(node: fx.Node) -> bool:
-    """Whether a node only names memory that its inputs have."""
+    """Return True if a node only names memory of its inputs."""
     if not _is_computed(node) or writes(node) or not values(node):
         return False
-    if is_call(node, "getitem"):  # of several results, or of several views
+    if is_call(node, "getitem"):  # an element of several results, or of views
         return _is_view(node.args[0])  # type: ignore[arg-type]
     return {*storages_of(node)} <= {storage for x in node.all_input_nodes for storage in storages_of(x)}
 
 
 def _runs(graph: fx.Graph) -> list[list[fx.Node]]:
-    """The nodes of each region, and those of the driver one by one, in order. Views and new memory are in neither."""
+    """Return the nodes of each region, and single nodes of the driver, in order. Views and new memory are left out."""
     runs: list[list[fx.Node]] = []
     run_of: dict[fx.Node, list[fx.Node]] = {}
     run: list[fx.Node] = []
@@ -157,11 +151,11 @@ def _runs(graph: fx.Graph) -> list[list[fx.Node]]:
 
 
 def _read(run: Sequence[fx.Node]) -> list[fx.Node]:
-    """The nodes that a run reads: for a view its base, or the view itself if it is of an input not written here."""
+    """Return the nodes that a run reads: for a view its base, or itself for an input not written here."""
     memory = written(run)
 
     def read(node: fx.Node, parts: bool) -> Iterator[fx.Node]:
-        parts = parts and "as_strided" not in operator(node)  # which counts from the begin of the whole
+        parts = parts and "as_strided" not in operator(node)  # its offset counts from the whole
         for x in node.all_input_nodes:
             nodes = [*read(x, parts)] if _is_view(x) else [x]
             is_part = parts and all(y.op == "placeholder" for y in nodes) and memory.isdisjoint(storages_of(x))
@@ -185,12 +179,12 @@ def _region(run: Sequence[fx.Node], read: Sequence[fx.Node], needed: set[fx.Node
 
 
 def boxed(*values: Tensor) -> list[Tensor]:
-    """The values as a list, so that nothing else holds those that are not read later."""
+    """Return the values as a list, so that nothing else holds them."""
     return [*values]
 
 
 def _boxed(fn: Callable[..., Sequence[Tensor]]) -> Boxed:
-    """The function that takes one list: inside of `fn`, which would hold its arguments until its end, or around it."""
+    """Return a function of one list: from inside `fn`, which would hold its arguments to the end, or a wrapper."""
     inner = inspect.unwrap(fn, stop=_takes_one)
     return inner if _takes_one(inner) else lambda args: fn(*args)
 
@@ -209,16 +203,14 @@ def _named(fn: Boxed, name: str) -> Boxed:
 
 
 class _Copies:
-    """Copies of nodes in a new graph; those of views and of new memory are made where they are read first."""
+    """Copies of nodes in a new graph. Views and new memory are copied at their first reader."""
 
     def __init__(self) -> None:
         self.graph, self.of = fx.Graph(), dict[fx.Node, fx.Node]()
 
     def get(self, node: fx.Node) -> fx.Node:
-        """The copy of a node."""
         return self.of[node] if node in self.of else self.add(node)
 
     def add(self, node: fx.Node) -> fx.Node:
-        """Copy a node to the end of the new graph."""
         self.of[node] = self.graph.node_copy(node, self.get)
         return self.of[node]

@@ -1,12 +1,14 @@
 """The cache key of a traced graph: calls with equal signatures run the same graph.
 
 Note [What a graph depends on]
-    A traced function reads its arguments, their defaults, torch's global state, and variables of closures and modules.
-    A graph reads the values of tensor arguments each time it runs. Everything else is fixed during tracing, so it
-    belongs to the cache key: tree structures, shapes, marks (`core.tracing.Marked`), numbers, meshes (each rank has its
-    own), global settings such as autocast, and the numbers, strings, arrays and functions in closures, globals and
-    defaults, in Python's containers there, and the shapes of tensors. Attributes of other objects are compared where a
-    path of names leads to them (`captures.py`), and all of them in what a node of a tree carries (`Structure`).
+    A graph reads tensor arguments at each run. Tracing fixes everything else, so the cache key has:
+    - tree structures, shapes, marks (`core.tracing.Marked`), and arguments other than tensors;
+    - meshes; each rank has its own;
+    - torch's global settings, such as autocast;
+    - numbers, strings, arrays, functions and shapes of tensors in closures, globals and defaults, also inside Python's
+      containers. Attributes of other objects are compared if a path of names leads to them (`captures.py`).
+
+    An object in the metadata of a tree's node is compared by all attributes (`Structure`).
 """
 
 from __future__ import annotations
@@ -36,12 +38,12 @@ from ..sharding.schedule import View
 from .captures import Capture, is_of_library, is_users
 from .trace import kind_in_key, resolved
 
-Key = tuple[type, *tuple[object, ...]]  # the type of a value, and what is compared of the value
-Contents = tuple[tuple[str, object], ...]  # of captured variables: name, and what is compared of the value
+Key = tuple[type, *tuple[object, ...]]  # type of a value, and its compared parts
+Contents = tuple[tuple[str, object], ...]  # of captured variables: name, key of the value
 
 
 class Ambient(NamedTuple):
-    """Torch's global settings that change which operators a function calls, or how a compiler compiles them."""
+    """Torch's global settings that change the operators of a function or their compilation."""
 
     grad_mode: bool
     inference_mode: bool
@@ -54,22 +56,22 @@ class Ambient(NamedTuple):
 
 
 class TensorKey(NamedTuple):
-    """The properties of a tensor that a graph depends on."""
+    """The properties of a tensor in a key."""
 
     shape: torch.Size
     stride: tuple[int, ...]
     dtype: torch.dtype
     device: torch.device
     requires_grad: bool
-    kind: type  # by `kind_in_key`
+    kind: type
 
 
 class Signature(NamedTuple):
-    """The part of the cache key that the arguments and torch's settings determine (Note [What a graph depends on])."""
+    """The part of the cache key from arguments and torch's settings (Note [What a graph depends on])."""
 
     structure: Structure
-    kinds: tuple[TensorKey | Key, ...]  # one for each leaf of the arguments
-    trained: tuple[tuple[object, ...], ...]  # how tensors that require a gradient are one, or views of one
+    kinds: tuple[TensorKey | Key, ...]  # one for each leaf
+    trained: tuple[tuple[object, ...], ...]  # leaves with a gradient that share memory
     meshes: tuple[str, ...]
     ambient: Ambient
 
@@ -80,17 +82,16 @@ class Signature(NamedTuple):
 
     @property
     def grids(self) -> dict[str, Mesh]:
-        """The meshes that arguments lie on, by their names in graphs, in the order of the arguments."""
+        """The meshes of the arguments, by name in graphs, in order."""
         return {name: MESHES.find(name) for name in self.meshes if name}
 
     @property
     def mesh(self) -> Mesh | None:
-        """The first of these meshes; None for one device."""
+        """The first mesh; None for one device."""
         return next(iter(self.grids.values()), None)
 
 
 def ambient() -> Ambient:
-    """Return the current values of the global settings of torch that a trace depends on."""
     cuda, devices = torch.backends.cuda, {"cpu", torch.get_default_device().type}
     if (accelerator := torch.accelerator.current_accelerator()) is not None:
         devices.add(accelerator.type)
@@ -107,18 +108,18 @@ def ambient() -> Ambient:
 
 
 def flatten(args: Sequence[Tree], kwargs: Mapping[str, Tree]) -> tuple[list[object], tree.Spec]:
-    """Return leaves and structure of a call's arguments, with conjugate and negative bits of tensors resolved.
+    """Return leaves and structure of a call's arguments, with conjugate and negative bits resolved.
 
-    A graph reads the memory of its inputs, in which neither bit is applied.
+    A graph reads memory, where neither bit is applied.
     """
     leaves, spec = tree.flatten((args, kwargs))
     return [resolved(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves], spec
 
 
 def on_meshes(x: Tree) -> list[OnMesh]:
-    """Return the nodes of arguments that lie on a mesh.
+    """Return the nodes of arguments on a mesh.
 
-    Raises TypeError for an OrderedDict that the traced function would be given in another order.
+    Raises TypeError for an OrderedDict that the traced function would get in another order.
     """
     tops = tree.tops(x, lambda node: isinstance(node, OnMesh) or bool(_order(node)))
     if any(map(_order, tops)):
@@ -131,9 +132,9 @@ def on_meshes(x: Tree) -> list[OnMesh]:
 
 
 def _order(x: Tree) -> tuple[object, ...]:
-    """The keys of an OrderedDict, and the orders in its values, where the order is not that of insertion.
+    """Return the keys of an OrderedDict, and those in its values, if `move_to_end` has changed their order.
 
-    `move_to_end` does that. A structure of optree has the order of insertion.
+    optree keeps the order of insertion.
     """
     if not isinstance(x, OrderedDict) or [*x] == [*dict.keys(x)]:
         return ()
@@ -145,9 +146,9 @@ def _orders(x: Tree) -> tuple[object, ...]:
 
 
 def signature(leaves: Sequence[object], spec: tree.Spec, nodes: Sequence[OnMesh] = ()) -> Signature:
-    """Return the signature of a call. `nodes` are the nodes of the arguments that lie on a mesh.
+    """Return the signature of a call. `nodes` are the arguments' nodes on a mesh.
 
-    Raises TypeError for an argument that cannot be hashed and compared with the argument of a later call.
+    Raises TypeError for an argument that cannot be hashed and compared.
     """
     try:
         structure, kinds = Structure(spec), tuple(map(key_of, leaves))
@@ -161,11 +162,11 @@ def signature(leaves: Sequence[object], spec: tree.Spec, nodes: Sequence[OnMesh]
 
 
 def _trained(leaves: Sequence[object]) -> tuple[tuple[object, ...], ...]:
-    """For each tensor that requires a gradient: the first leaf that is this tensor, the first in its memory, its place.
+    """Return for each leaf with a gradient: first leaf of the same tensor, first in its memory, offset.
 
-    Autograd adds up the gradients of all places of a tensor, and those of its views. Other tensors may be one or not.
+    Autograd sums gradients over all places and views of a tensor. Other leaves may share memory or not.
     """
-    first: dict[int, int] = {}  # by the address of a tensor, or of a storage
+    first: dict[int, int] = {}  # by id, or address of the storage
     return tuple(
         (first.setdefault(id(x), i), first.setdefault(address(x), i), x.storage_offset(), x.is_leaf)
         for i, x in enumerate(leaves)
@@ -174,14 +175,14 @@ def _trained(leaves: Sequence[object]) -> tuple[tuple[object, ...], ...]:
 
 
 def _check_classes(kinds: Iterable[type]) -> None:
-    """Raise TypeError for a class of tensors whose operators, and instances, a graph would not have."""
+    """Raise TypeError for a tensor class: a graph lacks its operators and instances."""
     for kind in kinds:
         if kind not in (Tensor, nn.Parameter, nn.Buffer) and not issubclass(kind, Marked):
             raise TypeError(f"a tensor of class {kind.__name__}")
 
 
 def key_of(leaf: object) -> TensorKey | Key:
-    """Return the key by which a leaf is compared. TypeError for a tensor that is not strided."""
+    """Return the key of a leaf. Raises TypeError for a tensor that is not strided."""
     if isinstance(leaf, Tensor):
         if leaf.layout is not torch.strided:
             raise TypeError(f"a tensor of layout {leaf.layout}")
@@ -193,24 +194,24 @@ def key_of(leaf: object) -> TensorKey | Key:
 _VALUES = (Number, str, bytes, list, tuple, set, frozenset)
 
 
-def fixed(x: Any) -> Key:  # not `object`: `is_mesh` does not tell mypy that `x` is a mesh
-    """Return a key that is equal for values that are the same to a graph.
+def fixed(x: Any) -> Key:  # Any: mypy does not narrow by `is_mesh`
+    """Return a key, equal for values that are the same to a graph.
 
-    The keys of 1, 1.0 and True differ, and so do the keys of 0.0 and -0.0. The keys of two NaNs are equal. Of a number
-    or container of a class of the user's its attributes are compared, too.
+    The keys of 1, 1.0 and True differ, as do those of 0.0 and -0.0; those of two NaNs are equal. A number or container
+    of a user's class is compared by attributes, too.
     """
     kind: Any = type(x)
     attributes = getattr(x, "__dict__", None)
     more = [_content(attributes, {})] if attributes and isinstance(x, _VALUES) else []
     if isinstance(x, Number):
-        return kind, repr(x), *more  # as text, because NaN != NaN and 0.0 == -0.0
+        return kind, repr(x), *more  # as text: NaN != NaN, 0.0 == -0.0
     if isinstance(x, list | tuple | set | frozenset):
         return kind, *map(fixed, x), *more
     if is_dataclass(x) and not isinstance(x, type):
         return kind, *(fixed(getattr(x, field.name)) for field in fields(x))
-    if is_mesh(x):  # not compared with ==: meshes of different ranks or simulated worlds may be equal
+    if is_mesh(x):  # not ==: meshes of different ranks or simulated worlds may be equal
         return kind, MESHES.of(x)
-    # objects that are equal only to themselves, and methods of such objects
+    # objects equal only to themselves, and their methods
     inside = parts if isinstance(x, FunctionType | MethodType) else static
     return kind, _content(x, {}, inside) if kind.__hash__ in _BY_IDENTITY else x, *more
 
@@ -219,9 +220,9 @@ _BY_IDENTITY = (object.__hash__, BuiltinFunctionType.__hash__, ContextVar.__hash
 
 
 class Structure:
-    """A structure, compared by its nodes and by the contents that what they carry had when this was made.
+    """A structure, compared by its nodes and by their metadata at the time of construction.
 
-    To compare two structures of optree looks at what their nodes carry now, and takes 1, 1.0 and True for one.
+    optree compares metadata as it is now, and takes 1, 1.0 and True for one.
     """
 
     def __init__(self, spec: tree.Spec, seen: _Seen | None = None):
@@ -235,21 +236,21 @@ class Structure:
         return isinstance(other, Structure) and self._nodes == other._nodes
 
     def __hash__(self) -> int:
-        return hash(self.spec)  # which leaves out what nodes of registered classes carry
+        return hash(self.spec)  # without metadata of registered classes
 
 
-def _nodes(spec: tree.Spec) -> Any:  # optree tells in pickles alone what nodes carry
-    """The nodes of a structure: kind, number of children, what it carries, and in place 4 the registered class."""
+def _nodes(spec: tree.Spec) -> Any:  # optree shows metadata only in pickles
+    """Return a structure's nodes: kind, number of children, metadata, and in place 4 the registered class."""
     return spec.__getstate__()[0]  # type: ignore[index]  # a tuple
 
 
-_LEAF = _nodes(tree.flatten(0)[1])[0][0]  # the kind of a node that is a leaf
+_LEAF = _nodes(tree.flatten(0)[1])[0][0]  # the kind of a leaf
 
 
 def _carried(x: Any, is_registered: bool, seen: _Seen) -> object:
-    """The key of what a node carries: metadata of a registered class, or keys, the class of a NamedTuple, a length."""
+    """Return the key of a node's metadata: of a registered class, or keys, the class of a NamedTuple, a length."""
     if not is_registered:
-        keys = x[1] if isinstance(x, tuple) else x  # beside the `default_factory` of a defaultdict
+        keys = x[1] if isinstance(x, tuple) else x  # a defaultdict has (default_factory, keys)
         if not isinstance(keys, list):
             return x
         named = tuple(k if type(k) in (str, int) else fixed(k) for k in keys)
@@ -258,7 +259,7 @@ def _carried(x: Any, is_registered: bool, seen: _Seen) -> object:
 
 
 def _of_metadata(x: object, seen: _Seen) -> object:
-    if type(x) in (int, str, type(None)):  # which differ to `==` from the keys of others
+    if type(x) in (int, str, type(None)):  # these never equal keys of other types
         return x
     try:
         return _content(x, seen, static)
@@ -267,10 +268,8 @@ def _of_metadata(x: object, seen: _Seen) -> object:
 
 
 class _Same:
-    """A wrapper that compares an object by identity."""
-
     def __init__(self, value: object):
-        self.value = value  # a reference, so that no later object gets its id
+        self.value = value  # keeps its id
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, _Same) and self.value is other.value
@@ -279,23 +278,22 @@ class _Same:
         return id(self.value)
 
 
-_Seen = dict[int, tuple[int, object]]  # the objects around and before a value in one variable, by id, in order
-Inside = Callable[[Any], Iterable[object] | None]  # the parts of an object that are compared, as `parts` and `static`
+_Seen = dict[int, tuple[int, object]]  # objects met before a value in one variable, by id: (number, object)
+Inside = Callable[[Any], Iterable[object] | None]  # as `parts` and `static`
 
 
-Inputs = dict[tuple[int, str], list[Tensor]]  # the tensors of captured variables, by `Capture.identity`
+Inputs = dict[tuple[int, str], list[Tensor]]  # by `Capture.identity`
 
 
 def inputs_of(variables: Sequence[Capture]) -> Inputs:
-    """Return the tensors in variables whose tensors are inputs of a graph."""
     return {variable.identity: variable.tensors() for variable in variables if variable.is_input}
 
 
 def contents(variables: Sequence[Capture], inputs: Inputs) -> Contents:
-    """Return a key for the values of captured variables, one pair of name and content for each.
+    """Return a key for the values of captured variables: (name, content) of each.
 
-    Numbers and strings are compared by value, tensors as arguments are, containers, arrays and partials by what is in
-    them, and other objects by identity. Of variables whose tensors are inputs of a graph, it is compared which are one.
+    Numbers and strings are compared by value, tensors as arguments, containers, arrays and partials by items, other
+    objects by identity. The key also tells whether two inputs are one tensor.
     """
     first: dict[int, int] = {}
     same = tuple(first.setdefault(id(x), i) for i, x in enumerate(chain(*inputs.values())))
@@ -309,24 +307,24 @@ def _compared(variable: Capture) -> object:
     value = variable.read()
     if variable.is_code or (type(value) is tuple and not value):
         return value
-    # An attribute that is not read may change at each call, unless the object is frozen.
+    # An unread attribute may change at each call, unless the object is frozen.
     params = getattr(type(value), "__dataclass_params__", None)
     changes = isinstance(value, SimpleNamespace) if params is None else not params.frozen
     try:
         return _Same(value) if changes and variable.by_name else _content(value, {})
-    except RecursionError:  # a list that contains itself, or a long chain of objects
+    except RecursionError:  # a list in itself, or a long chain of objects
         return _Same(value)
 
 
-# Modules whose objects are values: Python's containers and buffers, dates, paths, partials, and numpy's arrays.
+# Modules of values: Python's containers and buffers, dates, paths, partials, numpy's arrays.
 _OF_VALUES = {"_ctypes", "_io", "array", "builtins", "collections", "functools", "numpy", "types"}
 _OF_VALUES |= {"datetime", "pathlib", "pathlib._local", "uuid"}
 
 
-def parts(x: Any) -> Iterable[object] | None:  # not `object`, as in `fixed`
-    """The parts by which an object is compared: fields of a user's dataclass, or what `pickle` would save of a value.
+def parts(x: Any) -> Iterable[object] | None:
+    """Return the compared parts of an object: fields of a user's dataclass, or what `pickle` saves of a value.
 
-    None for an object that is compared by identity.
+    None: the object is compared by identity.
     """
     if is_dataclass(x) and not isinstance(x, type) and not is_of_library(type(x)):
         return [getattr(x, field.name, None) for field in fields(x)]
@@ -340,15 +338,15 @@ def parts(x: Any) -> Iterable[object] | None:  # not `object`, as in `fixed`
         return list(x)
     try:
         saved = x.__reduce_ex__(4)
-    except Exception:  # what cannot be saved, such as a lock or a generator
+    except Exception:  # a lock, a generator
         return None
     return None if isinstance(saved, str) else [list(y) if isinstance(y, Iterator) else y for y in saved]
 
 
 def static(x: Any) -> Iterable[object] | None:
-    """The parts by which metadata of a node is compared: as `parts`, of other objects all attributes.
+    """Return the compared parts of metadata: as `parts`, but of other objects all attributes.
 
-    None for what is compared by identity: classes, and most objects of Python's and torch's own.
+    None: compared by identity, as classes and most objects of Python and torch.
     """
     if isinstance(x, FunctionType):
         cells = [Capture("", cell, "").read() for cell in x.__closure__ or ()]
@@ -361,7 +359,7 @@ def static(x: Any) -> Iterable[object] | None:
         return None
     if (of_value := parts(x)) is not None:
         return of_value
-    if is_dataclass(x) and hasattr(x, "__dataclass_params__"):  # of a library: torch's around constants of ours
+    if is_dataclass(x) and hasattr(x, "__dataclass_params__"):  # torch's, around constants of fshard
         return [getattr(x, field.name, None) for field in fields(x)]
     package = type(x).__module__.partition(".")[0]
     is_own = package == "torch" or (package in sys.stdlib_module_names and package != "argparse")
@@ -369,36 +367,36 @@ def static(x: Any) -> Iterable[object] | None:
 
 
 def _shared(kind: type) -> Iterator[object]:
-    """The attributes of the user's classes, without methods."""
+    """Yield the attributes of the user's classes, without methods."""
     stored = (item for base in kind.__mro__ if not is_of_library(base) for item in vars(base).items())
     return (x for name, x in stored if name[:2] != "__" and not hasattr(type(x), "__get__"))
 
 
 def _of_ours(x: Any, seen: _Seen) -> object:
-    """The key of an object of fshard that a node carries: a layout comes with what nodes of its own tree carry."""
+    """Return the key of fshard's object in a node's metadata; a layout includes the metadata in its own tree."""
     x = x.static if isinstance(x, Source) else x
     home = x.plan if isinstance(x, View) else x
     if not isinstance(home, Plan | Layout) or not (more := _changing(home)):
         return x
-    # a plan is not compared by ==, which arrays do not answer; the place of a subtree stands for its structure
+    # a plan with arrays has no ==; a subtree's position stands for its structure
     place = x if not isinstance(x, View) else (_Same(home), x.over, x.kinds, x.first, x.spec.num_nodes, x.units)
     return place, *(_content(y, seen, static) for y in more)
 
 
 def _changing(home: Plan | Layout) -> tuple[object, ...]:
-    """What the nodes of a plan's tree carry, and may change in place; found once."""
+    """Return the mutable metadata in a plan's tree, and remember it."""
     known = home.derived
     if known.changing is None:
         known.changing = tuple(node[2] for node in _nodes(home.spec) if node[4] is not None and not _is_fixed(node[2]))
     return known.changing
 
 
-_NO_OBJECTS = (type(None), type, ModuleType)  # what a function of C belongs to that is no method of an object
+_NO_OBJECTS = (type(None), type, ModuleType)  # owners of C functions other than methods
 _FIXED = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size)
 
 
 def _is_fixed(x: Any) -> bool:
-    """True for what cannot change in place, at any depth."""
+    """Return True for a value that cannot change in place, at any depth."""
     if type(x) in (tuple, frozenset):
         return all(map(_is_fixed, x))
     if isinstance(x, FunctionType | BuiltinFunctionType):
@@ -409,10 +407,9 @@ def _is_fixed(x: Any) -> bool:
     return type(x) in _FIXED or (isinstance(x, type) and is_of_library(x))
 
 
-def _content(value: Any, seen: _Seen, inside: Inside = parts) -> object:  # Any: as in `fixed`
-    """Return the key of a value."""
+def _content(value: Any, seen: _Seen, inside: Inside = parts) -> object:
     if type(value) in (FunctionType, ModuleType, CodeType) and (inside is parts or not is_users(value)):
-        return value  # they compare as they are; most captured values are these
+        return value  # compared by ==; most captured values are these
     if type(value) is MethodType and inside is parts:
         return MethodType, value.__func__, _Same(value.__self__)
     if value is None or isinstance(value, Number | str | bytes | torch.device):
@@ -420,9 +417,9 @@ def _content(value: Any, seen: _Seen, inside: Inside = parts) -> object:  # Any:
     if isinstance(value, Tensor):
         try:
             key = key_of(value) if value.layout is torch.strided else (Tensor, value.shape, value.dtype, value.device)
-        except RuntimeError:  # a nested or uninitialized one, which has no shape
+        except RuntimeError:  # nested or uninitialized: no shape
             return _Same(value)
-        return key, value.is_conj(), value.is_neg()  # which say how it is laid out when they are resolved
+        return key, value.is_conj(), value.is_neg()  # these decide its layout when resolved
     if isinstance(value, dict | list | tuple) and not (flat := tree.flatten(value))[1].is_leaf():
         return Structure(flat[1], seen), _orders(value), *(_content(x, seen, inside) for x in flat[0])
     if isinstance(value, set | frozenset):
@@ -433,13 +430,12 @@ def _content(value: Any, seen: _Seen, inside: Inside = parts) -> object:  # Any:
         return _of_ours(value, seen)
     if id(value) in seen:
         return seen[id(value)][0]
-    seen[id(value)] = len(seen), value  # a reference, so that no later object gets its id
+    seen[id(value)] = len(seen), value  # keeps its id
     compared = inside(value)
     return _Same(value) if compared is None else (type(value), *(_content(x, seen, inside) for x in compared))
 
 
 def _incomparable(leaves: Sequence[object], spec: tree.Spec, why: Exception) -> TypeError:
-    """Return the TypeError for the first leaf that cannot be hashed, else for the structure."""
     for path, leaf in zip(tree.paths(spec), leaves, strict=True):
         if isinstance(leaf, Tensor) and leaf.layout is not torch.strided:
             return TypeError(
@@ -464,7 +460,6 @@ def _incomparable(leaves: Sequence[object], spec: tree.Spec, why: Exception) -> 
 
 
 def difference(old: Signature, new: Signature) -> str:
-    """Describe the first difference between two signatures, for `explain`."""
     if old.structure != new.structure:
         return "the structure of the arguments, or what their nodes carry (a plan, say), differs"
     for path, before, now in zip(tree.paths(new.spec), old.kinds, new.kinds, strict=True):
@@ -479,17 +474,16 @@ def difference(old: Signature, new: Signature) -> str:
 
 
 def changed(old: Contents, new: Contents) -> str:
-    """Name the captured variables whose contents differ between `old` and `new`, for `explain`."""
     before = dict(old)
     names = [name for name, content in new if before.get(name) != content]
     return f"{', '.join(names) or 'a function'} changed"
 
 
 def words(key: TensorKey | Key) -> str:
-    """A leaf as errors tell it."""
+    """Return a leaf as text for errors."""
     if not isinstance(key, TensorKey):
         kind, *content = key
-        if not content:  # an empty set, or a dataclass without fields
+        if not content:  # an empty set, a dataclass without fields
             return f"an empty {kind.__name__}"
         return str(content[0]) if issubclass(kind, Number) else repr(getattr(content[0], "value", content[0]))
     dtype = str(key.dtype).removeprefix("torch.")

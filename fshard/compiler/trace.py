@@ -1,10 +1,10 @@
 """Trace a function of trees into one torch.fx graph of tensor operators.
 
 Note [Traced functions]
-    Tracing runs the function once, on fake tensors, which have shapes but no values. Every operator that the function
-    calls becomes a node: forward, backward, collectives, optimizer update, and the operators that the transforms of
-    torch.func call. Every decision that Python makes meanwhile (when a unit is gathered, which branch is taken) is
-    fixed in the graph, for all calls with the same signature (Note [What a graph depends on] in `signature.py`).
+    Tracing runs the function once on fake tensors, with shapes and without values. Every operator becomes a node:
+    forward, backward, collectives, optimizer update, and operators of torch.func's transforms. Python's decisions (when
+    to gather a unit, which branch to take) are fixed in the graph, for all calls with the same signature (Note [What a
+    graph depends on] in `signature.py`).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from typing import ParamSpec, TypeVar
 import torch
 from torch import Tensor, fx, nn
 
-# Private API: torch has no public way to make fake tensors. test_jit.py fails if torch moves or changes these classes.
+# Private API: fake tensors have no public constructor. test_jit.py fails if torch moves or changes these classes.
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
@@ -40,10 +40,10 @@ from .captures import captures, generators, state_of
 
 P = ParamSpec("P")
 R = TypeVar("R")
-_Identity = tuple[int, torch.Size, Tensor | None]  # storage, shape and gradient of a tensor
+_Identity = tuple[int, torch.Size, Tensor | None]  # storage, shape, gradient
 
 _UNLIKELY = 0x6A17_C0DE_5EED
-_OF_THE_CACHE = "has_fw_view"  # torch 2.13: a view that comes out of the cache cannot be the primal of forward mode
+_OF_THE_CACHE = "has_fw_view"  # torch 2.13: a cached view cannot be the primal of forward mode
 
 
 class TraceError(RuntimeError):
@@ -52,53 +52,49 @@ class TraceError(RuntimeError):
 
 @dataclass(frozen=True)
 class Trace:
-    """A traced graph, with the tree structures of the function's arguments (`spec`) and of its result (`out_spec`).
+    """A traced graph, with the structures of the function's arguments (`spec`) and of its result (`out_spec`).
 
-    The inputs of `module` are the tensors among the leaves of the arguments, and its outputs are the tensors among the
-    leaves of the result. `results` has one entry for each leaf of the result: an `Output` for a tensor, else the value.
+    Inputs and outputs of `module` are the tensors among the leaves. `results` has for each leaf of the result an
+    `Output` or, if it is no tensor, its value.
     """
 
     module: fx.GraphModule
     spec: tree.Spec
     out_spec: tree.Spec
     results: tuple[object, ...]
-    has_gradient: bool = False  # whether a result requires a gradient, which the graph does not pass on
+    has_gradient: bool = False  # a result requires a gradient, which the graph does not pass on
 
 
 @dataclass(frozen=True)
 class Output:
-    """A placeholder for output number `number` of a graph, and the class of the result: a `Marked`, or `Tensor`."""
+    """A placeholder for output number `number` of a graph, with the class of the result: a `Marked`, or `Tensor`."""
 
     number: int
     kind: type[Tensor]
 
 
 def resolved(x: Tensor) -> Tensor:
-    """Return the tensor without a conjugate or negative bit, which a graph would not see: it reads the memory.
-
-    For a parameter as the code of a module reads it, return the tensor of which it is a view.
-    """
+    """Return the tensor without conjugate and negative bits, unseen by graphs; for a module's parameter its base."""
     if type(x) is not Tensor:
-        if is_lazy(x):  # a signature refuses it
+        if is_lazy(x):  # refused by a signature
             return x
         x = x.view_as(x) if type(x).__module__.startswith("fshard.module.") else x
     return x.resolve_conj().resolve_neg() if x.is_conj() or x.is_neg() else x
 
 
 def trace(fn: Callable[..., Tree], leaves: Sequence[object], spec: tree.Spec, captured: Sequence[Tensor] = ()) -> Trace:
-    """Trace `fn(*args, **kwargs)`, where `tree.flatten((args, kwargs))` gave `leaves` and `spec`.
+    """Trace `fn(*args, **kwargs)`, with `leaves` and `spec` from `tree.flatten((args, kwargs))`.
 
-    `captured` are tensors that `fn` reads from its closures and globals: further inputs of the graph.
-    Raises TraceError for a function that cannot become a graph.
+    `captured`: tensors from closures and globals of `fn`, further inputs of the graph. Raises TraceError for a function
+    without a graph.
     """
     out_spec: tree.Spec
     results: list[object] = []
     has_gradient = False
     caches = True
-    zeros: list[object] | None = []  # calls for tangents of zero without memory; None: these have memory
+    zeros: list[object] | None = []  # calls for zero tangents without memory; None: give them memory
 
     def flat(*inputs: Tensor) -> list[Tensor]:
-        """Call `fn` with the fake tensors `inputs`; make_fx, which accepts only tensors, calls this function."""
         nonlocal out_spec, has_gradient
         inputs, more = inputs[: len(tensors(leaves))], inputs[len(tensors(leaves)) :]
         fake_of = {id(x): fake for x, fake in reversed([*zip(captured, more, strict=True)])}
@@ -119,9 +115,8 @@ def trace(fn: Callable[..., Tree], leaves: Sequence[object], spec: tree.Spec, ca
 
     def traced() -> fx.GraphModule:
         results.clear()
-        # Private API: torch has no public way to save and restore a thread's dispatch keys. An error inside a transform
-        # of torch.func may leave keys of that transform set, and later transforms then fail. test_func_losses.py fails
-        # if torch removes the guard.
+        # Private API: dispatch keys have no public save and restore. An error inside a transform of torch.func may
+        # leave its keys set, so later transforms fail. test_func_losses.py fails if torch removes the guard.
         with _mode_of(leaves, caches) as mode, torch._C._PreserveDispatchKeyGuard(), _alone():
             fakes = list(_fakes(mode, [*tensors(leaves), *map(resolved, captured)]))
             try:
@@ -139,7 +134,7 @@ def trace(fn: Callable[..., Tree], leaves: Sequence[object], spec: tree.Spec, ca
             except (RuntimeError, AssertionError) as failure:
                 if caches and _OF_THE_CACHE in str(failure):
                     caches = False
-                elif zeros and not isinstance(failure, TraceError):  # their views are no fake tensors
+                elif zeros and not isinstance(failure, TraceError):  # views of them are no fake tensors
                     zeros = None
                 else:
                     raise
@@ -152,7 +147,7 @@ def trace(fn: Callable[..., Tree], leaves: Sequence[object], spec: tree.Spec, ca
 
 
 def _check_bodies(module: fx.GraphModule) -> None:
-    """Raise TraceError if the graph has a fake tensor of another trace: that of the body of a scan."""
+    """Raise TraceError if the graph has a fake tensor from the trace of a scan's body."""
     read = module.graph.find_nodes(op="get_attr")
     if any(isinstance(getattr(module, str(node.target)), FakeTensor) for node in read):
         raise TraceError(
@@ -164,8 +159,8 @@ def _check_bodies(module: fx.GraphModule) -> None:
 def eval_shape(fn: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
     """Return the result of `fn(*args, **kwargs)` with fake tensors: shapes, dtypes and devices without values.
 
-    No value is computed, sent to another rank or stored. A meta tensor among the arguments stands for a tensor on the
-    default device, and tensors in closures and globals for their shapes. `lower` accepts the returned fake tensors as
+    Nothing is computed, sent to another rank or stored. A meta tensor among the arguments stands for a tensor on the
+    default device; tensors in closures and globals give their shapes. `lower` takes the returned fake tensors as
     arguments.
 
     >>> eval_shape(lambda x: x @ x, torch.empty(3, 3, device="meta")).shape
@@ -188,26 +183,26 @@ def eval_shape(fn: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
 
 @contextmanager
 def _alone() -> Iterator[None]:
-    """A block of which a checkpoint or `remat` around the call, which may run it again, sees nothing.
+    """Hide a block from a checkpoint or `remat` around the call, which may run it again.
 
-    What torch.compile has decorated runs in it as it is written, as a part of the graph.
+    In it, functions decorated by torch.compile run as written.
     """
     inlined = torch._dynamo.config.patch(error_on_nested_fx_trace=False)
     with assigned(RERUN, None), unhooked(), inlined, warnings.catch_warnings():
-        # torch asks results for `.grad`, and hides its warning only if that is no error
+        # torch reads `.grad` of results, and hides its warning unless warnings are errors
         warnings.filterwarnings("ignore", message="The .grad attribute of a Tensor that is not a leaf")
         yield
 
 
 @contextmanager
 def _mode_of(leaves: Sequence[object], caches: bool, takes_real: bool = False) -> Iterator[FakeTensorMode]:
-    """The mode of fake tensors for a run with these arguments; `takes_real`: other tensors become fake where read.
+    """Return the mode of fake tensors for these arguments. `takes_real`: real tensors become fake when read.
 
-    With `caches` the mode keeps the results of operators, which takes half of the time of a trace away.
+    `caches`: keep results of operators, in half the time.
     """
-    # Fake tensors of two modes cannot meet in one operator, so arguments that are fake already decide the mode.
+    # Two modes cannot meet in one operator, so fake arguments decide the mode.
     fakes = [leaf for leaf in leaves if isinstance(leaf, FakeTensor)]
-    # Shapes that depend on values are refused. Inductor uses its cache only if there is a ShapeEnv.
+    # Refuses shapes that depend on values. Inductor uses its cache only with a ShapeEnv.
     shapes = ShapeEnv(allow_scalar_outputs=False, allow_dynamic_output_shape_ops=False)
     mode = fakes[0].fake_mode if fakes else FakeTensorMode(shape_env=shapes)
     before = mode.cache_enabled, mode.allow_non_fake_inputs
@@ -219,7 +214,7 @@ def _mode_of(leaves: Sequence[object], caches: bool, takes_real: bool = False) -
 
 
 def _fake(mode: FakeTensorMode, leaf: Tensor) -> Tensor:
-    """Return a fake tensor with the metadata of `leaf`. A meta tensor becomes a fake one on the default device."""
+    """Return a fake tensor like `leaf`; for a meta tensor on the default device."""
     if leaf.device.type == "meta" or (isinstance(leaf, FakeTensor) and leaf.fake_mode is not mode):
         return _of_kind(leaf, alone(leaf, mode))
     if isinstance(leaf, FakeTensor):
@@ -228,10 +223,7 @@ def _fake(mode: FakeTensorMode, leaf: Tensor) -> Tensor:
 
 
 def kind_in_key(x: Tensor) -> type:
-    """The class by which the branch of an `isinstance` may go: `Marked`, Parameter, Buffer, or Tensor for a fake one.
-
-    Any other class is the tensor's own.
-    """
+    """Return the class that `isinstance` sees. A fake tensor's is Parameter, Buffer or Tensor."""
     kind = type(x)
     if kind is Tensor or issubclass(kind, FakeTensor):
         return nn.Parameter if getattr(x, "_is_param", False) else nn.Buffer if hasattr(x, "_is_buffer") else Tensor
@@ -239,7 +231,6 @@ def kind_in_key(x: Tensor) -> type:
 
 
 def _of_kind(leaf: Tensor, fake: Tensor) -> Tensor:
-    """A fake tensor of the class of a real one: `isinstance` asks for these attributes."""
     kind = kind_in_key(leaf)
     if kind is nn.Parameter:
         fake._is_param = True
@@ -249,20 +240,19 @@ def _of_kind(leaf: Tensor, fake: Tensor) -> Tensor:
 
 
 def alone(x: Tensor, mode: FakeTensorMode | None = None) -> Tensor:
-    """Return a fake tensor like `x` in memory of its own, and not in that of another fake tensor."""
+    """Return a fake tensor like `x` with its own memory."""
     device = torch.get_default_device() if x.device.type == "meta" else x.device
     with mode or x.fake_mode:  # type: ignore[attr-defined]
         return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=device)
 
 
 def _fakes(mode: FakeTensorMode, leaves: Iterable[Tensor]) -> Iterator[Tensor]:
-    """Yield a fake tensor for each leaf. A tensor that is given twice is two of them, and so are views of one.
+    """Yield a fake tensor for each leaf; a tensor given twice becomes two, and so do views of one.
 
-    The tracer knows inputs by identity, and compilers by their memory; in a later call the two may differ. But autograd
-    sums over all places of one tensor, and its views, so those that require a gradient stay one: the signature says
-    which are one.
+    Tracers know inputs by identity, compilers by memory, and both may differ in a later call. Tensors with a gradient
+    stay one, as the signature says: autograd sums over all places and views of a tensor.
     """
-    seen = set[int]()  # addresses of storages
+    seen = set[int]()  # of storages
     for leaf in leaves:
         memory = address(leaf)
         is_apart = memory in seen and not leaf.requires_grad
@@ -271,12 +261,12 @@ def _fakes(mode: FakeTensorMode, leaves: Iterable[Tensor]) -> Iterator[Tensor]:
 
 
 def input_paths(leaves: Sequence[object], spec: tree.Spec) -> list[str]:
-    """Return the paths of the leaves that are tensors, in order. The inputs of a graph are named by these paths."""
+    """Return the paths of leaves that are tensors, in order: the names of a graph's inputs."""
     return [path for path, leaf in zip(tree.paths(spec), leaves, strict=True) if isinstance(leaf, Tensor)]
 
 
 def _identity(x: Tensor) -> _Identity:
-    """Return storage, shape and gradient of a tensor. Only assignments to `x.data` or `x.grad` change this result."""
+    """Return storage, shape and gradient. Only assignments to `x.data` or `x.grad` change them."""
     return address(x), x.shape, x.grad if x.is_leaf else None  # a non-leaf's .grad warns
 
 
@@ -293,13 +283,12 @@ def _check_same(inputs: Sequence[Tensor], before: Sequence[_Identity], paths: Se
             )
 
 
-# The types a leaf of the result may have. Every call returns the non-tensor leaves of the traced call, so these must
-# be immutable.
+# Types of a result's leaves: immutable, because every call returns the traced call's values.
 _CONSTANTS = (Tensor, Number, str, bytes, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format)
 
 
 def _check_constants(out: Sequence[object], spec: tree.Spec, leaves: Sequence[object]) -> None:
-    argument_ids = {id(leaf) for leaf in leaves}  # of any type, because the cache key has the leaves of the arguments
+    argument_ids = {id(leaf) for leaf in leaves}  # any type: the cache key has these leaves
     for path, leaf in zip(tree.paths(spec), out, strict=True):
         if not isinstance(leaf, _CONSTANTS) and id(leaf) not in argument_ids:
             at = f" at {path!r}" if path else ""
@@ -310,7 +299,6 @@ def _check_constants(out: Sequence[object], spec: tree.Spec, leaves: Sequence[ob
 
 
 def _put(fake_of: Mapping[int, Tensor], x: Tree) -> Tree:
-    """Return a tree of arguments with fake tensors in place of captured ones, which are given by their ids."""
     return tree.map(lambda leaf: fake_of.get(id(leaf), leaf), x)
 
 
@@ -318,10 +306,10 @@ _SET_DATA = Tensor.data.__set__  # type: ignore[attr-defined]
 
 
 class _Captured(TorchFunctionMode):
-    """Put fake tensors in place of captured ones, also where no operator is called: in `.tolist()`, `.data`.
+    """Replace captured tensors by fake ones, also where no operator is called: in `.tolist()`, `.data`.
 
-    Raise TraceError if the function asks where a tensor lies in one of the inputs' storages (in another call it may lie
-    elsewhere), and if it sets `.data` of another tensor than an input, which no operator records.
+    Raise TraceError if the function asks for an input's offset in its storage, which may change, or sets `.data` of
+    another tensor: no operator records this.
     """
 
     def __init__(self, fake_of: Mapping[int, Tensor], inputs: Sequence[Tensor]) -> None:
@@ -330,7 +318,7 @@ class _Captured(TorchFunctionMode):
 
     def __torch_function__(self, func: Operator, types: object, args: Args = (), kwargs: Kwargs = None) -> object:
         args, kwargs = _put(self._fake_of, (args, kwargs or {})) if self._fake_of else (args, kwargs or {})
-        if func == _SET_DATA and id(args[0]) not in self._inputs:  # of inputs `_check_same` tells the path
+        if func == _SET_DATA and id(args[0]) not in self._inputs:  # for inputs, `_check_same` knows the path
             raise TraceError(
                 f"jit: the function assigns to .data of a tensor at {call_site()}, which no graph has: give the new "
                 "tensor a name of its own, or write into this one with .copy_() in torch.no_grad()"
@@ -338,53 +326,52 @@ class _Captured(TorchFunctionMode):
         asks = func is Tensor.storage_offset and address(args[0]) in self._inputs.values()
         if asks and not sys._getframe(1).f_code.co_filename.startswith(NOT_THE_USER):
             raise TraceError(f"jit: storage_offset() of an argument at {call_site()}: pass that number as an argument")
-        if func in (Tensor.tolist, torch.tensor):  # which read the memory of real tensors, and call no operator
+        if func in (Tensor.tolist, torch.tensor):  # these read real memory without an operator
             tree.map(lambda x: torch.detach(x) if isinstance(x, Tensor) else x, args)
         return func(*args, **kwargs)
 
 
-_LIFTS = {torch.ops.aten.lift.default, torch.ops.aten.lift_fresh.default}  # of what `torch.tensor` has made
+_LIFTS = {torch.ops.aten.lift.default, torch.ops.aten.lift_fresh.default}  # on results of `torch.tensor`
 
 
 class _Watch(TorchDispatchMode):
-    """Raise TraceError for random numbers that the graph would repeat in every call, and for sparse tensors.
+    """Raise TraceError for random numbers that a graph would repeat in every call, and for sparse tensors.
 
-    Before each draw this mode sets a new seed in torch's generator. If the function restores an earlier generator state
-    (fork_rng, set_rng_state, torch.utils.checkpoint), the seed at the next draw is not the expected one, and `check`
-    raises. Inside a step random numbers come from the train state (Note [Random numbers in a graph] in `random.py`),
-    so torch's generator is not used.
+    Before each draw, torch's generator gets a new seed. If the function restores an earlier state (fork_rng,
+    set_rng_state, torch.utils.checkpoint), the next draw finds another seed, and `check` raises. A step draws from the
+    train state instead (Note [Random numbers in a graph] in `random.py`).
     """
 
     supports_higher_order_operators = True
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
-        """Return True, so that a function that is compiled inside the traced one (flex_attention) still compiles."""
+        """Return True: functions compiled inside the traced one (flex_attention) still compile."""
         return True
 
     def __init__(self, fake_of: Mapping[int, Tensor], zeros: list[object] | None) -> None:
         super().__init__()
         self._fake_of, self._zeros = fake_of, zeros
         self._seed = _UNLIKELY
-        # A seed that user code is unlikely to set: a call of manual_seed with the old seed is then noticed, too.
+        # A seed that users hardly set: a call of manual_seed with the old seed is noticed, too.
         torch.default_generator.manual_seed(_UNLIKELY)
 
     def __torch_dispatch__(self, func: Operator, types: object, args: Args = (), kwargs: Kwargs = None) -> object:
         kwargs = kwargs or {}
         if self._fake_of:
-            args, kwargs = _put(self._fake_of, (args, kwargs))  # what was called without a name in Python, too
+            args, kwargs = _put(self._fake_of, (args, kwargs))  # also for calls without a Python name
         if func is torch.ops.aten._efficientzerotensor.default:
             if self._zeros is None:
                 return torch.zeros(*args, **kwargs)
             self._zeros.append(func)
         if any(isinstance(x, Tensor) and not isinstance(x, FakeTensor) for x in args) and func not in _LIFTS:
-            # as torch's fake tensors say, which let tensors of one element pass
+            # torch's own message; torch lets tensors of one element pass
             raise RuntimeError("convert all Tensors to FakeTensors")
         if draws(func, args, kwargs):
             if any(isinstance(value, torch.Generator) for value in (*args, *kwargs.values())):
                 raise TraceError(f"jit: {func} with a generator of its own at {call_site()}{_REPEATED}")
             self.check(f" before {func} at {call_site()}")
-            self._seed += 1  # a state that was saved before this draw has an older seed, and is noticed if it returns
+            self._seed += 1  # a state saved before this draw has an older seed
             torch.default_generator.manual_seed(self._seed)
         out = func(*args, **kwargs)
         if isinstance(out, Tensor) and out.layout is not torch.strided:
@@ -395,7 +382,7 @@ class _Watch(TorchDispatchMode):
         return out
 
     def check(self, where: str = "") -> None:
-        """Raise TraceError if the seed of torch's generator is not the one set at the last draw."""
+        """Raise TraceError if the seed of torch's generator is not the last one set."""
         if torch.default_generator.initial_seed() != self._seed:
             raise TraceError(
                 "jit: the function seeds torch's generator, or puts back its state (fork_rng, set_rng_state, "
@@ -411,9 +398,9 @@ _REPEATED = (
 
 @contextmanager
 def _without_random_state(fake_of: Mapping[int, Tensor], zeros: list[object] | None) -> Iterator[None]:
-    """Raise TraceError if the block seeds torch's generator: a graph would repeat the numbers of the first call.
+    """Raise TraceError if the block seeds torch's generator: a graph would repeat the first call's numbers.
 
-    The state of that generator is restored afterwards.
+    Restore the generator afterwards.
     """
     saved = torch.default_generator.get_state()
     try:
@@ -440,9 +427,9 @@ def _undrawn(fn: Callable[..., Tree], leaves: Sequence[object]) -> Iterator[None
 
 
 def _let_go(failure: BaseException | None) -> None:
-    """Clear the local variables in the tracebacks of `failure` and of its contexts.
+    """Clear local variables in the tracebacks of `failure` and of its contexts.
 
-    A dispatch guard among these variables would otherwise change the thread's dispatch keys when it is freed later.
+    A dispatch guard among them would change the thread's dispatch keys when freed later.
     """
     while failure is not None:
         traceback.clear_frames(failure.__traceback__)
@@ -450,10 +437,10 @@ def _let_go(failure: BaseException | None) -> None:
 
 
 def _explained(failure: Exception, fn: Callable[..., Tree]) -> TraceError:
-    """Return the TraceError for an error of torch's tracer, which tells errors apart only by their text and frames."""
+    """Return the TraceError for an error of torch's tracer, known by text and frames only."""
     text, where = str(failure), _site(failure)
     frames = traceback.extract_tb(failure.__traceback__)
-    # Under forward-mode AD, which is on for simulated ranks, torch raises while formatting its own error message.
+    # Under forward-mode AD, on for simulated ranks, torch raises while it formats its message.
     refused = any(f.name == "validate" and f.filename.endswith("fake_tensor.py") for f in frames)
     if refused or "convert all Tensors to FakeTensors" in text:
         read = [(c.name, value if isinstance(value := c.read(), tuple) else (value,)) for c in captures(fn)]
@@ -469,7 +456,7 @@ def _explained(failure: Exception, fn: Callable[..., Tree]) -> TraceError:
             f"jit: the function asks for the value of a tensor (if, while, int, float, .item(), .tolist(), print) at "
             f"{where}, which a graph does not know: use torch.where or fshard.select, or do it outside"
         )
-    if "hasPrimaryContext" in text:  # autograd's engine asks for the stream of a GPU that is not there
+    if "hasPrimaryContext" in text:  # autograd's engine asks for the stream of an absent GPU
         return TraceError(
             "jit: torch's backward asks for the stream of a GPU, and this machine has none: lower the function on one "
             "that has, or for AbstractMesh(shard=...), without a device, whose graph has the same collectives. A "
@@ -481,6 +468,6 @@ def _explained(failure: Exception, fn: Callable[..., Tree]) -> TraceError:
 
 
 def _site(failure: BaseException) -> str:
-    """Return file, line number and text of the innermost line of user code, or of the innermost line if none is."""
+    """Return file, line number and text of the innermost line, of user code if possible."""
     frame = frame_of(failure)
     return f"{line_of(frame.filename, frame.lineno)} ({frame.line})"
