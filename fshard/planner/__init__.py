@@ -1,1 +1,1 @@
-"""What a step needs before it runs: memory by purpose, what ranks send, and whether a device has room for it."""
+"""Estimates before a step runs: memory by purpose, traffic, and room on a device."""

@@ -1,17 +1,16 @@
-"""Graphs of a few equal units instead of all: what a stack of units is, and how figures of its graphs grow.
+"""Graphs of a few equal units in place of all, and the growth of their figures.
 
 Note [Depth]
-    To lower a step takes time in proportion to its units. In most networks nearly all of them are equal, and a loss
-    reads them in a loop. Such a step is lowered with a few of them, three times. The figures of the whole graph follow
-    if two things hold, which are checked; else the whole graph is lowered.
+    The time to lower a step grows with its units. In most networks nearly all units are equal, and the loss reads them
+    in a loop. Such a step is lowered three times with a few units. The figures of the whole graph follow if two
+    conditions hold; if not, the whole graph is lowered.
 
-    - Forward and backward of the loss, of all units, call the operators that those of a few call, with one period
-      more for each unit. They are recorded on meta tensors, which is fast: operators, shapes, numbers, and how far
-      before the memory was written that they read. So a loss whose last units do something else is noticed.
-    - The graphs after all passes are equal but for a whole number of periods more at the same places. The bytes at each
-      node grow by the same number for each unit, and from period to period. So the most are at a node of the
-      smallest graph, or in its copy in the first or last periods: a figure of the whole is never that of a sum that
-      is largest elsewhere.
+    1. With all units, forward and backward of the loss call the same operators as with a few, and one period more for
+       each further unit. Calls are recorded on meta tensors, which is fast: operators, shapes, numbers, and the age of
+       the memory they read. So a loss that treats its last units in another way is noticed.
+    2. After all passes, the graphs differ only by whole periods at the same places. The bytes at each node grow by the
+       same number for each unit, and from period to period. So the peak of the whole graph is at a node of the smallest
+       graph, or at its copy in the first or last periods, and never at a node without figures.
 """
 
 from __future__ import annotations
@@ -38,38 +37,37 @@ from ..sharding.sharded import Sharded, whole_view
 from ..train.accumulate import cut
 from ..train.step import Step
 
-_STANDARD = os.path.dirname(os.__file__) + os.sep  # the files of Python's own library
-_NEAR = 16  # operators: memory that was written longer ago is only said to be older
+_STANDARD = os.path.dirname(os.__file__) + os.sep  # Python's own library
+_NEAR = 16  # operators; memory written longer ago is only called older
 Key = Hashable
 
 
 @dataclass(frozen=True)
 class Stack:
-    """A list in a tree of parameters whose children are equal units: `units[child]` are the names of their units."""
+    """A list of equal children in a tree of parameters; `units[child]` are the names of a child's units."""
 
     path: str
-    first: int  # the number of its first leaf
+    first: int  # number of its first leaf
     num_leaves: int
     units: tuple[tuple[str, ...], ...]
 
     @property
     def depth(self) -> int:
-        """The number of children."""
         return len(self.units)
 
     def place(self, unit: str) -> tuple[int, int] | None:
-        """The child that a unit belongs to, and which of its units it is; None for a unit outside."""
+        """Return (child, number in the child) of a unit; None for a unit outside."""
         pairs = ((child, names.index(unit)) for child, names in enumerate(self.units) if unit in names)
         return next(pairs, None)
 
     def general(self, unit: str) -> str:
-        """The name of a unit with a star for the number of the child."""
+        """Return the name of a unit, with a star for the number of the child."""
         place = self.place(unit)
         return unit if place is None else unit.replace(f"{self.path}.{place[0]}", f"{self.path}.*", 1)
 
 
 def stack_of(plan: Plan) -> Stack | None:
-    """The stack of a plan with most leaves; None if it has no list of equal units."""
+    """Return the plan's stack with the most leaves; None if it has no list of equal units."""
     stacks = [
         Stack(".".join(path), first, spec.num_leaves, units)
         for path, spec, first in tree.walk(plan.spec)
@@ -79,7 +77,7 @@ def stack_of(plan: Plan) -> Stack | None:
 
 
 def _equal_units(plan: Plan, spec: tree.Spec, first: int) -> tuple[tuple[str, ...], ...]:
-    """The units of each child of a list; () unless there are several, which are equal and follow each other."""
+    """Return the units of each child of a list; () unless several children are equal and follow each other."""
     forms, units = set[object](), list[tuple[str, ...]]()
     for child, offset in tree.children(spec):
         numbers = plan.leaves[first + offset : first + offset + child.num_leaves]
@@ -96,9 +94,9 @@ def _equal_units(plan: Plan, spec: tree.Spec, first: int) -> tuple[tuple[str, ..
 
 
 def depths_of(plan: Plan, stack: Stack) -> tuple[int, int, int]:
-    """The numbers of units to lower: enough for what is in memory near the first and the last unit alone.
+    """Return the numbers of units to lower: enough to see the memory near the first and the last unit.
 
-    That is more where several of them travel beside a large one (Note [Two units] in `ahead.py`).
+    More are needed if several units travel beside a large one (Note [Two units] in `ahead.py`).
     """
     names, sizes = {*chain(*stack.units)}, plan.ahead.sizes
     unit = min(size for size, unit in zip(sizes, plan.units, strict=True) if unit.name in names)
@@ -107,7 +105,7 @@ def depths_of(plan: Plan, stack: Stack) -> tuple[int, int, int]:
 
 
 def with_few(plan: Plan, stack: Stack, depth: int) -> Plan:
-    """The plan without the last children of a stack: it has the first `depth`."""
+    """Return the plan with the first `depth` children of a stack."""
 
     def is_stack(x: object) -> bool:
         return isinstance(x, list | tuple) and tree.leaves(x) == [*range(stack.first, stack.first + stack.num_leaves)]
@@ -128,7 +126,7 @@ def with_few(plan: Plan, stack: Stack, depth: int) -> Plan:
 
 
 def with_plan(args: Tree, old: Plan, new: Plan) -> Tree:
-    """The arguments of a step, on no device, with trees on another plan. ValueError for what lies otherwise."""
+    """Return a step's arguments, on no device, on another plan. Raises ValueError for a part of a sharded tree."""
 
     def moved(x: object) -> object:
         if not isinstance(x, Sharded) or x.plan != old:
@@ -143,7 +141,7 @@ def with_plan(args: Tree, old: Plan, new: Plan) -> Tree:
 
 
 _Form = tuple[torch.Size, tuple[int, ...], torch.dtype]
-Results = dict[Key, tuple[list[_Form], tree.Spec]]  # what operators returned, by what they were called with
+Results = dict[Key, tuple[list[_Form], tree.Spec]]  # results of operators, by their arguments
 
 
 def _form(x: Tensor) -> _Form:
@@ -157,20 +155,20 @@ def _bare(x: object) -> object:
 
 
 class _Recorder(TorchDispatchMode):
-    """Records what is called: operator, forms of tensors, other arguments, and how long ago memory was written.
+    """Record calls: operator, forms of tensors, other arguments, and the age of the memory read.
 
-    What an operator returned once is made again without it, which takes a tenth of the time.
+    A result that was seen before is made without its operator, in a tenth of the time.
     """
 
     def __init__(self, results: Results) -> None:
         super().__init__()
         self.keys: list[Key] = []
         self._results = results
-        self._written: dict[int, int] = {}  # by address: the number of the operator
+        self._written: dict[int, int] = {}  # number of the operator, by address
 
     def __torch_dispatch__(self, func: Operator, types: object, args: Args = (), kwargs: Kwargs = None) -> object:
         inputs = tree.leaves((args, kwargs or {}))
-        if any(isinstance(x, Tensor) and not x.is_meta for x in inputs):  # of a closure
+        if any(isinstance(x, Tensor) and not x.is_meta for x in inputs):  # from a closure
             args, kwargs = tree.map(_bare, (args, kwargs or {}))
         key = func, *(_form(x) if isinstance(x, Tensor) else repr(x) for x in inputs)
         ago = [len(self.keys) - self._written.get(address(x), 0) for x in inputs if isinstance(x, Tensor)]
@@ -189,14 +187,14 @@ class _Recorder(TorchDispatchMode):
 
 
 class Origin(NamedTuple):
-    """What called the operator of a node: a line of the user's code ("" for none) in the loss; autograd's backward."""
+    """The caller of a node's operator: a line of the user's code ("" for none), and True in autograd's backward."""
 
     line: str
     is_backward: bool
 
 
 class _Origins(TorchDispatchMode):
-    """Notes in `meta` of the nodes of a trace their `Origin`; `caller` is the line that asks for the trace."""
+    """Put an `Origin` into `meta` of each node. `caller` is the line that asks for the trace."""
 
     supports_higher_order_operators = True
 
@@ -220,13 +218,13 @@ class _Origins(TorchDispatchMode):
 
 
 def noted(fn: Callable[..., Tree], caller: str, *args: Tree) -> Tree:
-    """Call a function that is traced; its nodes have an `Origin`."""
+    """Call a traced function, with an `Origin` for each node."""
     with _Origins(caller):
         return fn(*args)
 
 
 def calls(step: Step, plan: Plan, given: Sequence[Tree], results: Results) -> list[Key]:
-    """What forward and backward of a step's loss call, recorded on meta tensors. `results` are those so far."""
+    """Return the calls in forward and backward of a step's loss, on meta tensors. `results`: those so far."""
 
     def whole(sharded: Sharded) -> Tree:
         kinds = [sharded.plan.kinds[slot.kind] for slot in sharded.plan.slots]
@@ -250,13 +248,13 @@ def calls(step: Step, plan: Plan, given: Sequence[Tree], results: Results) -> li
     return recorder.keys
 
 
-Runs = list[tuple[int, int]]  # where each run of equal periods ends in the shorter of two lists, and its period
+Runs = list[tuple[int, int]]  # (end in the shorter list, period) of each run of equal periods
 
 
 def runs(short: Sequence[Key], long: Sequence[Key]) -> Runs | None:
-    """The places where the longer list has one period more; None if the lists differ otherwise.
+    """Return the places where the longer list has one period more; None if the lists differ otherwise.
 
-    Of the periods that may be repeated at a place it is the one after which the lists agree for longest.
+    If several periods fit at a place, take the one after which the lists agree for longest.
     """
     places: Runs = []
     at = there = 0
@@ -281,7 +279,7 @@ def _num_same(short: Sequence[Key], long: Sequence[Key]) -> int:
 
 
 def expanded(short: Sequence[Key], places: Runs, times: int) -> list[Key]:
-    """The list with so many periods more in each run."""
+    """Return the list with `times` periods more in each run."""
     keys, before = list[Key](), 0
     for at, period in places:
         keys += [*short[before:at], *list(short[at - period : at]) * times]
@@ -289,15 +287,15 @@ def expanded(short: Sequence[Key], places: Runs, times: int) -> list[Key]:
     return [*keys, *short[before:]]
 
 
-Rows = Sequence[Mapping[str, int]]  # bytes by purpose, at each node of a graph
+Rows = Sequence[Mapping[str, int]]  # bytes by purpose, for each node of a graph
 
 
 def images(graphs: Sequence[Rows], short: Sequence[Key], places: Runs, times: Sequence[int]) -> list[list[int]] | None:
-    """Where nodes of the shortest graph are in graphs with so many periods more: of those that decide the maximum.
+    """Return the numbers, in graphs with `times` periods more, of the nodes that may decide the maximum.
 
-    A node inside a run has two images: as far from the run's beginning, and as far from its end. Of each run those
-    near both ends are returned at which bytes grow by the same number for each period more of the graph; None if bytes
-    between them do not grow by the same from period to period.
+    A node of a run has two images: as far from the run's beginning, and as far from its end. Images near both ends are
+    returned, as far as bytes grow evenly with the periods of the graph. None if bytes in between do not grow evenly
+    from period to period.
     """
     inside = {at for end, period in places for at in range(_begin(short, end, period), end)}
     outside = [at for at in range(len(short)) if at not in inside]
@@ -318,17 +316,16 @@ def images(graphs: Sequence[Rows], short: Sequence[Key], places: Runs, times: Se
 
 
 def _num_even(graphs: Sequence[Rows], candidates: Sequence[Sequence[int]], times: Sequence[int]) -> int:
-    """The number of images before the first one that is not even."""
     return next((n for n, image in enumerate(candidates) if not is_even(graphs, image, times)), len(candidates))
 
 
 def _before(places: Runs, at: int) -> int:
-    """The nodes that one period more of each run puts before a node."""
+    """Return the number of nodes before `at` for one period more in each run."""
     return sum(period for end, period in places if end <= at)
 
 
 def _begin(keys: Sequence[Key], end: int, period: int) -> int:
-    """Where the first whole period of the run begins that ends at `end`."""
+    """Return the beginning of the first whole period in the run up to `end`."""
     begin = end - period
     while begin >= period and keys[begin - period : begin] == keys[begin : begin + period]:
         begin -= period
@@ -336,7 +333,7 @@ def _begin(keys: Sequence[Key], end: int, period: int) -> int:
 
 
 def is_even(graphs: Sequence[Rows], image: Sequence[int], times: Sequence[int]) -> bool:
-    """Whether the bytes at a node of three graphs grow by the same number for each period more."""
+    """Return True if the bytes at a node of three graphs grow by the same number for each period."""
     few, more, most = (rows[i] for rows, i in zip(graphs, image, strict=True))
     near, far = times[1] - times[0], times[2] - times[0]
     bytes_of = [[row.get(name, 0) for row in (few, more, most)] for name in {*few, *more, *most}]

@@ -1,4 +1,4 @@
-"""What a step needs before it runs: the peak of memory, what is there then, what a rank sends, and room on a GPU."""
+"""Estimate a step before it runs: peak of memory and what is in memory then, traffic of a rank, and room on a GPU."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ from ..sharding.sharded import Sharded
 from ..train.step import Step
 from .depth import Key, Results, Stack, calls, depths_of, expanded, images, noted, runs, stack_of, with_few, with_plan
 
-MOST = 10  # tensors of the peak that are listed
+MOST = 10  # listed tensors of the peak
 
 
 class Interval(NamedTuple):
-    """Bytes between two bounds, and where the bounds are from."""
+    """Bytes between two bounds, and the source of the bounds."""
 
     low: int
     high: int
@@ -39,7 +39,7 @@ class Interval(NamedTuple):
 
 
 class Memory(NamedTuple):
-    """The bytes of one purpose: there before the step, at the peak, and at this purpose's own peak."""
+    """The bytes of one purpose: before the step, at the peak, and at this purpose's own peak."""
 
     purpose: str
     resident: int
@@ -48,10 +48,10 @@ class Memory(NamedTuple):
 
 
 class Tensors(NamedTuple):
-    """Equal tensors that are in memory at the peak: how many, and their bytes together.
+    """Equal tensors in memory at the peak: `count` of them, with `bytes` in all.
 
-    They are of an operator, of a form such as "bf16[8, 128]" (of flat ones the dtype alone), allocated in a unit at a
-    line of the user's code; "" where that is not known.
+    - `form`: dtype and shape, such as "bf16[8, 128]"; for flat tensors the dtype only.
+    - `unit`, `line`: the unit, and the line of the user's code, where they were allocated; "" if unknown.
     """
 
     purpose: str
@@ -65,7 +65,7 @@ class Tensors(NamedTuple):
 
 @dataclass(frozen=True)
 class Peak:
-    """The most bytes in memory at one node of the graph: its operator, unit, phase and line, and what is there then."""
+    """The most bytes in memory: the node's operator, unit, phase and line, and the largest tensors there."""
 
     bytes: int
     operator: str
@@ -77,7 +77,7 @@ class Peak:
 
 @dataclass(frozen=True)
 class Device:
-    """The memory of a GPU that a process takes: what torch allocates and reserves, and what libraries take."""
+    """The memory that a process takes on a GPU: allocated and reserved by torch, and taken by libraries."""
 
     allocated: Interval
     workspaces: Interval
@@ -87,9 +87,9 @@ class Device:
     unknown: tuple[str, ...]
 
     def fits(self, capacity: int) -> str:
-        """Whether a device of so many bytes has room: "yes", "likely" (the bounds say both) or "no".
+        """Return "yes" if a device of `capacity` bytes has room, "no" if not, "likely" if it is between the bounds.
 
-        What is `unknown` is in no bound: leave room for it.
+        The bounds leave out the items of `unknown`: leave room for them.
         """
         check_whole("fits: capacity", capacity, what="a number of bytes")
         return "yes" if self.total.high <= capacity else "no" if self.total.low > capacity else "likely"
@@ -97,10 +97,12 @@ class Device:
 
 @dataclass(frozen=True)
 class Estimate:
-    """What `fshard.estimate` returns: `print` shows it as tables, `to_dict` gives it to programs.
+    """The result of `fshard.estimate`: `print` shows tables, `to_dict` is for programs.
 
-    `memory` has a row for each purpose, `traffic` one for each kind, unit and axis: bytes that a rank sends in a step.
-    `graph` says which graph the figures are of, and `notes` what they leave out.
+    - `memory`: a row for each purpose.
+    - `traffic`: a row for each kind, unit and axis, with the bytes that a rank sends in a step.
+    - `graph`: the graph that the figures describe.
+    - `notes`: what the figures leave out.
     """
 
     peak: Peak
@@ -111,7 +113,7 @@ class Estimate:
     notes: tuple[str, ...]
 
     def to_dict(self) -> dict[str, object]:
-        """Return dicts, lists, numbers and strings alone."""
+        """Return dicts, lists, numbers and strings only."""
         tables = {name: [row._asdict() for row in getattr(self, name)] for name in ("memory", "traffic")}
         peak = asdict(self.peak) | {"largest": [row._asdict() for row in self.peak.largest]}
         device = {k: x._asdict() if isinstance(x, Interval) else x for k, x in vars(self.device).items()}
@@ -122,14 +124,15 @@ class Estimate:
 
 
 def estimate(step: Callable[..., Tree], state: Tree, batch: Tree, *args: Tree) -> Estimate:
-    """Return what `step(state, batch, *args)` needs on one rank, without running it: memory, traffic, room on a GPU.
+    """Estimate what `step(state, batch, *args)` needs on one rank, without running it: memory, traffic, GPU room.
 
-    `step` is what `train_step` returns, or `jit` of it, or any pure function. `state`, `batch` and `args` may be real,
-    on meta, or what `eval_shape` returned; on an `AbstractMesh` there may be any number of ranks. The figures are those
-    of the step's graph, after `jit`'s passes with its options; a step that is not jitted is taken as `jit(step)`.
+    - `step`: the result of `train_step`, `jit` of it, or any pure function. A step that is not jitted counts as
+      `jit(step)`.
+    - `state`, `batch`, `args`: real, on meta, or from `eval_shape`; on an `AbstractMesh`, with any number of ranks.
 
-    A list of equal units, such as the layers of a network, is lowered with a few of them if the figures of all follow
-    from these (Note [Depth]); `graph` says so. TraceError for what `jit` cannot trace.
+    The figures are those of the step's graph, after `jit`'s passes with its options. If the state has a list of equal
+    units, such as the layers of a network, and all figures follow from a few of them, only a few are lowered (Note
+    [Depth]); `graph` says so. Raises TraceError if `jit` cannot trace the step.
 
     >>> plan = make_plan({"w": torch.empty(512, 512, device="meta")}, AbstractMesh(shard=4))
     >>> tx = optim.adamw(1e-3)
@@ -169,11 +172,11 @@ _COMMUNICATORS = "NCCL: 544 MB (nccl#964) to 2 GB (nccl#864) for each axis along
 _UNKNOWN = ("the CUDA context", "workspaces of attention kernels", "what other programs take of the device")
 
 
-_Sent = dict[tuple[str, str, str], tuple[int, int]]  # by kind, unit and axis: bytes, and number
+_Sent = dict[tuple[str, str, str], tuple[int, int]]  # by kind, unit and axis: bytes, number
 
 
 class _Figures(NamedTuple):
-    """The figures of a graph, read of it, or computed from those of smaller ones."""
+    """The figures of a graph, read from it or computed from smaller graphs."""
 
     peak: Peak
     memory: list[Memory]
@@ -187,7 +190,7 @@ def _read(fn: Callable[..., Tree], options: Options, given: Sequence[Tree], stac
 def _of_few(
     fn: Callable[..., Tree], options: Options, given: Sequence[Tree], plan: Plan, stack: Stack
 ) -> tuple[_Figures | None, str]:
-    """The figures of a step by graphs of a few units of a stack; None, and why the whole graph is needed."""
+    """Return a step's figures from graphs with few units of a stack; or None, and why the whole graph is needed."""
     name, depths = f"{stack.depth} equal units {stack.path}.*", depths_of(plan, stack)
     if stack.depth <= depths[-1] + 1:
         return None, f"few units, {name}"
@@ -223,17 +226,17 @@ def _of_few(
 
 
 class _Uneven(Exception):
-    """A figure that is not a linear function of the number of units."""
+    """A figure that is not linear in the number of units."""
 
 
 class _Growth(NamedTuple):
-    """Numbers of units of which graphs were read, and the number of all; one graph stands for itself."""
+    """The numbers of units in the graphs read, and the number of all. One graph stands for itself."""
 
     depths: tuple[int, ...]
     depth: int
 
     def bounded(self, numbers: Sequence[int]) -> tuple[int, bool]:
-        """The number of all of a linear function, and True; of another function, as partial sums of a norm, a bound."""
+        """Return a linear function's value for all units, and True; of others, as sums of a norm, a bound and False."""
         if len(numbers) == 1:
             return numbers[0], True
         near, far, further = (depth - self.depths[0] for depth in (*self.depths[1:], self.depth))
@@ -243,19 +246,17 @@ class _Growth(NamedTuple):
         return numbers[0] + slope * further, True
 
     def exact(self, numbers: Sequence[int], what: str) -> int:
-        """The number of all."""
         number, is_exact = self.bounded(numbers)
         if not is_exact:
             raise _Uneven(what)
         return number
 
     def pair(self, pairs: Sequence[tuple[int, int]], what: str) -> tuple[int, int]:
-        """A number and bytes of all."""
         return self.exact([n for n, _ in pairs], what), self.exact([nbytes for _, nbytes in pairs], what)
 
 
 class _Site(NamedTuple):
-    """A node that allocates: its number, what it is, and what equal nodes of other units have in common with it."""
+    """A node that allocates: its number, and properties shared by equal nodes of other units."""
 
     number: int
     operator: str
@@ -266,13 +267,13 @@ class _Site(NamedTuple):
     starts: str | None
 
     def key(self, sizes: Collection[int]) -> Key:
-        """What is equal in other units, and in graphs of other numbers of units: the bytes that are in `sizes`."""
-        known = sizes if self.phase != "update" else ()  # which computes with rows alone, longer ones for more units
+        """Return a key, the same in other units and in graphs of more units. Only bytes in `sizes` count."""
+        known = sizes if self.phase != "update" else ()  # updates compute with rows, which grow with the units
         return *self[1:5], self.starts, *((dtype, n if n in known else None) for dtype, n in self.forms)
 
 
 class _Reading:
-    """What is read of a lowered graph: its nodes that allocate, the bytes in memory at each, and what is sent."""
+    """A lowered graph's nodes that allocate, the bytes in memory at each, and its traffic."""
 
     def __init__(self, lowered: Lowered, stack: Stack | None):
         self.spans: list[MemorySpan] = spans(lowered.graph, lowered.holds())
@@ -287,7 +288,7 @@ class _Reading:
         self.sizes: set[int] = {nbytes for site in self.sites for _, nbytes in site.forms}
 
     def _sites(self, nodes: Sequence[fx.Node], sent: Sequence[Flight]) -> Iterator[_Site]:
-        # collectives are moved between phases
+        # passes move collectives between phases
         origins = [None if operator(node).startswith("fshard.") else node.meta.get("origin") for node in nodes]
         last = max((i for i, origin in enumerate(origins) if origin and origin.is_backward), default=len(nodes))
         started = {flight.start: self.general(flight.unit) for flight in sent}
@@ -301,16 +302,16 @@ class _Reading:
             yield _Site(i, name, unit, phase, line, forms, started.get(i))
 
     def general(self, units: str) -> str:
-        """The name of a unit, or of several together, with a star for the number in the stack."""
+        """Return the name of a unit, or of several joined, with a star for the number in the stack."""
         return "+".join(self._stack.general(name) if self._stack else name for name in units.split("+"))
 
     def there(self, site: _Site) -> dict[tuple[str, ...], tuple[int, int]]:
-        """The number and bytes of equal tensors in memory at a node, by what `Tensors` has before them."""
+        """Return number and bytes of equal tensors in memory at a node, by the first fields of `Tensors`."""
         groups = dict[tuple[str, ...], tuple[int, int]]()
         for span in self.spans:
             if span.first <= site.number <= span.last and span.nbytes:
                 at, text = self._units[span.first], form(span.value)
-                text = text.partition("[")[0] if span.value.dim() == 1 else text  # rows are longer for more units
+                text = text.partition("[")[0] if span.value.dim() == 1 else text  # rows grow with the units
                 unit = at.starts if span.what == "gathered" else at.unit
                 key = (span.what, at.operator, text, unit or "", at.line)
                 count, nbytes = groups.get(key, (0, 0))
@@ -321,7 +322,6 @@ class _Reading:
 def _figures(
     readings: Sequence[_Reading], images: Sequence[Sequence[int]], all_of: _Growth, stack: Stack | None
 ) -> _Figures:
-    """The figures of a graph, read of it, or computed from those of three smaller ones."""
     purposes = dict.fromkeys(name for row in readings[-1].bytes for name in row)
     each = ([reading.bytes[i] for reading, i in zip(readings, image, strict=True)] for image in images)
     table = [{name: all_of.bounded([row.get(name, 0) for row in at]) for name in purposes} for at in each]
@@ -343,7 +343,7 @@ def _figures(
 
 
 def _sent_by_all(readings: Sequence[_Reading], all_of: _Growth, stack: Stack | None) -> _Sent:
-    """The bytes and number of collectives, by kind, unit and axis: the units between the ends of a stack are equal."""
+    """Return bytes and number of collectives. A stack's units must be equal, except the first and the last."""
     if len(readings) == 1 or stack is None:
         return readings[0].sent
     outside = [{key: x for key, x in r.sent.items() if not stack.place(key[1])} for r in readings]
@@ -353,7 +353,7 @@ def _sent_by_all(readings: Sequence[_Reading], all_of: _Growth, stack: Stack | N
     of_few = [*zip(readings, all_of.depths, strict=True)]
     for kind, number, axis in inside:
         rows = [[r.sent.get((kind, names[number], axis), (0, 0)) for names in stack.units[:n]] for r, n in of_few]
-        # another tree may have units of these names, also of those that the graphs of a few do not have
+        # another tree may have units of these names, or of names only in the whole graph
         others = {r.sent.get((kind, names[number], axis)) for r, n in of_few for names in stack.units[n:]}
         if len({(row[0], *{*row[1:-1]}, row[-1]) for row in rows}) > 1 or len({*rows[-1][1:-1]}) > 1 or len(others) > 1:
             raise _Uneven("what ranks send")
