@@ -1,1 +1,1 @@
-"""Pictures: who holds what of a plan or a state, and the memory and the collectives of a graph."""
+"""Pictures of a plan or a state (who holds what), and of a graph's memory and collectives."""

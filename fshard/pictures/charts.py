@@ -1,4 +1,4 @@
-"""The memory and the collectives of a graph over its nodes, as tables and as a chart of matplotlib."""
+"""A graph's memory and collectives by node, as tables and as a chart of matplotlib."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ _PURPOSES = {
     "results": "#b279a2",
 }
 _KINDS = {"all_gather": "#f58518", "reduce_scatter": "#e45756", "all_reduce": "#54a24b"}
-_OTHERS = "#72609d"  # the colour of other kinds
-_LINES, _LABELS = 10, 30  # the most lines of a table, and names of units beside a chart
+_OTHERS = "#72609d"  # other kinds
+_LINES, _LABELS = 10, 30  # most lines of a table; most names of units in a chart
 
 
 def chart(lowered: Lowered) -> Picture:
@@ -37,7 +37,7 @@ def chart(lowered: Lowered) -> Picture:
 
 
 def _lines(memory: Footprint, sent: Sequence[Flight]) -> list[str]:
-    """Tables that fit a screen: the peak by purpose, and the collectives of equal units."""
+    """Return tables for a screen: the peak by purpose, and the collectives of equal units."""
     by = sorted(memory.by.items(), key=lambda item: -item[1])
     head = f"{len(memory.nodes):,} nodes; the peak of memory is {size(memory.peak)}, at {memory.at}:"
     lines = [head, *aligned([[purpose, size(nbytes)] for purpose, nbytes in by], right={1})]
@@ -61,7 +61,7 @@ def _row(kind: str, axis: str, group: Sequence[Flight]) -> list[str]:
 
 
 def brief(unit: str, width: int) -> str:
-    """Return the name of a unit, or of several that are gathered together, in at most so many characters.
+    """Return the name of a unit, or of several joined, in at most `width` characters.
 
     >>> brief("embed+layers.0+layers.1+layers.2", 28)
     'embed and 3 more'
@@ -80,7 +80,7 @@ def _svg(memory: Footprint, sent: Sequence[Flight]) -> str:
 
 
 def figure(memory: Footprint, sent: Sequence[Flight]) -> Figure:
-    """Return the chart: above the memory by purpose, below a bar for each collective, in the row of its unit."""
+    """Return the chart: memory by purpose above; below, a bar for each collective in the row of its unit."""
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
@@ -90,21 +90,21 @@ def figure(memory: Footprint, sent: Sequence[Flight]) -> Figure:
     result = Figure(figsize=(10, sum(heights) + 1.1), layout="constrained", facecolor="white")
     above, *below = result.subplots(len(heights), 1, sharex=True, height_ratios=heights, squeeze=False)[:, 0]
     _memory(above, memory)
-    for axes in below:  # one, unless there is no collective
+    for axes in below:  # none without collectives
         _timeline(axes, sent, units)
     result.axes[-1].set_xlabel("node of the graph, in the order of execution")
     return result
 
 
 def _memory(axes: Axes, memory: Footprint) -> None:
-    # without those that are too small to be seen
+    # without layers too thin to see
     used = [x for x in _PURPOSES if max(row.get(x, 0) for row in memory.bytes) > memory.peak / 500]
     *_, unit = size(memory.peak).split()
     scale = 1 << 10 * ["B", "KiB", "MiB", "GiB", "TiB", "PiB"].index(unit)
     layers = [[row.get(purpose, 0) / scale for row in memory.bytes] for purpose in used]
     numbers, at = range(len(memory.nodes)), memory.nodes.index(memory.at)
     for area in axes.stackplot(numbers, layers, labels=used, colors=[_PURPOSES[x] for x in used], step="post"):
-        area.set(edgecolor="face", linewidth=0.5)  # a peak of one node of thousands is seen, too
+        area.set(edgecolor="face", linewidth=0.5)  # shows a peak of one node among thousands
     axes.plot([at], [memory.peak / scale], "k.")
     axes.set_title(f"memory: {size(memory.peak)} at node {at:,}, {memory.at}", fontsize=10, loc="left")
     axes.set(ylabel=unit, xlim=(0, max(len(numbers) - 1, 1)), ylim=(0, 1.08 * memory.peak / scale or 1))
@@ -120,7 +120,7 @@ def _timeline(axes: Axes, sent: Sequence[Flight], units: Sequence[str]) -> None:
             [flight.wait - flight.start for flight in of_kind],
             left=[flight.start for flight in of_kind],
             color=(colour := _KINDS.get(kind, _OTHERS)),
-            edgecolor=colour,  # what takes few nodes is seen, too
+            edgecolor=colour,  # shows short bars
             linewidth=0.8,
             label=kind,
         )

@@ -1,4 +1,4 @@
-"""`fshard.show`: what a plan, a state or a lowered step looks like."""
+"""`fshard.show`: a picture of a plan, a state or a lowered step."""
 
 from __future__ import annotations
 
@@ -12,12 +12,13 @@ from .charts import chart
 
 
 def show(x: Plan | Sharded | TrainState | Lowered) -> Picture:
-    """Return a picture: `print` shows it as text, a notebook draws it, `.svg()` returns it as the text of an SVG file.
+    """Return a picture: `print` shows text, a notebook draws it, `.svg()` returns an SVG file as text.
 
-    Of a plan, sharded parameters or a state: the ranks that hold each interval of each unit, and the bytes of it. Of
-    a step, `fshard.show(fshard.jit(step).lower(...))`: the memory at each node of its graph by purpose, and
-    its collectives, from the node that starts one to the node that waits for it; it is drawn by matplotlib. `.rows` has
-    the numbers. TypeError for other values.
+    - For a plan, sharded parameters or a state: the ranks with each interval of each unit, and its bytes.
+    - For a step, `fshard.show(fshard.jit(step).lower(...))`: memory by purpose at each node of the graph, and
+      collectives from their start to their wait, drawn by matplotlib.
+
+    `.rows` has the numbers. Raises TypeError for other values of `x`.
 
     >>> print(show(make_plan([torch.ones(4), torch.ones(4)], AbstractMesh(shard=2), units=["*"])))
     Plan on {'shard': 2}: leaves 2, elements 8
