@@ -1,10 +1,10 @@
 """Find the first value in which two observed runs differ: operator, gradient, metric or parameter, with unit and line.
 
-  fshard compare sharded plain              # folders that fshard.testing.record wrote to, of observed steps
+  fshard compare sharded plain              # folders written by fshard.testing.record, of observed steps
   fshard compare sharded plain --at 7       # the same, of step 7
-  fshard compare new.pt old.pt --rtol 1e-6  # files of torch.save, with a list of what each rank has seen
+  fshard compare new.pt old.pt --rtol 1e-6  # files of torch.save, with a list of each rank's observations
 
-`plain` may have been run on one device with the batch of all ranks. Without --at the last steps are compared.
+`plain` may be a run on one device with the batch of all ranks. Without --at, the last steps are compared.
 
 Exit status: 0: no difference; 1: a difference; 2: an error.
 """
@@ -19,7 +19,6 @@ from .output import FAULT, Line, report
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of the command."""
     parser.add_argument("got", help="a folder of recorded steps, or a file")
     parser.add_argument("expected", help="the same of the run that is right")
     parser.add_argument("--at", type=int, metavar="N", help="of recorded steps the one of this number")
@@ -27,7 +26,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print the first difference."""
     (step, got), (other, expected) = (seen_in(path, args.at) for path in (args.got, args.expected))
     if step != other and None not in (step, other):
         raise ValueError(f"{args.got} ends with step {step}, {args.expected} with step {other}: give --at N")

@@ -1,13 +1,13 @@
-"""Look for what is often wrong on a host: versions, networks and limits, and run a step on two processes.
+"""Check a host for common faults: versions, networks and limits, and run a step on two processes.
 
   fshard doctor                            # this host
-  fshard doctor --endpoint host1:29500     # a host of several, whose ranks meet there: what torchrun is given
+  fshard doctor --endpoint host1:29500     # one of several hosts; torchrun is given the same endpoint
   srun fshard doctor --endpoint $HEAD:29500
 
-Names, interfaces and the rendezvous are looked at where a job has several hosts: with --endpoint, or if the environment
-of torchrun, Slurm or SkyPilot says so.
+Names, interfaces and the rendezvous are checked if a job has several hosts: with --endpoint, or if the environment of
+torchrun, Slurm or SkyPilot says so.
 
-Exit status: 0: nothing is wrong; 1: something is; 2: an error.
+Exit status: 0: no fault; 1: a fault; 2: an error.
 """
 
 from __future__ import annotations
@@ -40,12 +40,10 @@ _SELF_TEST = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of the command."""
     parser.add_argument("--endpoint", metavar="HOST:PORT", help="where the ranks of several hosts meet")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print what is there, what is wrong, and what to do."""
     return report(_lines(facts_here(os.environ, args.endpoint)), args.json)
 
 
@@ -66,7 +64,6 @@ def _line(name: str, wrong: str, do: str) -> Line:
 
 
 def versions() -> dict[str, str]:
-    """Return versions, backends and GPUs."""
     here = {"python": platform.python_version(), "torch": torch.__version__ + untested(torch.__version__)}
     here |= {"optree": importlib.metadata.version("optree"), "fshard": fshard.__version__}
     here["backends"] = ", ".join(name for name in ("gloo", "nccl", "mpi", "ucc") if dist.is_backend_available(name))
@@ -78,13 +75,13 @@ def versions() -> dict[str, str]:
 
 
 def untested(version: str) -> str:
-    """Return a remark on a version of torch with which fshard was not tested; nothing for others."""
+    """Return a remark if fshard was not tested with this version of torch, else ""."""
     first, last, here = ([int(n) for n in text.split(".")[:2]] for text in (*TESTED, version))
     return "" if first <= here <= last else f" (fshard was tested with {TESTED[0]} to {TESTED[1]})"
 
 
 def facts_here(env: Mapping[str, str], given: str | None) -> Facts:
-    """Return the facts of this host. ValueError for an endpoint without a port."""
+    """Return the facts of this host. Raises ValueError for an endpoint without a port."""
     endpoint, several = endpoint_of(env, given), given is not None or several_hosts(env)
     name = socket.gethostname()
     return Facts(
@@ -104,7 +101,7 @@ def facts_here(env: Mapping[str, str], given: str | None) -> Facts:
 
 
 def endpoint_of(env: Mapping[str, str], given: str | None) -> tuple[str, int] | None:
-    """Return where ranks meet, as it is given, or as torchrun or torch would read it from the environment."""
+    """Return the rendezvous as given, or as torchrun or torch would read it from the environment."""
     text = given or env.get("PET_RDZV_ENDPOINT", "")
     for prefix in ("PET_", ""):
         if not text and f"{prefix}MASTER_ADDR" in env:
@@ -118,7 +115,6 @@ def endpoint_of(env: Mapping[str, str], given: str | None) -> tuple[str, int] | 
 
 
 def _addresses(host: str) -> tuple[str, ...]:
-    """The addresses of a name; none if it does not resolve."""
     with suppress(OSError):
         return tuple(sorted({str(entry[4][0]) for entry in socket.getaddrinfo(host, None)}))
     return ()
@@ -127,7 +123,7 @@ def _addresses(host: str) -> tuple[str, ...]:
 def _interfaces() -> dict[str, str]:
     addresses = {}
     for _, name in socket.if_nameindex():
-        with suppress(OSError):  # it has no address
+        with suppress(OSError):  # no address
             addresses[name] = address_of(name)
     return addresses
 
@@ -138,7 +134,7 @@ def _limit(which: int) -> float:
 
 
 def _port(endpoint: tuple[str, int]) -> str:
-    """How a connection ends: "open"; "refused" while nobody listens, as before a job starts; or an error's text."""
+    """Return the outcome of a connection: "open"; "refused" if nobody listens, as before a job; or an error's text."""
     try:
         socket.create_connection(endpoint, timeout=5).close()
     except ConnectionRefusedError:
@@ -149,7 +145,7 @@ def _port(endpoint: tuple[str, int]) -> str:
 
 
 def two_processes() -> str:
-    """Return what went wrong in a step on two processes of this host; nothing if all went well."""
+    """Return the error of a step on two processes of this host, or "" if the step succeeds."""
     env = {name: value for name, value in os.environ.items() if not name.startswith("PET_")}
     command = [sys.executable, *_SELF_TEST]
     env |= {"OMP_NUM_THREADS": "1"}
@@ -157,7 +153,7 @@ def two_processes() -> str:
         try:
             _, said = run.communicate(timeout=120)
         except subprocess.TimeoutExpired:
-            run.terminate()  # not killed at once: torchrun ends its processes, which are in sessions of their own
+            run.terminate()  # not killed at once: torchrun ends its processes, in sessions of their own
             with suppress(subprocess.TimeoutExpired):
                 run.communicate(timeout=60)
             run.kill()

@@ -1,11 +1,11 @@
 """Show checkpoints, verify them, or compare two.
 
-  fshard inspect run                             # the steps: sizes, and what killed saves have left
+  fshard inspect run                             # the steps: sizes, and remains of killed saves
   fshard inspect run --step 100                  # leaves, values and files of one
   fshard inspect run --verify                    # read all data, and compare it with the checksums
   fshard inspect run --against other --at 100    # the difference of the last step and step 100 of `other`
 
-Exit status: 0: nothing is wrong; 1: something is damaged, or two checkpoints differ; 2: an error.
+Exit status: 0: no fault; 1: damage, or two different checkpoints; 2: an error.
 """
 
 from __future__ import annotations
@@ -25,7 +25,6 @@ from .output import FAULT, OK, Line, report
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of the command."""
     parser.add_argument("dir", help="a directory of checkpoints, or its URL")
     parser.add_argument("--step", type=int, metavar="N", help="show leaves, values and files of a step's checkpoint")
     task = parser.add_mutually_exclusive_group()
@@ -35,7 +34,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print what a directory has."""
     if args.at is not None and args.against is None:
         raise ValueError(f"--at {args.at}: expected --against DIR besides")
     lines = (Line(line.text, line.data, FAULT if line.is_fault else OK) for line in _lines(args, at(args.dir)))
@@ -60,7 +58,6 @@ def _lines(args: argparse.Namespace, place: Place) -> Iterator[inspecting.TextLi
 
 
 def _steps(place: Place, step: int | None) -> list[int]:
-    """The step that is asked for, or all. CheckpointError if there is none."""
     steps = finished(place) if step is None else [step]
     if not steps:
         raise CheckpointError(no_checkpoint(place, None))

@@ -1,7 +1,7 @@
-"""The commands, and what they have in common: help, `--json`, errors and exit statuses.
+"""The commands, and their common parts: help, `--json`, errors and exit statuses.
 
 A command is a module with `add_arguments(parser)` and `run(args) -> int`, the exit status. Its docstring is its help:
-the first line in the list of commands; all of it, an example and the exit statuses included, in its own `--help`.
+the first line in the list of commands; all of it, with an example and the exit statuses, in its own `--help`.
 """
 
 from __future__ import annotations
@@ -20,17 +20,16 @@ from ..compiler.trace import TraceError
 from . import compare, doctor, inspect, plan, replay
 from .output import ERROR, say
 
-# each has `add_arguments(parser)` and `run(args)`, which returns the exit status
 _MODULES = (plan, inspect, replay, compare, doctor)
 COMMANDS: dict[str, ModuleType] = {module.__name__.rpartition(".")[2]: module for module in _MODULES}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command and return its exit status; 2 is an error, which is one line on stderr."""
+    """Run a command and return its exit status. An error is one line on stderr and status 2."""
     args = _parser().parse_args(argv)
     try:
         return args.run(args)
-    except BrokenPipeError:  # whoever reads the output has seen enough, as `head` does; Python would flush the rest
+    except BrokenPipeError:  # the reader has seen enough, such as `head`; Python would flush the rest
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return ERROR
     except (ValueError, TypeError, OSError, ImportError, TraceError) as wrong:
@@ -39,7 +38,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    raw = argparse.RawDescriptionHelpFormatter  # the others would break lines
+    raw = argparse.RawDescriptionHelpFormatter  # others break lines
     parser = argparse.ArgumentParser("fshard", description="Functional sharding for PyTorch.", formatter_class=raw)
     version = f"fshard {fshard.__version__}, torch {torch.__version__}"
     parser.add_argument("--version", action="version", version=version)

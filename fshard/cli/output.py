@@ -1,4 +1,4 @@
-"""Output of a command: lines for people, in colour where rich is installed, or JSON for programs."""
+"""Output of a command: lines for people, in colour if rich is installed, or JSON for programs."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from typing import NamedTuple
 
 from ..files.foreign import printable
 
-OK, FAULT, ERROR, NONFINITE = range(4)  # exit statuses; what is wrong with a command itself is an ERROR
+OK, FAULT, ERROR, NONFINITE = range(4)  # exit statuses; ERROR: the command itself failed
 _COLOURS = {OK: "", NONFINITE: "yellow"}
 
 
 class Line(NamedTuple):
-    """A line of output: what `--json` prints instead (nothing for None), and the exit status that it calls for."""
+    """A line of output, its data for `--json` (None: no line), and its exit status."""
 
     text: str
     data: Mapping[str, object] | None = None
@@ -22,9 +22,9 @@ class Line(NamedTuple):
 
 
 def report(lines: Iterable[Line], as_json: bool) -> int:
-    """Print each line as soon as there is one, and return the exit status: the lowest that is not 0, if there is one.
+    """Print each line as soon as it comes, and return the lowest exit status other than 0; 0 if there is none.
 
-    With `as_json` each line is a JSON object.
+    With `as_json`, each line is a JSON object.
     """
     statuses = set[int]()
     for line in lines:
@@ -37,7 +37,7 @@ def report(lines: Iterable[Line], as_json: bool) -> int:
 
 
 def say(text: str, colour: str = "", is_error: bool = False) -> None:
-    """Print, in colour where rich is installed; paths and errors may have codes for a terminal."""
+    """Print, in colour if rich is installed. Terminal codes in paths and errors are made harmless."""
     text = "\n".join(printable(line, 10_000) for line in text.splitlines())
     try:
         from rich.console import Console

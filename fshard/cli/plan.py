@@ -1,14 +1,14 @@
-"""Show the plan of a model: which ranks hold what of each unit, how many bytes, and what a step would need.
+"""Show a model's plan: the part of each unit that a rank holds, its bytes, and the memory and traffic of a step.
 
   fshard plan my_model:build --units "layers.*" --mesh shard=8
   fshard plan my_model:build --units "layers.*" --mesh shard=8 --batch tokens=4x2049:int64 --loss my_model:loss
   fshard plan checkpoint/model.safetensors --units "model.layers.*" --mesh replicate=2 shard=4 --json
 
-A model is a function that returns a module or a tree of tensors; it is called without memory for tensors (on the device
-meta). Or it is a safetensors file, or a folder of Hugging Face's, of which the headers alone are read.
+A model is a function that returns a module or a tree of tensors; it is called on the device meta, so tensors take no
+memory. A model may also be a safetensors file or a folder of Hugging Face's; only the headers are read.
 
-With --batch and --loss the step is lowered, and its memory and traffic shown (fshard.estimate); it is jitted, donated.
-The loss is a function of the model and the batch: of the module, which it calls, or of the tree of tensors.
+With --batch and --loss, the step is jitted, donated and lowered, and its memory and traffic are shown
+(fshard.estimate). The loss is a function of the model (the module, to be called, or the tree of tensors) and the batch.
 
 Exit status: 0; 2: an error.
 """
@@ -45,7 +45,7 @@ _OVERS = ("params_over", "grads_over", "state_over")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of the command; those of make_plan have its names."""
+    """Add the arguments. Those of `make_plan` have its names."""
     parser.add_argument("model", help="MODULE:FUNCTION, or the path of a safetensors file or a folder of such files")
     parser.add_argument("--mesh", nargs="+", metavar="AXIS=SIZE", help="the axes of the mesh (one device)")
     parser.add_argument("--units", nargs="+", metavar="PATTERN", help='subtrees that are gathered together: "layers.*"')
@@ -64,7 +64,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print the plan, and the bytes of a rank."""
     apply, params, buffers = _model(args.model)
     mesh = AbstractMesh(**_sizes(args.mesh)) if args.mesh else None
     how = {name: getattr(args, name) for name in ("units", "bucket", *_OVERS, "frozen", "whole", "policy")}
@@ -76,7 +75,7 @@ def run(args: argparse.Namespace) -> int:
     nbytes = {
         "parameters": sum(share["parameters"].nbytes for share in shares),
         "gradients": sum(share["gradients"].nbytes for share in shares if "gradients" in share),
-        # of the state that the optimizer makes
+        # the optimizer's state
         "optimizer_state": sum(x.nbytes for x in tree.leaves(state.opt_state) if isinstance(x, Tensor)),
     }
     said = ", ".join(f"{name.replace('_', ' ')} {size(number)}" for name, number in nbytes.items())
@@ -90,7 +89,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _model(model: str) -> tuple[Callable[..., Any] | None, Tree, Tree]:
-    """The function of a module (None of a tree), the parameters and the buffers, on the device meta."""
+    """Return function (None for a tree), parameters and buffers of a model, on the device meta."""
     if Path(model).exists():
         entries = entries_at(Path(model)).values()
         if lacking := [f"{x.name!r} is {x.kind}" for x in entries if x.dtype is None]:
@@ -107,7 +106,6 @@ def _model(model: str) -> tuple[Callable[..., Any] | None, Tree, Tree]:
 def _estimate(
     args: argparse.Namespace, apply: Callable[..., Any] | None, buffers: Tree, tx: optim.Transform, state: TrainState
 ) -> tuple[str, dict[str, object]]:
-    """The estimate of a step, as text and as data."""
     if not args.batch or not args.loss:
         raise ValueError("--batch and --loss: expected both, of which a step is made, or neither; --capacity needs it")
     if args.capacity is not None and not 0 < args.capacity < 1e9:
@@ -125,7 +123,7 @@ def _estimate(
 
 
 def _batch(texts: Sequence[str]) -> Tree:
-    """Tensors on meta of shapes that are given as text, by their names; one tensor if it has no name."""
+    """Return tensors on meta, by name, from shapes as text; one tensor if it has no name."""
     batch = {}
     for text in texts:
         name, _, form = text.rpartition("=")

@@ -2,7 +2,7 @@
 
   fshard replay crash --step my_training:make --at 7
 
-Exit status: 0: the same bits; 1: other bits; 2: an error; 3: the same bits, of which some are not finite.
+Exit status: 0: the same bits; 1: other bits; 2: an error; 3: the same bits, some of them not finite.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ from .values import function
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of the command."""
     parser.add_argument("dir", help="the folder that fshard.testing.record wrote to")
     text = "a function of the mesh that gives (step, state, batch), or (step, state, batch, loss_fn)"
     parser.add_argument("--step", required=True, metavar="MODULE:FUNCTION", help=text)
@@ -23,7 +22,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Replay, and print a line for each step."""
     make = function("--step", args.step, "of the mesh", 1)
     return report(map(_line, replay(args.dir, make, args.at)), args.json)
 
@@ -35,6 +33,6 @@ def _line(step: Replayed) -> Line:
 
 
 def _data(x: Finding | None) -> dict[str, object] | None:
-    """What is said of a leaf, by the keys of `fshard compare`."""
+    """Return a leaf's finding by the keys of `fshard compare`."""
     names = {"kind": "what", "name": "path", "unit": "unit", "rank": "rank", "text": "text"}
     return None if x is None else {key: getattr(x, name) for key, name in names.items()}

@@ -1,4 +1,4 @@
-"""A step on the ranks of torchrun, and the same on one device: `fshard doctor` runs it on two processes."""
+"""A step on the ranks of torchrun, and the same on one device. `fshard doctor` runs it on two processes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Frequent mistakes on clusters: pure functions of facts about a host, which `fshard doctor` calls."""
+"""Frequent mistakes on clusters: pure functions of facts about a host, for `fshard doctor`."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ from typing import NamedTuple
 
 SMALL_SHM = 1 << 30  # bytes
 FEW_FILES = 4096
-# where launchers say how many hosts a job has
+# variables in which launchers say how many hosts a job has
 HOSTS = ("PET_NNODES", "GROUP_WORLD_SIZE", "SLURM_NNODES", "SKYPILOT_NUM_NODES")
 
 
 class Facts(NamedTuple):
-    """Facts about a host. `port` is how a connection to the rendezvous ended: "open", "refused", or an error's text."""
+    """Facts about a host. `port`: outcome of a connection to the rendezvous, "open", "refused", or an error's text."""
 
     env: Mapping[str, str]
     several: bool  # the job has several hosts
     name: str
     addresses: tuple[str, ...]  # of the host's own name
-    interfaces: Mapping[str, str]  # address by name, of those that have one
+    interfaces: Mapping[str, str]  # address by name
     shm: int
     memlock: float
     files: float
@@ -30,20 +30,20 @@ class Facts(NamedTuple):
 
 
 class Advice(NamedTuple):
-    """A mistake and its remedy; nothing is wrong if both are empty."""
+    """A mistake and its remedy; both are empty if nothing is wrong."""
 
     wrong: str = ""
     do: str = ""
 
 
 def several_hosts(env: Mapping[str, str]) -> bool:
-    """Whether the environment of a launcher says that the job has several hosts; PET_NNODES may be a range."""
+    """Return True if a launcher's environment says that the job has several hosts. PET_NNODES may be a range."""
     counts = [env[name].rpartition(":")[2] for name in HOSTS if name in env]
     return any(count.isdigit() and int(count) > 1 for count in counts)
 
 
 def is_loopback(host: str) -> bool:
-    """Whether a name or address is the host's own, on every host."""
+    """Return True if a name or address is the host's own, on every host."""
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
@@ -94,7 +94,7 @@ def gloo_interface(facts: Facts) -> Iterator[Advice]:
 
 
 def nccl_interface(facts: Facts) -> Iterator[Advice]:
-    """NCCL may take an interface that other hosts do not reach."""
+    """NCCL may take an interface out of reach of other hosts."""
     value, names = facts.env.get("NCCL_SOCKET_IFNAME"), _outer(facts)
     if not facts.several or not facts.gpus:
         return
@@ -108,7 +108,7 @@ def nccl_interface(facts: Facts) -> Iterator[Advice]:
 
 
 def _nccl_takes(value: str, name: str) -> bool:
-    """Whether NCCL's list takes an interface: prefixes, `=` before whole names, `^` before those to leave out."""
+    """Return True if NCCL's list takes an interface: prefixes, `=` before whole names, `^` before excluded ones."""
     parts = value.lstrip("^=").split(",")
     fits = name in parts if "=" in value[:2] else any(name.startswith(part) for part in parts)
     return fits != value.startswith("^")
@@ -119,13 +119,13 @@ def _outer(facts: Facts) -> list[str]:
 
 
 def _likely(facts: Facts) -> str:
-    """The interface of the host that is most likely the network's."""
+    """Return the interface most likely on the network."""
     real = [name for name in _outer(facts) if not name.startswith(("docker", "veth", "virbr", "br-", "cni"))]
     return next(iter(real), "INTERFACE")
 
 
 def shared_memory(facts: Facts) -> Iterator[Advice]:
-    """/dev/shm is too small for what NCCL and the workers of loaders put there."""
+    """/dev/shm is too small for NCCL and the workers of loaders."""
     if facts.shm < SMALL_SHM:
         yield Advice(
             f"/dev/shm has {facts.shm >> 20} MiB: NCCL, DataLoader's workers and gloo on one host use it",

@@ -1,4 +1,4 @@
-"""Arguments of commands that are more than text: functions by import path."""
+"""Functions given to commands by import path."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from typing import Any
 
 
 def function(option: str, name: str, what: str, num_args: int) -> Callable[..., Any]:
-    """Return the function that `module:function` names; ValueError unless it is there and takes so many arguments."""
+    """Return the function `module:function`. Raises ValueError unless it exists and takes `num_args` arguments."""
     module, _, attribute = name.partition(":")
-    if os.getcwd() not in sys.path:  # a console script has its own folder there instead, `python -m` the working one
+    if os.getcwd() not in sys.path:  # a console script has its own folder here, `python -m` the working folder
         sys.path.insert(0, os.getcwd())
     try:
         imported = getattr(importlib.import_module(module), attribute)
