@@ -12,7 +12,7 @@ from .core.storage import DonatedError
 from .derivatives.hvp import hvp
 from .derivatives.remat import remat
 from .grad.grad import evaluate, predict, reduce_grads, value_and_grad
-from .graph import operators as _operators  # noqa: F401  # graphs call what it defines
+from .graph import operators as _operators  # noqa: F401  # defines operators for graphs
 from .hosts.check import check
 from .plan.plan import Plan
 from .plan.planning import make_plan
@@ -90,7 +90,7 @@ __all__ = [
     "zero",
 ]
 
-# what is imported when it is first used: the compiler takes torch half a second of imports
+# imported at first use: the compiler needs half a second of torch's imports
 _LAZY = {
     "TraceError": "compiler.trace",
     "estimate": "planner.estimate",

@@ -1,4 +1,4 @@
-"""Random numbers that differ along an axis of the mesh, where a step draws the same on all of its ranks."""
+"""Random numbers that differ along an axis of the mesh, where a step draws the same on all its ranks."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ __all__ = ["per"]
 
 @contextmanager
 def per(mesh: AnyMesh, axis: str) -> Iterator[None]:
-    """A block in which random numbers differ between the ranks along `axis`: they depend on this rank's number there.
+    """In a block, draw other random numbers on each rank along `axis`, by its number there.
 
-    A step draws the same numbers on ranks whose batches do not differ (`make_plan(data=)`), which is right for
-    activations that are equal, and wrong for parts: of a sequence that is split, each rank must draw a mask of its own.
-    What is drawn after the block is equal again, and depends on no number that was drawn in it. With mesh=None, or one
-    rank along the axis, nothing changes. JAX folds `axis_index` into a key.
+    A step draws the same numbers on ranks with equal batches (`make_plan(data=)`). This is right for activations that
+    are equal on these ranks, and wrong for their parts: if a sequence is split, each rank must draw its own mask. Draws
+    after the block are equal again, and do not depend on draws inside it. If `mesh` is None, or the axis has one rank,
+    nothing changes. In JAX, `axis_index` is folded into a key.
 
-    Torch's generators of the host and of the mesh's device are meant, not those of Python, numpy, or your own. Raises
-    ValueError for an axis that the mesh lacks.
+    This holds for torch's generators of the host and of the mesh's device, not for generators of Python, numpy or your
+    own. Raises ValueError for an axis that the mesh lacks.
 
     >>> from fshard.testing import simulate
     >>> def drawn(mesh):

@@ -1,7 +1,7 @@
-"""How gradients are summed across ranks, and parameters gathered: protocols for your own, and what they are made of.
+"""Protocols for your own sums of gradients and gathers of parameters, and the collectives to build them from.
 
-`start_all_gather(x, ranks)` and its like start a collective along one axis, and return a `Pending`, whose `wait()` is
-the result; they have no derivative. `fshard.all_gather(x, mesh, axis)` and its like wait, and have one.
+`start_all_gather(x, ranks)` and the like start a collective along one axis and return a `Pending`; its `wait()` returns
+the result. They have no derivative. `fshard.all_gather(x, mesh, axis)` and the like wait, and have one.
 """
 
 from .comm.primitives import all_gather as start_all_gather

@@ -1,12 +1,13 @@
-"""How a flat tensor is encoded to be sent: casts, 8 bits, or an encoding of your own.
+"""Encodings of a flat tensor for sending: casts, 8 bits, or your own.
 
 Note [Wires]
-    A `Wire` encodes a flat floating tensor as another flat tensor, and decodes that. The length of the encoded tensor
-    depends only on the sum and the number of `sizes`, because all ranks must send equally much. `sizes` has the number
-    of elements of each leaf in the tensor, in order, the padding after a leaf included: a wire may treat each leaf by
-    itself. With `make_plan(param_wire=...)` every shard is encoded, all-gathered, and decoded into the compute dtype.
-    With `grad_wire` each rank's part of a gradient is encoded for the rank that sums it, which decodes the parts of all
-    ranks and adds them in float32, in rank order.
+    1. A `Wire` encodes a flat floating tensor as another flat tensor, and decodes that one.
+    2. All ranks must send equally much, so the encoded length depends only on the sum and the number of `sizes`: the
+       number of elements of each leaf in the tensor, in order, padding after the leaf included. A wire may treat each
+       leaf by itself.
+    3. `make_plan(param_wire=...)`: every shard is encoded, all-gathered, and decoded into the compute dtype.
+    4. `make_plan(grad_wire=...)`: each rank encodes its part of a gradient for the rank that sums it. That rank decodes
+       the parts of all ranks and adds them in float32, in rank order.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ __all__ = ["Cast", "Float8", "Identity", "Int8", "Wire", "pack", "unpack"]
 
 
 def pack(*tensors: Tensor) -> Tensor:
-    """Pack flat tensors of any dtypes into one of bytes, each from a multiple of 16 bytes on. Dual: `unpack`.
+    """Pack flat tensors of any dtypes into one tensor of bytes. Each begins at a multiple of 16 bytes. Dual: `unpack`.
 
     >>> unpack(pack(torch.ones(1), torch.tensor([2, 3])), (torch.float32, 1), (torch.int64, 2))
     [tensor([1.]), tensor([2, 3])]
@@ -34,7 +35,7 @@ def pack(*tensors: Tensor) -> Tensor:
 
 
 def unpack(data: Tensor, *held: tuple[torch.dtype, int]) -> list[Tensor]:
-    """Return the tensors that are packed in `data`; `held` are dtype and number of elements of each. Dual: `pack`.
+    """Return the tensors packed in `data`. `held`: dtype and number of elements of each. Dual: `pack`.
 
     >>> unpack(pack(torch.tensor([True])), (torch.bool, 1))
     [tensor([True])]
@@ -44,7 +45,7 @@ def unpack(data: Tensor, *held: tuple[torch.dtype, int]) -> list[Tensor]:
 
 @dataclass(frozen=True)
 class Identity:
-    """Send shards in the dtype they are stored in; they are cast on arrival.
+    """Send shards in their stored dtype, and cast them on arrival.
 
     >>> Identity().encode(torch.ones(1), [1])
     tensor([1.])
@@ -61,7 +62,7 @@ class Identity:
 
 @dataclass(frozen=True)
 class Cast:
-    """Send another dtype: with bfloat16 half the bytes of float32.
+    """Send another dtype: bfloat16 is half the bytes of float32.
 
     >>> Cast(torch.bfloat16).encode(torch.ones(1), [1])
     tensor([1.], dtype=torch.bfloat16)
@@ -78,15 +79,15 @@ class Cast:
         return x.to(self.dtype)
 
     def decode(self, data: Tensor, sizes: Sizes) -> Tensor:
-        """Return the data in the dtype it was sent in."""
+        """Return the data in the sent dtype."""
         return data
 
 
 @dataclass(frozen=True)
 class Int8:
-    """Send 8 bits an element, and a float32 scale for every block: s = max |x| / 127, code = round(x / s).
+    """Send 8 bits for each element, and a float32 scale for each block: s = max |x| / 127, code = round(x / s).
 
-    A block with an element that is not finite arrives as NaN.
+    `block`: elements of a block. If an element is not finite, its block arrives as NaN.
 
     >>> wire = Int8(block=2)
     >>> wire.decode(wire.encode(torch.tensor([127.0, -1.0, 0.0]), [3]), [3])
@@ -117,9 +118,9 @@ class Int8:
 
 @dataclass(frozen=True)
 class Float8:
-    """Send a float8 for each element, and a float32 scale for every leaf: s = max |x| / largest float8.
+    """Send a float8 for each element, and a float32 scale for each leaf: s = max |x| / largest float8.
 
-    `dtype` is one of torch's float8 dtypes.     A leaf with an element that is not finite arrives as NaN.
+    `dtype`: one of torch's float8 dtypes. If an element is not finite, its leaf arrives as NaN.
 
     >>> wire = Float8()
     >>> wire.decode(wire.encode(torch.tensor([1.0, -2.0, 1e6]), [2, 1]), [2, 1])
@@ -138,7 +139,7 @@ class Float8:
         """Pack the scales, then the codes."""
         leaves = x.float().split(list(sizes))
         zero = x.new_zeros((), dtype=torch.float32)
-        # (leaves,); by amin and amax, because `abs` of a leaf would take as much memory again
+        # (leaves,); amin and amax, because `abs` of a leaf takes as much memory again
         top = torch.stack(
             [torch.maximum(leaf.amin().abs(), leaf.amax().abs()) if len(leaf) else zero for leaf in leaves]
         )
