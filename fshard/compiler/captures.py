@@ -98,7 +98,7 @@ def _is_module(x: object) -> bool:
 
 
 def _settings(module: Any) -> Iterator[object]:
-    """Yield flags and numbers of a library's layer, the mode of a user's."""
+    """Yield flags and numbers of a library's layer; of a user's layer the mode."""
     if not is_of_library(type(module)):
         return iter([module.training])
     return (repr(value) for value in vars(module).values() if isinstance(value, bool | int | float | str))
@@ -113,7 +113,7 @@ def _by_name(x: Any, name: str) -> object:
 
 
 def _getter(x: object, name: str) -> MethodType | None:
-    """Return the user's method that computes an attribute, if it is not stored in the object."""
+    """Return the user's method that computes an attribute, unless the object stores it."""
     kinds = [vars(kind) for kind in type(x).__mro__]
     attribute = next((kind[name] for kind in kinds if name in kind), None)
     if attribute is None:

@@ -148,7 +148,6 @@ def _accelerator(device: torch.device) -> str:
 
 @cache
 def _processor() -> str:
-    """Return the features of the processor, for which g++ compiles."""
     info = Path("/proc/cpuinfo")
     lines = info.read_text().splitlines() if info.exists() else [platform.processor()]
     features = next((line for line in lines if line.startswith(("flags", "Features"))), lines[0])
@@ -196,7 +195,7 @@ class _Writer:
             return "?"
 
     def read(self, variable: Capture, name: str = "") -> str:
-        """Return the text of a variable; of a module only the name, if its attributes are variables of their own."""
+        """Return the text of a variable; of a module only the name, if its attributes are variables."""
         value = variable.read()
         if isinstance(value, ModuleType) and (variable.by_name or is_of_library(value)):
             return f"module {value.__name__}"

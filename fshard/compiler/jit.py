@@ -153,7 +153,6 @@ def _plans_of_loss() -> list[Plan]:
 
 
 def _has_derivative(leaves: Sequence[object]) -> bool:
-    """Return True if arguments are results with a gradient, or have tangents."""
     is_made = torch.is_grad_enabled() and any(x.grad_fn is not None for x in tensors(leaves))
     return is_made or any(map(func_levels.is_dual, leaves))
 

@@ -80,7 +80,6 @@ class _File:
         self.path = ""  # of the compiled library
 
     def add(self, argtypes: Sequence[str], source: str) -> str:
-        """Add a loop, and return its name. The first has torch's name."""
         return self._sources.setdefault((tuple(argtypes), source), f"kernel{len(self._sources) or ''}")
 
     def loop(self, name: str) -> Loop:
@@ -100,7 +99,6 @@ class _File:
 
 
 def _part(name: str, argtypes: Sequence[str], source: str) -> str:
-    """Return a loop with its bindings, as torch writes them, under another name."""
     from torch._inductor.codecache import CppPythonBindingsCodeCache as Bindings
 
     parsed = ", ".join(f"parse_arg<{kind.replace('const ', '')}>(args, {n})" for n, kind in enumerate(argtypes))

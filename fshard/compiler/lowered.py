@@ -264,7 +264,6 @@ class Compiled:
 
 
 def _result(result: object, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> object:
-    """Return a leaf of the result: a written input, an output, or a value fixed in the trace."""
     if isinstance(result, Input):
         return inputs[result.number]
     return mark(outputs[result.number], result.kind) if isinstance(result, Output) else result
@@ -395,7 +394,6 @@ def _check_unchanged(traced: Trace, leaves: Sequence[object], captured: Sequence
 
 
 def _check_apart(inputs: Sequence[Tensor], num_donated: int) -> None:
-    """Raise ValueError if a donated input shares memory with another input."""
     ends = [0, 0]  # ends of memory so far, by address: all tensors, donated ones
     numbered = [(x, number < num_donated) for number, x in enumerate(inputs) if x.numel()]
     for x, is_donated in sorted(numbered, key=lambda pair: pair[0].data_ptr()):

@@ -108,10 +108,7 @@ def ambient() -> Ambient:
 
 
 def flatten(args: Sequence[Tree], kwargs: Mapping[str, Tree]) -> tuple[list[object], tree.Spec]:
-    """Return leaves and structure of a call's arguments, with conjugate and negative bits resolved.
-
-    A graph reads memory, where neither bit is applied.
-    """
+    """Return leaves and structure of a call's arguments, with conjugate and negative bits resolved for a graph."""
     leaves, spec = tree.flatten((args, kwargs))
     return [resolved(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves], spec
 
@@ -175,7 +172,6 @@ def _trained(leaves: Sequence[object]) -> tuple[tuple[object, ...], ...]:
 
 
 def _check_classes(kinds: Iterable[type]) -> None:
-    """Raise TypeError for a tensor class: a graph lacks its operators and instances."""
     for kind in kinds:
         if kind not in (Tensor, nn.Parameter, nn.Buffer) and not issubclass(kind, Marked):
             raise TypeError(f"a tensor of class {kind.__name__}")
@@ -324,7 +320,7 @@ _OF_VALUES |= {"datetime", "pathlib", "pathlib._local", "uuid"}
 def parts(x: Any) -> Iterable[object] | None:
     """Return the compared parts of an object: fields of a user's dataclass, or what `pickle` saves of a value.
 
-    None: the object is compared by identity.
+    None: compared by identity.
     """
     if is_dataclass(x) and not isinstance(x, type) and not is_of_library(type(x)):
         return [getattr(x, field.name, None) for field in fields(x)]
@@ -373,7 +369,7 @@ def _shared(kind: type) -> Iterator[object]:
 
 
 def _of_ours(x: Any, seen: _Seen) -> object:
-    """Return the key of fshard's object in a node's metadata; a layout includes the metadata in its own tree."""
+    """Return the key of an object of fshard in a node's metadata, with the metadata in its own tree."""
     x = x.static if isinstance(x, Source) else x
     home = x.plan if isinstance(x, View) else x
     if not isinstance(home, Plan | Layout) or not (more := _changing(home)):
@@ -480,7 +476,6 @@ def changed(old: Contents, new: Contents) -> str:
 
 
 def words(key: TensorKey | Key) -> str:
-    """Return a leaf as text for errors."""
     if not isinstance(key, TensorKey):
         kind, *content = key
         if not content:  # an empty set, a dataclass without fields

@@ -85,8 +85,8 @@ def resolved(x: Tensor) -> Tensor:
 def trace(fn: Callable[..., Tree], leaves: Sequence[object], spec: tree.Spec, captured: Sequence[Tensor] = ()) -> Trace:
     """Trace `fn(*args, **kwargs)`, with `leaves` and `spec` from `tree.flatten((args, kwargs))`.
 
-    `captured`: tensors from closures and globals of `fn`, further inputs of the graph. Raises TraceError for a function
-    without a graph.
+    `captured`: tensors from closures and globals of `fn`, further inputs. Raises TraceError for a function that cannot
+    become a graph.
     """
     out_spec: tree.Spec
     results: list[object] = []
@@ -147,7 +147,6 @@ def trace(fn: Callable[..., Tree], leaves: Sequence[object], spec: tree.Spec, ca
 
 
 def _check_bodies(module: fx.GraphModule) -> None:
-    """Raise TraceError if the graph has a fake tensor from the trace of a scan's body."""
     read = module.graph.find_nodes(op="get_attr")
     if any(isinstance(getattr(module, str(node.target)), FakeTensor) for node in read):
         raise TraceError(
@@ -249,8 +248,8 @@ def alone(x: Tensor, mode: FakeTensorMode | None = None) -> Tensor:
 def _fakes(mode: FakeTensorMode, leaves: Iterable[Tensor]) -> Iterator[Tensor]:
     """Yield a fake tensor for each leaf; a tensor given twice becomes two, and so do views of one.
 
-    Tracers know inputs by identity, compilers by memory, and both may differ in a later call. Tensors with a gradient
-    stay one, as the signature says: autograd sums over all places and views of a tensor.
+    Tracers know inputs by identity, compilers by memory, and both may change in a later call. Tensors with a gradient
+    stay one, as the signature says: autograd sums over all places and views.
     """
     seen = set[int]()  # of storages
     for leaf in leaves:
@@ -271,7 +270,6 @@ def _identity(x: Tensor) -> _Identity:
 
 
 def _check_same(inputs: Sequence[Tensor], before: Sequence[_Identity], paths: Sequence[str]) -> None:
-    """Raise TraceError if the function assigned to `.data` or `.grad` of an argument: no operator records this."""
     for path, x, (*old_memory, old_grad) in zip(paths, inputs, before, strict=True):
         *memory, grad = _identity(x)
         if memory != old_memory:
@@ -308,8 +306,8 @@ _SET_DATA = Tensor.data.__set__  # type: ignore[attr-defined]
 class _Captured(TorchFunctionMode):
     """Replace captured tensors by fake ones, also where no operator is called: in `.tolist()`, `.data`.
 
-    Raise TraceError if the function asks for an input's offset in its storage, which may change, or sets `.data` of
-    another tensor: no operator records this.
+    Raise TraceError for questions about an input's offset in its storage, which may change, and for writes to `.data`
+    of another tensor, which no operator records.
     """
 
     def __init__(self, fake_of: Mapping[int, Tensor], inputs: Sequence[Tensor]) -> None:
@@ -382,7 +380,6 @@ class _Watch(TorchDispatchMode):
         return out
 
     def check(self, where: str = "") -> None:
-        """Raise TraceError if the seed of torch's generator is not the last one set."""
         if torch.default_generator.initial_seed() != self._seed:
             raise TraceError(
                 "jit: the function seeds torch's generator, or puts back its state (fork_rng, set_rng_state, "
@@ -437,7 +434,6 @@ def _let_go(failure: BaseException | None) -> None:
 
 
 def _explained(failure: Exception, fn: Callable[..., Tree]) -> TraceError:
-    """Return the TraceError for an error of torch's tracer, known by text and frames only."""
     text, where = str(failure), _site(failure)
     frames = traceback.extract_tb(failure.__traceback__)
     # Under forward-mode AD, on for simulated ranks, torch raises while it formats its message.

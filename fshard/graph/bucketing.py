@@ -138,7 +138,6 @@ def _ends(group: Sequence[_FlatCollective], parts: int) -> list[tuple[int, int]]
 
 
 def _start(graph: fx.Graph, group: Sequence[_FlatCollective], place: Sequence[fx.Node], x: fx.Node) -> fx.Node:
-    """Insert the start of the merged collective, with the options of the group's first."""
     by_name = [arguments(collective.start) for collective in group]
     options = {k: v for k, v in by_name[0].items() if k not in ("place", "x", "label", "nbytes")}
     label, nbytes = "+".join(a["label"] for a in by_name), sum(a["nbytes"] for a in by_name)
@@ -188,7 +187,7 @@ def _source(x: fx.Node) -> Any:  # hashable
 
 
 def _there(graph: fx.Graph, x: fx.Node, at: int, order: Mapping[fx.Node, int]) -> fx.Node:
-    """Return `x`; if `x` is a view made after position `at`, return a new copy of the view."""
+    """Return `x`, or if `x` is a view made after position `at`, a new copy of the view."""
     if order[x] < at:
         return x
     return copy(graph, x, {y: _there(graph, y, at, order) for y in x.all_input_nodes})
@@ -199,8 +198,8 @@ def _merge_reductions(
 ) -> list[fx.Node]:
     """Reduce all inputs in one collective at the last start, and return the nodes to erase.
 
-    Reduction i has a result of m_i elements; m is their sum. A reduce-scatter has W rows, one for each rank, an
-    all-reduce one.
+    Reduction i has a result of m_i elements; m is their sum. An input is viewed as one row for an all-reduce, and as W
+    rows, one for each rank, for a reduce-scatter.
     """
     size = values(group[0].x)[0].numel() // group[0].numel  # W or 1
     ends = _ends(group, 1)

@@ -18,7 +18,7 @@ from .inspect import arguments, operator, values
 from .memory import storages_of
 
 REDUCTIONS = ("fshard.reduce_scatter", "fshard.all_reduce")
-PLACED = (*REDUCTIONS, "fshard.all_gather_into")  # take the result's memory, return a ticket
+PLACED = (*REDUCTIONS, "fshard.all_gather_into")  # take memory for the result, return a ticket
 VIEWS = (
     *("getitem", "detach", "alias", "view", "_unsafe_view", "reshape", "split_with_sizes", "split", "slice", "select"),
     *("unbind", "as_strided", "expand", "t", "transpose", "permute", "unsqueeze", "squeeze"),
@@ -178,7 +178,7 @@ def index(graph: fx.Graph) -> NodeIndex:
 
 
 def gathers(nodes: NodeIndex) -> list[GatherNodes]:
-    """Return the all-gathers in the order of their first readers; those without readers come first."""
+    """Return the all-gathers in the order of their first readers; unread ones come first."""
     order, result = nodes.order, []
     for start in (node for node in order if is_call(node, "fshard.all_gather")):
         same = [node for node in nodes.returned[next(storages_of(start))] if node is not start]

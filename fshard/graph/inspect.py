@@ -17,7 +17,7 @@ _COLLECTIVES = tuple(f"fshard.{kind}" for kind in _KINDS)
 
 
 class Traffic(NamedTuple):
-    """All collectives of one kind, unit and axis: `count` of them; `bytes` is the total that one rank sends."""
+    """All collectives of one kind, unit and axis: `count` of them; a rank sends `bytes` in all."""
 
     kind: str
     unit: str
@@ -45,7 +45,7 @@ def starts(graph: fx.Graph) -> list[fx.Node]:
 
 
 class Flight(NamedTuple):
-    """One collective: the bytes that a rank sends, and the numbers of the nodes that start it and wait for it."""
+    """One collective: the bytes that a rank sends, and the numbers of its start and wait nodes."""
 
     kind: str
     unit: str
@@ -81,7 +81,7 @@ def collectives(graph: fx.Graph) -> list[Traffic]:
 
 
 def flops(module: fx.GraphModule) -> int:
-    """Count floating-point operations of matrix products, convolutions and attention. A multiply-add counts as two."""
+    """Count floating-point operations of matrix products, convolutions and attention: two for a multiply-add."""
     fakes = [n.meta["val"] for n in module.graph.nodes if n.op == "placeholder"]
     with fakes[0].fake_mode, FlopCounterMode(display=False) as counter:
         fx.Interpreter(module).run(*fakes)

@@ -1,14 +1,14 @@
 """Estimate the memory that a graph uses, node by node.
 
 Note [Memory of a graph]
-    1. A storage counts from its creation to its last reader; an input, held by the caller, always; an output to the
-       end.
-    2. A value that a compiler fuses does not count: an elementwise value without readers after the next barrier (matrix
-       product, attention, collective).
+    1. A storage counts from its creation to its last reader, an output to the end. An input always counts: the caller
+       holds it.
+    2. A fused value does not count: an elementwise value without readers after the next barrier (matrix product,
+       attention, collective).
     3. One loop writes all elementwise values of one size between two barriers, so its inputs stay until the last value.
     4. A value may be written over an input of its size at the input's last use. Both count once.
-    5. An exact sum on an accelerator, or between more than a few hosts, receives the parts of all ranks in a buffer
-       outside the graph, which counts from the start to the wait.
+    5. An exact sum on an accelerator, or between more than a few hosts, receives all ranks' parts in a buffer outside
+       the graph. The buffer counts from start to wait.
 """
 
 from __future__ import annotations
@@ -129,7 +129,7 @@ def spans(graph: fx.Graph, inputs: Sequence[str]) -> list[MemorySpan]:
 def _received(node: fx.Node) -> int:
     """Return the bytes of the buffer in which a rank adds its peers' parts of an exact sum.
 
-    0 for other nodes, and for ranks that read the parts in shared memory.
+    0 for other nodes, and for parts in shared memory.
     """
     if operator(node) not in ("fshard.reduce_scatter", "fshard.all_reduce"):
         return 0
@@ -149,7 +149,7 @@ def _received(node: fx.Node) -> int:
 def _in_place(barriers: Sequence[int], counted: Sequence[_Storage], storages: dict[int, _Storage]) -> set[int]:
     """Return the storages that a value of their size may overwrite; each then ends one node earlier.
 
-    The value is the storage's last use and the only one in its loops. A storage is reused once at most.
+    The value must be the last use, and the only one in its loops. A storage is reused once at most.
     """
     counted_ids, reused = {id(s) for s in counted}, set[int]()
     uses = {(key, bisect(barriers, s.first), s.first) for s in storages.values() for key in s.sources}

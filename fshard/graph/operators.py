@@ -56,7 +56,7 @@ def _define_start(schema: str, run: Callable[..., object], shapes: Callable[...,
 def _room(ranks: Ranks, numel: int, like: Tensor, lent: bool) -> Tensor:
     """Return a flat tensor, lent only if collectives have read it by the end of their waits.
 
-    A compiler reuses memory after its last reader in the graph (Note [Lent memory] in `ranks.py`).
+    A compiler reuses memory after the last reader in the graph (Note [Lent memory] in `ranks.py`).
     """
     return ranks.empty(numel, like, lent and ranks.built_in is not None)
 

@@ -1,19 +1,19 @@
 """Passes over the graph of a traced function. A pass changes the graph in place, and none of its values.
 
 Note [Order of a graph]
-    A graph runs in the order of its nodes, which decides the memory in use and how far collectives overlap with
-    computation. A step reads each unit when needed, so its graph has a good order. `regather` and `sink` reorder other
-    functions, such as a torch.func gradient of a loss that gathers all units first.
+    A graph runs in the order of its nodes, which decides memory use and the overlap of collectives with computation. A
+    step's graph has a good order. `regather` and `sink` reorder other functions, such as a torch.func gradient of a
+    loss that gathers all units first.
 
 Note [What a pass must keep]
     1. Values: outputs have the same bits.
     2. Collectives: all ranks issue the same ones in the same order. A pass sees one rank's graph, so it drops, moves
        and merges only labelled collectives, such as gathers of units: all ranks read their results in the same order.
-       An unlabelled collective may have other readers on other ranks. It keeps its place, unmerged, and its readers
+       An unlabelled collective may have other readers on other ranks: it keeps its place, unmerged, and its readers
        move no other collective. Its wait may move, unless it starts the second stage of an all-reduce.
     3. Waits: every collective has one `fshard.wait`, before the first reader of its result.
-    4. Writes: no node moves past a write to memory it reads, or past a reader of memory it writes to. `NodeIndex` of
-       `dataflow.py` finds such writes.
+    4. Writes: no node moves past a write to memory it reads, or past a reader of memory it writes to (`NodeIndex` of
+       `dataflow.py`).
     5. Fake values: each new node has `meta["val"]` with its true storages, by `call` and `copy`.
 """
 
@@ -83,7 +83,7 @@ def _drop_unread(graph: fx.Graph) -> None:
 def shorten(graph: fx.Graph) -> None:
     """Make each view of a gathered buffer one node, and read values under one name (no `detach`, no result of a write).
 
-    After a write to a buffer, compilers compute each view anew, and for each part of a split all n parts.
+    After a write to a buffer, compilers compute each view anew, with all n parts for each part of a split.
     """
     for gather in gathers(index(graph)):
         buffer = next(x for x in gather.views if is_call(x, "getitem") and x.args == (gather.start, 0))  # (n,)
@@ -106,7 +106,7 @@ def shorten(graph: fx.Graph) -> None:
 def fix_places(graph: fx.Graph) -> None:
     """Let each gather fill memory that the computation before it allocates in its CUDA graph.
 
-    The address is then the same in each run, so graphs read the memory without a copy.
+    The address is then the same in each run, and graphs read the memory without a copy.
     """
     before = next(iter(graph.nodes))
     for node in list(graph.nodes):
@@ -134,7 +134,7 @@ def _fix_place(graph: fx.Graph, start: fx.Node, before: fx.Node) -> None:
 def keep_unread(graph: fx.Graph) -> None:
     """Return one element of each unread result that a compiler must compute. The new outputs come last.
 
-    Such results are those of collectives (peers wait for them) and of other libraries' operators.
+    These are results of collectives (peers wait for them) and of other libraries' operators.
     """
     output, read = graph.output_node(), _read_storages(graph)
     if _reaches_nothing(graph):  # compilers drop gathers read for their shape only
@@ -161,8 +161,8 @@ def _has_element(node: fx.Node) -> bool:
 def chain(graph: fx.Graph) -> None:
     """If a collective has no label or is an exchange, fix the order: give each collective the ticket of the last.
 
-    Compilers order independent nodes by their neighbours, here not the same on all ranks: a rank that only receives has
-    an exchange without inputs.
+    Compilers order independent nodes by their neighbours, which may differ between ranks: on a rank that only receives,
+    an exchange has no inputs.
     """
     all_starts = starts(graph)
     if any(is_fixed(start) or is_call(start, "fshard.exchange") for start in all_starts):
@@ -180,7 +180,6 @@ def _ticket_of(start: fx.Node) -> fx.Node:
 
 
 def _element(graph: fx.Graph, x: fx.Node, after: fx.Node) -> fx.Node:
-    """Insert a copy of the first element of `x`, (), after a node."""
     with graph.inserting_before(after.next):
         for _ in range(values(x)[0].dim()):
             x = call(graph, torch.ops.aten.select.int, x, 0, 0)
@@ -210,9 +209,9 @@ def _read_storages(graph: fx.Graph) -> set[int]:
 
 
 def materialize(graph: fx.Graph) -> None:
-    """Compute 0-d values before pointwise readers: a compiler fuses no `fshard.materialize`.
+    """Compute 0-d values before their pointwise readers: fused, they would be computed for each element.
 
-    Fused, such a value would be computed for each element.
+    No compiler looks into `fshard.materialize`.
     """
     for node in [n for n in graph.nodes if _is_number(n) and torch.Tag.pointwise in getattr(n.target, "tags", ())]:
         readers = [user for user in node.users if values(user) and not _is_number(user)]
@@ -236,7 +235,6 @@ _FIRST_START, _WAIT, _START, _ITSELF, _AFTER = range(-3, 2)
 
 
 def _arrange(graph: fx.Graph, places: Mapping[fx.Node, _Place]) -> None:
-    """Move nodes to their places. Nodes with equal places keep their order."""
     keys = {node: (*places.get(node, (i, _ITSELF)), i) for i, node in enumerate(graph.nodes)}
     output = graph.output_node()
     for node in sorted(keys, key=keys.__getitem__):
@@ -247,7 +245,7 @@ def _arrange(graph: fx.Graph, places: Mapping[fx.Node, _Place]) -> None:
 def sink(graph: fx.Graph, in_flight: int = 0, ahead: int = 1) -> None:
     """Start each gather `ahead` units before its first reader, and wait for it right before that reader.
 
-    With `in_flight`, up to that many bytes are under way: gathers start earlier, and reductions are waited for later. A
+    With `in_flight`, up to so many bytes are under way: gathers start earlier, and reductions are waited for later. A
     gather without a label keeps its start.
     """
     nodes, places = index(graph), dict[fx.Node, _Place]()
@@ -272,9 +270,8 @@ def sink(graph: fx.Graph, in_flight: int = 0, ahead: int = 1) -> None:
 def _early(moved: Sequence[GatherNodes], order: Mapping[fx.Node, int], in_flight: int, ahead: int) -> Iterator[_Place]:
     """Yield where each gather starts: at the first reader of the gather before, or of one further back.
 
-    Further back is the last gather `ahead` units before, or with `in_flight` the first such that all gathers after it,
-    up to this one, have at most `in_flight` bytes. The first gather starts at its own first reader; with `ahead` 0 all
-    do.
+    That is the last gather `ahead` units before, or with `in_flight` the first one such that all later gathers, up to
+    this one, have at most `in_flight` bytes. The first gather starts at its own first reader; with `ahead` 0 all do.
     """
     heads = [order[gather.readers[0]] for gather in moved]  # ascending
     ends = list(accumulate((gather.nbytes for gather in moved), initial=0))  # ends[i]: bytes of gathers before i
@@ -315,7 +312,6 @@ def _delay(graph: fx.Graph, in_flight: int) -> None:
 
 
 def _has_second_stage(start: fx.Node) -> bool:
-    """Return True if the wait of an unlabelled reduction starts another collective."""
     by_name = arguments(start)
     if not is_call(start, "fshard.all_reduce") or not is_fixed(start):
         return False
@@ -344,10 +340,7 @@ def regather(graph: fx.Graph, units: Iterable[str], lasting: Collection[str] = E
 
 
 def _apart(readers: Sequence[int], heads: Sequence[int]) -> list[tuple[int, int]]:
-    """Return ranges of `readers` without a head in between. A head is some gather's first reader.
-
-    Both lists have numbers of nodes, ascending.
-    """
+    """Return ranges of `readers` without a head (some gather's first reader) in between. Both are numbers of nodes."""
     cuts = [i for i in range(1, len(readers)) if bisect(heads, readers[i - 1]) < bisect_left(heads, readers[i])]
     return list(pairwise([0, *cuts, len(readers)]))
 

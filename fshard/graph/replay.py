@@ -2,15 +2,15 @@
 
 Note [Replays]
     1. `RecordedCall` traces a function on fake tensors unknown to the graph, into a piece of its own.
-    2. A replay copies the nodes of the piece into the traced graph, as one node of autograd. In the backward, that node
-       copies the nodes of the derivative: traced from the tensors that autograd saved, once for each combination of
-       present gradients and their strides.
+    2. A replay copies the nodes of the piece into the traced graph, as one node of autograd. Its backward copies the
+       nodes of the derivative, traced from the tensors that autograd saved, once for each combination of present
+       gradients and their strides.
     3. So a replay leaves the nodes of a call in their order, and runs no Python of the function, no autograd and no
        tracer. Saved tensors pass through the active hooks: a loss gathers its units again as always.
     4. A random operator takes the state of a stream and returns the next: one more argument and result (Note [Random
        numbers in a graph] in `random.py`).
 
-    A call is not recorded if a copy could differ from it:
+    A call is not recorded if a copy could differ:
     - the function changes between calls, or talks to other ranks;
     - it writes to its arguments, or returns them or views of them;
     - it asks autograd about an argument (a derivative, a hook, `is_leaf`);
@@ -196,13 +196,12 @@ class _Piece:
         self.others = {node: getattr(self._tracer.root, str(node.target)) for node in nodes if node.op == "get_attr"}
 
     def at(self, x: Tensor) -> fx.Node | None:
-        """Return the node of a tensor, or None if the function never had it."""
         slot = get_proxy_slot(x, self._tracer, None)
         read = (node for node, other in self.others.items() if other is x)
         return next(read, None) if slot is None else self.copies[slot.proxy.node]
 
     def insert(self, values: dict[fx.Node, Tensor]) -> dict[fx.Node, fx.Node]:
-        """Copy the calls into the traced graph, and return its nodes. `values` has the inputs and gets the results."""
+        """Copy the calls into the traced graph, and return its nodes. Results are added to `values`."""
         values.update((node, x) for node, x in self.others.items() if node not in values)  # constants
         nodes, tracer = {node: _traced(x) for node, x in values.items()}, _tracer()
         with unrecorded(), torch.no_grad():
@@ -271,7 +270,7 @@ class RecordedCall:
             self._keeps = [node for node in dict.fromkeys(reads.values()) if node not in self._saves]
 
     def _trace(self, fn: Callable[..., Tree], read: Sequence[Tensor]) -> None:
-        """Trace the function, with the outside tensors `read` as further arguments."""
+        """Trace the function, with the outside tensors `read` as arguments."""
         self._given, self._more = [*tensors(self._leaves), *read], read
         self._inputs = [_alone(x).requires_grad_(x.requires_grad) for x in self._given]
         stand_ins = self._inputs[len(self._inputs) - len(read) :]
@@ -302,7 +301,7 @@ class RecordedCall:
         self._saves = [self._call.copies[node] for node in self._saved]
 
     def _pack(self, x: Tensor) -> Tensor:
-        """Replace a saved tensor by one without derivatives, for the trace of a derivative."""
+        """Replace a saved tensor by one without derivatives, to trace a derivative."""
         node = _traced(x)
         if node not in self._saved:
             with unrecorded():
@@ -338,7 +337,7 @@ class RecordedCall:
         return self._is_plain() and self._is_apart() and self._adds_once(shared)
 
     def _is_plain(self) -> bool:
-        """Return True if the nodes depend on their inputs only, and are the same anywhere in a graph."""
+        """Return True if the nodes depend on their inputs only, anywhere in a graph."""
         pieces = [(self._call, self._read), *((d.piece, d.reads) for d in self._derivatives.values())]
         # a fake tensor that neither trace knows comes from another trace
         constants = [x for piece, known in pieces for node, x in piece.others.items() if node not in known]
@@ -368,7 +367,6 @@ class RecordedCall:
         return all(times[node] < 2 for node, x in is_shared if x.requires_grad)
 
     def fits(self, leaves: Sequence[object], spec: tree.Spec) -> bool:
-        """Return True if the graph knows these arguments, and they are like the recorded ones."""
         given = tensors(leaves)
         is_known = all(node_of(x) is not None for x in given) and len({*map(id, given)}) == len(given)
         # as text: keys 1 and True are equal

@@ -55,7 +55,6 @@ def scan(body: Callable[..., Tree], carry: Carry, units: Sequence[Tree], xs: Tre
 
 
 def _rows(xs: Tree, count: int) -> Sequence[tuple[Tree, ...]]:
-    """Return the arguments after the carry, for each unit."""
     leaves, spec = tree.flatten(xs)
     for path, x in zip(tree.paths(spec), leaves, strict=True):
         if not isinstance(x, Tensor):
@@ -71,7 +70,6 @@ def _at(path: str) -> str:
 
 
 def _split(out: Tree, carry: Carry) -> tuple[Carry, Tree]:
-    """Return carry and `y` from the result of a body."""
     form = tree.flatten(carry)[1]
     if tree.flatten(out)[1] == form:
         return out, None

@@ -7,10 +7,10 @@ Note [Depth]
 
     1. With all units, forward and backward of the loss call the same operators as with a few, and one period more for
        each further unit. Calls are recorded on meta tensors, which is fast: operators, shapes, numbers, and the age of
-       the memory they read. So a loss that treats its last units in another way is noticed.
-    2. After all passes, the graphs differ only by whole periods at the same places. The bytes at each node grow by the
-       same number for each unit, and from period to period. So the peak of the whole graph is at a node of the smallest
-       graph, or at its copy in the first or last periods, and never at a node without figures.
+       the memory they read. So special treatment of the last units is noticed.
+    2. After all passes, the graphs differ only by whole periods at the same places. The bytes at each node grow evenly
+       with the units, and from period to period. So the peak is at a node of the smallest graph, or at its copy in the
+       first or last periods.
 """
 
 from __future__ import annotations
@@ -157,7 +157,7 @@ def _bare(x: object) -> object:
 class _Recorder(TorchDispatchMode):
     """Record calls: operator, forms of tensors, other arguments, and the age of the memory read.
 
-    A result that was seen before is made without its operator, in a tenth of the time.
+    A known result is made without its operator, in a tenth of the time.
     """
 
     def __init__(self, results: Results) -> None:
@@ -218,13 +218,12 @@ class _Origins(TorchDispatchMode):
 
 
 def noted(fn: Callable[..., Tree], caller: str, *args: Tree) -> Tree:
-    """Call a traced function, with an `Origin` for each node."""
     with _Origins(caller):
         return fn(*args)
 
 
 def calls(step: Step, plan: Plan, given: Sequence[Tree], results: Results) -> list[Key]:
-    """Return the calls in forward and backward of a step's loss, on meta tensors. `results`: those so far."""
+    """Return the calls in forward and backward of a step's loss, on meta tensors. `results`: known ones."""
 
     def whole(sharded: Sharded) -> Tree:
         kinds = [sharded.plan.kinds[slot.kind] for slot in sharded.plan.slots]
@@ -293,9 +292,9 @@ Rows = Sequence[Mapping[str, int]]  # bytes by purpose, for each node of a graph
 def images(graphs: Sequence[Rows], short: Sequence[Key], places: Runs, times: Sequence[int]) -> list[list[int]] | None:
     """Return the numbers, in graphs with `times` periods more, of the nodes that may decide the maximum.
 
-    A node of a run has two images: as far from the run's beginning, and as far from its end. Images near both ends are
-    returned, as far as bytes grow evenly with the periods of the graph. None if bytes in between do not grow evenly
-    from period to period.
+    A node of a run has two images, counted from the run's beginning and from its end. Returned are those near both
+    ends, as far as bytes grow evenly with the graph's periods; None if bytes in between do not grow evenly from period
+    to period.
     """
     inside = {at for end, period in places for at in range(_begin(short, end, period), end)}
     outside = [at for at in range(len(short)) if at not in inside]

@@ -225,8 +225,7 @@ def _of_few(
     return figures, f"the graphs of {', '.join(map(str, depths))} of {name}, from which those of all follow"
 
 
-class _Uneven(Exception):
-    """A figure that is not linear in the number of units."""
+class _Uneven(Exception): ...
 
 
 class _Growth(NamedTuple):
@@ -273,7 +272,7 @@ class _Site(NamedTuple):
 
 
 class _Reading:
-    """A lowered graph's nodes that allocate, the bytes in memory at each, and its traffic."""
+    """A lowered graph's allocating nodes, the bytes in memory at each, and its traffic."""
 
     def __init__(self, lowered: Lowered, stack: Stack | None):
         self.spans: list[MemorySpan] = spans(lowered.graph, lowered.holds())
