@@ -290,6 +290,8 @@ class Options:
 
 @dataclass(frozen=True)
 class Setting:
+    """Values that a pass reads: options and plans."""
+
     plans: Sequence[Plan]
     options: Options
 
