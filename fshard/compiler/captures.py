@@ -210,7 +210,7 @@ def _fields(x: Any) -> Collection[str]:
 
 
 def _read_of(x: object, names: Collection[str]) -> Iterator[Capture]:
-    """Yield an object's attributes with these names, except tensors, refused by a trace."""
+    """Yield an object's attributes with these names, except tensors: a trace refuses them."""
     kinds = x.__mro__ if isinstance(x, type) else (x, *type(x).__mro__)
     stored = {name: None for y in kinds for name in getattr(y, "__dict__", ()) if name in names}
     owner = getattr(x, "__name__", "") if isinstance(x, type | ModuleType) else ""
@@ -421,9 +421,10 @@ def _names_in(code: CodeType, first: str = "") -> Iterator[tuple[str, ...]]:
 
 
 def _generators(root: object, seen: dict[int, object]) -> Iterator[Any]:  # Any: numpy may be absent
-    """Yield the random generators of Python and numpy reachable from an object. `seen` keeps visited objects, by id.
+    """Yield the random generators of Python and numpy reachable from an object.
 
-    The search follows functions as `captures` does, and the user's classes and modules.
+    `seen` keeps visited objects alive, by id. The search follows functions as `captures` does, and the user's classes
+    and modules.
     """
     np = sys.modules.get("numpy")
     kinds = (random.Random, *(() if np is None else (np.random.Generator, np.random.RandomState)))

@@ -57,7 +57,7 @@ _PURPOSES = {"opt_state": "optimizer", "params": "parameters"}  # by field in an
 # from parameters would keep the forward's gathered buffers until the backward. It folds no constants: it would return
 # one tensor for `x` and `x + zeros`, and a write to one would change both.
 _INDUCTOR = {"reorder_for_peak_memory": False, "realize_reads_threshold": 0, "joint_graph_constant_folding": False}
-# A compiler of C++20 knows AVX2 and AVX-512; Inductor's trial takes longer than a graph. It always tries newer
+# A compiler of C++20 knows AVX2 and AVX-512; Inductor's trial takes longer than a graph. Inductor always tries newer
 # instructions (VNNI, bfloat16, AMX), with small programs.
 _UNTRIED = {"cpp.vec_isa_ok": True}
 _OF_REGIONS = ("inductor", "aot_eager")  # get each distinct region of a graph by itself
@@ -145,7 +145,7 @@ class Lowered:
     def program(self, leaves: Sequence[object] = ()) -> Program:
         """Compile the graph with Inductor as data (Note [A program]). `leaves`: of the arguments.
 
-        Raises UnsavableError for a whole graph, and with CUDA graphs, which contain addresses.
+        Raises UnsavableError for a graph that stays whole, and with CUDA graphs, which contain addresses.
         """
         if self.traced.has_gradient:
             raise UnsavableError("jit: artifact: the result requires a gradient, which a graph does not pass on")

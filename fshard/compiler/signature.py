@@ -108,7 +108,7 @@ def ambient() -> Ambient:
 
 
 def flatten(args: Sequence[Tree], kwargs: Mapping[str, Tree]) -> tuple[list[object], tree.Spec]:
-    """Return leaves and structure of a call's arguments, with conjugate and negative bits resolved for a graph."""
+    """Return leaves and structure of arguments, conjugate and negative bits resolved: a graph reads plain memory."""
     leaves, spec = tree.flatten((args, kwargs))
     return [resolved(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves], spec
 
@@ -163,7 +163,7 @@ def _trained(leaves: Sequence[object]) -> tuple[tuple[object, ...], ...]:
 
     Autograd sums gradients over all places and views of a tensor. Other leaves may share memory or not.
     """
-    first: dict[int, int] = {}  # by id, or address of the storage
+    first: dict[int, int] = {}  # by id of the tensor, or address of its storage
     return tuple(
         (first.setdefault(id(x), i), first.setdefault(address(x), i), x.storage_offset(), x.is_leaf)
         for i, x in enumerate(leaves)

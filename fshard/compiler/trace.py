@@ -197,7 +197,7 @@ def _alone() -> Iterator[None]:
 def _mode_of(leaves: Sequence[object], caches: bool, takes_real: bool = False) -> Iterator[FakeTensorMode]:
     """Return the mode of fake tensors for these arguments. `takes_real`: real tensors become fake when read.
 
-    `caches`: keep results of operators, in half the time.
+    `caches`: keep operators' results, which halves the time.
     """
     # Two modes cannot meet in one operator, so fake arguments decide the mode.
     fakes = [leaf for leaf in leaves if isinstance(leaf, FakeTensor)]

@@ -46,7 +46,7 @@ class _FlatCollective:
 class _Bucket:
     """Collectives to merge, and their bytes.
 
-    All gathers must have their inputs at `place`, the first start. All reductions must start before `place`, the first
+    All gathers must have their inputs at `limit`, the first start. All reductions must start before `limit`, the first
     reader of a result or the first write to a sent buffer.
     """
 
