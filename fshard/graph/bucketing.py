@@ -21,7 +21,7 @@ _aten, _fshard = torch.ops.aten, torch.ops.fshard
 class _FlatCollective:
     start: fx.Node
     wait: fx.Node
-    places: Sequence[fx.Node]
+    results: Sequence[fx.Node]
 
     @property
     def x(self) -> fx.Node:
@@ -29,16 +29,16 @@ class _FlatCollective:
 
     @property
     def numel(self) -> int:
-        return values(self.places[0])[0].numel()
+        return values(self.results[0])[0].numel()
 
     @property
     def nbytes(self) -> int:
-        return max(values(node)[0].nbytes for node in (self.x, self.places[0]))
+        return max(values(node)[0].nbytes for node in (self.x, self.results[0]))
 
     @property
     def kind(self) -> tuple[object, ...]:
         by_name = arguments(self.start)
-        dtypes = [values(node)[0].dtype for node in (self.x, self.places[0])]
+        dtypes = [values(node)[0].dtype for node in (self.x, self.results[0])]
         return self.start.target, *dtypes, *(by_name.get(name) for name in ("mesh", "axis", "op", "fast", "lent"))
 
 
@@ -52,12 +52,12 @@ class _Bucket:
 
     collectives: list[_FlatCollective]
     nbytes: int
-    place: int
+    limit: int
 
-    def add(self, collective: _FlatCollective, place: int) -> None:
+    def add(self, collective: _FlatCollective, limit: int) -> None:
         self.collectives.append(collective)
         self.nbytes += collective.nbytes
-        self.place = place
+        self.limit = limit
 
 
 def bucket(graph: fx.Graph, nbytes: int) -> None:
@@ -81,9 +81,9 @@ def _erase(graph: fx.Graph, nodes: Iterable[fx.Node]) -> None:
 def _gathers(nodes: NodeIndex) -> list[_FlatCollective]:
     collectives, order = [], nodes.order
     for gather in gathers(nodes):
-        places = [view for view in gather.views if is_call(view, "getitem") and view.args[0] is gather.start]
-        if all(order[view] > order[gather.wait] for view in gather.views if view not in places):
-            collectives.append(_FlatCollective(gather.start, gather.wait, places))
+        results = [view for view in gather.views if is_call(view, "getitem") and view.args[0] is gather.start]
+        if all(order[view] > order[gather.wait] for view in gather.views if view not in results):
+            collectives.append(_FlatCollective(gather.start, gather.wait, results))
     return sorted(collectives, key=lambda collective: order[collective.start])
 
 
@@ -99,10 +99,10 @@ def _early(gathers: Iterable[_FlatCollective], nodes: NodeIndex, nbytes: int) ->
     for gather in filter(_may_merge, gathers):
         start, bucket = nodes.order[gather.start], open_buckets.get(gather.kind)
         fits = bucket is not None and bucket.nbytes + gather.nbytes <= nbytes
-        if bucket is None or not fits or not _may_start_at(bucket.place, gather, nodes):
+        if bucket is None or not fits or not _may_start_at(bucket.limit, gather, nodes):
             bucket = open_buckets[gather.kind] = _Bucket([], 0, start)
             buckets.append(bucket)
-        bucket.add(gather, bucket.place)
+        bucket.add(gather, bucket.limit)
     return [bucket.collectives for bucket in buckets if len(bucket.collectives) > 1]
 
 
@@ -112,11 +112,11 @@ def _late(reductions: Iterable[_FlatCollective], nodes: NodeIndex, nbytes: int) 
     for reduction in filter(_may_merge, reductions):
         start, bucket = nodes.order[reduction.start], open_buckets.get(reduction.kind)
         fits = bucket is not None and bucket.nbytes + reduction.nbytes <= nbytes
-        if bucket is None or not fits or bucket.place <= start:
+        if bucket is None or not fits or bucket.limit <= start:
             bucket = open_buckets[reduction.kind] = _Bucket([], 0, len(nodes.order))
             buckets.append(bucket)
         used = min(nodes.first_reader(reduction.wait), nodes.first_write([reduction.x], start))
-        bucket.add(reduction, min(bucket.place, used))
+        bucket.add(reduction, min(bucket.limit, used))
     return [bucket.collectives for bucket in buckets if len(bucket.collectives) > 1]
 
 
@@ -174,7 +174,7 @@ def _merge_gathers(graph: fx.Graph, group: Sequence[_FlatCollective], order: dic
         parts = [call(graph, _aten.view.default, part, [-1]) for part in parts]
     order |= dict.fromkeys(parts, order[wait])
     for collective, part in zip(group, parts, strict=True):
-        for old in collective.places:
+        for old in collective.results:
             old.replace_all_uses_with(part)
     return [x for collective in group for x in (collective.wait, *collective.start.users, collective.start)]
 
@@ -208,10 +208,10 @@ def _merge_reductions(
     with graph.inserting_before(group[-1].start.next):
         rows = [call(graph, _aten.view.default, collective.x, [size, -1]) for collective in group]  # (size, m_i)
         row = call(graph, _aten.reshape.default, call(graph, _aten.cat.default, rows, 1), [-1])  # (size * m,)
-        place = call(graph, _aten.new_empty.default, group[0].places[0], [ends[-1][1]])  # (m,)
+        place = call(graph, _aten.new_empty.default, group[0].results[0], [ends[-1][1]])  # (m,)
         ticket = _start(graph, group, [place], row)
     with graph.inserting_before(in_order[until]):
         call(graph, _fshard.wait.default, place, ticket, [row])
         for collective, end in zip(group, ends, strict=True):
-            call(graph, _aten.copy_.default, collective.places[0], call(graph, _aten.slice.Tensor, place, 0, *end))
+            call(graph, _aten.copy_.default, collective.results[0], call(graph, _aten.slice.Tensor, place, 0, *end))
     return [x for collective in group for x in (collective.wait, collective.start)]
