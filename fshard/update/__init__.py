@@ -1,1 +1,1 @@
-"""Updates of parameters, as pairs of pure functions over trees: what a step runs, and the elementwise optimizers."""
+"""Updates of parameters, as pairs of pure functions over trees, and the elementwise optimizers."""

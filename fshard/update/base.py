@@ -1,7 +1,7 @@
 """Gradient transformations: pairs of pure functions over trees, as in optax.
 
 `init(params) -> state`; `update(grads, state, params, **extra) -> (updates, state)`; `apply_updates(params, updates)`.
-They do not use ranks directly: a tree may be plain, or `Parts`: then other ranks hold the rest (`fshard.layout`).
+A transformation sends nothing itself: its trees are plain, or `Parts`, if other ranks hold the rest (`fshard.layout`).
 """
 
 from __future__ import annotations
@@ -41,11 +41,10 @@ T = TypeVar("T")
 # From the number of updates made (float64, 0-d) to the value of a hyper-parameter.
 Schedule = Callable[[Tensor], Number]
 
-# A label of leaves, any hashable value. `Hashable` would not do: a dict with keys str is not a Mapping with keys
-# Hashable.
+# Any hashable value. Not `Hashable`: a dict with keys str is no Mapping with keys `Hashable`.
 Label: TypeAlias = Any
 
-# Whether to skip an update (0-d, 1 or 0), or a dict that says so for each label.
+# 1 to skip an update, else 0 (0-d); or a dict of these by label.
 FoundInf = Tensor | Mapping[Label, Tensor]
 
 
@@ -53,12 +52,10 @@ class TransformLike(Protocol):
     """Any object with functions `init` and `update`: a `Transform`, or a transformation of TorchOpt."""
 
     @property
-    def init(self) -> Callable[[Tree], Tree]:
-        """The function `init(params) -> state`, which makes the state before the first update."""
+    def init(self) -> Callable[[Tree], Tree]: ...
 
     @property
-    def update(self) -> Callable[..., tuple[Tree, Tree]]:
-        """The function `update(grads, state, params) -> (updates, state)`: what is added to the parameters."""
+    def update(self) -> Callable[..., tuple[Tree, Tree]]: ...
 
 
 class _Fields(NamedTuple):
@@ -80,21 +77,21 @@ class Transform(_Fields):
     - `update(grads, state, params, **extra) -> (updates, state)`
     - `fused(grads, state, params, found_inf, donate, **extra) -> (params, state)`: `update` and `apply_updates` in one
       kernel, in place on copies, or with `donate` on its arguments; it changes nothing if `found_inf` is 1
-    - `over`: the trees that these functions take where parameters are sharded. "leaves", the default: whole ones, each
-      on one rank, and `fused` is not called. "elements": flat rows of many leaves, because each element is updated by
-      itself. "tree": the sharded tree, whose norms and sums are those of `fshard.optim`
-    - `labelled`: `found_inf` may be a dict with one for each label, which `update` takes by name (`by_label`)
+    - `over`: the trees that `init` and `update` take of sharded parameters. "leaves" (default): whole leaves, each on
+      one rank; `fused` is not called. "elements": flat rows of many leaves, for updates of each element by itself.
+      "tree": the sharded tree; the norms and sums of `fshard.optim` work on it
+    - `labelled`: `found_inf` may be a dict by label, and `update` takes it by name (`by_label`)
     - `mesh`: the mesh over which `step` combines `found_inf`
-    - `views`: `fused` takes `Views` of parameters and gradients (`fshard.layout.pieces`) and writes to them; without
-      it, `fused` is given packed copies
-    - `parts`: the transformations that update each label's leaves by themselves (`by_label`)
+    - `views`: `fused` takes `Views` of parameters and gradients (`fshard.layout.pieces`) and writes to them; otherwise
+      `fused` gets packed copies
+    - `parts`: the transformation of each label, applied to its leaves alone (`by_label`)
     - `draws`: the functions may draw random numbers, which a step seeds
+    - `elementwise=True`: an older name of `over="elements"`
 
-    `update` and `fused` ignore arguments in `extra` that they do not know. With `own_grads=True` they may overwrite the
-    gradients; with `exact_norms=True` their norms must have the same bits on any number of ranks
-    (`global_norm(tree, exact=True)`). `elementwise=True` is an older name of `over="elements"`. ValueError for another
-    word, for an update that writes to what it is given, and from `init` over several ranks for an update of a leaf that
-    depends on others, if `over` does not say so.
+    `update` and `fused` ignore unknown arguments in `extra`. With `own_grads=True` they may overwrite the gradients;
+    with `exact_norms=True` their norms must have the same bits on any number of ranks (`global_norm(tree,
+    exact=True)`). ValueError for another word in `over`, for an update that writes to its arguments, and from `init`
+    over several ranks if the update of a leaf depends on other leaves and `over` does not say so.
 
     >>> by_norm = lambda grads, state, params=None, **extra: (tree.map(lambda g: g / g.norm(), grads), state)
     >>> tx = optim.Transform(lambda params: (), by_norm)
@@ -127,20 +124,20 @@ class Transform(_Fields):
         elif draws:
             run = row_by_row if over == "elements" else at_once
             update, fused = run(update), None if fused is None else run(fused)
-            views = False  # a part of what is drawn is told by a tensor, not by views of many
+            views = False  # random numbers are drawn tensor by tensor, and views are parts of these
         return super().__new__(cls, init, update, fused, over, labelled, mesh, views, parts, draws)
 
     @property
     def elementwise(self) -> bool:
-        """Whether `over` is "elements"."""
+        """True if `over` is "elements"."""
         return self.over == "elements"
 
     def _replace(self, **changes: Any) -> Self:
-        """The transformation with other functions or flags, which are yours, as those given to `Transform`."""
+        """Replace functions or flags by yours, which are checked as those given to `Transform`."""
         return type(self)(**{**self._asdict(), "draws": True, **changes})
 
     def with_fields(self, **changes: Any) -> Self:
-        """The transformation with other fields, as they are: functions of this package."""
+        """Replace fields by functions of this package, which are not checked."""
         return super()._replace(**changes)
 
     def step(
@@ -152,11 +149,11 @@ class Transform(_Fields):
         donate: bool = False,
         **extra: object,
     ) -> tuple[Tree, Tree]:
-        """New parameters and state, or the old ones where `found_inf` (0-d) is 1: no host read.
+        """Return new parameters and state; the old ones where `found_inf` (0-d) is 1, without a host read.
 
-        A dict has such a tensor for each label: a `labelled` transformation skips only the labels whose tensor is 1;
-        any other one skips the whole update if one of them is. With `donate` params and state may be updated in place,
-        and must not be used again. Where a derivative passes, a step is `update` and `apply_updates`.
+        `found_inf` may be a dict of such tensors by label. A `labelled` transformation skips the labels whose tensor is
+        1; any other one skips the whole update if one of them is 1. With `donate`, params and state may be updated in
+        place, and must not be used again. If a derivative passes, a step is `update` and `apply_updates`.
 
         >>> from fshard.optim import sgd
         >>> tx = sgd(0.5)
@@ -177,7 +174,7 @@ class Transform(_Fields):
     def _applied(
         self, grads: Tree, state: Tree, params: Tree, found_inf: FoundInf | None, extra: Mapping[str, object]
     ) -> tuple[Tree, Tree]:
-        if isinstance(found_inf, Mapping):  # only a `labelled` transformation gets here with a dict, and skips by label
+        if isinstance(found_inf, Mapping):  # only if `labelled`: skips by label
             updates, new_state = self.update(grads, state, params, found_inf=found_inf, **extra)
             return apply_updates(params, updates), new_state
         updates, new_state = self.update(grads, state, params, **extra)
@@ -185,7 +182,6 @@ class Transform(_Fields):
 
 
 def _over(over: str | None, elementwise: bool | None) -> str:
-    """The trees that a transformation takes, of the word or its older name."""
     check_word("optim.Transform: over", "leaves" if over is None else over, ("leaves", "elements", "tree"))
     if elementwise is not None:
         check_flags(**{"optim.Transform: elementwise": elementwise})
@@ -198,18 +194,17 @@ def _over(over: str | None, elementwise: bool | None) -> str:
 
 
 def choose(found_inf: FoundInf | None, old: T, new: T) -> T:
-    """Return the tree `new`, or `old` if `found_inf` (of any label) is 1: no host read."""
+    """Return the tree `new`, or `old` if `found_inf` (of any label) is 1, without a host read."""
     return new if found_inf is None else kernels.each_where(any_found(found_inf), old, new)
 
 
 def any_found(found_inf: FoundInf) -> Tensor:
-    """`found_inf`, or with labels 1 if that of any label is 1, else 0: 0-d."""
+    """Return `found_inf` (0-d), or the maximum of all labels."""
     check_found(found_inf)
     return found_inf if isinstance(found_inf, Tensor) else torch.stack([*found_inf.values()]).amax()  # (labels,) -> ()
 
 
 def check_found(found_inf: object, labelled: bool = True) -> None:
-    """Raise TypeError unless `found_inf` is a tensor, or a dict of one for each label; ValueError unless 0-d."""
     flags = [*found_inf.values()] if labelled and isinstance(found_inf, Mapping) else [found_inf]
     tensors = [flag for flag in flags if isinstance(flag, Tensor)]
     if not tensors or len(tensors) < len(flags):
@@ -223,7 +218,7 @@ def check_found(found_inf: object, labelled: bool = True) -> None:
 
 
 def num_made(found_inf: FoundInf | None) -> Tensor | int:
-    """The number of updates that a step makes: 1, or 0 if it is skipped for all labels."""
+    """The number of updates that a step makes: 0 if it is skipped for all labels, else 1."""
     if isinstance(found_inf, Mapping):
         found_inf = torch.stack([*found_inf.values()]).amin()  # (labels,) -> (): 1 only if every label is skipped
     return 1 if found_inf is None else 1 - found_inf
@@ -246,7 +241,7 @@ def as_transform(tx: TransformLike) -> Transform:
     by_order = [p for p in known.values() if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
     by_place = "params" not in known and len(by_order) > 2
     by_name = not by_place and ("params" in known or takes_any)  # TorchOpt takes parameters by name alone
-    pure = {"inplace": False} if "inplace" in known else {}  # it updates in place unless it is told not to
+    pure = {"inplace": False} if "inplace" in known else {}  # TorchOpt updates in place by default
 
     def update(grads: Tree, state: Tree, params: Tree = None, **extra: object) -> tuple[Tree, Tree]:
         given = {"params": params} if by_name else {}
@@ -257,7 +252,7 @@ def as_transform(tx: TransformLike) -> Transform:
 
 
 def apply_updates(params: Tree, updates: Tree) -> Tree:
-    """params + updates, leaf by leaf, in the dtype of params; a leaf whose update is None stays.
+    """Return params + updates, leaf by leaf, in the dtype of params; a leaf whose update is None stays.
 
     ValueError for updates of another structure, and for an update that is not a tensor, differs from its parameter in
     shape, or is complex where the parameter is real.
@@ -269,7 +264,7 @@ def apply_updates(params: Tree, updates: Tree) -> Tree:
     for number, (p, u) in enumerate(pairs):
         if u is not None and (misfit := _unlike(u, p)):
             raise ValueError(f"apply_updates: the update of leaf {tree.paths(spec)[number]!r} {misfit}")
-    # a float32 update of a bfloat16 parameter promotes the sum, which is then rounded once
+    # a float32 update of a bfloat16 parameter promotes the sum: one rounding, at the end
     return tree.unflatten(spec, [p if u is None else (p + u).to(p.dtype) for p, u in pairs])
 
 
@@ -283,12 +278,12 @@ def _unlike(x: object, p: Tensor) -> str | None:
 
 
 def start_count(params: Tree) -> Tensor:
-    """A count of zero updates: 0-d, float32 (which torch's fused kernels take), on the device of `params`."""
+    """Zero updates: 0-d, float32 (for torch's fused kernels), on the device of `params`."""
     return torch.zeros((), dtype=torch.float32, device=device_of(params))
 
 
 def at(value: Number | Schedule, count: Tensor) -> Number:
-    """The value of a hyper-parameter after `count` updates: a schedule is called with `count`, and so in float64."""
+    """The value of a hyper-parameter after `count` updates; schedules get `count` in float64."""
     if callable(value):
         value = value(count.double())
         check_rate(value)
@@ -297,7 +292,7 @@ def at(value: Number | Schedule, count: Tensor) -> Number:
 
 @dataclass(frozen=True)
 class Needs:
-    """The requirements of a transformation on its arguments; other arguments are an error that names it."""
+    """The arguments that a transformation needs; errors name the transformation."""
 
     name: str
     state_type: type | None = None
@@ -306,7 +301,6 @@ class Needs:
     real: bool = False  # takes real leaves alone
 
     def check(self, grads: Tree, state: object, params: Tree) -> None:
-        """Raise ValueError for another optimizer's state, for missing parameters, for gradients that do not fit."""
         if self.state_type is not None and not isinstance(state, self.state_type):
             raise ValueError(
                 f"optim.{self.name}: expected the state of its own init ({self.state_type.__name__}), got "
@@ -325,9 +319,9 @@ class Needs:
                 raise ValueError(f"optim.{self.name}: the gradient of leaf {path!r} {wrong}")
 
     def _wrong(self, g: Tree, p: Tree) -> str | None:
-        """Say how a gradient, one leaf or the rows of a sharded tree, does not fit its parameters; None if it does."""
+        """Say how a gradient (one leaf, or the rows of a sharded tree) does not fit its parameters; None if it does."""
         if isinstance(g, Parts | Views):
-            runs = g.runs if isinstance(g, Views) else [g.tensors]  # for each row the tensors that make it up
+            runs = g.runs if isinstance(g, Views) else [g.tensors]  # the tensors of each row
             has_complex = any(view.is_complex() for run in runs for view in run)
             return "is complex, which this takes none of" if self.real and has_complex else None
         if unlike := _unlike(g, p):
@@ -338,8 +332,6 @@ class Needs:
 
 
 def checked(tx: Transform, needs: Needs) -> Transform:
-    """Return the transformation with a check of its arguments before each update."""
-
     def update(grads: Tree, state: Tree, params: Tree = None, **extra: object) -> tuple[Tree, Tree]:
         needs.check(grads, state, params)
         return tx.update(grads, state, params, **extra)
@@ -357,7 +349,7 @@ def checked(tx: Transform, needs: Needs) -> Transform:
 def _stateless(
     name: str, update: Callable[[Tree, Tree], Tree], params: bool = False, sparse: bool = False, real: bool = False
 ) -> Transform:
-    """The transformation of a function `update(grads, params) -> updates`; its state is the empty tuple."""
+    """Make a transformation without state of `update(grads, params) -> updates`."""
 
     def with_state(grads: Tree, state: Tree, params: Tree = None, **extra: object) -> tuple[Tree, Tree]:
         return update(grads, params), state
@@ -381,7 +373,7 @@ def _times(grads: Tree, factor: Number) -> Tree:
 
 
 def scale(factor: Number) -> Transform:
-    """u = factor g.
+    """Multiply gradients by a number: u = factor g.
 
     >>> scale(-0.5).update(torch.tensor(2.0), ())[0]
     tensor(-1.)
@@ -397,7 +389,7 @@ class CountState(NamedTuple):
 
 
 def scale_by_schedule(schedule: Schedule) -> Transform:
-    """u = schedule(number of updates made) g.
+    """Multiply gradients by a scheduled number: u = schedule(number of updates made) g.
 
     >>> tx = scale_by_schedule(lambda count: 1 / (count + 1))
     >>> tx.update(torch.tensor(2.0), tx.init(torch.tensor(1.0)))
@@ -414,7 +406,7 @@ def scale_by_schedule(schedule: Schedule) -> Transform:
 
 
 def add_decayed_weights(weight_decay: Number) -> Transform:
-    """u = g + weight_decay p.
+    """Add weight decay to gradients: u = g + weight_decay p.
 
     >>> add_decayed_weights(0.5).update(torch.tensor(2.0), (), torch.tensor(4.0))[0]
     tensor(4.)
@@ -428,7 +420,7 @@ def add_decayed_weights(weight_decay: Number) -> Transform:
 
 
 def clip(max_magnitude: Number) -> Transform:
-    """Every element clipped to [-max_magnitude, max_magnitude], as torch.nn.utils.clip_grad_value_.
+    """Clip every element to [-max_magnitude, max_magnitude], as torch.nn.utils.clip_grad_value_.
 
     >>> clip(1.0).update(torch.tensor([-3.0, 0.5]), ())[0]
     tensor([-1.0000,  0.5000])
@@ -443,12 +435,12 @@ def clip(max_magnitude: Number) -> Transform:
 
 
 def clip_factor(norm: Tensor, max_norm: Number) -> Tensor:
-    """min(1, max_norm / (norm + 1e-6)) of a norm (0-d) or of norms (leaves,), as torch.nn.utils.clip_grad_norm_."""
+    """min(1, max_norm / (norm + 1e-6)) of norms, 0-d or (leaves,), as torch.nn.utils.clip_grad_norm_."""
     return (max_norm / (norm + 1e-6)).clamp(max=1.0)
 
 
 def clip_by(name: str, max_norm: Number, p: float, clipped: Callable[[Tree, bool, bool], Tree]) -> Transform:
-    """The transformation `clipped(grads, own_grads, exact_norms)`, which clips to a p-norm of at most `max_norm`."""
+    """Clip to a p-norm of at most `max_norm` by `clipped(grads, own_grads, exact_norms)`."""
     check_positive(f"optim.{name}: max_norm", max_norm)
     check_positive(f"optim.{name}: p", p, tensors=False)
 
@@ -466,9 +458,10 @@ def clip_by(name: str, max_norm: Number, p: float, clipped: Callable[[Tree, bool
 
 
 def clip_by_global_norm(max_norm: Number, p: float = 2) -> Transform:
-    """g min(1, max_norm / (norm + 1e-6)) with the p-norm of the whole tree: one small collective.
+    """Multiply gradients by min(1, max_norm / (norm + 1e-6)), with the p-norm of the whole tree.
 
-    As torch.nn.utils.clip_grad_norm_. `p` is above 0, or inf. Leaves that every rank holds count once.
+    As torch.nn.utils.clip_grad_norm_, in one small collective. `p` is above 0, or inf. A leaf counts once if every rank
+    holds it.
 
     >>> clip_by_global_norm(1.0).update(torch.tensor([3.0, 4.0]), ())[0]
     tensor([0.6000, 0.8000])

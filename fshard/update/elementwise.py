@@ -1,4 +1,4 @@
-"""Elementwise optimizers in common: over flat shards they update a few flat tensors with one kernel."""
+"""Code shared by elementwise optimizers: over flat shards, one kernel updates a few flat tensors."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _DENSE = torch.strided
 
 
 class State(Protocol):
-    """The state of an elementwise optimizer: a NamedTuple of a count and of moments, None if they are not kept."""
+    """The state of an elementwise optimizer: a NamedTuple of a count and of moments (None if not kept)."""
 
     @property
     def _fields(self) -> tuple[str, ...]: ...
@@ -34,12 +34,11 @@ class State(Protocol):
     def _replace(self) -> Callable[..., Self]: ...
 
     @property
-    def count(self) -> Tensor:
-        """The number of updates made (float32, 0-d)."""
+    def count(self) -> Tensor: ...
 
 
 class SgdState(NamedTuple):
-    """Number of updates made (float32, 0-d) and the momenta, None without momentum."""
+    """Number of updates made (float32, 0-d) and the momenta (None without momentum)."""
 
     count: Tensor  # type: ignore[assignment]  # hides tuple.count
     momentum: Tree = None
@@ -54,7 +53,7 @@ class AdamState(NamedTuple):
 
 
 class RmspropState(NamedTuple):
-    """Number of updates made (float32, 0-d), mean of squares; if centered of gradients; with momentum the momenta."""
+    """Number of updates made (float32, 0-d); means of squares and, if centered, of gradients; the momenta, if any."""
 
     count: Tensor  # type: ignore[assignment]  # hides tuple.count
     square_avg: Tree
@@ -78,16 +77,14 @@ class LionState(NamedTuple):
 
 @dataclass(frozen=True)
 class UpdateRule:
-    """An elementwise optimizer: a reference function of `kernels`, and `constants`, which computes its constants.
+    """An elementwise optimizer: a reference function in `kernels`, and its constants at each update.
 
-    - `name`: the function's name in `fshard.optim`, for errors
-    - `state_type`: a NamedTuple of a `count` of updates and of moments, which are trees like `params`
-    - `reference(param, grad, moments, **constants) -> (update, new moments)`, of one tensor each
-    - `constants(count)`: the constants of the next update by name
-    - `initial_moments`: the number that each moment is filled with at first
-    - `corrections(count)`: constants of the reference that the fused kernel computes itself
-    - `fused_kernel`: torch's fused twin of the reference; it takes no tensors as hyper-parameters, except as the rate
-    - `reads_params`: an update needs the parameters; `takes_sparse`: sparse gradients are allowed
+    - `state_type`: a NamedTuple of a `count` of updates and of moments, trees like `params`
+    - `reference(param, grad, moments, **constants) -> (update, new moments)`, on one tensor each
+    - `constants(count)`: the next update's constants by name
+    - `initial_moments`: the initial value of each moment's elements
+    - `corrections(count)`: more constants of the reference; the fused kernel computes these itself
+    - `fused_kernel`: torch's fused twin; among hyper-parameters only the rate may be a tensor
     """
 
     name: str
@@ -102,7 +99,6 @@ class UpdateRule:
 
 
 def from_rule(rule: UpdateRule) -> Transform:
-    """Return the transformation of a rule."""
     init, update, fused = partial(_init, rule), partial(_update, rule), partial(_fused, rule)
     tx = Transform(init, update, fused, over="elements", views=True, draws=False)
     return checked(tx, Needs(rule.name, rule.state_type, rule.reads_params, rule.takes_sparse))
@@ -115,7 +111,6 @@ def _init(rule: UpdateRule, params: Tree) -> State:
 
 
 def _filled(params: Tree, value: float) -> Tree:
-    """A tree of the structure of `params`, filled with a number."""
     moment = tree.map(torch.zeros_like, params)
     if value:
         for _, piece in pieces(moment):  # the padding of flat rows must stay zero
@@ -124,7 +119,6 @@ def _filled(params: Tree, value: float) -> Tree:
 
 
 def _check_moments(rule: UpdateRule, state: State) -> None:
-    """Raise ValueError for a state that lacks a moment of this rule, or has one that the rule does not keep (None)."""
     for name in state._fields[1:]:  # without the count
         expected = name in rule.initial_moments
         if expected != (getattr(state, name) is not None):
@@ -143,11 +137,11 @@ def _next_state(rule: UpdateRule, state: State, count: Tensor, moments: Sequence
 
 
 def _update(rule: UpdateRule, grads: Tree, state: State, params: Tree = None, **extra: object) -> tuple[Tree, State]:
-    """Run the reference on one row (or leaf) after another: no kernel, and nothing in place."""
+    """Run the reference on each row (or leaf), without a kernel and not in place."""
     _check_moments(rule, state)
     constants = {**rule.constants(state.count), **rule.corrections(state.count)}
     flat, spec = tree.flatten(grads)
-    # a rule that does not read parameters may be given none: the gradients fill their place
+    # no parameters: a rule that does not read them gets the gradients in their place
     columns = [flat if params is None else tree.leaves(params), flat, *map(tree.leaves, _moments_of(rule, state))]
     changes: list[kernels.Change] = []
     for p, g, *moments_of_row in zip(*columns, strict=True):
@@ -162,9 +156,9 @@ def _update(rule: UpdateRule, grads: Tree, state: State, params: Tree = None, **
 def _fused(
     rule: UpdateRule, grads: Tree, state: State, params: Tree, found_inf: Tensor | None, donate: bool, **extra: object
 ) -> tuple[Tree, State]:
-    """Update parameters and moments in place, or copies of them unless `donate`; nothing changes if `found_inf` is 1.
+    """Update in place, or copies unless `donate`; nothing changes if `found_inf` is 1.
 
-    Rows are cut at the boundaries of all `Views`, so that the tensors of a row have equal sizes.
+    Rows are cut at the bounds of all `Views`, so that all columns have tensors of the same sizes.
     """
     _check_moments(rule, state)
     constants = rule.constants(state.count)
@@ -186,7 +180,6 @@ def _fused(
 def _run(
     rule: UpdateRule, columns: kernels.Columns, count: Tensor, found_inf: Tensor | None, constants: kernels.Constants
 ) -> None:
-    """Update the rows on one device, in place."""
     params, grads, *moments = columns
     # gradients may have another dtype than parameters; a fused kernel takes one dtype
     grads = [g.to(p.dtype) for g, p in zip(grads, params, strict=True)]
@@ -204,14 +197,14 @@ def update_part(
     state: Tree,
     params: Sequence[Tensor],
     grads: Sequence[Tensor],
-    cut: Callable[[Any], Sequence[Tensor]],  # of a `Sharded`, say, which this folder does not know
+    cut: Callable[[Any], Sequence[Tensor]],  # this folder does not know `Sharded`
     found_inf: FoundInf | None = None,
     **extra: object,
 ) -> Tree:
-    """Update a part of the elements in place by an elementwise `tx`, while the gradients of others are on their way.
+    """Update some elements in place by an elementwise `tx`, while gradients of others are on their way.
 
-    `cut` gives this part's views of each tree in the state. Of the state that is returned, the 0-d tensors alone are
-    new. Every part begins with those from before the step, so the last part's are those of all.
+    `cut` gives this part's views of each tree in the state. Only the 0-d tensors of the returned state are new. Every
+    part starts from the counts before the step, so any part's new counts are the step's.
     """
 
     def begun(x: Tree) -> Tree:
@@ -232,7 +225,7 @@ def update_part(
 
 
 def _put(pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
-    """Write the tensors that an optimizer returned, instead of writing to those it was given, to these."""
+    """Copy new tensors of an optimizer that does not write in place into the old ones."""
     into, new = [old for old, _ in pairs], [x for _, x in pairs]
     # the new state may be old parameters, or another field's old values
     for old, x in zip(into, aside(new, into), strict=True):
@@ -240,17 +233,17 @@ def _put(pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
 
 
 def all_numbers(*hyperparams: object) -> bool:
-    """Whether hyper-parameters are numbers, as torch's fused kernels want them, and not tensors."""
+    """True if no hyper-parameter is a tensor: torch's fused kernels want numbers."""
     return not any(isinstance(h, Tensor) for h in hyperparams)
 
 
 def with_rate(lr: Rate, **constants: object) -> Callable[[Tensor], kernels.Constants]:
-    """Return the function from the number of updates made to the constants; the rate alone depends on it."""
+    """Return a function from the number of updates made to the constants, of which only the rate changes."""
     return lambda count: {"lr": at(lr, count), **constants}
 
 
 def adam_corrections(count: Tensor, b1: Number, b2: Number) -> kernels.Constants:
-    """The sums of the weights of all terms of `kernels.adam`'s running means, in the update after `count` others."""
+    """Divisors of the running means of `kernels.adam`, at the update after `count` others."""
     t = count.double() + 1  # in float32, 1 - b2^t would lose digits for b2 near 1
     return {"correction1": 1 - b1**t, "correction2": 1 - b2**t}
 
@@ -258,7 +251,7 @@ def adam_corrections(count: Tensor, b1: Number, b2: Number) -> kernels.Constants
 def adam_transform(
     name: str, lr: Rate, b1: Number, b2: Number, eps: Number, weight_decay: Number, decoupled: bool
 ) -> Transform:
-    """Adam or AdamW, under the name that errors give."""
+    """Adam or AdamW; errors give `name`."""
     constants = with_rate(lr, b1=b1, b2=b2, eps=eps, weight_decay=weight_decay, decoupled=decoupled)
     corrections, moments = partial(adam_corrections, b1=b1, b2=b2), {"mu": 0.0, "nu": 0.0}
     fused = kernels.adam_ if all_numbers(b1, b2, eps, weight_decay) else None

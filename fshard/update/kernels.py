@@ -1,10 +1,9 @@
-"""The arithmetic of elementwise updates: plain reference functions, and what runs them in place in one pass.
+"""The arithmetic of elementwise updates: plain reference functions, and kernels that update in place in one pass.
 
-A reference takes a parameter, a gradient, the moments, and constants by name, and returns the change of the parameter
-and the new moments. The constants of an update are computed once for all rows, in float64. torch.optim's fused kernels,
-called through its functional interface, take lists of tensors. Where torch has no fused kernel, `in_blocks` runs the
-reference on blocks, so that no temporary is as large as a shard: blocks that fit a CPU's cache, or 2^24 elements on an
-accelerator.
+A reference takes a parameter, a gradient, the moments, and constants by name; it returns the change of the parameter
+and the new moments. Constants are computed once for all rows, in float64. torch.optim's fused kernels take lists of
+tensors. If torch has no fused kernel, `in_blocks` runs the reference on blocks that fit a CPU's cache, or have 2^24
+elements on an accelerator: so no temporary is as large as a shard.
 """
 
 from __future__ import annotations
@@ -32,8 +31,7 @@ Reference = Callable[[Tensor, Tensor, Moments], Change]  # its constants given
 Columns = Sequence[Sequence[Tensor]]  # parameters, gradients and each of the moments, one for each row
 
 
-# The arguments of a reference by name, computed once for all rows. Each reference has types of its own (numbers, 0-d
-# tensors, flags), so there is no closer type.
+# The constants of a reference by name: numbers, 0-d tensors or flags.
 Constants: TypeAlias = Mapping[str, Any]
 
 _NUMBERS = (numbers.Number, torch.SymInt, torch.SymFloat)
@@ -45,7 +43,6 @@ _HALF_OR_SINGLE = (torch.float16, torch.bfloat16, torch.float32)
 
 
 def constants_beside(constants: Constants, x: Tensor) -> Constants:
-    """The constants of an update on the device where they can be multiplied with `x`."""
     return {name: beside(number, x) for name, number in constants.items()}
 
 
@@ -54,7 +51,7 @@ def _decayed(p: Tensor, g: Tensor, weight_decay: Number) -> Tensor:
 
 
 def root(x: Tensor) -> Tensor:
-    """The square root; of 0 its derivative is 0: x is a mean of squares g², and |g| / (|g| + eps) has one at 0."""
+    """The square root, with derivative 0 at 0: x is a mean of g², and g / (|g| + eps) has a derivative at 0."""
     if not differentiates([x]):
         return x.sqrt()
     is_zero = x == 0
@@ -64,7 +61,6 @@ def root(x: Tensor) -> Tensor:
 def sgd(
     p: Tensor, g: Tensor, moments: Moments, *, lr: Number, momentum: Number, nesterov: bool, weight_decay: Number
 ) -> Change:
-    """g <- g + weight_decay p; m <- momentum m + g; the change is -lr m (nesterov: -lr (g + momentum m))."""
     g = _decayed(p, g, weight_decay)
     if not moments:
         return -lr * g, ()
@@ -86,10 +82,9 @@ def adam(
     correction1: Number,
     correction2: Number,
 ) -> Change:
-    """mu <- b1 mu + (1 - b1) g; nu <- b2 nu + (1 - b2) g²; the change is -lr mû / (sqrt(nû) + eps).
+    """The change is -lr mû / (sqrt(nû) + eps), with mû = mu / correction1 and nû = nu / correction2.
 
-    mû is mu / correction1, nû is nu / correction2: of update t they are 1 - b1^t and 1 - b2^t. Weight decay is added to
-    g, or if `decoupled` to the step.
+    Corrections of update t are 1 - b1^t and 1 - b2^t. Weight decay is added to g, or if `decoupled` to the step.
     """
     if not decoupled:
         g = _decayed(p, g, weight_decay)
@@ -111,7 +106,6 @@ def rmsprop(
     momentum: Number,
     centered: bool,
 ) -> Change:
-    """nu <- alpha nu + (1 - alpha) g²; step = g / (sqrt(nu) + eps), of nu - mean² if centered; then momentum."""
     g = _decayed(p, g, weight_decay)
     nu, *others = moments  # the mean of gradients if centered, the buffer if there is momentum
     nu = alpha * nu + (1 - alpha) * g * g
@@ -127,27 +121,26 @@ def rmsprop(
 
 
 def adagrad(p: Tensor, g: Tensor, moments: Moments, *, lr: Number, eps: Number, weight_decay: Number) -> Change:
-    """sum <- sum + g²; the change is -lr g / (sqrt(sum) + eps), the decay of the rate already in lr."""
+    """The change is -lr g / (sqrt(sum) + eps): `lr` includes its decay."""
     g = _decayed(p, g, weight_decay)
     total = moments[0] + g * g
     return -lr * g / (root(total) + eps), (total,)
 
 
 def lion(p: Tensor, g: Tensor, moments: Moments, *, lr: Number, b1: Number, b2: Number, weight_decay: Number) -> Change:
-    """The change is -lr (sign(b1 m + (1 - b1) g) + weight_decay p); m <- b2 m + (1 - b2) g."""
     step = (b1 * moments[0] + (1 - b1) * g).sign()
     return -lr * _decayed(p, step, weight_decay), (b2 * moments[0] + (1 - b2) * g,)
 
 
 def apply(reference: Reference, p: Tensor, g: Tensor, moments: Moments) -> Change:
-    """Run a reference on one tensor and keep its dtypes; of a complex one, on its real and imaginary parts."""
+    """Run a reference on one tensor, in its dtypes; if complex, on its real and imaginary parts."""
     if p.is_complex():
         # a lazily conjugated tensor (z.conj(), and so a gradient through one) has no real view
         rp, rg, *rows = (torch.view_as_real(x.resolve_conj()) for x in (p, g, *moments))
         delta, new = apply(reference, rp, rg, tuple(rows))
         return torch.view_as_complex(delta), tuple(torch.view_as_complex(m) for m in new)
     shape = p.shape
-    if not shape:  # constants are 0-d tensors of float64, and beside a 0-d tensor they would decide the dtype
+    if not shape:  # constants are 0-d tensors of float64, and would promote a 0-d tensor
         p, g, moments = p.reshape(1), g.reshape(1), tuple(m.reshape(1) for m in moments)
     delta, new = reference(p, g, moments)
     new_moments = tuple(n.to(old.dtype) for n, old in zip(new, moments, strict=True))
@@ -169,7 +162,7 @@ def in_blocks(reference: Reference, columns: Columns, skip: Tensor | None) -> No
 
 
 def can_fuse(kernel: Callable[..., None], tensors: Sequence[Tensor], lr: Number = 0.0) -> bool:
-    """Whether one of torch's fused kernels takes these tensors: dense, real, floating, on one device that has it."""
+    """True if torch's fused kernel takes these tensors: dense, real, floating, on one device that has it."""
     if _rate(lr) is not lr and any(x.dtype == torch.float64 for x in tensors):
         return False  # the rate would be rounded
     devices = {x.device.type for x in tensors}
@@ -180,7 +173,7 @@ def can_fuse(kernel: Callable[..., None], tensors: Sequence[Tensor], lr: Number 
 
 
 def portions(columns: Columns, most: int = MOST) -> list[list[Tensor]]:
-    """Lists of tensors of the same sizes, with contiguous tensors of more than `most` elements split into views.
+    """Split contiguous tensors of more than `most` elements into views, alike in each column.
 
     >>> [[len(part) for part in column] for column in portions([[torch.ones(5)], [torch.ones(5)]], most=2)]
     [[2, 2, 1], [2, 2, 1]]
@@ -191,15 +184,12 @@ def portions(columns: Columns, most: int = MOST) -> list[list[Tensor]]:
 
 
 def _rate(lr: Number) -> Number:
-    """A rate as fused kernels read it: on an accelerator they take the bytes of any tensor for a float32."""
+    """The rate for a fused kernel: on an accelerator the kernel reads the bytes of any tensor as float32."""
     return lr.float() if isinstance(lr, Tensor) and lr.device.type != "cpu" else lr
 
 
 def sgd_(columns: Columns, count: Tensor, skip: Tensor | None, constants: Constants, most: int = MOST) -> None:
-    """torch's fused `sgd` on rows, in place; nothing changes where `skip` is 1.
-
-    Tensors of more than `most` elements are split.
-    """
+    """torch's fused `sgd` on rows, in place unless `skip` is 1; tensors of more than `most` elements are split."""
     params, grads, *moments = portions(columns, most)
     _torch_sgd(
         params,
@@ -217,10 +207,7 @@ def sgd_(columns: Columns, count: Tensor, skip: Tensor | None, constants: Consta
 
 
 def adam_(columns: Columns, count: Tensor, skip: Tensor | None, constants: Constants, most: int = MOST) -> None:
-    """torch's fused `adam` on rows, in place; nothing changes where `skip` is 1.
-
-    Tensors of more than `most` elements are split.
-    """
+    """torch's fused `adam` on rows, as `sgd_`."""
     params, grads, mu, nu = portions(columns, most)
     _torch_adam(
         params,
@@ -243,12 +230,12 @@ def adam_(columns: Columns, count: Tensor, skip: Tensor | None, constants: Const
 
 
 def unscaled(g: Tensor, inverse: Tensor) -> tuple[Tensor, Tensor]:
-    """A gradient times a 0-d float64 factor, and whether any element is not finite (float32, 0-d, 1 or 0)."""
+    """A gradient times a 0-d float64 factor, and 1 if any element is not finite, else 0 (float32, 0-d)."""
     return g * inverse.to(wide(g.dtype)), (~torch.isfinite(g).all()).float()
 
 
 def unscale_by_parts_(row: Tensor, inverse: Tensor) -> Tensor:
-    """Unscale and check a tensor of half precision block by block in float32, with the bits of torch's kernel."""
+    """Unscale and check a half-precision tensor block by block in float32, with the bits of torch's kernel."""
     bad = []
     for part in row.view(-1).split(block_size(row, CACHED)) if row.is_contiguous() else [row]:
         low, high = torch.aminmax(part)  # both are NaN if any element is
@@ -258,7 +245,7 @@ def unscale_by_parts_(row: Tensor, inverse: Tensor) -> Tensor:
 
 
 def unscale_(rows: Sequence[Tensor], inverse: Tensor, most: int = MOST) -> Tensor:
-    """`unscaled` on a list, in place and in one pass; returns whether any element is not finite (float32, 0-d)."""
+    """Apply `unscaled` to rows in place, in one pass; returns 1 if any element is not finite, else 0."""
     any_bad = torch.zeros(1, dtype=torch.float32, device=inverse.device)
     lists: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
     for row in (row for row in rows if row.numel()):
@@ -266,25 +253,24 @@ def unscale_(rows: Sequence[Tensor], inverse: Tensor, most: int = MOST) -> Tenso
             new, bad = unscaled(row, inverse.to(row.device))
             row.copy_(new)
         elif (row.dtype != torch.bfloat16 or row.is_cpu) and (row.numel() <= most or row.is_contiguous()):
-            # one of the kernel's: it takes bfloat16 on CPUs alone
+            # the kernel takes bfloat16 on CPUs alone
             lists.setdefault((row.device, row.dtype), []).append(row)
             continue
         else:
             bad = unscale_by_parts_(row, inverse.to(row.device))
         any_bad = torch.maximum(any_bad, bad.to(any_bad.device))
-    # one kernel call for all tensors of one device and dtype, with a flag of shape (1,) that it sets to 1
+    # one kernel call for each device and dtype, with a flag of shape (1,) to be set to 1
     for (device, _), rows_alike in lists.items():
         flag = torch.zeros(1, dtype=torch.float32, device=device)
         (parts,) = portions([rows_alike], most)
-        # Private: what torch.amp.GradScaler calls; nothing public reads and writes in one pass (test_loss_scale.py
-        # notices when it goes)
+        # Private: torch.amp.GradScaler calls it; nothing public reads and writes in one pass (test_loss_scale.py)
         torch._amp_foreach_non_finite_check_and_unscale_(parts, flag, inverse.to(device, torch.float32))
         any_bad = torch.maximum(any_bad, flag.to(any_bad.device))
     return any_bad.squeeze(0)
 
 
 def each_where(condition: Tensor, old: Tree, new: Tree) -> Tree:
-    """`where` of each leaf of two states. ValueError names a leaf whose shape is another one."""
+    """Apply `where` to each leaf of two states. ValueError names a leaf of another shape."""
     pairs, spec = tree.pairs(f"{_KEPT}. After an update", old, new)
     result: list[Tree] = []
     for a, b in pairs:
@@ -296,9 +282,9 @@ def each_where(condition: Tensor, old: Tree, new: Tree) -> Tree:
 
 
 def where(condition: Tensor, a: Any, b: Any) -> Any:
-    """Return `a` if a 0-d condition is not zero, else `b`, without a host read: of two unlike numbers a tensor.
+    """Return `a` if a 0-d condition is not zero, else `b`, without a host read; two unlike numbers become a tensor.
 
-    ValueError for two shapes, and for what is neither a tensor nor a number.
+    ValueError for two shapes, and for other types.
     """
     if not isinstance(a, Tensor) and not isinstance(b, Tensor) and a == b:
         return b

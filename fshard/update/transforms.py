@@ -40,9 +40,9 @@ from .base import (
 
 
 def chain(*txs: TransformLike) -> Transform:
-    """Apply the transformations `txs` in sequence: each gets the updates of the one before it.
+    """Apply the transformations `txs` in sequence: each gets the updates of the previous one.
 
-    ValueError for `zero(grads="local")` behind another, which would be given one rank's gradients.
+    ValueError for `zero(grads="local")` after another one, because the first would get one rank's gradients.
 
     >>> chain(clip(1.0), scale(-0.5)).update(torch.tensor(4.0), ((), ()))[0]
     tensor(-0.5000)
@@ -62,7 +62,6 @@ def chain(*txs: TransformLike) -> Transform:
         return grads, (*states, last)
 
     def _all_but_last(grads: Tree, state: Tree, params: Tree, extra: Mapping[str, object]) -> tuple[Tree, list[Tree]]:
-        """The updates of all transformations but the last, and their new states."""
         if not isinstance(state, tuple) or len(state) != len(parts):
             got = len(state) if isinstance(state, tuple) else type(state).__name__
             raise ValueError(f"optim.chain: expected the states of {len(parts)} transformations, got {got}")
@@ -80,7 +79,7 @@ def chain(*txs: TransformLike) -> Transform:
     ) -> tuple[Tree, Tree]:
         updates, states = _all_but_last(grads, state, params, extra)
         states = choose(found_inf, list(state[:-1]), states)
-        if donate and any(tx.draws for tx in parts[:-1]):  # yours, whose states may be the parameters of before
+        if donate and any(tx.draws for tx in parts[:-1]):  # a user's state may be the old parameters
             states = aside(states, params)
         to_last = _not_own(extra) if states else extra
         params, last = parts[-1].step(updates, state[-1], params, found_inf, donate, **to_last)
@@ -91,7 +90,7 @@ def chain(*txs: TransformLike) -> Transform:
         init=lambda params: tuple(tx.init(params) for tx in parts),
         update=update,
         fused=fused,
-        over="elements" if all(tx.over == "elements" for tx in parts) else "tree",  # each part by its own
+        over="elements" if all(tx.over == "elements" for tx in parts) else "tree",  # each part has its own
         labelled=last.labelled and all(map(_is_bare, others)),
         mesh=parts[0].mesh,
         views=True,
@@ -101,12 +100,12 @@ def chain(*txs: TransformLike) -> Transform:
 
 
 def _is_bare(tx: Transform) -> bool:
-    """Whether a transformation is elementwise and has no state: then leaves of different labels do not interact."""
+    """True if `tx` is elementwise and has no state: leaves of different labels then do not interact."""
     return tx.over == "elements" and not tree.leaves(tx.init(torch.zeros(1, dtype=torch.float32, device="cpu")))
 
 
 def _not_own(extra: Mapping[str, object]) -> Mapping[str, object]:
-    """Arguments for a later transformation of a chain: an earlier one may keep the updates that are its gradients."""
+    """Later transformations must not overwrite their gradients: an earlier one may have kept them."""
     return {**extra, "own_grads": False} if "own_grads" in extra else extra
 
 
@@ -119,11 +118,10 @@ class HyperState(NamedTuple):
 
 
 def with_hyperparams(make: Callable[..., TransformLike], **hyperparams: object) -> Transform:
-    """`make(**hyperparams)` with its hyper-parameters as tensors in the state, which may be changed between steps.
+    """Return `make(**hyperparams)` with hyper-parameters as tensors in the state, to be changed between steps.
 
-    Floats and tensors become 0-d tensors of the state. A schedule is evaluated at each update, and its value is kept in
-    the state for you to read. Any other value is passed to `make` as it is. Changing a tensor does not make a compiled
-    step compile again.
+    Floats and tensors become 0-d tensors of the state. A schedule is evaluated at each update; the state has its value,
+    to be read. `make` gets any other value as it is. Changing a tensor does not make a compiled step compile again.
 
     >>> tx = with_hyperparams(scale, factor=-1.0)
     >>> state = tx.init(torch.tensor(0.0))
@@ -133,7 +131,7 @@ def with_hyperparams(make: Callable[..., TransformLike], **hyperparams: object) 
     """
     if not callable(make):
         raise TypeError(f"optim.with_hyperparams: make: expected a function that makes an optimizer, got {shown(make)}")
-    schedules = {name: value for name, value in hyperparams.items() if callable(value)}  # `at` checks what it returns
+    schedules = {name: value for name, value in hyperparams.items() if callable(value)}  # `at` checks their values
     values = {name: value for name, value in hyperparams.items() if isinstance(value, float | Tensor)}
     static = {name: value for name, value in hyperparams.items() if name not in schedules and name not in values}
 
@@ -155,7 +153,7 @@ def with_hyperparams(make: Callable[..., TransformLike], **hyperparams: object) 
         scheduled = {name: double(at(schedule, state.count)) for name, schedule in schedules.items()}
         return {**old, **{name: value.to(old[name].device) for name, value in scheduled.items()}}
 
-    # `Any`, because `found_inf` among the arguments by name is read here
+    # `Any`: `found_inf` may be among them
     def update(grads: Tree, state: HyperState, params: Tree = None, **extra: Any) -> tuple[Tree, HyperState]:
         now = current(state)
         updates, inner = built(now).update(grads, state.inner, params, **extra)
@@ -169,15 +167,14 @@ def with_hyperparams(make: Callable[..., TransformLike], **hyperparams: object) 
         count = state.count + num_made(found_inf)
         return params, HyperState(choose(found_inf, state.hyperparams, now), count, inner)
 
-    sample = built(begun(torch.zeros((), dtype=torch.float32, device="cpu")))  # its flags are those of every update
-    # a schedule counts the updates of all labels as one
+    sample = built(begun(torch.zeros((), dtype=torch.float32, device="cpu")))  # every update has its flags
+    # a schedule has one count for all labels
     labelled, over = sample.labelled and not schedules, "elements" if sample.over == "elements" else "tree"
     tx = Transform(init, update, fused, over, labelled, sample.mesh, views=True, draws=False)
     return checked(tx, Needs("with_hyperparams", HyperState, sparse=True)).with_fields(draws=sample.draws)
 
 
-# A function of a leaf's path and of an empty tensor of its shape and dtype; or a tree of labels, for leaves or for
-# whole subtrees, whose keys may be patterns ("blocks.*.bias"): the first that fits a leaf is its label.
+# As `by_label` takes them.
 Labels = Callable[[str, Tensor], Label] | Tree
 
 
@@ -190,7 +187,6 @@ class LabelState(OnMesh):
 
     @property
     def home(self) -> Layout | None:
-        """The layout of the first label's leaves."""
         return self.layouts[0][1] if self.layouts else None
 
 
@@ -198,12 +194,12 @@ tree.register_fields(LabelState, ("inner",), ("layouts",))
 
 
 def by_label(transforms: Mapping[Label, TransformLike], labels: Labels) -> Transform:
-    """Apply to every leaf the one of `transforms` that has its label.
+    """Apply to each leaf the transformation in `transforms` of the leaf's label.
 
-    `labels` is a function `(path, tensor) -> label` (the tensor is a meta tensor of the leaf's shape and dtype), or a
-    tree of labels, for leaves or for subtrees, whose keys may be patterns of `make_plan`'s kind; the first that fits a
-    leaf counts. ValueError names a leaf without a label, a label without a transformation, and a tied leaf that has
-    another label at another place; a warning names frozen leaves whose label no other leaf has.
+    `labels` is a function `(path, tensor) -> label`, with a meta tensor of the leaf's shape and dtype; or a tree of
+    labels, for leaves or subtrees. Keys of the tree may be patterns as in `make_plan`; the first pattern that fits a
+    leaf counts. ValueError names a leaf without a label, a label without a transformation, and a tied leaf with another
+    label at another path. A warning names frozen leaves if no trained leaf has their label.
 
     >>> tx = by_label({"fast": sgd(1.0), "slow": sgd(0.1)}, {"head": "fast", "**": "slow"})
     >>> params = {"body": torch.ones(1), "head": torch.ones(1)}
@@ -227,8 +223,8 @@ def by_label(transforms: Mapping[Label, TransformLike], labels: Labels) -> Trans
             picked = None if params is None else packed(pick(params, part))
             new, new_state = txs[label].update(packed(pick(grads, part)), state.inner[label], picked, **extra)
             skip = _of_label(found_inf, label)
-            updates = tree.map(lambda u, new=new: depending(u, new), updates)  # it is written to
-            # p + -0.0 has the bits of p even if p is -0.0, which p + 0.0 has not
+            updates = tree.map(lambda u, new=new: depending(u, new), updates)  # `put` writes to it
+            # p + -0.0 has the bits of p; p + 0.0 does not if p is -0.0
             updates = put(updates, choose(skip, tree.map(lambda u: -torch.zeros_like(u), new), new), part)
             inner[label] = choose(skip, state.inner[label], new_state)
         return updates, LabelState(inner, state.layouts)
@@ -241,15 +237,15 @@ def by_label(transforms: Mapping[Label, TransformLike], labels: Labels) -> Trans
         for label, part in _layouts(state, txs):
             picked, skip = pick(updated, part), _of_label(found_inf, label)
             new, inner[label] = txs[label].step(pick(grads, part), states[label], picked, skip, donate=True, **extra)
-            if differentiates(new):  # by a hyper-parameter alone: labels before this one may be written already
+            if differentiates(new):  # by a hyper-parameter alone; earlier labels may be written already
                 if donate:
                     refuse_derivative(new, f"optim.by_label, label {label!r}, with donate=True")
                 params = packed(params)
                 updates, new_state = update(packed(grads), state, params, found_inf, **extra)
                 return apply_updates(params, updates), new_state
-            if txs[label].draws and isinstance(picked, Parts):  # yours, whose state may be the parameters of before
+            if txs[label].draws and isinstance(picked, Parts):  # a user's state may be old parameters
                 inner[label] = aside(inner[label], picked)
-            write(picked, new)  # into `updated`; nothing to do if the step has written to `picked` itself
+            write(picked, new)  # into `updated`, unless the step has written to `picked` itself
         return updated, LabelState(inner, state.layouts)
 
     tx = Transform(init, update, fused, "tree", labelled=True, views=True, parts=txs, draws=False)
@@ -257,9 +253,9 @@ def by_label(transforms: Mapping[Label, TransformLike], labels: Labels) -> Trans
 
 
 def masked(tx: TransformLike, mask: Labels) -> Transform:
-    """Apply `tx` to the leaves for which `mask` is true; the gradients of the others are returned unchanged.
+    """Apply `tx` to the leaves for which `mask` is true; return the gradients of the others unchanged.
 
-    `mask` is a function or a tree as `by_label`'s labels are, of truth values.
+    `mask` is a function or a tree, as the labels of `by_label`, of truth values.
 
     >>> tx = masked(scale(-1.0), lambda path, leaf: leaf.ndim > 0)
     >>> grads = {"w": torch.ones(1), "s": torch.tensor(1.0)}
@@ -270,12 +266,12 @@ def masked(tx: TransformLike, mask: Labels) -> Transform:
 
 
 def resting(tx: TransformLike) -> Transform:
-    """Apply `tx` to each leaf by itself, and only at the updates that reach it: else the leaf and its state rest.
+    """Apply `tx` to each leaf by itself, if its gradient is not zero; else the leaf and its state rest.
 
-    A leaf is reached if any element of its gradient is not zero, on any rank. torch rests where a gradient is None;
-    here a gradient that is exactly zero counts as none, also where the loss read the leaf. No host read, one small
-    collective. Each leaf has a state and a count of its own, so norms, means and schedules in `tx` are those of single
-    leaves; put what is meant for all leaves around this, in a `chain`.
+    A leaf rests if all elements of its gradient are exactly zero on all ranks, even if the loss read it; in torch only
+    if the gradient is None. No host read, one small collective. Each leaf has its own state and count, so norms, means
+    and schedules in `tx` are those of single leaves. For transformations of all leaves, make a `chain` of them and this
+    one.
 
     >>> tx, params = resting(sgd(1.0, weight_decay=0.5)), {"a": torch.ones(1), "b": torch.ones(1)}
     >>> tx.step({"a": torch.ones(1), "b": torch.zeros(1)}, tx.init(params), params)[0]
@@ -306,7 +302,7 @@ def resting(tx: TransformLike) -> Transform:
 
 
 def _unreached(grads: Tree, state: LabelState) -> dict[Label, Tensor]:
-    """For each leaf 1 if its gradient is zero on all ranks, else 0: float32, 0-d."""
+    """For each leaf 1 if its gradient is zero on all ranks, else 0 (float32, 0-d)."""
     reached: dict[Label, Tensor] = {}
     mesh: AnyMesh = None
     for path, layout in state.layouts:
@@ -319,7 +315,6 @@ def _unreached(grads: Tree, state: LabelState) -> dict[Label, Tensor]:
 
 
 def check_labelled(tx: Transform) -> None:
-    """Raise ValueError if a transformation cannot skip the leaves of one label alone."""
     if not tx.labelled:
         raise ValueError(
             "skip_labels: this transformation does not keep labels apart: they share a norm, a mean or a count, so one "
@@ -330,7 +325,6 @@ def check_labelled(tx: Transform) -> None:
 
 
 def _split(layout: Layout, transforms: Mapping[Label, TransformLike], labels: Labels) -> dict[Label, Layout]:
-    """The layout of each label's leaves, for the labels that have any."""
     if not callable(labels):
         _check_patterns(layout, labels)
     _check_ties(layout, labels)
@@ -350,11 +344,10 @@ def _split(layout: Layout, transforms: Mapping[Label, TransformLike], labels: La
 
 
 def _warn_of_frozen(layout: Layout, unused: Sequence[Label], labels: Labels) -> None:
-    """Warn of labels that select frozen leaves alone."""
     match_of = partial(_label_by_path, labels) if callable(labels) else _matcher(labels, tree.paths(layout.spec))
     for label in unused:
         chosen = [path for path in layout.frozen if (match_of(path) or ("", None))[1] == label]
-        if chosen and label is not False:  # that of the leaves that `masked` leaves as they are
+        if chosen and label is not False:  # `masked` has it for the leaves left alone
             warnings.warn(
                 f"by_label: no leaf that trains has the label {label!r}; frozen are {listed(chosen)}. If they shall "
                 "train, make a plan in which they do: without frozen=, of parameters that require a gradient",
@@ -363,7 +356,7 @@ def _warn_of_frozen(layout: Layout, unused: Sequence[Label], labels: Labels) -> 
 
 
 def _label_by_path(labels: Callable[[str, Tensor], Label], path: str) -> tuple[str, Label] | None:
-    """The label of a leaf of unknown shape; None if the function looks at the shape."""
+    """The path and label of a frozen leaf of unknown shape; None if the label depends on the shape."""
     try:
         said = [labels(path, torch.empty([2] * ndim, device="meta")) for ndim in (1, 2)]
     except Exception:  # the user's function knows no such leaf
@@ -372,7 +365,6 @@ def _label_by_path(labels: Callable[[str, Tensor], Label], path: str) -> tuple[s
 
 
 def _check_patterns(layout: Layout, labels: Tree) -> None:
-    """Raise ValueError for a pattern that matches no leaf of the tree, trained or not."""
     paths = tree.paths(layout.spec)
     leaves, names = [path.split(".") for path in paths], tree.names_in(paths)
     for pattern in tree.paths(tree.flatten(labels)[1]):
@@ -384,9 +376,9 @@ def _check_patterns(layout: Layout, labels: Tree) -> None:
 
 
 def _check_ties(layout: Layout, labels: Tree) -> None:
-    """Raise ValueError if a later place of a tied leaf has another label than the first place, whose label it has.
+    """Raise ValueError if a tied leaf has another label at a later path than at its first.
 
-    The pattern "**" says nothing of later places, nor does a function that looks at the shape or knows no such path.
+    Ignored at later paths: the pattern "**", and functions that look at the shape or do not know the path.
     """
     paths = tree.paths(layout.spec)
     label_of = labeller(labels, paths)
@@ -403,19 +395,18 @@ def _check_ties(layout: Layout, labels: Tree) -> None:
 
 
 def _fits(path: Sequence[str], pattern: str, names: Container[str]) -> bool:
-    """Whether a pattern matches a leaf's path, or the path of a subtree that contains the leaf."""
+    """True if a pattern matches a leaf's path, or a subtree with the leaf."""
     return any(tree.matches(path[:end], pattern, names) for end in range(len(path) + 1))
 
 
 def check_labels(name: str, labels: Labels) -> None:
-    """Raise TypeError unless `labels` is a function or a tree of labels."""
     if isinstance(labels, type | str | bool | int | float | Tensor) or hasattr(labels, "named_parameters"):
         expected = "a function (path, tensor) -> label, or a tree of labels whose keys may be patterns"
         raise TypeError(wrong(name, labels, expected))
 
 
 def labeller(labels: Labels, paths: Iterable[str]) -> Callable[[Leaf], Label]:
-    """Return a function of a leaf that gives its label, or raises ValueError; `paths` are those of the whole tree."""
+    """Return a function from a leaf to its label (else ValueError); `paths` are those of the whole tree."""
     if callable(labels):
         return lambda leaf: labels(leaf.path, torch.empty(leaf.shape, dtype=leaf.dtype, device="meta"))
     match_of = _matcher(labels, paths)
@@ -433,7 +424,7 @@ def labeller(labels: Labels, paths: Iterable[str]) -> Callable[[Leaf], Label]:
 
 
 def _matcher(labels: Tree, paths: Iterable[str]) -> Callable[[str], tuple[str, Label] | None]:
-    """A function of a path: the first pattern in a tree of labels that fits it, and the label."""
+    """Make a function from a path to the first pattern in a tree of labels that fits, and its label."""
     flat, spec = tree.flatten(labels)
     pairs, names = [*zip(tree.paths(spec), flat, strict=True)], tree.names_in(paths)
 
@@ -445,7 +436,6 @@ def _matcher(labels: Tree, paths: Iterable[str]) -> Callable[[str], tuple[str, L
 
 
 def _of_label(found_inf: FoundInf | None, label: Label) -> Tensor | None:
-    """The `found_inf` of one label (0-d, 1 or 0); None if no update is skipped."""
     if not isinstance(found_inf, Mapping):
         return found_inf
     if label not in found_inf:
