@@ -1,4 +1,4 @@
-"""Batch norms whose statistics are those of the batch of all ranks."""
+"""Batch norms with the statistics of the batch of all ranks."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 def synchronise(part: nn.Module, path: str, calls: Calls) -> None:
     """Let a batch norm of a copy take its statistics over all ranks of the mesh of the call.
 
-    Its own `forward` runs, in which `batch_norm` of torch is replaced, so that norms with an activation are served.
+    Its own `forward` runs with torch's `batch_norm` replaced, for norms with an activation.
     """
     # SyncBatchNorm would call the process groups of torch.distributed
     forward = super(nn.SyncBatchNorm, part).forward if isinstance(part, nn.SyncBatchNorm) else part.forward
@@ -38,7 +38,7 @@ def synchronise(part: nn.Module, path: str, calls: Calls) -> None:
 
 
 def average(part: Any) -> None:
-    """Let a batch norm without momentum average its statistics in a graph: torch's code asks for a tensor's value."""
+    """Let a batch norm without momentum average its statistics in a graph: torch's code reads a tensor's value."""
     forward = part.forward
 
     @functools.wraps(forward)
@@ -51,11 +51,11 @@ def average(part: Any) -> None:
         return out
 
     if part.momentum is None and part.training and part.track_running_stats:
-        part.momentum, part.forward = 1.0, averaged  # the statistics of this batch alone
+        part.momentum, part.forward = 1.0, averaged  # this batch's statistics
 
 
 class _Replaced(TorchFunctionMode):
-    """The block in which `batch_norm` of torch, where it takes statistics of a batch, takes those of all ranks."""
+    """In this block torch's `batch_norm` takes the statistics of a batch from all ranks."""
 
     def __init__(self, mesh: AnyMesh, label: str):
         super().__init__()
@@ -97,10 +97,10 @@ def _batch_norm(
 
 
 def _statistics(x: Tensor, mesh: AnyMesh, label: str) -> tuple[Tensor, Tensor, Tensor]:
-    """The number of elements of each channel, their mean (C,), and the sum of squares around it (C,), over all ranks.
+    """Count per channel, mean (C,) and sum of squares around it (C,), over the batches of all ranks.
 
-    Ranks may have batches of any size. They gather mean and squares of each, not sums: a sum of squares loses the
-    variance of what is far from zero (Chan, Golub and LeVeque, 1979).
+    Batches may have different sizes. Ranks gather their means and squares, not sums: a sum of squares loses the
+    variance far from zero (Chan, Golub and LeVeque, 1979).
     """
     dims = [0, *range(2, x.dim())]
     local_count = x.numel() // max(1, x.shape[1])

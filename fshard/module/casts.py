@@ -1,15 +1,15 @@
-"""Casts of what goes into a module, and into and out of submodules that compute in another dtype than the rest.
+"""Casts of a module's inputs, and of inputs and outputs of submodules computed in another dtype than the rest.
 
 Note [Casts]
-    A module casts its floating inputs when it is called, as one that FSDP wraps: a loss gives it inputs, and keeps its
-    targets, in the dtypes of the batch. A policy may have submodules compute in another dtype than the rest, as norms
-    in float32. The code of a module knows nothing of that: it gives a norm what has the dtype of the rest, and goes on
-    with what the norm returns. So the outermost submodules whose parameters are all computed in one dtype, which is not
-    the policy's own, cast their floating inputs to it, and their floating outputs back. `forward` is wrapped, and not
-    hooked: checkpoints of transformers call `forward` alone. Where all parameters are computed in the dtypes that they
-    have in the module itself, its submodules cast nothing, since its code knows these dtypes; if the policy names
-    neither `compute` nor `storage`, the module casts nothing either. The submodules of `cast_at` of a policy cast their
-    inputs in any case, and not their outputs, as modules do that FSDP wraps.
+    1. A module casts its floating inputs when it is called, as in FSDP; a loss keeps targets in the dtypes of the
+       batch. If the policy names neither `compute` nor `storage`, the module casts nothing.
+    2. Some submodules compute in another dtype than the rest, as norms in float32, unknown to the module's code. So the
+       outermost submodules with all parameters computed in one dtype, not the policy's own, cast their floating inputs
+       to it, and floating outputs back. If all parameters are computed in the module's own dtypes, its code knows
+       these, and no submodule casts.
+    3. The submodules in `cast_at` of a policy always cast inputs, and never outputs, as in FSDP.
+
+    `forward` is wrapped, not hooked: checkpoints of transformers call `forward` alone.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from ..plan.precision import Policy, precision
 from .batch_norm import BATCH_NORMS
 from .skeleton import place_of, places_in
 
-# Paths of submodules, each with the dtype of its inputs, and that of its outputs if these are cast.
+# (path of a submodule, dtype of inputs, dtype of outputs or None if these are not cast).
 Casts = tuple[tuple[str, torch.dtype, torch.dtype | None], ...]
 
 
@@ -43,13 +43,15 @@ def casts_of(
     paths: Sequence[str],
     unasked: bool,
 ) -> Casts:
-    """The casts of a module whose parameters, by number, are stored and computed in pairs of dtypes.
+    """Return the casts of a module; `dtypes` are those of storage and computation of each parameter.
 
-    The dtype around is that of the policy without its overrides, of most elements; if the policy names none, and all
-    parameters are computed in one dtype, it is this one. `buffers` are the dtypes of buffers. `paths` are those of
-    submodules that cast their inputs. With `unasked` the module itself casts, too, and those that are computed in
-    another dtype; then ValueError for a batch norm that would be computed in another dtype than its running statistics
-    have.
+    - `buffers`: dtypes of buffers
+    - `paths`: submodules that cast their inputs in any case
+    - `unasked`: the module casts, too, and submodules computed in another dtype. ValueError for a batch norm computed
+      in another dtype than its running statistics
+
+    The dtype around, for outputs: the dtype of most elements by the policy without overrides; if the policy names none,
+    the one dtype in which all parameters are computed.
     """
     computed = [dtype for _, dtype in dtypes]
     if unasked:
@@ -69,10 +71,10 @@ def casts_of(
 
 
 def cast_paths(skeleton: nn.Module, policy: Policy, at: str, beside: Sequence[str]) -> Iterator[str]:
-    """Yield the paths of `cast_at` that are this module's: all, if its plan has no leaves beside (their paths).
+    """Yield the paths of `cast_at` in this module: all, unless its plan has other leaves (their paths: `beside`).
 
-    In a plan of several modules a path begins with `at`, the module's place there and a dot, or is a submodule of one
-    module alone: ValueError for one that leaves beside are under, too.
+    In a plan of several modules, a path begins with `at` (the module's path there and a dot), or is in one module
+    alone: ValueError if it is in several.
     """
     known = dict(skeleton.named_modules())
     for path in policy.cast_at:
@@ -88,7 +90,7 @@ def cast_paths(skeleton: nn.Module, policy: Policy, at: str, beside: Sequence[st
 
 
 def _asked(skeleton: nn.Module, path: str, dtypes: Sequence[torch.dtype], around: torch.dtype) -> torch.dtype:
-    """The dtype of the inputs of a submodule of `cast_at`: that of all its parameters, or the one around."""
+    """The dtype for inputs of a submodule in `cast_at`: the one of all its parameters, or else `around`."""
     parts = dict(skeleton.named_modules())
     if path not in parts:
         remedy = "give apply.policy(cast=apply.units(...))"
@@ -98,14 +100,13 @@ def _asked(skeleton: nn.Module, path: str, dtypes: Sequence[torch.dtype], around
 
 
 def _computed(part: nn.Module, dtypes: Sequence[torch.dtype]) -> set[torch.dtype]:
-    """The floating dtypes in which the parameters of a submodule are computed."""
     return {dtypes[place.number] for place in places_in(part) if place.form.is_floating_point()}
 
 
 def _casting(
     part: nn.Module, path: str, dtypes: Sequence[torch.dtype], around: torch.dtype
 ) -> Iterator[tuple[str, torch.dtype]]:
-    """The paths and dtypes of the outermost submodules that are computed in one dtype, not `around`, and called."""
+    """Yield (path, dtype) of the outermost submodules that are called, and computed in one dtype, not `around`."""
     used = _computed(part, dtypes)
     if len(used) == 1 and type(part).forward is not nn.Module.forward:  # lists of modules have no forward of their own
         (dtype,) = used
@@ -133,7 +134,7 @@ def _check_batch_norms(skeleton: nn.Module, dtypes: Sequence[torch.dtype], buffe
 
 
 def cast_around(part: nn.Module, dtype: torch.dtype, around: torch.dtype | None) -> None:
-    """Let a submodule cast its floating inputs to `dtype`, and its floating outputs to `around`, if that is given."""
+    """Let a submodule cast its floating inputs to `dtype`, and floating outputs to `around` unless None."""
     forward = part.forward
 
     @functools.wraps(forward)
@@ -143,15 +144,15 @@ def cast_around(part: nn.Module, dtype: torch.dtype, around: torch.dtype | None)
         return out if around is None else _cast(out, around)
 
     vars(part)["forward"] = casting
-    # torch's layers of transformers read parameters of submodules without a call of these, unless one has a hook
+    # unless a submodule has a hook, torch's transformer layers read its parameters without a call
     part.register_forward_pre_hook(lambda module, args: None)
 
 
 def _cast(x: Any, dtype: torch.dtype) -> Any:
-    """A tree with its real floating tensors in `dtype`, also those in dataclasses; the same object if all are."""
+    """Cast real floating tensors of a tree and of dataclasses in it; return `x` itself if nothing changes."""
     if isinstance(x, Tensor):
         return x.to(dtype) if x.is_floating_point() else x
-    if is_dataclass(x) and not isinstance(x, type):  # as outputs of transformers, which are not nodes of a tree
+    if is_dataclass(x) and not isinstance(x, type):  # outputs of transformers are no nodes of a tree
         values = {field.name: getattr(x, field.name) for field in fields(x) if field.init}
         cast = {name: _cast(value, dtype) for name, value in values.items()}
         changed = {name: value for name, value in cast.items() if value is not values[name]}
@@ -164,12 +165,12 @@ def _cast(x: Any, dtype: torch.dtype) -> Any:
     return x if same else tree.put_tops(x, _stops, new)
 
 
-# what torch says where operands differ in dtype
+# words of torch's errors for operands of two dtypes
 _DIFFER = re.compile("dtype|scalar type|bias type|Type promoting")
 
 
 def explain(error: RuntimeError, name: str, module: nn.Module) -> None:
-    """Raise what torch raised in a forward again, with the submodule, and what casts, if it is of two dtypes."""
+    """If torch's error is about two dtypes, raise it again with the name of the submodule and a remedy."""
     if type(error) is not RuntimeError or error.__cause__ is not None or not _DIFFER.search(str(error)):
         return
     paths = {id(part): path for path, part in module.named_modules() if path and places_in(part)}
@@ -182,4 +183,4 @@ def explain(error: RuntimeError, name: str, module: nn.Module) -> None:
 
 
 def _stops(x: object) -> bool:
-    return isinstance(x, Branch) or is_dataclass(x)  # parameters stay as they are: to flatten them is to gather them
+    return isinstance(x, Branch) or is_dataclass(x)  # to flatten parameters would gather them

@@ -21,14 +21,14 @@ _AS_IT_IS = "which a copy does not replace: make it a method, or give it these a
 
 
 def check_parameters(params: Mapping[str, Tensor]) -> None:
-    """Raise for parameters that would lose something in a function of plain tensors: their class, or hooks."""
+    """Raise if parameters would lose their class or hooks in a function of plain tensors."""
     for path, x in params.items():
         if type(x) not in (nn.Parameter, Tensor):
             raise TypeError(
                 f"functionalize: {path!r} is of class {type(x).__name__}, and plans hold plain tensors: make it an "
                 "nn.Parameter (of the plain tensors in it, each by itself)"
             )
-        # Private, both: no public function tells whether a tensor has hooks (test_module.py notices when they go)
+        # Private, both: no public function tells if a tensor has hooks (test_module.py)
         if x._backward_hooks or x._post_accumulate_grad_hooks:
             raise ValueError(
                 f"functionalize: {path!r} has hooks on its gradient, which would not run: remove them, and change the "
@@ -37,7 +37,7 @@ def check_parameters(params: Mapping[str, Tensor]) -> None:
 
 
 def check_references(skeleton: nn.Module, module: nn.Module) -> None:
-    """TypeError if functions, weak references and the like in the copy of a module still lead to the module itself."""
+    """Raise TypeError if functions, weak references and the like in the copy of a module lead to the module itself."""
     paths: dict[int, str] = {id(part): path or "the module" for path, part in module.named_modules()}
     paths |= {id(x): path for named in (module.named_parameters(), module.named_buffers()) for path, x in named}
     for where, name, x in _reached(skeleton):
@@ -49,16 +49,15 @@ def check_references(skeleton: nn.Module, module: nn.Module) -> None:
 
 
 def check_memory(module: nn.Module, tensors: Mapping[int, object]) -> None:
-    """Raise if tensors that a copy replaces one by one share elements; `tensors` are known by identity.
+    """Raise ValueError if other tensors share elements with a parameter or buffer, because a copy replaces only these.
 
-    TypeError for modules that torch.jit compiled; ValueError for buffers and other tensors that share elements with a
-    parameter or a buffer.
+    `tensors`: by identity, those that a copy replaces. TypeError for modules compiled by torch.jit.
     """
     for path, part in module.named_modules():
         where = f"functionalize: {path or type(module).__name__!r}"
         if isinstance(part, torch.jit.ScriptModule):
             raise TypeError(f"{where} was compiled by torch.jit, and reads its own tensors: functionalize it before")
-        # Private: no public function lists hooks (test_module.py notices when it goes)
+        # Private: no public function lists hooks (test_module.py)
         if old := [x for x in map(type, part._forward_pre_hooks.values()) if x.__module__ in _OLD_HOOKS]:
             raise TypeError(
                 f"{where}: the hook {old[0].__name__} of torch.nn.utils keeps the weight of a call: use torch.nn.utils."
@@ -81,21 +80,21 @@ def check_memory(module: nn.Module, tensors: Mapping[int, object]) -> None:
 
 
 def is_compiled(part: nn.Module) -> bool:
-    """Whether torch.compile made this module of another one."""
+    """True for a module made by torch.compile."""
     return "dynamo_ctx" in vars(part)
 
 
 def check_graph(paths: Mapping[int, str], given: Tree, results: Tree, name: str) -> None:
-    """ValueError if the graph of a call ends at one of the module's own parameters, known by identity.
+    """Raise ValueError if the graph of a call ends at one of the module's own parameters (`paths` by identity).
 
-    No list is complete of the places where a function may find a tensor: a registry, a C extension. The graph tells,
-    between the results of a call and what it was given.
+    A function may find a tensor anywhere (a registry, a C extension), so this walks the graph from the results back to
+    the arguments.
     """
     seen = nodes_of(given)
     waiting = list(nodes_of(results) - seen)
     while waiting:
         node = waiting.pop()
-        leaf = getattr(node, "variable", None)  # where a gradient would be accumulated
+        leaf = getattr(node, "variable", None)  # of a node that accumulates a gradient
         path = paths.get(id(leaf))
         if path is not None:
             raise ValueError(
@@ -113,8 +112,7 @@ def check_graph(paths: Mapping[int, str], given: Tree, results: Tree, name: str)
 
 
 def check_uncached(name: str) -> None:
-    """ValueError inside of torch.nn.utils.parametrize.cached(), where torch keeps one weight for all copies."""
-    # Private: no public function tells (test_module_code.py notices when it goes)
+    # Private: no public function tells (test_module_code.py)
     if parametrize._cache_enabled:
         raise ValueError(
             f"{name}: torch.nn.utils.parametrize.cached() keeps the weight of the first call for all others, whatever "
@@ -123,7 +121,7 @@ def check_uncached(name: str) -> None:
 
 
 def _take(memory: dict[int, list[tuple[str, Tensor]]], x: Tensor, path: str) -> str | None:
-    """Note where a tensor lies; the path of one that was noted and shares elements with it."""
+    """Note the memory of a tensor; return the path of an earlier one that shares elements with it."""
     other = _sharing(memory, x)
     if _has_memory(x):
         memory.setdefault(x.untyped_storage().data_ptr(), []).append((path, x))
@@ -142,7 +140,7 @@ def _has_memory(x: Tensor) -> bool:
 
 
 def _reached(module: nn.Module) -> Iterator[tuple[str, str, object]]:
-    """All objects that submodules refer to, also weakly, with the path of the submodule and the attribute's name."""
+    """Yield (path of a submodule, name of its attribute, object) for all objects it refers to, also weakly."""
     parts = {id(part) for part in module.modules()}
     seen = set[int]()
     for path, part in module.named_modules():
@@ -159,13 +157,13 @@ def _reached(module: nn.Module) -> Iterator[tuple[str, str, object]]:
                 waiting += [vars(x)] if isinstance(x, Tensor) else _referents(x)
 
 
-# Globals of Python are not looked through: what of them is used, `check_graph` sees.
+# Globals are not searched: `check_graph` sees the used ones.
 _NOT_ENTERED = (ModuleType, type, CodeType, FrameType, str, bytes, int, float, type(None))
 
 
 def _referents(x: object) -> list[object]:
     if isinstance(x, weakref.ref):
         return [x()]
-    if isinstance(x, FunctionType):  # all but its globals
+    if isinstance(x, FunctionType):  # without its globals
         return [x.__closure__, x.__defaults__, x.__kwdefaults__, vars(x)]
     return gc.get_referents(x)

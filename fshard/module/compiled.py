@@ -1,11 +1,10 @@
-"""Submodules that torch.compile wrapped: in a copy their graphs are functions of the tensors of the current call.
+"""Submodules wrapped by torch.compile: in a copy their graphs are functions of the tensors of the current call.
 
 Note [Compiled submodules]
-    The graph of `torch.compile(part)` holds the tensors of the part. In a copy, what is compiled instead is a function
-    of these tensors, with the backend and the options of the user. The tensors are read before the graph runs, so that
-    gathers stay outside of it; the buffers that it writes to are those of the call. Where a graph of the whole call is
-    traced, the part runs as it is, and so does a part whose submodules cast or synchronise: their forward belongs to
-    the copy.
+    The graph of `torch.compile(part)` holds the tensors of the part. A copy compiles a function of these tensors
+    instead, with the user's backend and options. Tensors are read before the graph runs, to keep gathers outside; the
+    graph writes to the call's buffers. The part runs uncompiled in a trace of the whole call, and if its submodules
+    cast or synchronise: their forward belongs to the copy.
 """
 
 from __future__ import annotations
@@ -56,14 +55,14 @@ def _slots_of(module: nn.Module, name: str) -> tuple[Slots, str]:
 def _function_of(module: nn.Module) -> Any:
     def run(params: Tensors, buffers: Tensors, args: Any, kwargs: Any) -> tuple[Any, Tensors]:
         tensors = {**params, **buffers}
-        out = functional_call(module, tensors, args, kwargs)  # puts buffers that the module replaced into `tensors`
+        out = functional_call(module, tensors, args, kwargs)  # puts new buffers into `tensors`
         return out, {name: tensors[name] for name in buffers}
 
     return run
 
 
 def _without_stands(module: nn.Module) -> nn.Module:
-    """A copy of a submodule with meta tensors, which torch can put others in the place of."""
+    """Copy a submodule with meta tensors, to be replaced by torch."""
     copied = copy.deepcopy(module, same_stands(module))
     for part in copied.modules():
         for kind in ("_parameters", "_buffers"):

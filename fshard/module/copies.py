@@ -1,4 +1,4 @@
-"""The copies of a module on which calls run: one for each thread, mode, and set of casts."""
+"""The copies of a module for its calls: one for each thread, mode, and set of casts."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from .skeleton import Stand, copy_of, in_eval_mode, skeleton
 
 
 def _mode(module: nn.Module, name: str) -> str:
-    """In which mode a module is, as words that ranks compare."""
+    """The mode of a module in words, for ranks to compare."""
     flags = bytes(part.training for part in module.modules())
     mode = "training" if all(flags) else f"training in part ({crc32(flags):08x})" if any(flags) else "evaluation"
     return f"{name} in {mode}"
@@ -34,9 +34,9 @@ def _mode(module: nn.Module, name: str) -> str:
 class Copies:
     """Copies of a module without its tensors, each made when a call first needs it.
 
-    What a forward assigns to attributes stays in the copy of its thread. While a graph is traced a call gets a new
-    copy, because it may keep fake tensors; so it does in evaluation, if a submodule has a `train()` of its own. Batch
-    norms are synchronised: all, or those that torch's function converted.
+    A copy keeps attributes assigned by a forward, so each thread has its own. A call gets a new copy in a trace,
+    because the copy may keep fake tensors, and in evaluation if a submodule has its own `train()`. Batch norms are
+    synchronised: all, or `torch.nn.SyncBatchNorm` alone.
     """
 
     def __init__(
@@ -47,14 +47,14 @@ class Copies:
         calls: Calls,
         sync_batch_norm: bool,
     ):
-        # two skeletons, so that calls in both modes may run side by side; True is the mode in which the module is
+        # one skeleton for each mode, for calls side by side; True is the mode of the module itself
         check_memory(module, stands)
         self._skeletons = {True: skeleton(module, stands), False: in_eval_mode(skeleton(module, stands))}
         self.modes = {training: _mode(part, calls.name) for training, part in self._skeletons.items()}
         check_references(self.skeleton, module)
         norms = [x for x in self.skeleton.modules() if isinstance(x, BATCH_NORMS)]
         self.tracks = any(x.training and x.track_running_stats for x in norms)
-        # an own `train()` may drop in training what a forward keeps in evaluation: results of one call's parameters
+        # a forward in evaluation may keep results of one call's parameters, dropped by a submodule's own `train()`
         idle = {mode: [x for x in copied.modules() if not x.training] for mode, copied in self._skeletons.items()}
         self._forgets = {mode: any(type(x).train is not nn.Module.train for x in part) for mode, part in idle.items()}
         self.own = {path: weakref.ref(x) for path, x in params.items()}
@@ -62,16 +62,14 @@ class Copies:
         self._calls = calls
         self._dtypes = [x.dtype for x in params.values()]  # by number, as in the module
         self._synchronised = BATCH_NORMS if sync_batch_norm else nn.SyncBatchNorm
-        self._casts: dict[Any, Casts] = {}  # by the dtypes that they follow from
+        self._casts: dict[Any, Casts] = {}  # by the dtypes that determine them
         self._of_thread = threading.local()
 
     @property
     def skeleton(self) -> nn.Module:
-        """A copy that no call uses."""
         return self._skeletons[True]
 
     def copy_for(self, call: ModuleCall, training: bool) -> nn.Module:
-        """The copy on which a call runs in this thread."""
         if self._parametrized:
             check_uncached(self._calls.name)
         casts = self._casts_of(call)
@@ -83,9 +81,9 @@ class Copies:
         return copies[training, casts]
 
     def check(self, copy: nn.Module, given: Tree, results: Tree) -> None:
-        """Raise ValueError if the first call of a copy that autograd records has computed with tensors of its own.
+        """Raise ValueError if the first recorded call of a copy has computed with the module's own tensors.
 
-        In `given`, the arguments of the call, its caller may have passed parameters of the module itself.
+        Parameters of the module in `given`, the arguments of the call, are allowed.
         """
         checked: weakref.WeakSet[nn.Module] = vars(self._of_thread).setdefault("checked", weakref.WeakSet())
         if copy in checked or not torch.is_grad_enabled() or func_levels.inside():
@@ -115,7 +113,7 @@ class Copies:
     def _casts_of(self, call: ModuleCall) -> Casts:
         dtypes, policy = call.params.dtypes(), call.params.policy
         unasked = policy.cast_inputs and [computed for _, computed in dtypes] != self._dtypes
-        # a module that is made in the dtypes of computation casts its own inputs alone
+        # a module with parameters in the dtypes of computation casts its own inputs alone
         paths = (*[""] * (policy.cast_inputs and (policy.compute is not None or policy.stores)),)
         paths += tuple(cast_paths(self.skeleton, policy, *call.params.place())) if policy.cast_at else ()
         if not unasked and not paths:

@@ -1,16 +1,15 @@
 """Calls of a module's function: where its submodules read parameters, and where they read and write buffers.
 
 Note [The current call]
-    The code of a module reads `self.weight`, and passes no parameters on. So the parameters of a call are found by a
-    context variable, which is set while the call runs. Activation checkpointing runs parts of a forward again in the
-    backward, when the call has returned. The call is then found by the autograd node that runs: torch numbers the nodes
-    of a thread in order, and a call remembers the numbers between which it made its nodes. A call lives as long as the
-    graph of its results, whose nodes refer to it; the skeleton refers to it weakly.
+    The code of a module reads `self.weight` and passes no parameters on. So a context variable leads to the parameters
+    while a call runs. After the call, activation checkpointing may run parts of the forward again in the backward. Then
+    autograd's running node leads to the call: torch numbers the nodes of a thread in order, and a call keeps the range
+    of its nodes. The graph of its results keeps the call alive; the skeleton refers to it weakly.
 
 Note [Hooks of a backward]
-    What runs again in the backward may write to buffers: that is dropped, since the forward has written the same. What
-    a hook of the backward writes would be lost, so it is an error. A hook is told by its code: it touches a buffer, and
-    is none of the code that touched buffers in the forward.
+    A part of a forward may write to buffers again in the backward: these writes are dropped, because the forward has
+    made them. A write by a hook of the backward would be lost, so it is an error. Code is a hook if it touches a buffer
+    in the backward, but touched none in the forward.
 """
 
 from __future__ import annotations
@@ -36,26 +35,26 @@ from ..core.tree import Tree
 from ..sharding.access import placed
 from .leaves import Leaves
 
-# The calls that run in this context, by skeleton: those of other threads and of other simulated ranks are not seen.
+# Running calls by skeleton, in this context: other threads and simulated ranks have their own.
 _RUNNING: ContextVar[dict[Calls, ModuleCall] | None] = ContextVar("fshard.module", default=None)
 
 
 class ModuleCall:
-    """One call of a module's function: its parameters by number, its buffers, and what it wrote to buffers."""
+    """One call of a module's function: parameters by number, buffers, and writes to buffers."""
 
     def __init__(self, params: Leaves, buffers: Sequence[Tensor]):
         self.params = params
         self.buffers = buffers
-        self.put: dict[tuple[int, str], tuple[Any, Any]] = {}  # places, and what the module put there
-        self._copies: dict[object, Tensor] = {}  # of the buffers that were read
-        self._after: dict[object, Tensor] = {}  # what was put in the place of buffers, once the call has returned
-        self._touching = set[CodeType]()  # the code that read or wrote buffers in the forward
+        self.put: dict[tuple[int, str], tuple[Any, Any]] = {}  # places, and their new tensors
+        self._copies: dict[object, Tensor] = {}  # of read buffers
+        self._after: dict[object, Tensor] = {}  # replaced buffers, after the call
+        self._touching = set[CodeType]()  # with reads or writes of buffers in the forward
         self._returned = False
-        self._nodes = (0, 0)  # the numbers of the first node made in the call, and of the first one after it
-        self.thread = get_ident()  # nodes are numbered by thread; in a backward, that of the backward
+        self._nodes = (0, 0)  # numbers of autograd nodes: first of the call, first after it
+        self.thread = get_ident()  # nodes are numbered by thread; in a backward, its thread
 
     def buffer(self, number: int, path: str, where: tuple[int, str] | None = None) -> Tensor:
-        """A copy of a buffer, which the module may write to: the caller's buffer is not changed."""
+        """Return a copy of a buffer, which the module may write to: the caller's buffer does not change."""
         key, old = (where, self._after[where]) if where in self._after else (number, self.buffers[number])
         if self._is_hook():
             return self._read_only(old, path)
@@ -64,37 +63,35 @@ class ModuleCall:
         return self._copies[key]
 
     def set_buffer(self, where: tuple[int, str], place: Any, value: Tensor) -> None:
-        """Put a tensor in a place of a buffer, and nothing in the other places of a tied one."""
+        """Replace a buffer under one name; other names of a tied buffer keep the old one."""
         if self._is_hook():
             _refuse(place.path)
         self.put[where] = place, value
-        if value is self._copies.get(place.number):  # functional_call puts back what it has replaced
+        if value is self._copies.get(place.number):  # functional_call puts the old one back
             del self.put[where]
 
     def _is_hook(self) -> bool:
-        """Whether a hook of the backward touches a buffer now (Note [Hooks of a backward])."""
+        """True if a hook of the backward touches a buffer now (Note [Hooks of a backward])."""
         code = _touching_code()
         if not self._returned:
             self._touching.add(code)
         return code not in self._touching
 
     def _read_only(self, buffer: Tensor, path: str) -> Tensor:
-        """A copy of a new buffer; ValueError at the end of the backward if it was written to."""
+        """Copy a new buffer; ValueError at the end of the backward if code wrote to the copy."""
         read = buffer.clone()
         version = writes(read)
-        # Private: nothing public runs at the end of a backward (test_module_code.py notices when it goes)
+        # Private: nothing public runs at the end of a backward (test_module_code.py)
         engine: Any = torch.autograd.Variable._execution_engine
         engine.queue_callback(lambda: None if writes(read) == version else _refuse(path))
         return read
 
     def new_buffers(self, ties: Sequence[int], replaced: Mapping[int, Tensor]) -> list[Tensor]:
-        """The buffers after the call: the caller's own tensors where the module read and wrote nothing.
+        """Return the buffers after the call: the caller's own tensors if the module read and wrote nothing.
 
-        `ties` has for each buffer the number of the first that is the same tensor in the module: that one is read.
-        `replaced` are tensors that the module put in the places of buffers.
-
-        A copy that was read counts as written to: batch norm writes without counting the version of a tensor up. What
-        runs again in the backward reads copies of the new buffers, as in a module, and what it writes is dropped.
+        `ties`: for each buffer the number of the first one that is the same tensor. `replaced`: tensors that the module
+        set as buffers. A copy counts as written once it is read, because batch norm's writes do not count. Parts of the
+        forward that run again read copies of the new buffers; their writes are dropped.
         """
         kept = [self._copies.get(number, old) for number, old in zip(ties, self.buffers, strict=True)]
         self.buffers = [replaced.get(number, x) for number, x in enumerate(kept)]
@@ -103,24 +100,22 @@ class ModuleCall:
         return list(self.buffers)
 
     def replaced(self) -> list[str]:
-        """The paths of parameters in whose places the module has put other tensors, and of what it has deleted."""
+        """The paths of parameters replaced or deleted by the module."""
         put = self.put.values()
         return [place.path for place, x in put if not place.is_buffer or getattr(x, "_place", None) is place]
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """Remember the numbers of the autograd nodes that are made in the block."""
         # Private: torch has no public counter of autograd nodes
         first = torch.autograd._get_sequence_nr()
         yield
         self._nodes = first, torch.autograd._get_sequence_nr()
 
     def made(self, node: int) -> bool:
-        """Whether the node of this number was made in this call."""
         return self._nodes[0] <= node < self._nodes[1]
 
     def stay_alive_with(self, results: Tree) -> None:
-        """Keep this call alive with the graph of the results: parts of the forward may run again in the backward."""
+        """Keep this call alive with the graph of the results: parts of the forward may run again."""
         for node in nodes_of(results):
             metadata: dict[Any, Any] = node.metadata
             metadata[self] = None
@@ -130,7 +125,7 @@ class ModuleCall:
         self.thread = get_ident()
 
 
-# Code that touches buffers for other code: the dicts and stands of a copy, `__getattr__` of torch and of its tracer.
+# Code to be skipped: dicts and stands of a copy, `__getattr__` of torch and of its tracer.
 _FOR_OTHERS = (
     os.path.join(os.path.dirname(__file__), "current.py"),
     os.path.join(os.path.dirname(__file__), "skeleton.py"),
@@ -155,17 +150,17 @@ def _refuse(path: str) -> NoReturn:
 
 
 def nodes_of(results: Tree) -> set[Any]:
-    """The last nodes of the graph of some results; parameters that are not gathered are left out."""
+    """The last nodes of the graph of some results, except parameters that are not gathered."""
     leaves = tree.tops(placed(results), Branch)
-    # objects that are not nodes of a tree, such as a user's dataclass
+    # objects outside of trees, such as a user's dataclass
     leaves += tree.leaves([vars(x) for x in leaves if not isinstance(x, Tensor) and hasattr(x, "__dict__")])
-    grad_fn: Any = Tensor.grad_fn  # the true one, also of a parameter that says it is a leaf
+    grad_fn: Any = Tensor.grad_fn  # the true one: a `Weight` says it is a leaf
     nodes = [grad_fn.__get__(x) for x in leaves if isinstance(x, Tensor)]
     return {node for node in nodes if node is not None}
 
 
 class Calls:
-    """The calls of one skeleton whose graphs are alive; `ties` are those of its buffers."""
+    """The calls of one skeleton while their graphs are alive; `ties` are those of its buffers."""
 
     def __init__(self, name: str, ties: Sequence[int]):
         self.name, self.ties = name, ties
@@ -180,7 +175,7 @@ class Calls:
             self._alive.add(call)
 
     def current(self) -> ModuleCall:
-        """The call that runs, or, in a backward that runs a part of a forward again, the call of that forward."""
+        """The call that runs; in a backward, the call whose forward runs again in part."""
         call = self.found()
         if call is None:
             raise RuntimeError(
@@ -191,16 +186,15 @@ class Calls:
         return call
 
     def found(self) -> ModuleCall | None:
-        """The call that `current` returns; None outside of calls."""
-        # Private: no public function tells which node a hook on saved tensors runs for, nor its number
-        # (test_module.py notices when these go).
+        """As `current`; None outside of calls."""
+        # Private: nothing public tells the node for which a hook on saved tensors runs, or its number (test_module.py)
         node: Any = torch._C._current_autograd_node()
         running = (_RUNNING.get() or {}).get(self)
         if node is None:
             return running
-        # a forward may contain a backward: of another call, perhaps
+        # a forward may contain a backward, perhaps of another call
         made = [call for call in list(self._alive) if call.made(node._sequence_nr())]
-        # a backward on a GPU runs in a thread of its own, unless multithreading is off, as in `value_and_grad`
+        # a backward on a GPU runs in its own thread, unless multithreading is off, as in `value_and_grad`
         calls = [call for call in made if call.thread == get_ident()] or made
         if len(calls) > 1 and running is None:
             raise RuntimeError(

@@ -34,20 +34,23 @@ from .submodules import Which, policy_for, units_of
 class ModuleFunction:
     """A module as a pure function: `apply(params, buffers, *args, **kwargs) -> (out, buffers)`.
 
-    `functionalize` makes one. `params` are a tree of tensors, or the parameters that a loss is given. Each
-    unit of those is gathered when a submodule reads it. `buffers` are not changed: new ones are returned, the same
-    tensors where the module read nothing. Calls of one function may run side by side in threads. It keeps nothing of a
-    call, apart from weak references while the graph of the call is alive (for activation checkpointing), and from what
-    a forward assigns to attributes that are not buffers, in a copy of the module for each thread.
+    Made by `functionalize`.
+
+    - `params`: a tree of tensors, or the parameters of a loss; a submodule's read gathers their unit
+    - `buffers`: not changed; new ones are returned, the same tensors if the module read nothing
+
+    Threads may call one function at the same time. Between calls the function keeps only weak references while the
+    graph of a call is alive (for activation checkpointing), and values assigned by a forward to attributes other than
+    buffers, in a copy of the module for each thread.
     """
 
     def __init__(self, copies: Copies, training: bool, calls: Calls, params: tree.Spec, buffers: tree.Spec):
         self._copies, self._training, self._calls = copies, training, calls
         self._skeleton, self._params, self._buffers = copies.skeleton, params, buffers
-        self.__wrapped__ = copies.skeleton  # where `captures` of `compiler` finds the code
+        self.__wrapped__ = copies.skeleton  # for `captures` of `compiler`
 
     def __call__(self, params: Tree, buffers: Tree, /, *args: Any, **kwargs: Any) -> tuple[Any, Tree]:
-        """The output of the module, and its buffers afterwards."""
+        """Return the output of the module, and its buffers afterwards."""
         name = self._calls.name
         if isinstance(params, Parts):
             expected = "the parameters that a loss is given, or whole ones"
@@ -73,7 +76,7 @@ class ModuleFunction:
         return out, tree.unflatten(self._buffers, after)
 
     def _replaced(self, module: nn.Module) -> dict[int, Tensor]:
-        """The tensors that the forward put in places of buffers, by number; ValueError if a tied buffer is two now."""
+        """The tensors set as buffers by the forward, by number; ValueError if it set one name of a tied buffer."""
         now, paths = dict(module.named_buffers(remove_duplicate=False)), tree.paths(self._buffers)
         new = {i: now[path] for i, path in enumerate(paths) if path in now and not isinstance(now[path], Stand)}
         for i, first in enumerate(self._calls.ties):
@@ -85,7 +88,7 @@ class ModuleFunction:
         return new
 
     def _check_unwritten(self, call: ModuleCall, before: list[int | None]) -> None:
-        """Raise ValueError if the forward set parameters, or wrote to whole ones; a tape checks those it gathers."""
+        """Raise ValueError if the forward set parameters or wrote to whole ones; a tape checks gathered ones."""
         done, after = [("set", path) for path in call.replaced()], call.params.versions()
         if after != before:  # paths take longer than a small module's forward
             named = zip(tree.paths(self._params), before, after, strict=True)
@@ -101,26 +104,26 @@ class ModuleFunction:
 
     @property
     def eval(self) -> ModuleFunction:
-        """The same function in evaluation mode: no dropout, running statistics used and not changed."""
+        """The same function in evaluation mode: no dropout; running statistics are used and not changed."""
         return ModuleFunction(self._copies, False, self._calls, self._params, self._buffers)
 
     def units(self, *which: type | str | int | Callable[[str, nn.Module], bool]) -> list[str]:
-        """The paths of submodules, for `make_plan(units=)`.
+        """Return the paths of submodules, for `make_plan(units=)`.
 
-        Each argument is a class of submodules, a pattern of their paths (`*` one component, `**` any number), a
-        predicate `(path, submodule) -> bool`, or a number of elements: then a submodule is a unit if so many of its
-        parameters are in no unit inside. Submodules without parameters are left out. ValueError for an argument that
-        selects nothing.
+        Each argument of `which` is a class of submodules, a pattern of their paths (`*` one component, `**` any
+        number), a predicate `(path, submodule) -> bool`, or a number of elements. A number makes a submodule a unit if
+        it has so many elements outside of units inside it. Submodules without parameters are left out. ValueError if an
+        argument selects nothing.
         """
         return units_of(self._skeleton, which)
 
     def init(self, plan: Plan, seed: int = 0) -> Sharded:
         """Make the parameters on a plan with the module's own initialization, as `init_params` does.
 
-        The module may be on meta. Each submodule that has parameters is made once, with its own parameters alone, and
-        initialized by its own `reset_parameters`, then by the module's `_init_weights` (as in transformers). Numbers
-        are drawn under a seed of (seed, path of the submodule). ValueError for a parameter that neither sets, and for
-        one that the module's own constructors have set otherwise, as far as its values tell (on meta it has none).
+        The module may be on meta. Each submodule with parameters is made once, with its own parameters alone. Its own
+        `reset_parameters` initializes them, then the module's `_init_weights` (as in transformers), with random numbers
+        from `seed` and the submodule's path. ValueError for a parameter set by neither, or set otherwise by the
+        module's own constructors, as far as its values tell (on meta it has none).
         """
         if plan.spec != self._params:
             expected = tree.unflatten(self._params, [0] * self._params.num_leaves)
@@ -129,7 +132,7 @@ class ModuleFunction:
         return init_params(plan, Initializer(self._skeleton, seed, plan.device, self._copies.own), seed)
 
     def init_buffers(self, device: torch.device | str = "cpu", seed: int = 0) -> Tree:
-        """The buffers of a module on meta, made on a device as `init` makes parameters, from the same `seed`."""
+        """Make the buffers of a module on meta on a device, as `init` makes parameters from the same `seed`."""
         names = tree.paths(self._buffers)
         made = Initializer(self._skeleton, seed, torch.device(device), self._copies.own)
         return tree.unflatten(self._buffers, [made.buffer(name) for name in names])
@@ -137,10 +140,10 @@ class ModuleFunction:
     def state_dict(
         self, params: Sharded, buffers: Tree, rank: int | None = None, dtensors: bool = False
     ) -> dict[str, Tensor]:
-        """The module's own state dict, for `module.load_state_dict`: parameters, and the buffers that it saves.
+        """Return the module's own state dict, for `module.load_state_dict`: parameters, and the buffers it saves.
 
-        `params` and `buffers` are those of a call; `rank` and `dtensors` as for `fshard.state_dict`. Buffers are those
-        of each rank. What `get_extra_state` of a submodule returns is left out. Dual: `load_state_dict`.
+        `params` and `buffers` as in a call, buffers of each rank; `rank` and `dtensors` as for `fshard.state_dict`.
+        Extra state of submodules (`get_extra_state`) is left out. Dual: `load_state_dict`.
         """
         names = StateDict(self._skeleton, self._params, self._buffers)
         return names.write(params, self._listed(buffers), rank, dtensors)
@@ -154,24 +157,24 @@ class ModuleFunction:
         src: int | None = None,
         strict: bool = True,
     ) -> tuple[Sharded, Tree]:
-        """Return parameters and buffers with the values of a module's state dict; these are not changed.
+        """Return parameters and buffers with the values of a module's state dict; `params` and `buffers` do not change.
 
-        `mapping`, `rename`, `src` and `strict` are those of `fshard.load_state_dict`. A buffer that the module does not
-        save stays as it is. Dual: `state_dict`.
+        `mapping`, `rename`, `src` and `strict` as for `fshard.load_state_dict`. Buffers not saved by the module stay as
+        they are. Dual: `state_dict`.
         """
         names = StateDict(self._skeleton, self._params, self._buffers)
         return names.read(params, self._listed(buffers), mapping, rename, src, strict)
 
     def persistent(self, buffers: Tree) -> dict[str, Tensor]:
-        """The buffers that the module saves (`persistent` of `register_buffer`), by dotted name."""
+        """Return the buffers saved by the module (`persistent` of `register_buffer`), by dotted name."""
         return StateDict(self._skeleton, self._params, self._buffers).kept(self._listed(buffers))
 
     def policy(self, policy: Policy | str | None = None, cast: Which | Sequence[Which] = ()) -> Policy:
-        """A policy for `make_plan(policy=)` that keeps batch norms in float32, as their running statistics are.
+        """Return a policy for `make_plan(policy=)` with batch norms in float32, as their running statistics.
 
-        It is `policy` with overrides for the parameters of batch norms, after its own. `cast` is what `units` takes, or
-        gives: each of these submodules casts the floating tensors among its arguments to `compute` when it is called,
-        whatever was made inside the forward (`cast_forward_inputs` of FSDP).
+        It is `policy` with overrides for the parameters of batch norms, after its own. `cast` selects submodules, as
+        `units` does or by paths: each of these casts its floating arguments to `compute`, even those made inside the
+        forward (`cast_forward_inputs` of FSDP).
 
         >>> import torch, fshard
         >>> apply, _, _ = fshard.module.functionalize(torch.nn.Sequential(torch.nn.BatchNorm1d(2, bias=False)))
@@ -183,7 +186,7 @@ class ModuleFunction:
 
     @property
     def frozen(self) -> list[str]:
-        """The paths of the parameters that require no gradient, for `make_plan(frozen=)`."""
+        """The paths of the parameters without gradients, for `make_plan(frozen=)`."""
         named = self._skeleton.named_parameters(remove_duplicate=False)
         return [name for name, x in named if not x.requires_grad]
 
@@ -194,14 +197,14 @@ def functionalize(
     """Return `(apply, params, buffers)`: a module as a function, and its parameters and buffers as nested dicts.
 
     `apply(params, buffers, *args, **kwargs)` returns `(out, buffers)`. The dicts are named like the submodules, and
-    hold the module's own tensors; tied parameters are one tensor, under each of their names. The module is left as
-    it is, its code is not changed, and it is not used again: `apply` works on a copy that holds no tensors. What a
-    forward assigns to attributes that are not buffers stays in the copy.
+    hold the module's own tensors; a tied parameter is one tensor under each of its names. The `module` and its code are
+    not changed or used again: `apply` works on a copy without tensors. Values assigned by a forward to attributes other
+    than buffers stay in the copy.
 
-    With `sync_batch_norm` batch norms take mean and variance over all ranks of the mesh of the parameters of a call;
+    With `sync_batch_norm`, batch norms take mean and variance over all ranks of the mesh of a call's parameters;
     `torch.nn.SyncBatchNorm` always does.
 
-    TypeError for what is not a module, or cannot be copied; ValueError for lazy modules that never ran.
+    TypeError if `module` is not a module, or cannot be copied; ValueError for lazy modules that never ran.
 
     >>> import torch, fshard
     >>> apply, params, buffers = fshard.module.functionalize(torch.nn.Linear(2, 1))

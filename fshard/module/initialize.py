@@ -1,10 +1,10 @@
 """A module's own initialization, for one submodule at a time.
 
 Note [What constructors write]
-    A constructor may write to the parameters of a child that it has made (`self.head.weight.zero_()`, or
-    `self.apply(fn)`), which is not done again here. A module that is not on meta has its values to compare with: by
-    size, and whether all are equal. On meta there are none. How often torch counts that a tensor was written to tells
-    nothing: many a constructor initializes a parameter twice, as nanoGPT does where two are tied.
+    `init` does not repeat writes of a constructor to the parameters of its children (`self.head.weight.zero_()`, or
+    `self.apply(fn)`). If the module is not on meta, `init` compares with its values: their size, and if all are equal.
+    Torch's count of writes to a tensor tells nothing: many constructors initialize a parameter twice, as nanoGPT does
+    if two are tied.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from .skeleton import ModulePlace, Slots, place_of
 
 
 class Initializer:
-    """`initializer(path, like)` returns an initialized parameter; the last submodule that was made is kept."""
+    """`initializer(path, like)` returns an initialized parameter, and keeps its submodule for the next."""
 
     def __init__(self, skeleton: nn.Module, seed: int, device: torch.device, own: Mapping[str, ref[Tensor]]):
         self._skeleton, self._seed, self._device, self._own = skeleton, seed, device, own
         self._made: tuple[str, nn.Module] | None = None
 
     def __call__(self, path: str, like: Tensor) -> Tensor:
-        """The parameter at a path; `like` is not needed. ValueError if the module has set its own in another way."""
+        """Return the parameter at a path, without `like`; ValueError if the module has set its own differently."""
         value = self._tensor(path, "_parameters")
         owner, given = path.rpartition(".")[0], self._own[path]()
         if given is not None and not given.is_meta and _is_other(value, given):  # Note [What constructors write]
@@ -43,18 +43,17 @@ class Initializer:
         return value
 
     def buffer(self, path: str) -> Tensor:
-        """The buffer at a path."""
         return self._tensor(path, "_buffers")
 
     def _tensor(self, path: str, kind: str) -> Tensor:
         owner, _, name = path.rpartition(".")
         if self._made is None or self._made[0] != owner:
-            self._made = None  # the last submodule must not be alive beside the new one
+            self._made = None  # frees the last submodule before the new one is made
             self._made = owner, self._owner(owner, 0)
         value = vars(self._made[1])[kind][name].detach()
-        # what nothing sets is what it was filled with: NaN, or in integers, which have none, 0 and then 1
+        # an unset value is still NaN; integers have none: 0, and in another run 1
         if is_inexact(value):
-            unset = torch.linalg.vector_norm(value, 1).isnan()  # a NaN makes it NaN; `isnan()` would take memory
+            unset = torch.linalg.vector_norm(value, 1).isnan()  # NaN if any is; `isnan()` would take memory
         else:
             unset = value != vars(self._owner(owner, 1))[kind][name]
         if unset.any():
@@ -66,7 +65,7 @@ class Initializer:
         return value
 
     def _owner(self, path: str, start: int) -> nn.Module:
-        """A submodule with initialized tensors of its own, as the modules around it leave them."""
+        """Copy a submodule, initialized by itself and by the modules around it."""
 
         def empty(place: ModulePlace) -> Tensor:
             fill = torch.nan if is_inexact(place.form) else start
@@ -82,27 +81,27 @@ class Initializer:
         return part
 
     def _around(self, above: str, path: str, part: nn.Module) -> nn.Module:
-        """A module around `part`. All its other tensors are on meta."""
+        """A module around `part`, with all its other tensors on meta."""
         module = _with_tensors(self._skeleton.get_submodule(above), _form)
         parent, _, name = path.removeprefix(above).removeprefix(".").rpartition(".")
         vars(module.get_submodule(parent))["_modules"][name] = part
         return module
 
     def _initialize(self, path: str, part: nn.Module) -> None:
-        """Initialize one module as its code does: by itself, then by the innermost `_init_weights` around it."""
+        """Initialize a module by its own method, then by the innermost `_init_weights` around it."""
         names = path.split(".") if path else []
         around = [self._skeleton.get_submodule(".".join(names[:end])) for end in range(len(names), -1, -1)]
         whole = next((module for module in around if callable(getattr(module, "_init_weights", None))), None)
         reset: Any = getattr(part, "reset_parameters", None) or getattr(part, "_reset_parameters", None)
         if callable(reset):
             reset()
-        if whole is not None:  # which may leave modules of some classes as they are
+        if whole is not None:  # it may skip modules of some classes
             library: Any = whole
             library._init_weights(part)
 
 
 def _is_other(x: Tensor, y: Tensor) -> bool:
-    """Whether two tensors were surely not drawn alike: their norms are too far apart, or one alone is constant."""
+    """True if two tensors were surely not drawn alike: their norms are too far apart, or only one is constant."""
     if (num := x.numel()) < 4:
         return False
     (size, is_constant), (other, is_also) = _moments(x), _moments(y)
@@ -112,13 +111,13 @@ def _is_other(x: Tensor, y: Tensor) -> bool:
 
 
 def _moments(x: Tensor) -> tuple[float, bool]:
-    """The norm of a tensor, and whether all of its elements are equal."""
+    """The norm of a tensor, and True if all its elements are equal."""
     x = x.detach().to(torch.promote_types(x.dtype, torch.float32))
     return float(torch.linalg.vector_norm(x)), bool((x == x.flatten()[:1]).all())
 
 
 def _with_tensors(part: nn.Module, make: Callable[[ModulePlace], Tensor]) -> nn.Module:
-    """A shallow copy of a submodule with tensors of its own; those of the submodules inside are on meta."""
+    """Copy a submodule with tensors from `make`; submodules inside get meta tensors."""
     made = object.__new__(type(part))
     vars(made).update(vars(part))
     for kind in ("_parameters", "_buffers"):

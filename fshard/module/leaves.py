@@ -1,4 +1,4 @@
-"""The leaves of a loss's parameters by number, and what a module needs of the plan that they come from."""
+"""The leaves of a loss's parameters by number, and what a module needs of their plan."""
 
 from __future__ import annotations
 
@@ -20,22 +20,21 @@ from ..sharding.access import At, ReadsTape, placed
 
 
 def _homes(x: At | Tensor, tapes: Sequence[ReadsTape]) -> list[tuple[Plan, Precision]]:
-    """Return the plan of a leaf and its dtypes; those of several plans with this memory, or none for another tensor.
+    """The plan and dtypes of a leaf: several if plans share its memory, none for another tensor.
 
-    A leaf that was gathered is known by its memory, also as a view, in a tree of the program's own, or in a transform.
+    The memory identifies a gathered leaf, also through a view, a transform, or the program's own tree.
     """
     if isinstance(x, At):
         plan = x.tape.plan
         return [(plan, plan.kinds[plan.slots[plan.leaves[x.number]].kind].precision)]
     x = unwrapped(x)
-    asked = tapes if x.layout is torch.strided else ()  # a sparse tensor has no storage to ask for
+    asked = tapes if x.layout is torch.strided else ()  # sparse tensors have no storage
     homes = [(tape, kind) for tape in asked if (kind := tape.kind_of(x)) is not None]
-    read = [home for home in homes if len(homes) > 1 and home[0].slot_of(x)]  # trees of one memory, by `with_policy`
+    read = [home for home in homes if len(homes) > 1 and home[0].slot_of(x)]  # `with_policy` makes trees of one memory
     return [(tape.plan, tape.plan.kinds[kind].precision) for tape, kind in read[:1] or homes]
 
 
 def _one_policy(plans: Iterable[Plan], what: str) -> None:
-    """Raise ValueError if modules of these plans would cast in different ways."""
     policies = {(p.compute, p.storage, p.stores, p.cast_inputs, p.cast_at): p for p in (plan.policy for plan in plans)}
     if len(policies) > 1:
         raise ValueError(
@@ -45,7 +44,7 @@ def _one_policy(plans: Iterable[Plan], what: str) -> None:
 
 
 def leaves_like(what: str, spec: tree.Spec, x: Tree) -> list[Any]:  # leaves of a tree
-    """Return the leaves of a tree. ValueError, prefixed with `what`, if it has not the structure `spec`."""
+    """Return the leaves of a tree; ValueError if its structure is not `spec`."""
     try:
         return tree.flatten_up_to(spec, x)
     except ValueError:
@@ -54,18 +53,16 @@ def leaves_like(what: str, spec: tree.Spec, x: Tree) -> list[Any]:  # leaves of 
 
 
 class Leaves:
-    """The leaves of a loss's parameters by number: a read gathers the unit of that leaf, and no other unit.
+    """The leaves of a loss's parameters by number: a read gathers the unit of its leaf alone.
 
-    Of tensors that a caller gave it returns views of its own, which may get another class.
-
-    `policy` and `mesh` are those of the plan of the leaves, gathered or not; those of the loss that runs if all leaves
-    are other tensors. ValueError, prefixed with `what`, if `params` does not have the structure `spec`, which says how
-    they differ, and for leaves of plans with different policies.
+    Tensors of the caller are returned as views, which may get another class. `policy` and `mesh` are the plan's, even
+    for whole leaves; without a plan, the running loss's. ValueError for `params` of another structure than `spec`, and
+    for leaves of plans with different policies.
     """
 
     def __init__(self, params: Tree, spec: tree.Spec, what: str):
         given: list[At | Tensor] = leaves_like(what, spec, placed(params))
-        with torch.enable_grad():  # what is read under no_grad may be used outside of it
+        with torch.enable_grad():  # reads under no_grad may be used outside of it
             self._sources = [x if isinstance(x, At) else x[...] for x in given]
         self._given = given
         loss = running() or Running(Policy(), None, set(), [], ())
@@ -80,27 +77,25 @@ class Leaves:
         self._plan, self._spec, self._tapes = plan, spec, loss.tapes
 
     def read(self, number: int) -> Tensor:
-        """Return a leaf, gathered with its unit."""
         source = self._sources[number]
         return source.tape.leaf(source.number) if isinstance(source, At) else source
 
     def is_gathered(self, number: int) -> bool:
-        """Whether a read gathers: the tensor is then one that others read, too."""
         return isinstance(self._sources[number], At)
 
     def like(self, number: int) -> Tensor:
-        """Return a tensor with a leaf's shape, dtype and device, whose values mean nothing; no unit is gathered."""
+        """A tensor with a leaf's shape, dtype and device; its values mean nothing, and no unit is gathered."""
         source = self._sources[number]
         return source.tape.like(source.number) if isinstance(source, At) else source
 
     def dtypes(self) -> list[tuple[torch.dtype, torch.dtype]]:
-        """For each leaf the dtypes in which it is stored and computed: one dtype for a tensor of no plan."""
+        """For each leaf the dtypes of storage and computation (equal without a plan)."""
         pairs = zip(self._homes, self._sources, strict=True)
         computed = [homes[0][1].compute if isinstance(x, At) else x.dtype for homes, x in pairs]
         return [(homes[0][1].storage if homes else x, x) for homes, x in zip(self._homes, computed, strict=True)]
 
     def place(self) -> tuple[str, list[str]]:
-        """Return the path of these leaves in their plan, with a dot, and the paths of the plan's leaves beside them."""
+        """The path of these leaves in their plan, with a dot, and the paths of the plan's other leaves."""
         if self._plan is None or len(self._sources) == self._plan.spec.num_leaves:
             return "", []
         paths = tree.paths(self._plan.spec)
@@ -113,10 +108,10 @@ class Leaves:
         return "", []
 
     def versions(self) -> list[int | None]:
-        """For each leaf that is a tensor, the number of writes to it; None where torch does not count them."""
+        """For each leaf the number of writes to it; None if gathered, or if torch does not count them."""
         return [None if isinstance(x, At) else writes(x) for x in self._sources]
 
     def remark(self, words: str) -> None:
-        """Let ranks compare these words, if leaves are gathered: each rank may do as it likes with whole ones."""
+        """Let ranks compare these words, if leaves are gathered: each rank is free with whole ones."""
         if self._is_cut:
             self._remarks.add(words)

@@ -1,11 +1,14 @@
-"""A copy of a module without its tensors: where the module holds a tensor, the copy reads that of the current call.
+"""A copy of a module without its tensors: in place of each, the copy reads the tensor of the current call.
 
 Note [Stands]
-    The code of modules reaches tensors in three ways. `self.weight` indexes `_parameters`, which is a `Slots` in the
-    copy: it returns the tensor of the current call. Lists and closures that hold a parameter (an RNN's
-    `_flat_weights`) hold a `Stand` in the copy, a tensor of a class of its own: an operator that is given one is
-    called with the tensor of the current call instead. `parameters()` yields stands, too: to ask one for its dtype,
-    device or shape gathers nothing. What is read is a `Weight`: a parameter for all code that asks.
+    The code of modules reaches tensors in three ways:
+
+    1. `self.weight` indexes `_parameters`. In the copy this is a `Slots`, which returns the tensor of the current call.
+    2. Lists and closures (an RNN's `_flat_weights`) hold a `Stand` in the copy, a tensor of its own class. An operator
+       on a `Stand` runs on the tensor of the current call.
+    3. `parameters()` yields stands, too: their dtype, device and shape are known without a gather.
+
+    A parameter is read as a `Weight`, to pass for a parameter in all code.
 """
 
 from __future__ import annotations
@@ -19,7 +22,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor, nn
 
-# Private: the class of tensors while torch.compile traces; `_weights` makes weights of it
+# Private: the class of tensors while torch.compile traces; `_weights` subclasses it
 from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.overrides import TorchFunctionMode
 
@@ -28,7 +31,7 @@ from ..core.tracing import RERUN, is_tracing, unseen
 from .current import Calls, ModuleCall
 from .leaves import Leaves
 
-# Functions that ask for the form of a tensor and not for its values.
+# Functions of a tensor's form, not of its values.
 _ATTRIBUTES = ("dtype", "device", "shape", "ndim", "layout", "itemsize", "nbytes", "is_cuda", "is_cpu", "is_meta")
 _METHODS = ("size", "dim", "numel", "nelement", "element_size", "is_floating_point", "is_complex")
 _FORM = {getattr(Tensor, name).__get__ for name in _ATTRIBUTES} | {getattr(Tensor, name) for name in _METHODS}
@@ -53,20 +56,19 @@ _REMEDIES = {
 
 
 class ModulePlace:
-    """A parameter or buffer that a tensor of the copy stands for, and the attributes that code has put on it."""
+    """A parameter or buffer of the module, for a stand in the copy, and attributes that code has put on it."""
 
     def __init__(self, calls: Calls, path: str, number: int, is_buffer: bool, x: Tensor):
         self.calls, self.path, self.number, self.is_buffer = calls, path, number, is_buffer
-        self.form = torch.empty_like(x, device="meta")  # with the shape and dtype in the module
+        self.form = torch.empty_like(x, device="meta")  # shape and dtype in the module
         self.trains = x.requires_grad
-        self.attributes: dict[str, Any] = {}  # those that the module's code has put on it
+        self.attributes: dict[str, Any] = {}  # by the module's code
 
     def read(self) -> Tensor:
-        """The tensor of the current call; its unit is gathered."""
         return self.read_from(self.calls.current())
 
     def read_from(self, call: ModuleCall, where: tuple[int, str] | None = None) -> Tensor:
-        """The tensor of a call; its unit is gathered. `where` tells apart the places of a buffer."""
+        """Return the tensor of a call, gathered with its unit; `where` distinguishes the names of a tied buffer."""
         if self.is_buffer:
             x = call.buffer(self.number, self.path, where)
             vars(x).update(self.attributes, of_call=True)
@@ -78,12 +80,12 @@ class ModulePlace:
         return self._worn(x, call.params.is_gathered(self.number))
 
     def _worn(self, x: Any, is_gathered: bool) -> Tensor:
-        """Mark a call's tensor as this parameter: a view of a gathered leaf, which lives with it, or `x` itself."""
+        """Mark a call's tensor as this parameter: a view of a gathered leaf, kept as long as it, or `x` itself."""
         worn = x
         kind: Any = type(x)
-        rerun = RERUN.get() is not None  # what `remat` gives in place of a leaf is that function's own
-        if (is_gathered and not rerun) or kind is FunctionalTensor:  # whoever else reads the leaf reads a plain tensor
-            # a leaf with a tangent (`hvp`) belongs to a level, outside of which a view has none
+        rerun = RERUN.get() is not None  # `remat` gives its function tensors of its own
+        if (is_gathered and not rerun) or kind is FunctionalTensor:  # other readers get a plain tensor
+            # a leaf with a tangent (`hvp`) belongs to a level: outside, a view has none
             with nullcontext() if func_levels.is_wrapped(x) else func_levels.aside(), torch.enable_grad():
                 worn = x[...]  # `view_as` takes no sparse gradients
                 if kind is FunctionalTensor:
@@ -95,16 +97,14 @@ class ModulePlace:
         return worn
 
     def like(self) -> Tensor:
-        """A tensor of the same form as that of the current call."""
         call = self.calls.current()
         return call.buffers[self.number] if self.is_buffer else call.params.like(self.number)
 
     def train(self, x: Tensor, requires_grad: bool = True) -> Tensor:
-        """`x` itself, as when a parametrization is registered; ValueError for another `requires_grad` than it has."""
+        """Return `x`, as when a parametrization is registered; ValueError for another `requires_grad` than its own."""
         return x if requires_grad is self.trains else self.refuse("set requires_grad of")
 
     def refuse(self, done: str) -> NoReturn:
-        """Raise ValueError for what a forward has done to the parameter."""
         remedy = next((remedy for word, remedy in _REMEDIES.items() if word in done), _NEW_VALUES)
         raise ValueError(f"{self.calls.name}: the module {done} its parameter {self.path!r} in its forward: {remedy}")
 
@@ -116,12 +116,12 @@ def _refusing(done: str) -> Any:
 class Weight(nn.Parameter):
     """A parameter of the current call, as the code of a module reads it (Note [Stands]).
 
-    In truth it is a view of a gathered buffer or of the caller's tensor. It says that it is a leaf, so that torch puts
-    it into other modules (a slice of a ParameterList). `.data` counts writes, so that they are noticed.
+    It is a view of a gathered buffer or of the caller's tensor. It says it is a leaf, because torch puts only leaves
+    into other modules (a slice of a ParameterList). `.data` is a view whose writes count.
     """
 
     _place: ModulePlace
-    _plain: Tensor  # while torch.compile traces: the same tensor, of the one class that operators take there
+    _plain: Tensor  # while torch.compile traces: the same tensor, of the class that operators take there
 
     is_leaf = property(lambda self: True)
     grad_fn = property(lambda self: None)
@@ -132,55 +132,54 @@ class Weight(nn.Parameter):
     __deepcopy__ = _refusing("copied (copy.deepcopy)")
 
     def requires_grad_(self, requires_grad: bool = True) -> Any:
-        """Return the parameter itself; ValueError for another setting than the module has."""
         return self._place.train(self, requires_grad)
 
     def set_(self, source: Any, *args: Any, **kwargs: Any) -> Any:
-        """Do nothing for itself, as when a parametrization is registered; else ValueError."""
+        """Do nothing for itself, as when a parametrization is registered; else raise ValueError."""
         return self if source is self else self._place.refuse("set the data of")
 
 
 @functools.cache
 def _weights(kind: type[Tensor]) -> type[Weight]:
-    """The class of weights that are tensors of a class: while a graph is traced, of fake or functional ones."""
+    """The class of weights for a class of tensors: in a trace, of fake or functional ones."""
     more = {"__torch_function__": classmethod(_with_plain)} if kind is FunctionalTensor else {}
     return Weight if kind is Tensor else type(kind.__name__, (Weight, kind), more)
 
 
 def _with_plain(cls: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-    """Call `func` with the plain tensors of weights: functionalization takes no other class than its own."""
+    """Call `func` with the plain tensors of weights: functionalization accepts only its own class."""
     args, kwargs = tree.map_tops(lambda x: x._plain if isinstance(x, Weight) else x, Weight, (args, kwargs or {}))
     return func(*args, **kwargs)
 
 
 class Stand(Tensor):
-    """Stands for a parameter or buffer of the current call (Note [Stands]); it has a shape and no memory."""
+    """A tensor without memory in place of a parameter or buffer of the current call (Note [Stands])."""
 
-    reads_itself = True  # what it stands for, by the time an operator gets it
+    reads_itself = True  # operators get the call's tensor
     _place: ModulePlace
 
     @staticmethod
     def of(place: ModulePlace, x: Tensor) -> Stand:
-        """Stand for a place, where the module has `x`."""
-        # An autograd function takes a stand as it is: then the graph of its result ends at this one (`checks.py`)
+        """Make the stand for a place, where the module has `x`."""
+        # An autograd function takes a stand as it is: the graph of its result then ends at this one (`checks.py`)
         requires_grad = place.trains and not place.is_buffer
-        # Private: no public function makes a tensor without memory (test_module.py notices when it goes)
+        # Private: no public function makes a tensor without memory (test_module.py)
         stand: Stand = Tensor._make_wrapper_subclass(
             Stand, x.shape, strides=x.stride(), dtype=x.dtype, device=x.device, requires_grad=requires_grad
         )
         stand._place = place
-        # Private: what isinstance(x, nn.Parameter) asks for (test_module.py notices when it goes)
+        # Private: isinstance(x, nn.Parameter) reads it (test_module.py)
         stand._is_param = not place.is_buffer
         return stand
 
     def know(self, attributes: Mapping[str, Any], stands: Mapping[int, Stand]) -> None:
-        """Take over what the module's code has put on the tensor, with stands for tensors of the module."""
+        """Take over attributes that the module's code has put on the tensor, with stands for its tensors."""
         self._place.attributes = copy.deepcopy(dict(attributes), dict(stands))
         vars(self).update(self._place.attributes)
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Replace each `Stand` by the tensor of the current call, then call `func`; refuse what a copy cannot do."""
+        """Call `func` with the current call's tensors in place of stands; refuse what a copy cannot do."""
         place = args[0]._place if args and isinstance(args[0], Stand) else None
         if place is not None and func == _REQUIRES_GRAD:
             return place.trains
@@ -197,7 +196,7 @@ class Stand(Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
-        """The same for what asks no class of tensors, as torch.vmap: right where nothing is differentiated."""
+        """The same for operators that skip `__torch_function__`, as in torch.vmap; right without derivatives only."""
         differentiated = torch.is_grad_enabled() and func is not torch.ops.aten.detach.default
 
         def current(x: Any) -> Any:
@@ -205,7 +204,7 @@ class Stand(Tensor):
                 return x
             place = x._place
             lost = differentiated and place.trains and not place.is_buffer
-            with torch.overrides.enable_reentrant_dispatch():  # a gather is recorded, if this is the first read
+            with torch.overrides.enable_reentrant_dispatch():  # records the gather of a first read
                 read = place.read()
             if lost or is_tracing() or func_levels.is_wrapped(read):
                 raise ValueError(
@@ -223,7 +222,6 @@ class Stand(Tensor):
 
 
 def place_of(stand: Any) -> ModulePlace:
-    """The parameter or buffer that a stand stands for."""
     place: ModulePlace = stand._place
     return place
 
@@ -237,7 +235,7 @@ def _current(x: Any, form: bool) -> Any:
 class Slots(dict[str, Any]):
     """The `_parameters` or `_buffers` of a submodule of the copy: indexing reads the tensor of the current call.
 
-    Code may put another tensor in the place of a parameter, as functional_call does, if it puts it back.
+    Code may replace a parameter for a while, as functional_call does.
     """
 
     def __init__(self, stands: Mapping[str, Stand | None]):
@@ -246,7 +244,7 @@ class Slots(dict[str, Any]):
 
     @property
     def stands(self) -> dict[str, Stand | None]:
-        """The stands, whatever was put in their place."""
+        """The stands, even replaced ones."""
         return dict(super().items())
 
     def __getitem__(self, name: str) -> Tensor | None:
@@ -259,20 +257,17 @@ class Slots(dict[str, Any]):
         return place.read_from(call, (id(self), name)) if value is stand else _current(value, False)
 
     def _listed(self, name: str, stand: Stand | None) -> Tensor | None:
-        """The stand of a name, or what a call has put in its place; nothing is gathered."""
+        """The stand of a name, or its replacement in a call; nothing is gathered."""
         call = None if stand is None else stand._place.calls.found()
         return stand if call is None else call.put.get((id(self), name), (stand, stand))[1]
 
     def get(self, name: str, default: Any = None) -> Any:
-        """As dict.get: a stand, or what was put in its place."""
         return self._listed(name, super().get(name)) if name in self else default
 
     def items(self) -> Any:
-        """As dict.items: stands, or what was put in their place."""
         return [(name, self._listed(name, stand)) for name, stand in super().items()]
 
     def values(self) -> Any:
-        """As dict.values: stands, or what was put in their place."""
         return [x for _, x in self.items()]
 
     def __setitem__(self, name: str, value: Any) -> None:
@@ -304,7 +299,7 @@ class Slots(dict[str, Any]):
 
 
 def stands_for(params: Mapping[str, Tensor], buffers: Mapping[str, Tensor], calls: Calls) -> dict[int, Stand]:
-    """Stands by the identity of the tensors; these are numbered in the order of the dicts, tied ones once."""
+    """Make stands, by identity of the tensors; they are numbered in the order of the dicts, tied ones once."""
     stands: dict[int, Stand] = {}
     for tensors, is_buffer in ((params, False), (buffers, True)):
         for number, (path, x) in enumerate(tensors.items()):
@@ -315,18 +310,17 @@ def stands_for(params: Mapping[str, Tensor], buffers: Mapping[str, Tensor], call
 
 
 def ties(tensors: Mapping[str, Tensor]) -> list[int]:
-    """For each tensor the number of the first that is the same."""
+    """For each tensor the number of the first one that is the same."""
     first: dict[int, int] = {}
     return [first.setdefault(id(x), number) for number, x in enumerate(tensors.values())]
 
 
 def places_in(part: nn.Module) -> list[ModulePlace]:
-    """The places of the parameters of a submodule of a copy, and of all submodules inside it; tied ones once."""
+    """The places of all parameters in a part of a copy, submodules included; tied ones once."""
     return [place_of(x) for x in part.parameters() if isinstance(x, Stand)]
 
 
 def skeleton(module: nn.Module, stands: Mapping[int, Stand]) -> nn.Module:
-    """Copy a module, with stands for its parameters and buffers."""
     copied = _copy(module, dict(stands))
     for part in copied.modules():
         for kind in ("_parameters", "_buffers"):
@@ -338,33 +332,32 @@ def skeleton(module: nn.Module, stands: Mapping[int, Stand]) -> nn.Module:
 
 
 def in_eval_mode(skeleton: nn.Module) -> nn.Module:
-    """Put a skeleton into evaluation mode, without its own `train()`, which may compute with weights."""
+    """Set evaluation mode without the module's own `train()`, which may compute with weights."""
     for part in skeleton.modules():
         part.training = False
     return skeleton
 
 
 def copy_of(skeleton: nn.Module, calls: Calls) -> nn.Module:
-    """Copy a skeleton: what a forward assigns to attributes stays in the copy."""
-    # an RNN reads its weights while it is copied, and keeps what it reads
+    # an RNN reads its weights while it is copied, and keeps these
     with calls.during(ModuleCall(_Stands(skeleton), [])), _Constants() if is_tracing() else nullcontext():
         return _copy(skeleton, same_stands(skeleton))
 
 
 class _Constants(TorchFunctionMode):
-    """Copy tensors that are no buffers in a trace: constants of its graph, because nobody changes a skeleton's."""
+    """Copy tensors other than buffers in a trace: they are constants of its graph, because no skeleton's changes."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         x: Any = args[0] if args else None
         if type(x) in (Tensor, nn.Parameter) and func in (Tensor.__deepcopy__, _DATA):
-            with unseen():  # of a parameter in a list, whose data are asked for, a plain tensor
+            with unseen():  # the data of a parameter in a list: a plain tensor
                 x = x.detach()
             return torch.ops.aten.lift_fresh.default(x) if x.layout is torch.strided else x
         return func(*args, **(kwargs or {}))
 
 
 def same_stands(part: nn.Module) -> dict[int, Any]:
-    """The memo with which copy.deepcopy copies a part of a skeleton and keeps its stands."""
+    """The memo for copy.deepcopy of a part of a skeleton, to keep its stands."""
     return {id(x): x for kind in (part.parameters(), part.buffers()) for x in kind}
 
 
@@ -379,22 +372,18 @@ def _copy(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
 
 
 class _Stands(Leaves):
-    """The stands of a skeleton's parameters, by number, each for itself."""
-
     def __init__(self, skeleton: nn.Module):
         self._stands = {place_of(stand).number: stand for stand in skeleton.parameters()}
 
     def read(self, number: int) -> Tensor:
-        """The stand itself, which the copy has as well."""
         return self._stands[number]
 
     def like(self, number: int) -> Tensor:
-        """A meta tensor with the form of the parameter."""
         return place_of(self._stands[number]).form
 
 
 def nested(tensors: Mapping[str, Tensor]) -> dict[str, Any]:
-    """Nested dicts of tensors with dotted names, in the order of the names.
+    """Nest tensors with dotted names in dicts, in the order of the names.
 
     >>> nested({"a.b": 1, "c": 2, "a.d": 3})
     {'a': {'b': 1, 'd': 3}, 'c': 2}
@@ -410,6 +399,6 @@ def nested(tensors: Mapping[str, Tensor]) -> dict[str, Any]:
 
 
 def in_tree_order(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The same in the order of the leaves of `nested(tensors)`, where a submodule's tensors lie together."""
+    """The same in the order of the leaves of `nested(tensors)`: the tensors of a submodule are neighbours."""
     root = nested(tensors)
     return dict(zip(tree.paths(tree.flatten(root)[1]), tree.leaves(root), strict=True))

@@ -17,23 +17,23 @@ from .skeleton import Stand, place_of
 
 
 class StateDict:
-    """The names of a module's own state dict, for each its leaf: whether it is a buffer's, and the path."""
+    """Leaves by their names in a module's own state dict: (True for a buffer, path)."""
 
     def __init__(self, skeleton: nn.Module, params: tree.Spec, buffers: tree.Spec):
         paths = tree.paths(params), tree.paths(buffers)
-        # the module's own method: it knows which buffers are not kept, and its hooks may change names
+        # the module's own method omits unsaved buffers, and its hooks may change names
         state = skeleton.state_dict(keep_vars=True)
         places = {name: place_of(x) for name, x in state.items() if isinstance(x, Stand)}
-        # tied leaves have one place, and names of their own
+        # tied leaves have one place under several names
         of_stand = {name: (x.is_buffer, paths[x.is_buffer][x.number]) for name, x in places.items()}
         self.leaves = {n: (old, n if n in paths[old] else path) for n, (old, path) in of_stand.items()}
         self.buffers = buffers
-        # Private: no public name lists the hooks (test_initial.py notices when it goes)
+        # Private: no public name lists the hooks (test_initial.py)
         by_part = [(path, x._load_state_dict_pre_hooks.values()) for path, x in skeleton.named_modules()]
         self.hooks = [(path, hook) for path, hooks in by_part for hook in hooks]
 
     def write(self, params: Sharded, buffers: Sequence[Tensor], rank: int | None, dtensors: bool) -> dict[str, Tensor]:
-        """Return the tensors by the module's names; {} on ranks that receive nothing."""
+        """Return the tensors by the module's names; {} on ranks without a result."""
         whole = state_dict(params, rank, dtensors)
         if rank is not None and not whole:
             return {}
@@ -46,7 +46,6 @@ class StateDict:
         }
 
     def kept(self, buffers: Sequence[Tensor]) -> dict[str, Tensor]:
-        """Return the buffers that the module saves, by path."""
         values = dict(zip(tree.paths(self.buffers), buffers, strict=True))
         return {path: values[path] for is_buffer, path in self.leaves.values() if is_buffer}
 
@@ -59,7 +58,6 @@ class StateDict:
         src: int | None,
         strict: bool,
     ) -> tuple[Sharded, Tree]:
-        """Return parameters and buffers with the values of a mapping; buffers that are not saved stay as they are."""
         if self.hooks:
             mapping, rename = together(params.plan.live_mesh(), partial(self._hooked, mapping, rename, strict)), None
         paths = {name: path for name, (_, path) in self.leaves.items()}
@@ -68,9 +66,9 @@ class StateDict:
         return loaded, tree.unflatten(self.buffers, [*(values | new).values()])
 
     def _hooked(self, mapping: Mapping[str, Tensor], rename: Rename | None, strict: bool) -> dict[str, Tensor]:
-        """The mapping under the module's names, as the hooks of `load_state_dict` leave it: with other names, values.
+        """The mapping under the module's names, after hooks of `load_state_dict` have changed names and values.
 
-        ValueError with what the hooks report. A rank that passes nothing runs none.
+        ValueError with the reports of the hooks. A rank with an empty mapping runs none.
         """
         state = {new: mapping[name] for new, name in renamed(mapping, rename).items()}
         reports = list[str]()
