@@ -24,7 +24,7 @@ from ..update import kernels
 from ..update.base import Needs, Transform, checked, start_count
 from ..update.elementwise import Rate, adam_corrections, with_rate
 
-_CHUNK = 1 << 15  # elements that stay in a CPU's cache, with their codes
+_CHUNK = 1 << 15  # elements, with their codes in a CPU's cache
 Books = tuple[Tensor, Tensor]  # code books of the first and of the second moment
 
 
@@ -44,9 +44,9 @@ class Adam8bitState(NamedTuple):
 
 
 def code_book(signed: bool) -> Tensor:
-    """The 256 values in [-1, 1], or [0, 1], that the codes stand for; code 0 is zero.
+    """The 256 values of the codes, in [-1, 1] or [0, 1]; code 0 is zero.
 
-    Dynamic tree quantisation: seven decades, each divided evenly, the larger decades into more values.
+    Dynamic tree quantisation: seven decades, each divided evenly, the larger ones into more values.
 
     >>> code_book(signed=False)[[0, 255]]
     tensor([0., 1.])
@@ -77,7 +77,6 @@ def encode(x: Tensor, book: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def decode(codes: Tensor, scales: Tensor, book: Tensor) -> Tensor:
-    """Decode codes (n, block) with scales (n,): float32, (n, block)."""
     return book.to(codes.device)[codes.int()] * scales.unsqueeze(1)
 
 
@@ -95,12 +94,12 @@ def _of_scales(layout: Layout, block: int) -> Layout:
 
 
 def _check_blocks(layout: Layout, block: int) -> None:
-    """Raise ValueError where a block would lie in two leaves or on two ranks, on any number of ranks."""
+    """Raise ValueError if, on any number of ranks, a block would lie in two leaves or on two ranks."""
     numbers = [n for n in layout.numbers if layout.flat and layout.leaves[n].numel]
     in_tensor = Counter(layout.row_of[n].tensor for n in numbers)
     for number in numbers:
         row, leaf = layout.row_of[number], layout.leaves[number]
-        if leaf.split is not None and leaf.split.order:  # by another split a block would have other elements
+        if leaf.split is not None and leaf.split.order:  # another split would give a block other elements
             raise ValueError(
                 f"adamw_8bit: leaf {leaf.path!r} is {leaf.split}: expected leaves that are split along dim 0 in one "
                 "block, whose elements lie as in the whole leaf. Give this one another optimizer (optim.by_label)"
@@ -119,7 +118,6 @@ def _check_blocks(layout: Layout, block: int) -> None:
 
 
 def _check_state(state: Adam8bitState, rows: Sequence[Tensor], block: int) -> None:
-    """Raise ValueError for a state of another block size or of other rows."""
     old_block = state.mu.scales.layout.source[1]
     moment = zip(state.mu.codes.tensors, state.mu.scales.tensors, strict=True)
     sizes = [(row.numel(), -(-row.numel() // block)) for row in rows]
@@ -133,10 +131,10 @@ def _check_state(state: Adam8bitState, rows: Sequence[Tensor], block: int) -> No
 def adamw_8bit(
     lr: Rate, b1: Number = 0.9, b2: Number = 0.999, eps: Number = 1e-8, weight_decay: Number = 0.01, block: int = 256
 ) -> Transform:
-    """AdamW whose moments are kept in 8 bits, in blocks of `block` elements of a leaf: 2 bytes an element instead of 8.
+    """AdamW with moments in 8 bits, in blocks of `block` elements of a leaf: 2 bytes an element instead of 8.
 
-    `lr`, `b1`, `b2`, `eps` and `weight_decay` are those of `adamw`. Each update decodes the moments, makes AdamW's step
-    in float32 and encodes them again. Over flat shards the plan must keep blocks together: `make_plan(..., block=256)`.
+    `lr`, `b1`, `b2`, `eps` and `weight_decay` as for `adamw`. Each update decodes the moments, makes AdamW's step in
+    float32 and encodes them again. Over flat shards the plan must keep blocks together: `make_plan(..., block=256)`.
     The result does not depend on the number of ranks. Unlike in the paper, a second moment above zero is never rounded
     to zero.
 
@@ -166,7 +164,7 @@ def adamw_8bit(
         _check_state(state, tree.leaves(params), block)
         constants = {**plain(state.count), **adam_corrections(state.count, b1, b2)}
         moments = [*state.mu, *state.nu]
-        rows_of_grads = tree.leaves(without_padding(grads))  # a NaN would be its whole block's scale
+        rows_of_grads = tree.leaves(without_padding(grads))  # a NaN would be the scale of its block
         columns = zip(tree.leaves(params), rows_of_grads, *(m.tensors for m in moments), strict=True)
         rows = [_update_row(constants, _books(numbers, p.device), block, p, *others) for p, *others in columns]
         updates = tree.unflatten(tree.flatten(grads)[1], [row[0] for row in rows])
@@ -183,10 +181,10 @@ def _kept_books(device: torch.device) -> Books:
 
 
 def _books(numbers: Sequence[Sequence[float]], device: torch.device) -> Books:
-    """The code books of both moments, cached for each device: a copy from the host would synchronize."""
+    """The code books of both moments, cached by device: a copy from the host would synchronize."""
     if not is_tracing() and not torch.compiler.is_dynamo_compiling():
         return _kept_books(device)
-    # a graph may not capture a cached tensor; torch copies constants to the device once, while tracing
+    # a graph must not capture a cached tensor; torch copies constants once, while tracing
     mu, nu = (torch.tensor(book, dtype=torch.float32, device=device) for book in numbers)
     return mu, nu
 
@@ -200,17 +198,17 @@ def _blocks(x: Tensor, block: int, chunk: int) -> tuple[Tensor, ...]:
 def _update_row(
     constants: kernels.Constants, books: Books, block: int, p: Tensor, g: Tensor, *moments: Tensor
 ) -> list[Tensor]:
-    """Update one row: return the change of the parameter, then codes and scales of both moments."""
-    chunk = max(1, block_size(p, _CHUNK) // block)  # blocks worked on at a time
+    """Update one row; return the change of the parameter, then codes and scales of both moments."""
+    chunk = max(1, block_size(p, _CHUNK) // block)  # blocks at a time
     change: kernels.Reference = partial(kernels.adam, **kernels.constants_beside(constants, p))
     wide = [_blocks(x.float(), block, chunk) for x in (p, g)]
-    codes = [_blocks(x, block, chunk) for x in moments[::2]]  # padded with code 0, which is zero
+    codes = [_blocks(x, block, chunk) for x in moments[::2]]  # padded with code 0, zero
     scales = [x.split(chunk) for x in moments[1::2]]  # (at most `chunk`,) each
     results: list[list[Tensor]] = [[] for _ in range(5)]
     for p_part, g_part, mu, nu, mu_scale, nu_scale in zip(*wide, *codes, *scales, strict=True):
         old = decode(mu, mu_scale, books[0]), decode(nu, nu_scale, books[1])
         delta, new = change(p_part, g_part, old)
-        # a second moment of zero beside a first one that is not would make a step of mu / eps
+        # a second moment of zero with another first moment would make a step of mu / eps
         least = books[1][1] * new[1].amax(1, keepdim=True)
         pair = [*encode(new[0], books[0]), *encode(torch.where(new[1] > 0, new[1].maximum(least), new[1]), books[1])]
         for into, x in zip(results, (delta, *pair), strict=True):

@@ -1,7 +1,7 @@
-"""Optimizers that look at leaves, not only at elements: norms of leaves, rows and columns, whole matrices.
+"""Optimizers over leaves, not only elements: norms of leaves, rows and columns, whole matrices.
 
-Over parts of leaves, one small collective adds up norms and sums over ranks. A whole matrix is sent to one rank, which
-is chosen to balance cost, and the result is sent back.
+One small collective adds up norms and sums of parts of leaves. Whole matrices are sent to ranks, balanced by cost, and
+the results back.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from ..whole.updates import back, bring, to_owners
 
 
 def lamb(lr: Rate, b1: Number = 0.9, b2: Number = 0.999, eps: Number = 1e-6, weight_decay: Number = 0.0) -> Transform:
-    """AdamW's step u of each leaf, scaled to its norm: p <- p - lr (|p| / |u|) u, a ratio of 1 where either is 0.
+    """Scale AdamW's step u of each leaf to the leaf's norm: p <- p - lr (|p| / |u|) u, ratio 1 if a norm is 0.
 
     u = mû / (sqrt(nû) + eps) + weight_decay p, with `b1` and `b2` as in `adam`.
 
@@ -56,7 +56,7 @@ def lamb(lr: Rate, b1: Number = 0.9, b2: Number = 0.999, eps: Number = 1e-6, wei
         layout = layout_of(steps)
         # (leaves,) float64 each
         param_norms, step_norms = (leaf_norms(x, layout=layout, exact=exact_norms) for x in (params, steps))
-        safe = torch.where(step_norms > 0, step_norms, 1.0)  # else the derivative of what is not chosen is NaN
+        safe = torch.where(step_norms > 0, step_norms, 1.0)  # else the ratio not chosen has a derivative of NaN
         ratios = torch.where((param_norms > 0) & (step_norms > 0), param_norms / safe, 1.0)
         return scale_leaves_(steps, -rate * ratios, layout), state
 
@@ -72,31 +72,31 @@ class AdafactorState:
     row_var: dict[str, Tensor]  # (..., n, 1)
     col_var: dict[str, Tensor]  # (..., 1, m)
     variance: Tree
-    vectors: Layout | None  # of the leaves of fewer than two dims, the leaves of `variance`
+    vectors: Layout | None  # the leaves of `variance`, with fewer than two dims
 
 
 tree.register_fields(AdafactorState, ("count", "row_var", "col_var", "variance"), ("vectors",))
 
 
 class Factors(NamedTuple):
-    """One leaf of two or more dims as a stack of matrices (n, m), whose rows are numbered through all matrices."""
+    """One leaf of two or more dims as a stack of matrices (n, m); rows are numbered through all matrices."""
 
     leaf: Leaf
     n: int
     m: int
-    turned: bool = False  # a matrix that lies column by column, as one that is split along dim 1
+    turned: bool = False  # a matrix stored by columns, as if split along dim 1
 
     def fold(self, elements: Tensor, begin: int) -> tuple[Tensor, int, Tensor]:
-        """Elements from `begin` on as whole rows (rows, m), zero-padded; the first row, and the matrix of each row."""
+        """Elements from `begin` on as whole rows (rows, m), zero-padded; the first row; the matrix of each row."""
         first, last = begin // self.m, -(-(begin + elements.numel()) // self.m)
         rows = elements.new_zeros((last - first) * self.m)
         rows[begin - first * self.m :][: elements.numel()] = elements
         return rows.view(-1, self.m), first, torch.arange(first, last, device=elements.device) // self.n
 
     def add_by_matrix(self, sums: Tensor, rows: Tensor, first: int) -> None:
-        """Add the sum of each matrix's rows to its row of `sums` (matrices, m); whole matrices take one call.
+        """Add the rows of each matrix to its row of `sums` (matrices, m); whole matrices take one call.
 
-        Rows are added in order; index_add_ on a GPU would add them in any order.
+        Rows are added in order; index_add_ on a GPU has no order.
         """
         last = first + len(rows)
         begin, end = min(-(-first // self.n) * self.n, last), max(last // self.n * self.n, first)
@@ -129,11 +129,11 @@ def adafactor(
     d: Number = 1.0,
     weight_decay: Number = 0.0,
 ) -> Transform:
-    """Second moments of matrices kept as means of rows and of columns: nu = row col / mean(row).
+    """Divide gradients by roots of second moments, for matrices means of rows and columns: nu = row col / mean(row).
 
-    nu is a running mean of g² whose decay at step t is 1 - t^beta2_decay; eps = (eps1, eps2).
-    u = g / sqrt(max(nu, eps1²)), of RMS at most d; p <- p - lr weight_decay p - max(eps2, RMS(p)) min(lr, t^-½) u.
-    Leaves of fewer than two dims keep their second moment whole. As torch.optim.Adafactor.
+    nu is a running mean of g², with decay 1 - t^beta2_decay at step t; eps = (eps1, eps2). u = g / sqrt(max(nu,
+    eps1²)), of RMS at most d; p <- p - lr weight_decay p - max(eps2, RMS(p)) min(lr, t^-½) u. Leaves of fewer than two
+    dims keep nu whole. As torch.optim.Adafactor.
 
     >>> tx = adafactor(0.1)
     >>> tx.update(torch.tensor([2.0]), tx.init(torch.tensor([3.0])), torch.tensor([3.0]))[0]
@@ -179,7 +179,7 @@ def adafactor(
     def on_vectors(
         grads: Tree, state: AdafactorState, params: Tree = None, exact_norms: bool = False, **extra: object
     ) -> tuple[Tree, AdafactorState]:
-        """The update of whole copies, of which `state.vectors` names parts of another layout."""
+        """Update whole copies: `state.vectors` names parts of another layout."""
         cut, whole = state.vectors, layout_of(grads)
         if cut is None or whole.flat or not cut.flat:
             return update(grads, state, params, exact_norms)
@@ -193,7 +193,7 @@ def adafactor(
 
 
 def _averaged(state: AdafactorState, grads: Tree, layout: Layout, weight: Tensor) -> AdafactorState:
-    """The state after one more update; its squared gradients have the weight `weight` (0-d) in the running means."""
+    """Update the running means: squared gradients get the weight `weight` (0-d)."""
     means = _row_and_column_means(grads, layout)
     row, col = (
         {path: old[path].lerp(new.to(old[path].dtype), weight.to(old[path].dtype)) for path, new in now.items()}
@@ -207,7 +207,7 @@ def _averaged(state: AdafactorState, grads: Tree, layout: Layout, weight: Tensor
 
 
 def _divided(grads: Tree, state: AdafactorState, layout: Layout, eps: float | None) -> Tree:
-    """Gradients over the roots of their second moments, in new rows."""
+    """Divide gradients by the roots of their second moments, in new rows."""
     steps = tree.map(lambda g: depending(torch.zeros_like(g), (grads, state)), grads)
     for (span, g), (number, out) in zip(elements(grads, layout), pieces(steps, layout), strict=True):
         leaf = layout.leaves[number]
@@ -222,9 +222,9 @@ def _divided(grads: Tree, state: AdafactorState, layout: Layout, eps: float | No
 
 
 def _root_sizes(numels: Sequence[int], device: torch.device) -> Tensor:
-    """The roots of numbers of elements: (leaves,), float64, cached for each device: a copy there would synchronize."""
+    """The roots of numbers of elements: (leaves,), float64, cached by device: a copy would synchronize."""
     if is_tracing() or torch.compiler.is_dynamo_compiling():
-        # a graph may not capture a cached tensor; torch copies constants to the device once, while tracing
+        # a graph must not capture a cached tensor; torch copies constants once, while tracing
         return _made_roots(tuple(numels), device)
     return _kept_roots(tuple(numels), device)
 
@@ -242,16 +242,16 @@ def _floor(eps: float | None, g: Tensor) -> float:
 
 
 def _row_and_column_means(grads: Tree, layout: Layout) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """Mean squares of the rows and the columns of every leaf that has them: one collective."""
+    """Mean squares of rows and columns by path, in one collective."""
     shapes = {n: _factors(layout.leaves[n]) for n in layout.numbers}
     factored = {n: shape for n, shape in shapes.items() if shape}
     if not factored:
         return {}, {}
-    if differentiates(grads) and not layout.flat:  # whole leaves; the sums below are written to in place
+    if differentiates(grads) and not layout.flat:  # the sums below are written in place
         squares = {layout.leaves[n].path: g.double().square() for n, g in pieces(grads, layout) if n in factored}
         row = {path: x.mean(-1, keepdim=True) for path, x in squares.items()}
         return row, {path: x.mean(-2, keepdim=True) for path, x in squares.items()}
-    # one tensor holds the sums of all rows and of all columns of every leaf, so that one collective sums them
+    # one tensor for all sums of rows and columns: one collective
     sizes = [size for f in factored.values() for size in (f.leaf.numel // f.m, f.leaf.numel // f.n)]
     sums = torch.zeros(sum(sizes), dtype=torch.float64, device=device_of(grads))
     views = dict(zip(((n, k) for n in factored for k in (0, 1)), sums.split(sizes), strict=True))
@@ -272,7 +272,7 @@ def _row_and_column_means(grads: Tree, layout: Layout) -> tuple[dict[str, Tensor
 
 
 def _scaled(g: Tensor, span: Span, factors: Factors, row: Tensor, col: Tensor, eps: float) -> Tensor:
-    """Elements of g, of this span, divided by the root of their second moment."""
+    """Divide elements of this span by the root of their second moment."""
     rows, first, matrix = factors.fold(g, span.begin)  # (rows, m), matrix: (rows,)
     row, col = row.to(g.device), col.to(g.device)
     if factors.turned:
@@ -284,9 +284,10 @@ def _scaled(g: Tensor, span: Span, factors: Factors, row: Tensor, col: Tensor, e
 
 
 def whole_leaves(tx: TransformLike) -> Transform:
-    """Run `tx` on whole leaves: each sharded leaf is sent to one rank, balanced by size, and its update is sent back.
+    """Run `tx` on whole leaves: each sharded leaf is sent to one rank, balanced by size, and its update back.
 
-    As a `Transform` that says nothing of `over` runs; for one of `fshard.optim`, say. State lies where the leaves are.
+    A `Transform` without `over` runs so anyway: this is for one of `fshard.optim`, say. The state lies with the whole
+    leaves.
 
     >>> tx = whole_leaves(sgd(1.0))
     >>> tx.update(torch.ones(2), tx.init(torch.ones(2)))[0]
@@ -304,7 +305,7 @@ def whole_leaves(tx: TransformLike) -> Transform:
         if not layout_of(params).flat:
             return inner.step(grads, state, params, found_inf, donate, **extra)
         state = state if donate else copied(state)
-        # `bring` does not copy a leaf that lies whole on its owner already
+        # `bring` does not copy a leaf that is whole on its owner
         whole_params = bring(params) if donate else tree.map(torch.clone, bring(params))
         new, state = inner.step(bring(grads), state, whole_params, found_inf, True, **extra)
         return back(new, params), state
@@ -333,14 +334,17 @@ def muon(
     dtype: torch.dtype = torch.bfloat16,
     rest: TransformLike | None = None,
 ) -> Transform:
-    """Momentum, made orthogonal: p <- p - lr weight_decay p - lr a O, O near U Vᵀ of m = U S Vᵀ; a as `adjust_lr` says.
+    """Make momentum orthogonal: p <- p - lr weight_decay p - lr a O, with O near U Vᵀ of m = U S Vᵀ.
 
-    m <- momentum m + (1 - momentum) g; with `nesterov`, O is that of momentum m + (1 - momentum) g. O by `steps`
-    Newton-Schulz iterations with `coefficients` in `dtype`, of m divided by its norm (at least `eps`). For a matrix
-    (A, B), a is sqrt(max(1, A / B)), or with adjust_lr="match_rms_adamw" 0.2 sqrt(max(A, B)), ValueError for another
-    word. As torch.optim.Muon. Leaves that are not matrices are `rest`'s (by default adamw(lr)); to give it embeddings
-    too, use `by_label`. Each matrix that is cut over ranks is brought to one rank, evenly by cost: two all-to-alls for
-    all of them.
+    m <- momentum m + (1 - momentum) g; with `nesterov`, O is that of momentum m + (1 - momentum) g. As
+    torch.optim.Muon.
+
+    - `steps`, `coefficients`, `dtype`: O by so many Newton-Schulz iterations on m divided by its norm (at least `eps`)
+    - `adjust_lr`: for a matrix (A, B), a is sqrt(max(1, A / B)), or with "match_rms_adamw" 0.2 sqrt(max(A, B));
+      ValueError for another word
+    - `rest`: updates leaves that are not matrices (default adamw(lr)); to give it embeddings too, use `by_label`
+
+    Each matrix cut over ranks is sent to one rank, balanced by cost: two all-to-alls for all of them.
 
     >>> tx = muon(0.1, weight_decay=0.0)
     >>> params = {"w": torch.eye(2), "b": torch.ones(2)}
@@ -389,8 +393,8 @@ def muon(
 
 
 def _to_owners(x: Tree, layout: Layout) -> Parts:
-    """Send every matrix whole to one rank, so that all ranks have about as much to compute."""
-    # the cost is that of one product with the small side's Gram matrix
+    """Send every matrix whole to one rank, balanced by cost."""
+    # of one product with the small side's Gram matrix
     return collect(x, owned(layout, layout.mesh, layout.axes, lambda leaf: leaf.numel * min(leaf.shape)), "muon")
 
 
@@ -407,7 +411,7 @@ def orthogonal(
     a, b, c = coefficients
     wide = x.to(dtype)
     tall = x.shape[0] > x.shape[1]
-    wide = wide.T if tall else wide  # (small, large), so that the Gram matrix is (small, small)
+    wide = wide.T if tall else wide  # (small, large): a Gram matrix (small, small)
     wide = wide / wide.norm().clamp(min=eps)
     for _ in range(steps):
         gram = wide @ wide.T
@@ -416,7 +420,7 @@ def orthogonal(
 
 
 def clip_by_leaf_norm(max_norm: Number, p: float = 2) -> Transform:
-    """Every leaf times min(1, max_norm / (its p-norm + 1e-6)): one small collective for all.
+    """Multiply each leaf by min(1, max_norm / (its p-norm + 1e-6)): one small collective for all.
 
     >>> clip_by_leaf_norm(1.0).update({"a": torch.tensor([3.0, 4.0]), "b": torch.tensor(0.5)}, ())[0]
     {'a': tensor([0.6000, 0.8000]), 'b': tensor(0.5000)}

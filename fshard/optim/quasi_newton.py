@@ -20,7 +20,7 @@ from ..update.elementwise import Rate
 from ..update.kernels import where
 from ..whole.copies import on_copies
 
-_LEAST_CURVATURE = 1e-10  # sᵀy below which a pair is left out, as in torch.optim.LBFGS
+_LEAST_CURVATURE = 1e-10  # pairs of less sᵀy are left out, as in torch.optim.LBFGS
 
 
 class LbfgsState(NamedTuple):
@@ -29,17 +29,17 @@ class LbfgsState(NamedTuple):
     count: Tensor  # type: ignore[assignment]  # hides tuple.count
     params: Tree
     grads: Tree
-    s: tuple[Tree, ...]  # the oldest first; zeros until there are so many
+    s: tuple[Tree, ...]  # oldest first; zeros at the start
     y: tuple[Tree, ...]
 
 
 def lbfgs(lr: Rate = 1.0, history_size: int = 10, max_iter: int = 1) -> Transform:
-    """Steps along -H g, with H the inverse Hessian estimated from the latest differences of parameters and gradients.
+    """Step along -H g, with the inverse Hessian H estimated from recent differences of parameters and gradients.
 
     H by the two-loop recursion over the `history_size` latest pairs (s, y) with sᵀy > 1e-10. The step's length is `lr`,
-    that of the first iteration min(1, 1 / |g|₁) lr. An update is one iteration; given the gradient as a function,
-    `update(grads, state, params, grad_fn=fn)` makes `max_iter` of them, `fn(params) -> grads` being called between two.
-    As torch.optim.LBFGS without a line search and without tolerances, whose closure `fn` is.
+    in the first iteration min(1, 1 / |g|₁) lr. An update is one iteration; `update(grads, state, params, grad_fn=fn)`
+    makes `max_iter`, and calls `fn(params) -> grads` between two. As torch.optim.LBFGS, with `fn` as its closure,
+    without a line search or tolerances.
 
     >>> tx, w = lbfgs(max_iter=3), torch.tensor([3.0, -1.0])
     >>> updates, _ = tx.update(4 * w, tx.init(w), w, grad_fn=lambda w: 4 * w)
@@ -62,7 +62,7 @@ def lbfgs(lr: Rate = 1.0, history_size: int = 10, max_iter: int = 1) -> Transfor
 
     def iterate(grads: Tree, state: LbfgsState, params: Tree, exact_norms: bool) -> tuple[Tree, LbfgsState]:
         moved = state.count > 0
-        # with m = history_size: m + 1 differences each; either the oldest or the newest is dropped
+        # m + 1 differences each (m = history_size); the oldest or the newest is dropped
         s = (*state.s, _difference(params, state.params, moved))
         y = (*state.y, _difference(grads, state.grads, moved))
         products = gram([*s, *y, grads])  # (2 m + 3, 2 m + 3): dot products of s, y and g
@@ -101,12 +101,12 @@ def lbfgs(lr: Rate = 1.0, history_size: int = 10, max_iter: int = 1) -> Transfor
 
 
 def _difference(new: Tree, old: Tree, moved: Tensor) -> Tree:
-    """New - old, or zeros before the first iteration, when there is no earlier value."""
+    """New - old, or zeros before the first iteration."""
     return tree.map(lambda a, b: where(moved, a - b, torch.zeros_like(a)), new, old)
 
 
 def _kept(products: Tensor, keeps: Tensor) -> Tensor:
-    """The dot products of the kept pairs and the gradient: without the oldest pair, or without the newest."""
+    """The dot products without those of the dropped pair: the oldest, or the newest."""
     m = len(products) // 2
     pairs = torch.arange(m - 1, device=products.device) + keeps.long()  # (m - 1,): without the first, or the last
     index = torch.cat([pairs, pairs + m, torch.full_like(pairs[:1], 2 * m)])
@@ -114,18 +114,18 @@ def _kept(products: Tensor, keeps: Tensor) -> Tensor:
 
 
 def _direction(products: Tensor) -> Tensor:
-    """-H g as weights of s, y and g (2 m + 1 of them), whose dot products these are: the two-loop recursion."""
+    """-H g as weights of s, y and g (2 m + 1) from their dot products: the two-loop recursion."""
     m = len(products) // 2
     curvature = products.diagonal(m)[:m]  # sᵀy
-    used = curvature > _LEAST_CURVATURE  # False for pairs of zeros, too
+    used = curvature > _LEAST_CURVATURE  # False for zeros, too
     rho = torch.where(used, 1 / torch.where(used, curvature, 1.0), 0.0)  # else 1 / 0 has a derivative of NaN
     zero, scale = torch.zeros_like(curvature[0]), torch.ones_like(curvature[0])
     alphas: dict[int, Tensor] = {}  # torch.compile traces no call of `dict[...]`
-    weights = [*[zero] * 2 * m, zero - 1]  # no number set by its index: on a GPU that is a copy from the host
+    weights = [*[zero] * 2 * m, zero - 1]  # no assignment by index: on a GPU it copies from the host
     for i in reversed(range(m)):
         alphas[i] = rho[i] * (torch.stack(weights) @ products[i])
         weights[m + i] = weights[m + i] - alphas[i]
-    for i in range(m):  # of the newest pair that is used
+    for i in range(m):  # of the newest used pair
         scale = torch.where(used[i], curvature[i] / torch.where(used[i], products[m + i, m + i], 1.0), scale)
     weights = [weight * scale for weight in weights]
     for i in range(m):
@@ -134,7 +134,7 @@ def _direction(products: Tensor) -> Tensor:
 
 
 def _combined(weights: Sequence[Tensor], rows: Sequence[Tensor]) -> Tensor:
-    """The sum of rows times their weights, in the dtype of the rows."""
+    """The sum of rows times weights, in the dtype of the rows."""
     total = torch.zeros_like(rows[0])
     for weight, row in zip(weights, rows, strict=True):
         total = total + (beside(weight, row) * row).to(row.dtype)

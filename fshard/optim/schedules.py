@@ -1,7 +1,7 @@
 """Schedules: functions from the number of updates so far (a 0-d tensor) to a value (a 0-d tensor).
 
-Schedules never copy a value from the device to the host. Any function of this kind is a schedule; this module has the
-usual ones. Sources: torch.optim.lr_scheduler and optax.
+Any such function is a schedule; this module has the usual ones, without copies from the device to the host. Sources:
+torch.optim.lr_scheduler and optax.
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ Schedule = Callable[[Tensor], Tensor]
 
 
 def _check(name: str, steps: object = 1, **numbers: object) -> None:
-    """Raise TypeError or ValueError unless `steps` is a number of steps and all others are finite numbers."""
     check_whole(f"schedule {name}: steps", steps, what="a number of steps")
     for argument, value in numbers.items():
         if not is_number(value) or not math.isfinite(value):
@@ -27,7 +26,7 @@ def _check(name: str, steps: object = 1, **numbers: object) -> None:
 
 
 def _share(count: Tensor, steps: int) -> Tensor:
-    """Return `count / steps`, clamped to 0 and 1, in float64."""
+    """`count / steps`, clamped to 0 and 1, in float64."""
     return (double(count) / steps).clamp(0, 1)
 
 
@@ -52,9 +51,9 @@ def linear(start: float, end: float, steps: int) -> Schedule:
 
 
 def cosine(start: float, steps: int, end: float = 0.0) -> Schedule:
-    """Return a schedule that is half a cosine from `start` to `end` in `steps` steps, then `end`.
+    """Return a schedule along half a cosine from `start` to `end` in `steps` steps, then `end`.
 
-    Up to `steps` the same as torch's CosineAnnealingLR.
+    Up to `steps` as torch's CosineAnnealingLR.
 
     >>> cosine(1.0, 4)(torch.tensor(2.0)).item()
     0.5
@@ -66,8 +65,7 @@ def cosine(start: float, steps: int, end: float = 0.0) -> Schedule:
 def warmup_cosine(peak: float, warmup: int, steps: int, start: float = 0.0, end: float = 0.0) -> Schedule:
     """Return a schedule with a linear warm-up, then half a cosine. As optax.warmup_cosine_decay_schedule.
 
-    The value rises from `start` to `peak` in `warmup` steps, and falls to `end` at step `steps`, which includes the
-    warm-up.
+    The value rises from `start` to `peak` in `warmup` steps, and falls to `end` at step `steps`, warm-up included.
 
     >>> schedule = warmup_cosine(1.0, warmup=2, steps=6)
     >>> [schedule(torch.tensor(float(i))).item() for i in (0, 1, 2, 4)]
@@ -79,7 +77,7 @@ def warmup_cosine(peak: float, warmup: int, steps: int, start: float = 0.0, end:
 
 
 def join(schedules: Sequence[Callable[[Tensor], Tensor]], boundaries: Sequence[int]) -> Schedule:
-    """Return a schedule that runs `schedules` one after another. As optax.join_schedules.
+    """Return a schedule that runs `schedules` in sequence. As optax.join_schedules.
 
     Schedule `i + 1` begins at step `boundaries[i]`, and counts its steps from there. ValueError unless boundaries rise
     and are one fewer than schedules.

@@ -22,25 +22,25 @@ from ..state.torch_format import BEGUN, TorchState
 from ..update.base import Needs, Transform, checked, choose
 from .matrix import whole_leaves
 
-# The classes of torch.optim that act on every element by itself; all others are given whole leaves.
+# Classes of torch.optim that act on each element by itself; all others get whole leaves.
 _ELEMENTWISE = ("ASGD", "Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD")
-Entry = dict[str, Tensor]  # what a torch optimizer keeps of one parameter
-Numbers = dict[str, Tensor | float]  # what a class of the user's keeps of one parameter: numbers too
-Settings: TypeAlias = Mapping[str, Any]  # arguments by name, which only the class knows
-# `run(grads, state, params, extra)` is the class's own step: it writes to `params`, and returns the new state.
+Entry = dict[str, Tensor]  # a torch optimizer's state of one parameter
+Numbers = dict[str, Tensor | float]  # of a user's class: numbers, too
+Settings: TypeAlias = Mapping[str, Any]  # the class's own arguments by name
+# `run(grads, state, params, extra)`: the class's own step, which writes to `params` and returns the new state
 Run = Callable[[Tree, TorchState, Tree, Settings], TorchState]
 
 
 def from_torch(cls: type[Optimizer], **hyperparams: object) -> Transform:
-    """An optimizer class of torch.optim, or one of yours, `cls(params, **hyperparams)`, as a transformation.
+    """Make an optimizer class of torch.optim or your own, `cls(params, **hyperparams)`, a transformation.
 
-    `step` gives exactly the parameters the class would. Every class works whose step needs no closure, takes dense
-    gradients, and keeps tensors and numbers of each parameter (`self.state[p]`) and nothing else. Classes of yours, and
-    those that look at whole leaves (Muon, Adafactor), are given whole leaves, wherever the parameters are cut. Further
-    arguments of `update` that the class's own `step` names are passed on to it; one without a default is 1.0 in the
-    steps here that show which state the class keeps. For parameter groups give `by_label` one of these for each.
+    `step` gives exactly the class's parameters. The class's step must need no closure and take dense gradients, and the
+    class must keep only tensors and numbers of each parameter (`self.state[p]`). Your classes, and those of torch that
+    look at whole leaves (Muon, Adafactor), get whole leaves, however the parameters are cut. If the class's own `step`
+    has further arguments, `update` passes them on by name; without a default, an argument is 1.0 in trial steps here
+    that show the class's state. For parameter groups, give `by_label` one of these for each.
 
-    Raises ValueError for a class that cannot be a pure function; for LBFGS use `lbfgs`.
+    ValueError for a class that cannot be a pure function; for LBFGS use `lbfgs`.
 
     >>> tx = from_torch(torch.optim.SGD, lr=0.5)
     >>> tx.step(torch.tensor(2.0), tx.init(torch.tensor(1.0)), torch.tensor(1.0))[0]
@@ -60,7 +60,7 @@ def from_torch(cls: type[Optimizer], **hyperparams: object) -> Transform:
 
 
 def _on_rows(cls: type[Optimizer], hyperparams: Settings) -> Transform:
-    """A class of torch.optim whose updates are elementwise: it runs on flat rows, whichever leaves they hold."""
+    """Run an elementwise class of torch.optim on flat rows, of whatever leaves."""
     dummy = torch.zeros(1, dtype=torch.float32, device="cpu")  # a parameter for a rank without rows
     scalars = {name for name, x in _begin(cls, hyperparams, dummy).items() if not x.dim()}
 
@@ -69,9 +69,9 @@ def _on_rows(cls: type[Optimizer], hyperparams: Settings) -> Transform:
         return _like_params(entries, params, entries[0] if entries else _begin(cls, hyperparams, dummy), scalars)
 
     def run(grads: Tree, state: TorchState, params: Tree, extra: Settings) -> TorchState:
-        # views of the same memory, because `.grad` is set on them, and not on the caller's tensors
+        # views, because `.grad` must not be set on the caller's tensors
         rows = [row.detach() for row in tree.leaves(params)]
-        if not rows:  # a rank that holds none of the parameters counts their updates all the same
+        if not rows:  # a rank without parameters counts updates, too
             begun = _begin(cls, hyperparams, dummy) | {name: x.clone() for name, x in state.scalars.items()}
             (entry,) = _stepped(cls, hyperparams, [dummy.clone()], [torch.zeros_like(dummy)], [begun])
             return TorchState(state.tensors, {name: entry[name] for name in state.scalars})
@@ -82,7 +82,7 @@ def _on_rows(cls: type[Optimizer], hyperparams: Settings) -> Transform:
 
 
 def _on_leaves(cls: type[Optimizer], hyperparams: Settings) -> Transform:
-    """A class of torch.optim that looks at whole leaves: each row is one leaf, and its state may have any shapes."""
+    """Run a class of torch.optim on whole leaves, one for each row; its state may have any shapes."""
 
     def init(params: Tree) -> TorchState:
         return TorchState(_first_by_name(params, partial(_begin, cls, hyperparams), "meta"), {})
@@ -100,10 +100,10 @@ def _on_leaves(cls: type[Optimizer], hyperparams: Settings) -> Transform:
 def _stepped(
     cls: type[Optimizer], hyperparams: Settings, rows: list[Tensor], grads: Sequence[Tensor], entries: Sequence[Entry]
 ) -> list[Entry]:
-    """Run one step of the class, in place on `rows`, with the state of each row; return the new state of each."""
+    """Run one step of the class, in place on `rows`, and return the new state of each row."""
     optimizer = cls(rows, **hyperparams)
     for row, g, entry in zip(rows, grads, entries, strict=True):
-        # torch's optimizers take real views of complex tensors, which a lazily conjugated one (z.conj()) has not
+        # torch's optimizers take real views of complex tensors; a lazily conjugated one (z.conj()) has none
         row.grad = g.detach().to(row.dtype).resolve_conj()
         optimizer.state[row] = entry if entry.get(BEGUN, True) else {}
     optimizer.step()
@@ -112,7 +112,7 @@ def _stepped(
 
 
 def _adapted(cls: type[Optimizer], hyperparams: Settings, init: Callable[[Tree], TorchState], run: Run) -> Transform:
-    """The transformation of an in-place step: `run` gets copies of parameters and state, unless they are donated."""
+    """Make a transformation of an in-place step: `run` gets copies of parameters and state, unless donated."""
 
     def fused(
         grads: Tree, state: TorchState, params: Tree, found_inf: Tensor | None, donate: bool, **extra: object
@@ -123,7 +123,7 @@ def _adapted(cls: type[Optimizer], hyperparams: Settings, init: Callable[[Tree],
                 "of torch.func's transforms. Detach them (x.detach(), torch.no_grad()), or use a transformation of "
                 "fshard.optim, which is differentiable"
             )
-        # with `found_inf` the old values are needed after the step, so they are copied even if donated
+        # `found_inf` may ask for the old values after the step, so these are copied even if donated
         new_params, inner = (params, state) if donate and found_inf is None else copied((params, state))
         new_state = run(grads, inner, new_params, extra)
         return choose(found_inf, params, new_params), choose(found_inf, state, new_state)
@@ -136,7 +136,6 @@ def _adapted(cls: type[Optimizer], hyperparams: Settings, init: Callable[[Tree],
 
 
 def _check_class(cls: object) -> None:
-    """Raise ValueError for a class whose step cannot be a pure function of dense gradients, and for no class at all."""
     if not (isinstance(cls, type) and issubclass(cls, Optimizer)) or cls.__name__ in ("LBFGS", "SparseAdam"):
         reasons = {"LBFGS": "its step needs a closure. Use lbfgs", "SparseAdam": "it takes sparse gradients alone"}
         why = reasons.get(getattr(cls, "__name__", ""), "it is no optimizer of torch.optim's kind")
@@ -147,18 +146,18 @@ def _check_class(cls: object) -> None:
 
 
 def _begin(cls: type[Optimizer], hyperparams: Settings, row: Tensor) -> Entry:
-    """The state that a class of torch.optim makes for a parameter before its first update."""
+    """The state that a class of torch.optim makes of a parameter before its first update."""
     row = row.detach()
-    optimizer: Any = cls([row], **hyperparams)  # `_init_group` is a method of each class, not of `Optimizer`
+    optimizer: Any = cls([row], **hyperparams)  # each class has `_init_group`, `Optimizer` has not
     row.grad = torch.zeros_like(row)
-    # Private, but the way every class of torch.optim fills its state (test_authority.py notices when it is not).
+    # Private, but every class of torch.optim fills its state like this (test_authority.py).
     num_lists = len(inspect.signature(optimizer._init_group).parameters) - 1
     optimizer._init_group(optimizer.param_groups[0], *([] for _ in range(num_lists)))
     entry = dict(optimizer.state[row])
     group = optimizer.param_groups[0]
     if cls.__name__ == "SGD" and group["momentum"]:
-        entry["momentum_buffer"] = torch.zeros_like(row)  # the first update makes of it what torch makes of none
-        if group["dampening"]:  # unless it is dampened: then torch must be given none
+        entry["momentum_buffer"] = torch.zeros_like(row)  # the first update treats zeros as None
+        if group["dampening"]:  # except if dampened: torch must get None
             entry[BEGUN] = double(0.0)
     if strange := [name for name, x in entry.items() if not isinstance(x, Tensor)]:
         raise ValueError(f"from_torch: {cls.__name__} keeps {strange[0]!r}, which is no tensor: it cannot be a value")
@@ -166,7 +165,7 @@ def _begin(cls: type[Optimizer], hyperparams: Settings, row: Tensor) -> Entry:
 
 
 def _like_params(entries: Sequence[Entry], params: Tree, first: Entry, scalars: set[str]) -> TorchState:
-    """The entries of all rows as trees of the structure of `params`; `first` gives the names, and the 0-d tensors."""
+    """The entries of all rows as trees like `params`; `first` has the names, and the 0-d tensors."""
     spec = tree.flatten(params)[1]
     tensors = {n: tree.unflatten(spec, [entry[n] for entry in entries]) for n in first if n not in scalars}
     return TorchState({n: clear_padding_(x) for n, x in tensors.items()}, {n: first[n] for n in first if n in scalars})
@@ -175,7 +174,7 @@ def _like_params(entries: Sequence[Entry], params: Tree, first: Entry, scalars: 
 def _first_by_name(params: Tree, begin: Callable[[Tensor], Entry], device: str) -> dict[str, Parts]:
     """The state that a class makes of whole leaves, by the class's names.
 
-    Every rank describes the state of all leaves, made on `device`, and keeps memory for that of its own leaves.
+    Every rank makes the state of all leaves on `device` for its form, and keeps memory for its own leaves.
     """
     rows, layout = tree.leaves(params), layout_of(params)
     leaves = {n: layout.leaves[n] for n in layout.numbers}
@@ -186,21 +185,21 @@ def _first_by_name(params: Tree, begin: Callable[[Tensor], Entry], device: str) 
 
 
 def _next_by_name(state: TorchState, layout: Layout, entries: Sequence[Entry]) -> dict[str, Parts]:
-    """The state after a step, by the class's names, of the new entries of this rank's leaves."""
+    """The new state of this rank's leaves, by the class's names."""
     entry_of = dict(zip((s.leaf for s in layout.mine), entries, strict=True))
     layouts = {name: old.layout for name, old in state.tensors.items()}
     return {name: Parts(of, [entry_of[s.leaf][name] for s in of.mine]) for name, of in layouts.items()}
 
 
 def _pieces_of(name: str, layout: Layout, shapes: Mapping[int, Entry], local_entries: Mapping[int, Entry]) -> Parts:
-    """The tensors of one name that a class keeps of whole leaves, of any shapes; some leaves may have none."""
+    """The tensors of one name in a class's state of whole leaves, of any shapes; some leaves may have none."""
     forms = {n: Form(tuple(entry[name].shape), entry[name].dtype) for n, entry in shapes.items() if name in entry}
     part = reshaped(layout, forms)
     return Parts(replace(part, source=(name, part.source)), [local_entries[s.leaf][name] for s in part.mine])
 
 
 def _by_row(state: TorchState, num_rows: int) -> list[Entry]:
-    """The state of each row, each with its own copy of the 0-d tensors, because a step writes to them."""
+    """The state of each row, with its own copies of 0-d tensors, because a step writes to them."""
     columns = {name: tree.leaves(x) for name, x in state.tensors.items()}
     rows = ({name: column[i] for name, column in columns.items()} for i in range(num_rows))
     return [row | {name: x.clone() for name, x in state.scalars.items()} for row in rows]
@@ -217,10 +216,10 @@ def _by_leaf(state: TorchState, layout: Layout) -> list[Entry]:
 
 
 def _of_user(cls: type[Optimizer], hyperparams: Settings) -> Transform:
-    """A class of the user's: a step with zero gradients shows which state it keeps; its first real step makes it."""
+    """Run a user's class: a step with zero gradients shows its state, and the first real step makes the state."""
     _check_apart(cls, hyperparams)
     first = _first_step(cls, hyperparams, torch.zeros(2, 2, dtype=torch.float32, device="cpu"))
-    # Python numbers are 0-d tensors in the state, and turned back into their types for the class
+    # the state has 0-d tensors for Python numbers; the class gets numbers again
     numbers = {n: type(x) for n, x in first.items() if not isinstance(x, Tensor)}
     known, needed = inspect.signature(cls.step).parameters.keys() - {"self", "closure"}, _needed(cls)
 
@@ -242,13 +241,13 @@ def _of_user(cls: type[Optimizer], hyperparams: Settings) -> Transform:
         if rows:
             optimizer = cls(rows, **hyperparams)
             for row, g, entry in zip(rows, tree.leaves(grads), _by_leaf(state, layout), strict=True):
-                row.grad = g.detach().to(row.dtype, copy=True).resolve_conj()  # which a class may write to
-                if begun:  # the class's first real step starts without a state, as it expects
+                row.grad = g.detach().to(row.dtype, copy=True).resolve_conj()  # a class may write to it
+                if begun:  # the class expects no state at its first step
                     optimizer.state[row] = {n: numbers[n](x) if n in numbers else x for n, x in entry.items()}
             aliases = [row.detach() for row in rows]
             optimizer.step(**{name: value for name, value in extra.items() if name in known})
             for alias, row in zip(aliases, rows, strict=True):
-                if row.data_ptr() != alias.data_ptr():  # a class may give its parameter other memory (p.data = ...)
+                if row.data_ptr() != alias.data_ptr():  # a class may give its parameter new memory (p.data = ...)
                     alias.copy_(row)
             entries = [{name: _value(x) for name, x in optimizer.state[row].items()} for row in rows]
         _check_names(cls, {name for entry in entries for name in entry}, state)
@@ -258,7 +257,6 @@ def _of_user(cls: type[Optimizer], hyperparams: Settings) -> Transform:
 
 
 def _needed(cls: type[Optimizer]) -> list[str]:
-    """The arguments of a class's step that have no default."""
     _, *arguments = inspect.signature(cls.step).parameters.values()
     needed = [a.name for a in arguments if a.default is a.empty and a.kind not in (a.VAR_POSITIONAL, a.VAR_KEYWORD)]
     if "closure" in needed:
@@ -267,7 +265,7 @@ def _needed(cls: type[Optimizer]) -> list[str]:
 
 
 def _try_step(optimizer: Optimizer) -> None:
-    """One step, with 1.0 for each argument that has no default."""
+    """Make a step, with 1.0 for each argument without a default."""
     cls, step = type(optimizer), cast("Callable[..., object]", optimizer.step)
     needed = _needed(cls)
     try:
@@ -282,7 +280,7 @@ def _try_step(optimizer: Optimizer) -> None:
 
 
 def _check_apart(cls: type[Optimizer], hyperparams: Settings) -> None:
-    """Raise ValueError if an update depends on the other parameters of the call: ranks hold different ones."""
+    """Raise ValueError if an update depends on the call's other parameters: ranks hold different ones."""
 
     def stepped(*starts: Tensor) -> list[Tensor]:
         rows = [start.clone() for start in starts]
@@ -302,7 +300,6 @@ def _check_apart(cls: type[Optimizer], hyperparams: Settings) -> None:
 
 
 def _check_names(cls: type[Optimizer], names: set[str], state: TorchState) -> None:
-    """Raise ValueError if a step made state under a new name: the structure of the state must not change."""
     if late := names - state.tensors.keys():
         raise ValueError(
             f"from_torch: {cls.__name__} keeps {min(late)!r} of a parameter, which its first step with a gradient of "
@@ -311,14 +308,14 @@ def _check_names(cls: type[Optimizer], names: set[str], state: TorchState) -> No
 
 
 def _value(x: Tensor | float) -> Tensor:
-    """Return a tensor as it is, and a Python number as a 0-d tensor (float64 or int64)."""
+    """Return a Python number as a 0-d tensor (float64 or int64), a tensor as it is."""
     return x if isinstance(x, Tensor) else double(x) if isinstance(x, float) else torch.tensor(x, device="cpu")
 
 
 def _first_step(cls: type[Optimizer], hyperparams: Settings, row: Tensor) -> Numbers:
-    """The state that a class keeps of a parameter after a step with a gradient of zero.
+    """The state that a class keeps of a parameter after a step with zero gradient.
 
-    ValueError if it keeps what the state of a transformation cannot hold.
+    ValueError if a transformation's state cannot hold it.
     """
     row = row.detach().clone()
     optimizer = cls([row], **hyperparams)
@@ -340,7 +337,7 @@ def _first_step(cls: type[Optimizer], hyperparams: Settings, row: Tensor) -> Num
 
 
 def _of_all(optimizer: Optimizer) -> dict[str, str]:
-    """The hyper-parameters and attributes of an optimizer (not its parameters and their states), as text."""
+    """Hyper-parameters and attributes of an optimizer as text, without its parameters and their states."""
     (group,) = optimizer.param_groups
     settings = {f"param_groups[0][{name!r}]": value for name, value in group.items() if name != "params"}
     attributes = {name: value for name, value in vars(optimizer).items() if name not in ("state", "param_groups")}
