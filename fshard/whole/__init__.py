@@ -1,1 +1,1 @@
-"""Whole leaves: moved to their owners, copied to all ranks; updates and states of a user, which know no ranks."""
+"""Whole leaves: moved to their owners, copied to all ranks; a user's updates and states, without knowledge of ranks."""

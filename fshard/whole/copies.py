@@ -1,8 +1,7 @@
-"""Whole copies of leaves on all ranks, and the parts that lie here, with derivatives, which `moves.py` has not.
+"""Whole copies of leaves on all ranks, and the parts on this rank, with derivatives (`moves.py` has none).
 
-Each rank has a copy of its own, which it may use otherwise than others: gradients of all copies are summed (as those of
-`collectives.all_reduce`). Every rank takes part in that sum, so what is cut out of copies depends on all of them, also
-where a rank has no elements (`func_levels.depending`).
+Each rank may use its copy differently: gradients of all copies are summed, as in `collectives.all_reduce`. Every rank
+takes part in that sum, so a part depends on all copies, even on a rank without elements (`func_levels.depending`).
 """
 
 from __future__ import annotations
@@ -27,10 +26,10 @@ Update = Callable[..., tuple[Tree, Tree]]
 
 
 def copied_whole(x: Parts, given: Tree, layout: Layout | None = None) -> Parts:
-    """Return the whole leaves of `x` on every rank, in the order of `layout` (by default that of `x`).
+    """Return the whole leaves of `x` on every rank, in the order of `layout` (default: of `x`).
 
-    Memory for all leaves, and one all-reduce for each dtype and axes that leaves are cut over. `given` has tensors of
-    every rank: the derivative passes through them even on a rank that has no part of `x`.
+    Takes memory for all leaves, and an all-reduce for each dtype and axes of cut leaves. `given` has tensors on every
+    rank: the derivative passes through these even on a rank without a part of `x`.
     """
     old, device, whole = typed(x), device_of(x), dict[int, Tensor]()
     groups: dict[tuple[object, ...], list[int]] = {}
@@ -51,7 +50,7 @@ def copied_whole(x: Parts, given: Tree, layout: Layout | None = None) -> Parts:
 
 
 def own_part(whole: Parts, like: Parts, given: Sequence[Tree] = ()) -> Parts:
-    """Return this rank's part of whole leaves, laid out as `like`; padding is zero. Dual: `copied_whole`."""
+    """Return this rank's part of whole leaves, laid out as `like`, with zero padding. Dual: `copied_whole`."""
     leaf_of = dict(zip(whole.layout.numbers, whole.tensors, strict=True))
     if not like.layout.flat:
         return Parts(like.layout, [leaf_of[span.leaf] for span in like.layout.mine])
@@ -65,10 +64,10 @@ def own_part(whole: Parts, like: Parts, given: Sequence[Tree] = ()) -> Parts:
 def on_copies(
     update: Update, name: str, through: Callable[[Layout], Layout] | None = None, apart: bool = True
 ) -> Update:
-    """Return `update(grads, state, params, **extra)`, which runs on whole copies where a derivative passes over ranks.
+    """Return `update`, run on whole copies if a derivative passes over ranks.
 
-    Each rank then updates all leaves, and keeps its part. `through` is the layout of whole leaves on their owners, for
-    which the state was made. `apart` says that leaves do not act on each other.
+    Each rank then updates all leaves, and keeps its part. `through`: the layout of whole leaves on their owners, if the
+    state was made for it. `apart`: leaves do not act on each other.
     """
 
     @wraps(update)
@@ -103,7 +102,7 @@ def on_copies(
 
 
 def check_cut_alike(name: str, layouts: Iterable[Layout]) -> None:
-    """Raise TypeError for whole leaves beside cut ones: what acts on all would count a whole one on each rank."""
+    """Raise TypeError for whole leaves beside cut ones: an update of all leaves would count whole ones once a rank."""
     if len(_overs(layouts)) > 1:
         raise TypeError(
             f"{name}: where a derivative passes, expected leaves that are all cut alike, got whole ones, too: make the "
@@ -112,12 +111,12 @@ def check_cut_alike(name: str, layouts: Iterable[Layout]) -> None:
 
 
 def _overs(layouts: Iterable[Layout]) -> set[Axes]:
-    """The axes that rows with elements are cut over, for each row."""
+    """The axes of cut rows with elements."""
     return {row.over for layout in layouts for row in layout.rows if row.has_elements}
 
 
 def check_apart(name: str, state: Tree) -> None:
-    """Raise TypeError for a state that knows where leaves lie, as an update of whole copies may not."""
+    """Raise TypeError for a state with layouts of leaves: an update of whole copies cannot use it."""
 
     def knows_leaves(x: object) -> bool:
         return hasattr(x, "layouts") or hasattr(x, "vectors")

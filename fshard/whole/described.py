@@ -1,9 +1,8 @@
-"""The state that a user's function makes of whole leaves, told so that every rank knows what the others have of it.
+"""The state that a user's function makes of whole leaves, described so that every rank knows its form on other ranks.
 
-Each rank sees the state of its own leaves alone. So the function is run on meta tensors, too: of each leaf by itself,
-for the shapes and dtypes of what it keeps of it, and of two leaves and of one, for the lists that have an entry for
-each (TorchOpt flattens trees). Where it does not run on meta, it is run on made-up values; where it does not run on
-these, nothing is known but the parameters' layout.
+Each rank sees only the state of its own leaves. So the function also runs on meta tensors: of each leaf alone, for
+shapes and dtypes; of two leaves and of one, to find lists with an entry for each leaf (TorchOpt flattens trees). If it
+fails on meta, it runs on made-up values; if it fails on these, only the layout of parameters is known.
 """
 
 from __future__ import annotations
@@ -35,40 +34,39 @@ class Communicated(Exception):
 
 
 class Alone(AbstractMesh):
-    """A mesh for trials: another rank may not try the same."""
+    """A mesh for trials without other ranks, which may not try the same."""
 
     def ranks(self, axis: str) -> NoReturn:
-        """Raise `Communicated`, before a message that no other rank would answer."""
+        """Raise `Communicated` before a message that no rank would answer."""
         raise Communicated
 
 
 def named(function: Callable[..., object]) -> str:
-    """Return the name of a user's function for errors."""
+    """The name of a user's function, for errors."""
     name = getattr(function, "__qualname__", type(function).__name__).replace(".<locals>", "")
     return f"{getattr(function, '__module__', '')}.{name}"
 
 
 @dataclass(frozen=True)
 class Flattened:
-    """A list, or a tuple, that has an entry for each leaf of the tree: one entry, with `Parts` in place of tensors."""
+    """A list or tuple with an entry for each leaf of the tree: one entry, with `Parts` in place of tensors."""
 
     entries: Tree
     kind: type
 
     def plain(self) -> Tree:
-        """The list or tuple of this rank's entries."""
         spec = tree.structure_above(self.entries, Parts)
         columns = [x.tensors for x in tree.tops(self.entries, Parts)]
         return self.kind(tree.unflatten(spec, entry) for entry in zip(*columns, strict=True))
 
 
-tree.register_fields(Flattened, ("entries",), ("kind",), names=("",))  # a leaf has the path that it has in a tree
+tree.register_fields(Flattened, ("entries",), ("kind",), names=("",))  # leaves keep their path in a tree
 
 
 def formed(init: Init, whole: Parts) -> list[Tree] | None:
-    """The state of two leaves, of one, and of all, on meta; None if the function needs other values than made-up ones.
+    """The state of two leaves, of one, and of all, on meta; None if the function fails on made-up values.
 
-    `Misplaced` for a state with tensors outside of trees that depend on which leaves a rank has, if there are several.
+    `Misplaced` on several ranks for tensors outside of trees that depend on the rank's leaves.
     """
     everywhere, device = on_rank(whole.layout), device_of(whole)
     restore = bookmark(device)
@@ -76,7 +74,7 @@ def formed(init: Init, whole: Parts) -> list[Tree] | None:
         try:
             with torch.device("meta"):
                 two, single, *each = _made(init, everywhere, torch.device("meta"))
-        except Exception:  # the user's function needs values, say
+        except Exception:  # perhaps the user's function needs values
             two, single, *each = _made(init, everywhere, device)
         pairs = zip(each, _leaves(everywhere), strict=True)
         each = [_listed(x, two, single, on_rank(everywhere.pick([n]))) for x, n in pairs]
@@ -94,19 +92,19 @@ def formed(init: Init, whole: Parts) -> list[Tree] | None:
 
 
 def described(state: Tree, whole: Parts, formed: Sequence[Tree]) -> Tree:
-    """Return a state of whole leaves in which every tensor that belongs to a leaf is in `Parts` of its own form."""
+    """Return a state of whole leaves, with each tensor of a leaf in `Parts` of its own form."""
     two, single, of_all = formed
     try:
         listed = _listed(state, two, single, whole.layout)
         pairs = zip(tree.nodes(listed, Parts), tree.nodes(of_all, Parts), strict=True)
         forms = iter([_forms(shapes) if x.layout == whole.layout else {} for x, shapes in pairs])
-    except Exception:  # a state of another structure than that of made-up values
+    except Exception:  # made-up values give another structure
         return state
     return tree.map_tops(lambda x: _in_forms(x, next(forms)) if isinstance(x, Parts) else x, Parts, listed)
 
 
 def check_told(init: Init, params: Tree, state: Tree) -> None:
-    """Raise `Misplaced` for a state of flat tensors with tensors outside of trees that grow with these."""
+    """Raise `Misplaced` for a state of flat tensors if tensors outside of trees grow with these."""
     nodes = tree.nodes(params, Parts)
     if not any(num_ranks(x.mesh) > 1 for x in nodes) or is_tracing() or torch.compiler.is_compiling():
         return
@@ -114,7 +112,7 @@ def check_told(init: Init, params: Tree, state: Tree) -> None:
     try:
         with torch.device("meta"):
             longer = init(tree.map_tops(_longer, Parts, params))
-    except Exception:  # needs values, say, or communicates
+    except Exception:  # perhaps it needs values, or communicates
         return
     finally:
         restore()
@@ -122,7 +120,7 @@ def check_told(init: Init, params: Tree, state: Tree) -> None:
 
 
 def _longer(x: Tree) -> Tree:
-    """The same flat tensors with an element more, on a mesh of which no other rank is there."""
+    """The same flat tensors with one more element, on a mesh without other ranks."""
     if not isinstance(x, Parts):
         return x
     mesh = Alone("cpu", 0, **axis_sizes(x.mesh)) if x.mesh is not None else None
@@ -131,7 +129,7 @@ def _longer(x: Tree) -> Tree:
 
 
 def _check_alike(init: Init, state: Tree, other: Tree) -> None:
-    """Raise `Misplaced` if two states differ in what is outside of trees."""
+    """Raise `Misplaced` if two states differ outside of trees."""
     a, b = (tree.paths_to(x, Parts) for x in (state, other))
     plain, others = ({path: tuple(x.shape) for path, x in pairs if isinstance(x, Tensor)} for pairs in (a, b))
     if plain == others and [path for path, _ in a] == [path for path, _ in b]:
@@ -149,7 +147,7 @@ def _leaves(everywhere: Layout) -> list[int]:
 
 
 def _made(init: Init, everywhere: Layout, device: torch.device) -> list[Tree]:
-    """The state of two leaves, of one, and of each of all, on meta; made on a device."""
+    """The state of two leaves, of one, and of each leaf alone, made on `device`, then on meta."""
 
     def of(*leaves: Leaf) -> Tree:
         xs = [_filled(leaf, number, device) for number, leaf in enumerate(leaves)]
@@ -171,18 +169,18 @@ def _filled(leaf: Leaf, place: int, device: torch.device) -> Tensor:
 
 
 def values(leaf: Leaf, place: int, scale: float) -> Tensor:
-    """Values like random ones of this magnitude, which are drawn from no generator."""
+    """Values like random ones of this magnitude, drawn from no generator."""
     numbers = torch.arange(leaf.numel, dtype=torch.float64, device="cpu") + 1
     return (torch.sin(numbers * numbers + 1.7 * place) * scale).view(leaf.shape).to(leaf.dtype)
 
 
 def is_listed(x: Tree, y: Tree, num: int) -> bool:
-    """Whether a node has an entry for each leaf: `num` entries of that many leaves, and in `y`, of one leaf, one."""
+    """True if `x`, of `num` leaves, has an entry for each, and `y`, of one leaf, has one."""
     return type(x) in (list, tuple) and type(x) is type(y) and (len(x), len(y)) == (num, 1)
 
 
 def _listed(state: Tree, two: Tree, one: Tree, layout: Layout) -> Tree:
-    """A state with `Flattened` in place of its lists that have for each leaf a tensor, or tensors in one structure."""
+    """Put `Flattened` in place of lists with tensors of one structure for each leaf."""
     if is_listed(two, one, 2):
         entry = tree.flatten(two[0])[1]
         flat = [tree.flatten(x) for x in (*two, *one, *state)]
@@ -203,7 +201,7 @@ def _listed(state: Tree, two: Tree, one: Tree, layout: Layout) -> Tree:
 
 
 def _forms(x: Parts) -> dict[int, Form]:
-    """The form of each leaf of a state, by number; none if all are those of the parameters."""
+    """The form of each leaf of a state, by number; {} if all are those of the parameters."""
     leaves, pairs = x.layout.leaves, zip(x.layout.mine, x.tensors, strict=True)
     forms = {span.leaf: Form(tuple(t.shape), t.dtype) for span, t in pairs}
     return forms if any((leaves[n].shape, leaves[n].dtype) != form for n, form in forms.items()) else {}
@@ -214,13 +212,13 @@ def _in_forms(x: Parts, forms: Mapping[int, Form]) -> Parts:
 
 
 def _moved(x: Parts, layout: Layout) -> Parts:
-    """The tensors of a tree of whole leaves under another layout of the same owners."""
+    """The tensors of whole leaves under another layout with the same owners."""
     tensors = dict(zip((span.leaf for span in x.layout.mine), x.tensors, strict=True))
     return Parts(layout, [tensors[span.leaf] for span in layout.mine])
 
 
 def undescribed(state: Tree, layout: Layout) -> Tree:
-    """Return the state as an update takes it: under the layout of the gradients, and with its lists. Dual: `again`."""
+    """Return the state as an update takes it: with the layout of the gradients, and with its lists. Dual: `again`."""
     numbers = {span.leaf for span in layout.mine}
 
     def plain(x: Tree) -> Tree:
@@ -234,10 +232,7 @@ def undescribed(state: Tree, layout: Layout) -> Tree:
 
 
 def again(new: Tree, state: Tree, layout: Layout) -> Tree:
-    """Return a new state, which an update under this layout gave, in the forms of the one before. Dual: `undescribed`.
-
-    An update may give a state of another structure: that is returned as it is.
-    """
+    """Return an update's new state in the forms of the old one; of another structure, as it is. Dual: `undescribed`."""
     tops = tree.tops(state, _is_told)
     if not any(isinstance(x, Flattened) or (isinstance(x, Parts) and x.layout != layout) for x in tops):
         return new
@@ -254,7 +249,7 @@ def again(new: Tree, state: Tree, layout: Layout) -> Tree:
 
 
 def check_shapes(update: Callable[..., object], old: Tree, new: Tree) -> None:
-    """Raise `Misplaced` if an update gave a tensor in a tree another shape, which other ranks do not know."""
+    """Raise `Misplaced` if an update changed the shape of a tensor in a tree: other ranks do not know the new one."""
     pairs = [*zip(tree.tops(old, Parts), tree.tops(new, Parts), strict=False)]
     for a, b in ((a, b) for a, b in pairs if isinstance(a, Parts) and isinstance(b, Parts) and a.layout == b.layout):
         for number, (x, y) in enumerate(zip(a.tensors, b.tensors, strict=True)):

@@ -1,8 +1,7 @@
 """Move a tree from one layout to another between ranks: to owners of whole leaves, back, to all ranks, to one rank.
 
-Every rank knows both layouts, so it knows what it sends to each rank and receives from each, without looking at what
-moves between others. A rank sends one message to every other rank along each axis over which the tree is sharded,
-however many leaves move.
+Every rank knows both layouts, and so what it sends to each rank and receives from each. Along each axis over which the
+tree is sharded, a rank sends one message to every other rank, however many leaves move.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ def assign(costs: Sequence[float], num_ranks: int) -> list[int]:
     >>> assign([1, 5, 3, 3], 2)
     [0, 0, 1, 1]
     """
-    # no more ranks than items get one. No heap: torch.compile cannot trace it
+    # ranks beyond the number of items get none. No heap: torch.compile cannot trace it
     load, ranks = [0.0] * min(num_ranks, len(costs)), [0] * len(costs)
     for i in sorted(range(len(costs)), key=lambda i: -costs[i]):
         ranks[i] = load.index(min(load))
@@ -44,13 +43,13 @@ def assign(costs: Sequence[float], num_ranks: int) -> list[int]:
 
 
 def owned(layout: Layout, mesh: AnyMesh, axes: Axes, cost: Callable[[Leaf], float] = lambda leaf: leaf.numel) -> Layout:
-    """The layout in which every leaf is whole on one rank along `axes`, balanced by cost."""
+    """The layout with every leaf whole on one rank along `axes`, balanced by cost."""
     ranks = assign([cost(layout.leaves[n]) for n in layout.numbers], num_ranks(mesh, axes))
     return _whole(replace(layout, mesh=mesh, axes=axes), [Rule(axes, at=rank) for rank in ranks])
 
 
 def on_rank(layout: Layout, rank: int | None = None) -> Layout:
-    """The layout of whole leaves on every rank, or on one: its number along `layout.axes`."""
+    """The layout with whole leaves on every rank, or on one (its number along `layout.axes`)."""
     rules = [COPIES if rank is None else Rule(layout.axes, at=rank)] * len(layout.numbers)
     if torch.compiler.is_compiling():  # as in `_moves`
         return _whole(layout, rules)
@@ -69,7 +68,7 @@ def _whole(layout: Layout, rules: Sequence[Rule]) -> Layout:
 
 
 class Item(NamedTuple):
-    """Elements [begin, begin + numel) of a leaf, which move from one rank to another, told by their coordinates."""
+    """Elements [begin, begin + numel) of a leaf that move between the ranks with these coordinates."""
 
     leaf: int
     begin: int
@@ -78,20 +77,20 @@ class Item(NamedTuple):
     numel: int
 
 
-Lists = list[list[Item]]  # one list for each rank along an axis, this one included
+Lists = list[list[Item]]  # by rank along an axis, this one included
 
 
 class Moves(NamedTuple):
-    """The items that this rank sends, receives or passes on between two layouts, in the order they are sent."""
+    """The items that this rank sends, receives or passes on between two layouts, in the order of sending."""
 
     here: tuple[int, ...]  # this rank's coordinates
     items: list[Item]
-    stages: list[tuple[str, Lists, Lists]]  # an axis, and what this rank sends and receives along it
+    stages: list[tuple[str, Lists, Lists]]  # an axis, sends and receives of this rank
 
 
 def _moves(old: Layout, new: Layout) -> Moves:
-    """Return the moves between two layouts; the old one keeps them."""
-    if torch.compiler.is_compiling():  # dynamo cannot hash a layout; it traces this only once
+    """Return the moves between two layouts, kept by the old one."""
+    if torch.compiler.is_compiling():  # dynamo cannot hash a layout, and traces this only once
         return _find_moves(old, new)
     known = old.derived.moves
     if new.source not in known:
@@ -100,19 +99,19 @@ def _moves(old: Layout, new: Layout) -> Moves:
 
 
 def _way(old: Layout, new: Layout) -> tuple[AnyMesh, Axes]:
-    """The mesh of two layouts, and the axes along which ranks have coordinates; along others nothing moves."""
+    """The mesh of two layouts, and the axes along which elements move."""
     return old.mesh if old.axes else new.mesh, tuple(dict.fromkeys(old.axes + new.axes))
 
 
 def _find_moves(old: Layout, new: Layout) -> Moves:
-    """Find what this rank sends, receives and passes on, and split it into one stage for each axis."""
+    """Find the items on this rank, and split them into a stage for each axis."""
     mesh, axes = _way(old, new)
     sizes = {axis: size for axis, size in axis_sizes(mesh).items() if axis in axes}
     here = {axis: coordinate(mesh, (axis,)) for axis in axes}
     known = set(old.numbers)
     leaves = [n for n in new.numbers if n in known]
     through = (item for n in leaves for k in range(len(axes) + 1) for item in _items(old, new, n, here, sizes, k))
-    items = sorted(set(through))  # in the same order on all ranks
+    items = sorted(set(through))  # the same order on all ranks
     local = tuple(here.values())
     stages = [(axes[k], *_stage(k, sizes[axes[k]], local, items)) for k in reversed(range(len(axes)))]
     return Moves(local, items, stages)
@@ -121,17 +120,17 @@ def _find_moves(old: Layout, new: Layout) -> Moves:
 def _items(
     old: Layout, new: Layout, leaf: int, here: Mapping[str, int], sizes: Mapping[str, int], k: int
 ) -> Iterator[Item]:
-    """Yield the items of a leaf that are on this rank once the messages along the axes from number `k` on were sent.
+    """Yield the items of a leaf on this rank after the messages along the axes from number `k` on.
 
-    The last axis comes first: such an item is at its source's coordinates along axes before `k`, at its target's along
-    the others. Of ranks with copies the one serves that differs from the target along no other axis.
+    The last axis comes first: along axes before `k` an item has its source's coordinates, along others its target's. If
+    several ranks have a copy, the one with the target's other coordinates sends.
     """
     source_row, target_row = old.row_of[leaf], new.row_of[leaf]
-    passed = [axis for axis in list(here)[:k] if axis in source_row.over]  # the target may be anywhere along these
+    passed = [axis for axis in list(here)[:k] if axis in source_row.over]  # free coordinates of the target
     from_here = {axis: here[axis] for axis in list(here)[:k]}
     to_here = {axis: number for axis, number in here.items() if axis not in passed}
     if next(source_row.shards_of(leaf, sizes, from_here), None) is None:
-        return  # before it goes through the targets, which may be all ranks
+        return  # before the loop over targets, which may be all ranks
     for target_at, give in target_row.shards_of(leaf, sizes, to_here):
         for source_at, take in source_row.shards_of(leaf, sizes, from_here):
             begin = max(take.begin, give.begin)
@@ -144,11 +143,11 @@ def _items(
 
 
 def _stage(k: int, size: int, here: tuple[int, ...], items: Sequence[Item]) -> tuple[Lists, Lists]:
-    """Return what this rank sends and receives along axis number `k`."""
+    """This rank's sends and receives along axis number `k`."""
     sends: Lists = [[] for _ in range(size)]
     recvs: Lists = [[] for _ in range(size)]
     for item in items:
-        # the last axis comes first: before this stage an item is at its target's coordinates along later axes only
+        # before this stage an item has its target's coordinates along later axes, as the last axis comes first
         if item.source[: k + 1] + item.target[k + 1 :] == here:
             sends[item.target[k]].append(item)
         if item.source[:k] + item.target[k:] == here:
@@ -157,7 +156,7 @@ def _stage(k: int, size: int, here: tuple[int, ...], items: Sequence[Item]) -> t
 
 
 def _moved(x: Tree, new: Layout, label: str) -> dict[int, list[tuple[int, Tensor]]]:
-    """Move elements; return pairs of begin and elements, for each leaf that this rank has a span of in `new`."""
+    """Move elements; return pairs (begin, elements) for each leaf with a span of this rank in `new`."""
     old = typed(x)
     moves = _moves(old, new)
     local = {span.leaf: (span.begin, x) for span, x in elements(x, old)}
@@ -175,11 +174,11 @@ def _moved(x: Tree, new: Layout, label: str) -> dict[int, list[tuple[int, Tensor
 def _along(
     ranks: Ranks, by_leaf: Sequence[torch.dtype], sends: Lists, recvs: Lists, held_items: dict[Item, Tensor], label: str
 ) -> dict[Item, Tensor]:
-    """Move items along one axis, one message to each rank; return the items that this rank then holds."""
+    """Move items along one axis, one message to each rank; return the items then on this rank."""
     refuse_derivative([*held_items.values()], label or "a move of leaves")
     result = {item: held_items[item] for item in sends[ranks.rank]}  # these stay on this rank
     sends, recvs = ([x if p != ranks.rank else [] for p, x in enumerate(lists)] for lists in (sends, recvs))
-    forms = [[(by_leaf[item.leaf], item.numel) for item in items] for items in recvs]  # of what each rank sends here
+    forms = [[(by_leaf[item.leaf], item.numel) for item in items] for items in recvs]  # received forms by rank
     arrived = primitives.swap([[held_items[item] for item in items] for items in sends], forms, ranks, label)
     for items, tensors in zip(recvs, arrived, strict=True):
         result.update(zip(items, tensors, strict=True))
@@ -187,12 +186,12 @@ def _along(
 
 
 def collect(x: Tree, layout: Layout, label: str = "") -> Parts:
-    """Return the leaves of a tree whole on the ranks that `layout` names, on the device. Dual: `spread`."""
+    """Return the leaves of a tree whole on the ranks in `layout`, on the device. Dual: `spread`."""
     arrived = _moved(x, layout, label)
     tensors, device = [], device_of(x)
     for span in layout.mine:
         leaf, parts = layout.leaves[span.leaf], sorted(arrived[span.leaf], key=lambda part: part[0])
-        # sorted by begin, the parts are the leaf, end to end
+        # sorted, the parts are the leaf, end to end
         flat = [part.to(device) for _, part in parts] or [torch.empty(0, dtype=leaf.dtype, device=device)]
         tensors.append(leaf.shaped(flat[0] if len(flat) == 1 else torch.cat(flat)))
     return Parts(layout, tensors)
@@ -213,7 +212,6 @@ def spread(x: Tree, like: T, label: str = "") -> T:
 
 
 def gathered(x: Tree) -> Tree:
-    """Return the tree of whole leaves, on every rank."""
     layout = layout_of(x)
     whole = collect(x, on_rank(layout))
     tensors = dict(pieces(whole))

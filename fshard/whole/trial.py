@@ -1,7 +1,7 @@
-"""Try on a small tree whether an update of a leaf depends on other leaves: ranks that own leaves see no others.
+"""Try on a small tree if an update of a leaf depends on other leaves: ranks that own leaves see no others.
 
-A clip acts above a threshold alone, so gradients have several magnitudes; those of one leaf are also not finite. An
-update that looks at other leaves only after many steps, or at a size that no gradient here has, is not found.
+Clips act only above a threshold, so gradients have several magnitudes, and are not finite for one leaf. A trial misses
+an update that looks at other leaves only after many steps, or at other magnitudes.
 """
 
 from __future__ import annotations
@@ -29,27 +29,27 @@ from ..layout.rules import Rule
 from .described import Alone, Communicated, check_shapes, is_listed, named, values
 from .moves import on_rank
 
-_MAGNITUDES = *((m, m, m) for m in (1.0, 1e-4, 1e4, 1e8)), (torch.inf, torch.nan, 1.0)  # of a few updates' gradients
+_MAGNITUDES = *((m, m, m) for m in (1.0, 1e-4, 1e4, 1e8)), (torch.inf, torch.nan, 1.0)  # of gradients in a few updates
 _LEAVES = 6
-_LARGEST = 1 << 14  # elements of a leaf; of a larger one each dim is cut to `_SIDE`
+_LARGEST = 1 << 14  # elements of a leaf; each dim of a larger one is cut to `_SIDE`
 _SIDE = 8
 
 
 class _Found(NamedTuple):
-    """The findings of a trial: whether anything was drawn, whether leaves depend on others, and an error of theirs."""
+    """The findings of a trial: random numbers drawn, dependence on other leaves, collectives called, an error."""
 
     drew: bool
     depends: bool
     communicated: bool = False
-    state: bool = False  # whether the state alone does
+    state: bool = False  # only the state depends
     error: Exception | None = None
 
 
 def check_apart(init: Callable[[Tree], Tree], update: Callable[..., tuple[Tree, Tree]], nodes: Sequence[Parts]) -> None:
     """Raise ValueError if the update of a leaf depends on other leaves, and other ranks own these.
 
-    On one rank it may, unless it draws random numbers, for which leaves are updated one by one. What fails here on the
-    whole tree (it needs arguments of its own, say) is not judged.
+    On one rank it may, unless it draws random numbers: then leaves are updated one by one. An update that fails on the
+    whole tree here (because it needs arguments of its own, say) passes.
     """
     device = device_of([*nodes])
     if is_tracing() or torch.compiler.is_compiling() or device.type == "meta":
@@ -88,7 +88,7 @@ def _tried(
                     together = [*runs(whole, magnitudes)]
                 except Misplaced:
                     raise
-                except Exception:  # not to be judged by gradients like these
+                except Exception:  # no verdict by such gradients
                     continue
                 for number, n in enumerate(span.leaf for span in whole.mine):
                     picked = whole.pick([n])
@@ -110,7 +110,7 @@ def _tried(
 
 
 def _chosen(leaves: Sequence[Leaf], numbers: Sequence[int]) -> dict[int, Form]:
-    """Some leaves, small ones first, of as many different numbers of dims as there are; large ones cut."""
+    """Some leaves, small ones first, with as many numbers of dims as there are; large ones cut."""
     by_dims: dict[int, list[int]] = {}
     order = sorted(zip(leaves, numbers, strict=True), key=lambda pair: (pair[0].numel, pair[1]))
     for leaf, n in order:
@@ -127,7 +127,7 @@ def _cut(leaf: Leaf) -> Form:
 
 
 def _needed(update: Callable[..., object]) -> list[str]:
-    """The arguments by name alone that an update cannot do without."""
+    """The keyword-only arguments without a default."""
     try:
         known = inspect.signature(update).parameters.values()
     except (TypeError, ValueError):
@@ -144,7 +144,7 @@ def _runs(
     layout: Layout,
     magnitudes: Sequence[float],
 ) -> Iterator[tuple[Tree, Tree]]:
-    """Yield the updates and the state after each of a few updates; leaf `bad` alone has gradients not finite."""
+    """Yield the updates and the state after each of a few updates; only leaf `bad` gets infinite or NaN gradients."""
 
     def made(seed: int, scale: float) -> Parts:
         scales = {s.leaf: scale if isfinite(scale) or s.leaf == bad else 1.0 for s in layout.mine}
@@ -160,7 +160,7 @@ def _runs(
 
 
 def _alike(x: Tree, y: Tree, number: int, num: int) -> bool:
-    """Whether what `num` leaves together gave for leaf number `number` is what this leaf alone gave."""
+    """True if `num` leaves together gave for leaf `number` the result of this leaf alone."""
     if isinstance(x, Parts) and isinstance(y, Parts):
         return len(x.tensors) == num and len(y.tensors) == 1 and _equal(x.tensors[number], y.tensors[0])
     if is_listed(x, y, num):
@@ -179,7 +179,7 @@ def _alike(x: Tree, y: Tree, number: int, num: int) -> bool:
 def _equal(x: Tree, y: Tree) -> bool:
     if not isinstance(x, Tensor) or not isinstance(y, Tensor):
         return bool(x == y or (x != x and y != y))  # NaN is NaN
-    x, y = unwrapped(x), unwrapped(y)  # a function may close over a batched rate
+    x, y = unwrapped(x), unwrapped(y)  # functions may close over a batched rate
     if x.shape != y.shape or x.dtype != y.dtype or not (x.is_floating_point() or x.is_complex()):
         return x.dtype == y.dtype and torch.equal(x, y)
     return torch.allclose(x, y, rtol=1e-5, atol=0, equal_nan=True)

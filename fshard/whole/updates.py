@@ -1,10 +1,10 @@
-"""Run an update on whole leaves, each on the rank that owns it, or piece by piece with random numbers of its own.
+"""Run an update on whole leaves, each on its owner, or piece by piece with random numbers of its own.
 
 Note [Random numbers of an update]
-    In a step these come from the state's seed and step (`core.random.Seeds`), and from a place: a leaf's number, or a
-    flat tensor's and the number of this rank's shard of it. So ranks that hold copies draw the same numbers, and others
-    draw other ones. Torch has one generator, whose next numbers depend on what was drawn before: so an update that
-    draws is run on one piece after another, seeded for each.
+    In a step random numbers come from the state's seed and step (`core.random.Seeds`), and from a place: a leaf's
+    number, or the numbers of a flat tensor and of this rank's shard. So ranks with copies draw the same, others do not.
+    Torch has one generator, and its numbers depend on earlier draws: so an update that draws runs on one piece after
+    another, seeded for each.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ from .moves import collect, on_rank, owned, spread
 from .trial import check_apart
 
 Update: TypeAlias = Callable[..., tuple[Tree, Tree]]
-Places: TypeAlias = Sequence[tuple[int, ...]]  # of each tensor: numbers that other leaves, and other shards, have not
+Places: TypeAlias = Sequence[tuple[int, ...]]  # for each tensor numbers unlike those of other leaves and shards
 
 
 def bring(x: Tree) -> Tree:
-    """Send each leaf of `Parts` to one rank, where it is whole; a leaf that lies whole already is not copied."""
+    """Send each leaf of `Parts` whole to one rank; a leaf that is whole already is not copied."""
     return tree.map_tops(_whole, Parts, x)
 
 
@@ -52,12 +52,12 @@ def _whole(x: Tree) -> Tree:
 
 
 def to_owners(layout: Layout) -> Layout:
-    """Return the layout of whole leaves, each on the rank that owns it."""
+    """The layout of whole leaves on the ranks that own them."""
     return owned(layout, layout.mesh, layout.axes)
 
 
 def back(x: Tree, like: Tree) -> Tree:
-    """Send whole leaves back to the ranks and tensors that `like` has them in. Dual: `bring`."""
+    """Send whole leaves back to the ranks and tensors of `like`. Dual: `bring`."""
 
     def sent(to: Tree, part: Tree) -> Tree:
         return spread(part, to, "whole leaves") if isinstance(to, Parts) and to.layout.flat else part
@@ -66,9 +66,9 @@ def back(x: Tree, like: Tree) -> Tree:
 
 
 def on_leaves(init: Init, update: Update) -> tuple[Init, Update]:
-    """Return `init` and `update` of a transformation that is given whole leaves wherever a tree is `Parts`.
+    """Return `init` and `update` that get whole leaves wherever a tree is `Parts`.
 
-    ValueError from `init` for an update of a leaf that depends on other leaves.
+    ValueError from `init` if the update of a leaf depends on other leaves.
     """
 
     def begin(params: Tree) -> Tree:
@@ -101,10 +101,10 @@ def on_leaves(init: Init, update: Update) -> tuple[Init, Update]:
 
 
 def in_trees(init: Init, told: bool) -> Init:
-    """Return an `init` that raises `Misplaced` for a state with several tensors for a leaf in a tree.
+    """Return an `init` that raises `Misplaced` if fshard cannot see which tensors belong to which leaf.
 
-    Also for one with an object of an unregistered class that has tensors. With `told` also for one with tensors outside
-    of trees that depend on which elements a rank has.
+    Refused are several tensors for one leaf of a tree, and tensors in an object of an unregistered class; with `told`
+    also tensors outside of trees that depend on the rank's elements.
     """
 
     @wraps(init)
@@ -136,26 +136,24 @@ def in_trees(init: Init, told: bool) -> Init:
 
 
 def _with_tensors(entry: object) -> list[str]:
-    """The attributes of an object that have tensors."""
     names = getattr(entry, "__dict__", getattr(type(entry), "__slots__", ()))
     return [name for name in names if tree.tensors(tree.leaves(getattr(entry, name, None)))]
 
 
 def _several(entry: Tree) -> str:
-    """Name the class of a node and its children, for errors."""
     names = [str(name) for name, _ in tree.opened(entry)[0] or ()]
     return f"a {type(entry).__name__} of {', '.join(names)}"
 
 
 def unwritten(update: Update) -> Update:
-    """Return an update of containers of its own, which raises ValueError if it wrote in place to a tensor it was given.
+    """Return an update of its own containers; ValueError if it writes in place to a given tensor.
 
-    It may write to gradients if it is given `own_grads`.
+    With `own_grads` it may write to gradients.
     """
 
     @wraps(update)
     def run(*args: Any, **extra: object) -> tuple[Tree, Tree]:
-        if torch.compiler.is_compiling():  # whose tensors count no writes
+        if torch.compiler.is_compiling():  # its tensors count no writes
             return update(*args, **extra)
         leaves, spec = tree.flatten(dict(zip(("gradients", "state", "params"), args, strict=False)) | extra)
         before = _num_writes(leaves)
@@ -174,7 +172,6 @@ def _num_writes(leaves: Sequence[object]) -> list[int | None]:
 
 
 def _check_written(paths: Sequence[str], update: Update, extra: Mapping[str, object]) -> None:
-    """Raise ValueError if an update wrote to leaves that it may not write to."""
     wrong = [path for path in paths if not (path.startswith("gradients") and extra.get("own_grads"))]
     if wrong:
         raise ValueError(
@@ -185,7 +182,7 @@ def _check_written(paths: Sequence[str], update: Update, extra: Mapping[str, obj
 
 
 def _sent_back(update: Update, updates: Tree, whole: Tree, grads: Tree) -> Tree:
-    """The updates where the gradients lie. ValueError if they are not of the gradients' tree."""
+    """Send the updates to where the gradients are; ValueError for updates of another tree."""
     given, got = ([getattr(x, "key", None) for x in tree.tops(t, Parts)] for t in (whole, updates))
     if given != got and tree.nodes(grads, Parts):
         raise ValueError(
@@ -196,7 +193,7 @@ def _sent_back(update: Update, updates: Tree, whole: Tree, grads: Tree) -> Tree:
 
 
 def _whole_tree(update: Update, *trees: Any, **extra: object) -> tuple[Tree, Tree]:
-    """Run an update once; in a step with the random numbers of this place."""
+    """Run an update once; in a step with random numbers of this place."""
     seeds = UPDATE.get()
     if seeds is None:
         return update(*trees, **extra)
@@ -205,7 +202,7 @@ def _whole_tree(update: Update, *trees: Any, **extra: object) -> tuple[Tree, Tre
 
 
 def _leaf_by_leaf(update: Update, grads: Parts, state: Tree, *more: Any, **extra: object) -> tuple[Tree, Tree]:
-    """Run an update of all whole leaves together, or, if it draws random numbers in a step, of one after another."""
+    """Run an update of all whole leaves at once, or one by one if it draws random numbers in a step."""
     seeds = UPDATE.get()
     if seeds is None:
         return update(grads, state, *more, **extra)
@@ -219,10 +216,7 @@ def _leaf_by_leaf(update: Update, grads: Parts, state: Tree, *more: Any, **extra
 
 
 def row_by_row(update: Update) -> Update:
-    """Return an update of elements that in a step draws the same random numbers where ranks have copies of a tensor.
-
-    So does the fused twin of an update, whose further arguments are passed on.
-    """
+    """Return an update of elements, or its fused twin, that draws alike in a step for copies of a tensor."""
 
     def run(grads: Tree, state: Tree, params: Tree = None, *more: object, **extra: object) -> tuple[Tree, Tree]:
         given, seeds = (state, *[params] * (params is not None), *more), UPDATE.get()
@@ -263,14 +257,14 @@ def at_once(update: Update) -> Update:
 
 
 def _places(layout: Layout) -> Places:
-    """For each tensor numbers that tell it from others: of a whole leaf its own, of a flat one also this shard's."""
+    """For each tensor its numbers: of a whole leaf its own, of a flat tensor also this shard's."""
     if not layout.flat:
         return [(span.leaf,) for span in layout.mine]
     return [(n, coordinate(layout.live_mesh(), over)) for n, over in sorted(layout.cut_over.items())]
 
 
 def _piecewise(seeds: Seeds, update: Update, grads: Parts, *trees: Any, **extra: object) -> tuple[Tree, list[Tree]]:
-    """Run an update on one tensor of `Parts` after another, each seeded by its place: the updates, and each state."""
+    """Run an update on each tensor of `Parts`, seeded by its place; return the updates, and each state."""
 
     for x in tree.nodes(trees, Parts):
         if len(x.tensors) != len(grads.tensors):
@@ -288,12 +282,12 @@ def _piecewise(seeds: Seeds, update: Update, grads: Parts, *trees: Any, **extra:
 
 
 def _cut(number: int) -> Callable[[Tree], Tree]:
-    """The tree that an update of one tensor is given."""
+    """Make a function from a tree to its part for one tensor."""
     return lambda x: [x.tensors[number]] if isinstance(x, Parts) else x
 
 
 def _check_structure(update: Update, old: Tree, new: Tree) -> None:
-    """Raise ValueError if an update gave a state of another structure, in which nobody knows what is of leaves."""
+    """Raise ValueError for a state of another structure, because then no tensor is known to be of a leaf."""
     if tree.flatten(old)[1] != tree.flatten(new)[1]:
         same = "a number or None has become a tree, or a list or dict has other entries"
         raise ValueError(
@@ -304,7 +298,7 @@ def _check_structure(update: Update, old: Tree, new: Tree) -> None:
 
 
 def _joined(like: Tree, states: Sequence[Tree]) -> Tree:
-    """The state whose `Parts` have the tensors of the states of all pieces; all else is that of `like`."""
+    """The state with the tensors of all states in its `Parts`, and all else from `like`."""
 
     def put(x: Tree, *pieces: Tree) -> Tree:
         return tree.unflatten(tree.flatten(x)[1], [t for (t,) in pieces]) if isinstance(x, Parts) else x
@@ -313,7 +307,7 @@ def _joined(like: Tree, states: Sequence[Tree]) -> Tree:
 
 
 def _check_passed(name: str, nodes: Sequence[Parts], state: Tree) -> None:
-    """Raise TypeError if a gradient passes through some rank's state, and another has no tensor to pass it on."""
+    """Raise TypeError if a gradient passes through some rank's state, and another rank has no tensor to pass it on."""
     with aside():
         kept, none = any(map(needs_gradient, tree.leaves(state))), not all(x.tensors for x in nodes)
         answers = torch.tensor([kept, none], dtype=torch.float32, device="cpu")
@@ -326,10 +320,10 @@ def _check_passed(name: str, nodes: Sequence[Parts], state: Tree) -> None:
 
 
 def _begun(init: Init, whole: Tree) -> Tree:
-    """The state of whole leaves. A rank that owns none may make it of another leaf, for its counts alone."""
+    """The state of whole leaves; a rank without any may make it of another leaf, for its counts alone."""
     try:
         return init(whole)
-    except Exception as failure:  # the user's function reads the first leaf, say
+    except Exception as failure:  # perhaps the user's function reads the first leaf
         if isinstance(failure, MismatchError) or not isinstance(whole, Parts) or whole.tensors:
             raise
         stand_in = _stand_in(whole)
@@ -337,7 +331,7 @@ def _begun(init: Init, whole: Tree) -> Tree:
 
 
 def _on_none(init: Init, update: Update, grads: Parts, state: Tree, *more: Any, **extra: object) -> tuple[Tree, Tree]:
-    """Run an update on a rank that owns no leaf: if it needs one, on another leaf, for its counts alone."""
+    """Run an update on a rank without leaves: if it needs one, on another leaf, for its counts alone."""
     try:
         return _whole_tree(update, grads, state, *more, **extra)
     except MismatchError:
@@ -350,7 +344,7 @@ def _on_none(init: Init, update: Update, grads: Parts, state: Tree, *more: Any, 
 
 
 def _stand_in(x: Parts) -> Parts:
-    """The smallest leaf, of zeros, instead of none."""
+    """The smallest leaf, of zeros."""
     layout = x.layout
     smallest = min(layout.numbers, key=lambda n: layout.leaves[n].numel)
     leaf, single = layout.leaves[smallest], on_rank(layout.pick([smallest]))
