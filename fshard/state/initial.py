@@ -18,10 +18,12 @@ Initialize = Callable[[str, Tensor], Tensor]
 def init_params(plan: Plan, fn: Initialize, seed: int = 0) -> Sharded:
     """Make sharded parameters: `fn(path, like)` returns the whole tensor of a leaf; each rank keeps its part.
 
-    `like` is a meta tensor with the shape of the leaf and the dtype in which it is stored. `fn` is called for the
-    leaves in the order of the plan, once for tied ones, under torch's generators seeded by (seed, path), so that it
-    draws the same numbers on any number of ranks. What `fn` returns is moved to `plan.device` and cast. The
-    leaves of one unit are in memory at the same time. ValueError for a tensor of another shape: it names the leaf.
+    - `plan`: the plan; `fn` is called in the order of its leaves, once for tied ones
+    - `like`: a meta tensor with the shape of the leaf and its dtype in storage
+    - `seed`: torch's generators are seeded by (seed, path), so `fn` draws the same numbers on any number of ranks
+
+    Results of `fn` are moved to `plan.device` and cast. The leaves of one unit are in memory at the same time.
+    ValueError for a tensor of another shape names the leaf.
 
     >>> plan = make_plan({"w": torch.empty(2, 2, device="meta"), "b": torch.empty(2, device="meta")})
     >>> params = init_params(plan, lambda path, like: torch.full(like.shape, len(path)))
@@ -53,6 +55,6 @@ def filled(into: Sharded, read: Callable[[Slot], Tensor]) -> Sharded:
     """Fill the tensors of a whole tree, one unit and kind at a time."""
     for place in into.plan.rows:
         if row := into.view.rows.get(place):
-            # no variable holds the leaves: they would be alive until those of the next unit are read
+            # no variable holds the leaves: it would keep them until those of the next unit are read
             pack({slot: read(slot) for slot in row.leaves}, into.plan, row, into.shard(*place))
     return into

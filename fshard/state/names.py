@@ -1,4 +1,4 @@
-"""Names of leaves in state dicts and files: how they become the names of a plan."""
+"""Names of leaves in state dicts and files, and their names in a plan."""
 
 from __future__ import annotations
 
@@ -11,11 +11,10 @@ Rename = Callable[[str], str | None] | Mapping[str, str | None]
 
 
 def renamed(names: Iterable[str], rename: Rename | None = None) -> dict[str, str]:
-    """Return the names by what they are called in the plan, in their order.
+    """Return the names by their names in the plan, in their order.
 
-    `rename` is a function from a name to the plan's name, or a dict that has the names that change; None in place of a
-    plan's name leaves the name out. TypeError for another `rename`, ValueError for two names of one leaf, and for names
-    in the dict that are not there.
+    `rename` is a function from a name to the plan's name, or a dict with the names that change; None leaves a name out.
+    TypeError for another `rename`; ValueError for two names of one leaf, and for absent names in the dict.
 
     >>> renamed(["module.w", "module.step"], lambda name: name.removeprefix("module.") if "step" not in name else None)
     {'w': 'module.w'}
@@ -28,9 +27,9 @@ def renamed(names: Iterable[str], rename: Rename | None = None) -> dict[str, str
 
 
 def origins(names: Iterable[str], rename: Rename | None = None, others: Iterable[str] = ()) -> dict[str, list[str]]:
-    """Return the names by what they are called in the plan, as `renamed`, where several may be called the same.
+    """As `renamed`, but several names may become one.
 
-    A dict may also have the names `others`. ValueError for a name in it that is not there.
+    A dict may also have the names `others`. ValueError for other absent names.
 
     >>> origins(["a.step", "b.step"], lambda name: "step")
     {'step': ['a.step', 'b.step']}

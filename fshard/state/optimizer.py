@@ -1,8 +1,8 @@
 """The state of an optimizer: whole, by leaf path, on all ranks or on one; in torch's formats; partitions; new leaves.
 
 A whole state is a dict of tensors, by the path of the state's field and of the leaf: {"count": ..., "mu.head.w": ...}.
-It says nothing of ranks, plans or partitions, so it is read into any other: `gather_state` and `shard_state` are each
-other's inverse, and so are `state_dict` and `load_state_dict`, in torch.optim's format.
+It does not depend on ranks, plans or partitions, so any other can read it. Inverses of each other are `gather_state`
+and `shard_state`, and, in torch.optim's format, `state_dict` and `load_state_dict`.
 """
 
 from __future__ import annotations
@@ -32,31 +32,30 @@ from ..whole.moves import collect, on_rank
 from .dtensors import check_no_rank, device_mesh, dtensor_of, is_sharded, sharding, whole_tensor
 from .torch_format import BEGUN, check_tensor, joined, known, read_saved
 
-_CHUNK = 1 << 24  # elements on their way at a time
+_CHUNK = 1 << 24  # elements at a time
 _LABEL = "optimizer state"
 _ONE_FOR_EACH = (
     "A list or dict that a transformation makes of the leaves it is given has those of one rank: keep a tensor for "
     "each leaf in a tree (fshard.tree.map(torch.zeros_like, params)); what is of no leaf must be alike on all ranks"
 )
 
-_OTHERS = "it has other leaves of the state"  # of a rank that sees no wrong leaf
+_OTHERS = "it has other leaves of the state"  # said by ranks without a wrong leaf
 
 
 def _mesh(state: Tree, params: Tree = ()) -> AnyMesh:
-    """The mesh of a state; if it has numbers alone, that of the labels' leaves or of the parameters; or None."""
+    """The mesh of a state; of numbers alone, that of labels' leaves or of the parameters; or None."""
     labels = (layout.mesh for node in tree.nodes(state, LabelState) for _, layout in node.layouts)
     return next((mesh for mesh in (mesh_of(state), *labels, mesh_of(params)) if mesh is not None), None)
 
 
 def _along(layout: Layout, rank: int) -> int:
-    """The number along a layout's axes of the rank that has number `rank` in the mesh."""
+    """The number of a rank of the mesh along a layout's axes."""
     sizes = axis_sizes(layout.mesh)
     at = dict(zip(sizes, digits(rank, [*sizes.values()]), strict=True))
     return number_of([at[axis] for axis in layout.axes], [sizes[axis] for axis in layout.axes])
 
 
 def _chunks(layout: Layout) -> Iterator[list[int]]:
-    """Yield the numbers of the leaves in chunks of about `_CHUNK` elements."""
     chunk, numel = list[int](), 0
     for number in layout.numbers:
         chunk.append(number)
@@ -69,18 +68,18 @@ def _chunks(layout: Layout) -> Iterator[list[int]]:
 
 
 def gather_state(state: Tree, rank: int | None = None) -> dict[str, Tensor]:
-    """An optimizer's whole state, by field and leaf path: on every rank, or on one in host memory; the others get {}.
+    """Return an optimizer's whole state by field and leaf path, on every rank, or on one in host memory.
 
-    With `rank` that rank of the mesh alone receives it: leaves travel a few at a time, and no device holds more than
-    those. Every rank must call it. A state of numbers alone (of `sgd` without momentum) names no mesh: every rank gets
-    it. Dual: `shard_state`.
+    With `rank`, only that rank of the mesh gets the `state`, the others {}; leaves travel a few at a time, and no
+    device holds more. Every rank must call it. A state of numbers alone (of `sgd` without momentum) has no mesh: every
+    rank gets it. Dual: `shard_state`.
 
     >>> params = {"w": torch.ones(2)}
     >>> optim.state.gather_state(sgd(0.1, momentum=0.9).init(params))
     {'count': tensor(0.), 'momentum.w': tensor([0., 0.])}
     """
     _check_rank("gather_state: rank", _mesh(state), rank)
-    # copies, because the state they are taken from may be given away
+    # copies, because the state may be given away
     return _gathered(state, _mesh(state), rank, partial(_copy, rank))
 
 
@@ -89,7 +88,7 @@ def _copy(rank: int | None, path: str, x: Tensor) -> Tensor:
 
 
 def _gathered(state: Tree, mesh: AnyMesh, rank: int | None, keep: Callable[[str, Tensor], Tensor]) -> dict[str, Tensor]:
-    """`keep(path of the leaf, whole tensor)` of every tensor of a state, a few leaves at a time; "" for no leaf."""
+    """Call `keep(path of the leaf, whole tensor)` on each tensor of a state, a few leaves at a time; "" for no leaf."""
     whole: dict[str, Tensor] = {}
     nodes = tree.paths_to(state, Parts)
     together(mesh, lambda: _check_tensors(nodes), _OTHERS, TypeError)
@@ -101,7 +100,6 @@ def _gathered(state: Tree, mesh: AnyMesh, rank: int | None, keep: Callable[[str,
 
 
 def _check_tensors(nodes: Sequence[tuple[str, Tree]]) -> None:
-    """Raise TypeError for a state that is not of tensors alone."""
     for path, node in nodes:
         if isinstance(node, Parts):
             pieces(node)
@@ -111,13 +109,13 @@ def _check_tensors(nodes: Sequence[tuple[str, Tree]]) -> None:
 
 
 def _check_rank(name: str, mesh: AnyMesh, rank: int | None) -> None:
-    """Raise unless `rank` is None or a rank of the mesh; without a mesh any number at least 0 is taken."""
+    """Raise unless `rank` is None or a rank of the mesh; without a mesh any number from 0 on is allowed."""
     if rank is not None:
         check_whole(name, rank, 0, torch.inf if mesh is None else num_ranks(mesh), "a rank of the state's mesh")
 
 
 def _holds(mesh: AnyMesh, rank: int | None) -> bool:
-    """Whether this rank passes or receives the whole state; every rank does if there is no mesh."""
+    """True if this rank passes or receives the whole state; without a mesh every rank does."""
     return rank is None or mesh is None or rank == rank_in(mesh)
 
 
@@ -126,17 +124,19 @@ def _whole_leaves(x: Parts, rank: int | None) -> Iterator[tuple[str, Tensor]]:
     for numbers in _chunks(layout):
         part = layout.pick(numbers)
         target = on_rank(part, None if rank is None else _along(layout, rank))
-        label = _LABEL if rank is None else f"{_LABEL} for rank {rank}"  # ranks compare it
+        label = _LABEL if rank is None else f"{_LABEL} for rank {rank}"  # compared between ranks
         whole = collect(packed(pick(x, part)), target, label)
         yield from ((layout.leaves[number].path, leaf) for number, leaf in pieces(whole))
 
 
 def shard_state(whole: Mapping[str, Tensor], like: Tree, src: int | None = None) -> Tree:
-    """A whole state in the partition of `like`, a state of the same optimizer. Dual: `gather_state`.
+    """Return a whole state in the partition of `like`, a state of the same optimizer. Dual: `gather_state`.
 
-    `like`, made by `init` say, may be of any plan, partition and number of ranks. Every rank passes the whole state, or
-    with `src` that rank of the mesh alone (the others None), and all must call it; a state of numbers alone names no
-    mesh, and takes no `src`. ValueError names what is missing or of another shape, MismatchError a count that differs.
+    - `whole`: the whole state on every rank, or with `src` on this rank of the mesh alone (else None)
+    - `like`: of any plan, partition and number of ranks; made by `init`, say
+
+    Every rank must call it. A state of numbers alone has no mesh, and takes no `src`. ValueError names missing tensors
+    and other shapes; MismatchError a count that differs between ranks.
 
     >>> like = sgd(0.1, momentum=0.9).init({"w": torch.zeros(2)})
     >>> optim.state.shard_state({"count": torch.tensor(3.0), "momentum.w": torch.ones(2)}, like)
@@ -154,14 +154,14 @@ def shard_state(whole: Mapping[str, Tensor], like: Tree, src: int | None = None)
 
 
 def _agree_on_source(name: str, mesh: AnyMesh, src: int | None, strict: bool = True) -> None:
-    """Raise on every rank if `src` is no rank of the mesh, or if ranks differ in what determines the collectives."""
+    """Raise on every rank if `src` is no rank of the mesh, or if ranks differ in `src` or `strict`."""
     together(mesh, partial(_check_rank, f"{name}: src", mesh, src))
     text = f"src={src}" + ", strict=False" * (not strict)
     check_same(mesh, text, f"{name}: src", "Pass the same src on all ranks")
 
 
 def _sharded(whole: Mapping[str, Tensor] | None, like: Tree, mesh: AnyMesh, src: int | None, kept: Set[str]) -> Tree:
-    """`shard_state`, except that the leaves of `Parts` with the keys `kept` stay as they are in `like`."""
+    """As `shard_state`, but leaves of `Parts` with keys in `kept` stay as in `like`."""
     has_whole = _holds(mesh, src)
     together(mesh, lambda: _check(whole, like, kept) if has_whole else None)
     whole = whole if has_whole and whole is not None else {}
@@ -170,7 +170,7 @@ def _sharded(whole: Mapping[str, Tensor] | None, like: Tree, mesh: AnyMesh, src:
         if isinstance(node, Parts):
             nodes.append(_cut(whole, path, node, mesh, src, kept))
         else:
-            # on the other ranks `node` gives the shape and dtype to receive
+            # on other ranks `node` gives the shape and dtype to receive
             value = (whole_tensor(whole[path], mesh, f"{_LABEL}: {path!r}").to(node) if has_whole else node).clone()
             nodes.append(value if src is None else primitives.from_rank(value, mesh, src, _LABEL))
     if src is None:
@@ -180,7 +180,7 @@ def _sharded(whole: Mapping[str, Tensor] | None, like: Tree, mesh: AnyMesh, src:
 
 
 def _check_plain(mesh: AnyMesh, nodes: Mapping[str, Tree], what: str, remedy: str) -> None:
-    """Raise MismatchError on every rank if a tensor that each has whole, such as a count, differs between ranks."""
+    """Raise MismatchError on every rank if a tensor outside of `Parts`, such as a count, differs between ranks."""
     if mesh is None or num_ranks(mesh) == 1:
         return
     plain = {path: x for path, x in nodes.items() if isinstance(x, Tensor)}
@@ -190,12 +190,11 @@ def _check_plain(mesh: AnyMesh, nodes: Mapping[str, Tree], what: str, remedy: st
 
 
 def _exactly(x: Tensor) -> str:
-    """The number, or what stands for all the bits of a tensor."""
     return str(x.item()) if not x.dim() else hashlib.sha256(bytes(as_bytes(x).cpu().tolist())).hexdigest()
 
 
 def _check(whole: Mapping[str, Tensor] | None, like: Tree, kept: Set[str]) -> None:
-    """Raise ValueError unless the whole state has every tensor of `like` that is not kept, of its shape and kind."""
+    """Raise ValueError unless the whole state has every tensor of `like`, except kept ones, with its shape and kind."""
     if not isinstance(whole, Mapping):
         order = "The order is shard_state(whole, like)"
         raise TypeError(f"shard_state: {wrong('whole', whole, 'a dict of tensors, as gather_state returns', order)}")
@@ -203,7 +202,7 @@ def _check(whole: Mapping[str, Tensor] | None, like: Tree, kept: Set[str]) -> No
     given = {key: whole[key] for key in forms if key in whole}
     for key, x in given.items():
         check_tensor(f"shard_state: {key!r}", x, "a tensor")
-        # a count may be an integer in one and a float in the other: it is the same number
+        # counts may be integers in one state and floats in the other
         if not forms[key].shape and not x.is_complex() and x.dtype != torch.bool:
             forms[key] = Form((), x.dtype)
     if errors := [*differences((Wanted([key], form) for key, form in forms.items()), given)]:
@@ -212,7 +211,7 @@ def _check(whole: Mapping[str, Tensor] | None, like: Tree, kept: Set[str]) -> No
 
 
 def _forms(like: Tree) -> Iterator[tuple[str, Form]]:
-    """The key of every tensor of a whole state, and its form."""
+    """Yield the key and the form of every tensor of a whole state."""
     for path, node in tree.paths_to(like, Parts):
         if isinstance(node, Parts):
             layout = typed(node)
@@ -223,7 +222,7 @@ def _forms(like: Tree) -> Iterator[tuple[str, Form]]:
 
 
 def _cut(whole: Mapping[str, Tensor], path: str, like: Parts, mesh: AnyMesh, src: int | None, kept: Set[str]) -> Parts:
-    """This rank's part of one tree of a whole state, in the partition of `like`, which keeps the leaves `kept`."""
+    """This rank's part of one tree of a whole state, in the partition of `like`; leaves in `kept` come from `like`."""
     out, layout = tree.map(torch.zeros_like, like), typed(like)
     of_leaf: dict[int, tuple[Span, Tensor]] = {}
     for span, (_, x), (_, old) in zip(layout.mine, pieces(out), pieces(like), strict=True):
@@ -246,13 +245,12 @@ def _cut(whole: Mapping[str, Tensor], path: str, like: Parts, mesh: AnyMesh, src
 
 
 def extend(state: Tree, tx: TransformLike, params: Tree) -> Tree:
-    """The state of `tx` over `params`, in which leaves of `state` go on and those that are new begin.
+    """Return the state of `tx` over `params`: leaves in `state` go on, new ones begin.
 
-    As torch's `add_param_group`. `tx` gives new leaves a label of their own, and so a count: then their bias correction
-    begins at 1, while that of the others goes on. Leaves have the paths that they had; plan, partition and labels may
-    be others. In `resting`, and in `from_torch` of Adafactor and Muon, no leaves share a count, and no label is needed.
-    Every rank must call it; the state passes through the host of rank 0. ValueError for new leaves that would share a
-    count with others.
+    As torch's `add_param_group`. `tx` gives new leaves their own label, and so their own count: their bias correction
+    begins at 1, while that of others goes on. In `resting`, and in `from_torch` of Adafactor and Muon, no leaves share
+    a count, and new leaves need no label. Leaves keep their paths; plan, partition and labels may change. Every rank
+    must call it; the state passes through the host of rank 0. ValueError if new leaves would share a count with others.
 
     >>> state = adamw(0.1).init({"w": torch.ones(1)})
     >>> tx = by_label({"old": adamw(0.1), "new": adamw(0.1)}, {"lora": "new", "**": "old"})
@@ -269,7 +267,7 @@ def extend(state: Tree, tx: TransformLike, params: Tree) -> Tree:
 
 
 def _origins(state: Tree, begun: Tree, params: Tree) -> dict[str, str]:
-    """The keys of the tensors of `begun` that go on from `state`, with the keys that they have there."""
+    """The keys of the tensors of `begun` that go on from `state`, with their keys there."""
     before, fields = known(state, params).fields, known(begun, params).fields
     keys = {field.place: field.key for field in before}
     origins = {field.key: keys[field.place] for field in fields if not field.lone and field.place in keys}
@@ -304,13 +302,16 @@ def state_dict(
     groups: Sequence[Mapping[str, object]] = (),
     dtensors: bool = False,
 ) -> dict[str, Tree]:
-    """A state in torch.optim's format, with `key` "path" (leaves as FSDP keys them) or "index" (as DDP and ZeRO do).
+    """Return a state in torch.optim's format.
 
-    A parameter group for every label of `by_label`, in order; `groups` adds to each what torch is to find there (its
-    hyper-parameters; those of `with_hyperparams` are there already). Frozen leaves of `params` have a number and no
-    state, as in torch; with `params.trainable`, and with `by_label`, which labels trained leaves alone, they have none:
-    then give torch's optimizer the trained leaves. `rank` as for `gather_state`. With `dtensors=True` tensors of a
-    leaf's shape are DTensors, cut as the parameters are, as FSDP2's optimizers have them. Dual: `load_state_dict`.
+    - `key`: "path" (leaves as FSDP names them) or "index" (as DDP and ZeRO do)
+    - `rank`: as for `gather_state`
+    - `groups`: more entries for each parameter group, such as hyper-parameters; those of `with_hyperparams` are there
+    - `dtensors`: tensors of a leaf's shape are DTensors, cut like the parameters, as in FSDP2's optimizers
+
+    There is a parameter group for every label of `by_label`, in order. Frozen leaves of `params` have a number and no
+    state, as in torch. With `params.trainable`, and with `by_label`, which labels only trained leaves, they have no
+    number: then give torch's optimizer the trained leaves. Dual: `load_state_dict`.
 
     >>> params = {"w": torch.ones(1)}
     >>> optim.state.state_dict(adamw(0.1).init(params), params)["state"]
@@ -329,9 +330,9 @@ def state_dict(
         return {}
     entries: dict[str, dict[str, Tensor]] = {leaf: {} for group in torchs.groups for leaf in group}
     for (leaf, name), field in torchs.named.items():
-        # one copy for each leaf, because torch updates `step` in place
+        # a copy for each leaf, because torch updates `step` in place
         entries[leaf][name] = whole[field.key].clone() if field.lone else whole[field.key]
-    # as torch, which has no entry before the first step, and no name for whether there was one
+    # torch has no entry before the first step, and no name for BEGUN
     entries = {leaf: entry if entry.pop(BEGUN, True) else {} for leaf, entry in entries.items()}
     names: dict[str, str | int] = {leaf: leaf if key == "path" else i for i, leaf in enumerate(entries)}
     param_groups = []
@@ -343,7 +344,7 @@ def state_dict(
 
 
 def _chunked(state: Tree, params: Tree) -> Callable[[str, Tensor], Tensor]:
-    """What makes DTensors of tensors of a leaf's shape, cut as that leaf is; other tensors are copied."""
+    """Make a function that turns tensors of a leaf's shape into DTensors, cut like the leaf, and copies others."""
     layout = layout_of(params)
     on = device_mesh(layout.mesh if layout.axes else _mesh(state, params), "state_dict: dtensors=True")
     leaves = ((n, layout.leaves[n]) for n in layout.numbers)
@@ -364,16 +365,20 @@ def load_state_dict(
     src: int | None = None,
     strict: bool = True,
 ) -> Tree:
-    """torch.optim's format (of an optimizer, DDP, ZeroRedundancyOptimizer or FSDP) in the partition of `like`.
+    """Return a state in torch.optim's format, `saved`, in the partition of `like`.
 
-    Leaves by path, or by index: `order` has the paths in the order torch's groups have the parameters in. Without it
-    the groups are `state_dict`'s, with frozen leaves or without; ValueError for groups of other sizes. What torch does
-    not keep stays as in `like`; with `strict=False` so does a leaf without a state, such as torch keeps none of before
-    its first gradient, and what `like` has no place for (the state of a frozen leaf, AMSGrad's maximum in `adamw`) is
-    left out. Leaves that share a count must have equal steps, those without a state the steps of `like`: else give them
-    labels of their own (`by_label`). Settings of groups are left out, but those of `with_hyperparams`.
-    DTensors and ShardedTensors are made whole, one at a time: then every rank passes its own `saved`. `src` as for
-    `shard_state`, also for numbers alone. ValueError names a leaf, or what a leaf lacks. Dual: `state_dict`.
+    - `saved`: from a torch optimizer, DDP, ZeroRedundancyOptimizer or FSDP, with leaves by path or by index. DTensors
+      and ShardedTensors are made whole, one at a time: then every rank passes its own
+    - `params`: the parameters of `like`
+    - `order`: for leaves by index, their paths in the order of torch's groups. By default the groups are those of
+      `state_dict`, with or without frozen leaves; ValueError for groups of other sizes
+    - `src`: as for `shard_state`, also for numbers alone
+    - `strict=False`: a leaf without a state (torch has none before its first gradient) stays as in `like`; entries
+      without a place in `like` (the state of a frozen leaf, AMSGrad's maximum in `adamw`) are left out
+
+    Fields of `like` stay if torch does not keep them. Leaves that share a count must have equal steps (without a state,
+    the steps of `like`), or labels of their own (`by_label`). Settings of groups are left out, but those of
+    `with_hyperparams`. ValueError names a leaf, or the entry it lacks. Dual: `state_dict`.
 
     >>> params = {"w": torch.ones(1)}
     >>> state = adamw(0.1).init(params)
@@ -384,7 +389,7 @@ def load_state_dict(
     _agree_on_source("load_state_dict", mesh, src, strict)
     read = partial(read_saved, saved, like, params, order, src, strict)
     whole, untouched = together(mesh, read if _holds(mesh, src) else lambda: ({}, set()))
-    if src is None:  # these determine which collectives follow
+    if src is None:  # these determine the collectives that follow
         lines = [f"{key!r}: {sharding(x)}" for key, x in whole.items() if is_sharded(x)]
         text = "\n".join([*lines, *(f"{key!r} keeps its state" for key in sorted(untouched))])
         check_same(mesh, text, "load_state_dict: saved", "Pass the state of the same optimizer on all ranks")
@@ -392,7 +397,6 @@ def load_state_dict(
 
 
 def _agreed_keys(keys: Set[str], like: Tree, mesh: AnyMesh, src: int | None) -> Set[str]:
-    """The keys of rank `src`, which alone knows them, on every rank."""
     if src is None or mesh is None:
         return keys
     forms = list(_forms(like))
@@ -402,7 +406,7 @@ def _agreed_keys(keys: Set[str], like: Tree, mesh: AnyMesh, src: int | None) -> 
 
 
 def _misnumbered(numbers: Mapping[str, str], leaves: Set[str]) -> str | None:
-    """A leaf whose number is the name of another one, which a name of torch may mean as well."""
+    """A leaf with a number that is another leaf's name, which torch's name may mean as well."""
     return next((leaf for leaf, number in numbers.items() if number in leaves and number != leaf), None)
 
 
@@ -414,14 +418,14 @@ def torch_names(
     optim: str = "optim",
     order: Sequence[str] | None = None,
 ) -> Callable[[str], str | None]:
-    """Return the `rename` by which `checkpoint.restore` reads what a torch program wrote into fshard's names.
+    """Return the `rename` for `checkpoint.restore` of a torch program's checkpoint: from its names to fshard's.
 
-    The program saved `{model: model_state, optim: optimizer_state}` with torch.distributed.checkpoint, in which leaves
-    are by path (FSDP2, get_state_dict) or by number (DDP, `optimizer.state_dict()`; `order` as for `load_state_dict`).
-    ValueError if leaves have numbers as names, and these may be the numbers of others: give `order`, () for by path.
-    The tree to restore is `{"params": params, "opt_state": state, "extra": buffers}`: `buffers` are what `model` has
-    besides parameters, as `functionalize` gives them. Settings of torch's parameter groups are left out, except those
-    that are hyper-parameters of `with_hyperparams`. Other names stay as they are.
+    The program saved `{model: model_state, optim: optimizer_state}` with torch.distributed.checkpoint, with leaves by
+    path (FSDP2, get_state_dict) or by number (DDP, `optimizer.state_dict()`; `order` as for `load_state_dict`).
+    ValueError if names of leaves may be numbers of others: give `order`, () for leaves by path. Restore the tree
+    `{"params": params, "opt_state": state, "extra": buffers}`, with `buffers` as `functionalize` gives them. Settings
+    of torch's parameter groups are left out, except hyper-parameters of `with_hyperparams`. Other names stay as they
+    are.
 
     torch's SGD does not count its steps: restore `{"opt_state": {"momentum": state.momentum}}`, and set the count.
 

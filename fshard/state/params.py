@@ -25,12 +25,13 @@ from .names import Rename, renamed
 def state_dict(x: Sharded, rank: int | None = None, dtensors: bool = False) -> dict[str, Tensor]:
     """Return the whole leaves in host memory by their dotted names; one unit at a time is whole on the device.
 
-    With `rank` that rank of the mesh alone receives them, and the others an empty dict; every rank must call it. Tied
-    leaves are one tensor under each of their names. Dual: `load_state_dict`.
+    - `x`: the parameters of a whole plan
+    - `rank`: only this rank of the mesh gets them, the others an empty dict
+    - `dtensors`: return DTensors on the plan's DeviceMesh, as FSDP2's `model.state_dict()`: `Shard(0)` along the axes
+      over which the tree is cut, `Replicate` along the others. Chunks are copies, in the memory of the leaves
 
-    `dtensors=True` returns DTensors on the plan's DeviceMesh instead, as FSDP2's `model.state_dict()` does: `Shard(0)`
-    along the axes that the tree is cut over, `Replicate` along the others. Their chunks are copies, in the memory in
-    which the leaves are. ValueError for a plan whose mesh is no DeviceMesh, and for a subtree: `x` is of a whole plan.
+    Every rank must call it. Tied leaves are one tensor under each of their names. ValueError for a subtree, and for
+    DTensors without a DeviceMesh. Dual: `load_state_dict`.
 
     >>> plan = make_plan({"a": {"w": torch.ones(2)}})
     >>> state_dict(shard_params({"a": {"w": torch.ones(2)}}, plan))
@@ -55,7 +56,7 @@ def state_dict(x: Sharded, rank: int | None = None, dtensors: bool = False) -> d
                 if on is None:
                     result[slot] = leaf.to("cpu", copy=True)
                 else:
-                    device = x.shard(*place).device  # host memory for leaves that are kept there
+                    device = x.shard(*place).device  # may be host memory
                     result[slot] = torch_sharded.dtensor_of(leaf.to(device), on, row.rule.over)
     names = zip(plan.paths, x.view.slots(), strict=True)
     return {name: result[slot] for name, slot in names if slot in result}
@@ -66,18 +67,17 @@ def load_state_dict(
 ) -> Sharded:
     """Return a `Sharded` like `x` with the values of `mapping`, tensors by dotted name; `x` is not changed.
 
-    Each rank reads all names, one unit at a time, and keeps its part; a mapping may read a tensor when it is asked for
-    it. Values are whole tensors, DTensors or ShardedTensors, and are moved to the device and cast among floating
-    dtypes, and among complex ones. A tied leaf may be under one of its names or under all. With `src` that rank of the
-    mesh alone passes whole tensors, and the others an empty mapping. Every rank must call it.
+    - `x`: the parameters of a whole plan
+    - `mapping`: whole tensors, DTensors or ShardedTensors, moved to the device, and cast among floating or among
+      complex dtypes. It may read a tensor when asked. A tied leaf may have one of its names or all
+    - `rename`: a function from a name to the plan's name, or a dict of the names that change; None leaves a name out
+    - `src`: only this rank of the mesh passes (whole) tensors, the others an empty mapping
+    - `strict=False`: leaves missing in the mapping keep the values of `x`, and unknown names are left out (they are
+      `set(plan.paths) - set(mapping)` and `set(mapping) - set(plan.paths)`); a mapping without known names is an error
 
-    `rename` is a function from a name to the plan's name, or a dict of the names that change; None leaves a name out.
-    ValueError lists every difference: names that are missing or unknown, shapes, dtypes, tied leaves that differ; and
-    is raised for a subtree: `x` is of a whole plan. If one rank has an error, all ranks raise. Dual: `state_dict`.
-
-    With `strict=False` leaves that the mapping lacks keep the values of `x`, and unknown names are left out: they are
-    `set(plan.paths) - set(mapping)` and `set(mapping) - set(plan.paths)`. All other differences are errors, and so is
-    a mapping without any known name.
+    Every rank must call it, reads all names, one unit at a time, and keeps its part. ValueError lists every difference
+    (missing or unknown names, shapes, dtypes, unequal tied leaves), on all ranks if one has an error; also for a
+    subtree. Dual: `state_dict`.
 
     >>> params = shard_params({"w": torch.ones(2)}, make_plan({"w": torch.ones(2)}))
     >>> gather_params(load_state_dict(params, {"module.w": torch.tensor([3.0, 4.0])}, {"module.w": "w"}))
@@ -95,9 +95,9 @@ def load_with_buffers(
     strict: bool = True,
     paths: Mapping[str, str] | None = None,
 ) -> tuple[Sharded, dict[str, Tensor]]:
-    """`load_state_dict`, for the parameters and for whole tensors by name, each on the device where it is.
+    """As `load_state_dict`, for parameters and for whole `buffers` by name, each on its own device.
 
-    `paths` has the names in the plan and in `buffers` of what is called otherwise when it has been renamed.
+    `paths`: from names after `rename` to names in the plan and in `buffers`, if different.
     """
     check_sharded("load_state_dict: x", x)
     mesh, device, slots = x.plan.live_mesh(), device_of(x), x.view.wanted()
@@ -115,7 +115,7 @@ def load_with_buffers(
     remedy = "Pass the same names, and whole tensors on all ranks or on none"
     check_same(mesh, source.described, "load_state_dict: mapping", remedy)
     is_there = torch.tensor([*map(source.has, wanted)], dtype=torch.uint8, device=x.plan.device)
-    if src is not None and wanted:  # that rank alone knows
+    if src is not None and wanted:  # only `src` knows
         is_there = primitives.from_rank(is_there, mesh, src, "load_state_dict")
     there = {leaf.names[0] for leaf, flag in zip(wanted, is_there.tolist(), strict=True) if flag}
     tied = [leaf for leaf in wanted if len(leaf.names) > 1]
@@ -139,7 +139,6 @@ def load_with_buffers(
 
 
 def _keep(absent: Collection[Slot], x: Sharded, into: Sharded) -> None:
-    """Copy this rank's elements of leaves that were not read."""
     absent_paths, layout = {slot.path for slot in absent}, x.layout
     for (number, new), (_, old) in zip(pieces(into), pieces(x), strict=True):
         if layout.leaves[number].path in absent_paths:
@@ -147,27 +146,25 @@ def _keep(absent: Collection[Slot], x: Sharded, into: Sharded) -> None:
 
 
 class _Source(NamedTuple):
-    """A mapping of tensors, its names by those of the leaves, and what all ranks must have alike, as lines of text."""
+    """A mapping of tensors, its names by names of leaves, and lines of text that all ranks must have alike."""
 
     mapping: Mapping[str, Tensor]
     names: Mapping[str, str]
     described: str
 
     def has(self, leaf: Wanted) -> bool:
-        """Whether a leaf is there, by any of its names."""
         return any(name in self.names for name in leaf.names)
 
     def get(self, name: str) -> Tensor:
-        """Return the value of a leaf, as it is in the mapping."""
         return self.mapping[self.names[name]]
 
     def read(self, leaf: Wanted, mesh: AnyMesh) -> Tensor:
-        """Return a leaf whole, by the first of its names that is there; every rank must call it."""
+        """Return a leaf whole, by its first name in the mapping; every rank must call it."""
         name = next(filter(self.names.__contains__, leaf.names))
         return torch_sharded.whole_tensor(self.get(name), mesh, "state dict")
 
     def unequal(self, leaf: Wanted, mesh: AnyMesh) -> Iterator[str]:
-        """Say which values of a tied leaf differ; every rank must call it, and read all that it yields."""
+        """Yield which values of a tied leaf differ; every rank must call it, to its end."""
         first, *others = [name for name in leaf.names if name in self.names] or [""]
         for name in others:
             a, b = self.get(first), self.get(name)
@@ -187,7 +184,7 @@ def _source(
     strict: bool,
     paths: Mapping[str, str] | None,
 ) -> _Source:
-    """Find leaves in a mapping. ValueError lists all differences of names and forms."""
+    """Find leaves in a mapping; ValueError lists all differences."""
     if not isinstance(mapping, Mapping):
         raise TypeError(f"load_state_dict: {wrong('mapping', mapping, 'a dict of tensors by dotted name')}")
     new = renamed(mapping, rename)
@@ -197,7 +194,7 @@ def _source(
     is_partial = not strict and (known or not names)
     errors = [] if is_partial else [*name_differences([leaf.names for leaf in wanted], names)]
     for name, form in known:
-        value = mapping[names[name]]  # one at a time, because a mapping may read it from a file
+        value = mapping[names[name]]  # one at a time: a mapping may read it from a file
         errors += filter(None, [unfit(name, form, value)])
         sharded += [f"{name!r}: {torch_sharded.sharding(value)}"] if torch_sharded.is_sharded(value) else []
     if sharded and src is not None:
@@ -214,13 +211,11 @@ def _raise_if_any(errors: Sequence[str]) -> None:
 
 
 def check_sharded(argument: str, x: object) -> None:
-    """Raise TypeError unless an argument is a Sharded."""
     if not isinstance(x, Sharded):
         raise TypeError(wrong(argument, x, "a Sharded", "fshard.shard_params and init_params make them"))
 
 
 def check_whole_tree(name: str, x: Sharded) -> None:
-    """Raise ValueError unless `x`, an argument of the function `name`, is of a whole plan."""
     if x.view.spec != x.plan.spec:
         raise ValueError(
             f"{name}: expected the parameters of a whole plan, got a subtree of {len(x.view.slots())} leaves"

@@ -18,18 +18,18 @@ from ..layout.pieces import Parts, layout_of
 from ..update.transforms import LabelState
 from .dtensors import is_sharded, sharding
 
-BEGUN = "begun"  # 1 after the first update, before which a class expects no state
-# torch.optim's names for the fields of fshard's states, where they differ.
+BEGUN = "begun"  # 1 after the first update; before it a class expects no state
+# torch.optim's names for fields of fshard's states, if they differ.
 _TORCH = {"count": "step", "mu": "exp_avg", "nu": "exp_avg_sq", "momentum": "momentum_buffer"}
 
 
 def joined(*names: str) -> str:
-    """The names joined to a path; empty ones are left out."""
+    """Join names to a path, without empty ones."""
     return ".".join(name for name in names if name)
 
 
 class TorchState(NamedTuple):
-    """The class's state by torch's names: trees of the structure of the parameters, and 0-d tensors for all rows."""
+    """A class's state by torch's names: trees of the structure of the parameters, and 0-d tensors for all rows."""
 
     tensors: dict[str, Tree]
     scalars: dict[str, Tensor]
@@ -41,7 +41,7 @@ class Field(NamedTuple):
     key: str
     path: str
     leaves: list[str]
-    lone: bool  # one tensor for all these leaves, as `count` is
+    lone: bool  # one tensor for all leaves, as `count`
 
     @property
     def place(self) -> str:
@@ -49,24 +49,21 @@ class Field(NamedTuple):
         return self.path if self.lone else joined(self.path, *self.leaves)
 
     def counts(self, other: Field) -> bool:
-        """Whether `other` belongs to one of these leaves, in the part of the state that has this tensor."""
+        """True if `other` is of one of these leaves, in the same part of the state."""
         *parents, _ = self.path.split(".")
-        if parents[-1:] == ["scalars"]:  # a TorchState has its trees beside them
+        if parents[-1:] == ["scalars"]:  # their trees are next to them in a TorchState
             parents.pop()
         return not other.lone and other.path.split(".")[: len(parents)] == parents and other.leaves[0] in self.leaves
 
     @property
     def hyperparam(self) -> str | None:
-        """The name of a hyper-parameter of `with_hyperparams`, or None for any other field."""
+        """The name of a hyper-parameter of `with_hyperparams`, else None."""
         *parents, name = self.path.split(".")
         return name if parents[-1:] == ["hyperparams"] else None
 
 
 def _leaf_names(x: Tree, leaves: list[str], spec: tree.Spec | None) -> list[str] | None:
-    """The paths of the leaves to which the tensors of a part of the state belong; None if they belong to none.
-
-    They belong to leaves if the part is `Parts`, a dict by leaf path, or a tree of the parameters' structure.
-    """
+    """The paths of a part's leaves, if it is `Parts`, a dict by leaf path, or a tree like the parameters; else None."""
     if isinstance(x, Parts):
         return _paths(x.layout)
     if isinstance(x, dict) and x and x.keys() <= set(leaves):
@@ -75,7 +72,7 @@ def _leaf_names(x: Tree, leaves: list[str], spec: tree.Spec | None) -> list[str]
 
 
 def _fields(state: Tree, leaves: list[str], spec: tree.Spec | None, key: str = "", path: str = "") -> Iterator[Field]:
-    """Every tensor of a state, with the leaves it belongs to: all of `leaves`, or those of one label."""
+    """Yield every tensor of a state with its leaves: all of `leaves`, or those of one label."""
     nodes = tree.paths_to(state, lambda x: isinstance(x, LabelState) or _leaf_names(x, leaves, spec) is not None)
     for name, node in nodes:
         node_key, node_path = joined(key, name), joined(path, name)
@@ -92,14 +89,14 @@ def _fields(state: Tree, leaves: list[str], spec: tree.Spec | None, key: str = "
 
 
 def _torch_names(fields: Sequence[Field], trained: Set[str]) -> dict[tuple[str, str], Field]:
-    """The field of every leaf and name in torch's format. Where two have one name, the innermost keeps it."""
+    """The field of every leaf and name in torch's format; of two with one name the innermost gets it."""
     named: dict[tuple[str, str], Field] = {}
     with_own = {leaf for field in fields if not field.lone for leaf in field.leaves}
     for field in (field for field in fields if field.hyperparam is None):
         *parents, last = field.path.split(".")
         # a TorchState has the names of its class
         torchs = last if parents[-1:] in (["tensors"], ["scalars"]) else _TORCH.get(last, last)
-        # a count is that of the leaves that have moments; in a state without any, of all that are trained
+        # a count is of the leaves with moments; without moments, of all trained leaves
         counted = [leaf for leaf in field.leaves if leaf in with_own] or [x for x in field.leaves if x in trained]
         for leaf in counted if field.lone else field.leaves:
             name = leaf, torchs
@@ -117,7 +114,7 @@ def _label_sets(state: Tree) -> Iterator[set[str]]:
 
 
 def _without_tensors(state: Tree, leaves: Sequence[str]) -> set[str]:
-    """The leaves for which a torch optimizer keeps no state, as SGD without momentum does: they are in its groups."""
+    """The leaves in torch's groups without a state, as in SGD without momentum."""
     nodes = tree.tops(state, lambda x: isinstance(x, TorchState | LabelState))
     in_groups = {leaf for node in nodes if isinstance(node, TorchState) and node == ({}, {}) for leaf in leaves}
     labelled = [(node.inner[label], x) for node in nodes if isinstance(node, LabelState) for label, x in node.layouts]
@@ -125,10 +122,10 @@ def _without_tensors(state: Tree, leaves: Sequence[str]) -> set[str]:
 
 
 def _groups(state: Tree, fields: Sequence[Field], leaves: Sequence[str]) -> list[list[str]]:
-    """The leaves that have state, grouped by their labels: torch's parameter groups."""
+    """The leaves with state, grouped by their labels: torch's parameter groups."""
     with_state, label_sets = {leaf for field in fields for leaf in field.leaves}, list(_label_sets(state))
     with_state |= _without_tensors(state, leaves)
-    # leaves in the same label sets make a group; False sorts first, so groups are in the order of the labels
+    # leaves in the same label sets make a group; False sorts first, so groups have the order of the labels
     labels = {leaf: tuple(leaf not in of_label for of_label in label_sets) for leaf in leaves if leaf in with_state}
     return [[leaf for leaf in labels if labels[leaf] == group] for group in sorted(set(labels.values()))]
 
@@ -138,7 +135,7 @@ def _paths(layout: Layout) -> list[str]:
 
 
 class Known(NamedTuple):
-    """The facts about a state that torch's format needs."""
+    """A state's fields and groups, for torch's format."""
 
     fields: list[Field]
     named: dict[tuple[str, str], Field]  # the field of every leaf and name in torch's format
@@ -160,7 +157,7 @@ def known(state: Tree, params: Tree) -> Known:
 
 
 def _trainable(params: Tree) -> set[str]:
-    """The leaves that have gradients: floating-point and complex ones, without a plan's frozen ones."""
+    """The leaves with gradients: floating-point and complex ones, except a plan's frozen ones."""
     layout = layout_of(params.trainable if isinstance(params, Parts) else params)
     leaves = [layout.leaves[n] for n in layout.numbers]
     return {leaf.path for leaf in leaves if leaf.dtype.is_floating_point or leaf.dtype.is_complex}
@@ -169,14 +166,14 @@ def _trainable(params: Tree) -> set[str]:
 def read_saved(
     saved: Mapping[str, Tree], like: Tree, params: Tree, order: Sequence[str] | None, src: int | None, strict: bool
 ) -> tuple[dict[str, Tensor], set[str]]:
-    """Return a state in torch's format by the keys of a whole state, its tensors as they are; and the keys it lacks."""
+    """Return a state in torch's format as a whole state, and the keys it lacks; its tensors do not change."""
     _check_saved(saved)
     state = known(like, params)
     path_of = _path_of(saved, state, order)
     entries = _by_path(saved, path_of, state.leaves)
     whole = {path: node for path, node in tree.paths_to(like, Parts) if not isinstance(node, Parts)}
     untouched = set[str]()
-    # for each number of several leaves, the values in `saved`, and that of `like` for leaves that have none there
+    # for each number shared by leaves: the values in `saved`, and the value of `like` for leaves without one there
     lone, kept = dict[str, dict[str, Tensor]](), dict[str, dict[str, Tensor]]()
     for (leaf, name), field in state.named.items():
         entry = entries.get(leaf, {})
@@ -226,23 +223,21 @@ def _check_saved(saved: object) -> None:
 
 
 def check_tensor(name: str, x: object, expected: str) -> None:
-    """Raise TypeError unless `x` is a tensor, whole or sharded."""
     if not isinstance(x, Tensor) and not is_sharded(x):
         raise TypeError(wrong(name, x, expected, "torch.from_numpy makes a tensor of an array"))
 
 
 def _value(name: str, x: object) -> Tensor:
-    """A value of torch's format as a tensor; TypeError unless it is a tensor or a number."""
     x = double(x) if is_number(x) else x
     check_tensor(f"load_state_dict: {name}", x, "a tensor or a number")
     return cast("Tensor", x)
 
 
 def _agreed(key: str, name: str, values: Mapping[str, Tensor], kept: Mapping[str, Tensor]) -> Tensor:
-    """The one value that these leaves have, and those that keep it; ValueError names two leaves that differ."""
+    """The one value of these leaves, also of those that keep it; ValueError names two leaves that differ."""
     (leaf, value), *others = {**values, **kept}.items()
     for other, its in others:
-        # a DTensor's value is known to all ranks together, and not here
+        # a DTensor's value is known only to all ranks together
         if not is_sharded(value) and not is_sharded(its) and not torch.equal(value.cpu().double(), its.cpu().double()):
             none = f"none for leaf {other!r}, which would keep the {its.tolist()} of `like`"
             there = none if other in kept else f"{its.tolist()} for leaf {other!r}"
@@ -255,7 +250,7 @@ def _agreed(key: str, name: str, values: Mapping[str, Tensor], kept: Mapping[str
 
 
 def _check_used(entries: Mapping[str, Mapping[str, Tree]], named: Set[tuple[str, str]]) -> None:
-    """Raise ValueError for what a leaf has in torch's format and not in the state to make."""
+    """Raise ValueError for entries of a leaf in torch's format without a place in the state."""
     for leaf, entry in entries.items():
         if unused := [name for name, x in entry.items() if x is not None and (leaf, name) not in named]:
             wanted = ", ".join(repr(name) for of, name in named if of == leaf)
@@ -268,7 +263,7 @@ def _check_used(entries: Mapping[str, Mapping[str, Tree]], named: Set[tuple[str,
 
 
 def _path_of(saved: Mapping[str, Tree], state: Known, order: Sequence[str] | None) -> Callable[[str | int], str]:
-    """Return the function from torch's key of a leaf, its path or the number of the parameter, to the path."""
+    """Return a function from torch's key of a leaf (its path, or the number of the parameter) to the path."""
     groups = [list(group["params"]) for group in saved["param_groups"]] if "param_groups" in saved else None
     keys = [*saved["state"], *chain.from_iterable(groups or ())]
     is_numbered = any(isinstance(key, int) for key in keys)
@@ -277,7 +272,7 @@ def _path_of(saved: Mapping[str, Tree], state: Known, order: Sequence[str] | Non
     elif is_numbered:
         order = _in_groups(groups, state)
     paths = order or ()
-    # torch matches parameters by their places in the groups, whatever their numbers are
+    # torch matches parameters by place in the groups, not by number
     numbers = range(len(paths)) if groups is None else chain.from_iterable(groups)
     path_at = dict(zip(numbers, paths, strict=False)) if is_numbered else {}
 
@@ -290,7 +285,7 @@ def _path_of(saved: Mapping[str, Tree], state: Known, order: Sequence[str] | Non
 
 
 def _in_groups(groups: Sequence[Sequence[object]] | None, state: Known) -> list[str]:
-    """The order of the parameters that torch's groups have; ValueError unless the state has groups of these sizes."""
+    """The order of the parameters in torch's groups; ValueError unless the state has groups of these sizes."""
     sizes = None if groups is None else [len(group) for group in groups]
     for candidate in (state.groups, state.trained):
         if sizes == [len(group) for group in candidate] or (sizes is None and len(candidate) == 1):
@@ -305,7 +300,6 @@ def _in_groups(groups: Sequence[Sequence[object]] | None, state: Known) -> list[
 
 
 def _check_order(order: Sequence[str], leaves: Sequence[str], groups: Sequence[Sequence[object]] | None) -> None:
-    """Raise ValueError unless `order` has paths of leaves, each once, as many as torch's groups have parameters."""
     if isinstance(order, str) or not isinstance(order, Sequence):
         raise TypeError(f"load_state_dict: {wrong('order', order, 'a list of the paths of leaves')}")
     if unknown := [path for path in order if path not in leaves]:
@@ -324,7 +318,6 @@ def _check_order(order: Sequence[str], leaves: Sequence[str], groups: Sequence[S
 def _by_path(
     saved: Mapping[str, Tree], path_of: Callable[[str | int], str], leaves: Sequence[str]
 ) -> dict[str, Mapping[str, Tree]]:
-    """The entry of each parameter in torch's state dict, by leaf path. ValueError for a path not in `leaves`."""
     entries = {path_of(key): entry for key, entry in saved["state"].items()}
     if unknown := [path for path in entries if path not in leaves]:
         raise ValueError(f"load_state_dict: the state has {unknown[0]!r}, which is no leaf of the tree: {leaves[:6]}")
