@@ -62,7 +62,7 @@ def _function_of(module: nn.Module) -> Any:
 
 
 def _without_stands(module: nn.Module) -> nn.Module:
-    """Copy a submodule with meta tensors, to be replaced by torch."""
+    """Copy a submodule with meta tensors, for torch to replace."""
     copied = copy.deepcopy(module, same_stands(module))
     for part in copied.modules():
         for kind in ("_parameters", "_buffers"):

@@ -36,11 +36,11 @@ class ModuleFunction:
 
     Made by `functionalize`.
 
-    - `params`: a tree of tensors, or the parameters of a loss; a submodule's read gathers their unit
+    - `params`: a tree of tensors, or the parameters that a loss gets; the first read by a submodule gathers their unit
     - `buffers`: not changed; new ones are returned, the same tensors if the module read nothing
 
     Threads may call one function at the same time. Between calls the function keeps only weak references while the
-    graph of a call is alive (for activation checkpointing), and values assigned by a forward to attributes other than
+    graph of a call is alive (for activation checkpointing), and what a forward assigns to attributes other than
     buffers, in a copy of the module for each thread.
     """
 
@@ -159,14 +159,14 @@ class ModuleFunction:
     ) -> tuple[Sharded, Tree]:
         """Return parameters and buffers with the values of a module's state dict; `params` and `buffers` do not change.
 
-        `mapping`, `rename`, `src` and `strict` as for `fshard.load_state_dict`. Buffers not saved by the module stay as
-        they are. Dual: `state_dict`.
+        `mapping`, `rename`, `src` and `strict` as for `fshard.load_state_dict`. Buffers that the module does not save
+        stay as they are. Dual: `state_dict`.
         """
         names = StateDict(self._skeleton, self._params, self._buffers)
         return names.read(params, self._listed(buffers), mapping, rename, src, strict)
 
     def persistent(self, buffers: Tree) -> dict[str, Tensor]:
-        """Return the buffers saved by the module (`persistent` of `register_buffer`), by dotted name."""
+        """Return the buffers that the module saves (`persistent` of `register_buffer`), by dotted name."""
         return StateDict(self._skeleton, self._params, self._buffers).kept(self._listed(buffers))
 
     def policy(self, policy: Policy | str | None = None, cast: Which | Sequence[Which] = ()) -> Policy:
@@ -186,7 +186,7 @@ class ModuleFunction:
 
     @property
     def frozen(self) -> list[str]:
-        """The paths of the parameters without gradients, for `make_plan(frozen=)`."""
+        """The paths of the parameters that require no gradient, for `make_plan(frozen=)`."""
         named = self._skeleton.named_parameters(remove_duplicate=False)
         return [name for name, x in named if not x.requires_grad]
 
@@ -198,8 +198,8 @@ def functionalize(
 
     `apply(params, buffers, *args, **kwargs)` returns `(out, buffers)`. The dicts are named like the submodules, and
     hold the module's own tensors; a tied parameter is one tensor under each of its names. The `module` and its code are
-    not changed or used again: `apply` works on a copy without tensors. Values assigned by a forward to attributes other
-    than buffers stay in the copy.
+    not changed or used again: `apply` works on a copy without tensors. What a forward assigns to attributes other than
+    buffers stays in the copy.
 
     With `sync_batch_norm`, batch norms take mean and variance over all ranks of the mesh of a call's parameters;
     `torch.nn.SyncBatchNorm` always does.

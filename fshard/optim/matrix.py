@@ -129,7 +129,7 @@ def adafactor(
     d: Number = 1.0,
     weight_decay: Number = 0.0,
 ) -> Transform:
-    """Divide gradients by roots of second moments, for matrices means of rows and columns: nu = row col / mean(row).
+    """Divide gradients by root second moments, kept for matrices as row and column means: nu = row col / mean(row).
 
     nu is a running mean of g², with decay 1 - t^beta2_decay at step t; eps = (eps1, eps2). u = g / sqrt(max(nu,
     eps1²)), of RMS at most d; p <- p - lr weight_decay p - max(eps2, RMS(p)) min(lr, t^-½) u. Leaves of fewer than two
@@ -339,9 +339,9 @@ def muon(
     m <- momentum m + (1 - momentum) g; with `nesterov`, O is that of momentum m + (1 - momentum) g. As
     torch.optim.Muon.
 
-    - `steps`, `coefficients`, `dtype`: O by so many Newton-Schulz iterations on m divided by its norm (at least `eps`)
-    - `adjust_lr`: for a matrix (A, B), a is sqrt(max(1, A / B)), or with "match_rms_adamw" 0.2 sqrt(max(A, B));
-      ValueError for another word
+    - O: by `steps` Newton-Schulz iterations with `coefficients`, in `dtype`, on m divided by its norm (at least `eps`)
+    - a: for a matrix (A, B), sqrt(max(1, A / B)), or 0.2 sqrt(max(A, B)) with `adjust_lr`="match_rms_adamw"; ValueError
+      for another word
     - `rest`: updates leaves that are not matrices (default adamw(lr)); to give it embeddings too, use `by_label`
 
     Each matrix cut over ranks is sent to one rank, balanced by cost: two all-to-alls for all of them.

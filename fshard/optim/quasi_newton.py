@@ -20,7 +20,7 @@ from ..update.elementwise import Rate
 from ..update.kernels import where
 from ..whole.copies import on_copies
 
-_LEAST_CURVATURE = 1e-10  # pairs of less sᵀy are left out, as in torch.optim.LBFGS
+_LEAST_CURVATURE = 1e-10  # pairs with less sᵀy are left out, as in torch.optim.LBFGS
 
 
 class LbfgsState(NamedTuple):

@@ -32,13 +32,14 @@ Run = Callable[[Tree, TorchState, Tree, Settings], TorchState]
 
 
 def from_torch(cls: type[Optimizer], **hyperparams: object) -> Transform:
-    """Make an optimizer class of torch.optim or your own, `cls(params, **hyperparams)`, a transformation.
+    """Run an optimizer class of torch.optim, or one of yours, `cls(params, **hyperparams)`, as a transformation.
 
-    `step` gives exactly the class's parameters. The class's step must need no closure and take dense gradients, and the
-    class must keep only tensors and numbers of each parameter (`self.state[p]`). Your classes, and those of torch that
-    look at whole leaves (Muon, Adafactor), get whole leaves, however the parameters are cut. If the class's own `step`
-    has further arguments, `update` passes them on by name; without a default, an argument is 1.0 in trial steps here
-    that show the class's state. For parameter groups, give `by_label` one of these for each.
+    `step` gives exactly the parameters that the class would give. The class's own step must need no closure and take
+    dense gradients, and the class must keep only tensors and numbers of each parameter (`self.state[p]`). Your classes,
+    and those of torch that look at whole leaves (Muon, Adafactor), get whole leaves, however the parameters are cut. If
+    the class's step has further arguments, `update` passes them on by name; an argument without a default is 1.0 in
+    trial steps here, which show the state that the class keeps. For parameter groups, give `by_label` one of these for
+    each.
 
     ValueError for a class that cannot be a pure function; for LBFGS use `lbfgs`.
 

@@ -18,12 +18,12 @@ Initialize = Callable[[str, Tensor], Tensor]
 def init_params(plan: Plan, fn: Initialize, seed: int = 0) -> Sharded:
     """Make sharded parameters: `fn(path, like)` returns the whole tensor of a leaf; each rank keeps its part.
 
-    - `plan`: the plan; `fn` is called in the order of its leaves, once for tied ones
-    - `like`: a meta tensor with the shape of the leaf and its dtype in storage
+    - `fn`: called in the order of the leaves of `plan`, once for tied ones. `like` is a meta tensor with the shape of
+      the leaf and its dtype in storage
     - `seed`: torch's generators are seeded by (seed, path), so `fn` draws the same numbers on any number of ranks
 
     Results of `fn` are moved to `plan.device` and cast. The leaves of one unit are in memory at the same time.
-    ValueError for a tensor of another shape names the leaf.
+    ValueError for a tensor of another shape: it names the leaf.
 
     >>> plan = make_plan({"w": torch.empty(2, 2, device="meta"), "b": torch.empty(2, device="meta")})
     >>> params = init_params(plan, lambda path, like: torch.full(like.shape, len(path)))

@@ -365,7 +365,7 @@ def load_state_dict(
     src: int | None = None,
     strict: bool = True,
 ) -> Tree:
-    """Return a state in torch.optim's format, `saved`, in the partition of `like`.
+    """Read a state in torch.optim's format, `saved`, into the partition of `like`.
 
     - `saved`: from a torch optimizer, DDP, ZeroRedundancyOptimizer or FSDP, with leaves by path or by index. DTensors
       and ShardedTensors are made whole, one at a time: then every rank passes its own

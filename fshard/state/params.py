@@ -69,15 +69,15 @@ def load_state_dict(
 
     - `x`: the parameters of a whole plan
     - `mapping`: whole tensors, DTensors or ShardedTensors, moved to the device, and cast among floating or among
-      complex dtypes. It may read a tensor when asked. A tied leaf may have one of its names or all
+      complex dtypes. A mapping may read a tensor only when asked for it. A tied leaf may have one of its names or all
     - `rename`: a function from a name to the plan's name, or a dict of the names that change; None leaves a name out
     - `src`: only this rank of the mesh passes (whole) tensors, the others an empty mapping
     - `strict=False`: leaves missing in the mapping keep the values of `x`, and unknown names are left out (they are
       `set(plan.paths) - set(mapping)` and `set(mapping) - set(plan.paths)`); a mapping without known names is an error
 
-    Every rank must call it, reads all names, one unit at a time, and keeps its part. ValueError lists every difference
-    (missing or unknown names, shapes, dtypes, unequal tied leaves), on all ranks if one has an error; also for a
-    subtree. Dual: `state_dict`.
+    Every rank must call it: each reads all names, one unit at a time, and keeps its part. ValueError lists every
+    difference (missing or unknown names, shapes, dtypes, unequal tied leaves), on all ranks if one has an error; also
+    for a subtree. Dual: `state_dict`.
 
     >>> params = shard_params({"w": torch.ones(2)}, make_plan({"w": torch.ones(2)}))
     >>> gather_params(load_state_dict(params, {"module.w": torch.tensor([3.0, 4.0])}, {"module.w": "w"}))

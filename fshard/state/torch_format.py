@@ -166,7 +166,7 @@ def _trainable(params: Tree) -> set[str]:
 def read_saved(
     saved: Mapping[str, Tree], like: Tree, params: Tree, order: Sequence[str] | None, src: int | None, strict: bool
 ) -> tuple[dict[str, Tensor], set[str]]:
-    """Return a state in torch's format as a whole state, and the keys it lacks; its tensors do not change."""
+    """Read a whole state from torch's format, tensors as they are; also return the keys that stay as in `like`."""
     _check_saved(saved)
     state = known(like, params)
     path_of = _path_of(saved, state, order)

@@ -259,7 +259,7 @@ def unscale_(rows: Sequence[Tensor], inverse: Tensor, most: int = MOST) -> Tenso
         else:
             bad = unscale_by_parts_(row, inverse.to(row.device))
         any_bad = torch.maximum(any_bad, bad.to(any_bad.device))
-    # one kernel call for each device and dtype, with a flag of shape (1,) to be set to 1
+    # one kernel call for each device and dtype, with a flag of shape (1,) that the kernel sets to 1
     for (device, _), rows_alike in lists.items():
         flag = torch.zeros(1, dtype=torch.float32, device=device)
         (parts,) = portions([rows_alike], most)

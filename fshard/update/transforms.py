@@ -1,4 +1,4 @@
-"""Transformations made of others: in sequence, every k-th time, hyper-parameters in the state, one for each label."""
+"""Transformations made of others: in sequence, one for each label, resting, with hyper-parameters in the state."""
 
 from __future__ import annotations
 
@@ -120,8 +120,8 @@ class HyperState(NamedTuple):
 def with_hyperparams(make: Callable[..., TransformLike], **hyperparams: object) -> Transform:
     """Return `make(**hyperparams)` with hyper-parameters as tensors in the state, to be changed between steps.
 
-    Floats and tensors become 0-d tensors of the state. A schedule is evaluated at each update; the state has its value,
-    to be read. `make` gets any other value as it is. Changing a tensor does not make a compiled step compile again.
+    Floats and tensors become 0-d tensors of the state. A schedule is evaluated at each update, and the state shows its
+    value. `make` gets any other value as it is. Changing a tensor does not make a compiled step compile again.
 
     >>> tx = with_hyperparams(scale, factor=-1.0)
     >>> state = tx.init(torch.tensor(0.0))
@@ -194,12 +194,12 @@ tree.register_fields(LabelState, ("inner",), ("layouts",))
 
 
 def by_label(transforms: Mapping[Label, TransformLike], labels: Labels) -> Transform:
-    """Apply to each leaf the transformation in `transforms` of the leaf's label.
+    """Apply to each leaf the one of `transforms` that has its label.
 
     `labels` is a function `(path, tensor) -> label`, with a meta tensor of the leaf's shape and dtype; or a tree of
-    labels, for leaves or subtrees. Keys of the tree may be patterns as in `make_plan`; the first pattern that fits a
-    leaf counts. ValueError names a leaf without a label, a label without a transformation, and a tied leaf with another
-    label at another path. A warning names frozen leaves if no trained leaf has their label.
+    labels, for leaves or subtrees. Its keys may be patterns as in `make_plan`; the first one that fits a leaf counts.
+    ValueError names a leaf without a label, a label without a transformation, and a tied leaf with another label at
+    another path. A warning names frozen leaves if no trained leaf has their label.
 
     >>> tx = by_label({"fast": sgd(1.0), "slow": sgd(0.1)}, {"head": "fast", "**": "slow"})
     >>> params = {"body": torch.ones(1), "head": torch.ones(1)}
@@ -270,8 +270,7 @@ def resting(tx: TransformLike) -> Transform:
 
     A leaf rests if all elements of its gradient are exactly zero on all ranks, even if the loss read it; in torch only
     if the gradient is None. No host read, one small collective. Each leaf has its own state and count, so norms, means
-    and schedules in `tx` are those of single leaves. For transformations of all leaves, make a `chain` of them and this
-    one.
+    and schedules in `tx` are those of single leaves. Put transformations of all leaves around this one, in a `chain`.
 
     >>> tx, params = resting(sgd(1.0, weight_decay=0.5)), {"a": torch.ones(1), "b": torch.ones(1)}
     >>> tx.step({"a": torch.ones(1), "b": torch.zeros(1)}, tx.init(params), params)[0]

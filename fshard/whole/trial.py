@@ -110,7 +110,7 @@ def _tried(
 
 
 def _chosen(leaves: Sequence[Leaf], numbers: Sequence[int]) -> dict[int, Form]:
-    """Some leaves, small ones first, with as many numbers of dims as there are; large ones cut."""
+    """Some leaves, small ones first, of all numbers of dims; large ones are cut."""
     by_dims: dict[int, list[int]] = {}
     order = sorted(zip(leaves, numbers, strict=True), key=lambda pair: (pair[0].numel, pair[1]))
     for leaf, n in order:
