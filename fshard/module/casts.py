@@ -45,7 +45,6 @@ def casts_of(
 ) -> Casts:
     """Return the casts of a module; `dtypes` are those of storage and computation of each parameter.
 
-    - `buffers`: dtypes of buffers
     - `paths`: submodules that cast their inputs in any case
     - `unasked`: the module casts, too, and submodules computed in another dtype. ValueError for a batch norm computed
       in another dtype than its running statistics
@@ -73,8 +72,8 @@ def casts_of(
 def cast_paths(skeleton: nn.Module, policy: Policy, at: str, beside: Sequence[str]) -> Iterator[str]:
     """Yield the paths of `cast_at` in this module: all, unless its plan has other leaves (their paths: `beside`).
 
-    In a plan of several modules, a path begins with `at` (the module's path there and a dot), or is in one module
-    alone: ValueError if it is in several.
+    In a plan of several modules, a path begins with `at` (the module's path and a dot), or is in one module alone, else
+    ValueError.
     """
     known = dict(skeleton.named_modules())
     for path in policy.cast_at:
@@ -144,12 +143,12 @@ def cast_around(part: nn.Module, dtype: torch.dtype, around: torch.dtype | None)
         return out if around is None else _cast(out, around)
 
     vars(part)["forward"] = casting
-    # unless a submodule has a hook, torch's transformer layers read its parameters without a call
+    # without a hook, torch's transformer layers read parameters of submodules and do not call these
     part.register_forward_pre_hook(lambda module, args: None)
 
 
 def _cast(x: Any, dtype: torch.dtype) -> Any:
-    """Cast real floating tensors of a tree and of dataclasses in it; return `x` itself if nothing changes."""
+    """Cast real floating tensors of a tree, and of dataclasses; return `x` itself if nothing changes."""
     if isinstance(x, Tensor):
         return x.to(dtype) if x.is_floating_point() else x
     if is_dataclass(x) and not isinstance(x, type):  # outputs of transformers are no nodes of a tree
@@ -165,7 +164,7 @@ def _cast(x: Any, dtype: torch.dtype) -> Any:
     return x if same else tree.put_tops(x, _stops, new)
 
 
-# words of torch's errors for operands of two dtypes
+# in torch's errors for operands of two dtypes
 _DIFFER = re.compile("dtype|scalar type|bias type|Type promoting")
 
 

@@ -25,7 +25,6 @@ from .skeleton import Stand, copy_of, in_eval_mode, skeleton
 
 
 def _mode(module: nn.Module, name: str) -> str:
-    """The mode of a module in words, for ranks to compare."""
     flags = bytes(part.training for part in module.modules())
     mode = "training" if all(flags) else f"training in part ({crc32(flags):08x})" if any(flags) else "evaluation"
     return f"{name} in {mode}"
@@ -34,7 +33,7 @@ def _mode(module: nn.Module, name: str) -> str:
 class Copies:
     """Copies of a module without its tensors, each made when a call first needs it.
 
-    A copy keeps attributes assigned by a forward, so each thread has its own. A call gets a new copy in a trace,
+    A copy keeps what a forward assigns to attributes, so each thread has its own. A call gets a new copy in a trace,
     because the copy may keep fake tensors, and in evaluation if a submodule has its own `train()`. Batch norms are
     synchronised: all, or `torch.nn.SyncBatchNorm` alone.
     """

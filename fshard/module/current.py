@@ -1,15 +1,15 @@
 """Calls of a module's function: where its submodules read parameters, and where they read and write buffers.
 
 Note [The current call]
-    The code of a module reads `self.weight` and passes no parameters on. So a context variable leads to the parameters
-    while a call runs. After the call, activation checkpointing may run parts of the forward again in the backward. Then
+    The code of a module reads `self.weight` and passes no parameters on. While a call runs, a context variable leads to
+    its parameters. After the call, activation checkpointing may run parts of the forward again in the backward. Then
     autograd's running node leads to the call: torch numbers the nodes of a thread in order, and a call keeps the range
     of its nodes. The graph of its results keeps the call alive; the skeleton refers to it weakly.
 
 Note [Hooks of a backward]
-    A part of a forward may write to buffers again in the backward: these writes are dropped, because the forward has
-    made them. A write by a hook of the backward would be lost, so it is an error. Code is a hook if it touches a buffer
-    in the backward, but touched none in the forward.
+    If a part of a forward runs again in the backward, its writes to buffers are dropped: the forward has made them. A
+    write by a hook of the backward would be lost, so it is an error. A hook is code that touches a buffer in the
+    backward, and touched none in the forward.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from ..core.tree import Tree
 from ..sharding.access import placed
 from .leaves import Leaves
 
-# Running calls by skeleton, in this context: other threads and simulated ranks have their own.
+# Running calls by skeleton; other threads and simulated ranks have their own.
 _RUNNING: ContextVar[dict[Calls, ModuleCall] | None] = ContextVar("fshard.module", default=None)
 
 
@@ -48,13 +48,13 @@ class ModuleCall:
         self.put: dict[tuple[int, str], tuple[Any, Any]] = {}  # places, and their new tensors
         self._copies: dict[object, Tensor] = {}  # of read buffers
         self._after: dict[object, Tensor] = {}  # replaced buffers, after the call
-        self._touching = set[CodeType]()  # with reads or writes of buffers in the forward
+        self._touching = set[CodeType]()  # that touched buffers in the forward
         self._returned = False
         self._nodes = (0, 0)  # numbers of autograd nodes: first of the call, first after it
         self.thread = get_ident()  # nodes are numbered by thread; in a backward, its thread
 
     def buffer(self, number: int, path: str, where: tuple[int, str] | None = None) -> Tensor:
-        """Return a copy of a buffer, which the module may write to: the caller's buffer does not change."""
+        """Return a copy of a buffer, for the module to write to."""
         key, old = (where, self._after[where]) if where in self._after else (number, self.buffers[number])
         if self._is_hook():
             return self._read_only(old, path)
@@ -91,7 +91,7 @@ class ModuleCall:
 
         `ties`: for each buffer the number of the first one that is the same tensor. `replaced`: tensors that the module
         set as buffers. A copy counts as written once it is read, because batch norm's writes do not count. Parts of the
-        forward that run again read copies of the new buffers; their writes are dropped.
+        forward that run again read copies of the new buffers.
         """
         kept = [self._copies.get(number, old) for number, old in zip(ties, self.buffers, strict=True)]
         self.buffers = [replaced.get(number, x) for number, x in enumerate(kept)]
@@ -115,7 +115,7 @@ class ModuleCall:
         return self._nodes[0] <= node < self._nodes[1]
 
     def stay_alive_with(self, results: Tree) -> None:
-        """Keep this call alive with the graph of the results: parts of the forward may run again."""
+        """Keep this call alive with the graph of the results."""
         for node in nodes_of(results):
             metadata: dict[Any, Any] = node.metadata
             metadata[self] = None
@@ -125,7 +125,7 @@ class ModuleCall:
         self.thread = get_ident()
 
 
-# Code to be skipped: dicts and stands of a copy, `__getattr__` of torch and of its tracer.
+# Code to skip: dicts and stands of a copy, `__getattr__` of torch and of its tracer.
 _FOR_OTHERS = (
     os.path.join(os.path.dirname(__file__), "current.py"),
     os.path.join(os.path.dirname(__file__), "skeleton.py"),
@@ -192,7 +192,7 @@ class Calls:
         running = (_RUNNING.get() or {}).get(self)
         if node is None:
             return running
-        # a forward may contain a backward, perhaps of another call
+        # a forward may contain another call's backward
         made = [call for call in list(self._alive) if call.made(node._sequence_nr())]
         # a backward on a GPU runs in its own thread, unless multithreading is off, as in `value_and_grad`
         calls = [call for call in made if call.thread == get_ident()] or made

@@ -1,10 +1,10 @@
 """A module's own initialization, for one submodule at a time.
 
 Note [What constructors write]
-    `init` does not repeat writes of a constructor to the parameters of its children (`self.head.weight.zero_()`, or
-    `self.apply(fn)`). If the module is not on meta, `init` compares with its values: their size, and if all are equal.
-    Torch's count of writes to a tensor tells nothing: many constructors initialize a parameter twice, as nanoGPT does
-    if two are tied.
+    `init` does not repeat writes of a constructor to parameters of its children (`self.head.weight.zero_()`, or
+    `self.apply(fn)`). Unless the module is on meta, `init` compares with its values: their size, and if all are equal.
+    Torch's count of writes tells nothing: many constructors initialize a parameter twice, as nanoGPT does if two are
+    tied.
 """
 
 from __future__ import annotations
@@ -81,7 +81,6 @@ class Initializer:
         return part
 
     def _around(self, above: str, path: str, part: nn.Module) -> nn.Module:
-        """A module around `part`, with all its other tensors on meta."""
         module = _with_tensors(self._skeleton.get_submodule(above), _form)
         parent, _, name = path.removeprefix(above).removeprefix(".").rpartition(".")
         vars(module.get_submodule(parent))["_modules"][name] = part
@@ -111,7 +110,6 @@ def _is_other(x: Tensor, y: Tensor) -> bool:
 
 
 def _moments(x: Tensor) -> tuple[float, bool]:
-    """The norm of a tensor, and True if all its elements are equal."""
     x = x.detach().to(torch.promote_types(x.dtype, torch.float32))
     return float(torch.linalg.vector_norm(x)), bool((x == x.flatten()[:1]).all())
 

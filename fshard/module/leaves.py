@@ -55,9 +55,9 @@ def leaves_like(what: str, spec: tree.Spec, x: Tree) -> list[Any]:  # leaves of 
 class Leaves:
     """The leaves of a loss's parameters by number: a read gathers the unit of its leaf alone.
 
-    Tensors of the caller are returned as views, which may get another class. `policy` and `mesh` are the plan's, even
-    for whole leaves; without a plan, the running loss's. ValueError for `params` of another structure than `spec`, and
-    for leaves of plans with different policies.
+    The caller's tensors are returned as views, which may get another class. `policy` and `mesh` are the plan's; without
+    a plan, the running loss's. ValueError for `params` of another structure than `spec`, and for leaves of plans with
+    different policies.
     """
 
     def __init__(self, params: Tree, spec: tree.Spec, what: str):

@@ -257,7 +257,6 @@ class Slots(dict[str, Any]):
         return place.read_from(call, (id(self), name)) if value is stand else _current(value, False)
 
     def _listed(self, name: str, stand: Stand | None) -> Tensor | None:
-        """The stand of a name, or its replacement in a call; nothing is gathered."""
         call = None if stand is None else stand._place.calls.found()
         return stand if call is None else call.put.get((id(self), name), (stand, stand))[1]
 

@@ -101,7 +101,6 @@ def lbfgs(lr: Rate = 1.0, history_size: int = 10, max_iter: int = 1) -> Transfor
 
 
 def _difference(new: Tree, old: Tree, moved: Tensor) -> Tree:
-    """New - old, or zeros before the first iteration."""
     return tree.map(lambda a, b: where(moved, a - b, torch.zeros_like(a)), new, old)
 
 
@@ -134,7 +133,6 @@ def _direction(products: Tensor) -> Tensor:
 
 
 def _combined(weights: Sequence[Tensor], rows: Sequence[Tensor]) -> Tensor:
-    """The sum of rows times weights, in the dtype of the rows."""
     total = torch.zeros_like(rows[0])
     for weight, row in zip(weights, rows, strict=True):
         total = total + (beside(weight, row) * row).to(row.dtype)

@@ -166,7 +166,7 @@ def _begin(cls: type[Optimizer], hyperparams: Settings, row: Tensor) -> Entry:
 
 
 def _like_params(entries: Sequence[Entry], params: Tree, first: Entry, scalars: set[str]) -> TorchState:
-    """The entries of all rows as trees like `params`; `first` has the names, and the 0-d tensors."""
+    """The entries of all rows as trees like `params`; `first` has all names, and the 0-d tensors."""
     spec = tree.flatten(params)[1]
     tensors = {n: tree.unflatten(spec, [entry[n] for entry in entries]) for n in first if n not in scalars}
     return TorchState({n: clear_padding_(x) for n, x in tensors.items()}, {n: first[n] for n in first if n in scalars})
@@ -186,7 +186,6 @@ def _first_by_name(params: Tree, begin: Callable[[Tensor], Entry], device: str) 
 
 
 def _next_by_name(state: TorchState, layout: Layout, entries: Sequence[Entry]) -> dict[str, Parts]:
-    """The new state of this rank's leaves, by the class's names."""
     entry_of = dict(zip((s.leaf for s in layout.mine), entries, strict=True))
     layouts = {name: old.layout for name, old in state.tensors.items()}
     return {name: Parts(of, [entry_of[s.leaf][name] for s in of.mine]) for name, of in layouts.items()}

@@ -212,7 +212,6 @@ def _in_forms(x: Parts, forms: Mapping[int, Form]) -> Parts:
 
 
 def _moved(x: Parts, layout: Layout) -> Parts:
-    """The tensors of whole leaves under another layout with the same owners."""
     tensors = dict(zip((span.leaf for span in x.layout.mine), x.tensors, strict=True))
     return Parts(layout, [tensors[span.leaf] for span in layout.mine])
 

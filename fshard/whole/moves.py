@@ -60,7 +60,6 @@ def on_rank(layout: Layout, rank: int | None = None) -> Layout:
 
 
 def _whole(layout: Layout, rules: Sequence[Rule]) -> Layout:
-    """The layout of whole leaves, each by its rule."""
     pairs = [(n, layout.leaves[n], rule) for n, rule in zip(layout.numbers, rules, strict=True)]
     rows = tuple(Row((n,), (0,), (leaf.shape,), leaf.numel, rule=rule) for n, leaf, rule in pairs)
     source = ("whole", layout.source, layout.axes, tuple(rule.at for rule in rules))
@@ -143,7 +142,6 @@ def _items(
 
 
 def _stage(k: int, size: int, here: tuple[int, ...], items: Sequence[Item]) -> tuple[Lists, Lists]:
-    """This rank's sends and receives along axis number `k`."""
     sends: Lists = [[] for _ in range(size)]
     recvs: Lists = [[] for _ in range(size)]
     for item in items:
