@@ -327,8 +327,9 @@ def test_gathering_a_tree_with_sharded_trees_in_it() -> None:
 
 
 def sparse_loss(p: Any, batch: Tensor, sparse: bool = True) -> fshard.Sum:
-    """A loss with an embedding, of which some rows are read twice."""
-    return fshard.Sum((F.embedding(batch, p["embed"], sparse=sparse) * p["head"]).square().sum())
+    """A loss with an embedding, which is read before and after the head, and some of its rows twice."""
+    scaled = F.embedding(batch, p["embed"], sparse=sparse) * p["head"]
+    return fshard.Sum((scaled + F.embedding(batch.flip(0), p["embed"], sparse=sparse)).square().sum())
 
 
 def sparse_and_dense(mesh: Any) -> None:
