@@ -1,1 +1,1 @@
-"""Derivatives beyond a backward: functions that run again, Hessian-vector products, gradients that a program made."""
+"""Derivatives beyond a backward: functions that run again, Hessian-vector products, gradients from a user's program."""

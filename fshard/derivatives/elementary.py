@@ -1,12 +1,11 @@
-"""Operators whose second derivatives are wrong in torch: a loss of `hvp` computes layer norm from others, or fails.
+"""Operators with wrong second derivatives in torch: a loss of `hvp` computes layer norm from others, or raises.
 
 Note [Second derivatives that torch lacks]
-    `hvp` differentiates a directional derivative. torch's directional derivatives of some operators read what the
-    operator saved: the mean and rstd of layer_norm and batch_norm, the decomposition in det and linalg.solve. These
-    saved values carry no derivative, so the second derivative lacks terms, and torch says nothing. Inside a loss of
-    `hvp`, layer_norm, which transformers need, is therefore made of others, whose derivatives are right to any order;
-    the rest are errors. A function mode sees the calls of Python, in modules and under other transforms too. It does
-    not see what a graph that was compiled before runs. test_elementary.py fails when torch mends one of them.
+    For some operators, torch's directional derivative reads values saved by the forward: the mean and rstd of
+    layer_norm and batch_norm, the decomposition in det and linalg.solve. Saved values carry no derivative, so second
+    derivatives lack terms, silently. So a loss of `hvp` computes layer_norm from operators with right derivatives of
+    any order (transformers need it); the others raise. A function mode sees all calls from Python, not the inside of a
+    graph compiled earlier. test_elementary.py fails when torch mends an operator.
 """
 
 from __future__ import annotations
@@ -31,20 +30,19 @@ _WRONG = re.compile(
     r"(layer|instance)_norm|batch_norm(?!.*no_training)|(linalg_|^)(det|slogdet|logdet|solve)$"
     r"|linalg_(solve_ex|tensorsolve|householder)|orgqr|cholesky_inverse"
 )
-# those that may use running statistics: their sixth argument says so
+# the sixth argument says if they use statistics of the input
 _OF_STATISTICS = ("batch_norm", "native_batch_norm", "instance_norm")
 
 
 class Elementary(TorchFunctionMode):
-    """While it is active, layer norms are made of other operators; others with wrong second derivatives are errors."""
+    """A mode to compute layer norm from other operators, and to raise for others with wrong second derivatives."""
 
     def __torch_function__(self, func: Operator, types: object, args: Args = (), kwargs: Kwargs = None) -> object:
-        """Call `func`, or what computes the same with derivatives that are right."""
         if func in _LAYER_NORMS:
             return _layer_norm(func, *args, **(kwargs or {}))
         name, options = str(getattr(func, "__name__", "")).partition(".")[0], kwargs or {}
         module = str(getattr(func, "__module__", None))
-        others = module.startswith("torch._ops.") and module != "torch._ops.aten"  # operators of other libraries
+        others = module.startswith("torch._ops.") and module != "torch._ops.aten"  # another library's operators
         product = name.startswith("scatter_reduce") and "prod" in (*args[3:4], options.get("reduce"))
         if not others and (product or _WRONG.search(name)) and not _uses_running_statistics(name, args, options):
             raise ValueError(
@@ -55,7 +53,7 @@ class Elementary(TorchFunctionMode):
 
 
 def _uses_running_statistics(name: str, args: Sequence[object], options: Mapping[str, object]) -> bool:
-    """Whether a norm of batches or instances uses no statistics of its input: it is then linear in the input."""
+    """Return True if a norm uses running statistics, not those of its input: it is then linear in the input."""
     default = options.get("training", options.get("use_input_stats", name == "instance_norm"))
     return name in _OF_STATISTICS and not [*args[5:6], default][0]
 
@@ -69,12 +67,12 @@ def _layer_norm(
     eps: float = 1e-5,
     cudnn_enable: bool = True,
 ) -> _Outputs:
-    # torch's own runs as well, on the values alone: it checks the arguments, and gives the dtype and the statistics
+    # torch's own, without derivatives, checks arguments, and gives dtype and statistics
     with torch.no_grad():
         values = [None if x is None else x.detach() for x in (weight, bias)]
         torchs = func(input.detach(), normalized_shape, *values, eps)
     dims = list(range(-len(normalized_shape), 0))
-    x = input.float() if input.dtype in (torch.float16, torch.bfloat16) else input  # as in torch's kernels
+    x = input.float() if input.dtype in (torch.float16, torch.bfloat16) else input  # as torch's kernels do
     x = x - x.mean(dims, keepdim=True)
     x = x * (x.square().mean(dims, keepdim=True) + eps).rsqrt()
     x = x if weight is None else x * weight

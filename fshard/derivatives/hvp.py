@@ -1,10 +1,9 @@
 """Hessian-vector products of losses of sharded parameters.
 
 Note [Reverse over forward]
-    The loss runs in forward mode along the tangent v. Its derivative in that direction, <gradient, v>, is then
-    differentiated as the loss of a step is, and the gradient of it is the product. Touching a unit gathers the unit
-    and its tangent, and the backward gathers both again. Forward mode is torch.func.jvp, so a loss may use other
-    transforms inside; tangents belong to the level of that jvp, whichever level is on top when a unit is touched.
+    The loss runs in forward mode along the tangent v. The directional derivative <gradient, v> is then differentiated
+    like the loss of a step, and its gradient is the product. Forward mode is torch.func.jvp, so a loss may use other
+    transforms inside. Tangents belong to the level of this jvp, wherever a unit is touched.
 """
 
 from __future__ import annotations
@@ -31,63 +30,62 @@ from .elementary import Elementary
 
 @dataclass(frozen=True)
 class _OfTangents:
-    saved: object  # what `pack` of the tape of tangents returned
+    saved: object  # from `pack` of the tangents' tape
 
 
 class _Duals(Tape):
-    """A tape whose trainable leaves have tangents; a second tape gathers those."""
+    """A tape whose trainable leaves get tangents, gathered by a second tape."""
 
     def __init__(self, params: Sharded, tangents: Sharded, into: Gradients, beside: Sequence[Sharded]):
         super().__init__(params, into, beside)
         self._tangents = Tape(tangents, chain=self.chain)
-        self._levels: Sequence[object] = ()  # of torch.func, innermost first: those inside which tangents are made
+        self._levels: Sequence[object] = ()  # torch.func levels around the tangents, innermost first
 
     @property
     def _followers(self) -> list[Tape]:
         return [*super()._followers, self._tangents]
 
     def view(self) -> Tree:
-        """This tape: the loss asks for `duals` at the level that tangents belong to."""
+        """Return this tape itself: the loss calls `duals` inside the jvp."""
         return self
 
     def duals(self) -> Tree:
-        """The parameters, with tangents of the torch.func level in which this is called."""
+        """Return the parameters, with tangents of the current torch.func level."""
         with func_levels.aside() as levels:
             self._levels = levels
         return super().view()
 
     def touch(self, unit: int) -> Leaves:
-        """The leaves of a unit: the trainable ones with their tangents."""
         if (reads := RERUN.get()) is not None:
             return reads.unit(self, unit)
         leaves, tangents = list(super().touch(unit)), self._tangents.touch(unit)
         trained = schedule(self._params.view).entries[unit].trained
-        # what is read under no_grad may be used outside of it
+        # gradients on: leaves read under no_grad may be used outside it
         with func_levels.again(self._levels), torch.enable_grad():
             for number, tangent in zip(trained, tangents, strict=True):
                 leaves[number] = make_dual(leaves[number], tangent)
         return leaves
 
     def pack(self, x: Tensor) -> object:
-        """The place of a gathered value or tangent in a buffer of its tape."""
         saved = super().pack(x)
         return _OfTangents(self._tangents.pack(x)) if isinstance(saved, SavedTensor) else saved
 
     def unpack(self, saved: object) -> Tensor:
-        """The value or tangent that `pack` was given."""
         return self._tangents.unpack(saved.saved) if isinstance(saved, _OfTangents) else super().unpack(saved)
 
 
 def hvp(loss_fn: Callable[..., Tree]) -> Callable[..., Sharded]:
-    """`fn(params, v, *args) -> product`: the Hessian of the loss over all ranks, times `v`.
+    """Return `fn(params, v, *args) -> product`: the Hessian of the loss over all ranks, times `v`.
 
     `loss_fn(params, *args)` is a loss as in `value_and_grad`. `params` and `v` are `Sharded` of one plan, `v` cut like
-    the parameters or like gradients; the product is cut like gradients, so it can be the next `v`. Touching a unit
-    gathers it and its tangent, and both again in the backward. The operators in the loss need forward
-    derivatives (attention: under sdpa_kernel(SDPBackend.MATH)). LayerNorm is computed from other operators, because
-    torch's second derivatives of it are wrong. ValueError for other operators with wrong second derivatives (BatchNorm
-    in training, det, solve), for a `v` of another plan, for a count that depends on parameters, and where a
-    `param_wire` would round the tangent.
+    the parameters or like gradients; the product is cut like gradients, so it can be the next `v`.
+
+    Touching a unit gathers the unit and its tangent, and the backward gathers both again. Operators of the loss need
+    forward derivatives (attention: under sdpa_kernel(SDPBackend.MATH)). LayerNorm is computed from other operators,
+    because torch's second derivatives of it are wrong.
+
+    ValueError for other operators with wrong second derivatives (BatchNorm in training, det, solve), for a `v` of
+    another plan, for a count that depends on parameters, and if `param_wire` would round the tangent.
 
     >>> params, v = (shard_of(torch.tensor(x)) for x in ([1.0, 2.0], [1.0, 0.0]))
     >>> gather_params(hvp(lambda w: (w ** 3).sum())(params, v))
@@ -98,22 +96,22 @@ def hvp(loss_fn: Callable[..., Tree]) -> Callable[..., Sharded]:
     check_loss(loss_fn)
 
     def along(tape: _Duals, *args: Tree) -> Tree:
-        """The derivative of the loss in the direction of the tape's tangents, as a loss."""
+        """Return the derivative of the loss along the tape's tangents, as a loss."""
         returned: list[tuple[Tree, type]] = []
 
         def totals(_: Tensor) -> tuple[tuple[Tensor, ...], list[Tensor]]:
             with Elementary():
                 returned.append(read_loss(loss_fn(tape.duals(), *args)))
             terms = terms_of(returned[-1][0])
-            # the counts go out as jvp's aux, which torch.func unwraps
+            # counts leave as jvp's aux, because torch.func unwraps aux
             return tuple(x.total for x in terms), [x.count for x in terms if _has_tensor(x)]
 
-        # jvp only opens a level of forward mode: the tangents come from the tape, not from this number
+        # jvp only opens a level of forward mode: the tangents come from the tape
         number = torch.zeros((), dtype=torch.float32, device="cpu")
-        # 0-d: the total of each of the loss's terms, and its derivative
+        # for each term of the loss: its total and the total's derivative, 0-d
         values, changes, counts = torch.func.jvp(totals, (number,), (number,), has_aux=True)  # type: ignore[misc]
         ((loss, kind),) = returned
-        # of a linear loss the product is zero, and the loss must still depend on the parameters
+        # a linear loss has product zero, and must still depend on the parameters
         changes = [c if c.requires_grad else c + 0 * value for value, c in zip(values, changes, strict=True)]
         if kind is Tensor:
             return changes[0]

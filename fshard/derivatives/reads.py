@@ -1,18 +1,16 @@
-"""What a function reads beside its arguments while `remat` runs it, and what it is given in place of it.
+"""The reads of a function that `remat` runs: tensors from outside, and the inputs that stand for them.
 
 Note [Reads]
-    Derivatives of a function that runs again are those of its inputs. So whatever it reads becomes an input. Units of
-    parameters say themselves that they are read (`Reads.unit`). Other tensors are seen when an operator gets them, by a
-    function mode, and known again by their identity. What the mode cannot see, in a `torch.autograd.Function` of the
-    user or in torch.jit, makes a result that has a gradient though all inputs were taken without one: an error.
-
-    The first run computes without derivatives. So what it computes must leave it as a result: a tensor that the
-    function puts in a list, an attribute or a tensor from outside would have lost its gradient. Tensors that depend on
-    the inputs are watched, and after the run those that live on are an error.
-
-    A tensor from outside without a derivative is a constant, read where it lies. The first run notes which it reads,
-    and how often each was written to; a later run reads these, unchanged, or what a run has made (a cache). Of a
-    function that makes tensors which no mode sees (torch.from_numpy) other constants are accepted: those look the same.
+    1. Derivatives of a function that runs again are derivatives by its inputs, so each tensor it reads becomes an
+       input. Units of parameters report their reads (`Reads.unit`). A function mode sees other tensors when an operator
+       gets them, and knows them by identity. Inside a user's `torch.autograd.Function` or torch.jit it sees nothing:
+       the result then has a gradient though no input has one, and `remat` raises.
+    2. The first run computes without derivatives. Outside the results, in a list, an attribute or a tensor from
+       outside, a computed tensor would lack its gradient: the run watches tensors computed from inputs, and raises if
+       one lives on.
+    3. A tensor from outside without a derivative is a constant, read where it lies. A later run may read the first
+       run's constants, unless written to since, and tensors made by a run (a cache). If the function makes tensors
+       unseen by modes (torch.from_numpy), unknown constants pass: they cannot be told apart.
 """
 
 from __future__ import annotations
@@ -37,39 +35,39 @@ from ..core.tracing import RERUN, Args, Kwargs, Operator, assigned, is_tracing, 
 from ..grad.tape import Tape
 from ..sharding.access import Shown
 
-# Private, here and below: nothing public tells what a transform wraps (test_remat.py notices when these go)
+# Private, here and below: no public function unwraps tensors of a transform (test_remat.py notices a removal)
 _functorch = torch._C._functorch
-_IN_PLACE = re.compile(r"[^_]_$|^__(setitem|i\w+)__$")  # names of functions that write to their first argument
+_IN_PLACE = re.compile(r"[^_]_$|^__(setitem|i\w+)__$")  # functions that write to their first argument
 _CUTS = {Tensor.detach, torch.detach, Tensor.data.__get__}  # type: ignore[attr-defined]
 Positions = dict[Hashable, range]
-Known = dict[int, weakref.ref[Tensor]]  # by identity, which says nothing once the tensor is gone
+Known = dict[int, weakref.ref[Tensor]]  # by identity
 Constants = dict[int, tuple[weakref.ref[Tensor], int | None]]
 _AS_ARGUMENT = "give it to the function as an argument"
 
 
 class Reads(TorchFunctionMode):
-    """One run of a function: what it reads, in place of which it gets `given` (Note [Reads])."""
+    """One run of a function, which gets `given` for the tensors it reads (Note [Reads])."""
 
     def __init__(self, given: Sequence[Tensor], outer: Reads | None = None):
         super().__init__()
-        self.given = list(given)  # the arguments, then what was read
-        # where in `given`: of tensors by their identity, of units by tape and number
+        self.given = list(given)  # arguments, then tensors read
+        # ranges in `given`, by identity of a tensor, or (tape, number) of a unit
         self.positions: Positions = {}
-        self.outer = outer  # that of a function that runs around this one
-        self.depth = _functorch.current_level() if func_levels.inside() else 0  # the levels of torch.func outside
-        # what is read from outside and has no derivative, and what was made and lives on: by identity, with `writes`
+        self.outer = outer  # of a function around this one
+        self.depth = _functorch.current_level() if func_levels.inside() else 0  # number of torch.func levels outside
+        # constants from outside, and at the end tensors made by the run: by identity, with `writes`
         self.constants: Constants = {}
         self.made: Known = {}
-        self._memory = set[int]()  # of what was made in torch.func, by address: it gives tensors that no operator made
-        self._watched: Known = {}  # which of `made` depend on inputs that have derivatives
+        self._memory = set[int]()  # addresses of memory made in torch.func, where some tensors come from no operator
+        self._watched: Known = {}  # those computed from inputs with derivatives
         for x in self.given:
             self._add(x)
-        # those of devices, and those given to operators: each with what restores its first state
+        # of devices and of operators' arguments; each with a function to restore its first state
         self.generators: dict[Place, Callable[[], object]] = {}
         self._shown: dict[Tape, Shown | None] = {}
 
     def run(self, fn: Callable[[], Any]) -> Any:
-        """Return `fn()`, which gets `given` in place of what it reads; containers of units are then as before."""
+        """Return `fn()`, run with `given` for its reads; afterwards containers of units are as before."""
         with assigned(RERUN, self), self:
             try:
                 return fn()
@@ -81,8 +79,7 @@ class Reads(TorchFunctionMode):
                 self._shown.clear()
 
     def unit(self, tape: Tape, number: int) -> Sequence[Tensor]:
-        """What the function gets as the leaves of a unit."""
-        if tape not in self._shown:  # containers that others have read would have other leaves
+        if tape not in self._shown:  # containers read by others would have other leaves
             self._shown[tape] = tape.shown
             if tape.shown:
                 tape.shown.let_go()
@@ -100,8 +97,7 @@ class Reads(TorchFunctionMode):
         refuse_other_reads()
 
     def __torch_function__(self, func: Operator, types: object, args: Args = (), kwargs: Kwargs = None) -> Any:
-        """Call `func` with what the function gets in place of what it reads."""
-        if RERUN.get() is not self:  # inside, another function runs, which has replaced what it reads
+        if RERUN.get() is not self:  # another function runs inside, and has replaced its reads
             return func(*args, **(kwargs or {}))
         args, kwargs = self._replaced(args), self._replaced(kwargs or {})
         if kwargs.get("generator") is not None:
@@ -118,7 +114,6 @@ class Reads(TorchFunctionMode):
             self.outer._note_generator(place)
 
     def note(self, func: Operator, args: Args, kwargs: Kwargs, out: object) -> None:
-        """Note what an operator has returned for these arguments."""
         before = list(_tensors((args, kwargs)))
         watched = self._watches(func, args, kwargs, before)
         inside = func_levels.inside()
@@ -141,7 +136,6 @@ class Reads(TorchFunctionMode):
         return _knows(self.made, x) or bool(self._memory and _memory(x) in self._memory)
 
     def _living(self) -> Constants:
-        """What the run has made and lives on, such as a cache."""
         return {n: (ref, writes(func_levels.unwrapped(x))) for n, ref in self.made.items() if (x := ref()) is not None}
 
     def _replaced(self, x: Any) -> Any:
@@ -152,7 +146,7 @@ class Reads(TorchFunctionMode):
         return {name: self._replaced(y) for name, y in x.items()} if type(x) is dict else x
 
     def instead_of(self, x: Tensor) -> Tensor:
-        """What the function gets in place of a tensor: itself, unless it is from outside and has derivatives."""
+        """Return the input for a tensor from outside with derivatives; any other tensor itself."""
         if id(x) in self.positions:
             return self._at(id(x))[0]
         if getattr(type(x), "reads_itself", False) or self._is_made(x):
@@ -160,7 +154,7 @@ class Reads(TorchFunctionMode):
         is_known = self.outer is not None and self.outer.knows(x)
         if is_known or _functorch.maybe_get_level(x) <= self.depth:
             return self._from_outside(x)
-        inner = _functorch.get_unwrapped(x)  # of a transform inside of the function
+        inner = _functorch.get_unwrapped(x)  # of a transform inside the function
         instead = self.instead_of(inner)
         if instead is inner:
             return x
@@ -172,7 +166,7 @@ class Reads(TorchFunctionMode):
         return _functorch._add_batch_dim(instead, _functorch.maybe_get_bdim(x), _functorch.maybe_get_level(x))
 
     def knows(self, x: Tensor) -> bool:
-        """Whether the function, or one around it, has read a tensor, which may be of a level that ended."""
+        """Return True if this function, or one around it, has read a tensor. Its level may have ended."""
         return id(x) in self.positions or (self.outer is not None and self.outer.knows(x))
 
     def _from_outside(self, x: Tensor) -> Tensor:
@@ -180,18 +174,18 @@ class Reads(TorchFunctionMode):
 
 
 class FirstReads(Reads):
-    """The first run, without derivatives. `inputs` are the arguments and all that was read, with theirs."""
+    """The first run, without derivatives. `inputs`: the arguments, then all reads, with their derivatives."""
 
     def __init__(self, args: Iterable[Tensor], outer: Reads | None):
-        # an operator that `remat` is: torch does not show it to the mode of the function outside
+        # an outer function's mode does not see the arguments of `remat`
         self.inputs = [x if outer is None else outer.instead_of(x) for x in args]
         super().__init__([stripped(x) for x in self.inputs], outer)
         self._had_forward_mode = forward_ad._is_fwd_grad_enabled()
-        self.kept: list[Tensor] = []  # so that their identities stay taken
+        self.kept: list[Tensor] = []  # keeps identities taken
         self._versions = [writes(x) for x in map(func_levels.unwrapped, self.inputs)]
         for x, given in zip(self.inputs, self.given, strict=True):
             self._add(given, is_active(x))
-        # all devices: the function may draw on any, whatever it is given
+        # all devices: the function may draw on any of them
         for device in (HOST, *accelerators()):
             self._note_generator(device)
 
@@ -211,7 +205,7 @@ class FirstReads(Reads):
 
     def _from_outside(self, x: Tensor) -> Tensor:
         true = x if self.outer is None else self.outer.instead_of(x)
-        if not (is_active(true) or func_levels.is_wrapped(true)):  # a constant, in this run
+        if not (is_active(true) or func_levels.is_wrapped(true)):
             if not (_passes(x) or _is_at(self.constants.get(id(x), (None,))[0], x)):
                 self.constants[id(x)] = weakref.ref(x), writes(func_levels.unwrapped(x))
             return true
@@ -227,12 +221,12 @@ class FirstReads(Reads):
         return watched
 
     def _in_function(self) -> bool:
-        """True in the forward of a torch.autograd.Function: it runs without gradients, and its results have one."""
-        # Private: there torch switches forward mode off too, and under no_grad does not (test_remat.py notices)
+        """Return True in the forward of a torch.autograd.Function: gradients are off, but results have one."""
+        # Private: there torch switches forward mode off too, unlike under no_grad (test_remat.py notices a change)
         return self._had_forward_mode and not (forward_ad._is_fwd_grad_enabled() or torch.is_inference_mode_enabled())
 
     def _note_write(self, x: object) -> None:
-        """Watch what is written to; RuntimeError if it is from outside: its new value would have no gradient."""
+        """Watch a tensor written to. RuntimeError if it is from outside: its new value would have no gradient."""
         for target in _tensors(x):
             base = target if target._base is None else target._base
             if not (self._is_made(base) or self._is_made(target)):
@@ -243,13 +237,14 @@ class FirstReads(Reads):
             self._watched |= {id(x): self.made[id(x)] for x in (target, base) if _knows(self.made, x)}
 
     def end(self, others: Sequence[object]) -> tuple[Positions, Constants, bool]:
-        """What a later run has to know. Call it once the results are copied and dropped, but for others.
+        """Return (positions, constants, is_blind) for later runs.
 
-        RuntimeError if what depends on the inputs lives on, or a constant was written to.
+        Call it when results are copied and dropped, except `others`, those without derivatives. RuntimeError if a
+        tensor computed from inputs lives on, or a constant was written to.
         """
         self.given.clear()
         if self._left():
-            gc.collect()  # cycles, of a function that calls itself, or of an exception that it has caught
+            gc.collect()  # free cycles of a function that calls itself, or of an exception it caught
             for x in self._left():
                 raise RuntimeError(
                     f"fshard.remat: the function keeps {_form(x)}, which it has computed, beside its results (in a "
@@ -265,7 +260,7 @@ class FirstReads(Reads):
                     "so again when it runs again: clone it first, and return the new value as a result (buffers of a "
                     "module: fshard.module.functionalize)"
                 )
-        # no mode saw how the function made what is gone now, or is a result
+        # the function made a constant that is gone, or is a result, unseen by any mode
         is_blind = any(x is None or any(x is y for y in others) for x, _ in read)
         living = self._living()
         self.constants |= living
@@ -279,7 +274,7 @@ class FirstReads(Reads):
 
 
 class SecondReads(Reads):
-    """A later run, as a function of all that the first run read."""
+    """A later run, with all reads of the first run as inputs."""
 
     def __init__(self, inputs: Sequence[Tensor], positions: Positions, constants: Constants, is_blind: bool):
         super().__init__(inputs)
@@ -302,14 +297,13 @@ class SecondReads(Reads):
         return x
 
     def check(self) -> None:
-        """RuntimeError if something was not read again."""
+        """RuntimeError if an input was not read again."""
         if len(self._seen) < len(self.positions):
             refuse_other_reads()
-        self.constants |= self._living()  # for later runs
+        self.constants |= self._living()
 
 
 def refuse_other_reads() -> NoReturn:
-    """Raise RuntimeError for a function that reads other tensors when it runs again."""
     raise RuntimeError(
         "fshard.remat: the function reads other tensors when it runs again, or one that was written to since. What it "
         "reads may depend on its arguments alone; what it makes of a tensor from outside by a torch.autograd.Function "
@@ -327,7 +321,7 @@ def _is_at(ref: weakref.ref[Tensor] | None, x: Tensor) -> bool:
 
 
 def _passes(x: Tensor) -> bool:
-    """Whether a tensor is a buffer that one call of a module's function has made, or torch.compile's in its trace."""
+    """Return True for a buffer made by one call of a module's function, or a tensor of torch.compile's trace."""
     return getattr(x, "of_call", False) or (isinstance(x, FakeTensor) and not is_tracing())
 
 
@@ -344,7 +338,7 @@ def _form(x: Tensor) -> str:
 
 
 def _levels(x: Tensor) -> Iterator[Tensor]:
-    """A tensor, what it wraps, and so on; the last is of no transform."""
+    """Yield a tensor, then each tensor wrapped inside; the last belongs to no transform."""
     yield x
     while func_levels.is_wrapped(x):
         x = _functorch.get_unwrapped(x)
@@ -357,15 +351,15 @@ def _memory(x: Tensor) -> int:
 
 
 def is_active(x: Tensor) -> bool:
-    """Whether a tensor has a gradient or a tangent, at any level of torch.func."""
+    """Return True if a tensor has a gradient or a tangent, at any level of torch.func."""
     if not is_inexact(x):
         return False
-    # a trace would take values of a scan's body, which it does not know, for constants
+    # unseen: else a trace takes unknown values of a scan's body for constants
     with unseen() if is_tracing() else nullcontext(), func_levels.aside() as levels:
         for y in _levels(x):
             level = _functorch.maybe_get_level(y)
             with func_levels.again(levels[len(levels) - level :] if level > 0 else ()):
-                # of the class Tensor: a module's parameter says that it requires a gradient, whatever it is here
+                # of the class Tensor: a module's parameter always claims to require a gradient
                 if Tensor.requires_grad.__get__(y) or (  # type: ignore[attr-defined]
                     not _functorch.is_batchedtensor(y) and forward_ad.unpack_dual(y).tangent is not None
                 ):
@@ -374,7 +368,7 @@ def is_active(x: Tensor) -> bool:
 
 
 def stripped(x: Tensor) -> Tensor:
-    """The values of a tensor, batched as it is, without a gradient or tangent at any level of torch.func."""
+    """Return the values of a tensor, still batched, without gradient or tangent at any level of torch.func."""
     with func_levels.aside():
         return _stripped(x)
 

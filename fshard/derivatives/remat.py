@@ -1,11 +1,11 @@
-"""`remat`: a function of which autograd keeps the arguments alone, and which runs again for derivatives of any kind.
+"""`remat`: autograd keeps only the arguments of a function, and derivatives of any kind run the function again.
 
 Note [Remat]
-    torch.utils.checkpoint hooks on to what autograd saves, which torch.func forbids. Here a function runs without
-    derivatives at any level, and a `torch.autograd.Function`, the identity of its results, then gives these a rule for
-    each kind of derivative: `vjp`, `jvp` and `vmap` of the function, run again. The rules are functions of all that the
-    function read (Note [Reads] in `reads.py`), and are rematerialized themselves: so derivatives of any order run
-    again, and torch.func.grad, which always keeps what a second derivative needs, keeps the arguments alone as well.
+    torch.utils.checkpoint hooks into saved tensors, which torch.func forbids. Here the function runs without
+    derivatives at any level. A `torch.autograd.Function`, the identity of the results, gives them rules for `vjp`,
+    `jvp` and `vmap`. Each rule runs the function again, takes all its reads as inputs (Note [Reads] in `reads.py`), and
+    is rematerialized itself. So derivatives of any order run again, and torch.func.grad, which always keeps tensors for
+    a second derivative, keeps only the arguments.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from typing import Any, ParamSpec, TypeVar, cast
 import torch
 from torch import Tensor
 
-# Private, as what a vmap rule is made of: nothing public runs a function for a level as torch's own rules do
+# Private, parts of a vmap rule: nothing public runs a function for one level as torch's own rules do
 from torch._functorch.autograd_function import unwrap_batched, wrap_batched
 from torch._functorch.pyfunctorch import VmapInterpreter, coerce_cinterpreter, retrieve_current_functorch_interpreter
 from torch.autograd import forward_ad
 
-# Private: nothing public lists the function modes that are on (test_remat.py notices when it goes)
+# Private: nothing public lists the active function modes (test_remat.py notices a removal)
 from torch.overrides import _get_current_function_mode_stack as function_modes
 from torch.utils.checkpoint import checkpoint
 
@@ -39,25 +39,27 @@ from .reads import FirstReads, Reads, SecondReads, is_active, stripped
 
 P = ParamSpec("P")
 R = TypeVar("R")
-Ctx = Any  # torch's context of a function, on which setup_context sets any attributes
-_Again = Callable[..., tuple[Tensor, ...]]  # of tensors, inputs and results
+Ctx = Any  # torch's context of a function; setup_context sets any attribute
+_Again = Callable[..., tuple[Tensor, ...]]  # tensors to tensors
 _Tensors = Sequence[Tensor]
 _Levels = Sequence[tuple[object, ...]]  # of torch.func
 _NUM_OTHERS = 3  # arguments of `_Rules` before the tensors
 
 
 def remat(fn: Callable[P, R]) -> Callable[P, R]:
-    """Return `fn` with its values and derivatives, which keeps its arguments alone: derivatives run `fn` again.
+    """Return `fn`, with equal values and derivatives, keeping only its arguments: derivatives run `fn` again.
 
-    `fn(*args, **kwargs) -> results`: trees of tensors and other objects. Derivatives of any order are those of `fn`, by
-    backward and by torch.func (grad, vjp, jvp, vmap, hessian), with respect to arguments, to tensors that `fn` takes
-    from outside, and to parameters that it reads, which are gathered once more in the backward. What it draws at random
-    is drawn again. Of a function of several units all units are in memory together. For torch.autograd alone
-    `torch.utils.checkpoint` does the same, unit by unit.
+    `fn(*args, **kwargs) -> results`: trees of tensors and other objects.
 
-    Raises RuntimeError where a gradient would be lost or wrong: `fn` writes to an argument, or to a tensor from outside
-    (batch norm in training); keeps what it computes beside its results; reads other tensors, or other values of
-    constants, when it runs again; or differentiates by a tensor from outside in a transform of its own.
+    - Derivatives of any order are right, by backward and by torch.func (grad, vjp, jvp, vmap, hessian): by arguments,
+      by tensors from outside, and by parameters, gathered once more in the backward.
+    - `fn` draws the same random numbers when it runs again.
+    - If `fn` reads several units, all are in memory together. `torch.utils.checkpoint` works unit by unit, for
+      torch.autograd alone.
+
+    RuntimeError if a gradient would be lost or wrong: `fn` writes to an argument or to a tensor from outside (batch
+    norm in training); stores a computed tensor outside its results; reads other tensors or values when it runs again;
+    or differentiates by a tensor from outside in a transform of its own.
 
     >>> def loss(w, x):
     ...     return remat(lambda x: (x @ w).tanh())(x).sum()
@@ -71,10 +73,10 @@ def remat(fn: Callable[P, R]) -> Callable[P, R]:
         raise TypeError(wrong("remat: fn", fn, "fn(*args, **kwargs), a function or a module"))
 
     def rematerialized(*args: P.args, **kwargs: P.kwargs) -> R:
-        if torch.compiler.is_dynamo_compiling():  # it knows torch's checkpoint, and has derivatives of its own
+        if torch.compiler.is_dynamo_compiling():  # dynamo knows torch's checkpoint, and takes derivatives itself
             return cast(R, checkpoint(lambda *xs: fn(*xs, **kwargs), *args, use_reentrant=False))
         outer = cast("Reads | None", RERUN.get())
-        with assigned(RERUN, None):  # what is done here is no part of a function outside
+        with assigned(RERUN, None):  # hide this from a function around it
             return _rematerialized(fn, args, kwargs, outer)
 
     return functools.update_wrapper(rematerialized, fn, updated=())
@@ -96,13 +98,13 @@ def _rematerialized(fn: Callable[..., R], args: Any, kwargs: Any, outer: Reads |
 
 
 class _Rematerialized:
-    """One call of a function, which can run again as a function of what it read."""
+    """One call of a function, which can run again."""
 
     def __init__(self, fn: Callable[..., Tree], spec: tree.Spec, leaves: Sequence[object], reads: FirstReads):
         self._fn, self._spec = fn, spec
         self._leaves = [_TENSOR if isinstance(x, Tensor) else x for x in leaves]
         self._kept = reads.kept
-        # in a backward: the call of a module that reads its parameters, and the like
+        # context variables of the call, such as a module's parameters
         self._context = copy_context()
         self._modes = [mode for mode in function_modes() if not isinstance(mode, Reads)]
         accelerator = torch.accelerator.current_accelerator()
@@ -115,9 +117,9 @@ class _Rematerialized:
         return reads.run(functools.partial(self._fn, *args, **kwargs))
 
     def first(self, reads: FirstReads) -> tuple[list[Tensor], list[object], tree.Spec]:
-        """Run without derivatives: the floating results; the leaves of all, `_TENSOR` for these; the structure of all.
+        """Run without derivatives. Return (floating results, all leaves with `_TENSOR` for these, structure).
 
-        RuntimeError for what would have no gradient.
+        RuntimeError for a tensor that would have no gradient.
         """
         leaves, form = tree.flatten(self._run(reads))
         out = [reads.instead_of(x) if isinstance(x, Tensor) and is_active(x) else x for x in leaves]
@@ -128,7 +130,7 @@ class _Rematerialized:
                 "function as an argument"
             )
         others = [_TENSOR if is_inexact(x) else x for x in out]
-        # others in the same memory: what the function made is to be gone
+        # new tensors in the same memory: `reads.end` checks that the function's own are gone
         results = [stripped(x) for x in out if is_inexact(x)]
         del leaves, out
         self._known = reads.end(others)
@@ -136,13 +138,13 @@ class _Rematerialized:
         return results, others, form
 
     def again(self, *inputs: Tensor) -> tuple[Tensor, ...]:
-        """The floating results, as a function of all that the first run read."""
+        """Return the floating results, from all reads of the first run."""
         reads = SecondReads(inputs, *self._known)
         casts = [torch.autocast(kind, dtype, on, cache_enabled=False) for kind, dtype, on in self._casts]
         active = function_modes()
         modes = [mode for mode in self._modes if not any(mode is x for x in active)]
         with ExitStack() as stack:
-            for block in (self._rewound(), *casts, *modes):  # those that the call was in
+            for block in (self._rewound(), *casts, *modes):
                 stack.enter_context(block)
             out = tree.leaves(self._context.copy().run(self._run, reads))
         results = tuple(reads.instead_of(x) if id(x) in reads.positions else x for x in out if is_inexact(x))
@@ -151,7 +153,6 @@ class _Rematerialized:
 
     @contextmanager
     def _rewound(self) -> Iterator[None]:
-        """Inside the block draw what the first run drew."""
         with func_levels.aside():
             back = bookmark(*self._generators)
             for rewind in self._generators.values():
@@ -164,25 +165,25 @@ class _Rematerialized:
 
 
 def _levels() -> _Levels:
-    """The transforms of torch.func that run: of each its kind, its level, and of `vmap` how it draws random numbers."""
+    """List the active transforms of torch.func: kind, level, and for `vmap` its randomness."""
     return [coerce_cinterpreter(x).get_state() for x in torch._C._functorch.get_interpreter_stack() or ()]
 
 
 def _ruled(again: _Again, levels: _Levels, inputs: _Tensors, now: _Again | None = None) -> tuple[Tensor, ...]:
-    """`again(*inputs)`, or `now(*inputs)`, of whose derivatives autograd keeps the inputs alone."""
+    """As `_ruled_by`, with the results of `now` or `again`."""
     return _ruled_by(again, levels, _drawn_once(now or again, levels, [*map(stripped, inputs)]), inputs)
 
 
 def _ruled_by(again: _Again, levels: _Levels, results: _Tensors, inputs: _Tensors) -> tuple[Tensor, ...]:
-    """The results of `again(*inputs)`, of whose derivatives autograd keeps the inputs alone.
+    """Give `results` of `again(*inputs)` derivatives, for which autograd keeps only the inputs.
 
-    `levels` are those in which the function ran first: what it draws at random may differ along these.
+    `levels`: the levels of the first run; random numbers may differ along these.
     """
     return _Rules.apply(again, levels, len(results), *results, *inputs) if results else ()
 
 
 def _drawn_once(again: _Again, levels: _Levels, inputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    """`again` of tensors without derivatives, for which a vmap that is not of `levels` draws once, as the first run."""
+    """Run `again` on values. A vmap outside `levels` draws once for all rows, as the first run did."""
     if all(level in levels or level[0] != "Vmap" or level[-1] == "same" for level in _levels()):
         return again(*inputs)
     top = retrieve_current_functorch_interpreter()
@@ -196,27 +197,25 @@ def _drawn_once(again: _Again, levels: _Levels, inputs: Sequence[Tensor]) -> tup
 
 
 def _mapped(again: _Again, size: int, dims: Sequence[int | None], randomness: str) -> _Again:
-    """`again`, mapped over dims of its inputs."""
-
     def mapped(*inputs: Tensor) -> tuple[Tensor, ...]:
-        rows = torch.empty(size, 0, dtype=torch.float32, device="cpu")  # vmap asks for an argument that it cuts
+        rows = torch.empty(size, 0, dtype=torch.float32, device="cpu")  # vmap wants an argument to cut
         return torch.func.vmap(lambda _, *x: again(*x), (0, *dims), randomness=randomness)(rows, *inputs)
 
     return mapped
 
 
 class _Rules(torch.autograd.Function):
-    """The identity of results, whose derivatives are those of `again`, a function of the tensors after them."""
+    """The identity of results, with the derivatives of `again`, a function of the tensors after them."""
 
     @staticmethod
     def forward(again: _Again, levels: _Levels, num: int, *tensors: Tensor) -> tuple[Tensor, ...]:
-        """Return the results, in memory that is no one else's, since the program may write to them."""
+        """Return the results, each in memory of its own: the program may write to them."""
         results, others = list[Tensor](), dict[int, list[Tensor]]()  # by the address of their memory
         for x in tensors[num:]:
             others.setdefault(_address(x), []).append(x)
         for x in tensors[:num]:
             beside = others.setdefault(_address(x), [])
-            # `data`: a view could not be written to, one of several at least
+            # `data`: torch forbids writes to one of several views
             results.append(x.clone() if any(share_elements(x, y) for y in beside) else x.data)
             beside.append(x)
         return tuple(results)
@@ -226,7 +225,7 @@ class _Rules(torch.autograd.Function):
         ctx.again, ctx.levels, ctx.num, *tensors = inputs
         ctx.save_for_backward(*tensors[ctx.num :])
         ctx.save_for_forward(*tensors[ctx.num :])
-        ctx.set_materialize_grads(False)  # what has no use has no derivative: zero times infinity would be NaN
+        ctx.set_materialize_grads(False)  # unused results have no derivative: zero times infinity would be NaN
 
     @staticmethod
     def backward(ctx: Ctx, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
@@ -245,7 +244,7 @@ class _Rules(torch.autograd.Function):
             inputs = [forward_ad.unpack_dual(x).primal for x in ctx.saved_tensors]
             along = {n: x for n, x in enumerate(tangents[ctx.num :]) if x is not None}
             tensors = [*inputs, *along.values()]
-            # without torch.func there is one level, that of torch.autograd.forward_ad, and it may be over later
+            # without torch.func the one level is torch.autograd.forward_ad, which may be over later
             now, later = (_push(ctx.again, [*along], len(inputs), x) for x in (func_levels.inside(), True))
             return _ruled(later, ctx.levels, tensors, now)
 
@@ -266,19 +265,19 @@ def _address(x: Tensor) -> int:
 
 
 def _leaf(x: Tensor) -> Tensor:
-    """A tensor to differentiate by, also if `x` is given twice; `detach` would drop a tangent of torch.autograd."""
+    """Return a tensor to differentiate by, a new one even if `x` is given twice. `detach` would drop a tangent."""
     return (x.view_as(x) if x.requires_grad or x.layout is torch.strided else x.detach()).requires_grad_()
 
 
 def _pull(again: _Again, which: Sequence[int], used: Sequence[int], num: int) -> _Again:
-    """The vjp of some results of `again` in some of its `num` inputs: of all inputs and the results' gradients."""
+    """Return the vjp of the results `used` by the inputs `which`, of all inputs and cotangents."""
 
     def pulled(*tensors: Tensor) -> tuple[Tensor, ...]:
         inputs, grads = tensors[:num], tensors[num:]
         if func_levels.inside():
             pull = torch.func.vjp(_part(again, inputs, which, used), *[inputs[n] for n in which])[1]
             return pull(grads, retain_graph=False)
-        # the same without torch.func, which refuses torch.utils.checkpoint, and takes longer
+        # as above without torch.func, which refuses torch.utils.checkpoint, and is slower
         with torch.enable_grad():
             is_differentiated = any(x.requires_grad for x in tensors)
             leaves = [_leaf(inputs[n]) for n in which]
@@ -295,14 +294,14 @@ def _pull(again: _Again, which: Sequence[int], used: Sequence[int], num: int) ->
 
 
 def _push(again: _Again, which: Sequence[int], num: int, nested: bool) -> _Again:
-    """The jvp of `again` along some of its `num` inputs, as a function of all inputs and the tangents of those.
+    """Return the jvp along the inputs `which`, of all `num` inputs and tangents.
 
-    In a level of its own if it is `nested`, else in the one of torch.autograd.forward_ad.
+    `nested`: in a level of its own, else in the level of torch.autograd.forward_ad.
     """
 
     def pushed(*tensors: Tensor) -> tuple[Tensor, ...]:
         inputs, along = tensors[:num], tensors[num:]
-        # torch lays a tangent out as its primal: elements that share memory, as those of `expand`, would be written to
+        # torch lays a tangent out like its primal, and writes to it: elements of `expand` would share memory
         is_packed = [inputs[n].is_contiguous() and not func_levels.is_wrapped(inputs[n]) for n in which]
         pairs = zip([inputs[n] for n in which], is_packed, strict=True)
         primals = [x if packed else x.clone(memory_format=torch.contiguous_format) for x, packed in pairs]
@@ -316,7 +315,7 @@ def _push(again: _Again, which: Sequence[int], num: int, nested: bool) -> _Again
 
 
 def _part(again: _Again, inputs: _Tensors, which: Sequence[int], used: Sequence[int] | None = None) -> _Again:
-    """`again` as a function of some of its inputs, with some of its results or all."""
+    """Return `again` as a function of the inputs `which`, with all results or those `used`."""
 
     def of(*some: Tensor) -> tuple[Tensor, ...]:
         all_inputs = list(inputs)

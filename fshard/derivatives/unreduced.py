@@ -1,4 +1,4 @@
-"""Whole gradients that a program computed by itself on each rank, as the unreduced gradients of sharded parameters."""
+"""Whole gradients, computed by a user's program on each rank, as the unreduced gradients of sharded parameters."""
 
 from __future__ import annotations
 
@@ -17,14 +17,15 @@ from ..sharding.sharded import Sharded, pack
 
 
 def unreduced(grads: Tree, params: Sharded) -> Unreduced:
-    """This rank's own gradients of the whole `params`, so that `reduce_grads` sums them over ranks, once.
+    """Return this rank's own gradients of the whole `params`, for `reduce_grads` to sum over ranks.
 
-    `grads` is a tree of whole tensors with the paths of the parameters. A rank that summed the clipped gradients of its
-    own samples passes the sum: what `reduce_grads` returns is the sum over all ranks' samples, and is divided by no
-    count. A frozen leaf is None, or is left out. The gradients of a tied leaf are summed over its places; some of them
-    may be None or left out. Values are copied, one unit after the other, and cast to the dtype of gradients. ValueError
-    lists every leaf that is missing, unknown or frozen, and each wrong shape or dtype; it is raised, too, if the plan
-    splits leaves.
+    `grads` is a tree of whole tensors with the paths of the parameters. A rank that clips the gradient of each sample
+    passes the sum over its samples: `reduce_grads` returns the sum over all ranks' samples, divided by no count. A
+    frozen leaf is None or left out. Gradients of a tied leaf are summed over its places; some may be None or left out.
+    Values are copied, one unit after the other, and cast to the dtype of gradients.
+
+    ValueError lists each missing, unknown or frozen leaf, and each wrong shape or dtype. ValueError if the plan splits
+    leaves.
 
     >>> import fshard
     >>> params, x = shard_of({"w": torch.ones(2)}), torch.tensor([[3.0, 4.0], [0.3, 0.4]])
@@ -58,7 +59,6 @@ def unreduced(grads: Tree, params: Sharded) -> Unreduced:
 
 
 def _differences(params: Sharded, grads: Mapping[str, object]) -> Iterator[str]:
-    """Say how gradients by name differ from what the trainable leaves of parameters need."""
     wanted = params.trainable.view.wanted().values()
     known, trained = ({name for tied in x.view.names().values() for name in tied} for x in (params, params.trainable))
     if missing := [leaf.names[0] for leaf in wanted if not any(name in grads for name in leaf.names)]:
