@@ -1,4 +1,4 @@
-"""Compare two trees bit by bit, or within a number of units in the last place, and name the leaf that differs."""
+"""Compare two trees bit by bit, or within units in the last place, and name the leaf that differs."""
 
 from __future__ import annotations
 
@@ -21,17 +21,14 @@ _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # b
 
 
 class Gap(NamedTuple):
-    """The difference of two leaves: index, values and distance of the worst element, and the number of wrong elements.
-
-    `ulps` is the distance in units in the last place, infinite if it has no such distance; `numel` counts all elements.
-    """
+    """The difference of two leaves: index, values and distance of the worst element, and number of wrong elements."""
 
     path: str
     at: list[int]
-    got: Any  # the values are numbers if `ulps` is finite, else of any type
+    got: Any  # numbers if `ulps` is finite
     expected: Any
-    ulps: float
-    num_wrong: int
+    ulps: float  # in units in the last place, or infinite
+    num_wrong: int  # of `numel`
     numel: int
 
     def __str__(self) -> str:
@@ -39,7 +36,6 @@ class Gap(NamedTuple):
 
     @property
     def text(self) -> str:
-        """The worst element: its index, both values, and their distance."""
         return f"at {self.at}: " * bool(self.at) + f"got {self.got!r}, expected {self.expected!r} ({self._far()})"
 
     def _far(self) -> str:
@@ -53,10 +49,10 @@ def assert_trees_equal(got: Tree, expected: Tree, *, ulps: int = 0) -> None:
     """Raise AssertionError unless `got` has the structure, dtypes, shapes, devices and values of `expected`.
 
     Structure, shapes, dtypes and devices are compared first, then the bits of values: 0.0 and -0.0 differ, and NaNs are
-    equal only if their bits are equal. With `ulps`, floating-point values may differ by that many units in the last
-    place: 0.0 and -0.0 are one unit apart, two different NaNs as well, and infinities are not close to finite numbers.
-    The error names the worst leaf and element, both values, their distance, and how many elements and leaves differ.
-    Leaves may be of any type. For a `Sharded` this rank's pieces are compared, with padding, under the paths of leaves.
+    equal only with equal bits. With `ulps`, floating-point values may differ by so many units in the last place: 0.0
+    and -0.0 are one unit apart, two different NaNs as well; infinities are not close to finite numbers. The error names
+    the worst leaf and element, both values, their distance, and the numbers of wrong elements and leaves. Leaves may be
+    of any type. For a `Sharded` this rank's pieces are compared, with padding, by path.
 
     >>> assert_trees_equal({"w": torch.ones(2)}, {"w": torch.ones(2)})
     >>> assert_trees_equal({"w": torch.tensor([1.0, 2.5])}, {"w": torch.tensor([1.0, 2.0])})
@@ -105,14 +101,13 @@ def _kind(x: object) -> str:
 
 
 def form(x: object) -> str:
-    """Return a tensor's dtype and shape as text, or the name of the type of any other leaf."""
     return f"{x.dtype}{list(x.shape)}" if isinstance(x, Tensor) else type(x).__name__
 
 
 def first_unlike(got: Tree, expected: Tree) -> tuple[LeafPlace, str] | None:
-    """Return the first leaf of `got` with another path, form or bits than the expected one, and how it differs.
+    """Return the first leaf of `got` with another path, form or bits than expected, and the difference; or None.
 
-    For a node of `Parts` the leaf is this rank's piece of it, or padding. None if all are alike.
+    For a node of `Parts` the leaf is this rank's piece, or padding.
 
     >>> first_unlike({"w": torch.ones(2)}, {"w": torch.ones(3)})[1]
     'got torch.float32[2], expected torch.float32[3]'
@@ -137,7 +132,7 @@ def _same(x: object, y: object) -> bool:
 
 
 def bits(x: Tensor) -> Tensor:
-    """Return the bytes of a tensor's elements, of a sparse one with the zeros between them: uint8, (n,)."""
+    """Return the bytes of a tensor, made dense: uint8, (n,)."""
     return as_bytes(_dense(x))
 
 
@@ -147,7 +142,6 @@ def _dense(x: Tensor) -> Tensor:
 
 
 def gap(path: str, got: object, expected: object, ulps: int = 0) -> Gap:
-    """Return the difference of two leaves with the same dtype and shape; `ulps` is the allowed distance."""
     if isinstance(got, float) and isinstance(expected, float):
         got, expected = double(got), double(expected)
     if not isinstance(got, Tensor) or not isinstance(expected, Tensor):
@@ -162,25 +156,25 @@ def gap(path: str, got: object, expected: object, ulps: int = 0) -> Gap:
 
 
 def distance(got: Tensor, expected: Tensor) -> Tensor:
-    """Return the distance of two tensors element by element, in units in the last place.
+    """Return the distance of two tensors of one shape and dtype, in units in the last place.
 
-    The tensors have the same shape and dtype. The result is a flat float64 tensor on the CPU: 0 where the bits are the
-    same, infinite where they differ and there is no such distance (integers, infinities, NaN and a number).
+    The result is flat, float64, on the CPU: 0 for equal bits, infinite for bits without such a distance (integers,
+    infinities, NaN and a number).
 
     >>> distance(torch.tensor([1.0, 0.0, 3.0]), torch.tensor([1.0, -0.0, torch.inf]))
     tensor([0., 1., inf], dtype=torch.float64)
     """
     x, y = (_dense(leaf).cpu().reshape(-1) for leaf in (got, expected))  # (n,)
-    if x.is_complex():  # (n, 2) -> (2n,) -> (n,): the larger distance of real and imaginary part
+    if x.is_complex():  # (n, 2) -> (2n,) -> (n,): the larger of real and imaginary part
         return distance(torch.view_as_real(x), torch.view_as_real(y)).reshape(-1, 2).amax(1)
     same = x.view(_INTEGERS[x.element_size()]) == y.view(_INTEGERS[y.element_size()])
     far = torch.full(x.shape, math.inf, dtype=torch.float64, device="cpu")
     if x.is_floating_point():
         a, b = _ordered(x), _ordered(y)
-        # how many steps to the next floating-point number lead from x to y: of one sign the difference is exact; of
-        # two signs int64 could overflow, so it is taken in float64
+        # steps over adjacent floating-point numbers: exact for one sign; in float64 for two signs, where int64 could
+        # overflow
         steps = torch.where((a < 0) == (b < 0), (a - b).double(), a.double() - b.double()).abs()
-        # in float64, because torch has no isfinite of float8_e4m3fn
+        # in float64: torch has no isfinite for float8_e4m3fn
         far = torch.where(x.double().isfinite() & y.double().isfinite(), steps, far)
         far = torch.where(x.double().isnan() & y.double().isnan(), 1.0, far)
     return torch.where(same, 0.0, far)
@@ -188,5 +182,5 @@ def distance(got: Tensor, expected: Tensor) -> Tensor:
 
 def _ordered(x: Tensor) -> Tensor:
     """Map floating-point numbers to consecutive int64 numbers in the same order; -0.0 is one below 0.0."""
-    bits = x.view(_INTEGERS[x.element_size()])  # negative numbers, whose first bit is 1, have the reverse order
+    bits = x.view(_INTEGERS[x.element_size()])  # negative numbers (first bit 1) are in reverse order
     return torch.where(bits >= 0, bits, ~(bits & torch.iinfo(bits.dtype).max)).long()

@@ -1,18 +1,16 @@
 """The first value in which two observed runs differ: an operator, a gradient, a metric or a new parameter.
 
 Note [Several ranks and one device]
-    Values of ranks, and of their micro-batches, are together those of one device: along each axis they are copies or
-    pieces ("apart"), summands, or equal parts of a mean. Pieces may lie along any dim, in blocks, and in an order of
-    their own (rows by class, heads among rows): their numbers, sorted, are those of one device, each as many times.
-
-    What is none of these is wrong; where it was made of right values the difference begins. But row numbers of a rank,
-    a maximum that is subtracted, what is only logged are other values in a right program, and have no effect. So
-    the results decide: totals and counts, gradients, metrics, parameters. A wrong total leads back to where it begins;
-    of other results, the first wrong operator is named that one rank has and that is made of copies and pieces.
-
-    Rounding is relative to what an operator is given, and to the largest gradient; its size is that of the lowest
-    precision that a value comes of. A parameter may differ by a part of the largest update, where the two gradients
-    agree: Adam would make of gradients that are rounding alone updates as large as any.
+    1. Values of ranks and micro-batches combine to the value of one device: along each axis they are copies or pieces
+       ("apart"), summands, or equal parts of a mean. Pieces may lie along any dim, in blocks, in any order (rows by
+       class, heads among rows): sorted, their numbers are those of one device, each repeated equally often.
+    2. A difference begins where a wrong value is made of right ones. But a right program may have wrong values without
+       effect: row numbers of a rank, a subtracted maximum, logged values. So results decide: totals and counts,
+       gradients, metrics, parameters. A wrong total leads back to its beginning; any other wrong result to the first
+       wrong operator of one rank, made of copies and pieces.
+    3. Rounding is relative to an operator's arguments, and to the largest gradient, in the lowest precision on the way.
+       A parameter may differ by a part of the largest update, where the gradients agree: from gradients of pure
+       rounding, Adam would make large updates.
 """
 
 from __future__ import annotations
@@ -34,20 +32,22 @@ from .compare import form
 from .observed import GRADIENT, LOSS, METRIC, OLD, PARAMETER, SUM, Observed
 
 Way: TypeAlias = tuple[str, ...]  # by axis: "apart", "sum" or "mean"
-Key: TypeAlias = tuple[str, str | int]  # the kind and the name of a value; of an operator its number in the forward
+Key: TypeAlias = tuple[str, str | int]  # kind and name of a value; for an operator, its number in the forward
 _KINDS = ("operator", GRADIENT, SUM, METRIC, PARAMETER)
-_SMALL = 2.0**-6  # of what a value comes of: rounding that large is none of its own
-_MOST_UPDATE = 2.0**-4  # of a gradient, where two agree; updates may differ by four times as much
-_MOST_AXES = 6  # of several ranks: what their values may be together grows three times with each
-_HALF = 2.0**-20  # the precision between those of many bits and of few
+_SMALL = 2.0**-6  # relative to arguments: smaller values may be their rounding
+_MOST_UPDATE = 2.0**-4  # part of a gradient, within which two agree; updates may differ by four times as much
+_MOST_AXES = 6  # of several ranks: each axis makes three times as many ways
+_HALF = 2.0**-20
 
 
 class Difference(NamedTuple):
-    """The first difference of two observed runs: which value, its unit, its rank and the line of the user's code.
+    """The first difference of two observed runs: value, unit, rank, and line of the user's code.
 
-    `kind` is "operator", "gradient on this rank of", "summed gradient of", "metric" or "new parameter"; `name` that of
-    the operator, metric or leaf; `unit` is as in `print(plan)`; `rank` is None if only the ranks together are wrong;
-    `line` is where the operator is called, or where the leaf's unit is read first.
+    - `kind`: "operator", "gradient on this rank of", "summed gradient of", "metric" or "new parameter".
+    - `name`: of the operator, metric or leaf.
+    - `unit`: as in `print(plan)`.
+    - `rank`: None if only the ranks together are wrong.
+    - `line`: of the operator's call, or of the first read of the leaf's unit.
     """
 
     kind: str
@@ -65,20 +65,18 @@ class Difference(NamedTuple):
 
 
 class _Value(NamedTuple):
-    """A value with the fields of its name."""
-
     kind: str
     name: str
     unit: str
     line: str
-    inputs: list[int]  # the numbers of operators, -1 for what no operator has made
+    inputs: list[int]  # numbers of operators, -1 for other tensors
     value: Tensor
-    place: str  # in the program
-    eps: float  # the lowest precision that it comes of
+    place: str  # position in the program
+    eps: float  # the lowest precision on the way to it
 
     @property
     def rtol(self) -> float:
-        """How far numbers may be apart: 2**12 units in the last place, 2**4 of those with few bits, but at most 1/8."""
+        """Allowed relative distance: 2**12 units in the last place, 2**4 for few bits, at most 1/8."""
         return min(self.eps * (2**12 if self.eps < _HALF else 2**4), max(self.eps, 2.0**-3))
 
     def differs(self, rank: int | None, text: str) -> Difference:
@@ -89,7 +87,7 @@ class _Value(NamedTuple):
 
 
 class _Run(dict[Key, list[_Value]]):
-    """What a rank computed: each value once for each forward, or once in a step."""
+    """The values of a rank: one for each forward, or one for the step."""
 
     def __init__(self, seen: Observed):
         super().__init__()
@@ -115,12 +113,10 @@ class _Run(dict[Key, list[_Value]]):
 
     @memo
     def sizes(self) -> list[int]:
-        """Of the axes of the mesh."""
         return [int(size) for size in self.forwards[0].name.split("x") if size]
 
     @property
     def end(self) -> str:
-        """The line of the last operator."""
         return [x.line for (kind, _), values in self.items() if kind == "operator" for x in values][-1]
 
     @memo
@@ -128,7 +124,6 @@ class _Run(dict[Key, list[_Value]]):
         return _largest(*(x.value for (kind, _), values in self.items() if kind == SUM for x in values))
 
     def largest_of(self, operator: int) -> float:
-        """Return the largest finite number that an operator has made, which is looked for once."""
         if operator not in self._largest:
             self._largest[operator] = _largest(*(x.value for x in self.get(("operator", operator), [])))
         return self._largest[operator]
@@ -137,15 +132,16 @@ class _Run(dict[Key, list[_Value]]):
 def first_difference(
     got: Sequence[Observed], expected: Sequence[Observed], rtol: float | None = None
 ) -> Difference | None:
-    """The first value in which runs of observed steps differ, or None: `got` and `expected`, lists by rank of `seen`.
+    """Return the first value in which runs of observed steps differ, or None. `got`, `expected`: `seen` of each rank.
 
-    Runs on equally many ranks are compared rank by rank: numbers must be equal, or within `rtol` times the largest. A
-    run on any number of ranks, in any number of micro-batches, is compared with one on one device that has the batches
-    of all ranks: values must be copies of the one, pieces of it, its summands, or equal parts of a mean, within
-    `2**12` units in the last place by default (`2**4` of dtypes of 16 bits and fewer). What differs without effect on
-    the loss, on gradients, metrics and new parameters is then no difference.
+    - Runs on equally many ranks are compared rank by rank: numbers must be equal, or within `rtol` times the largest.
+    - A run on any number of ranks, in any number of micro-batches, is compared with a run on one device over the
+      batches of all ranks: its values must be copies, pieces, summands, or equal parts of a mean of the one device's,
+      within `2**12` units in the last place by default (`2**4` for dtypes of 16 bits and fewer). Differences without
+      effect on loss, gradients, metrics and new parameters do not count.
 
-    ValueError for other numbers of ranks, or of micro-batches on several ranks, and for what no observed step returns.
+    ValueError for other numbers of ranks, for other numbers of micro-batches on several ranks, and for anything but
+    results of observed steps.
 
     >>> from fshard.testing import observed
     >>> def run(fn):
@@ -178,7 +174,7 @@ def _read(name: str, by_rank: Sequence[Observed]) -> list[_Run]:
         sizes = [size for size in runs[0].sizes if size != 1]
         require(len(sizes) <= _MOST_AXES, f"more than {_MOST_AXES} axes of several ranks")
         ranks = math.prod(sizes) if all(run.forwards and run.end for run in runs) else 0
-    except Exception as error:  # of many types, for what comes from elsewhere
+    except Exception as error:  # of many types, for foreign data
         expected = "what observed(step) returns beside its results, by rank"
         raise ValueError(f"first_difference: {name}: expected {expected}: {error}") from error
     if len(runs) != ranks:
@@ -187,13 +183,12 @@ def _read(name: str, by_rank: Sequence[Observed]) -> list[_Run]:
 
 
 def _keys(runs: Sequence[_Run]) -> list[Key]:
-    """What any run has, in the order of a step."""
     keys = dict.fromkeys(key for run in runs for key in run if key[0] in _KINDS)
     return sorted(keys, key=lambda key: (_KINDS.index(key[0]), isinstance(key[1], str)))
 
 
 def _unlike(key: Key, run: _Run, want: _Run, rank: int) -> Difference | None:
-    """Another operator, or another leaf, at the same place."""
+    """Return the difference if this key has another operator or leaf."""
     values, b = run.get(key, []), next(iter(want.get(key, [])), None)
     a = next((x for x in values if b is None or x.name != b.name), next(iter(values), None))
     is_partial = key[0] == "operator" and any(len(each.get(key, [])) % len(each.forwards) for each in (run, want))
@@ -220,12 +215,11 @@ def _by_rank(runs: Sequence[_Run], wanted: Sequence[_Run], rtol: float) -> Diffe
 
 
 def _largest(*tensors: Tensor) -> float:
-    """The largest finite number."""
     return max((float(_flat(x).nan_to_num(0.0, 0.0, 0.0).abs().max()) for x in tensors if x.numel()), default=0.0)
 
 
 def _limit(key: Key, got: Sequence[_Value], want: _Run, rtol: float | None) -> float:
-    """How far numbers may be from those of `want`: `rtol` of the largest, of what they come of, or of the update."""
+    """Return how far numbers may be from `want`: a part of the largest, of the arguments, or of the update."""
     (kind, path), first = key, want[key][0]
     given, values = first.rtol if rtol is None else rtol, [x.value for x in want[key]]
     if not given or not is_inexact(first.value):
@@ -239,7 +233,7 @@ def _limit(key: Key, got: Sequence[_Value], want: _Run, rtol: float | None) -> f
 
 
 def _agreeing(key: Key, run: _Run, want: _Run, rtol: float | None) -> Tensor | None:
-    """Of a new parameter, where the two gradients agree and are no rounding, and where steps before have not parted."""
+    """Return where, in a new parameter, gradients agree beyond rounding, and earlier steps agree."""
     kind, path = key
     if kind != PARAMETER or rtol == 0 or any((kind, path) not in each for each in (run, want) for kind in (SUM, OLD)):
         return None
@@ -251,14 +245,14 @@ def _agreeing(key: Key, run: _Run, want: _Run, rtol: float | None) -> Tensor | N
 
 
 def _flat(x: Tensor) -> Tensor:
-    """The numbers in one row: float64, or int64 of what is not floating."""
+    """Return the numbers as one row: float64, or int64 unless floating."""
     if not is_inexact(x):
         return x.long().reshape(-1)
     return (torch.view_as_real(x.resolve_conj()) if x.is_complex() else x).double().reshape(-1)
 
 
 def _far(x: Tensor, y: Tensor, limit: float, where: Tensor | None = None) -> str:
-    """How `x` differs from `y` by more than `limit`, and where that is asked for; "" if it does not."""
+    """Return how `x` differs from `y` by more than `limit` (only at `where`), or ""."""
     if x.shape != y.shape or x.dtype != y.dtype:
         return f"expected {form(y)}, got {form(x)}"
     a, b = _flat(x), _flat(y)
@@ -271,12 +265,12 @@ def _far(x: Tensor, y: Tensor, limit: float, where: Tensor | None = None) -> str
 
 
 def _ways(sizes: Sequence[int], words: Sequence[str]) -> Iterator[Way]:
-    """The ways along axes of these sizes; along one of a single part there is one."""
+    """Yield the ways along axes of these sizes; an axis of one part has one."""
     yield from product(*(words if size > 1 else ("apart",) for size in sizes))
 
 
 def _combined(parts: Sequence[Tensor], sizes: Sequence[int], way: Way) -> list[Tensor] | None:
-    """What parts are together, those of which there are still several apart; None if shapes or dtypes differ."""
+    """Combine parts along summed and averaged axes; None if shapes or dtypes differ."""
     groups: dict[tuple[int, ...], list[Tensor]] = {}
     for at, x in zip(product(*map(range, sizes)), parts, strict=True):
         groups.setdefault(tuple(i for i, word in zip(at, way, strict=True) if word == "apart"), []).append(x)
@@ -290,7 +284,7 @@ def _combined(parts: Sequence[Tensor], sizes: Sequence[int], way: Way) -> list[T
 
 
 def _alike(got: Sequence[Tensor], want: Sequence[Tensor], limit: float) -> bool:
-    """Whether `got` are copies or pieces of `want`."""
+    """Return True if `got` are copies or pieces of `want`."""
     if any(x.dtype != want[0].dtype for x in got):
         return False
     same_shapes = all(x.shape == want[0].shape for x in (*got, *want))
@@ -302,23 +296,23 @@ def _alike(got: Sequence[Tensor], want: Sequence[Tensor], limit: float) -> bool:
 
 
 def _pieces(values: Sequence[Tensor], wanted: Sequence[Tensor]) -> Iterator[Sequence[Tensor]]:
-    """What each part should be, along each dim along which they may be pieces."""
+    """Yield the expected piece of each part, for each dim of pieces."""
     for dim in range(wanted[0].dim()):
-        with suppress(RuntimeError):  # they have other shapes
+        with suppress(RuntimeError):  # other shapes
             x, y = torch.cat([*values], dim), torch.cat([*wanted], dim)
             if x.shape == y.shape:
                 yield y.split([part.shape[dim] for part in values], dim)
 
 
 class _Ranks:
-    """A run on ranks beside one on one device (Note [Several ranks and one device])."""
+    """A run on ranks, compared with a run on one device (Note [Several ranks and one device])."""
 
     def __init__(self, runs: Sequence[_Run], one: _Run, rtol: float | None):
         self._got, self._one, self._rtol = runs, one, rtol
         self._num, self._is_split = len(runs[0].forwards), runs[0].forwards[0].unit == "split"
-        self._states = {-1: "pieces"}  # of operators by number: "copies", "pieces", "partial" or "wrong"
-        self._operator: Difference | None = None  # the first wrong one of a rank, which may have no effect
-        self._ways = set[tuple[Way, Way]]()  # in which the last total is right
+        self._states = {-1: "pieces"}  # by number of operator: "copies", "pieces", "partial" or "wrong"
+        self._operator: Difference | None = None  # the first operator wrong on one rank, maybe without effect
+        self._ways = set[tuple[Way, Way]]()  # ways in which the last total is right
 
     def first(self) -> Difference | None:
         apart: Difference | None = None  # where programs of split leaves run other operators, as they may
@@ -339,7 +333,6 @@ class _Ranks:
         return next(filter(None, each), None)
 
     def _difference(self, key: Key) -> Difference | None:
-        """A result that is wrong, or the operator with which it begins."""
         kind, number = key
         parts, want = [x for run in self._got for x in run[key]], self._one[key]
         limit = _limit(key, parts, self._one, self._rtol)
@@ -361,7 +354,7 @@ class _Ranks:
     def _right(
         self, parts: Sequence[_Value], want: Sequence[_Value], limit: float, words: Sequence[str] = ()
     ) -> Iterator[tuple[Way, Way]]:
-        """The ways in which the parts are what one device has."""
+        """Yield the ways in which parts combine to one device's value."""
         sizes, sizes_of_one = self._got[0].sizes, list[int]()
         if len(parts) > len(self._got) or len(want) > 1:  # by micro-batch
             sizes, sizes_of_one = [*sizes, self._num], [len(want)]
@@ -373,7 +366,6 @@ class _Ranks:
                 yield of_ranks, of_one
 
     def _note(self, number: int, parts: Sequence[_Value], want: Sequence[_Value], limit: float) -> None:
-        """Note what the values of an operator are."""
         state, given = "wrong", {self._states[n] for n in want[0].inputs}
         words = ("apart",) if given <= {"copies"} and not self._is_split else ()  # copies make copies
         if ways := next(self._right(parts, want, limit, words), None):
@@ -387,7 +379,7 @@ class _Ranks:
             self._operator = self._operator or (difference if is_certain else None)
 
     def _told(self, parts: Sequence[_Value], want: Sequence[_Value], limit: float) -> Difference:
-        """The difference of a wrong value, with the rank that has it, if it is one's."""
+        """Return the difference of a wrong value, with its rank if one rank is wrong."""
         values, wanted = [x.value for x in parts], [x.value for x in want]
         is_copy = want[0].kind == "operator" and "pieces" not in {self._states.get(n, "pieces") for n in want[0].inputs}
         for pieces in (*_pieces(values, wanted), [*islice(cycle(wanted), len(parts))]):
@@ -402,7 +394,7 @@ class _Ranks:
         return parts[0].differs(None, f"{text}: {shown}; their sum: {_far(total, wanted[0], limit)}")
 
     def _loss(self, parts: Sequence[_Value], want: Sequence[_Value], limit: float) -> Difference | None:
-        """A total or a count: the count must be right in a way in which the total before it is."""
+        """Check a total or a count: a count must be right in a way in which its total is right."""
         of = want[0].name.partition("(")[2]
         words = {"Sum)": ("sum",), "Tensor)": ("mean",)}
         right = {*self._right(parts, want, limit, words.get(of, ()))}
@@ -410,7 +402,7 @@ class _Ranks:
         if self._ways:
             return None
         number, inputs = None, want[0].inputs
-        while wrong := [n for n in inputs if self._states.get(n) == "wrong"]:  # back to where it begins
+        while wrong := [n for n in inputs if self._states.get(n) == "wrong"]:  # back to the beginning
             number, inputs = wrong[0], self._one["operator", wrong[0]][0].inputs
         if number is None:
             return self._operator or self._told(parts, want, limit)

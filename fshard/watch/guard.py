@@ -1,10 +1,9 @@
-"""A guard while training: some steps run twice, and what must be equal, on a rank or between ranks, is compared.
+"""A guard while training: some steps run twice, and results are compared, on a rank and between ranks.
 
 Note [Two runs]
-    A step is a function, so a second run from the same state and batch has the same bits. If it has not, one of the two
-    was disturbed: memory, a processor, a message; or an operator is not deterministic. What comes out of both runs
-    alike, and wrong, is noticed where another rank holds a copy of it. So a fault that stays, on one rank, in what no
-    other rank holds, is not found.
+    A step is a function, so a second run from the same state and batch has the same bits. If not, a fault (of memory,
+    a processor, a message) disturbed one run, or an operator is not deterministic. If both runs are wrong alike,
+    another rank's copy shows it: a permanent fault stays unseen in values without copies.
 """
 
 from __future__ import annotations
@@ -34,20 +33,20 @@ from ..train.step import METRICS, Step, TrainState
 from .compare import bits, first_unlike
 
 Result = tuple[TrainState, dict[str, Tree]]
-_BLOCK = 8  # words of 8 bytes, of which `at_rest` keeps one sum
+_BLOCK = 8  # words of 8 bytes with one sum, for `at_rest`
 _REMEDY = "that rank's memory, processor or network may be faulty, or an operator not deterministic"
 
 
 class Guarded:
-    """What `guard` returns: a step. Its calls take the arguments of the original step."""
+    """The step that `guard` returns, with the arguments of the original step."""
 
     def __init__(self, step: Callable[..., Result], every: int, at_rest: bool):
         self.__wrapped__, self._every, self._at_rest = step, every, at_rest
         self.with_extra: bool = getattr(step, "with_extra", False)
-        self._resting: list[_Rest] = []  # with `at_rest`: what the step returned last
+        self._resting: list[_Rest] = []  # with `at_rest`: the last returned state
 
     def __call__(self, state: TrainState, batch: Tree, *args: Tree) -> Result:
-        """Call the step. MismatchError on all ranks if what must be equal is not."""
+        """Call the step. MismatchError on all ranks if bits differ."""
         if is_tracing() or torch.compiler.is_compiling():
             raise TypeError("guard: a graph runs its step once: guard the outermost function, as in guard(jit(step))")
         if not isinstance(state, TrainState):
@@ -69,7 +68,7 @@ class Guarded:
         raise TypeError(f"guard: expected a step that returns a TrainState and a dict of metrics, got {shown(result)}")
 
     def _twice(self, state: TrainState, batch: Tree, *args: Tree) -> Result:
-        """The step's result, if a second run has the same, and ranks have the same copies before and after it."""
+        """Return the step's result if a second run has the same, and copies agree before and after."""
         number, mesh = int(state.step), state.params.plan.live_mesh()
         what = f"guard: step {number}, rank {_rank(state)}"  # before the state is given away
         _check_copies(state, {}, f"the state before step {number}")
@@ -81,11 +80,10 @@ class Guarded:
 
     @property
     def _donates(self) -> bool:
-        """Whether the step may give its state away; what is not known may, as what wraps a step and has its fields."""
+        """Return True if the step may donate: any unknown step may, such as a wrapper."""
         return not isinstance(self.__wrapped__, Step) or self.__wrapped__.donate
 
     def _check_rest(self, state: TrainState, number: int) -> None:
-        """Raise MismatchError if bits have changed of what nobody has written to since the step before returned it."""
         pairs = zip(self._resting, _resting(state), strict=False)
         same = [(before, now) for before, now in pairs if before.is_same(now)]
         if _differ(same):
@@ -97,20 +95,20 @@ class Guarded:
 
 
 def guard(step: Callable[..., Result], every: int = 100, *, at_rest: bool = False) -> Guarded:
-    """Return `step` with a guard: every so many steps one runs twice, and what must be equal is compared.
+    """Return `step` with a guard: one step in `every` runs twice, and values that must be equal are compared.
 
     A step with `(state.step + 1) % every == 0` runs twice from the same state and batch: on each rank the new state,
-    `extra` too, and the metrics must have the same bits. What several ranks hold copies of must have the same bits on
-    them, before the step and after it: leaves, along the axes that they are not cut or split over, numbers of the
-    optimizer, the loss scale, the step, the seed, loss, norm and `found_inf`. If not, every rank raises a
-    MismatchError, which names the step, the leaf or metric, and the rank, where it is one against two or more.
+    with `extra`, and the metrics must have the same bits. Copies on several ranks must have the same bits before and
+    after the step: leaves, along axes that neither cut nor split them; numbers of the optimizer, loss scale, step,
+    seed, loss, norm and `found_inf`. If bits differ, every rank raises MismatchError with the step, the leaf or metric,
+    and the rank, if one differs from two or more.
 
-    With `at_rest` every call also compares parameters and optimizer state with digests of what the step before
-    returned, if they are the same tensors, to which nothing was written: a bit that turned in memory.
+    `at_rest`: every call also compares digests of parameters and optimizer state with digests from the end of the last
+    step, for tensors not written to since: this finds a bit that turned in memory.
 
-    A step that donates is given a copy: one state more in memory, at these steps alone. Guard the outermost function:
+    A step that donates gets a copy: one more state in memory, at these steps alone. Guard the outermost function:
     `guard(jit(step))`, `guard(torch.compile(step))`; `check` goes around the guard. A loss that counts or prints does
-    it twice. Raises TypeError for what is no step and in a graph, ValueError for `every` below 1.
+    so twice. TypeError for anything but a step, and in a graph. ValueError for `every` below 1.
 
     >>> from fshard.optim import sgd
     >>> step = guard(train_step(lambda w, x: (w * x).sum(), sgd(0.5)), every=1)
@@ -129,14 +127,14 @@ def _rank(state: TrainState) -> int:
 
 
 def _nodes(state: TrainState) -> list[tuple[str, Parts | Tensor]]:
-    """The parts of a state that lie on ranks, and its other tensors, with their paths; without `extra`."""
+    """List `Parts` and tensors of a state, without `extra`, with paths."""
     names = ("params", "opt_state", "loss_scale", "step", "rng")
     nodes = tree.paths_to({name: getattr(state, name) for name in names}, Parts)
     return [(path, x) for path, x in nodes if isinstance(x, (Parts, Tensor))]
 
 
 class _Rest(NamedTuple):
-    """A tensor of a state as a step returned it: tensor `number` of a tree with `layout`, or one in no tree."""
+    """A tensor of a state when a step returned it: number `number` of a tree with `layout`, or alone."""
 
     path: str
     layout: Layout | None
@@ -146,11 +144,10 @@ class _Rest(NamedTuple):
     sums: Tensor  # of its blocks
 
     def is_same(self, now: _Rest) -> bool:
-        """True for the same tensor, if nothing was written to it."""
         return self.tensor() is now.tensor() and self.num_writes == now.num_writes
 
     def turned(self, now: _Rest) -> str:
-        """The leaves in the first block whose bits have changed, or "" if none has."""
+        """Return the leaves in the first block with changed bits, or ""."""
         if torch.equal(self.sums, now.sums):
             return ""
         tensor = now.tensor()
@@ -158,7 +155,7 @@ class _Rest(NamedTuple):
         if self.layout is None:
             return repr(self.path)
         block = int((self.sums != now.sums).int().argmax())
-        begin, end = (at * 8 * _BLOCK // tensor.itemsize for at in (block, block + 1))  # elements of the tensor
+        begin, end = (at * 8 * _BLOCK // tensor.itemsize for at in (block, block + 1))
         spans = [x for x in self.layout.mine if x.tensor == self.number]
         if self.layout.flat:
             spans = [x for x in spans if x.start < end and x.start + x.numel > begin]
@@ -167,7 +164,7 @@ class _Rest(NamedTuple):
 
 
 def _differ(pairs: Sequence[tuple[_Rest, _Rest]]) -> bool:
-    """True if the sums of a pair differ; the host waits once for each device."""
+    """Return True if any sums differ; the host waits once for each device."""
     flags: dict[torch.device, list[Tensor]] = {}
     for a, b in pairs:
         flags.setdefault(a.sums.device, []).append((a.sums != b.sums).any())
@@ -175,7 +172,6 @@ def _differ(pairs: Sequence[tuple[_Rest, _Rest]]) -> bool:
 
 
 def _resting(state: TrainState) -> list[_Rest]:
-    """The tensors of a state and the sums of their blocks: what `at_rest` compares with those of the next call."""
     result = list[_Rest]()
     for path, node in _nodes(state):
         layout, tensors = (node.layout, node.tensors) if isinstance(node, Parts) else (None, (node,))
@@ -185,7 +181,7 @@ def _resting(state: TrainState) -> list[_Rest]:
 
 
 def _sums(x: Tensor) -> Tensor:
-    """The sums of the bits of blocks: int64, (n,), the last for what is no whole block."""
+    """Return sums of blocks of bits: int64, (n,), the last sum of the remainder."""
     whole, rest = words(bits(x))
     end = len(whole) // _BLOCK * _BLOCK
     last = whole[end:].sum() + rest.sum(dtype=torch.int64)
@@ -193,20 +189,20 @@ def _sums(x: Tensor) -> Tensor:
 
 
 class _Copy(NamedTuple):
-    """A tensor of which other ranks hold copies, or those of a tree that are cut over the same axes."""
+    """A tensor with copies on other ranks, or all tensors of a tree cut over the same axes."""
 
     path: str
     tensors: Sequence[Tensor]
-    leaves: Callable[[], list[tuple[str, Tensor]]]  # of the same names on all ranks, empty where other ranks have one
+    leaves: Callable[[], list[tuple[str, Tensor]]]  # same names on all ranks; empty for another rank's leaf
 
 
 def _digests(tensors: Sequence[Tensor], mesh: AnyMesh) -> Tensor:
-    """The sums of the bits of tensors: int64, (number of tensors,)."""
+    """Return sums of bits: int64, (number of tensors,)."""
     return consensus.digests([*map(bits, tensors)] or [torch.empty(0, device="cpu")], mesh)
 
 
 def _copies(state: TrainState, metrics: Mapping[str, Tree]) -> dict[Axes, list[_Copy]]:
-    """What this rank holds copies of, by the axes along which ranks must have the same."""
+    """Return this rank's copies, by the axes along which they must be equal."""
     plan, result = state.params.plan, dict[Axes, list[_Copy]]()
 
     def add(over: Axes, copy: _Copy) -> None:
@@ -225,14 +221,12 @@ def _copies(state: TrainState, metrics: Mapping[str, Tree]) -> dict[Axes, list[_
 
 
 def _leaves(path: str, node: Parts, over: Axes) -> list[tuple[str, Tensor]]:
-    """This rank's pieces of the leaves of a tree that are cut over these axes, by path."""
     layout, here, nothing = node.layout, dict(pieces(node, node.layout)), torch.empty(0, device="cpu")
     numbers = [number for number in layout.numbers if layout.row_of[number].over == over]
     return [(tree.joined(path, layout.leaves[number].path), here.get(number, nothing)) for number in numbers]
 
 
 def _check_copies(state: TrainState, metrics: Mapping[str, Tree], what: str) -> None:
-    """Raise MismatchError on all ranks if copies differ between them."""
     plan = state.params.plan
     mesh = plan.live_mesh()
     for axes, copies in sorted(_copies(state, metrics).items()):
@@ -248,9 +242,9 @@ def _check_copies(state: TrainState, metrics: Mapping[str, Tree], what: str) -> 
 
 
 def _told(digests: str, axes: Axes, plan: Plan) -> str:
-    """Which ranks have which copies: the one that is alone, where most agree."""
+    """Say which ranks differ from the majority, if there is one."""
     mesh, groups = plan.live_mesh(), dict[tuple[int, ...], dict[int, str]]()
-    # by coordinates along the other axes: the digests of each rank
+    # by coordinates along the other axes: each rank's digests
     for rank, text in enumerate(consensus.of_all(digests, mesh)):
         places = zip(plan.axes, digits(rank, [size for _, size in plan.axes]), strict=True)
         groups.setdefault(tuple(at for (axis, _), at in places if axis not in axes), {})[rank] = text
@@ -266,8 +260,8 @@ def _told(digests: str, axes: Axes, plan: Plan) -> str:
 
 
 def _check_equal(first: Result, second: Result, what: str) -> None:
-    """Raise MismatchError if the bits of two results differ, which names the first leaf."""
-    # metrics last: they may differ because a leaf does
+    """MismatchError, with the first leaf, if the bits differ."""
+    # metrics last: a leaf may be the reason
     for kind, *runs in zip(("leaf", "metric"), second, first, strict=True):
         if unlike := first_unlike(*map(_numbers, runs)):
             place, text = unlike
@@ -276,5 +270,5 @@ def _check_equal(first: Result, second: Result, what: str) -> None:
 
 
 def _numbers(x: Tree) -> Tree:
-    """A tree without its leaves that are no numbers, such as words and objects of the user's."""
+    """Replace leaves other than numbers, such as a user's words and objects, by 0."""
     return tree.map(lambda leaf: leaf if isinstance(leaf, (Tensor, int, float)) else 0, x)

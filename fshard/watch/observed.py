@@ -1,13 +1,13 @@
-"""What an observed step computes, value by value: the operators of its loss, gradients, metrics and new parameters.
+"""All values that an observed step computes: results of its loss's operators, gradients, metrics and new parameters.
 
 Note [Names of values]
-    A name has five fields, with a tab between them: kind, name, unit, line of the user's code, and, of an operator, the
-    numbers of those whose results it was given; "?" for what is neither such a result nor a leaf (the batch). Operators
-    are numbered from 0 in each forward. A value of the kind "forward" begins each forward (of a micro-batch, or of a
-    slice), and has no elements: its name has the sizes of the axes of the mesh, its unit is "split" if leaves are split
-    over an axis. An operator is one that the program calls; what this library or autograd calls does not count, nor
-    what is given no tensor (row numbers are those of a rank), nor memory that has no values yet. A call of a
-    compiled function is none. An old parameter says how far the step has moved it.
+    1. A name has five fields, separated by tabs: kind, name, unit, line of the user's code, and inputs: for an operator
+       the numbers of the operators that made its arguments, without leaves; "?" for other tensors (the batch).
+    2. Operators are numbered from 0 in each forward. A value of the kind "forward", without elements, begins a forward
+       (of a micro-batch or a slice): its name is the sizes of the mesh's axes, its unit "split" if leaves are split.
+    3. Operators are calls by the program. Not recorded: calls by this library or autograd, calls without tensors (a
+       rank's row numbers), memory without values, and calls of compiled functions.
+    4. Old parameters tell how far the step moved them.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from ..sharding.sharded import Sharded, gather_params
 from ..train.step import METRICS, TrainState
 
 Observed = dict[str, list[Any]]  # "names" and "values", in order
-LOSS = "the loss's "  # how the names of totals and counts begin
+LOSS = "the loss's "  # names of totals and counts
 GRADIENT, SUM, METRIC, PARAMETER = "gradient on this rank of", "summed gradient of", "metric", "new parameter"
 OLD = "old parameter"
 
@@ -44,15 +44,15 @@ OLD = "old parameter"
 def observed(
     step: Callable[..., tuple[TrainState, dict[str, Tree]]],
 ) -> Callable[..., tuple[tuple[TrainState, dict[str, Tree]], Observed]]:
-    """`step'(state, batch, *args) -> ((state, metrics), seen)`: the step, and what it computed, for `first_difference`.
+    """Return `step'(state, batch, *args) -> ((state, metrics), seen)`: the step, and its values for `first_difference`.
 
-    `seen` is {"names": list of str, "values": list of tensors}, in the program's order: the results of the operators
-    that the loss calls, the gradient of each leaf on this rank and summed over ranks, metrics, parameters. It can
-    be saved with `torch.save`. The bits are those of an eager `step`. All values are kept, parameters and gradients
-    gathered once more: all ranks observe, or none.
+    `seen` is {"names": list of str, "values": list of tensors}, in the program's order: results of the operators called
+    by the loss, gradients of each leaf on this rank and summed over ranks, metrics, parameters. `torch.save` takes it.
+    The bits are those of an eager `step`. All values stay in memory, and parameters and gradients are gathered once
+    more: all ranks observe, or none.
 
-    A graph is observed as `jit(observed(step))`: TypeError for `observed(jit(step))`, and for what is no
-    step of `train_step`.
+    A graph is observed as `jit(observed(step))`. TypeError for `observed(jit(step))`, and for anything but a step of
+    `train_step`.
 
     >>> step = observed(train_step(lambda w, x: (w * x).sum(), sgd(0.5)))
     >>> _, seen = step(init_state(shard_of(torch.ones(2)), sgd(0.5)), torch.tensor([1.0, 2.0]))
@@ -63,7 +63,7 @@ def observed(
 
     def run(state: TrainState, batch: Tree, *args: Tree) -> tuple[tuple[TrainState, dict[str, Tree]], Observed]:
         seen, before = Seen(), Seen()
-        before.add_leaves(OLD, state.params)  # which the step may donate
+        before.add_leaves(OLD, state.params)  # before the step, which may donate them
         with assigned(OBSERVER, seen):
             after, metrics = step(state, batch, *args)
         seen.check()
@@ -81,12 +81,12 @@ class Seen:
     def __init__(self) -> None:
         self.names: list[str] = []
         self.values: list[Tensor] = []
-        self.lines: dict[str, str] = {}  # of the first operator that reads a unit
+        self.lines: dict[str, str] = {}  # by unit, the line of the first operator that reads the unit
         self._traced = is_tracing()
 
     def __call__(self, *args: Any) -> Tape:
         is_here = is_tracing() == self._traced and not torch.compiler.is_compiling()
-        return _ObservedTape(self, *args) if is_here else Tape(*args)  # not of a graph that the step makes
+        return _ObservedTape(self, *args) if is_here else Tape(*args)  # not inside a graph that the step makes
 
     def check(self) -> None:
         """TypeError unless a forward was seen."""
@@ -97,25 +97,22 @@ class Seen:
             )
 
     def add(self, kind: str, name: str, value: Tensor, unit: str = "", line: str = "", inputs: str = "") -> None:
-        """Add a copy of a value."""
         self.names.append("\t".join(field.expandtabs(1) for field in (kind, name, unit, line, inputs)))
         with func_levels.aside(), torch.no_grad():
             self.values.append(func_levels.unwrapped(value).detach().clone())
 
     def add_leaf(self, kind: str, plan: Plan, slot: Slot, value: Tensor) -> None:
-        """Add what belongs to a leaf, with its unit and where that is read."""
         unit = plan.units[slot.unit].name
         self.add(kind, slot.path, value, unit, self.lines.get(unit, ""))
 
     def add_leaves(self, kind: str, x: Sharded) -> None:
-        """Add the leaves of a tree, gathered."""
         whole = dict(tree.paths_to(gather_params(x), Tensor))
         for slot in backwards(x.plan):
             if isinstance(leaf := whole.get(slot.path), Tensor):  # frozen leaves have no gradient
                 self.add_leaf(kind, x.plan, slot, leaf)
 
     def add_sums(self, grads: Sharded, share: Tensor | None, scaler: Any) -> None:
-        """Add gradients summed over ranks and micro-batches; of all that were seen the scale is taken away again."""
+        """Add gradients summed over ranks and micro-batches, and unscale all gradients seen."""
         if self.names:
             self.add_leaves(SUM, grads)
         for number, name in enumerate(self.names):
@@ -125,37 +122,36 @@ class Seen:
                 self.values[number] = x * (1 / scale if share is None else share / scale).to(x.dtype)
 
     def forget(self, start: int) -> None:
-        """Drop what was seen from a number on."""
         del self.names[start:], self.values[start:]
 
 
 def backwards(plan: Plan) -> Iterator[Slot]:
-    """The leaves of a plan, those of the last unit first, as gradients come."""
+    """Return the leaves of a plan, last unit first, as gradients come."""
     return iter(sorted(plan.slots, key=lambda slot: -slot.unit))
 
 
 class _ObservedTape(Tape):
-    """A tape whose forward and gradients are seen."""
+    """A tape that reports its forward and gradients."""
 
     def __init__(self, seen: Seen, params: Sharded, into: Gradients, *others: Any):
-        plan = params.plan  # this tape's own may join small units
+        plan = params.plan  # this tape's own plan may join small units
         self._seen, self._known, self._whole = seen, len(seen.names), plan
         self._gradients: dict[str, Tensor] = {}
         self._sums = empty_grads(params, plan.grads_over) if into.take else None
         if into.take:
-            seen.forget(0)  # to clip, a step that updates in the backward runs twice
+            seen.forget(0)  # a step that clips and updates in the backward runs twice
         super().__init__(params, into, *others)
 
     def forward_once(self, loss: Callable[[Tree], Any]) -> Any:
         seen, plan = self._seen, self._whole
-        seen.forget(self._known)  # what a run has left that torch.func refused
+        seen.forget(self._known)  # left by a run that torch.func refused
         sizes = "x".join(str(size) for _, size in plan.axes)
         is_split = any(slot.split is not None for slot in plan.slots)
         seen.add("forward", sizes, torch.empty(0, device=device_of(self._params)), "split" * is_split)
         self._operators = _Operators(seen)
 
         def watched(view: Tree) -> Any:
-            # what a loss differentiates inside is a part of it
+            # part of the loss
             with assigned(OBSERVER, None), assigned(UNROLLS, True), self._operators:
                 return loss(view)
 
@@ -179,7 +175,7 @@ class _ObservedTape(Tape):
             self._operators.read(leaf, self._whole.units[unit].name)
 
     def reduce(self, unit: TapeUnit, grads: Sequence[Tensor | None]) -> None:
-        if unit not in self._late:  # else they are kept until all have come
+        if unit not in self._late:  # else kept until all have come
             grads = unit.total(grads)
             for row, begin, end in unit.entry.reduced:
                 for slot, grad in zip(row.leaves, grads[begin:end], strict=True):
@@ -207,16 +203,15 @@ class _ObservedTape(Tape):
 
 
 class _Operators(TorchFunctionMode):
-    """The block in which each operator that the program calls is seen, with the operators that made its arguments."""
+    """A block that records the program's operators, and the operators behind their arguments."""
 
     def __init__(self, seen: Seen):
         super().__init__()
         self._seen, self._unit, self._line, self._count = seen, "", "", 0
-        # what made a tensor, by its identity: the number of an operator, or a leaf of this unit
+        # by identity of a tensor: the operator that made it (a number), or the unit of a leaf
         self._origins: dict[int, tuple[weakref.ref[Tensor], int | str]] = {}
 
     def read(self, leaf: Tensor, unit: str) -> None:
-        """Note that the program reads a leaf of this unit."""
         self._origins[id(leaf)], self._unit = (weakref.ref(leaf), unit), unit
 
     def _origin(self, x: Tensor) -> int | str | None:
@@ -225,7 +220,7 @@ class _Operators(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Args = (), kwargs: Kwargs = None) -> Any:
         out = func(*args, **(kwargs or {}))
-        if torch.compiler.is_dynamo_compiling():  # what is compiled would be compiled operator by operator
+        if torch.compiler.is_dynamo_compiling():  # else torch.compile would compile operator by operator
             return out
         name = getattr(func, "__name__", str(func))
         if name == "__get__":  # x.T
@@ -249,7 +244,6 @@ class _Operators(TorchFunctionMode):
             self._seen.add("operator", name, x, self._unit, self._line, inputs)
 
     def end(self, kind: type, terms: Sequence[Any]) -> None:
-        """Add totals and counts of what the loss returned."""
         for number, term in enumerate(terms):
             of = Tensor if kind is Tensor else type(term)
             for what in ("total", "count")[: 1 + (of is Mean)]:
@@ -262,7 +256,7 @@ class _Operators(TorchFunctionMode):
 
 
 def _is_library(frame: Any) -> bool:
-    """Whether this library called an operator itself: not by a module of torch, which is a part of the program."""
+    """Return True if this library called the operator itself. Modules of torch belong to the program."""
     while frame.f_code.co_filename.startswith(CODE[1]) and "modules" not in frame.f_code.co_filename:
         frame = frame.f_back
     return frame.f_code.co_filename.startswith(CODE[0])

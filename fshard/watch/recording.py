@@ -1,13 +1,15 @@
 """Record steps on disk: state, batch and result of each rank, so that a step can be replayed elsewhere.
 
 Note [Recorded steps]
-    DIR/step-00000012/rank-0/ has `before.pt` (tensors of state, batch and further arguments), `after.pt` (tensors of
-    the new state and metrics, and of what an observed step has seen) and `about.json` (leaf paths, leaves that are not
-    tensors, mesh axes, plan, and what the bits of an operator also depend on: the number of threads, and where the
-    tensors of before.pt started in memory).
-    Every rank writes its folder under a temporary name and renames the folder afterwards, so a folder `rank-N` is
-    complete. A leaf is stored by its number in the order of `tree.flatten`. The tree structure is not stored, because
-    the code that replays a step also builds the structure.
+    DIR/step-00000012/rank-0/ has three files:
+
+    1. `before.pt`: tensors of state, batch and further arguments.
+    2. `after.pt`: tensors of the new state, the metrics, and the values of an observed step.
+    3. `about.json`: leaf paths, leaves other than tensors, mesh axes, plan, and two influences on an operator's bits:
+       the number of threads, and where in memory the tensors of before.pt started.
+
+    Every rank writes under a temporary name and renames the folder last, so a folder `rank-N` is complete. A leaf is
+    stored by its number in the order of `tree.flatten`; the replaying code builds the tree structure.
 """
 
 from __future__ import annotations
@@ -47,18 +49,17 @@ from .compare import form
 
 Step = Callable[..., tuple[Any, Any]]  # step(state, batch, *args) -> (state, metrics), or ((state, metrics), seen)
 Steps = Collection[int] | Callable[[int], bool] | None
-Json: TypeAlias = dict[str, Any]  # an object that json.loads gives: Python has no type for JSON
+Json: TypeAlias = dict[str, Any]  # Python has no type for JSON
 _FORMAT = 3
 _ALIGN = 64  # bytes: new tensors start at multiples of it
 _MOST = 1 << 20  # ranks
 _MOST_THREADS = 1 << 10
 _MOST_AXES = 16
-_MOST_EQUAL = 64  # values of a compiled step that are one tensor, as a result and its view
-_MOST_SHOWN = 60  # characters of a value in an error
+_MOST_EQUAL = 64  # of a compiled step in one tensor, as a result and its view
+_MOST_SHOWN = 60  # of a value in an error
 
 
 def step_folder(folder: Path, number: int) -> Path:
-    """Return the folder in which the ranks of a step write."""
     return folder / f"step-{number:08d}"
 
 
@@ -73,16 +74,17 @@ def record(
 ) -> Step:
     """Return `step` with recording: chosen steps write their arguments, the new state and the metrics to `dir`.
 
-    Recorded are the steps in `steps` (numbers, or a predicate of the number `state.step`), and with `nonfinite` also
-    steps whose loss is not finite or whose `found_inf` is not 0, while `dir` has fewer than `keep` steps (None: no
-    limit). Reading the number and the metrics synchronizes with the device. Every rank writes its own folder, and
-    renames the folder when all files are written; `fshard replay` runs recorded steps again.
+    - `steps`: record these (numbers, or a predicate of the number `state.step`).
+    - `nonfinite`: also record steps with a loss that is not finite, or a `found_inf` other than 0, while `dir` has
+      fewer than `keep` steps (None: no limit).
+    - `donate`: pass True for a step that donates its state: the state is then copied before each step that may be
+      recorded (with `nonfinite`, every step).
 
-    Of an observed step (`record(observed(step), dir)`), what it has seen is written, too: `fshard compare` reads it.
+    Reading number and metrics synchronizes with the device. Every rank renames its own folder when all files are
+    written. `fshard replay` runs recorded steps again. The values of an observed step (`record(observed(step), dir)`)
+    are written, too, for `fshard compare`.
 
-    Use `donate=True` for a step that donates its state: the state is then copied before each step that may be
-    recorded, which is every step if `nonfinite` is set. Raises TypeError, before the step, for a leaf that is not a
-    dense tensor of a dtype that files have, a number, a string or None.
+    TypeError, before the step, for a leaf other than a number, a string, None or a dense tensor of a dtype of files.
 
     >>> import tempfile
     >>> tx, w = sgd(0.5), torch.ones(2)
@@ -105,7 +107,7 @@ def record(
         if chosen or nonfinite:
             for what, x in arguments.items():
                 _filed(what, x)
-        # copied before the step, whose loss decides whether it is recorded: a step that donates overwrites `state`
+        # first: the loss decides about recording, and a step that donates overwrites `state`
         is_copied = donate and (chosen or nonfinite)
         before = map(lambda x: x.clone() if isinstance(x, Tensor) else x, state) if is_copied else state
         result = step(state, batch, *args)
@@ -130,7 +132,7 @@ def _has_room(folder: Path, number: int, keep: int | None) -> bool:
 
 
 def origin_of(state: TrainState) -> Json:
-    """Return sizes of the mesh axes, in their order, this rank, and the plan as text; of plain parameters none."""
+    """Return mesh axes (name: size, in order), this rank, and the plan as text."""
     params: Tree = state.params  # `Sharded`, or plain in the state of a step without shards
     if not isinstance(params, Sharded):
         return {"axes": {}, "rank": 0, "plan": ""}
@@ -139,14 +141,13 @@ def origin_of(state: TrainState) -> Json:
 
 
 def _write(folder: Path, before: dict[str, Tree], after: dict[str, Tree]) -> None:
-    """Write the files of this rank: trees before and after the step, by kind of tree."""
     try:
         origin = origin_of(before["state"])
     except DonatedError as gone:
         gone.add_note("record: this step donates its state: write record(step, dir, donate=True)")
         raise
     target, writing = folder / f"rank-{origin['rank']}", folder / f"writing-{origin['rank']}"
-    for stale in (target, writing):  # left by an earlier run
+    for stale in (target, writing):  # of an earlier run
         shutil.rmtree(stale, ignore_errors=True)
     try:
         with naming(writing):
@@ -169,7 +170,7 @@ def _write_files(folder: Path, before: dict[str, Tree], after: dict[str, Tree], 
             tensors |= tensors_of_tree
         if name == "before":
             about["starts"] = {key: leaf.data_ptr() % _ALIGN for key, leaf in tensors.items()}
-        # Cloned, because for a view torch.save writes the whole storage that the view shares.
+        # cloned: for a view torch.save would write the whole storage
         copies = {key: leaf.detach().cpu().clone() for key, leaf in tensors.items()}
         try:
             torch.save(copies, file := folder / f"{name}.pt")
@@ -179,9 +180,9 @@ def _write_files(folder: Path, before: dict[str, Tree], after: dict[str, Tree], 
 
 
 def _filed(what: str, x: Tree) -> tuple[dict[str, Tensor], Json]:
-    """Return the tensors of a tree by number, and the JSON entry: all leaf paths, and the values of other leaves.
+    """Return a tree's tensors by number, and the JSON entry: all leaf paths, and other leaves' values.
 
-    TypeError for a leaf that a record cannot have.
+    TypeError for other leaves.
     """
     leaves, spec = flatten(x)
     for path, leaf in zip(paths := tree.paths(spec), leaves, strict=True):
@@ -202,14 +203,14 @@ def _filed(what: str, x: Tree) -> tuple[dict[str, Tensor], Json]:
 
 @dataclass(frozen=True)
 class RecordedStep:
-    """The files that one rank wrote for one step."""
+    """One rank's files of one step."""
 
     folder: Path
     about: Json
 
     @legible()
     def check_plan(self, plan: str) -> None:
-        """Raise ValueError if the step was recorded with another plan than the one of this description."""
+        """ValueError if the step was recorded with another plan than the one described."""
         if plan != self.about["plan"]:
             difference = consensus.first_difference(self.about["plan"], plan, "{}, got {}")
             raise ValueError(
@@ -218,11 +219,10 @@ class RecordedStep:
 
     @legible()
     def tree(self, name: str, what: str, like: Tree) -> Tree:
-        """Read a recorded tree, with the structure and the devices of `like`. Raises ValueError if leaf paths differ.
+        """Read a recorded tree, with structure and devices of `like`. ValueError if leaf paths differ.
 
-        What was there before the step starts in memory as it did then, modulo 64 bytes.
-
-        `name` is "before" or "after", and `what` is the kind of tree, such as "state" or "batch".
+        `name` is "before" or "after", and `what` the kind of tree, such as "state" or "batch". Tensors from before the
+        step start in memory as they did then, modulo 64 bytes.
         """
         leaves, spec = flatten(like)
         paths, wanted = tree.paths(spec), self.about[f"{name} {what}"]["paths"]
@@ -244,7 +244,6 @@ class RecordedStep:
 
     @legible()
     def seen(self) -> Json:
-        """What the step has seen. ValueError if it was not observed."""
         if "after seen" not in self.about:
             raise ValueError(f"{self.folder}: expected an observed step: record(observed(step), dir), got another one")
         plain, tensors = self.about["after seen"]["plain"], _tensors(self.folder / "after.pt")
@@ -255,7 +254,6 @@ class RecordedStep:
         return {"names": [plain[str(i)] for i in range(num)], "values": [tensors[key] for key in keys]}
 
     def _check_forms(self, paths: list[str], keys: list[str], recorded: list[object], leaves: list[object]) -> None:
-        """Raise ValueError if parameters or optimizer state do not have the dtypes and shapes that the step takes."""
         for path, key, value, like in zip(paths, keys, recorded, leaves, strict=True):
             if path.split(".")[0] in ("params", "opt_state") and form(value) != form(like):
                 raise ValueError(
@@ -266,9 +264,9 @@ class RecordedStep:
 
 @legible()
 def seen_in(path: str | Path, at: int | None = None) -> tuple[int | None, list[Json]]:
-    """What each rank has seen of an observed step, by rank: of a file of torch.save, or of a folder of recorded steps.
+    """Return (step, observed values of each rank), from a file of torch.save or from recorded steps.
 
-    The folder's last step, or step `at`, whose number comes first (None for a file). ValueError where there is none.
+    `at`: step of the folder (None: the last); a file has step None. ValueError if there is none.
     """
     path = Path(path)
     if not path.is_dir():
@@ -286,7 +284,7 @@ def _seen(rank: int, seen: Plain, tensor: Callable[[str, object], Tensor]) -> Js
 
 
 def recorded_steps(folder: Path, at: int | None) -> dict[int, Path]:
-    """Return the folders of recorded steps by number, in order, or that of step `at`. ValueError if there is none."""
+    """Return folders of recorded steps by number, in order, or of step `at` alone. ValueError if there is none."""
     by_number = dict[int, Path]()
     for path in folder.glob("step-*") if at is None else [step_folder(folder, at)]:
         digits = path.name.partition("-")[2]
@@ -310,10 +308,10 @@ def _placed(value: object, like: object, start: int) -> object:
 
 @contextmanager
 def _opened(path: Path, expected: str, most: int = 1) -> Iterator[tuple[Plain, Callable[[str, object], Tensor]]]:
-    """Open a file of torch.save: what its pickle says, and a function that loads a tensor on the CPU.
+    """Open a file of torch.save. Yields its pickle, read as data, and a function that loads a tensor on the CPU.
 
-    Loading runs no code of the file: its pickle is read as data. It allocates no more memory than the size of the file.
-    At most so many tensors have the same memory. Raises ValueError, also for what goes wrong in the block.
+    Runs no code of the file, and allocates no more than its size. At most `most` tensors share memory. ValueError for
+    all errors, of the block too.
     """
     try:
         with open_file(path) as file:
@@ -321,12 +319,11 @@ def _opened(path: Path, expected: str, most: int = 1) -> Iterator[tuple[Plain, C
             item.check()
             require(item.read("byteorder") == b"little", "expected little-endian numbers")
             yield read_pickle(item.read("data.pkl"), OF_TENSOR), partial(_tensor, file, item, {}, most)
-    except Exception as wrong:  # of many types, for what is corrupt
+    except Exception as wrong:  # of many types, for corrupt files
         raise ValueError(f"{path}: expected {expected}: {wrong}") from wrong
 
 
 def _tensors(path: Path) -> dict[str, Tensor]:
-    """Load the tensors of a file by name. Raises ValueError for a file that `record` did not write."""
     with _opened(path, "the tensors of a recorded step") as (records, tensor):
         require(isinstance(records, dict), f"a {type(records).__name__} in place of tensors by name")
         return {key: tensor(key, record) for key, record in records.items()}
@@ -335,10 +332,9 @@ def _tensors(path: Path) -> dict[str, Tensor]:
 def _tensor(
     file: FileIO, item: ZipItem, loaded: dict[str, list[Tensor]], most: int, key: str, record: object
 ) -> Tensor:
-    """Load a tensor that is all of a member of a zip file."""
     name, dtype, first, sizes, strides = stored_tensor(record)
     start, num_bytes = item.data(f"data/{name}")
-    # `record` writes no views. A view (an expanded one) with a small storage could have any size.
+    # `record` writes no views. An expanded view of a small storage could have any size.
     is_whole = not first and math.prod(sizes) * dtype.itemsize == num_bytes
     equal = loaded.setdefault(name, [])
     require(is_whole and len(equal) <= most, f"{key!r} is no whole tensor of its own: save a clone")
@@ -360,7 +356,7 @@ def _are_sizes(x: dict[str, object]) -> bool:
 
 
 def _is_filed(x: object) -> bool:
-    """Return whether `x` is a valid entry for a tree: leaf paths, and by number the values of non-tensor leaves."""
+    """Return True for a tree's entry: leaf paths, and by number the leaves other than tensors."""
     if not isinstance(x, dict) or not isinstance(x.get("paths"), list) or not isinstance(x.get("plain"), dict):
         return False
     if len(x["paths"]) > MOST_ITEMS or not all(isinstance(path, str) for path in x["paths"]):
@@ -369,7 +365,7 @@ def _is_filed(x: object) -> bool:
     return all(key in keys and isinstance(v, int | float | str) for key, v in x["plain"].items())
 
 
-# By key of about.json: a predicate of valid values, and their description for error messages.
+# by key of about.json: a predicate of valid values, and their description in errors
 _KEYS: dict[str, tuple[Callable[[object], bool], str]] = {
     "format": (lambda x: _is_number(x, _FORMAT, _FORMAT), f"format {_FORMAT}"),
     "threads": (lambda x: _is_number(x, 1, _MOST_THREADS), f"a number from 1 to {_MOST_THREADS}"),
@@ -387,7 +383,7 @@ _KEYS: dict[str, tuple[Callable[[object], bool], str]] = {
 
 
 def _about(folder: Path) -> Json:
-    """Read and validate the about.json of a rank. Raises ValueError, with file and key, for an invalid one."""
+    """Read and validate a rank's about.json. ValueError, with file and key, if invalid."""
     file = folder / "about.json"
     try:
         about = parsed(read_text(file), "about.json")
@@ -403,12 +399,12 @@ def _about(folder: Path) -> Json:
 
 @legible()
 def read(folder: Path) -> list[RecordedStep]:
-    """Read what all ranks wrote for a step, in rank order.
+    """Read the records of all ranks of a step, in rank order.
 
-    Raises ValueError if `folder` is not a recorded step, if ranks are missing, or if ranks disagree.
+    ValueError if `folder` is not a recorded step, if ranks are missing, or if ranks disagree.
     """
     by_rank = [RecordedStep(path, _about(path)) for path in folder.glob("rank-*")]
-    by_rank.sort(key=lambda recorded: recorded.about["rank"])  # as a number: "rank-10" comes before "rank-2" as a name
+    by_rank.sort(key=lambda recorded: recorded.about["rank"])  # as a number: the name "rank-10" sorts before "rank-2"
     if not by_rank:
         raise ValueError(f"{folder}: expected a recorded step (rank-0, ...), found none")
     for key in ("axes", "plan", "threads"):
