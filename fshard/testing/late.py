@@ -1,15 +1,15 @@
 """Asynchronous collectives of a simulated world, which deliver results at `wait`, as on a GPU, and detect races.
 
 Note [Late collectives]
-    A collective on a GPU reads its input and writes its output at some time between its start and its wait. Simulated
-    collectives on a CPU finish at once, so a program that reads the output too early, or writes to the input too early,
-    is correct by chance. In a late world a collective keeps its result aside, fills its output with `poison`, and
-    `wait` copies the result to the output. At the start, a collective must not read or write memory that an unfinished
-    collective writes, and must not write memory that an unfinished collective reads. At the wait, input and output must
-    be unchanged since the start. A collective that was not waited for is an error when the rank ends.
+    A collective on a GPU reads input and writes output at any time between start and wait. Simulated collectives on a
+    CPU finish at once, so a program that uses the memory too early is right by chance. A late world finds such uses:
 
-    Peers may read lent memory (Note [Lent memory] in `comm/ranks.py`) after this rank's own wait, too. So what was sent
-    of lent memory must be unchanged when the memory is freed, or when the rank ends.
+    1. At the start, a collective must not read or write the outputs of an unfinished one, nor write its inputs. It
+       keeps its result aside, and fills its output with `poison`.
+    2. At the wait, input and output must be unchanged; the output gets the result.
+    3. When a rank ends, it must have waited for all its collectives.
+    4. Peers may read lent memory (Note [Lent memory] in `comm/ranks.py`) after this rank's own wait. So data sent from
+       it must be unchanged when the memory is freed, or when the rank ends.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ from torch import Tensor
 from ..comm.ranks import Call
 from ..core.storage import as_bytes, from_bytes
 
-_ALIGNED = 64  # bytes: torch aligns its own memory so, and the bits of a matrix product may depend on it
+_ALIGNED = 64  # bytes, as torch aligns: the bits of a matrix product may depend on it
 
 
 class InFlightError(RuntimeError):
-    """Raised for access to the memory of an unfinished collective, and for a collective that was never waited for."""
+    """Raised for access to memory of an unfinished collective, and for a collective without a wait."""
 
 
 def poison(x: Tensor) -> Tensor:
-    """Fill a tensor in place, and return it. Values are NaN (floating-point, complex), True, or integer bytes 0xA5."""
+    """Fill a tensor in place with NaN (floating-point, complex), True, or bytes 0xA5 (integers), and return it."""
     number = 1 if x.dtype == torch.bool else 0xFF if x.dtype.is_floating_point or x.dtype.is_complex else 0xA5
     if x.is_contiguous():
         as_bytes(x).fill_(number)
@@ -47,20 +47,20 @@ class Late:
     """An unfinished collective of a late world: an `Exchange` that writes its results to `writes` at `wait`."""
 
     call: Call
-    where: str  # the line of user code that started the collective
+    where: str  # line of user code
     sends: Sequence[Tensor]
-    reads: Sequence[Tensor]  # `sends`, except in a gather what it sends this rank: a part of what it writes
+    reads: Sequence[Tensor]  # `sends`; in a gather without this rank's own, a part of `writes`
     writes: Sequence[Tensor]
     results: Sequence[Tensor]
     parts: Sequence[Tensor]  # the result of `wait`
     beside: UnderWay
-    before: Sequence[Tensor] = ()  # the bytes of `reads` and `writes` at the start
+    before: Sequence[Tensor] = ()  # bytes of `reads` and `writes` at the start
 
     def __str__(self) -> str:
         return f"{self.call}, started at {self.where}"
 
     def wait(self) -> Sequence[Tensor]:
-        """Copy the results to their outputs, and return `parts`. Raises InFlightError if memory was changed."""
+        """Copy results to outputs, and return `parts`. InFlightError if memory was changed."""
         if not self.beside.end(self):
             return self.parts
         for number, (x, before) in enumerate(zip((*self.reads, *self.writes), self.before, strict=True)):
@@ -74,11 +74,11 @@ class Late:
         return self.parts
 
     def done(self) -> None:
-        """Do nothing: no memory is shared with another rank."""
+        """Do nothing: ranks share no memory."""
 
 
 class _Memory:
-    """Lent memory: its bytes, and what was sent of them: by which collective, from which byte on."""
+    """Lent memory: bytes, and for each send the collective, the first byte and the data."""
 
     def __init__(self, size: int):
         memory = bytearray(size + _ALIGNED)
@@ -86,20 +86,19 @@ class _Memory:
         self.bytes, self.sent = memoryview(memory)[start : start + size], list[tuple[str, int, bytes]]()
 
     def changed(self) -> list[str]:
-        """Return the collectives whose data were changed after they were sent."""
         # bytes, not tensors: a finalizer may run while torch's operators are traced
         return [name for name, begin, data in self.sent if self.bytes[begin : begin + len(data)] != data]
 
 
 class Lent:
-    """The lent memory of one rank of a late world: what was sent of it must not change until it is freed."""
+    """One rank's lent memory. Sent data must not change until the memory is freed."""
 
     def __init__(self) -> None:
-        self._memories: dict[int, _Memory] = {}  # by address; kept here until a finalizer has compared them
-        self._changed: list[str] = []  # the collectives whose data were changed in memory that is freed now
+        self._memories: dict[int, _Memory] = {}  # by address; kept until a finalizer has compared them
+        self._changed: list[str] = []  # collectives with changed data in freed memory
 
     def empty(self, numel: int, like: Tensor) -> Tensor:
-        """Allocate a flat tensor in memory that is watched; on a device, in memory that is not."""
+        """Allocate a flat tensor, in watched memory on the CPU."""
         size = numel * like.itemsize
         if not size or like.device.type != "cpu":
             return like.new_empty(numel)
@@ -111,7 +110,6 @@ class Lent:
         return from_bytes(x, like.dtype)
 
     def sent(self, work: Late) -> None:
-        """Note what a collective sent of lent memory: peers may read it until it is freed."""
         for x in {id(x): x for x in work.sends}.values():
             for address, memory in [*self._memories.items()]:  # a copy: memory may be freed meanwhile
                 begin = x.data_ptr() - address
@@ -122,7 +120,6 @@ class Lent:
         self._changed += self._memories.pop(address).changed()
 
     def check(self) -> None:
-        """Raise InFlightError if anything that was sent of lent memory has been changed."""
         alive = [name for memory in [*self._memories.values()] for name in memory.changed()]
         if changed := [*self._changed, *alive]:
             raise InFlightError(
@@ -132,17 +129,14 @@ class Lent:
 
 
 class UnderWay:
-    """The unfinished collectives of one rank of a late world: those started and not yet waited for."""
+    """One rank's unfinished collectives."""
 
     def __init__(self) -> None:
         self._works: dict[Late, None] = {}
         self.lent = Lent()
 
     def start(self, work: Late) -> Late:
-        """Start a collective, whose `writes` are filled with poison.
-
-        Raises InFlightError if memory overlaps with that of an unfinished collective.
-        """
+        """Start a collective: fill `writes` with poison. InFlightError if an unfinished one uses the memory."""
         if any(_overlap(x, work.writes) for x in work.reads):
             raise InFlightError(f"{work.call} at {work.where} would send from memory that it receives into")
         for other in self._works:
@@ -158,11 +152,10 @@ class UnderWay:
         return work
 
     def end(self, work: Late) -> bool:
-        """Remove a collective from the unfinished ones, and return whether it was among them."""
+        """Return True if the collective was unfinished; now it is finished."""
         return work in self._works and self._works.pop(work) is None
 
     def check_none(self) -> None:
-        """Raise InFlightError if any collective is unfinished, or any lent memory was written to."""
         if self._works:
             named = "; ".join(str(work) for work in self._works)
             raise InFlightError(f"nobody has waited for {len(self._works)} collective(s): {named}")
@@ -170,6 +163,5 @@ class UnderWay:
 
 
 def _overlap(x: Tensor, others: Iterable[Tensor]) -> bool:
-    """Return whether `x` shares memory with any of `others`; all tensors are contiguous."""
     begin, end = x.data_ptr(), x.data_ptr() + x.nbytes
     return any(y.data_ptr() < end and begin < y.data_ptr() + y.nbytes for y in others if x.numel() and y.numel())

@@ -33,10 +33,12 @@ from .rng import with_threads
 class Oracle(NamedTuple):
     """`init(params, loss_scale=None, seed=0, extra=None) -> state`; `step(state, batches, *args) -> (state, metrics)`.
 
-    `state` is a `TrainState` of plain trees: `params` are whole, and `opt_state` is the optimizer's state of a dict of
-    the trainable leaves by path. `batches` has one batch for each rank, in rank order. `args` are the same for all
-    ranks, with a whole tree for each `Sharded` argument of the step. `metrics` are those of the step, except that `aux`
-    is a list with one item for each rank; with `with_extra`, so is the `extra` of the state.
+    - `state`: a `TrainState` of plain trees: whole `params`, and `opt_state` for a dict of the trainable leaves by
+      path.
+    - `batches`: one batch for each rank, in rank order.
+    - `args`: the same for all ranks, with a whole tree for each `Sharded` argument of the step.
+    - `metrics`: as the step's, but `aux` is a list with one item for each rank; with `with_extra`, so is the state's
+      `extra`.
     """
 
     init: Callable[..., TrainState]
@@ -45,10 +47,8 @@ class Oracle(NamedTuple):
 
 @dataclass(frozen=True)
 class _Whole:
-    """The distinct tensors of a tree, by the path of the first occurrence, the trained ones, and their dtypes."""
-
     spec: Spec
-    places: list[str]  # for every leaf the key of its tensor in `values`
+    places: list[str]  # by leaf: the key in `values`, the path of a tensor's first occurrence
     values: dict[str, Tensor]
     trained: list[str]
     precision: dict[str, Precision]
@@ -59,7 +59,7 @@ class _Whole:
 
 def _whole(params: Tree, frozen: Where, policy: Policy) -> _Whole:
     flat, spec = flatten(params)
-    paths, first_path = tree.paths(spec), dict[int, str]()  # first_path: by the identity of a tensor
+    paths, first_path = tree.paths(spec), dict[int, str]()
     origins = first_places(flat, paths)
     is_frozen = dict(zip(paths, claim_leaves(params, spec, origins, frozen, "frozen"), strict=True))
     precision = precisions([leaf.dtype for leaf in flat], claim_policies(params, spec, origins, policy), policy)
@@ -73,7 +73,7 @@ class _Out(NamedTuple):
     """The result of the forward pass of one rank and micro-batch."""
 
     terms: Sequence[Mean | Sum]  # a plain scalar is a Mean that counts 1
-    live: dict[str, Tensor]  # the parameters that the loss was called with, by path
+    live: dict[str, Tensor]  # the loss's parameters by path
     extra: Tree
     aux: Tree
 
@@ -94,12 +94,12 @@ def oracle(
     """Return a reference for `train_step`, valid for any plan and mesh, without shards and collectives.
 
     `loss_fn`, `tx`, `clip_norm`, `accumulate`, `skip_labels`, `has_aux` and `with_extra` are the step's, `frozen` and
-    `policy` the plan's; arguments missing here change no value. `threads` is that of the `World` whose ranks it is
-    compared with. Compare the resulting state with `whole_state` of the sharded state.
+    `policy` the plan's, `threads` the `World`'s; other arguments change no value. Compare the resulting state with
+    `whole_state` of the sharded state.
 
-    Sums are in rank order, as in a step, but over all ranks at once and of whole tensors. So sums over two mesh axes,
-    over micro-batches or for a norm may differ in the last bits from those of a step, and so may values that overflow
-    in one micro-batch in half precision. Lossy wire formats are not modelled.
+    Sums are in rank order, as in a step, but over all ranks at once and of whole tensors. So these may differ from a
+    step's in the last bits: sums over two mesh axes, over micro-batches or for a norm, and values that overflow in one
+    micro-batch in half precision. Lossy wire formats are not modelled.
 
     >>> plain = oracle(lambda w, x: Mean((w * x).sum(), len(x)), sgd(0.5))
     >>> state, metrics = plain.step(plain.init(torch.ones(1)), [torch.tensor([1.0]), torch.tensor([2.0, 3.0])])
@@ -161,7 +161,7 @@ def _check_batches(batches: object) -> None:
 
 
 def _cut(batch: Tree, num: int) -> list[Tree]:
-    """Return micro-batches: leaves with dimensions are cut along the first one, and all others are repeated."""
+    """Cut leaves with dimensions along the first one, and repeat other leaves."""
     flat, spec = flatten(batch)
     cuts = [x.tensor_split(num) if isinstance(x, Tensor) and x.dim() else [x] * num for x in flat]
     return [unflatten(spec, [cut[i] for cut in cuts]) for i in range(num)] if num > 1 else [batch]
@@ -190,7 +190,7 @@ def _forward(
 
 
 def _auxes(outs: Sequence[Sequence[_Out]], policy: Policy) -> list[Tree]:
-    """Return the aux of each rank, a list if there are several micro-batches; averages are over all of them."""
+    """Return each rank's aux, a list for several micro-batches. Averages are over all ranks and micro-batches."""
     rows = [local_sums(averages(out.aux).values(), torch.device("cpu")) for row in outs for out in row]
     sums = [torch.stack(column).sum() for column in zip(*rows, strict=True)]
     auxes = [[put_averages(out.aux, sums, policy.output) for out in row] for row in outs]
@@ -198,9 +198,9 @@ def _auxes(outs: Sequence[Sequence[_Out]], policy: Policy) -> list[Tree]:
 
 
 def _loss(outs: Sequence[Sequence[_Out]], scale: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor, list[Tensor]]:
-    """Return the loss over all ranks and micro-batches; 1, NaN if all counts of a term are 0; and its seeds.
+    """Return the loss over all ranks and micro-batches; 1, or NaN if all counts of a term are 0; and seeds.
 
-    The seeds are the gradients of the scaled loss in the total and the count of each term.
+    Seeds: for each term, gradients of the scaled loss by total and by count.
     """
     parts = [_mean(terms) for terms in zip(*(row[i].terms for i in range(len(outs[0])) for row in outs), strict=True)]
     loss, divisor = (torch.stack(each).sum() for each in zip(*parts, strict=True))
@@ -210,7 +210,7 @@ def _loss(outs: Sequence[Sequence[_Out]], scale: Callable[[Tensor], Tensor]) -> 
 
 
 def _mean(terms: Sequence[Mean | Sum]) -> tuple[Tensor, Tensor]:
-    """Return the value of one term over all ranks and micro-batches, and what its total is divided by."""
+    """Return the value of one term over all ranks and micro-batches, and the divisor of its total."""
     total = torch.stack([x.total.detach().double() for x in terms]).sum()  # (micro-batches * W,) -> ()
     count = torch.tensor(sum(float(_count(x).detach()) for x in terms), dtype=torch.float64, device=total.device)
     divisor = torch.ones_like(count) if isinstance(terms[0], Sum) else torch.where(count == 0, torch.nan, count)
@@ -222,7 +222,7 @@ def _count(x: Mean | Sum) -> Tensor:
 
 
 def _gradients(outs: Sequence[Sequence[_Out]], whole: _Whole, seeds: Sequence[Tensor]) -> dict[str, Tensor]:
-    """Return the gradients by path, summed over all ranks, then over micro-batches.
+    """Return gradients by path, summed over ranks, then over micro-batches.
 
     Each rank's gradient is rounded to the policy's `reduce` dtype; sums over ranks are at least in float32.
     """
@@ -268,9 +268,9 @@ def _norm(grads: Mapping[str, Tensor], whole: _Whole) -> Tensor:
 
 
 def whole_state(state: TrainState) -> TrainState:
-    """Gather a sharded state: return it with whole parameters and whole optimizer state (by field and leaf path).
+    """Gather a sharded state: return whole parameters and whole optimizer state (by field and leaf path).
 
-    Every rank must call this function. States of an oracle are converted to the same form.
+    Every rank must call this function. States of an oracle get the same form.
 
     >>> tx = sgd(0.1, momentum=0.9)
     >>> whole_state(init_state(shard_of({"w": torch.ones(2)}), tx)).opt_state

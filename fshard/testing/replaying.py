@@ -24,16 +24,16 @@ from ..watch.recording import RecordedStep, origin_of, read, recorded_steps
 from .rng import with_threads
 from .world import World
 
-# `make(mesh)` returns the step, a state, a batch, optionally the loss function (or None), and then any further
-# arguments of the step. Only the structures of state, batch and arguments are used.
+# `make(mesh)` returns (step, state, batch[, loss_fn or None[, further arguments of the step...]])
 Make = Callable[[AnyMesh], tuple[Tree, ...]]
 
 
 @dataclass(frozen=True)
 class Finding:
-    """A problem with one leaf on one rank: `what` names the tree ("batch", "metrics", ...), `text` the problem.
+    """A problem of one leaf on one rank.
 
-    `unit` is the unit with which the leaf is gathered, or None.
+    - `what`: the tree ("batch", "metrics", ...).
+    - `unit`: the unit that gathers the leaf, or None.
     """
 
     rank: int
@@ -49,7 +49,7 @@ class Finding:
 
 @dataclass(frozen=True)
 class Replayed:
-    """The result of a replayed step: the first leaf that differs and the first that is not finite, or None."""
+    """The result of a replayed step: the first leaf that differs, and the first that is not finite, or None."""
 
     number: int
     num_ranks: int
@@ -69,14 +69,12 @@ def replay(dir: str | Path, make: Make, at: int | None = None) -> list[Replayed]
 
     `make(mesh)` is called on every simulated rank, with a mesh of the recorded sizes (None for plain parameters). It
     returns `(step, state, batch)`, `(step, state, batch, loss_fn)` or, for a step with further arguments, `(step,
-    state, batch, loss_fn, *args)`. Only the structures of state, batch and arguments are used: the recorded leaves
-    replace their leaves. If `loss_fn` is given and not None, each rank's local gradients, times the loss scale, are
-    checked as well; the loss function of a step `with_extra` gets the recorded extra.
+    state, batch, loss_fn, *args)`. Recorded leaves replace theirs. With a `loss_fn`, each rank's local gradients, times
+    the loss scale, are checked as well; the loss function of a step `with_extra` gets the recorded extra.
 
-    Differing values are searched rank by rank, in the metrics and then in the new state. Values that are not finite are
-    searched in the batch, the state before the step, the gradients, the metrics and the new state of all ranks, in this
-    order. Raises ValueError for steps that cannot be replayed: other leaves, another plan, missing ranks, or files that
-    `record` did not write.
+    Differing values are searched rank by rank, in the metrics and then in the new state; values that are not finite on
+    all ranks in batch, old state, gradients, metrics and new state, in this order. ValueError for steps that cannot be
+    replayed: other leaves, another plan, missing ranks, or files not by `record`.
 
     >>> import tempfile
     >>> from fshard.testing import record
@@ -107,7 +105,7 @@ def _replayed(number: int, recorded: Sequence[RecordedStep], make: Make) -> Repl
 
 
 def _again(mesh: AnyMesh, make: Make, recorded: RecordedStep) -> tuple[list[Finding], list[tuple[int, Finding]]]:
-    """Replay a step on one rank. Return the differing leaves, and the non-finite leaves with their stage number."""
+    """Replay a step on one rank. Return differing leaves, and (stage, non-finite leaf)."""
     step, like, batch_like, *more = make(mesh)
     loss_fn, args_like = (more[0], tuple(more[1:])) if more else (None, ())
     rank = recorded.about["rank"]
@@ -118,7 +116,7 @@ def _again(mesh: AnyMesh, make: Make, recorded: RecordedStep) -> tuple[list[Find
     if loss_fn is not None:
         loss_args = [*[state.extra] * getattr(step, "with_extra", False), batch, *args]
         stages.append(("gradients", _gradients(loss_fn, state, loss_args)))
-    # Checked before the step runs, because the step may update its state in place.
+    # before the step, which may update its state in place
     nonfinite = [(i, finding) for i, (what, x) in enumerate(stages) for finding in _nonfinite(rank, what, x)]
     after, metrics = step(state, batch, *args)
     different = list[Finding]()
@@ -130,7 +128,7 @@ def _again(mesh: AnyMesh, make: Make, recorded: RecordedStep) -> tuple[list[Find
 
 
 def _gradients(loss_fn: Callable[..., Tree], state: TrainState, args: Sequence[Tree]) -> Tree:
-    """Return this rank's local gradients, times the loss scale, of its whole batch (no micro-batches)."""
+    """Return this rank's local gradients of its whole batch, times the loss scale."""
     if not isinstance(state.params, Sharded):
         raise ValueError("replay: a loss function was given: expected a state of sharded parameters, got plain ones")
 

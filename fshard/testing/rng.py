@@ -19,7 +19,7 @@ _MT19937 = 2500  # bytes of its state: 624 words and a position
 
 @contextmanager
 def with_threads(number: int) -> Iterator[None]:
-    """Let torch's operators use this number of threads inside the block: the bits of their sums depend on it."""
+    """Let torch's operators use so many threads inside the block: the bits of their sums depend on it."""
     before = torch.get_num_threads()
     torch.set_num_threads(number)
     try:
@@ -31,9 +31,9 @@ def with_threads(number: int) -> Iterator[None]:
 class _Python:
     """The generator of the `random` module.
 
-    Reading the state, a tuple of 625 numbers, takes longer than the rest of a turn. So the state of a rank that has
-    drawn nothing is not read: `put_away` draws one word, and if it is the expected first word, the rank has drawn
-    nothing. Otherwise `put_away` reads the state, and moves its position back by the one word.
+    Reading its state, 625 numbers, takes longer than the rest of a turn. So `put_away` draws one word first. If it is
+    the expected first word, the rank has drawn nothing; else `put_away` reads the state, and moves its position back by
+    one.
     """
 
     def __init__(self, num_ranks: int):
@@ -62,8 +62,8 @@ class _Python:
 class _Numpy:
     """The global generator of numpy, if numpy was imported before the run.
 
-    Each rank has its own bit generator, and a turn swaps bit generators. The cached normal number beside the bit
-    generator also has to be saved and restored. This takes long, and is done only for ranks that have drawn.
+    A turn swaps the bit generators of ranks. numpy also caches a normal number: saving it takes long, so this is done
+    only for ranks that have drawn.
     """
 
     def __init__(self, num_ranks: int, np: ModuleType):
@@ -76,8 +76,8 @@ class _Numpy:
         self._states = dict[int, object]()  # of ranks that have drawn
 
     @staticmethod
-    def _words(bits: Any) -> bytes:  # Any: a bit generator of numpy, which mypy may not know
-        # read from memory, which is faster than `bits.state`
+    def _words(bits: Any) -> bytes:  # a bit generator of numpy, which mypy may not know
+        # faster than `bits.state`
         return ctypes.string_at(bits.ctypes.state_address, _MT19937)
 
     def bring(self, rank: int) -> None:
@@ -118,7 +118,7 @@ class _Torch:
 
 
 class Generators:
-    """The random states of simulated ranks, which run in turns, seeded from the random states of the process."""
+    """The random states of simulated ranks, which run in turns. The states of the process seed them."""
 
     def __init__(self, num_ranks: int, device: torch.device):
         host = torch.default_generator
@@ -135,16 +135,14 @@ class Generators:
             self._kinds.append(_Torch(num_ranks, device, get, set_))
 
     def bring(self, rank: int) -> None:
-        """Restore the random states of a rank, before its turn."""
         for kind in self._kinds:
             kind.bring(rank)
 
     def put_away(self, rank: int) -> None:
-        """Save the random states of a rank, after its turn."""
         for kind in self._kinds:
             kind.put_away(rank)
 
     def restore(self) -> None:
-        """Restore the random states that the process had before the run."""
+        """Restore the random states of the process before the run."""
         for kind in self._kinds:
             kind.restore()

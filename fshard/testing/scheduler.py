@@ -1,11 +1,10 @@
 """A deterministic scheduler for simulated ranks, and fault injection.
 
 Note [The baton]
-    Every rank is a thread, and only the thread that holds the baton (a lock) runs. A rank passes the baton on when it
-    has to wait in a collective; the last rank to arrive copies the data for all. Therefore the order is deterministic.
-    A hang is a state in which no rank can run; the scheduler turns it into an error that says where each rank waits.
-    Random states, which threads share, are saved and restored each time the baton is passed. After a failure every
-    other rank gets the baton once more, and stops.
+    Every rank is a thread, and only the thread with the baton (a lock) runs. A rank passes the baton on when it waits
+    in a collective; the last rank to arrive copies the data for all. So the order is deterministic. If no rank can
+    run, the scheduler raises an error with each rank's place of waiting. Threads share random states, so these are
+    saved and restored with each pass. After a failure every other rank gets the baton once more, and stops.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ from .rng import Generators
 class Collective:
     """A collective of a simulated world: kind, unit, mesh axis and participating ranks.
 
-    `nbytes` is the number of bytes that one rank sends, the maximum over the ranks.
+    `nbytes`: bytes sent by one rank, the maximum over the ranks.
     """
 
     kind: str
@@ -45,9 +44,7 @@ class Collective:
 
 @dataclass(frozen=True)
 class Dies:
-    """A fault: the rank raises RankDied at its collective number `at`, counted from 0.
-
-    Nothing happens if the rank issues fewer collectives.
+    """A fault: the rank raises RankDied at its collective number `at`, from 0. No fault if it issues fewer.
 
     >>> from fshard.testing import World
     >>> try:
@@ -63,9 +60,9 @@ class Dies:
 
 @dataclass(frozen=True)
 class Garbage:
-    """A fault: every byte that the rank sends in its collective number `at`, counted from 0, is changed.
+    """A fault: the rank's collective number `at`, from 0, sends every byte changed, alike in every run.
 
-    The changed bytes are the same in every run. The rank's own tensors are not changed.
+    The rank's own tensors are not changed.
 
     >>> from fshard.testing import World
     >>> def job(mesh):
@@ -105,18 +102,17 @@ class Stopped(BaseException):
 
 @dataclass
 class Post:
-    """The tensors of one rank in a collective: inputs `own`, outputs `places`, and the function that moves the data."""
+    """One rank's tensors in a collective, and the function that moves the data of all."""
 
     rank: int
     call: Call
     own: Sequence[Tensor]
-    places: Sequence[Tensor]  # the tensors that results are written to
+    places: Sequence[Tensor]  # results are written to these
     act: Callable[[list[Post]], None]
-    sent: Sequence[Tensor] = ()  # `own`, or garbled copies of these tensors
+    sent: Sequence[Tensor] = ()  # `own`, or garbled copies
 
 
 def _garbage(x: Tensor, seed: int) -> Tensor:
-    """Return a copy of a tensor in which every byte differs from the original."""
     data = as_bytes(x)
     generator = torch.Generator("cpu").manual_seed(seed)
     flips = torch.randint(1, 256, data.shape, dtype=torch.uint8, generator=generator, device="cpu")
@@ -124,7 +120,7 @@ def _garbage(x: Tensor, seed: int) -> Tensor:
 
 
 class WorldRun:
-    """The state of one run: which ranks wait or have ended, who holds the baton, the log and the first failure."""
+    """The state of one run: waiting and ended ranks, holder of the baton, log and first failure."""
 
     def __init__(self, sizes: Mapping[str, int], device: torch.device, faults: Sequence[Fault]):
         self.sizes, self.device = dict(sizes), device
@@ -141,27 +137,26 @@ class WorldRun:
         self._slow = {fault.rank for fault in faults if isinstance(fault, Slow)}
         self._faults = {(fault.rank, fault.at): fault for fault in faults if not isinstance(fault, Slow)}
         self._counts = [0] * self.num_ranks
-        self._posts: dict[int, Post] = {}  # by rank, for ranks that wait
-        self._meetings: dict[tuple[int, ...], list[Post]] = {}  # by group of ranks: the posts of those that arrived
+        self._posts: dict[int, Post] = {}  # of waiting ranks
+        self._meetings: dict[tuple[int, ...], list[Post]] = {}  # by group: ranks that arrived
         self._ended: set[int] = set()
 
     def reopen(self) -> None:
-        """Make the meshes of this run, which has ended, usable in another one, without faults."""
+        """Make the meshes of this ended run usable in another run, without faults."""
         WorldRun.__init__(self, self.sizes, self.device, ())
 
     def begin(self, rank: int) -> None:
-        """Wait for the baton, and restore the random states of the rank. Raises Stopped if another rank failed."""
+        """Wait for the baton, and restore the rank's random states. Stopped if another rank failed."""
         self._batons[rank].acquire()
         if self.failure is not None:
             raise Stopped
         self.generators.bring(rank)
 
     def start(self) -> None:
-        """Give the baton to the first rank."""
         self._batons[self._after(self.num_ranks - 1)].release()
 
     def _after(self, rank: int) -> int:
-        """Return the next rank after `rank` that can run, cyclically, slow ranks last; -1 if there is none."""
+        """Return the next rank after `rank`, cyclically, that can run, slow ranks last; -1 if there is none."""
         order = chain(range(rank + 1, self.num_ranks), range(rank + 1))
         ready = (r for r in order if r not in self._ended and (self.failure is not None or r not in self._posts))
         if not self._slow:
@@ -169,7 +164,7 @@ class WorldRun:
         return min(ready, key=lambda r: r in self._slow, default=-1)
 
     def hand_over(self, rank: int) -> None:
-        """Pass the baton to the next rank that can run. If ranks wait and none can run, the run fails; else it ends."""
+        """Pass the baton to the next rank that can run. If none can, the run ends, or fails if ranks wait."""
         if self.failure is None:
             self.generators.put_away(rank)
         after = self._after(rank)
@@ -182,7 +177,6 @@ class WorldRun:
             self._batons[after].release()
 
     def _told(self, post: Post) -> str:
-        # the line of user code at which the rank's thread waits for the baton
         return f"{post.call} at {call_site(sys._current_frames()[self.threads[post.rank].ident or 0])}"
 
     def _standing(self) -> str:
@@ -191,9 +185,9 @@ class WorldRun:
         return f"{'; '.join(f'rank {rank} {text}' for rank, text in enumerate(told))}. {SAME_ORDER}"
 
     def meet(self, group: tuple[int, ...], post: Post) -> Sequence[Tensor]:
-        """Take part in a collective: wait for the other ranks of the group, and return the output tensors, filled."""
+        """Take part in a collective: wait for the group, and return the filled outputs."""
         self._check_caller(post)
-        if self.failure is not None:  # reached if user code calls a collective in a `finally` block
+        if self.failure is not None:  # user code calls a collective in a `finally` block
             raise Stopped
         rank = post.rank
         self._fault(post)
@@ -205,14 +199,14 @@ class WorldRun:
         arrived.append(post)
         if len(arrived) == len(group):
             self._complete(group, sorted(self._meetings.pop(group), key=lambda p: p.rank))
-            arrived.clear()  # waiting ranks still refer to this list, which would keep the results of all ranks alive
+            arrived.clear()  # waiting ranks hold this list, with the results of all ranks
         else:
             self.hand_over(rank)
-            self.begin(rank)  # returns after the last rank of the group has filled the output tensors
+            self.begin(rank)  # returns when the outputs are filled
         return post.places
 
     def _check_caller(self, post: Post) -> None:
-        """Raise RuntimeError unless the thread of the rank calls this, while the world runs."""
+        """RuntimeError unless the rank's own thread calls, while the world runs."""
         if self.over.is_set():
             raise RuntimeError(
                 f"{post.call}: the simulated world has ended, and its ranks with it. Communicate inside the function "
@@ -230,7 +224,7 @@ class WorldRun:
         )
 
     def _fail(self, words: str) -> NoReturn:
-        # Set before raising: a collective in the user's exception handlers must then raise Stopped, and not wait.
+        # before raising: a collective in the user's exception handlers must raise Stopped, and not wait
         self.failure = MismatchError(words)
         raise self.failure
 
@@ -258,7 +252,6 @@ class WorldRun:
             del self._posts[rank]
 
     def end(self, rank: int, failure: BaseException | None = None) -> None:
-        """Record that a rank has returned or failed, and pass the baton on."""
         self._ended.add(rank)
         self._posts.pop(rank, None)
         self.failure = failure if self.failure is None else self.failure
@@ -271,7 +264,7 @@ class WorldRun:
 
 
 def on_threads(run: WorldRun, rank_main: Callable[[int], None]) -> None:
-    """Run `rank_main(rank)` for every rank on a thread of its own, and return when all threads have ended."""
+    """Run `rank_main(rank)` for every rank on a thread of its own, to the end."""
     for rank in range(run.num_ranks):
         main = contextvars.copy_context().run
         run.threads.append(threading.Thread(target=main, args=(rank_main, rank), daemon=True))
@@ -279,7 +272,7 @@ def on_threads(run: WorldRun, rank_main: Callable[[int], None]) -> None:
         thread.start()
     try:
         run.start()
-        while not run.over.wait(0.2):  # with a timeout: a signal that arrives just before a wait is handled after it
+        while not run.over.wait(0.2):  # with a timeout: a signal just before a wait is handled after the wait
             pass
     except BaseException as failure:  # such as KeyboardInterrupt: ranks stop at their next collective
         run.failure = failure

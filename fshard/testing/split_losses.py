@@ -1,4 +1,4 @@
-"""Whether a loss of split leaves is the plain loss: its value and its gradients, on simulated ranks, in float64."""
+"""Compare a loss of split leaves with the plain loss: value and gradients, on simulated ranks, in float64."""
 
 from __future__ import annotations
 
@@ -39,19 +39,19 @@ def same_loss(
     sizes: Sequence[int] = (2, 3),
     rtol: float = 1e-8,
 ) -> None:
-    """AssertionError unless a loss of split leaves has the value and the gradients of the plain loss.
+    """Raise AssertionError unless a loss of split leaves has the value and the gradients of the plain loss.
 
-    `split(mesh)` is the loss for a mesh, `plain` that of one device: both are called with (params, batch, *args).
-    `leaves` and `data` are `make_plan`'s `split=` and `data=`. `params` are whole, on the host. The meshes are of
-    simulated ranks, with the axes in `leaves` and in `data`, of each number of ranks in `sizes`, several axes of
-    unlike ones; batches are equal on all ranks, but along the axes in `data`, over which dim 0 is cut
-    (`torch.tensor_split`). Two values of the parameters are tried: those given, and others near them. Floating-point
-    tensors are cast to float64; numbers may differ by `rtol` times the largest of the leaf. Ranks with equal batches
-    draw equal random numbers, without `data` those of the plain loss. A loss returns no aux. ValueError where nothing
-    would be compared.
+    - `split(mesh)`: the loss for a mesh; `plain`: the loss of one device. Both are called with (params, batch, *args),
+      and return no aux.
+    - `params`: whole, on the host; tried as given, and with other values nearby.
+    - `batch`: equal on all ranks, but cut in dim 0 (`torch.tensor_split`) over the axes in `data`.
+    - `leaves`, `data`: `make_plan`'s `split=` and `data=`.
+    - `sizes`: numbers of simulated ranks to try along the axes in `leaves` and `data`; several axes get unlike ones.
+    - `rtol`: allowed difference, times the largest number of the leaf. Floating-point tensors are cast to float64.
 
-    A forward that is right has right gradients, if all of its collectives are fshard's; gradients tell what a backward
-    of its own, or another library's collective, does wrong.
+    Ranks with equal batches draw equal random numbers, without `data` the plain loss's. If all collectives are
+    fshard's, a right forward has right gradients; gradients show faults of your own backward, or of another library's
+    collective. ValueError if nothing would be compared.
 
     >>> def loss(mesh):
     ...     return lambda p, x: all_reduce((x @ p["up"]) @ p["down"], mesh, "tensor").sum()
@@ -81,14 +81,14 @@ def same_loss(
     for point, name in enumerate(("given", "nearby")):
         whole = tree.map(lambda x, point=point: _double(x, 0.1 * point), params)
         expected = results(None, plain, whole)
-        for first in range(len(sizes)):  # of several axes, each of another size
+        for first in range(len(sizes)):  # give several axes unlike sizes
             sized = {axis: sizes[(first + i) % len(sizes)] for i, axis in enumerate(axes)}
             for got in World(axes=sized).run(lambda mesh, whole=whole: results(mesh, split(mesh), whole)):
                 _compare(f"same_loss: {sized}, the params {name}", got, expected, rtol)
 
 
 def _double(x: Tree, by: float = 0.0) -> Tree:
-    """A leaf in float64 or complex128, its numbers multiplied by 1 to 1 + 2 `by`, and zeros moved by as much."""
+    """Return a leaf in float64 or complex128: numbers times 1 + `by` to 1 + 2 `by`, zeros moved by as much."""
     if not is_inexact(x):
         return x
     x = x.to(torch.complex128 if x.is_complex() else torch.float64)
@@ -98,9 +98,9 @@ def _double(x: Tree, by: float = 0.0) -> Tree:
 
 
 def _compare(where: str, got: dict[str, Tensor], expected: dict[str, Tensor], rtol: float) -> None:
-    """Raise AssertionError if a loss, or a gradient, is another; it names the first leaf."""
+    """AssertionError, with the first leaf, if the loss or a gradient differs."""
     largest = {name: float(wanted.abs().max()) if wanted.numel() else 0.0 for name, wanted in expected.items()}
-    least = 1e-6 * max(largest.values())  # what is zero is rounded, too
+    least = 1e-6 * max(largest.values())  # zeros are rounded, too
     for name, wanted in expected.items():
         far = (got[name] - wanted).abs()
         if far.numel() and not far.max() <= rtol * max(largest[name], least):

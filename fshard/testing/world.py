@@ -1,9 +1,8 @@
 """Simulated ranks: run the ranks of a step as threads of one process, in a fixed order, also under a debugger.
 
 Note [One for all]
-    The last rank that arrives at a gather or a reduction computes the result once, from the tensors of all W ranks, so
-    the work grows with W; W messages from each of W ranks would make the work grow with W². The result is copied to
-    each rank, so that no rank sees what another rank writes to its own copy later.
+    The last rank to arrive at a gather or a reduction computes the result once, from the tensors of all W ranks: work
+    grows with W, not with W². Each rank gets a copy, so that later writes of one rank stay its own.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ T = TypeVar("T")
 
 
 def _deliver(posts: list[Post]) -> None:
-    """Copy `sent[i]` of each rank to rank `i`. The place of a rank's own tensor is left as it is."""
+    """Copy `sent[i]` of each rank to rank `i`, except a rank's own tensor."""
     for i, post in enumerate(posts):
         for j, source in enumerate(posts):
             sent, place = source.sent[i], post.places[j]
@@ -51,7 +50,7 @@ def _garbled(post: Post) -> bool:
 
 
 def _received(post: Post, posts: list[Post]) -> list[Tensor]:
-    """Return the tensors that the rank of `post` receives, in rank order; its own tensor is never a garbled one."""
+    """Return the tensors for the rank of `post`, in rank order; its own tensor is never garbled."""
     return [p.own[0] if p is post else p.sent[0] for p in posts]
 
 
@@ -63,8 +62,7 @@ def _fill(place: Tensor, xs: list[Tensor]) -> None:
 
 
 def _gather(posts: list[Post]) -> None:
-    # The result is built in the output of one rank, and copied from there to the others. An additional tensor would
-    # count as memory of the rank that arrived last.
+    # in one rank's output, then copied: another tensor would count as memory of the last rank
     filled = None
     for post in posts:
         (place,) = post.places
@@ -76,10 +74,7 @@ def _gather(posts: list[Post]) -> None:
 
 
 def _sums(posts: list[Post], op: str) -> list[tuple[Tensor, Tensor]]:
-    """Return for each rank its output tensor and the total. The total is computed once, except for garbled ranks.
-
-    A rank that sends garbage gets a total of its own, because its own contribution to that total is not garbled.
-    """
+    """Return each rank's output tensor and total. A garbled rank has a total with its own part ungarbled."""
     x = posts[0].own[0]
     dtype = sum_dtype(x.dtype) if op == "sum" else x.dtype
     common = fold([p.sent[0] for p in posts], op, torch.empty_like(x, dtype=dtype))
@@ -99,16 +94,16 @@ def _reduce(posts: list[Post], op: str) -> None:
 
 
 class SimulatedMesh(Grid):
-    """The mesh that one simulated rank sees, with the methods of a DeviceMesh and the axes of the world."""
+    """The mesh of one simulated rank, with the methods of a DeviceMesh and the axes of the world."""
 
     def __init__(self, run: WorldRun, rank: int, under_way: UnderWay | None = None):
         super().__init__(run.sizes, rank, digits(rank, [*run.sizes.values()]), run.device)
-        self.run, self.under_way = run, under_way  # `under_way` is None except in a late world
+        self.run, self.under_way = run, under_way  # only in a late world
         self._ranks: dict[str, _SimulatedRanks] = {}
-        self._root: SimulatedMesh | None = None  # the mesh of which this one has some axes
+        self._root: SimulatedMesh | None = None  # the mesh that this one is a part of
 
     def __getitem__(self, names: str | tuple[str, ...]) -> SimulatedMesh:
-        """Return the mesh of some axes, in the order of this one: of the ranks that differ from this one along them."""
+        """Return the mesh of some axes, in the order of this one: the ranks that differ from this one along these."""
         axes = (names,) if isinstance(names, str) else names
         if not axes or tuple(axis for axis in self.mesh_dim_names if axis in axes) != axes:
             raise ValueError(f"mesh[{names!r}]: expected names of axes of {self.mesh_dim_names}, in this order")
@@ -119,7 +114,7 @@ class SimulatedMesh(Grid):
         return part
 
     def ranks(self, axis: str) -> _SimulatedRanks:
-        """Return the ranks along one axis, through which `fshard.comm` runs its collectives."""
+        """Return the ranks along one axis, which run the collectives of `fshard.comm`."""
         if axis not in self._ranks:
             self._ranks[axis] = _SimulatedRanks(self._root or self, self.run, axis)
         return self._ranks[axis]
@@ -139,7 +134,7 @@ class _SimulatedRanks:
 
     @property
     def whole(self) -> _SimulatedRanks | None:
-        # In a late world gathers and sums are composed of exchanges, as with process groups.
+        # a late world composes gathers and sums of exchanges, as process groups do
         return self if self._under_way is None else None
 
     def empty(self, numel: int, like: Tensor, lent: bool) -> Tensor:
@@ -150,10 +145,10 @@ class _SimulatedRanks:
     def _meet(
         self, call: Call, sends: Sequence[Tensor], into: Sequence[Tensor], act: Callable[[list[Post]], None]
     ) -> Exchange:
-        if self.size == 1:  # nobody to wait for: what a rank sends itself is where it belongs
+        if self.size == 1:  # a rank's message to itself is in place
             return Arrived(into)
         post = Post(self._me, call, sends, into, act, sends)
-        # Ranks may run on different streams, and the last rank to arrive copies the data of all ranks on its stream.
+        # ranks may have different streams; the last to arrive copies the data of all on its own
         asynchronous = self.device.type != "cpu"
         if asynchronous:
             torch.get_device_module(self.device).synchronize()
@@ -166,7 +161,7 @@ class _SimulatedRanks:
         into = places(sends, recvs, self.rank)
         if self._under_way is None:
             return self._meet(call, sends, into, _deliver)
-        # What a gather sends this rank is in its output tensor: a backend that gets the whole output writes it, too.
+        # in a gather, this rank's own part is in the output, and a backend writes all of it
         gathers = recvs[self.rank] is sends[self.rank]
         aside = [place.clone() if rank == self.rank else torch.empty_like(place) for rank, place in enumerate(into)]
         self._meet(call, sends, aside, _deliver)
@@ -178,11 +173,10 @@ class _SimulatedRanks:
         if self.size > 1:
             return self._meet(call, [x], [place], act)
         with torch.no_grad() if torch.is_grad_enabled() else nullcontext():
-            return Arrived([place.copy_(x)])  # the tensor of the only rank, in the dtype of its place
+            return Arrived([place.copy_(x)])  # in the dtype of its place
 
     def all_gather(self, x: Tensor, out: Tensor | None, lent: bool, call: Call) -> Exchange:
-        # Allocate a new tensor even if `lent` allows to reuse one, so that a rank's memory is allocated and freed as in
-        # a process of its own.
+        # even if `lent` allows reuse: memory as in a process of its own
         place = x.new_empty(self.size * x.shape[0], *x.shape[1:]) if out is None else out
         return self._whole(call, x, place, _gather)
 
@@ -199,7 +193,7 @@ def _load_forward_mode() -> None:
     # torch 2.11 for CUDA without a GPU keeps what its first fake tensors set up in their thread: the next would crash
     with FakeTensorMode() if torch.version.cuda and not torch.cuda.is_available() else nullcontext():
         pass
-    with warnings.catch_warnings():  # torch scripts some formulas at the first use, and warns about its own call
+    with warnings.catch_warnings():  # torch scripts some formulas at the first use, and warns about it
         warnings.filterwarnings("ignore", message=".*torch.jit.script")
         torch.func.jvp(torch.neg, (torch.zeros((), device="cpu"),), (torch.zeros((), device="cpu"),))
 
@@ -214,7 +208,6 @@ def _on_rank(mesh: SimulatedMesh, fn: Callable[..., T], args: Sequence[object]) 
 def _on_ranks(
     run: WorldRun, world: World, fn: Callable[..., T], args: Sequence[object]
 ) -> tuple[dict[int, T], BaseException | None]:
-    """Run `fn(mesh, *args)` on every rank. Return the results by rank, and any failure."""
     results = dict[int, T]()
 
     def rank_main(rank: int) -> None:
@@ -222,9 +215,9 @@ def _on_ranks(
         try:
             run.begin(rank)
             torch.set_num_threads(world.threads)
-            if run.device.type != "cpu":  # the current device belongs to a thread; a new thread has device 0
+            if run.device.type != "cpu":  # a new thread has device 0
                 torch.get_device_module(run.device).set_device(run.device)
-            # CUDA has one backward thread per device: ranks would wait for each other inside this thread.
+            # CUDA has one backward thread per device, in which ranks would wait for each other
             with torch.autograd.set_multithreading_enabled(False):
                 results[rank] = _on_rank(SimulatedMesh(run, rank, UnderWay() if world.late else None), fn, args)
         except Stopped as stopped:
@@ -242,8 +235,8 @@ def _on_ranks(
         return x
 
     try:
-        # Forward-mode levels belong to the process, so the end of one rank's jvp would end the levels of the others.
-        # Inside this outer jvp, which no rank's tensors take part in, a rank's jvp opens no level.
+        # forward-mode levels belong to the process: the end of one rank's jvp would end the levels of others; inside
+        # this outer jvp, without any rank's tensors, a rank's jvp opens none
         _load_forward_mode()
         with with_threads(world.threads):
             torch.func.jvp(all_ranks, (torch.zeros((), device="cpu"),), (torch.zeros((), device="cpu"),))
@@ -270,25 +263,24 @@ def _check_result(result: Tree, rank: int, run: WorldRun) -> None:
 class World:
     """Simulated ranks: `run(fn, *args)` calls `fn(mesh, *args)` once per rank in this process; returns the results.
 
-    `axes` maps names of mesh axes to sizes, slowest-varying axis first, and replaces `replicate` and `shard`; `device`
-    is where all ranks compute. Ranks run in a fixed order, whatever the timing, and reductions add in rank order. Each
-    rank has its own random states of python, numpy (if imported before) and torch, seeded from the caller's states,
-    which are restored after the run.
+    - `axes`: sizes by name of mesh axis, slowest-varying first, in place of `replicate` and `shard`.
+    - `device`: all ranks compute there.
+    - `faults`: faults to inject: `Dies`, `Garbage`, `Slow`.
+    - `late=True`: collectives behave as on a GPU: `wait` delivers the result, and until then outputs hold NaN
+      (integers: bytes 0xA5). InFlightError for a write to a tensor under way, and for a collective never waited for. A
+      gather or a sum is then logged as its messages.
+    - `threads`: threads of each rank's operators (`torch.set_num_threads`): they set the order of sums. One by default,
+      as under torchrun. The caller's number is restored after the run.
 
-    The first exception of any rank stops all ranks and is raised, with a note that names the rank. MismatchError names
-    both sides if ranks call different collectives or one rank returns early. `log` lists each collective of the latest
-    run once, in the order of execution; collectives along an axis of one rank are not listed.
+    Ranks run in a fixed order, whatever the timing, and reductions add in rank order. Each rank has its own random
+    states of python, numpy (if imported before) and torch, seeded from the caller's, which are restored after the run.
 
-    `faults` are the faults to inject: `Dies`, `Garbage`, `Slow`. With `late=True` collectives behave as on a GPU:
-    `wait` delivers the result, and before that the output tensors hold NaN (integers: bytes 0xA5). InFlightError is
-    raised for writing meanwhile to a tensor that a collective sends or receives, and for a collective that is never
-    waited for. A gather or a sum is then logged as the messages that it consists of.
+    The first exception of any rank stops all ranks and is raised, with a note of the rank. MismatchError names both
+    sides if ranks call different collectives or one rank returns early. `log` lists each collective of the latest run
+    once, in order, without collectives along an axis of one rank.
 
-    The operators of every rank use `threads` threads (`torch.set_num_threads`), because the order of sums inside them
-    depends on it: one, as torchrun sets, whatever the caller uses. The caller's number is restored after the run.
-
-    For forward-mode AD use torch.func.jvp inside, not forward_ad.dual_level, which torch keeps once for all threads.
-    Raises ValueError for an axis without ranks, and for a fault of a rank that does not exist.
+    For forward-mode AD use torch.func.jvp inside: all threads share forward_ad.dual_level. ValueError for an axis
+    without ranks, and for a fault of an unknown rank.
 
     >>> world = World(axes={"data": 2, "model": 3})
     >>> world.run(lambda mesh: all_reduce(torch.tensor(mesh.get_rank()), mesh, "model", label="sums").item())
@@ -338,11 +330,10 @@ class World:
         return [results[rank] for rank in range(self.size)]
 
     def gather(self, results: Sequence[Tree]) -> Tree:
-        """Return rank 0's result with each `Sharded` in it whole, joined of what all ranks returned.
+        """Return rank 0's result, with each `Sharded` joined from all ranks' results, whole; optimizer states as well.
 
-        `results` are those of one run of a world with these axes, in rank order. Optimizer states are joined as well.
-        All that is not sharded is rank 0's. ValueError for other results, TypeError if nothing in them is sharded, or
-        gradients are not reduced.
+        `results` are of one run of a world with these axes, in rank order. ValueError for other results; TypeError if
+        nothing in them is sharded, or gradients are not reduced.
 
         >>> from fshard import make_plan, shard_params
         >>> world, params = World(shard=2), {"w": torch.arange(3.0)}
