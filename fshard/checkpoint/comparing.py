@@ -1,4 +1,4 @@
-"""The difference of two checkpoints: names, shapes, dtypes, values, and which leaves have different bits."""
+"""The difference of two checkpoints: names, shapes, dtypes, values, and leaves with different bits."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from ..files.safetensors_file import NAMES
 from ..layout.layout import numbers_in
 from .inspecting import TextLine, number
 
-_WINDOW = 1 << 18  # elements that are read and compared at a time
+_WINDOW = 1 << 18  # elements read and compared at a time
 
 
 def compare(place: Place, step: int, other_place: Place, other_step: int) -> Iterator[TextLine]:
-    """Yield how the checkpoint of a step differs from another one. CheckpointError if one of them is damaged.
+    """Yield the differences of two checkpoints. CheckpointError if one of them is damaged.
 
-    Leaves that were cut alike and have the same checksums are taken to have the same bits; of others, the data is read.
+    Leaves cut alike with equal checksums count as equal; data of other leaves is read.
     """
     index, other = index_at(place, step)[0], index_at(other_place, other_step)[0]
     for label, where, x in (("A", place, index), ("B", other_place, other)):
@@ -36,7 +36,7 @@ def compare(place: Place, step: int, other_place: Place, other_step: int) -> Ite
         a, b = (x.leaves.get(name, x.values.get(name)) for x in (index, other))
         if isinstance(a, IndexEntry) and isinstance(b, IndexEntry):
             text, gap = _of_leaf(here, a, there, b, name)
-        else:  # nan is not equal to nan, and 1 not to 1.0
+        else:  # repr: nan is not equal to nan, and 1 not to 1.0
             text, gap = "" if repr(a) == repr(b) else f"{_shown(a)} in A, {_shown(b)} in B", {}
         if text:
             num_different += 1
@@ -55,7 +55,7 @@ def _shown(x: object) -> str:
 def _of_leaf(
     place: Place, a: IndexEntry, other_place: Place, b: IndexEntry, name: str
 ) -> tuple[str, dict[str, object]]:
-    """Say how two leaves differ, as text and as data; nothing if they do not."""
+    """Return the difference of two leaves, as text and as data; empty if equal."""
     if a.shape != b.shape:
         return f"{_shown(a)} in A, {_shown(b)} in B", {}
     if a.dtype == b.dtype and (a.numel == 0 or _same_checksums(a, b)):
@@ -79,13 +79,12 @@ def _of_leaf(
 
 
 def _same_checksums(a: IndexEntry, b: IndexEntry) -> bool:
-    """Whether two leaves were cut alike, and all checksums are the same."""
     first, second = ([(piece.begin, piece.checksums) for piece in entry.pieces] for entry in (a, b))
     return first == second and a.order == b.order and all(checksums for _, checksums in first)
 
 
 class _Gap(NamedTuple):
-    """The number of elements that differ, the largest absolute difference, and its place in the flattened leaf."""
+    """The number of differing elements, the largest absolute difference, and its index in the flattened leaf."""
 
     num: int = 0
     largest: float = 0.0
@@ -98,7 +97,7 @@ def _gap(x: Tensor, y: Tensor) -> _Gap:
     else:
         differs = _double(x) != _double(y)
     far = (_double(x) - _double(y)).abs().nan_to_num(nan=math.inf, posinf=math.inf)
-    far = torch.where(differs, far, 0.0)  # of two infinities, the difference is nan
+    far = torch.where(differs, far, 0.0)  # the difference of two infinities is nan
     place = int(far.argmax())
     return _Gap(int(differs.sum()), float(far[place]), place)
 
@@ -110,7 +109,7 @@ def _double(x: Tensor) -> Tensor:
 
 
 def _read(place: Place, entry: IndexEntry, begin: int, end: int, name: str) -> Tensor:
-    """Read elements [begin, end) in row-major order to the host, of a leaf in another order all between them, too."""
+    """Read elements [begin, end) in row-major order to the host. In another order, everything between is read, too."""
     if not entry.order:
         return elements(place, entry, begin, end, name)
     numbers = numbers_in(entry.order, entry.shape, (), begin, end - begin)
@@ -119,7 +118,7 @@ def _read(place: Place, entry: IndexEntry, begin: int, end: int, name: str) -> T
 
 
 def elements(place: Place, entry: IndexEntry, begin: int, end: int, name: str) -> Tensor:
-    """Read elements [begin, end), in the order of the leaf, to the host. CheckpointError if a file ends before."""
+    """Read elements [begin, end), in the order of the leaf, to the host. CheckpointError if a file is too short."""
     size = entry.dtype.itemsize
     data = bytearray((end - begin) * size)
     for piece in entry.pieces:

@@ -1,4 +1,4 @@
-"""What a state consists of, leaf by leaf: which elements this rank has, and which of them it writes."""
+"""The contents of a state, leaf by leaf: this rank's elements, and those that it writes."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ from ..layout.pieces import Parts, pieces, typed
 from ..sharding.sharded import Sharded
 from ..state.dtensors import is_sharded, sharding
 
-# a piece of a leaf: the name of the leaf, the piece's first element, the one after its last, and tensors with its bytes
+# a piece of a leaf: name of the leaf, first element, end, and tensors with the piece's bytes
 Named = tuple[str, int, int, list[Tensor]]
-_SMALL = 1 << 18  # elements: larger parts that several ranks have are split between them, others written by one
+_SMALL = 1 << 18  # elements: of equal copies one rank writes a smaller part, and each rank a share of a larger one
 
 
 @dataclass(frozen=True)
 class SavedSpan:
-    """Elements of a leaf that this rank has, from number `begin` in the leaf's order on.
+    """Elements of a leaf on this rank, from number `begin` in the leaf's order on; a view of the state if possible.
 
-    `holders` ranks have equal copies, and this one is number `holder`. `elements` is a view of the state if it can be.
+    This is copy number `holder` of `holders` equal ones.
     """
 
     name: str
@@ -42,7 +42,7 @@ class SavedSpan:
     order: tuple[int, ...] = ()
 
     def share(self, number: int) -> tuple[int, int]:
-        """Return the elements [begin, end) that this rank writes; `number` is that of the leaf."""
+        """Return the elements [begin, end) that this rank writes of leaf `number`."""
         numel = self.elements.numel()
         if numel <= _SMALL:  # one rank writes all: the holders take turns
             return (0, numel) if number % self.holders == self.holder else (0, 0)
@@ -51,11 +51,11 @@ class SavedSpan:
 
 @dataclass(frozen=True)
 class Contents:
-    """A state as a rank sees it: the leaves, which all ranks agree on, this rank's parts of them, and other values."""
+    """A state as a rank sees it: the leaves (equal on all ranks), this rank's parts, and other values."""
 
     mesh: AnyMesh
     forms: dict[str, Form] = field(default_factory=dict)
-    orders: dict[str, tuple[int, ...]] = field(default_factory=dict)  # of elements; leaves that are not here: row-major
+    orders: dict[str, tuple[int, ...]] = field(default_factory=dict)  # of elements; missing leaves are row-major
     parts: list[SavedSpan] = field(default_factory=list)
     values: dict[str, Json] = field(default_factory=dict)
     plans: list[str] = field(default_factory=list)
@@ -64,17 +64,15 @@ class Contents:
 
     @property
     def rank(self) -> int:
-        """The number of this rank in the mesh."""
         return rank_in(self.mesh)
 
     @property
     def ranks(self) -> int:
-        """The number of ranks of the mesh."""
         return num_ranks(self.mesh)
 
 
 def contents_of(state: Tree, function: str, mesh: AnyMesh) -> Contents:
-    """Return what a state consists of. TypeError or ValueError, which begin with `function`, for other leaves."""
+    """Return the contents of a state. TypeError or ValueError, beginning with `function`, for other leaves."""
     contents, names = Contents(mesh), list[str]()
     for path, node in tree.paths_to(state, Parts):
         if isinstance(node, Parts):
@@ -84,7 +82,7 @@ def contents_of(state: Tree, function: str, mesh: AnyMesh) -> Contents:
             names.append(path)
             _check_tensor(function, path, node)
             contents.forms[path] = Form(tuple(node.shape), node.dtype)
-            plain = node.detach().resolve_conj().resolve_neg().contiguous()  # its bytes are those of its elements
+            plain = node.detach().resolve_conj().resolve_neg().contiguous()  # so its bytes are its elements'
             contents.parts.append(SavedSpan(path, 0, plain, contents.rank, contents.ranks))
         else:
             names.append(path)
@@ -94,12 +92,12 @@ def contents_of(state: Tree, function: str, mesh: AnyMesh) -> Contents:
 
 
 def add_parts(contents: Contents, path: str, node: Parts) -> list[str]:
-    """Add the leaves of a sharded node, and this rank's parts of them; return the names of the leaves."""
+    """Add the leaves of a sharded node, and this rank's parts; return the names of the leaves."""
     layout = typed(node)
     names = {number: tree.joined(path, layout.leaves[number].path) for number in layout.numbers}
     forms = {name: Form(layout.leaves[number].shape, layout.leaves[number].dtype) for number, name in names.items()}
     contents.forms.update(forms)
-    # whole leaves lie row-major, whatever the order in which they travel
+    # whole leaves lie row-major, in whatever order they travel
     orders = {name: layout.leaves[number].order if layout.flat else () for number, name in names.items()}
     contents.orders.update(orders)
     contents.plans.append(getattr(node.home, "fingerprint", ""))
@@ -108,7 +106,7 @@ def add_parts(contents: Contents, path: str, node: Parts) -> list[str]:
             contents.aliases.update({tree.joined(path, name): tree.joined(path, first) for name in same})
     for span, (number, piece) in zip(layout.mine, pieces(node), strict=True):
         over = layout.row_of[number].over
-        axes = [axis for axis in axis_sizes(contents.mesh) if axis not in over]  # along which ranks have copies
+        axes = [axis for axis in axis_sizes(contents.mesh) if axis not in over]  # ranks along these have copies
         holder, holders = coordinate(contents.mesh, axes), num_ranks(contents.mesh, axes)
         name = names[number]
         contents.parts.append(SavedSpan(name, span.begin, piece.detach(), holder, holders, orders[name]))
@@ -116,7 +114,7 @@ def add_parts(contents: Contents, path: str, node: Parts) -> list[str]:
 
 
 def _check_mesh(function: str, path: str, mesh: AnyMesh, whole: AnyMesh) -> None:
-    """Raise ValueError for a part that lies on other ranks than those that save and restore together."""
+    """ValueError for a part on other ranks than those of this save."""
     of_leaf, of_all = adapted(mesh), adapted(whole)
     if of_leaf is not None and of_all is not None and of_leaf.likeness != of_all.likeness:
         meshes = [f"{axis_sizes(grid)} of processes {[*getattr(grid, 'members', ())]}" for grid in (of_all, of_leaf)]
@@ -143,7 +141,7 @@ def _value(function: str, path: str, value: object) -> Json:
 
 
 def contents_to_save(state: Tree, mesh: AnyMesh) -> Contents:
-    """Return what a state to save consists of. ValueError also for a leaf on meta, which has no values."""
+    """Return the contents of a state to save. ValueError also for a leaf on meta, without values."""
     contents = contents_of(state, "save", mesh)
     for part in contents.parts:
         if reason := unreadable(part.name, part.elements):
@@ -152,7 +150,7 @@ def contents_to_save(state: Tree, mesh: AnyMesh) -> Contents:
 
 
 def check_same_call(contents: Contents, function: str, **arguments: object) -> None:
-    """Raise MismatchError on every rank if ranks have other leaves, or call a function with other arguments."""
+    """MismatchError on every rank if ranks have other leaves, or call a function with other arguments."""
     lines = [f"{name}={value!s}" for name, value in arguments.items()]
     forms = ((name, form, contents.orders.get(name) or "") for name, form in contents.forms.items())
     lines += [f"{name!r} {form.dtype} {list(form.shape)}{order}" for name, form, order in forms]
@@ -165,7 +163,7 @@ def check_same_call(contents: Contents, function: str, **arguments: object) -> N
 
 
 def differing(contents: Contents) -> set[str]:
-    """Return the names of the leaves and values that every rank has, and whose bits differ between ranks."""
+    """Return the names of leaves and values that every rank has, with different bits."""
     texts = {name: repr(value) for name, value in contents.values.items()}
     for part in contents.parts if contents.ranks > 1 else ():
         if part.holders == contents.ranks:
@@ -181,15 +179,12 @@ def differing(contents: Contents) -> set[str]:
 
 
 def _digest(x: Tensor) -> str:
-    """A text for the bits of a tensor. No exchange of words in a block leaves both checksums as they are."""
+    """Return a text for the bits of a tensor. An exchange of words in a block changes it."""
     return "".join(f"{checksum(block):08x}{checksum(block, 1009):08x}" for block in as_bytes(x).split(CHUNK))
 
 
 def own_pieces(contents: Contents, by_rank: set[str]) -> Iterator[Named]:
-    """Yield the pieces that this rank writes.
-
-    Of the leaves `by_rank`, which differ between ranks, every rank writes its own, under a name with its number.
-    """
+    """Yield the pieces that this rank writes: of leaves `by_rank` its own, named with its number."""
     numbers = {name: number for number, name in enumerate(contents.forms)}  # alike on all ranks
     for part in contents.parts:
         begin, end = (0, part.elements.numel()) if part.name in by_rank else part.share(numbers[part.name])

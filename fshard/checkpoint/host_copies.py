@@ -18,10 +18,9 @@ _BLOCK = 1 << 30  # bytes of one allocation: torch rounds pinned ones up to a po
 
 
 def snapshot(tensors: Sequence[Tensor], blocks: list[Tensor]) -> list[list[Tensor]]:
-    """Copy tensors to blocks of host memory (pinned, from a device); returns the bytes of each, in parts of `CHUNK`.
+    """Copy tensors to blocks of host memory (pinned, for a device); return the bytes of each, in parts of `CHUNK`.
 
-    Blocks (bytes,) that are missing or too small are made. All copies from a device are under way at once, and the host
-    waits for the device when the last has started.
+    Missing or too small blocks (bytes,) are made. The host waits once, when all copies from a device have started.
     """
     copies: list[list[Tensor]] = [[] for _ in tensors]
     for number, batch in enumerate(_batches(enumerate(tensors), _BLOCK)):
@@ -36,10 +35,9 @@ def snapshot(tensors: Sequence[Tensor], blocks: list[Tensor]) -> list[list[Tenso
 
 
 def in_host_memory(tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-    """Yield named tensors as bytes (n,) in host memory, at most `CHUNK` at a time, each of them until the next one.
+    """Yield named tensors as bytes (n,) in host memory, at most `CHUNK` at a time, valid until the next one.
 
-    From a device they come through two pieces of pinned memory that take turns, several small ones at once: the next
-    ones are copied while the caller works on these.
+    Two pieces of pinned memory take turns: the next bytes are copied while the caller works on these.
     """
     memory, arrived = list[Tensor](), list[tuple[str, Tensor]]()
     for number, batch in enumerate(_batches(tensors, CHUNK)):
@@ -54,25 +52,24 @@ def in_host_memory(tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str,
 
 
 def _started(batch: Sequence[tuple[T, Tensor]], memory: Tensor) -> list[tuple[T, Tensor]]:
-    """Start to copy bytes to host memory (bytes,), one behind the other; returns the copies."""
+    """Start to copy bytes to host memory (bytes,), one behind the other; return the copies."""
     sizes = [aligned(x.nbytes) for _, x in batch]
     places = memory[: sum(sizes)].split(sizes)
     return [(name, to[: x.nbytes].copy_(x, non_blocking=True)) for (name, x), to in zip(batch, places, strict=True)]
 
 
 def _wait_for(tensors: Iterable[Tensor]) -> None:
-    """Make the host wait for the devices from which tensors are copied."""
     for device in dict.fromkeys(x.device for x in tensors if x.device != HOST):
         torch.get_device_module(device).synchronize(device)
 
 
 def _device_of(tensors: Iterable[Tensor]) -> torch.device:
-    """The device from which some of the tensors are copied to host memory: the CPU if all are there."""
+    """Return the device of some tensor outside host memory, or the CPU."""
     return next((x.device for x in tensors if x.device != HOST), HOST)
 
 
 def _batches(tensors: Iterable[tuple[T, Tensor]], size: int) -> Iterator[list[tuple[T, Tensor]]]:
-    """Cut tensors into bytes, at most `CHUNK` at a time, and these into lists that fit into `size` bytes."""
+    """Cut tensors into bytes, at most `CHUNK` at a time; group these into lists of at most `size` bytes."""
     batch, end = list[tuple[T, Tensor]](), 0
     for name, part in ((name, part) for name, x in tensors for part in as_bytes(x).split(CHUNK)):
         if batch and end + part.nbytes > size:

@@ -1,7 +1,7 @@
 """Describe a directory of checkpoints line by line, for people and programs: `fshard inspect`.
 
-Data is read in blocks, so that a checkpoint may be larger than the memory. Names come from files that anyone may have
-written: what a terminal would not print as it is, is escaped.
+Data is read in blocks: a checkpoint may be larger than memory. Anyone may have written the files: unprintable
+characters in names are escaped.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from ..plan.owners import aligned
 
 _RANK = re.compile(r"-rank-(\d{1,9})(-\d+)?\.safetensors")
 _DAMAGED = "damaged"
-# what is said of links, pipes, folders, sockets and names that cannot be
+# errors for links, pipes, folders, sockets and impossible names
 _NO_FILE = (errno.ENOENT, errno.ELOOP, errno.EINVAL, errno.EISDIR, errno.ENXIO, errno.ENAMETOOLONG)
 _LEVELS = 16  # of a tree; deeper names are shown as one
 
 
 class TextLine(NamedTuple):
-    """A line to print; `is_fault`: it says that something is damaged, or differs. `data` is what `--json` prints."""
+    """A line to print. `is_fault`: it reports damage or a difference. `data`: the line for `--json`."""
 
     text: str
     is_fault: bool = False
@@ -39,12 +39,12 @@ class TextLine(NamedTuple):
 
 
 def number(value: object) -> object:
-    """Return a value for JSON, which has no numbers for nan and infinities: their text."""
+    """Return a value for JSON: nan and infinities as text."""
     return repr(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def overview(place: Place) -> Iterator[TextLine]:
-    """Yield a table of the steps of a directory: sizes, and what killed saves have left. CheckpointError if none."""
+    """Yield a table of the steps of a directory, with sizes and leftovers of killed saves. CheckpointError if none."""
     steps = numbers(place)
     if not steps:
         raise CheckpointError(f"{place}: there is no checkpoint, nor a part of one")
@@ -53,7 +53,7 @@ def overview(place: Place) -> Iterator[TextLine]:
 
 
 def _table(names: Sequence[str], rows: Sequence[Sequence[object]]) -> Iterator[TextLine]:
-    """Yield a title and a line for each row, whose last cell is a note: it says whether something is damaged."""
+    """Yield a title and a line for each row. The last cell of a row is a note, which tells damage."""
     titles = [*(name.replace("_", " ") for name in names[:-1]), ""]
     right = [n for n, name in enumerate(names) if name not in ("file", "note")]
     cells = [[f"{x:,}" if isinstance(x, int) else "" if x is None else printable(x, 2000) for x in row] for row in rows]
@@ -64,7 +64,6 @@ def _table(names: Sequence[str], rows: Sequence[Sequence[object]]) -> Iterator[T
 
 
 def _summary(place: Place, step: int) -> list[int | str | None]:
-    """The row of a step."""
     try:
         there = folder(place, step)
         index = index_at(place, step)[0] if there.has(INDEX) else None
@@ -78,12 +77,12 @@ def _summary(place: Place, step: int) -> list[int | str | None]:
 
 
 def _left_over(there: Place, files: Mapping[str, int]) -> dict[str, int | None]:
-    """The files of a folder that its index does not name, with sizes; None for what is not a regular file."""
+    """Return sizes of files that the index does not name; None for anything but a regular file."""
     return {name: _size(there, name) for name in there.names() if name != INDEX and name not in files}
 
 
 def _size(there: Place, name: str) -> int | None:
-    """The size of a file; None if there is no regular file of this name. OSError if a store does not answer."""
+    """Return the size of a regular file, or None. OSError if a store does not answer."""
     try:
         with there.open(name) as file:
             return file.size
@@ -94,11 +93,11 @@ def _size(there: Place, name: str) -> int | None:
 
 
 def step_lines(place: Place, step: int) -> Iterator[TextLine]:
-    """Yield what the checkpoint of a step has: leaves as a tree, values, files, and what killed saves have left."""
+    """Yield the contents of a step: leaves as a tree, values, files, and leftovers of killed saves."""
     index, there = index_at(place, step)[0], folder(place, step)
     title = f"{place}: step {index.step:,}, saved by {index.ranks:,} rank(s)"
     yield TextLine(title, False, {"step": index.step, "ranks": index.ranks})
-    # once: parameters and optimizer state have the same
+    # once: parameters and optimizer state have the same plan
     yield from (TextLine(f"plan {printable(x)}", False, {"plan": x}) for x in dict.fromkeys(index.plans) if x)
     yield from contents_lines(index)
     yield TextLine("")
@@ -106,7 +105,7 @@ def step_lines(place: Place, step: int) -> Iterator[TextLine]:
 
 
 def contents_lines(index: Index) -> Iterator[TextLine]:
-    """Yield the leaves of a checkpoint as a tree, other values, and what cannot be restored."""
+    """Yield the leaves of a checkpoint as a tree, other values, and unreadable entries."""
     yield TextLine("")
     rows, leaves = zip((["leaf", "shape", "dtype", "bytes", "checksum", "on"], None), *_tree(index), strict=True)
     yield from (TextLine(text, False, leaf) for text, leaf in zip(aligned(rows, right={3}), leaves, strict=True))
@@ -120,7 +119,7 @@ def contents_lines(index: Index) -> Iterator[TextLine]:
 
 
 def _tree(index: Index) -> Iterator[tuple[list[str], dict[str, object] | None]]:
-    """The rows of the leaves, and of the subtrees that they are in; of a leaf also what the row says."""
+    """Yield rows of subtrees and leaves, with the data of a leaf's row."""
     paths = {name: tuple(name.split(".", _LEVELS)) for name in index.leaves}
     sizes = Counter[tuple[str, ...]]()
     for name, path in paths.items():
@@ -133,7 +132,7 @@ def _tree(index: Index) -> Iterator[tuple[list[str], dict[str, object] | None]]:
             yield ["  " * depth + printable(path[depth]), "", "", f"{sizes[path[: depth + 1]]:,}", "", ""], None
         entry = index.leaves[name]
         label, size = "  " * (len(path) - 1) + printable(path[-1]), f"{entry.num_bytes:,}"
-        seals = (_digest(entry), _holders(entry)) if index.files else ("", "")  # formats of others do not say it
+        seals = (_digest(entry), _holders(entry)) if index.files else ("", "")  # other formats lack them
         data = {"name": name, "shape": [*entry.shape], "dtype": NAMES[entry.dtype], "bytes": entry.num_bytes}
         data |= {"checksum": seals[0] or None, "on": _ranks(entry)}
         yield [label, printable([*entry.shape]), NAMES[entry.dtype], size, *seals], data
@@ -141,7 +140,7 @@ def _tree(index: Index) -> Iterator[tuple[list[str], dict[str, object] | None]]:
 
 
 def _digest(entry: IndexEntry) -> str:
-    """The checksum of a leaf of one block; of others, the CRC-32 of where its pieces begin and of their checksums."""
+    """Return the checksum of a leaf of one block; else the CRC-32 of its pieces' beginnings and checksums."""
     blocks = [(piece.begin, piece.checksums) for piece in entry.pieces]
     if len(blocks) == 1 and len(blocks[0][1]) == 1:
         return f"{blocks[0][1][0]:08x}"
@@ -149,17 +148,17 @@ def _digest(entry: IndexEntry) -> str:
 
 
 def _ranks(entry: IndexEntry) -> list[int] | None:
-    """The ranks that have written a leaf; None if the names of its files tell no rank."""
+    """Return the ranks that wrote a leaf; None if a file's name tells no rank."""
     matches = [_RANK.search(piece.file) for piece in entry.pieces]
     return sorted({int(match[1]) for match in matches if match}) if all(matches) else None
 
 
 def _holders(entry: IndexEntry) -> str:
-    """The ranks that have written a leaf, as in "ranks 0-2, 5"; the number of files if their names tell no rank."""
+    """Return the ranks that wrote a leaf, as "ranks 0-2, 5", or the number of files if names tell no rank."""
     ranks = _ranks(entry)
     if ranks is None:
         return f"{len({piece.file for piece in entry.pieces}):,} files"
-    # ranks in a row have the same difference to their place in the list
+    # consecutive ranks have the same difference to their index
     runs = [[rank for _, rank in run] for _, run in groupby(enumerate(ranks), lambda item: item[1] - item[0])]
     text = ", ".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else f"{run[0]}" for run in runs)
     return f"rank{'s' * (len(ranks) > 1)} {text}" if ranks else ""
@@ -185,7 +184,7 @@ def _fault(size: int | None, expected: int) -> str:
 
 
 def verify(place: Place, step: int) -> Iterator[TextLine]:
-    """Read all data of a checkpoint; yield what is not as it was saved, by leaf and file, and how much there is."""
+    """Read all data of a checkpoint. Yield damage, by leaf and file, or the amount of data."""
     try:
         index, there = index_at(place, step)[0], folder(place, step)
     except (CheckpointError, OSError) as error:
@@ -211,7 +210,7 @@ def verify(place: Place, step: int) -> Iterator[TextLine]:
 
 
 def _file_faults(there: Place, name: str, size: int, pieces: Sequence[tuple[str, IndexEntry, Piece]]) -> Iterator[str]:
-    """Yield the faults of a file: it cannot be read, its size, its header, or blocks of leaves."""
+    """Yield the faults of a file: unreadable, its size, its header, or blocks of leaves."""
     buffer = bytearray(CHUNK)
     try:
         with there.open(name) as file:
@@ -231,7 +230,7 @@ def _file_faults(there: Place, name: str, size: int, pieces: Sequence[tuple[str,
 
 
 def _header_faults(there: Place, name: str, pieces: Sequence[tuple[str, IndexEntry, Piece]]) -> Iterator[str]:
-    """Yield each leaf whose name, dtype, shape or place differs in the header of its file: other programs read that."""
+    """Yield leaves with another name, dtype, shape or place in the file's header, which other programs read."""
     said = {(x.name.rstrip("'"), x.dtype, x.shape, x.start) for x in header_of(there, name)[0].values()}
     for leaf, entry, x in pieces:
         is_whole = x.numel == entry.numel and not entry.order

@@ -35,16 +35,18 @@ from .restoring import PieceRead, reads_of
 
 @legible()
 def load_safetensors(path: str | os.PathLike[str], plan: Plan, rename: Rename | None = None) -> Sharded:
-    """Make sharded parameters from the .safetensors file `path`, or from a directory as Hugging Face writes it.
+    """Make sharded parameters from a .safetensors file, or from a directory as Hugging Face writes it.
 
-    Each rank reads the headers, and of the data its own shards alone. A directory has model.safetensors, or
-    model.safetensors.index.json and the files it lists. Values are moved to `plan.device` and cast among
-    floating dtypes. A tied leaf may be under one of its names or under all. `rename` is a function from a name in the
-    file to the name in the plan, or a dict of the names that change; None instead of a name leaves a tensor out.
+    - `path`: a file, or a directory with model.safetensors, or with model.safetensors.index.json and the files in it.
+      Each rank reads the headers, and the data of its own shards alone.
+    - `plan`: values move to `plan.device`, and are cast among floating dtypes. A tied leaf may be under one of its
+      names or under all.
+    - `rename`: a function from a name in the file to the name in the plan, or a dict of the changed names; None instead
+      of a name leaves a tensor out.
 
-    If one rank has an error, all ranks raise. ValueError lists every difference: names that are missing or unknown,
-    shapes, dtypes, tied leaves that differ; or says what is wrong with a file. FileNotFoundError; MismatchError if
-    ranks have other files. Pickles (.bin, .pt) are refused. Dual: `save_safetensors`.
+    If one rank has an error, all ranks raise. ValueError lists every difference (missing or unknown names, shapes,
+    dtypes, tied leaves that differ), or tells the fault of a file. FileNotFoundError; MismatchError if ranks have other
+    files. Pickles (.bin, .pt) are refused. Dual: `save_safetensors`.
 
     >>> import tempfile, fshard
     >>> params = fshard.shard_params({"w": torch.ones(2)}, fshard.make_plan({"w": torch.ones(2)}))
@@ -74,7 +76,7 @@ _FILE = "the path of a file or directory"
 def _entries(
     path: str | os.PathLike[str], wanted: Iterable[Wanted], rename: Rename | None
 ) -> tuple[dict[str, FileEntry], dict[str, FileEntry]]:
-    """The tensors of the files by their names there, and those that the plan needs by its names."""
+    """Return the files' tensors by the files' names, and the needed ones by the plan's names."""
     folder = check_path("load_safetensors: path", path, _FILE)
     there = entries_at(folder)
     given = {name: there[origin] for name, origin in renamed(there, rename).items()}
@@ -85,13 +87,13 @@ def _entries(
 
 
 def _reads(into: Sharded, entries: Mapping[str, Sequence[FileEntry]]) -> Iterator[PieceRead]:
-    """The parts of all leaves that this rank holds, each once for every name in the files."""
+    """Yield this rank's parts of all leaves, once for each name in the files."""
     contents = Contents(into.mesh)
     add_parts(contents, "", into)
     for part in contents.parts:
         first = entries[part.name][0]
         for x in entries[part.name]:
-            assert x.dtype is not None  # `_entries` has refused it
+            assert x.dtype is not None  # refused by `_entries`
             whole = IndexEntry(x.shape, x.dtype, (Piece(str(x.file), x.start, 0, math.prod(x.shape), ()),))
             yield from reads_of(part, whole, f"{x.name!r} and {first.name!r} are tied, but differ" * (x is not first))
 
@@ -118,14 +120,15 @@ def save_safetensors(
 ) -> None:
     """Write `params` to model.safetensors in the directory `dir`, as transformers' `from_pretrained` reads them.
 
-    A tied leaf is written once, under the first of its names. `buffers` are whole tensors by name, or a tree of them
-    (`apply.persistent`); they are written as well. One unit at a time is whole in memory, and rank 0 writes it; every
-    rank must call it, and if one rank has an error, all ranks raise. If there is more than `max_bytes`, several files
-    and model.safetensors.index.json are written.
+    - `buffers`: whole tensors by name, or a tree of them (`apply.persistent`), written as well.
+    - `max_bytes`: if there is more, write several files and model.safetensors.index.json.
 
-    New files replace those of an earlier save when they are whole: after an error, or if the process is killed, the
-    earlier ones are there. An OSError is that of rank 0, such as a full disk. ValueError for a subtree, names that
-    come twice, dtypes that the format lacks, and buffers without values. Dual: `load_safetensors`.
+    A tied leaf is written once, under the first of its names. One unit at a time is whole in memory, and rank 0 writes
+    it; every rank must call, and if one rank has an error, all ranks raise. Whole new files replace the files of an
+    earlier save: after an error, or if the process is killed, the earlier ones are there.
+
+    OSError of rank 0, as for a full disk. ValueError for a subtree, duplicate names, dtypes that the format lacks, and
+    buffers without values. Dual: `load_safetensors`.
     """
     check_sharded("save_safetensors: params", params)
     mesh = params.mesh
@@ -137,7 +140,7 @@ def save_safetensors(
             raise failure
         if is_writer:
             for name, value in beside:
-                # in memory, the bits of a lazy view are not those of its values
+                # the bits of a lazy view in memory are not its values'
                 put(entries[name], value.resolve_conj().resolve_neg().contiguous())
             finish(folder, entries)
 
@@ -153,7 +156,7 @@ def save_safetensors(
 def _checked(
     dir: str | os.PathLike[str], params: Sharded, buffers: Tree, max_bytes: int
 ) -> tuple[Path, list[list[Leaf]], list[tuple[str, Tensor]]]:
-    """The directory, the leaves of each file, and the buffers by name. TypeError or ValueError for what is wrong."""
+    """Return the directory, the leaves of each file, and the buffers by name. Errors for wrong arguments."""
     check_whole_tree("save_safetensors", params)
     check_whole("save_safetensors: max_bytes", max_bytes, what="a number of bytes")
     folder, beside = check_path("save_safetensors: dir", dir, _FILE), _buffers(buffers)
@@ -167,7 +170,7 @@ def _checked(
 
 
 def _buffers(buffers: Tree) -> list[tuple[str, Tensor]]:
-    """The buffers by name. Two of them may have the same name: {"a": {"b": x}, "a.b": y}."""
+    """Return buffers by name. Names may be equal: {"a": {"b": x}, "a.b": y}."""
     check_plain("save_safetensors: buffers", buffers)
     leaves, spec = tree.flatten(buffers)
     named = list(zip(tree.paths(spec), leaves, strict=True))
@@ -182,7 +185,7 @@ def _buffers(buffers: Tree) -> list[tuple[str, Tensor]]:
 
 
 def _put_units(params: Sharded, entries: Mapping[str, FileEntry]) -> Exception | None:
-    """Gather one unit after the other, and write it if there are `entries`; return what failed.
+    """Gather one unit after the other, and write it if there are `entries`; return the error.
 
     After an error the gathers go on, because other ranks wait in them.
     """
@@ -194,7 +197,7 @@ def _put_units(params: Sharded, entries: Mapping[str, FileEntry]) -> Exception |
 
 
 def _put_unit(params: Sharded, row: Row[Slot], entry_of: Mapping[Slot, FileEntry]) -> Exception | None:
-    """Gather a unit, which is freed before the next one is gathered, and write the leaves that have an entry."""
+    """Gather a unit, write the leaves with an entry, and free it."""
     with torch.no_grad():
         values = whole_leaves(params, row.unit, row.kind)
     try:
@@ -207,12 +210,12 @@ def _put_unit(params: Sharded, row: Row[Slot], entry_of: Mapping[Slot, FileEntry
 
 
 def _rows(params: Sharded) -> list[Row[Slot]]:
-    """The rows, in the order in which they are gathered."""
+    """List the rows, in the order of gathers."""
     return [params.view.rows[place] for place in params.plan.rows if place in params.view.rows]
 
 
 def _groups(leaves: Sequence[Leaf], max_bytes: int) -> list[list[Leaf]]:
-    """Cut the leaves into files of at most so many bytes; a larger leaf is a file of its own."""
+    """Cut the leaves into files of at most `max_bytes`; a larger leaf is a file of its own."""
     groups: list[list[Leaf]] = [[]]
     filled = 0
     for name, shape, dtype in leaves:

@@ -1,4 +1,4 @@
-"""`restore`: each rank reads the elements that it needs, whatever cut the state that was saved."""
+"""`restore`: each rank reads the elements that it needs, however the saved state was cut."""
 
 from __future__ import annotations
 
@@ -40,10 +40,11 @@ _REMEDY = "let all ranks see the same files"
 
 
 def steps(dir: str | os.PathLike[str], mesh: AnyMesh = None) -> list[int]:
-    """Return the steps that have a whole checkpoint in the directory `dir`, the earliest first; [] if there is none.
+    """Return the steps with a whole checkpoint in the directory `dir`, the earliest first; [] if none.
 
-    With `mesh` rank 0 looks, and every rank, which must call this, gets what it sees, or its error: on a network file
-    system others may see less, and would train apart. Links are not followed; UserWarning for those named as steps.
+    With `mesh`, rank 0 looks, and every rank gets its result or its error; every rank must call. A job of several ranks
+    passes it: on a network file system other ranks may see less, and would train apart. Links are not followed;
+    UserWarning for links named as steps.
 
     >>> steps("no/such/directory")
     []
@@ -58,9 +59,9 @@ def _finished(place: Place) -> list[int]:
 
 
 def latest(dir: str | os.PathLike[str], mesh: AnyMesh = None) -> int | None:
-    """Return the last step that has a whole checkpoint in the directory `dir`; None if there is none.
+    """Return the last step with a whole checkpoint in the directory `dir`; None if there is none.
 
-    `mesh` as for `steps`: a job of several ranks passes it.
+    `mesh`: as for `steps`; a job of several ranks passes it.
 
     >>> latest("no/such/directory") is None
     True
@@ -69,7 +70,7 @@ def latest(dir: str | os.PathLike[str], mesh: AnyMesh = None) -> int | None:
 
 
 def _seen_by_first(mesh: AnyMesh, look: Callable[[], T]) -> T:
-    """Return or raise on every rank what `look()` does on rank 0 (JSON): object stores are paid for each look."""
+    """Return or raise on every rank the result (JSON) of `look()` on rank 0: object stores charge for each look."""
     seen = consensus.together(mesh, lambda: "" if rank_in(mesh) else json.dumps(look()), _REMEDY, CheckpointError)
     result: T = json.loads(consensus.of_first(seen, mesh))
     return result
@@ -87,25 +88,24 @@ def restore(
 ) -> Tree:
     """Read the checkpoint of a step (None: the last one) into a state like `like`; every rank must call this.
 
-    `like` gives the tree, the plan, the dtypes and devices; its values are not used, and may be on meta. It may be of
-    another number of ranks, mesh, units, strategy or floating dtype than the state that was saved: each rank reads the
-    elements that it needs. Every block that is read is compared with its checksum.
+    `like` gives tree, plan, dtypes and devices; its values are not used, and may be on meta. Number of ranks, mesh,
+    units, strategy and floating dtypes may differ from the saved state's: each rank reads the elements that it needs,
+    and compares every block with its checksum.
 
-    - `rename` is a function from a name in the checkpoint to the name in `like`, or a dict of the names that change;
-      None in place of a name leaves a leaf out. So a part of a checkpoint is read:
+    - `dir`: may also be a checkpoint of torch.distributed.checkpoint, a Hugging Face directory or a .safetensors file;
+      then `step` is None. Pickles in it are read as data: nothing is imported or called. `optim.state.torch_names`
+      renames.
+    - `rename`: a function from a name in the checkpoint to the name in `like`, or a dict of the changed names; None in
+      place of a name leaves a leaf out. So a part is read with
       `restore(dir, {"params": params}, rename=lambda name: name if name.startswith("params.") else None)`.
-    - `fall_back=True`: if the checkpoint is damaged, restore the last one before it that is whole.
+      If several names become one (each parameter has a step in torch, tied leaves may be there twice), their values
+      must be equal.
+    - `fall_back=True`: if the checkpoint is damaged, restore the last whole one before it.
     - `donate=True`: read into the memory of `like`, which is given away: no second state is in memory.
-    - `mesh`: the ranks that restore together, of a state in which nothing is sharded.
-
-    `dir` may also be what torch.distributed.checkpoint wrote, a Hugging Face directory or a .safetensors file; then
-    `step` is None. Pickles among it are read as data: nothing is imported or called. `optim.state.torch_names` renames.
-
-    Where several names of the checkpoint become one name of `like` (each parameter has a step in torch, tied leaves may
-    be there twice), they must have equal values.
+    - `mesh`: the ranks that restore together, for a state without sharded leaves.
 
     If one rank has an error, all ranks raise, and nothing is restored. CheckpointError names the file and the leaf.
-    ValueError lists all names, shapes and dtypes that differ. Dual: `save`.
+    ValueError lists all differing names, shapes and dtypes. Dual: `save`.
     """
     mesh = mesh_of(like) if mesh is None else mesh
 
@@ -113,7 +113,7 @@ def restore(
         check_flags(fall_back=fall_back, donate=donate)
         place = at(dir)
         if step is not None:
-            folder(place, step)  # is a step, and leads nowhere else
+            folder(place, step)  # raises if `step` is no step, or a link
         return place, contents_of(like, "restore", mesh)
 
     place, wanted = consensus.together(mesh, checked)
@@ -135,7 +135,7 @@ def restore(
             if rename is None and wanted.rank == 0:
                 _tell_threads(source, like)
             return like
-        except CheckpointError:  # what differs from `like` is another error
+        except CheckpointError:  # other errors tell differences from `like`
             if read is readers[-1]:
                 raise
     raise AssertionError("unreachable")
@@ -150,7 +150,7 @@ def _check_one(place: Place, kind: str, step: int | None, fall_back: bool) -> No
 
 
 def _candidates(place: Place, step: int | None, fall_back: bool) -> list[int]:
-    """The steps to try, in order."""
+    """List the steps to try, in order."""
     if step is not None and not fall_back:
         return [step]
     numbers = [number for number in reversed(_finished(place)) if step is None or number <= step]
@@ -165,7 +165,7 @@ def _of_step(place: Place, step: int) -> Checkpoint:
 def _matched(
     read: Callable[[], Checkpoint], wanted: Contents, rename: Rename | None
 ) -> tuple[Checkpoint, dict[str, list[str]]]:
-    """Read the index of a checkpoint: the checkpoint, and for each name in `like` the names in the checkpoint."""
+    """Read the index. Return the checkpoint, and its names for each name in `like`."""
     source = consensus.together(wanted.mesh, read, _REMEDY, CheckpointError)
     what = f"restore: the index of {source.what}"
     consensus.check_same(wanted.mesh, source.text, what, "Let all ranks see the same files")
@@ -176,12 +176,12 @@ def _matched(
 
 
 def _into(like: Tree, index: Index, origins: Mapping[str, Sequence[str]], wanted: Contents, donate: bool) -> Tree:
-    """A state like `like` with the values of the checkpoint, and tensors to read into: those of `like` if donated."""
+    """Return a state like `like` with the checkpoint's values, and tensors to read into (of `like` if donated)."""
     taken = set[int]()
 
     def memory(x: Tensor) -> Tensor:
         has_memory = x.untyped_storage().device.type != "meta"  # tensors on meta and fake ones have none
-        # a lazily conjugated or negated tensor, and one of inference mode, is not written to as it is
+        # lazily conjugated or negated tensors, and those of inference mode, cannot be written to as they are
         if donate and has_memory and x.is_contiguous() and not (x.is_conj() or x.is_neg() or x.is_inference()):
             address = x.untyped_storage().data_ptr()
             # two leaves may lie in the same memory, as parameters and their first average
@@ -197,7 +197,7 @@ def _into(like: Tree, index: Index, origins: Mapping[str, Sequence[str]], wanted
         key = index.key(origins[path][0], wanted.rank)
         if key in index.values:
             return index.values[key]
-        # a number of `like` that a step which may be skipped has made a tensor
+        # a number of `like`, made a tensor by a step that may be skipped
         return torch.zeros((), dtype=index.leaves[key].dtype, device=mesh_device(wanted.mesh))
 
     nodes = [node_at(path, node) for path, node in tree.paths_to(like, Parts)]
@@ -208,7 +208,6 @@ def _into(like: Tree, index: Index, origins: Mapping[str, Sequence[str]], wanted
 
 
 def _read_state(source: Checkpoint, origins: Mapping[str, Sequence[str]], into: Tree, mesh: AnyMesh) -> None:
-    """Read this rank's part of a checkpoint into the tensors of a state."""
     contents, index = contents_of(into, "restore", mesh), source.index
     reads, checks = list[PieceRead](), list[PieceRead]()
     for part in contents.parts:
@@ -237,7 +236,7 @@ def _tell_threads(source: Checkpoint, state: Tree) -> None:
 
 
 def _origins(source: Checkpoint, wanted: Contents, rename: Rename | None) -> dict[str, list[str]]:
-    """The names in the checkpoint by those in `like`. ValueError lists all differences."""
+    """Return the names in the checkpoint by the names in `like`. ValueError lists all differences."""
     index = source.index
     origins = names_by_new(index.names, rename, index.left_out)
     for alias, name in wanted.aliases.items():
@@ -248,7 +247,7 @@ def _origins(source: Checkpoint, wanted: Contents, rename: Rename | None) -> dic
         if name in wanted.forms or name in wanted.values:
             for origin in of_name:
                 differences += _differences(name, origin, index, wanted)
-            first, *others = of_name  # of values; tensors are compared when they are read
+            first, *others = of_name  # values; tensors are compared when they are read
             unlike = [other for other in others if index.values.get(first) != index.values.get(other)]
             differences += [f"{name!r}: {_differ(first, other)}" for other in unlike]
     lacking = [name for name in (*wanted.forms, *wanted.values) if name not in origins]
@@ -264,7 +263,7 @@ def _differ(first: str, other: str) -> str:
 
 
 def _differences(name: str, origin: str, index: Index, wanted: Contents) -> Iterator[str]:
-    """Say how a leaf or value of the checkpoint is not what `like` has."""
+    """Yield differences of a leaf or value between the checkpoint and `like`."""
     if origin in index.by_rank and index.ranks != wanted.ranks:
         yield (
             f"{name!r}: it differs between the {index.ranks} ranks that saved it, and there are {wanted.ranks} now: "
@@ -300,7 +299,7 @@ def _differences(name: str, origin: str, index: Index, wanted: Contents) -> Iter
 
 
 class PieceRead(NamedTuple):
-    """Elements [begin, begin + numel) of a piece, to read into `out`, or to compare with it."""
+    """Elements [begin, begin + numel) of a piece, to read into `out`, or to compare with `out`."""
 
     name: str  # of the leaf
     piece: Piece
@@ -308,12 +307,12 @@ class PieceRead(NamedTuple):
     begin: int
     numel: int
     out: Tensor  # (numel,); with `picks` longer or shorter
-    unlike: str  # what to say of elements that are not those of `out`; "" to read them
+    unlike: str  # error for elements that differ from `out`; "" to read them
     picks: Picks = None
 
 
 def reads_of(part: SavedSpan, entry: IndexEntry, unlike: str = "") -> Iterator[PieceRead]:
-    """Yield what this rank reads for a part: the pieces that have elements of it."""
+    """Yield the reads of this rank for a part: one for each piece with elements of the part."""
     out = part.elements.view(-1)
     if part.order != entry.order:
         yield from _in_order(part, entry, unlike)
@@ -329,7 +328,7 @@ def reads_of(part: SavedSpan, entry: IndexEntry, unlike: str = "") -> Iterator[P
 
 
 def _in_order(part: SavedSpan, entry: IndexEntry, unlike: str) -> Iterator[PieceRead]:
-    """`reads_of` of a leaf whose elements lie in another order in the checkpoint."""
+    """As `reads_of`, for a leaf in another order in the checkpoint."""
     out = part.elements.view(-1)
     picks = picks_in(entry.order, entry.shape, part.order, part.begin, len(out))
     for piece in entry.pieces:
@@ -341,12 +340,12 @@ def _in_order(part: SavedSpan, entry: IndexEntry, unlike: str) -> Iterator[Piece
 
 
 def _read_all(source: Checkpoint, reads: Sequence[PieceRead]) -> None:
-    """Read file after file, each from its beginning to its end. CheckpointError names the file and the leaf."""
+    """Read file after file, from beginning to end. CheckpointError names the file and the leaf."""
     place, sizes = source.place, source.index.files
     pieces = located(place, [read.piece for read in reads])
     reads = [read._replace(piece=piece) for read, piece in zip(reads, pieces, strict=True)]
     ordered = sorted(reads, key=lambda read: (read.piece.file, read.piece.offset, read.begin))
-    buffer = bytearray(CHUNK)  # one for all blocks: new memory is slow when it is touched
+    buffer = bytearray(CHUNK)  # one for all blocks: new memory is slow at the first touch
     for name, of_file in groupby(ordered, lambda read: read.piece.file):
         first, *others = of_file
         try:
@@ -364,7 +363,7 @@ def _read_all(source: Checkpoint, reads: Sequence[PieceRead]) -> None:
 
 
 def _read(file: Reader, read: PieceRead, where: str, buffer: bytearray) -> None:
-    """Read the blocks of a piece that have the elements, and compare each with its checksum."""
+    """Read the needed blocks of a piece, and compare each with its checksum."""
     piece, size = read.piece, read.dtype.itemsize
     first, last, end = read.begin * size, (read.begin + read.numel) * size, piece.numel * size  # bytes of the piece
     # blocks with a checksum are read whole

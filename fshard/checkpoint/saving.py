@@ -1,12 +1,12 @@
-"""`save`: each element of a state is written by one rank, while the training goes on if wanted.
+"""`save`: one rank writes each element of a state, during training if wanted.
 
 Note [The stages of a save]
     1. Ranks compare their states, and every rank finds the pieces that it writes. With `wait=False` it copies them to
        host memory.
-    2. Every rank writes its pieces to a file of its own, flushes it, and writes a record: which pieces are in it.
+    2. Every rank writes its pieces to a file of its own, flushes it, and writes a record of the pieces in it.
     3. Rank 0 reads the records of all ranks, and puts the index in place (Note [A checkpoint is its index]).
-    With `wait=False` threads do 2 and 3. They call no collective, which would be mixed up with those of the training:
-    ranks meet in the folder. `wait`, or the next `save`, raises the error of one rank on all.
+    With `wait=False` threads do 2 and 3. They call no collective, which would mix with those of the training: ranks
+    meet in the folder. `wait`, or the next `save`, raises the error of one rank on all.
 """
 
 from __future__ import annotations
@@ -33,20 +33,20 @@ from .contents import Contents, check_same_call, contents_to_save, differing, ow
 from .host_copies import snapshot
 from .writing import Writer
 
-_SEEN = 60.0  # seconds after which every rank must see a file that is written: network file systems look again so late
-_WRITTEN = 3600.0  # seconds that rank 0 waits in the background for ranks that write slower
+_SEEN = 60.0  # seconds until every rank must see a written file: network file systems look again so late
+_WRITTEN = 3600.0  # seconds that rank 0 waits in the background for slower ranks
 _REMEDY = "see that all ranks can write there"
 
 
 @dataclass
 class _Writing:
-    """A save that threads write. It does not refer to the mesh, whose handle keeps it."""
+    """A save by threads. It does not refer to the mesh, whose handle keeps it."""
 
     what: str
     stop: threading.Event
     written: Future[None]  # this rank's files
     finished: Future[None] | None  # the index, on rank 0
-    discard: Callable[[], None]  # the files of all ranks
+    discard: Callable[[], None]  # delete the files of all ranks
     process: int = field(default_factory=os.getpid)
     ended: bool = False
 
@@ -58,10 +58,10 @@ class _Writing:
         try:
             consensus.together(mesh, partial(self._check, self.written), _REMEDY, CheckpointError)
             consensus.together(mesh, partial(self._check, self.finished), _REMEDY, CheckpointError)
-        except BaseException:  # of any rank, or a rank that is gone: rank 0 waits for a record in vain
+        except BaseException:  # of any rank, or a rank is gone: rank 0 waits for a record in vain
             self.stop.set()
             if self.finished is not None:
-                self.finished.exception()  # so that no index is put in place any more
+                self.finished.exception()  # wait: no index is put in place afterwards
                 self.discard()
             raise
 
@@ -76,7 +76,7 @@ class InFlight:
     """The last save in the background: the next one begins when it has ended."""
 
     last: _Writing | None = None
-    # of the copies of a state: kept, because memory is slow when it is touched for the first time
+    # copies of a state, kept, because memory is slow at the first touch
     memory: list[Tensor] = field(default_factory=list)
 
 
@@ -84,12 +84,12 @@ def _in_flight(mesh: Mesh) -> InFlight:
     return InFlight()
 
 
-_ALONE = InFlight()  # of states without a mesh
+_ALONE = InFlight()  # for states without a mesh
 
 
 @dataclass(frozen=True)
 class Saving:
-    """A save that was begun: `wait()`, which every rank must call, returns when the checkpoint is whole."""
+    """A save under way: `wait()`, which every rank must call, returns when the checkpoint is whole."""
 
     mesh: AnyMesh
     writing: _Writing | None = field(repr=False)
@@ -97,7 +97,7 @@ class Saving:
     def wait(self) -> None:
         """Wait until the checkpoint is whole. CheckpointError on all ranks if one could not save its part.
 
-        An error is raised once, by this function or by the next `save`.
+        This function or the next `save` raises an error, once.
         """
         if self.writing is not None:
             self.writing.end(self.mesh)
@@ -115,17 +115,15 @@ def save(
     """Save a state as the checkpoint of a step in a directory that all ranks see; every rank must call this.
 
     A state is a tree of `Sharded`, optimizer states, tensors, numbers and strings, as a `TrainState`. Each rank writes
-    the elements that it has; what several ranks have is written once, by one of them or, if it is large, in parts by
-    all. Files are safetensors and an index in JSON. The checkpoint appears as a whole, in the place of an earlier one
-    of this step, or not at all. A leaf that every rank has and that differs between ranks (the position of a rank in
-    its data) is saved for each rank.
+    its elements; one rank writes elements that several have, or, if they are many, each writes a part. Files are
+    safetensors and an index in JSON. The checkpoint appears as a whole, in place of an earlier one of this step, or not
+    at all. A leaf on every rank with differing values (a rank's position in its data) is saved for each rank.
 
-    - `wait=False`: copy this rank's part to host memory, and write it while the training goes on. `wait()` of what is
-      returned waits for it. One save is under way at a time: the next `save` waits for it first.
-    - `keep_last`: then delete checkpoints of earlier steps but for the last ones (this one counts), and those of steps
-      that are multiples of `keep_every`.
-    - `mesh`: the ranks that save together, of a state in which nothing is sharded. Without it a process saves such a
-      state alone.
+    - `wait=False`: copy this rank's part to host memory, and write it during training; `wait()` of the result waits for
+      it. One save is under way at a time: the next `save` waits for it first.
+    - `keep_last`: then delete earlier steps but the last ones (this one counts) and multiples of `keep_every`.
+    - `mesh`: the ranks that save together, for a state without sharded leaves. By default a process saves such a state
+      alone.
 
     CheckpointError if a rank could not save its part in the background, OSError on the spot (a full disk). TypeError
     for other leaves, MismatchError if ranks have other leaves. Dual: `restore`.
@@ -140,7 +138,7 @@ def save(
 
     def checked() -> tuple[Place, Contents]:
         _check_arguments(wait, keep_last, keep_every)
-        folder(place := at(dir), step)  # is a step, and leads nowhere else
+        folder(place := at(dir), step)  # raises if `step` is no step, or a link
         return place, contents_to_save(state, mesh)
 
     place, contents = consensus.together(mesh, checked)
@@ -183,7 +181,7 @@ def save(
 
 
 def _in_a_thread(task: Callable[[], None]) -> Future[None]:
-    """Begin a task in a thread, for which the process waits before it ends."""
+    """Run a task in a thread; the process ends after it."""
     done = Future[None]()
 
     def run() -> None:

@@ -1,4 +1,4 @@
-"""The files of one save: those of this rank, and on rank 0 the index. Nothing here calls a collective."""
+"""The files of one save: this rank's, and on rank 0 the index. Nothing here calls a collective."""
 
 from __future__ import annotations
 
@@ -33,26 +33,24 @@ from ..files.safetensors_file import CHUNK, copied_into, header, laid_out, store
 from .contents import Contents, Named
 from .host_copies import in_host_memory
 
-_PAUSES = 0.01, 1.0  # seconds between two looks for the records of other ranks, the first and the longest
+_PAUSES = 0.01, 1.0  # seconds between two looks for records of other ranks: first and longest
 _AFTER_THE_PROGRAM = 30.0  # seconds to wait for slower ranks when this rank's program has ended
 
 
 @dataclass(frozen=True)
 class RankRecord:
-    """A rank's record of what it wrote: sizes of files, pieces of each leaf, values that differ between ranks."""
+    """A rank's record of its writes: sizes of files, pieces of each leaf, values that differ between ranks."""
 
     files: dict[str, int] = field(default_factory=dict)
     pieces: dict[str, list[Piece]] = field(default_factory=dict)
     values: dict[str, Json] = field(default_factory=dict)
 
     def to_json(self) -> bytes:
-        """Return the record as text. Dual: `read_record`."""
         pieces = {name: [piece_to_json(piece) for piece in of_leaf] for name, of_leaf in self.pieces.items()}
         return json.dumps({"files": self.files, "pieces": pieces, "values": self.values}).encode()
 
 
 def read_record(text: bytes, where: str) -> RankRecord:
-    """Return the record that a text is."""
     raw = parsed(text, where)
     pieces = {name: [read_piece(piece) for piece in of_leaf] for name, of_leaf in raw["pieces"].items()}
     return RankRecord(raw["files"], pieces, raw["values"])
@@ -60,7 +58,7 @@ def read_record(text: bytes, where: str) -> RankRecord:
 
 @dataclass(frozen=True)
 class Writer:
-    """One save of one rank: `by_rank` names what differs between ranks, `token` is in the names of its files alone."""
+    """One save of one rank. `by_rank`: names that differ between ranks; `token`: in the names of its files alone."""
 
     directory: Place
     step: int
@@ -72,7 +70,7 @@ class Writer:
         return f"{self.token}-rank-{rank:05}"
 
     def write(self, pieces: Sequence[Named]) -> RankRecord:
-        """Write pieces to the file of this rank, and return the record of it; no pieces make no file."""
+        """Write pieces to the file of this rank, and return the record; no pieces make no file."""
         if not pieces:
             return RankRecord()
         file, forms = f"{self._name(self.contents.rank)}.safetensors", self.contents.forms
@@ -99,16 +97,16 @@ class Writer:
         return RankRecord({file: len(head) + size}, by_leaf)
 
     def put(self, record: RankRecord) -> None:
-        """Write the record of this rank, which says that its files are written."""
+        """Write the record of this rank: its files are written."""
         by_rank = {name: x for name, x in self.contents.values.items() if name in self.by_rank}
         values = {rank_key(name, self.contents.rank): x for name, x in by_rank.items()}
         text = RankRecord(record.files, record.pieces, values).to_json()
         folder(self.directory, self.step).put(f"{self._name(self.contents.rank)}.json", text)
 
     def finish(self, patience: float, stop: threading.Event) -> None:
-        """Read the records of all ranks, put the index in place, and delete the files of the index that it replaces.
+        """Read the records of all ranks, put the index in place, and delete the files of the replaced index.
 
-        CheckpointError if a record is not there after so many seconds, when `stop` is set, or if files are deleted.
+        CheckpointError if a record is missing after `patience` seconds or when `stop` is set, or if files are deleted.
         """
         place, names = folder(self.directory, self.step), [f"{self._name(r)}.json" for r in range(self.contents.ranks)]
         _await(place, self.token, names, patience, stop)
@@ -119,9 +117,9 @@ class Writer:
                 if written.size != size:
                     raise CheckpointError(f"{place}/{file}: expected {size:,} bytes, got {written.size:,}")
         text, old = index.to_json(), _files_at(self.directory, self.step)
-        read_index(text, f"{place}/{INDEX}")  # what `restore` refuses is never put in place
+        read_index(text, f"{place}/{INDEX}")  # raises before an index that `restore` refuses is in place
         place.put(INDEX, text)
-        # another job may have taken the files for those of a killed save
+        # another job may have taken the files for leftovers of a killed save
         lost = sorted({*index.files} - {*place.names()})
         if lost and place.has(INDEX) and read_all(place, INDEX) == text:  # else a later save has taken its place
             place.remove(INDEX)
@@ -130,9 +128,9 @@ class Writer:
             place.remove(name)
 
     def discard(self) -> None:
-        """Delete the files of all ranks, unless the index names them. Errors are suppressed: another one is raised.
+        """Delete the files of all ranks, unless the index names them. Suppress errors: another one is raised.
 
-        Rank 0 calls this, when it puts no index in place any more: another rank would not know.
+        For rank 0, when it puts no index in place any more: another rank would not know.
         """
         place = folder(self.directory, self.step)
         with suppress(OSError, ValueError):
@@ -158,11 +156,11 @@ class Writer:
 
 
 def _form(leaf: str, forms: dict[str, Form]) -> Form:
-    return forms[leaf] if leaf in forms else forms[leaf.rpartition("@")[0]]  # of a leaf that differs between ranks
+    return forms[leaf] if leaf in forms else forms[leaf.rpartition("@")[0]]  # a leaf that differs between ranks
 
 
 def _shaped(name: str, piece: Named, forms: dict[str, Form]) -> tuple[str, tuple[int, ...], torch.dtype]:
-    """Name, shape and dtype of a piece in its file: the shape of the leaf, if the piece is the whole leaf."""
+    """Return name, shape and dtype of a piece in its file: the leaf's shape for a whole leaf."""
     form, numel = _form(piece[0], forms), piece[2] - piece[1]
     return name, *stored(form.shape if name == piece[0] else (numel,), form.dtype)
 
@@ -170,12 +168,12 @@ def _shaped(name: str, piece: Named, forms: dict[str, Form]) -> tuple[str, tuple
 def _by_name_in_file(
     pieces: Sequence[Named], forms: dict[str, Form], orders: Mapping[str, tuple[int, ...]]
 ) -> dict[str, Named]:
-    """Pieces by what the file calls them: the name of the leaf, if the piece is the whole leaf as others know it."""
+    """Return pieces by name in the file: the leaf's name for a whole, row-major leaf."""
     by_name = dict[str, Named]()
     for leaf, begin, end, parts in pieces:
         is_whole = end - begin == _form(leaf, forms).numel and not orders.get(leaf)
         name = leaf if is_whole else f"{leaf}[{begin}:{end}]"
-        while name in by_name or (name in forms and name != leaf):  # the name of a leaf may look like that of a piece
+        while name in by_name or (name in forms and name != leaf):  # a leaf's name may look like a piece's
             name += "'"
         by_name[name] = (leaf, begin, end, parts)
     return by_name
@@ -193,9 +191,9 @@ def _await(place: Place, token: str, names: Sequence[str], patience: float, stop
         if lost := [name for name in sorted(seen - there) if not place.has(name)]:
             raise _deleted(place, lost[0])
         seen |= there
-        if not program.is_alive():  # it has ended, perhaps because the rank that is missed is gone
+        if not program.is_alive():  # ended, perhaps because the missing rank is gone
             program, deadline = threading.current_thread(), min(deadline, time.monotonic() + _AFTER_THE_PROGRAM)
-        pause = min(1.5 * pause, longest)  # object stores are paid for each look
+        pause = min(1.5 * pause, longest)  # object stores charge for each look
         if stop.wait(pause) or time.monotonic() > deadline:
             raise CheckpointError(
                 f"{place}/{missing[0]}: the record of a rank is not there after {patience:.0f} seconds. All ranks must "
@@ -204,8 +202,7 @@ def _await(place: Place, token: str, names: Sequence[str], patience: float, stop
 
 
 def _files_at(directory: Place, step: int) -> Iterable[str]:
-    """The files that the index of this step names now."""
     if folder(directory, step).has(INDEX):
-        with suppress(CheckpointError):  # it is damaged
+        with suppress(CheckpointError):  # damaged
             return index_at(directory, step)[0].files
     return ()
