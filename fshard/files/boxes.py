@@ -1,4 +1,4 @@
-"""Boxes of a tensor, as ranks write them: the runs of elements of the flattened tensor that a box consists of."""
+"""Boxes of a tensor, as ranks write them: the runs of elements of a box in the flattened tensor."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ import math
 from collections.abc import Iterator, Sequence
 from operator import le
 
-MOST_RUNS = 1 << 20  # of all boxes of a checkpoint: one that is cut along another dimension than the first has many
+MOST_RUNS = 1 << 20  # of all boxes of a checkpoint: a box cut along another dimension than the first has many
 
 
 def check_box(name: str, shape: Sequence[int], offsets: Sequence[int], sizes: Sequence[int]) -> None:
-    """Raise ValueError, which begins with the name of the tensor, unless a box is inside it."""
+    """ValueError, beginning with the tensor's name, unless a box is inside the tensor."""
     ends = [begin + size for begin, size in zip(offsets, sizes, strict=False)]
     is_inside = len(shape) == len(offsets) == len(sizes) and all(map(le, ends, shape))
     if not is_inside:
@@ -19,7 +19,7 @@ def check_box(name: str, shape: Sequence[int], offsets: Sequence[int], sizes: Se
 
 
 def num_runs(shape: Sequence[int], sizes: Sequence[int]) -> int:
-    """Return the number of runs that a box of these sizes has in a flattened tensor of this shape.
+    """Return the number of runs of a box of these sizes in a flattened tensor of this shape.
 
     >>> num_runs((4, 6), (2, 6)), num_runs((4, 6), (4, 3))
     (1, 4)
@@ -28,13 +28,13 @@ def num_runs(shape: Sequence[int], sizes: Sequence[int]) -> int:
 
 
 def _first_whole(shape: Sequence[int], sizes: Sequence[int]) -> int:
-    """The last dimension that a box cuts, 0 if it cuts none: all dimensions after it are whole."""
+    """Return the last dimension that a box cuts, or 0: later dimensions are whole."""
     cut = [dim for dim, (whole, size) in enumerate(zip(shape, sizes, strict=True)) if whole != size]
     return max(cut, default=0)
 
 
 def runs_of(shape: Sequence[int], offsets: Sequence[int], sizes: Sequence[int]) -> Iterator[tuple[int, int, int]]:
-    """Yield the runs of a box: the first element in the box and in the tensor, both flattened, and their number.
+    """Yield the runs of a box: first element in the box and in the tensor, both flattened, and number of elements.
 
     >>> [*runs_of((4, 6), (0, 3), (2, 3))]
     [(0, 3, 3), (3, 9, 3)]

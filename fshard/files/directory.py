@@ -1,12 +1,12 @@
-"""The directory of a run's checkpoints: which steps it has, and how they are deleted.
+"""The directory of a run's checkpoints: its steps, and their deletion.
 
 Note [A checkpoint is its index]
-    DIR/step-000000000100 has a file of each rank, and `index.json`, which names the files. A folder without an index is
-    no checkpoint. A save writes files under names that no other save uses, and flushes them; when every rank is done,
-    it puts the index into its place. So whenever processes are killed, the checkpoint of this step is the one that was
-    there before, or the new one, and never a mixture. Then the files of the index that was replaced are deleted. Of two
-    saves of one step at once the last one to finish counts. What a save that was killed has left in the folder is
-    deleted with the checkpoint.
+    1. DIR/step-000000000100 has a file of each rank, and `index.json`, which names the files. Without an index a folder
+       is no checkpoint.
+    2. A save writes files under names that no other save uses, and flushes them. When every rank is done, the index is
+       put in place. So if processes are killed at any time, the step has its earlier checkpoint or the new one.
+    3. Then the files of the replaced index are deleted. Of two saves of one step at once the last to finish counts.
+       Leftovers of a killed save are deleted with the checkpoint.
 """
 
 from __future__ import annotations
@@ -25,13 +25,11 @@ _STEP = re.compile(r"step-([0-9]{12})")
 
 
 def at(directory: str | os.PathLike[str]) -> Place:
-    """Return the place of a directory. TypeError for what is not a path."""
     check_path("dir", directory, "the path of a directory")
     return place_of(directory)
 
 
 def folder(place: Place, step: int) -> Place:
-    """Return the folder of a step's checkpoint."""
     check_whole("step", step, 0, LAST_STEP, "the number of a step")
     return place.inside(f"step-{step:012}")
 
@@ -39,7 +37,7 @@ def folder(place: Place, step: int) -> Place:
 def delete(dir: str | os.PathLike[str], step: int) -> None:
     """Delete the checkpoint of a step in the directory `dir`. CheckpointError if there is none.
 
-    The index goes first, so a checkpoint that is deleted in part no longer counts. One process calls this.
+    The index goes first, so a partly deleted checkpoint no longer counts. One process calls this.
 
     >>> import tempfile, fshard
     >>> with tempfile.TemporaryDirectory() as dir:
@@ -55,18 +53,17 @@ def delete(dir: str | os.PathLike[str], step: int) -> None:
 
 
 def remove(place: Place, step: int) -> None:
-    """Delete all files of a step's folder, the index first."""
     there = folder(place, step)
     there.remove(INDEX)
     for name in there.names():
         there.remove(name)
-    there.remove(INDEX)  # of another job's save, which has put it there meanwhile and lost its files
+    there.remove(INDEX)  # put there by another job's save, whose files are lost
     there.remove_folder()
 
 
 def prune(place: Place, step: int, keep_last: int, keep_every: int | None) -> None:
-    """Delete the checkpoints before `step` but for the last ones and every so many steps, and what is not whole."""
-    # later steps are of a run that was taken up again from an earlier one: they stay
+    """Delete partial checkpoints up to `step`, and whole ones but the last and multiples of `keep_every`."""
+    # later steps stay: the run was resumed from an earlier step
     earlier = [number for number in numbers(place, folders=True) if number <= step]
     kept = {number for number in finished(place) if number <= step}
     kept = {*sorted(kept)[-keep_last:], *(number for number in kept if keep_every and number % keep_every == 0)}
@@ -76,22 +73,22 @@ def prune(place: Place, step: int, keep_last: int, keep_every: int | None) -> No
 
 
 def finished(place: Place) -> list[int]:
-    """Return the steps that have an index. A link or a file that has the name of a step is passed over."""
+    """Return the steps with an index, without links and files named as a step."""
     return [number for number in numbers(place, folders=True) if folder(place, number).has(INDEX)]
 
 
 def numbers(place: Place, folders: bool = False) -> list[int]:
-    """Return the steps whose name something has, a link also, in order; with `folders` a folder, whole or not."""
+    """Return the steps with an entry (file, folder or link), in order; with `folders`, only a folder, whole or not."""
     return sorted(int(name.group(1)) for name in map(_STEP.fullmatch, place.names(folders)) if name)
 
 
 def links(place: Place) -> list[str]:
-    """Return the names of steps that symbolic links have: no link is followed, and they are passed over."""
+    """Return symbolic links named as steps: these are passed over."""
     return [name for name in place.links() if _STEP.fullmatch(name)]
 
 
 def index_at(place: Place, step: int) -> tuple[Index, bytes]:
-    """Return the index of a step's checkpoint and its text. CheckpointError if there is none, or it is not one."""
+    """Return the index of a step's checkpoint, and its text. CheckpointError if there is no valid one."""
     there = folder(place, step)
     try:
         text = read_all(there, INDEX)
@@ -106,7 +103,6 @@ def index_at(place: Place, step: int) -> tuple[Index, bytes]:
 
 
 def read_all(place: Place, name: str) -> bytes:
-    """Return the bytes of a file. FileNotFoundError, or CheckpointError for one that is too long."""
     with place.open(name) as file:
         try:
             check_size(file.size, f"{place}/{name}")
@@ -116,6 +112,5 @@ def read_all(place: Place, name: str) -> bytes:
 
 
 def no_checkpoint(place: Place, step: int | None) -> str:
-    """Say that there is no checkpoint of a step (None: of any), and which there are."""
     there = ", ".join(map(str, finished(place)[-8:])) or "none"
     return f"{place}: no checkpoint{'' if step is None else f' of step {step}'}; the last ones are: {there}"

@@ -1,4 +1,4 @@
-"""Read what others wrote: regular files, JSON that takes bounded memory, and errors that quote it as printable text."""
+"""Read foreign files: regular files, JSON in bounded memory, and errors with printable quotes."""
 
 from __future__ import annotations
 
@@ -11,29 +11,29 @@ from contextlib import contextmanager
 from io import FileIO
 from typing import Any
 
-MOST_BYTES = 1 << 27  # of a text that is read as a whole
-MOST_MEMORY = 1 << 30  # bytes that the objects of one text, or of one pickle, may take
-MOST_OPERATIONS = 1 << 24  # of a pickle: torch's `.metadata` has 70 a chunk, and takes MOST_MEMORY before
+MOST_BYTES = 1 << 27  # of a text read as a whole
+MOST_MEMORY = 1 << 30  # bytes of the objects of one text, or of one pickle
+MOST_OPERATIONS = 1 << 24  # of a pickle: torch's `.metadata` has 70 a chunk, and reaches MOST_MEMORY first
 MOST_ITEMS = 400_000  # leaves, tensors, values or files of one text
 _LONGEST = 10_000  # characters of an error
-# At most so many bytes of memory for each byte of JSON of a kind: for a comma a number or a short string, for a colon
-# the key and its entries in tables. `test_foreign.py` measures them.
+# upper bounds of memory for each byte of JSON, by kind: a comma makes a number or a short string, a colon a key with
+# its entries in tables (measured by `test_foreign.py`)
 _MEMORY = {b",": 64, b":": 200, b"[": 96, b"{": 160}
 
 
 def open_file(path: str | os.PathLike[str], follow: bool = True) -> FileIO:
-    """Open a regular file to read it; without `follow`, no link. OSError for others: a pipe would wait for a writer."""
+    """Open a regular file to read it (without `follow`: no link). OSError for others: a pipe would block."""
     flags = os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC
     number = os.open(path, flags if follow else flags | os.O_NOFOLLOW)
     if not stat.S_ISREG(os.fstat(number).st_mode):
         os.close(number)
         raise OSError(errno.EINVAL, "expected a regular file", os.fspath(path))
-    return FileIO(path, opener=lambda *_: number)  # which errors of a read are to name
+    return FileIO(path, opener=lambda *_: number)  # named, for errors of a read
 
 
 @contextmanager
 def naming(path: str | os.PathLike[str]) -> Iterator[None]:
-    """Name the file in an OSError, such as that of a full disk, which Python leaves nameless."""
+    """Name the file in an OSError: Python leaves it out for a full disk."""
     try:
         yield
     except OSError as error:
@@ -43,7 +43,6 @@ def naming(path: str | os.PathLike[str]) -> Iterator[None]:
 
 
 def read_text(path: str | os.PathLike[str]) -> bytes:
-    """Return the bytes of a regular file. OSError, or ValueError for one that is too long."""
     with open_file(path) as file, naming(path):
         size = os.fstat(file.fileno()).st_size
         check_size(size, path)
@@ -51,13 +50,12 @@ def read_text(path: str | os.PathLike[str]) -> bytes:
 
 
 def check_size(size: int, where: object) -> None:
-    """Raise ValueError for a text that is too long to be read as a whole."""
     if size > MOST_BYTES:
         raise ValueError(f"{where}: expected at most {MOST_BYTES:,} bytes, got {size:,}")
 
 
 def parsed(text: bytes, where: object, what: str = "it") -> dict[str, Any]:
-    """Return a JSON object. ValueError for other text, for a name that comes twice, and for too many values.
+    """Return a JSON object. ValueError for other text, for duplicate names, and for too many values.
 
     >>> parsed(b'{"a": [1, 2]}', "x.json")
     {'a': [1, 2]}
@@ -84,14 +82,14 @@ def parsed(text: bytes, where: object, what: str = "it") -> dict[str, Any]:
 
 
 def _memory(text: bytes) -> int:
-    """More memory than the objects of a JSON text take, counted before it is parsed."""
-    # one wide character makes each of a string take 4 bytes
+    """Return an upper bound of the memory of a JSON text's objects, before parsing."""
+    # one wide character makes all of a string take 4 bytes
     per_byte = 3 if text.isascii() and b"\\u" not in text else 9
     return per_byte * len(text) + sum(number * text.count(kind) for kind, number in _MEMORY.items())
 
 
 def printable(text: object, longest: int = 200) -> str:
-    r"""Return a text of one line, at most so long, without characters that do something to a terminal.
+    r"""Return a text of one line, at most `longest` characters, without characters that control a terminal.
 
     >>> printable("a\x1b[2J")
     'a\\x1b[2J'
@@ -105,7 +103,7 @@ def printable(text: object, longest: int = 200) -> str:
 
 @contextmanager
 def legible() -> Iterator[None]:
-    r"""Make the ValueErrors that are raised inside, which quote names and values of others, printable and bounded.
+    r"""Make ValueErrors raised inside, with foreign names and values, printable and bounded.
 
     >>> with legible():
     ...     raise ValueError("a dtype \x1b[2J")
@@ -115,7 +113,7 @@ def legible() -> Iterator[None]:
     try:
         yield
     except ValueError as error:
-        cause: BaseException | None = error  # tracebacks show those before it, too
+        cause: BaseException | None = error  # tracebacks show earlier ones, too
         while cause is not None:
             if isinstance(cause, ValueError):
                 cause.args = (printable(cause, _LONGEST),)

@@ -1,4 +1,4 @@
-"""Directories as Hugging Face writes them: one file, or an index of several, and which of them has a tensor."""
+"""Directories as Hugging Face writes them: one file, or several with an index by tensor."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ FILE, INDEX, PARTIAL = "model.safetensors", "model.safetensors.index.json", ".pa
 
 
 def entries_at(path: Path) -> dict[str, FileEntry]:
-    """Return the tensors of a file, or of all files of a directory, by name: headers are read, and no data.
+    """Return the tensors of a file, or of all files of a directory, by name. Only headers are read.
 
-    FileNotFoundError; ValueError for what is not in this format, and for an index that is not of its files.
+    FileNotFoundError; ValueError for another format, and for an index of other files.
     """
     if not path.is_dir():
         return read_entries(path)
@@ -44,13 +44,13 @@ def entries_at(path: Path) -> dict[str, FileEntry]:
 
 
 def indexed(raw: Json, index: object, read: Callable[[str], dict[str, FileEntry]]) -> dict[str, FileEntry]:
-    """Return the tensors of the files that an index lists; errors call it `index`, and `read` reads one file."""
+    """Return the tensors of the files in an index. `index`: its name in errors; `read` reads one file."""
     entries, names_of = dict[str, FileEntry](), dict[str, list[str]]()
     file_of = raw.get("weight_map")
     if not isinstance(file_of, dict) or not all(isinstance(file, str) for file in file_of.values()):
         raise ValueError(f"{index}: expected weight_map, a name of a file for every tensor")
     for name, file in file_of.items():
-        if not is_file_name(file):  # it may be in another directory than the index
+        if not is_file_name(file):  # it may lead to another directory
             raise ValueError(f"{index}: {name!r}: expected the name of a file beside the index, got {file!r}")
         names_of.setdefault(file, []).append(name)
     for file, listed in names_of.items():
@@ -64,9 +64,9 @@ Leaf = tuple[str, tuple[int, ...], torch.dtype]  # of a file: name, shape, dtype
 
 
 def new_files(folder: Path, groups: Sequence[Sequence[Leaf]]) -> dict[str, FileEntry]:
-    """Make the files of some groups of leaves under other names, and return where each leaf belongs, by name."""
+    """Make the files of groups of leaves under temporary names; return each leaf's place."""
     folder.mkdir(parents=True, exist_ok=True)
-    remove_partial(folder)  # of a save that was killed
+    remove_partial(folder)  # of a killed save
     entries: dict[str, FileEntry] = {}
     for name, leaves in zip(_free_names(folder, len(groups)), groups, strict=True):
         group = laid_out(leaves, folder / (name + PARTIAL))
@@ -78,13 +78,12 @@ def new_files(folder: Path, groups: Sequence[Sequence[Leaf]]) -> dict[str, FileE
 
 
 def remove_partial(folder: Path) -> None:
-    """Remove the files of `new_files` that have not got their names."""
     for path in folder.glob(f"model*{PARTIAL}"):
         path.unlink()
 
 
 def _free_names(folder: Path, num_files: int) -> list[str]:
-    """The names of the new files. No file has one of them yet, so an earlier index stays whole until it is replaced."""
+    """Return names of new files, none in use: an earlier index stays whole until it is replaced."""
     if num_files == 1:
         return [FILE]
     stems = chain(["model"], (f"model-{number}" for number in count(2)))
@@ -93,17 +92,16 @@ def _free_names(folder: Path, num_files: int) -> list[str]:
 
 
 def put(entry: FileEntry, value: Tensor) -> None:
-    """Write the data of a leaf to its file."""
     with naming(entry.file), open(entry.file, "r+b") as file:
         write_tensor(file, entry.start, value)
 
 
 def finish(folder: Path, entries: Mapping[str, FileEntry]) -> None:
-    """Give files of `new_files` their names, when all of them are whole, and remove those of an earlier save.
+    """Give files of `new_files`, when all are whole, their names, and remove files of an earlier save.
 
-    The process may be killed between any two lines: then either the earlier files are loaded, whole, or the new ones.
+    The process may be killed between any two lines: then the earlier files are loaded, whole, or the new ones.
     """
-    # also files of earlier saves that are named as transformers names them
+    # also with transformers' names
     part = re.compile(r"model(-\d+)?-\d{5}-of-\d{5}\.safetensors")
     old = {path.name for path in folder.iterdir() if path.name in (FILE, INDEX) or part.fullmatch(path.name)}
     files = sorted(folder.glob(f"model*{PARTIAL}"))  # in the order of their numbers
@@ -111,7 +109,7 @@ def finish(folder: Path, entries: Mapping[str, FileEntry]) -> None:
     new = {*names.values()}
     for file in files:
         flush(file)
-        os.replace(file, folder / names[file])  # one file is loaded from here on, several are in no index yet
+        os.replace(file, folder / names[file])  # one new file is loaded from here on
     if len(files) > 1:
         size = sum(x.num_bytes for x in entries.values())
         index = {"metadata": {"total_size": size}, "weight_map": {x.name: names[x.file] for x in entries.values()}}

@@ -1,4 +1,4 @@
-"""The index of a checkpoint: which leaves it has, in which files their elements lie, and their checksums.
+"""The index of a checkpoint: its leaves, the files with their elements, and checksums.
 
 An index is JSON that anyone can read:
 
@@ -10,13 +10,15 @@ An index is JSON that anyone can read:
      "values": {"extra.epoch": 3, "extra.position@0": 7, "extra.position@1": 9},
      "by_rank": ["extra.position"]}
 
-A piece is [file, offset of its first byte, begin, number of elements, `checksum` of each `CHUNK` bytes]: the elements
-[begin, begin + number) of the flattened leaf. Of a leaf with an "order", [dim] or [dim, blocks, parts], they are
-counted as Note [Order of a split leaf] in `layout.py` says; "version" is 3 then, and older versions refuse the
-checkpoint. Version 2 gave an order to whole leaves of optimizer state, too, though these lie row-major. A leaf or
-value that differs between ranks, such as the position of each rank in its data, is one of `by_rank`, and has an entry
-for each rank. "threads" is the number that torch used when the state was saved. "checksum" is the CRC-32 of the text
-without it.
+- A piece, [file, offset of its first byte, begin, number of elements, `checksum` of each `CHUNK` bytes], has the
+  elements [begin, begin + number) of the flattened leaf.
+- "order", [dim] or [dim, blocks, parts]: the leaf's elements are counted as in Note [Order of a split leaf] in
+  `layout.py`. "version" is 3 then, so that older versions refuse it. Version 2 gave an order to whole leaves of
+  optimizer state, too, though these lie row-major.
+- "by_rank": leaves or values that differ between ranks (the position of each rank in its data), with an entry for each
+  rank.
+- "threads": torch's number of threads when the state was saved.
+- "checksum": the CRC-32 of the text without it.
 """
 
 from __future__ import annotations
@@ -39,38 +41,37 @@ from .foreign import MOST_ITEMS, parsed
 from .places import Reader
 from .safetensors_file import CHUNK, DTYPES, NAMES
 
-VERSIONS = (1, 2, 3)  # the first if all leaves are in row-major order, else the last
-_FILE = re.compile(r"[0-9A-Za-z_][0-9A-Za-z_.-]{,200}\.safetensors")  # beside the index, and no index itself
+VERSIONS = (1, 2, 3)  # the first if all leaves are row-major, else the last
+_FILE = re.compile(r"[0-9A-Za-z_][0-9A-Za-z_.-]{,200}\.safetensors")  # beside the index
 _SEAL = re.compile(rb'\{"checksum": ([0-9]{1,10}), ')
 
-_COLUMNS = 8191  # a prime: sectors and pages that are exchanged come into other columns
+_COLUMNS = 8191  # a prime: exchanged sectors and pages get into other columns
 
 Json = Any  # Python's types cannot say more of JSON
 
 
 class CheckpointError(ValueError):
-    """A checkpoint is missing, not whole, or not what was asked for; or a save failed. Nothing was restored."""
+    """A checkpoint is missing, not whole, or another than expected; or a save failed. Nothing was restored."""
 
 
 @dataclass(frozen=True)
 class Piece:
-    """Elements [begin, begin + numel) of a flattened leaf: where they lie, and a checksum of each `CHUNK` bytes."""
+    """Elements [begin, begin + numel) of a flattened leaf: place, and checksum of each `CHUNK` bytes."""
 
     file: str
     offset: int  # bytes from the beginning of the file
     begin: int
     numel: int
-    checksums: tuple[int, ...]  # () if there are none, as in formats of others
+    checksums: tuple[int, ...]  # () without, as in other formats
 
     @property
     def end(self) -> int:
-        """One past the last element."""
         return self.begin + self.numel
 
 
 @dataclass(frozen=True)
 class IndexEntry:
-    """A leaf: its shape, its dtype, and the pieces that make it up, in order."""
+    """A leaf: shape, dtype, and pieces in order."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -79,12 +80,10 @@ class IndexEntry:
 
     @property
     def numel(self) -> int:
-        """The number of elements."""
         return math.prod(self.shape)
 
     @property
     def num_bytes(self) -> int:
-        """The number of bytes of all elements."""
         return self.numel * self.dtype.itemsize
 
 
@@ -94,26 +93,23 @@ class Index:
 
     step: int
     ranks: int
-    plans: tuple[str, ...]  # fingerprints of the plans of the parameters
+    plans: tuple[str, ...]  # fingerprints of the parameters' plans
     files: Mapping[str, int]
     leaves: Mapping[str, IndexEntry]
     values: Mapping[str, Json]
     by_rank: frozenset[str] = frozenset()  # names with an entry for each rank
-    left_out: Mapping[str, str] = field(default_factory=dict)  # what else formats of others have, and why
-    threads: int = 0  # 0 where nothing says it
+    left_out: Mapping[str, str] = field(default_factory=dict)  # unreadable contents of other formats, with reasons
+    threads: int = 0  # 0: unknown
 
     @property
     def names(self) -> list[str]:
-        """The names of all leaves and values, without ranks."""
         keys = {rank_key(name, rank) for name in self.by_rank for rank in range(self.ranks)}
         return [*(key for key in (*self.leaves, *self.values) if key not in keys), *sorted(self.by_rank)]
 
     def key(self, name: str, rank: int) -> str:
-        """Return the key in `leaves` or `values` of what a rank has under a name."""
         return rank_key(name, rank) if name in self.by_rank else name
 
     def to_json(self) -> bytes:
-        """Return the text of the index. Dual: `read_index`."""
         leaves = {
             name: {"shape": [*x.shape], "dtype": NAMES[x.dtype], "pieces": [piece_to_json(piece) for piece in x.pieces]}
             | ({"order": x.order} if x.order else {})
@@ -126,7 +122,7 @@ class Index:
 
 
 def sealed(raw: Mapping[str, Json]) -> bytes:
-    """Return JSON with a checksum of it as the first field.
+    """Return JSON with its checksum as the first field.
 
     >>> sealed({"step": 100})
     b'{"checksum": 629794549, "step": 100}'
@@ -136,12 +132,11 @@ def sealed(raw: Mapping[str, Json]) -> bytes:
 
 
 def piece_to_json(piece: Piece) -> Json:
-    """Return a piece as a list. Dual: `read_piece`."""
     return [piece.file, piece.offset, piece.begin, piece.numel, piece.checksums]
 
 
 def read_index(text: bytes, where: str) -> Index:
-    """Return the index that a text is. CheckpointError, which begins with `where`, for any other text."""
+    """Parse an index. CheckpointError, beginning with `where`, for any other text."""
     try:
         raw = parsed(text, "the text")
         head = (_field(raw, "format", str), _field(raw, "version", int))
@@ -168,7 +163,7 @@ def _index(raw: Json) -> Index:
         require(isinstance(value, bool | int | float | str), f"{name!r}: expected a tensor, a number or a string")
     _check_apart(leaves)
     _check_names(by_rank, ranks, leaves, values)
-    threads = _count(raw.get("threads", 0))  # checkpoints of older versions do not say it
+    threads = _count(raw.get("threads", 0))  # older checkpoints lack it
     return Index(step, ranks, tuple(plans), files, leaves, values, frozenset(by_rank), threads=threads)
 
 
@@ -204,7 +199,7 @@ def _entry(name: str, raw: Json, files: Mapping[str, int]) -> IndexEntry:
 
 
 def _of_version_2(name: str, entry: IndexEntry, ranks: int) -> IndexEntry:
-    """A leaf without its order if it lies whole in one piece. ValueError if the pieces do not tell who cut it."""
+    """Drop the order of a leaf in one piece: it lies whole. ValueError if the pieces do not tell who cut it."""
     if not entry.order or len(entry.pieces) < 2:  # ranks that split a leaf wrote several pieces
         return replace(entry, order=())
     number, begins = len(entry.pieces), [piece.begin for piece in entry.pieces]
@@ -219,7 +214,7 @@ def _of_version_2(name: str, entry: IndexEntry, ranks: int) -> IndexEntry:
 
 
 def _order(raw: Json, shape: Sequence[int]) -> tuple[int, ...]:
-    """An order of the elements of a leaf, () or as in `Split.order`. ValueError for what is none."""
+    """Return an order as in `Split.order`, or (). ValueError if invalid."""
     text = f"order: expected [dim] or [dim, blocks, parts] for shape {shape!r:.100}, got {reprlib.repr(raw)}"
     require(isinstance(raw, list) and len(raw) in (0, 1, 3), text)
     if raw:
@@ -229,7 +224,7 @@ def _order(raw: Json, shape: Sequence[int]) -> tuple[int, ...]:
 
 
 def _numel(shape: Sequence[int]) -> int:
-    """The number of elements. ValueError for more than a file can have: the product of a million sizes takes hours."""
+    """Return the number of elements. ValueError above a file's limit: the product of a million sizes takes hours."""
     numel = int(0 not in shape)
     for size in shape:
         numel *= size
@@ -248,7 +243,7 @@ def _check_piece(piece: Piece, num_bytes: int, files: Mapping[str, int]) -> None
 
 
 def _check_apart(leaves: Mapping[str, IndexEntry]) -> None:
-    """Raise ValueError if two pieces have a byte of a file in common."""
+    """ValueError if two pieces share a byte of a file."""
     pieces = ((piece, entry.dtype.itemsize, name) for name, entry in leaves.items() for piece in entry.pieces)
     spans = sorted((x.file, x.offset, x.offset + x.numel * itemsize, name) for x, itemsize, name in pieces)
     for (file, _, end, name), (other, begin, _, second) in pairwise(spans):
@@ -257,7 +252,7 @@ def _check_apart(leaves: Mapping[str, IndexEntry]) -> None:
 
 
 def _check_names(by_rank: Sequence[str], ranks: int, leaves: Mapping[str, Json], values: Mapping[str, Json]) -> None:
-    """Raise ValueError if a name means two things, or a rank has no entry of it."""
+    """ValueError for an ambiguous name, or a rank without an entry."""
     names = [*leaves, *values, *by_rank]
     if twice := next((name for name, number in Counter(names).items() if number > 1), None):
         raise ValueError(f"{twice!r} comes twice")
@@ -267,7 +262,7 @@ def _check_names(by_rank: Sequence[str], ranks: int, leaves: Mapping[str, Json],
 
 
 def in_order(pieces: Iterable[Piece], numel: int, name: str) -> tuple[Piece, ...]:
-    """Return pieces by where they begin. ValueError unless they make up a leaf of `numel` elements, each once."""
+    """Sort pieces by beginning. ValueError unless they make up a leaf of `numel` elements, each once."""
     ordered, end = tuple(sorted(pieces, key=lambda piece: piece.begin)), 0
     for piece in ordered:
         if piece.begin != end or not piece.numel:
@@ -278,7 +273,6 @@ def in_order(pieces: Iterable[Piece], numel: int, name: str) -> tuple[Piece, ...
 
 
 def read_piece(raw: Json) -> Piece:
-    """Return the piece that a list is. ValueError for another list."""
     is_piece = isinstance(raw, list) and len(raw) == 5 and isinstance(raw[0], str) and isinstance(raw[4], list)
     if not is_piece:
         raise ValueError(f"expected [file, offset, begin, number of elements, checksums], got {reprlib.repr(raw)}")
@@ -287,7 +281,7 @@ def read_piece(raw: Json) -> Piece:
 
 
 def _file_name(name: str) -> str:
-    # a name with a separator may lead elsewhere; `index.json` must not be deleted with the files of an older index
+    # a name with a separator may lead elsewhere; `index.json` must not be deleted with an older index's files
     if not _FILE.fullmatch(name):
         raise ValueError(f"expected the name of a safetensors file beside the index, got {reprlib.repr(name)}")
     return name
@@ -300,13 +294,12 @@ def _count(number: Json) -> int:
 
 
 def require(condition: object, otherwise: str) -> None:
-    """Raise ValueError with a text unless a condition holds."""
     if not condition:
         raise ValueError(otherwise)
 
 
 def rank_key(name: str, rank: int) -> str:
-    """Return the key of the entry of one rank.
+    """Return the key of one rank's entry.
 
     >>> rank_key("extra.position", 1)
     'extra.position@1'
@@ -315,16 +308,16 @@ def rank_key(name: str, rank: int) -> str:
 
 
 def checksum(data: Tensor, columns: int = _COLUMNS) -> int:
-    """Return the CRC-32 of sums of 64-bit words, which are counted off in columns, and of the bytes left over.
+    """Return the CRC-32 of column sums of 64-bit words, and of the bytes left over.
 
-    It is as fast as memory is read, so that every block is compared. With numpy, that of `block` (bytes) is:
+    It is as fast as reading memory, so that every block is compared. For `block` (bytes), with numpy:
 
         end = len(block) // 65528 * 65528
         sums = np.frombuffer(block[:end], "<i8").reshape(-1, 8191).sum(0)
         zlib.crc32(block[end:], zlib.crc32(sums.tobytes()) if end else 0)
 
-    Of `data`, a flat uint8 tensor on any device, the sums alone go to the host. Words that change their places by a
-    multiple of `columns` leave the checksum as it is.
+    `data`: flat uint8, on any device; only its sums go to the host. Words moved by a multiple of `columns` stay
+    unnoticed.
 
     >>> checksum(torch.tensor([49, 50, 51], dtype=torch.uint8)) == zlib.crc32(b"123")
     True
@@ -337,10 +330,7 @@ def checksum(data: Tensor, columns: int = _COLUMNS) -> int:
 
 
 def read_block(file: Reader, offset: int, view: memoryview, expected: int | None) -> bool:
-    """Fill `view` with the bytes of a file from `offset` on; False if it ends before, or their checksum is another one.
-
-    Without an expected checksum nothing is compared.
-    """
+    """Fill `view` from byte `offset` of a file. False if the file is too short, or has another checksum (None: any)."""
     if file.read_into(offset, view) != len(view):
         return False
     return expected is None or checksum(torch.frombuffer(view, dtype=torch.uint8)) == expected

@@ -1,10 +1,9 @@
-"""Pickles read as data: nothing is imported, called or built, but a record of what the pickle says of each object.
+"""Pickles read as data: nothing is imported, called or built, except a record of each object.
 
-The standard library's unpickler is a machine with a stack, whose program may import any function and call it. Here the
-program is first rewritten to one of the operations that plain data needs, or refused. It imports nothing: each name
-that is expected is a `PickleRecord`, whose call is a `PickleRecord` with arguments. Every operation takes constant time
-and memory beyond the bytes that it reads. What is read may refer to one object from many places, or to itself: a walk
-over it must count its steps.
+The standard library's unpickler is a stack machine, and its program may import and call any function. Here the program
+is first rewritten to the operations of plain data, or refused. It imports nothing: each expected name is a
+`PickleRecord`, and a call makes another. Every operation takes constant time and memory beyond its own bytes. The
+result may refer to one object from many places, or to itself: a walk over it must count its steps.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from typing import Any
 
 from .foreign import MOST_MEMORY, MOST_OPERATIONS
 
-PERSISTENT = "a persistent id"  # the name of records of what lies outside of the pickle
+PERSISTENT = "a persistent id"  # name of records of objects outside the pickle
 _DICT = "..."  # the name of `_Dict` in programs
 
 Plain = Any  # None, numbers, strings, lists, tuples, dicts, and records
@@ -26,7 +25,7 @@ Plain = Any  # None, numbers, strings, lists, tuples, dicts, and records
 
 @dataclass(eq=False, slots=True)
 class PickleRecord:
-    """An object as a pickle tells it: its class or function, the arguments of the call, the state it is given.
+    """An object in a pickle: its class or function, the arguments of the call, and its state.
 
     `args` is None for a class or function itself. Two records are equal if they are one.
     """
@@ -36,7 +35,7 @@ class PickleRecord:
     state: Plain = None
 
     def __call__(self, *args: Plain) -> Plain:
-        """The record of a call, where the unpickler would call the function; of the name _DICT, a dict."""
+        """Return the record of a call, in place of calling; for the name _DICT, a dict."""
         _require(self.args is None, "calls what is no name")
         return _Dict(*args) if self.name == _DICT else PickleRecord(self.name, args)
 
@@ -46,7 +45,7 @@ class PickleRecord:
 
 
 class _Dict(dict[Plain, Plain]):
-    """A dict whose keys are strings and records: hashes of nested tuples take exponential time."""
+    """A dict with strings and records as keys: hashes of nested tuples take exponential time."""
 
     __slots__ = ()
 
@@ -64,7 +63,7 @@ class _Unpickler(pickle.Unpickler):
         self._names = names
 
     def find_class(self, module: str, name: str) -> Any:
-        """The record of a name: nothing is imported."""
+        """Nothing is imported."""
         full_name = f"{module}.{name}"
         if full_name not in self._names and full_name != _DICT:
             raise ValueError(
@@ -73,13 +72,12 @@ class _Unpickler(pickle.Unpickler):
         return PickleRecord(full_name)
 
     def persistent_load(self, pid: Plain) -> PickleRecord:
-        """The record of what lies outside of the pickle."""
         _require(PERSISTENT in self._names, "refers to what lies outside of it")
         return PickleRecord(PERSISTENT, (pid,))
 
 
 def read_pickle(data: bytes, names: Set[str]) -> Plain:
-    """Return what a pickle has: plain data, and records for these dotted names of classes and functions.
+    """Return plain data of a pickle, and records for these dotted names of classes and functions.
 
     ValueError names any other operation or name.
 
@@ -100,7 +98,7 @@ def read_pickle(data: bytes, names: Set[str]) -> Plain:
 
 
 def _inert(data: bytes) -> bytes:
-    """Return the program of a pickle with the operations of `_BY_CODE`. ValueError for others, and for too many."""
+    """Rewrite a pickle's program to the operations of `_BY_CODE`. ValueError for others, and for too many."""
     file, program, copied, at = BytesIO(data), bytearray(), 0, 0
     memory, left, num_remembered = 4 * len(data), MOST_OPERATIONS, 0  # memory of strings
     while (code := data[at : at + 1]) != b".":
@@ -112,10 +110,10 @@ def _inert(data: bytes) -> bytes:
             most = f"{MOST_OPERATIONS:,} operations" if left < 0 else f"{MOST_MEMORY:,} bytes of memory"
             raise ValueError(f"a pickle that takes more than {most}")
         if read is not None:
-            # the argument is decoded only now: to decode those of other operations may warn, or take long
+            # decoded only now: other operations' arguments may warn, or take long
             file.seek(begin + 1)
             argument, at = read(file), file.tell()
-            # the unpickler has a list of what is remembered, as long as the largest number
+            # the unpickler's memo is a list as long as its largest number
             if isinstance(argument, int):
                 most_number = num_remembered if code in b"qr" else (1 << 63) - 1
                 _require(-(1 << 63) <= argument <= most_number, f"has a number above {most_number}")
@@ -135,7 +133,7 @@ def _refusal(code: bytes, position: int) -> str:
 
 
 def _skip_name(file: BytesIO) -> None:
-    """Skip a module and a name in it, a line each: pickletools would decode escapes in them, as Python does not."""
+    """Skip a module and a name, a line each: pickletools would decode escapes, unlike Python."""
     file.readline()
     file.readline()
 
@@ -145,7 +143,7 @@ def _require(condition: object, otherwise: str) -> None:
         raise ValueError(f"a pickle that {otherwise}: it is damaged, or was made to do harm. Nothing of it was run")
 
 
-# at most so many bytes are taken by an operation, and by what a dict or the memo adds for it
+# at most so many bytes for an operation, and for its entries in a dict or the memo
 _MEMORY = {
     **dict.fromkeys(("BINUNICODE", "SHORT_BINUNICODE", "GLOBAL", "STACK_GLOBAL", "REDUCE", "NEWOBJ"), 160),
     "EMPTY_DICT": 160,
@@ -154,10 +152,10 @@ _MEMORY = {
     **dict.fromkeys(("PROTO", "FRAME", "NONE", "NEWTRUE", "NEWFALSE", "BININT1", "BINGET", "LONG_BINGET"), 16),
     **dict.fromkeys(("EMPTY_TUPLE", "APPEND", "APPENDS", "SETITEM", "SETITEMS", "BINPERSID", "BUILD"), 16),
 }
-# what takes their place: a call of the name _DICT; a call; and nothing, because lengths differ
+# replacements: a call of the name _DICT; a call; and nothing, because lengths differ
 _INSTEAD = {"EMPTY_DICT": b"c.\n.\n)R", "NEWOBJ": b"R", "FRAME": b""}
 _READERS = {"GLOBAL": _skip_name, "BINPUT": read_uint1, "LONG_BINPUT": read_uint4}
-# by the operation's byte: what reads its argument, else the argument's size; what takes its place; the bytes it takes
+# by the operation's byte: reader or size of its argument; replacement; bytes of memory
 _BY_CODE: dict[bytes, tuple[Callable[[BytesIO], Plain] | None, int, bytes | None, int]] = {
     operation.code.encode("latin-1"): (
         _READERS.get(operation.name, operation.arg.reader if operation.arg and operation.arg.n < 0 else None),

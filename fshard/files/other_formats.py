@@ -1,4 +1,4 @@
-"""Checkpoints that other libraries wrote: which format a path has, and the index of what is there."""
+"""Checkpoints of other libraries: the format at a path, and the index of its contents."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ from .safetensors_file import PICKLES, FileEntry, are_counts, read_header
 from .torch_dcp import METADATA, index_of_dcp
 
 DCP, SAFETENSORS = "torch.distributed.checkpoint", "safetensors"
-# what torch's HuggingFaceStorageWriter writes with save_distributed=True: a file of each rank, which says in its
-# metadata where its tensors begin in the whole ones
+# files of torch's HuggingFaceStorageWriter with save_distributed=True: one of each rank, whose metadata tells the
+# beginnings of its tensors in the whole ones
 _SHARD = re.compile(r"shard-\d{5}-model-\d{5}-of-\d{5}\.safetensors")
 _SHARDING = "DCP_SHARDING_INFO"
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A checkpoint: what errors call it, the folder of its files, its index, and a text that is the same on all ranks.
+    """A checkpoint: its name in errors, the folder of its files, its index, and a text, equal on all ranks.
 
-    The text stands for the index: ranks compare it.
+    Ranks compare the text, which stands for the index.
     """
 
     what: str
@@ -43,10 +43,7 @@ class Checkpoint:
 
 
 def format_at(path: str | os.PathLike[str], place: Place) -> str:
-    """Return the format of what is at a path; "" for a directory of `save`, which may have no checkpoint yet.
-
-    CheckpointError for pickles.
-    """
+    """Return the format at a path; "" for a directory of `save`, even an empty one. CheckpointError for pickles."""
     if os.path.isfile(path) and Path(path).suffix in (".safetensors", *PICKLES):
         return SAFETENSORS
     if finished(place):
@@ -71,7 +68,7 @@ def format_at(path: str | os.PathLike[str], place: Place) -> str:
 
 
 def source_at(path: str | os.PathLike[str], place: Place, kind: str) -> Checkpoint:
-    """Return the checkpoint of a format that is at a path. CheckpointError for one that is damaged."""
+    """Return the checkpoint at a path. CheckpointError if damaged."""
     if kind == DCP:
         index, data = index_of_dcp(place)
         return Checkpoint(f"{place}", place, index, hashlib.sha256(data).hexdigest())
@@ -79,18 +76,16 @@ def source_at(path: str | os.PathLike[str], place: Place, kind: str) -> Checkpoi
     try:
         chunks = [chunk for file in _files(Path(path), folder) for chunk in file]
         index = _index(chunks)
-    except (OSError, ValueError) as error:  # they begin with the path
+    except (OSError, ValueError) as error:  # these begin with the path
         raise CheckpointError(str(error)) from error
     lines = [f"{name!r}: {entry}" for name, entry in index.leaves.items()]
     return Checkpoint(f"{place}", folder, index, "\n".join(lines))
 
 
-_Chunk = tuple[FileEntry, tuple[int, ...] | None]  # a tensor of a file, and where it begins in the whole one
+_Chunk = tuple[FileEntry, tuple[int, ...] | None]  # a tensor of a file, and its beginning in the whole one
 
 
 def _files(path: Path, folder: Place) -> Iterator[list[_Chunk]]:
-    """Yield the tensors of the files of a path."""
-
     def read(name: str) -> dict[str, FileEntry]:
         return header_of(folder, name)[0]
 
@@ -107,13 +102,12 @@ def _files(path: Path, folder: Place) -> Iterator[list[_Chunk]]:
 
 
 def header_of(folder: Place, name: str) -> tuple[dict[str, FileEntry], dict[str, Any]]:
-    """Return the tensors and the metadata of a safetensors file. ValueError as `read_header`."""
     with folder.open(name) as file:
         return read_header(file, Path(f"{folder}/{name}"))
 
 
 def _chunks(folder: Place, name: str) -> Iterator[_Chunk]:
-    """Yield the tensors of a file of torch's HuggingFaceStorageWriter, and where they begin in the whole ones."""
+    """Yield the tensors of a HuggingFaceStorageWriter's file, with their beginnings in the whole ones."""
     entries, metadata = header_of(folder, name)
     where = f"{folder}/{name}"
     places = parsed(str(metadata.get(_SHARDING)).encode(), where, _SHARDING)
@@ -126,7 +120,7 @@ def _chunks(folder: Place, name: str) -> Iterator[_Chunk]:
 
 
 def _index(chunks: Iterable[_Chunk]) -> Index:
-    """The index of tensors. Each of them may be in several boxes."""
+    """Make the index of tensors, each in one or several boxes."""
     by_name = dict[str, list[_Chunk]]()
     for chunk in chunks:
         by_name.setdefault(chunk[0].name, []).append(chunk)

@@ -1,9 +1,9 @@
-"""Folders of files, as checkpoints need them: of a local disk here, of other file systems in `remote`.
+"""Folders of checkpoint files: on a local disk here, on other file systems in `remote`.
 
 Note [A file is whole or not there]
-    `put` makes a file appear as a whole. On a disk: the data goes to a file of another name and is flushed to the disk,
-    then one rename gives the file its name, then the folder is flushed. An object store puts an object into its place
-    as a whole. `write` makes no such promise: the files that it writes count once an index names them.
+    `put` makes a file appear as a whole. On a disk, the data goes to a file of another name, which is flushed; then one
+    rename gives the file its name, then the folder is flushed. An object store puts an object in place as a whole.
+    `write` makes no such promise: its files count once an index names them.
 """
 
 from __future__ import annotations
@@ -30,45 +30,43 @@ _CANNOT_FLUSH = (errno.EINVAL, errno.EBADF, errno.ENOTSUP, errno.ENOSYS)
 
 
 class LocalPlace:
-    """A folder of a local disk. Symbolic links in it are refused, because they may lead out of the folder."""
+    """A folder of a local disk. Symbolic links in it are refused: they may lead out of the folder."""
 
     def __init__(self, path: str | os.PathLike[str]):
-        self._path = Path(path).absolute()  # the working directory may change while a save is under way
+        self._path = Path(path).absolute()  # the working directory may change during a save
 
     def __str__(self) -> str:
         return str(self._path)
 
     def inside(self, name: str) -> LocalPlace:
-        """Return the folder of this name in this one. OSError if a symbolic link has the name."""
+        """Return the folder of this name in this one. OSError for a symbolic link."""
         if (self._path / name).is_symlink():
             raise OSError(errno.ELOOP, "expected a folder, got a symbolic link", str(self._path / name))
         return LocalPlace(self._path / name)
 
     def names(self, folders: bool = False) -> list[str]:
-        """Return the names in this folder, or those of `folders` in it, no links; [] if there is no such folder."""
+        """Return the names in this folder (`folders`: of folders in it, no links); [] if there is no such folder."""
         with suppress(FileNotFoundError), os.scandir(self._path) as entries:
             return sorted(x.name for x in entries if not folders or x.is_dir(follow_symlinks=False))
         return []
 
     def links(self) -> list[str]:
-        """Return the names of symbolic links in this folder."""
         with suppress(FileNotFoundError), os.scandir(self._path) as entries:
             return sorted(x.name for x in entries if x.is_symlink())
         return []
 
     def has(self, name: str) -> bool:
-        """Whether there is a file of this name."""
         with suppress(FileNotFoundError, NotADirectoryError):
             return stat.S_ISREG((self._path / name).lstat().st_mode)
         return False
 
     def write(self, name: str, chunks: Iterable[memoryview]) -> None:
-        """Write a new file, which outlives a loss of power when this returns; make the folder if need be."""
+        """Write a new file, safe from a loss of power when this returns; make the folder if need be."""
         self._write(name, chunks)
         flush(self._path)
 
     def put(self, name: str, data: bytes) -> None:
-        """Write a file that is there as a whole or not at all, in the place of one that was there."""
+        """Write a file that appears as a whole or not at all, replacing an earlier one."""
         unfinished = f".{name}.{secrets.token_hex(8)}"
         self._write(unfinished, [memoryview(data)], 0o644)
         try:
@@ -79,16 +77,15 @@ class LocalPlace:
         flush(self._path)
 
     def sweep(self, name: str) -> None:
-        """Delete what killed processes left of a file a day ago: other processes may put it now."""
+        """Delete leftovers of killed `put`s of a file, at least a day old: younger ones may be in use."""
         for path in (self._path / x for x in self.names() if x.startswith(f".{name}.")):
             with suppress(FileNotFoundError):
                 if time.time() - path.lstat().st_mtime > _DAY:
                     path.unlink()
 
     def _write(self, name: str, chunks: Iterable[memoryview], mode: int = 0o666) -> None:
-        """Write a new file and flush it to the disk, but not its name."""
         self._make()
-        # O_EXCL: never over a file that is there, nor through a link
+        # O_EXCL: never over an existing file, nor through a link
         number = os.open(self._path / name, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode)
         try:
             with open(number, "wb", buffering=0) as file, naming(self._path / name):
@@ -101,18 +98,17 @@ class LocalPlace:
 
     @contextmanager
     def open(self, name: str) -> Iterator[LocalReader]:
-        """Open a file to read it. FileNotFoundError; OSError for what is not a regular file."""
+        """Open a file to read it. FileNotFoundError; OSError for anything but a regular file."""
         with open_file(self._path / name, follow=False) as file:
             yield LocalReader(file)
 
     def remove(self, name: str) -> None:
-        """Delete a file, if there is one."""
         with suppress(FileNotFoundError, IsADirectoryError):
             (self._path / name).unlink()
 
     def remove_folder(self) -> None:
-        """Delete this folder, if it is there and empty."""
-        with suppress(OSError):  # there are files of another save in it
+        """Delete this folder if empty."""
+        with suppress(OSError):  # files of another save are in it
             self._path.rmdir()
             flush(self._path.parent)
 
@@ -130,7 +126,7 @@ class LocalReader:
         self._file, self.size = file, os.fstat(file.fileno()).st_size
 
     def read_into(self, offset: int, view: memoryview) -> int:
-        """Fill `view` with the bytes from `offset` on, and return their number: less where the file ends before."""
+        """Fill `view` with the bytes from `offset` on; return their number, smaller at the file's end."""
         filled = 0
         while filled < len(view):  # one read may return less than asked for
             with naming(self._file.name):
@@ -141,7 +137,7 @@ class LocalReader:
         return filled
 
     def check_safe(self) -> None:
-        """Raise PermissionError for a file that another user than root may write to."""
+        """PermissionError for a file that another user than root may write to."""
         status = os.fstat(self._file.fileno())
         if status.st_uid not in (0, os.geteuid()):
             raise PermissionError(errno.EACCES, f"it belongs to another user, {status.st_uid}", self._file.name)
@@ -150,12 +146,12 @@ class LocalReader:
 
 
 def read_bytes(file: Reader, begin: int, size: int) -> bytes:
-    """Return `size` bytes of a file from `begin` on; fewer where the file ends before."""
+    """Return `size` bytes of a file from `begin` on; fewer at the file's end."""
     data = bytearray(min(size, max(file.size - begin, 0)))
     return bytes(data[: file.read_into(begin, memoryview(data))])
 
 
-# A folder of files and folders, which need not exist; `str` of it is what errors call it.
+# a folder of files and folders, which need not exist; `str` gives its name in errors
 Place: TypeAlias = LocalPlace | RemotePlace
 Reader: TypeAlias = LocalReader | RemoteReader  # an open file
 
@@ -165,12 +161,12 @@ def _write_chunk(file: FileIO, chunk: memoryview) -> None:
     while chunk:  # one write may take less than all
         chunk = chunk[file.write(chunk) :]
     if hasattr(os, "posix_fadvise"):
-        # Linux begins to write these bytes to the disk, while the next chunk is made
+        # Linux writes these bytes to the disk during the next chunk
         os.posix_fadvise(file.fileno(), begin, size, os.POSIX_FADV_DONTNEED)
 
 
 def flush(path: Path) -> None:
-    """Flush a file, or the names in a folder, to the disk, so that what was done outlives a loss of power."""
+    """Flush a file, or the names in a folder, to the disk, against a loss of power."""
     number = os.open(path, os.O_RDONLY)
     try:
         with naming(path):
@@ -184,7 +180,7 @@ def flush(path: Path) -> None:
 
 
 def is_file_name(name: str) -> bool:
-    """Whether a name is that of a file in a folder: one with a separator, from a file of others, may lead elsewhere.
+    """Return True for a name of a file in a folder: a foreign name with a separator may lead elsewhere.
 
     >>> is_file_name("model.safetensors"), is_file_name("../model.safetensors")
     (True, False)
@@ -193,7 +189,7 @@ def is_file_name(name: str) -> bool:
 
 
 def place_of(directory: str | os.PathLike[str]) -> Place:
-    """Return the folder that a user names: a path, or a URL that fsspec opens. ImportError if a package is missing.
+    """Return the folder that a user names: a path, or a URL for fsspec. ImportError if a package is missing.
 
     >>> str(place_of("/runs/1")), str(place_of("file:///runs/1")), str(place_of("memory://runs/1"))
     ('/runs/1', '/runs/1', 'memory://runs/1')

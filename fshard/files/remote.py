@@ -1,10 +1,10 @@
-"""Folders of a remote store, by URL: what fsspec opens, as "s3://bucket/run".
+"""Folders of a remote store, by a URL for fsspec, as "s3://bucket/run".
 
 Note [Objects appear whole]
     An object store has no rename and needs none: an object is there as a whole when its upload ends, or not at all. So
-    `put` is one upload. File systems behind a URL, as of sftp, show a file while it grows: there `put` writes a file of
-    another name and moves it into its place, which is as atomic as their `mv` is. Listings that fsspec keeps are
-    dropped before every look, because other processes write to the same store.
+    `put` is one upload. File systems behind a URL, such as sftp, show a file while it grows: there `put` writes a file
+    of another name and moves it into place, as atomically as their `mv` does. Before every look, fsspec's kept listings
+    are dropped, because other processes write to the same store.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
 
-# schemes of stores that put an object into its place as a whole; others are file systems
+# schemes of stores that put an object in place as a whole
 OBJECT_STORES = {"abfs", "abfss", "az", "gcs", "gs", "memory", "oci", "oss", "s3", "s3a", "tos"}
 # fsspec's errors often have no number
 _NUMBERS = {FileNotFoundError: errno.ENOENT, PermissionError: errno.EACCES, TimeoutError: errno.ETIMEDOUT}
@@ -33,11 +33,10 @@ class RemotePlace:
         return self._url
 
     def inside(self, name: str) -> RemotePlace:
-        """Return the folder of this name in this one."""
         return RemotePlace(self._fs, f"{self._path}/{name}", f"{self._url}/{name}")
 
     def names(self, folders: bool = False) -> list[str]:
-        """The names in this folder, or those of `folders` in it; [] if the bucket exists and the folder does not."""
+        """Return the names in this folder (`folders`: of folders in it); [] if only the bucket exists."""
         self._fs.invalidate_cache()
         try:
             with _naming(self._url):
@@ -50,11 +49,11 @@ class RemotePlace:
         return sorted(path.rpartition("/")[2] for path in paths - {self._path.rstrip("/")})
 
     def links(self) -> list[str]:
-        """Return no names: a store has no symbolic links."""
+        """Return []: a store has no symbolic links."""
         return []
 
     def has(self, name: str) -> bool:
-        """Whether there is a file of this name. OSError if the store does not answer: fsspec's isfile says False."""
+        """Return True for a file. OSError if the store does not answer: fsspec's isfile says False."""
         with suppress(FileNotFoundError):
             return self._info(name)["type"] == "file"
         return False
@@ -74,13 +73,12 @@ class RemotePlace:
                 file.close()
         except BaseException:
             with suppress(Exception):
-                file.close()  # puts what there is under a name that no index has
+                file.close()  # completes an upload under a name in no index
             with suppress(Exception):
                 self.remove(name)
             raise
 
     def put(self, name: str, data: bytes) -> None:
-        """Write a file that is there as a whole or not at all, in the place of one that was there."""
         if self._is_store:
             with _naming(f"{self._url}/{name}"):
                 self._fs.pipe_file(f"{self._path}/{name}", data)
@@ -92,21 +90,19 @@ class RemotePlace:
 
     @contextmanager
     def open(self, name: str) -> Iterator[RemoteReader]:
-        """Open a file to read parts of it. FileNotFoundError; OSError for a folder."""
         info = self._info(name)
         if info["type"] != "file":
             raise OSError(errno.EISDIR, "expected a file, got a folder", f"{self._url}/{name}")
         yield RemoteReader(self._fs, f"{self._path}/{name}", f"{self._url}/{name}", info["size"])
 
     def remove(self, name: str) -> None:
-        """Delete a file, if there is one."""
         with suppress(FileNotFoundError, IsADirectoryError), _naming(f"{self._url}/{name}"):
             self._fs.rm_file(f"{self._path}/{name}")
 
     def remove_folder(self) -> None:
-        """Delete this folder, if it is there and empty. In an object store a folder is there while a file is in it."""
+        """Delete this folder if empty. An object store's folder exists only with a file in it."""
         if not self._is_store:
-            with suppress(Exception):  # there are files of another save in it
+            with suppress(Exception):  # files of another save are in it
                 self._fs.rmdir(self._path)
 
     def _info(self, name: str) -> dict[str, Any]:
@@ -122,12 +118,11 @@ class RemoteReader:
         self._fs, self._path, self._url, self.size = fs, path, url, size
 
     def read_into(self, offset: int, view: memoryview) -> int:
-        """Fill `view` with the bytes from `offset` on, and return their number: less where the file ends before."""
         if not view:  # stores have no empty ranges
             return 0
         end = offset + len(view)
         with _naming(self._url):
-            # at the end one byte more, which only another file has: there is no handle that holds on to this one
+            # at the end, one byte more, which only another file has: no open handle holds on to this one
             data = self._fs.cat_file(self._path, start=offset, end=end + (end == self.size))
         if len(data) > len(view):
             raise OSError(errno.ESTALE, "another file took its place while it was read", self._url)
@@ -137,7 +132,7 @@ class RemoteReader:
 
 @contextmanager
 def _naming(url: str) -> Iterator[None]:
-    """Turn the errors of a store, which are of many classes, into an OSError that names the file."""
+    """Turn a store's errors, of many classes, into an OSError with the file's name."""
     try:
         yield
     except Exception as error:
@@ -164,7 +159,7 @@ def remote_place(url: str) -> RemotePlace:
         fs, path = url_to_fs(url)
     except ImportError as error:
         raise ImportError(f"dir={shown!r}: {error}") from error
-    except Exception as error:  # of its options: each file system has its own
+    except Exception as error:  # each file system has options of its own
         raise ValueError(f"dir={shown!r}: expected a path, or a URL that fsspec opens: {error}") from error
     if not path.strip("/"):
         raise ValueError(f"dir={url!r}: expected a folder in the store, as in 's3://bucket/run'")

@@ -1,7 +1,7 @@
 """The safetensors format: 8 bytes with the length of a header, the header in JSON, then the data of all tensors.
 
-It is read and written here, and not by the library of that name, because that one reads whole rows of a tensor and
-writes files whose tensors are all in memory; here a rank reads its intervals, and writes one leaf at a time.
+The library of that name reads whole rows of a tensor, and writes files with all tensors in memory. Here a rank reads
+its intervals, and writes one leaf at a time.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from .foreign import open_file, parsed
 from .places import LocalReader, Reader, read_bytes
 
 _LONGEST_HEADER = 100_000_000  # bytes; the library's own limit
-CHUNK = 1 << 22  # bytes that are read, written and checked at a time
+CHUNK = 1 << 22  # bytes read, written and checked at a time
 METADATA = "__metadata__"  # a name that no tensor has
 PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle")
 
@@ -54,7 +54,7 @@ NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 @dataclass(frozen=True)
 class FileEntry:
-    """A tensor in a file: `start` is the offset of its first byte, counted from the first byte of all data."""
+    """A tensor in a file: `start` is the offset of its first byte, from the first byte of all data."""
 
     name: str
     kind: str  # the format's name of the dtype
@@ -65,7 +65,7 @@ class FileEntry:
 
     @property
     def dtype(self) -> torch.dtype | None:
-        """The dtype; None for one that torch lacks."""
+        """None for a dtype that torch lacks."""
         return DTYPES.get(self.kind)
 
     def __str__(self) -> str:
@@ -73,12 +73,12 @@ class FileEntry:
 
 
 def stored(shape: tuple[int, ...], dtype: torch.dtype) -> tuple[tuple[int, ...], torch.dtype]:
-    """The shape and dtype of a tensor in a file, which other programs read: of complex128, pairs of float64."""
+    """Return shape and dtype of a tensor in a file, for other programs: pairs of float64 for complex128."""
     return ((*shape, 2), torch.float64) if dtype == torch.complex128 else (shape, dtype)
 
 
 def laid_out(leaves: Iterable[tuple[str, tuple[int, ...], torch.dtype]], file: Path) -> list[FileEntry]:
-    """Return the entries of a file of tensors, those of the largest elements first, so that each is aligned."""
+    """Return the entries of a file, largest elements first, so that tensors are aligned."""
     entries, start = [], 0
     for name, shape, dtype in sorted(leaves, key=lambda leaf: -leaf[2].itemsize):
         entries.append(FileEntry(name, NAMES[dtype], shape, start, math.prod(shape) * dtype.itemsize, file))
@@ -89,7 +89,7 @@ def laid_out(leaves: Iterable[tuple[str, tuple[int, ...], torch.dtype]], file: P
 def check_fits(
     function: str, names: Iterable[str], dtypes: Iterable[tuple[str, torch.dtype]], lacks: Sequence[torch.dtype] = ()
 ) -> None:
-    """Raise ValueError for names and dtypes of leaves that a file of this format cannot have, or `lacks`."""
+    """ValueError for names and dtypes of leaves that the format lacks, or those in `lacks`."""
     if twice := [name for name, number in Counter(names).items() if number > 1 or name == METADATA]:
         raise ValueError(f"{function}: names that come twice, or mean something else: {', '.join(map(repr, twice))}")
     dtypes = [*dtypes]
@@ -103,30 +103,30 @@ def check_fits(
 
 
 def header(entries: Iterable[FileEntry]) -> bytes:
-    """Return what stands before the data. Dual: `read_entries`."""
+    """Return the bytes before the data. Dual: `read_entries`."""
     ends = ((x, [x.start, x.start + x.num_bytes]) for x in entries)
     forms = {x.name: {"dtype": x.kind, "shape": list(x.shape), "data_offsets": offsets} for x, offsets in ends}
     # transformers refuses files without this metadata
     text = json.dumps({METADATA: {"format": "pt"}, **forms}, ensure_ascii=False, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)  # so that the data begins at a multiple of 8 bytes
+    text += b" " * (-len(text) % 8)  # the data begins at a multiple of 8 bytes
     return len(text).to_bytes(8, "little") + text
 
 
 def read_entries(path: Path) -> dict[str, FileEntry]:
-    """Return the tensors of a file by name, `start` counted from the first byte of the file; nothing else is read.
+    """Return the tensors of a file by name, `start` from the first byte of the file; only the header is read.
 
-    FileNotFoundError, or ValueError for a file that is not in this format or not whole.
+    FileNotFoundError, or ValueError for a file in another format or not whole.
     """
     with open_file(path) as file:
         return read_header(LocalReader(file), path)[0]
 
 
 def read_header(file: Reader, path: Path) -> tuple[dict[str, FileEntry], dict[str, Any]]:
-    """Return the tensors and the metadata of a file; ValueError for one that is not in this format or not whole."""
+    """Return the tensors and the metadata of a file. ValueError if it is in another format or not whole."""
     first, size = read_bytes(file, 0, 8), file.size
     length = int.from_bytes(first, "little")
     is_wrong = len(first) < 8 or length > min(_LONGEST_HEADER, size - 8)
-    # torch.save writes zip files, and did write plain pickles; as lengths, their first bytes are absurd
+    # torch.save writes zip files, and wrote plain pickles; as lengths, their first bytes are absurd
     is_pickle = length > _LONGEST_HEADER and (first[:4] == b"PK\x03\x04" or first[:1] == b"\x80")
     if path.suffix in PICKLES or is_pickle:
         raise ValueError(
@@ -156,13 +156,13 @@ def _entries(forms: Mapping[str, Any], begin: int, path: Path) -> list[FileEntry
 
 
 def are_counts(values: object) -> TypeGuard[list[int]]:
-    """Whether a value of JSON is a list of whole numbers, as a shape."""
-    # few and small, so that products of them take no time
+    """Return True for a list of whole numbers, as a shape."""
+    # few and small: their products take no time
     return isinstance(values, list) and len(values) <= 64 and all(type(x) is int and 0 <= x < 1 << 63 for x in values)
 
 
 def _check_data(entries: Iterable[FileEntry], begin: int, size: int, path: Path) -> None:
-    """Raise ValueError unless the tensors fill the data, one after the other, from byte `begin` of the file on."""
+    """ValueError unless the tensors fill the data from byte `begin` of the file on, one after the other."""
     end = 0
     for x in sorted(entries, key=lambda x: (x.start, x.num_bytes)):
         if x.dtype is not None and x.num_bytes != math.prod(x.shape) * x.dtype.itemsize:
@@ -179,7 +179,7 @@ def _check_data(entries: Iterable[FileEntry], begin: int, size: int, path: Path)
 
 
 def read_chunks(file: FileIO, path: Path, start: int, num_bytes: int, dtype: torch.dtype) -> Iterator[Tensor]:
-    """Yield flat tensors in host memory that have these bytes of a file, each of them until the next one."""
+    """Yield these bytes of a file as flat tensors in host memory, each valid until the next one."""
     reader, buffer, end = LocalReader(file), bytearray(min(num_bytes, CHUNK)), start + num_bytes
     for begin in range(start, end, CHUNK):
         view = memoryview(buffer)[: end - begin]
@@ -189,7 +189,6 @@ def read_chunks(file: FileIO, path: Path, start: int, num_bytes: int, dtype: tor
 
 
 def write_tensor(file: BufferedIOBase, start: int, value: Tensor) -> None:
-    """Write the elements of a tensor to a file, from an offset on. Dual: `read_chunks`."""
     file.seek(start)
     buffer = bytearray(min(value.nbytes, CHUNK))
     for part in as_bytes(value).split(CHUNK) if buffer else ():
@@ -197,6 +196,6 @@ def write_tensor(file: BufferedIOBase, start: int, value: Tensor) -> None:
 
 
 def copied_into(buffer: bytearray, data: Tensor) -> memoryview:
-    """Copy bytes (n,) to the beginning of a buffer, and return a view of them there."""
+    """Copy bytes (n,) to the beginning of a buffer, and return a view of them."""
     torch.frombuffer(buffer, dtype=torch.uint8)[: data.numel()].copy_(data)
     return memoryview(buffer)[: data.numel()]

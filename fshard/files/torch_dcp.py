@@ -1,11 +1,10 @@
 """Checkpoints of torch.distributed.checkpoint, read as data: `.metadata`, and the items of its files.
 
 Note [A checkpoint of torch]
-    `.metadata` is a pickle: the shape and dtype of each tensor, the boxes that ranks wrote of it (chunks), and where
-    each chunk lies: a file, an offset, a length. There lies what `torch.save` wrote of the chunk, a zip file of a
-    pickle and of the elements as they are in memory. So a chunk is runs of elements of the flattened tensor. All
-    pickles are read as data (`inert_pickle`). Names and shapes come from `.metadata` alone; the item of a chunk is
-    opened by the ranks that need its elements.
+    `.metadata` is a pickle: shape and dtype of each tensor, the boxes that ranks wrote of it (chunks), and the item of
+    each chunk: a file, an offset, a length. An item is a zip file from `torch.save`: a pickle, and the elements as in
+    memory. So a chunk is runs of elements of the flattened tensor. All pickles are read as data (`inert_pickle`). Names
+    and shapes come from `.metadata` alone; a rank opens the items of chunks that it needs.
 """
 
 from __future__ import annotations
@@ -54,7 +53,7 @@ _STORAGES = {
 _STORAGE_DTYPES = {f"torch.{name}Storage": dtype for name, dtype in _STORAGES.items()}
 _DTYPES = {str(dtype): dtype for dtype in NAMES}  # "torch.float32"
 READABLE = {*_STORAGES.values(), *NAMES}  # dtypes
-# what torch's pickles name; private names are a part of the format
+# names in torch's pickles; private names are a part of the format
 _OF_METADATA = {
     *(f"{_OURS}{name}" for name in ("Metadata", "MetadataIndex", "StorageMeta")),
     *(f"{_OURS}{name}" for name in ("TensorStorageMetadata", "BytesStorageMetadata", "ChunkStorageMetadata")),
@@ -67,7 +66,7 @@ _OF_METADATA = {
 }
 OF_TENSOR = {
     "torch._utils._rebuild_tensor_v2",
-    "torch._utils._rebuild_tensor_v3",  # of dtypes that have no class of storages
+    "torch._utils._rebuild_tensor_v3",  # for dtypes without a class of storages
     "torch.storage.UntypedStorage",
     "collections.OrderedDict",
     PERSISTENT,
@@ -78,20 +77,20 @@ OF_TENSOR = {
 
 @dataclass(frozen=True)
 class ChunkRun(Piece):
-    """A run of elements of a chunk: `offset` and `length` are of the item that has the chunk, not of the elements."""
+    """A run of elements of a chunk: `offset` and `length` are of the chunk's item, not of the elements."""
 
     leaf: str
     dtype: torch.dtype
     length: int
     sizes: tuple[int, ...]  # of the chunk
-    first: int  # the run begins so many elements after the chunk
+    first: int  # elements of the chunk before the run
 
 
 def index_of_dcp(place: Place) -> tuple[Index, bytes]:
-    """Return the index of a checkpoint of torch.distributed.checkpoint, whose pieces are `ChunkRun`s, and its text.
+    """Return the index of a checkpoint of torch.distributed.checkpoint, with `ChunkRun`s as pieces, and its text.
 
-    Numbers and strings, which torch pickles one by one, are values; those in lists and tuples by name and number.
-    Everything else is left out. CheckpointError for anything but such a checkpoint.
+    Numbers and strings, pickled one by one by torch, are values; in lists and tuples by name and number. Other objects
+    are left out. CheckpointError for any other checkpoint.
     """
     where = f"{place}/{METADATA}"
     try:
@@ -113,7 +112,7 @@ def index_of_dcp(place: Place) -> tuple[Index, bytes]:
 
 @contextmanager
 def _naming(where: str) -> Iterator[None]:
-    """Turn the errors of damaged data into CheckpointErrors that begin with `where`."""
+    """Turn errors of damaged data into CheckpointErrors that begin with `where`."""
     try:
         yield
     except CheckpointError:
@@ -125,7 +124,6 @@ def _naming(where: str) -> Iterator[None]:
 
 
 def _fields(record: Plain, name: str) -> dict[str, Plain]:
-    """Return the fields of an object of a class."""
     require(type(record) is PickleRecord and record.name == name, f"expected {name}, got {_kind(record)}")
     return _expect(record.state, dict, name)
 
@@ -138,12 +136,11 @@ def _expect(x: Plain, kind: type, name: str) -> Any:
 def _kind(x: Plain) -> str:
     if type(x) is PickleRecord:
         return x.name
-    # what nested lists and tuples look like may be of exponential length
+    # the text of nested lists and tuples may be of exponential length
     return f"an object of type {type(x).__name__}" if isinstance(x, list | tuple | dict) else shown(x)[:80]
 
 
 def _counts(x: Plain, name: str) -> tuple[int, ...]:
-    """Return the numbers of a torch.Size, or of a tuple."""
     if type(x) is PickleRecord and x.name == "torch.Size" and x.args is not None and len(x.args) == 1:
         x = x.args[0]
     counts = tuple(_expect(x, tuple, name))
@@ -152,12 +149,12 @@ def _counts(x: Plain, name: str) -> tuple[int, ...]:
     return counts
 
 
-_Item = tuple[str, int, int]  # a file, the offset and the length of what torch.save wrote
+_Item = tuple[str, int, int]  # file, offset and length of a torch.save
 _Items = dict[tuple[str, tuple[int, ...] | None], _Item]  # by name and the offset of a chunk
 
 
 def _items(storage_data: Plain) -> _Items:
-    """The item of each name and each offset of a chunk; None in place of the offset for what is not a tensor."""
+    """Return items by name and chunk's offset (None: not a tensor)."""
     items, by_file = _Items(), dict[str, list[tuple[int, int]]]()
     for key, info in _expect(storage_data, dict, "storage_data").items():
         index = _fields(key, f"{_OURS}MetadataIndex")
@@ -178,7 +175,6 @@ def _items(storage_data: Plain) -> _Items:
 
 
 def _leaves(forms: Plain, items: _Items) -> tuple[dict[str, IndexEntry], list[str]]:
-    """The tensors by name, and the names of what is not a tensor."""
     leaves, others, left = dict[str, IndexEntry](), list[str](), MOST_RUNS
     for name, form in _expect(forms, dict, "state_dict_metadata").items():
         if _expect(form, PickleRecord, f"{name!r}").name == f"{_OURS}BytesStorageMetadata":
@@ -214,9 +210,9 @@ def _dtype(name: str, properties: Plain) -> torch.dtype:
 
 
 def located(place: Place, pieces: Sequence[Piece]) -> list[Piece]:
-    """Return pieces with the offsets of their elements in place of those of items, which are opened here.
+    """Replace offsets of items by offsets of elements: this opens the items.
 
-    CheckpointError names the file and the leaf of an item that is not what `.metadata` says.
+    CheckpointError names file and leaf of an item unlike `.metadata`.
     """
     items = {(piece.file, piece.offset): piece for piece in pieces if isinstance(piece, ChunkRun)}
     starts = dict[tuple[str, int], int]()
@@ -236,7 +232,7 @@ def located(place: Place, pieces: Sequence[Piece]) -> list[Piece]:
 
 
 def _start(item: ZipItem, run: ChunkRun) -> int:
-    """The offset in the file of the first element of a chunk."""
+    """Return the offset in the file of a chunk's first element."""
     key, dtype, first, sizes, strides = stored_tensor(read_pickle(item.read("data.pkl"), OF_TENSOR))
     require((dtype, sizes) == (run.dtype, run.sizes), f"expected {run.dtype} {[*run.sizes]}, got {dtype} {[*sizes]}")
     order = item.read("byteorder") if item.has("byteorder") else b"little"
@@ -251,9 +247,9 @@ def _start(item: ZipItem, run: ChunkRun) -> int:
 
 
 def stored_tensor(record: Plain) -> tuple[str, torch.dtype, int, tuple[int, ...], tuple[int, ...]]:
-    """Return what torch.save wrote of a tensor: key of its storage, dtype, first element there, sizes and strides.
+    """Return a tensor as torch.save wrote it: key of its storage, dtype, first element in it, sizes and strides.
 
-    ValueError for any other record of a pickle, which was read with the names `OF_TENSOR`.
+    ValueError for any other record of a pickle, read with the names `OF_TENSOR`.
     """
     require(type(record) is PickleRecord and record.args is not None, f"expected a tensor, got {_kind(record)}")
     args, is_typed = record.args, record.name == "torch._utils._rebuild_tensor_v2"
@@ -273,18 +269,17 @@ def stored_tensor(record: Plain) -> tuple[str, torch.dtype, int, tuple[int, ...]
 
 
 def _value(place: Place, file: str, offset: int, length: int) -> Plain:
-    """The value of an item that is not a tensor."""
     with _naming(f"{place}/{file}: the item at byte {offset:,}"), place.open(file) as reader:
         return read_pickle(ZipItem(reader, offset, length).read("data.pkl"), set())
 
 
 def _flat(name: str, value: Plain, most: int) -> dict[str, Json]:
-    """Numbers and strings by dotted name. CheckpointError for what has something else, or refers to itself."""
+    """Return numbers and strings by dotted name. CheckpointError for other objects, or one that refers to itself."""
     values, waiting, steps = dict[str, Json](), [(name, value, 0)], 0
     while waiting:
         path, x, depth = waiting.pop()
         steps += 1
-        # one list may be in it many times, and in itself
+        # one list may come many times, and in itself
         if steps > most or depth > _DEEPEST or len(path) > _LONGEST:
             raise CheckpointError(f"{name[:80]!r} has too many numbers, lists within lists, or too long names")
         if type(x) in (list, tuple):

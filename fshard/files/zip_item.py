@@ -1,4 +1,4 @@
-"""A zip file that is an item in a larger file: where its members lie. Nothing is decompressed."""
+"""A zip file inside a larger file: the places of its members. Nothing is decompressed."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ import zipfile
 from .index import require
 from .places import Reader, read_bytes
 
-_MOST_BYTES = 1 << 24  # of the directory of a zip file, and of a member that is read: 160 for each tensor
+_MOST_BYTES = 1 << 24  # of a zip file's directory (160 for each tensor), and of a member
 
 
 class ZipItem:
-    """A zip file of `length` bytes at `offset` of a file, all of whose members are in one folder and not compressed.
+    """A zip file of `length` bytes at `offset` of a file, with all members in one folder and not compressed.
 
     ValueError, zipfile.BadZipFile or struct.error for another one, in bounded time and memory.
     """
@@ -28,17 +28,16 @@ class ZipItem:
         self._members = {member.filename.partition("/")[2]: member for member in self._zip.infolist()}
 
     def has(self, name: str) -> bool:
-        """Whether there is a member of this name, without the folder."""
         return name in self._members
 
     def check(self) -> None:
-        """Read all. ValueError for a member that is compressed or not as it was written, or if members overlap."""
+        """Read all. ValueError for a member that is compressed or damaged, or if members overlap."""
         size = sum(self.data(name)[1] for name in self._members)
         require(size <= self._length, f"{size:,} bytes in a file of {self._length:,}")
         require(not (torn := self._zip.testzip()), f"{torn!r} is not what was written")
 
     def data(self, name: str) -> tuple[int, int]:
-        """Return where the bytes of a member lie: the offset in the whole file, and their number."""
+        """Return the offset of a member's bytes in the whole file, and their number."""
         member = self._members.get(name)
         if member is None:
             raise ValueError(f"the zip file lacks {name!r}")
@@ -48,14 +47,13 @@ class ZipItem:
         head = _read(self._file, self._offset + member.header_offset, 30)
         is_member = head[:4] == b"PK\x03\x04"
         require(is_member, f"{name!r}: no member of a zip file begins at byte {member.header_offset:,}")
-        # the lengths of its name and of the extra field, which the directory does not say
+        # lengths of name and extra field, not in the directory
         start = member.header_offset + 30 + int.from_bytes(head[26:28], "little") + int.from_bytes(head[28:], "little")
         if start + member.file_size > self._length:
             raise ValueError(f"{name!r}: {member.file_size:,} bytes from byte {start:,} on are beyond the zip file")
         return self._offset + start, member.file_size
 
     def read(self, name: str) -> bytes:
-        """Return the bytes of a small member."""
         start, num_bytes = self.data(name)
         return _read(self._file, start, num_bytes)
 
@@ -65,7 +63,7 @@ def _read(file: Reader, offset: int, num_bytes: int) -> bytes:
         raise ValueError(f"expected at most {_MOST_BYTES:,} bytes, got {num_bytes:,}")
     try:
         data = read_bytes(file, offset, num_bytes)
-    except OSError as error:  # which zipfile takes for the end of the file
+    except OSError as error:  # zipfile takes an OSError for the end of the file
         raise ValueError(str(error)) from error
     if len(data) < num_bytes:
         raise ValueError(f"{num_bytes:,} bytes from byte {offset:,} on are beyond the end of the file")
@@ -73,13 +71,12 @@ def _read(file: Reader, offset: int, num_bytes: int) -> bytes:
 
 
 class _View(io.RawIOBase):
-    """Bytes of a file as a file of their own, as zipfile reads it."""
+    """Bytes of a file as a file of their own, for zipfile."""
 
     def __init__(self, file: Reader, offset: int, length: int):
         self._file, self._offset, self._length, self._position = file, offset, length, 0
 
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        """Set the position, and return it."""
         base = (0, self._position, self._length)[whence]
         if base + offset < 0:
             raise zipfile.BadZipFile("it begins before the item")
@@ -87,7 +84,6 @@ class _View(io.RawIOBase):
         return self._position
 
     def read(self, size: int = -1) -> bytes:
-        """Return the bytes from the position on."""
         left = max(self._length - self._position, 0)
         data = _read(self._file, self._offset + self._position, left if size < 0 else min(size, left))
         self._position += len(data)
