@@ -168,7 +168,7 @@ def differing(contents: Contents) -> set[str]:
     for part in contents.parts if contents.ranks > 1 else ():
         if part.holders == contents.ranks:
             texts[part.name] = texts.get(part.name, "") + _digest(part.elements)
-    by_rank = consensus.differing(texts, contents.mesh)
+    by_rank = consensus.differing_keys(texts, contents.mesh)
     for name, rank in product(sorted(by_rank), range(contents.ranks)):
         if (key := rank_key(name, rank)) in contents.forms or key in contents.values:
             raise ValueError(

@@ -30,8 +30,8 @@ from .ranks import Arrived, Call, Exchange, MismatchError, Ranks, differing_size
 P = ParamSpec("P")
 R = TypeVar("R")
 Around = Callable[[Ranks, Mesh], Ranks]
-_around: ContextVar[Around | None] = ContextVar("fshard_around", default=None)
-_LARGE = 1 << 20  # bytes
+_AROUND: ContextVar[Around | None] = ContextVar("fshard_around", default=None)
+_ROOM_BYTES = 1 << 20  # bytes
 
 
 class Announced:
@@ -71,12 +71,12 @@ class Announced:
 
 def announcing(around: Around) -> AbstractContextManager[None]:
     """Make `primitives.along` return `around(ranks, mesh)` inside the block."""
-    return assigned(_around, around)
+    return assigned(_AROUND, around)
 
 
 def is_announcing() -> bool:
     """True inside a block of `announcing`."""
-    return _around.get() is not None
+    return _AROUND.get() is not None
 
 
 class _RefusingRaw(TorchDispatchMode):
@@ -100,12 +100,12 @@ class _RefusingRaw(TorchDispatchMode):
 
 def refusing_raw() -> AbstractContextManager[object]:
     """Refuse torch.distributed's collectives in the loss of a checked call; other losses are not checked."""
-    return nullcontext() if _around.get() is None else _RefusingRaw()
+    return nullcontext() if _AROUND.get() is None else _RefusingRaw()
 
 
 def announced(ranks: Ranks, mesh: Mesh) -> Ranks:
     """Return `around(ranks, mesh)` inside a block of `announcing`, else `ranks`."""
-    around = _around.get()
+    around = _AROUND.get()
     return ranks if around is None else around(ranks, mesh)
 
 
@@ -132,7 +132,7 @@ def kept() -> CallInBlocks:
     return call
 
 
-class Started:
+class StartedNode:
     """A collective under way in a graph: its place, and the ticket for `wait`."""
 
     def __init__(self, node: tuple[Tensor, Tensor], sent: Sequence[Tensor]):
@@ -158,7 +158,7 @@ class NodeRanks:
 
     def empty(self, numel: int, like: Tensor, lent: bool) -> Tensor:
         """Allocate a flat tensor: if `lent` or large, in memory of the ranks, reused by every step."""
-        if not lent and numel * like.itemsize < _LARGE:
+        if not lent and numel * like.itemsize < _ROOM_BYTES:
             return like.new_empty(numel)
         return torch.ops.fshard.room(like, numel, self._mesh, self.axis, lent)
 
@@ -170,23 +170,25 @@ class NodeRanks:
     def _at(self, call: Call) -> tuple[str, str, str, int]:
         return self._mesh, self.axis, call.label, call.nbytes
 
-    def all_gather(self, x: Tensor, out: Tensor | None, lent: bool, call: Call) -> Started:
+    def all_gather(self, x: Tensor, out: Tensor | None, lent: bool, call: Call) -> StartedNode:
         """(n, ...) on each rank -> (W n, ...) on all."""
         if out is None:
-            return Started(torch.ops.fshard.all_gather(x, *self._at(call), lent), [x])
-        return Started((out, torch.ops.fshard.all_gather_into(out, x, *self._at(call))), [x])
+            return StartedNode(torch.ops.fshard.all_gather(x, *self._at(call), lent), [x])
+        return StartedNode((out, torch.ops.fshard.all_gather_into(out, x, *self._at(call))), [x])
 
-    def reduce_scatter(self, x: Tensor, out: Tensor | None, fast: bool, call: Call) -> Started:
+    def reduce_scatter(self, x: Tensor, out: Tensor | None, fast: bool, call: Call) -> StartedNode:
         """(W n, ...) on each rank -> (n, ...), in the dtype of `out`, which may be wider."""
         place = x.new_empty(x.shape[0] // self.size, *x.shape[1:]) if out is None else out  # (n, ...)
-        return Started((place, torch.ops.fshard.reduce_scatter(place, x, *self._at(call), fast)), [x])
+        return StartedNode((place, torch.ops.fshard.reduce_scatter(place, x, *self._at(call), fast)), [x])
 
     def all_reduce(self, x: Tensor, out: Tensor | None, fast: bool, call: Call) -> Exchange:
         """(...) on each rank -> (...) on all, in the dtype of `out`, which may be wider."""
         if self.size == 1:
             return Arrived([x if out is None else out.copy_(x)])
         place = torch.empty_like(x) if out is None else out
-        return Started((place, torch.ops.fshard.all_reduce(place, x, *self._at(call), call.op, fast, call.more)), [x])
+        return StartedNode(
+            (place, torch.ops.fshard.all_reduce(place, x, *self._at(call), call.op, fast, call.more)), [x]
+        )
 
     def exchange(self, sends: Sequence[Tensor], recvs: Sequence[Tensor | None], call: Call) -> _Received:
         """Send `sends[p]` to rank p, and receive from it."""
@@ -194,14 +196,14 @@ class NodeRanks:
         numels = [local.numel() if recv is None else recv.numel() for recv in recvs]
         numels[self.rank] = 0  # nothing is sent to this rank itself: `wait` returns its tensor
         node = torch.ops.fshard.exchange(sends, numels, *self._at(call), call.kind, str(call))
-        return _Received(Started(node, sends), numels, local, recvs, self.rank)
+        return _Received(StartedNode(node, sends), numels, local, recvs, self.rank)
 
 
 class _Received:
     """An exchange in a graph: all messages arrive in one tensor, and are copied to their places."""
 
     def __init__(
-        self, started: Started, numels: Sequence[int], local: Tensor, recvs: Sequence[Tensor | None], rank: int
+        self, started: StartedNode, numels: Sequence[int], local: Tensor, recvs: Sequence[Tensor | None], rank: int
     ):
         self._started, self._numels, self._local, self._recvs, self._rank = started, numels, local, recvs, rank
         self.done = started.done

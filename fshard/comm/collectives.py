@@ -51,7 +51,7 @@ from .mesh import AnyMesh, adapted
 from .ranks import Pending, Ranks
 
 T = TypeVar("T")  # a tensor or a tree
-Sizes = tuple[Sequence[int], Sequence[int]]  # W lengths that this rank sends, and W that it receives
+PartSizes = tuple[Sequence[int], Sequence[int]]  # W lengths that this rank sends, and W that it receives
 _TRANSPOSES = {
     "all_gather": "reduce_scatter",
     "reduce_scatter": "all_gather",
@@ -75,7 +75,7 @@ class _Collective:
     label: str = ""
     op: str = "sum"
     src: int = 0
-    sizes: Sizes | None = None
+    sizes: PartSizes | None = None
     by: int = 0
     wrap: bool = True
 
@@ -159,7 +159,7 @@ class _Apply(torch.autograd.Function):
         return _Apply.apply(x.movedim(in_dims[0], -1), collective), -1
 
 
-def _over(x: T, collective: _Collective, split: int = 0, join: int | None = None) -> T:
+def _mapped(x: T, collective: _Collective, split: int = 0, join: int | None = None) -> T:
     """Apply a collective along dim `split` to every leaf, and concatenate along dim `join` (None: the same).
 
     All checks come first: a rank that raised later would leave others waiting.
@@ -227,7 +227,7 @@ def _check_leaf(name: str, x: object, collective: _Collective, dims: tuple[int, 
         primitives.check_divides(x.shape, size, collective.axis, split, f"{name}: ")
 
 
-def _check_sizes(sizes: Sizes, rank: int, size: int) -> None:
+def _check_sizes(sizes: PartSizes, rank: int, size: int) -> None:
     """Raise unless `sizes` are lengths for each rank, and this rank sends itself as much as it receives."""
     for lengths in sizes:
         for number in lengths:
@@ -263,7 +263,7 @@ def all_gather(x: T, mesh: AnyMesh, axis: str, label: str = "", *, dim: int = 0)
     >>> simulate(lambda mesh: all_gather(torch.tensor([mesh.get_rank()]), mesh, "shard").tolist(), shard=2)
     [[0, 1], [0, 1]]
     """
-    return _over(x, _Collective("all_gather", mesh, axis, label), dim)
+    return _mapped(x, _Collective("all_gather", mesh, axis, label), dim)
 
 
 def reduce_scatter(x: T, mesh: AnyMesh, axis: str, label: str = "", *, dim: int = 0) -> T:
@@ -276,7 +276,7 @@ def reduce_scatter(x: T, mesh: AnyMesh, axis: str, label: str = "", *, dim: int 
     >>> simulate(lambda mesh: reduce_scatter(torch.tensor([1, 2]), mesh, "shard").tolist(), shard=2)
     [[2], [4]]
     """
-    return _over(x, _Collective("reduce_scatter", mesh, axis, label), dim)
+    return _mapped(x, _Collective("reduce_scatter", mesh, axis, label), dim)
 
 
 def all_reduce(x: T, mesh: AnyMesh, axis: str, op: Literal["sum", "max", "min"] = "sum", label: str = "") -> T:
@@ -289,7 +289,7 @@ def all_reduce(x: T, mesh: AnyMesh, axis: str, op: Literal["sum", "max", "min"] 
     >>> simulate(lambda mesh: all_reduce(torch.tensor(1.5), mesh, "shard").item(), shard=2)
     [3.0, 3.0]
     """
-    return _over(x, _Collective("all_reduce", mesh, axis, label, op))
+    return _mapped(x, _Collective("all_reduce", mesh, axis, label, op))
 
 
 # torch asks for it at each call
@@ -298,7 +298,7 @@ _Apply.forward.__signature__ = inspect.signature(_Apply.forward)  # type: ignore
 
 def of_one(kind: str, x: T, mesh: AnyMesh, axis: str, label: str = "", op: str = "sum") -> T:
     """Apply "vary" or "total" to values that exist once, as parameters gathered by a loss itself."""
-    return _over(x, _Collective(kind, mesh, axis, label, op))
+    return _mapped(x, _Collective(kind, mesh, axis, label, op))
 
 
 def _refuse_in_loss(kind: str, advice: str) -> None:
@@ -342,7 +342,7 @@ def total(x: T, mesh: AnyMesh, axis: str, label: str = "") -> T:
 
 
 def all_to_all(
-    x: T, mesh: AnyMesh, axis: str, label: str = "", *, split: int = 0, join: int = 0, sizes: Sizes | None = None
+    x: T, mesh: AnyMesh, axis: str, label: str = "", *, split: int = 0, join: int = 0, sizes: PartSizes | None = None
 ) -> T:
     """Cut dim `split`, send part p to rank p, and concatenate received parts along dim `join`: varying -> varying.
 
@@ -368,7 +368,7 @@ def all_to_all(
         if not is_pair or not all(isinstance(lengths, list | tuple) for lengths in sizes):
             raise TypeError(f"all_to_all: {wrong('sizes', sizes, 'two lists of lengths, (sent, received)')}")
         sizes = tuple(sizes[0]), tuple(sizes[1])
-    return _over(x, _Collective("all_to_all", mesh, axis, label, sizes=sizes), split, join)
+    return _mapped(x, _Collective("all_to_all", mesh, axis, label, sizes=sizes), split, join)
 
 
 def shift(x: T, mesh: AnyMesh, axis: str, by: int = 1, *, wrap: bool = True, label: str = "") -> T:
@@ -386,7 +386,7 @@ def shift(x: T, mesh: AnyMesh, axis: str, by: int = 1, *, wrap: bool = True, lab
     """
     check_whole("shift: by", by, least=-(2**63), what="a number of ranks")
     check_flags(**{"shift: wrap": wrap})
-    return _over(x, _Collective("shift", mesh, axis, label, by=by, wrap=wrap))
+    return _mapped(x, _Collective("shift", mesh, axis, label, by=by, wrap=wrap))
 
 
 def broadcast(x: T, mesh: AnyMesh, axis: str, src: int = 0, label: str = "") -> T:
@@ -400,4 +400,4 @@ def broadcast(x: T, mesh: AnyMesh, axis: str, src: int = 0, label: str = "") -> 
     [1, 1]
     """
     check_whole("broadcast: src", src, least=-(2**63), what="a rank")
-    return _over(x, _Collective("broadcast", mesh, axis, label, src=src))
+    return _mapped(x, _Collective("broadcast", mesh, axis, label, src=src))

@@ -21,7 +21,7 @@ from .ranks import MismatchError, Ranks
 
 T = TypeVar("T")
 _SAME_TREE = "Build the same tree, in the same order, on all of them"
-_NEAR = 200  # most characters quoted on each side of the first difference
+_QUOTED = 200  # most characters quoted on each side of the first difference
 # under 255 bytes: CUDA takes no more
 _UNEQUAL = (
     "ranks have states of different steps or seeds: restore the same; or losses of other classes or dtypes: return the "
@@ -47,7 +47,7 @@ def check_same(mesh: AnyMesh, describe: str, what: str, remedy: str = _SAME_TREE
     )
 
 
-def differing(texts: Mapping[str, str], mesh: AnyMesh) -> set[str]:
+def differing_keys(texts: Mapping[str, str], mesh: AnyMesh) -> set[str]:
     """Return on every rank the keys whose texts differ between ranks; all ranks have the same keys.
 
     Ranks compare one digest of all texts, and send digests of each only if it differs.
@@ -198,9 +198,9 @@ def first_difference(a: str, b: str, sentence: str) -> str:
     pairs = zip_longest(a.splitlines(), b.splitlines(), fillvalue=end)
     x, y = next(((x, y) for x, y in pairs if x != y), (end, end))
     at = next((number for number, (p, q) in enumerate(zip(x, y, strict=False)) if p != q), min(len(x), len(y)))
-    return sentence.format(_near(x, at), _near(y, at))
+    return sentence.format(_quoted(x, at), _quoted(y, at))
 
 
-def _near(line: str, at: int) -> str:
-    begin, end = max(0, at - _NEAR), at + _NEAR
+def _quoted(line: str, at: int) -> str:
+    begin, end = max(0, at - _QUOTED), at + _QUOTED
     return "..." * (begin > 0) + line[begin:end] + "..." * (end < len(line))

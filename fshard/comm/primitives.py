@@ -35,8 +35,8 @@ GROUP = 8  # consecutive ranks, added before others
 _SMALL = 1 << 14  # bytes
 _only = itemgetter(0)  # of `OwnCollectives`' lists of one tensor
 _COMBINE: dict[str, Callable[..., Tensor]] = {"sum": torch.add, "max": torch.maximum, "min": torch.minimum}
-_INTEGERS = (torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
-_ORDERED = frozenset({*_INTEGERS, torch.float16, torch.bfloat16, torch.float32, torch.float64})
+_INTEGER_DTYPES = (torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
+_ORDERED = frozenset({*_INTEGER_DTYPES, torch.float16, torch.bfloat16, torch.float32, torch.float64})
 
 
 def along(mesh: AnyMesh, axis: str) -> Ranks:
@@ -52,7 +52,7 @@ def along(mesh: AnyMesh, axis: str) -> Ranks:
     return NodeRanks(ranks, grid) if is_tracing() else announced(ranks, grid)
 
 
-def _called(
+def _counted(
     kind: str, x: Tensor, ranks: Ranks, label: str, nbytes: int, shape: Sequence[int] | None = None, **more: str
 ) -> Call:
     """Make the `Call` of a collective, and count it; a graph counts its collectives when it runs."""
@@ -85,13 +85,13 @@ def sum_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float32 if dtype.is_floating_point and dtype.itemsize < 4 else dtype
 
 
-def _added(op: str, dtype: torch.dtype) -> torch.dtype:
+def _combined_dtype(op: str, dtype: torch.dtype) -> torch.dtype:
     return sum_dtype(dtype) if op == "sum" else dtype
 
 
 def fold(parts: Sequence[Tensor], op: str, out: Tensor) -> Tensor:
     """Reduce the tensors of all ranks into `out` (Note [Sums in rank order]); `op` is "sum", "max" or "min"."""
-    dtype = _added(op, parts[0].dtype)
+    dtype = _combined_dtype(op, parts[0].dtype)
     total = out if out.dtype == dtype else torch.empty_like(parts[0], dtype=dtype)  # rounded once, at the end
     _fold(parts, op, total)
     return out if total is out else out.copy_(total)
@@ -100,7 +100,7 @@ def fold(parts: Sequence[Tensor], op: str, out: Tensor) -> Tensor:
 def _fold(parts: Sequence[Tensor], op: str, total: Tensor) -> Tensor:
     """Reduce tensors into `total`, already of the dtype of sums."""
     if len(parts) <= GROUP:
-        return _in_order(parts, op, total)
+        return _fold_group(parts, op, total)
     span = GROUP  # ranks in each of at most GROUP groups, a power of GROUP
     while span * GROUP < len(parts):
         span *= GROUP
@@ -110,7 +110,7 @@ def _fold(parts: Sequence[Tensor], op: str, total: Tensor) -> Tensor:
     return total
 
 
-def _in_order(parts: Sequence[Tensor], op: str, total: Tensor) -> Tensor:
+def _fold_group(parts: Sequence[Tensor], op: str, total: Tensor) -> Tensor:
     if len(parts) > 1 and parts[0].dtype == total.dtype:
         _COMBINE[op](parts[0], parts[1], out=total)
         return _combine(parts[2:], op, total)
@@ -128,7 +128,9 @@ def fold_rows(rows: Tensor, op: str, out: Tensor, group: int = GROUP) -> Tensor:
     """Run `fold` on rows (W, ...) of one buffer, overwritten, by O(log W) kernels; in a tree if `group` is 2."""
     while len(rows) > group:
         full = len(rows) // group  # full groups of `group` rows; the last rows may be fewer
-        total = rows[::group].to(_added(op, rows.dtype))  # (groups, ...), in the memory of `rows` unless it is wider
+        total = rows[::group].to(
+            _combined_dtype(op, rows.dtype)
+        )  # (groups, ...), in the memory of `rows` unless it is wider
         _combine(rows[: full * group].unflatten(0, (full, group)).unbind(1)[1:], op, total[:full])
         if full < len(total):
             _combine(rows[full * group + 1 :].unbind(), op, total[-1])
@@ -148,14 +150,14 @@ def all_gather(x: Tensor, ranks: Ranks, label: str = "", out: Tensor | None = No
     [[1.0, 1.0], [1.0, 1.0]]
     """
     x = x.contiguous()
-    call = _called("all_gather", x, ranks, label, (ranks.size - 1) * x.nbytes)
+    call = _counted("all_gather", x, ranks, label, (ranks.size - 1) * x.nbytes)
     with named(call.kind, label):
         if ranks.whole is not None:
             return Pending(ranks.whole.all_gather(x, out, lent, call), _only)
-        return _gather(x, ranks, out, call, lent)
+        return _start_gather(x, ranks, out, call, lent)
 
 
-def _gather(x: Tensor, ranks: Ranks, out: Tensor | None, call: Call, lent: bool = False) -> Pending:
+def _start_gather(x: Tensor, ranks: Ranks, out: Tensor | None, call: Call, lent: bool = False) -> Pending:
     """All-gather (n, ...) -> (W n, ...): by the backend if it has a fast one, else by messages."""
     if out is None:
         out = ranks.empty(ranks.size * x.numel(), x, lent).view(ranks.size * x.shape[0], *x.shape[1:])
@@ -166,7 +168,7 @@ def _gather(x: Tensor, ranks: Ranks, out: Tensor | None, call: Call, lent: bool 
         return Pending(work, lambda _: full)
     if ranks.built_in is not None:
         return Pending(_built_in(all_gather_single, ranks, call, as_sent(full), as_sent(x)), lambda _: full)
-    parts = _parts(full, ranks)
+    parts = _rank_parts(full, ranks)
     local = sent = parts[ranks.rank]  # (n, ...), a view of `full`
     if local.data_ptr() != x.data_ptr():
         local.copy_(x)
@@ -190,21 +192,21 @@ def reduce_scatter(
     [[2], [4]]
     """
     x = x.contiguous()
-    call = _called("reduce_scatter", x, ranks, label, (ranks.size - 1) * (x.nbytes // ranks.size))
+    call = _counted("reduce_scatter", x, ranks, label, (ranks.size - 1) * (x.nbytes // ranks.size))
     with named(call.kind, label):
         if ranks.whole is not None:
             check_divides(x.shape, ranks.size, ranks.axis)
             return Pending(ranks.whole.reduce_scatter(x, out, fast, call), _only)
-        return _scatter(x, ranks, out, call, fast)
+        return _start_scatter(x, ranks, out, call, fast)
 
 
-def _scatter(x: Tensor, ranks: Ranks, out: Tensor | None, call: Call, fast: bool) -> Pending:
+def _start_scatter(x: Tensor, ranks: Ranks, out: Tensor | None, call: Call, fast: bool) -> Pending:
     """Reduce-scatter (W n, ...) -> (n, ...): by the backend if `fast`, else in the order of `fold`."""
     check_divides(x.shape, ranks.size, ranks.axis)
     shape = (x.shape[0] // ranks.size, *x.shape[1:])  # (n, ...)
     result = x.new_empty(shape) if out is None else out
     if ranks.built_in is None:
-        exchange = ranks.exchange(_parts(x, ranks), [None] * ranks.size, call)
+        exchange = ranks.exchange(_rank_parts(x, ranks), [None] * ranks.size, call)
         return Pending(exchange, lambda received: fold(received, call.op, result))
     if fast:
         # a backend sums in the dtype it receives, which may be narrower than that of `out`
@@ -228,7 +230,7 @@ def scatter(
     [[2.0], [0.0]]
     """
     sends, nbytes = [x.contiguous() for x in sends], sum(x.nbytes for p, x in enumerate(sends) if p != ranks.rank)
-    call = _called("reduce_scatter", sends[0], ranks, label, nbytes)
+    call = _counted("reduce_scatter", sends[0], ranks, label, nbytes)
     with named(call.kind, label):
         return Pending(ranks.exchange(sends, [None] * ranks.size, call), finish).keeping(*sends)
 
@@ -242,7 +244,7 @@ def check_divides(shape: Sequence[int], size: int, axis: str, dim: int = 0, leaf
         )
 
 
-def _parts(x: Tensor, ranks: Ranks) -> Sequence[Tensor]:
+def _rank_parts(x: Tensor, ranks: Ranks) -> Sequence[Tensor]:
     """Return views of the ranks' parts: (W n, ...) -> W of (n, ...)."""
     check_divides(x.shape, ranks.size, ranks.axis)
     # torch's chunk gives one part of an empty tensor, not W
@@ -279,7 +281,7 @@ def all_reduce(
     direct = not _is_place_of(out, x) and is_direct(x, size, op)
     part = -(-x.numel() // size) * x.itemsize  # bytes of one of the parts, padded to equal sizes
     nbytes = (size - 1) * (x.nbytes if direct else (1 + width) * part)
-    call = _called("all_reduce", x, ranks, label, nbytes, op=op, more=more)
+    call = _counted("all_reduce", x, ranks, label, nbytes, op=op, more=more)
     fast_here = fast and op == "sum" and ranks.built_in is not None
     algorithm = _summed_by_backend if fast_here else _all_to_everyone if direct else _in_two_stages
     with named(call.kind, label):
@@ -312,7 +314,7 @@ def _all_to_everyone(x: Tensor, ranks: Ranks, result: Tensor, call: Call) -> Pen
     if ranks.built_in is None:
         exchange = ranks.exchange([x] * ranks.size, [None] * ranks.size, call)
         return Pending(exchange, lambda received: fold(received, call.op, result))
-    gathered = _gather(x.view(-1), ranks, None, call.of(x.view(-1)))  # (W numel,)
+    gathered = _start_gather(x.view(-1), ranks, None, call.of(x.view(-1)))  # (W numel,)
     return gathered.then(lambda full: fold_rows(full.view(ranks.size, *x.shape), call.op, result))
 
 
@@ -324,8 +326,8 @@ def _in_two_stages(x: Tensor, ranks: Ranks, result: Tensor, call: Call) -> Pendi
     local = into.view(ranks.size, -1)[ranks.rank]  # into: (W n,), local: (n,)
     if _is_place_of(result, x):  # the sum reads this rank's part of `x`
         local = ranks.empty(local.numel(), local, lent=True)
-    scattered = _scatter(flat, ranks, local, call.of(flat), fast=False)
-    gathered = scattered.then(lambda part: _gather(part, ranks, into, call.of(part)).keeping(part))
+    scattered = _start_scatter(flat, ranks, local, call.of(flat), fast=False)
+    gathered = scattered.then(lambda part: _start_gather(part, ranks, into, call.of(part)).keeping(part))
     return gathered.then(lambda full: result.copy_(full[: x.numel()].view(x.shape)) if gap else result)
 
 
@@ -351,13 +353,13 @@ def all_to_all(x: Tensor, ranks: Ranks, label: str = "", kind: str = "all_to_all
     """
     x = x.contiguous()
     check_divides(x.shape, ranks.size, ranks.axis)
-    call = _called(kind, x, ranks, label, (ranks.size - 1) * (x.nbytes // ranks.size))
+    call = _counted(kind, x, ranks, label, (ranks.size - 1) * (x.nbytes // ranks.size))
     with named(call.kind, label):
         if ranks.built_in is not None:
             work, place = _dealt(x, ranks, call)
             return Pending(work, lambda _: place)
         out = torch.empty_like(x)
-        parts, recvs = _parts(x, ranks), _parts(out, ranks)  # views, W of (n, ...) each
+        parts, recvs = _rank_parts(x, ranks), _rank_parts(out, ranks)  # views, W of (n, ...) each
         exchange = ranks.exchange(parts, recvs, call)
         recvs[ranks.rank].copy_(parts[ranks.rank])
     return Pending(exchange, lambda _: out)
@@ -379,7 +381,7 @@ def deal(
     """
     x, (sent, received) = x.contiguous(), sizes
     nbytes = (sum(sent) - sent[ranks.rank]) * (x.nbytes // max(1, len(x)))
-    call = _called(kind, x, ranks, label, nbytes, x.shape[1:], more=more)
+    call = _counted(kind, x, ranks, label, nbytes, x.shape[1:], more=more)
     with named(kind, label):
         out = x.new_empty(sum(received), *x.shape[1:]) if out is None else out
         # every rank splits off a last part, neither sent nor received: all graphs have the same nodes
@@ -406,7 +408,7 @@ def swap(sends: Sequence[Sequence[Tensor]], recvs: Sequence[Held], ranks: Ranks,
             data[peer] = pack([x.to(ranks.device) for x in xs], ranks.empty(size, nothing, lent=True))  # (bytes,)
     # sizes differ between ranks, so they are not in the compared text
     text = f"all_to_all(bytes, axis={ranks.axis!r}) for {label!r}"
-    call = _called("all_to_all", nothing, ranks, label, sum(x.numel() for x in data), text=text)
+    call = _counted("all_to_all", nothing, ranks, label, sum(x.numel() for x in data), text=text)
     places = [ranks.empty(packed_size(row), nothing, lent=False) for row in recvs]
     with named(call.kind, label):
         Pending(ranks.exchange(data, places, call), lambda _: nothing).wait()
@@ -427,7 +429,7 @@ def broadcast(x: Tensor, ranks: Ranks, src: int = 0, label: str = "") -> Pending
     if not 0 <= src < ranks.size:
         raise ValueError(f"broadcast: src={src}: expected one of the {ranks.size} ranks of axis {ranks.axis!r}, from 0")
     x, sender = x.contiguous(), ranks.rank == src
-    call = _called("broadcast", x, ranks, label, (ranks.size - 1) * x.nbytes if sender else 0, more=f", src={src}")
+    call = _counted("broadcast", x, ranks, label, (ranks.size - 1) * x.nbytes if sender else 0, more=f", src={src}")
     out = x.clone() if sender else torch.empty_like(x)
     if ranks.built_in is not None:
         with named(call.kind, label):

@@ -157,7 +157,7 @@ def _is_late(work: dist.Work) -> bool:
     return True
 
 
-def places(sends: Sequence[Tensor], recvs: Sequence[Tensor | None], rank: int) -> list[Tensor]:
+def outputs_of(sends: Sequence[Tensor], recvs: Sequence[Tensor | None], rank: int) -> list[Tensor]:
     """Return outputs in rank order: `recvs[p]` if given, else part of a new buffer or this rank's own tensor."""
     local, missing = sends[rank], sum(recv is None for peer, recv in enumerate(recvs) if peer != rank)
     new_rows = iter(local.new_empty(missing, *local.shape)) if missing else iter(())  # (peers without a place, ...)
@@ -232,7 +232,7 @@ class GroupRanks:
         An all-to-all is one launch for all peers, and its memory may be reused as soon as the computation has waited.
         NCCL would hold the memory of point-to-point messages until the device has finished them.
         """
-        parts = places(sends, recvs, self.rank)
+        parts = outputs_of(sends, recvs, self.rank)
         with _answering(call, peers := [*self._peers]):
             works = [] if self.size == 1 else self._start(sends, parts, peers)
         # with a timeout, NCCL's `wait` would block the host; NCCL's watchdog applies the timeout of the group

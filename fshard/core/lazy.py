@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from abc import abstractmethod
-from collections.abc import Callable, Hashable, ItemsView, Iterable, Iterator, KeysView, ValuesView
+from collections.abc import Callable, Hashable, ItemsView, Iterable, Iterator, KeysView, Sequence, ValuesView
 from contextlib import suppress
 from dataclasses import is_dataclass
 from types import FunctionType, GetSetDescriptorType, MemberDescriptorType
@@ -29,7 +29,7 @@ class Container:
         self.children: list[tuple[Spec, int]] = list(children(spec))
         kind = spec.type or tuple
         self.is_mapping: bool = issubclass(kind, dict)
-        self.sliced: Callable[[Iterable[Any]], Any] = tuple if issubclass(kind, tuple) else list
+        self.sliced: Callable[[Iterable[Tree]], Sequence[Tree]] = tuple if issubclass(kind, tuple) else list
 
 
 class Branch:
@@ -90,30 +90,30 @@ class Readable(Branch):
 
     def values(self) -> ValuesView[Tree]:
         """Return the children in the order of use, created when reached."""
-        return _Values(self)
+        return _ChildValues(self)
 
     def items(self) -> ItemsView[Hashable, Tree]:
         """Return (key, child) pairs, created when reached."""
-        return _Items(self)
+        return _ChildItems(self)
 
     def get(self, key: Hashable, default: Tree = None) -> Tree:
         """Return the child of a key, or `default` if there is none."""
         return self[key] if key in self else default  # noqa: SIM401
 
 
-class _Values(ValuesView[Tree]):
+class _ChildValues(ValuesView[Tree]):
     """Values that, like a dict's, can be iterated again, and show later writes."""
 
-    _mapping: Any  # a Branch
+    _mapping: Tree  # a Readable
 
     def __iter__(self) -> Iterator[Tree]:
-        return (child for _, child in _Items(self._mapping))
+        return (child for _, child in _ChildItems(self._mapping))
 
 
-class _Items(ItemsView[Hashable, Tree]):
+class _ChildItems(ItemsView[Hashable, Tree]):
     """Items that, like a dict's, can be iterated again, and show later writes."""
 
-    _mapping: Any  # a Branch
+    _mapping: Tree  # a Readable
 
     def __iter__(self) -> Iterator[tuple[Hashable, Tree]]:
         keys = [*self._mapping] if self._mapping._container_().is_mapping else range(len(self))
@@ -127,7 +127,7 @@ class Attributes:
         pairs = [pair for base in kind.__mro__ for pair in vars(base).items()]
         dicts = [x for name, x in pairs if name == "__dict__" and isinstance(x, GetSetDescriptorType)]
         self.children, self._dict = children, dicts[0] if dicts else None
-        self._slots: list[Any] = [x for _, x in pairs if isinstance(x, MemberDescriptorType)]
+        self._slots = [x for _, x in pairs if isinstance(x, MemberDescriptorType)]
 
     def of(self, x: object) -> dict[str, Tree]:
         """Return the dict of an object. AttributeError if it has only slots."""
@@ -190,19 +190,19 @@ class OfTuple(type):
 
     _kind_: type
 
-    def __getattr__(cls, name: str) -> Any:
+    def __getattr__(cls, name: str) -> object:
         return getattr(cls._kind_, name)
 
 
-def stand_in_class(meta: type, kind: type, bases: tuple[type, ...], attributes: dict[str, Any]) -> Any:
+def stand_in_class(meta: type, kind: type, bases: tuple[type, ...], attributes: dict[str, Any]) -> type:
     """Make a class of stand-ins for containers of class `kind`; a call makes a real `kind`."""
-    named: dict[str, Any] = {name: getattr(kind, name) for name in ("__module__", "__qualname__", "__doc__")}
+    named: dict[str, object] = {name: getattr(kind, name) for name in ("__module__", "__qualname__", "__doc__")}
     named |= {"__slots__": (), "__new__": lambda cls, *args, **kwargs: kind(*args, **kwargs)}
     # type.__new__ skips the metaclass's own code, which may register each new class
     return type.__new__(meta, kind.__name__, bases, named | attributes)
 
 
-def object_class(base: type, kind: type, names: tuple[str, ...]) -> Any:
+def object_class(base: type, kind: type, names: tuple[str, ...]) -> type:
     """Make the class of stand-ins for an object. TypeError if its class forbids subclasses."""
     children = {name: _child(index, name, inspect.getattr_static(kind, name, None)) for index, name in enumerate(names)}
     # a class of two bases would get a second dict
@@ -214,23 +214,23 @@ def object_class(base: type, kind: type, names: tuple[str, ...]) -> Any:
     return made
 
 
-def _child(index: int, name: str, slot: Any) -> property:
-    has_slot = isinstance(slot, MemberDescriptorType)
+def _child(index: int, name: str, of_class: object) -> property:
+    slot = of_class if isinstance(of_class, MemberDescriptorType) else None
 
-    def read(x: Any) -> Tree:
+    def read(x: Tree) -> Tree:
         if x._tape_ is not None:
             return x._pick_(index)
-        if has_slot:
+        if slot is not None:
             return slot.__get__(x)
         attributes = x._attributes_.of(x)
         if name not in attributes:
             raise AttributeError(name)
         return attributes[name]
 
-    def write(x: Any, child: Tree) -> None:
+    def write(x: Tree, child: Tree) -> None:
         if x._tape_ is not None:
             x._inside_[index] = child
-        elif has_slot:
+        elif slot is not None:
             slot.__set__(x, child)
         else:
             x._attributes_.of(x)[name] = child
@@ -238,15 +238,15 @@ def _child(index: int, name: str, slot: Any) -> property:
     return property(read, write)
 
 
-def filling(run: Callable[..., Any]) -> Callable[..., Any]:
+def filling(run: Callable[..., Tree]) -> Callable[..., Tree]:
     """Wrap an operator: fill the stand-ins among its arguments."""
     return lambda *args: run(*(x._filled_() if isinstance(x, tree.StandIn) else x for x in args))
 
 
-def in_place(run: Callable[..., Any]) -> Callable[..., Any]:
+def in_place(run: Callable[..., Tree]) -> Callable[..., Tree]:
     """Wrap an operator that changes a container, or makes another if its class is immutable."""
 
-    def changed(x: Any, other: Tree) -> Tree:
+    def changed(x: Tree, other: Tree) -> Tree:
         result = run(x._settled_(), other)
         return x if result is x._held_ else result
 

@@ -33,7 +33,7 @@ class Running(NamedTuple):
 
 
 NO_GRADIENT = "the loss function: the loss depends on no trainable parameter (was it detached?)"
-_RUNNING: ContextVar[Running | None] = ContextVar("fshard.core.losses", default=None)
+_RUNNING_LOSS: ContextVar[Running | None] = ContextVar("fshard.core.losses", default=None)
 
 
 def loss_of(policy: Any, mesh: Any, tapes: Sequence[Any] = ()) -> AbstractContextManager[None]:
@@ -41,8 +41,8 @@ def loss_of(policy: Any, mesh: Any, tapes: Sequence[Any] = ()) -> AbstractContex
 
     `tapes` gather its parameters, and the `Sharded` among its arguments.
     """
-    around = loss.tapes if (loss := _RUNNING.get()) else ()
-    return assigned(_RUNNING, Running(policy, mesh, set(), [], (*tapes, *around)))
+    around = loss.tapes if (loss := _RUNNING_LOSS.get()) else ()
+    return assigned(_RUNNING_LOSS, Running(policy, mesh, set(), [], (*tapes, *around)))
 
 
 def running() -> Running | None:
@@ -50,17 +50,17 @@ def running() -> Running | None:
 
     Ranks compare the words added to `remarks`; `warn_of_lost` reports `lost`.
     """
-    return _RUNNING.get()
+    return _RUNNING_LOSS.get()
 
 
 def remarks() -> str:
     """Return the remarks of the running loss, in an order independent of the calls."""
-    return "".join(f", {words}" for words in sorted(loss.remarks)) if (loss := _RUNNING.get()) else ""
+    return "".join(f", {words}" for words in sorted(loss.remarks)) if (loss := _RUNNING_LOSS.get()) else ""
 
 
 def warn_of_lost() -> None:
     """Warn if the running loss does not return the running statistics that modules updated."""
-    if torch.is_grad_enabled() and (loss := _RUNNING.get()) and loss.lost:
+    if torch.is_grad_enabled() and (loss := _RUNNING_LOSS.get()) and loss.lost:
         told = "drops the running statistics that batch norms update: evaluation has old ones. Return the new buffers"
         warnings.warn(f"{loss.lost[0]}: the loss {told} (with_extra=True, init_state(extra=))", stacklevel=2)
 
@@ -149,7 +149,7 @@ tree.register_fields(Sum, ("total",))
 tree.register_fields(Terms, ("terms",), names=("",))
 
 
-def terms_of(x: Tree) -> tuple[Any, ...]:
+def terms_of(x: Tree) -> tuple[Tree, ...]:
     """Return the terms of a sum of losses; anything else is one term."""
     return x.terms if isinstance(x, Terms) else (x,)
 

@@ -64,14 +64,14 @@ def seeded(seed: Tensor, step: Tensor, rank: int, part: int, device: torch.devic
 _LOCK = Lock()  # held while operators are registered, once
 _KEY = "TESTING_ONLY_GenericMode"
 _TAG = 0xF5A7 << 48  # marks seeds that number states; seeds of other steps differ in the lower bits
-_OWN: ContextVar[_OwnDraws | None] = ContextVar("fshard.core.random.own", default=None)  # of this thread's step
+_OWN_DRAWS: ContextVar[_OwnDraws | None] = ContextVar("fshard.core.random.own", default=None)  # of this thread's step
 
 
 class _OwnDraws(ExitStack):
     """A block whose operators on the host draw torch's numbers from the block's generator."""
 
     def __enter__(self) -> Self:
-        self.enter_context(assigned(_OWN, self))
+        self.enter_context(assigned(_OWN_DRAWS, self))
         with _LOCK:
             key = _lead_here()
             for op in _higher_order_ops.values():  # higher-order operators have no fallback, and new ones may exist
@@ -113,7 +113,7 @@ class _OwnDraws(ExitStack):
 
 def _alone() -> list[int]:
     """Return no devices. RuntimeError if another thread runs a step: restoring the generator would change its draws."""
-    if _OWN.get() is None:
+    if _OWN_DRAWS.get() is None:
         _check_alone()
     return []
 
@@ -136,14 +136,14 @@ def _lead_here() -> torch._C.DispatchKey:
             op = getattr(getattr(torch.ops.aten, schema.name[6:]), schema.overload_name or "default")
             if torch.Tag.nondeterministic_seeded in op.tags:
                 takes = {"Optional[Generator]", "Tensor"} <= {str(x.type) for x in schema.arguments}
-                functions[name] = partial(_given if takes else _around, op, key)
+                functions[name] = partial(_given if takes else _around_call, op, key)
     lead(_KEY, functions)
     return key
 
 
 def _given(func: Operator, key: torch._C.DispatchKey, _: object, *args: Tree, **kwargs: Tree) -> Tree:
     """Call an operator with the step's generator, unless it has one."""
-    block, every = _OWN.get(), (*args, *kwargs.values())
+    block, every = _OWN_DRAWS.get(), (*args, *kwargs.values())
     x = next(x for x in every if isinstance(x, Tensor))
     with torch._C._ExcludeDispatchKeyGuard(torch._C.DispatchKeySet(key)):
         # a compiler traces with fake tensors: its code asks for numbers when it runs
@@ -154,14 +154,14 @@ def _given(func: Operator, key: torch._C.DispatchKey, _: object, *args: Tree, **
             return func(*args, **{**kwargs, "generator": generator})
 
 
-def _around(
+def _around_call(
     func: Operator, key: torch._C.DispatchKey, keys: torch._C.DispatchKeySet, *args: Tree, **kwargs: Tree
 ) -> Tree:
     """Call an operator without a generator argument: its inner operators come here.
 
     Under a dispatch mode, as a profiler, they do not: then torch's generator gets the step's state around the call.
     """
-    block = _OWN.get()
+    block = _OWN_DRAWS.get()
     if block is None or is_tracing() or not torch._C._len_torch_dispatch_stack():
         return func.redispatch(keys.remove(key), *args, **kwargs)
     with block.drawing() as generator, torch._C._ExcludeDispatchKeyGuard(torch._C.DispatchKeySet(key)):
@@ -207,7 +207,7 @@ UPDATE: ContextVar[Seeds | None] = ContextVar("fshard.core.random.update", defau
 
 def position(device: torch.device) -> Hashable:
     """Return a value that changes with every draw from the generators of host or device."""
-    if is_tracing() or _OWN.get() is not None:
+    if is_tracing() or _OWN_DRAWS.get() is not None:
         return torch.default_generator.initial_seed()  # the index of the next state
     return tuple(g.get_state().numpy().tobytes() for g in (torch.default_generator, _default_generator(device)))
 
@@ -269,7 +269,7 @@ def forked(rank: int, device: torch.device) -> Iterator[None]:
 
     Draws after the block depend neither on `rank` nor on draws inside it.
     """
-    if (draws := stream() or _OWN.get()) is not None:
+    if (draws := stream() or _OWN_DRAWS.get()) is not None:
         inside, after = torch.ops.fshard.forked(draws.state, rank, device)
         draws.go_on(after)
         back = bookmark(device)
@@ -399,16 +399,16 @@ class Stream(TorchDispatchMode):
             numbers = _defaults(func, args)
             return args[0].copy_(self._draw(name, args[0], numbers))
         if name in ("rand", "rand_like"):
-            return self._draw("uniform_", _room(name, args, options), [0, 1])
+            return self._draw("uniform_", _made_room(name, args, options), [0, 1])
         if name in ("randn", "randn_like"):
-            return self._draw("normal_", _room(name, args, options), [0, 1])
+            return self._draw("normal_", _made_room(name, args, options), [0, 1])
         if name == "randperm":
             return self._draw(name, torch.empty(args[0], **{"dtype": torch.int64, **options}))
         if name in ("randint", "randint_like"):
             *bounds, of = args if name == "randint" else (*args[1:], args[0])
             low, high = bounds if len(bounds) == 2 else (0, *bounds)
             options = options if "dtype" in options or name == "randint_like" else {**options, "dtype": torch.int64}
-            return self._draw("random_", _room(name, [of], options), [low, high])
+            return self._draw("random_", _made_room(name, [of], options), [low, high])
         raise NotImplementedError(_unknown(func))
 
 
@@ -449,7 +449,7 @@ def _unknown(func: Operator) -> str:
     )
 
 
-def _room(name: str, args: Sequence[Tree], options: Mapping[str, Tree]) -> Tensor:
+def _made_room(name: str, args: Sequence[Tree], options: Mapping[str, Tree]) -> Tensor:
     """Return an empty tensor like a factory's result (`rand`, `randn_like`)."""
     return torch.empty_like(args[0], **options) if name.endswith("_like") else torch.empty(args[0], **options)
 

@@ -31,10 +31,10 @@ def address(x: Tensor) -> int:
 
 def addresses(x: Tree) -> set[int]:
     """Return the addresses of all storages in a tree, without empty tensors."""
-    return {*map(address, _dense(x))}
+    return {*map(address, _with_storage(x))}
 
 
-def _dense(x: Tree) -> Iterator[Tensor]:
+def _with_storage(x: Tree) -> Iterator[Tensor]:
     # a sparse tensor has no storage, and a tensor without elements reads nothing
     rows = (leaf for leaf in tree.leaves(x) if isinstance(leaf, Tensor) and leaf.layout is torch.strided)
     return (row for row in rows if row.numel())
@@ -55,7 +55,7 @@ class Places:
     def __init__(self, held: Tree):
         # sorted and disjoint
         self._starts, self._ends = list[int](), list[int]()
-        for row in _dense(held):
+        for row in _with_storage(held):
             self.add(span(row.untyped_storage()))
 
     def add(self, place: range) -> None:
@@ -67,7 +67,7 @@ class Places:
 
     def has(self, x: Tree) -> bool:
         """True if the storage of any tensor of a tree meets one of the ranges."""
-        return any(map(self._meets, (span(row.untyped_storage()) for row in _dense(x))))
+        return any(map(self._meets, (span(row.untyped_storage()) for row in _with_storage(x))))
 
     def _meets(self, place: range) -> bool:
         first = bisect_right(self._ends, place.start)

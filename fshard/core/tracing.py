@@ -65,16 +65,16 @@ def assigned(variable: ContextVar[T], value: T) -> Iterator[None]:
 
 
 # Private: torch has no public way to take hooks off (test_prefetch.py notices when it goes).
-_top_hooks: Any = torch._C._autograd._top_saved_tensors_default_hooks
+_peek_hooks: Any = torch._C._autograd._top_saved_tensors_default_hooks
 _pop_hooks = torch._C._autograd._pop_saved_tensors_default_hooks
 _push_hooks = torch._C._autograd._push_saved_tensors_default_hooks
 
 
 @contextmanager
-def unhooked() -> Iterator[Sequence[tuple[Any, Any]]]:
+def unhooked() -> Iterator[Sequence[tuple[Callable[..., object], Callable[..., object]]]]:
     """Take saved-tensor hooks off inside a block; yields them, innermost first."""
     hooks = []
-    while top := _top_hooks(True):
+    while top := _peek_hooks(True):
         hooks.append(top)
         _pop_hooks()
     try:
@@ -186,7 +186,7 @@ def copied(x: Tensor) -> Tensor:
     return x.clone(memory_format=torch.contiguous_format)
 
 
-_NOTHING = nullcontext()
+_UNNAMED = nullcontext()
 
 
 def named(what: str, label: str) -> AbstractContextManager[object]:
@@ -198,5 +198,5 @@ def named(what: str, label: str) -> AbstractContextManager[object]:
     # `_is_profiler_enabled` is private: a `record_function` costs 2 us even without a profiler, and torch has no public
     # test (test_profiling.py notices when it goes)
     if not profiler._is_profiler_enabled or is_tracing():
-        return _NOTHING
+        return _UNNAMED
     return profiler.record_function(f"fshard.{what} {label}".rstrip())

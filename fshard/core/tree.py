@@ -65,10 +65,10 @@ def flatten(tree: Tree) -> tuple[list[Tree], Spec]:
     >>> leaves, spec.num_leaves
     ([1, 2], 2)
     """
-    return _flatten(tree, None)
+    return _flatten_until(tree, None)
 
 
-def _flatten(tree: Tree, is_leaf: Callable[[Tree], bool] | None) -> tuple[list[Tree], Spec]:
+def _flatten_until(tree: Tree, is_leaf: Callable[[Tree], bool] | None) -> tuple[list[Tree], Spec]:
     leaves, spec = optree.tree_flatten(tree, is_leaf=is_leaf, namespace=_NAMESPACE)
     # optree takes a node type of torch.utils._pytree alone for a leaf: register the type, and flatten again
     maybe = [x for x in leaves if not isinstance(x, Tensor) and type(x) in pytree.SUPPORTED_NODES]
@@ -77,7 +77,7 @@ def _flatten(tree: Tree, is_leaf: Callable[[Tree], bool] | None) -> tuple[list[T
         return leaves, spec
     for kind in unknown:
         _mirror(kind)
-    return _flatten(tree, is_leaf)
+    return _flatten_until(tree, is_leaf)
 
 
 def unflatten(spec: Spec, leaves: Sequence[Tree]) -> Tree:
@@ -153,7 +153,7 @@ def _is(stop: Stop) -> Callable[[Tree], bool]:
 
 def tops(tree: Tree, stop: Stop) -> list[Tree]:
     """Flatten a tree, with every `stop` node as a leaf."""
-    return _flatten(tree, _is(stop))[0]
+    return _flatten_until(tree, _is(stop))[0]
 
 
 def nodes(tree: Tree, kind: type) -> list[Tree]:
@@ -172,7 +172,7 @@ def joined(path: str, name: str) -> str:
 
 def paths_to(tree: Tree, stop: Stop) -> list[tuple[str, Tree]]:
     """Flatten a tree, with every `stop` node as a leaf, into (path, leaf) pairs."""
-    leaves, spec = _flatten(tree, _is(stop))
+    leaves, spec = _flatten_until(tree, _is(stop))
     return list(zip(paths(spec), leaves, strict=True))
 
 
@@ -183,12 +183,12 @@ def put_tops(tree: Tree, stop: Stop, tops: Sequence[Tree]) -> Tree:
 
 def structure_above(tree: Tree, stop: Stop) -> Spec:
     """Return the structure of a tree, with every `stop` node as a leaf."""
-    return _flatten(tree, _is(stop))[1]
+    return _flatten_until(tree, _is(stop))[1]
 
 
 def map_tops(fn: Callable[..., Tree], stop: Stop, tree: Tree, *rest: Tree) -> Tree:
     """Apply `fn` to `tops(tree, stop)`, and to the subtrees of `rest` at the same places."""
-    leaves, spec = _flatten(tree, _is(stop))
+    leaves, spec = _flatten_until(tree, _is(stop))
     return spec.unflatten(builtins.map(fn, leaves, *builtins.map(spec.flatten_up_to, rest)))
 
 
@@ -215,7 +215,7 @@ def register(cls: type, flatten: Callable[[Tree], tuple[Any, ...]], unflatten: C
     """
     optree.register_pytree_node(cls, flatten, unflatten, namespace=optree.registry.__GLOBAL_NAMESPACE)
     pytree.register_pytree_node(
-        cls, lambda x: _listed(flatten(x)), lambda children, metadata: unflatten(metadata, children)
+        cls, lambda x: _without_names(flatten(x)), lambda children, metadata: unflatten(metadata, children)
     )
     optree.unregister_pytree_node(cls, namespace=_NAMESPACE)  # torch's, where children would have no names
 
@@ -291,7 +291,7 @@ def _key(name: Any) -> pytree.KeyEntry:
     return pytree.SequenceKey(name) if isinstance(name, int) else pytree.GetAttrKey(name)
 
 
-def _listed(flat: tuple[Any, ...]) -> tuple[list[Tree], Metadata]:
+def _without_names(flat: tuple[Any, ...]) -> tuple[list[Tree], Metadata]:
     return list(flat[0]), flat[1]
 
 

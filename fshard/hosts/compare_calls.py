@@ -143,7 +143,7 @@ class Lines:
                 break
             # an ended peer has closed its data links, too, after telling its last call or its error
             listen(awaited.values(), f"{local.what} at {local.site}", beside=data.values())
-        if difference := _difference(dict(sorted(statuses.items()))):
+        if difference := _unlike_calls(dict(sorted(statuses.items()))):
             raise MismatchError(f"{difference}. {SAME_ORDER}")
 
     def _next(self, peer: int, link: Link) -> _Status | None:
@@ -178,7 +178,7 @@ def _raised(number: int, failure: BaseException) -> _Status:
     return _Status(number, _RAISED, text[:_LONGEST], line_of(frame.filename, frame.lineno))
 
 
-def _difference(statuses: Mapping[int, _Status]) -> str | None:
+def _unlike_calls(statuses: Mapping[int, _Status]) -> str | None:
     """Describe the difference of the ranks' messages; None if they agree."""
     ended = [rank for rank, status in statuses.items() if status.verb != _WAITS]
     if ended:

@@ -147,7 +147,7 @@ _READ = 1 << 18
 _MOST_FDS = 16
 PLANS = "make_plan"  # the message of a rank that makes a plan
 _REFUSES = "refuses: "  # before the collective of a rank that expected no plan
-_LEAVES = "leaves: "  # before the error of a rank that closes its links
+_LEAVING = "leaves: "  # before the error of a rank that closes its links
 _FOREVER = (1 << 31) - 1  # milliseconds, the longest timeout of poll
 _FD_FLAGS = getattr(socket, "MSG_CMSG_CLOEXEC", 0)
 _Sockets = Sequence[socket.socket]
@@ -239,7 +239,7 @@ class Link:
 
         A frame may keep the error, and with it the plan: then nothing else would close the links.
         """
-        said = _sent(f"{_LEAVES}{text}")
+        said = _sent(f"{_LEAVING}{text}")
         for peer in self.beside:
             with suppress(OSError):
                 peer.send(_HEADER.pack(_INLINE, len(said), 0, 0, 0) + said)
@@ -340,8 +340,8 @@ class Link:
             return False
         call, payload = _read(self.stream[_HEADER.size : begin]), self.stream[begin:end]
         del self.stream[:end]
-        if call.startswith(_LEAVES):
-            self.reason = call.removeprefix(_LEAVES)
+        if call.startswith(_LEAVING):
+            self.reason = call.removeprefix(_LEAVING)
             return True
         if kind == _ACKNOWLEDGED:
             self.memory.segments[number].readers -= 1  # type: ignore[union-attr]  # checked by _fault

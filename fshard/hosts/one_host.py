@@ -38,7 +38,7 @@ from ..core.storage import as_bytes, from_bytes
 from .links import PLANS, SMALL, Link, Segment, SegmentPool, refusal, tensor_in
 from .rendezvous import links_to
 
-_LARGE = 1 << 20  # buffers of at least so many bytes are allocated in a segment
+_SEGMENT_BYTES = 1 << 20  # buffers of at least so many bytes are allocated in a segment
 
 
 @dataclass
@@ -90,7 +90,7 @@ class _HostRanks:
             weakref.finalize(self, link.socket.close)
 
     def empty(self, numel: int, like: Tensor, lent: bool) -> Tensor:
-        if numel * like.itemsize < _LARGE:
+        if numel * like.itemsize < _SEGMENT_BYTES:
             return like.new_empty(numel)
         size = numel * like.itemsize
         return from_bytes(tensor_in(self._room(size), size, lent), like.dtype)

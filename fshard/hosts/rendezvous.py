@@ -64,11 +64,11 @@ def links_to(ranks: Ranks, anywhere: bool = False) -> dict[int, Link] | None:
     ConnectionError on all ranks if any rank fails to connect.
     """
     try:
-        sockets = _met(ranks, _near)
+        sockets = _met(ranks, _on_one_host)
     except UnreachableError:
         if not anywhere:
             return None
-        sockets = _met(ranks, _far)
+        sockets = _met(ranks, _between_hosts)
     seconds = message_timeout(ranks).total_seconds()
     return {p: Link(s, f"rank {p} of axis {ranks.axis!r}", seconds) for p, s in sorted(sockets.items())}
 
@@ -85,7 +85,7 @@ def _met(ranks: Ranks, listening: Callable[[Ranks], AbstractContextManager[Door]
             return ""
 
         try:
-            _together(ranks, meet)
+            _on_all_ranks(ranks, meet)
         except BaseException:
             for connection in sockets.values():
                 connection.close()
@@ -93,7 +93,7 @@ def _met(ranks: Ranks, listening: Callable[[Ranks], AbstractContextManager[Door]
     return sockets
 
 
-def _together(ranks: Ranks, step: Callable[[], str]) -> list[str]:
+def _on_all_ranks(ranks: Ranks, step: Callable[[], str]) -> list[str]:
     """Run `step` on every rank, and return the results of all ranks. ConnectionError on all ranks if any fails."""
     error: Exception | None = None
     try:
@@ -115,7 +115,7 @@ def _together(ranks: Ranks, step: Callable[[], str]) -> list[str]:
 
 
 @contextmanager
-def _near(ranks: Ranks) -> Iterator[Door]:
+def _on_one_host(ranks: Ranks) -> Iterator[Door]:
     """Yield a listening Unix socket, the addresses of all ranks, and the key. UnreachableError if hosts differ."""
     with ExitStack() as stack:
         # an abstract address leaves no file behind; the secret is drawn apart, because everybody can read addresses
@@ -125,16 +125,16 @@ def _near(ranks: Ranks) -> Iterator[Door]:
             listeners.append(_listening(stack, socket.AF_UNIX, address))
             return json.dumps([_host(), address, secrets.token_hex()])
 
-        hosts, addresses, drawn = zip(*map(json.loads, _together(ranks, offer)), strict=True)
+        hosts, addresses, drawn = zip(*map(json.loads, _on_all_ranks(ranks, offer)), strict=True)
         if len(set(hosts)) > 1:
             raise UnreachableError("the ranks are on several hosts")
         yield listeners[0], addresses, "".join(drawn).encode()
 
 
 @contextmanager
-def _far(ranks: Ranks) -> Iterator[Door]:
+def _between_hosts(ranks: Ranks) -> Iterator[Door]:
     """Yield a TCP socket listening on the process group's interface, the addresses of all ranks, and the key."""
-    interfaces = _together(ranks, _interface)
+    interfaces = _on_all_ranks(ranks, _interface)
     with ExitStack() as stack:
         listeners = list[socket.socket]()
 
@@ -144,7 +144,7 @@ def _far(ranks: Ranks) -> Iterator[Door]:
             listeners.append(_listening(stack, socket.AF_INET6 if ":" in host else socket.AF_INET, (host, 0)))
             return json.dumps([*listeners[0].getsockname()[:2], secrets.token_hex()])
 
-        rows = [json.loads(row) for row in _together(ranks, offer)]
+        rows = [json.loads(row) for row in _on_all_ranks(ranks, offer)]
         yield listeners[0], [(host, port) for host, port, _ in rows], "".join(row[2] for row in rows).encode()
 
 

@@ -20,7 +20,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from ..comm.mesh import Grid, axis_sizes, digits, numbered
 from ..comm.primitives import fold, sum_dtype
-from ..comm.process_groups import places
+from ..comm.process_groups import outputs_of
 from ..comm.ranks import Arrived, Call, Exchange, MismatchError, differing_sizes
 from ..core import tree
 from ..core.arguments import call_site, check_flags, check_whole, wrong
@@ -158,7 +158,7 @@ class _SimulatedRanks:
         return Arrived(outputs)
 
     def exchange(self, sends: Sequence[Tensor], recvs: Sequence[Tensor | None], call: Call) -> Exchange:
-        into = places(sends, recvs, self.rank)
+        into = outputs_of(sends, recvs, self.rank)
         if self._under_way is None:
             return self._meet(call, sends, into, _deliver)
         # in a gather, this rank's own part is in the output, and a backend writes all of it

@@ -27,7 +27,7 @@ from ..core.scalars import Number
 from ..core.tracing import is_tracing
 
 _PACKAGE = __name__.partition(".")[0]
-_LONG = 16  # a list of more numbers is a table of this package, and left out
+_LONG_LIST = 16  # a list of more numbers is a table of this package, and left out
 _PRIME = 2**31 - 1  # different numbers have different fifth powers modulo it
 _SPREAD = 0x9E3779B1  # any number of 32 bits: adjacent seeds get distant stamps
 _LONGEST = 300  # characters; a longer text is cut, with a checksum of the whole
@@ -54,21 +54,23 @@ def _words(name: str, value: object, seen: set[int]) -> Iterator[str]:
     if id(value) in seen:
         return
     seen.add(id(value))
-    parts = _parts(value)
+    parts = _inner_values(value)
     for key, inner in parts:
         yield from _words(key or name, inner, seen)
     if callable(value) and not isinstance(value, partial | tuple):
         qualname: str = getattr(value, "__qualname__", type(value).__qualname__)
         # a function without values inside is described by its name; private helpers of this package are left out
-        if not _is_ours(value) or not (parts or isinstance(value, type) or qualname.startswith("_") or "<" in qualname):
+        if not _is_of_fshard(value) or not (
+            parts or isinstance(value, type) or qualname.startswith("_") or "<" in qualname
+        ):
             yield f"{name}={qualname}"
 
 
-def _is_ours(value: object) -> bool:
+def _is_of_fshard(value: object) -> bool:
     return (getattr(value, "__module__", None) or "").partition(".")[0] == _PACKAGE
 
 
-def _parts(value: object) -> list[tuple[str, object]]:
+def _inner_values(value: object) -> list[tuple[str, object]]:
     """List the values inside a value, by name; an empty name stands for the value's own."""
     if isinstance(value, partial):
         return [("", value.func), *(("", x) for x in value.args), *value.keywords.items()]
@@ -77,12 +79,12 @@ def _parts(value: object) -> list[tuple[str, object]]:
     if isinstance(value, tuple) and hasattr(value, "_fields"):
         return [(key, x) for key, x in zip(value._fields, value, strict=True) if not isinstance(x, bool | None)]
     if isinstance(value, list | tuple):
-        is_table = len(value) > _LONG and all(isinstance(x, int | float) for x in value)
+        is_table = len(value) > _LONG_LIST and all(isinstance(x, int | float) for x in value)
         return [] if is_table else [("", x) for x in value]
-    if is_dataclass(value) and not isinstance(value, type) and _is_ours(type(value)):
+    if is_dataclass(value) and not isinstance(value, type) and _is_of_fshard(type(value)):
         parts = [(f.name, getattr(value, f.name)) for f in fields(value)]
         return [(key, x) for key, x in parts if not isinstance(x, bool | None)]
-    if not _is_ours(value) or not hasattr(value, "__closure__") or not hasattr(value, "__code__"):
+    if not _is_of_fshard(value) or not hasattr(value, "__closure__") or not hasattr(value, "__code__"):
         return []
     cells = [cell.cell_contents for cell in value.__closure__ or ()]
     return list(zip(value.__code__.co_freevars, cells, strict=True))

@@ -58,7 +58,7 @@ def like(x: Tree, leaves: list[Tensor]) -> Tree:
     return with_none(pytree.tree_unflatten(leaves, pytree.tree_structure(x)))
 
 
-def _run(step: _Step, state: Tree, args: Tree) -> tuple[list[Tensor], Tree]:
+def _run_step(step: _Step, state: Tree, args: Tree) -> tuple[list[Tensor], Tree]:
     state, metrics = step.run(with_none(state), *with_none(args))
     return pytree.tree_leaves(without_none(state)), without_none(metrics)
 
@@ -67,7 +67,7 @@ def _run(step: _Step, state: Tree, args: Tree) -> tuple[list[Tensor], Tree]:
 def _opaque() -> Traced:
     import torch._dynamo  # takes seconds; inside torch.compile it is imported already
 
-    return torch._dynamo.nonstrict_trace(_run)
+    return torch._dynamo.nonstrict_trace(_run_step)
 
 
 def __getattr__(name: str) -> Traced:

@@ -72,12 +72,12 @@ def step_in_backward(recipe: Recipe, tx: Transform, state: Tree, batch: Tree, ar
 
     An error after an update gives the state away.
     """
-    _check_state(state)
+    _check_can_begin(state)
     given, state = state, replace(state, extra=own_extra(state.extra, [state.params.trainable, state.opt_state]))
     factor = None
     if recipe.clip_norm is not None:
         first = Squares(state.params)
-        _run(recipe, state, batch, args, first.add)
+        _run_backward(recipe, state, batch, args, first.add)
         factor = clip_factor(first.norm(), recipe.clip_norm)
     squares, updates = Squares(state.params), Updates(tx, state, factor)
 
@@ -86,7 +86,7 @@ def step_in_backward(recipe: Recipe, tx: Transform, state: Tree, batch: Tree, ar
         updates.make(unit, kind, total)
 
     try:
-        outcome = _run(recipe, state, batch, args, take)
+        outcome = _run_backward(recipe, state, batch, args, take)
         opt_state, norm = updates.finish(), squares.norm()
     except BaseException as failure:
         if updates.begun:
@@ -135,7 +135,7 @@ def check_in_backward(tx: Transform, by: Reduction, donate: bool, how: Mapping[s
             raise ValueError(f"train_step(in_backward=True) with {reason}.")
 
 
-def _check_state(state: Tree) -> None:
+def _check_can_begin(state: Tree) -> None:
     """Raise ValueError for a state that needs all gradients before the first update."""
     plan = state.params.plan
     if not isinstance(state.loss_scale, NoLossScale):
@@ -151,7 +151,7 @@ def _check_state(state: Tree) -> None:
         )
 
 
-def _run(recipe: Recipe, state: Tree, batch: Tree, args: Sequence[Tree], take: OnSum) -> Outcome:
+def _run_backward(recipe: Recipe, state: Tree, batch: Tree, args: Sequence[Tree], take: OnSum) -> Outcome:
     """Run forward and backward of the batch; `take` gets the sum of each unit and kind, (n / W_grads,)."""
     plan = state.params.plan
     sums = Sharded(whole_view(plan, plan.grads_over, state.params.trainable.view.kinds), [])

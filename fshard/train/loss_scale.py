@@ -12,7 +12,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import partial
-from typing import Any, SupportsIndex, TypeVar
+from typing import SupportsIndex, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -39,7 +39,7 @@ T = TypeVar("T")
 K = TypeVar("K")
 
 
-def _times(x: Tree, scale: Tensor) -> Tree:
+def _scaled(x: Tree, scale: Tensor) -> Tree:
     """Multiply every leaf by a 0-d scale, in the leaf's dtype (torch promotes two 0-d tensors to the wider one).
 
     Of a loss, multiply only the totals: a mean with a multiplied count, too, is the same mean.
@@ -114,7 +114,7 @@ def _unscale(grads: Tree, scale: Tensor, own: bool, labels: Labels, mesh: AnyMes
         by_label = _not_finite_by(labeller(labels, paths), grads, meshes)
     found_inf = kernels.unscale_([_values(row) for row in tree.leaves(grads)], scale.double().reciprocal())
     grads = tree.map(lambda row: row if row.layout is torch.sparse_coo else mark(row, Unscaled), grads)
-    return grads, by_label if labels is not None else _agreed(found_inf, meshes)
+    return grads, by_label if labels is not None else _any_of_ranks(found_inf, meshes)
 
 
 def _values(row: Tensor) -> Tensor:
@@ -138,7 +138,7 @@ def _meshes(x: Tree, mesh: AnyMesh) -> list[AnyMesh]:
     return [present for present in (mesh_of(x), mesh) if present is not None]
 
 
-def _agreed(flags: T, meshes: Sequence[AnyMesh]) -> T:
+def _any_of_ranks(flags: T, meshes: Sequence[AnyMesh]) -> T:
     """Return a tree of flags (0-d), each 1 if it is 1 on any rank of the meshes."""
     for mesh in meshes:
         flags = consensus.any_rank(flags, mesh)
@@ -161,7 +161,7 @@ def _not_finite_by(key: Callable[[Leaf], K], x: Tree, meshes: Sequence[AnyMesh])
             values = _values(piece)
             if values.numel() and is_inexact(values):
                 flags[keys[n]].append(_not_finite(values).to(device))
-    return _agreed({each: torch.stack(of_pieces).amax() for each, of_pieces in flags.items()}, meshes)
+    return _any_of_ranks({each: torch.stack(of_pieces).amax() for each, of_pieces in flags.items()}, meshes)
 
 
 def _not_finite(x: Tensor) -> Tensor:
@@ -203,7 +203,7 @@ class StaticLossScale:
 
     def scale(self, x: Tree) -> Tree:
         """Multiply a tree by the scale, each leaf in its own dtype. TypeError for any leaf but a floating tensor."""
-        return _times(x, self.value)
+        return _scaled(x, self.value)
 
     def unscale(
         self, grads: Tree, *, own: bool = False, labels: Labels = None, mesh: AnyMesh = None
@@ -333,7 +333,7 @@ class DynamicLossScale(StaticLossScale):
             return saved
         return {**saved, **bounds, "_hysteresis_tracker": int(self.hysteresis_tracker)}
 
-    def load_state_dict(self, saved: Mapping[str, Any]) -> DynamicLossScale:  # values from a file, checked by __init__
+    def load_state_dict(self, saved: Mapping[str, Tree]) -> DynamicLossScale:  # values from a file, checked by __init__
         """Return the saved scaler. A state dict of torch.amp.GradScaler gets this scaler's bounds and hysteresis.
 
         ValueError for a state dict that is empty or lacks a value.
@@ -372,13 +372,13 @@ class NoLossScale:
         """Return the state dict of a disabled torch.amp.GradScaler: {}. Dual: `load_state_dict`."""
         return {}
 
-    def load_state_dict(self, saved: Mapping[str, Any]) -> NoLossScale:
+    def load_state_dict(self, saved: Mapping[str, object]) -> NoLossScale:
         """Return this scaler, whatever was saved, as a disabled torch.amp.GradScaler does."""
         return self
 
     def scale(self, x: Tree) -> Tree:
         """Return the tree times 1. TypeError for a leaf that is not a floating tensor."""
-        return _times(x, self.value)
+        return _scaled(x, self.value)
 
     def unscale(
         self, grads: Tree, *, own: bool = False, labels: Labels = None, mesh: AnyMesh = None

@@ -324,10 +324,10 @@ def _step_after_backward(
     norm = _rescale(grads, share, recipe.clip_norm, in_slices)
 
     skip = None if isinstance(state.loss_scale, NoLossScale) else found_inf  # 1: the update is not made
-    extra = _chosen(skip, state.extra, outcome.extra) if recipe.with_extra else state.extra
+    extra = _kept_extra(skip, state.extra, outcome.extra) if recipe.with_extra else state.extra
     if recipe.donate:  # the update may write to memory of extra
         extra = own_extra(extra, [params.trainable, state.opt_state])
-    updated, opt_state = _update(tx, grads, state.opt_state, params, skip, recipe.donate, in_slices)
+    updated, opt_state = _updated_shards(tx, grads, state.opt_state, params, skip, recipe.donate, in_slices)
     del grads  # their memory is free for the gathers of new parameters
     new_params = _gathered(updated, params, recipe.donate)
     new_state = TrainState(new_params, opt_state, state.loss_scale.adjust(found_inf), state.step + 1, state.rng, extra)
@@ -374,7 +374,7 @@ def _check_built(
         )
 
 
-def _chosen(skip: FoundInf | None, old: Tree, new: Tree) -> Tree:
+def _kept_extra(skip: FoundInf | None, old: Tree, new: Tree) -> Tree:
     """Return the new extra, or the old one if any update is skipped; leaves of both stay as they are (no `where`)."""
     if skip is None:
         return new
@@ -398,7 +398,7 @@ def _rescale(grads: Sharded, factor: Tensor | None, clip_norm: float | None, exa
     return norm
 
 
-def _update(
+def _updated_shards(
     tx: Transform,
     grads: Sharded,
     opt_state: Tree,

@@ -30,7 +30,7 @@ from .leaf import ZeroState, check_zero_state, leaves_of, update_on_all, values
 # On the storage of a bucket, because users hold views of it: the plan, unit and kind. A tensor of the user's that fills
 # a bucket alone would look like one.
 _MARK = "fshard_bucket"
-_LARGE = 1 << 16  # mean elements of pieces from which reading them in place beats copying them into one row
+_LARGE_PIECES = 1 << 16  # mean elements of pieces from which reading them in place beats copying them into one row
 
 
 def flat_init(tx: Transform, mesh: AnyMesh, axes: Axes, bucket: int, block: int, params: Tree) -> ZeroState:
@@ -67,7 +67,7 @@ def _rows(plan: Plan) -> list[Row[Slot]]:
 
 def _empty(plan: Plan, leaves: Mapping[Slot, Tensor]) -> Sharded:
     """An uninitialised `Sharded` for this rank's part, on the device of whole leaves."""
-    view, device = _view(plan), _device(plan, leaves)
+    view, device = _view(plan), _device_of_leaves(plan, leaves)
     likes = [torch.empty(0, dtype=plan.kinds[kind].dtype, device=device) for kind in view.kinds]
     return Sharded(view, [room(view, kind, like) for kind, like in zip(view.kinds, likes, strict=True)])
 
@@ -163,7 +163,7 @@ def flat_update(
     grads_part = _whole_part(plan, gradients, local)
     params_part = None if params is None else _part(plan, _by_slot(plan, params, "parameters"))
     updates, inner = tx.update(grads_part, state.inner, params_part, **extra)
-    updated = _Buckets(plan, _device(plan, gradients)).gather_all(updates)
+    updated = _Buckets(plan, _device_of_leaves(plan, gradients)).gather_all(updates)
     return tree.unflatten(plan.spec, [updated.get(slot) for slot in plan.slots]), ZeroState(inner, plan)
 
 
@@ -181,7 +181,7 @@ def flat_step(
     plan = check_zero_state(state, Plan)
     inner = state.inner if donate else copied(state.inner)
     old, gradients = _by_slot(plan, params, "parameters"), _by_slot(plan, grads, "gradients")
-    buckets = _Buckets(plan, _device(plan, old), old if donate else None)
+    buckets = _Buckets(plan, _device_of_leaves(plan, old), old if donate else None)
     if tx.over == "elements":
         inner = _step_by_bucket(tx, gradients, local, inner, old, buckets, found_inf, extra)
         new_leaves = buckets.leaves()
@@ -194,7 +194,7 @@ def flat_step(
     return tree.unflatten(plan.spec, [updated[slot] for slot in plan.slots]), ZeroState(inner, plan)
 
 
-def _device(plan: Plan, leaves: Mapping[Slot, Tensor]) -> torch.device:
+def _device_of_leaves(plan: Plan, leaves: Mapping[Slot, Tensor]) -> torch.device:
     # among gradients a frozen leaf is None
     devices = (leaf.device for leaf in leaves.values() if isinstance(leaf, Tensor))
     return next(devices, mesh_device(plan.live_mesh()))
@@ -232,7 +232,7 @@ def _sources(leaves: Mapping[Slot, Tensor], plan: Plan, row: Row[Slot]) -> list[
     """Whole gradients in this rank's shard of a bucket: views with their offsets if they are large, else one copy."""
     spans = (span for span in row.spans(row.number(plan.live_mesh())) if span.numel)
     views = [(x.start, x.leaf.flat(leaves[x.leaf].detach())[x.begin : x.begin + x.numel]) for x in spans]
-    if views and sum(view.numel() for _, view in views) >= _LARGE * len(views):
+    if views and sum(view.numel() for _, view in views) >= _LARGE_PIECES * len(views):
         return views
     mesh, like = plan.live_mesh(), leaves[row.leaves[0]]
     out = primitives.buffer(mesh, plan.state_over[-1:], row.length, like, lent=False)

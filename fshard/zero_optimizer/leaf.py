@@ -104,7 +104,7 @@ def leaf_update(
     owned_grads = _owned_grads(parting, grads, local)
     owned_params = None if params is None else _owned_leaves(parting, params, "parameters")
     updates, inner = tx.update(owned_grads, state.inner, owned_params, **extra)
-    return _shared(updates, None), ZeroState(inner, parting)
+    return _given_to_all(updates, None), ZeroState(inner, parting)
 
 
 def leaf_step(
@@ -124,7 +124,7 @@ def leaf_step(
     if donate:  # of the state alone: no other rank writes to the parameters that this one owns
         owned_params = Parts(parting, [x.clone() for x in owned_params.tensors])
     new, inner = tx.step(owned_grads, state.inner, owned_params, found_inf, donate, **extra)
-    return _shared(new, params), ZeroState(inner, parting)
+    return _given_to_all(new, params), ZeroState(inner, parting)
 
 
 def update_on_all(
@@ -220,7 +220,7 @@ def _reduced_to_owners(leaves: dict[int, Tensor], parting: Layout, ranks: Ranks)
     return {n: reduce(torch.add, parts) for n, parts in zip(own_numbers, zip(*received, strict=True), strict=True)}
 
 
-def _shared(part: Parts, params: Tree) -> Tree:
+def _given_to_all(part: Parts, params: Tree) -> Tree:
     """All-gather the leaves that ranks own into a whole tree; a leaf that no rank owns is taken from `params`."""
     layout = part.layout
     whole = collect(part, on_rank(layout), "parameters")

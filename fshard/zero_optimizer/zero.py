@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
 
 import torch
 
@@ -73,7 +72,7 @@ def zero(
     check_word("zero: grads", grads, ("reduced", "local"))
     check_whole("zero: bucket", bucket, what="a number of bytes")
     check_whole("zero: block", block, what="a number of elements")
-    inner, axes, local = _undrawn(as_transform(tx), mesh), _axes(mesh, over), grads == "local"
+    inner, axes, local = _refusing_draws(as_transform(tx), mesh), _axes(mesh, over), grads == "local"
     make_state: Callable[[Tree], ZeroState]
     if partition == "flat":
         make_state, update, step = partial(flat_init, inner, mesh, axes, bucket, block), flat_update, flat_step
@@ -90,7 +89,7 @@ def zero(
     )
 
 
-def _undrawn(tx: Transform, mesh: AnyMesh) -> Transform:
+def _refusing_draws(tx: Transform, mesh: AnyMesh) -> Transform:
     """The transformation; over several ranks an error if it draws random numbers, which would differ between copies."""
     if not tx.draws or num_ranks(mesh) == 1:
         return tx
@@ -115,7 +114,7 @@ def _undrawn(tx: Transform, mesh: AnyMesh) -> Transform:
 class _OfModules(Transform):
     """A transformation that trains a module's own parameters: their gradients are given, so it takes their values."""
 
-    def step(self, grads: Tree, state: Tree, params: Tree, *how: Any, **extra: Any) -> tuple[Tree, Tree]:
+    def step(self, grads: Tree, state: Tree, params: Tree, *how: Tree, **extra: Tree) -> tuple[Tree, Tree]:
         """Step as any transformation; an nn.Parameter gets no derivative."""
         return super().step(grads, state, values(params), *how, **extra)
 

@@ -21,7 +21,7 @@ from fshard import DynamicLossScale, Sharded, optim
 from fshard.core import tree
 from fshard.layout.pieces import Parts, packed
 from fshard.sharding.sharded import coarsen, refine
-from fshard.train.step import _gathered, _update
+from fshard.train.step import _gathered, _updated_shards
 from fshard.update.transforms import LabelState
 
 # Compared to 1e-12, relative: torch's kernels round in another way than the reference, and from_torch computes an
@@ -79,7 +79,7 @@ def by_update(tx: Any, grads: Sharded, state: Any, params: Sharded) -> tuple[Sha
 
 def updated(tx: Any, grads: Sharded, state: Any, params: Sharded, skip: Any, donate: bool) -> tuple[Sharded, Any]:
     """The parameters and the state after the update of a step."""
-    new, state = _update(tx, grads, state, params, skip, donate, exact_norms=False)
+    new, state = _updated_shards(tx, grads, state, params, skip, donate, exact_norms=False)
     return _gathered(new, params, donate), state
 
 

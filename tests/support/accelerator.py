@@ -115,7 +115,7 @@ class Ranks:
     def exchange(self, sends: Sequence[Tensor], recvs: Sequence[Tensor | None], call: Call) -> process_groups.Works:
         """What travels is on the device."""
         assert all(x.device == self.device for x in (*sends, *(r for r in recvs if r is not None))), call
-        return process_groups.Works([], process_groups.places(sends, recvs, self.rank))
+        return process_groups.Works([], process_groups.outputs_of(sends, recvs, self.rank))
 
 
 class Mesh(Grid):
