@@ -127,14 +127,9 @@ def first_unlike(rows: Sequence[Tensor], mesh: AnyMesh, axes: Axes, label: str =
 
 def digests(rows: Sequence[Tensor], mesh: AnyMesh) -> Tensor:
     """Sum the bits of contiguous tensors (n,): int64, (number of tensors,), on the mesh's device."""
-    return torch.stack([_sum_of_bits(row).to(mesh_device(mesh)) for row in rows])
-
-
-def _sum_of_bits(row: Tensor) -> Tensor:
-    """Sum the bits of a contiguous (n,), as integers: int64, 0-d. Changing one bit changes the sum."""
-    # summing integers narrower than words casts each: 18 times slower
-    whole, rest = words(row)
-    return whole.sum() + rest.sum(dtype=torch.int64)
+    # changing one bit changes a sum; summing integers narrower than words casts each: 18 times slower
+    sums = (whole.sum() + rest.sum(dtype=torch.int64) for whole, rest in map(words, rows))
+    return torch.stack([x.to(mesh_device(mesh)) for x in sums])
 
 
 def without_place(sums: Tensor, local: Tensor, mesh: AnyMesh) -> Tensor:

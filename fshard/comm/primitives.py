@@ -99,8 +99,11 @@ def fold(parts: Sequence[Tensor], op: str, out: Tensor) -> Tensor:
 
 def _fold(parts: Sequence[Tensor], op: str, total: Tensor) -> Tensor:
     """Reduce tensors into `total`, already of the dtype of sums."""
+    if 1 < len(parts) <= GROUP and parts[0].dtype == total.dtype:
+        _COMBINE[op](parts[0], parts[1], out=total)
+        return _combine(parts[2:], op, total)
     if len(parts) <= GROUP:
-        return _fold_group(parts, op, total)
+        return _combine(parts[1:], op, total.copy_(parts[0]))
     span = GROUP  # ranks in each of at most GROUP groups, a power of GROUP
     while span * GROUP < len(parts):
         span *= GROUP
@@ -108,13 +111,6 @@ def _fold(parts: Sequence[Tensor], op: str, total: Tensor) -> Tensor:
     for begin in range(span, len(parts), span):  # one group's sum at a time is in memory
         _COMBINE[op](total, _fold(parts[begin : begin + span], op, torch.empty_like(total)), out=total)
     return total
-
-
-def _fold_group(parts: Sequence[Tensor], op: str, total: Tensor) -> Tensor:
-    if len(parts) > 1 and parts[0].dtype == total.dtype:
-        _COMBINE[op](parts[0], parts[1], out=total)
-        return _combine(parts[2:], op, total)
-    return _combine(parts[1:], op, total.copy_(parts[0]))
 
 
 def _combine(parts: Sequence[Tensor], op: str, total: Tensor) -> Tensor:

@@ -43,11 +43,8 @@ def differentiates(x: Tree) -> bool:
     >>> differentiates([torch.ones(1), 2.0]), differentiates([torch.ones(1, requires_grad=True)])
     (False, True)
     """
-    return inside() or any(isinstance(leaf, Tensor) and _carries(leaf) for leaf in tree.leaves(x))
-
-
-def _carries(x: Tensor) -> bool:
-    return (x.requires_grad and torch.is_grad_enabled()) or is_dual(x)
+    leaves = () if inside() else tree.tensors(tree.leaves(x))
+    return inside() or any((x.requires_grad and torch.is_grad_enabled()) or is_dual(x) for x in leaves)
 
 
 def needs_gradient(x: object) -> bool:

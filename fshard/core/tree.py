@@ -161,13 +161,13 @@ def nodes(tree: Tree, kind: type) -> list[Tree]:
     return [x for x in tops(tree, kind) if isinstance(x, kind)]
 
 
-def joined(path: str, name: str) -> str:
-    """Join two dotted paths, either of which may be empty.
+def joined(*parts: str) -> str:
+    """Join dotted paths; leave out empty ones.
 
     >>> joined("params", "blocks.0"), joined("params", ""), joined("", "w")
     ('params.blocks.0', 'params', 'w')
     """
-    return ".".join(filter(None, (path, name)))
+    return ".".join(filter(None, parts))
 
 
 def paths_to(tree: Tree, stop: Stop) -> list[tuple[str, Tree]]:

@@ -22,7 +22,7 @@ from ..core import tree
 from ..core.arguments import check_flags, check_whole, check_word, wrong
 from ..core.differences import Form, Wanted, differences, listed
 from ..core.storage import as_bytes
-from ..core.tree import Tree
+from ..core.tree import Tree, joined
 from ..layout.layout import Layout
 from ..layout.pieces import Parts, device_of, layout_of, mesh_of, packed, pick, pieces, typed
 from ..layout.row import Span
@@ -30,7 +30,7 @@ from ..update.base import TransformLike, as_transform
 from ..update.transforms import LabelState
 from ..whole.moves import collect, on_rank
 from .dtensors import check_no_rank, device_mesh, dtensor_of, is_sharded, sharding, whole_tensor
-from .torch_format import BEGUN, check_tensor, joined, known, read_saved
+from .torch_format import BEGUN, check_tensor, known, read_saved
 
 _CHUNK = 1 << 24  # elements at a time
 _LABEL = "optimizer state"

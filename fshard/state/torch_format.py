@@ -12,7 +12,7 @@ from torch import Tensor
 from ..core import tree
 from ..core.arguments import is_number, wrong
 from ..core.scalars import double
-from ..core.tree import Tree
+from ..core.tree import Tree, joined
 from ..layout.layout import Layout
 from ..layout.pieces import Parts, layout_of
 from ..update.transforms import LabelState
@@ -21,11 +21,6 @@ from .dtensors import is_sharded, sharding
 BEGUN = "begun"  # 1 after the first update; before it a class expects no state
 # torch.optim's names for fields of fshard's states, if they differ.
 _TORCH = {"count": "step", "mu": "exp_avg", "nu": "exp_avg_sq", "momentum": "momentum_buffer"}
-
-
-def joined(*names: str) -> str:
-    """Join names to a path, without empty ones."""
-    return ".".join(name for name in names if name)
 
 
 class TorchState(NamedTuple):

@@ -97,7 +97,7 @@ def gradients_of_micro_batches(recipe: Recipe, state: Tree, batch: Tree, args: S
     if reduced_last:
         Gradients(grads, by=recipe.by).all_reduce_later(sums(), reduced_last)
         settle(plan)
-    outcome = joined(outcomes)
+    outcome = joined_outcomes(outcomes)
     if num == 1:
         return StepGradients(grads(), replace(outcome, aux=outcome.aux[0], several=False), None)
     return StepGradients(grads(), outcome, outcomes[0].shared(num) / outcome.divisor)
@@ -187,7 +187,7 @@ def _form(leaf: object) -> str:
     return f"the Sharded at {id(leaf):#x}" if isinstance(leaf, Sharded) else repr(leaf)
 
 
-def joined(outcomes: Sequence[Outcome]) -> Outcome:
+def joined_outcomes(outcomes: Sequence[Outcome]) -> Outcome:
     """Join the outcomes of several micro-batches: totals and counts summed, the last extra, a list of every aux."""
     first, last = outcomes[0], outcomes[-1]
     if len(names := list(dict.fromkeys(averaged(outcome.aux) for outcome in outcomes))) > 1:

@@ -38,7 +38,7 @@ from ..grad.grad import later_grads, reduce_all
 from ..layout.rules import COPIES, reshard
 from ..plan.plan import Plan
 from ..sharding.sharded import Sharded
-from .accumulate import Recipe, StepGradients, cut, joined, num_rows, rank_of, run_each, summed_locally
+from .accumulate import Recipe, StepGradients, cut, joined_outcomes, num_rows, rank_of, run_each, summed_locally
 
 
 def gradients_of_slices(recipe: Recipe, state: Tree, batch: Tree, args: Sequence[Tree]) -> StepGradients:
@@ -70,7 +70,7 @@ def gradients_of_slices(recipe: Recipe, state: Tree, batch: Tree, args: Sequence
         ]
         # `alone`, because a slice's outcome must not depend on the other ranks; `_over_ranks` sums the outcomes
         runs = run_each(recipe, state, micro_batches, args, destinations, stream, divisor, alone=True, whole=num == 1)
-        outcomes.append(joined([outcome for outcome, _ in runs]))
+        outcomes.append(joined_outcomes([outcome for outcome, _ in runs]))
         _add_to_counter(counter, number, local())
     if len(slices) > 1:
         reduce_all(counter[0], grads(), TREE)

@@ -348,18 +348,15 @@ def _seeded(tx: Transform, state: TrainState) -> Transform:
     return tx.with_fields(update=of(tx.update), fused=None if tx.fused is None else of(tx.fused))
 
 
-def _check_value(clip_norm: object) -> None:
-    if isinstance(clip_norm, Tensor) and not is_tracing() and not clip_norm > 0:  # read here once, never in a step
-        raise ValueError(f"clip_norm={clip_norm.item()}: expected a number above 0 (or a 0-d tensor of one)")
-
-
 def _check_built(
-    tx: Transform, accumulate: int, clip_norm: float | None, skip_labels: Labels, with_extra: bool, by: Reduction
+    tx: Transform, accumulate: int, clip_norm: object, skip_labels: Labels, with_extra: bool, by: Reduction
 ) -> None:
     check_whole("accumulate", accumulate, what="a number of micro-batches")
     if clip_norm is not None:
         check_positive("clip_norm", clip_norm)
-        _check_value(clip_norm)
+        # read here once, never in a step
+        if isinstance(clip_norm, Tensor) and not is_tracing() and not clip_norm > 0:
+            raise ValueError(f"clip_norm={clip_norm.item()}: expected a number above 0 (or a 0-d tensor of one)")
     check_labels("skip_labels", skip_labels)
     if skip_labels is not None and clip_norm is not None:
         raise ValueError(
