@@ -1,11 +1,10 @@
 """Ranks that announce each collective to their peers, or record it as nodes of a graph.
 
 Note [Collectives in a graph]
-    A collective is two operators of a graph. The first starts it and returns the tensor for the result (the place) and
-    a ticket; the second, `wait`, takes both. Operators in between run while the collective is under way. `wait` also
-    takes the sent tensors, so no compiler reuses their memory earlier. The ticket owns the collective under way, which
-    ends when the ticket is freed. Operators take no objects, so a mesh is passed by name, as torch passes process
-    groups.
+    A collective is two operators of a graph. The first starts it, and returns the tensor for the result (the place) and
+    a ticket. The second, `wait`, takes both, and the sent tensors, so that no compiler reuses their memory earlier. The
+    ticket owns the collective under way, which ends when the ticket is freed. A mesh is passed by name, because
+    operators take no objects.
 """
 
 from __future__ import annotations
@@ -39,24 +38,22 @@ class Announced:
 
     def __init__(self, ranks: Ranks, announce: Callable[[str], None]):
         self.axis, self.rank, self.size, self.device = ranks.axis, ranks.rank, ranks.size, ranks.device
-        # `whole` is None, so that every collective is an `exchange` or `built_in`: both announce
+        # without `whole` every collective is an `exchange` or `built_in`: both announce
         self.built_in, self.whole, self.empty = ranks.built_in, None, ranks.empty
         self._ranks, self._exchange, self.announce = ranks, ranks.exchange, announce
 
     @property
-    def timeout(self) -> timedelta:
-        """Longest wait for a message; read when a plan made in a checked call connects its mesh."""
+    def timeout(self) -> timedelta:  # of a message: a plan made in a checked call connects its mesh
         return message_timeout(self._ranks)
 
     def exchange(self, sends: Sequence[Tensor], recvs: Sequence[Tensor | None], call: Call) -> Exchange:
-        """Announce the collective, then start it."""
         self.announce(str(call))
-        if call.kind == "all_to_all":  # sizes may differ between ranks, so they are not in the text
+        if call.kind == "all_to_all":  # its text has no sizes, which may differ
             self._compare_sizes(sends, recvs, call)
         return self._exchange(sends, recvs, call)
 
     def _compare_sizes(self, sends: Sequence[Tensor], recvs: Sequence[Tensor | None], call: Call) -> None:
-        """Raise MismatchError on all ranks if a message has another size than its receiver expects."""
+        """Raise MismatchError on all ranks if a receiver expects another size."""
         places = [x if place is None else place for x, place in zip(sends, recvs, strict=True)]
         sizes = torch.tensor([[x.nbytes for x in sends], [x.nbytes for x in places]], device=self.device)  # (2, W)
         exchange = self._exchange([sizes] * self.size, [None] * self.size, call)
@@ -70,21 +67,18 @@ class Announced:
 
 
 def announcing(around: Around) -> AbstractContextManager[None]:
-    """Make `primitives.along` return `around(ranks, mesh)` inside the block."""
     return assigned(_AROUND, around)
 
 
 def is_announcing() -> bool:
-    """True inside a block of `announcing`."""
     return _AROUND.get() is not None
 
 
 class _RefusingRaw(TorchDispatchMode):
-    """RuntimeError for torch.distributed's collectives on tensors that need gradients: they have no derivative."""
+    """RuntimeError for torch.distributed's collectives on tensors that need gradients."""
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
-        """Let torch.compile compile a function in the block; its operators are then not checked."""
         return True
 
     def __torch_dispatch__(self, func: Operator, types: object, args: Args = (), kwargs: Kwargs = None) -> object:
@@ -99,27 +93,26 @@ class _RefusingRaw(TorchDispatchMode):
 
 
 def refusing_raw() -> AbstractContextManager[object]:
-    """Refuse torch.distributed's collectives in the loss of a checked call; other losses are not checked."""
+    """Refuse torch.distributed's collectives in the loss of a checked call."""
     return nullcontext() if _AROUND.get() is None else _RefusingRaw()
 
 
 def announced(ranks: Ranks, mesh: Mesh) -> Ranks:
-    """Return `around(ranks, mesh)` inside a block of `announcing`, else `ranks`."""
     around = _AROUND.get()
     return ranks if around is None else around(ranks, mesh)
 
 
 class CallInBlocks(Protocol):
-    """A function that runs another in the blocks of `tally` and `announcing` of an earlier call."""
+    """A function that runs another in the blocks of an earlier call."""
 
     def __call__(self, fn: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
-        """Return `fn(*args, **kwargs)`, run in these blocks."""
+        """Return `fn(*args, **kwargs)`."""
 
 
 def kept() -> CallInBlocks:
     """Return `call(fn, *args)`, to run `fn` in the blocks of `tally` and `announcing` entered here.
 
-    On a GPU autograd runs the backward on its own thread, without the caller's context variables.
+    On a GPU autograd runs the backward on its own thread, without the caller's context.
     """
     context, thread = copy_context(), get_ident()
 
@@ -133,13 +126,12 @@ def kept() -> CallInBlocks:
 
 
 class StartedNode:
-    """A collective under way in a graph: its place, and the ticket for `wait`."""
+    """A collective under way in a graph."""
 
     def __init__(self, node: tuple[Tensor, Tensor], sent: Sequence[Tensor]):
         (self._place, self._ticket), self._sent = node, sent
 
     def wait(self) -> Sequence[Tensor]:
-        """Wait, and return [result]."""
         torch.ops.fshard.wait(self._place, self._ticket, self._sent)
         return [self._place]
 
@@ -148,7 +140,7 @@ class StartedNode:
 
 
 class NodeRanks:
-    """The ranks along one axis in a trace: each collective becomes nodes of the graph."""
+    """The ranks along one axis in a trace: each collective becomes nodes."""
 
     built_in = None
 
@@ -157,32 +149,28 @@ class NodeRanks:
         self._mesh = MESHES.of(mesh)
 
     def empty(self, numel: int, like: Tensor, lent: bool) -> Tensor:
-        """Allocate a flat tensor: if `lent` or large, in memory of the ranks, reused by every step."""
+        """Allocate a flat tensor: if `lent` or large, in memory that every step reuses."""
         if not lent and numel * like.itemsize < _ROOM_BYTES:
             return like.new_empty(numel)
         return torch.ops.fshard.room(like, numel, self._mesh, self.axis, lent)
 
     @property
     def whole(self) -> NodeRanks:
-        """These ranks: each collective is one node."""
         return self
 
     def _at(self, call: Call) -> tuple[str, str, str, int]:
         return self._mesh, self.axis, call.label, call.nbytes
 
     def all_gather(self, x: Tensor, out: Tensor | None, lent: bool, call: Call) -> StartedNode:
-        """(n, ...) on each rank -> (W n, ...) on all."""
         if out is None:
             return StartedNode(torch.ops.fshard.all_gather(x, *self._at(call), lent), [x])
         return StartedNode((out, torch.ops.fshard.all_gather_into(out, x, *self._at(call))), [x])
 
     def reduce_scatter(self, x: Tensor, out: Tensor | None, fast: bool, call: Call) -> StartedNode:
-        """(W n, ...) on each rank -> (n, ...), in the dtype of `out`, which may be wider."""
         place = x.new_empty(x.shape[0] // self.size, *x.shape[1:]) if out is None else out  # (n, ...)
         return StartedNode((place, torch.ops.fshard.reduce_scatter(place, x, *self._at(call), fast)), [x])
 
     def all_reduce(self, x: Tensor, out: Tensor | None, fast: bool, call: Call) -> Exchange:
-        """(...) on each rank -> (...) on all, in the dtype of `out`, which may be wider."""
         if self.size == 1:
             return Arrived([x if out is None else out.copy_(x)])
         place = torch.empty_like(x) if out is None else out
@@ -191,16 +179,15 @@ class NodeRanks:
         )
 
     def exchange(self, sends: Sequence[Tensor], recvs: Sequence[Tensor | None], call: Call) -> _Received:
-        """Send `sends[p]` to rank p, and receive from it."""
         local = sends[self.rank]
         numels = [local.numel() if recv is None else recv.numel() for recv in recvs]
-        numels[self.rank] = 0  # nothing is sent to this rank itself: `wait` returns its tensor
+        numels[self.rank] = 0  # `wait` returns this rank's own tensor
         node = torch.ops.fshard.exchange(sends, numels, *self._at(call), call.kind, str(call))
         return _Received(StartedNode(node, sends), numels, local, recvs, self.rank)
 
 
 class _Received:
-    """An exchange in a graph: all messages arrive in one tensor, and are copied to their places."""
+    """An exchange in a graph: all messages arrive in one tensor."""
 
     def __init__(
         self, started: StartedNode, numels: Sequence[int], local: Tensor, recvs: Sequence[Tensor | None], rank: int

@@ -1,12 +1,12 @@
 """Differentiable collectives over a mesh axis, closed under torch.func: grad, vjp, jvp, vmap, to any order.
 
-A collective is a linear map on the stack of all ranks' values, and its derivative is the true adjoint: differentiating
-on every rank gives the gradient of the *sum of all ranks' outputs*. For the gradient of one replicated number, divide
-by the number of ranks, or return `fshard.Mean` from the loss.
+A collective is a linear map on the stack of all ranks' values; its derivative is the adjoint. So differentiating on
+every rank gives the gradient of the *sum of all ranks' outputs*. For the gradient of one replicated number, divide by
+the number of ranks, or return `fshard.Mean` from the loss.
 
-In the terms of JAX's shard_map and of spmd_types, a value along an axis is *replicated* (equal on all ranks; each rank
-holds one summand of its gradient), *invariant* (equal on all ranks, and so is its gradient), *varying* (different on
-each rank) or *partial* (each rank holds one summand of the value):
+A value along an axis is *replicated* (equal on all ranks; each holds one summand of its gradient), *invariant* (equal,
+and so is its gradient), *varying* (different) or *partial* (each rank holds one summand of the value), in the terms of
+JAX's shard_map and of spmd_types:
 
 | collective | in -> out | transpose |
 |---|---|---|
@@ -19,11 +19,8 @@ each rank) or *partial* (each rank holds one summand of the value):
 | shift | varying -> varying | shift by -`by` |
 | broadcast | varying -> replicated | reduce to the source |
 
-`dim`, `split` and `join` count the dims of a leaf inside the user's function. The dim is moved first, the collective
-acts along dim 0, and the dim is moved back. So a tensor of shape (sequence, batch, features) is gathered along the
-sequence without a copy.
-
-`mesh=None` is one rank, whatever the axis: a loss with collectives is then the plain function, its own oracle.
+`dim`, `split` and `join` count dims of a leaf inside the user's function. The collective acts along dim 0, and the dim
+is moved there and back. `mesh=None` is one rank, so a loss with collectives is its own oracle.
 
 Sources: the table of transposes in JAX's shard_map design (jep/17111), and Griewank and Walther, Evaluating
 Derivatives, on adjoints of linear maps.
@@ -67,7 +64,7 @@ _TRANSPOSES = {
 
 @dataclass(frozen=True)
 class _Collective:
-    """A collective as a linear map, along one axis of a mesh."""
+    """A collective as a linear map."""
 
     kind: str
     mesh: AnyMesh
@@ -80,16 +77,15 @@ class _Collective:
     wrap: bool = True
 
     def run(self, x: Tensor) -> Tensor:
-        """Run the collective on one leaf. This rank waits for its peers here."""
         ranks = primitives.along(self.mesh, self.axis)
         if self.kind == "vary":
-            return x.view_as(x)  # not `x` itself, which autograd would not take for a result
-        x = x.resolve_conj().resolve_neg()  # memory is sent, and lazy views have other bits there
+            return x.view_as(x)  # autograd would not take `x` itself for a result
+        x = x.resolve_conj().resolve_neg()  # lazy views have other bits in memory
         if self.kind == "broadcast":
             return primitives.broadcast(x, ranks, self.src, self.label).wait()
         if self.kind == "reduce":
             reduced = primitives.all_reduce(x, ranks, self.label).wait()
-            # no `if`: the nodes of all ranks' graphs must be the same, but for constants
+            # no `if`: graphs of ranks differ in constants alone
             is_source = torch.full((), ranks.rank == self.src, dtype=torch.bool, device=reduced.device)
             return torch.where(is_source, reduced, torch.zeros_like(reduced))  # NaN stays on the source
         if self.kind == "shift":
@@ -102,7 +98,6 @@ class _Collective:
         return start(x, ranks, self.label).wait()
 
     def transpose(self) -> _Collective:
-        """Return the collective from gradients of the result to gradients of the input."""
         if self.op != "sum":
             raise NotImplementedError(
                 f"all_reduce(op={self.op!r}) has no derivative: it is not linear. Use it on values that need none "
@@ -113,28 +108,26 @@ class _Collective:
 
 
 def _shifted(x: Tensor, ranks: Ranks, shift: _Collective) -> Tensor:
-    """Send a contiguous tensor `by` ranks on; return the tensor from as far behind, or zeros if nobody sends."""
+    """Send a contiguous tensor `by` ranks on; without a sender the result is zeros."""
 
-    def rows(peer: int) -> list[int]:  # rows for each rank: one for the peer, if there is one
+    def rows(peer: int) -> list[int]:  # for each rank: one for the peer, if it exists
         is_there = shift.wrap or 0 <= peer < ranks.size
         return [int(is_there and rank == peer % ranks.size) for rank in range(ranks.size)]
 
-    # zeros on every rank: the nodes of all ranks' graphs must be the same
+    # zeros on every rank, so that graphs of ranks are alike
     place = x.new_empty(x.shape) if shift.wrap else x.new_zeros(x.shape)
     sizes, words = (rows(ranks.rank + shift.by), rows(ranks.rank - shift.by)), f", by={shift.by}, wrap={shift.wrap}"
     primitives.deal(x[None], sizes, ranks, shift.label, place[None], "shift", words).wait()
     return place
 
 
-class _Context(Protocol):
-    """Values kept by a collective's forward for its backward and its jvp."""
-
+class _Context(Protocol):  # of autograd
     collective: _Collective
     call: CallInBlocks
 
 
 class _Apply(torch.autograd.Function):
-    """One autograd rule for all collectives: the jvp of a linear map is the map, the vjp its transpose."""
+    """The autograd rule of all collectives: the jvp of a linear map is the map, the vjp its transpose."""
 
     @staticmethod
     def forward(x: Tensor, collective: _Collective) -> Tensor:
@@ -150,7 +143,7 @@ class _Apply(torch.autograd.Function):
 
     @staticmethod
     def jvp(ctx: _Context, tangent: Tensor, _: None) -> Tensor:
-        ctx.collective.transpose()  # raises for max and min, which are not linear
+        ctx.collective.transpose()  # raises for max and min
         return _Apply.apply(tangent, ctx.collective)
 
     @staticmethod
@@ -160,13 +153,12 @@ class _Apply(torch.autograd.Function):
 
 
 def _mapped(x: T, collective: _Collective, split: int = 0, join: int | None = None) -> T:
-    """Apply a collective along dim `split` to every leaf, and concatenate along dim `join` (None: the same).
+    """Apply a collective along dim `split` to every leaf; concatenate along `join` (None: `split`).
 
     All checks come first: a rank that raised later would leave others waiting.
     """
     kind, dims = collective.kind, (split, split if join is None else join)
-    # looked up once: the backward has the same ranks
-    collective = replace(collective, mesh=adapted(collective.mesh))
+    collective = replace(collective, mesh=adapted(collective.mesh))  # once: the backward has the same ranks
     ranks = None if collective.mesh is None else primitives.along(collective.mesh, collective.axis)
     rank, size = (0, 1) if ranks is None else (ranks.rank, ranks.size)
     for dim in dims:
@@ -185,13 +177,12 @@ def _mapped(x: T, collective: _Collective, split: int = 0, join: int | None = No
 
 
 def _along(x: Tensor, collective: _Collective, dims: tuple[int, int], size: int) -> Tensor:
-    """Apply a collective to one leaf along its dims; without a mesh one rank sends nothing."""
     if collective.mesh is None:
         is_lost = collective.kind == "shift" and collective.by != 0 and not collective.wrap
         lost = x.new_ones((), dtype=torch.bool)
         return torch.where(lost, torch.zeros_like(x), x) if is_lost else x  # not 0 * x: NaN is lost, too
     split, join = (dim % max(1, x.dim()) for dim in dims)
-    if split != join:  # whole parts (W, ...), not copied if `split` or `join` is 0
+    if split != join:  # whole parts (W, ...)
         parts = x.unflatten(split, (size, x.shape[split] // size)).movedim(split, 0)
         return _applied(parts, collective).movedim(0, join).flatten(join, join + 1)
     return _applied(x.movedim(split, 0), collective).movedim(0, split) if split else _applied(x, collective)
@@ -205,7 +196,7 @@ def _applied(x: Tensor, collective: _Collective) -> Tensor:
 
 
 def _check_leaf(name: str, x: object, collective: _Collective, dims: tuple[int, int], size: int) -> None:
-    """Raise, on all ranks before any sends, unless a collective can act on `x` along these dims."""
+    """Raise, before any rank sends, unless a collective can act on `x` along these dims."""
     if not isinstance(x, Tensor):
         raise TypeError(f"{name}: expected a tensor, got {type(x).__name__}")
     if x.layout is not torch.strided:
@@ -228,7 +219,6 @@ def _check_leaf(name: str, x: object, collective: _Collective, dims: tuple[int, 
 
 
 def _check_sizes(sizes: PartSizes, rank: int, size: int) -> None:
-    """Raise unless `sizes` are lengths for each rank, and this rank sends itself as much as it receives."""
     for lengths in sizes:
         for number in lengths:
             check_whole("all_to_all: sizes", number, least=0, what="the length of a part")
@@ -239,7 +229,7 @@ def _check_sizes(sizes: PartSizes, rank: int, size: int) -> None:
 
 
 def _check_parts(x: Tree, collective: _Collective) -> None:
-    """Raise TypeError for a `Sharded` in `x` that is cut along this axis, or would be resized."""
+    """Raise TypeError for a `Sharded` that is cut along this axis, or would be resized."""
     kind, axis = collective.kind, collective.axis
     for path, part in tree.paths_to(x, Branch):
         over = getattr(getattr(part, "view", None), "over", ())
@@ -255,9 +245,12 @@ def _check_parts(x: Tree, collective: _Collective) -> None:
 def all_gather(x: T, mesh: AnyMesh, axis: str, label: str = "", *, dim: int = 0) -> T:
     """Concatenate the tensors of all ranks along a dim: (n, ...) -> (W n, ...), varying -> replicated.
 
-    `x` is a tensor or a tree, with the same shapes on all ranks; a scalar counts as one row. The ranks are those along
-    `axis` of `mesh` (None: one rank, and `axis` is not read); `label` names the call in errors and in a `tally`; every
-    leaf has `dim` (ValueError), from the end if negative. Transpose: `reduce_scatter`.
+    - `x`: a tensor or a tree, of the same shapes on all ranks; a scalar counts as one row.
+    - `mesh`, `axis`: the ranks along `axis`; with mesh=None one rank.
+    - `label`: the name of the call in errors and in a `tally`.
+    - `dim`: a dim of every leaf (ValueError), from the end if negative.
+
+    Transpose: `reduce_scatter`.
 
     >>> from fshard.testing import simulate
     >>> simulate(lambda mesh: all_gather(torch.tensor([mesh.get_rank()]), mesh, "shard").tolist(), shard=2)
@@ -269,8 +262,7 @@ def all_gather(x: T, mesh: AnyMesh, axis: str, label: str = "", *, dim: int = 0)
 def reduce_scatter(x: T, mesh: AnyMesh, axis: str, label: str = "", *, dim: int = 0) -> T:
     """Sum over ranks, in rank order, and keep this rank's part: (W n, ...) -> (n, ...), partial -> varying.
 
-    `x` is a tensor or a tree; `dim` must divide by the number of ranks (ValueError); `mesh`, `axis`, `label` and `dim`
-    as for `all_gather`. Transpose: `all_gather`.
+    Arguments are those of `all_gather`; `dim` must divide by the number of ranks (ValueError). Transpose: `all_gather`.
 
     >>> from fshard.testing import simulate
     >>> simulate(lambda mesh: reduce_scatter(torch.tensor([1, 2]), mesh, "shard").tolist(), shard=2)
@@ -282,8 +274,8 @@ def reduce_scatter(x: T, mesh: AnyMesh, axis: str, label: str = "", *, dim: int 
 def all_reduce(x: T, mesh: AnyMesh, axis: str, op: Literal["sum", "max", "min"] = "sum", label: str = "") -> T:
     """All-reduce by sum, max or min, in rank order: (...) -> (...), partial -> replicated.
 
-    `x` is a tensor or a tree, `op` "sum", "max" or "min"; `mesh` (None: `x` itself), `axis` and `label` as for
-    `all_gather`. The sum is its own transpose. Max and min have no derivative (NotImplementedError).
+    `op` is "sum", "max" or "min"; other arguments are those of `all_gather`. The sum is its own transpose; max and min
+    have no derivative (NotImplementedError).
 
     >>> from fshard.testing import simulate
     >>> simulate(lambda mesh: all_reduce(torch.tensor(1.5), mesh, "shard").item(), shard=2)
@@ -310,11 +302,10 @@ def _refuse_in_loss(kind: str, advice: str) -> None:
 
 
 def vary(x: T, mesh: AnyMesh, axis: str, label: str = "") -> T:
-    """Mark that ranks use a replicated value differently: identity in the forward, sum over ranks in the backward.
+    """Mark a replicated value as used differently by ranks: identity in the forward, sum in the backward.
 
-    `x` is a tensor or a tree, invariant -> varying (JAX's pvary); `axis` and `label` as for `all_gather`. Transpose:
-    `total` (JAX's psum). RuntimeError inside the loss of a step, of `value_and_grad`, `evaluate` or `hvp`: its
-    parameters vary as they are.
+    invariant -> varying (JAX's pvary); arguments are those of `all_gather`. Transpose: `total` (JAX's psum).
+    RuntimeError inside the loss of a step, of `value_and_grad`, `evaluate` or `hvp`: its parameters vary as they are.
 
     >>> from fshard.testing import simulate
     >>> def grad_of_sum(mesh):
@@ -330,8 +321,8 @@ def vary(x: T, mesh: AnyMesh, axis: str, label: str = "") -> T:
 def total(x: T, mesh: AnyMesh, axis: str, label: str = "") -> T:
     """Sum over ranks to one value, which exists once: (...) -> (...), varying -> invariant (JAX's psum).
 
-    `x` is a tensor or a tree. Transpose: `vary`. `all_reduce` has a result on each rank, and sums their gradients; this
-    result is one value, and so is its gradient. RuntimeError in a loss, as for `vary`.
+    Transpose: `vary`. `all_reduce` has a result on each rank, and sums their gradients; `total` has one, with one
+    gradient. RuntimeError in a loss, as for `vary`.
 
     >>> from fshard.testing import simulate
     >>> simulate(lambda mesh: total(torch.tensor(1.5), mesh, "shard").item(), shard=2)
@@ -344,15 +335,14 @@ def total(x: T, mesh: AnyMesh, axis: str, label: str = "") -> T:
 def all_to_all(
     x: T, mesh: AnyMesh, axis: str, label: str = "", *, split: int = 0, join: int = 0, sizes: PartSizes | None = None
 ) -> T:
-    """Cut dim `split`, send part p to rank p, and concatenate received parts along dim `join`: varying -> varying.
+    """Cut dim `split`, send part p to rank p, and concatenate received parts along `join`: varying -> varying.
 
-    `x` is a tensor or a tree; `mesh`, `axis` and `label` as for `all_gather`. The parts are equal: dim `split` must
-    divide by the number of ranks (ValueError), (s, h) -> (W s, h / W) for split=1, join=0. Transpose and inverse: the
-    `all_to_all` with `split` and `join` swapped.
+    Arguments are those of `all_gather`. Parts are equal: dim `split` must divide by the number of ranks (ValueError),
+    (s, h) -> (W s, h / W) for split=1, join=0. Transpose and inverse: `split` and `join` swapped.
 
-    `sizes` = (sent, received) are the lengths of unequal parts, W each, zeros allowed: sent to each rank, and received
-    from each. `split` and `join` are then one dim (ValueError). Ranks that do not agree get a MismatchError, over
-    gloo's sockets only in checked calls (`fshard.check`). Transpose: sent and received swapped.
+    `sizes` = (sent, received) are the lengths of unequal parts, W each, zeros allowed. `split` and `join` are then one
+    dim (ValueError). If ranks disagree, they get a MismatchError, over gloo's sockets only in checked calls
+    (`fshard.check`). Transpose: sent and received swapped.
 
     >>> from fshard.testing import simulate
     >>> simulate(lambda mesh: all_to_all(torch.arange(2) + 10 * mesh.get_rank(), mesh, "shard").tolist(), shard=2)
@@ -374,9 +364,8 @@ def all_to_all(
 def shift(x: T, mesh: AnyMesh, axis: str, by: int = 1, *, wrap: bool = True, label: str = "") -> T:
     """Send the tensor of rank r to rank r + `by`: (...) -> (...), varying -> varying (JAX's ppermute by a constant).
 
-    `x` is a tensor or a tree, with the same shapes on all ranks; `by` is any whole number; `mesh`, `axis` and `label`
-    as for `all_gather`. The ranks are a ring, or with wrap=False a line, where a rank without a sender gets zeros.
-    Transpose: the `shift` by -`by`.
+    `by` is any whole number; other arguments are those of `all_gather`. The ranks are a ring, or with wrap=False a
+    line, whose end without a sender gets zeros. Transpose: the `shift` by -`by`.
 
     >>> from fshard.testing import simulate
     >>> simulate(lambda mesh: shift(torch.tensor(mesh.get_rank() + 1), mesh, "shard").item(), shard=3)
@@ -392,8 +381,8 @@ def shift(x: T, mesh: AnyMesh, axis: str, by: int = 1, *, wrap: bool = True, lab
 def broadcast(x: T, mesh: AnyMesh, axis: str, src: int = 0, label: str = "") -> T:
     """Copy the tensor of rank `src` to all ranks of the axis: (...) -> (...), varying -> replicated.
 
-    `x` is a tensor or a tree, with the same shapes on all ranks; `src` is a number along the axis; `axis` and `label`
-    as for `all_gather`. Transpose: the sum over ranks on `src`, zeros on the other ranks.
+    `src` is a number along the axis; other arguments are those of `all_gather`. Transpose: the sum over ranks on `src`,
+    zeros on others.
 
     >>> from fshard.testing import simulate
     >>> simulate(lambda mesh: broadcast(torch.tensor(mesh.get_rank()), mesh, "shard", src=1).item(), shard=2)

@@ -33,14 +33,13 @@ _UNEQUAL = (
 def check_same(mesh: AnyMesh, describe: str, what: str, remedy: str = _SAME_TREE) -> None:
     """Raise `MismatchError` on every rank if `describe` differs between ranks; quote the first different lines.
 
-    Ranks compare digests, and send texts only if digests differ.
+    Ranks send texts only if digests differ.
     """
     digests = of_all(_sha(describe), mesh)
     other_rank = next((rank for rank, text in enumerate(digests) if text != digests[0]), None)
     if other_rank is None:
         return
-    # all ranks come here, or none: every rank knows all digests
-    texts = of_all(describe, mesh)
+    texts = of_all(describe, mesh)  # every rank knows all digests, so all ranks come here, or none
     sentence = f"rank 0 has {{}}; rank {other_rank} has {{}}"
     raise MismatchError(
         f"{what} differs between ranks: {first_difference(texts[0], texts[other_rank], sentence)}. {remedy}."
@@ -48,10 +47,7 @@ def check_same(mesh: AnyMesh, describe: str, what: str, remedy: str = _SAME_TREE
 
 
 def differing_keys(texts: Mapping[str, str], mesh: AnyMesh) -> set[str]:
-    """Return on every rank the keys whose texts differ between ranks; all ranks have the same keys.
-
-    Ranks compare one digest of all texts, and send digests of each only if it differs.
-    """
+    """Return on every rank the keys whose texts differ between ranks; all ranks have the same keys."""
     digests = {key: _sha(text) for key, text in texts.items()}
     if len({*of_all(_sha(json.dumps(digests)), mesh)}) == 1:
         return set()
@@ -60,7 +56,7 @@ def differing_keys(texts: Mapping[str, str], mesh: AnyMesh) -> set[str]:
 
 
 def of_first(text: str, mesh: AnyMesh) -> str:
-    """Return rank 0's text, on every rank.
+    """Return rank 0's text.
 
     >>> of_first("a", None)
     'a'
@@ -80,8 +76,7 @@ def together(
 ) -> T:
     """Return `make()`, which must not communicate. If it raises on any rank, every rank raises.
 
-    Ranks without an error raise `kind` with the first error's text, or for an OSError one of the same number. Every
-    rank must call this function.
+    Ranks without an error raise `kind` with the first error's text, or an OSError with the same number.
 
     >>> together(None, lambda: 1)
     1
@@ -113,36 +108,36 @@ def _described(failure: Exception) -> str:
 def first_unlike(rows: Sequence[Tensor], mesh: AnyMesh, axes: Axes, label: str = "replicas") -> int | None:
     """Return the index of the first tensor with different bits along `axes`, or None; equal on all ranks.
 
-    Bits are compared as sums of integers: one small all-reduce along each axis, and one host read.
+    The ranks send sums of bits in one small all-reduce along each axis.
     """
     if not rows or not axes:
         return None
     local = digests(rows, mesh)
     # ~x = -x - 1 turns the order around, so one maximum gives the largest and the smallest sum
     most, least = primitives.total(torch.stack([local, ~local]), mesh, axes, op="max", label=label).unbind()
-    # over all axes, so that ranks whose own replicas agree hear of the others
+    # over all axes: ranks whose own replicas agree hear of the others
     unlike = primitives.total((most != ~least).long(), mesh, op="max", label=label)
     return next((number for number, differs in enumerate(unlike.tolist()) if differs), None)
 
 
 def digests(rows: Sequence[Tensor], mesh: AnyMesh) -> Tensor:
-    """Sum the bits of contiguous tensors (n,): int64, (number of tensors,), on the mesh's device."""
+    """Sum the bits of contiguous tensors (n,): int64, (number of tensors,)."""
     # changing one bit changes a sum; summing integers narrower than words casts each: 18 times slower
     sums = (whole.sum() + rest.sum(dtype=torch.int64) for whole, rest in map(words, rows))
     return torch.stack([x.to(mesh_device(mesh)) for x in sums])
 
 
 def without_place(sums: Tensor, local: Tensor, mesh: AnyMesh) -> Tensor:
-    """Check by its sum that all ranks gave the same last number; return the other sums: (n,) -> (n - 1,).
+    """Check that all ranks gave the same last number; return the other sums: (n,) -> (n - 1,).
 
-    RuntimeError if it differs; the host does not wait for a device, which stops with this text.
+    Else RuntimeError; a device stops with this text, without a wait of the host.
     """
-    torch._assert_async(sums[-1] == local[-1] * num_ranks(mesh), _UNEQUAL)  # private: torch has no public name for it
+    torch._assert_async(sums[-1] == local[-1] * num_ranks(mesh), _UNEQUAL)  # private: no public name
     return sums[:-1]
 
 
 def any_rank(flags: T, mesh: AnyMesh) -> T:
-    """Return a tree of flags (0-d, 1 or 0), each 1 if 1 on any rank: one small all-reduce along each axis.
+    """Return a tree of flags (0-d, 1 or 0), each 1 if 1 on any rank.
 
     >>> any_rank({"a": torch.tensor(1.0)}, None)
     {'a': tensor(1.)}
@@ -178,7 +173,7 @@ def of_all(text: str, mesh: AnyMesh) -> list[str]:
 
 def rows_of_bytes(data: bytes, ranks: Ranks) -> list[bytes]:
     """Return the bytes of all ranks along an axis, in rank order; lengths may differ."""
-    # each row begins with its length, and is padded to the longest: a gather needs equal lengths
+    # a row begins with its length, and is padded to the longest
     data = len(data).to_bytes(8, "little") + data
     length = all_reduce(torch.tensor([len(data)], device=ranks.device), ranks, "bytes", op="max").wait()
     x = torch.frombuffer(bytearray(data.ljust(int(length), b"\0")), dtype=torch.uint8).to(ranks.device)
@@ -188,7 +183,7 @@ def rows_of_bytes(data: bytes, ranks: Ranks) -> list[bytes]:
 
 
 def first_difference(a: str, b: str, sentence: str) -> str:
-    """Fill the two `{}` of `sentence` with the first different lines of two texts."""
+    """Fill the two `{}` of `sentence` with the first different lines."""
     end = "nothing more"
     pairs = zip_longest(a.splitlines(), b.splitlines(), fillvalue=end)
     x, y = next(((x, y) for x, y in pairs if x != y), (end, end))

@@ -1,14 +1,14 @@
 """Meshes: named axes of ranks, this rank's coordinates, and objects made once for a mesh.
 
 A user's mesh is a torch `DeviceMesh`, simulated ranks (`fshard.testing`), an `AbstractMesh` without processes, or None
-for one device. `adapted` converts a DeviceMesh to a `ProcessMesh`, so inside this package every mesh is a `Grid`.
+for one device. `adapted` makes a `ProcessMesh` of a DeviceMesh, so every mesh in this package is a `Grid`.
 
 Note [One handle for each mesh]
-    All plans on a mesh share objects made once: process groups, connections between processes of one host (the twin),
-    connections for comparing calls, streams, and the mesh's name in graphs. `MESHES` finds the `ProcessMesh` of a
-    DeviceMesh by identity, because equal meshes may have different process groups. A `ProcessMesh` refers to process
-    groups, not to the DeviceMesh, and the objects it keeps do not refer to it. So there is no cycle, and connections
-    close as soon as the DeviceMesh and the last plan on it are deleted.
+    All plans on a mesh share objects made once: process groups, connections of one host (the twin) and of checked
+    calls, streams, and the mesh's name in graphs. `MESHES` finds the `ProcessMesh` of a DeviceMesh by identity, because
+    equal meshes may have different process groups. A `ProcessMesh` refers to process groups, not to the DeviceMesh, and
+    its objects do not refer to it. Without a cycle, connections close as soon as the DeviceMesh and the last plan on it
+    are deleted.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ T = TypeVar("T")
 
 
 def digits(number: int, sizes: Sequence[int]) -> list[int]:
-    """Return the coordinates of a rank on axes of these sizes; the first axis varies slowest.
+    """Return the coordinates of a rank; the first axis varies slowest. Dual: `number_of`.
 
     >>> digits(5, [2, 3])
     [1, 2]
@@ -48,7 +48,7 @@ def digits(number: int, sizes: Sequence[int]) -> list[int]:
 
 
 def number_of(coordinates: Sequence[int], sizes: Sequence[int]) -> int:
-    """Return the number of a rank from its coordinates. Dual: `digits`.
+    """Return the number of a rank from its coordinates.
 
     >>> number_of([1, 2], [2, 3])
     5
@@ -60,7 +60,7 @@ def number_of(coordinates: Sequence[int], sizes: Sequence[int]) -> int:
 
 
 class Mesh(Protocol):
-    """A mesh as one of its ranks sees it. `adapted` converts a DeviceMesh to one; None stands for one device."""
+    """A mesh as one of its ranks sees it."""
 
     mesh_dim_names: tuple[str, ...]
     shape: tuple[int, ...]
@@ -70,7 +70,7 @@ class Mesh(Protocol):
 
     @property
     def likeness(self) -> tuple[object, ...]:
-        """A key, equal for a mesh and its connected twin (`HostMesh`)."""
+        """A key, equal for a mesh and its connected twin."""
 
     def size(self, axis: str | None = None) -> int:
         """Number of ranks along an axis (None: of the mesh)."""
@@ -79,25 +79,22 @@ class Mesh(Protocol):
         """Number of this rank in the mesh."""
 
     def get_local_rank(self, axis: str | None = None) -> int:
-        """Number of this rank along an axis (None: the only axis)."""
+        """Number of this rank along an axis."""
 
     def ranks(self, axis: str) -> Ranks:
         """The ranks along one axis, for collectives."""
 
     def once(self, make: Callable[[Self], T]) -> T:
-        """Return `make(self)`, made once. The result must not refer to this mesh."""
+        """Return `make(self)`, made once."""
 
 
 AnyMesh = DeviceMesh | Mesh | None  # what users give: None is one device
 
 
 class Grid:
-    """A mesh as one of its ranks sees it: names and sizes of the axes (the first varies slowest), and this rank.
+    """A mesh as one of its ranks sees it: `rank` is its number in the mesh, `place` its coordinates."""
 
-    `rank` is this rank's number in the mesh, `place` its number along each axis.
-    """
-
-    abstract = False  # True without processes to communicate with
+    abstract = False
     members: tuple[int, ...] = ()  # global ranks of its processes
 
     def __init__(self, axes: Mapping[str, int], rank: int, place: Sequence[int], device: torch.device):
@@ -111,7 +108,6 @@ class Grid:
 
     @property
     def likeness(self) -> tuple[object, ...]:
-        """A key, equal for a mesh and its connected twin: kind of device, axes, processes."""
         return self.device_type, self.mesh_dim_names, self.shape, self.members
 
     def size(self, axis: str | int | None = None) -> int:
@@ -138,12 +134,11 @@ class Grid:
         return self.mesh_dim_names.index(axis) if isinstance(axis, str) else axis
 
     def ranks(self, axis: str) -> Ranks:
-        """The ranks along one axis, for collectives."""
+        """The ranks along one axis."""
         raise NotImplementedError
 
     def once(self, make: Callable[[Self], T]) -> T:
         """Return `make(self)`, made once. The result must not refer to this mesh."""
-        # kept while the mesh lives: a result with a reference to it would make a cycle
         if make not in self._kept:
             self._kept[make] = make(self)
         return self._kept[make]
@@ -183,13 +178,11 @@ class AbstractMesh(Grid):
         super().__init__(axes, rank, digits(rank, [*axes.values()]), of_rank)
 
     def ranks(self, axis: str) -> Ranks:
-        """Return ranks that cannot communicate: their collectives raise RuntimeError."""
+        """Return ranks whose collectives raise RuntimeError."""
         return _AbstractRanks(axis, self.get_local_rank(axis), self.size(axis), self.device)
 
 
 class _AbstractRanks:
-    """The ranks of an `AbstractMesh`: numbers and a device, no communication."""
-
     built_in = None
     whole = None
 
@@ -206,7 +199,7 @@ class _AbstractRanks:
 
 
 class ProcessMesh(Grid):
-    """The mesh of a DeviceMesh (Note [One handle for each mesh]); collectives use its process groups."""
+    """The mesh of a DeviceMesh (Note [One handle for each mesh])."""
 
     def __init__(self, mesh: DeviceMesh):
         names, device = mesh.mesh_dim_names or (), numbered(mesh.device_type)
@@ -219,13 +212,12 @@ class ProcessMesh(Grid):
         self.owners: dict[str, Owner] = {axis: MESHES.owner(mesh.get_group(axis)) for axis in names}
 
     def is_of(self, mesh: DeviceMesh) -> bool:
-        """True if `mesh` still has these process groups; a new `init_process_group` gives it others."""
         return all(
             group() is mesh.get_group(axis) for group, axis in zip(self._groups, self.mesh_dim_names, strict=True)
         )
 
     def ranks(self, axis: str) -> Ranks:
-        """Return the ranks of the axis's process group. RuntimeError in a second thread (Note [One thread])."""
+        """Return the ranks of the axis. RuntimeError in a second thread (Note [One thread])."""
         self.owners[axis].check(axis)
         return self._ranks[axis]
 
@@ -233,7 +225,7 @@ class ProcessMesh(Grid):
 class Meshes:
     """Live meshes: the `ProcessMesh` of each DeviceMesh, and each mesh by its name in graphs.
 
-    Meshes are compared by identity: two worlds, or two ranks of one world, may have equal meshes.
+    Compared by identity: two worlds, or two ranks of one world, may have equal meshes.
     """
 
     def __init__(self) -> None:
@@ -245,7 +237,6 @@ class Meshes:
         self._numbers = count()  # never reused: a graph of a deleted mesh finds no other mesh
 
     def handle(self, mesh: DeviceMesh) -> ProcessMesh:
-        """Return the `ProcessMesh` of a DeviceMesh; a new one if its process groups are new."""
         handle = self._handles.get(mesh)
         if handle is None or not handle.is_of(mesh):
             self._handles[mesh] = handle = ProcessMesh(mesh)
@@ -264,14 +255,14 @@ class Meshes:
             owner.inherit()
 
     def device_mesh(self, grid: Mesh) -> DeviceMesh | None:
-        """Return a DeviceMesh with the axes and process groups of a mesh of processes, or None."""
+        """Return a DeviceMesh with the axes and process groups of a mesh, or None."""
         if not isinstance(grid, ProcessMesh):
             return None
         alike = [mesh for mesh, handle in self._handles.items() if handle.likeness == grid.likeness]
         return next((mesh for mesh in alike if grid.is_of(mesh)), None)
 
     def of(self, mesh: DeviceMesh | Mesh) -> str:
-        """Return the name of a mesh in graphs; a new mesh gets a new name."""
+        """Return the name of a mesh in graphs."""
         grid = present(mesh)
         if grid not in self._names:
             self._names[grid] = name = f"mesh{next(self._numbers)}"
@@ -279,7 +270,6 @@ class Meshes:
         return self._names[grid]
 
     def find(self, name: str) -> Mesh:
-        """Return the mesh with this name. RuntimeError if it was deleted."""
         mesh = self._meshes.get(name)
         if mesh is None:
             raise RuntimeError(f"a compiled function was called after its mesh {name!r} was deleted: keep the plan")
@@ -293,7 +283,6 @@ Axes = tuple[str, ...]
 
 
 def is_mesh(x: object) -> bool:
-    """True if `x` is a DeviceMesh or has the attributes of a `Mesh`."""
     if isinstance(x, DeviceMesh | Grid):
         return True
     try:  # an object's `__getattr__` may answer every name, or raise anything
@@ -304,18 +293,18 @@ def is_mesh(x: object) -> bool:
 
 
 def adapted(mesh: AnyMesh) -> Mesh | None:
-    """Convert a DeviceMesh to its `ProcessMesh`; return other meshes and None as they are.
+    """Return a mesh as the package uses it: a DeviceMesh as `ProcessMesh`, other meshes and None as they are.
 
-    Once a plan has connected the ranks of a DeviceMesh, on all ranks at the same call, return the connected twin: a
-    loss's collectives then go where the plan's go. TypeError if `mesh` is no mesh; ValueError for a DeviceMesh without
-    axis names, or without this rank.
+    Once a plan has connected the ranks of a DeviceMesh, return the connected twin, so that a loss's collectives go
+    where the plan's go. TypeError if `mesh` is no mesh; ValueError for a DeviceMesh without axis names, or without this
+    rank.
     """
     grid = unconnected(mesh)
     return grid if grid is mesh else getattr(grid, "twin", None) or grid
 
 
 def unconnected(mesh: AnyMesh) -> Mesh | None:
-    """Return `adapted(mesh)`, but for a DeviceMesh always the mesh over its process groups."""
+    """Return `adapted(mesh)` without a twin: the mesh over process groups."""
     if not isinstance(mesh, DeviceMesh):
         if mesh is None or is_mesh(mesh):
             return mesh
@@ -334,7 +323,6 @@ def unconnected(mesh: AnyMesh) -> Mesh | None:
 
 
 def present(mesh: AnyMesh) -> Mesh:
-    """Return `adapted(mesh)`; ValueError if the mesh is None."""
     grid = adapted(mesh)
     if grid is None:
         raise ValueError("expected a mesh, got None (one device)")
@@ -342,7 +330,7 @@ def present(mesh: AnyMesh) -> Mesh:
 
 
 def axis_sizes(mesh: AnyMesh) -> dict[str, int]:
-    """Return the sizes of a mesh's axes by name, outermost first; {} for one device."""
+    """Return the sizes of a mesh's axes by name, outermost first; {} for None."""
     grid = adapted(mesh)
     return {} if grid is None else {name: grid.size(name) for name in grid.mesh_dim_names}
 
@@ -356,7 +344,7 @@ def coordinate(mesh: AnyMesh, axes: Sequence[str]) -> int:
 
 
 def rank_in(mesh: AnyMesh) -> int:
-    """Return the number of this rank in a mesh; 0 for None. `get_rank` of a DeviceMesh gives the process's.
+    """Return the number of this rank in a mesh; 0 for None.
 
     >>> rank_in(AbstractMesh(shard=4, rank=3))
     3
@@ -365,10 +353,10 @@ def rank_in(mesh: AnyMesh) -> int:
 
 
 def rank_and_size(mesh: AnyMesh = None, axis: str | Sequence[str] | None = None) -> tuple[int, int]:
-    """Return the number of this rank, and the number of ranks; (0, 1) for one device.
+    """Return the number of this rank, and the number of ranks, of `mesh` or along `axis`; (0, 1) for one device.
 
-    The ranks are those of `mesh` (None: one device), or, with `axis`, a name or several, those along these axes, the
-    first slowest. ValueError for an axis that the mesh lacks; TypeError for a set, which has no order.
+    `axis` is a name, or several, the first slowest. ValueError for an axis that the mesh lacks; TypeError for a set,
+    which has no order.
 
     >>> rank_and_size(None), rank_and_size(AbstractMesh(replicate=2, shard=4, rank=5))
     ((0, 1), (5, 8))
@@ -385,7 +373,7 @@ def rank_and_size(mesh: AnyMesh = None, axis: str | Sequence[str] | None = None)
 
 
 def process_rank() -> str:
-    """Return the number of this process in torch.distributed's world, and its size; "" without a world."""
+    """Return "rank of size" of this process in torch.distributed's world; "" without a world."""
     return f"{dist.get_rank()} of {dist.get_world_size()}" if dist.is_available() and dist.is_initialized() else ""
 
 
@@ -398,7 +386,7 @@ def mesh_device(mesh: AnyMesh) -> torch.device:
 
 
 def numbered(name: str) -> torch.device:
-    """Return a device by name: "cuda" gets the index of the current device, "cpu" none.
+    """Return a device by name: "cuda" gets the index of the current device.
 
     >>> numbered("cpu"), numbered("cuda:1")
     (device(type='cpu'), device(type='cuda', index=1))
@@ -412,7 +400,7 @@ def numbered(name: str) -> torch.device:
 
 
 def num_ranks(mesh: AnyMesh, axes: Sequence[str] | None = None) -> int:
-    """Return the number of ranks along some axes together (None: all axes)."""
+    """Return the number of ranks along some axes together (None: all)."""
     sizes = axis_sizes(mesh)
     return math.prod([sizes[axis] for axis in (sizes if axes is None else axes)])
 
@@ -423,4 +411,4 @@ class OnMesh(ABC):
     @property
     @abstractmethod
     def home(self) -> Any:  # a Plan or a Layout: classes of folders that import this one
-        """The plan or layout of the node, which has the mesh, or None."""
+        """The node's plan or layout, or None."""

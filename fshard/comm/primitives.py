@@ -1,16 +1,15 @@
 """Asynchronous collectives over the ranks of one mesh axis, without derivatives.
 
-All are built from one operation of the ranks, `exchange`: send a tensor to every peer, receive one from every peer. On
-GPUs, and between more than a few CPU processes, torch's own collectives replace `exchange` if the result has the same
-bits: one call, whatever the number of ranks.
+All are built from `exchange`: send a tensor to every peer, receive one from every peer. On GPUs, and between more than
+a few CPU processes, one call of torch's own collectives replaces `exchange` if the bits are the same.
 
 Note [Sums in rank order]
     Reductions add the contributions of ranks 0, 1, 2 and so on, element by element. More than `GROUP` ranks are added
     in groups of `GROUP` consecutive ranks: in rank order within a group, then the groups' sums in the same way. The
-    result depends neither on timing nor on buckets of tensors, and a simulated world has the same bits. `fold` defines
-    the order. `fold_rows` has the same order for contributions in one buffer, where one kernel adds one rank of every
-    group: `GROUP` - 1 kernels for each factor `GROUP` of the number of ranks. If a group is a host, its sum can be
-    taken there, before hosts exchange theirs, with the same bits.
+    result depends neither on timing nor on buckets, and a simulated world has the same bits. `fold` defines the order.
+    `fold_rows` has the same order in one buffer: each kernel adds one rank of every group, so there are `GROUP` - 1
+    kernels for each factor `GROUP` of the number of ranks. If a group is a host, its sum can be taken there, with the
+    same bits.
 """
 
 from __future__ import annotations
@@ -42,7 +41,7 @@ _ORDERED = frozenset({*_INTEGER_DTYPES, torch.float16, torch.bfloat16, torch.flo
 def along(mesh: AnyMesh, axis: str) -> Ranks:
     """Return the ranks along one axis of a mesh. ValueError if the mesh has no such axis.
 
-    In a trace, the ranks add nodes to the graph instead of sending data.
+    In a trace, the ranks add nodes to the graph.
     """
     grid = adapted(mesh)
     if grid is None or axis not in grid.mesh_dim_names:
@@ -55,7 +54,7 @@ def along(mesh: AnyMesh, axis: str) -> Ranks:
 def _counted(
     kind: str, x: Tensor, ranks: Ranks, label: str, nbytes: int, shape: Sequence[int] | None = None, **more: str
 ) -> Call:
-    """Make the `Call` of a collective, and count it; a graph counts its collectives when it runs."""
+    """Make the `Call` of a collective, and count it; a graph counts when it runs."""
     call = Call(kind, ranks.axis, label, nbytes, x.dtype, x.shape if shape is None else shape, **more)
     if not isinstance(ranks, NodeRanks):
         note(call)
@@ -63,25 +62,25 @@ def _counted(
 
 
 def _built_in(collective: Callable[..., dist.Work], ranks: Ranks, call: Call, *args: Tensor) -> Works:
-    """Start a collective of the backend; tensors without elements have no address, and are not sent."""
+    """Start a collective of the backend."""
     if isinstance(ranks, Announced):
         ranks.announce(str(call))
-    if not args[0].numel():
+    if not args[0].numel():  # no address
         return Works([], [], call)
-    # on a device `wait` must not block the host, as it would with a timeout (`GroupRanks.exchange`)
+    # with a timeout, `wait` would block the host on a device (`GroupRanks.exchange`)
     timeout = message_timeout(ranks) if ranks.device.type == "cpu" else None
     return Works([collective(*args, group=ranks.built_in, async_op=True)], [], call, timeout)
 
 
 def _dealt(x: Tensor, ranks: Ranks, call: Call) -> tuple[Works, Tensor]:
-    """Start the backend's all-to-all of dim 0; return it and its output: (W n, ...) -> (W n, ...)."""
+    """Start the backend's all-to-all of dim 0; return it and its output."""
     place = ranks.empty(x.numel(), x, lent=False).view(x.shape)  # (W n, ...)
     # as bytes, because backends lack dtypes
     return _built_in(dist.all_to_all_single, ranks, call, as_bytes(place), as_bytes(x)), place
 
 
 def sum_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype for sums of `dtype`: float32 for narrower floating dtypes, else `dtype`."""
+    """Return the dtype for sums: float32 for narrower floating dtypes, else `dtype`."""
     return torch.float32 if dtype.is_floating_point and dtype.itemsize < 4 else dtype
 
 
@@ -98,7 +97,6 @@ def fold(parts: Sequence[Tensor], op: str, out: Tensor) -> Tensor:
 
 
 def _fold(parts: Sequence[Tensor], op: str, total: Tensor) -> Tensor:
-    """Reduce tensors into `total`, already of the dtype of sums."""
     if 1 < len(parts) <= GROUP and parts[0].dtype == total.dtype:
         _COMBINE[op](parts[0], parts[1], out=total)
         return _combine(parts[2:], op, total)
@@ -115,13 +113,13 @@ def _fold(parts: Sequence[Tensor], op: str, total: Tensor) -> Tensor:
 
 def _combine(parts: Sequence[Tensor], op: str, total: Tensor) -> Tensor:
     for part in parts:
-        # converts narrow dtypes while adding, without a copy; torch does not promote float8
+        # narrow dtypes are converted while adding; torch does not promote float8
         _COMBINE[op](total, part if part.dtype.itemsize > 1 else part.to(total.dtype), out=total)
     return total
 
 
 def fold_rows(rows: Tensor, op: str, out: Tensor, group: int = GROUP) -> Tensor:
-    """Run `fold` on rows (W, ...) of one buffer, overwritten, by O(log W) kernels; in a tree if `group` is 2."""
+    """Run `fold` on rows (W, ...) of one buffer, overwritten; in a tree if `group` is 2."""
     while len(rows) > group:
         full = len(rows) // group  # full groups of `group` rows; the last rows may be fewer
         total = rows[::group].to(
@@ -137,8 +135,8 @@ def fold_rows(rows: Tensor, op: str, out: Tensor, group: int = GROUP) -> Tensor:
 def all_gather(x: Tensor, ranks: Ranks, label: str = "", out: Tensor | None = None, *, lent: bool = False) -> Pending:
     """Concatenate the tensors of all ranks along dim 0: (n, ...) on each rank -> (W n, ...) on all.
 
-    Each of the `ranks` sends `x` W - 1 times. `label` names the call in errors; `out`, if given, gets the result.
-    `lent` promises that nobody writes to the result, so peers may read this rank's part from its memory.
+    Each rank sends `x` W - 1 times. `label` names the call in errors; `out`, if given, gets the result. `lent` promises
+    that nobody writes to the result, so peers may read this rank's part from its memory.
 
     >>> import fshard
     >>> start = lambda mesh: fshard.reduction.start_all_gather(torch.ones(1), mesh.ranks("shard"))
@@ -154,12 +152,11 @@ def all_gather(x: Tensor, ranks: Ranks, label: str = "", out: Tensor | None = No
 
 
 def _start_gather(x: Tensor, ranks: Ranks, out: Tensor | None, call: Call, lent: bool = False) -> Pending:
-    """All-gather (n, ...) -> (W n, ...): by the backend if it has a fast one, else by messages."""
     if out is None:
         out = ranks.empty(ranks.size * x.numel(), x, lent).view(ranks.size * x.shape[0], *x.shape[1:])
     full = out
     if ranks.built_in is not None and ranks.device.type == "cpu":
-        # gloo's all-gather takes W - 1 rounds one after another, and a copy and W views of the result
+        # gloo's all-gather takes W - 1 rounds one after another
         work = _built_in(dist.all_to_all_single, ranks, call, as_bytes(full), as_bytes(x).repeat(ranks.size))
         return Pending(work, lambda _: full)
     if ranks.built_in is not None:
@@ -179,8 +176,8 @@ def reduce_scatter(
     """Sum over ranks and keep this rank's part of dim 0: (W n, ...) on each rank -> (n, ...).
 
     Each rank sends W - 1 parts. The sum is in rank order, or with `fast` in the backend's. `label` names the call in
-    errors; `out`, if given, gets the sum, and may have a wider dtype. ValueError if dim 0 of `x` does not divide by the
-    number of ranks.
+    errors; `out`, if given, gets the sum, perhaps in a wider dtype. ValueError if dim 0 does not divide by the number
+    of ranks.
 
     >>> import fshard
     >>> start = lambda mesh: fshard.reduction.start_reduce_scatter(torch.tensor([1, 2]), mesh.ranks("shard"))
@@ -197,7 +194,6 @@ def reduce_scatter(
 
 
 def _start_scatter(x: Tensor, ranks: Ranks, out: Tensor | None, call: Call, fast: bool) -> Pending:
-    """Reduce-scatter (W n, ...) -> (n, ...): by the backend if `fast`, else in the order of `fold`."""
     check_divides(x.shape, ranks.size, ranks.axis)
     shape = (x.shape[0] // ranks.size, *x.shape[1:])  # (n, ...)
     result = x.new_empty(shape) if out is None else out
@@ -205,7 +201,7 @@ def _start_scatter(x: Tensor, ranks: Ranks, out: Tensor | None, call: Call, fast
         exchange = ranks.exchange(_rank_parts(x, ranks), [None] * ranks.size, call)
         return Pending(exchange, lambda received: fold(received, call.op, result))
     if fast:
-        # a backend sums in the dtype it receives, which may be narrower than that of `out`
+        # a backend sums in the dtype of `x`
         summed = result if result.dtype == x.dtype else x.new_empty(shape)
         work = _built_in(reduce_scatter_single, ranks, call, as_real(summed), as_real(x))
         return Pending(work, lambda _: result if summed is result else result.copy_(summed))
@@ -218,7 +214,7 @@ def scatter(
 ) -> Pending:
     """Send `sends[p]` to rank p; the result is `finish(received)`, of all ranks' tensors in rank order.
 
-    All tensors have the same number of elements. `ranks` are those of an axis; `label` names the call in errors.
+    All tensors have the same number of elements; `label` names the call in errors.
 
     >>> import fshard
     >>> start = lambda mesh: fshard.reduction.start_scatter([torch.ones(1), torch.zeros(1)], mesh.ranks("shard"), sum)
@@ -232,7 +228,7 @@ def scatter(
 
 
 def check_divides(shape: Sequence[int], size: int, axis: str, dim: int = 0, leaf: str = "") -> None:
-    """Raise ValueError, beginning with `leaf`, if a dim does not divide over the ranks of an axis."""
+    """Raise ValueError, led by `leaf`, if a dim does not divide over the ranks of an axis."""
     if not shape or shape[dim] % size:
         raise ValueError(
             f"{leaf}dim {dim} of a tensor of shape {tuple(shape)} does not divide over the {size} ranks of axis "
@@ -243,7 +239,7 @@ def check_divides(shape: Sequence[int], size: int, axis: str, dim: int = 0, leaf
 def _rank_parts(x: Tensor, ranks: Ranks) -> Sequence[Tensor]:
     """Return views of the ranks' parts: (W n, ...) -> W of (n, ...)."""
     check_divides(x.shape, ranks.size, ranks.axis)
-    # torch's chunk gives one part of an empty tensor, not W
+    # `chunk` gives one part of an empty tensor
     return x.chunk(ranks.size) if x.numel() else [x[: x.shape[0] // ranks.size]] * ranks.size
 
 
@@ -260,11 +256,14 @@ def all_reduce(
     """All-reduce by sum, max or min: (...) on each rank -> (...) on all.
 
     Each rank sends 2 (W - 1) / W of a large tensor (a reduce-scatter, then an all-gather), and W - 1 copies of a small
-    one. `out` may have a wider dtype; the summed parts are then gathered in it. If `out` is `x` itself, the result
-    replaces it part by part: a rank's own part is summed aside, (numel / W,), because the sum reads it, and another
-    rank's part arrives once that rank has read it. With `fast` the backend may choose the order of the sum. `label`
-    names the call in errors; `more` is text that ranks compare in checked calls. ValueError for an unknown `op`,
-    TypeError for a dtype without this reduction.
+    one.
+
+    - `label`: the name of the call in errors; `more`: text that ranks compare in checked calls.
+    - `out`: the tensor for the result. If its dtype is wider, summed parts are gathered in it. If it is `x` itself, it
+      is
+      replaced part by part, and this rank's part is summed aside, (numel / W,).
+    - `op`: "sum", "max" or "min" (ValueError for others; TypeError for a dtype without this reduction).
+    - `fast`: the backend may choose the order of the sum.
 
     >>> import fshard
     >>> start = lambda mesh: fshard.reduction.start_all_reduce(torch.ones(1), mesh.ranks("shard"), op="max")
@@ -287,17 +286,16 @@ def all_reduce(
 
 
 def is_direct(x: Tensor, size: int, op: str) -> bool:
-    """True if an all-reduce over `size` ranks sends the whole tensor to each, without scatter and gather."""
-    # between two ranks a whole tensor is as many bytes as the two halves of a scatter and a gather
+    """True if an all-reduce sends the whole tensor to each rank, in one stage."""
+    # between two ranks both ways send as many bytes
     if size <= 2 or x.nbytes * max(size, FEW) <= _SMALL * FEW:
         return True
-    # between many ranks, one that does not divide is padded: copies of it could fill the memory
+    # copies from many ranks could fill the memory
     return size <= FEW and (op != "sum" or x.numel() % size != 0)
 
 
 def _is_place_of(out: Tensor | None, x: Tensor) -> bool:
-    """True if `out` is `x`, or in a compiled graph another tensor object of its memory."""
-    # a tensor without memory (meta, or without elements) has the address 0
+    """True if `out` is `x`, or, in a compiled graph, another tensor object of its memory."""
     return out is x or (out is not None and not is_tracing() and out.data_ptr() == x.data_ptr() != 0)
 
 
@@ -306,7 +304,6 @@ def _summed_by_backend(x: Tensor, ranks: Ranks, result: Tensor, call: Call) -> P
 
 
 def _all_to_everyone(x: Tensor, ranks: Ranks, result: Tensor, call: Call) -> Pending:
-    """All-reduce in one stage: send the whole tensor to every rank, and reduce all of them."""
     if ranks.built_in is None:
         exchange = ranks.exchange([x] * ranks.size, [None] * ranks.size, call)
         return Pending(exchange, lambda received: fold(received, call.op, result))
@@ -315,7 +312,6 @@ def _all_to_everyone(x: Tensor, ranks: Ranks, result: Tensor, call: Call) -> Pen
 
 
 def _in_two_stages(x: Tensor, ranks: Ranks, result: Tensor, call: Call) -> Pending:
-    """All-reduce in two stages: reduce-scatter, one part for each rank, then all-gather."""
     flat, into, gap = x.view(-1), result.view(-1), -x.numel() % ranks.size
     if gap:
         flat, into = torch.cat([flat, flat.new_zeros(gap)]), into.new_empty(into.numel() + gap)
@@ -328,7 +324,6 @@ def _in_two_stages(x: Tensor, ranks: Ranks, result: Tensor, call: Call) -> Pendi
 
 
 def check_combines(kind: str, op: str, dtype: torch.dtype, leaf: str = "") -> None:
-    """Raise ValueError for an unknown `op`, TypeError if torch cannot reduce tensors of `dtype` by it."""
     if op not in _COMBINE:
         raise ValueError(f"{kind} knows op={', '.join(map(repr, _COMBINE))}, not {op!r}")
     sums = op == "sum" and (dtype.is_complex or dtype.is_floating_point)  # float8 in float32
@@ -339,8 +334,7 @@ def check_combines(kind: str, op: str, dtype: torch.dtype, leaf: str = "") -> No
 def all_to_all(x: Tensor, ranks: Ranks, label: str = "", kind: str = "all_to_all") -> Pending:
     """Send part p of dim 0 to rank p, which stores it at this rank's index: (W n, ...) -> (W n, ...).
 
-    `kind` is its name in the tally, `label` its name in errors. ValueError if dim 0 of `x` does not divide by the
-    number of ranks.
+    `kind` is its name in the tally, `label` in errors. ValueError if dim 0 does not divide by the number of ranks.
 
     >>> import fshard
     >>> start = lambda mesh: fshard.reduction.start_all_to_all(torch.arange(2) + mesh.get_rank(), mesh.ranks("shard"))
@@ -372,15 +366,15 @@ def deal(
 ) -> Pending:
     """Send the next `sizes[0][p]` rows of dim 0 to rank p, receive `sizes[1][p]` from it: (n, ...) -> (m, ...).
 
-    Received rows are written to the first rows of `out`, if given. Numbers of rows differ between ranks, so ranks
-    compare the shape of one row, `kind` and `more`.
+    Received rows are written to the first rows of `out`, if given. Ranks compare the shape of one row, `kind` and
+    `more`.
     """
     x, (sent, received) = x.contiguous(), sizes
     nbytes = (sum(sent) - sent[ranks.rank]) * (x.nbytes // max(1, len(x)))
     call = _counted(kind, x, ranks, label, nbytes, x.shape[1:], more=more)
     with named(kind, label):
         out = x.new_empty(sum(received), *x.shape[1:]) if out is None else out
-        # every rank splits off a last part, neither sent nor received: all graphs have the same nodes
+        # a last part that is not sent: all graphs have the same nodes
         parts, recvs = (
             whole.split([*lengths, len(whole) - sum(lengths)])[:-1] for whole, lengths in ((x, sent), (out, received))
         )
@@ -392,17 +386,16 @@ def deal(
 def swap(sends: Sequence[Sequence[Tensor]], recvs: Sequence[Held], ranks: Ranks, label: str = "") -> list[list[Tensor]]:
     """Send the flat tensors `sends[p]`, of any sizes and dtypes, to rank p; return the tensors from each rank.
 
-    `recvs[p]` lists dtypes and sizes of the tensors from rank p. All tensors for a peer are packed into one message.
-    This rank's own entries must be empty.
+    `recvs[p]` lists their dtypes and sizes. All for a peer are one message. This rank's own entries must be empty.
     """
     nothing = torch.empty(0, dtype=torch.uint8, device=ranks.device)
     data = [nothing] * ranks.size
     for peer, xs in enumerate(sends):
         if xs:
             size = packed_size([(x.dtype, x.numel()) for x in xs])
-            # lent, because nobody writes to it again: shared memory then sends it without a copy
+            # lent: nobody writes to it again
             data[peer] = pack([x.to(ranks.device) for x in xs], ranks.empty(size, nothing, lent=True))  # (bytes,)
-    # sizes differ between ranks, so they are not in the compared text
+    # without sizes, which differ between ranks
     text = f"all_to_all(bytes, axis={ranks.axis!r}) for {label!r}"
     call = _counted("all_to_all", nothing, ranks, label, sum(x.numel() for x in data), text=text)
     places = [ranks.empty(packed_size(row), nothing, lent=False) for row in recvs]
@@ -414,8 +407,7 @@ def swap(sends: Sequence[Sequence[Tensor]], recvs: Sequence[Held], ranks: Ranks,
 def broadcast(x: Tensor, ranks: Ranks, src: int = 0, label: str = "") -> Pending:
     """Send rank `src`'s tensor to all ranks: `src` sends W - 1 copies; other ranks' values are ignored.
 
-    `x` has the same shape on all ranks; `label` names the call in errors. ValueError if `src` is not a rank of the
-    axis.
+    `x` has the same shape on all ranks; `label` names the call in errors. ValueError if `src` is no rank of the axis.
 
     >>> import fshard
     >>> start = lambda mesh: fshard.reduction.start_broadcast(torch.tensor(mesh.get_rank()), mesh.ranks("shard"), src=1)
@@ -438,9 +430,9 @@ def broadcast(x: Tensor, ranks: Ranks, src: int = 0, label: str = "") -> Pending
 
 
 def from_rank(x: Tensor, mesh: AnyMesh, src: int, label: str = "") -> Tensor:
-    """Return the tensor of rank `src` of the mesh; other ranks give one of the same shape, dtype and device."""
+    """Return the tensor of rank `src` of the mesh; other ranks give one of the same shape and dtype."""
     sizes = axis_sizes(mesh)
-    # a rank without `x` yet sends its own, and receives `x` in a later broadcast, along another axis
+    # a rank without `x` yet receives it in a later broadcast, along another axis
     for axis in reversed(sizes):
         src, coordinate = divmod(src, sizes[axis])
         x = broadcast(x, along(mesh, axis), coordinate, label).wait()
@@ -455,14 +447,14 @@ def buffer(mesh: AnyMesh, axes: Sequence[str], numel: int, like: Tensor, *, lent
 def total(
     x: Tensor, mesh: AnyMesh, axes: Axes | None = None, op: str = "sum", label: str = "", more: str = ""
 ) -> Tensor:
-    """Reduce a small tensor by sum, max or min over some axes (None: all), and wait for the result."""
+    """Reduce a small tensor by sum, max or min over some axes (None: all)."""
     return start_total(x, mesh, axes, op, label, more).wait()
 
 
 def start_total(
     x: Tensor, mesh: AnyMesh, axes: Axes | None = None, op: str = "sum", label: str = "", more: str = ""
 ) -> Pending:
-    """Start `total`: along the last axis of several ranks it is under way, along earlier axes it has ended."""
+    """Start `total`: along the last axis of several ranks it is under way, along earlier ones done."""
     sizes = axis_sizes(mesh)
     names = tuple(sizes) if axes is None else axes
     needed = [axis for axis in names if sizes[axis] > 1] or names[:1]

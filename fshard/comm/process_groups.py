@@ -1,11 +1,10 @@
 """Ranks of torch's process groups: their messages and timeouts, and the host where ranks met.
 
 Note [One thread]
-    Messages between two ranks have no names: the first one sent is the first one received. If two threads of a rank
-    communicated over one process group, each would receive the other's messages. So a process group, and the
-    connections made for it, belong to the first thread that communicates over it, until this thread ends. Any other
-    thread raises at once, and so does a forked process, which has its parent's connections. Threads not started by
-    Python are autograd's: they run the backward while the calling thread waits.
+    Messages between two ranks have no names: the first one sent is the first one received. Two threads of a rank would
+    receive each other's messages. So a process group, and connections made for it, belong to the first thread that
+    communicates over it, until this thread ends. Any other thread raises at once, and so does a forked process. Threads
+    not started by Python are autograd's: they run the backward while the calling thread waits.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ from torch.distributed.constants import default_pg_nccl_timeout, default_pg_time
 from ..core.tracing import memo
 from .ranks import Call, MismatchError
 
-# Dtypes of every backend: NCCL lacks int16, unsigned integers of more than 8 bits and, on some devices, float8.
+# Dtypes of every backend: NCCL lacks int16, wide unsigned integers and, on some devices, float8.
 _SENT = frozenset(
     {
         *(torch.bool, torch.uint8, torch.int8, torch.int32, torch.int64),
@@ -46,11 +45,10 @@ class Owner:
         self._lock, self._inherited = threading.Lock(), inherited  # True if this process's parent made the group
 
     def inherit(self) -> None:
-        """Mark the group as made by the parent of this forked process."""
         self._thread, self._inherited = None, True
 
     def check(self, axis: str) -> None:
-        """Raise RuntimeError unless the calling thread may communicate along `axis`."""
+        """Raise RuntimeError unless the calling thread may communicate."""
         if threading.current_thread() is not self._thread:
             self._admit(axis)
 
@@ -61,7 +59,7 @@ class Owner:
                 "lose messages. Start processes that communicate with 'spawn', and make their own meshes in them."
             )
         thread = threading.current_thread()
-        # private: `threading` has no public name for threads that it did not start
+        # private: no public name for threads that `threading` did not start
         if isinstance(thread, threading._DummyThread):
             return
         with self._lock:
@@ -78,8 +76,8 @@ class Owner:
 FEW = 8  # most CPU processes between which messages are faster than gloo's collectives
 
 
-def first_of(module: object, *names: str) -> Callable[..., Any]:  # any function of the module
-    """Return the first of the attributes `names` that `module` has; StopIteration if it has none.
+def first_of(module: object, *names: str) -> Callable[..., Any]:  # any function
+    """Return the first of the attributes `names` that `module` has.
 
     >>> import math
     >>> first_of(math, "square_root", "sqrt")(4.0)
@@ -94,12 +92,12 @@ reduce_scatter_single = first_of(dist, "reduce_scatter_single", "reduce_scatter_
 
 
 def as_real(x: Tensor) -> Tensor:
-    """Return `x`, or a real view (..., 2) of complex `x`: backends cannot sum complex tensors."""
+    """Return `x`, or a real view (..., 2) of complex `x`, for sums of backends."""
     return torch.view_as_real(x) if x.is_complex() else x
 
 
 def as_sent(x: Tensor, dtypes: Collection[torch.dtype] = _SENT) -> Tensor:
-    """Return a view of a contiguous tensor for backends: as it is if they have its dtype, else as flat bytes.
+    """Return a view of a contiguous tensor for backends; as flat bytes if they lack its dtype.
 
     >>> as_sent(torch.ones(2, dtype=torch.int16))
     tensor([1, 0, 1, 0], dtype=torch.uint8)
@@ -110,7 +108,7 @@ def as_sent(x: Tensor, dtypes: Collection[torch.dtype] = _SENT) -> Tensor:
 
 @dataclass
 class Works:
-    """An exchange of torch.distributed: `Work` handles and their outputs."""
+    """An exchange of torch.distributed."""
 
     works: Sequence[dist.Work]
     parts: Sequence[Tensor]
@@ -119,7 +117,7 @@ class Works:
     peers: Sequence[str] = ()  # the name of each work's peer in errors
 
     def wait(self) -> Sequence[Tensor]:
-        """Wait for every `Work`, and return the outputs. MismatchError if a peer is gone or does not answer."""
+        """Wait, and return the outputs. MismatchError if a peer is gone or does not answer."""
         with _answering(self.call, peers := [*self.peers], works := [*self.works]):
             while works:
                 works[0].wait() if self.timeout is None else works[0].wait(self.timeout)
@@ -134,8 +132,7 @@ class Works:
 def _answering(call: Call | str, peers: Sequence[str], works: Sequence[dist.Work] = ()) -> Iterator[None]:
     """Turn torch's RuntimeError into a MismatchError with the collective and the first of `peers`.
 
-    It also names the peers of other unfinished `works`: the first may wait for one of them. A device's error stays as
-    it is: any call that waits for the device raises it, and no peer has gone.
+    It also names the peers of other unfinished `works`. A device's error stays as it is: no peer has gone.
     """
     try:
         yield
@@ -150,7 +147,7 @@ def _answering(call: Call | str, peers: Sequence[str], works: Sequence[dist.Work
 
 
 def _is_late(work: dist.Work) -> bool:
-    """True if a message has not come, or not gone. A connection with a failed message is of no more use."""
+    """True if a message has not come, or not gone."""
     with suppress(RuntimeError):
         work.wait(timedelta(milliseconds=1))
         return False
@@ -158,7 +155,7 @@ def _is_late(work: dist.Work) -> bool:
 
 
 def outputs_of(sends: Sequence[Tensor], recvs: Sequence[Tensor | None], rank: int) -> list[Tensor]:
-    """Return outputs in rank order: `recvs[p]` if given, else part of a new buffer or this rank's own tensor."""
+    """Return outputs in rank order: `recvs[p]` if given, this rank's own tensor, or part of a new buffer."""
     local, missing = sends[rank], sum(recv is None for peer, recv in enumerate(recvs) if peer != rank)
     new_rows = iter(local.new_empty(missing, *local.shape)) if missing else iter(())  # (peers without a place, ...)
     new = (local if peer == rank else next(new_rows) if recv is None else recv for peer, recv in enumerate(recvs))
@@ -166,10 +163,10 @@ def outputs_of(sends: Sequence[Tensor], recvs: Sequence[Tensor | None], rank: in
 
 
 class GroupRanks:
-    """The ranks of a torch process group, as a `Ranks`: messages go through the group's backend.
+    """The ranks of a torch process group, as a `Ranks`.
 
     Between at most `few` CPU processes, collectives are messages between pairs: each costs the host 5 us, and gloo's
-    own collectives are slower. Over more ranks, and on other devices, they are the backend's own, one call each.
+    own collectives are slower. Else they are the backend's own.
     """
 
     whole = None
@@ -185,29 +182,21 @@ class GroupRanks:
 
     @property
     def may_be_replaced(self) -> bool:
-        """True if the backend is one of torch's own for CPUs, so that other ways to send may replace it.
-
-        A backend registered by somebody was chosen on purpose.
-        """
+        """True if the backend is one of torch's own for CPUs; others were registered on purpose."""
         backends = dict(pair.split(":") for pair in dist.get_backend_config(self._group).split(","))
         return backends.get(self.device.type) in (dist.Backend.GLOO, dist.Backend.MPI, dist.Backend.UCC)
 
     @memo
     def timeout(self) -> timedelta:
-        """Longest wait for a message."""
         return timeout_of(self._group, self.device)
 
     def empty(self, numel: int, like: Tensor, lent: bool) -> Tensor:
-        """Allocate a (numel,) tensor; if `lent`, by the group's backend if it can."""
         maker = self._maker if lent and numel and like.device == self.device else None
         return like.new_empty(numel) if maker is None else maker(numel, dtype=like.dtype, device=self.device)
 
     @memo
     def _maker(self) -> Callable[..., Tensor] | None:
-        """The backend's allocator of registered memory, or None; NCCL's collectives then occupy fewer units of the GPU.
-
-        Its memory is freed and reused like any tensor's.
-        """
+        """The backend's allocator of registered memory, or None; NCCL then occupies fewer units of the GPU."""
         if self.built_in is None:
             return None
         backend = _backend(self._group, self.device)
@@ -222,24 +211,24 @@ class GroupRanks:
     def _spare(self) -> Tensor:
         """Two places (2, bytes): one element is sent and received if there is nothing to send.
 
-        A tensor without elements has no address, refused by NCCL under NCCL_CHECK_POINTERS=1.
+        A tensor without elements has no address, which NCCL refuses under NCCL_CHECK_POINTERS=1.
         """
         return torch.zeros(2, 16, dtype=torch.uint8, device=self.device)  # kept: messages may be under way
 
     def exchange(self, sends: Sequence[Tensor], recvs: Sequence[Tensor | None], call: Call) -> Works:
         """Send `sends[p]` to rank p: by messages on CPUs, by one all-to-all on other devices.
 
-        An all-to-all is one launch for all peers, and its memory may be reused as soon as the computation has waited.
-        NCCL would hold the memory of point-to-point messages until the device has finished them.
+        An all-to-all is one launch, and its memory may be reused as soon as the computation has waited; NCCL would hold
+        the memory of point-to-point messages until the device has finished them.
         """
         parts = outputs_of(sends, recvs, self.rank)
         with _answering(call, peers := [*self._peers]):
             works = [] if self.size == 1 else self._start(sends, parts, peers)
-        # with a timeout, NCCL's `wait` would block the host; NCCL's watchdog applies the timeout of the group
+        # with a timeout, NCCL's `wait` would block the host; its watchdog applies the group's
         return Works(works, parts, call, self.timeout if self._in_pairs else None, self._peers)
 
     def _start(self, sends: Sequence[Tensor], parts: Sequence[Tensor], peers: list[str]) -> list[dist.Work]:
-        """Start sending `sends[p]` to rank p and receiving into `parts[p]`; take started peers off `peers`."""
+        """Start the messages; take started peers off `peers`."""
         sends, parts = [as_sent(x) for x in sends], [as_sent(x) for x in parts]
         if not self._in_pairs:
             spare = self._spare.view(sends[0].dtype)
@@ -257,11 +246,9 @@ class GroupRanks:
 
 
 def timeout_of(group: dist.ProcessGroup | None, device: torch.device) -> timedelta:
-    """Return the timeout of a group; if it has torch's default, that of the default process group.
-
-    torch gives the groups of a mesh of several axes its default, whatever `init_process_group(timeout=)` was given.
-    """
+    """Return the timeout of a group; for torch's default, that of the default process group."""
     timeout = _timeout(group, device)
+    # a mesh of several axes has the default, whatever `init_process_group(timeout=)` was given
     unsaid = timeout in (default_pg_timeout, default_pg_nccl_timeout)
     return _timeout(dist.group.WORLD, device) if unsaid else timeout
 
@@ -274,15 +261,14 @@ def _timeout(group: dist.ProcessGroup | None, device: torch.device) -> timedelta
 
 
 def _backend(group: dist.ProcessGroup | None, device: torch.device) -> Any:  # torch's Backend lacks `options` in stubs
-    """Return the backend of a group for a device, or None."""
-    # private API, which torch's own FSDP2 uses as well (test_process_groups.py fails if torch removes it)
+    # private, used by FSDP2 as well (test_process_groups.py fails if torch removes it)
     with suppress(AttributeError, RuntimeError):  # none for the device
         return None if group is None else group._get_backend(device)
     return None
 
 
 def meeting_host() -> str:
-    """Return the host where all ranks met (the store's, or MASTER_ADDR); empty if there is none."""
+    """Return the host where all ranks met; "" if there is none."""
     store: object = dist.group.WORLD.get_group_store() if dist.group.WORLD is not None else None
     while hasattr(store, "underlying_store"):
         store = store.underlying_store

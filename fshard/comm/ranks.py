@@ -2,18 +2,16 @@
 
 Note [Lent memory]
     A collective copies what it sends, so the sender may write to it after its own wait. Lent memory is sent without a
-    copy. Peers read it when they wait, perhaps later than this rank's own wait, and no message tells that all have read
-    it. So lent memory is written once, before it is sent, and never again until it is freed. Only memory out of reach
-    of other code is lent:
-    - the buffers of gradients to be reduced, if the reduction is one of ours and no wire encodes them;
+    copy: peers read it when they wait, perhaps later, and no message tells when all have read. So lent memory is
+    written once, before it is sent, and never again until it is freed. Only memory out of reach of other code is lent:
+    - buffers of gradients to be reduced, if the reduction is one of ours and no wire encodes them;
     - messages packed by `swap`;
     - the part that a rank sums aside in an all-reduce in place;
-    - the buffers of units gathered for a loss, if no wire decodes them. A loss that writes to its parameters is an
-      error, and parameters in its result are copied.
-    Not lent are results for users (`gather_params`, `zero`), and the input of users' reductions, gathers and wires.
-    In a graph nothing is lent: a compiler may reuse memory after its last reader. A backend's own collectives have
-    read by the wait, so only the allocator differs.
-    A late world (`testing/late.py`) raises an error for a write to lent memory after sending.
+    - buffers of units gathered for a loss, if no wire decodes them: a loss that writes to its parameters is an error,
+      and parameters in its result are copied.
+    Not lent are results for users (`gather_params`, `zero`), inputs of users' reductions, gathers and wires, and
+    anything in a graph: a compiler may reuse memory after its last reader. A backend's own collectives have read by the
+    wait. A late world (`testing/late.py`) raises an error for a write to lent memory after sending.
 """
 
 from __future__ import annotations
@@ -33,10 +31,10 @@ from ..core.tracing import assigned
 
 @dataclass(frozen=True, init=False)
 class Call:
-    """One collective of one rank: its kind, axis and label, and the bytes sent by this rank.
+    """One collective of one rank, in errors named by `str`; all ranks must agree on all but the bytes.
 
-    `kind` is "all_gather", say, `label` the unit or the caller's word for it, `nbytes` the bytes sent. All ranks of a
-    collective must agree on all but the bytes; `str` is its name in errors.
+    `kind` is "all_gather", say, `axis` the axis, `label` the unit or the caller's word, `nbytes` the bytes sent by this
+    rank.
     """
 
     kind: str
@@ -67,7 +65,7 @@ class Call:
         )
 
     def of(self, x: Tensor) -> Call:
-        """Return this call with the dtype and shape of `x`, one of its tensors."""
+        """Return this call with the dtype and shape of `x`."""
         return replace(self, dtype=x.dtype, shape=x.shape)
 
     def agrees(self, other: Call) -> bool:
@@ -91,11 +89,11 @@ class Tally(list[Call]):
     """The collectives of a rank, in order."""
 
     def select(self, kind: str, label: str | None = None) -> list[Call]:
-        """Return the collectives of one kind, or of one kind and label."""
+        """Return the collectives of one kind, and of one label if given."""
         return [call for call in self if call.kind == kind and label in (None, call.label)]
 
     def nbytes(self, kind: str | None = None) -> int:
-        """Return the bytes sent by this rank, in all or in collectives of one kind."""
+        """Return the bytes sent, in all or in collectives of one kind."""
         return sum(call.nbytes for call in self if kind in (None, call.kind))
 
 
@@ -117,22 +115,17 @@ def tally() -> Iterator[Tally]:
 
 
 def is_tallying() -> bool:
-    """True inside a block of `tally`."""
     return _tally.get() is not None
 
 
 def note(call: Call) -> None:
-    """Add a collective to the tally, if one is recorded."""
     records = _tally.get()
     if records is not None:
         records.append(call)
 
 
 class Pending:
-    """The result of a collective under way, possibly in several stages.
-
-    `step` waits for the current stage's messages and starts the next stage; `wait` goes on to the result.
-    """
+    """The result of a collective under way, possibly in several stages."""
 
     def __init__(self, exchange: Exchange | None, finish: Callable[[Sequence[Tensor]], Tensor | Pending]):
         self._exchange, self._finish, self._error, self._taken = exchange, finish, "", False
@@ -141,8 +134,7 @@ class Pending:
     def keeping(self, *sent: Tensor) -> Pending:
         """Keep references to the sent tensors, except those in host memory; return self.
 
-        torch drops its own references to NCCL's inputs once any stream has waited, while another may still have to
-        wait.
+        torch drops its own to NCCL's inputs once any stream has waited; another may still have to.
         """
         self._sent = [x for x in sent if x.device.type != "cpu"]
         return self
@@ -164,7 +156,7 @@ class Pending:
         return result
 
     def advance(self) -> Pending:
-        """Wait for the current messages, if any, and start the next stage; return it."""
+        """Wait for the current messages, if any, and return the next stage, started."""
         result = self if self._exchange is None else self.step()
         return result if isinstance(result, Pending) else Pending(None, lambda _: result)
 
@@ -200,39 +192,38 @@ class Exchange(Protocol):
         """
 
     def done(self) -> None:
-        """Tell that the received tensors have been read, so that their memory may be reused."""
+        """Tell that the received tensors have been read."""
 
 
 class Arrived(NamedTuple):
-    """An exchange that has ended, or that sends nothing."""
+    """An exchange that has ended."""
 
     parts: Sequence[Tensor]
 
     def wait(self) -> Sequence[Tensor]:
-        """Return the received tensors."""
         return self.parts
 
     def done(self) -> None:
-        """Do nothing: no memory is shared with another rank."""
+        """Do nothing: no memory is shared."""
 
 
 class OwnCollectives(Protocol):
-    """Ranks with their own gathers and reductions; waiting for one gives [result]."""
+    """Ranks with their own gathers and reductions; waiting gives [result]."""
 
     def all_gather(self, x: Tensor, out: Tensor | None, lent: bool, call: Call) -> Exchange:
-        """(n, ...) on each rank -> (W n, ...) on all: the tensors end to end."""
+        """(n, ...) on each rank -> (W n, ...) on all."""
 
     def reduce_scatter(self, x: Tensor, out: Tensor | None, fast: bool, call: Call) -> Exchange:
         """(W n, ...) on each rank -> (n, ...): the sum of this rank's part."""
 
     def all_reduce(self, x: Tensor, out: Tensor | None, fast: bool, call: Call) -> Exchange:
-        """(...) on each rank -> (...) on all: the sum, maximum or minimum, by `call.op`."""
+        """(...) on each rank -> (...) on all, by `call.op`."""
 
 
 class Ranks(Protocol):
     """The ranks along one axis of a mesh, as one of them sees them.
 
-    `axis` is its name, `rank` this rank's number along it, `size` the number of ranks, `device` the device of tensors
+    `axis` is its name, `rank` this rank's number along it, `size` the number of ranks, `device` that of tensors
     received without a given place.
     """
 
@@ -243,7 +234,7 @@ class Ranks(Protocol):
 
     @property
     def built_in(self) -> object:
-        """The process group, if its own collectives are the fast ones; else None."""
+        """The process group, if its own collectives are fast; else None."""
 
     @property
     def whole(self) -> OwnCollectives | None:
@@ -257,7 +248,6 @@ class Ranks(Protocol):
 
 
 def message_timeout(ranks: Ranks) -> timedelta:
-    """Return the longest wait for a message between processes."""
     return ranks.timeout  # type: ignore[attr-defined]  # simulated and abstract ranks have none, and connect to nobody
 
 
@@ -270,7 +260,7 @@ SAME_ORDER = (
 
 
 def differing_sizes(call: Call | str, sender: str, nbytes: int, expected: int) -> str:
-    """Describe a message with another size than its receiver expects."""
+    """Describe a message of another size than its receiver expects."""
     return f"{call}: {sender} sends {nbytes} bytes where {expected} are expected: both must give the same sizes"
 
 

@@ -1,11 +1,11 @@
 """Sums of gradients across ranks and their order, gathers of parameters, and encodings of sent tensors.
 
 Note [The same bits on any number of ranks]
-    A sum of floating-point numbers depends on the order of its terms. A batch is cut into 2^s slices, and their
-    gradients are added in a balanced binary tree. With 2^r ranks, each rank adds the gradients of 2^(s - r) slices, a
-    subtree. The ranks' sums, added in a tree over ranks, complete the tree, so the bits are the same for every r. Ranks
-    are numbered over all axes, the last axis the fastest, so sums are taken along the last axis first. Partial sums are
-    sent in the dtype of the sum: r decides which of them are sent, so rounding them would show.
+    A floating-point sum depends on the order of its terms. A batch is cut into 2^s slices, and their gradients are
+    added in a balanced binary tree. With 2^r ranks, each rank adds the gradients of 2^(s - r) slices, a subtree, and a
+    tree over ranks completes the sum: the same bits for every r. Ranks are numbered over all axes, the last one the
+    fastest, so sums are taken along the last axis first. Partial sums are sent in the dtype of the sum: rounding them
+    would show, because r decides which of them are sent.
 """
 
 from __future__ import annotations
@@ -24,45 +24,43 @@ from .ranks import Pending, Ranks
 class Reduction(Protocol):
     """Sums of gradients along one axis.
 
-    `x` is a flat tensor, `ranks` are those of the axis, `label` names the call in errors. The result is written to
-    `out`, perhaps of a wider dtype than `x`; without `out` it is a new tensor.
+    `x` is a flat tensor, `ranks` are those of the axis, `label` names the call in errors. `out`, if given, gets the
+    result, perhaps in a wider dtype than `x`.
     """
 
     def reduce_scatter(self, x: Tensor, ranks: Ranks, label: str, out: Tensor | None) -> Pending:
         """(W n) on each rank -> (n): the sum of this rank's part."""
 
     def all_reduce(self, x: Tensor, ranks: Ranks, label: str, out: Tensor | None) -> Pending:
-        """(n) on each rank -> (n) on all: the sum over ranks."""
+        """(n) on each rank -> (n) on all: the sum."""
 
 
 Sizes = Sequence[int]
 
 
 class Wire(Protocol):
-    """An encoding of flat tensors. Make yours a frozen dataclass: ranks compare plans by the fields of their wires.
+    """An encoding of flat tensors. Make yours a frozen dataclass: ranks compare plans by its fields.
 
-    `sizes` has the number of elements of each leaf in the tensor, in order, its padding included.
+    `sizes` has the number of elements of each leaf in the tensor, in order, padding included.
     """
 
     def encode(self, x: Tensor, sizes: Sizes) -> Tensor:
-        """Encode `x` (n,), n the sum of `sizes`, as a flat tensor of a length set by n and the number of `sizes`."""
+        """Encode `x` (n,) as a flat tensor, of a length set by n and the number of `sizes`."""
 
     def decode(self, data: Tensor, sizes: Sizes) -> Tensor:
-        """Decode `data`, a result of `encode`: (n,), floating."""
+        """Decode a result of `encode`: (n,), floating."""
 
 
 class Gather(Protocol):
-    """Gathers of parameters along one axis. Make yours a frozen dataclass: ranks compare plans with it."""
+    """Gathers of parameters along one axis. Make yours a frozen dataclass: ranks compare plans by its fields."""
 
     def all_gather(self, x: Tensor, ranks: Ranks, label: str) -> Pending:
-        """(n) on each rank -> (W n) on all: the ranks' tensors end to end. The result is only read."""
+        """(n) on each rank -> (W n) on all, end to end. The result is only read."""
 
 
 @dataclass(frozen=True)
 class Sums:
-    """Sums in rank order, or with `fast` in the backend's order; None: in rank order on CPUs alone.
-
-    A GPU backend's order is FSDP's: the same bits in every run on the same ranks.
+    """Sums in rank order, or with `fast` in the backend's order, as FSDP's; None: in rank order on CPUs alone.
 
     >>> Sums().is_fast(torch.device("cpu")), Sums().is_fast(torch.device("cuda"))
     (False, True)
@@ -71,7 +69,7 @@ class Sums:
     fast: bool | None = None
 
     def is_fast(self, device: torch.device) -> bool:
-        """True if the backend chooses the order between ranks on such devices."""
+        """True if the backend chooses the order on such devices."""
         return device.type != "cpu" if self.fast is None else self.fast
 
     def reduce_scatter(self, x: Tensor, ranks: Ranks, label: str, out: Tensor | None) -> Pending:
@@ -79,12 +77,12 @@ class Sums:
         return primitives.reduce_scatter(x, ranks, label, out, fast=self.is_fast(ranks.device))
 
     def all_reduce(self, x: Tensor, ranks: Ranks, label: str, out: Tensor | None) -> Pending:
-        """(n) on each rank -> (n) on all: the sum over ranks."""
+        """(n) on each rank -> (n) on all: the sum."""
         return primitives.all_reduce(x, ranks, label, out, fast=self.is_fast(ranks.device))
 
 
 def tree_sum(parts: Sequence[Tensor], out: Tensor | None = None) -> Tensor:
-    """Sum tensors in a balanced binary tree: pairs, then pairs of pairs; narrow dtypes in float32."""
+    """Sum tensors in a balanced binary tree; narrow dtypes in float32."""
     parts = [part.to(primitives.sum_dtype(part.dtype)) for part in parts]
     while len(parts) > 1:  # the last of an odd number goes on alone
         parts = [*(a + b for a, b in zip(parts[::2], parts[1::2], strict=False)), *parts[len(parts) & ~1 :]]
@@ -96,7 +94,6 @@ class TreeSums:
     """Sums in a balanced binary tree over ranks (Note [The same bits on any number of ranks])."""
 
     def reduce_scatter(self, x: Tensor, ranks: Ranks, label: str, out: Tensor | None) -> Pending:
-        """Send each part to its rank, which adds the received parts in a tree."""
         if ranks.built_in is not None:  # one call, and log2 W kernels
             numel, dtype = x.numel() // ranks.size, primitives.sum_dtype(x.dtype)
             into = x.new_empty(numel, dtype=dtype) if out is None else out
@@ -106,7 +103,7 @@ class TreeSums:
         return primitives.scatter(x.chunk(ranks.size), ranks, lambda parts: tree_sum(parts, out), label)
 
     def all_reduce(self, x: Tensor, ranks: Ranks, label: str, out: Tensor | None) -> Pending:
-        """Reduce-scatter, then all-gather; a tensor indivisible by the ranks is gathered whole and summed."""
+        """Reduce-scatter, then all-gather; gather a tensor whole that the ranks do not divide."""
         if x.numel() % ranks.size or not x.dim():
             whole = primitives.all_gather(x.reshape(1, -1), ranks, label)  # (W, numel)
             return whole.then(lambda rows: tree_sum([row.view(x.shape) for row in rows], out))
@@ -119,7 +116,7 @@ DEFAULT, TREE = Sums(), TreeSums()
 
 
 def only_reads(by: Reduction) -> bool:
-    """True if a reduction surely does not write to its input: it is one of ours (Note [Lent memory])."""
+    """True if a reduction surely does not write to its input (Note [Lent memory])."""
     return type(by) in (Sums, TreeSums)  # a user's subclass may write
 
 
