@@ -1,6 +1,6 @@
 """Checks of arguments, words of errors, and lines of user code.
 
-Wrong types are TypeErrors, wrong values ValueErrors. Nothing here runs in a step.
+Wrong types are TypeErrors, wrong values ValueErrors.
 """
 
 from __future__ import annotations
@@ -45,7 +45,6 @@ def wrong(name: str, value: object, expected: str, remedy: str = "") -> str:
 
 
 def check_path(name: str, value: object, what: str = "the path of a folder") -> Path:
-    """Return a value as a path. TypeError for other types, ValueError for "" (the working directory)."""
     if not isinstance(value, str | os.PathLike):
         raise TypeError(wrong(name, value, what))
     if not os.fspath(value):
@@ -54,7 +53,6 @@ def check_path(name: str, value: object, what: str = "the path of a folder") -> 
 
 
 def check_flags(**flags: object) -> None:
-    """Raise TypeError for a value that is neither True nor False."""
     for name, value in flags.items():
         if not isinstance(value, bool):
             raise TypeError(wrong(name, value, "True or False"))
@@ -63,7 +61,6 @@ def check_flags(**flags: object) -> None:
 def check_whole(
     name: str, value: object, least: int = 1, below: float = torch.inf, what: str = "a whole number"
 ) -> None:
-    """Raise TypeError unless a value is an int (not a bool), ValueError unless it is in [least, below)."""
     bound = f"at least {least}" if below == torch.inf else f"from {least} to {below - 1}"
     if not isinstance(value, int) or isinstance(value, bool):
         raise TypeError(wrong(name, value, f"{what}, {bound}"))
@@ -77,7 +74,6 @@ def is_number(value: object) -> TypeGuard[float]:
 
 
 def check_positive(name: str, value: object, tensors: bool = True) -> None:
-    """Raise TypeError unless a value is a number or a 0-d tensor, ValueError unless a number is above 0."""
     expected = "a number above 0" + " (or a 0-d tensor of one)" * tensors
     if tensors and isinstance(value, Tensor) and not value.dim():
         return
@@ -88,19 +84,17 @@ def check_positive(name: str, value: object, tensors: bool = True) -> None:
 
 
 def check_word(name: str, value: object, words: Sequence[str]) -> None:
-    """Raise ValueError unless a value is one of these strings."""
     if not isinstance(value, str) or value not in words:
         raise ValueError(wrong(name, value, f"{', '.join(map(repr, words[:-1]))} or {words[-1]!r}"))
 
 
 def check_function(name: str, value: object, what: str, remedy: str = "") -> None:
-    """Raise TypeError for anything uncallable, a class, or a module (with `named_parameters`)."""
+    """Raise TypeError for anything uncallable, a class, or a module."""
     if hasattr(value, "named_parameters") or isinstance(value, type) or not callable(value):
         raise TypeError(wrong(name, value, f"{what}, a function", remedy))
 
 
 def check_has(name: str, value: object, methods: Sequence[str], what: str) -> None:
-    """Raise TypeError for a class, and for an object without one of `methods`."""
     if isinstance(value, type) or not all(hasattr(value, method) for method in methods):
         raise TypeError(wrong(name, value, f"{what} (with {', '.join(methods)})"))
 
@@ -119,7 +113,7 @@ RANGES: dict[str, tuple[float, float]] = {
 def check_hyperparams(optimizer: str, rate: object = 0.0, **numbers: object) -> None:
     """Raise unless hyper-parameters are numbers in range, or 0-d tensors, whose values are not read.
 
-    `rate` may be a schedule. A name without an entry in `RANGES` is a TypeError.
+    `rate` may be a schedule.
     """
     for name, value in {"lr": rate, **numbers}.items():
         if name not in RANGES:
@@ -141,7 +135,6 @@ def check_hyperparams(optimizer: str, rate: object = 0.0, **numbers: object) -> 
 
 
 def check_rate(value: object) -> None:
-    """Raise TypeError unless a schedule's value is a number or a 0-d tensor."""
     if not is_number(value) and not (isinstance(value, Tensor) and not value.dim()):
         raise TypeError(f"a schedule gave {shown(value)}: expected a number or a 0-d tensor")
 
@@ -165,14 +158,13 @@ def call_site(frame: FrameType | None = None) -> str:
 
 
 def line_of(file: str, number: int | None) -> str:
-    """Return "file:line"; in a notebook "Cell In[5]:line", as IPython does, because a cell has no useful file name."""
+    """Return "file:line"; in a notebook "Cell In[5]:line", as IPython does."""
     shell = sys.modules["IPython"].get_ipython() if "IPython" in sys.modules else None
     cell = shell and shell.compile.format_code_name(file)
     return f"{' '.join(cell) if cell else file}:{number}"
 
 
 def frame_of(failure: BaseException) -> traceback.FrameSummary:
-    """Return the innermost user frame of an exception, else the innermost frame."""
     frames = traceback.extract_tb(failure.__traceback__)
     users = [f for f in frames if not f.filename.startswith(NOT_THE_USER) and "site-packages" not in f.filename]
     return (users or list(frames))[-1]

@@ -28,7 +28,6 @@ class Form(NamedTuple):
 
     @property
     def numel(self) -> int:
-        """The number of elements."""
         return math.prod(self.shape)
 
 
@@ -40,7 +39,7 @@ class Wanted(NamedTuple):
 
 
 def listed(names: Sequence[str]) -> str:
-    """Return the first eight names as text for an error.
+    """Return the first eight names as text.
 
     >>> listed(["a", "b"])
     "'a', 'b'"
@@ -74,7 +73,7 @@ def differences(wanted: Iterable[Wanted], given: Mapping[str, object]) -> Iterat
 
 
 def name_differences(expected: Iterable[Sequence[str]], given: Collection[str], of: str = "the plan") -> Iterator[str]:
-    """Say which names are missing or unknown, and the remedy; `expected` has all names of each leaf of `of`.
+    """Say which names are missing or unknown, and the remedy; `expected` has all names of each leaf.
 
     >>> list(name_differences([["w"]], ["v"]))
     ["it lacks 1 names: 'w'", "it has 1 names that the plan has not: 'v'"]
@@ -105,7 +104,7 @@ def _remedy(missing: Sequence[str], unknown: Sequence[str]) -> str:
 
 
 def _call(missing: Sequence[str], unknown: Sequence[str]) -> str:
-    """Return an expression of `name` that turns most unknown names into missing ones; "" if there is none."""
+    """Return an expression of `name` that turns most unknown names into missing ones, or ""."""
     words = [word for word in WRAPPERS if any(word in name for name in unknown)]
     replaced = "name" + "".join(f".replace({word!r}, '')" for word in words)
     plain = [reduce(lambda rest, word: rest.replace(word, ""), words, name) for name in unknown]
@@ -144,12 +143,12 @@ def form_difference(name: str, expected: Form, given: object) -> str:
 
 
 def _kind(dtype: torch.dtype) -> torch.dtype | str:
-    """Return "floating", "complex" (dtypes are cast within each), or the dtype alone."""
+    # dtypes are cast within each kind
     return "floating" if dtype.is_floating_point else "complex" if dtype.is_complex else dtype
 
 
 def unreadable(name: str, value: object) -> str:
-    """Say why a tensor's values cannot be read; "" if they can, and for other values.
+    """Say why a tensor's values cannot be read; "" if they can.
 
     >>> unreadable("w", torch.zeros(2, device="meta"))
     "'w': expected a tensor with values, got one on meta"

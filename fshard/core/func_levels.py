@@ -15,7 +15,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-# Private, here and below: torch has no public way to ask for a running transform, or to leave it for a while
+# Private, here and below: torch has no public way to ask for a running transform, or to leave it
 # (test_func_losses.py fails if torch removes these).
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack, temporarily_restore_interpreter_stack
 from torch.autograd import forward_ad
@@ -38,7 +38,7 @@ def inside() -> bool:
 
 
 def differentiates(x: Tree) -> bool:
-    """True if a derivative may pass through a tree: torch.func runs, or a leaf has a gradient or a tangent.
+    """True if a derivative may pass: torch.func runs, or a leaf has a gradient or a tangent.
 
     >>> differentiates([torch.ones(1), 2.0]), differentiates([torch.ones(1, requires_grad=True)])
     (False, True)
@@ -48,7 +48,7 @@ def differentiates(x: Tree) -> bool:
 
 
 def needs_gradient(x: object) -> bool:
-    """True for a tensor that requires a gradient, at any level of torch.func.
+    """True for a tensor that requires a gradient, at any level.
 
     >>> torch.func.grad(lambda x: x * needs_gradient(2 * x))(torch.ones(()))
     tensor(1.)
@@ -59,21 +59,19 @@ def needs_gradient(x: object) -> bool:
 
 
 def depending(x: Tensor, on: Tree) -> Tensor:
-    """Return `x` to write results from `on` into: a copy with the levels of `on` if a derivative may pass.
-
-    The copy depends on every tensor of `on`; these derivatives are zero.
+    """Return a tensor to write results from `on` into: a copy with its levels if a derivative may pass.
 
     >>> torch.func.vmap(lambda y: depending(torch.zeros(2), [y]).copy_(y))(torch.ones(1, 2))
     tensor([[1., 1.]])
     """
     if differentiates(on):
         for leaf in tree.tensors(tree.leaves(on)):
-            x = x + leaf.reshape(-1)[:0].abs().sum().to(x.dtype)
+            x = x + leaf.reshape(-1)[:0].abs().sum().to(x.dtype)  # zero, of every tensor of `on`
     return x
 
 
 def refuse_derivative(x: T, what: str) -> T:
-    """Return `x`. TypeError if a derivative passes through it; `what` would lose the derivative."""
+    """Return `x`. TypeError if a derivative passes through it, which `what` would lose."""
     if differentiates(x):
         raise TypeError(
             f"{what}: a derivative by a hyper-parameter alone (requires_grad) is seen too late here, and not on all "
@@ -83,7 +81,7 @@ def refuse_derivative(x: T, what: str) -> T:
 
 
 def is_wrapped(x: Tensor) -> bool:
-    """True for a tensor of a running transform, meaningless outside.
+    """True for a tensor of a running transform.
 
     >>> torch.func.vmap(lambda x: x + is_wrapped(x))(torch.zeros(2)).tolist()
     [1.0, 1.0]
@@ -92,12 +90,12 @@ def is_wrapped(x: Tensor) -> bool:
 
 
 def is_dual(x: object) -> bool:
-    """True for a tensor with a tangent (torch.autograd.forward_ad). A graph's operators would not see it.
+    """True for a tensor with a tangent (torch.autograd.forward_ad).
 
     >>> is_dual(torch.zeros(2))
     False
     """
-    # private: unpacking each tensor without a level takes longer (test_jit_derivatives.py notices when it goes)
+    # private: unpacking takes longer (test_jit_derivatives.py notices when it goes)
     if forward_ad._current_level < 0 or not isinstance(x, Tensor) or x.layout is not torch.strided:
         return False  # torch has no sparse tangents
     return forward_ad.unpack_dual(x).tangent is not None
@@ -117,7 +115,7 @@ def unwrapped(x: Tensor) -> Tensor:
 
 
 def aside() -> AbstractContextManager[Sequence[object]]:
-    """Run the block outside all transforms; yields the levels it left, innermost first. Dual: `again`.
+    """Run the block outside all transforms; yields the levels it left. Dual: `again`.
 
     >>> def f(x):
     ...     with aside():
@@ -130,12 +128,12 @@ def aside() -> AbstractContextManager[Sequence[object]]:
 
 
 def again(levels: Sequence[object]) -> AbstractContextManager[None]:
-    """Run the block inside the `levels` that `aside` left. Dual: `aside`."""
+    """Run the block inside the `levels` that `aside` left."""
     return temporarily_restore_interpreter_stack(list(levels))
 
 
 def refuses_hooks(failure: RuntimeError) -> bool:
-    """True if torch.func refused saved-tensor hooks: the loss then runs again without.
+    """True if torch.func refused saved-tensor hooks.
 
     >>> refuses_hooks(RuntimeError("something else"))
     False

@@ -20,7 +20,7 @@ _NOT_FORWARDED |= {"__getnewargs__", "__reduce__", "__reduce_ex__", "__copy__"} 
 
 
 class Container:
-    """The names, structures and first leaves of a container's children."""
+    """A container's names, structures and first leaves of children."""
 
     def __init__(self, spec: Spec):
         self.names: list[Hashable] = names(spec)
@@ -33,17 +33,17 @@ class Container:
 
 
 class Branch:
-    """A container that creates its children on access. Its own names are `_name_`: users have others."""
+    """A container that creates its children on access. Its names are `_name_`: users have others."""
 
     __slots__ = ()
 
     @abstractmethod
     def _container_(self) -> Container:
-        """Return the children of the represented container."""
+        """Return the children."""
 
     @abstractmethod
     def _pick_(self, index: int) -> Tree:
-        """Create the child at a position."""
+        """Create a child."""
 
 
 class Readable(Branch):
@@ -61,7 +61,7 @@ class Readable(Branch):
         return self._pick_(numbers) if isinstance(numbers, int) else container.sliced(map(self._pick_, numbers))
 
     def __getattr__(self, name: str) -> Tree:
-        # private names must not reach `_container_`: it reads private attributes, and would recurse without end
+        # `_container_` reads private attributes: they would recurse without end
         container = None if name.startswith("_") else self._container_()
         if container is None or container.is_mapping or name not in container.positions:
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
@@ -85,19 +85,15 @@ class Readable(Branch):
         return key in (container.positions if container.is_mapping else list(self))
 
     def keys(self) -> KeysView[Hashable]:
-        """Return the keys, in the order of use."""
         return KeysView(self)
 
     def values(self) -> ValuesView[Tree]:
-        """Return the children in the order of use, created when reached."""
         return _ChildValues(self)
 
     def items(self) -> ItemsView[Hashable, Tree]:
-        """Return (key, child) pairs, created when reached."""
         return _ChildItems(self)
 
     def get(self, key: Hashable, default: Tree = None) -> Tree:
-        """Return the child of a key, or `default` if there is none."""
         return self[key] if key in self else default  # noqa: SIM401
 
 
@@ -111,8 +107,6 @@ class _ChildValues(ValuesView[Tree]):
 
 
 class _ChildItems(ItemsView[Hashable, Tree]):
-    """Items that, like a dict's, can be iterated again, and show later writes."""
-
     _mapping: Tree  # a Readable
 
     def __iter__(self) -> Iterator[tuple[Hashable, Tree]]:
@@ -130,13 +124,11 @@ class Attributes:
         self._slots = [x for _, x in pairs if isinstance(x, MemberDescriptorType)]
 
     def of(self, x: object) -> dict[str, Tree]:
-        """Return the dict of an object. AttributeError if it has only slots."""
         if self._dict is None:
             raise AttributeError("__dict__")
         return self._dict.__get__(x)
 
     def copy(self, x: object, into: object) -> None:
-        """Copy the attributes of an object to another."""
         for slot in self._slots:
             with suppress(AttributeError):  # the slot has no value
                 slot.__set__(into, slot.__get__(x))
@@ -145,7 +137,7 @@ class Attributes:
 
 
 def child_names(spec: tree.Spec) -> tuple[str, ...] | None:
-    """Return the attributes that are a node's children; None if its class may compute from children."""
+    """Return the attributes that are a node's children; None if its class may compute."""
     kind: Any = spec.type
     names, above = tree.child_fields(kind), kind.__mro__[:-1]
     if issubclass(kind, tuple):
@@ -166,12 +158,10 @@ def _only_sets(classes: Iterable[type]) -> bool:
 
 
 def _is_stored(of_class: object) -> bool:
-    """True if an object's attribute is its stored value, given the class's attribute of this name."""
     return isinstance(of_class, MemberDescriptorType) or not hasattr(type(of_class), "__set__")
 
 
 def special_names(kind: type) -> frozenset[str]:
-    """Return the special methods written in a NamedTuple's class."""
     if not issubclass(kind, tuple):
         return frozenset()
     pairs = [pair for base in kind.__mro__ if base not in (tuple, object) for pair in vars(base).items()]
@@ -179,14 +169,13 @@ def special_names(kind: type) -> frozenset[str]:
 
 
 def forwarded(kind: type, name: str) -> property:
-    """Return a NamedTuple's special method: `__call__` reads lazily, others may need the filled tuple."""
-    if name == "__call__":
+    if name == "__call__":  # reads lazily; others may need the filled tuple
         return property(lambda x: inspect.getattr_static(kind, name).__get__(x, kind))
     return property(lambda x: getattr(x._filled_(), name))
 
 
 class OfTuple(type):
-    """Metaclass of a tuple's stand-ins: they have the attributes of the tuple's class."""
+    """Metaclass of a tuple's stand-ins."""
 
     _kind_: type
 
@@ -239,7 +228,6 @@ def _child(index: int, name: str, of_class: object) -> property:
 
 
 def filling(run: Callable[..., Tree]) -> Callable[..., Tree]:
-    """Wrap an operator: fill the stand-ins among its arguments."""
     return lambda *args: run(*(x._filled_() if isinstance(x, tree.StandIn) else x for x in args))
 
 

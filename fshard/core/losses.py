@@ -37,19 +37,13 @@ _RUNNING_LOSS: ContextVar[Running | None] = ContextVar("fshard.core.losses", def
 
 
 def loss_of(policy: Any, mesh: Any, tapes: Sequence[Any] = ()) -> AbstractContextManager[None]:
-    """Return the block of a loss and its backward, for this mesh and policy.
-
-    `tapes` gather its parameters, and the `Sharded` among its arguments.
-    """
+    """Return the block of a loss and its backward. `tapes` gather parameters, and each `Sharded` argument."""
     around = loss.tapes if (loss := _RUNNING_LOSS.get()) else ()
     return assigned(_RUNNING_LOSS, Running(policy, mesh, set(), [], (*tapes, *around)))
 
 
 def running() -> Running | None:
-    """Return the running loss, or None. Tensors without a tape need its policy and mesh.
-
-    Ranks compare the words added to `remarks`; `warn_of_lost` reports `lost`.
-    """
+    """Return the running loss, or None. Ranks compare its `remarks`; `warn_of_lost` reports `lost`."""
     return _RUNNING_LOSS.get()
 
 
@@ -59,14 +53,14 @@ def remarks() -> str:
 
 
 def warn_of_lost() -> None:
-    """Warn if the running loss does not return the running statistics that modules updated."""
+    """Warn if the running loss does not return running statistics that modules updated."""
     if torch.is_grad_enabled() and (loss := _RUNNING_LOSS.get()) and loss.lost:
         told = "drops the running statistics that batch norms update: evaluation has old ones. Return the new buffers"
         warnings.warn(f"{loss.lost[0]}: the loss {told} (with_extra=True, init_state(extra=))", stacklevel=2)
 
 
 class _Summand:
-    """A loss for sums and products with scalars: `Mean`, `Sum` and `Terms`."""
+    """A loss for sums and products with scalars."""
 
     def on_totals(self, fn: Callable[[Tensor], Tensor]) -> Self:
         """Return the loss with `fn` of each total."""
@@ -98,15 +92,15 @@ class _Summand:
 class Mean(_Summand):
     """A loss that is a mean: the sum of all totals over the sum of all counts, across ranks and micro-batches.
 
-    `total` is a 0-d tensor, `count` a number or a 0-d tensor (of tokens, say). Some ranks or micro-batches may count 0;
-    if all do, loss and gradients are NaN (0 / 0), and a loss scaler skips the update. A negative number is a
-    ValueError; in a tensor, which the host does not read, it becomes NaN. A count that depends on the parameters is
-    differentiated; with micro-batches or slices that is a ValueError.
+    - `total`: a 0-d tensor.
+    - `count`: a number or a 0-d tensor (of tokens, say). Some ranks or micro-batches may count 0; if all do, loss and
+      gradients are NaN (0 / 0), and a loss scaler skips the update. A negative number is a ValueError; in a tensor it
+      becomes NaN. A count that depends on the parameters is differentiated; with micro-batches or slices that is a
+      ValueError.
 
     Losses can be added: in `Mean(t, c) + 0.1 * Mean(u, d) - Sum(v) / 2` each total is divided by its own summed counts.
-    A factor is a number or a 0-d tensor, multiplies this rank's total, and is differentiated if a tensor. Other terms
-    are a TypeError: wrap them in `Mean` or `Sum`. With micro-batches or slices, a `Mean` next to other terms is a
-    ValueError.
+    A factor, a number or a 0-d tensor, multiplies this rank's total. Other terms are a TypeError; with micro-batches or
+    slices, a `Mean` next to other terms is a ValueError.
 
     >>> value_and_grad(lambda w: Mean((w * 3).sum(), 2))(shard_of(torch.ones(2)))[0]
     tensor(3.)
@@ -122,7 +116,7 @@ class Mean(_Summand):
 class Sum(_Summand):
     """A loss that is a sum of all totals, across ranks and micro-batches. `total` is a 0-d tensor.
 
-    It adds and multiplies like a `Mean`; several `Sum`s add up to one.
+    It adds and multiplies like a `Mean`.
 
     >>> value_and_grad(lambda w: Sum((w * 3).sum()))(shard_of(torch.ones(2)))[0]
     tensor(6.)
@@ -139,7 +133,6 @@ class Terms(_Summand):
 
     @property
     def total(self) -> Tensor:
-        """The sum of this rank's totals: 0-d, of their common dtype, with their derivatives."""
         return reduce(add, [x.total for x in self.terms])
 
 
@@ -150,7 +143,6 @@ tree.register_fields(Terms, ("terms",), names=("",))
 
 
 def terms_of(x: Tree) -> tuple[Tree, ...]:
-    """Return the terms of a sum of losses; anything else is one term."""
     return x.terms if isinstance(x, Terms) else (x,)
 
 
@@ -162,7 +154,6 @@ def added(terms: Sequence[Mean | Sum]) -> Tree:
 
 
 def is_loss(x: Tree) -> bool:
-    """True for a `Mean`, a `Sum` or a `Terms`."""
     return isinstance(x, Mean | Sum | Terms)
 
 
@@ -171,27 +162,22 @@ def _is_term(x: Tree) -> bool:
 
 
 def value_dtype(total: Tensor, output: object) -> torch.dtype:
-    """Return the dtype of a sum over ranks: `output`, else at least float32, and float64 for integers."""
+    """Return the dtype of a sum over ranks: `output`, else at least float32; float64 for integers."""
     if isinstance(output, torch.dtype):
         return output
     return wide(total.dtype) if total.is_floating_point() else torch.float64
 
 
 def averages(aux: Tree) -> dict[str, Mean | Sum]:
-    """Return the `Mean`s and `Sum`s in an aux, to be summed with the loss, by path. `Terms` are taken apart.
-
-    They are sorted because dicts of ranks and micro-batches are equal in any order.
-    """
+    """Return the `Mean`s and `Sum`s in an aux by path, sorted; `Terms` are taken apart."""
     return dict(sorted((path, x) for path, x in tree.paths_to(aux, _is_term) if _is_term(x)))
 
 
 def averaged(aux: Tree) -> str:
-    """Name the `Mean`s and `Sum`s in an aux: they must agree on all ranks and micro-batches."""
     return ", ".join(f"{path!r}: {type(x).__name__}" for path, x in averages(aux).items())
 
 
 def check_averages(aux: Tree) -> None:
-    """Raise ValueError unless totals and counts in an aux are real 0-d tensors."""
     for path, x in averages(aux).items():
         what = f"the loss function: aux leaf {path!r}"
         _check_count(x, what)
@@ -233,8 +219,7 @@ def read_loss(loss: Tree) -> tuple[Tree, type]:
 def described(kind: type, dtype: torch.dtype, aux: Tree, output: object) -> tuple[str, int]:
     """Return the text of all sums, which ranks compare in the loss's collective, and a checksum.
 
-    For `Terms`, `aux` is [sum, aux]. The checksum is for ranks that compare no texts: their losses would differ, or be
-    divided by other counts.
+    The checksum is for ranks that compare no texts. For `Terms`, `aux` is [sum, aux].
     """
     summed = [f"{k!r}: {type(x).__name__} of {value_dtype(x.total, output)}" for k, x in averages(aux).items()]
     text = f", loss={'a scalar' if kind is Tensor else kind.__name__} of {dtype}"
@@ -243,7 +228,7 @@ def described(kind: type, dtype: torch.dtype, aux: Tree, output: object) -> tupl
 
 
 def put_averages(aux: Tree, sums: Sequence[Tensor], output: object) -> Tree:
-    """Return an aux with the value of each `Mean` and `Sum`. `sums`: totals and counts in the order of `averages`."""
+    """Return an aux with the value of each `Mean` and `Sum`, from totals and counts in the order of `averages`."""
     pairs = dict(zip(averages(aux), zip(sums[::2], sums[1::2], strict=True), strict=True))
 
     def value(path: str, x: Tree) -> Tree:
@@ -252,22 +237,20 @@ def put_averages(aux: Tree, sums: Sequence[Tensor], output: object) -> Tree:
         total, count = pairs[path]
         return total / torch.where(count == 0, torch.nan, count) if isinstance(x, Mean) else total
 
-    # float64: rounding comes after the sum of terms
+    # rounded after the sum of terms
     values = tree.put_tops(aux, _is_term, [value(path, x) for path, x in tree.paths_to(aux, _is_term)])
     rounded = lambda x, of_terms: reduce(add, terms_of(of_terms)).to(value_dtype(x.total, output))  # noqa: E731
     return tree.map_tops(lambda x, y: rounded(x, y) if is_loss(x) else x, is_loss, aux, values)
 
 
 def local_sums(losses: Iterable[Mean | Sum], device: torch.device) -> list[Tensor]:
-    """Return this rank's total and count of each loss, 0-d.
-
-    In float64 a count of tokens is exact, and sums over ranks round far below the loss's own dtype.
-    """
+    """Return this rank's total and count of each loss, 0-d."""
+    # float64: a count of tokens is exact, and sums round far below the loss
     return [x for each in losses for x in (each.total.detach().to(device).double(), _weight(each, device))]
 
 
 def _weight(loss: Mean | Sum, device: torch.device) -> Tensor:
-    """Return the count. A negative one, unread by the host, would train uphill: it becomes NaN."""
+    """Return the count. A negative one would train uphill: it becomes NaN."""
     if not isinstance(loss, Mean) or not isinstance(loss.count, Tensor):
         return on_device(loss.count if isinstance(loss, Mean) else 1, device)
     count = on_device(loss.count.detach(), device)
@@ -276,10 +259,10 @@ def _weight(loss: Mean | Sum, device: torch.device) -> Tensor:
 
 @dataclass(frozen=True)
 class Outcome:
-    """The result of one forward: the loss's total and count over all ranks (0-d, float64), its class and dtype.
+    """The result of one forward: total and count over all ranks (0-d, float64), class and dtype.
 
-    `sums` returns total and count, then those of each `Mean` and `Sum` in `aux`, then the number of ranks with a
-    gradient. Its first call waits for other ranks. `weight` is the count if known before: for all losses but a `Mean`.
+    `sums` returns total and count, those of each `Mean` and `Sum` in `aux`, and the number of ranks with a gradient.
+    Its first call waits for other ranks. `weight` is the count if known before: for all losses but a `Mean`.
     """
 
     sums: Callable[[], Sequence[Tensor]]
@@ -294,37 +277,35 @@ class Outcome:
 
     @property
     def total(self) -> Tensor:
-        """The sum of all ranks' totals."""
         return self.sums()[0]
 
     @property
     def count(self) -> Tensor:
-        """The sum of all ranks' counts."""
         return self.sums()[1] if self.weight is None else self.weight
 
     @memo
     def divisor(self) -> Tensor:
-        """The divisor of the total: 1 for a Sum, else the count, or NaN for 0, so that the loss is NaN."""
+        """The divisor of the total: 1 for a Sum, else the count, or NaN for 0."""
         return torch.ones_like(self.count) if self.kind is Sum else torch.where(self.count == 0, torch.nan, self.count)
 
     def shared(self, num: int) -> Tensor:
-        """Return the divisor of each of `num` micro-batches with this count; a count of 0 is taken for 1."""
+        """Return the divisor of each of `num` micro-batches with this count; 0 counts as 1."""
         return torch.ones_like(self.count) if self.kind is Sum else torch.where(self.count == 0, 1.0, self.count) * num
 
     def seeds(self, seed: Tensor) -> list[Tensor]:
-        """Return the gradients of each term's total and count on this rank, given the total's gradient `seed`."""
+        """Return the gradients of each term's total and count, given the total's gradient `seed`."""
         if self.parts:
             return [x for part in self.parts for x in part.seeds(seed / part.divisor)]
         return [seed, -seed * (self.total / self.divisor)]  # d(T / C) = dT / C - (T / C) dC / C
 
     @property
     def value(self) -> Tensor:
-        """The loss over all ranks, in float32 at least unless the policy names an output dtype."""
+        """The loss over all ranks."""
         return (self.total / self.divisor).to(self.dtype)
 
     @property
     def metrics(self) -> Tree:
-        """The aux with the value of each `Mean` and `Sum` over all ranks and micro-batches."""
+        """The aux with the value of each `Mean` and `Sum`."""
         auxes = [put_averages(x, self.sums()[2:-1], self.output) for x in (self.aux if self.several else [self.aux])]
         return auxes if self.several else auxes[0]
 

@@ -2,16 +2,16 @@
 
 Note [Random numbers in a graph]
     If a graph drew from torch's generators, its numbers would depend on earlier code. So in a traced graph every random
-    operator is a node that takes a generator's state and returns the next state, with the numbers of the eager code.
-    The seed of torch's generator stores the index of the next state: code that restores the generator to recompute
-    something (torch.utils.checkpoint) draws the same numbers again.
+    operator is a node that takes a generator's state and returns the next one, with the eager numbers. The seed of
+    torch's generator is the index of the next state: code that restores the generator to recompute something
+    (torch.utils.checkpoint) draws the same numbers again.
 
 Note [Beside other threads]
     All threads share torch's generator of the host, so another thread's draws would change an eager step's numbers. If
     there are other threads, a step's operators draw from a generator of the step. A dispatch key, kept by torch for
     tests and on in the step's thread alone, leads random operators here; other operators take no longer. As in a graph,
     the seed of torch's generator is the number of the next state, and no draw changes it. So another thread may draw,
-    but not seed or restore the generator, as a second step would: that is an error.
+    but must not seed or restore the generator: a second step there is an error.
 """
 
 from __future__ import annotations
@@ -68,13 +68,13 @@ _OWN_DRAWS: ContextVar[_OwnDraws | None] = ContextVar("fshard.core.random.own", 
 
 
 class _OwnDraws(ExitStack):
-    """A block whose operators on the host draw torch's numbers from the block's generator."""
+    """A block whose operators on the host draw from the block's generator."""
 
     def __enter__(self) -> Self:
         self.enter_context(assigned(_OWN_DRAWS, self))
         with _LOCK:
             key = _lead_here()
-            for op in _higher_order_ops.values():  # higher-order operators have no fallback, and new ones may exist
+            for op in _higher_order_ops.values():  # they have no fallback, and new ones may exist
                 if op.non_fallthrough_keys.has(key):
                     op.fallthrough(key)
         self.enter_context(torch._C._IncludeDispatchKeyGuard(key))
@@ -104,7 +104,7 @@ class _OwnDraws(ExitStack):
         torch.default_generator.manual_seed(self._seed)
 
     def _follow(self) -> None:
-        """Go to the state that torch's generator stands for, if it was restored, or seeded by the loss."""
+        """Go to the state of torch's generator, if it was restored, or seeded by the loss."""
         if (seed := torch.initial_seed()) != self._seed:
             if seed not in self._states:
                 _check_alone()
@@ -112,7 +112,7 @@ class _OwnDraws(ExitStack):
 
 
 def _alone() -> list[int]:
-    """Return no devices. RuntimeError if another thread runs a step: restoring the generator would change its draws."""
+    """Return no devices. RuntimeError if another thread runs a step."""
     if _OWN_DRAWS.get() is None:
         _check_alone()
     return []
@@ -159,7 +159,7 @@ def _around_call(
 ) -> Tree:
     """Call an operator without a generator argument: its inner operators come here.
 
-    Under a dispatch mode, as a profiler, they do not: then torch's generator gets the step's state around the call.
+    Under a dispatch mode, as a profiler, they do not: torch's generator then gets the step's state for the call.
     """
     block = _OWN_DRAWS.get()
     if block is None or is_tracing() or not torch._C._len_torch_dispatch_stack():
@@ -173,7 +173,7 @@ def _around_call(
 
 @dataclass(frozen=True)
 class Seeds:
-    """The origin of random numbers in a step's update: the state's seed and step, and a place.
+    """The origin of random numbers in a step's update.
 
     `at` numbers the places; `following` numbers functions that draw at one place, in the order of calls.
     """
@@ -185,11 +185,9 @@ class Seeds:
     calls: Iterator[int] = field(default_factory=count)
 
     def at(self, *words: int) -> Seeds:
-        """Return the seeds of a place inside this one."""
         return replace(self, place=_number(self.place, *words) >> 1, calls=count())
 
     def following(self) -> Seeds:
-        """Return the seeds of the next function that draws here."""
         return self.at(next(self.calls))
 
     @contextmanager
@@ -214,7 +212,7 @@ def position(device: torch.device) -> Hashable:
 
 @contextmanager
 def seeded_by(seed: int, path: str, device: torch.device) -> Iterator[None]:
-    """Seed the generators of host and `device` by (seed, path) inside the block; restore them after it."""
+    """Seed the generators of host and `device` by (seed, path) inside the block; restore them."""
     back, number = bookmark(device), _number(seed, path)
     try:
         torch.default_generator.manual_seed(number)
@@ -243,7 +241,6 @@ def _restore(backs: Sequence[Callable[[], object]]) -> None:
 
 
 def bookmark_of(place: Place) -> Callable[[], object]:
-    """Return a function that restores the present state of one generator, or a device's."""
     if place == HOST:  # while a graph is traced, the index of the next state
         return partial(torch.set_rng_state, torch.get_rng_state())
     if isinstance(place, torch.Generator):
@@ -255,7 +252,7 @@ def bookmark_of(place: Place) -> Callable[[], object]:
 
 
 def accelerators() -> list[torch.device]:
-    """Return the accelerator's devices if the process has used one: asking an unused device would start it."""
+    """Return the accelerator's devices if the process has used one: asking would start it."""
     if (kind := torch.accelerator.current_accelerator()) is None:
         return []
     module = torch.get_device_module(kind)
@@ -306,7 +303,6 @@ def _number(*words: int | str) -> int:
 
 
 def generator_state(seed: Tensor, step: Tensor, rank: int, part: int, device: torch.device) -> Tensor:
-    """Return the state of a generator seeded by (seed, step, rank, part)."""
     return torch.Generator(device).manual_seed(_number(int(seed), int(step), rank, part)).get_state()
 
 
@@ -331,8 +327,8 @@ def draw(
 ) -> tuple[Tensor, Tensor]:
     """Return a tensor filled by the in-place method `how`, or "randperm", and the next state.
 
-    "native_dropout" returns the mask. It draws from the device's own generator, and on a GPU other numbers than
-    `bernoulli_`: so the operator itself runs, and the generator is restored.
+    "native_dropout" returns the mask. It draws from the device's generator, on a GPU other numbers than `bernoulli_`:
+    so the operator itself runs.
     """
     if how == "native_dropout":
         back = bookmark(like.device)
@@ -362,14 +358,12 @@ class Stream(TorchDispatchMode):
 
     @property
     def state(self) -> Tensor:
-        """The generator state of the next draw."""
         number = torch.default_generator.initial_seed()  # the index of the next state, unless the user has set a seed
         if number >= len(self._states):
             raise RuntimeError("a seed was set (torch.manual_seed) inside the loss: a graph draws from the state alone")
         return self._states[number]
 
     def go_on(self, state: Tensor) -> None:
-        """Draw from this state next."""
         torch.default_generator.manual_seed(len(self._states))
         self._states.append(state)
 
@@ -422,9 +416,9 @@ def stream() -> Stream | None:
 
 
 class SameDraws(TorchDispatchMode):
-    """Draw from one seed in every random operator, whatever ran before: equal shapes get equal numbers.
+    """Draw from one seed in every random operator: equal shapes get equal numbers.
 
-    `drew` is True after a draw. An operator with its own generator is a ValueError, before it draws.
+    `drew` is True after a draw. An operator with its own generator is a ValueError.
     """
 
     def __init__(self, device: torch.device):
@@ -462,7 +456,7 @@ def _defaults(func: Operator, args: Sequence[Tree]) -> list[float]:
 
 def draws(func: Operator, args: Sequence[Tree], kwargs: Mapping[str, Tree]) -> bool:
     """True if a call draws random numbers; attention does so only with dropout."""
-    # fshard's own operators have this tag, so that compilers do not merge them, but draw from no generator
+    # fshard's operators have this tag against merging, but draw nothing
     if torch.Tag.nondeterministic_seeded not in getattr(func, "tags", ()) or func.namespace == "fshard":
         return False
     dropout = kwargs.get("dropout_p", next((a for a in args if isinstance(a, float)), 0.0))

@@ -11,7 +11,7 @@ Number = float | Tensor
 
 
 def double(x: Number) -> Tensor:
-    """Return a number as a 0-d float64 tensor, on the CPU; a tensor in float64, on its own device.
+    """Return a number as a 0-d float64 tensor, on the CPU; a tensor on its own device.
 
     >>> double(0.5)
     tensor(0.5000, dtype=torch.float64)
@@ -20,7 +20,7 @@ def double(x: Number) -> Tensor:
 
 
 def on_device(x: Number, device: torch.device) -> Tensor:
-    """Return a number as a 0-d float64 tensor on a device, without a wait: the device fills it.
+    """Return a number as a 0-d float64 tensor, which the device fills without a wait.
 
     >>> on_device(0.5, torch.device("cpu"))
     tensor(0.5000, dtype=torch.float64)
@@ -31,15 +31,14 @@ def on_device(x: Number, device: torch.device) -> Tensor:
 
 
 def wide(dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype of scalar factors, float32 or float64, for a tensor's dtype."""
+    """Return the dtype of scalar factors for a dtype: float32 or float64."""
     return torch.float64 if dtype in (torch.float64, torch.complex128) else torch.float32
 
 
-def beside(number: object, x: Tensor) -> Any:  # a `Number` or None; torch types no function of two `Number`s
-    """Move a device scalar to the CPU if `x` is there; CPU scalars broadcast anywhere."""
+def beside(number: object, x: Tensor) -> Any:  # a `Number` or None
+    # scalars of the CPU broadcast anywhere
     return number.to(x.device) if isinstance(number, Tensor) and x.device.type == "cpu" else number
 
 
 def is_zero(x: object) -> bool:
-    """True for the number zero; False for a tensor, whose value is not read."""
     return not isinstance(x, Tensor) and x == 0

@@ -18,30 +18,29 @@ from .tree import Tree
 Static = TypeVar("Static", bound=Hashable)
 CACHED = 1 << 15  # elements of a block that fits a CPU's cache, with moments
 _LARGE_BLOCK = 1 << 24  # elements of a block that fills an accelerator
-MOST = 1 << 30  # elements of one tensor in a foreach kernel or a reduction: some index with int32
+MOST = 1 << 30  # elements of a tensor in a foreach kernel or a reduction: some index with int32
 
 
 def address(x: Tensor) -> int:
     """Return the identity of a tensor's storage, even of meta and fake tensors.
 
-    It is unique while the storage, or a weak reference to it, is alive (`data_ptr` may repeat).
+    It is unique while the storage, or a weak reference to it, is alive.
     """
     return x.untyped_storage()._cdata  # private: no public name (test_tape.py notices when it goes)
 
 
 def addresses(x: Tree) -> set[int]:
-    """Return the addresses of all storages in a tree, without empty tensors."""
     return {*map(address, _with_storage(x))}
 
 
 def _with_storage(x: Tree) -> Iterator[Tensor]:
-    # a sparse tensor has no storage, and a tensor without elements reads nothing
+    # sparse tensors have none, and tensors without elements read nothing
     rows = (leaf for leaf in tree.leaves(x) if isinstance(leaf, Tensor) and leaf.layout is torch.strided)
     return (row for row in rows if row.numel())
 
 
 def span(storage: torch.UntypedStorage) -> range:
-    """Return a storage's address range; without memory (meta, fake, functional) a range of its identity."""
+    """Return a storage's address range; without memory (meta, fake) a range of its identity."""
     try:
         start = 0 if storage.device.type == "meta" else storage.data_ptr()
     except RuntimeError:  # since torch 2.15; before it data_ptr was 0
@@ -50,7 +49,7 @@ def span(storage: torch.UntypedStorage) -> range:
 
 
 class Places:
-    """Address ranges of storages. Other storages may lie there, too: torch.from_numpy and DLPack reuse memory."""
+    """Address ranges of storages. Others may lie there, too: torch.from_numpy and DLPack reuse memory."""
 
     def __init__(self, held: Tree):
         # sorted and disjoint
@@ -59,7 +58,6 @@ class Places:
             self.add(span(row.untyped_storage()))
 
     def add(self, place: range) -> None:
-        """Add an address range, which may overlap others."""
         met = slice(bisect_right(self._ends, place.start), bisect_left(self._starts, place.stop))
         if place:
             self._starts[met] = [min([place.start, *self._starts[met]])]
@@ -81,7 +79,7 @@ def aside(x: Tree, written: Tree) -> Tree:
 
 
 def writes(x: Tensor) -> int | None:
-    """Return the number of in-place writes; None in inference mode, which does not count them."""
+    """Return the number of in-place writes; None in inference mode."""
     return None if x.is_inference() else x._version  # private: no public name (test_tape.py notices)
 
 
@@ -93,13 +91,12 @@ def byte_range(x: Tensor) -> range:
 
 
 def ranges_meet(x: Tensor, y: Tensor) -> bool:
-    """True if two tensors have one storage and overlapping byte ranges."""
     first, second = byte_range(x), byte_range(y)
     return address(x) == address(y) and max(first.start, second.start) < min(first.stop, second.stop)
 
 
 def share_elements(x: Tensor, y: Tensor) -> bool:
-    """True if two tensors have a byte in common. Columns of a matrix have none, but their ranges meet."""
+    """True if two tensors have a byte in common; columns of a matrix have none."""
     return ranges_meet(x, y) and runs_meet(x, y)
 
 
@@ -114,7 +111,7 @@ def runs_meet(x: Tensor, y: Tensor) -> bool:
 
 
 def _runs(x: Tensor) -> list[tuple[int, int]]:
-    """Return (begin, end) of a tensor's runs of adjacent bytes, by plain integers, for use in any mode."""
+    """Return (begin, end) of a tensor's runs of adjacent bytes."""
     starts, length = [byte_range(x).start], x.itemsize
     for stride, size in sorted((stride * x.itemsize, size) for size, stride in zip(x.shape, x.stride(), strict=True)):
         if stride == length and len(starts) == 1:
@@ -142,17 +139,16 @@ def pack(tensors: Sequence[Tensor], out: Tensor | None = None) -> Tensor:
 
 
 def aligned(end: int) -> int:
-    """Return the first multiple of STEP from `end` on, where the next tensor begins."""
+    """Return the first multiple of STEP from `end` on."""
     return -(-end // STEP) * STEP
 
 
 def packed_size(held: Held) -> int:
-    """Return the bytes of a packed tensor."""
     return sum(aligned(dtype.itemsize * numel) for dtype, numel in held)
 
 
 def unpack(data: Tensor, held: Held) -> list[Tensor]:
-    """Return the packed tensors, flat, as views of `data`. Dual: `pack`."""
+    """Return the packed tensors, flat, as views of `data`."""
     tensors = list[Tensor]()
     for dtype, numel in held:
         tensors.append(from_bytes(data[: dtype.itemsize * numel], dtype))  # (numel,)
@@ -161,15 +157,13 @@ def unpack(data: Tensor, held: Held) -> list[Tensor]:
 
 
 def bitcast(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """Reinterpret a tensor's bits as another dtype."""
     # an operator of fshard, because Inductor fuses bit casts wrongly on CPUs (torch 2.13, test_compile.py)
     return torch.ops.fshard.bitcast(x, dtype) if is_tracing() and x.dtype != dtype else x.view(dtype)
 
 
 def as_bytes(x: Tensor) -> Tensor:
-    """Return the bytes of a tensor: flat, uint8."""
     flat = x.detach().reshape(-1)
-    if flat.numel() < 2 and flat.stride() != (1,):  # with fewer than 2 elements any stride counts as contiguous
+    if flat.numel() < 2 and flat.stride() != (1,):  # any stride counts as contiguous
         flat = flat.as_strided((flat.numel(),), (1,))
     return bitcast(torch.view_as_real(flat).reshape(-1) if flat.is_complex() else flat, torch.uint8)
 
@@ -193,7 +187,6 @@ def words(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def from_bytes(data: Tensor, dtype: torch.dtype) -> Tensor:
-    """Reinterpret a flat uint8 tensor as a flat tensor of `dtype`."""
     if dtype.is_complex:
         return torch.view_as_complex(bitcast(data, dtype.to_real()).view(-1, 2))
     return bitcast(data, dtype)
@@ -213,7 +206,7 @@ class DonatedError(RuntimeError):
 
 @dataclass
 class Life:
-    """The life of a value: `given_away` is True once a call took it over. Values with the same tensors share it."""
+    """The life of a value: `given_away` once a call took it over. Values with the same tensors share it."""
 
     given_away: bool = False
 
@@ -226,7 +219,7 @@ class Life:
             )
 
     def __getstate__(self) -> dict[str, object]:
-        self.check("value", "__getstate__")  # the memory now holds another state, which a copy or a file would take
+        self.check("value", "__getstate__")  # a copy or a file would take the state that is there now
         return vars(self)
 
 
@@ -237,7 +230,7 @@ class Source(Generic[Static]):
     static: Static
     of: weakref.ref[Tree]
 
-    # `of` is not compared: equal nodes have equal structures, and `of` tells the nodes apart
+    # equal nodes have equal structures, so `of` is not compared
     def __eq__(self, other: object) -> bool:
         return self.static == (other.static if isinstance(other, Source) else other)
 
@@ -254,7 +247,7 @@ def block_size(x: Tensor, cached: int) -> int:
 
 
 def _gaps(length: int, spans: Iterable[tuple[int, int]]) -> Iterator[tuple[int, int]]:
-    """Yield the non-empty intervals of [0, length) outside the sorted `spans`."""
+    """Yield the non-empty intervals of [0, length) outside sorted `spans`."""
     end = 0
     for start, stop in (*spans, (length, length)):
         if start > end:
@@ -263,7 +256,6 @@ def _gaps(length: int, spans: Iterable[tuple[int, int]]) -> Iterator[tuple[int, 
 
 
 def clear_outside_(row: Tensor, spans: Iterable[tuple[int, int]]) -> Tensor:
-    """Zero a flat tensor, in place, outside sorted intervals."""
     for start, stop in _gaps(len(row), spans):
         row[start:stop].zero_()
     return row
@@ -280,7 +272,7 @@ def cleared_outside(row: Tensor, spans: Iterable[tuple[int, int]]) -> Tensor:
         return row
     # one tensor of zeros, as long as the longest gap; a product with 0 would keep NaN
     zeros = row.new_zeros(max(stop - start for start, stop in gaps))
-    begins = [0, *(stop for _, stop in gaps)]  # begins of the kept intervals: one before each gap, one after the last
+    begins = [0, *(stop for _, stop in gaps)]  # of kept intervals: one before each gap, one after the last
     parts = [
         x for begin, (start, stop) in zip(begins, gaps, strict=False) for x in (row[begin:start], zeros[: stop - start])
     ]

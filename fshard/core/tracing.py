@@ -15,10 +15,10 @@ from torch.fx import Node
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot
 from torch.utils._python_dispatch import _disable_current_modes
 
-# True: a trace calls a function for each unit, even of equal ones: someone looks at its operators
+# True: a trace calls a function for each unit, even for equal ones
 UNROLLS: ContextVar[bool] = ContextVar("fshard.core.tracing", default=False)
 T = TypeVar("T")
-Operator: TypeAlias = Any  # as in dispatch modes and graphs; its class is private to torch
+Operator: TypeAlias = Any  # its class is private to torch
 # Arguments of a function or operator, as modes and tensor subclasses get them.
 Args: TypeAlias = tuple[Any, ...]
 Kwargs: TypeAlias = Mapping[str, Any] | None
@@ -28,14 +28,14 @@ class Rerun(Protocol):
     """A function run by `fshard.remat`, with the units it reads as inputs."""
 
     def unit(self, tape: Any, number: int) -> Sequence[Tensor]:
-        """Return the leaves given to the function for a unit of a tape."""
+        """Return the function's leaves of a unit of a tape."""
 
 
 RERUN: ContextVar[Rerun | None] = ContextVar("fshard.core.rerun", default=None)  # the innermost running one
 
 
 def is_tracing() -> bool:
-    """True if operators are traced with fake tensors instead of run."""
+    """True if operators are traced with fake tensors."""
     if torch.compiler.is_dynamo_compiling():  # dynamo cannot trace the next line
         return False
     # Private: there is no public way to ask (test_jit.py notices when it goes).
@@ -56,7 +56,7 @@ def unrecorded() -> Iterator[None]:
 
 @contextmanager
 def assigned(variable: ContextVar[T], value: T) -> Iterator[None]:
-    """Set a context variable inside a block, and restore it after."""
+    """Set a context variable inside a block."""
     token = variable.set(value)
     try:
         yield
@@ -84,11 +84,8 @@ def unhooked() -> Iterator[Sequence[tuple[Callable[..., object], Callable[..., o
             _push_hooks(pack, unpack)
 
 
-class memo(cached_property[T]):  # lower case, because it is a decorator like `property`
-    """functools.cached_property without the lock that all threads share before Python 3.12.
-
-    Under the lock a simulated rank would wait for others, and torch.compile cannot trace it.
-    """
+class memo(cached_property[T]):  # a decorator like `property`
+    """functools.cached_property without its lock: simulated ranks would wait, and dynamo cannot trace it."""
 
     def __init__(self, fn: Callable[[Any], T]):
         super().__init__(fn)
@@ -96,11 +93,11 @@ class memo(cached_property[T]):  # lower case, because it is a decorator like `p
 
 
 class Marked(Tensor):
-    """Base of classes that say how a tensor was made. In a graph, tensors have no class: nodes are marked."""
+    """Base of classes that say how a tensor was made. In a graph, nodes are marked instead."""
 
 
 def mark(x: Tensor, kind: type[Tensor]) -> Tensor:
-    """Return `x` as a tensor of this class, in the same memory; while tracing mark its node instead."""
+    """Return `x` as a tensor of this class, in the same memory; while tracing mark its node."""
     if kind is Tensor:
         return x
     if not is_tracing() and not torch.compiler.is_compiling():
@@ -124,7 +121,7 @@ def kind_of(x: Tensor) -> type[Tensor]:
 def _renames(node: Node) -> bool:
     """True if a node returns its only argument, as `detach` and in-place operators: eagerly the class stays.
 
-    The schema decides, not the name: torch 2.13 records `detach` as `aten.detach`, torch 2.14 as `aten.alias`.
+    torch 2.13 records `detach` as `aten.detach`, torch 2.14 as `aten.alias`: the schema decides.
     """
     arguments = node.target._schema.arguments if isinstance(node.target, torch._ops.OpOverload) else ()
     info = arguments[0].alias_info if len(arguments) == 1 else None
@@ -137,8 +134,7 @@ def _form(node: Node) -> object:
 
 
 def node_of(x: Tensor) -> Node | None:
-    """Return the node of a traced tensor, or None."""
-    # Private: where make_fx keeps the node of a tensor has no public name (test_loss_scale.py notices when it goes).
+    # Private: no public name (test_loss_scale.py notices when it goes).
     mode = get_proxy_mode()
     traced = None if mode is None else get_proxy_slot(x, mode.tracer, None)
     return None if traced is None else traced.proxy.node
@@ -153,9 +149,8 @@ def define(
     """Define the operator `torch.ops.fshard.<name>`: `run` implements it, `shapes` returns fake results.
 
     Tags forbid compilers to merge equal calls, to run a call while compiling, to put it into a CUDA graph (a collective
-    would repeat without its Python), and to change an argument's layout (each node would get a copy, and `wait` would
-    keep a copy of the sent tensor). `exact`: arguments keep their strides of the trace. `captured`: a CUDA graph may
-    contain the operator.
+    would repeat without its Python), and to change an argument's layout (each node would get a copy). `exact`:
+    arguments keep their strides. `captured`: a CUDA graph may contain the operator.
     """
     layout = torch.Tag.needs_exact_strides if exact else torch.Tag.flexible_layout
     unsafe = [] if captured else [torch.Tag.cudagraph_unsafe]
@@ -169,7 +164,7 @@ _EVERY, _OF_TORCH = (torch.library.Library(name, "IMPL") for name in ("_", "aten
 
 
 def lead(key: str, functions: Mapping[str, Callable[..., object]]) -> None:
-    """Replace operators of torch by functions where a dispatch key is on. Functions get the operators' keys first."""
+    """Replace operators of torch where a dispatch key is on. Functions get the operators' keys first."""
     _EVERY.fallback(torch.library.fallthrough_kernel, key)
     for name, run in functions.items():
         _OF_TORCH.impl(name, run, key, with_keyset=True)
@@ -179,7 +174,7 @@ define("materialize(Tensor x) -> Tensor", torch.clone, torch.empty_like)
 
 
 def copied(x: Tensor) -> Tensor:
-    """Return a contiguous copy in memory of its own, aligned to 64 bytes, as torch's memory is."""
+    """Return a contiguous copy, aligned to 64 bytes as all memory of torch."""
     # a compiler would remove a clone, and read `x` itself
     if is_tracing():
         return torch.ops.fshard.materialize(x.contiguous())
@@ -190,13 +185,12 @@ _UNNAMED = nullcontext()
 
 
 def named(what: str, label: str) -> AbstractContextManager[object]:
-    """Return a block named `fshard.<what> <label>` in a running profiler; graphs record nothing.
+    """Return a block named `fshard.<what> <label>` in a running profiler.
 
     >>> with named("all_gather", "blocks.0"):
     ...     pass
     """
-    # `_is_profiler_enabled` is private: a `record_function` costs 2 us even without a profiler, and torch has no public
-    # test (test_profiling.py notices when it goes)
+    # private: a `record_function` costs 2 us even without a profiler (test_profiling.py notices when it goes)
     if not profiler._is_profiler_enabled or is_tracing():
         return _UNNAMED
     return profiler.record_function(f"fshard.{what} {label}".rstrip())

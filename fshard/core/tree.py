@@ -1,9 +1,9 @@
 """Trees of tensors in the order of use: the only module that imports optree.
 
 Note [Order of use]
-    optree sorts the keys of a dict as strings ('10' before '2'). A plan needs the order in which a model uses its
-    parameters: the order of insertion. In torch's own namespace optree keeps that order, and knows every node type of
-    `torch.utils._pytree`, so this module uses that namespace.
+    A plan needs the order in which a model uses its parameters: the order of insertion. optree sorts the keys of a dict
+    as strings ('10' before '2'), but not in torch's namespace, which also has every node type of `torch.utils._pytree`.
+    So this module uses that namespace.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from torch import Tensor
 from .differences import lacking
 
 _NAMESPACE = "torch"
-# A tree of any node types, for which Python has no more precise type. A bare `Any` is not a tree.
+# A tree of any node types; a bare `Any` is not a tree.
 Tree: TypeAlias = Any
 Spec = optree.PyTreeSpec
 Metadata: TypeAlias = Hashable | None  # of a node: part of the structure, so it is compared
@@ -41,7 +41,7 @@ CODE = (__file__, os.path.dirname(optree.__file__))
 
 
 def _mirror(kind: type) -> None:
-    """Register a node type with optree if only `torch.utils._pytree` knows it, as after `register_dataclass`."""
+    """Register a node type with optree if only `torch.utils._pytree` knows it."""
     node = pytree.SUPPORTED_NODES[kind]
 
     def flatten(value: Tree) -> tuple[list[Tree], Metadata, tuple[Hashable, ...]]:
@@ -70,7 +70,7 @@ def flatten(tree: Tree) -> tuple[list[Tree], Spec]:
 
 def _flatten_until(tree: Tree, is_leaf: Callable[[Tree], bool] | None) -> tuple[list[Tree], Spec]:
     leaves, spec = optree.tree_flatten(tree, is_leaf=is_leaf, namespace=_NAMESPACE)
-    # optree takes a node type of torch.utils._pytree alone for a leaf: register the type, and flatten again
+    # optree takes node types of torch.utils._pytree alone for leaves: register them, and flatten again
     maybe = [x for x in leaves if not isinstance(x, Tensor) and type(x) in pytree.SUPPORTED_NODES]
     unknown: set[type] = {type(x) for x in maybe if is_leaf is None or not is_leaf(x)}
     if not unknown:
@@ -99,7 +99,6 @@ def leaves(tree: Tree) -> list[Tree]:
 
 
 def tensors(leaves: Sequence[object]) -> list[Tensor]:
-    """Return the tensors among the leaves, in order."""
     return [leaf for leaf in leaves if isinstance(leaf, Tensor)]
 
 
@@ -114,7 +113,7 @@ def with_tensors(leaves: Sequence[object], tensors: Iterable[Tensor]) -> list[ob
 
 
 def flatten_up_to(spec: Spec, tree: Tree) -> list[Tree]:
-    """Return the subtrees of `tree` at the leaves of a structure. ValueError if the tree does not fit."""
+    """Return the subtrees of `tree` at the leaves of a structure. ValueError if it does not fit."""
     try:
         return spec.flatten_up_to(tree)
     except ValueError:
@@ -157,7 +156,6 @@ def tops(tree: Tree, stop: Stop) -> list[Tree]:
 
 
 def nodes(tree: Tree, kind: type) -> list[Tree]:
-    """Return the outermost nodes of one type."""
     return [x for x in tops(tree, kind) if isinstance(x, kind)]
 
 
@@ -177,12 +175,10 @@ def paths_to(tree: Tree, stop: Stop) -> list[tuple[str, Tree]]:
 
 
 def put_tops(tree: Tree, stop: Stop, tops: Sequence[Tree]) -> Tree:
-    """Return the tree with new `tops` in place of `tops(tree, stop)`."""
     return unflatten(structure_above(tree, stop), tops)
 
 
 def structure_above(tree: Tree, stop: Stop) -> Spec:
-    """Return the structure of a tree, with every `stop` node as a leaf."""
     return _flatten_until(tree, _is(stop))[1]
 
 
@@ -227,7 +223,7 @@ class StandIn:
 
     @abstractmethod
     def _filled_(self) -> Tree:
-        """Return the container with its children."""
+        """Return the container."""
 
 
 def plain(tree: Tree) -> Tree:
@@ -236,7 +232,6 @@ def plain(tree: Tree) -> Tree:
 
 
 def one_level(tree: Tree, namespace: str = _NAMESPACE) -> tuple[list[Tree], Spec]:
-    """Return the children of a node, and the structure of the node alone."""
     return optree.tree_flatten(tree, is_leaf=lambda x: x is not tree, namespace=namespace)
 
 
@@ -255,8 +250,7 @@ def opened(node: Tree) -> tuple[list[tuple[Hashable, Tree]] | None, Metadata]:
 def register_stand_in(cls: type, of: Callable[[Tree], Tree]) -> None:
     """Register a class of stand-ins for containers; `of(container)` wraps a container that is there.
 
-    Mapping returns the same class, so a library can map the result again. Children come in each library's order for the
-    container: optree sorts keys (Note [Order of use]).
+    Mapping returns the same class. Children come in each library's order for the container (Note [Order of use]).
     """
 
     def flatten_in(namespace: str) -> Callable[[Tree], tuple[list[Tree], Metadata, tuple[Hashable, ...] | None]]:
@@ -301,8 +295,8 @@ def register_fields(
     """Register a dataclass `cls` as a node: `children` are subtrees, `metadata` is part of the structure.
 
     `names`: the children's names in paths; an empty name is left out. ValueError for a field that is neither child nor
-    metadata, and for a name without a field. If the class is no dataclass, its slots and annotated attributes are
-    fields, except ClassVars.
+    metadata, and for a name without a field. Without a dataclass, slots and annotated attributes are fields, except
+    ClassVars.
 
     >>> from dataclasses import dataclass
     >>> @dataclass
@@ -333,7 +327,6 @@ def register_fields(
 
 
 def _check_fields(cls: type, children: Sequence[str], metadata: Sequence[str]) -> None:
-    """Raise ValueError for repeated names, unnamed fields, and names without a field."""
     known, named = _fields(cls), [*children, *metadata]
     here = f"register_fields({cls.__name__})"
     if twice := [name for name in dict.fromkeys(named) if named.count(name) > 1]:
@@ -348,7 +341,6 @@ def _check_fields(cls: type, children: Sequence[str], metadata: Sequence[str]) -
 
 
 def _fields(cls: type) -> list[str]:
-    """Return the attributes of each object of a class, as far as the class declares them."""
     if is_dataclass(cls):
         return [field.name for field in dataclass_fields(cls)]
     bases = cls.__mro__[::-1]
@@ -358,15 +350,15 @@ def _fields(cls: type) -> list[str]:
 
 
 def give_away(tree: Tree) -> None:
-    """Call `give_away` of every outermost node with this method: using such a node again is a DonatedError."""
+    """Call `give_away` of every outermost node with this method: a later use is a DonatedError."""
     for node in tops(tree, lambda x: hasattr(x, "give_away")):
         if hasattr(node, "give_away"):
             node.give_away()
 
 
 def constant(cls: type[T]) -> type[T]:
-    """Register a class of immutable values (metadata of nodes) as constants for torch.compile."""
-    # Private: dynamo recognises frozen dataclasses by this attribute, and would fail to rebuild them from their fields
+    """Register a class of immutable values as constants for torch.compile."""
+    # Private: dynamo would rebuild frozen dataclasses, known by this attribute, from their fields, and fail
     if "__dataclass_params__" in vars(cls):
         del cls.__dataclass_params__  # type: ignore[attr-defined]
     pytree.register_constant(cls)
@@ -374,7 +366,6 @@ def constant(cls: type[T]) -> type[T]:
 
 
 def names(spec: Spec) -> list[Hashable]:
-    """Return the names of a node's children: keys, field names or positions."""
     kind: Any = spec.type
     if getattr(kind, "__children__", (None,))[0] is kind is not None:  # a base class may be registered with other names
         return list(kind.__children__[2])
@@ -384,7 +375,6 @@ def names(spec: Spec) -> list[Hashable]:
 
 
 def child_fields(kind: type) -> tuple[str, ...] | None:
-    """Return the children's attribute names in a class of `register_fields`; None for another class."""
     known: Any = getattr(kind, "__children__", (None,))
     return known[1] if known[0] is kind else None
 
@@ -398,7 +388,6 @@ def walk(spec: Spec, path: tuple[str, ...] = (), first: int = 0) -> Iterator[tup
 
 
 def children(spec: Spec) -> Iterator[tuple[Spec, int]]:
-    """Yield (structure, number of the first leaf) of each child."""
     first = 0
     for child in spec.children():
         yield child, first
@@ -428,7 +417,7 @@ def pairs(what: str, expected: Tree, got: Tree) -> tuple[list[tuple[Tree, Tree]]
 
 
 def difference(expected: Tree, got: Tree) -> str:
-    """Say how the structure of a tree differs from the expected one: by type, else by leaves.
+    """Say how the structure of a tree differs from the expected one.
 
     >>> difference({"a": 1, "b": 2}, {"a": 1}), difference({"a": 1}, (1,))
     ("it lacks ['b'] and has nothing besides", 'expected a dict, got a tuple')
@@ -440,7 +429,7 @@ def difference(expected: Tree, got: Tree) -> str:
 
 
 def names_in(paths: Iterable[str]) -> set[str]:
-    """Return the paths, and the paths of all subtrees around them.
+    """Return the paths, and those of all subtrees around them.
 
     >>> sorted(names_in(["a.b.c", "d"]))
     ['a', 'a.b', 'a.b.c', 'd']
@@ -451,7 +440,7 @@ def names_in(paths: Iterable[str]) -> set[str]:
 def matches(path: Sequence[str], pattern: str, names: Container[str]) -> bool:
     """True if a path matches a dotted pattern: `*` is (part of) one component, `**` any number of them.
 
-    `names`: the tree's names (`names_in`). A component equal to such a name means this name alone.
+    A component equal to one of `names` (`names_in` of the tree) means this name alone.
 
     >>> [matches(path, "x[0].*", {"x0", "x[0]"}) for path in (["x0", "w"], ["x[0]", "w"])]
     [False, True]
@@ -460,7 +449,6 @@ def matches(path: Sequence[str], pattern: str, names: Container[str]) -> bool:
 
 
 def _matches(path: Sequence[str], at: int, pattern: Sequence[str], names: Container[str]) -> bool:
-    """Match the components of a path from number `at` on."""
     if not pattern:
         return at == len(path)
     first, *rest = pattern
