@@ -21,14 +21,13 @@ R = TypeVar("R")
 
 
 class Checked(Generic[P, R]):
-    """A function returned by `check`. Its calls take the arguments of `run`, the original function."""
+    """A function returned by `check`, with the arguments of `run`, the original function."""
 
     def __init__(self, run: Callable[P, R], mesh: AnyMesh | EllipsisType = ...):
         self.run: Callable[P, R] = run
         self._mesh = mesh
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
-        """Call `run(*args, **kwargs)`, and compare every collective between ranks."""
         call = partial(self.run, *args, **kwargs)
         if is_tracing() or is_announcing():  # a graph's collectives are announced when it runs
             return call()
@@ -50,14 +49,17 @@ def _mesh_of(*args: Tree) -> AnyMesh:
 def check(fn: Callable[P, R], mesh: AnyMesh | EllipsisType = ...) -> Checked[P, R]:
     """Return `fn`, a step or any function, with every collective compared between ranks before it starts.
 
-    If a rank calls another collective, returns early or raises, every rank raises a MismatchError, with that rank, both
-    ranks' calls and their lines in your code. So the call returns on all ranks or on none. The ranks are those of
-    `mesh`, by default of the mesh of the first `Sharded` among the arguments; collectives over other meshes are not
-    compared. Each collective waits until all ranks of its axis begin it. Check the outermost function:
-    `check(jit(step))`. Nothing is added on one device, nor on simulated ranks, which always compare their calls. With
-    FSHARD_CHECK=1 in the environment, every function returned by `train_step` and `jit` is checked.
+    If a rank calls another collective, returns early or raises, every rank raises a MismatchError with both ranks'
+    calls and their lines in your code. So the call returns on all ranks or on none. Each collective waits until all
+    ranks of its axis begin it.
 
-    TypeError if there is no mesh and no `Sharded`.
+    - `fn`: the outermost function: `check(jit(step))`.
+    - `mesh`: the ranks; by default the mesh of the first `Sharded` among the arguments (TypeError without one).
+      Collectives
+      over other meshes are not compared.
+
+    Nothing is added on one device, nor on simulated ranks, which always compare. With FSHARD_CHECK=1 in the
+    environment, every function returned by `train_step` and `jit` is checked.
 
     >>> check(evaluate(lambda w, x: (w * x).sum()))(shard_of(torch.ones(2)), torch.tensor([1.0, 2.0]))
     tensor(3.)

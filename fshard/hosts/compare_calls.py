@@ -1,16 +1,16 @@
 """Compare collectives between ranks in a checked call: each rank announces the next one, and the call's end.
 
 Note [Lines]
-    Each rank has a separate connection to every peer along every axis. Before a collective, a rank sends the collective
-    and its source line to the ranks of that axis, and reads their messages: data are sent only if all messages are
-    equal. When the call ends, a rank tells all its peers about the return or the error, and reads the peers' ends. On
-    meshes of several axes this is repeated, axis by axis, so a checked call returns on all ranks or on none. A rank
-    blocked on a peer is told when that peer's call ends, raises, and so unblocks the ranks waiting for it.
+    Each rank has a separate connection to every peer along every axis. Before a collective, a rank sends its name and
+    source line to the ranks of that axis, and reads theirs: data are sent only if all messages are equal. When the call
+    ends, a rank tells all its peers about the return or the error, and reads the peers' ends. With several axes this is
+    repeated, axis by axis, so a checked call returns on all ranks or on none. A rank blocked on a peer hears of its
+    end, raises, and so unblocks the ranks waiting for it.
 
-    The connections are sockets: a socket wakes a rank that waits for any of several peers, and closes when a process
-    dies. A torch `Store` would have to be polled and does not report a dead process. Messages through a separate
-    process group cannot be received in order of arrival, nor left unread. Every message has the number of the checked
-    call, so a call skips messages left unread by an earlier, failed call.
+    The connections are sockets, because a socket wakes a rank that waits for any of several peers, and closes when a
+    process dies. A torch `Store` would have to be polled, and does not report a dead process; messages of a process
+    group cannot be received in order of arrival, nor left unread. Every message has the number of the checked call, so
+    a call skips messages of an earlier, failed one.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _WAITS, _RETURNED, _RAISED = "waits in", "has returned, having last called", "ra
 
 
 class _Status(NamedTuple):
-    """A rank's message: number of the checked call, action (`verb`) with a collective or exception (`what`), line."""
+    """A rank's message: number of the checked call, action with a collective or exception, line."""
 
     number: int
     verb: str
@@ -64,7 +64,7 @@ class Lines:
         self._ends: dict[int, _Status] = {}  # this call's end on each peer that has ended
 
     def _link(self, ranks: Ranks) -> None:
-        # `links_to` counts ranks along this axis; errors and `_ends` name ranks of the whole mesh
+        # `links_to` counts along this axis; errors and `_ends` name ranks of the mesh
         numbers = [int(row) for row in rows_of_bytes(str(self._me).encode(), ranks)]
         links = links_to(ranks, anywhere=True) or {}
         for peer, link in links.items():
@@ -80,7 +80,7 @@ class Lines:
         """
         for axis, owner in self._owners.items():
             owner.check(axis)
-        # a new number: messages left unread by earlier, failed calls have smaller ones
+        # unread messages of earlier, failed calls have smaller numbers
         self._last, self._ends = _Status(self._last.number + 1, _WAITS, "no collective", call_site()), {}
         try:
             with announcing(self._around):
@@ -92,7 +92,7 @@ class Lines:
         return result
 
     def _return(self, status: _Status) -> None:
-        """Tell the peers that the call has returned; raise MismatchError unless it has returned on all."""
+        """Tell the peers of the return; MismatchError unless the call has returned on all."""
         self._end(status)
         try:
             for links in self._links.values():
@@ -114,7 +114,7 @@ class Lines:
         return Announced(ranks, partial(self._announce, ranks.axis))
 
     def _announce(self, axis: str, call: str) -> None:
-        """Announce the next collective to the ranks of an axis, and wait until they announce the same one."""
+        """Announce the next collective along an axis, and wait until all announce the same one."""
         self._last = self._last._replace(what=call[:_LONGEST], site=call_site())
         _say(self._links[axis], self._last)
         self._compare(self._links[axis], self._last, self._data[axis])
@@ -126,10 +126,10 @@ class Lines:
     def _compare(
         self, links: Mapping[int, Link], local: _Status, data: Mapping[int, Link] = MappingProxyType({})
     ) -> None:
-        """Read a message of every peer; raise MismatchError unless all agree with `local`, this rank's own."""
+        """Read a message of every peer; MismatchError unless all agree with `local`."""
         statuses, awaited = {self._me: local}, dict(links)
         while True:
-            # look for data before messages: a peer announces a collective before it sends data
+            # data before messages: a peer announces a collective before it sends data
             ahead = [peer for peer in awaited if peer in data and data[peer].is_ahead()]
             for peer in ahead:
                 awaited[peer].drain()
@@ -138,16 +138,16 @@ class Lines:
                     statuses[peer] = status
                     del awaited[peer]
             # Stop if a call has ended: other peers may never announce anything. Stop also if a peer has sent data
-            # unannounced, outside a checked call: the data messages then raise an error with both calls.
+            # unannounced: the data messages then raise an error with both calls.
             if not awaited or awaited.keys() & ahead or any(status.verb != local.verb for status in statuses.values()):
                 break
-            # an ended peer has closed its data links, too, after telling its last call or its error
+            # an ended peer closes its data links after telling its end
             listen(awaited.values(), f"{local.what} at {local.site}", beside=data.values())
         if difference := _unlike_calls(dict(sorted(statuses.items()))):
             raise MismatchError(f"{difference}. {SAME_ORDER}")
 
     def _next(self, peer: int, link: Link) -> _Status | None:
-        """Return a peer's next message in this call; None if it has not arrived; its last one if its call has ended."""
+        """Return a peer's next message; None if it has not arrived; the last one if its call has ended."""
         while peer not in self._ends and (text := link.hear()) is not None:
             status = _read(text, peer)
             if status.number < self._last.number:
@@ -160,12 +160,12 @@ class Lines:
 
 def _say(links: Mapping[int, Link], status: _Status) -> None:
     for link in links.values():
-        with suppress(MismatchError):  # a closed peer may have sent its reason, which is read next
+        with suppress(MismatchError):  # a closed peer's reason is read next
             link.say(json.dumps(status))
 
 
 def _read(text: str, peer: int) -> _Status:
-    """Parse a peer's message. MismatchError if no rank sends such a message."""
+    """Parse a message. MismatchError if no rank sends such a one."""
     with suppress(ValueError, TypeError, RecursionError):
         number, *words = json.loads(text)
         if isinstance(number, int) and [type(word) for word in words] == [str] * 3:
@@ -195,7 +195,7 @@ def _unlike_calls(statuses: Mapping[int, _Status]) -> str | None:
 
 
 def lines_of(mesh: AnyMesh) -> Lines | None:
-    """Return new `Lines` along a mesh of processes; None for one device, simulated ranks and abstract meshes."""
+    """Return new `Lines` along a mesh of processes; None for other meshes."""
     grid = adapted(mesh)
     if not isinstance(grid, ProcessMesh):
         return None

@@ -39,24 +39,22 @@ class Segment:
         self.readers = 0  # number of unacknowledged messages in it
 
     def release(self) -> None:
-        """Mark the segment as unused by this rank's tensors, so that its memory can be reused."""
         self.used = False
 
 
 class SegmentPool:
-    """The segments of this rank. A segment is reused once it has no tensor and no unacknowledged message."""
+    """This rank's segments. One is reused once it has no tensor and no unacknowledged message."""
 
     def __init__(self) -> None:
         self.segments: list[Segment] = []
 
     def free(self, size: int) -> Segment | None:
         """Return the smallest free segment of `size` to `2 * size` bytes, or None."""
-        # not a much larger one: a small buffer would keep its memory from large ones
+        # a much larger one would be kept from large buffers
         fits = [s for s in self.segments if not (s.used or s.readers) and size <= s.data.numel() <= 2 * size]
         return min(fits, key=lambda s: s.data.numel(), default=None)
 
     def new(self, size: int) -> Segment:
-        """Allocate a new segment. OSError if the system refuses it."""
         try:
             segment = _made(size, len(self.segments))
         except OSError as failure:
@@ -65,7 +63,7 @@ class SegmentPool:
         return segment
 
     def find(self, data: Tensor) -> tuple[Segment, int] | None:
-        """Return the lent segment of `data`, and its offset there; None if it lies in none."""
+        """Return the lent segment of `data`, and its offset there, or None."""
         begin = data.data_ptr()
         for segment in (s for s in self.segments if s.used and s.lent):
             offset = begin - segment.data.data_ptr()
@@ -75,7 +73,7 @@ class SegmentPool:
 
 
 def tensor_in(segment: Segment, size: int, lent: bool) -> Tensor:
-    """Return a (size,) byte tensor at the start of a segment, in use until the tensor is freed."""
+    """Return a byte tensor (size,) in a segment, in use until the tensor is freed."""
     segment.used, segment.lent = True, lent
     # torch drops its reference to the array when it frees the storage
     array = (ctypes.c_char * size).from_buffer(segment.map)
@@ -95,7 +93,7 @@ def _made(size: int, number: int) -> Segment:
 
 
 def _sealed(size: int) -> int:
-    """Allocate memory of a fixed size, and return its file descriptor."""
+    """Allocate memory of a fixed size; return its file descriptor."""
     fd = os.memfd_create("fshard", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
         os.ftruncate(fd, size)
@@ -107,7 +105,7 @@ def _sealed(size: int) -> int:
 
 
 def received(fd: int, number: int) -> Segment:
-    """Map a peer's segment and close `fd`. ValueError if `fd` is no sealed memfd; OSError if this rank lacks room."""
+    """Map a peer's segment and close `fd`. ValueError for no sealed memfd; OSError if this rank lacks room."""
     try:
         seals, size = fcntl.fcntl(fd, fcntl.F_GET_SEALS), os.fstat(fd).st_size
         if seals & _SEALS != _SEALS or not size:
@@ -122,7 +120,7 @@ def received(fd: int, number: int) -> Segment:
 
 
 def refusal() -> str:
-    """Return why this process cannot allocate segments; empty if it can, or lacks only file descriptors."""
+    """Return why this process cannot allocate segments; "" if it can, or lacks only descriptors."""
     try:
         os.close(_sealed(mmap.PAGESIZE))
     except OSError as failure:
@@ -131,7 +129,7 @@ def refusal() -> str:
 
 
 def reason(failure: Exception) -> str:
-    """Return the text of an error; if file descriptors have run out, with advice to raise the limit."""
+    """Return the text of an error, with advice if file descriptors have run out."""
     text = str(failure)
     if isinstance(failure, OSError) and failure.errno in _TOO_FEW:
         most = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
@@ -162,7 +160,7 @@ class _Message:
 
 @dataclass
 class Link:
-    """The socket to one peer, and the messages received on it. Without `memory` all messages must be small."""
+    """The socket to one peer, and its messages. Without `memory` all must be small."""
 
     socket: socket.socket
     peer: str
@@ -183,7 +181,7 @@ class Link:
         weakref.finalize(self, _close_all, self.fds)
 
     def send(self, call: str, data: Tensor, place: tuple[Segment, int] | None) -> None:
-        """Send a call's data in the socket, or only their `place`: a segment and an offset in it."""
+        """Send a call's data in the socket, or only their `place` in a segment."""
         text, size = _sent(call), data.numel()
         if place is None:
             payload = ctypes.string_at(data.data_ptr(), size) if size else b""
@@ -198,11 +196,10 @@ class Link:
         self._write(_HEADER.pack(kind, len(text), segment.number, offset, size) + text, fds, call)
 
     def say(self, text: str) -> None:
-        """Send a text without tensors."""
         self.send(text, torch.empty(0, dtype=torch.uint8, device="cpu"), None)
 
     def hear(self) -> str | None:
-        """Return the text of the next expected message, or None if it has not arrived."""
+        """Return the text of the next expected message, or None."""
         message = self.arrived.pop(self.num_expected, None)
         if message is None:
             return None
@@ -215,7 +212,7 @@ class Link:
             self._write(_HEADER.pack(_ACKNOWLEDGED, 0, segment, 0, 0), [], "an acknowledgement")
 
     def _write(self, data: bytes, fds: list[int], call: str) -> None:
-        """Write bytes to the socket, the file descriptors with the first byte."""
+        """Write bytes to the socket, file descriptors with the first byte."""
         view = memoryview(data)
         while view:
             try:
@@ -237,7 +234,7 @@ class Link:
     def fault(self, text: str) -> MismatchError:
         """Close the links of this rank's mesh, and tell their peers why; return the error to raise.
 
-        A frame may keep the error, and with it the plan: then nothing else would close the links.
+        A frame may keep the error, and with it the plan: nothing else would close the links.
         """
         said = _sent(f"{_LEAVING}{text}")
         for peer in self.beside:
@@ -248,7 +245,7 @@ class Link:
         return MismatchError(text)
 
     def take(self, number: int, call: str) -> _Message:
-        """Wait for message `number`, and return it. MismatchError if it is of another call, or the peer is gone."""
+        """Wait for a message. MismatchError if it is of another call, or the peer is gone."""
         while number not in self.arrived:
             if planning := [n for n, x in self.arrived.items() if x.call == PLANS]:
                 number = planning[0]  # the peer has left this call out, and perhaps others before it
@@ -266,7 +263,7 @@ class Link:
     def plans(self) -> bool:
         """Wait for the peer's `PLANS`; return True if it came next, False if not, or if the peer is gone.
 
-        If the peer waits for a collective instead, close the link and raise MismatchError.
+        If the peer waits for a collective, close the link and raise MismatchError.
         """
         number, self.num_expected = self.num_expected, self.num_expected + 1
         try:
@@ -295,7 +292,7 @@ class Link:
     def drain(self, call: str = "") -> bool:
         """Read arrived bytes, without waiting; return True if there were any.
 
-        MismatchError for bytes that no rank sends, or, with a `call`, if the peer has closed the link.
+        MismatchError for bytes that no rank sends, or, with a `call`, for a closed link.
         """
         try:
             data, fds, flags, _ = socket.recv_fds(self.socket, _READ, _MOST_FDS, _FD_FLAGS)
@@ -314,7 +311,7 @@ class Link:
         self.stream += data
         while self._parse():
             pass
-        # a segment's descriptor comes with the first byte of its header, so it may arrive before the rest
+        # a descriptor comes with the first byte of its header, maybe before the rest
         if len(self.fds) > (_MOST_FDS if self.stream and self.memory is not None else 0):
             raise self._refused(f"{len(self.fds)} descriptors of no segment")
         return True
@@ -328,7 +325,7 @@ class Link:
         return MismatchError(f"{self.peer} sent {what}, which no rank does: the link to it is closed")
 
     def _parse(self) -> bool:
-        """Take one message off the received bytes; return False if it has not arrived in full."""
+        """Take one message off the received bytes; return False if it is not complete."""
         if len(self.stream) < _HEADER.size:
             return False
         kind, length, number, offset, size = _HEADER.unpack_from(self.stream)
@@ -357,7 +354,7 @@ class Link:
         return True
 
     def _fault(self, kind: int, number: int, offset: int, size: int) -> str:
-        """Describe a wrong header, before memory of its size is allocated; empty if it is right."""
+        """Describe a wrong header, before memory of its size is allocated; "" if it is right."""
         if kind == _INLINE:
             return f"a message of {size:,} bytes (at most {SMALL:,})" if size > SMALL else ""
         if self.memory is None or kind > _ACKNOWLEDGED:
@@ -373,7 +370,6 @@ class Link:
         return ""
 
     def _part(self, number: int, offset: int, size: int) -> Tensor:
-        """Return the bytes of a message in a segment; map a new segment."""
         try:
             if number not in self.mapped:
                 self.mapped[number] = received(self.fds.popleft(), number)
@@ -416,7 +412,7 @@ def _poll(links: Collection[Link], events: int, call: str) -> list[Link]:
 def listen(links: Collection[Link], call: str, beside: Collection[Link] = ()) -> None:
     """Wait until bytes arrive on one of `links` or `beside`, and read them.
 
-    MismatchError after the shortest timeout, and if a peer has closed one of `links`, but not of `beside`.
+    MismatchError after the shortest timeout, and if a peer has closed one of `links`.
     """
     still_open = [link for link in beside if link.is_open]
     for link in _poll([*links, *still_open], select.POLLIN, call):

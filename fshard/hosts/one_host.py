@@ -1,14 +1,13 @@
 """Ranks as processes of one host: messages through shared memory, without extra threads or a network.
 
 Note [Messages on one host]
-    Each pair of ranks has a Unix socket. A small message is sent in the socket. For a large message the socket carries
-    only a header, and the data lie in a memory segment mapped by both ranks (a memfd, without a name, freed with its
-    last process). The receiver reads the segment when it waits for the message, and sends an acknowledgement; the
-    sender may then reuse the segment. Sending never waits for the receiver, so ranks may start any number of messages
-    and wait for them in any order. Every header contains the text of its call: if two ranks call different collectives,
-    the error names both calls, and no rank hangs. Large flat buffers are allocated in segments (`empty`), so steps
-    reuse their memory instead of requesting it from the system. A lent buffer is sent without a copy (Note [Lent
-    memory] in `ranks.py`).
+    Each pair of ranks has a Unix socket. A small message is sent in the socket. For a large one the socket carries only
+    a header, and the data lie in a memory segment mapped by both ranks (a memfd, without a name, freed with its last
+    process). The receiver reads the segment when it waits for the message, and acknowledges; the sender may then reuse
+    the segment. Sending never waits, so ranks may start any number of messages and wait for them in any order. Every
+    header has the text of its call: if two ranks call different collectives, the error names both, and no rank hangs.
+    Large flat buffers are allocated in segments (`empty`), so steps reuse their memory. A lent buffer is sent without a
+    copy (Note [Lent memory] in `ranks.py`).
 
     Gloo's sockets need threads, and so processor time of the ranks: on two cores a 16 KiB message costs about 0.3 ms
     with gloo and 0.05 ms here.
@@ -75,7 +74,7 @@ class _Exchange:
 
 
 class _HostRanks:
-    """The ranks along one axis, all on one host, as a `Ranks` (Note [Messages on one host])."""
+    """The ranks along one axis of one host, as a `Ranks`."""
 
     built_in = None
     whole = None
@@ -83,7 +82,7 @@ class _HostRanks:
 
     def __init__(self, ranks: Ranks, links: dict[int, Link]):
         self.axis, self.rank, self.size = ranks.axis, ranks.rank, ranks.size
-        # Links refer to the memory, and the memory not to the links: without a cycle, both are freed with the ranks.
+        # no cycle: links refer to the memory, the memory not to links
         self._memory, self.links, self.timeout = SegmentPool(), links, message_timeout(ranks)
         for link in links.values():
             link.memory = self._memory
@@ -104,7 +103,7 @@ class _HostRanks:
         return segment
 
     def _place(self, data: Tensor) -> tuple[Segment, int]:
-        """Return the segment and offset of the data: their own if they are lent, else a copy's."""
+        """Return the segment and offset of the data: their own if lent, else a copy's."""
         if lent := self._memory.find(data):
             return lent
         segment = self._room(data.numel())
@@ -126,10 +125,10 @@ class _HostRanks:
 
 
 class HostMesh(ProcessMesh):
-    """A `ProcessMesh` with messages through shared memory along each axis of ranks on one host."""
+    """A `ProcessMesh` with shared memory along each axis of ranks on one host."""
 
     def __init__(self, mesh: ProcessMesh, ranks: dict[str, Ranks]):
-        # the same process groups, without results of `once`, which may refer to the old ranks
+        # without results of `once`, which may refer to the old ranks
         self.__dict__.update(vars(mesh))
         self._ranks, self._kept, self.twin = ranks, {}, None
         links = [link for each in ranks.values() if isinstance(each, _HostRanks) for link in each.links.values()]
@@ -137,7 +136,7 @@ class HostMesh(ProcessMesh):
             link.beside = [each.socket for each in links]  # sockets: links would be a cycle
 
     def all_plan(self) -> bool:
-        """Wait until all peers make a plan; return True if their links are open and no other message is unread.
+        """Wait until all peers make a plan; return True if their links are open and nothing is unread.
 
         MismatchError if a peer is in a collective instead.
         """
@@ -147,7 +146,7 @@ class HostMesh(ProcessMesh):
             with suppress(MismatchError):  # a closed link is found below
                 link.say(PLANS)
         are_quiet, failures = list[bool](), list[MismatchError]()
-        for link in links:  # all of them, also after an error: else an answer would stay unread
+        for link in links:  # also after an error: else an answer would stay unread
             try:
                 are_quiet.append(link.plans())
             except MismatchError as failure:
@@ -158,16 +157,14 @@ class HostMesh(ProcessMesh):
 
 
 def _has_hosts(mesh: Mesh | None) -> TypeGuard[ProcessMesh]:
-    """True if the ranks of a mesh may share memory: CPU processes on Linux."""
     return type(mesh) is ProcessMesh and mesh.device_type == "cpu" and hasattr(os, "memfd_create")
 
 
 def connected(mesh: AnyMesh) -> Mesh | None:
     """Return `connect(mesh)`, made once for a mesh and shared by all plans on it.
 
-    Every rank must call this function; if a connected rank is in a collective instead, both get a MismatchError. If a
-    failed call has left messages unread on any rank, all ranks connect again: they agree on this over their process
-    groups.
+    Every rank must call this function; if a connected rank is in a collective, both get a MismatchError. If a failed
+    call has left messages unread on any rank, all ranks connect again: they agree on this over their process groups.
     """
     grid = unconnected(mesh)
     if not _has_hosts(grid):
@@ -187,9 +184,8 @@ def connected(mesh: AnyMesh) -> Mesh | None:
 def connect(mesh: AnyMesh) -> Any:  # a Mesh; None for None alone
     """Return a mesh with shared memory along the axes of a DeviceMesh whose CPU processes are on one host.
 
-    Every rank must call this function. GPU meshes, simulated and abstract meshes, None (one device), and all meshes on
-    systems other than Linux are returned without shared memory. An axis keeps its process group's backend if
-    `dist.Backend.register_backend` registered it.
+    Every rank must call this function. Other meshes, None and systems other than Linux get no shared memory, nor does
+    an axis whose backend `dist.Backend.register_backend` registered.
     """
     grid = unconnected(mesh)
     if not _has_hosts(grid):
@@ -198,7 +194,6 @@ def connect(mesh: AnyMesh) -> Any:  # a Mesh; None for None alone
 
 
 def _ranks(mesh: ProcessMesh, axis: str) -> Ranks:
-    """Return ranks with shared memory if they may and can have it, else the process group's."""
     ranks = mesh.ranks(axis)
     if isinstance(ranks, GroupRanks) and not ranks.may_be_replaced:
         return ranks
@@ -206,7 +201,7 @@ def _ranks(mesh: ProcessMesh, axis: str) -> Ranks:
 
 
 def _connected(ranks: Ranks) -> Ranks:
-    """Return ranks with shared memory; `ranks` itself if on several hosts, or if any of them lacks such memory."""
+    """Return ranks with shared memory; `ranks` itself if on several hosts, or if any rank lacks it."""
     refusals = [row.decode() for row in rows_of_bytes(refusal().encode(), ranks)]
     if told := [f"rank {p} of axis {ranks.axis!r}: {text}" for p, text in enumerate(refusals) if text]:
         if ranks.rank == 0:

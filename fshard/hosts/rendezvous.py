@@ -2,17 +2,16 @@
 
 Note [Who may connect]
     A link carries parameters, so only ranks may connect. Each rank of an axis draws a secret and sends it to the others
-    over the process group. The key joins all secrets, is never sent over a connection, and is used for one meeting
-    only. Addresses do not contain the key: everybody on the machine can read addresses of Unix sockets
-    (/proc/net/unix). The dialling rank sends its number and a digest of the key and both ranks; the answering rank
-    sends another digest. So each side knows that the other has the key, and an intercepted digest is useless on another
-    connection. On Unix sockets the system also reports the user at the other end: processes of other users are
-    rejected.
+    over the process group. The key joins all secrets, is never sent over a connection, and serves one meeting. It is
+    not in addresses, because everybody on the machine can read addresses of Unix sockets (/proc/net/unix). The dialling
+    rank sends its number and a digest of the key and both ranks; the answering rank sends another digest. So each side
+    knows that the other has the key, and an intercepted digest is useless on another connection. On Unix sockets
+    processes of other users are rejected, too.
 
-    Each rank dials every other rank, and each pair keeps one of its two connections. So a rank that waits for a peer
+    Each rank dials every other rank, and each pair keeps one of its two connections, so a rank that waits for a peer
     has a socket that breaks when the peer ends or gives up. A rank waits for all connections at once, strangers' silent
-    ones included, with one deadline. Then the ranks exchange their results over the process group: either all have
-    links, or all raise an error.
+    ones included, with one deadline. Then the ranks exchange results over the process group: all have links, or all
+    raise an error.
 """
 
 from __future__ import annotations
@@ -55,11 +54,11 @@ class UnreachableError(ConnectionError):
 
 
 class _LeftError(ConnectionError):
-    """A rank ended or gave up while connecting. The error of that rank itself, if it reports one, is raised instead."""
+    """A rank ended or gave up while connecting; its own error is raised instead, if it reports one."""
 
 
 def links_to(ranks: Ranks, anywhere: bool = False) -> dict[int, Link] | None:
-    """Return a link to every peer: Unix sockets on one host; between hosts None, or with `anywhere` TCP connections.
+    """Return a link to every peer: Unix sockets on one host; between hosts None, or with `anywhere` TCP.
 
     ConnectionError on all ranks if any rank fails to connect.
     """
@@ -74,12 +73,11 @@ def links_to(ranks: Ranks, anywhere: bool = False) -> dict[int, Link] | None:
 
 
 def _met(ranks: Ranks, listening: Callable[[Ranks], AbstractContextManager[Door]]) -> dict[int, socket.socket]:
-    """Connect to all peers, and return the socket of each. ConnectionError on all ranks if any rank fails."""
     with listening(ranks) as (listener, addresses, key):
         sockets: dict[int, socket.socket] = {}
 
         def meet() -> str:
-            # the listener closes as soon as this rank gives up: connections not yet accepted then break
+            # the listener closes as soon as this rank gives up, which breaks waiting connections
             with listener, _Meeting(ranks, listener, addresses, key) as meeting:
                 sockets.update(meeting.hold(message_timeout(ranks).total_seconds()))
             return ""
@@ -94,7 +92,7 @@ def _met(ranks: Ranks, listening: Callable[[Ranks], AbstractContextManager[Door]
 
 
 def _on_all_ranks(ranks: Ranks, step: Callable[[], str]) -> list[str]:
-    """Run `step` on every rank, and return the results of all ranks. ConnectionError on all ranks if any fails."""
+    """Run `step` on every rank; return all results. ConnectionError on all ranks if any fails."""
     error: Exception | None = None
     try:
         row = ["", step()]  # name of the error's type (empty: none), and its text or the result
@@ -103,7 +101,7 @@ def _on_all_ranks(ranks: Ranks, step: Callable[[], str]) -> list[str]:
         error, row = failure, [type(failure).__name__, reason(failure)]
     rows = [json.loads(text) for text in rows_of_bytes(json.dumps(row).encode(), ranks)]
     failed = [(kind, f"rank {p} of axis {ranks.axis!r}: {text}") for p, (kind, text) in enumerate(rows) if kind]
-    # prefer the failed rank's own error: peers that did not reach it, or lost it, are only a consequence
+    # prefer the failed rank's own error to its consequences on peers
     follow = [UnreachableError.__name__, _LeftError.__name__]
     if error is not None and not isinstance(error, OSError):
         raise error
@@ -116,9 +114,9 @@ def _on_all_ranks(ranks: Ranks, step: Callable[[], str]) -> list[str]:
 
 @contextmanager
 def _on_one_host(ranks: Ranks) -> Iterator[Door]:
-    """Yield a listening Unix socket, the addresses of all ranks, and the key. UnreachableError if hosts differ."""
+    """Yield a listening Unix socket, all addresses, and the key. UnreachableError if hosts differ."""
     with ExitStack() as stack:
-        # an abstract address leaves no file behind; the secret is drawn apart, because everybody can read addresses
+        # an abstract address leaves no file; everybody can read it, so the secret is another
         address, listeners = f"\0fshard-{secrets.token_hex(16)}", list[socket.socket]()
 
         def offer() -> str:
@@ -133,7 +131,7 @@ def _on_one_host(ranks: Ranks) -> Iterator[Door]:
 
 @contextmanager
 def _between_hosts(ranks: Ranks) -> Iterator[Door]:
-    """Yield a TCP socket listening on the process group's interface, the addresses of all ranks, and the key."""
+    """Yield a listening TCP socket on the process group's interface, all addresses, and the key."""
     interfaces = _on_all_ranks(ranks, _interface)
     with ExitStack() as stack:
         listeners = list[socket.socket]()
@@ -149,8 +147,8 @@ def _between_hosts(ranks: Ranks) -> Iterator[Door]:
 
 
 def _host() -> str:
-    # Abstract addresses are visible inside one network namespace of one running kernel. Copies of a running machine
-    # have the same boot_id, so equal values do not prove that ranks share a host: only connecting does.
+    # Abstract addresses are visible in one network namespace of one kernel. Copies of a running machine have the same
+    # boot_id, so only connecting proves that ranks share a host.
     boot = Path("/proc/sys/kernel/random/boot_id")
     return boot.read_text() + str(os.stat("/proc/self/ns/net").st_ino) if boot.exists() else secrets.token_hex(16)
 
@@ -164,14 +162,14 @@ def _listening(stack: ExitStack, family: int, address: Address) -> socket.socket
 
 
 def _interface() -> str:
-    """Return the address of gloo's interface if one is named, else that of packets to the host where ranks met."""
+    """Return the address of gloo's interface if named, else that of packets to the meeting host."""
     if name := os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")[0]:
         return address_of(name)
     return _way_to(meeting_host())
 
 
 def address_of(interface: str) -> str:
-    """Return the IPv4 address of a network interface, or its IPv6 address. OSError if it has neither."""
+    """Return the IPv4 or IPv6 address of a network interface. OSError if it has neither."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe, suppress(OSError):
         request = struct.pack("256s", interface.encode()[:15])
         return socket.inet_ntoa(fcntl.ioctl(probe, 0x8915, request)[20:24])  # SIOCGIFADDR
@@ -183,7 +181,7 @@ def address_of(interface: str) -> str:
 
 
 def _way_to(target: str) -> str:
-    """Return the source address of this host's packets to `target`; empty if there is no route."""
+    """Return the source address of packets to `target`; "" without a route."""
     with suppress(OSError):
         for family, kind, _, _, address in socket.getaddrinfo(target, 9, type=socket.SOCK_DGRAM) if target else []:
             with suppress(OSError), socket.socket(family, kind) as probe:
@@ -195,7 +193,7 @@ def _way_to(target: str) -> str:
 def _from_outside(local: str, seen: list[str]) -> str:
     """Return an address of this host for other hosts; `seen` are the addresses found by all ranks.
 
-    `local`, this rank's, may be a loopback address: the name of the meeting host may resolve to one there.
+    `local` may be a loopback address: the name of the meeting host may resolve to one there.
     """
 
     def inside(address: str) -> bool:
@@ -209,14 +207,14 @@ def _from_outside(local: str, seen: list[str]) -> str:
 
 @dataclass(eq=False)
 class _Call:
-    """A connection with an unidentified other end; `peer` is the rank dialled, None if the other end dialled."""
+    """A connection to an unidentified end; `peer` is the rank dialled, or None."""
 
     socket: socket.socket
     peer: int | None = None
     heard: bytes = b""
 
     def hear(self, size: int) -> bool:
-        """Return True if `size` bytes have arrived. ConnectionError if the connection closed before."""
+        """Return True if `size` bytes have arrived. ConnectionError for a closed connection."""
         with suppress(BlockingIOError):
             while len(self.heard) < size:
                 data = self.socket.recv(size - len(self.heard))  # no further: later bytes are for the link
@@ -227,7 +225,7 @@ class _Call:
 
 
 class _Meeting:
-    """Connections being made: this rank dials every peer and reads its answer, and answers every caller."""
+    """Connections being made: this rank dials every peer, and answers every caller."""
 
     def __init__(self, ranks: Ranks, listener: socket.socket, addresses: Sequence[Address], key: bytes):
         self._me, self._listener, self._addresses, self._key = ranks.rank, listener, addresses, key
@@ -245,11 +243,11 @@ class _Meeting:
     def __exit__(self, *failure: object) -> None:
         for call in (*self._calls, *self._dialled.values(), *self._answered.values()):
             call.socket.close()
-        self._listener.close()  # breaks connections not yet accepted, so that their callers stop waiting for an answer
+        self._listener.close()  # callers not yet accepted stop waiting
         self._selector.close()
 
     def hold(self, seconds: float) -> dict[int, socket.socket]:
-        """Return a connection to every peer. ConnectionError if a peer cannot be reached or ends; TimeoutError."""
+        """Return a connection to every peer. ConnectionError if a peer fails; TimeoutError."""
         until = time.monotonic() + seconds
         while missing := self._peers - (self._dialled.keys() & self._answered.keys()):
             for peer in sorted(self._to_dial):
@@ -259,7 +257,7 @@ class _Meeting:
                 raise TimeoutError(f"ranks {sorted(missing)} did not connect within {seconds:.0f} s")
             for key, events in self._selector.select(_RETRY if self._to_dial else min(left, 60.0)):
                 self._serve(key.data, events)
-        # both ends of a pair keep the same one of their two connections: the one dialled by the higher rank
+        # both ends of a pair keep the connection dialled by the higher rank
         calls = {p: (self._answered if p > self._me else self._dialled).pop(p) for p in self._peers}
         return {p: _quick(call.socket) for p, call in calls.items()}
 
@@ -277,7 +275,7 @@ class _Meeting:
             self._heard(call, call.peer)
 
     def _dial(self, peer: int) -> None:
-        """Start connecting to a peer, without waiting; `hold` dials again if the peer's queue is full."""
+        """Start connecting to a peer; `hold` dials again if the peer's queue is full."""
         connection = socket.socket(self._listener.family)
         try:
             connection.setblocking(False)
@@ -303,7 +301,7 @@ class _Meeting:
         return self._listener.family == socket.AF_UNIX
 
     def _greet(self, call: _Call, peer: int) -> None:
-        """Send this rank's greeting on a connection that is established, and watch it for the answer."""
+        """Send a greeting on an established connection, and watch it for the answer."""
         if code := call.socket.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):
             raise self._unreachable(peer, OSError(code, os.strerror(code)))
         if self._near and not _is_same_user(call.socket):
@@ -312,7 +310,7 @@ class _Meeting:
         self._selector.modify(call.socket, selectors.EVENT_READ, call)
 
     def _heard(self, call: _Call, peer: int) -> None:
-        """Read a peer's answer; then watch the connection until the peer has dialled, too: the peer may end before."""
+        """Read a peer's answer; then watch the connection until the peer has dialled, or ends."""
         try:
             if peer in self._dialled:
                 raise ConnectionResetError("the connection was closed")
@@ -326,12 +324,12 @@ class _Meeting:
         self._settle(peer)
 
     def _settle(self, peer: int) -> None:
-        """Stop watching a peer that has both dialled and answered: later bytes are for the link."""
+        """Stop watching a peer that has dialled and answered: later bytes are for the link."""
         if peer in self._answered and peer in self._dialled:
             self._let_go(self._dialled[peer])
 
     def _accept(self) -> None:
-        """Accept one connection; past the limit, close the oldest one without a greeting."""
+        """Accept one connection; past the limit, close the oldest silent one."""
         with suppress(BlockingIOError, ConnectionAbortedError):
             connection, _ = self._listener.accept()
             connection.setblocking(False)
@@ -385,7 +383,7 @@ def _is_same_user(peer: socket.socket) -> bool:
 
 
 def _quick(peer: socket.socket) -> socket.socket:
-    """Make a TCP socket send small messages at once (no Nagle's algorithm); return the socket."""
+    """Make a TCP socket send small messages at once (no Nagle's algorithm)."""
     if peer.family != socket.AF_UNIX:
         peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     return peer
