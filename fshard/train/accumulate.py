@@ -42,10 +42,10 @@ Later = Callable[[], Sharded]  # gradients, made at the first call
 
 @dataclass(frozen=True)
 class Recipe:
-    """The arguments that `train_step` built a step with; `built` describes all of them.
+    """The arguments that `train_step` built a step with, as text in `built`.
 
-    `built` also has the state's step and seed, as has the number `stamp` (Note [Built alike] in `describe.py`). With
-    `keep_gathered` units stay in `gathered` until the last micro-batch has ended; else it is None.
+    `built` also has the state's step and seed, as has the number `stamp` (Note [Built alike] in `describe.py`).
+    `gathered` holds units until the last micro-batch has ended; it is None without `keep_gathered`.
     """
 
     loss_fn: Callable[..., Tree]
@@ -65,8 +65,8 @@ class Recipe:
 class StepGradients(NamedTuple):
     """The results of the forwards and backwards of a step.
 
-    `grads` are multiplied by the loss scale, and divided as if every micro-batch counted as much as the first;
-    multiplying them by `share` (a 0-d tensor, or None for 1) corrects this.
+    `grads` are multiplied by the loss scale, and divided as if every micro-batch counted as much as the first; `share`
+    (a 0-d factor, or None for 1) corrects this.
     """
 
     grads: Sharded
@@ -75,7 +75,6 @@ class StepGradients(NamedTuple):
 
 
 def gradients_of_micro_batches(recipe: Recipe, state: Tree, batch: Tree, args: Sequence[Tree]) -> StepGradients:
-    """Compute the gradients of a batch, micro-batch by micro-batch."""
     params, num = state.params, recipe.accumulate
     plan, rank = params.plan, rank_of(params)
     micro_batches = cut(batch, num)
@@ -115,7 +114,7 @@ def run_each(
     alone: bool = False,
     whole: bool,
 ) -> Iterator[tuple[Outcome, Gradients]]:
-    """Run forward and backward of each micro-batch in turn, with random numbers of this stream.
+    """Run forward and backward of each micro-batch in turn, with random numbers of `stream`.
 
     `divisor`, `alone` and `whole` are arguments of `fshard.grad.grad.run`.
     """
@@ -154,14 +153,14 @@ def run_each(
 
 
 def _versions(extra: Tree) -> list[int | None]:
-    """Count the writes in place to each leaf; None for inference tensors, which do not count them."""
+    """Count the writes in place to each leaf; None for inference tensors."""
     return [writes(x) if isinstance(x, Tensor) else None for x in tree.leaves(extra)]
 
 
 def _checked_extra(old: Tree, new: Tree, versions: Sequence[int | None]) -> Tree:
     """Return the new extra with its keys in the old one's order.
 
-    ValueError if a loss wrote to its extra, or returned one of another structure, shape or dtype.
+    ValueError if a loss wrote to its extra, or changed a structure, shape or dtype.
     """
     for path, written in zip(tree.paths(tree.flatten(old)[1]), map(ne, versions, _versions(old)), strict=True):
         if written:
@@ -188,7 +187,7 @@ def _form(leaf: object) -> str:
 
 
 def joined_outcomes(outcomes: Sequence[Outcome]) -> Outcome:
-    """Join the outcomes of several micro-batches: totals and counts summed, the last extra, a list of every aux."""
+    """Join the outcomes of micro-batches: totals and counts summed, the last extra, a list of every aux."""
     first, last = outcomes[0], outcomes[-1]
     if len(names := list(dict.fromkeys(averaged(outcome.aux) for outcome in outcomes))) > 1:
         raise ValueError(
@@ -200,7 +199,6 @@ def joined_outcomes(outcomes: Sequence[Outcome]) -> Outcome:
 
 
 def check_reduce_once(reduce_once: object, by: Reduction) -> None:
-    """Raise TypeError unless `reduce_once` is a bool or names of axes, ValueError for names with reduction="tree"."""
     if isinstance(reduce_once, bool):
         return
     names = (reduce_once,) if isinstance(reduce_once, str) else reduce_once
@@ -214,7 +212,7 @@ def check_reduce_once(reduce_once: object, by: Reduction) -> None:
 
 
 def _reduced_last(reduce_once: bool | str | tuple[str, ...], plan: Plan) -> Axes:
-    """Return the axes named by `reduce_once`: gradients are all-reduced over them after the last micro-batch alone."""
+    """Return the axes of `reduce_once`: gradients are all-reduced over them after the last micro-batch."""
     if isinstance(reduce_once, bool):
         return ()
     axes = (reduce_once,) if isinstance(reduce_once, str) else reduce_once
@@ -230,7 +228,7 @@ def _reduced_last(reduce_once: bool | str | tuple[str, ...], plan: Plan) -> Axes
 
 
 def _destinations(sums: Later, params: Sharded, recipe: Recipe, reduced_last: Axes) -> Iterator[Gradients]:
-    """Yield a destination for each micro-batch's gradients: `sums`, or new buffers for the caller to add to `sums`."""
+    """Yield a destination for each micro-batch's gradients: `sums`, or buffers to add to `sums`."""
     over, num, by = params.plan.grads_over, recipe.accumulate, recipe.by
     if is_idle(by, params.plan.axes):  # one device: nothing to reduce, so every backward adds to one buffer
         yield from (Gradients(None, sums, add=number > 0) for number in range(num))
@@ -242,12 +240,12 @@ def _destinations(sums: Later, params: Sharded, recipe: Recipe, reduced_last: Ax
 
 
 def summed_locally(reduced: Later | None, local: Later, num: int, by: Reduction) -> Iterator[Gradients]:
-    """Return destinations of `num` micro-batches: whole gradients are added in `local`, and reduced with the last."""
+    """Return destinations: whole gradients are added in `local`, and reduced with the last."""
     return (Gradients(reduced if number == num - 1 else None, local, number > 0, by) for number in range(num))
 
 
 def _check_equal_parts(outcome: Outcome, micro_batches: Sequence[Tree], params: Sharded) -> None:
-    """Raise ValueError for a plain scalar, a mean of equal weights, of empty micro-batches or different lengths."""
+    """Raise ValueError for a plain scalar of empty micro-batches, or of different lengths."""
     if outcome.kind is not Tensor:
         return
     rows = [[len(x) for x in tree.tops(batch, Sharded) if isinstance(x, Tensor) and x.dim()] for batch in micro_batches]
@@ -261,12 +259,12 @@ def _check_equal_parts(outcome: Outcome, micro_batches: Sequence[Tree], params: 
 
 
 def rank_of(params: Sharded) -> int:
-    """Return this rank's number along the plan's `data`: among the ranks with different batches."""
+    """Return this rank's number along the plan's `data`: among ranks with different batches."""
     return coordinate(params.plan.live_mesh(), params.plan.data)
 
 
 def check_equal_batches(batch: Tree, plan: Plan) -> None:
-    """Raise MismatchError, in checked calls alone, if ranks along no axis of `data` have different batches."""
+    """Raise MismatchError, in checked calls, if ranks along no axis of `data` differ in their batches."""
     axes, grid = several(plan, plan.rest(plan.data)), adapted(plan.live_mesh())
     if not axes or grid is None or grid.abstract or is_tracing():
         return
@@ -285,7 +283,7 @@ def check_equal_batches(batch: Tree, plan: Plan) -> None:
 
 
 def _numbered(x: Tree) -> Tensor:
-    """Return integers (bytes,), different for other elements, another shape or another order."""
+    """Return integers (bytes,), different for other elements, another shape or order."""
     text = f"{x.dtype}{[*x.shape]}" if isinstance(x, Tensor) else repr(getattr(x, "tolist", lambda: x)())
     words = torch.tensor([*text.encode()], device="cpu")
     words = torch.cat([words.to(x.device), value_bytes(x).long()]) if isinstance(x, Tensor) else words
@@ -321,7 +319,7 @@ def join_batches(data: Iterable[T], mesh: AnyMesh = None, like: T | None = None)
 
 
 def cut(batch: Tree, num: int) -> list[Tree]:
-    """Cut a batch into `num` micro-batches, views along dim 0; if it has fewer rows, the last ones are empty."""
+    """Cut a batch into `num` micro-batches, views along dim 0; of too few rows the last ones are empty."""
     if num == 1:  # nothing is cut: leaves need not have the same rows
         return [batch]
     num_rows(batch, num)
@@ -335,7 +333,7 @@ def cut(batch: Tree, num: int) -> list[Tree]:
 def num_rows(batch: Tree, num: int = 1) -> int:
     """Return the number of rows of every leaf in dim 0; 0 without leaves. ValueError names a leaf with others.
 
-    A batch of 0-d tensors alone counts as one row if it is cut into one (`num`) micro-batch.
+    0-d tensors alone count as one row if `num` is 1.
     """
     leaves = tree.tops(batch, Sharded)
     if leaves and num == 1 and all(isinstance(x, Tensor) and not x.dim() for x in leaves):

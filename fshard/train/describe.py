@@ -1,16 +1,15 @@
 """Describe the arguments of a step as text, for ranks to compare.
 
 Note [Built alike]
-    If steps on different ranks were built with different arguments, they may issue the same collectives and train
-    different models. So one collective of every step, the loss's, has the arguments as text in its label, and ranks
-    that compare calls compare it. An optimizer consists of functions: its text is the plain values in their closures
-    (numbers, strings, dtypes), by name. Only functions of this package are looked into. The text of other functions is
-    the name: they may hold values that rightly differ by rank (a rank, a path). Tensors are not read.
+    Steps built with different arguments may issue the same collectives and train different models. So the label of the
+    loss's collective has the arguments as text, and ranks that compare calls compare it. The text of an optimizer is
+    the plain values in its closures (numbers, strings, dtypes), by name. Only functions of this package are looked
+    into: other functions may hold values that rightly differ by rank (a path). Tensors are not read.
 
-    Ranks with states of different steps or seeds would compute with half of each. So the text contains both. Texts are
-    not compared over process groups, nor in a graph, made once for all steps. There the same collective sums a number
-    made of both, the stamp: the sum is a rank's own stamp times the number of ranks. A stamp is a fifth power modulo a
-    prime: of steps such as 1, 2, 3 the second would be the mean, and its rank would have no error.
+    Ranks with states of different steps or seeds would compute with half of each, so the text has both. Texts are not
+    compared over process groups, nor in a graph, made once for all steps. There the same collective sums a number made
+    of both, the stamp: the sum must be a rank's own stamp times the number of ranks. A stamp is a fifth power modulo a
+    prime: of steps 1, 2, 3 the second would be the mean, and its rank would have no error.
 """
 
 from __future__ import annotations
@@ -47,7 +46,7 @@ def describe(**arguments: object) -> str:
 
 
 def _words(name: str, value: object, seen: set[int]) -> Iterator[str]:
-    """Yield the plain values in a value as `name=value`, except in values with ids in `seen`, described already."""
+    """Yield the plain values in a value as `name=value`; `seen`: ids described already."""
     if value is None or isinstance(value, bool | int | float | complex | str | torch.dtype):
         yield f"{name}={value!r}"
         return
@@ -59,7 +58,7 @@ def _words(name: str, value: object, seen: set[int]) -> Iterator[str]:
         yield from _words(key or name, inner, seen)
     if callable(value) and not isinstance(value, partial | tuple):
         qualname: str = getattr(value, "__qualname__", type(value).__qualname__)
-        # a function without values inside is described by its name; private helpers of this package are left out
+        # a function without values inside is its name; private helpers of this package are left out
         if not _is_of_fshard(value) or not (
             parts or isinstance(value, type) or qualname.startswith("_") or "<" in qualname
         ):
@@ -93,7 +92,7 @@ def _inner_values(value: object) -> list[tuple[str, object]]:
 def stamp_of(step: Tensor, seed: Tensor, device: torch.device) -> tuple[str, Number]:
     """Return step and seed as text, empty in a graph, and as a stamp below 2**31, so that sums are exact.
 
-    In a graph for an accelerator the stamp is 0: every run would copy step and seed to the device.
+    In a graph for an accelerator the stamp is 0: every run would copy step and seed there.
 
     >>> stamp_of(torch.tensor(3), torch.tensor(0), torch.device("cpu"))
     (', step=3, seed=0', 665346162)

@@ -2,9 +2,8 @@
 
 Note [torch.compile]
     Dynamo traces Python bytecode, and cannot follow all of a step. `nonstrict_trace` makes the step one call, and
-    AOTAutograd then traces it into operators as `jit` does: no graph break, and the same nodes. Such a call takes no
-    None among its arguments, and returns no structure unknown to dynamo. So a constant replaces None, and the new state
-    comes out as leaves, put into a state like the given one.
+    AOTAutograd traces it into operators as `jit` does: no graph break, and the same nodes. Such a call takes no None,
+    and returns no structure unknown to dynamo. So a constant replaces None, and the new state comes out as leaves.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ class _Step(Protocol):
 
 
 class _Nothing:
-    """A constant in place of None: `nonstrict_trace` does not take None."""
+    """A constant in place of None."""
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, _Nothing)
@@ -42,19 +41,17 @@ _NOTHING = _Nothing()
 
 
 def without_none(x: Tree) -> Tree:
-    """Replace every None in a tree with a constant. Dual: `with_none`."""
+    """Replace every None with a constant. Dual: `with_none`."""
     return pytree.tree_map(lambda leaf: _NOTHING if leaf is None else leaf, x)
 
 
 def with_none(x: Tree) -> Tree:
-    """Replace the constant in a tree with None. Dual: `without_none`."""
     return pytree.tree_map(
         lambda leaf: None if isinstance(leaf, _Nothing) else leaf, x, is_leaf=lambda leaf: isinstance(leaf, _Nothing)
     )
 
 
 def like(x: Tree, leaves: list[Tensor]) -> Tree:
-    """Put leaves into a tree of the structure of `x`, with None for the constant."""
     return with_none(pytree.tree_unflatten(leaves, pytree.tree_structure(x)))
 
 

@@ -7,16 +7,15 @@ Note [Steps that update in the backward]
     norm of all gradients first, so the forward and backward run twice.
 
 Note [Updates in a backward]
-    With `Gradients.take` a backward hands each unit's sum over ranks to a function, which may write to the parameters
-    of that unit: an optimizer that updates them. Then the memory of the sum is free, so gradients of two units are in
-    memory, not of all.
+    `Gradients.take` hands each unit's sum over ranks to a function, which may write to the parameters of that unit.
+    Then the memory of the sum is free, so gradients of two units are in memory, not of all.
 
-    A unit must not be written to while the backward still reads it. Gathered buffers are memory of their own, so what
-    counts is whether the unit will be gathered again. It will not: autograd runs the nodes that were made last first,
-    and a unit's anchor is made when the unit is read first (Note [Anchors] in `autograd.py`), so every node that reads
-    the unit, and every checkpoint that reads it again, comes before its gradients. If a program finds another way, the
-    tape raises an error. Leaves that this rank has whole are copied when they are read, as if they were gathered: else
-    the loss, and what autograd does not know of (attributes of a user's function), would read them where they are.
+    A unit must not be written to while the backward still reads it. Gathered buffers are memory of their own, so only a
+    later gather would read the unit, and none comes: autograd runs the nodes made last first, and a unit's anchor is
+    made when the unit is first read (Note [Anchors] in `autograd.py`). So every node that reads the unit, and every
+    checkpoint that reads it again, comes before its gradients. If a program finds another way, the tape raises an
+    error. Leaves held whole by this rank are copied when they are read: else the loss, and attributes of a user's
+    function unknown to autograd, would read them in place.
 """
 
 from __future__ import annotations
@@ -59,7 +58,7 @@ Runs: TypeAlias = Mapping[tuple[int, int], Sequence[tuple[int, int, int, int]]]
 
 
 class Stepped(NamedTuple):
-    """The results of one step: new state, loss, norm of all gradients, and skipped updates."""
+    """New state, loss, norm of all gradients, and skipped updates."""
 
     state: Tree
     outcome: Outcome
@@ -68,7 +67,7 @@ class Stepped(NamedTuple):
 
 
 def step_in_backward(recipe: Recipe, tx: Transform, state: Tree, batch: Tree, args: Sequence[Tree]) -> Stepped:
-    """Update parameters and optimizer state of a donated state in place, unit by unit.
+    """Update a donated state in place, unit by unit.
 
     An error after an update gives the state away.
     """
@@ -113,10 +112,7 @@ def own_extra(extra: Tree, overwritten: Sequence[Tree]) -> Tree:
 
 
 def check_in_backward(tx: Transform, by: Reduction, donate: bool, how: Mapping[str, object]) -> None:
-    """Raise ValueError for arguments of `train_step` that need all gradients before an update.
-
-    `how` are others of its arguments, by name.
-    """
+    """Raise ValueError for arguments of `train_step`, by name in `how`, that need all gradients first."""
     accumulate, reduce_once = how["accumulate"], how["reduce_once"]
     reasons = {
         "donate=False: the state is updated in place. Use donate=True": not donate,
@@ -136,7 +132,6 @@ def check_in_backward(tx: Transform, by: Reduction, donate: bool, how: Mapping[s
 
 
 def _check_can_begin(state: Tree) -> None:
-    """Raise ValueError for a state that needs all gradients before the first update."""
     plan = state.params.plan
     if not isinstance(state.loss_scale, NoLossScale):
         raise ValueError(
@@ -152,7 +147,7 @@ def _check_can_begin(state: Tree) -> None:
 
 
 def _run_backward(recipe: Recipe, state: Tree, batch: Tree, args: Sequence[Tree], take: OnSum) -> Outcome:
-    """Run forward and backward of the batch; `take` gets the sum of each unit and kind, (n / W_grads,)."""
+    """Run forward and backward; `take` gets the sum of each unit and kind, (n / W_grads,)."""
     plan = state.params.plan
     sums = Sharded(whole_view(plan, plan.grads_over, state.params.trainable.view.kinds), [])
     into = Gradients(lambda: sums, by=recipe.by, take=take, device=device_of(state.params))
@@ -167,25 +162,24 @@ class Squares:
     def __init__(self, params: Sharded):
         self._plan = params.plan
         self._dtype = max((wide(row.dtype) for row in params.trainable.tensors), key=lambda dtype: dtype.itemsize)
-        # float64, 0-d, by the axes along which ranks hold other elements: copies count once. All square sums are kept:
-        # GPUs make them on the stream of sums, and one dropped there would be overwritten while it is read.
+        # float64, 0-d, by the axes along which ranks hold other elements: copies count once. GPUs make square sums on
+        # the stream of sums, and would overwrite one dropped too early: all are kept.
         none = torch.zeros((), dtype=torch.float64, device=device_of(params))
         kinds = [self._plan.kinds[kind] for kind in params.trainable.view.kinds]
         self._sums = {over: [none] for over in ((), *(kind.apart(self._plan.grads_over) for kind in kinds))}
 
     def add(self, unit: int, kind: int, total: Tensor) -> None:
-        """Add the squares of the gradients of one unit and kind."""
         self._sums[self._plan.kinds[kind].apart(self._plan.grads_over)].append(square_sum(total))
 
     def norm(self) -> Tensor:
-        """Return the 2-norm over all ranks: 0-d, from one collective."""
+        """Return the 2-norm over all ranks: 0-d."""
         mesh, local = self._plan.live_mesh(), {over: torch.stack(squares).sum() for over, squares in self._sums.items()}
         totals = [primitives.total(x, mesh, over, label="norm") for over, x in local.items()]
         return torch.stack(totals).sum().sqrt().to(self._dtype)
 
 
 def _runs(layout: Layout, view: View) -> Runs:
-    """Return the intervals of a view's shards with the leaves of one label, of this layout; made once."""
+    """Return the intervals of a view's shards with a label's leaves; made once."""
     known, key = layout.derived.runs, (view.plan.fingerprint, view.over, view.kinds)
     if key not in known:
         runs = dict[tuple[int, int], list[tuple[int, int, int, int]]]()
@@ -199,7 +193,7 @@ def _runs(layout: Layout, view: View) -> Runs:
 
 
 class Updates:
-    """The updates of one step, unit by unit, in the memory of a state; gradients are multiplied by `factor`."""
+    """The updates of one step in the memory of a state; gradients are multiplied by `factor`."""
 
     def __init__(self, tx: Transform, state: Tree, factor: Tensor | None):
         self._params, self._tx, self._old, self._factor = state.params, tx, state.opt_state, factor
@@ -244,7 +238,7 @@ class Updates:
             self._gathers.append(reshard(params, fine, coarse, plan.live_mesh(), name, out))
 
     def _own(self, total: Tensor, kind: int) -> Tensor:
-        """Return this rank's gradients for its update, (n / W_state,), in the dtype of the parameters."""
+        """Return this rank's gradients for its update, (n / W_state,), in the parameters' dtype."""
         plan = self._params.plan
         grads = plan.within(total, kind, plan.state_over[len(plan.grads_over) :])
         if self._factor is not None:

@@ -1,4 +1,4 @@
-"""Loss scalers: immutable values that a step takes and returns.
+"""Loss scalers: immutable values for a step to take and return.
 
 A gradient in half precision underflows; multiplying the loss by a scale and the gradient by its inverse avoids it. If a
 scaled gradient overflows, the update is skipped, and a dynamic scale backs off. Source: Micikevicius et al., Mixed
@@ -40,10 +40,7 @@ K = TypeVar("K")
 
 
 def _scaled(x: Tree, scale: Tensor) -> Tree:
-    """Multiply every leaf by a 0-d scale, in the leaf's dtype (torch promotes two 0-d tensors to the wider one).
-
-    Of a loss, multiply only the totals: a mean with a multiplied count, too, is the same mean.
-    """
+    """Multiply every leaf by a 0-d scale, in its dtype; of losses, only the totals."""
 
     def times(path: str, leaf: Tree) -> Tree:
         if is_loss(leaf):
@@ -59,13 +56,13 @@ def _scaled(x: Tree, scale: Tensor) -> Tree:
 class Unscaled(Marked):
     """A gradient divided by the loss scale: `unscale` refuses to divide it again.
 
-    Results computed from it are plain tensors, and so are pickles: files load without this class. Copies, and results
-    of `detach`, are unscaled as well. Sparse gradients stay plain, because torch cannot give them another class.
+    Copies and results of `detach` are unscaled as well; other results, and pickles, are plain tensors. Sparse gradients
+    stay plain, because torch cannot give them another class.
     """
 
     @classmethod
     def __torch_function__(cls, fn: Operator, types: object, args: Args = (), kwargs: Kwargs = None) -> Tree:
-        # private, but named by torch's notes on extending torch; without it every result is an `Unscaled`
+        # private, but in torch's notes on extending torch; without it every result is an `Unscaled`
         with torch._C.DisableTorchFunctionSubclass():
             result = fn(*args, **(kwargs or {}))
         # nn.Parameter needs a `detach` that keeps the class
@@ -97,7 +94,6 @@ def _as_scale(scale: Number) -> Tensor:
 
 
 def _check_between(scale: Number, least: float, most: float) -> None:
-    """Raise ValueError for a number outside the bounds, rounded to float32; tensors are not read."""
     if is_number(scale) and not least * (1 - 2**-23) <= scale <= most * (1 + 2**-23):
         raise ValueError(f"a loss scale={scale}: expected min_scale={least} <= scale <= max_scale={most}")
 
@@ -139,14 +135,13 @@ def _meshes(x: Tree, mesh: AnyMesh) -> list[AnyMesh]:
 
 
 def _any_of_ranks(flags: T, meshes: Sequence[AnyMesh]) -> T:
-    """Return a tree of flags (0-d), each 1 if it is 1 on any rank of the meshes."""
     for mesh in meshes:
         flags = consensus.any_rank(flags, mesh)
     return flags
 
 
 def _not_finite_by(key: Callable[[Leaf], K], x: Tree, meshes: Sequence[AnyMesh]) -> dict[K, Tensor]:
-    """Return `found_inf` by key, equal on all ranks: 1 if any rank has a non-finite leaf of the key (float32, 0-d)."""
+    """Return `found_inf` by key, equal on all ranks (float32, 0-d)."""
     flags, device = dict[K, list[Tensor]](), device_of(x)
     for path, node in tree.paths_to(x, Parts):
         layout = layout_of(node)
@@ -154,7 +149,7 @@ def _not_finite_by(key: Callable[[Leaf], K], x: Tree, meshes: Sequence[AnyMesh])
             n: key(replace(leaf, path=tree.joined(path, leaf.path)))
             for n, leaf in ((n, layout.leaves[n]) for n in layout.numbers)
         }
-        # a flag for every key, also without a piece here: ranks compare as many flags, in the same order
+        # a flag for every key: ranks compare as many, in the same order
         for key_of_leaf in keys.values():
             flags.setdefault(key_of_leaf, [torch.zeros((), dtype=torch.float32, device=device)])
         for n, piece in pieces(node, layout):
@@ -165,7 +160,7 @@ def _not_finite_by(key: Callable[[Leaf], K], x: Tree, meshes: Sequence[AnyMesh])
 
 
 def _not_finite(x: Tensor) -> Tensor:
-    """Return `found_inf` of one tensor: 1 if any element is not finite, else 0 (float32, 0-d)."""
+    """Return `found_inf` of one tensor: 1 if any element is not finite (float32, 0-d)."""
     low, high = torch.aminmax(torch.view_as_real(x.resolve_conj()) if x.is_complex() else x)  # NaN if any is
     return (~(low.isfinite() & high.isfinite())).float()
 
@@ -173,8 +168,7 @@ def _not_finite(x: Tensor) -> Tensor:
 def nonfinite_leaves(x: Tree, mesh: AnyMesh = None) -> list[str]:
     """Return the paths of leaves that are not finite on some rank: one collective, and the host waits for it.
 
-    The paths are equal on all ranks: those of the mesh of `x`; for a plain tree those of `mesh`, or this one alone for
-    None.
+    The ranks are those of the mesh of `x`, for a plain tree those of `mesh` (None: this rank), and get the same paths.
 
     >>> nonfinite_leaves({"a": torch.tensor([1.0, torch.inf]), "b": torch.ones(2)})
     ['a']
@@ -202,7 +196,7 @@ class StaticLossScale:
         vars(self).update(value=_as_scale(scale))
 
     def scale(self, x: Tree) -> Tree:
-        """Multiply a tree by the scale, each leaf in its own dtype. TypeError for any leaf but a floating tensor."""
+        """Multiply a tree by the scale, each leaf in its own dtype. TypeError for any but floating tensors."""
         return _scaled(x, self.value)
 
     def unscale(
@@ -210,11 +204,14 @@ class StaticLossScale:
     ) -> tuple[Tree, Tree]:
         """Divide gradients by the scale; returns `(grads, found_inf)`.
 
-        `found_inf` (float32, 0-d) is 1 if the gradients of any rank are not finite, else 0, and equal on all ranks of
-        the mesh of sharded or unreduced gradients. For a plain tree pass the `mesh`; with None `found_inf` is this
-        rank's alone. With `labels` (`by_label`'s) `found_inf` is a dict with one tensor for each label, as for
-        `by_label(...).step`. With `own` the gradients may be overwritten, and are divided in place. ValueError for
-        gradients that were unscaled already.
+        - `found_inf` (float32, 0-d): 1 if the gradients of any rank are not finite, equal on all ranks of the mesh of
+          sharded
+          or unreduced gradients.
+        - `mesh`: for a plain tree; with None `found_inf` is this rank's alone.
+        - `labels` (`by_label`'s): `found_inf` is a dict with one tensor for each label, as for `by_label(...).step`.
+        - `own`: the gradients may be overwritten, and are divided in place.
+
+        ValueError for gradients that were unscaled already.
 
         >>> StaticLossScale(4.0).unscale({"w": torch.tensor([8.0, 4.0])})
         ({'w': Unscaled([2., 1.])}, tensor(0.))
@@ -222,7 +219,7 @@ class StaticLossScale:
         return _unscale(grads, self.value, own, labels, mesh)
 
     def adjust(self, found_inf: FoundInf) -> StaticLossScale:
-        """Return this scaler: a fixed scale does not change."""
+        """Return this scaler."""
         check_found(found_inf)
         return self
 
@@ -232,13 +229,14 @@ class DynamicLossScale(StaticLossScale):
     """A scale that shrinks when gradients overflow, and grows after `growth_interval` updates without an overflow.
 
     - `scale`: the first scale; by default 2^16, or the nearest bound.
-    - `growth_factor`, `backoff_factor`: factors of the scale when it grows, and when it shrinks.
-    - `growth_interval`: the number of updates in a row without an overflow until the scale grows.
-    - `growth_tracker`: the number of these updates so far.
+    - `growth_factor`, `backoff_factor`: factors of a growing and of a shrinking scale.
+    - `growth_interval`: updates in a row without an overflow until the scale grows.
+    - `growth_tracker`: the number of these so far.
     - `min_scale`, `max_scale`: bounds of the scale; a `scale` outside is a ValueError.
-    - `hysteresis`: the scale shrinks at the `hysteresis`-th overflow since it last grew, and at every one after that
-      (with 1, at the first: torch.amp.GradScaler's rule).
-    - `hysteresis_tracker`: the number of overflows left until then; by default `hysteresis`.
+    - `hysteresis`: the scale shrinks at the `hysteresis`-th overflow since it last grew, and at every later one (with
+      1, at
+      the first: torch.amp.GradScaler's rule).
+    - `hysteresis_tracker`: overflows left until then; by default `hysteresis`.
 
     >>> scaler = DynamicLossScale(16.0, growth_interval=1)
     >>> scaler.adjust(torch.tensor(1.0)).value.item(), scaler.adjust(torch.tensor(0.0)).value.item()
@@ -293,7 +291,7 @@ class DynamicLossScale(StaticLossScale):
         vars(self).update(zip((f.name for f in fields(self)), values, strict=True))
 
     def adjust(self, found_inf: FoundInf, new_scale: Number | None = None) -> DynamicLossScale:
-        """Return the next step's scaler; with `new_scale` one with this scale and the same counts. No host read."""
+        """Return the next step's scaler; with `new_scale` this scale and the same counts. No host read."""
         if new_scale is not None:
             _check_between(new_scale, self.min_scale, self.max_scale)
             return self._with(_as_scale(new_scale).to(self.value.device), self.growth_tracker, self.hysteresis_tracker)
@@ -318,10 +316,9 @@ class DynamicLossScale(StaticLossScale):
         return new
 
     def state_dict(self) -> dict[str, float]:
-        """Return the state dict of torch.amp.GradScaler. The host waits for the device.
+        """Return the state dict of torch.amp.GradScaler; the host waits. Dual: `load_state_dict`.
 
-        If `min_scale`, `max_scale` or `hysteresis` is not its default, the state dict has all three. Dual:
-        `load_state_dict`.
+        It has `min_scale`, `max_scale` and `hysteresis` if one is not its default.
 
         >>> DynamicLossScale(8.0).state_dict()["scale"]
         8.0
@@ -357,7 +354,7 @@ class DynamicLossScale(StaticLossScale):
 
 @dataclass(frozen=True)
 class NoLossScale:
-    """No scaling, and no update is skipped. A step's `metrics["found_inf"]` is 1 if a gradient is not finite.
+    """No scaling, and no update is skipped. `metrics["found_inf"]` is 1 if a gradient is not finite.
 
     >>> NoLossScale().scale(torch.tensor(2.0))
     tensor(2.)
@@ -369,11 +366,11 @@ class NoLossScale:
         return torch.ones((), dtype=torch.float32, device="cpu")
 
     def state_dict(self) -> dict[str, float]:
-        """Return the state dict of a disabled torch.amp.GradScaler: {}. Dual: `load_state_dict`."""
+        """Return the state dict of a disabled torch.amp.GradScaler: {}."""
         return {}
 
     def load_state_dict(self, saved: Mapping[str, object]) -> NoLossScale:
-        """Return this scaler, whatever was saved, as a disabled torch.amp.GradScaler does."""
+        """Return this scaler."""
         return self
 
     def scale(self, x: Tree) -> Tree:
@@ -387,7 +384,7 @@ class NoLossScale:
         return grads, torch.zeros((), dtype=torch.float32, device=device_of(grads))
 
     def adjust(self, found_inf: FoundInf) -> NoLossScale:
-        """Return this scaler: without a scale nothing is adjusted."""
+        """Return this scaler."""
         check_found(found_inf)
         return self
 

@@ -2,20 +2,19 @@
 
 Note [Slices]
     With `reduction="tree"` the batch of all ranks is cut into a power of two of slices: `plan.slices`, or, if smaller,
-    the largest power of two that divides the number of rows. The number of slices does not depend on the number of
-    ranks, and each slice has its own random numbers. So a slice has the same gradient on any number of ranks, and the
-    balanced tree over all slices gives the same bits (Note [The same bits on any number of ranks]).
+    the largest power of two that divides the number of rows. Each slice has its own random numbers. So slices and their
+    gradients do not depend on the number of ranks, nor do the bits of a balanced tree over all slices (Note [The same
+    bits on any number of ranks]).
 
     A matrix product may round differently if the address of an operand differs modulo 16, as MKL's does on AMD
     processors. So the loss gets a copy of each slice, at a multiple of 64 bytes. Leaves of parameters start at
     multiples of 16 (Note [Flat buffers] in `plan/plan.py`).
 
     A rank sums its slices like a binary counter with trees of gradients as digits (`_add_to_counter`). All totals are
-    divided by the count of the first slice, and the sum is rescaled once every slice has been counted.
+    divided by the count of the first slice, and the sum is rescaled at the end.
 
-    Kernels outside the loss must be position-independent: an element's result may not depend on its offset in a row.
-    torch's fused optimizers fail this, so a step does not use them here. Norms are summed without rounding (Note [Exact
-    sums] in `norms.py`).
+    Outside the loss, an element's result may not depend on its offset in a row. torch's fused optimizers fail this, so
+    a step does not use them here. Norms are summed without rounding (Note [Exact sums] in `norms.py`).
 """
 
 from __future__ import annotations
@@ -42,7 +41,6 @@ from .accumulate import Recipe, StepGradients, cut, joined_outcomes, num_rows, r
 
 
 def gradients_of_slices(recipe: Recipe, state: Tree, batch: Tree, args: Sequence[Tree]) -> StepGradients:
-    """Compute the gradients of a batch, slice by slice (Note [Slices])."""
     params, plan = state.params, state.params.plan
     if plan.param_wire is not None or plan.grad_wire is not None:
         raise ValueError(
@@ -60,7 +58,7 @@ def gradients_of_slices(recipe: Recipe, state: Tree, batch: Tree, args: Sequence
     grads, counter, outcomes = later_grads(params, plan.grads_over), list[Sharded](), list[Outcome]()
     for number, micro_batches in enumerate(slices):
         local = later_grads(params, (), local=True)  # whole gradients of one slice, (n,) for each kind
-        # a rank's only slice is reduced unit by unit in its backward; the sum of several, after the last
+        # an only slice is reduced unit by unit in its backward; the sum of several, after the last
         reduced = grads if len(slices) == 1 else None
         destinations = summed_locally(reduced, local, len(micro_batches), TREE)
         stream = rank * len(slices) + number  # the slice's number among all ranks' slices
@@ -68,7 +66,7 @@ def gradients_of_slices(recipe: Recipe, state: Tree, batch: Tree, args: Sequence
             tree.map_tops(lambda x: x if isinstance(x, Sharded) else copied(x), Sharded, micro_batch)
             for micro_batch in micro_batches
         ]
-        # `alone`, because a slice's outcome must not depend on the other ranks; `_over_ranks` sums the outcomes
+        # `alone`: `_over_ranks` sums the outcomes
         runs = run_each(recipe, state, micro_batches, args, destinations, stream, divisor, alone=True, whole=num == 1)
         outcomes.append(joined_outcomes([outcome for outcome, _ in runs]))
         _add_to_counter(counter, number, local())
@@ -94,10 +92,10 @@ def _cut_slices(batch: Tree, accumulate: int, params: Sharded) -> list[list[Tree
 
 
 def _count_of_first_slice(outcome: Outcome, recipe: Recipe, rows: int, plan: Plan, rank: int) -> Tensor:
-    """Return the count of rank 0's first micro-batch, on every rank; NaN if ranks have different numbers of rows.
+    """Return the count of rank 0's first micro-batch, on every rank; NaN if ranks differ in their rows.
 
-    One small collective has the rows and, on CPUs, the number of threads in its text: ranks that compare calls raise.
-    If none compares, n ranks have equal rows exactly if n times the sum of squares is the square of the sum.
+    One small collective has the rows and, on CPUs, the number of threads in its text, for ranks that compare calls. If
+    none compares: n ranks have equal rows exactly if n times the sum of squares is the square of the sum.
     """
     count = outcome.shared(1) if rank == 0 else torch.zeros_like(outcome.count)
     text, checksum = described(outcome.kind, outcome.dtype, outcome.aux, outcome.output)
@@ -114,7 +112,7 @@ def _count_of_first_slice(outcome: Outcome, recipe: Recipe, rows: int, plan: Pla
 def _add_to_counter(counter: list[Sharded], number: int, grads: Sharded) -> None:
     """Add the gradients of slice `number` to a binary counter.
 
-    If the counter has a sum of as many slices, the two become one sum of twice as many, as a digit is carried.
+    Two sums of as many slices become one of twice as many, as a digit is carried.
     """
     while number % 2:
         grads, number = tree.map(lambda a, b: tree_sum([a, b]), counter.pop(), grads), number // 2

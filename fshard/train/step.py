@@ -61,12 +61,12 @@ class TrainState:
     extra: Tree
 
     def give_away(self) -> None:
-        """Make every use of the state, and of its sharded trees, a DonatedError."""
+        """Make every later use a DonatedError."""
         tree.give_away((self.params, self.opt_state))
         vars(self).clear()
 
     def picture(self) -> Picture:
-        """The ranks and what they hold of the parameters, and the size of each field here: `fshard.show` shows it."""
+        """The ranks and their parts of the parameters, and the size of each field, for `fshard.show`."""
         sizes = {name: sum(x.nbytes for x in tree.leaves(x) if isinstance(x, Tensor)) for name, x in vars(self).items()}
         line = "TrainState, on this rank: " + ", ".join(f"{name} {size(n)}" for name, n in sizes.items() if n)
         return self.params.plan.picture(line)
@@ -93,11 +93,13 @@ def init_state(
 ) -> TrainState:
     """Make the state before the first step; the optimizer's state is cut as the plan's `state_over` says.
 
-    `sharded` are the parameters, `tx` the optimizer; all random numbers of the steps come from `seed`. `loss_scale` and
-    `extra` are copied, because a donated state is written to. So are leaves of the optimizer's state in the memory of
-    the parameters or of its other leaves. Every rank of the plan's mesh must call this function: MismatchError if
-    seeds, loss scales or copies of parameters differ between ranks. ValueError for a tensor on meta in `extra`, which
-    has no value.
+    - `sharded`: the parameters.
+    - `tx`: the optimizer.
+    - `loss_scale`, `extra`: copied, because a donated state is written to. ValueError for a tensor on meta in `extra`.
+    - `seed`: the seed of all random numbers of the steps.
+
+    Leaves of the optimizer's state in the memory of other leaves are copied, too. Every rank of the plan's mesh must
+    call this function: MismatchError if seeds, loss scales or copies of parameters differ between ranks.
 
     >>> from fshard.optim import sgd
     >>> init_state(shard_of(torch.ones(2)), sgd(0.1)).step
@@ -129,7 +131,7 @@ def init_state(
 
 
 def _of_its_own(opt_state: Tree, params: Sequence[Tensor]) -> Tree:
-    """Return a state with each tensor in memory of its own: a donated state is written to, as parameters are."""
+    """Return a state with each tensor in memory of its own: a donated state is written to."""
     memory = Places(params)
 
     def own(x: object) -> object:
@@ -187,7 +189,7 @@ class Step:
         return id(self)
 
     def __call__(self, state: TrainState, batch: Tree, *args: Tree) -> tuple[TrainState, dict[str, Tree]]:
-        """Return the new state and the metrics, as `train_step` says. TypeError if `state` is not a TrainState."""
+        """Return the new state and the metrics. TypeError if `state` is not a TrainState."""
         if not isinstance(state, TrainState):
             raise TypeError(f"step(state, batch): expected a TrainState (fshard.init_state) first, got {shown(state)}")
         if not torch.compiler.is_dynamo_compiling():
@@ -215,7 +217,7 @@ def train_step(
     """Build `step(state, batch, *args) -> (state, metrics)`: forward, backward, reduction, unscaling, clipping, update.
 
     The loss is `loss_fn(params, batch, *args)`. `batch` is this rank's: any tree, or, if it is cut (`accumulate`,
-    `reduction="tree"`), tensors with its rows in dim 0 (ValueError). `args` go to the loss as they are, with every
+    `reduction="tree"`), tensors with its rows in dim 0 (ValueError). `args` go to the loss uncut, with every
     micro-batch (class weights, a temperature); each `Sharded` among them (a teacher) gathers on access, and gets no
     gradient.
 
@@ -227,37 +229,40 @@ def train_step(
       "tree" (the same bits on 1, 2, 4, ... ranks with equally many threads: Note [Slices]), or an object with the
       methods of `fshard.reduction.Reduction`; its method `after(grads, unit)`, if there is one, gets each unit's sum.
     - `reduce_once`: the time of the reduction. False: with each micro-batch. True: every rank sums whole gradients,
-      reduced with the last micro-batch. Names of axes over which gradients are not cut (`"replicate"`): gradients are
+      reduced
+      with the last micro-batch. Names of axes over which gradients are not cut (`"replicate"`): gradients are
       reduce-scattered with each micro-batch, and all-reduced over these axes after the last.
     - `skip_labels`: labels of `optim.by_label`, if `tx` is such an optimizer. If scaled gradients are not finite on any
       rank, all ranks skip the update; with labels, the updates of the affected labels alone.
 
     Arguments and results of the loss:
 
-    - `has_aux`: it returns `(loss, aux)`; `metrics["aux"]` is this rank's aux (a list with one for each micro-batch if
-      there are several). Each `Mean` and `Sum` in it is replaced by its value over all ranks and micro-batches, as for
-      the loss, from the loss's own collective.
+    - `has_aux`: it returns `(loss, aux)`; `metrics["aux"]` is this rank's aux (of several micro-batches a list). Each
+      `Mean` and `Sum` in it is replaced by its value over all ranks and micro-batches, from the loss's own collective.
     - `with_extra`: it is `loss_fn(params, extra, batch, *args) -> (loss, extra)`, or `(loss, extra, aux)`.
-      `state.extra` goes from micro-batch to micro-batch, detached, and into the new state, and keeps structure, shapes
-      and dtypes (ValueError). It is each rank's own, unless the loss makes it equal. A skipped update keeps the old
-      extra, so overflows do not stay in a running mean.
+      `state.extra`
+      goes from micro-batch to micro-batch, detached, and into the new state, and keeps structure, shapes and dtypes
+      (ValueError). It is each rank's own, unless the loss makes it equal. A skipped update keeps the old extra.
 
     Memory:
 
     - `donate`: the step takes the state over and updates it in place; touching it later raises DonatedError. ValueError
-      for a batch or `args` that share its memory. Leaves and views taken from it before (`tree.leaves`, `local_views`)
-      get the new values: clone them to keep the old. Without it no input is changed.
+      for
+      a batch or `args` that share its memory. Leaves and views taken from it before (`tree.leaves`, `local_views`) get
+      the new values: clone them to keep the old. Without it no input is changed.
     - `in_backward`: each unit is updated in the backward, as soon as its gradients are reduced, so gradients of two
-      units are in memory, not of all. It needs `donate`, `accumulate=1`, an elementwise `tx` (ValueError) and a state
-      without a loss scale. With `clip_norm` the forward and backward run twice, first for the norm. Leaves held whole
-      by a rank are copied when they are read. An error in the backward gives the state away. In a graph of `jit` the
-      passes place the updates.
-    - `keep_gathered`: a gathered unit stays in memory until the last micro-batch: each unit is gathered once a step,
-      and all gathered parameters take memory. Results have the same bits.
+      units
+      are in memory. It needs `donate`, `accumulate=1`, an elementwise `tx` (ValueError) and a state without a loss
+      scale. With `clip_norm` the forward and backward run twice, first for the norm. Leaves held whole by a rank are
+      copied when they are read. An error in the backward gives the state away. In a graph of `jit` the passes place the
+      updates.
+    - `keep_gathered`: a gathered unit stays in memory until the last micro-batch, so each is gathered once a step.
+      Results
+      have the same bits.
 
     `metrics` has 0-d tensors, equal on all ranks: `loss`, `grad_norm` (before clipping) and `found_inf`. Random numbers
-    drawn in the loss come from the state alone, differ by rank, step and micro-batch, and leave torch's own generator
-    as it was.
+    drawn in the loss come from the state alone, differ by rank, step and micro-batch, and leave torch's generator as it
+    was.
 
     >>> from fshard.optim import sgd
     >>> step = train_step(lambda w, x: (w * x).sum(), sgd(0.5))
@@ -288,7 +293,7 @@ def train_step(
         in_place = donate and not is_tracing()  # a graph returns new tensors: `jit(donate=True)` places them
         if in_place:
             _check_unshared((params.trainable, state.opt_state), (batch, *args))
-        # made in here, so that `captures` finds the loss function: `run` must read it
+        # in here, so that `captures` finds the loss function: `run` must read it
         at, stamp = stamp_of(state.step, state.rng, device_of(params))
         recipe = Recipe(
             *(loss_fn, accumulate, by, reduce_once, has_aux, with_extra, clip_norm, skip_labels, in_place),
@@ -372,17 +377,18 @@ def _check_built(
 
 
 def _kept_extra(skip: FoundInf | None, old: Tree, new: Tree) -> Tree:
-    """Return the new extra, or the old one if any update is skipped; leaves of both stay as they are (no `where`)."""
+    """Return the new extra, or the old one if any update is skipped."""
     if skip is None:
         return new
     skipped = any_found(skip)
+    # leaves of both stay as they are, without `where`
     return tree.map_tops(
         lambda a, b: where(skipped, a, b) if isinstance(b, Tensor) and a is not b else b, Sharded, old, new
     )
 
 
 def _rescale(grads: Sharded, factor: Tensor | None, clip_norm: float | None, exact: bool) -> Tensor:
-    """Multiply gradients in place by `factor`, and clip them to `clip_norm`; return the norm before clipping."""
+    """Multiply gradients in place by `factor`, and clip them; return the norm before clipping."""
     norm = global_norm(grads, exact=exact)
     if factor is not None:
         norm = norm * factor.to(norm.dtype)  # the norm of the multiplied gradients, without a second pass
@@ -404,7 +410,7 @@ def _updated_shards(
     donate: bool,
     exact_norms: bool,
 ) -> tuple[Sharded | Views, Tree]:
-    """Make new parameters, cut as the state is, and optimizer state; with `donate` in the old ones' memory."""
+    """Make new parameters, cut as the state is, and optimizer state; with `donate` in place."""
     plan, trained = params.plan, params.trainable
     # params (n / W_params,) -> this rank's shard to update, a view of them (n / W_state,)
     fine_params = refine(trained, plan.state_over)
@@ -418,7 +424,7 @@ def _updated_shards(
 
 
 def _gathered(updated: Sharded | Views, params: Sharded, donate: bool) -> Sharded:
-    """Gather new parameters: (n / W_state,) -> (n / W_params,); with `donate` into the memory of the old ones."""
+    """Gather new parameters: (n / W_state,) -> (n / W_params,); with `donate` in place."""
     plan = params.plan
     new_trained = coarsen(updated, plan.params_over, params.trainable if donate else None)
     by_kind = zip(params.view.kinds, params.updated(new_trained).tensors, strict=True)
@@ -427,7 +433,7 @@ def _gathered(updated: Sharded | Views, params: Sharded, donate: bool) -> Sharde
 
 
 def _check_unshared(donated: Tree, given: Sequence[Tree]) -> None:
-    """Raise ValueError if a tensor of the batch or of an argument lies in memory written by a donated step."""
+    """Raise ValueError if a tensor of the batch or of an argument lies in memory written by the step."""
     written = Places(donated)
     if not written.has(given):
         return

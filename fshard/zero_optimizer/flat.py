@@ -27,14 +27,14 @@ from ..update.base import FoundInf, Transform
 from ..update.elementwise import update_part
 from .leaf import ZeroState, check_zero_state, leaves_of, update_on_all, values
 
-# On the storage of a bucket, because users hold views of it: the plan, unit and kind. A tensor of the user's that fills
-# a bucket alone would look like one.
+# On the storage of a bucket, because users hold views of it: the plan, unit and kind. Else a user's tensor might look
+# like a bucket.
 _MARK = "fshard_bucket"
-_LARGE_PIECES = 1 << 16  # mean elements of pieces from which reading them in place beats copying them into one row
+_LARGE_PIECES = 1 << 16  # mean elements of pieces; larger ones are read in place, not copied into one row
 
 
 def flat_init(tx: Transform, mesh: AnyMesh, axes: Axes, bucket: int, block: int, params: Tree) -> ZeroState:
-    """Make the plan of buckets, and the optimizer's state for this rank's shards of them."""
+    """Make the plan of buckets, and the optimizer's state for this rank's shards."""
     trained = [x for x in tree.leaves(params) if is_differentiable(x)]
     # a plan counts elements: a bucket has as many as `bucket` bytes have in the mean of the trained leaves' dtypes
     size = max(1, bucket * sum(x.numel() for x in trained) // max(1, sum(x.nbytes for x in trained)))
@@ -43,9 +43,9 @@ def flat_init(tx: Transform, mesh: AnyMesh, axes: Axes, bucket: int, block: int,
 
 
 def _by_slot(plan: Plan, x: Tree, what: str) -> dict[Slot, Tensor]:
-    """Return whole leaves by slot; ValueError for a trainable one that is missing or has another shape.
+    """Return whole leaves by slot; ValueError for a missing trainable one, or another shape.
 
-    A frozen leaf, of gradients, may be None: nothing reads it.
+    A frozen gradient may be None.
     """
     by_slot = dict(zip(plan.slots, leaves_of(x, plan.spec, what), strict=True))
     for slot, leaf in by_slot.items():
@@ -56,24 +56,23 @@ def _by_slot(plan: Plan, x: Tree, what: str) -> dict[Slot, Tensor]:
 
 
 def _view(plan: Plan) -> View:
-    """The trainable kinds, cut over `state_over`."""
+    """Return the trainable kinds, cut over `state_over`."""
     return whole_view(plan, plan.state_over, [k for k, kind in enumerate(plan.kinds) if kind.trainable])
 
 
 def _rows(plan: Plan) -> list[Row[Slot]]:
-    """The rows of the buckets, always the same ones, in the order of units."""
+    """Return the buckets' rows, in the order of units."""
     return [*_view(plan).rows.values()]
 
 
 def _empty(plan: Plan, leaves: Mapping[Slot, Tensor]) -> Sharded:
-    """An uninitialised `Sharded` for this rank's part, on the device of whole leaves."""
+    """Return an uninitialised `Sharded` for this rank's part."""
     view, device = _view(plan), _device_of_leaves(plan, leaves)
     likes = [torch.empty(0, dtype=plan.kinds[kind].dtype, device=device) for kind in view.kinds]
     return Sharded(view, [room(view, kind, like) for kind, like in zip(view.kinds, likes, strict=True)])
 
 
 def _part(plan: Plan, leaves: Mapping[Slot, Tensor]) -> Sharded:
-    """Copy this rank's part out of whole leaves."""
     part = _empty(plan, leaves)
     for row in _rows(plan):
         pack(leaves, plan, row, row.of(part.tensors))
@@ -81,7 +80,7 @@ def _part(plan: Plan, leaves: Mapping[Slot, Tensor]) -> Sharded:
 
 
 def _summing(plan: Plan, leaves: Mapping[Slot, Tensor], into: Sharded | None = None) -> dict[Row[Slot], Pending]:
-    """Start the sums of every rank's own gradients over ranks: this rank's shards (n / W,), in `into` or new ones."""
+    """Start the sums of gradients over ranks: this rank's shards (n / W,), in `into` or new ones."""
     mesh, old, started = plan.live_mesh(), COPIES.dual(plan.axis_names), {}
     for row in _rows(plan):  # every rank starts the same reductions in the same order
         whole = primitives.buffer(mesh, plan.axis_names, row.numel, leaves[row.leaves[0]], lent=True)  # (n,)
@@ -92,7 +91,7 @@ def _summing(plan: Plan, leaves: Mapping[Slot, Tensor], into: Sharded | None = N
 
 
 def _bucket_of(leaves: Mapping[Slot, Tensor], plan: Plan, row: Row[Slot]) -> Tensor | None:
-    """The bucket (n,) that leaves are views of, if a step of this plan made it; else None."""
+    """Return the bucket (n,) of leaves, if a step of this plan made it; else None."""
     first = leaves[row.leaves[0]]
     storage = first.untyped_storage()
     is_bucket = getattr(storage, _MARK, None) == (plan.fingerprint, (row.unit, row.kind)) and all(
@@ -105,7 +104,7 @@ def _bucket_of(leaves: Mapping[Slot, Tensor], plan: Plan, row: Row[Slot]) -> Ten
 
 
 def _whole_part(plan: Plan, leaves: Mapping[Slot, Tensor], local: bool) -> Sharded:
-    """This rank's part of all gradients; `local` ones are summed over ranks."""
+    """Return this rank's part of all gradients; `local` ones are summed over ranks."""
     if not local:
         return _part(plan, leaves)
     part = _empty(plan, leaves)
@@ -139,7 +138,6 @@ class _Buckets:
         self.started.append(reshard(shard, row.rule, COPIES, mesh, name, self.whole[row]))
 
     def gather_all(self, x: Sharded) -> dict[Slot, Tensor]:
-        """All-gather the buckets from this rank's shards; as `leaves`."""
         for row in _rows(self.plan):
             self.gather(row, row.of(x.tensors))
         return self.leaves()
@@ -155,7 +153,7 @@ class _Buckets:
 def flat_update(
     tx: Transform, local: bool, grads: Tree, state: ZeroState, params: Tree = None, **extra: object
 ) -> tuple[Tree, ZeroState]:
-    """Return whole updates: each rank computes its shards, and they are all-gathered."""
+    """Return whole updates: each rank computes its shards, and gathers the others."""
     plan = check_zero_state(state, Plan)
     if differentiates((grads, state, values(params), extra)):
         return update_on_all(tx, _view(plan).layout, plan.live_mesh(), local, grads, state, params, extra)
@@ -177,7 +175,7 @@ def flat_step(
     donate: bool,
     **extra: object,
 ) -> tuple[Tree, ZeroState]:
-    """Return new whole parameters, views of buckets; for an elementwise `tx` each is gathered once it is updated."""
+    """Return new parameters, views of buckets; for an elementwise `tx` each is gathered once updated."""
     plan = check_zero_state(state, Plan)
     inner = state.inner if donate else copied(state.inner)
     old, gradients = _by_slot(plan, params, "parameters"), _by_slot(plan, grads, "gradients")
@@ -186,7 +184,7 @@ def flat_step(
         inner = _step_by_bucket(tx, gradients, local, inner, old, buckets, found_inf, extra)
         new_leaves = buckets.leaves()
     else:
-        # the parts of gradients and parameters are copies, which the optimizer may overwrite
+        # both parts are copies, so the optimizer may overwrite them
         grads_part, params_part = _whole_part(plan, gradients, local), _part(plan, old)
         new, inner = tx.step(grads_part, inner, params_part, found_inf, True, **extra | {"own_grads": True})
         new_leaves = buckets.gather_all(new)
@@ -210,7 +208,7 @@ def _step_by_bucket(
     found_inf: FoundInf | None,
     extra: Mapping[str, object],
 ) -> Tree:
-    """Update bucket after bucket, and start the gather of each before the next; state is updated in place."""
+    """Update bucket after bucket, and start the gather of each before the next, in place."""
     plan = buckets.plan
     arriving, after = _summing(plan, gradients) if local else {}, inner
     for row, bucket in buckets.whole.items():
@@ -229,7 +227,7 @@ def _step_by_bucket(
 
 
 def _sources(leaves: Mapping[Slot, Tensor], plan: Plan, row: Row[Slot]) -> list[tuple[int, Tensor]]:
-    """Whole gradients in this rank's shard of a bucket: views with their offsets if they are large, else one copy."""
+    """Return whole gradients in this rank's shard: views with offsets if large, else one copy."""
     spans = (span for span in row.spans(row.number(plan.live_mesh())) if span.numel)
     views = [(x.start, x.leaf.flat(leaves[x.leaf].detach())[x.begin : x.begin + x.numel]) for x in spans]
     if views and sum(view.numel() for _, view in views) >= _LARGE_PIECES * len(views):
@@ -240,5 +238,5 @@ def _sources(leaves: Mapping[Slot, Tensor], plan: Plan, row: Row[Slot]) -> list[
 
 
 def _views(x: Tensor, spans: Sequence[tuple[int, int]]) -> list[Tensor]:
-    """Views of a row at spans (start, numel): the pieces of leaves without the padding between them."""
+    """Return views of a row at spans (start, numel)."""
     return [x[start : start + numel] for start, numel in spans]

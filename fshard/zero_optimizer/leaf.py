@@ -34,14 +34,14 @@ P = TypeVar("P", Plan, Layout)
 
 @dataclass(frozen=True)
 class ZeroState(OnMesh):
-    """The optimizer's state for this rank's part, and the partition of the parameters: a `Plan` or a `Layout`."""
+    """The optimizer's state for this rank's part, and the partition of the parameters."""
 
     inner: Tree
     parting: Plan | Layout
 
     @property
     def home(self) -> Plan | Layout:
-        """The partition, which names the mesh."""
+        """The partition."""
         return self.parting
 
 
@@ -50,9 +50,9 @@ tree.register_fields(ZeroState, ("inner",), ("parting",), names=("",))
 
 
 def leaves_of(x: Tree, spec: tree.Spec, what: str) -> list[Tree]:
-    """Return the leaves of parameters or gradients, detached.
+    """Return the leaves of parameters or gradients, detached; a frozen gradient may be None.
 
-    A gradient may be None where a parameter is frozen. Where `x` has a subtree instead of a leaf, that is returned.
+    A subtree of `x` in place of a leaf is returned as it is.
     """
     try:
         flat = tree.flatten_up_to(spec, x)
@@ -65,12 +65,12 @@ def leaves_of(x: Tree, spec: tree.Spec, what: str) -> list[Tree]:
 
 
 def values(x: Tree) -> Tree:
-    """Return a tree with the values of parameters of modules: an nn.Parameter is there to be trained."""
+    """Return a tree with the values of parameters of modules."""
     return tree.map(lambda leaf: leaf.detach() if isinstance(leaf, nn.Parameter) else leaf, x)
 
 
 def check_zero_state(state: object, kind: type[P]) -> P:
-    """Return the partition of a state. ValueError for a state of another optimizer, or of another kind of partition."""
+    """Return the partition of a state. ValueError for a state of another optimizer or partition."""
     if not isinstance(state, ZeroState) or not isinstance(state.parting, kind):
         raise ValueError(
             f"zero: expected the state of its own init, of this partition, got {type(state).__name__}: "
@@ -80,11 +80,11 @@ def check_zero_state(state: object, kind: type[P]) -> P:
 
 
 def leaf_init(tx: Transform, mesh: AnyMesh, axes: Axes, params: Tree) -> ZeroState:
-    """Assign leaves to ranks, and make the optimizer's state for the leaves this rank owns."""
+    """Assign leaves to ranks, and make the optimizer's state for this rank's."""
     layout, mesh = layout_of(params), one_host.connected(mesh)
     pairs = zip(layout.leaves, tree.leaves(params), strict=True)
     text = "\n".join(f"leaf {leaf.path!r} {leaf.dtype}{list(leaf.shape)} {x.requires_grad}" for leaf, x in pairs)
-    # each rank assigns leaves by itself: ranks with other trees would wait for leaves that nobody sends
+    # with other trees, ranks would wait for leaves never sent
     consensus.check_same(mesh, text, "the tree of parameters")
     leaves, paths = tree.leaves(params), [leaf.path for leaf in layout.leaves]
     frozen = read_frozen(leaves, layout.numbers, paths, [False] * len(leaves))
@@ -121,7 +121,7 @@ def leaf_step(
     parting = check_zero_state(state, Layout)
     owned_grads = _owned_grads(parting, grads, local)
     owned_params = _owned_leaves(parting, params, "parameters")
-    if donate:  # of the state alone: no other rank writes to the parameters that this one owns
+    if donate:  # of the state alone: parameters are copied
         owned_params = Parts(parting, [x.clone() for x in owned_params.tensors])
     new, inner = tx.step(owned_grads, state.inner, owned_params, found_inf, donate, **extra)
     return _given_to_all(new, params), ZeroState(inner, parting)
@@ -137,9 +137,9 @@ def update_on_all(
     params: Tree,
     extra: Mapping[str, object],
 ) -> tuple[Tree, ZeroState]:
-    """`update` where a derivative passes: each rank updates all leaves, with the whole state, and keeps its part of it.
+    """Update, under a derivative, all leaves on each rank, with the whole state; keep this rank's part.
 
-    `layout` is that of the parts.
+    `layout` is the layout of the parts.
     """
     check_apart("zero", state.inner)
     given = (grads, state, params)
@@ -162,9 +162,9 @@ def update_on_all(
 
 
 def _owned_leaves(parting: Layout, x: Tree, what: str) -> Parts:
-    """The leaves of a whole tree that this rank owns, not copied."""
+    """Return this rank's leaves of a whole tree, not copied."""
     flat = leaves_of(x, parting.spec, what)
-    # all leaves are checked, not only those owned, so that every rank raises
+    # all leaves, owned or not, so that every rank raises
     for number in parting.numbers:
         leaf = parting.leaves[number]
         if difference := form_difference(leaf.path, Form(leaf.shape, leaf.dtype), flat[number]):
@@ -173,14 +173,14 @@ def _owned_leaves(parting: Layout, x: Tree, what: str) -> Parts:
 
 
 def _owned_grads(parting: Layout, grads: Tree, local: bool) -> Parts:
-    """The gradients of the leaves this rank owns; local ones are summed over the mesh, by axis in rank order."""
+    """Return the gradients of this rank's leaves; local ones are summed, by axis in rank order."""
     owned_grads, mesh = _owned_leaves(parting, grads, "gradients"), parting.mesh
     if not local:
         return owned_grads
     outer, last = parting.axes[:-1], parting.axes[-1:]
     flat = leaves_of(grads, parting.spec, "gradients")
     sums = {n: parting.leaves[n].flat(flat[n]) for n in parting.numbers}  # by leaf, (numel,)
-    # all axes but one are summed whole: only along the last axis does a leaf go to one rank alone
+    # whole along all axes but the last, where a leaf goes to its owner
     for axis in (*outer, *(name for name in axis_sizes(mesh) if name not in parting.axes)):
         sums = _all_reduced(sums, primitives.along(mesh, axis))
     for axis in last:
@@ -189,9 +189,9 @@ def _owned_grads(parting: Layout, grads: Tree, local: bool) -> Parts:
 
 
 def _all_reduced(leaves: dict[int, Tensor], ranks: Ranks) -> dict[int, Tensor]:
-    """All-reduce flat leaves, with one collective for each dtype; each leaf starts at a multiple of 16 bytes."""
+    """All-reduce flat leaves, with one collective for each dtype."""
     sums = dict[int, Tensor]()
-    # in the order of the leaves: that of a set of dtypes depends on the process, and ranks would not meet
+    # in the order of the leaves: the order of a set depends on the process
     for dtype in dict.fromkeys(x.dtype for x in leaves.values()):
         of_dtype, step = {n: x for n, x in leaves.items() if x.dtype == dtype}, -(-storage.STEP // dtype.itemsize)
         *starts, end = accumulate((-(-x.numel() // step) * step for x in of_dtype.values()), initial=0)
@@ -203,7 +203,7 @@ def _all_reduced(leaves: dict[int, Tensor], ranks: Ranks) -> dict[int, Tensor]:
 
 
 def _reduced_to_owners(leaves: dict[int, Tensor], parting: Layout, ranks: Ranks) -> dict[int, Tensor]:
-    """Reduce each flat leaf to the rank that owns it, of those along the last axis; one message to each other rank."""
+    """Reduce each flat leaf to its owner along the last axis; one message to each other rank."""
     outer, owned_by = coordinate(parting.mesh, parting.axes[:-1]), list[list[int]]([] for _ in range(ranks.size))
     for number in leaves:
         along_others, owner = divmod(parting.row_of[number].rule.at or 0, ranks.size)
@@ -221,7 +221,7 @@ def _reduced_to_owners(leaves: dict[int, Tensor], parting: Layout, ranks: Ranks)
 
 
 def _given_to_all(part: Parts, params: Tree) -> Tree:
-    """All-gather the leaves that ranks own into a whole tree; a leaf that no rank owns is taken from `params`."""
+    """All-gather owned leaves into a whole tree; leaves without an owner come from `params`."""
     layout = part.layout
     whole = collect(part, on_rank(layout), "parameters")
     leaves = [None] * layout.spec.num_leaves if params is None else leaves_of(params, layout.spec, "parameters")

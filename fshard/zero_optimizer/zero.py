@@ -2,10 +2,9 @@
 
 Note [A step of ZeRO]
     Every rank has all parameters and a part of the optimizer's state. A rank updates its part of the parameters and
-    gathers the other parts from the other ranks. With partition="flat" the parts are shards of flat buckets of
-    leaves, laid out by a plan that shards the state but not the parameters; with "leaf" the parts are whole leaves.
-    Local gradients are reduce-scattered, so that a rank gets the sum for its part only (ZeRO-2); of gradients that are
-    reduced already a rank reads its part (ZeRO-1).
+    gathers the other parts. With partition="flat" parts are shards of flat buckets of leaves, laid out by a plan with
+    sharded state and whole parameters; with "leaf" they are whole leaves. Local gradients are reduce-scattered, so a
+    rank gets the sum for its part (ZeRO-2); of reduced gradients a rank reads its part (ZeRO-1).
 """
 
 from __future__ import annotations
@@ -40,23 +39,24 @@ def zero(
     bucket: int = BUCKET,
     block: int = 1,
 ) -> Transform:
-    """Return `tx` as a transformation over whole parameters whose state is partitioned across the ranks of `mesh`.
+    """Return `tx` as a transformation over whole parameters, with its state partitioned across the ranks of `mesh`.
 
-    Every rank updates one part of the parameters, and gathers the other parts. `step` returns new whole parameters, and
-    starts the gather of a bucket as soon as the bucket is updated; `update` returns whole updates. Every rank must call
-    `init` and each step or update.
+    `step` returns new whole parameters, and starts the gather of a bucket as soon as the bucket is updated; `update`
+    returns whole updates. Every rank must call `init` and each step or update.
 
     Arguments:
 
-    - `partition`: "flat" partitions buckets of about `bucket` bytes into equal intervals (up to 16 bytes); an optimizer
-      of whole leaves sends them back and forth. "leaf" assigns whole leaves, the largest first, to the rank with the
-      least so far.
+    - `partition`: "flat" cuts buckets of about `bucket` bytes into equal intervals (up to 16 bytes); an optimizer of
+      whole
+      leaves sends them back and forth. "leaf" assigns whole leaves, the largest first, to the rank with the least so
+      far.
     - `grads`: "reduced" for gradients that are equal on all ranks (ZeRO-1). "local" for each rank's own gradients,
-      which are summed over the whole mesh into each rank's part (ZeRO-2); an update is then skipped on all ranks if
-      `found_inf` is 1 on any rank.
+      summed
+      over the whole mesh into each rank's part (ZeRO-2); all ranks skip an update if `found_inf` is 1 on any.
     - `over`: the mesh axes to partition along; by default "shard", or all axes if the mesh has no such axis.
     - `bucket`: a number of bytes (the mean, if leaves have several dtypes), by default 16 MiB. A bucket ends with the
-      leaf that fills it.
+      leaf
+      that fills it.
     - `block`: a number of elements, as in `make_plan`.
 
     Do not wrap an optimizer of `Sharded` parameters: its state is partitioned already, and `init` raises TypeError.
@@ -90,7 +90,7 @@ def zero(
 
 
 def _refusing_draws(tx: Transform, mesh: AnyMesh) -> Transform:
-    """The transformation; over several ranks an error if it draws random numbers, which would differ between copies."""
+    """Return `tx`, over several ranks with an error for random numbers, which would differ between copies."""
     if not tx.draws or num_ranks(mesh) == 1:
         return tx
 
@@ -112,10 +112,9 @@ def _refusing_draws(tx: Transform, mesh: AnyMesh) -> Transform:
 
 
 class _OfModules(Transform):
-    """A transformation that trains a module's own parameters: their gradients are given, so it takes their values."""
+    """A transformation that trains a module's own parameters, and so takes their values."""
 
     def step(self, grads: Tree, state: Tree, params: Tree, *how: Tree, **extra: Tree) -> tuple[Tree, Tree]:
-        """Step as any transformation; an nn.Parameter gets no derivative."""
         return super().step(grads, state, values(params), *how, **extra)
 
 
