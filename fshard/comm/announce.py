@@ -2,9 +2,9 @@
 
 Note [Collectives in a graph]
     A collective is two operators of a graph. The first starts it, and returns the tensor for the result (the place) and
-    a ticket. The second, `wait`, takes both, and the sent tensors, so that no compiler reuses their memory earlier. The
-    ticket owns the collective under way, which ends when the ticket is freed. A mesh is passed by name, because
-    operators take no objects.
+    a ticket. The second, `wait`, takes both, and the sent tensors: so no compiler reuses their memory earlier. The
+    ticket owns the collective under way; freeing the ticket ends it. A mesh is passed by name, because operators take
+    no objects.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _ROOM_BYTES = 1 << 20  # bytes
 
 
 class Announced:
-    """Ranks along one axis that call `announce(text)` before each collective."""
+    """Ranks along one axis; they call `announce(text)` before each collective."""
 
     def __init__(self, ranks: Ranks, announce: Callable[[str], None]):
         self.axis, self.rank, self.size, self.device = ranks.axis, ranks.rank, ranks.size, ranks.device
@@ -75,7 +75,7 @@ def is_announcing() -> bool:
 
 
 class _RefusingRaw(TorchDispatchMode):
-    """RuntimeError for torch.distributed's collectives on tensors that need gradients."""
+    """RuntimeError for torch.distributed's collectives on tensors with gradients."""
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
@@ -103,7 +103,7 @@ def announced(ranks: Ranks, mesh: Mesh) -> Ranks:
 
 
 class CallInBlocks(Protocol):
-    """A function that runs another in the blocks of an earlier call."""
+    """A function to run another in the blocks of an earlier call."""
 
     def __call__(self, fn: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
         """Return `fn(*args, **kwargs)`."""
@@ -149,7 +149,7 @@ class NodeRanks:
         self._mesh = MESHES.of(mesh)
 
     def empty(self, numel: int, like: Tensor, lent: bool) -> Tensor:
-        """Allocate a flat tensor: if `lent` or large, in memory that every step reuses."""
+        """Allocate a flat tensor: if `lent` or large, in memory for all steps."""
         if not lent and numel * like.itemsize < _ROOM_BYTES:
             return like.new_empty(numel)
         return torch.ops.fshard.room(like, numel, self._mesh, self.axis, lent)

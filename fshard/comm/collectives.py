@@ -5,8 +5,7 @@ every rank gives the gradient of the *sum of all ranks' outputs*. For the gradie
 the number of ranks, or return `fshard.Mean` from the loss.
 
 A value along an axis is *replicated* (equal on all ranks; each holds one summand of its gradient), *invariant* (equal,
-and so is its gradient), *varying* (different) or *partial* (each rank holds one summand of the value), in the terms of
-JAX's shard_map and of spmd_types:
+and so is its gradient), *varying* (different) or *partial* (each rank holds one summand), as in JAX's shard_map:
 
 | collective | in -> out | transpose |
 |---|---|---|
@@ -19,8 +18,8 @@ JAX's shard_map and of spmd_types:
 | shift | varying -> varying | shift by -`by` |
 | broadcast | varying -> replicated | reduce to the source |
 
-`dim`, `split` and `join` count dims of a leaf inside the user's function. The collective acts along dim 0, and the dim
-is moved there and back. `mesh=None` is one rank, so a loss with collectives is its own oracle.
+`dim`, `split` and `join` count dims of a leaf inside the user's function. `mesh=None` is one rank, so a loss with
+collectives is its own oracle.
 
 Sources: the table of transposes in JAX's shard_map design (jep/17111), and Griewank and Walther, Evaluating
 Derivatives, on adjoints of linear maps.
@@ -127,7 +126,7 @@ class _Context(Protocol):  # of autograd
 
 
 class _Apply(torch.autograd.Function):
-    """The autograd rule of all collectives: the jvp of a linear map is the map, the vjp its transpose."""
+    """The autograd rule of all collectives: jvp is the map itself, vjp its transpose."""
 
     @staticmethod
     def forward(x: Tensor, collective: _Collective) -> Tensor:
@@ -196,7 +195,6 @@ def _applied(x: Tensor, collective: _Collective) -> Tensor:
 
 
 def _check_leaf(name: str, x: object, collective: _Collective, dims: tuple[int, int], size: int) -> None:
-    """Raise, before any rank sends, unless a collective can act on `x` along these dims."""
     if not isinstance(x, Tensor):
         raise TypeError(f"{name}: expected a tensor, got {type(x).__name__}")
     if x.layout is not torch.strided:
@@ -289,7 +287,7 @@ _Apply.forward.__signature__ = inspect.signature(_Apply.forward)  # type: ignore
 
 
 def of_one(kind: str, x: T, mesh: AnyMesh, axis: str, label: str = "", op: str = "sum") -> T:
-    """Apply "vary" or "total" to values that exist once, as parameters gathered by a loss itself."""
+    """Apply "vary" or "total" to values that exist once."""
     return _mapped(x, _Collective(kind, mesh, axis, label, op))
 
 

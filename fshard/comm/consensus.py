@@ -99,7 +99,6 @@ def together(
 
 
 def _described(failure: Exception) -> str:
-    """Return an OSError's number, else 0, and the text of an error."""
     if isinstance(failure, OSError) and failure.errno:
         return f"{failure.errno} {failure.strerror}" + (f": {failure.filename!r}" if failure.filename else "")
     return f"0 {type(failure).__name__}: {failure}"
@@ -108,12 +107,12 @@ def _described(failure: Exception) -> str:
 def first_unlike(rows: Sequence[Tensor], mesh: AnyMesh, axes: Axes, label: str = "replicas") -> int | None:
     """Return the index of the first tensor with different bits along `axes`, or None; equal on all ranks.
 
-    The ranks send sums of bits in one small all-reduce along each axis.
+    Ranks compare sums of bits.
     """
     if not rows or not axes:
         return None
     local = digests(rows, mesh)
-    # ~x = -x - 1 turns the order around, so one maximum gives the largest and the smallest sum
+    # ~x = -x - 1 turns the order around: one maximum gives both ends
     most, least = primitives.total(torch.stack([local, ~local]), mesh, axes, op="max", label=label).unbind()
     # over all axes: ranks whose own replicas agree hear of the others
     unlike = primitives.total((most != ~least).long(), mesh, op="max", label=label)
@@ -128,10 +127,7 @@ def digests(rows: Sequence[Tensor], mesh: AnyMesh) -> Tensor:
 
 
 def without_place(sums: Tensor, local: Tensor, mesh: AnyMesh) -> Tensor:
-    """Check that all ranks gave the same last number; return the other sums: (n,) -> (n - 1,).
-
-    Else RuntimeError; a device stops with this text, without a wait of the host.
-    """
+    """Return the sums but the last, which all ranks must have given alike; else a RuntimeError, by the device."""
     torch._assert_async(sums[-1] == local[-1] * num_ranks(mesh), _UNEQUAL)  # private: no public name
     return sums[:-1]
 
@@ -172,7 +168,7 @@ def of_all(text: str, mesh: AnyMesh) -> list[str]:
 
 
 def rows_of_bytes(data: bytes, ranks: Ranks) -> list[bytes]:
-    """Return the bytes of all ranks along an axis, in rank order; lengths may differ."""
+    """Return the bytes of all ranks along an axis, of any lengths."""
     # a row begins with its length, and is padded to the longest
     data = len(data).to_bytes(8, "little") + data
     length = all_reduce(torch.tensor([len(data)], device=ranks.device), ranks, "bytes", op="max").wait()

@@ -123,7 +123,7 @@ class Grid:
         return [*self._coordinates]
 
     def get_local_rank(self, axis: str | int | None = None) -> int:
-        """Number of this rank along an axis (None: the only axis; ValueError if there are several)."""
+        """Number of this rank along an axis (None: the only one; ValueError if there are several)."""
         if axis is None and self.ndim > 1:
             raise ValueError(f"get_local_rank: name one of the axes {self.mesh_dim_names}")
         return self._coordinates[self._number(axis or 0)]
@@ -243,7 +243,7 @@ class Meshes:
         return handle
 
     def owner(self, group: dist.ProcessGroup) -> Owner:
-        """Return the owner of a process group, shared by its meshes (Note [One thread] in `process_groups.py`)."""
+        """Return the owner of a process group (Note [One thread] in `process_groups.py`)."""
         if group not in self._owners:
             self._owners[group] = Owner(self._parents is not None and dist.group.WORLD is self._parents)
         return self._owners[group]
@@ -255,7 +255,7 @@ class Meshes:
             owner.inherit()
 
     def device_mesh(self, grid: Mesh) -> DeviceMesh | None:
-        """Return a DeviceMesh with the axes and process groups of a mesh, or None."""
+        """Return a DeviceMesh of the same axes and process groups, or None."""
         if not isinstance(grid, ProcessMesh):
             return None
         alike = [mesh for mesh, handle in self._handles.items() if handle.likeness == grid.likeness]
@@ -330,13 +330,13 @@ def present(mesh: AnyMesh) -> Mesh:
 
 
 def axis_sizes(mesh: AnyMesh) -> dict[str, int]:
-    """Return the sizes of a mesh's axes by name, outermost first; {} for None."""
+    """Return the sizes of axes by name, outermost first; {} for None."""
     grid = adapted(mesh)
     return {} if grid is None else {name: grid.size(name) for name in grid.mesh_dim_names}
 
 
 def coordinate(mesh: AnyMesh, axes: Sequence[str]) -> int:
-    """Return the number of this rank along several axes together; the first varies slowest."""
+    """Return the number of this rank along several axes; the first varies slowest."""
     if not axes:
         return 0
     grid = present(mesh)
@@ -373,7 +373,7 @@ def rank_and_size(mesh: AnyMesh = None, axis: str | Sequence[str] | None = None)
 
 
 def process_rank() -> str:
-    """Return "rank of size" of this process in torch.distributed's world; "" without a world."""
+    """Return "rank of size" of this process; "" without a world."""
     return f"{dist.get_rank()} of {dist.get_world_size()}" if dist.is_available() and dist.is_initialized() else ""
 
 
@@ -400,13 +400,12 @@ def numbered(name: str) -> torch.device:
 
 
 def num_ranks(mesh: AnyMesh, axes: Sequence[str] | None = None) -> int:
-    """Return the number of ranks along some axes together (None: all)."""
     sizes = axis_sizes(mesh)
     return math.prod([sizes[axis] for axis in (sizes if axes is None else axes)])
 
 
 class OnMesh(ABC):
-    """Base class of tree nodes with tensors distributed over a mesh."""
+    """Base class of tree nodes with tensors on a mesh."""
 
     @property
     @abstractmethod

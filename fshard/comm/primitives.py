@@ -30,7 +30,7 @@ from .process_groups import FEW, Works, all_gather_single, as_real, as_sent, red
 from .ranks import Call, Pending, Ranks, message_timeout, note
 
 GROUP = 8  # consecutive ranks, added before others
-# an all-reduce sends a smaller tensor whole to every rank: one message instead of two, with the same bits
+# an all-reduce sends a smaller tensor whole to every rank: one message, with the same bits
 _SMALL = 1 << 14  # bytes
 _only = itemgetter(0)  # of `OwnCollectives`' lists of one tensor
 _COMBINE: dict[str, Callable[..., Tensor]] = {"sum": torch.add, "max": torch.maximum, "min": torch.minimum}
@@ -39,10 +39,7 @@ _ORDERED = frozenset({*_INTEGER_DTYPES, torch.float16, torch.bfloat16, torch.flo
 
 
 def along(mesh: AnyMesh, axis: str) -> Ranks:
-    """Return the ranks along one axis of a mesh. ValueError if the mesh has no such axis.
-
-    In a trace, the ranks add nodes to the graph.
-    """
+    """Return the ranks along one axis of a mesh; in a trace, they add nodes. ValueError for other axes."""
     grid = adapted(mesh)
     if grid is None or axis not in grid.mesh_dim_names:
         names = ", ".join(map(repr, axis_sizes(mesh)))
@@ -54,26 +51,23 @@ def along(mesh: AnyMesh, axis: str) -> Ranks:
 def _counted(
     kind: str, x: Tensor, ranks: Ranks, label: str, nbytes: int, shape: Sequence[int] | None = None, **more: str
 ) -> Call:
-    """Make the `Call` of a collective, and count it; a graph counts when it runs."""
     call = Call(kind, ranks.axis, label, nbytes, x.dtype, x.shape if shape is None else shape, **more)
-    if not isinstance(ranks, NodeRanks):
+    if not isinstance(ranks, NodeRanks):  # a graph counts when it runs
         note(call)
     return call
 
 
 def _built_in(collective: Callable[..., dist.Work], ranks: Ranks, call: Call, *args: Tensor) -> Works:
-    """Start a collective of the backend."""
     if isinstance(ranks, Announced):
         ranks.announce(str(call))
     if not args[0].numel():  # no address
         return Works([], [], call)
-    # with a timeout, `wait` would block the host on a device (`GroupRanks.exchange`)
+    # with a timeout, `wait` would block the host on a device
     timeout = message_timeout(ranks) if ranks.device.type == "cpu" else None
     return Works([collective(*args, group=ranks.built_in, async_op=True)], [], call, timeout)
 
 
 def _dealt(x: Tensor, ranks: Ranks, call: Call) -> tuple[Works, Tensor]:
-    """Start the backend's all-to-all of dim 0; return it and its output."""
     place = ranks.empty(x.numel(), x, lent=False).view(x.shape)  # (W n, ...)
     # as bytes, because backends lack dtypes
     return _built_in(dist.all_to_all_single, ranks, call, as_bytes(place), as_bytes(x)), place
@@ -237,7 +231,6 @@ def check_divides(shape: Sequence[int], size: int, axis: str, dim: int = 0, leaf
 
 
 def _rank_parts(x: Tensor, ranks: Ranks) -> Sequence[Tensor]:
-    """Return views of the ranks' parts: (W n, ...) -> W of (n, ...)."""
     check_divides(x.shape, ranks.size, ranks.axis)
     # `chunk` gives one part of an empty tensor
     return x.chunk(ranks.size) if x.numel() else [x[: x.shape[0] // ranks.size]] * ranks.size
@@ -295,7 +288,7 @@ def is_direct(x: Tensor, size: int, op: str) -> bool:
 
 
 def _is_place_of(out: Tensor | None, x: Tensor) -> bool:
-    """True if `out` is `x`, or, in a compiled graph, another tensor object of its memory."""
+    # in a compiled graph `x` may be another tensor object of the memory of `out`
     return out is x or (out is not None and not is_tracing() and out.data_ptr() == x.data_ptr() != 0)
 
 
@@ -430,7 +423,7 @@ def broadcast(x: Tensor, ranks: Ranks, src: int = 0, label: str = "") -> Pending
 
 
 def from_rank(x: Tensor, mesh: AnyMesh, src: int, label: str = "") -> Tensor:
-    """Return the tensor of rank `src` of the mesh; other ranks give one of the same shape and dtype."""
+    """Return the tensor of rank `src` of the mesh; others give one of the same form."""
     sizes = axis_sizes(mesh)
     # a rank without `x` yet receives it in a later broadcast, along another axis
     for axis in reversed(sizes):
@@ -440,21 +433,21 @@ def from_rank(x: Tensor, mesh: AnyMesh, src: int, label: str = "") -> Tensor:
 
 
 def buffer(mesh: AnyMesh, axes: Sequence[str], numel: int, like: Tensor, *, lent: bool) -> Tensor:
-    """Allocate a flat buffer on the ranks of the first axis. `lent`: filled once, then sent along this axis."""
+    """Allocate a flat buffer. `lent`: filled once, then sent along the first axis."""
     return along(mesh, axes[0]).empty(numel, like, lent) if axes else like.new_empty(numel)
 
 
 def total(
     x: Tensor, mesh: AnyMesh, axes: Axes | None = None, op: str = "sum", label: str = "", more: str = ""
 ) -> Tensor:
-    """Reduce a small tensor by sum, max or min over some axes (None: all)."""
+    """Reduce a small tensor over some axes (None: all)."""
     return start_total(x, mesh, axes, op, label, more).wait()
 
 
 def start_total(
     x: Tensor, mesh: AnyMesh, axes: Axes | None = None, op: str = "sum", label: str = "", more: str = ""
 ) -> Pending:
-    """Start `total`: along the last axis of several ranks it is under way, along earlier ones done."""
+    """Start `total`: along the last axis it is under way, along earlier ones done."""
     sizes = axis_sizes(mesh)
     names = tuple(sizes) if axes is None else axes
     needed = [axis for axis in names if sizes[axis] > 1] or names[:1]

@@ -92,12 +92,11 @@ reduce_scatter_single = first_of(dist, "reduce_scatter_single", "reduce_scatter_
 
 
 def as_real(x: Tensor) -> Tensor:
-    """Return `x`, or a real view (..., 2) of complex `x`, for sums of backends."""
-    return torch.view_as_real(x) if x.is_complex() else x
+    return torch.view_as_real(x) if x.is_complex() else x  # backends cannot sum complex tensors
 
 
 def as_sent(x: Tensor, dtypes: Collection[torch.dtype] = _SENT) -> Tensor:
-    """Return a view of a contiguous tensor for backends; as flat bytes if they lack its dtype.
+    """Return a view of a contiguous tensor for backends; flat bytes if they lack its dtype.
 
     >>> as_sent(torch.ones(2, dtype=torch.int16))
     tensor([1, 0, 1, 0], dtype=torch.uint8)
@@ -132,7 +131,7 @@ class Works:
 def _answering(call: Call | str, peers: Sequence[str], works: Sequence[dist.Work] = ()) -> Iterator[None]:
     """Turn torch's RuntimeError into a MismatchError with the collective and the first of `peers`.
 
-    It also names the peers of other unfinished `works`. A device's error stays as it is: no peer has gone.
+    It also names the peers of other unfinished `works`. Errors of a device stay as they are.
     """
     try:
         yield
@@ -146,8 +145,7 @@ def _answering(call: Call | str, peers: Sequence[str], works: Sequence[dist.Work
         raise MismatchError(f"{first} {reason}, in {call}: {failure}") from failure
 
 
-def _is_late(work: dist.Work) -> bool:
-    """True if a message has not come, or not gone."""
+def _is_late(work: dist.Work) -> bool:  # a message has not come, or not gone
     with suppress(RuntimeError):
         work.wait(timedelta(milliseconds=1))
         return False
@@ -155,7 +153,6 @@ def _is_late(work: dist.Work) -> bool:
 
 
 def outputs_of(sends: Sequence[Tensor], recvs: Sequence[Tensor | None], rank: int) -> list[Tensor]:
-    """Return outputs in rank order: `recvs[p]` if given, this rank's own tensor, or part of a new buffer."""
     local, missing = sends[rank], sum(recv is None for peer, recv in enumerate(recvs) if peer != rank)
     new_rows = iter(local.new_empty(missing, *local.shape)) if missing else iter(())  # (peers without a place, ...)
     new = (local if peer == rank else next(new_rows) if recv is None else recv for peer, recv in enumerate(recvs))
@@ -165,8 +162,7 @@ def outputs_of(sends: Sequence[Tensor], recvs: Sequence[Tensor | None], rank: in
 class GroupRanks:
     """The ranks of a torch process group, as a `Ranks`.
 
-    Between at most `few` CPU processes, collectives are messages between pairs: each costs the host 5 us, and gloo's
-    own collectives are slower. Else they are the backend's own.
+    Between at most `few` CPU processes collectives are messages between pairs: gloo's own are slower.
     """
 
     whole = None
@@ -216,10 +212,9 @@ class GroupRanks:
         return torch.zeros(2, 16, dtype=torch.uint8, device=self.device)  # kept: messages may be under way
 
     def exchange(self, sends: Sequence[Tensor], recvs: Sequence[Tensor | None], call: Call) -> Works:
-        """Send `sends[p]` to rank p: by messages on CPUs, by one all-to-all on other devices.
+        """Send `sends[p]` to rank p: by messages on CPUs, else by one all-to-all.
 
-        An all-to-all is one launch, and its memory may be reused as soon as the computation has waited; NCCL would hold
-        the memory of point-to-point messages until the device has finished them.
+        NCCL would hold the memory of point-to-point messages until the device has finished them.
         """
         parts = outputs_of(sends, recvs, self.rank)
         with _answering(call, peers := [*self._peers]):

@@ -59,7 +59,7 @@ class Call:
         more: str = "",
         text: str = "",
     ):
-        # at once: the method of a frozen dataclass sets field after field, and takes three times as long
+        # the method of a frozen dataclass takes three times as long
         vars(self).update(
             kind=kind, axis=axis, label=label, nbytes=nbytes, dtype=dtype, shape=shape, op=op, more=more, text=text
         )
@@ -70,7 +70,7 @@ class Call:
 
     def agrees(self, other: Call) -> bool:
         """True if two ranks call the same collective."""
-        # a graph's collective has only the text; texts are made only if the fields differ
+        # a graph's collective has only the text
         return self._agreed == other._agreed or str(self) == str(other)
 
     @property
@@ -134,7 +134,7 @@ class Pending:
     def keeping(self, *sent: Tensor) -> Pending:
         """Keep references to the sent tensors, except those in host memory; return self.
 
-        torch drops its own to NCCL's inputs once any stream has waited; another may still have to.
+        torch drops its own once any stream has waited; another may still have to.
         """
         self._sent = [x for x in sent if x.device.type != "cpu"]
         return self
@@ -244,7 +244,7 @@ class Ranks(Protocol):
         """Send `sends[p]` to rank p, and receive from it, into `recvs[p]` if not None."""
 
     def empty(self, numel: int, like: Tensor, lent: bool) -> Tensor:
-        """Allocate a flat tensor; if `lent`, it is sent without a copy (Note [Lent memory])."""
+        """Allocate a flat tensor; `lent`: sent without a copy (Note [Lent memory])."""
 
 
 def message_timeout(ranks: Ranks) -> timedelta:
@@ -260,7 +260,6 @@ SAME_ORDER = (
 
 
 def differing_sizes(call: Call | str, sender: str, nbytes: int, expected: int) -> str:
-    """Describe a message of another size than its receiver expects."""
     return f"{call}: {sender} sends {nbytes} bytes where {expected} are expected: both must give the same sizes"
 
 

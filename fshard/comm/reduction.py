@@ -24,8 +24,7 @@ from .ranks import Pending, Ranks
 class Reduction(Protocol):
     """Sums of gradients along one axis.
 
-    `x` is a flat tensor, `ranks` are those of the axis, `label` names the call in errors. `out`, if given, gets the
-    result, perhaps in a wider dtype than `x`.
+    `x` is flat, `label` names the call in errors; `out`, if given, gets the result, perhaps in a wider dtype.
     """
 
     def reduce_scatter(self, x: Tensor, ranks: Ranks, label: str, out: Tensor | None) -> Pending:
@@ -103,7 +102,6 @@ class TreeSums:
         return primitives.scatter(x.chunk(ranks.size), ranks, lambda parts: tree_sum(parts, out), label)
 
     def all_reduce(self, x: Tensor, ranks: Ranks, label: str, out: Tensor | None) -> Pending:
-        """Reduce-scatter, then all-gather; gather a tensor whole that the ranks do not divide."""
         if x.numel() % ranks.size or not x.dim():
             whole = primitives.all_gather(x.reshape(1, -1), ranks, label)  # (W, numel)
             return whole.then(lambda rows: tree_sum([row.view(x.shape) for row in rows], out))

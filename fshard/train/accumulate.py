@@ -114,10 +114,7 @@ def run_each(
     alone: bool = False,
     whole: bool,
 ) -> Iterator[tuple[Outcome, Gradients]]:
-    """Run forward and backward of each micro-batch in turn, with random numbers of `stream`.
-
-    `divisor`, `alone` and `whole` are arguments of `fshard.grad.grad.run`.
-    """
+    """Run each micro-batch in turn; `divisor`, `alone` and `whole` are arguments of `grad.run`."""
     scaler = state.loss_scale
     scale = (lambda seed: seed) if isinstance(scaler, NoLossScale) else scaler.scale
     extra = state.extra
@@ -153,7 +150,6 @@ def run_each(
 
 
 def _versions(extra: Tree) -> list[int | None]:
-    """Count the writes in place to each leaf; None for inference tensors."""
     return [writes(x) if isinstance(x, Tensor) else None for x in tree.leaves(extra)]
 
 
@@ -228,7 +224,6 @@ def _reduced_last(reduce_once: bool | str | tuple[str, ...], plan: Plan) -> Axes
 
 
 def _destinations(sums: Later, params: Sharded, recipe: Recipe, reduced_last: Axes) -> Iterator[Gradients]:
-    """Yield a destination for each micro-batch's gradients: `sums`, or buffers to add to `sums`."""
     over, num, by = params.plan.grads_over, recipe.accumulate, recipe.by
     if is_idle(by, params.plan.axes):  # one device: nothing to reduce, so every backward adds to one buffer
         yield from (Gradients(None, sums, add=number > 0) for number in range(num))
@@ -245,7 +240,6 @@ def summed_locally(reduced: Later | None, local: Later, num: int, by: Reduction)
 
 
 def _check_equal_parts(outcome: Outcome, micro_batches: Sequence[Tree], params: Sharded) -> None:
-    """Raise ValueError for a plain scalar of empty micro-batches, or of different lengths."""
     if outcome.kind is not Tensor:
         return
     rows = [[len(x) for x in tree.tops(batch, Sharded) if isinstance(x, Tensor) and x.dim()] for batch in micro_batches]
@@ -259,7 +253,7 @@ def _check_equal_parts(outcome: Outcome, micro_batches: Sequence[Tree], params: 
 
 
 def rank_of(params: Sharded) -> int:
-    """Return this rank's number along the plan's `data`: among ranks with different batches."""
+    """Return this rank's number among ranks with different batches."""
     return coordinate(params.plan.live_mesh(), params.plan.data)
 
 
@@ -283,7 +277,7 @@ def check_equal_batches(batch: Tree, plan: Plan) -> None:
 
 
 def _numbered(x: Tree) -> Tensor:
-    """Return integers (bytes,), different for other elements, another shape or order."""
+    """Return integers (bytes,) that tell elements, shape and order apart."""
     text = f"{x.dtype}{[*x.shape]}" if isinstance(x, Tensor) else repr(getattr(x, "tolist", lambda: x)())
     words = torch.tensor([*text.encode()], device="cpu")
     words = torch.cat([words.to(x.device), value_bytes(x).long()]) if isinstance(x, Tensor) else words
@@ -308,8 +302,7 @@ def join_batches(data: Iterable[T], mesh: AnyMesh = None, like: T | None = None)
         following = [*islice(batches, 1)]  # none at the end
         weight = torch.full((), float(len(following)), dtype=torch.float32, device=mesh_device(mesh))
         has_any = primitives.total(weight, mesh, op="max", label="batches")
-        # every rank stops at the same step: a rank alone would wait for the others forever. A rank with a batch does
-        # not read `has_any`: its host would wait for the step before
+        # every rank stops at the same step. A rank with a batch does not read `has_any`: its host would wait
         if not following and not has_any:
             return
         batch = following[0] if following else batch
@@ -345,7 +338,6 @@ def num_rows(batch: Tree, num: int = 1) -> int:
 
 
 def _wrong_leaf(paths: Sequence[str], leaves: Sequence[object], rows: Sequence[int | None]) -> str:
-    """Describe the first leaf with other rows than the first leaf with any."""
     first = next((i for i, n in enumerate(rows) if n is not None), None)
     wrong = next(i for i, n in enumerate(rows) if n is None or n != rows[first or 0])
     leaf = leaves[wrong]

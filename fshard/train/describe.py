@@ -2,14 +2,14 @@
 
 Note [Built alike]
     Steps built with different arguments may issue the same collectives and train different models. So the label of the
-    loss's collective has the arguments as text, and ranks that compare calls compare it. The text of an optimizer is
-    the plain values in its closures (numbers, strings, dtypes), by name. Only functions of this package are looked
-    into: other functions may hold values that rightly differ by rank (a path). Tensors are not read.
+    loss's collective has the arguments as text, for ranks that compare calls. The text of an optimizer is the plain
+    values in its closures (numbers, strings, dtypes), by name. Functions of others are not looked into: they may hold
+    values that rightly differ by rank (a path). Tensors are not read.
 
-    Ranks with states of different steps or seeds would compute with half of each, so the text has both. Texts are not
-    compared over process groups, nor in a graph, made once for all steps. There the same collective sums a number made
-    of both, the stamp: the sum must be a rank's own stamp times the number of ranks. A stamp is a fifth power modulo a
-    prime: of steps 1, 2, 3 the second would be the mean, and its rank would have no error.
+    Ranks with states of different steps or seeds would compute with half of each, so the text has both. Without texts
+    (over process groups, and in a graph, made once for all steps) the same collective sums a number made of both, the
+    stamp: the sum must be a rank's own stamp times the number of ranks. A stamp is a fifth power modulo a prime: of
+    steps 1, 2, 3 the second would be the mean, and its rank would have no error.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def _is_of_fshard(value: object) -> bool:
 
 
 def _inner_values(value: object) -> list[tuple[str, object]]:
-    """List the values inside a value, by name; an empty name stands for the value's own."""
+    """List (name, value) of the values inside; an empty name stands for the own one."""
     if isinstance(value, partial):
         return [("", value.func), *(("", x) for x in value.args), *value.keywords.items()]
     if isinstance(value, Mapping):

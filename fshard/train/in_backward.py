@@ -2,9 +2,9 @@
 
 Note [Steps that update in the backward]
     `Updates` gets the sum of each unit (Note [Updates in a backward]), and runs the optimizer on this unit alone: on
-    its flat parameters, and on the same shard of every tree in the optimizer's state. The optimizer is elementwise, so
-    the update is the same. Every unit reads the state's 0-d tensors (counts) from before the step. Clipping needs the
-    norm of all gradients first, so the forward and backward run twice.
+    its flat parameters, and on the same shard of every tree in the state. The optimizer is elementwise, so the update
+    is the same. Every unit reads the state's 0-d tensors (counts) from before the step. Clipping needs the norm of all
+    gradients first, so the forward and backward run twice.
 
 Note [Updates in a backward]
     `Gradients.take` hands each unit's sum over ranks to a function, which may write to the parameters of that unit.
@@ -12,10 +12,9 @@ Note [Updates in a backward]
 
     A unit must not be written to while the backward still reads it. Gathered buffers are memory of their own, so only a
     later gather would read the unit, and none comes: autograd runs the nodes made last first, and a unit's anchor is
-    made when the unit is first read (Note [Anchors] in `autograd.py`). So every node that reads the unit, and every
-    checkpoint that reads it again, comes before its gradients. If a program finds another way, the tape raises an
-    error. Leaves held whole by this rank are copied when they are read: else the loss, and attributes of a user's
-    function unknown to autograd, would read them in place.
+    made when the unit is first read (Note [Anchors] in `autograd.py`). So all nodes and checkpoints that read the unit
+    run before its gradients come; else the tape raises an error. Leaves held whole by this rank are copied when they
+    are read: else the loss, and attributes unknown to autograd, would read them in place.
 """
 
 from __future__ import annotations

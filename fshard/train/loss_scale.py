@@ -82,7 +82,6 @@ class Unscaled(Marked):
 
 
 def _as_scale(scale: Number) -> Tensor:
-    """Make a new 0-d float32 tensor: the caller may later write to its own."""
     if not isinstance(scale, Tensor) and not is_number(scale):
         raise TypeError(wrong("a loss scale", scale, "a number above 0, or a 0-d tensor"))
     plain = scale.as_subclass(Tensor) if isinstance(scale, Tensor) else double(float(scale))
@@ -90,7 +89,7 @@ def _as_scale(scale: Number) -> Tensor:
         raise ValueError(f"a loss scale is a number or a 0-d tensor, got a tensor of shape {tuple(plain.shape)}")
     if not isinstance(scale, Tensor) and not 0 < scale < math.inf:
         raise ValueError(f"a loss scale is a finite number above 0, got {scale}")
-    return plain.detach().to(torch.float32, copy=True)
+    return plain.detach().to(torch.float32, copy=True)  # the caller may write to its own
 
 
 def _check_between(scale: Number, least: float, most: float) -> None:
@@ -129,7 +128,6 @@ def _check_grads(grads: Tree) -> None:
 
 
 def _meshes(x: Tree, mesh: AnyMesh) -> list[AnyMesh]:
-    """List the meshes whose ranks agree on finiteness: the sharded gradients', and `mesh`."""
     axis_sizes(mesh)  # raises unless it is a mesh
     return [present for present in (mesh_of(x), mesh) if present is not None]
 
@@ -160,7 +158,6 @@ def _not_finite_by(key: Callable[[Leaf], K], x: Tree, meshes: Sequence[AnyMesh])
 
 
 def _not_finite(x: Tensor) -> Tensor:
-    """Return `found_inf` of one tensor: 1 if any element is not finite (float32, 0-d)."""
     low, high = torch.aminmax(torch.view_as_real(x.resolve_conj()) if x.is_complex() else x)  # NaN if any is
     return (~(low.isfinite() & high.isfinite())).float()
 

@@ -6,15 +6,13 @@ Note [Slices]
     gradients do not depend on the number of ranks, nor do the bits of a balanced tree over all slices (Note [The same
     bits on any number of ranks]).
 
-    A matrix product may round differently if the address of an operand differs modulo 16, as MKL's does on AMD
-    processors. So the loss gets a copy of each slice, at a multiple of 64 bytes. Leaves of parameters start at
-    multiples of 16 (Note [Flat buffers] in `plan/plan.py`).
+    A matrix product may round differently if the address of an operand differs modulo 16 (MKL on AMD processors). So
+    the loss gets a copy of each slice, at a multiple of 64 bytes; leaves of parameters start at multiples of 16 (Note
+    [Flat buffers] in `plan/plan.py`). Outside the loss, an element's result may not depend on its offset in a row: a
+    step does not use torch's fused optimizers, and norms are summed without rounding (Note [Exact sums] in `norms.py`).
 
     A rank sums its slices like a binary counter with trees of gradients as digits (`_add_to_counter`). All totals are
     divided by the count of the first slice, and the sum is rescaled at the end.
-
-    Outside the loss, an element's result may not depend on its offset in a row. torch's fused optimizers fail this, so
-    a step does not use them here. Norms are summed without rounding (Note [Exact sums] in `norms.py`).
 """
 
 from __future__ import annotations
@@ -94,8 +92,8 @@ def _cut_slices(batch: Tree, accumulate: int, params: Sharded) -> list[list[Tree
 def _count_of_first_slice(outcome: Outcome, recipe: Recipe, rows: int, plan: Plan, rank: int) -> Tensor:
     """Return the count of rank 0's first micro-batch, on every rank; NaN if ranks differ in their rows.
 
-    One small collective has the rows and, on CPUs, the number of threads in its text, for ranks that compare calls. If
-    none compares: n ranks have equal rows exactly if n times the sum of squares is the square of the sum.
+    One small collective has the rows, and on CPUs the number of threads, in its text. If ranks compare no texts: n
+    ranks have equal rows exactly if n times the sum of squares is the square of the sum.
     """
     count = outcome.shared(1) if rank == 0 else torch.zeros_like(outcome.count)
     text, checksum = described(outcome.kind, outcome.dtype, outcome.aux, outcome.output)

@@ -114,7 +114,7 @@ def init_state(
     transform = as_transform(tx)
     trained = sharded.for_state  # (n / W_state,) for each kind
     device = device_of(sharded)
-    # on the device of the loss: a scaler elsewhere would make every step wait for the device
+    # elsewhere, a scaler would make every step wait for the device
     scaler = NoLossScale() if loss_scale is None else tree.map(lambda x: x.to(device, copy=True), loss_scale)
     empty = [path for path, x in tree.paths_to(extra, Sharded) if isinstance(x, Tensor) and x.is_meta]
     if empty and device.type != "meta" and not is_tracing():
@@ -125,7 +125,7 @@ def init_state(
     several = any(size > 1 for _, size in sharded.plan.axes)  # one rank has nothing to compare, and reads no scale
     if several and not is_tracing() and not present(sharded.plan.live_mesh()).abstract:
         _check_alike(sharded, seed, scaler)
-    # int64 on the host, because random numbers of a step are seeded there, without waiting for a device
+    # on the host, where random numbers of a step are seeded
     step, rng = (torch.tensor(number, device="cpu") for number in (0, seed))
     return TrainState(sharded, _of_its_own(transform.init(trained), sharded.tensors), scaler, step, rng, extra)
 
@@ -388,7 +388,7 @@ def _kept_extra(skip: FoundInf | None, old: Tree, new: Tree) -> Tree:
 
 
 def _rescale(grads: Sharded, factor: Tensor | None, clip_norm: float | None, exact: bool) -> Tensor:
-    """Multiply gradients in place by `factor`, and clip them; return the norm before clipping."""
+    """Multiply gradients in place by `factor`, and clip; return the norm before."""
     norm = global_norm(grads, exact=exact)
     if factor is not None:
         norm = norm * factor.to(norm.dtype)  # the norm of the multiplied gradients, without a second pass
@@ -433,7 +433,6 @@ def _gathered(updated: Sharded | Views, params: Sharded, donate: bool) -> Sharde
 
 
 def _check_unshared(donated: Tree, given: Sequence[Tree]) -> None:
-    """Raise ValueError if a tensor of the batch or of an argument lies in memory written by the step."""
     written = Places(donated)
     if not written.has(given):
         return
