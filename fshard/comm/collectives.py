@@ -260,7 +260,8 @@ def all_gather(x: T, mesh: AnyMesh, axis: str, label: str = "", *, dim: int = 0)
 def reduce_scatter(x: T, mesh: AnyMesh, axis: str, label: str = "", *, dim: int = 0) -> T:
     """Sum over ranks, in rank order, and keep this rank's part: (W n, ...) -> (n, ...), partial -> varying.
 
-    Arguments are those of `all_gather`; `dim` must divide by the number of ranks (ValueError). Transpose: `all_gather`.
+    `x`, `mesh`, `axis`, `label` and `dim` as for `all_gather`; `dim` must divide by the number of ranks (ValueError).
+    Transpose: `all_gather`.
 
     >>> from fshard.testing import simulate
     >>> simulate(lambda mesh: reduce_scatter(torch.tensor([1, 2]), mesh, "shard").tolist(), shard=2)
@@ -272,8 +273,8 @@ def reduce_scatter(x: T, mesh: AnyMesh, axis: str, label: str = "", *, dim: int 
 def all_reduce(x: T, mesh: AnyMesh, axis: str, op: Literal["sum", "max", "min"] = "sum", label: str = "") -> T:
     """All-reduce by sum, max or min, in rank order: (...) -> (...), partial -> replicated.
 
-    `op` is "sum", "max" or "min"; other arguments are those of `all_gather`. The sum is its own transpose; max and min
-    have no derivative (NotImplementedError).
+    `op` is "sum", "max" or "min"; `x`, `mesh`, `axis` and `label` as for `all_gather`. The sum is its own transpose;
+    max and min have no derivative (NotImplementedError).
 
     >>> from fshard.testing import simulate
     >>> simulate(lambda mesh: all_reduce(torch.tensor(1.5), mesh, "shard").item(), shard=2)
@@ -302,8 +303,9 @@ def _refuse_in_loss(kind: str, advice: str) -> None:
 def vary(x: T, mesh: AnyMesh, axis: str, label: str = "") -> T:
     """Mark a replicated value as used differently by ranks: identity in the forward, sum in the backward.
 
-    invariant -> varying (JAX's pvary); arguments are those of `all_gather`. Transpose: `total` (JAX's psum).
-    RuntimeError inside the loss of a step, of `value_and_grad`, `evaluate` or `hvp`: its parameters vary as they are.
+    invariant -> varying (JAX's pvary); `x`, `mesh`, `axis` and `label` as for `all_gather`. Transpose: `total` (JAX's
+    psum). RuntimeError inside the loss of a step, of `value_and_grad`, `evaluate` or `hvp`: its parameters vary as they
+    are.
 
     >>> from fshard.testing import simulate
     >>> def grad_of_sum(mesh):
@@ -335,8 +337,8 @@ def all_to_all(
 ) -> T:
     """Cut dim `split`, send part p to rank p, and concatenate received parts along `join`: varying -> varying.
 
-    Arguments are those of `all_gather`. Parts are equal: dim `split` must divide by the number of ranks (ValueError),
-    (s, h) -> (W s, h / W) for split=1, join=0. Transpose and inverse: `split` and `join` swapped.
+    `x`, `mesh`, `axis` and `label` as for `all_gather`. Parts are equal: dim `split` must divide by the number of ranks
+    (ValueError), (s, h) -> (W s, h / W) for split=1, join=0. Transpose and inverse: `split` and `join` swapped.
 
     `sizes` = (sent, received) are the lengths of unequal parts, W each, zeros allowed. `split` and `join` are then one
     dim (ValueError). If ranks disagree, they get a MismatchError, over gloo's sockets only in checked calls
@@ -362,8 +364,8 @@ def all_to_all(
 def shift(x: T, mesh: AnyMesh, axis: str, by: int = 1, *, wrap: bool = True, label: str = "") -> T:
     """Send the tensor of rank r to rank r + `by`: (...) -> (...), varying -> varying (JAX's ppermute by a constant).
 
-    `by` is any whole number; other arguments are those of `all_gather`. The ranks are a ring, or with wrap=False a
-    line, whose end without a sender gets zeros. Transpose: the `shift` by -`by`.
+    `by` is any whole number; `x`, `mesh`, `axis` and `label` as for `all_gather`. The ranks are a ring, or with
+    wrap=False a line, whose end without a sender gets zeros. Transpose: the `shift` by -`by`.
 
     >>> from fshard.testing import simulate
     >>> simulate(lambda mesh: shift(torch.tensor(mesh.get_rank() + 1), mesh, "shard").item(), shard=3)
@@ -379,8 +381,8 @@ def shift(x: T, mesh: AnyMesh, axis: str, by: int = 1, *, wrap: bool = True, lab
 def broadcast(x: T, mesh: AnyMesh, axis: str, src: int = 0, label: str = "") -> T:
     """Copy the tensor of rank `src` to all ranks of the axis: (...) -> (...), varying -> replicated.
 
-    `src` is a number along the axis; other arguments are those of `all_gather`. Transpose: the sum over ranks on `src`,
-    zeros on others.
+    `src` is a number along the axis; `x`, `mesh`, `axis` and `label` as for `all_gather`. Transpose: the sum over ranks
+    on `src`, zeros on others.
 
     >>> from fshard.testing import simulate
     >>> simulate(lambda mesh: broadcast(torch.tensor(mesh.get_rank()), mesh, "shard", src=1).item(), shard=2)

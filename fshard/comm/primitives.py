@@ -169,9 +169,9 @@ def reduce_scatter(
 ) -> Pending:
     """Sum over ranks and keep this rank's part of dim 0: (W n, ...) on each rank -> (n, ...).
 
-    Each rank sends W - 1 parts. The sum is in rank order, or with `fast` in the backend's. `label` names the call in
-    errors; `out`, if given, gets the sum, perhaps in a wider dtype. ValueError if dim 0 does not divide by the number
-    of ranks.
+    Each rank sends W - 1 parts of `x`. The sum is in rank order, or with `fast` in the backend's. `label` names the
+    call in errors; `out`, if given, gets the sum, perhaps in a wider dtype. ValueError if dim 0 does not divide by the
+    number of `ranks`.
 
     >>> import fshard
     >>> start = lambda mesh: fshard.reduction.start_reduce_scatter(torch.tensor([1, 2]), mesh.ranks("shard"))
@@ -327,7 +327,8 @@ def check_combines(kind: str, op: str, dtype: torch.dtype, leaf: str = "") -> No
 def all_to_all(x: Tensor, ranks: Ranks, label: str = "", kind: str = "all_to_all") -> Pending:
     """Send part p of dim 0 to rank p, which stores it at this rank's index: (W n, ...) -> (W n, ...).
 
-    `kind` is its name in the tally, `label` in errors. ValueError if dim 0 does not divide by the number of ranks.
+    `kind` is its name in the tally, `label` in errors. ValueError if dim 0 of `x` does not divide by the number of
+    `ranks`.
 
     >>> import fshard
     >>> start = lambda mesh: fshard.reduction.start_all_to_all(torch.arange(2) + mesh.get_rank(), mesh.ranks("shard"))

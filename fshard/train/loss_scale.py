@@ -1,4 +1,4 @@
-"""Loss scalers: immutable values for a step to take and return.
+"""Loss scalers: immutable values that a step takes and returns.
 
 A gradient in half precision underflows; multiplying the loss by a scale and the gradient by its inverse avoids it. If a
 scaled gradient overflows, the update is skipped, and a dynamic scale backs off. Source: Micikevicius et al., Mixed
