@@ -253,8 +253,7 @@ def all_reduce(
 
     - `label`: the name of the call in errors; `more`: text that ranks compare in checked calls.
     - `out`: the tensor for the result. If its dtype is wider, summed parts are gathered in it. If it is `x` itself, it
-      is
-      replaced part by part, and this rank's part is summed aside, (numel / W,).
+      is replaced part by part, and this rank's part is summed aside, (numel / W,).
     - `op`: "sum", "max" or "min" (ValueError for others; TypeError for a dtype without this reduction).
     - `fast`: the backend may choose the order of the sum.
 

@@ -55,8 +55,7 @@ def check(fn: Callable[P, R], mesh: AnyMesh | EllipsisType = ...) -> Checked[P, 
 
     - `fn`: the outermost function: `check(jit(step))`.
     - `mesh`: the ranks; by default the mesh of the first `Sharded` among the arguments (TypeError without one).
-      Collectives
-      over other meshes are not compared.
+      Collectives over other meshes are not compared.
 
     Nothing is added on one device, nor on simulated ranks, which always compare. With FSHARD_CHECK=1 in the
     environment, every function returned by `train_step` and `jit` is checked.

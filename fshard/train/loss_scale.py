@@ -202,8 +202,7 @@ class StaticLossScale:
         """Divide gradients by the scale; returns `(grads, found_inf)`.
 
         - `found_inf` (float32, 0-d): 1 if the gradients of any rank are not finite, equal on all ranks of the mesh of
-          sharded
-          or unreduced gradients.
+          sharded or unreduced gradients.
         - `mesh`: for a plain tree; with None `found_inf` is this rank's alone.
         - `labels` (`by_label`'s): `found_inf` is a dict with one tensor for each label, as for `by_label(...).step`.
         - `own`: the gradients may be overwritten, and are divided in place.
@@ -231,8 +230,7 @@ class DynamicLossScale(StaticLossScale):
     - `growth_tracker`: the number of these so far.
     - `min_scale`, `max_scale`: bounds of the scale; a `scale` outside is a ValueError.
     - `hysteresis`: the scale shrinks at the `hysteresis`-th overflow since it last grew, and at every later one (with
-      1, at
-      the first: torch.amp.GradScaler's rule).
+      1, at the first: torch.amp.GradScaler's rule).
     - `hysteresis_tracker`: overflows left until then; by default `hysteresis`.
 
     >>> scaler = DynamicLossScale(16.0, growth_interval=1)

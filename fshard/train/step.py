@@ -229,8 +229,7 @@ def train_step(
       "tree" (the same bits on 1, 2, 4, ... ranks with equally many threads: Note [Slices]), or an object with the
       methods of `fshard.reduction.Reduction`; its method `after(grads, unit)`, if there is one, gets each unit's sum.
     - `reduce_once`: the time of the reduction. False: with each micro-batch. True: every rank sums whole gradients,
-      reduced
-      with the last micro-batch. Names of axes over which gradients are not cut (`"replicate"`): gradients are
+      reduced with the last micro-batch. Names of axes over which gradients are not cut (`"replicate"`): gradients are
       reduce-scattered with each micro-batch, and all-reduced over these axes after the last.
     - `skip_labels`: labels of `optim.by_label`, if `tx` is such an optimizer. If scaled gradients are not finite on any
       rank, all ranks skip the update; with labels, the updates of the affected labels alone.
@@ -240,25 +239,22 @@ def train_step(
     - `has_aux`: it returns `(loss, aux)`; `metrics["aux"]` is this rank's aux (of several micro-batches a list). Each
       `Mean` and `Sum` in it is replaced by its value over all ranks and micro-batches, from the loss's own collective.
     - `with_extra`: it is `loss_fn(params, extra, batch, *args) -> (loss, extra)`, or `(loss, extra, aux)`.
-      `state.extra`
-      goes from micro-batch to micro-batch, detached, and into the new state, and keeps structure, shapes and dtypes
-      (ValueError). It is each rank's own, unless the loss makes it equal. A skipped update keeps the old extra.
+      `state.extra` goes from micro-batch to micro-batch, detached, and into the new state, and keeps structure, shapes
+      and dtypes (ValueError). It is each rank's own, unless the loss makes it equal. A skipped update keeps the old
+      extra.
 
     Memory:
 
     - `donate`: the step takes the state over and updates it in place; touching it later raises DonatedError. ValueError
-      for
-      a batch or `args` that share its memory. Leaves and views taken from it before (`tree.leaves`, `local_views`) get
-      the new values: clone them to keep the old. Without it no input is changed.
+      for a batch or `args` that share its memory. Leaves and views taken from it before (`tree.leaves`, `local_views`)
+      get the new values: clone them to keep the old. Without it no input is changed.
     - `in_backward`: each unit is updated in the backward, as soon as its gradients are reduced, so gradients of two
-      units
-      are in memory. It needs `donate`, `accumulate=1`, an elementwise `tx` (ValueError) and a state without a loss
-      scale. With `clip_norm` the forward and backward run twice, first for the norm. Leaves held whole by a rank are
-      copied when they are read. An error in the backward gives the state away. In a graph of `jit` the passes place the
-      updates.
+      units are in memory. It needs `donate`, `accumulate=1`, an elementwise `tx` (ValueError) and a state without a
+      loss scale. With `clip_norm` the forward and backward run twice, first for the norm. Leaves held whole by a rank
+      are copied when they are read. An error in the backward gives the state away. In a graph of `jit` the passes place
+      the updates.
     - `keep_gathered`: a gathered unit stays in memory until the last micro-batch, so each is gathered once a step.
-      Results
-      have the same bits.
+      Results have the same bits.
 
     `metrics` has 0-d tensors, equal on all ranks: `loss`, `grad_norm` (before clipping) and `found_inf`. Random numbers
     drawn in the loss come from the state alone, differ by rank, step and micro-batch, and leave torch's generator as it

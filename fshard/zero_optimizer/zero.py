@@ -47,16 +47,13 @@ def zero(
     Arguments:
 
     - `partition`: "flat" cuts buckets of about `bucket` bytes into equal intervals (up to 16 bytes); an optimizer of
-      whole
-      leaves sends them back and forth. "leaf" assigns whole leaves, the largest first, to the rank with the least so
-      far.
+      whole leaves sends them back and forth. "leaf" assigns whole leaves, the largest first, to the rank with the least
+      so far.
     - `grads`: "reduced" for gradients that are equal on all ranks (ZeRO-1). "local" for each rank's own gradients,
-      summed
-      over the whole mesh into each rank's part (ZeRO-2); all ranks skip an update if `found_inf` is 1 on any.
+      summed over the whole mesh into each rank's part (ZeRO-2); all ranks skip an update if `found_inf` is 1 on any.
     - `over`: the mesh axes to partition along; by default "shard", or all axes if the mesh has no such axis.
     - `bucket`: a number of bytes (the mean, if leaves have several dtypes), by default 16 MiB. A bucket ends with the
-      leaf
-      that fills it.
+      leaf that fills it.
     - `block`: a number of elements, as in `make_plan`.
 
     Do not wrap an optimizer of `Sharded` parameters: its state is partitioned already, and `init` raises TypeError.
