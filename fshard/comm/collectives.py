@@ -244,9 +244,9 @@ def all_gather(x: T, mesh: AnyMesh, axis: str, label: str = "", *, dim: int = 0)
     """Concatenate the tensors of all ranks along a dim: (n, ...) -> (W n, ...), varying -> replicated.
 
     - `x`: a tensor or a tree, of the same shapes on all ranks; a scalar counts as one row.
-    - `mesh`, `axis`: the ranks along `axis`; with mesh=None one rank.
+    - `mesh`, `axis`: the ranks along `axis`; with mesh=None one rank, whatever the axis.
     - `label`: the name of the call in errors and in a `tally`.
-    - `dim`: a dim of every leaf (ValueError), from the end if negative.
+    - `dim`: a dim of every leaf (ValueError), from the end if negative; dim 0 needs no copy.
 
     Transpose: `reduce_scatter`.
 

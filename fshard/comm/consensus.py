@@ -76,7 +76,8 @@ def together(
 ) -> T:
     """Return `make()`, which must not communicate. If it raises on any rank, every rank raises.
 
-    Ranks without an error raise `kind` with the first error's text, or an OSError with the same number.
+    Every rank must call this function. Ranks without an error raise `kind` with the first error's text, or an OSError
+    with the same number.
 
     >>> together(None, lambda: 1)
     1

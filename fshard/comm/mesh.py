@@ -344,7 +344,7 @@ def coordinate(mesh: AnyMesh, axes: Sequence[str]) -> int:
 
 
 def rank_in(mesh: AnyMesh) -> int:
-    """Return the number of this rank in a mesh; 0 for None.
+    """Return this rank's number in a mesh (0 for None), not the process's as `get_rank` of a DeviceMesh.
 
     >>> rank_in(AbstractMesh(shard=4, rank=3))
     3

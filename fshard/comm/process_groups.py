@@ -162,7 +162,8 @@ def outputs_of(sends: Sequence[Tensor], recvs: Sequence[Tensor | None], rank: in
 class GroupRanks:
     """The ranks of a torch process group, as a `Ranks`.
 
-    Between at most `few` CPU processes collectives are messages between pairs: gloo's own are slower.
+    Between at most `few` CPU processes collectives are messages between pairs, faster than gloo's own; else the
+    backend's.
     """
 
     whole = None

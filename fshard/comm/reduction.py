@@ -59,7 +59,9 @@ class Gather(Protocol):
 
 @dataclass(frozen=True)
 class Sums:
-    """Sums in rank order, or with `fast` in the backend's order, as FSDP's; None: in rank order on CPUs alone.
+    """Sums in rank order, or with `fast` in the backend's order; None: in rank order on CPUs alone.
+
+    A GPU backend's order is FSDP's: the same bits in every run on the same ranks.
 
     >>> Sums().is_fast(torch.device("cpu")), Sums().is_fast(torch.device("cuda"))
     (False, True)

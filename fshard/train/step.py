@@ -253,8 +253,8 @@ def train_step(
       loss scale. With `clip_norm` the forward and backward run twice, first for the norm. Leaves held whole by a rank
       are copied when they are read. An error in the backward gives the state away. In a graph of `jit` the passes place
       the updates.
-    - `keep_gathered`: a gathered unit stays in memory until the last micro-batch, so each is gathered once a step.
-      Results have the same bits.
+    - `keep_gathered`: a gathered unit stays in memory until the last micro-batch, so each is gathered once a step, and
+      all take memory. Results have the same bits.
 
     `metrics` has 0-d tensors, equal on all ranks: `loss`, `grad_norm` (before clipping) and `found_inf`. Random numbers
     drawn in the loss come from the state alone, differ by rank, step and micro-batch, and leave torch's generator as it
