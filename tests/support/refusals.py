@@ -39,6 +39,10 @@ def _torchs_batch_norm(p: Any, x: torch.Tensor) -> torch.Tensor:
     return torch.batch_norm(x, n["weight"], None, n["mean"], n["var"], True, 0.1, 1e-5, False)
 
 
+def _variance(p: Any, x: torch.Tensor) -> torch.Tensor:
+    return F.batch_norm(x, running_mean=x.new_zeros(4), running_var=p["norm"]["var"], training=True)
+
+
 def _module(p: Any, x: torch.Tensor) -> torch.Tensor:
     n, module = p["norm"], torch.nn.BatchNorm1d(4, affine=False)
     held = {"running_mean": n["mean"], "running_var": n["var"], "num_batches_tracked": n["count"]}
@@ -121,6 +125,7 @@ def _set_data_of_frozen(p: Any, x: torch.Tensor) -> torch.Tensor:
 WRITES: dict[str, tuple[Callable[[Any, torch.Tensor], torch.Tensor], str]] = {
     "batch_norm": (_batch_norm, "norm.mean"),
     "torch.batch_norm": (_torchs_batch_norm, "norm.mean"),
+    "batch_norm, of the variance alone": (_variance, "norm.var"),
     "BatchNorm1d": (_module, "norm.mean"),
     "under no_grad": (_in_no_grad, "norm.mean"),
     "with gradients": (_with_gradients, "norm.mean"),

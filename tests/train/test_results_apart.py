@@ -182,6 +182,14 @@ def test_results_are_apart(name: str, result: str, world: str) -> None:
         assert torch.equal(got, expected)
 
 
+def test_a_result_in_memory_of_its_own_is_no_copy() -> None:
+    """A large result would be in memory twice."""
+    whole, made = {"w": torch.ones(3)}, list[Tensor]()
+    sharded = fshard.shard_params(whole, fshard.make_plan(whole))
+    got = fshard.predict(lambda p: made.append(p["w"].detach() * 2) or made[0])(sharded)
+    assert got.data_ptr() == made[0].data_ptr()
+
+
 # a trace has no arrays, and no memory that others could read
 TRACED = ["itself", "detach", "a view", "data", "dict", "named tuple", "dataclass", "bits"]
 
