@@ -155,3 +155,19 @@ def test_a_device_is_given_few_words(names: list[str], monkeypatch: pytest.Monke
         step(fshard.init_state(fshard.shard_params(whole, plan), tx), torch.ones(8, device=DEVICE))
     assert any("work on a clone" in words and names[0][:50] in words for words in said)
     assert all(len(words.encode()) < 255 for words in said)
+
+
+STATISTICS: dict[str, Any] = {
+    "batch_norm": lambda p, x: F.batch_norm(x, running_mean=x.new_zeros(4), running_var=p["var"], training=True),
+    "torch.batch_norm": lambda p, x: torch.batch_norm(x, None, None, x[0], p["var"], True, 0.1, 1e-5, False),
+}
+
+
+@pytest.mark.parametrize("name", STATISTICS)
+def test_a_graph_names_the_statistics_that_a_norm_writes_to(name: str) -> None:
+    """A graph's own error has a number for the leaf: users could not find it."""
+    whole = {"var": torch.ones(4), "w": torch.ones(4)}
+    sharded = fshard.shard_params(whole, fshard.make_plan(whole, frozen=["var"]))
+    loss = lambda p, x: (STATISTICS[name](p, x) * p["w"]).square().sum()  # noqa: E731
+    with pytest.raises(ValueError, match="batch_norm would write to leaf 'var' in place"):
+        fshard.jit(fshard.value_and_grad(loss), backend="eager")(sharded, torch.randn(5, 4))
