@@ -43,7 +43,7 @@ def steps(dir: str | os.PathLike[str], mesh: AnyMesh = None) -> list[int]:
     """Return the steps with a whole checkpoint in the directory `dir`, the earliest first; [] if none.
 
     With `mesh`, rank 0 looks, and every rank gets its result or its error; every rank must call. A job of several ranks
-    passes it: on a network file system other ranks may see less, and would train apart. Links are not followed;
+    passes it: on a network file system other ranks may see fewer steps, and start at another. Links are not followed;
     UserWarning for links named as steps.
 
     >>> steps("no/such/directory")
@@ -96,10 +96,10 @@ def restore(
       then `step` is None. Pickles in it are read as data: nothing is imported or called. `optim.state.torch_names`
       renames.
     - `rename`: a function from a name in the checkpoint to the name in `like`, or a dict of the changed names; None in
-      place of a name leaves a leaf out. So a part is read with
+      place of a name leaves a leaf out. To read a part:
       `restore(dir, {"params": params}, rename=lambda name: name if name.startswith("params.") else None)`.
-      If several names become one (each parameter has a step in torch, tied leaves may be there twice), their values
-      must be equal.
+      If several names become one, their values must be equal (torch has a step for each parameter, and may have tied
+      leaves twice).
     - `fall_back=True`: if the checkpoint is damaged, restore the last whole one before it.
     - `donate=True`: read into the memory of `like`, which is given away: no second state is in memory.
     - `mesh`: the ranks that restore together, for a state without sharded leaves.
@@ -135,7 +135,7 @@ def restore(
             if rename is None and wanted.rank == 0:
                 _tell_threads(source, like)
             return like
-        except CheckpointError:  # other errors tell differences from `like`
+        except CheckpointError:  # other errors are differences from `like`: try no other step
             if read is readers[-1]:
                 raise
     raise AssertionError("unreachable")
@@ -150,7 +150,6 @@ def _check_one(place: Place, kind: str, step: int | None, fall_back: bool) -> No
 
 
 def _candidates(place: Place, step: int | None, fall_back: bool) -> list[int]:
-    """List the steps to try, in order."""
     if step is not None and not fall_back:
         return [step]
     numbers = [number for number in reversed(_finished(place)) if step is None or number <= step]
@@ -176,7 +175,7 @@ def _matched(
 
 
 def _into(like: Tree, index: Index, origins: Mapping[str, Sequence[str]], wanted: Contents, donate: bool) -> Tree:
-    """Return a state like `like` with the checkpoint's values, and tensors to read into (of `like` if donated)."""
+    """Return a state like `like`: values of the checkpoint, and tensors to read into, those of `like` if donated."""
     taken = set[int]()
 
     def memory(x: Tensor) -> Tensor:
@@ -197,7 +196,7 @@ def _into(like: Tree, index: Index, origins: Mapping[str, Sequence[str]], wanted
         key = index.key(origins[path][0], wanted.rank)
         if key in index.values:
             return index.values[key]
-        # a number of `like`, made a tensor by a step that may be skipped
+        # a number in `like`; a step that may be skipped has made it a tensor
         return torch.zeros((), dtype=index.leaves[key].dtype, device=mesh_device(wanted.mesh))
 
     nodes = [node_at(path, node) for path, node in tree.paths_to(like, Parts)]
@@ -306,7 +305,7 @@ class PieceRead(NamedTuple):
     dtype: torch.dtype  # in the file
     begin: int
     numel: int
-    out: Tensor  # (numel,); with `picks` longer or shorter
+    out: Tensor  # (numel,); with `picks` the whole part
     unlike: str  # error for elements that differ from `out`; "" to read them
     picks: Picks = None
 
@@ -350,7 +349,7 @@ def _read_all(source: Checkpoint, reads: Sequence[PieceRead]) -> None:
         first, *others = of_file
         try:
             with place.open(name) as file:
-                if file.size != sizes.get(name, file.size):  # formats of others do not say it
+                if file.size != sizes.get(name, file.size):  # other formats tell no size
                     why = "cut off" if file.size < sizes[name] else "too long"
                     raise CheckpointError(
                         f"{place}/{name}: expected {sizes[name]:,} bytes, got {file.size:,}: it is {why}, or another "

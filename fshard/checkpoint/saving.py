@@ -121,7 +121,7 @@ def save(
 
     - `wait=False`: copy this rank's part to host memory, and write it during training; `wait()` of the result waits for
       it. One save is under way at a time: the next `save` waits for it first.
-    - `keep_last`: then delete earlier steps but the last ones (this one counts) and multiples of `keep_every`.
+    - `keep_last`: then delete all earlier steps but the last ones, this included, and multiples of `keep_every`.
     - `mesh`: the ranks that save together, for a state without sharded leaves. By default a process saves such a state
       alone.
 

@@ -130,7 +130,7 @@ class Writer:
     def discard(self) -> None:
         """Delete the files of all ranks, unless the index names them. Suppress errors: another one is raised.
 
-        For rank 0, when it puts no index in place any more: another rank would not know.
+        Only rank 0 calls this, when it puts no index in place: other ranks cannot know.
         """
         place = folder(self.directory, self.step)
         with suppress(OSError, ValueError):

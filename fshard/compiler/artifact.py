@@ -117,7 +117,7 @@ def _write(path: Path, entry: Mapping[str, Any], parts: Mapping[str, bytes], ide
 
 
 def _told(entry: Json, rank: int, parts: Mapping[str, bytes], now: FunctionIdentity) -> tuple[Json, Json]:
-    """Return texts and head of a program. Without loops of g++ any processor will do: this machine's is put in."""
+    """Return texts and head of a program. Without C++ loops any processor will do, so the text names this one."""
     texts, head = (json.loads(parts[entry[name][rank]]) for name in ("keys", "programs"))
     if not head["libraries"]:
         texts["where"].update({name: now.where[name] for name in ("the processor", "the number of threads")})

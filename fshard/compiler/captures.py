@@ -381,7 +381,7 @@ def _attributes(
 
 
 def _handed_on(method: MethodType) -> list[object]:
-    """Return the values that a method reads as wholes of its object, and values of dicts among them."""
+    """Return the values of its object that a method reads as wholes, and values of dicts among them."""
     read = [x.read() for x in variables(method) if not x.by_name and x.key != _ITSELF]
     return [y for x in read for y in (x.values() if isinstance(x, dict) else [x])]
 

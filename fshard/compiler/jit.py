@@ -40,7 +40,7 @@ _CASTS = (
     "it is written. Jit the function that takes the derivative, fshard.predict(fn) or fshard.evaluate(fn)"
 )
 
-# Bytes. Below, a collective costs its start, not its bytes; two units of a large model are far larger.
+# Bytes. A smaller collective costs its start, not its bytes; two units of a large model are far larger.
 _SMALL = 1 << 20
 
 

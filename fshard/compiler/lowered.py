@@ -53,14 +53,14 @@ Graph = Callable[..., Sequence[Tensor]]  # a compiled graph: from its inputs to 
 
 _PURPOSES = {"opt_state": "optimizer", "params": "parameters"}  # by field in an input's path
 
-# Inductor keeps the order of nodes, and so the peak of memory. It keeps values that are read again: recomputing them
-# from parameters would keep the forward's gathered buffers until the backward. It folds no constants: it would return
+# So Inductor keeps the order of nodes, and with it the peak of memory. It recomputes no value: recomputing from
+# parameters would keep the forward's gathered buffers until the backward. It folds no constants: folding would return
 # one tensor for `x` and `x + zeros`, and a write to one would change both.
 _INDUCTOR = {"reorder_for_peak_memory": False, "realize_reads_threshold": 0, "joint_graph_constant_folding": False}
-# A compiler of C++20 knows AVX2 and AVX-512; Inductor's trial takes longer than a graph. Inductor always tries newer
-# instructions (VNNI, bfloat16, AMX), with small programs.
+# A compiler of C++20 knows AVX2 and AVX-512, so skip Inductor's trial of them: it takes longer than compiling a graph.
+# Inductor still tries newer instructions (VNNI, bfloat16, AMX), with small programs.
 _UNTRIED = {"cpp.vec_isa_ok": True}
-_OF_REGIONS = ("inductor", "aot_eager")  # get each distinct region of a graph by itself
+_OF_REGIONS = ("inductor", "aot_eager")  # backends that compile each distinct region of a graph
 
 
 class Interface(NamedTuple):
@@ -84,7 +84,7 @@ class Lowered:
     donate: bool
     captured: tuple[Capture, ...] = ()  # as in `Interface`
     contents: Contents = ()
-    numbers: tuple[int, ...] = ()  # of `captured` among all variables of the function
+    numbers: tuple[int, ...] = ()  # positions of `captured` among all variables of the function
     identity: FunctionIdentity | None = None  # if the function may be saved
 
     @property
@@ -124,7 +124,7 @@ class Lowered:
         """Compile the graph with a backend of torch.compile."""
         module, is_captured = self.traced.module, backend == "inductor" and _has_cuda_graphs()
         with _compiling(backend):
-            # a CUDA graph must be whole; other backends may be any function
+            # CUDA graphs and unknown backends need a whole graph
             parts = [] if is_captured or backend not in _OF_REGIONS else regions(module)
             saved = self if backend == "inductor" else None
             if are_alike(parts):
@@ -143,7 +143,7 @@ class Lowered:
         return Interface(self.signature, self.donate, self.captured, self.contents, *result)
 
     def program(self, leaves: Sequence[object] = ()) -> Program:
-        """Compile the graph with Inductor as data (Note [A program]). `leaves`: of the arguments.
+        """Compile the graph with Inductor into data (Note [A program]). `leaves`: of the arguments.
 
         Raises UnsavableError for a graph that stays whole, and with CUDA graphs, which contain addresses.
         """
@@ -242,21 +242,21 @@ class Compiled:
         return self.run(leaves, args, inputs)
 
     def run(self, leaves: Sequence[object], args: Sequence[Tree], captured: Inputs) -> Tree:
-        """Call the compiled function. `leaves` have the signature; `captured` has the captured tensors."""
+        """Call the compiled function. `leaves` match the signature."""
         more = (x for variable in self.interface.captured for x in captured[variable.identity])
         inputs = [*tensors(leaves), *map(resolved, more)]
         if self.interface.donate:
             (donated_spec, *_), _ = (part.children() for part in self.interface.signature.spec.children())
             _check_apart(inputs, len(tensors(leaves[: donated_spec.num_leaves])))
         with ExitStack() as stack:
-            # autograd would record the graph's backward once more
+            # else autograd would record a second backward for the graph
             stack.enter_context(torch.no_grad())
             for device, dtype in self.interface.signature.ambient.autocast:  # the graph has the casts
                 stack.enter_context(torch.autocast(device, dtype, enabled=False))
             outputs = self.fn(*inputs)
         results = [_result(result, inputs, outputs) for result in self.interface.results]
         if self.interface.donate:
-            # also in the `extra` of a state: the graph writes to every tensor of its first argument
+            # the graph writes to every tensor of its first argument, also in a state's `extra`
             for node in tree.nodes(args[0], Sharded):
                 node.give_away()
             tree.give_away(args[0])
@@ -272,7 +272,7 @@ def _result(result: object, inputs: Sequence[Tensor], outputs: Sequence[Tensor])
 def loaded(
     program: Program, leaves: Sequence[object], called: Signature, variables: Sequence[Capture], options: Options
 ) -> Compiled:
-    """Return the function of a program for arguments with these leaves. `variables`: all of the function."""
+    """Return the function of a program for arguments with these leaves. `variables`: all that it captures."""
     captured = tuple(variables[number]._replace(is_input=True) for number in program.head["captured"])
     fn, text = run(program, [*called.grids])
     inside = contents(captured, inputs_of(captured)), *result_of(program, leaves, called.spec)
@@ -306,7 +306,7 @@ class Setting:
 
     @property
     def ahead(self) -> int:
-        """The number of units gathered ahead of the one in use; 1 if the plans leave it to sizes.
+        """The number of units gathered ahead of the one in use: the largest `prefetch` of the plans, 1 if unset.
 
         An eager step's number (Note [Two units] in `ahead.py`) would raise a graph's peak.
         """
@@ -334,7 +334,7 @@ PASSES = (
 
 
 _aten = torch.ops.aten
-# operators changing a form in place, and their views
+# in-place changes of shape or strides, and the views instead
 _VIEWS: dict[object, object] = {
     _aten.t_.default: _aten.t.default,
     _aten.transpose_.default: _aten.transpose.int,
@@ -351,12 +351,12 @@ def lower(fn: Callable[..., Tree], leaves: Sequence[object], spec: tree.Spec, op
     arguments = tree.unflatten(spec, leaves)
     key = signature(leaves, spec, on_meshes(arguments))
     captured = [(variable, variable.tensors()) for variable in captures(fn)]
-    contents([variable for variable, _ in captured], {})  # names new meshes: a trace cannot read them
+    contents([variable for variable, _ in captured], {})  # names new meshes, which a trace cannot
     traced = trace(fn, leaves, spec, [x for _, values in captured for x in values])
     names = [variable.name for variable, values in captured for _ in values]
     _check_unchanged(traced, leaves, names)  # before `donated` adds writes
     for node in traced.module.graph.nodes:
-        # later readers read this node: a compiler needs a view
+        # compilers need a view; later readers read this node
         node.target = _VIEWS.get(node.target, node.target)
     variables = _used(traced, captured)
     if options.donate:
@@ -376,7 +376,7 @@ def _used(traced: Trace, captured: Sequence[tuple[Capture, Sequence[Tensor]]]) -
     """Return the variables whose tensors the graph reads; erase the inputs of others."""
     graph, values = traced.module.graph, [x for _, of_one in captured for x in of_one]
     nodes = [node for node in graph.nodes if node.op == "placeholder"]
-    places = dict(zip(map(id, reversed(values)), reversed(nodes), strict=False))  # first input of each tensor
+    places = dict(zip(map(id, reversed(values)), reversed(nodes), strict=False))  # each tensor's first input
     used = [(v, of_one, any(places[id(x)].users for x in of_one)) for v, of_one in captured]
     unread = [is_used for _, of_one, is_used in used for _ in of_one]
     for node, is_used in zip(nodes[len(nodes) - len(values) :], unread, strict=True):
@@ -396,7 +396,7 @@ def _check_unchanged(traced: Trace, leaves: Sequence[object], captured: Sequence
 
 
 def _check_apart(inputs: Sequence[Tensor], num_donated: int) -> None:
-    ends = [0, 0]  # ends of memory so far, by address: all tensors, donated ones
+    ends = [0, 0]  # highest address so far: of all tensors, of donated ones
     numbered = [(x, number < num_donated) for number, x in enumerate(inputs) if x.numel()]
     for x, is_donated in sorted(numbered, key=lambda pair: pair[0].data_ptr()):
         # `last`: offset of the last element, so tensors interleaved by strides count as overlapping

@@ -151,7 +151,7 @@ def _runs(graph: fx.Graph) -> list[list[fx.Node]]:
 
 
 def _read(run: Sequence[fx.Node]) -> list[fx.Node]:
-    """Return the nodes that a run reads: for a view its base, or itself for an input not written here."""
+    """Return the nodes that a run reads: for a view its base; a view of an input not written here stays."""
     memory = written(run)
 
     def read(node: fx.Node, parts: bool) -> Iterator[fx.Node]:
@@ -184,7 +184,7 @@ def boxed(*values: Tensor) -> list[Tensor]:
 
 
 def _boxed(fn: Callable[..., Sequence[Tensor]]) -> Boxed:
-    """Return a function of one list: from inside `fn`, which would hold its arguments to the end, or a wrapper."""
+    """Return a function of one list: that inside `fn`, because `fn` holds arguments to the end, or a wrapper."""
     inner = inspect.unwrap(fn, stop=_takes_one)
     return inner if _takes_one(inner) else lambda args: fn(*args)
 

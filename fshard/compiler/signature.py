@@ -340,7 +340,7 @@ def parts(x: Any) -> Iterable[object] | None:
 
 
 def static(x: Any) -> Iterable[object] | None:
-    """Return the compared parts of metadata: as `parts`, but of other objects all attributes.
+    """Return the compared parts of metadata: as `parts`; for other objects all attributes.
 
     None: compared by identity, as classes and most objects of Python and torch.
     """

@@ -67,7 +67,7 @@ class Reads(TorchFunctionMode):
         self._shown: dict[Tape, Shown | None] = {}
 
     def run(self, fn: Callable[[], Any]) -> Any:
-        """Return `fn()`, run with `given` for its reads; afterwards containers of units are as before."""
+        """Return `fn()` with `given` for its reads; then restore containers of units."""
         with assigned(RERUN, self), self:
             try:
                 return fn()
@@ -166,7 +166,7 @@ class Reads(TorchFunctionMode):
         return _functorch._add_batch_dim(instead, _functorch.maybe_get_bdim(x), _functorch.maybe_get_level(x))
 
     def knows(self, x: Tensor) -> bool:
-        """Return True if this function, or one around it, has read a tensor. Its level may have ended."""
+        """Return True if this function, or one around it, has read a tensor, perhaps of an ended level."""
         return id(x) in self.positions or (self.outer is not None and self.outer.knows(x))
 
     def _from_outside(self, x: Tensor) -> Tensor:
@@ -181,7 +181,7 @@ class FirstReads(Reads):
         self.inputs = [x if outer is None else outer.instead_of(x) for x in args]
         super().__init__([stripped(x) for x in self.inputs], outer)
         self._had_forward_mode = forward_ad._is_fwd_grad_enabled()
-        self.kept: list[Tensor] = []  # keeps identities taken
+        self.kept: list[Tensor] = []  # so no other tensor gets their ids
         self._versions = [writes(x) for x in map(func_levels.unwrapped, self.inputs)]
         for x, given in zip(self.inputs, self.given, strict=True):
             self._add(given, is_active(x))

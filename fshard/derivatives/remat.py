@@ -2,10 +2,10 @@
 
 Note [Remat]
     torch.utils.checkpoint hooks into saved tensors, which torch.func forbids. Here the function runs without
-    derivatives at any level. A `torch.autograd.Function`, the identity of the results, gives them rules for `vjp`,
-    `jvp` and `vmap`. Each rule runs the function again, takes all its reads as inputs (Note [Reads] in `reads.py`), and
-    is rematerialized itself. So derivatives of any order run again, and torch.func.grad, which always keeps tensors for
-    a second derivative, keeps only the arguments.
+    derivatives at any level. The results pass through the identity, a `torch.autograd.Function` with rules for `vjp`,
+    `jvp` and `vmap`. Each rule runs the function again, with all tensors read as inputs (Note [Reads] in `reads.py`),
+    and is rematerialized itself. So derivatives of any order run again, and torch.func.grad, which always keeps tensors
+    for a second derivative, keeps only the arguments.
 """
 
 from __future__ import annotations
@@ -51,15 +51,15 @@ def remat(fn: Callable[P, R]) -> Callable[P, R]:
 
     `fn(*args, **kwargs) -> results`: trees of tensors and other objects.
 
-    - Derivatives of any order are right, by backward and by torch.func (grad, vjp, jvp, vmap, hessian): by arguments,
-      by tensors from outside, and by parameters, gathered once more in the backward.
+    - Derivatives of any order are right, in backward and torch.func (grad, vjp, jvp, vmap, hessian), with respect to
+      arguments, tensors from outside, and parameters. The backward gathers parameters again.
     - `fn` draws the same random numbers when it runs again.
     - If `fn` reads several units, all are in memory together. `torch.utils.checkpoint` works unit by unit, for
       torch.autograd alone.
 
     RuntimeError if a gradient would be lost or wrong: `fn` writes to an argument or to a tensor from outside (batch
     norm in training); stores a computed tensor outside its results; reads other tensors or values when it runs again;
-    or differentiates by a tensor from outside in a transform of its own.
+    or takes a torch.func derivative by a tensor from outside.
 
     >>> def loss(w, x):
     ...     return remat(lambda x: (x @ w).tanh())(x).sum()
@@ -76,7 +76,7 @@ def remat(fn: Callable[P, R]) -> Callable[P, R]:
         if torch.compiler.is_dynamo_compiling():  # dynamo knows torch's checkpoint, and takes derivatives itself
             return cast(R, checkpoint(lambda *xs: fn(*xs, **kwargs), *args, use_reentrant=False))
         outer = cast("Reads | None", RERUN.get())
-        with assigned(RERUN, None):  # hide this from a function around it
+        with assigned(RERUN, None):  # a rematerialized function around this one must not see inside
             return _rematerialized(fn, args, kwargs, outer)
 
     return functools.update_wrapper(rematerialized, fn, updated=())
@@ -130,7 +130,7 @@ class _Rematerialized:
                 "function as an argument"
             )
         others = [_TENSOR if is_inexact(x) else x for x in out]
-        # new tensors in the same memory: `reads.end` checks that the function's own are gone
+        # new tensors in the same memory: `reads.end` checks that the function's are gone
         results = [stripped(x) for x in out if is_inexact(x)]
         del leaves, out
         self._known = reads.end(others)
@@ -138,7 +138,7 @@ class _Rematerialized:
         return results, others, form
 
     def again(self, *inputs: Tensor) -> tuple[Tensor, ...]:
-        """Return the floating results, from all reads of the first run."""
+        """Run again on all reads of the first run; return floating results."""
         reads = SecondReads(inputs, *self._known)
         casts = [torch.autocast(kind, dtype, on, cache_enabled=False) for kind, dtype, on in self._casts]
         active = function_modes()
@@ -205,7 +205,7 @@ def _mapped(again: _Again, size: int, dims: Sequence[int | None], randomness: st
 
 
 class _Rules(torch.autograd.Function):
-    """The identity of results, with the derivatives of `again`, a function of the tensors after them."""
+    """The identity of the first `num` tensors, the results, with the derivatives of `again(*other tensors)`."""
 
     @staticmethod
     def forward(again: _Again, levels: _Levels, num: int, *tensors: Tensor) -> tuple[Tensor, ...]:
@@ -215,7 +215,7 @@ class _Rules(torch.autograd.Function):
             others.setdefault(_address(x), []).append(x)
         for x in tensors[:num]:
             beside = others.setdefault(_address(x), [])
-            # `data`: torch forbids writes to one of several views
+            # `data`, because torch forbids writes to one of several views
             results.append(x.clone() if any(share_elements(x, y) for y in beside) else x.data)
             beside.append(x)
         return tuple(results)
@@ -244,7 +244,7 @@ class _Rules(torch.autograd.Function):
             inputs = [forward_ad.unpack_dual(x).primal for x in ctx.saved_tensors]
             along = {n: x for n, x in enumerate(tangents[ctx.num :]) if x is not None}
             tensors = [*inputs, *along.values()]
-            # without torch.func the one level is torch.autograd.forward_ad, which may be over later
+            # outside torch.func the level is that of forward_ad, and may end earlier
             now, later = (_push(ctx.again, [*along], len(inputs), x) for x in (func_levels.inside(), True))
             return _ruled(later, ctx.levels, tensors, now)
 
@@ -270,14 +270,14 @@ def _leaf(x: Tensor) -> Tensor:
 
 
 def _pull(again: _Again, which: Sequence[int], used: Sequence[int], num: int) -> _Again:
-    """Return the vjp of the results `used` by the inputs `which`, of all inputs and cotangents."""
+    """Return a function of all inputs and cotangents: the vjp of results `used` to inputs `which`."""
 
     def pulled(*tensors: Tensor) -> tuple[Tensor, ...]:
         inputs, grads = tensors[:num], tensors[num:]
         if func_levels.inside():
             pull = torch.func.vjp(_part(again, inputs, which, used), *[inputs[n] for n in which])[1]
             return pull(grads, retain_graph=False)
-        # as above without torch.func, which refuses torch.utils.checkpoint, and is slower
+        # without torch.func, which is slower and refuses torch.utils.checkpoint
         with torch.enable_grad():
             is_differentiated = any(x.requires_grad for x in tensors)
             leaves = [_leaf(inputs[n]) for n in which]
@@ -294,14 +294,14 @@ def _pull(again: _Again, which: Sequence[int], used: Sequence[int], num: int) ->
 
 
 def _push(again: _Again, which: Sequence[int], num: int, nested: bool) -> _Again:
-    """Return the jvp along the inputs `which`, of all `num` inputs and tangents.
+    """Return a function of all `num` inputs and tangents: the jvp along inputs `which`.
 
     `nested`: in a level of its own, else in the level of torch.autograd.forward_ad.
     """
 
     def pushed(*tensors: Tensor) -> tuple[Tensor, ...]:
         inputs, along = tensors[:num], tensors[num:]
-        # torch lays a tangent out like its primal, and writes to it: elements of `expand` would share memory
+        # torch writes to a tangent with its primal's strides: in an expanded one elements would share memory
         is_packed = [inputs[n].is_contiguous() and not func_levels.is_wrapped(inputs[n]) for n in which]
         pairs = zip([inputs[n] for n in which], is_packed, strict=True)
         primals = [x if packed else x.clone(memory_format=torch.contiguous_format) for x, packed in pairs]

@@ -45,9 +45,9 @@ VERSIONS = (1, 2, 3)  # the first if all leaves are row-major, else the last
 _FILE = re.compile(r"[0-9A-Za-z_][0-9A-Za-z_.-]{,200}\.safetensors")  # beside the index
 _SEAL = re.compile(rb'\{"checksum": ([0-9]{1,10}), ')
 
-_COLUMNS = 8191  # a prime: exchanged sectors and pages get into other columns
+_COLUMNS = 8191  # a prime, so that swapped sectors or pages lie in other columns
 
-Json = Any  # Python's types cannot say more of JSON
+Json = Any  # Python's types cannot describe JSON
 
 
 class CheckpointError(ValueError):
@@ -62,7 +62,7 @@ class Piece:
     offset: int  # bytes from the beginning of the file
     begin: int
     numel: int
-    checksums: tuple[int, ...]  # () without, as in other formats
+    checksums: tuple[int, ...]  # () in other formats
 
     @property
     def end(self) -> int:
@@ -199,11 +199,11 @@ def _entry(name: str, raw: Json, files: Mapping[str, int]) -> IndexEntry:
 
 
 def _of_version_2(name: str, entry: IndexEntry, ranks: int) -> IndexEntry:
-    """Drop the order of a leaf in one piece: it lies whole. ValueError if the pieces do not tell who cut it."""
+    """Drop the order of a leaf in one piece: it was whole. ValueError if pieces fit a split and a whole leaf."""
     if not entry.order or len(entry.pieces) < 2:  # ranks that split a leaf wrote several pieces
         return replace(entry, order=())
     number, begins = len(entry.pieces), [piece.begin for piece in entry.pieces]
-    # ranks with copies of a large whole leaf cut it evenly, and are fewer than all
+    # of a large whole leaf, fewer than all ranks write equal pieces
     is_even = begins == [entry.numel * n // number for n in range(number)]
     require(
         number == ranks or entry.numel <= 1 << 18 or not is_even,
@@ -224,7 +224,7 @@ def _order(raw: Json, shape: Sequence[int]) -> tuple[int, ...]:
 
 
 def _numel(shape: Sequence[int]) -> int:
-    """Return the number of elements. ValueError above a file's limit: the product of a million sizes takes hours."""
+    """Return the number of elements. ValueError from 2**63 on: multiplying a million sizes would take hours."""
     numel = int(0 not in shape)
     for size in shape:
         numel *= size
@@ -281,7 +281,7 @@ def read_piece(raw: Json) -> Piece:
 
 
 def _file_name(name: str) -> str:
-    # a name with a separator may lead elsewhere; `index.json` must not be deleted with an older index's files
+    # a separator may lead elsewhere; and a listed `index.json` would be deleted with an older index's files
     if not _FILE.fullmatch(name):
         raise ValueError(f"expected the name of a safetensors file beside the index, got {reprlib.repr(name)}")
     return name
@@ -310,7 +310,7 @@ def rank_key(name: str, rank: int) -> str:
 def checksum(data: Tensor, columns: int = _COLUMNS) -> int:
     """Return the CRC-32 of column sums of 64-bit words, and of the bytes left over.
 
-    It is as fast as reading memory, so that every block is compared. For `block` (bytes), with numpy:
+    It is as fast as reading memory, so every block can be compared. For `block` (bytes), with numpy:
 
         end = len(block) // 65528 * 65528
         sums = np.frombuffer(block[:end], "<i8").reshape(-1, 8191).sum(0)

@@ -143,7 +143,7 @@ def _require(condition: object, otherwise: str) -> None:
         raise ValueError(f"a pickle that {otherwise}: it is damaged, or was made to do harm. Nothing of it was run")
 
 
-# at most so many bytes for an operation, and for its entries in a dict or the memo
+# upper bounds of bytes for an operation, with its entries in a dict or the memo
 _MEMORY = {
     **dict.fromkeys(("BINUNICODE", "SHORT_BINUNICODE", "GLOBAL", "STACK_GLOBAL", "REDUCE", "NEWOBJ"), 160),
     "EMPTY_DICT": 160,

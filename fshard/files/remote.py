@@ -122,7 +122,7 @@ class RemoteReader:
             return 0
         end = offset + len(view)
         with _naming(self._url):
-            # at the end, one byte more, which only another file has: no open handle holds on to this one
+            # at the end ask for one byte more: a file put in its place may have it
             data = self._fs.cat_file(self._path, start=offset, end=end + (end == self.size))
         if len(data) > len(view):
             raise OSError(errno.ESTALE, "another file took its place while it was read", self._url)

@@ -73,7 +73,7 @@ def bucket(graph: fx.Graph, nbytes: int) -> None:
 
 
 def _erase(graph: fx.Graph, nodes: Iterable[fx.Node]) -> None:
-    """Erase nodes, readers before values, at the end of a pass: before it, nodes mark where others are inserted."""
+    """Erase nodes, readers before values, at the end of a pass: until then they mark where others are inserted."""
     for node in nodes:
         graph.erase_node(node)
 
@@ -94,7 +94,7 @@ def _reductions(nodes: NodeIndex) -> Iterator[_FlatCollective]:
 
 
 def _early(gathers: Iterable[_FlatCollective], nodes: NodeIndex, nbytes: int) -> list[Sequence[_FlatCollective]]:
-    """Group gathers. All inputs of a group exist, with their later values, where its first gather starts."""
+    """Group gathers. When the first of a group starts, all inputs have their values."""
     open_buckets, buckets = dict[object, _Bucket](), list[_Bucket]()  # the last of each kind; all
     for gather in filter(_may_merge, gathers):
         start, bucket = nodes.order[gather.start], open_buckets.get(gather.kind)
@@ -107,7 +107,7 @@ def _early(gathers: Iterable[_FlatCollective], nodes: NodeIndex, nbytes: int) ->
 
 
 def _late(reductions: Iterable[_FlatCollective], nodes: NodeIndex, nbytes: int) -> list[Sequence[_FlatCollective]]:
-    """Group reductions. All of a group may start where its last one starts: nothing uses their buffers before."""
+    """Group reductions. All may start where the last of a group starts: nothing uses their buffers before."""
     open_buckets, buckets = dict[object, _Bucket](), list[_Bucket]()
     for reduction in filter(_may_merge, reductions):
         start, bucket = nodes.order[reduction.start], open_buckets.get(reduction.kind)

@@ -42,7 +42,7 @@ class GatherNodes:
     """The nodes of an all-gather. `views` return its buffer or a view of it."""
 
     start: fx.Node
-    ticket: fx.Node
+    ticket: fx.Node  # the start's result for `wait`
     wait: fx.Node
     views: list[fx.Node]
     readers: list[fx.Node]
@@ -195,7 +195,7 @@ def gathers(nodes: NodeIndex) -> list[GatherNodes]:
 
 
 def read_by(node: fx.Node) -> list[fx.Node]:
-    """Return the arguments that a node reads: of a start not the place, of a wait nothing."""
+    """Return the arguments that a node reads. A start does not read the place; a wait reads nothing."""
     name = operator(node)
     return [] if name == "fshard.wait" else [arguments(node)["x"]] if name in PLACED else node.all_input_nodes
 

@@ -48,7 +48,7 @@ def _ranks(mesh: str, axis: str) -> Ranks:
 
 
 def _define_start(schema: str, run: Callable[..., object], shapes: Callable[..., object]) -> None:
-    """Define an operator that starts a collective, after that of the ticket `after` if given."""
+    """Define an operator that starts a collective, after the ticket `after` if given."""
     schema = schema.replace(") ->", ", *, Tensor? after=None) ->")
     define(schema, lambda *args, after=None, **rest: run(*args, **rest), lambda *args, after=None, **_: shapes(*args))
 

@@ -7,14 +7,14 @@ Note [Order of a graph]
 
 Note [What a pass must keep]
     1. Values: outputs have the same bits.
-    2. Collectives: all ranks issue the same ones in the same order. A pass sees one rank's graph, so it drops, moves
-       and merges only labelled collectives, such as gathers of units: all ranks read their results in the same order.
-       An unlabelled collective may have other readers on other ranks: it keeps its place, unmerged, and its readers
-       move no other collective. Its wait may move, unless it starts the second stage of an all-reduce.
+    2. Collectives: all ranks issue the same ones in the same order. A pass sees one rank's graph. It may drop, move and
+       merge labelled collectives, such as gathers of units, because all ranks read their results in the same order. An
+       unlabelled collective may have other readers on other ranks. So no pass moves or merges it, and its readers move
+       no other collective. A pass may move its wait, unless the wait starts the second stage of an all-reduce.
     3. Waits: every collective has one `fshard.wait`, before the first reader of its result.
     4. Writes: no node moves past a write to memory it reads, or past a reader of memory it writes to (`NodeIndex` of
        `dataflow.py`).
-    5. Fake values: each new node has `meta["val"]` with its true storages, by `call` and `copy`.
+    5. Fake values: `call` and `copy` give each new node a `meta["val"]` with true storages.
 """
 
 from __future__ import annotations
@@ -81,9 +81,9 @@ def _drop_unread(graph: fx.Graph) -> None:
 
 
 def shorten(graph: fx.Graph) -> None:
-    """Make each view of a gathered buffer one node, and read values under one name (no `detach`, no result of a write).
+    """Make each view of a gathered buffer one node. Let readers of a `detach` or of a write's result read its argument.
 
-    After a write to a buffer, compilers compute each view anew, with all n parts for each part of a split.
+    After a write to a buffer, compilers compute each view anew; for a part of a split, they compute all n parts.
     """
     for gather in gathers(index(graph)):
         buffer = next(x for x in gather.views if is_call(x, "getitem") and x.args == (gather.start, 0))  # (n,)
@@ -97,16 +97,16 @@ def shorten(graph: fx.Graph) -> None:
                 view.args = (buffer, list(value.shape), list(value.stride()), value.storage_offset())
     for node in list(graph.nodes):
         if (written := returns_place(node)) or is_call(node, "detach", "alias"):
-            # read the place: a region returns the result of a write as a copy, without later writes
+            # a region returns a write's result as a copy, which later writes do not reach
             also_results = written and node.args[0].op != "placeholder"
             node.replace_all_uses_with(node.args[0], lambda user, also=also_results: also or user.op != "output")
     _drop_unread(graph)
 
 
 def fix_places(graph: fx.Graph) -> None:
-    """Let each gather fill memory that the computation before it allocates in its CUDA graph.
+    """Let each gather write to memory allocated by the CUDA graph before it.
 
-    The address is then the same in each run, and graphs read the memory without a copy.
+    The address is then the same in each run, and CUDA graphs read the memory without a copy.
     """
     before = next(iter(graph.nodes))
     for node in list(graph.nodes):
@@ -137,12 +137,12 @@ def keep_unread(graph: fx.Graph) -> None:
     These are results of collectives (peers wait for them) and of other libraries' operators.
     """
     output, read = graph.output_node(), _read_storages(graph)
-    if _reaches_nothing(graph):  # compilers drop gathers read for their shape only
+    if _reaches_nothing(graph):  # compilers would drop gathers whose shape alone is read
         read -= {next(storages_of(gather.start)) for gather in gathers(index(graph))}
     kept: list[fx.Node] = []
     for node in list(graph.nodes):
         if is_call(node, "_assert_async") and len(node.args) == 1:
-            # compilers keep this overload of the two
+            # compilers keep only the overload with a message
             node.target, node.args = torch.ops.aten._assert_async.msg, (*node.args, "a condition is false")
         elif is_call(node, "fshard.wait") and next(storages_of(arguments(node)["place"])) not in read:
             # an exchange that receives nothing has no element, and needs no wait
@@ -159,7 +159,7 @@ def _has_element(node: fx.Node) -> bool:
 
 
 def chain(graph: fx.Graph) -> None:
-    """If a collective has no label or is an exchange, fix the order: give each collective the ticket of the last.
+    """If a collective has no label or is an exchange, fix the order: give each collective the ticket of the one before.
 
     Compilers order independent nodes by their neighbours, which may differ between ranks: on a rank that only receives,
     an exchange has no inputs.
@@ -187,7 +187,7 @@ def _element(graph: fx.Graph, x: fx.Node, after: fx.Node) -> fx.Node:
 
 
 def _read_storages(graph: fx.Graph) -> set[int]:
-    """Return the storages read outside their own collective, directly or through copies, and the inputs."""
+    """Return the storages of inputs, and those read by more than waits and views, directly or through copies."""
     read, copied = set[int](), dict[int, set[int]]()  # copied[s]: storages copied to s
     for node in graph.nodes:
         if node.op == "placeholder":
@@ -230,7 +230,7 @@ def _is_number(node: fx.Node) -> bool:
 # (number of a node, side)
 _Place = tuple[int, int]
 
-# The sides of a node: before it, in this order; the node itself; after it.
+# The sides of a node, in order: three before the node, the node itself, after the node.
 _FIRST_START, _WAIT, _START, _ITSELF, _AFTER = range(-3, 2)
 
 
@@ -245,8 +245,8 @@ def _arrange(graph: fx.Graph, places: Mapping[fx.Node, _Place]) -> None:
 def sink(graph: fx.Graph, in_flight: int = 0, ahead: int = 1) -> None:
     """Start each gather `ahead` units before its first reader, and wait for it right before that reader.
 
-    With `in_flight`, up to so many bytes are under way: gathers start earlier, and reductions are waited for later. A
-    gather without a label keeps its start.
+    With `in_flight`, gathers start earlier and reductions are waited for later, with at most `in_flight` bytes under
+    way.
     """
     nodes, places = index(graph), dict[fx.Node, _Place]()
     order, read = nodes.order, [gather for gather in gathers(nodes) if gather.readers]
@@ -257,7 +257,7 @@ def sink(graph: fx.Graph, in_flight: int = 0, ahead: int = 1) -> None:
     moved = [gather for gather in read if not gather.fixed]
     for gather, early in zip(moved, _early(moved, order, in_flight, ahead), strict=True):
         shard, traced_at = arguments(gather.start)["x"], order[gather.start]  # shard: (n / W,)
-        # The shard must have its traced value: start between the writes to it around the traced start.
+        # The shard must have its traced value: start between the last write before the traced start and the next.
         ready = max((nodes.last_write([shard], traced_at), _AFTER), places.get(shard, (order[shard], _ITSELF)))
         changed = (nodes.first_write([shard], traced_at), _FIRST_START)
         start = max(min(early, changed), ready)
@@ -268,10 +268,11 @@ def sink(graph: fx.Graph, in_flight: int = 0, ahead: int = 1) -> None:
 
 
 def _early(moved: Sequence[GatherNodes], order: Mapping[fx.Node, int], in_flight: int, ahead: int) -> Iterator[_Place]:
-    """Yield where each gather starts: at the first reader of the gather before, or of one further back.
+    """Yield the start of each gather: the first reader of an earlier gather.
 
-    That is the last gather `ahead` units before, or with `in_flight` the first one such that all later gathers, up to
-    this one, have at most `in_flight` bytes. The first gather starts at its own first reader; with `ahead` 0 all do.
+    The earlier gather is the last one `ahead` units before. With `in_flight` it may lie further back, if the gathers
+    after it, up to this one, have at most `in_flight` bytes. The first gather starts at its own first reader; with
+    `ahead` 0 all do.
     """
     heads = [order[gather.readers[0]] for gather in moved]  # ascending
     ends = list(accumulate((gather.nbytes for gather in moved), initial=0))  # ends[i]: bytes of gathers before i
@@ -340,7 +341,7 @@ def regather(graph: fx.Graph, units: Iterable[str], lasting: Collection[str] = E
 
 
 def _apart(readers: Sequence[int], heads: Sequence[int]) -> list[tuple[int, int]]:
-    """Return ranges of `readers` without a head (some gather's first reader) in between. Both are numbers of nodes."""
+    """Cut `readers` at heads (first readers of gathers), and return the ranges. Nodes are given by number."""
     cuts = [i for i in range(1, len(readers)) if bisect(heads, readers[i - 1]) < bisect_left(heads, readers[i])]
     return list(pairwise([0, *cuts, len(readers)]))
 

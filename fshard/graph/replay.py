@@ -54,7 +54,7 @@ _NUMBERS = (bool, int, float, complex, str, bytes, type(None))
 _OWN = ("fshard.draw", "fshard.forked", "fshard.materialize")  # operators of fshard without effects
 
 
-# These show how a tensor was computed, and answer otherwise for traced arguments.
+# These show how a tensor was computed, and answer differently for traced arguments.
 _ASKS = (
     *(torch.autograd.grad, Tensor.register_hook, Tensor.register_post_accumulate_grad_hook, Tensor.retain_grad),
     *(Tensor.is_leaf.__get__, Tensor.grad_fn.__get__),  # type: ignore[attr-defined, union-attr]

@@ -51,7 +51,7 @@ class Initializer:
             self._made = None  # frees the last submodule before the new one is made
             self._made = owner, self._owner(owner, 0)
         value = vars(self._made[1])[kind][name].detach()
-        # an unset value is still NaN; integers have none: 0, and in another run 1
+        # an unset value is still NaN; integers have no NaN, so they are 0, and 1 in another run
         if is_inexact(value):
             unset = torch.linalg.vector_norm(value, 1).isnan()  # NaN if any is; `isnan()` would take memory
         else:

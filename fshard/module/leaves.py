@@ -112,6 +112,6 @@ class Leaves:
         return [None if isinstance(x, At) else writes(x) for x in self._sources]
 
     def remark(self, words: str) -> None:
-        """Let ranks compare these words, if leaves are gathered: each rank is free with whole ones."""
+        """Let ranks compare these words if leaves are gathered; with whole leaves ranks may differ."""
         if self._is_cut:
             self._remarks.add(words)

@@ -3,12 +3,11 @@
 Note [Stands]
     The code of modules reaches tensors in three ways:
 
-    1. `self.weight` indexes `_parameters`. In the copy this is a `Slots`, which returns the tensor of the current call.
-    2. Lists and closures (an RNN's `_flat_weights`) hold a `Stand` in the copy, a tensor of its own class. An operator
-       on a `Stand` runs on the tensor of the current call.
+    1. `self.weight` indexes `_parameters`. In the copy this is a `Slots`, which returns the tensor of the current call,
+       a parameter as a `Weight`.
+    2. In the copy, lists and closures (an RNN's `_flat_weights`) hold stands: tensors of the class `Stand`. An operator
+       on a stand runs on the tensor of the current call.
     3. `parameters()` yields stands, too: their dtype, device and shape are known without a gather.
-
-    A parameter is read as a `Weight`, to pass for a parameter in all code.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ _FORM |= {torch.is_floating_point, torch.is_complex, torch.numel}
 _DATA = Tensor.data.__get__  # type: ignore[attr-defined]
 _REQUIRES_GRAD = Tensor.requires_grad.__get__  # type: ignore[attr-defined]
 _SET_REQUIRES_GRAD = {Tensor.requires_grad_, Tensor.requires_grad.__set__}  # type: ignore[attr-defined]
-# Parameters are leaves of autograd in the module itself.
+# Parameters of the original module are leaves of autograd.
 _OF_LEAVES = {getattr(Tensor, name).__get__: value for name, value in (("is_leaf", True), ("grad_fn", None))}
 _REFUSED: dict[Any, str] = {
     Tensor.data.__set__: "set the data of",  # type: ignore[attr-defined]
@@ -56,7 +55,7 @@ _REMEDIES = {
 
 
 class ModulePlace:
-    """A parameter or buffer of the module, for a stand in the copy, and attributes that code has put on it."""
+    """A parameter or buffer of the original module, with attributes set by code. A stand replaces it in the copy."""
 
     def __init__(self, calls: Calls, path: str, number: int, is_buffer: bool, x: Tensor):
         self.calls, self.path, self.number, self.is_buffer = calls, path, number, is_buffer
@@ -68,7 +67,7 @@ class ModulePlace:
         return self.read_from(self.calls.current())
 
     def read_from(self, call: ModuleCall, where: tuple[int, str] | None = None) -> Tensor:
-        """Return the tensor of a call, gathered with its unit; `where` distinguishes the names of a tied buffer."""
+        """Return the tensor of a call, and gather its unit. `where`: a name, as names of a tied buffer may differ."""
         if self.is_buffer:
             x = call.buffer(self.number, self.path, where)
             vars(x).update(self.attributes, of_call=True)
@@ -80,12 +79,12 @@ class ModulePlace:
         return self._worn(x, call.params.is_gathered(self.number))
 
     def _worn(self, x: Any, is_gathered: bool) -> Tensor:
-        """Mark a call's tensor as this parameter: a view of a gathered leaf, kept as long as it, or `x` itself."""
+        """Mark a call's tensor as this parameter. Return a view of a gathered leaf, kept while `x` lives, or `x`."""
         worn = x
         kind: Any = type(x)
         rerun = RERUN.get() is not None  # `remat` gives its function tensors of its own
-        if (is_gathered and not rerun) or kind is FunctionalTensor:  # other readers get a plain tensor
-            # a leaf with a tangent (`hvp`) belongs to a level: outside, a view has none
+        if (is_gathered and not rerun) or kind is FunctionalTensor:  # a view: other code may read `x` as a plain tensor
+            # the tangent of a leaf (`hvp`) belongs to a level: a view made outside the level would have none
             with nullcontext() if func_levels.is_wrapped(x) else func_levels.aside(), torch.enable_grad():
                 worn = x[...]  # `view_as` takes no sparse gradients
                 if kind is FunctionalTensor:
@@ -101,7 +100,7 @@ class ModulePlace:
         return call.buffers[self.number] if self.is_buffer else call.params.like(self.number)
 
     def train(self, x: Tensor, requires_grad: bool = True) -> Tensor:
-        """Return `x`, as when a parametrization is registered; ValueError for another `requires_grad` than its own."""
+        """Return `x` if `requires_grad` is unchanged, as for a parametrization; else raise ValueError."""
         return x if requires_grad is self.trains else self.refuse("set requires_grad of")
 
     def refuse(self, done: str) -> NoReturn:
@@ -117,11 +116,11 @@ class Weight(nn.Parameter):
     """A parameter of the current call, as the code of a module reads it (Note [Stands]).
 
     It is a view of a gathered buffer or of the caller's tensor. It says it is a leaf, because torch puts only leaves
-    into other modules (a slice of a ParameterList). `.data` is a view whose writes count.
+    into other modules (a slice of a ParameterList). `.data` is a view, and autograd notices writes to it.
     """
 
     _place: ModulePlace
-    _plain: Tensor  # while torch.compile traces: the same tensor, of the class that operators take there
+    _plain: Tensor  # while torch.compile traces: the same tensor, in the class that operators accept
 
     is_leaf = property(lambda self: True)
     grad_fn = property(lambda self: None)
@@ -135,13 +134,13 @@ class Weight(nn.Parameter):
         return self._place.train(self, requires_grad)
 
     def set_(self, source: Any, *args: Any, **kwargs: Any) -> Any:
-        """Do nothing for itself, as when a parametrization is registered; else raise ValueError."""
+        """Do nothing if `source` is this tensor, as for a parametrization; else raise ValueError."""
         return self if source is self else self._place.refuse("set the data of")
 
 
 @functools.cache
 def _weights(kind: type[Tensor]) -> type[Weight]:
-    """The class of weights for a class of tensors: in a trace, of fake or functional ones."""
+    """Return the class of weights for a class of tensors, which in a trace are fake or functional."""
     more = {"__torch_function__": classmethod(_with_plain)} if kind is FunctionalTensor else {}
     return Weight if kind is Tensor else type(kind.__name__, (Weight, kind), more)
 
@@ -155,13 +154,13 @@ def _with_plain(cls: Any, func: Any, types: Any, args: Any = (), kwargs: Any = N
 class Stand(Tensor):
     """A tensor without memory in place of a parameter or buffer of the current call (Note [Stands])."""
 
-    reads_itself = True  # operators get the call's tensor
+    reads_itself = True  # `remat` need not: operators get the call's tensor
     _place: ModulePlace
 
     @staticmethod
     def of(place: ModulePlace, x: Tensor) -> Stand:
-        """Make the stand for a place, where the module has `x`."""
-        # An autograd function takes a stand as it is: the graph of its result then ends at this one (`checks.py`)
+        """Make the stand for a place. `x`: the module's tensor there."""
+        # A torch.autograd.Function takes the stand itself: the graph of its result ends there, for `checks.py`
         requires_grad = place.trains and not place.is_buffer
         # Private: no public function makes a tensor without memory (test_module.py)
         stand: Stand = Tensor._make_wrapper_subclass(
@@ -173,7 +172,7 @@ class Stand(Tensor):
         return stand
 
     def know(self, attributes: Mapping[str, Any], stands: Mapping[int, Stand]) -> None:
-        """Take over attributes that the module's code has put on the tensor, with stands for its tensors."""
+        """Copy attributes that the module's code has put on the tensor; tensors in attributes become stands."""
         self._place.attributes = copy.deepcopy(dict(attributes), dict(stands))
         vars(self).update(self._place.attributes)
 
@@ -196,7 +195,7 @@ class Stand(Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
-        """The same for operators that skip `__torch_function__`, as in torch.vmap; right without derivatives only."""
+        """Do so for operators that skip `__torch_function__`, as in torch.vmap. ValueError if a derivative is lost."""
         differentiated = torch.is_grad_enabled() and func is not torch.ops.aten.detach.default
 
         def current(x: Any) -> Any:
@@ -204,7 +203,7 @@ class Stand(Tensor):
                 return x
             place = x._place
             lost = differentiated and place.trains and not place.is_buffer
-            with torch.overrides.enable_reentrant_dispatch():  # records the gather of a first read
+            with torch.overrides.enable_reentrant_dispatch():  # a first read gathers, which autograd must record
                 read = place.read()
             if lost or is_tracing() or func_levels.is_wrapped(read):
                 raise ValueError(
@@ -298,7 +297,7 @@ class Slots(dict[str, Any]):
 
 
 def stands_for(params: Mapping[str, Tensor], buffers: Mapping[str, Tensor], calls: Calls) -> dict[int, Stand]:
-    """Make stands, by identity of the tensors; they are numbered in the order of the dicts, tied ones once."""
+    """Make a stand for each tensor, by id, numbered in the order of the dicts; tied tensors share a stand."""
     stands: dict[int, Stand] = {}
     for tensors, is_buffer in ((params, False), (buffers, True)):
         for number, (path, x) in enumerate(tensors.items()):
@@ -309,7 +308,7 @@ def stands_for(params: Mapping[str, Tensor], buffers: Mapping[str, Tensor], call
 
 
 def ties(tensors: Mapping[str, Tensor]) -> list[int]:
-    """For each tensor the number of the first one that is the same."""
+    """Return, for each tensor, the number of its first name."""
     first: dict[int, int] = {}
     return [first.setdefault(id(x), number) for number, x in enumerate(tensors.values())]
 
@@ -338,18 +337,18 @@ def in_eval_mode(skeleton: nn.Module) -> nn.Module:
 
 
 def copy_of(skeleton: nn.Module, calls: Calls) -> nn.Module:
-    # an RNN reads its weights while it is copied, and keeps these
+    # an RNN being copied reads its weights and keeps them: they must be stands
     with calls.during(ModuleCall(_Stands(skeleton), [])), _Constants() if is_tracing() else nullcontext():
         return _copy(skeleton, same_stands(skeleton))
 
 
 class _Constants(TorchFunctionMode):
-    """Copy tensors other than buffers in a trace: they are constants of its graph, because no skeleton's changes."""
+    """In a trace, make copies of tensors other than buffers constants of the graph: in a skeleton none changes."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         x: Any = args[0] if args else None
         if type(x) in (Tensor, nn.Parameter) and func in (Tensor.__deepcopy__, _DATA):
-            with unseen():  # the data of a parameter in a list: a plain tensor
+            with unseen():  # a parameter in a list becomes a plain tensor
                 x = x.detach()
             return torch.ops.aten.lift_fresh.default(x) if x.layout is torch.strided else x
         return func(*args, **(kwargs or {}))
@@ -398,6 +397,6 @@ def nested(tensors: Mapping[str, Tensor]) -> dict[str, Any]:
 
 
 def in_tree_order(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The same in the order of the leaves of `nested(tensors)`: the tensors of a submodule are neighbours."""
+    """Sort tensors as the leaves of `nested(tensors)`: the tensors of a submodule become neighbours."""
     root = nested(tensors)
     return dict(zip(tree.paths(tree.flatten(root)[1]), tree.leaves(root), strict=True))

@@ -63,7 +63,7 @@ def code_book(signed: bool) -> Tensor:
 
 
 def encode(x: Tensor, book: Tensor) -> tuple[Tensor, Tensor]:
-    """(n, block) -> codes (n, block), scales (n,): each block's largest magnitude, each element's nearest code.
+    """(n, block) -> nearest codes (n, block), scales (n,), the largest magnitudes.
 
     >>> codes, scales = encode(torch.tensor([[0.0, 4.0]]), code_book(signed=False))
     >>> codes, scales

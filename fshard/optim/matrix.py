@@ -56,7 +56,8 @@ def lamb(lr: Rate, b1: Number = 0.9, b2: Number = 0.999, eps: Number = 1e-6, wei
         layout = layout_of(steps)
         # (leaves,) float64 each
         param_norms, step_norms = (leaf_norms(x, layout=layout, exact=exact_norms) for x in (params, steps))
-        safe = torch.where(step_norms > 0, step_norms, 1.0)  # else the ratio not chosen has a derivative of NaN
+        # a ratio by 0 would have a derivative of NaN, even if 1.0 is chosen
+        safe = torch.where(step_norms > 0, step_norms, 1.0)
         ratios = torch.where((param_norms > 0) & (step_norms > 0), param_norms / safe, 1.0)
         return scale_leaves_(steps, -rate * ratios, layout), state
 
@@ -84,10 +85,10 @@ class Factors(NamedTuple):
     leaf: Leaf
     n: int
     m: int
-    turned: bool = False  # a matrix stored by columns, as if split along dim 1
+    turned: bool = False  # the matrix is stored by columns, as for a split along dim 1
 
     def fold(self, elements: Tensor, begin: int) -> tuple[Tensor, int, Tensor]:
-        """Elements from `begin` on as whole rows (rows, m), zero-padded; the first row; the matrix of each row."""
+        """Return elements from `begin` on in whole rows (rows, m), zero-padded; number of row 0; matrix of each row."""
         first, last = begin // self.m, -(-(begin + elements.numel()) // self.m)
         rows = elements.new_zeros((last - first) * self.m)
         rows[begin - first * self.m :][: elements.numel()] = elements
@@ -179,7 +180,7 @@ def adafactor(
     def on_vectors(
         grads: Tree, state: AdafactorState, params: Tree = None, exact_norms: bool = False, **extra: object
     ) -> tuple[Tree, AdafactorState]:
-        """Update whole copies: `state.vectors` names parts of another layout."""
+        """Update. For gradients in whole copies replace `state.vectors`, which names parts of the sharded layout."""
         cut, whole = state.vectors, layout_of(grads)
         if cut is None or whole.flat or not cut.flat:
             return update(grads, state, params, exact_norms)
@@ -207,7 +208,7 @@ def _averaged(state: AdafactorState, grads: Tree, layout: Layout, weight: Tensor
 
 
 def _divided(grads: Tree, state: AdafactorState, layout: Layout, eps: float | None) -> Tree:
-    """Divide gradients by the roots of their second moments, in new rows."""
+    """Divide gradients by the roots of their second moments, in new tensors."""
     steps = tree.map(lambda g: depending(torch.zeros_like(g), (grads, state)), grads)
     for (span, g), (number, out) in zip(elements(grads, layout), pieces(steps, layout), strict=True):
         leaf = layout.leaves[number]
@@ -222,7 +223,7 @@ def _divided(grads: Tree, state: AdafactorState, layout: Layout, eps: float | No
 
 
 def _root_sizes(numels: Sequence[int], device: torch.device) -> Tensor:
-    """The roots of numbers of elements: (leaves,), float64, cached by device: a copy would synchronize."""
+    """Return square roots of the numbers, (leaves,) float64, cached by device because a copy would synchronize."""
     if is_tracing() or torch.compiler.is_dynamo_compiling():
         # a graph must not capture a cached tensor; torch copies constants once, while tracing
         return _made_roots(tuple(numels), device)
@@ -286,8 +287,8 @@ def _scaled(g: Tensor, span: Span, factors: Factors, row: Tensor, col: Tensor, e
 def whole_leaves(tx: TransformLike) -> Transform:
     """Run `tx` on whole leaves: each sharded leaf is sent to one rank, balanced by size, and its update back.
 
-    A `Transform` without `over` runs so anyway: this is for one of `fshard.optim`, say. The state lies with the whole
-    leaves.
+    A `Transform` without `over` runs on whole leaves anyway; use this for optimizers of `fshard.optim`, for example.
+    The state lies with the whole leaves.
 
     >>> tx = whole_leaves(sgd(1.0))
     >>> tx.update(torch.ones(2), tx.init(torch.ones(2)))[0]
@@ -336,8 +337,8 @@ def muon(
 ) -> Transform:
     """Make momentum orthogonal: p <- p - lr weight_decay p - lr a O, with O near U Vᵀ of m = U S Vᵀ.
 
-    m <- momentum m + (1 - momentum) g; with `nesterov`, O is that of momentum m + (1 - momentum) g. As
-    torch.optim.Muon.
+    m <- momentum m + (1 - momentum) g; with `nesterov`, O is made from momentum m + (1 - momentum) g.
+    As torch.optim.Muon.
 
     - O: by `steps` Newton-Schulz iterations with `coefficients`, in `dtype`, on m divided by its norm (at least `eps`)
     - a: for a matrix (A, B), sqrt(max(1, A / B)), or 0.2 sqrt(max(A, B)) with `adjust_lr`="match_rms_adamw"; ValueError
@@ -393,8 +394,7 @@ def muon(
 
 
 def _to_owners(x: Tree, layout: Layout) -> Parts:
-    """Send every matrix whole to one rank, balanced by cost."""
-    # of one product with the small side's Gram matrix
+    # cost: one product with the small side's Gram matrix
     return collect(x, owned(layout, layout.mesh, layout.axes, lambda leaf: leaf.numel * min(leaf.shape)), "muon")
 
 

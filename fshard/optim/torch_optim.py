@@ -37,9 +37,8 @@ def from_torch(cls: type[Optimizer], **hyperparams: object) -> Transform:
     `step` gives exactly the parameters that the class would give. The class's own step must need no closure and take
     dense gradients, and the class must keep only tensors and numbers of each parameter (`self.state[p]`). Your classes,
     and those of torch that look at whole leaves (Muon, Adafactor), get whole leaves, however the parameters are cut. If
-    the class's step has further arguments, `update` passes them on by name; an argument without a default is 1.0 in
-    trial steps here, which show the state that the class keeps. For parameter groups, give `by_label` one of these for
-    each.
+    the class's step has further arguments, `update` passes them on by name. Trial steps, which show the class's state,
+    pass 1.0 for an argument without a default. For parameter groups, give `by_label` one of these each.
 
     ValueError for a class that cannot be a pure function; for LBFGS use `lbfgs`.
 

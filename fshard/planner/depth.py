@@ -1,16 +1,16 @@
-"""Graphs of a few equal units in place of all, and the growth of their figures.
+"""Lowering a step with a few of its equal units, to compute the figures of all.
 
 Note [Depth]
     The time to lower a step grows with its units. In most networks nearly all units are equal, and the loss reads them
-    in a loop. Such a step is lowered three times with a few units. The figures of the whole graph follow if two
-    conditions hold; if not, the whole graph is lowered.
+    in a loop. Such a step is lowered three times with a few units. The figures of the whole graph (memory, traffic)
+    follow under two conditions; otherwise the whole graph is lowered.
 
-    1. With all units, forward and backward of the loss call the same operators as with a few, and one period more for
-       each further unit. Calls are recorded on meta tensors, which is fast: operators, shapes, numbers, and the age of
-       the memory they read. So special treatment of the last units is noticed.
-    2. After all passes, the graphs differ only by whole periods at the same places. The bytes at each node grow evenly
-       with the units, and from period to period. So the peak is at a node of the smallest graph, or at its copy in the
-       first or last periods.
+    1. With each further unit, forward and backward of the loss repeat one group of calls, a period, once more. Calls
+       are recorded on meta tensors, which is fast. A record has operator, shapes, numbers, and how long ago the memory
+       read was written, so special treatment of the last units is noticed.
+    2. After all passes, the graphs differ only by whole periods at the same places. The bytes at each node grow
+       linearly with the number of units, and from period to period. So the peak is at a node of the smallest graph, or
+       at a copy of this node in the first or last periods.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from ..train.accumulate import cut
 from ..train.step import Step
 
 _STANDARD = os.path.dirname(os.__file__) + os.sep  # Python's own library
-_NEAR = 16  # operators; memory written longer ago is only called older
+_NEAR = 16  # operators; memory written earlier has no age
 Key = Hashable
 
 
@@ -94,9 +94,9 @@ def _equal_units(plan: Plan, spec: tree.Spec, first: int) -> tuple[tuple[str, ..
 
 
 def depths_of(plan: Plan, stack: Stack) -> tuple[int, int, int]:
-    """Return the numbers of units to lower: enough to see the memory near the first and the last unit.
+    """Return three numbers of units, enough to see the memory near the first and the last unit.
 
-    More are needed if several units travel beside a large one (Note [Two units] in `ahead.py`).
+    More are needed if several units are gathered ahead (Note [Two units] in `ahead.py`).
     """
     names, sizes = {*chain(*stack.units)}, plan.ahead.sizes
     unit = min(size for size, unit in zip(sizes, plan.units, strict=True) if unit.name in names)
@@ -126,7 +126,7 @@ def with_few(plan: Plan, stack: Stack, depth: int) -> Plan:
 
 
 def with_plan(args: Tree, old: Plan, new: Plan) -> Tree:
-    """Return a step's arguments, on no device, on another plan. Raises ValueError for a part of a sharded tree."""
+    """Move a step's arguments, without memory, to the plan `new`. Raises ValueError for a part of a sharded tree."""
 
     def moved(x: object) -> object:
         if not isinstance(x, Sharded) or x.plan != old:
@@ -157,7 +157,7 @@ def _bare(x: object) -> object:
 class _Recorder(TorchDispatchMode):
     """Record calls: operator, forms of tensors, other arguments, and the age of the memory read.
 
-    A known result is made without its operator, in a tenth of the time.
+    Known results are made without running the operator, in a tenth of the time.
     """
 
     def __init__(self, results: Results) -> None:
@@ -223,7 +223,7 @@ def noted(fn: Callable[..., Tree], caller: str, *args: Tree) -> Tree:
 
 
 def calls(step: Step, plan: Plan, given: Sequence[Tree], results: Results) -> list[Key]:
-    """Return the calls in forward and backward of a step's loss, on meta tensors. `results`: known ones."""
+    """Return the calls in forward and backward of a step's loss, on meta tensors. `results`: known results."""
 
     def whole(sharded: Sharded) -> Tree:
         kinds = [sharded.plan.kinds[slot.kind] for slot in sharded.plan.slots]
@@ -247,7 +247,7 @@ def calls(step: Step, plan: Plan, given: Sequence[Tree], results: Results) -> li
     return recorder.keys
 
 
-Runs = list[tuple[int, int]]  # (end in the shorter list, period) of each run of equal periods
+Runs = list[tuple[int, int]]  # of each run of equal periods: end in the shorter list, length of a period
 
 
 def runs(short: Sequence[Key], long: Sequence[Key]) -> Runs | None:
@@ -290,11 +290,11 @@ Rows = Sequence[Mapping[str, int]]  # bytes by purpose, for each node of a graph
 
 
 def images(graphs: Sequence[Rows], short: Sequence[Key], places: Runs, times: Sequence[int]) -> list[list[int]] | None:
-    """Return the numbers, in graphs with `times` periods more, of the nodes that may decide the maximum.
+    """Return the nodes that may decide the maximum, each by its numbers in the graphs with `times` periods more.
 
-    A node of a run has two images, counted from the run's beginning and from its end. Returned are those near both
-    ends, as far as bytes grow evenly with the graph's periods; None if bytes in between do not grow evenly from period
-    to period.
+    A node of a run has two images, counted from the run's beginning and from its end. Images count, from each end on,
+    while bytes grow linearly with the graph's periods. Return None if bytes between these images do not grow linearly
+    from period to period.
     """
     inside = {at for end, period in places for at in range(_begin(short, end, period), end)}
     outside = [at for at in range(len(short)) if at not in inside]
@@ -319,7 +319,7 @@ def _num_even(graphs: Sequence[Rows], candidates: Sequence[Sequence[int]], times
 
 
 def _before(places: Runs, at: int) -> int:
-    """Return the number of nodes before `at` for one period more in each run."""
+    """Count the nodes that one period more in each run inserts before `at`."""
     return sum(period for end, period in places if end <= at)
 
 

@@ -235,7 +235,7 @@ class _Growth(NamedTuple):
     depth: int
 
     def bounded(self, numbers: Sequence[int]) -> tuple[int, bool]:
-        """Return a linear function's value for all units, and True; of others, as sums of a norm, a bound and False."""
+        """Return (value for all units, True) of a linear function; (bound, False) of others, as sums of a norm."""
         if len(numbers) == 1:
             return numbers[0], True
         near, far, further = (depth - self.depths[0] for depth in (*self.depths[1:], self.depth))

@@ -43,7 +43,7 @@ _OTHERS = "it has other leaves of the state"  # said by ranks without a wrong le
 
 
 def _mesh(state: Tree, params: Tree = ()) -> AnyMesh:
-    """The mesh of a state; of numbers alone, that of labels' leaves or of the parameters; or None."""
+    """The mesh of a state. Without tensors of leaves, the mesh of labels' leaves or of the parameters, or None."""
     labels = (layout.mesh for node in tree.nodes(state, LabelState) for _, layout in node.layouts)
     return next((mesh for mesh in (mesh_of(state), *labels, mesh_of(params)) if mesh is not None), None)
 
@@ -406,7 +406,7 @@ def _agreed_keys(keys: Set[str], like: Tree, mesh: AnyMesh, src: int | None) -> 
 
 
 def _misnumbered(numbers: Mapping[str, str], leaves: Set[str]) -> str | None:
-    """A leaf with a number that is another leaf's name, which torch's name may mean as well."""
+    """A leaf whose number is another leaf's name, so that the number is ambiguous."""
     return next((leaf for leaf, number in numbers.items() if number in leaves and number != leaf), None)
 
 

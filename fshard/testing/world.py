@@ -62,7 +62,7 @@ def _fill(place: Tensor, xs: list[Tensor]) -> None:
 
 
 def _gather(posts: list[Post]) -> None:
-    # in one rank's output, then copied: another tensor would count as memory of the last rank
+    # gather into one rank's output, then copy: a tensor for it would count as memory of the last rank
     filled = None
     for post in posts:
         (place,) = post.places
@@ -74,7 +74,7 @@ def _gather(posts: list[Post]) -> None:
 
 
 def _sums(posts: list[Post], op: str) -> list[tuple[Tensor, Tensor]]:
-    """Return each rank's output tensor and total. A garbled rank has a total with its own part ungarbled."""
+    """Return (output tensor, total) of each rank. If `Garbage` garbles a rank's part, only its own total is right."""
     x = posts[0].own[0]
     dtype = sum_dtype(x.dtype) if op == "sum" else x.dtype
     common = fold([p.sent[0] for p in posts], op, torch.empty_like(x, dtype=dtype))
@@ -103,7 +103,7 @@ class SimulatedMesh(Grid):
         self._root: SimulatedMesh | None = None  # the mesh that this one is a part of
 
     def __getitem__(self, names: str | tuple[str, ...]) -> SimulatedMesh:
-        """Return the mesh of some axes, in the order of this one: the ranks that differ from this one along these."""
+        """Return the mesh of some axes, in this mesh's order: ranks that differ from this rank along these only."""
         axes = (names,) if isinstance(names, str) else names
         if not axes or tuple(axis for axis in self.mesh_dim_names if axis in axes) != axes:
             raise ValueError(f"mesh[{names!r}]: expected names of axes of {self.mesh_dim_names}, in this order")
@@ -148,7 +148,7 @@ class _SimulatedRanks:
         if self.size == 1:  # a rank's message to itself is in place
             return Arrived(into)
         post = Post(self._me, call, sends, into, act, sends)
-        # ranks may have different streams; the last to arrive copies the data of all on its own
+        # ranks may have different streams; the last rank to arrive copies all data on its stream
         asynchronous = self.device.type != "cpu"
         if asynchronous:
             torch.get_device_module(self.device).synchronize()
@@ -161,7 +161,7 @@ class _SimulatedRanks:
         into = outputs_of(sends, recvs, self.rank)
         if self._under_way is None:
             return self._meet(call, sends, into, _deliver)
-        # in a gather, this rank's own part is in the output, and a backend writes all of it
+        # a gather's output contains this rank's own part, and a backend writes the whole output
         gathers = recvs[self.rank] is sends[self.rank]
         aside = [place.clone() if rank == self.rank else torch.empty_like(place) for rank, place in enumerate(into)]
         self._meet(call, sends, aside, _deliver)
@@ -176,7 +176,7 @@ class _SimulatedRanks:
             return Arrived([place.copy_(x)])  # in the dtype of its place
 
     def all_gather(self, x: Tensor, out: Tensor | None, lent: bool, call: Call) -> Exchange:
-        # even if `lent` allows reuse: memory as in a process of its own
+        # new memory even if `lent` allows reuse, as in a process
         place = x.new_empty(self.size * x.shape[0], *x.shape[1:]) if out is None else out
         return self._whole(call, x, place, _gather)
 
@@ -190,7 +190,7 @@ class _SimulatedRanks:
 
 
 def _load_forward_mode() -> None:
-    # torch 2.11 for CUDA without a GPU keeps what its first fake tensors set up in their thread: the next would crash
+    # torch 2.11 for CUDA without a GPU ties a setup to the thread of the first fake tensors: later ones would crash
     with FakeTensorMode() if torch.version.cuda and not torch.cuda.is_available() else nullcontext():
         pass
     with warnings.catch_warnings():  # torch scripts some formulas at the first use, and warns about it
@@ -235,8 +235,8 @@ def _on_ranks(
         return x
 
     try:
-        # forward-mode levels belong to the process: the end of one rank's jvp would end the levels of others; inside
-        # this outer jvp, without any rank's tensors, a rank's jvp opens none
+        # forward-mode levels belong to the process: the end of one rank's jvp would end other ranks' levels. Inside
+        # this outer jvp, which has no rank's tensors, a rank's jvp opens no level
         _load_forward_mode()
         with with_threads(world.threads):
             torch.func.jvp(all_ranks, (torch.zeros((), device="cpu"),), (torch.zeros((), device="cpu"),))
@@ -267,13 +267,13 @@ class World:
     - `device`: all ranks compute there.
     - `faults`: faults to inject: `Dies`, `Garbage`, `Slow`.
     - `late=True`: collectives behave as on a GPU: `wait` delivers the result, and until then outputs hold NaN
-      (integers: bytes 0xA5). InFlightError for a write to a tensor under way, and for a collective never waited for. A
-      gather or a sum is then logged as its messages.
-    - `threads`: threads of each rank's operators (`torch.set_num_threads`): they set the order of sums. One by default,
-      as under torchrun. The caller's number is restored after the run.
+      (integers: bytes 0xA5). InFlightError for a write to a tensor under way, and for a collective never waited for.
+      `log` then has the messages of a gather or a sum.
+    - `threads`: threads of each rank's operators (`torch.set_num_threads`). The number sets the order of sums. It is 1
+      by default, as under torchrun. The caller's number is restored after the run.
 
     Ranks run in a fixed order, whatever the timing, and reductions add in rank order. Each rank has its own random
-    states of python, numpy (if imported before) and torch, seeded from the caller's, which are restored after the run.
+    states of python, numpy (if imported before) and torch, seeded from the caller's. The run restores the caller's.
 
     The first exception of any rank stops all ranks and is raised, with a note of the rank. MismatchError names both
     sides if ranks call different collectives or one rank returns early. `log` lists each collective of the latest run
@@ -330,7 +330,7 @@ class World:
         return [results[rank] for rank in range(self.size)]
 
     def gather(self, results: Sequence[Tree]) -> Tree:
-        """Return rank 0's result, with each `Sharded` joined from all ranks' results, whole; optimizer states as well.
+        """Return rank 0's result, with each `Sharded` made whole from all ranks' results; optimizer states as well.
 
         `results` are of one run of a world with these axes, in rank order. ValueError for other results; TypeError if
         nothing in them is sharded, or gradients are not reduced.

@@ -2,15 +2,15 @@
 
 Note [Several ranks and one device]
     1. Values of ranks and micro-batches combine to the value of one device: along each axis they are copies or pieces
-       ("apart"), summands, or equal parts of a mean. Pieces may lie along any dim, in blocks, in any order (rows by
-       class, heads among rows): sorted, their numbers are those of one device, each repeated equally often.
+       ("apart"), summands ("sum"), or values to average ("mean"). Pieces may lie along any dim, in blocks, in any order
+       (rows by class, heads among rows). So numbers are compared sorted; with copies, each repeats equally often.
     2. A difference begins where a wrong value is made of right ones. But a right program may have wrong values without
        effect: row numbers of a rank, a subtracted maximum, logged values. So results decide: totals and counts,
-       gradients, metrics, parameters. A wrong total leads back to its beginning; any other wrong result to the first
-       wrong operator of one rank, made of copies and pieces.
-    3. Rounding is relative to an operator's arguments, and to the largest gradient, in the lowest precision on the way.
-       A parameter may differ by a part of the largest update, where the gradients agree: from gradients of pure
-       rounding, Adam would make large updates.
+       gradients, metrics, parameters. A wrong total is traced back through wrong arguments; any other wrong
+       result, to the first operator wrong on one rank, with copies or pieces as arguments.
+    3. Rounding is allowed relative to an operator's arguments, or to the largest gradient, in the lowest precision used
+       so far. Parameters are compared where gradients agree and exceed rounding (Adam makes large updates of
+       rounding), and may differ by a part of the largest update.
 """
 
 from __future__ import annotations
@@ -34,20 +34,20 @@ from .observed import GRADIENT, LOSS, METRIC, OLD, PARAMETER, SUM, Observed
 Way: TypeAlias = tuple[str, ...]  # by axis: "apart", "sum" or "mean"
 Key: TypeAlias = tuple[str, str | int]  # kind and name of a value; for an operator, its number in the forward
 _KINDS = ("operator", GRADIENT, SUM, METRIC, PARAMETER)
-_SMALL = 2.0**-6  # relative to arguments: smaller values may be their rounding
-_MOST_UPDATE = 2.0**-4  # part of a gradient, within which two agree; updates may differ by four times as much
-_MOST_AXES = 6  # of several ranks: each axis makes three times as many ways
+_SMALL = 2.0**-6  # values below this part of the arguments may be rounding
+_MOST_UPDATE = 2.0**-4  # most relative difference of agreeing gradients; updates may differ four times as much
+_MOST_AXES = 6  # axes of several ranks; each triples the number of ways
 _HALF = 2.0**-20
 
 
 class Difference(NamedTuple):
-    """The first difference of two observed runs: value, unit, rank, and line of the user's code.
+    """The first difference of two observed runs.
 
     - `kind`: "operator", "gradient on this rank of", "summed gradient of", "metric" or "new parameter".
     - `name`: of the operator, metric or leaf.
     - `unit`: as in `print(plan)`.
     - `rank`: None if only the ranks together are wrong.
-    - `line`: of the operator's call, or of the first read of the leaf's unit.
+    - `line`: of the user's code: the operator's call, or the first read of the leaf's unit.
     """
 
     kind: str
@@ -72,7 +72,7 @@ class _Value(NamedTuple):
     inputs: list[int]  # numbers of operators, -1 for other tensors
     value: Tensor
     place: str  # position in the program
-    eps: float  # the lowest precision on the way to it
+    eps: float  # of the lowest precision used so far
 
     @property
     def rtol(self) -> float:
@@ -87,7 +87,7 @@ class _Value(NamedTuple):
 
 
 class _Run(dict[Key, list[_Value]]):
-    """The values of a rank: one for each forward, or one for the step."""
+    """The values of a rank, by key: one for each forward, or one for the step."""
 
     def __init__(self, seen: Observed):
         super().__init__()
@@ -136,12 +136,12 @@ def first_difference(
 
     - Runs on equally many ranks are compared rank by rank: numbers must be equal, or within `rtol` times the largest.
     - A run on any number of ranks, in any number of micro-batches, is compared with a run on one device over the
-      batches of all ranks: its values must be copies, pieces, summands, or equal parts of a mean of the one device's,
+      batches of all ranks: its values must be copies, pieces or summands of the one device's, or average to it,
       within `2**12` units in the last place by default (`2**4` for dtypes of 16 bits and fewer). Differences without
       effect on loss, gradients, metrics and new parameters do not count.
 
-    ValueError for other numbers of ranks, for other numbers of micro-batches on several ranks, and for anything but
-    results of observed steps.
+    ValueError if numbers of ranks or micro-batches differ, unless one device is expected and all ranks of `got` have
+    equally many micro-batches; and for anything but results of observed steps.
 
     >>> from fshard.testing import observed
     >>> def run(fn):
@@ -188,7 +188,7 @@ def _keys(runs: Sequence[_Run]) -> list[Key]:
 
 
 def _unlike(key: Key, run: _Run, want: _Run, rank: int) -> Difference | None:
-    """Return the difference if this key has another operator or leaf."""
+    """Return the difference if the operator or leaf of this key is not the expected one."""
     values, b = run.get(key, []), next(iter(want.get(key, [])), None)
     a = next((x for x in values if b is None or x.name != b.name), next(iter(values), None))
     is_partial = key[0] == "operator" and any(len(each.get(key, [])) % len(each.forwards) for each in (run, want))
@@ -219,7 +219,7 @@ def _largest(*tensors: Tensor) -> float:
 
 
 def _limit(key: Key, got: Sequence[_Value], want: _Run, rtol: float | None) -> float:
-    """Return how far numbers may be from `want`: a part of the largest, of the arguments, or of the update."""
+    """Return the allowed distance from `want`: a part of the largest number, argument or update."""
     (kind, path), first = key, want[key][0]
     given, values = first.rtol if rtol is None else rtol, [x.value for x in want[key]]
     if not given or not is_inexact(first.value):
@@ -233,7 +233,7 @@ def _limit(key: Key, got: Sequence[_Value], want: _Run, rtol: float | None) -> f
 
 
 def _agreeing(key: Key, run: _Run, want: _Run, rtol: float | None) -> Tensor | None:
-    """Return where, in a new parameter, gradients agree beyond rounding, and earlier steps agree."""
+    """Return a mask of a new parameter: gradients agree beyond rounding, and old values agree."""
     kind, path = key
     if kind != PARAMETER or rtol == 0 or any((kind, path) not in each for each in (run, want) for kind in (SUM, OLD)):
         return None
@@ -265,7 +265,7 @@ def _far(x: Tensor, y: Tensor, limit: float, where: Tensor | None = None) -> str
 
 
 def _ways(sizes: Sequence[int], words: Sequence[str]) -> Iterator[Way]:
-    """Yield the ways along axes of these sizes; an axis of one part has one."""
+    """Yield the ways along axes of these sizes; an axis of size 1 is "apart"."""
     yield from product(*(words if size > 1 else ("apart",) for size in sizes))
 
 
@@ -296,7 +296,7 @@ def _alike(got: Sequence[Tensor], want: Sequence[Tensor], limit: float) -> bool:
 
 
 def _pieces(values: Sequence[Tensor], wanted: Sequence[Tensor]) -> Iterator[Sequence[Tensor]]:
-    """Yield the expected piece of each part, for each dim of pieces."""
+    """Yield, for each dim along which the parts fit together, the expected piece for each part."""
     for dim in range(wanted[0].dim()):
         with suppress(RuntimeError):  # other shapes
             x, y = torch.cat([*values], dim), torch.cat([*wanted], dim)
@@ -315,7 +315,7 @@ class _Ranks:
         self._ways = set[tuple[Way, Way]]()  # ways in which the last total is right
 
     def first(self) -> Difference | None:
-        apart: Difference | None = None  # where programs of split leaves run other operators, as they may
+        apart: Difference | None = None  # the first place where ranks of split leaves run other operators
         for key in _keys([*self._got, self._one]):
             numbered = isinstance(key[1], int)
             if numbered and apart:
@@ -375,7 +375,7 @@ class _Ranks:
         self._states[number] = state
         if state == "wrong" and is_inexact(want[0].value) and not (self._is_split or given & {"wrong", "partial"}):
             difference = self._told(parts, want, limit)
-            is_certain = difference.rank is not None or given <= {"copies"}  # copies have no row numbers
+            is_certain = difference.rank is not None or given <= {"copies"}  # made of copies, a value is no row number
             self._operator = self._operator or (difference if is_certain else None)
 
     def _told(self, parts: Sequence[_Value], want: Sequence[_Value], limit: float) -> Difference:
@@ -394,7 +394,7 @@ class _Ranks:
         return parts[0].differs(None, f"{text}: {shown}; their sum: {_far(total, wanted[0], limit)}")
 
     def _loss(self, parts: Sequence[_Value], want: Sequence[_Value], limit: float) -> Difference | None:
-        """Check a total or a count: a count must be right in a way in which its total is right."""
+        """Check a total or a count: one way must fit both."""
         of = want[0].name.partition("(")[2]
         words = {"Sum)": ("sum",), "Tensor)": ("mean",)}
         right = {*self._right(parts, want, limit, words.get(of, ()))}

@@ -55,7 +55,7 @@ _ALIGN = 64  # bytes: new tensors start at multiples of it
 _MOST = 1 << 20  # ranks
 _MOST_THREADS = 1 << 10
 _MOST_AXES = 16
-_MOST_EQUAL = 64  # of a compiled step in one tensor, as a result and its view
+_MOST_EQUAL = 64  # tensors of a compiled step in one memory: a result, its view
 _MOST_SHOWN = 60  # of a value in an error
 
 

@@ -231,7 +231,7 @@ def undescribed(state: Tree, layout: Layout) -> Tree:
 
 
 def again(new: Tree, state: Tree, layout: Layout) -> Tree:
-    """Return an update's new state in the forms of the old one; of another structure, as it is. Dual: `undescribed`."""
+    """Return a new state in the old state's forms, or as it is if its structure differs. Dual: `undescribed`."""
     tops = tree.tops(state, _is_told)
     if not any(isinstance(x, Flattened) or (isinstance(x, Parts) and x.layout != layout) for x in tops):
         return new

@@ -257,7 +257,7 @@ def at_once(update: Update) -> Update:
 
 
 def _places(layout: Layout) -> Places:
-    """For each tensor its numbers: of a whole leaf its own, of a flat tensor also this shard's."""
+    """Numbers for each tensor: of a whole leaf; of a flat tensor and this rank's shard."""
     if not layout.flat:
         return [(span.leaf,) for span in layout.mine]
     return [(n, coordinate(layout.live_mesh(), over)) for n, over in sorted(layout.cut_over.items())]
@@ -320,7 +320,7 @@ def _check_passed(name: str, nodes: Sequence[Parts], state: Tree) -> None:
 
 
 def _begun(init: Init, whole: Tree) -> Tree:
-    """The state of whole leaves; a rank without any may make it of another leaf, for its counts alone."""
+    """The state of whole leaves. A rank without leaves may take the counts in the state of another leaf."""
     try:
         return init(whole)
     except Exception as failure:  # perhaps the user's function reads the first leaf
@@ -331,7 +331,7 @@ def _begun(init: Init, whole: Tree) -> Tree:
 
 
 def _on_none(init: Init, update: Update, grads: Parts, state: Tree, *more: Any, **extra: object) -> tuple[Tree, Tree]:
-    """Run an update on a rank without leaves: if it needs one, on another leaf, for its counts alone."""
+    """Run an update on a rank without leaves. If the update needs a leaf, run it on another, for counts alone."""
     try:
         return _whole_tree(update, grads, state, *more, **extra)
     except MismatchError:
