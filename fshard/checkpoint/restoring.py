@@ -196,7 +196,7 @@ def _into(like: Tree, index: Index, origins: Mapping[str, Sequence[str]], wanted
         key = index.key(origins[path][0], wanted.rank)
         if key in index.values:
             return index.values[key]
-        # a number in `like`; a step that may be skipped has made it a tensor
+        # a number in `like`, but saved as a tensor: a step that may be skipped makes it one
         return torch.zeros((), dtype=index.leaves[key].dtype, device=mesh_device(wanted.mesh))
 
     nodes = [node_at(path, node) for path, node in tree.paths_to(like, Parts)]

@@ -53,7 +53,7 @@ Graph = Callable[..., Sequence[Tensor]]  # a compiled graph: from its inputs to 
 
 _PURPOSES = {"opt_state": "optimizer", "params": "parameters"}  # by field in an input's path
 
-# So Inductor keeps the order of nodes, and with it the peak of memory. It recomputes no value: recomputing from
+# With these Inductor keeps the order of nodes, and so the peak of memory. It recomputes no value: recomputing from
 # parameters would keep the forward's gathered buffers until the backward. It folds no constants: folding would return
 # one tensor for `x` and `x + zeros`, and a write to one would change both.
 _INDUCTOR = {"reorder_for_peak_memory": False, "realize_reads_threshold": 0, "joint_graph_constant_folding": False}
@@ -272,7 +272,7 @@ def _result(result: object, inputs: Sequence[Tensor], outputs: Sequence[Tensor])
 def loaded(
     program: Program, leaves: Sequence[object], called: Signature, variables: Sequence[Capture], options: Options
 ) -> Compiled:
-    """Return the function of a program for arguments with these leaves. `variables`: all that it captures."""
+    """Return the function of a program for arguments with these leaves. `variables`: all that the function captures."""
     captured = tuple(variables[number]._replace(is_input=True) for number in program.head["captured"])
     fn, text = run(program, [*called.grids])
     inside = contents(captured, inputs_of(captured)), *result_of(program, leaves, called.spec)
@@ -334,7 +334,7 @@ PASSES = (
 
 
 _aten = torch.ops.aten
-# in-place changes of shape or strides, and the views instead
+# for operators that change shape or strides in place, those that return a view
 _VIEWS: dict[object, object] = {
     _aten.t_.default: _aten.t.default,
     _aten.transpose_.default: _aten.transpose.int,
@@ -376,7 +376,7 @@ def _used(traced: Trace, captured: Sequence[tuple[Capture, Sequence[Tensor]]]) -
     """Return the variables whose tensors the graph reads; erase the inputs of others."""
     graph, values = traced.module.graph, [x for _, of_one in captured for x in of_one]
     nodes = [node for node in graph.nodes if node.op == "placeholder"]
-    places = dict(zip(map(id, reversed(values)), reversed(nodes), strict=False))  # each tensor's first input
+    places = dict(zip(map(id, reversed(values)), reversed(nodes), strict=False))  # by tensor, its first input
     used = [(v, of_one, any(places[id(x)].users for x in of_one)) for v, of_one in captured]
     unread = [is_used for _, of_one, is_used in used for _ in of_one]
     for node, is_used in zip(nodes[len(nodes) - len(values) :], unread, strict=True):

@@ -244,7 +244,7 @@ class _Rules(torch.autograd.Function):
             inputs = [forward_ad.unpack_dual(x).primal for x in ctx.saved_tensors]
             along = {n: x for n, x in enumerate(tangents[ctx.num :]) if x is not None}
             tensors = [*inputs, *along.values()]
-            # outside torch.func the level is that of forward_ad, and may end earlier
+            # outside torch.func the level is that of forward_ad, and may be over when `later` runs
             now, later = (_push(ctx.again, [*along], len(inputs), x) for x in (func_levels.inside(), True))
             return _ruled(later, ctx.levels, tensors, now)
 
@@ -301,7 +301,7 @@ def _push(again: _Again, which: Sequence[int], num: int, nested: bool) -> _Again
 
     def pushed(*tensors: Tensor) -> tuple[Tensor, ...]:
         inputs, along = tensors[:num], tensors[num:]
-        # torch writes to a tangent with its primal's strides: in an expanded one elements would share memory
+        # torch writes to a tangent, which has its primal's strides: expanded elements would share memory
         is_packed = [inputs[n].is_contiguous() and not func_levels.is_wrapped(inputs[n]) for n in which]
         pairs = zip([inputs[n] for n in which], is_packed, strict=True)
         primals = [x if packed else x.clone(memory_format=torch.contiguous_format) for x, packed in pairs]

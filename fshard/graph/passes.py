@@ -9,8 +9,9 @@ Note [What a pass must keep]
     1. Values: outputs have the same bits.
     2. Collectives: all ranks issue the same ones in the same order. A pass sees one rank's graph. It may drop, move and
        merge labelled collectives, such as gathers of units, because all ranks read their results in the same order. An
-       unlabelled collective may have other readers on other ranks. So no pass moves or merges it, and its readers move
-       no other collective. A pass may move its wait, unless the wait starts the second stage of an all-reduce.
+       unlabelled collective may have other readers on other ranks. So no pass moves or merges it, or moves
+       another one because of its readers. A pass may move its wait, unless this starts the second stage of an
+       all-reduce.
     3. Waits: every collective has one `fshard.wait`, before the first reader of its result.
     4. Writes: no node moves past a write to memory it reads, or past a reader of memory it writes to (`NodeIndex` of
        `dataflow.py`).
@@ -81,7 +82,7 @@ def _drop_unread(graph: fx.Graph) -> None:
 
 
 def shorten(graph: fx.Graph) -> None:
-    """Make each view of a gathered buffer one node. Let readers of a `detach` or of a write's result read its argument.
+    """Make each view of a gathered buffer one node. Let readers of a `detach` or a write's result read the argument.
 
     After a write to a buffer, compilers compute each view anew; for a part of a split, they compute all n parts.
     """
@@ -187,7 +188,7 @@ def _element(graph: fx.Graph, x: fx.Node, after: fx.Node) -> fx.Node:
 
 
 def _read_storages(graph: fx.Graph) -> set[int]:
-    """Return the storages of inputs, and those read by more than waits and views, directly or through copies."""
+    """Return the storages of inputs, and those read by nodes other than waits and views, directly or by copies."""
     read, copied = set[int](), dict[int, set[int]]()  # copied[s]: storages copied to s
     for node in graph.nodes:
         if node.op == "placeholder":
@@ -245,7 +246,7 @@ def _arrange(graph: fx.Graph, places: Mapping[fx.Node, _Place]) -> None:
 def sink(graph: fx.Graph, in_flight: int = 0, ahead: int = 1) -> None:
     """Start each gather `ahead` units before its first reader, and wait for it right before that reader.
 
-    With `in_flight`, gathers start earlier and reductions are waited for later, with at most `in_flight` bytes under
+    With `in_flight`, gathers start earlier and waits for reductions come later, with at most `in_flight` bytes under
     way.
     """
     nodes, places = index(graph), dict[fx.Node, _Place]()

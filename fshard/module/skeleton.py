@@ -3,8 +3,8 @@
 Note [Stands]
     The code of modules reaches tensors in three ways:
 
-    1. `self.weight` indexes `_parameters`. In the copy this is a `Slots`, which returns the tensor of the current call,
-       a parameter as a `Weight`.
+    1. `self.weight` indexes `_parameters`. In the copy this is a `Slots`, which returns the tensor of the current call
+       (for a parameter, a `Weight`).
     2. In the copy, lists and closures (an RNN's `_flat_weights`) hold stands: tensors of the class `Stand`. An operator
        on a stand runs on the tensor of the current call.
     3. `parameters()` yields stands, too: their dtype, device and shape are known without a gather.
@@ -67,7 +67,7 @@ class ModulePlace:
         return self.read_from(self.calls.current())
 
     def read_from(self, call: ModuleCall, where: tuple[int, str] | None = None) -> Tensor:
-        """Return the tensor of a call, and gather its unit. `where`: a name, as names of a tied buffer may differ."""
+        """Return the tensor of a call, and gather its unit. `where`: its name, if a tied buffer has several."""
         if self.is_buffer:
             x = call.buffer(self.number, self.path, where)
             vars(x).update(self.attributes, of_call=True)
@@ -154,13 +154,13 @@ def _with_plain(cls: Any, func: Any, types: Any, args: Any = (), kwargs: Any = N
 class Stand(Tensor):
     """A tensor without memory in place of a parameter or buffer of the current call (Note [Stands])."""
 
-    reads_itself = True  # `remat` need not: operators get the call's tensor
+    reads_itself = True  # `remat` leaves it: operators get the call's tensor
     _place: ModulePlace
 
     @staticmethod
     def of(place: ModulePlace, x: Tensor) -> Stand:
         """Make the stand for a place. `x`: the module's tensor there."""
-        # A torch.autograd.Function takes the stand itself: the graph of its result ends there, for `checks.py`
+        # A torch.autograd.Function takes the stand itself; `checks.py` finds it at the end of the result's graph
         requires_grad = place.trains and not place.is_buffer
         # Private: no public function makes a tensor without memory (test_module.py)
         stand: Stand = Tensor._make_wrapper_subclass(
@@ -195,7 +195,7 @@ class Stand(Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
-        """Do so for operators that skip `__torch_function__`, as in torch.vmap. ValueError if a derivative is lost."""
+        """Replace stands if an operator skips `__torch_function__` (torch.vmap). ValueError if derivatives are lost."""
         differentiated = torch.is_grad_enabled() and func is not torch.ops.aten.detach.default
 
         def current(x: Any) -> Any:
@@ -343,7 +343,7 @@ def copy_of(skeleton: nn.Module, calls: Calls) -> nn.Module:
 
 
 class _Constants(TorchFunctionMode):
-    """In a trace, make copies of tensors other than buffers constants of the graph: in a skeleton none changes."""
+    """In a trace, copy tensors other than buffers as constants of the graph: in a skeleton nothing changes them."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         x: Any = args[0] if args else None

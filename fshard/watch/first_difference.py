@@ -6,8 +6,9 @@ Note [Several ranks and one device]
        (rows by class, heads among rows). So numbers are compared sorted; with copies, each repeats equally often.
     2. A difference begins where a wrong value is made of right ones. But a right program may have wrong values without
        effect: row numbers of a rank, a subtracted maximum, logged values. So results decide: totals and counts,
-       gradients, metrics, parameters. A wrong total is traced back through wrong arguments; any other wrong
-       result, to the first operator wrong on one rank, with copies or pieces as arguments.
+       gradients, metrics, parameters. Wrong arguments lead from a wrong total back to
+       its beginning. Any other wrong result is put down to the first operator that is wrong on one rank, and has
+       copies or pieces as arguments.
     3. Rounding is allowed relative to an operator's arguments, or to the largest gradient, in the lowest precision used
        so far. Parameters are compared where gradients agree and exceed rounding (Adam makes large updates of
        rounding), and may differ by a part of the largest update.
@@ -35,7 +36,7 @@ Way: TypeAlias = tuple[str, ...]  # by axis: "apart", "sum" or "mean"
 Key: TypeAlias = tuple[str, str | int]  # kind and name of a value; for an operator, its number in the forward
 _KINDS = ("operator", GRADIENT, SUM, METRIC, PARAMETER)
 _SMALL = 2.0**-6  # values below this part of the arguments may be rounding
-_MOST_UPDATE = 2.0**-4  # most relative difference of agreeing gradients; updates may differ four times as much
+_MOST_UPDATE = 2.0**-4  # agreeing gradients differ by at most this part; updates may differ four times as much
 _MOST_AXES = 6  # axes of several ranks; each triples the number of ways
 _HALF = 2.0**-20
 
@@ -188,7 +189,6 @@ def _keys(runs: Sequence[_Run]) -> list[Key]:
 
 
 def _unlike(key: Key, run: _Run, want: _Run, rank: int) -> Difference | None:
-    """Return the difference if the operator or leaf of this key is not the expected one."""
     values, b = run.get(key, []), next(iter(want.get(key, [])), None)
     a = next((x for x in values if b is None or x.name != b.name), next(iter(values), None))
     is_partial = key[0] == "operator" and any(len(each.get(key, [])) % len(each.forwards) for each in (run, want))
