@@ -184,7 +184,7 @@ def _digest(x: Tensor) -> str:
 
 
 def own_pieces(contents: Contents, by_rank: set[str]) -> Iterator[Named]:
-    """Yield the pieces that this rank writes: of leaves `by_rank` its own, named with its number."""
+    """Yield the pieces that this rank writes; of leaves `by_rank` its own, with its number in the name."""
     numbers = {name: number for number, name in enumerate(contents.forms)}  # alike on all ranks
     for part in contents.parts:
         begin, end = (0, part.elements.numel()) if part.name in by_rank else part.share(numbers[part.name])

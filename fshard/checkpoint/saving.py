@@ -58,7 +58,7 @@ class _Writing:
         try:
             consensus.together(mesh, partial(self._check, self.written), _REMEDY, CheckpointError)
             consensus.together(mesh, partial(self._check, self.finished), _REMEDY, CheckpointError)
-        except BaseException:  # of any rank, or a rank is gone: rank 0 waits for a record in vain
+        except BaseException:  # a rank failed or is gone: rank 0 waits for its record in vain
             self.stop.set()
             if self.finished is not None:
                 self.finished.exception()  # wait: no index is put in place afterwards

@@ -58,7 +58,7 @@ def read_record(text: bytes, where: str) -> RankRecord:
 
 @dataclass(frozen=True)
 class Writer:
-    """One save of one rank. `by_rank`: names that differ between ranks; `token`: in the names of its files alone."""
+    """One save of one rank. `by_rank`: names that differ between ranks; `token`: in file names of this save alone."""
 
     directory: Place
     step: int

@@ -268,7 +268,7 @@ def _functions(x: Any, seen: dict[Any, object], is_whole: bool = True) -> Iterat
         yield from [x] if inspect.isfunction(x) else _methods(x, is_whole)
         # jitted functions have it, too; `hasattr` would run `__getattr__`
         if not inspect.isclass(x) and inspect.getattr_static(x, "__wrapped__", None) is not None:
-            # a module there is a copy: nobody sets its attributes
+            # `__wrapped__` may be a module's copy: nobody sets attributes of that
             yield from _functions(x.__wrapped__, seen, is_whole=not _is_module(x.__wrapped__))
 
 

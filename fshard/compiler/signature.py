@@ -244,7 +244,7 @@ _LEAF = _nodes(tree.flatten(0)[1])[0][0]  # the kind of a leaf
 
 
 def _carried(x: Any, is_registered: bool, seen: _Seen) -> object:
-    """Return the key of a node's metadata: of a registered class, or keys, the class of a NamedTuple, a length."""
+    """Return the key of a node's metadata: a registered class's own, or keys, a NamedTuple's class, a length."""
     if not is_registered:
         keys = x[1] if isinstance(x, tuple) else x  # a defaultdict has (default_factory, keys)
         if not isinstance(keys, list):
@@ -369,7 +369,7 @@ def _shared(kind: type) -> Iterator[object]:
 
 
 def _of_ours(x: Any, seen: _Seen) -> object:
-    """Return the key of an object of fshard in a node's metadata, with the metadata in its own tree."""
+    """Return the key of fshard's object in a node's metadata, with metadata in the object's own tree."""
     x = x.static if isinstance(x, Source) else x
     home = x.plan if isinstance(x, View) else x
     if not isinstance(home, Plan | Layout) or not (more := _changing(home)):

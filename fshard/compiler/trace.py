@@ -134,7 +134,7 @@ def trace(fn: Callable[..., Tree], leaves: Sequence[object], spec: tree.Spec, ca
             except (RuntimeError, AssertionError) as failure:
                 if caches and _OF_THE_CACHE in str(failure):
                     caches = False
-                elif zeros and not isinstance(failure, TraceError):  # views of them are no fake tensors
+                elif zeros and not isinstance(failure, TraceError):  # views of zero tangents are no fake tensors
                     zeros = None
                 else:
                     raise

@@ -3,10 +3,10 @@
 Note [Casts]
     1. A module casts its floating inputs when it is called, as in FSDP; a loss keeps targets in the dtypes of the
        batch. If the policy names neither `compute` nor `storage`, the module casts nothing.
-    2. Some submodules compute in another dtype than the rest, as norms in float32, unknown to the module's code. So the
-       outermost submodules with all parameters computed in one dtype, not the policy's own, cast their floating inputs
-       to it, and floating outputs back. If all parameters are computed in the module's own dtypes, its code knows
-       these, and no submodule casts.
+    2. Some submodules compute in another dtype than the rest, as norms in float32, unknown to the module's code. If
+       all parameters of a submodule are computed in one dtype, not the policy's own, the outermost such submodule casts
+       floating inputs to this dtype, and floating outputs back. If all parameters are computed in the module's own
+       dtypes, known to its code, no submodule casts.
     3. The submodules in `cast_at` of a policy always cast inputs, and never outputs, as in FSDP.
 
     `forward` is wrapped, not hooked: checkpoints of transformers call `forward` alone.
@@ -46,11 +46,11 @@ def casts_of(
     """Return the casts of a module; `dtypes` are those of storage and computation of each parameter.
 
     - `paths`: submodules that cast their inputs in any case
-    - `unasked`: the module casts, too, and submodules computed in another dtype. ValueError for a batch norm computed
-      in another dtype than its running statistics
+    - `unasked`: also cast in the module, and in submodules computed in another dtype. ValueError for a batch norm
+      computed in another dtype than its running statistics
 
-    The dtype around, for outputs: the dtype of most elements by the policy without overrides; if the policy names none,
-    the one dtype in which all parameters are computed.
+    Outputs get the dtype of most elements by the policy without overrides; if the policy names none, the one dtype in
+    which all parameters are computed.
     """
     computed = [dtype for _, dtype in dtypes]
     if unasked:

@@ -39,9 +39,9 @@ class ModuleFunction:
     - `params`: a tree of tensors, or the parameters that a loss gets; the first read by a submodule gathers their unit
     - `buffers`: not changed; new ones are returned, the same tensors if the module read nothing
 
-    Threads may call one function at the same time. Between calls the function keeps only weak references while the
-    graph of a call is alive (for activation checkpointing), and what a forward assigns to attributes other than
-    buffers, in a copy of the module for each thread.
+    Threads may call one function at the same time. Between calls the function keeps weak references to calls with a
+    living graph (for activation checkpointing), and, in a copy of the module for each thread, attributes other than
+    buffers that a forward assigned.
     """
 
     def __init__(self, copies: Copies, training: bool, calls: Calls, params: tree.Spec, buffers: tree.Spec):
@@ -112,8 +112,8 @@ class ModuleFunction:
 
         Each argument of `which` is a class of submodules, a pattern of their paths (`*` one component, `**` any
         number), a predicate `(path, submodule) -> bool`, or a number of elements. A number makes a submodule a unit if
-        it has so many elements outside of units inside it. Submodules without parameters are left out. ValueError if an
-        argument selects nothing.
+        it has at least so many elements outside of inner units. Submodules without parameters are left out. ValueError
+        if an argument selects nothing.
         """
         return units_of(self._skeleton, which)
 

@@ -306,7 +306,7 @@ def state_dict(
 
     - `key`: "path" (leaves as FSDP names them) or "index" (as DDP and ZeRO do)
     - `rank`: as for `gather_state`
-    - `groups`: more entries for each parameter group, such as hyper-parameters; those of `with_hyperparams` are there
+    - `groups`: more entries for each parameter group, such as hyper-parameters beyond those of `with_hyperparams`
     - `dtensors`: tensors of a leaf's shape are DTensors, cut like the parameters, as in FSDP2's optimizers
 
     There is a parameter group for every label of `by_label`, in order. Frozen leaves of `params` have a number and no

@@ -198,7 +198,7 @@ def _auxes(outs: Sequence[Sequence[_Out]], policy: Policy) -> list[Tree]:
 
 
 def _loss(outs: Sequence[Sequence[_Out]], scale: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor, list[Tensor]]:
-    """Return the loss over all ranks and micro-batches; 1, or NaN if all counts of a term are 0; and seeds.
+    """Return (loss over all ranks and micro-batches, 1 or NaN if all counts of a term are 0, seeds).
 
     Seeds: for each term, gradients of the scaled loss by total and by count.
     """

@@ -77,7 +77,7 @@ class Transform(_Fields):
     - `update(grads, state, params, **extra) -> (updates, state)`
     - `fused(grads, state, params, found_inf, donate, **extra) -> (params, state)`: `update` and `apply_updates` in one
       kernel, in place on copies, or with `donate` on its arguments; it changes nothing if `found_inf` is 1
-    - `over`: the trees that `init` and `update` take of sharded parameters. "leaves" (default): whole leaves, each on
+    - `over`: the trees that `init` and `update` get for sharded parameters. "leaves" (default): whole leaves, each on
       one rank; `fused` is not called. "elements": flat rows of many leaves, for updates of each element by itself.
       "tree": the sharded tree; the norms and sums of `fshard.optim` work on it
     - `labelled`: `found_inf` may be a dict by label, and `update` takes it by name (`by_label`)

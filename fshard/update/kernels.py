@@ -292,7 +292,7 @@ def where(condition: Tensor, a: Any, b: Any) -> Any:
     if shapes[0] != shapes[1] or shapes[0] is None:
         raise ValueError(f"expected {shown(a)}, as before, got {shown(b)}: {_KEPT}")
     if not isinstance(a, Tensor):
-        # a number that counts is float64, too: torch would compute 0.9 ** n of an integer in float32
+        # counts become float64, too: torch would compute 0.9 ** n in float32 for an integer n
         dtype = torch.bool if isinstance(a, bool) and isinstance(b, bool) else torch.float64
         a = torch.full((), a, dtype=getattr(b, "dtype", dtype), device=condition.device)
     return torch.where(beside(condition.to(torch.bool), a), a, b)

@@ -194,10 +194,10 @@ tree.register_fields(LabelState, ("inner",), ("layouts",))
 
 
 def by_label(transforms: Mapping[Label, TransformLike], labels: Labels) -> Transform:
-    """Apply to each leaf the one of `transforms` that has its label.
+    """Apply to each leaf the transformation of its label.
 
     `labels` is a function `(path, tensor) -> label`, with a meta tensor of the leaf's shape and dtype; or a tree of
-    labels, for leaves or subtrees. Its keys may be patterns as in `make_plan`; the first one that fits a leaf counts.
+    labels, for leaves or subtrees. A tree's keys may be patterns as in `make_plan`; the first that fits a leaf counts.
     ValueError names a leaf without a label, a label without a transformation, and a tied leaf with another label at
     another path. A warning names frozen leaves if no trained leaf has their label.
 
@@ -346,7 +346,7 @@ def _warn_of_frozen(layout: Layout, unused: Sequence[Label], labels: Labels) -> 
     match_of = partial(_label_by_path, labels) if callable(labels) else _matcher(labels, tree.paths(layout.spec))
     for label in unused:
         chosen = [path for path in layout.frozen if (match_of(path) or ("", None))[1] == label]
-        if chosen and label is not False:  # `masked` has it for the leaves left alone
+        if chosen and label is not False:  # False: left alone by `masked`
             warnings.warn(
                 f"by_label: no leaf that trains has the label {label!r}; frozen are {listed(chosen)}. If they shall "
                 "train, make a plan in which they do: without frozen=, of parameters that require a gradient",

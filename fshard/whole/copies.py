@@ -102,7 +102,7 @@ def on_copies(
 
 
 def check_cut_alike(name: str, layouts: Iterable[Layout]) -> None:
-    """Raise TypeError for whole leaves beside cut ones: an update of all leaves would count whole ones once a rank."""
+    """Raise TypeError for whole leaves beside cut ones: an update of all leaves counts whole ones once per rank."""
     if len(_overs(layouts)) > 1:
         raise TypeError(
             f"{name}: where a derivative passes, expected leaves that are all cut alike, got whole ones, too: make the "

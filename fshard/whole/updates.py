@@ -103,7 +103,7 @@ def on_leaves(init: Init, update: Update) -> tuple[Init, Update]:
 def in_trees(init: Init, told: bool) -> Init:
     """Return an `init` that raises `Misplaced` if fshard cannot see which tensors belong to which leaf.
 
-    Refused are several tensors for one leaf of a tree, and tensors in an object of an unregistered class; with `told`
+    It refuses several tensors for one leaf of a tree, and tensors in an object of an unregistered class; with `told`
     also tensors outside of trees that depend on the rank's elements.
     """
 
@@ -146,7 +146,7 @@ def _several(entry: Tree) -> str:
 
 
 def unwritten(update: Update) -> Update:
-    """Return an update of its own containers; ValueError if it writes in place to a given tensor.
+    """Return an update that gets new containers; ValueError if it writes in place to a given tensor.
 
     With `own_grads` it may write to gradients.
     """
@@ -287,7 +287,7 @@ def _cut(number: int) -> Callable[[Tree], Tree]:
 
 
 def _check_structure(update: Update, old: Tree, new: Tree) -> None:
-    """Raise ValueError for a state of another structure, because then no tensor is known to be of a leaf."""
+    """Raise ValueError for a state of another structure, because then no tensor is known to belong to a leaf."""
     if tree.flatten(old)[1] != tree.flatten(new)[1]:
         same = "a number or None has become a tree, or a list or dict has other entries"
         raise ValueError(
