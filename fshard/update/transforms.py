@@ -194,7 +194,7 @@ tree.register_fields(LabelState, ("inner",), ("layouts",))
 
 
 def by_label(transforms: Mapping[Label, TransformLike], labels: Labels) -> Transform:
-    """Apply to each leaf the transformation of its label.
+    """Apply to each leaf the transformation of its label in `transforms`.
 
     `labels` is a function `(path, tensor) -> label`, with a meta tensor of the leaf's shape and dtype; or a tree of
     labels, for leaves or subtrees. A tree's keys may be patterns as in `make_plan`; the first that fits a leaf counts.
