@@ -203,7 +203,7 @@ def _of_version_2(name: str, entry: IndexEntry, ranks: int) -> IndexEntry:
     if not entry.order or len(entry.pieces) < 2:  # ranks that split a leaf wrote several pieces
         return replace(entry, order=())
     number, begins = len(entry.pieces), [piece.begin for piece in entry.pieces]
-    # of a large whole leaf, fewer than all ranks write equal pieces
+    # a large whole leaf is written in equal pieces, by fewer than all ranks
     is_even = begins == [entry.numel * n // number for n in range(number)]
     require(
         number == ranks or entry.numel <= 1 << 18 or not is_even,

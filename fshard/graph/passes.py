@@ -9,9 +9,8 @@ Note [What a pass must keep]
     1. Values: outputs have the same bits.
     2. Collectives: all ranks issue the same ones in the same order. A pass sees one rank's graph. It may drop, move and
        merge labelled collectives, such as gathers of units, because all ranks read their results in the same order. An
-       unlabelled collective may have other readers on other ranks. So no pass moves or merges it, or moves
-       another one because of its readers. A pass may move its wait, unless this starts the second stage of an
-       all-reduce.
+       unlabelled collective may have other readers on other ranks. So no pass moves or merges it, or moves another one
+       because of its readers. A pass may move its wait, unless the wait starts the second stage of an all-reduce.
     3. Waits: every collective has one `fshard.wait`, before the first reader of its result.
     4. Writes: no node moves past a write to memory it reads, or past a reader of memory it writes to (`NodeIndex` of
        `dataflow.py`).
@@ -246,8 +245,7 @@ def _arrange(graph: fx.Graph, places: Mapping[fx.Node, _Place]) -> None:
 def sink(graph: fx.Graph, in_flight: int = 0, ahead: int = 1) -> None:
     """Start each gather `ahead` units before its first reader, and wait for it right before that reader.
 
-    With `in_flight`, gathers start earlier and waits for reductions come later, with at most `in_flight` bytes under
-    way.
+    With `in_flight`, gathers start earlier and waits for reductions come later, for up to that many bytes under way.
     """
     nodes, places = index(graph), dict[fx.Node, _Place]()
     order, read = nodes.order, [gather for gather in gathers(nodes) if gather.readers]
@@ -342,7 +340,7 @@ def regather(graph: fx.Graph, units: Iterable[str], lasting: Collection[str] = E
 
 
 def _apart(readers: Sequence[int], heads: Sequence[int]) -> list[tuple[int, int]]:
-    """Cut `readers` at heads (first readers of gathers), and return the ranges. Nodes are given by number."""
+    """Cut `readers` at heads (first readers of gathers), and return the ranges."""
     cuts = [i for i in range(1, len(readers)) if bisect(heads, readers[i - 1]) < bisect_left(heads, readers[i])]
     return list(pairwise([0, *cuts, len(readers)]))
 

@@ -191,7 +191,7 @@ class Stand(Tensor):
                 place.refuse(_REFUSED[func])
         form = func in _FORM
         args, kwargs = tree.map_tops(lambda x: _current(x, form), Stand, (args, kwargs or {}))
-        return args[0].data if func == _DATA else func(*args, **kwargs)  # `Weight.data` is not torch's
+        return args[0].data if func == _DATA else func(*args, **kwargs)  # `Weight` has its own `data`
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]

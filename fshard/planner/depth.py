@@ -292,9 +292,9 @@ Rows = Sequence[Mapping[str, int]]  # bytes by purpose, for each node of a graph
 def images(graphs: Sequence[Rows], short: Sequence[Key], places: Runs, times: Sequence[int]) -> list[list[int]] | None:
     """Return the nodes that may decide the maximum, each by its numbers in the graphs with `times` periods more.
 
-    A node of a run has two images, counted from the run's beginning and from its end. From each end
-    on, images are returned while bytes grow linearly with the graph's periods. Return None if bytes between these
-    images do not grow linearly from period to period.
+    A node of a run has two images, counted from the run's beginning and from its end. From each end, return images
+    while bytes grow linearly with the graph's periods. Return None if bytes between these images do not grow linearly
+    from period to period.
     """
     inside = {at for end, period in places for at in range(_begin(short, end, period), end)}
     outside = [at for at in range(len(short)) if at not in inside]

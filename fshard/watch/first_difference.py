@@ -6,8 +6,8 @@ Note [Several ranks and one device]
        (rows by class, heads among rows). So numbers are compared sorted; with copies, each repeats equally often.
     2. A difference begins where a wrong value is made of right ones. But a right program may have wrong values without
        effect: row numbers of a rank, a subtracted maximum, logged values. So results decide: totals and counts,
-       gradients, metrics, parameters. Wrong arguments lead from a wrong total back to
-       its beginning. Any other wrong result is put down to the first operator that is wrong on one rank, and has
+       gradients, metrics, parameters. Wrong arguments lead from a wrong total back to the first
+       wrong operator. Any other wrong result is put down to the first operator that is wrong on one rank, and has
        copies or pieces as arguments.
     3. Rounding is allowed relative to an operator's arguments, or to the largest gradient, in the lowest precision used
        so far. Parameters are compared where gradients agree and exceed rounding (Adam makes large updates of
