@@ -157,9 +157,10 @@ def test_a_device_is_given_few_words(names: list[str], monkeypatch: pytest.Monke
     assert all(len(words.encode()) < 255 for words in said)
 
 
+OTHERS: dict[str, Any] = {"weight": None, "bias": None, "momentum": 0.1, "eps": 1e-5, "cudnn_enabled": False}
 STATISTICS: dict[str, Any] = {
-    "batch_norm": lambda p, x: F.batch_norm(x, running_mean=x.new_zeros(4), running_var=p["var"], training=True),
-    "torch.batch_norm": lambda p, x: torch.batch_norm(x, None, None, x[0], p["var"], True, 0.1, 1e-5, False),
+    "batch_norm": lambda p, x: F.batch_norm(x, x[0], p["var"], training=True),
+    "by name": lambda p, x: torch.batch_norm(x, running_mean=x[0], running_var=p["var"], training=True, **OTHERS),
 }
 
 
