@@ -1,7 +1,4 @@
-"""Checks of arguments, words of errors, and lines of user code.
-
-Wrong types are TypeErrors, wrong values ValueErrors.
-"""
+"""Checks of arguments (wrong types are TypeErrors, wrong values ValueErrors), error sentences, lines of user code."""
 
 from __future__ import annotations
 
@@ -19,7 +16,7 @@ from torch import Tensor
 
 
 def shown(value: object) -> str:
-    """Return text for errors: numbers and strings in full, tensors by dtype and shape, others by type.
+    """Return text for errors: short values in full, tensors by dtype and shape.
 
     >>> shown("a"), shown(torch.ones(2)), shown({})
     ("'a'", 'a torch.float32 tensor of shape (2,)', 'an object of type dict')
@@ -69,7 +66,7 @@ def check_whole(
 
 
 def is_number(value: object) -> TypeGuard[float]:
-    """True for an int or a float, but not a bool; also for symbolic sizes of torch.compile."""
+    """True also for symbolic sizes of torch.compile; False for a bool."""
     return isinstance(value, int | float | torch.SymInt | torch.SymFloat) and not isinstance(value, bool)
 
 
@@ -89,7 +86,6 @@ def check_word(name: str, value: object, words: Sequence[str]) -> None:
 
 
 def check_function(name: str, value: object, what: str, remedy: str = "") -> None:
-    """Raise TypeError for anything uncallable, a class, or a module."""
     if hasattr(value, "named_parameters") or isinstance(value, type) or not callable(value):
         raise TypeError(wrong(name, value, f"{what}, a function", remedy))
 
@@ -99,7 +95,7 @@ def check_has(name: str, value: object, methods: Sequence[str], what: str) -> No
         raise TypeError(wrong(name, value, f"{what} (with {', '.join(methods)})"))
 
 
-# The range [least, below) of each hyper-parameter, as in the constructors of torch.optim.
+# range [least, below) of each hyper-parameter, as in torch.optim
 RANGES: dict[str, tuple[float, float]] = {
     **dict.fromkeys(["lr", "lr_decay", "weight_decay", "momentum", "alpha"], (0, torch.inf)),
     **dict.fromkeys(["eps", "eps[0]", "eps[1]", "initial_accumulator_value"], (0, torch.inf)),
@@ -111,10 +107,7 @@ RANGES: dict[str, tuple[float, float]] = {
 
 
 def check_hyperparams(optimizer: str, rate: object = 0.0, **numbers: object) -> None:
-    """Raise unless hyper-parameters are numbers in range, or 0-d tensors, whose values are not read.
-
-    `rate` may be a schedule.
-    """
+    """Check numbers by `RANGES`. Values of 0-d tensors are not read; `rate` may be a schedule."""
     for name, value in {"lr": rate, **numbers}.items():
         if name not in RANGES:
             raise TypeError(
@@ -139,7 +132,7 @@ def check_rate(value: object) -> None:
         raise TypeError(f"a schedule gave {shown(value)}: expected a number or a 0-d tensor")
 
 
-# prefixes of files that are not the user's: fshard, torch, generated code
+# files that are not the user's: fshard, torch, generated code
 CODE = (os.path.dirname(os.path.dirname(__file__)) + os.sep, os.path.dirname(torch.__file__) + os.sep, "<frozen ")
 NOT_THE_USER = (
     *CODE,
@@ -150,7 +143,7 @@ NOT_THE_USER = (
 
 
 def call_site(frame: FrameType | None = None) -> str:
-    """Return "file:line" of the innermost user frame, from `frame` outwards."""
+    """Return "file:line" of the innermost user frame."""
     frame = frame or sys._getframe(1)
     while frame.f_back is not None and frame.f_code.co_filename.startswith(NOT_THE_USER):
         frame = frame.f_back
@@ -158,7 +151,7 @@ def call_site(frame: FrameType | None = None) -> str:
 
 
 def line_of(file: str, number: int | None) -> str:
-    """Return "file:line"; in a notebook "Cell In[5]:line", as IPython does."""
+    """Return "file:line"; in a notebook "Cell In[5]:line"."""
     shell = sys.modules["IPython"].get_ipython() if "IPython" in sys.modules else None
     cell = shell and shell.compile.format_code_name(file)
     return f"{' '.join(cell) if cell else file}:{number}"

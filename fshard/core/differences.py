@@ -1,4 +1,4 @@
-"""Differences of names, shapes and dtypes: one sentence for each, and a remedy."""
+"""Differences of names, shapes and dtypes: a sentence and a remedy for each."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor
 
 from .arguments import shown
 
-# Words that torch's wrappers put into names: torch.compile, activation checkpointing, FSDP1.
+# words that torch's wrappers put into names
 WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.", "_fsdp_wrapped_module.")
 
 
@@ -21,7 +21,7 @@ _LEFT_OUT = ". Names for which rename gives None are left out"
 
 
 class Form(NamedTuple):
-    """The shape and dtype of a tensor not read yet."""
+    """Shape and dtype of a tensor."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -32,14 +32,14 @@ class Form(NamedTuple):
 
 
 class Wanted(NamedTuple):
-    """A leaf to read: its names, shape and stored dtype."""
+    """A leaf to read."""
 
     names: list[str]
     form: Form
 
 
 def listed(names: Sequence[str]) -> str:
-    """Return the first eight names as text.
+    """List the first eight names.
 
     >>> listed(["a", "b"])
     "'a', 'b'"
@@ -73,7 +73,7 @@ def differences(wanted: Iterable[Wanted], given: Mapping[str, object]) -> Iterat
 
 
 def name_differences(expected: Iterable[Sequence[str]], given: Collection[str], of: str = "the plan") -> Iterator[str]:
-    """Say which names are missing or unknown, and the remedy; `expected` has all names of each leaf.
+    """Say which names are missing or unknown, with the remedy; a leaf may have several names.
 
     >>> list(name_differences([["w"]], ["v"]))
     ["it lacks 1 names: 'w'", "it has 1 names that the plan has not: 'v'"]
@@ -104,7 +104,7 @@ def _remedy(missing: Sequence[str], unknown: Sequence[str]) -> str:
 
 
 def _call(missing: Sequence[str], unknown: Sequence[str]) -> str:
-    """Return an expression of `name` that turns most unknown names into missing ones, or ""."""
+    """Return an expression that turns most unknown names into missing ones, or ""."""
     words = [word for word in WRAPPERS if any(word in name for name in unknown)]
     replaced = "name" + "".join(f".replace({word!r}, '')" for word in words)
     plain = [reduce(lambda rest, word: rest.replace(word, ""), words, name) for name in unknown]
@@ -143,7 +143,6 @@ def form_difference(name: str, expected: Form, given: object) -> str:
 
 
 def _kind(dtype: torch.dtype) -> torch.dtype | str:
-    # dtypes are cast within each kind
     return "floating" if dtype.is_floating_point else "complex" if dtype.is_complex else dtype
 
 
@@ -161,5 +160,4 @@ def unreadable(name: str, value: object) -> str:
 
 
 def equal_values(a: Tensor, b: Tensor) -> bool:
-    """True if two tensors have equal elements; NaN equals NaN."""
     return bool(((a == b) | ((a != a) & (b != b))).all())

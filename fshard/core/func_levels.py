@@ -1,9 +1,9 @@
-"""torch.func's interpreter stack: one level for each running transform; operators go through all levels.
+"""torch.func's interpreter stack, with one level for each running transform.
 
 Note [Gathers inside transforms]
-    A loss may use torch.func's transforms, and read its parameters inside them. A gathered parameter is a constant for
-    these; only the outer gradient differentiates by it. So the gather runs with an empty stack, where tensors have
-    memory and autograd records nodes for the outer gradient.
+    A loss may read its parameters inside torch.func's transforms. A gathered parameter is a constant for these; only
+    the outer gradient differentiates by it. So the gather runs with an empty stack, where tensors have memory and
+    autograd records nodes for the outer gradient.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 # Private, here and below: torch has no public way to ask for a running transform, or to leave it
-# (test_func_losses.py fails if torch removes these).
+# (test_func_losses.py).
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack, temporarily_restore_interpreter_stack
 from torch.autograd import forward_ad
 
@@ -25,11 +25,11 @@ from .tree import Tree
 
 T = TypeVar("T")
 
-_REFUSAL = "don't yet support saved tensor hooks"  # torch has no exception class for it, only these words
+_REFUSAL = "don't yet support saved tensor hooks"  # torch has no class for it
 
 
 def inside() -> bool:
-    """True if a transform of torch.func is running.
+    """True if torch.func transforms run.
 
     >>> inside(), torch.func.vmap(lambda x: x + inside())(torch.zeros(2)).tolist()
     (False, [1.0, 1.0])
@@ -71,7 +71,7 @@ def depending(x: Tensor, on: Tree) -> Tensor:
 
 
 def refuse_derivative(x: T, what: str) -> T:
-    """Return `x`. TypeError if a derivative passes through it, which `what` would lose."""
+    """Return `x`; TypeError if a derivative passes through it, because `what` would lose it."""
     if differentiates(x):
         raise TypeError(
             f"{what}: a derivative by a hyper-parameter alone (requires_grad) is seen too late here, and not on all "
@@ -90,12 +90,12 @@ def is_wrapped(x: Tensor) -> bool:
 
 
 def is_dual(x: object) -> bool:
-    """True for a tensor with a tangent (torch.autograd.forward_ad).
+    """True for a tensor with a tangent.
 
     >>> is_dual(torch.zeros(2))
     False
     """
-    # private: unpacking takes longer (test_jit_derivatives.py notices when it goes)
+    # private: unpacking takes longer (test_jit_derivatives.py)
     if forward_ad._current_level < 0 or not isinstance(x, Tensor) or x.layout is not torch.strided:
         return False  # torch has no sparse tangents
     return forward_ad.unpack_dual(x).tangent is not None
@@ -115,7 +115,7 @@ def unwrapped(x: Tensor) -> Tensor:
 
 
 def aside() -> AbstractContextManager[Sequence[object]]:
-    """Run the block outside all transforms; yields the levels it left. Dual: `again`.
+    """Leave all transforms in the block; yields the levels for `again`.
 
     >>> def f(x):
     ...     with aside():
@@ -128,7 +128,7 @@ def aside() -> AbstractContextManager[Sequence[object]]:
 
 
 def again(levels: Sequence[object]) -> AbstractContextManager[None]:
-    """Run the block inside the `levels` that `aside` left."""
+    """Return to the `levels` that `aside` left."""
     return temporarily_restore_interpreter_stack(list(levels))
 
 

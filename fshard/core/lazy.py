@@ -1,4 +1,4 @@
-"""Lazy containers, with children created on access, and classes of stand-ins for containers."""
+"""Lazy containers, which create children on access, and classes of stand-ins for containers."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from .tree import Spec, Tree, children, names
 STATE = ("_tape_", "_spec_", "_first_", "_inside_", "_listed_")  # attributes of a stand-in
 _MAKERS = ("__new__", "__init__", "__setattr__")
 _NOT_FORWARDED = {*_MAKERS, "__getattr__", "__getattribute__", "__delattr__", "__init_subclass__", "__class_getitem__"}
-_NOT_FORWARDED |= {"__getnewargs__", "__reduce__", "__reduce_ex__", "__copy__"}  # the container's own are used
+_NOT_FORWARDED |= {"__getnewargs__", "__reduce__", "__reduce_ex__", "__copy__"}
 
 
 class Container:
-    """A container's names, structures and first leaves of children."""
+    """Names, structures and first leaves of a container's children."""
 
     def __init__(self, spec: Spec):
         self.names: list[Hashable] = names(spec)
@@ -33,25 +33,23 @@ class Container:
 
 
 class Branch:
-    """A container that creates its children on access. Its names are `_name_`: users have others."""
+    """A container that creates its children on access. Names are `_name_`, to leave all others to users."""
 
     __slots__ = ()
 
     @abstractmethod
-    def _container_(self) -> Container:
-        """Return the children."""
+    def _container_(self) -> Container: ...
 
     @abstractmethod
-    def _pick_(self, index: int) -> Tree:
-        """Create a child."""
+    def _pick_(self, index: int) -> Tree: ...
 
 
 class Readable(Branch):
-    """A branch with the reading methods of its dict, list or tuple."""
+    """A branch with its container's reading methods."""
 
     __slots__ = ()
 
-    def __getitem__(self, key: Any) -> Tree:  # a key of any dict, or an index or slice: no type has both
+    def __getitem__(self, key: Any) -> Tree:  # a key, index or slice
         container = self._container_()
         if container.is_mapping:
             if key not in container.positions:
@@ -61,7 +59,7 @@ class Readable(Branch):
         return self._pick_(numbers) if isinstance(numbers, int) else container.sliced(map(self._pick_, numbers))
 
     def __getattr__(self, name: str) -> Tree:
-        # `_container_` reads private attributes: they would recurse without end
+        # private attributes would recurse without end
         container = None if name.startswith("_") else self._container_()
         if container is None or container.is_mapping or name not in container.positions:
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
@@ -76,7 +74,7 @@ class Readable(Branch):
 
     def _children_(self) -> Iterator[Tree]:
         number = 0
-        while number < len(self):  # the length may change meanwhile, as a list's
+        while number < len(self):  # the length may change meanwhile
             yield self._pick_(number)
             number += 1
 
@@ -98,7 +96,7 @@ class Readable(Branch):
 
 
 class _ChildValues(ValuesView[Tree]):
-    """Values that, like a dict's, can be iterated again, and show later writes."""
+    """Values that, as a dict's, can be iterated again and show later writes."""
 
     _mapping: Tree  # a Readable
 
@@ -115,7 +113,7 @@ class _ChildItems(ItemsView[Hashable, Tree]):
 
 
 class Attributes:
-    """The attributes of objects in memory: copying them runs no code of the class."""
+    """Attributes of objects, copied without running code of their class."""
 
     def __init__(self, kind: type, children: tuple[str, ...]):
         pairs = [pair for base in kind.__mro__ for pair in vars(base).items()]
@@ -137,7 +135,7 @@ class Attributes:
 
 
 def child_names(spec: tree.Spec) -> tuple[str, ...] | None:
-    """Return the attributes that are a node's children; None if its class may compute."""
+    """Return the attributes that are a node's children; None if its class may compute them."""
     kind: Any = spec.type
     names, above = tree.child_fields(kind), kind.__mro__[:-1]
     if issubclass(kind, tuple):
@@ -152,7 +150,7 @@ def child_names(spec: tree.Spec) -> tuple[str, ...] | None:
 
 
 def _only_sets(classes: Iterable[type]) -> bool:
-    """True if only code of the module `dataclasses` makes objects: it just sets fields."""
+    """True if only code that `dataclasses` made creates objects."""
     made = [vars(base)[name] for base in classes for name in ("__post_init__", *_MAKERS) if name in vars(base)]
     return all(isinstance(x, FunctionType) and x.__code__.co_qualname.startswith("__create_fn__.") for x in made)
 
@@ -184,7 +182,7 @@ class OfTuple(type):
 
 
 def stand_in_class(meta: type, kind: type, bases: tuple[type, ...], attributes: dict[str, Any]) -> type:
-    """Make a class of stand-ins for containers of class `kind`; a call makes a real `kind`."""
+    """Make a class of stand-ins; a call makes a real `kind`."""
     named: dict[str, object] = {name: getattr(kind, name) for name in ("__module__", "__qualname__", "__doc__")}
     named |= {"__slots__": (), "__new__": lambda cls, *args, **kwargs: kind(*args, **kwargs)}
     # type.__new__ skips the metaclass's own code, which may register each new class
@@ -192,7 +190,7 @@ def stand_in_class(meta: type, kind: type, bases: tuple[type, ...], attributes: 
 
 
 def object_class(base: type, kind: type, names: tuple[str, ...]) -> type:
-    """Make the class of stand-ins for an object. TypeError if its class forbids subclasses."""
+    """Make the class of an object's stand-ins. TypeError if `kind` forbids subclasses."""
     children = {name: _child(index, name, inspect.getattr_static(kind, name, None)) for index, name in enumerate(names)}
     # a class of two bases would get a second dict
     more = {"__slots__": STATE, "__dict__": vars(base)["__dict__"], "_attributes_": Attributes(kind, names), **children}
@@ -232,8 +230,6 @@ def filling(run: Callable[..., Tree]) -> Callable[..., Tree]:
 
 
 def in_place(run: Callable[..., Tree]) -> Callable[..., Tree]:
-    """Wrap an operator that changes a container, or makes another if its class is immutable."""
-
     def changed(x: Tree, other: Tree) -> Tree:
         result = run(x._settled_(), other)
         return x if result is x._held_ else result

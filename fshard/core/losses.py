@@ -1,4 +1,4 @@
-"""Losses as values: results of a loss function, and their sums over ranks."""
+"""Losses as values, and their sums over ranks."""
 
 from __future__ import annotations
 
@@ -43,27 +43,23 @@ def loss_of(policy: Any, mesh: Any, tapes: Sequence[Any] = ()) -> AbstractContex
 
 
 def running() -> Running | None:
-    """Return the running loss, or None. Ranks compare its `remarks`; `warn_of_lost` reports `lost`."""
     return _RUNNING_LOSS.get()
 
 
 def remarks() -> str:
-    """Return the remarks of the running loss, in an order independent of the calls."""
     return "".join(f", {words}" for words in sorted(loss.remarks)) if (loss := _RUNNING_LOSS.get()) else ""
 
 
 def warn_of_lost() -> None:
-    """Warn if the running loss does not return running statistics that modules updated."""
     if torch.is_grad_enabled() and (loss := _RUNNING_LOSS.get()) and loss.lost:
         told = "drops the running statistics that batch norms update: evaluation has old ones. Return the new buffers"
         warnings.warn(f"{loss.lost[0]}: the loss {told} (with_extra=True, init_state(extra=))", stacklevel=2)
 
 
 class _Summand:
-    """A loss for sums and products with scalars."""
+    """A loss with sums and products."""
 
     def on_totals(self, fn: Callable[[Tensor], Tensor]) -> Self:
-        """Return the loss with `fn` of each total."""
         return added([replace(x, total=fn(x.total)) for x in terms_of(self)])
 
     def __add__(self, other: object) -> Tree:
@@ -127,7 +123,7 @@ class Sum(_Summand):
 
 @dataclass(frozen=True)
 class Terms(_Summand):
-    """A sum of losses, each divided by its own count: `Mean`s, and one `Sum` at most."""
+    """A sum of losses, each with its own count: `Mean`s, and at most one `Sum`."""
 
     terms: tuple[Mean | Sum, ...]
 
@@ -147,7 +143,7 @@ def terms_of(x: Tree) -> tuple[Tree, ...]:
 
 
 def added(terms: Sequence[Mean | Sum]) -> Tree:
-    """Add losses into a `Terms` with one `Sum` at most, or into a single loss."""
+    """Return a `Terms` with at most one `Sum`, or a single loss."""
     means, totals = [x for x in terms if isinstance(x, Mean)], [x.total for x in terms if isinstance(x, Sum)]
     merged: tuple[Mean | Sum, ...] = (*means, Sum(reduce(add, totals))) if totals else tuple(means)
     return Terms(merged) if len(merged) > 1 else merged[0]
@@ -162,14 +158,14 @@ def _is_term(x: Tree) -> bool:
 
 
 def value_dtype(total: Tensor, output: object) -> torch.dtype:
-    """Return the dtype of a sum over ranks: `output`, else at least float32; float64 for integers."""
+    """Return the dtype of a sum over ranks, at least float32; float64 for integers."""
     if isinstance(output, torch.dtype):
         return output
     return wide(total.dtype) if total.is_floating_point() else torch.float64
 
 
 def averages(aux: Tree) -> dict[str, Mean | Sum]:
-    """Return the `Mean`s and `Sum`s in an aux by path, sorted; `Terms` are taken apart."""
+    """Return the `Mean`s and `Sum`s by path, sorted; `Terms` are taken apart."""
     return dict(sorted((path, x) for path, x in tree.paths_to(aux, _is_term) if _is_term(x)))
 
 
@@ -197,10 +193,7 @@ def _check_count(loss: Mean | Sum, what: str) -> None:
 
 
 def read_loss(loss: Tree) -> tuple[Tree, type]:
-    """Return a loss as a Mean, Sum or Terms, and its class (Tensor for a plain scalar).
-
-    ValueError for a total or a count that is not a 0-d tensor.
-    """
+    """Return a loss and its class, Tensor for a plain scalar. ValueError for totals or counts that are not 0-d."""
     if isinstance(loss, Terms):
         return Terms(tuple(read_loss(term)[0] for term in loss.terms)), Terms
     kind = type(loss) if isinstance(loss, Mean | Sum) else Tensor
@@ -217,9 +210,9 @@ def read_loss(loss: Tree) -> tuple[Tree, type]:
 
 
 def described(kind: type, dtype: torch.dtype, aux: Tree, output: object) -> tuple[str, int]:
-    """Return the text of all sums, which ranks compare in the loss's collective, and a checksum.
+    """Return text of all sums, for ranks to compare, and its checksum, for ranks that compare no texts.
 
-    The checksum is for ranks that compare no texts. For `Terms`, `aux` is [sum, aux].
+    `aux` of `Terms` is [sum, aux].
     """
     summed = [f"{k!r}: {type(x).__name__} of {value_dtype(x.total, output)}" for k, x in averages(aux).items()]
     text = f", loss={'a scalar' if kind is Tensor else kind.__name__} of {dtype}"
@@ -228,7 +221,7 @@ def described(kind: type, dtype: torch.dtype, aux: Tree, output: object) -> tupl
 
 
 def put_averages(aux: Tree, sums: Sequence[Tensor], output: object) -> Tree:
-    """Return an aux with the value of each `Mean` and `Sum`, from totals and counts in the order of `averages`."""
+    """Put values into an aux; `sums` has totals and counts in the order of `averages`."""
     pairs = dict(zip(averages(aux), zip(sums[::2], sums[1::2], strict=True), strict=True))
 
     def value(path: str, x: Tree) -> Tree:
@@ -237,20 +230,19 @@ def put_averages(aux: Tree, sums: Sequence[Tensor], output: object) -> Tree:
         total, count = pairs[path]
         return total / torch.where(count == 0, torch.nan, count) if isinstance(x, Mean) else total
 
-    # rounded after the sum of terms
     values = tree.put_tops(aux, _is_term, [value(path, x) for path, x in tree.paths_to(aux, _is_term)])
     rounded = lambda x, of_terms: reduce(add, terms_of(of_terms)).to(value_dtype(x.total, output))  # noqa: E731
     return tree.map_tops(lambda x, y: rounded(x, y) if is_loss(x) else x, is_loss, aux, values)
 
 
 def local_sums(losses: Iterable[Mean | Sum], device: torch.device) -> list[Tensor]:
-    """Return this rank's total and count of each loss, 0-d."""
-    # float64: a count of tokens is exact, and sums round far below the loss
+    """Return total and count of each loss."""
+    # float64: counts are exact, and sums round far below the loss
     return [x for each in losses for x in (each.total.detach().to(device).double(), _weight(each, device))]
 
 
 def _weight(loss: Mean | Sum, device: torch.device) -> Tensor:
-    """Return the count. A negative one would train uphill: it becomes NaN."""
+    """A negative count would train uphill: it becomes NaN."""
     if not isinstance(loss, Mean) or not isinstance(loss.count, Tensor):
         return on_device(loss.count if isinstance(loss, Mean) else 1, device)
     count = on_device(loss.count.detach(), device)
@@ -261,19 +253,19 @@ def _weight(loss: Mean | Sum, device: torch.device) -> Tensor:
 class Outcome:
     """The result of one forward: total and count over all ranks (0-d, float64), class and dtype.
 
-    `sums` returns total and count, those of each `Mean` and `Sum` in `aux`, and the number of ranks with a gradient.
-    Its first call waits for other ranks. `weight` is the count if known before: for all losses but a `Mean`.
+    `sums` has total and count, those of each average in `aux`, and the number of ranks with a gradient. Its first call
+    waits for other ranks. `weight`: the count, known before for all losses but a `Mean`.
     """
 
     sums: Callable[[], Sequence[Tensor]]
     weight: Tensor | None
     kind: type  # Mean, Sum, or Tensor for a plain scalar
-    dtype: torch.dtype  # of the value
+    dtype: torch.dtype
     extra: Tree
     aux: Tree
     output: object = None  # the policy's dtype for Means and Sums in `aux`
-    several: bool = False  # `aux` is a list, one for each micro-batch
-    parts: Sequence[Outcome] = ()  # outcomes of a sum's terms
+    several: bool = False  # one `aux` for each micro-batch
+    parts: Sequence[Outcome] = ()  # of a sum's terms
 
     @property
     def total(self) -> Tensor:
@@ -285,36 +277,31 @@ class Outcome:
 
     @memo
     def divisor(self) -> Tensor:
-        """The divisor of the total: 1 for a Sum, else the count, or NaN for 0."""
+        """Divisor of the total: 1 for a Sum, NaN for a count of 0."""
         return torch.ones_like(self.count) if self.kind is Sum else torch.where(self.count == 0, torch.nan, self.count)
 
     def shared(self, num: int) -> Tensor:
-        """Return the divisor of each of `num` micro-batches with this count; 0 counts as 1."""
+        """Return the divisor of each of `num` micro-batches; a count of 0 is 1."""
         return torch.ones_like(self.count) if self.kind is Sum else torch.where(self.count == 0, 1.0, self.count) * num
 
     def seeds(self, seed: Tensor) -> list[Tensor]:
-        """Return the gradients of each term's total and count, given the total's gradient `seed`."""
+        """Return the gradients of each term's total and count."""
         if self.parts:
             return [x for part in self.parts for x in part.seeds(seed / part.divisor)]
         return [seed, -seed * (self.total / self.divisor)]  # d(T / C) = dT / C - (T / C) dC / C
 
     @property
     def value(self) -> Tensor:
-        """The loss over all ranks."""
         return (self.total / self.divisor).to(self.dtype)
 
     @property
     def metrics(self) -> Tree:
-        """The aux with the value of each `Mean` and `Sum`."""
         auxes = [put_averages(x, self.sums()[2:-1], self.output) for x in (self.aux if self.several else [self.aux])]
         return auxes if self.several else auxes[0]
 
 
 def outcome_of_terms(outcome: Outcome, kinds: Sequence[type]) -> Outcome:
-    """Return the outcome of a sum of losses: the value as total, count 1, or NaN if a term counts 0.
-
-    `outcome.sums` begins with total and count of each term; `kinds` are the terms' classes.
-    """
+    """Return the outcome of a sum, whose `sums` begin with each term's total and count; NaN if a term counts 0."""
     later = [partial(lambda i: outcome.sums()[2 * i :], i) for i in range(len(kinds) + 1)]
     parts = [replace(outcome, kind=kind, sums=sums) for kind, sums in zip(kinds, later, strict=False)]
 

@@ -1,17 +1,15 @@
 """Random numbers from a seed, a rank and a position in a step alone.
 
 Note [Random numbers in a graph]
-    If a graph drew from torch's generators, its numbers would depend on earlier code. So in a traced graph every random
-    operator is a node that takes a generator's state and returns the next one, with the eager numbers. The seed of
-    torch's generator is the index of the next state: code that restores the generator to recompute something
-    (torch.utils.checkpoint) draws the same numbers again.
+    If a graph drew from torch's generators, its numbers would depend on earlier code. So each random operator is a node
+    that takes a generator's state and returns the next one, with the eager numbers. The seed of torch's generator is
+    the index of the next state: code that restores the generator (torch.utils.checkpoint) draws the same numbers again.
 
 Note [Beside other threads]
-    All threads share torch's generator of the host, so another thread's draws would change an eager step's numbers. If
-    there are other threads, a step's operators draw from a generator of the step. A dispatch key, kept by torch for
-    tests and on in the step's thread alone, leads random operators here; other operators take no longer. As in a graph,
-    the seed of torch's generator is the number of the next state, and no draw changes it. So another thread may draw,
-    but must not seed or restore the generator: a second step there is an error.
+    All threads share torch's host generator, so other threads' draws would change an eager step's numbers. If there are
+    other threads, a step draws from its own generator: a dispatch key, kept by torch for tests and on in the step's
+    thread alone, leads random operators here. As in a graph, the seed of torch's generator numbers the next state, and
+    no draw changes it. Another thread may draw, but must not seed or restore: a second step there is an error.
 """
 
 from __future__ import annotations
@@ -44,9 +42,8 @@ _STATE_BYTES = {"cpu": 5056}  # bytes of a generator's state; 16 on other device
 
 @contextmanager
 def seeded(seed: Tensor, step: Tensor, rank: int, part: int, device: torch.device) -> Iterator[None]:
-    """Seed torch's generators by (seed, step, rank, part) inside the block; restore them after it."""
     cuda = device.type == "cuda"
-    # a graph writes to the host's generator alone, which holds the index of the next state
+    # a graph writes to the host's generator alone: the index of the next state
     with torch.random.fork_rng([device] if cuda and not is_tracing() else _alone() if active_count() > 1 else []):
         if is_tracing():
             state = torch.ops.fshard.seeded(seed, step, rank, part, device)
@@ -68,7 +65,7 @@ _OWN_DRAWS: ContextVar[_OwnDraws | None] = ContextVar("fshard.core.random.own", 
 
 
 class _OwnDraws(ExitStack):
-    """A block whose operators on the host draw from the block's generator."""
+    """A block whose host operators draw from its own generator."""
 
     def __enter__(self) -> Self:
         self.enter_context(assigned(_OWN_DRAWS, self))
@@ -104,7 +101,7 @@ class _OwnDraws(ExitStack):
         torch.default_generator.manual_seed(self._seed)
 
     def _follow(self) -> None:
-        """Go to the state of torch's generator, if it was restored, or seeded by the loss."""
+        """Go to the state of torch's generator, if the loss restored or seeded it."""
         if (seed := torch.initial_seed()) != self._seed:
             if seed not in self._states:
                 _check_alone()
@@ -142,11 +139,10 @@ def _lead_here() -> torch._C.DispatchKey:
 
 
 def _given(func: Operator, key: torch._C.DispatchKey, _: object, *args: Tree, **kwargs: Tree) -> Tree:
-    """Call an operator with the step's generator, unless it has one."""
     block, every = _OWN_DRAWS.get(), (*args, *kwargs.values())
     x = next(x for x in every if isinstance(x, Tensor))
     with torch._C._ExcludeDispatchKeyGuard(torch._C.DispatchKeySet(key)):
-        # a compiler traces with fake tensors: its code asks for numbers when it runs
+        # traced code asks for numbers when it runs
         is_real = x.device == HOST and not isinstance(x, FakeTensor | FunctionalTensor)
         if block is None or is_tracing() or not is_real or any(isinstance(x, torch.Generator) for x in every):
             return func(*args, **kwargs)
@@ -159,7 +155,7 @@ def _around_call(
 ) -> Tree:
     """Call an operator without a generator argument: its inner operators come here.
 
-    Under a dispatch mode, as a profiler, they do not: torch's generator then gets the step's state for the call.
+    Under a dispatch mode they do not: then torch's generator gets the step's state.
     """
     block = _OWN_DRAWS.get()
     if block is None or is_tracing() or not torch._C._len_torch_dispatch_stack():
@@ -173,10 +169,7 @@ def _around_call(
 
 @dataclass(frozen=True)
 class Seeds:
-    """The origin of random numbers in a step's update.
-
-    `at` numbers the places; `following` numbers functions that draw at one place, in the order of calls.
-    """
+    """The origin of random numbers in an update. `following` numbers functions at one place, in the order of calls."""
 
     seed: Tensor
     step: Tensor
@@ -192,19 +185,19 @@ class Seeds:
 
     @contextmanager
     def block(self) -> Iterator[Callable[[], bool]]:
-        """Draw from these seeds inside the block; yields a function: True if the block drew anything."""
+        """Draw from these seeds; yields a function, True if the block drew."""
         part = -1  # a loss has parts from 0 on
         with seeded(self.seed, self.step, self.place, part, self.device), assigned(UPDATE, self):
             start = position(self.device)
             yield lambda: position(self.device) != start
 
 
-# of the update in this thread's step; None outside of steps
+# of this thread's step
 UPDATE: ContextVar[Seeds | None] = ContextVar("fshard.core.random.update", default=None)
 
 
 def position(device: torch.device) -> Hashable:
-    """Return a value that changes with every draw from the generators of host or device."""
+    """Return a value that changes with every draw."""
     if is_tracing() or _OWN_DRAWS.get() is not None:
         return torch.default_generator.initial_seed()  # the index of the next state
     return tuple(g.get_state().numpy().tobytes() for g in (torch.default_generator, _default_generator(device)))
@@ -212,7 +205,7 @@ def position(device: torch.device) -> Hashable:
 
 @contextmanager
 def seeded_by(seed: int, path: str, device: torch.device) -> Iterator[None]:
-    """Seed the generators of host and `device` by (seed, path) inside the block; restore them."""
+    """Seed generators inside the block; restore them."""
     back, number = bookmark(device), _number(seed, path)
     try:
         torch.default_generator.manual_seed(number)
@@ -224,7 +217,7 @@ def seeded_by(seed: int, path: str, device: torch.device) -> Iterator[None]:
 
 
 def bookmark(*places: Place) -> Callable[[], None]:
-    """Return a function that restores the present state of the generators of the host and `places`.
+    """Return a function that restores the generators of the host and `places`.
 
     >>> back = bookmark()
     >>> a = torch.rand(2)
@@ -262,10 +255,7 @@ def accelerators() -> list[torch.device]:
 
 @contextmanager
 def forked(rank: int, device: torch.device) -> Iterator[None]:
-    """Draw inside the block from streams of the present state and `rank`, after it from new streams.
-
-    Draws after the block depend neither on `rank` nor on draws inside it.
-    """
+    """Draw from streams of the present state and `rank`; later draws depend neither on `rank` nor on the block."""
     if (draws := stream() or _OWN_DRAWS.get()) is not None:
         inside, after = torch.ops.fshard.forked(draws.state, rank, device)
         draws.go_on(after)
@@ -287,7 +277,7 @@ def forked(rank: int, device: torch.device) -> Iterator[None]:
 
 
 def fork_state(state: Tensor, rank: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return two generator states: one from `state` and `rank`, one from `state` alone.
+    """Return generator states: from `state` and `rank`, and from `state` alone.
 
     >>> inside, after = fork_state(torch.get_rng_state(), 0, torch.device("cpu"))
     >>> torch.equal(after, fork_state(torch.get_rng_state(), 1, torch.device("cpu"))[1]), torch.equal(inside, after)
@@ -307,7 +297,6 @@ def generator_state(seed: Tensor, step: Tensor, rank: int, part: int, device: to
 
 
 def empty_state(device: torch.device) -> Tensor:
-    """Return an empty tensor of the size of a generator's state."""
     return torch.empty(_STATE_BYTES.get(device.type, 16), dtype=torch.uint8, device="cpu")
 
 
@@ -318,7 +307,6 @@ def _default_generator(device: torch.device) -> torch.Generator:
 
 
 def drawn_like(how: str, like: Tensor) -> Tensor:
-    """Return an empty tensor like the first result of `draw`."""
     return torch.empty_like(like, dtype=torch.bool if how == "native_dropout" else None)
 
 
@@ -327,8 +315,7 @@ def draw(
 ) -> tuple[Tensor, Tensor]:
     """Return a tensor filled by the in-place method `how`, or "randperm", and the next state.
 
-    "native_dropout" returns the mask. It draws from the device's generator, on a GPU other numbers than `bernoulli_`:
-    so the operator itself runs.
+    "native_dropout" returns the mask, by the operator itself: on a GPU `bernoulli_` draws other numbers.
     """
     if how == "native_dropout":
         back = bookmark(like.device)
@@ -342,14 +329,14 @@ def draw(
     if how == "randperm":
         x = torch.randperm(len(like), generator=generator, dtype=like.dtype, device=like.device)
         return x, generator.get_state()
-    # `random_` takes integers alone, but the schema of `draw` makes them floats
+    # the schema makes integers floats
     values: Sequence[float] = [int(n) for n in numbers] if how == "random_" else numbers
     x = getattr(torch.empty_like(like), how)(*by, *values, generator=generator)
     return x, generator.get_state()
 
 
 class Stream(TorchDispatchMode):
-    """Record each random operator as a node that takes and returns a generator's state."""
+    """Record random operators as nodes that take and return a generator's state."""
 
     def __init__(self, state: Tensor, device: torch.device):
         super().__init__()
@@ -385,9 +372,9 @@ class Stream(TorchDispatchMode):
             if train is False or p == 0:
                 return x.clone(), torch.ones_like(x, dtype=torch.bool)
             mask = self._draw(name, x, [p])  # like `x`, bool
-            # for p = 1 the factor 1 / (1 - p) is infinite, and zero times infinity NaN
+            # 1 / (1 - p) would be infinite, and give NaN
             return x * mask * (0.0 if p == 1 else 1 / (1 - p)), mask
-        if name == "bernoulli":  # torch.func decomposes dropout into bernoulli with a probability
+        if name == "bernoulli":  # torch.func decomposes dropout
             return self._draw("bernoulli_", args[0], args[1:], by=() if args[1:] else args)
         if name.endswith("_") and isinstance(args[0], Tensor) and not any(isinstance(a, Tensor) for a in args[1:]):
             numbers = _defaults(func, args)
@@ -406,20 +393,16 @@ class Stream(TorchDispatchMode):
         raise NotImplementedError(_unknown(func))
 
 
-# of the step traced in this thread, inside its loss
+# of the step traced in this thread
 _STREAM: ContextVar[Stream | None] = ContextVar("fshard.core.random", default=None)
 
 
 def stream() -> Stream | None:
-    """Return the traced graph's stream; None for torch's generator."""
     return _STREAM.get()
 
 
 class SameDraws(TorchDispatchMode):
-    """Draw from one seed in every random operator: equal shapes get equal numbers.
-
-    `drew` is True after a draw. An operator with its own generator is a ValueError.
-    """
+    """Give equal shapes equal numbers. ValueError for an operator with its own generator."""
 
     def __init__(self, device: torch.device):
         super().__init__()
@@ -444,19 +427,16 @@ def _unknown(func: Operator) -> str:
 
 
 def _made_room(name: str, args: Sequence[Tree], options: Mapping[str, Tree]) -> Tensor:
-    """Return an empty tensor like a factory's result (`rand`, `randn_like`)."""
     return torch.empty_like(args[0], **options) if name.endswith("_like") else torch.empty(args[0], **options)
 
 
 def _defaults(func: Operator, args: Sequence[Tree]) -> list[float]:
-    """Return the numbers for an in-place random operator, defaults included."""
     schema = [a for a in func._schema.arguments[1:] if a.name != "generator" and not a.kwarg_only]
     return [args[i] if i < len(args) else a.default_value for i, a in enumerate(schema, start=1)]
 
 
 def draws(func: Operator, args: Sequence[Tree], kwargs: Mapping[str, Tree]) -> bool:
-    """True if a call draws random numbers; attention does so only with dropout."""
-    # fshard's operators have this tag against merging, but draw nothing
+    # fshard's operators have this tag, but draw nothing
     if torch.Tag.nondeterministic_seeded not in getattr(func, "tags", ()) or func.namespace == "fshard":
         return False
     dropout = kwargs.get("dropout_p", next((a for a in args if isinstance(a, float)), 0.0))
@@ -477,5 +457,5 @@ define(
     "draw(Tensor state, str how, Tensor[] by, float[] numbers, Tensor like) -> (Tensor, Tensor)",
     draw,
     lambda state, how, by, numbers, like: (drawn_like(how, like), torch.empty_like(state)),
-    exact=True,  # a tensor is filled in the order of its strides
+    exact=True,  # filled in the order of strides
 )

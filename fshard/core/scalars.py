@@ -11,7 +11,7 @@ Number = float | Tensor
 
 
 def double(x: Number) -> Tensor:
-    """Return a number as a 0-d float64 tensor, on the CPU; a tensor on its own device.
+    """Return a 0-d float64 tensor; of a number, on the CPU.
 
     >>> double(0.5)
     tensor(0.5000, dtype=torch.float64)
@@ -20,7 +20,7 @@ def double(x: Number) -> Tensor:
 
 
 def on_device(x: Number, device: torch.device) -> Tensor:
-    """Return a number as a 0-d float64 tensor, which the device fills without a wait.
+    """Return a 0-d float64 tensor, filled by the device without a wait.
 
     >>> on_device(0.5, torch.device("cpu"))
     tensor(0.5000, dtype=torch.float64)
@@ -31,7 +31,7 @@ def on_device(x: Number, device: torch.device) -> Tensor:
 
 
 def wide(dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype of scalar factors for a dtype: float32 or float64."""
+    """Return the dtype of scalar factors."""
     return torch.float64 if dtype in (torch.float64, torch.complex128) else torch.float32
 
 

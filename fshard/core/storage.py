@@ -16,17 +16,14 @@ from .tracing import define, is_tracing
 from .tree import Tree
 
 Static = TypeVar("Static", bound=Hashable)
-CACHED = 1 << 15  # elements of a block that fits a CPU's cache, with moments
-_LARGE_BLOCK = 1 << 24  # elements of a block that fills an accelerator
-MOST = 1 << 30  # elements of a tensor in a foreach kernel or a reduction: some index with int32
+CACHED = 1 << 15  # elements that fit a CPU's cache, with moments
+_LARGE_BLOCK = 1 << 24  # elements that fill an accelerator
+MOST = 1 << 30  # elements in a foreach kernel or a reduction: some index with int32
 
 
 def address(x: Tensor) -> int:
-    """Return the identity of a tensor's storage, even of meta and fake tensors.
-
-    It is unique while the storage, or a weak reference to it, is alive.
-    """
-    return x.untyped_storage()._cdata  # private: no public name (test_tape.py notices when it goes)
+    """Return a storage's identity, unique while the storage, or a weak reference to it, is alive."""
+    return x.untyped_storage()._cdata  # private: no public name (test_tape.py)
 
 
 def addresses(x: Tree) -> set[int]:
@@ -34,22 +31,22 @@ def addresses(x: Tree) -> set[int]:
 
 
 def _with_storage(x: Tree) -> Iterator[Tensor]:
-    # sparse tensors have none, and tensors without elements read nothing
+    # sparse tensors have no storage, empty ones read nothing
     rows = (leaf for leaf in tree.leaves(x) if isinstance(leaf, Tensor) and leaf.layout is torch.strided)
     return (row for row in rows if row.numel())
 
 
 def span(storage: torch.UntypedStorage) -> range:
-    """Return a storage's address range; without memory (meta, fake) a range of its identity."""
+    """Return a storage's addresses; without memory (meta, fake) a range of its identity."""
     try:
         start = 0 if storage.device.type == "meta" else storage.data_ptr()
-    except RuntimeError:  # since torch 2.15; before it data_ptr was 0
+    except RuntimeError:  # since torch 2.15; before: 0
         start = 0
     return range(start, start + storage.nbytes()) if start else range(storage._cdata, storage._cdata + 1)
 
 
 class Places:
-    """Address ranges of storages. Others may lie there, too: torch.from_numpy and DLPack reuse memory."""
+    """Address ranges of storages. torch.from_numpy and DLPack may share memory between storages."""
 
     def __init__(self, held: Tree):
         # sorted and disjoint
@@ -64,7 +61,6 @@ class Places:
             self._ends[met] = [max([place.stop, *self._ends[met]])]
 
     def has(self, x: Tree) -> bool:
-        """True if the storage of any tensor of a tree meets one of the ranges."""
         return any(map(self._meets, (span(row.untyped_storage()) for row in _with_storage(x))))
 
     def _meets(self, place: range) -> bool:
@@ -73,18 +69,16 @@ class Places:
 
 
 def aside(x: Tree, written: Tree) -> Tree:
-    """Return a tree with copies of the tensors in the memory of `written`, which will change."""
+    """Copy tensors in the memory of `written`, which will change."""
     memory = Places(written)
     return tree.map(lambda leaf: leaf.clone() if isinstance(leaf, Tensor) and memory.has(leaf) else leaf, x)
 
 
 def writes(x: Tensor) -> int | None:
-    """Return the number of in-place writes; None in inference mode."""
-    return None if x.is_inference() else x._version  # private: no public name (test_tape.py notices)
+    return None if x.is_inference() else x._version  # private: no public name (test_tape.py)
 
 
 def byte_range(x: Tensor) -> range:
-    """Return the bytes of the storage from the first element to the last."""
     begin = int(x.storage_offset()) * x.itemsize
     steps = zip(x.shape, x.stride(), strict=True)
     return range(begin, begin + (1 + sum((size - 1) * stride for size, stride in steps)) * x.itemsize * bool(x.numel()))
@@ -96,13 +90,12 @@ def ranges_meet(x: Tensor, y: Tensor) -> bool:
 
 
 def share_elements(x: Tensor, y: Tensor) -> bool:
-    """True if two tensors have a byte in common; columns of a matrix have none."""
     return ranges_meet(x, y) and runs_meet(x, y)
 
 
 def runs_meet(x: Tensor, y: Tensor) -> bool:
-    """True if two tensors of one storage have a byte in common."""
-    ends = [0, 0]  # the end of each tensor's runs so far; runs of one tensor may overlap
+    """True if tensors of one storage share a byte."""
+    ends = [0, 0]  # of each tensor's runs so far; one tensor's runs may overlap
     for start, stop, number in sorted((*run, number) for number, z in enumerate((x, y)) for run in _runs(z)):
         if start < ends[1 - number]:
             return True
@@ -111,7 +104,7 @@ def runs_meet(x: Tensor, y: Tensor) -> bool:
 
 
 def _runs(x: Tensor) -> list[tuple[int, int]]:
-    """Return (begin, end) of a tensor's runs of adjacent bytes."""
+    """Return (begin, end) of runs of adjacent bytes."""
     starts, length = [byte_range(x).start], x.itemsize
     for stride, size in sorted((stride * x.itemsize, size) for size, stride in zip(x.shape, x.stride(), strict=True)):
         if stride == length and len(starts) == 1:
@@ -121,25 +114,24 @@ def _runs(x: Tensor) -> list[tuple[int, int]]:
     return [(start, start + length) for start in starts]
 
 
-STEP = 16  # packed tensors begin at multiples of 16 bytes, because kernels load 16 bytes at once
-Held = Sequence[tuple[torch.dtype, int]]  # (dtype, number of elements) of each packed tensor
+STEP = 16  # bytes: kernels load 16 at once
+Held = Sequence[tuple[torch.dtype, int]]  # (dtype, number of elements) of packed tensors
 
 
 def pack(tensors: Sequence[Tensor], out: Tensor | None = None) -> Tensor:
-    """Pack tensors of any dtypes into one flat uint8 tensor, zeros between them. Dual: `unpack`.
+    """Pack tensors into a flat uint8 tensor, zeros between them. Dual: `unpack`.
 
     >>> unpack(pack([torch.ones(1), torch.tensor([2, 3])]), [(torch.float32, 1), (torch.int64, 2)])
     [tensor([1.]), tensor([2, 3])]
     """
     parts = list[Tensor]()
     for data in map(as_bytes, tensors):
-        gap = -data.numel() % STEP  # bytes to the next multiple of STEP
+        gap = -data.numel() % STEP
         parts += [data, data.new_zeros(gap)] if gap else [data]
     return torch.cat(parts, out=out)
 
 
 def aligned(end: int) -> int:
-    """Return the first multiple of STEP from `end` on."""
     return -(-end // STEP) * STEP
 
 
@@ -148,7 +140,7 @@ def packed_size(held: Held) -> int:
 
 
 def unpack(data: Tensor, held: Held) -> list[Tensor]:
-    """Return the packed tensors, flat, as views of `data`."""
+    """Return flat views of `data`."""
     tensors = list[Tensor]()
     for dtype, numel in held:
         tensors.append(from_bytes(data[: dtype.itemsize * numel], dtype))  # (numel,)
@@ -157,7 +149,7 @@ def unpack(data: Tensor, held: Held) -> list[Tensor]:
 
 
 def bitcast(x: Tensor, dtype: torch.dtype) -> Tensor:
-    # an operator of fshard, because Inductor fuses bit casts wrongly on CPUs (torch 2.13, test_compile.py)
+    # Inductor fuses bit casts wrongly on CPUs (torch 2.13, test_compile.py)
     return torch.ops.fshard.bitcast(x, dtype) if is_tracing() and x.dtype != dtype else x.view(dtype)
 
 
@@ -169,17 +161,17 @@ def as_bytes(x: Tensor) -> Tensor:
 
 
 def is_inexact(x: object) -> TypeGuard[Tensor]:
-    """True for a floating or complex tensor: it can have a gradient."""
+    """True if `x` can have a gradient."""
     return isinstance(x, Tensor) and (x.is_floating_point() or x.is_complex())
 
 
 def value_bytes(x: Tensor) -> Tensor:
-    """Return the bytes of a tensor's elements, in order: flat, uint8."""
+    """Return the elements' bytes in order: flat, uint8."""
     return as_bytes(x.detach().resolve_conj().resolve_neg().contiguous())
 
 
 def words(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the bytes of a contiguous tensor as 8-byte words, int64 (n,), and the rest, uint8."""
+    """Return the 8-byte words, int64 (n,), and the rest, uint8."""
     data = as_bytes(x)
     data = data.clone() if data.storage_offset() % 8 else data  # words must be aligned
     end = len(data) // 8 * 8
@@ -206,12 +198,12 @@ class DonatedError(RuntimeError):
 
 @dataclass
 class Life:
-    """The life of a value: `given_away` once a call took it over. Values with the same tensors share it."""
+    """Life of a value, shared by all values with the same tensors."""
 
     given_away: bool = False
 
     def check(self, name: str, touched: str) -> None:
-        """Raise DonatedError if the value was given away; `touched`: the attribute that was read."""
+        """Raise DonatedError if given away; `touched`: the attribute that was read."""
         if self.given_away:
             raise DonatedError(
                 f"this {name} was given away: a step, or another call, with donate=True wrote to its tensors in place "
@@ -219,13 +211,13 @@ class Life:
             )
 
     def __getstate__(self) -> dict[str, object]:
-        self.check("value", "__getstate__")  # a copy or a file would take the state that is there now
+        self.check("value", "__getstate__")  # a copy or file would take the state as it is now
         return vars(self)
 
 
 @dataclass(frozen=True, eq=False)
 class Source(Generic[Static]):
-    """Metadata of a node that can be given away: `static` is compared, `of` refers to the node weakly."""
+    """Metadata of a node that can be given away: `static` is compared, `of` is weak."""
 
     static: Static
     of: weakref.ref[Tree]
@@ -242,12 +234,12 @@ class Source(Generic[Static]):
 
 
 def block_size(x: Tensor, cached: int) -> int:
-    """Return the elements to process at a time: `cached` on a CPU, elsewhere enough to fill the device."""
+    """Return the number of elements to process at a time."""
     return cached if x.device.type == "cpu" else max(cached, _LARGE_BLOCK)
 
 
 def _gaps(length: int, spans: Iterable[tuple[int, int]]) -> Iterator[tuple[int, int]]:
-    """Yield the non-empty intervals of [0, length) outside sorted `spans`."""
+    """Yield the intervals of [0, length) outside sorted `spans`."""
     end = 0
     for start, stop in (*spans, (length, length)):
         if start > end:
@@ -270,9 +262,9 @@ def cleared_outside(row: Tensor, spans: Iterable[tuple[int, int]]) -> Tensor:
     gaps = list(_gaps(len(row), spans))
     if not gaps:
         return row
-    # one tensor of zeros, as long as the longest gap; a product with 0 would keep NaN
+    # as long as the longest gap; a product with 0 would keep NaN
     zeros = row.new_zeros(max(stop - start for start, stop in gaps))
-    begins = [0, *(stop for _, stop in gaps)]  # of kept intervals: one before each gap, one after the last
+    begins = [0, *(stop for _, stop in gaps)]  # of kept intervals
     parts = [
         x for begin, (start, stop) in zip(begins, gaps, strict=False) for x in (row[begin:start], zeros[: stop - start])
     ]

@@ -1,4 +1,4 @@
-"""Tracing, its operators, names for torch.profiler, and context variables of a block."""
+"""Tracing, its operators, profiler names, and context variables of a block."""
 
 from __future__ import annotations
 
@@ -15,40 +15,38 @@ from torch.fx import Node
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot
 from torch.utils._python_dispatch import _disable_current_modes
 
-# True: a trace calls a function for each unit, even for equal ones
+# True: equal units are traced one by one
 UNROLLS: ContextVar[bool] = ContextVar("fshard.core.tracing", default=False)
 T = TypeVar("T")
 Operator: TypeAlias = Any  # its class is private to torch
-# Arguments of a function or operator, as modes and tensor subclasses get them.
+# arguments, as modes and tensor subclasses get them
 Args: TypeAlias = tuple[Any, ...]
 Kwargs: TypeAlias = Mapping[str, Any] | None
 
 
 class Rerun(Protocol):
-    """A function run by `fshard.remat`, with the units it reads as inputs."""
+    """A function run by `fshard.remat`, with its units as inputs."""
 
-    def unit(self, tape: Any, number: int) -> Sequence[Tensor]:
-        """Return the function's leaves of a unit of a tape."""
+    def unit(self, tape: Any, number: int) -> Sequence[Tensor]: ...
 
 
 RERUN: ContextVar[Rerun | None] = ContextVar("fshard.core.rerun", default=None)  # the innermost running one
 
 
 def is_tracing() -> bool:
-    """True if operators are traced with fake tensors."""
     if torch.compiler.is_dynamo_compiling():  # dynamo cannot trace the next line
         return False
-    # Private: there is no public way to ask (test_jit.py notices when it goes).
+    # private: no public way to ask (test_jit.py)
     return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None
 
 
-# Private: there is no public way to leave the modes of a trace (test_scan.py notices when it goes).
+# private: no public way to leave a trace's modes (test_scan.py)
 unseen: Callable[[], AbstractContextManager[None]] = _disable_current_modes
 
 
 @contextmanager
 def unrecorded() -> Iterator[None]:
-    """Run a block on fake tensors inside a trace, unseen by modes and graphs."""
+    """Run on fake tensors inside a trace, unseen by modes and graphs."""
     fake = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE)
     with torch._C.DisableTorchFunction(), unseen(), fake:
         yield
@@ -56,7 +54,6 @@ def unrecorded() -> Iterator[None]:
 
 @contextmanager
 def assigned(variable: ContextVar[T], value: T) -> Iterator[None]:
-    """Set a context variable inside a block."""
     token = variable.set(value)
     try:
         yield
@@ -64,7 +61,7 @@ def assigned(variable: ContextVar[T], value: T) -> Iterator[None]:
         variable.reset(token)
 
 
-# Private: torch has no public way to take hooks off (test_prefetch.py notices when it goes).
+# private: no public way to take hooks off (test_prefetch.py)
 _peek_hooks: Any = torch._C._autograd._top_saved_tensors_default_hooks
 _pop_hooks = torch._C._autograd._pop_saved_tensors_default_hooks
 _push_hooks = torch._C._autograd._push_saved_tensors_default_hooks
@@ -72,7 +69,7 @@ _push_hooks = torch._C._autograd._push_saved_tensors_default_hooks
 
 @contextmanager
 def unhooked() -> Iterator[Sequence[tuple[Callable[..., object], Callable[..., object]]]]:
-    """Take saved-tensor hooks off inside a block; yields them, innermost first."""
+    """Take saved-tensor hooks off; yields them, innermost first."""
     hooks = []
     while top := _peek_hooks(True):
         hooks.append(top)
@@ -84,20 +81,20 @@ def unhooked() -> Iterator[Sequence[tuple[Callable[..., object], Callable[..., o
             _push_hooks(pack, unpack)
 
 
-class memo(cached_property[T]):  # a decorator like `property`
-    """functools.cached_property without its lock: simulated ranks would wait, and dynamo cannot trace it."""
+class memo(cached_property[T]):
+    """A cached_property without lock: simulated ranks would wait, and dynamo cannot trace it."""
 
     def __init__(self, fn: Callable[[Any], T]):
         super().__init__(fn)
-        self.lock = nullcontext()  # private to functools (test_tracing.py notices when it goes)
+        self.lock = nullcontext()  # private to functools (test_tracing.py)
 
 
 class Marked(Tensor):
-    """Base of classes that say how a tensor was made. In a graph, nodes are marked instead."""
+    """Base of classes that say how a tensor was made; in a graph, nodes are marked instead."""
 
 
 def mark(x: Tensor, kind: type[Tensor]) -> Tensor:
-    """Return `x` as a tensor of this class, in the same memory; while tracing mark its node."""
+    """Return `x` as this class, in the same memory; a traced tensor's node is marked."""
     if kind is Tensor:
         return x
     if not is_tracing() and not torch.compiler.is_compiling():
@@ -109,7 +106,7 @@ def mark(x: Tensor, kind: type[Tensor]) -> Tensor:
 
 
 def kind_of(x: Tensor) -> type[Tensor]:
-    """Return the class that marks a tensor or its node; `Tensor` without a mark."""
+    """Return the class that marks a tensor or its node."""
     if isinstance(x, Marked):
         return type(x)
     node = node_of(x) if is_tracing() else None
@@ -119,9 +116,9 @@ def kind_of(x: Tensor) -> type[Tensor]:
 
 
 def _renames(node: Node) -> bool:
-    """True if a node returns its only argument, as `detach` and in-place operators: eagerly the class stays.
+    """True for `detach` and in-place operators, which eagerly keep the class.
 
-    torch 2.13 records `detach` as `aten.detach`, torch 2.14 as `aten.alias`: the schema decides.
+    torch 2.13 records `detach` as `aten.detach`, torch 2.14 as `aten.alias`, so the schema decides.
     """
     arguments = node.target._schema.arguments if isinstance(node.target, torch._ops.OpOverload) else ()
     info = arguments[0].alias_info if len(arguments) == 1 else None
@@ -134,7 +131,7 @@ def _form(node: Node) -> object:
 
 
 def node_of(x: Tensor) -> Node | None:
-    # Private: no public name (test_loss_scale.py notices when it goes).
+    # private: no public name (test_loss_scale.py)
     mode = get_proxy_mode()
     traced = None if mode is None else get_proxy_slot(x, mode.tracer, None)
     return None if traced is None else traced.proxy.node
@@ -146,11 +143,11 @@ _LIBRARY = torch.library.Library("fshard", "DEF")
 def define(
     schema: str, run: Callable[..., object], shapes: Callable[..., object], exact: bool = False, captured: bool = False
 ) -> None:
-    """Define the operator `torch.ops.fshard.<name>`: `run` implements it, `shapes` returns fake results.
+    """Define `torch.ops.fshard.<name>`: `run` implements it, `shapes` returns fake results.
 
     Tags forbid compilers to merge equal calls, to run a call while compiling, to put it into a CUDA graph (a collective
-    would repeat without its Python), and to change an argument's layout (each node would get a copy). `exact`:
-    arguments keep their strides. `captured`: a CUDA graph may contain the operator.
+    would repeat without its Python), and to change an argument's layout, by a copy in each node. `exact`: arguments
+    keep strides. `captured`: a CUDA graph may contain the operator.
     """
     layout = torch.Tag.needs_exact_strides if exact else torch.Tag.flexible_layout
     unsafe = [] if captured else [torch.Tag.cudagraph_unsafe]
@@ -164,7 +161,7 @@ _EVERY, _OF_TORCH = (torch.library.Library(name, "IMPL") for name in ("_", "aten
 
 
 def lead(key: str, functions: Mapping[str, Callable[..., object]]) -> None:
-    """Replace operators of torch where a dispatch key is on. Functions get the operators' keys first."""
+    """Replace torch's operators under a dispatch key. Functions get the operators' keys first."""
     _EVERY.fallback(torch.library.fallthrough_kernel, key)
     for name, run in functions.items():
         _OF_TORCH.impl(name, run, key, with_keyset=True)
@@ -174,8 +171,8 @@ define("materialize(Tensor x) -> Tensor", torch.clone, torch.empty_like)
 
 
 def copied(x: Tensor) -> Tensor:
-    """Return a contiguous copy, aligned to 64 bytes as all memory of torch."""
-    # a compiler would remove a clone, and read `x` itself
+    """Return a contiguous copy, aligned to 64 bytes."""
+    # a compiler would remove a clone
     if is_tracing():
         return torch.ops.fshard.materialize(x.contiguous())
     return x.clone(memory_format=torch.contiguous_format)
@@ -190,7 +187,7 @@ def named(what: str, label: str) -> AbstractContextManager[object]:
     >>> with named("all_gather", "blocks.0"):
     ...     pass
     """
-    # private: a `record_function` costs 2 us even without a profiler (test_profiling.py notices when it goes)
+    # private: `record_function` costs 2 us even without a profiler (test_profiling.py)
     if not profiler._is_profiler_enabled or is_tracing():
         return _UNNAMED
     return profiler.record_function(f"fshard.{what} {label}".rstrip())

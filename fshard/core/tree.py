@@ -1,9 +1,8 @@
 """Trees of tensors in the order of use: the only module that imports optree.
 
 Note [Order of use]
-    A plan needs the order in which a model uses its parameters: the order of insertion. optree sorts the keys of a dict
-    as strings ('10' before '2'), but not in torch's namespace, which also has every node type of `torch.utils._pytree`.
-    So this module uses that namespace.
+    A plan needs the order in which a model uses its parameters: insertion order. optree sorts a dict's keys as strings
+    ('10' before '2'), except in torch's namespace, which also has every node type of `torch.utils._pytree`.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from typing import Any, TypeAlias, TypeVar
 
 import optree
 
-# Private: importing it turns insertion order on in the namespace "torch" (test_tree.py notices when it stops).
+# Private: importing it turns insertion order on in the namespace "torch" (test_tree.py).
 import torch.utils._cxx_pytree  # noqa: F401
 import torch.utils._pytree as pytree
 from torch import Tensor
@@ -31,17 +30,17 @@ from torch import Tensor
 from .differences import lacking
 
 _NAMESPACE = "torch"
-# A tree of any node types; a bare `Any` is not a tree.
+# a tree of any node types; a bare `Any` is not a tree
 Tree: TypeAlias = Any
 Spec = optree.PyTreeSpec
-Metadata: TypeAlias = Hashable | None  # of a node: part of the structure, so it is compared
+Metadata: TypeAlias = Hashable | None  # compared as part of the structure
 T = TypeVar("T")
-# The files with code between a function given to `map_tops` and its caller.
+# files between a function given to `map_tops` and its caller
 CODE = (__file__, os.path.dirname(optree.__file__))
 
 
 def _mirror(kind: type) -> None:
-    """Register a node type with optree if only `torch.utils._pytree` knows it."""
+    """Register with optree a type that only `torch.utils._pytree` knows."""
     node = pytree.SUPPORTED_NODES[kind]
 
     def flatten(value: Tree) -> tuple[list[Tree], Metadata, tuple[Hashable, ...]]:
@@ -49,7 +48,7 @@ def _mirror(kind: type) -> None:
         if node.flatten_with_keys_fn is None:
             return children, context, tuple(range(len(children)))
         keys = [key for key, _ in node.flatten_with_keys_fn(value)[0]]
-        # torch wraps names of children: GetAttrKey(name), MappingKey(key), SequenceKey(idx)
+        # torch wraps names: GetAttrKey(name), MappingKey(key), SequenceKey(idx)
         return children, context, tuple(getattr(k, "name", getattr(k, "key", getattr(k, "idx", k))) for k in keys)
 
     def unflatten(context: Metadata, children: Iterable[Tree]) -> Tree:
@@ -70,7 +69,7 @@ def flatten(tree: Tree) -> tuple[list[Tree], Spec]:
 
 def _flatten_until(tree: Tree, is_leaf: Callable[[Tree], bool] | None) -> tuple[list[Tree], Spec]:
     leaves, spec = optree.tree_flatten(tree, is_leaf=is_leaf, namespace=_NAMESPACE)
-    # optree takes node types of torch.utils._pytree alone for leaves: register them, and flatten again
+    # node types of torch.utils._pytree alone are leaves for optree: register them, and flatten again
     maybe = [x for x in leaves if not isinstance(x, Tensor) and type(x) in pytree.SUPPORTED_NODES]
     unknown: set[type] = {type(x) for x in maybe if is_leaf is None or not is_leaf(x)}
     if not unknown:
@@ -103,7 +102,7 @@ def tensors(leaves: Sequence[object]) -> list[Tensor]:
 
 
 def with_tensors(leaves: Sequence[object], tensors: Iterable[Tensor]) -> list[object]:
-    """Return the leaves with their tensors replaced by others, in order.
+    """Replace the tensors among leaves, in order.
 
     >>> with_tensors([1, torch.ones(1), "a"], [torch.zeros(1)])
     [1, tensor([0.]), 'a']
@@ -113,7 +112,7 @@ def with_tensors(leaves: Sequence[object], tensors: Iterable[Tensor]) -> list[ob
 
 
 def flatten_up_to(spec: Spec, tree: Tree) -> list[Tree]:
-    """Return the subtrees of `tree` at the leaves of a structure. ValueError if it does not fit."""
+    """Return the subtrees at the leaves of a structure. ValueError if `tree` does not fit."""
     try:
         return spec.flatten_up_to(tree)
     except ValueError:
@@ -142,7 +141,7 @@ def consists_of(tree: Tree, spec: Spec, leaves: Sequence[Tree]) -> bool:
     return len(now) == len(leaves) and all(builtins.map(operator.is_, now, leaves)) and form == spec
 
 
-# Nodes to treat as leaves: all of one type, or all that satisfy a predicate.
+# nodes to treat as leaves
 Stop = type | Callable[[Tree], bool]
 
 
@@ -151,7 +150,7 @@ def _is(stop: Stop) -> Callable[[Tree], bool]:
 
 
 def tops(tree: Tree, stop: Stop) -> list[Tree]:
-    """Flatten a tree, with every `stop` node as a leaf."""
+    """Flatten, with every `stop` node as a leaf."""
     return _flatten_until(tree, _is(stop))[0]
 
 
@@ -169,7 +168,7 @@ def joined(*parts: str) -> str:
 
 
 def paths_to(tree: Tree, stop: Stop) -> list[tuple[str, Tree]]:
-    """Flatten a tree, with every `stop` node as a leaf, into (path, leaf) pairs."""
+    """Return (path, leaf) pairs; every `stop` node is a leaf."""
     leaves, spec = _flatten_until(tree, _is(stop))
     return list(zip(paths(spec), leaves, strict=True))
 
@@ -183,7 +182,7 @@ def structure_above(tree: Tree, stop: Stop) -> Spec:
 
 
 def map_tops(fn: Callable[..., Tree], stop: Stop, tree: Tree, *rest: Tree) -> Tree:
-    """Apply `fn` to `tops(tree, stop)`, and to the subtrees of `rest` at the same places."""
+    """Map `tops(tree, stop)`, and the subtrees of `rest` at the same places."""
     leaves, spec = _flatten_until(tree, _is(stop))
     return spec.unflatten(builtins.map(fn, leaves, *builtins.map(spec.flatten_up_to, rest)))
 
@@ -217,17 +216,16 @@ def register(cls: type, flatten: Callable[[Tree], tuple[Any, ...]], unflatten: C
 
 
 class StandIn:
-    """A node in place of a container, which makes its children when they are read."""
+    """A node in place of a container, with children made when read."""
 
     __slots__ = ()
 
     @abstractmethod
-    def _filled_(self) -> Tree:
-        """Return the container."""
+    def _filled_(self) -> Tree: ...
 
 
 def plain(tree: Tree) -> Tree:
-    """Return the tree with containers in place of their stand-ins, at every depth."""
+    """Replace stand-ins by their containers, at every depth."""
     return map_tops(lambda x: plain(x._filled_()) if isinstance(x, StandIn) else x, StandIn, tree)
 
 
@@ -236,7 +234,7 @@ def one_level(tree: Tree, namespace: str = _NAMESPACE) -> tuple[list[Tree], Spec
 
 
 def opened(node: Tree) -> tuple[list[tuple[Hashable, Tree]] | None, Metadata]:
-    """Return the (name, child) pairs of a node, and its metadata; (None, None) for a leaf.
+    """Return a node's (name, child) pairs and metadata; (None, None) for a leaf.
 
     >>> opened({"b": 1, "a": [2]})[0], opened(1)[0]
     ([('b', 1), ('a', [2])], None)
@@ -248,9 +246,9 @@ def opened(node: Tree) -> tuple[list[tuple[Hashable, Tree]] | None, Metadata]:
 
 
 def register_stand_in(cls: type, of: Callable[[Tree], Tree]) -> None:
-    """Register a class of stand-ins for containers; `of(container)` wraps a container that is there.
+    """Register stand-ins for containers; `of(container)` wraps one that is there.
 
-    Mapping returns the same class. Children come in each library's order for the container (Note [Order of use]).
+    Mapping returns the same class. Children come in each library's order (Note [Order of use]).
     """
 
     def flatten_in(namespace: str) -> Callable[[Tree], tuple[list[Tree], Metadata, tuple[Hashable, ...] | None]]:
@@ -314,7 +312,7 @@ def register_fields(
         return tuple(getattr(x, name) for name in children), tuple(getattr(x, name) for name in metadata)
 
     def unflatten(static: Sequence[Metadata], dynamic: Sequence[Tree]) -> Tree:
-        # mapped leaves may be anything, so __post_init__ must not see them
+        # mapped leaves may be anything: __post_init__ must not see them
         x: object = object.__new__(cls)
         for name, value in zip((*children, *metadata), (*dynamic, *static), strict=True):
             # a frozen dataclass refuses setattr; dynamo of torch 2.11 cannot trace `vars(x).update`
@@ -322,7 +320,7 @@ def register_fields(
         return x
 
     register(cls, flatten, unflatten)
-    # on the class, because torch's namespace has no names of nodes' children
+    # torch's namespace has no names of nodes' children
     cls.__children__ = cls, children, tuple(children if names is None else names)  # type: ignore[attr-defined]
 
 
@@ -350,15 +348,15 @@ def _fields(cls: type) -> list[str]:
 
 
 def give_away(tree: Tree) -> None:
-    """Call `give_away` of every outermost node with this method: a later use is a DonatedError."""
+    """Call `give_away` of every outermost node: a later use is a DonatedError."""
     for node in tops(tree, lambda x: hasattr(x, "give_away")):
         if hasattr(node, "give_away"):
             node.give_away()
 
 
 def constant(cls: type[T]) -> type[T]:
-    """Register a class of immutable values as constants for torch.compile."""
-    # Private: dynamo would rebuild frozen dataclasses, known by this attribute, from their fields, and fail
+    """Register immutable values as constants for torch.compile."""
+    # Private: dynamo would rebuild frozen dataclasses, known by it, from their fields, and fail
     if "__dataclass_params__" in vars(cls):
         del cls.__dataclass_params__  # type: ignore[attr-defined]
     pytree.register_constant(cls)
@@ -367,7 +365,7 @@ def constant(cls: type[T]) -> type[T]:
 
 def names(spec: Spec) -> list[Hashable]:
     kind: Any = spec.type
-    if getattr(kind, "__children__", (None,))[0] is kind is not None:  # a base class may be registered with other names
+    if getattr(kind, "__children__", (None,))[0] is kind is not None:  # a base class may have other names
         return list(kind.__children__[2])
     return list(
         kind._fields if kind is not None and issubclass(kind, tuple) and hasattr(kind, "_fields") else spec.entries()
@@ -380,7 +378,7 @@ def child_fields(kind: type) -> tuple[str, ...] | None:
 
 
 def walk(spec: Spec, path: tuple[str, ...] = (), first: int = 0) -> Iterator[tuple[tuple[str, ...], Spec, int]]:
-    """Yield (path, structure, number of the first leaf) of every subtree, outer before inner."""
+    """Yield (path, structure, first leaf) of every subtree, outer before inner."""
     yield path, spec, first
     for name, child in zip(names(spec), spec.children(), strict=True):
         yield from walk(child, (*path, str(name)), first)
@@ -404,7 +402,7 @@ def paths(spec: Spec) -> list[str]:
 
 
 def pairs(what: str, expected: Tree, got: Tree) -> tuple[list[tuple[Tree, Tree]], Spec]:
-    """Return pairs of leaves of two trees, and the first's structure. ValueError, led by `what`, if they differ.
+    """Return pairs of leaves, and the first's structure. ValueError, led by `what`, if structures differ.
 
     >>> pairs("b is not like a", {"w": 1}, {"w": 2})[0]
     [(1, 2)]
@@ -417,7 +415,7 @@ def pairs(what: str, expected: Tree, got: Tree) -> tuple[list[tuple[Tree, Tree]]
 
 
 def difference(expected: Tree, got: Tree) -> str:
-    """Say how the structure of a tree differs from the expected one.
+    """Say how a tree's structure differs.
 
     >>> difference({"a": 1, "b": 2}, {"a": 1}), difference({"a": 1}, (1,))
     ("it lacks ['b'] and has nothing besides", 'expected a dict, got a tuple')
@@ -438,7 +436,7 @@ def names_in(paths: Iterable[str]) -> set[str]:
 
 
 def matches(path: Sequence[str], pattern: str, names: Container[str]) -> bool:
-    """True if a path matches a dotted pattern: `*` is (part of) one component, `**` any number of them.
+    """True if a path matches a dotted pattern: `*` is (part of) one component, `**` any number.
 
     A component equal to one of `names` (`names_in` of the tree) means this name alone.
 
