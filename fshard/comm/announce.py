@@ -1,10 +1,9 @@
 """Ranks that announce each collective to their peers, or record it as nodes of a graph.
 
 Note [Collectives in a graph]
-    A collective is two operators of a graph. The first starts it, and returns the tensor for the result (the place) and
-    a ticket. The second, `wait`, takes both, and the sent tensors: so no compiler reuses their memory earlier. The
-    ticket owns the collective under way; freeing the ticket ends it. A mesh is passed by name, because operators take
-    no objects.
+    A collective is two operators. The first starts it, and returns the tensor for the result (the place) and a ticket.
+    The second, `wait`, takes both, and the sent tensors: so no compiler reuses their memory earlier. The ticket owns
+    the collective under way; freeing the ticket ends it. A mesh is passed by name: operators take no objects.
 """
 
 from __future__ import annotations
@@ -30,30 +29,29 @@ P = ParamSpec("P")
 R = TypeVar("R")
 Around = Callable[[Ranks, Mesh], Ranks]
 _AROUND: ContextVar[Around | None] = ContextVar("fshard_around", default=None)
-_ROOM_BYTES = 1 << 20  # bytes
+_ROOM_BYTES = 1 << 20
 
 
 class Announced:
-    """Ranks along one axis; they call `announce(text)` before each collective."""
+    """Ranks that call `announce(text)` before each collective."""
 
     def __init__(self, ranks: Ranks, announce: Callable[[str], None]):
         self.axis, self.rank, self.size, self.device = ranks.axis, ranks.rank, ranks.size, ranks.device
-        # without `whole` every collective is an `exchange` or `built_in`: both announce
+        # without `whole` every collective is announced, as an `exchange` or `built_in`
         self.built_in, self.whole, self.empty = ranks.built_in, None, ranks.empty
         self._ranks, self._exchange, self.announce = ranks, ranks.exchange, announce
 
     @property
-    def timeout(self) -> timedelta:  # of a message: a plan made in a checked call connects its mesh
+    def timeout(self) -> timedelta:  # a plan made in a checked call connects its mesh
         return message_timeout(self._ranks)
 
     def exchange(self, sends: Sequence[Tensor], recvs: Sequence[Tensor | None], call: Call) -> Exchange:
         self.announce(str(call))
-        if call.kind == "all_to_all":  # its text has no sizes, which may differ
+        if call.kind == "all_to_all":  # the text has no sizes, which may differ
             self._compare_sizes(sends, recvs, call)
         return self._exchange(sends, recvs, call)
 
     def _compare_sizes(self, sends: Sequence[Tensor], recvs: Sequence[Tensor | None], call: Call) -> None:
-        """Raise MismatchError on all ranks if a receiver expects another size."""
         places = [x if place is None else place for x, place in zip(sends, recvs, strict=True)]
         sizes = torch.tensor([[x.nbytes for x in sends], [x.nbytes for x in places]], device=self.device)  # (2, W)
         exchange = self._exchange([sizes] * self.size, [None] * self.size, call)
@@ -75,8 +73,6 @@ def is_announcing() -> bool:
 
 
 class _RefusingRaw(TorchDispatchMode):
-    """RuntimeError for torch.distributed's collectives on tensors with gradients."""
-
     @classmethod
     def ignore_compile_internals(cls) -> bool:
         return True
@@ -93,7 +89,6 @@ class _RefusingRaw(TorchDispatchMode):
 
 
 def refusing_raw() -> AbstractContextManager[object]:
-    """Refuse torch.distributed's collectives in the loss of a checked call."""
     return nullcontext() if _AROUND.get() is None else _RefusingRaw()
 
 
@@ -103,23 +98,19 @@ def announced(ranks: Ranks, mesh: Mesh) -> Ranks:
 
 
 class CallInBlocks(Protocol):
-    """A function to run another in the blocks of an earlier call."""
+    """Runs a function in the blocks of an earlier call."""
 
-    def __call__(self, fn: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
-        """Return `fn(*args, **kwargs)`."""
+    def __call__(self, fn: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R: ...
 
 
 def kept() -> CallInBlocks:
-    """Return `call(fn, *args)`, to run `fn` in the blocks of `tally` and `announcing` entered here.
-
-    On a GPU autograd runs the backward on its own thread, without the caller's context.
-    """
+    """Return `call(fn, *args)`, to run `fn` in the blocks entered here: on a GPU autograd's thread lacks them."""
     context, thread = copy_context(), get_ident()
 
     def call(fn: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
         if get_ident() == thread or is_tallying() or is_announcing():
             return fn(*args, **kwargs)
-        # a copy, because a context cannot be entered twice at once
+        # a context cannot be entered twice at once
         return context.copy().run(fn, *args, **kwargs)
 
     return call
@@ -135,12 +126,11 @@ class StartedNode:
         torch.ops.fshard.wait(self._place, self._ticket, self._sent)
         return [self._place]
 
-    def done(self) -> None:
-        """Do nothing: the graph owns the result."""
+    def done(self) -> None: ...
 
 
 class NodeRanks:
-    """The ranks along one axis in a trace: each collective becomes nodes."""
+    """Ranks in a trace."""
 
     built_in = None
 
@@ -149,7 +139,7 @@ class NodeRanks:
         self._mesh = MESHES.of(mesh)
 
     def empty(self, numel: int, like: Tensor, lent: bool) -> Tensor:
-        """Allocate a flat tensor: if `lent` or large, in memory for all steps."""
+        """If `lent` or large, the memory serves all steps."""
         if not lent and numel * like.itemsize < _ROOM_BYTES:
             return like.new_empty(numel)
         return torch.ops.fshard.room(like, numel, self._mesh, self.axis, lent)
@@ -187,8 +177,6 @@ class NodeRanks:
 
 
 class _Received:
-    """An exchange in a graph: all messages arrive in one tensor."""
-
     def __init__(
         self, started: StartedNode, numels: Sequence[int], local: Tensor, recvs: Sequence[Tensor | None], rank: int
     ):

@@ -18,11 +18,9 @@ and so is its gradient), *varying* (different) or *partial* (each rank holds one
 | shift | varying -> varying | shift by -`by` |
 | broadcast | varying -> replicated | reduce to the source |
 
-`dim`, `split` and `join` count dims of a leaf inside the user's function. `mesh=None` is one rank, so a loss with
-collectives is its own oracle.
+`dim`, `split` and `join` count dims of a leaf inside the user's function.
 
-Sources: the table of transposes in JAX's shard_map design (jep/17111), and Griewank and Walther, Evaluating
-Derivatives, on adjoints of linear maps.
+Sources: JAX's shard_map design (jep/17111); Griewank and Walther, Evaluating Derivatives, on adjoints.
 """
 
 from __future__ import annotations
@@ -46,8 +44,8 @@ from .announce import CallInBlocks, kept
 from .mesh import AnyMesh, adapted
 from .ranks import Pending, Ranks
 
-T = TypeVar("T")  # a tensor or a tree
-PartSizes = tuple[Sequence[int], Sequence[int]]  # W lengths that this rank sends, and W that it receives
+T = TypeVar("T")
+PartSizes = tuple[Sequence[int], Sequence[int]]  # lengths sent to, and received from, each of W ranks
 _TRANSPOSES = {
     "all_gather": "reduce_scatter",
     "reduce_scatter": "all_gather",
@@ -63,8 +61,6 @@ _TRANSPOSES = {
 
 @dataclass(frozen=True)
 class _Collective:
-    """A collective as a linear map."""
-
     kind: str
     mesh: AnyMesh
     axis: str
@@ -78,8 +74,8 @@ class _Collective:
     def run(self, x: Tensor) -> Tensor:
         ranks = primitives.along(self.mesh, self.axis)
         if self.kind == "vary":
-            return x.view_as(x)  # autograd would not take `x` itself for a result
-        x = x.resolve_conj().resolve_neg()  # lazy views have other bits in memory
+            return x.view_as(x)  # autograd does not take `x` itself for a result
+        x = x.resolve_conj().resolve_neg()  # lazy views have other bits
         if self.kind == "broadcast":
             return primitives.broadcast(x, ranks, self.src, self.label).wait()
         if self.kind == "reduce":
@@ -107,13 +103,11 @@ class _Collective:
 
 
 def _shifted(x: Tensor, ranks: Ranks, shift: _Collective) -> Tensor:
-    """Send a contiguous tensor `by` ranks on; without a sender the result is zeros."""
-
-    def rows(peer: int) -> list[int]:  # for each rank: one for the peer, if it exists
+    def rows(peer: int) -> list[int]:
         is_there = shift.wrap or 0 <= peer < ranks.size
         return [int(is_there and rank == peer % ranks.size) for rank in range(ranks.size)]
 
-    # zeros on every rank, so that graphs of ranks are alike
+    # zeros without a sender; on every rank, so that graphs are alike
     place = x.new_empty(x.shape) if shift.wrap else x.new_zeros(x.shape)
     sizes, words = (rows(ranks.rank + shift.by), rows(ranks.rank - shift.by)), f", by={shift.by}, wrap={shift.wrap}"
     primitives.deal(x[None], sizes, ranks, shift.label, place[None], "shift", words).wait()
@@ -126,8 +120,6 @@ class _Context(Protocol):  # of autograd
 
 
 class _Apply(torch.autograd.Function):
-    """The autograd rule of all collectives: jvp is the map itself, vjp its transpose."""
-
     @staticmethod
     def forward(x: Tensor, collective: _Collective) -> Tensor:
         return collective.run(x)
@@ -147,12 +139,12 @@ class _Apply(torch.autograd.Function):
 
     @staticmethod
     def vmap(info: object, in_dims: tuple[int, None], x: Tensor, collective: _Collective) -> tuple[Tensor, int]:
-        # (..., batch): every collective acts along dim 0
+        # (..., batch): collectives act along dim 0
         return _Apply.apply(x.movedim(in_dims[0], -1), collective), -1
 
 
 def _mapped(x: T, collective: _Collective, split: int = 0, join: int | None = None) -> T:
-    """Apply a collective along dim `split` to every leaf; concatenate along `join` (None: `split`).
+    """Apply a collective along `split` to every leaf; concatenate along `join` (None: `split`).
 
     All checks come first: a rank that raised later would leave others waiting.
     """
@@ -168,7 +160,7 @@ def _mapped(x: T, collective: _Collective, split: int = 0, join: int | None = No
         _check_sizes(collective.sizes, rank, size)
     _check_parts(x, collective)
     leaves, spec = tree.flatten(x)
-    if kind == "all_gather":  # a scalar is one row: () -> (1,)
+    if kind == "all_gather":
         leaves = [leaf.reshape(1) if isinstance(leaf, Tensor) and leaf.dim() == 0 else leaf for leaf in leaves]
     for path, leaf in zip(tree.paths(spec), leaves, strict=True):
         _check_leaf(f"{kind}: leaf {path!r}", leaf, collective, dims, size)
@@ -188,8 +180,8 @@ def _along(x: Tensor, collective: _Collective, dims: tuple[int, int], size: int)
 
 
 def _applied(x: Tensor, collective: _Collective) -> Tensor:
-    # torch shows no autograd function to function modes, and `remat` has one
-    if has_torch_function((None,)):  # a mode is on
+    # torch hides autograd functions from function modes, and `remat` has one
+    if has_torch_function((None,)):
         return handle_torch_function(_applied, (), x, collective)
     return _Apply.apply(x, collective)
 
@@ -227,7 +219,6 @@ def _check_sizes(sizes: PartSizes, rank: int, size: int) -> None:
 
 
 def _check_parts(x: Tree, collective: _Collective) -> None:
-    """Raise TypeError for a `Sharded` that is cut along this axis, or would be resized."""
     kind, axis = collective.kind, collective.axis
     for path, part in tree.paths_to(x, Branch):
         over = getattr(getattr(part, "view", None), "over", ())
@@ -244,11 +235,9 @@ def all_gather(x: T, mesh: AnyMesh, axis: str, label: str = "", *, dim: int = 0)
     """Concatenate the tensors of all ranks along a dim: (n, ...) -> (W n, ...), varying -> replicated.
 
     - `x`: a tensor or a tree, of the same shapes on all ranks; a scalar counts as one row.
-    - `mesh`, `axis`: the ranks along `axis`; with mesh=None one rank, whatever the axis.
+    - `mesh`, `axis`: the ranks; mesh=None is one rank, whatever the axis.
     - `label`: the name of the call in errors and in a `tally`.
     - `dim`: a dim of every leaf (ValueError), from the end if negative; dim 0 needs no copy.
-
-    Transpose: `reduce_scatter`.
 
     >>> from fshard.testing import simulate
     >>> simulate(lambda mesh: all_gather(torch.tensor([mesh.get_rank()]), mesh, "shard").tolist(), shard=2)
@@ -260,8 +249,7 @@ def all_gather(x: T, mesh: AnyMesh, axis: str, label: str = "", *, dim: int = 0)
 def reduce_scatter(x: T, mesh: AnyMesh, axis: str, label: str = "", *, dim: int = 0) -> T:
     """Sum over ranks, in rank order, and keep this rank's part: (W n, ...) -> (n, ...), partial -> varying.
 
-    `x`, `mesh`, `axis`, `label` and `dim` as for `all_gather`; `dim` must divide by the number of ranks (ValueError).
-    Transpose: `all_gather`.
+    `x`, `mesh`, `axis`, `label` and `dim` as for `all_gather`; `dim` must divide by W (ValueError).
 
     >>> from fshard.testing import simulate
     >>> simulate(lambda mesh: reduce_scatter(torch.tensor([1, 2]), mesh, "shard").tolist(), shard=2)
@@ -271,7 +259,7 @@ def reduce_scatter(x: T, mesh: AnyMesh, axis: str, label: str = "", *, dim: int 
 
 
 def all_reduce(x: T, mesh: AnyMesh, axis: str, op: Literal["sum", "max", "min"] = "sum", label: str = "") -> T:
-    """All-reduce by sum, max or min, in rank order: (...) -> (...), partial -> replicated.
+    """All-reduce in rank order: (...) -> (...), partial -> replicated.
 
     `op` is "sum", "max" or "min"; `x`, `mesh`, `axis` and `label` as for `all_gather`. The sum is its own transpose;
     max and min have no derivative (NotImplementedError).
@@ -288,7 +276,6 @@ _Apply.forward.__signature__ = inspect.signature(_Apply.forward)  # type: ignore
 
 
 def of_one(kind: str, x: T, mesh: AnyMesh, axis: str, label: str = "", op: str = "sum") -> T:
-    """Apply "vary" or "total" to values that exist once."""
     return _mapped(x, _Collective(kind, mesh, axis, label, op))
 
 
@@ -303,9 +290,8 @@ def _refuse_in_loss(kind: str, advice: str) -> None:
 def vary(x: T, mesh: AnyMesh, axis: str, label: str = "") -> T:
     """Mark a replicated value as used differently by ranks: identity in the forward, sum in the backward.
 
-    invariant -> varying (JAX's pvary); `x`, `mesh`, `axis` and `label` as for `all_gather`. Transpose: `total` (JAX's
-    psum). RuntimeError inside the loss of a step, of `value_and_grad`, `evaluate` or `hvp`: its parameters vary as they
-    are.
+    invariant -> varying (JAX's pvary); `x`, `mesh`, `axis` and `label` as for `all_gather`. Transpose: `total`.
+    RuntimeError inside the loss of a step, of `value_and_grad`, `evaluate` or `hvp`: its parameters vary as they are.
 
     >>> from fshard.testing import simulate
     >>> def grad_of_sum(mesh):
@@ -321,8 +307,8 @@ def vary(x: T, mesh: AnyMesh, axis: str, label: str = "") -> T:
 def total(x: T, mesh: AnyMesh, axis: str, label: str = "") -> T:
     """Sum over ranks to one value, which exists once: (...) -> (...), varying -> invariant (JAX's psum).
 
-    Transpose: `vary`. `all_reduce` has a result on each rank, and sums their gradients; `total` has one, with one
-    gradient. RuntimeError in a loss, as for `vary`.
+    `x`, `mesh`, `axis` and `label` as for `all_gather`. Transpose: `vary`. `all_reduce` sums the gradients of all
+    ranks' results; the result of `total` has one gradient. RuntimeError in a loss, as for `vary`.
 
     >>> from fshard.testing import simulate
     >>> simulate(lambda mesh: total(torch.tensor(1.5), mesh, "shard").item(), shard=2)
@@ -337,11 +323,11 @@ def all_to_all(
 ) -> T:
     """Cut dim `split`, send part p to rank p, and concatenate received parts along `join`: varying -> varying.
 
-    `x`, `mesh`, `axis` and `label` as for `all_gather`. Parts are equal: dim `split` must divide by the number of ranks
-    (ValueError), (s, h) -> (W s, h / W) for split=1, join=0. Transpose and inverse: `split` and `join` swapped.
+    `x`, `mesh`, `axis` and `label` as for `all_gather`. Parts are equal: dim `split` must divide by W (ValueError),
+    (s, h) -> (W s, h / W) for split=1, join=0. Transpose and inverse: `split` and `join` swapped.
 
-    `sizes` = (sent, received) are the lengths of unequal parts, W each, zeros allowed. `split` and `join` are then one
-    dim (ValueError). If ranks disagree, they get a MismatchError, over gloo's sockets only in checked calls
+    `sizes` = (sent, received) are the lengths of unequal parts, W each, zeros allowed; then `split` and `join` must be
+    one dim (ValueError). If ranks disagree, they get a MismatchError, over gloo's sockets only in checked calls
     (`fshard.check`). Transpose: sent and received swapped.
 
     >>> from fshard.testing import simulate
@@ -364,8 +350,8 @@ def all_to_all(
 def shift(x: T, mesh: AnyMesh, axis: str, by: int = 1, *, wrap: bool = True, label: str = "") -> T:
     """Send the tensor of rank r to rank r + `by`: (...) -> (...), varying -> varying (JAX's ppermute by a constant).
 
-    `by` is any whole number; `x`, `mesh`, `axis` and `label` as for `all_gather`. The ranks are a ring, or with
-    wrap=False a line, whose end without a sender gets zeros. Transpose: the `shift` by -`by`.
+    `by` is any whole number; `x`, `mesh`, `axis` and `label` as for `all_gather`. Ranks are a ring, or with wrap=False
+    a line: ranks without a sender get zeros.
 
     >>> from fshard.testing import simulate
     >>> simulate(lambda mesh: shift(torch.tensor(mesh.get_rank() + 1), mesh, "shard").item(), shard=3)
@@ -381,8 +367,7 @@ def shift(x: T, mesh: AnyMesh, axis: str, by: int = 1, *, wrap: bool = True, lab
 def broadcast(x: T, mesh: AnyMesh, axis: str, src: int = 0, label: str = "") -> T:
     """Copy the tensor of rank `src` to all ranks of the axis: (...) -> (...), varying -> replicated.
 
-    `src` is a number along the axis; `x`, `mesh`, `axis` and `label` as for `all_gather`. Transpose: the sum over ranks
-    on `src`, zeros on others.
+    `x`, `mesh`, `axis` and `label` as for `all_gather`. Transpose: the sum over ranks on `src`, zeros on others.
 
     >>> from fshard.testing import simulate
     >>> simulate(lambda mesh: broadcast(torch.tensor(mesh.get_rank()), mesh, "shard", src=1).item(), shard=2)

@@ -21,7 +21,7 @@ from .ranks import MismatchError, Ranks
 
 T = TypeVar("T")
 _SAME_TREE = "Build the same tree, in the same order, on all of them"
-_QUOTED = 200  # most characters quoted on each side of the first difference
+_QUOTED = 200  # characters
 # under 255 bytes: CUDA takes no more
 _UNEQUAL = (
     "ranks have states of different steps or seeds: restore the same; or losses of other classes or dtypes: return the "
@@ -31,10 +31,7 @@ _UNEQUAL = (
 
 
 def check_same(mesh: AnyMesh, describe: str, what: str, remedy: str = _SAME_TREE) -> None:
-    """Raise `MismatchError` on every rank if `describe` differs between ranks; quote the first different lines.
-
-    Ranks send texts only if digests differ.
-    """
+    """Raise `MismatchError` on every rank if `describe` differs. Ranks send texts only if digests differ."""
     digests = of_all(_sha(describe), mesh)
     other_rank = next((rank for rank, text in enumerate(digests) if text != digests[0]), None)
     if other_rank is None:
@@ -47,7 +44,7 @@ def check_same(mesh: AnyMesh, describe: str, what: str, remedy: str = _SAME_TREE
 
 
 def differing_keys(texts: Mapping[str, str], mesh: AnyMesh) -> set[str]:
-    """Return on every rank the keys whose texts differ between ranks; all ranks have the same keys."""
+    """All ranks have the same keys, and get the same result."""
     digests = {key: _sha(text) for key, text in texts.items()}
     if len({*of_all(_sha(json.dumps(digests)), mesh)}) == 1:
         return set()
@@ -74,10 +71,9 @@ def together(
     remedy: str = "give all ranks the same arguments",
     kind: type[Exception] = MismatchError,
 ) -> T:
-    """Return `make()`, which must not communicate. If it raises on any rank, every rank raises.
+    """Return `make()`, which must not communicate. Every rank must call; if `make` raises on one, every rank raises.
 
-    Every rank must call this function. Ranks without an error raise `kind` with the first error's text, or an OSError
-    with the same number.
+    Ranks without an error raise `kind` with the first error's text, or an OSError with the same number.
 
     >>> together(None, lambda: 1)
     1
@@ -106,35 +102,32 @@ def _described(failure: Exception) -> str:
 
 
 def first_unlike(rows: Sequence[Tensor], mesh: AnyMesh, axes: Axes, label: str = "replicas") -> int | None:
-    """Return the index of the first tensor with different bits along `axes`, or None; equal on all ranks.
-
-    Ranks compare sums of bits.
-    """
+    """Return the index of the first tensor with different bits along `axes`, the same on all ranks."""
     if not rows or not axes:
         return None
     local = digests(rows, mesh)
-    # ~x = -x - 1 turns the order around: one maximum gives both ends
+    # ~x = -x - 1: one maximum gives both ends
     most, least = primitives.total(torch.stack([local, ~local]), mesh, axes, op="max", label=label).unbind()
-    # over all axes: ranks whose own replicas agree hear of the others
+    # over all axes, so ranks whose own replicas agree hear of the others
     unlike = primitives.total((most != ~least).long(), mesh, op="max", label=label)
     return next((number for number, differs in enumerate(unlike.tolist()) if differs), None)
 
 
 def digests(rows: Sequence[Tensor], mesh: AnyMesh) -> Tensor:
-    """Sum the bits of contiguous tensors (n,): int64, (number of tensors,)."""
-    # changing one bit changes a sum; summing integers narrower than words casts each: 18 times slower
+    """Sum the bits of contiguous tensors: int64, (number of tensors,)."""
+    # changing one bit changes a sum; integers narrower than words: 18 times slower
     sums = (whole.sum() + rest.sum(dtype=torch.int64) for whole, rest in map(words, rows))
     return torch.stack([x.to(mesh_device(mesh)) for x in sums])
 
 
 def without_place(sums: Tensor, local: Tensor, mesh: AnyMesh) -> Tensor:
-    """Return the sums but the last, which all ranks must have given alike; else a RuntimeError, by the device."""
+    """Return all sums but the last. If ranks gave different last ones, the device stops with an error."""
     torch._assert_async(sums[-1] == local[-1] * num_ranks(mesh), _UNEQUAL)  # private: no public name
     return sums[:-1]
 
 
 def any_rank(flags: T, mesh: AnyMesh) -> T:
-    """Return a tree of flags (0-d, 1 or 0), each 1 if 1 on any rank.
+    """Return flags (0-d, 1 or 0), each 1 if 1 on any rank.
 
     >>> any_rank({"a": torch.tensor(1.0)}, None)
     {'a': tensor(1.)}
@@ -144,7 +137,7 @@ def any_rank(flags: T, mesh: AnyMesh) -> T:
     leaves, spec = tree.flatten(flags)
     if not leaves:
         return flags
-    stacked = torch.stack([flag.to(mesh_device(mesh)) for flag in leaves])  # (number of flags,)
+    stacked = torch.stack([flag.to(mesh_device(mesh)) for flag in leaves])
     if differentiates(stacked):
         for axis in axis_sizes(mesh):
             stacked = collectives.of_one("total", stacked, mesh, axis, "found_inf", "max")
@@ -154,7 +147,7 @@ def any_rank(flags: T, mesh: AnyMesh) -> T:
 
 
 def of_all(text: str, mesh: AnyMesh) -> list[str]:
-    """Return the texts of all ranks, in rank order.
+    """Return all ranks' texts.
 
     >>> of_all("a", None)
     ['a']
@@ -169,7 +162,7 @@ def of_all(text: str, mesh: AnyMesh) -> list[str]:
 
 
 def rows_of_bytes(data: bytes, ranks: Ranks) -> list[bytes]:
-    """Return the bytes of all ranks along an axis, of any lengths."""
+    """Return all ranks' bytes, of any lengths."""
     # a row begins with its length, and is padded to the longest
     data = len(data).to_bytes(8, "little") + data
     length = all_reduce(torch.tensor([len(data)], device=ranks.device), ranks, "bytes", op="max").wait()
@@ -180,7 +173,7 @@ def rows_of_bytes(data: bytes, ranks: Ranks) -> list[bytes]:
 
 
 def first_difference(a: str, b: str, sentence: str) -> str:
-    """Fill the two `{}` of `sentence` with the first different lines."""
+    """`sentence` has two `{}`."""
     end = "nothing more"
     pairs = zip_longest(a.splitlines(), b.splitlines(), fillvalue=end)
     x, y = next(((x, y) for x, y in pairs if x != y), (end, end))

@@ -1,13 +1,13 @@
 """Meshes: named axes of ranks, this rank's coordinates, and objects made once for a mesh.
 
-A user's mesh is a torch `DeviceMesh`, simulated ranks (`fshard.testing`), an `AbstractMesh` without processes, or None
-for one device. `adapted` makes a `ProcessMesh` of a DeviceMesh, so every mesh in this package is a `Grid`.
+Users give a torch `DeviceMesh`, simulated ranks (`fshard.testing`), an `AbstractMesh`, or None for one device.
+`adapted` makes a `ProcessMesh` of a DeviceMesh, so every mesh in this package is a `Grid`.
 
 Note [One handle for each mesh]
     All plans on a mesh share objects made once: process groups, connections of one host (the twin) and of checked
-    calls, streams, and the mesh's name in graphs. `MESHES` finds the `ProcessMesh` of a DeviceMesh by identity, because
-    equal meshes may have different process groups. A `ProcessMesh` refers to process groups, not to the DeviceMesh, and
-    its objects do not refer to it. Without a cycle, connections close as soon as the DeviceMesh and the last plan on it
+    calls, streams, and the mesh's name in graphs. `MESHES` finds the `ProcessMesh` of a DeviceMesh by identity: equal
+    meshes may have different process groups. A `ProcessMesh` refers to process groups, not to the DeviceMesh, and its
+    objects do not refer to it. Without a cycle, connections close as soon as the DeviceMesh and the last plan on it
     are deleted.
 """
 
@@ -35,7 +35,7 @@ T = TypeVar("T")
 
 
 def digits(number: int, sizes: Sequence[int]) -> list[int]:
-    """Return the coordinates of a rank; the first axis varies slowest. Dual: `number_of`.
+    """Return coordinates; the first varies slowest. Dual: `number_of`.
 
     >>> digits(5, [2, 3])
     [1, 2]
@@ -48,7 +48,7 @@ def digits(number: int, sizes: Sequence[int]) -> list[int]:
 
 
 def number_of(coordinates: Sequence[int], sizes: Sequence[int]) -> int:
-    """Return the number of a rank from its coordinates.
+    """Return the number of a rank.
 
     >>> number_of([1, 2], [2, 3])
     5
@@ -64,38 +64,34 @@ class Mesh(Protocol):
 
     mesh_dim_names: tuple[str, ...]
     shape: tuple[int, ...]
-    device: torch.device  # of this rank
+    device: torch.device
     device_type: str
-    abstract: bool  # True without processes to communicate with
+    abstract: bool  # no processes
 
     @property
     def likeness(self) -> tuple[object, ...]:
-        """A key, equal for a mesh and its connected twin."""
+        """Equal for a mesh and its connected twin."""
 
     def size(self, axis: str | None = None) -> int:
         """Number of ranks along an axis (None: of the mesh)."""
 
-    def get_rank(self) -> int:
-        """Number of this rank in the mesh."""
+    def get_rank(self) -> int: ...
 
-    def get_local_rank(self, axis: str | None = None) -> int:
-        """Number of this rank along an axis."""
+    def get_local_rank(self, axis: str | None = None) -> int: ...
 
-    def ranks(self, axis: str) -> Ranks:
-        """The ranks along one axis, for collectives."""
+    def ranks(self, axis: str) -> Ranks: ...
 
-    def once(self, make: Callable[[Self], T]) -> T:
-        """Return `make(self)`, made once."""
+    def once(self, make: Callable[[Self], T]) -> T: ...
 
 
-AnyMesh = DeviceMesh | Mesh | None  # what users give: None is one device
+AnyMesh = DeviceMesh | Mesh | None
 
 
 class Grid:
-    """A mesh as one of its ranks sees it: `rank` is its number in the mesh, `place` its coordinates."""
+    """A mesh; `place` has this rank's coordinates."""
 
     abstract = False
-    members: tuple[int, ...] = ()  # global ranks of its processes
+    members: tuple[int, ...] = ()
 
     def __init__(self, axes: Mapping[str, int], rank: int, place: Sequence[int], device: torch.device):
         self.mesh_dim_names: tuple[str, ...] = tuple(axes)
@@ -104,26 +100,23 @@ class Grid:
         self.device: torch.device = device
         self.device_type: str = device.type
         self._rank, self._coordinates = rank, tuple(place)
-        self._kept: dict[Callable[..., object], Any] = {}  # results of `once`, of each function's type
+        self._kept: dict[Callable[..., object], Any] = {}
 
     @property
     def likeness(self) -> tuple[object, ...]:
         return self.device_type, self.mesh_dim_names, self.shape, self.members
 
     def size(self, axis: str | int | None = None) -> int:
-        """Number of ranks along an axis (None: of the mesh)."""
         return math.prod(self.shape) if axis is None else self.shape[self._number(axis)]
 
     def get_rank(self) -> int:
-        """Number of this rank in the mesh."""
         return self._rank
 
     def get_coordinate(self) -> list[int]:
-        """Number of this rank along each axis."""
         return [*self._coordinates]
 
     def get_local_rank(self, axis: str | int | None = None) -> int:
-        """Number of this rank along an axis (None: the only one; ValueError if there are several)."""
+        """Return this rank's number along an axis (None: the only one, else a ValueError)."""
         if axis is None and self.ndim > 1:
             raise ValueError(f"get_local_rank: name one of the axes {self.mesh_dim_names}")
         return self._coordinates[self._number(axis or 0)]
@@ -134,11 +127,10 @@ class Grid:
         return self.mesh_dim_names.index(axis) if isinstance(axis, str) else axis
 
     def ranks(self, axis: str) -> Ranks:
-        """The ranks along one axis."""
         raise NotImplementedError
 
     def once(self, make: Callable[[Self], T]) -> T:
-        """Return `make(self)`, made once. The result must not refer to this mesh."""
+        """The result must not refer to this mesh."""
         if make not in self._kept:
             self._kept[make] = make(self)
         return self._kept[make]
@@ -153,7 +145,6 @@ class AbstractMesh(Grid):
     >>> mesh = AbstractMesh(replicate=2, shard=64)
     >>> mesh.size(), mesh.get_local_rank("shard")
     (128, 0)
-
     Source: jax.sharding.AbstractMesh.
     """
 
@@ -173,7 +164,7 @@ class AbstractMesh(Grid):
                 f"AbstractMesh: device={device!r}: expected a kind of device that this torch is built for, got CUDA "
                 "and a build for CPUs alone. Use a CUDA build, which needs no GPU for this, or leave `device` out"
             )
-        # with an index, as the devices of real meshes have
+        # with an index, as real meshes have
         of_rank = torch.device("cpu") if kind.type == "cpu" else torch.device(kind.type, kind.index or 0)
         super().__init__(axes, rank, digits(rank, [*axes.values()]), of_rank)
 
@@ -217,13 +208,13 @@ class ProcessMesh(Grid):
         )
 
     def ranks(self, axis: str) -> Ranks:
-        """Return the ranks of the axis. RuntimeError in a second thread (Note [One thread])."""
+        """RuntimeError in a second thread (Note [One thread])."""
         self.owners[axis].check(axis)
         return self._ranks[axis]
 
 
 class Meshes:
-    """Live meshes: the `ProcessMesh` of each DeviceMesh, and each mesh by its name in graphs.
+    """Live meshes by DeviceMesh, and by name in graphs.
 
     Compared by identity: two worlds, or two ranks of one world, may have equal meshes.
     """
@@ -234,7 +225,7 @@ class Meshes:
         self._parents: dist.ProcessGroup | None = None  # in a forked process, the world of its parent
         self._names: MutableMapping[Mesh, str] = WeakIdKeyDictionary()
         self._meshes: weakref.WeakValueDictionary[str, Mesh] = weakref.WeakValueDictionary()
-        self._numbers = count()  # never reused: a graph of a deleted mesh finds no other mesh
+        self._numbers = count()  # never reused: a graph of a deleted mesh finds no other
 
     def handle(self, mesh: DeviceMesh) -> ProcessMesh:
         handle = self._handles.get(mesh)
@@ -243,26 +234,24 @@ class Meshes:
         return handle
 
     def owner(self, group: dist.ProcessGroup) -> Owner:
-        """Return the owner of a process group (Note [One thread] in `process_groups.py`)."""
         if group not in self._owners:
             self._owners[group] = Owner(self._parents is not None and dist.group.WORLD is self._parents)
         return self._owners[group]
 
     def inherit(self) -> None:
-        """Refuse all meshes of the parent, in a forked process."""
+        """Refuse all meshes of the parent."""
         self._parents = dist.group.WORLD if dist.is_initialized() else None
         for owner in self._owners.values():
             owner.inherit()
 
     def device_mesh(self, grid: Mesh) -> DeviceMesh | None:
-        """Return a DeviceMesh of the same axes and process groups, or None."""
+        """Return a DeviceMesh of the same process groups, or None."""
         if not isinstance(grid, ProcessMesh):
             return None
         alike = [mesh for mesh, handle in self._handles.items() if handle.likeness == grid.likeness]
         return next((mesh for mesh in alike if grid.is_of(mesh)), None)
 
     def of(self, mesh: DeviceMesh | Mesh) -> str:
-        """Return the name of a mesh in graphs."""
         grid = present(mesh)
         if grid not in self._names:
             self._names[grid] = name = f"mesh{next(self._numbers)}"
@@ -277,7 +266,7 @@ class Meshes:
 
 
 MESHES = Meshes()
-if hasattr(os, "register_at_fork"):  # asking for the process's number at each collective would take longer
+if hasattr(os, "register_at_fork"):  # cheaper than asking for the process's number at each collective
     os.register_at_fork(after_in_child=MESHES.inherit)
 Axes = tuple[str, ...]
 
@@ -293,18 +282,17 @@ def is_mesh(x: object) -> bool:
 
 
 def adapted(mesh: AnyMesh) -> Mesh | None:
-    """Return a mesh as the package uses it: a DeviceMesh as `ProcessMesh`, other meshes and None as they are.
+    """Return a DeviceMesh as `ProcessMesh`, other meshes and None as they are.
 
-    Once a plan has connected the ranks of a DeviceMesh, return the connected twin, so that a loss's collectives go
-    where the plan's go. TypeError if `mesh` is no mesh; ValueError for a DeviceMesh without axis names, or without this
-    rank.
+    Once a plan has connected the ranks of a DeviceMesh, return its twin: a loss's collectives go where the plan's go.
+    TypeError if `mesh` is no mesh; ValueError for a DeviceMesh without axis names, or without this rank.
     """
     grid = unconnected(mesh)
     return grid if grid is mesh else getattr(grid, "twin", None) or grid
 
 
 def unconnected(mesh: AnyMesh) -> Mesh | None:
-    """Return `adapted(mesh)` without a twin: the mesh over process groups."""
+    """Return the mesh over process groups, without a twin."""
     if not isinstance(mesh, DeviceMesh):
         if mesh is None or is_mesh(mesh):
             return mesh
@@ -330,13 +318,13 @@ def present(mesh: AnyMesh) -> Mesh:
 
 
 def axis_sizes(mesh: AnyMesh) -> dict[str, int]:
-    """Return the sizes of axes by name, outermost first; {} for None."""
+    """Return sizes, outermost first; {} for None."""
     grid = adapted(mesh)
     return {} if grid is None else {name: grid.size(name) for name in grid.mesh_dim_names}
 
 
 def coordinate(mesh: AnyMesh, axes: Sequence[str]) -> int:
-    """Return the number of this rank along several axes; the first varies slowest."""
+    """Return this rank's number along several axes; the first varies slowest."""
     if not axes:
         return 0
     grid = present(mesh)
@@ -344,7 +332,7 @@ def coordinate(mesh: AnyMesh, axes: Sequence[str]) -> int:
 
 
 def rank_in(mesh: AnyMesh) -> int:
-    """Return this rank's number in a mesh (0 for None), not the process's as `get_rank` of a DeviceMesh.
+    """Return this rank's number in a mesh (0 for None), not the process's.
 
     >>> rank_in(AbstractMesh(shard=4, rank=3))
     3
@@ -373,12 +361,12 @@ def rank_and_size(mesh: AnyMesh = None, axis: str | Sequence[str] | None = None)
 
 
 def process_rank() -> str:
-    """Return "rank of size" of this process; "" without a world."""
+    """Return "rank of size"; "" without a world."""
     return f"{dist.get_rank()} of {dist.get_world_size()}" if dist.is_available() and dist.is_initialized() else ""
 
 
 def mesh_device(mesh: AnyMesh) -> torch.device:
-    """Return the device of this rank's tensors; without a mesh torch's default, or the CPU for meta."""
+    """Without a mesh, return torch's default device, or the CPU for meta."""
     if (grid := adapted(mesh)) is not None:
         return grid.device
     default = torch.get_default_device()
@@ -386,7 +374,7 @@ def mesh_device(mesh: AnyMesh) -> torch.device:
 
 
 def numbered(name: str) -> torch.device:
-    """Return a device by name: "cuda" gets the index of the current device.
+    """Return a device; "cuda" gets the current index.
 
     >>> numbered("cpu"), numbered("cuda:1")
     (device(type='cpu'), device(type='cuda', index=1))
@@ -405,9 +393,9 @@ def num_ranks(mesh: AnyMesh, axes: Sequence[str] | None = None) -> int:
 
 
 class OnMesh(ABC):
-    """Base class of tree nodes with tensors on a mesh."""
+    """A tree node with tensors on a mesh."""
 
     @property
     @abstractmethod
-    def home(self) -> Any:  # a Plan or a Layout: classes of folders that import this one
-        """The node's plan or layout, or None."""
+    def home(self) -> Any:  # a Plan or a Layout, which import this folder
+        ...

@@ -1,15 +1,14 @@
 """Asynchronous collectives over the ranks of one mesh axis, without derivatives.
 
-All are built from `exchange`: send a tensor to every peer, receive one from every peer. On GPUs, and between more than
-a few CPU processes, one call of torch's own collectives replaces `exchange` if the bits are the same.
+All are built from `exchange`, a message to and from every peer. On GPUs, and between more than a few CPU processes,
+torch's own collectives replace it if the bits are the same.
 
 Note [Sums in rank order]
-    Reductions add the contributions of ranks 0, 1, 2 and so on, element by element. More than `GROUP` ranks are added
-    in groups of `GROUP` consecutive ranks: in rank order within a group, then the groups' sums in the same way. The
-    result depends neither on timing nor on buckets, and a simulated world has the same bits. `fold` defines the order.
-    `fold_rows` has the same order in one buffer: each kernel adds one rank of every group, so there are `GROUP` - 1
-    kernels for each factor `GROUP` of the number of ranks. If a group is a host, its sum can be taken there, with the
-    same bits.
+    Reductions add the contributions of ranks 0, 1, 2 and so on. More than `GROUP` ranks are added in groups of `GROUP`
+    consecutive ranks: in rank order within a group, then the groups' sums in the same way. The result depends neither
+    on timing nor on buckets, and a simulated world has the same bits. `fold` defines the order. `fold_rows` has the
+    same order in one buffer: each kernel adds one rank of every group, so there are `GROUP` - 1 kernels for each factor
+    `GROUP` of the number of ranks. If a group is a host, its sum can be taken there, with the same bits.
 """
 
 from __future__ import annotations
@@ -29,17 +28,17 @@ from .mesh import AnyMesh, Axes, adapted, axis_sizes
 from .process_groups import FEW, Works, all_gather_single, as_real, as_sent, reduce_scatter_single
 from .ranks import Call, Pending, Ranks, message_timeout, note
 
-GROUP = 8  # consecutive ranks, added before others
-# an all-reduce sends a smaller tensor whole to every rank: one message, with the same bits
+GROUP = 8
+# a smaller tensor goes whole to every rank, in one message with the same bits
 _SMALL = 1 << 14  # bytes
-_only = itemgetter(0)  # of `OwnCollectives`' lists of one tensor
+_only = itemgetter(0)
 _COMBINE: dict[str, Callable[..., Tensor]] = {"sum": torch.add, "max": torch.maximum, "min": torch.minimum}
 _INTEGER_DTYPES = (torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 _ORDERED = frozenset({*_INTEGER_DTYPES, torch.float16, torch.bfloat16, torch.float32, torch.float64})
 
 
 def along(mesh: AnyMesh, axis: str) -> Ranks:
-    """Return the ranks along one axis of a mesh; in a trace, they add nodes. ValueError for other axes."""
+    """In a trace, the ranks add nodes. ValueError for unknown axes."""
     grid = adapted(mesh)
     if grid is None or axis not in grid.mesh_dim_names:
         names = ", ".join(map(repr, axis_sizes(mesh)))
@@ -69,12 +68,11 @@ def _built_in(collective: Callable[..., dist.Work], ranks: Ranks, call: Call, *a
 
 def _dealt(x: Tensor, ranks: Ranks, call: Call) -> tuple[Works, Tensor]:
     place = ranks.empty(x.numel(), x, lent=False).view(x.shape)  # (W n, ...)
-    # as bytes, because backends lack dtypes
+    # backends lack dtypes
     return _built_in(dist.all_to_all_single, ranks, call, as_bytes(place), as_bytes(x)), place
 
 
 def sum_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype for sums: float32 for narrower floating dtypes, else `dtype`."""
     return torch.float32 if dtype.is_floating_point and dtype.itemsize < 4 else dtype
 
 
@@ -83,7 +81,7 @@ def _combined_dtype(op: str, dtype: torch.dtype) -> torch.dtype:
 
 
 def fold(parts: Sequence[Tensor], op: str, out: Tensor) -> Tensor:
-    """Reduce the tensors of all ranks into `out` (Note [Sums in rank order]); `op` is "sum", "max" or "min"."""
+    """Reduce all ranks' tensors into `out` (Note [Sums in rank order])."""
     dtype = _combined_dtype(op, parts[0].dtype)
     total = out if out.dtype == dtype else torch.empty_like(parts[0], dtype=dtype)  # rounded once, at the end
     _fold(parts, op, total)
@@ -96,7 +94,7 @@ def _fold(parts: Sequence[Tensor], op: str, total: Tensor) -> Tensor:
         return _combine(parts[2:], op, total)
     if len(parts) <= GROUP:
         return _combine(parts[1:], op, total.copy_(parts[0]))
-    span = GROUP  # ranks in each of at most GROUP groups, a power of GROUP
+    span = GROUP
     while span * GROUP < len(parts):
         span *= GROUP
     _fold(parts[:span], op, total)
@@ -107,18 +105,16 @@ def _fold(parts: Sequence[Tensor], op: str, total: Tensor) -> Tensor:
 
 def _combine(parts: Sequence[Tensor], op: str, total: Tensor) -> Tensor:
     for part in parts:
-        # narrow dtypes are converted while adding; torch does not promote float8
+        # converted while adding; torch does not promote float8
         _COMBINE[op](total, part if part.dtype.itemsize > 1 else part.to(total.dtype), out=total)
     return total
 
 
 def fold_rows(rows: Tensor, op: str, out: Tensor, group: int = GROUP) -> Tensor:
-    """Run `fold` on rows (W, ...) of one buffer, overwritten; in a tree if `group` is 2."""
+    """`fold` of rows (W, ...), which are overwritten; in a tree if `group` is 2."""
     while len(rows) > group:
-        full = len(rows) // group  # full groups of `group` rows; the last rows may be fewer
-        total = rows[::group].to(
-            _combined_dtype(op, rows.dtype)
-        )  # (groups, ...), in the memory of `rows` unless it is wider
+        full = len(rows) // group
+        total = rows[::group].to(_combined_dtype(op, rows.dtype))  # (groups, ...), in the memory of `rows` unless wider
         _combine(rows[: full * group].unflatten(0, (full, group)).unbind(1)[1:], op, total[:full])
         if full < len(total):
             _combine(rows[full * group + 1 :].unbind(), op, total[-1])
@@ -127,7 +123,7 @@ def fold_rows(rows: Tensor, op: str, out: Tensor, group: int = GROUP) -> Tensor:
 
 
 def all_gather(x: Tensor, ranks: Ranks, label: str = "", out: Tensor | None = None, *, lent: bool = False) -> Pending:
-    """Concatenate the tensors of all ranks along dim 0: (n, ...) on each rank -> (W n, ...) on all.
+    """Concatenate the tensors of all ranks along dim 0: (n, ...) -> (W n, ...).
 
     Each rank sends `x` W - 1 times. `label` names the call in errors; `out`, if given, gets the result. `lent` promises
     that nobody writes to the result, so peers may read this rank's part from its memory.
@@ -150,7 +146,7 @@ def _start_gather(x: Tensor, ranks: Ranks, out: Tensor | None, call: Call, lent:
         out = ranks.empty(ranks.size * x.numel(), x, lent).view(ranks.size * x.shape[0], *x.shape[1:])
     full = out
     if ranks.built_in is not None and ranks.device.type == "cpu":
-        # gloo's all-gather takes W - 1 rounds one after another
+        # gloo's all-gather takes W - 1 rounds
         work = _built_in(dist.all_to_all_single, ranks, call, as_bytes(full), as_bytes(x).repeat(ranks.size))
         return Pending(work, lambda _: full)
     if ranks.built_in is not None:
@@ -167,11 +163,10 @@ def _start_gather(x: Tensor, ranks: Ranks, out: Tensor | None, call: Call, lent:
 def reduce_scatter(
     x: Tensor, ranks: Ranks, label: str = "", out: Tensor | None = None, *, fast: bool = False
 ) -> Pending:
-    """Sum over ranks and keep this rank's part of dim 0: (W n, ...) on each rank -> (n, ...).
+    """Sum over ranks and keep this rank's part of dim 0: (W n, ...) -> (n, ...).
 
     Each rank sends W - 1 parts of `x`. The sum is in rank order, or with `fast` in the backend's. `label` names the
-    call in errors; `out`, if given, gets the sum, perhaps in a wider dtype. ValueError if dim 0 does not divide by the
-    number of `ranks`.
+    call in errors; `out`, if given, gets the sum, perhaps in a wider dtype. ValueError if `ranks` do not divide dim 0.
 
     >>> import fshard
     >>> start = lambda mesh: fshard.reduction.start_reduce_scatter(torch.tensor([1, 2]), mesh.ranks("shard"))
@@ -189,7 +184,7 @@ def reduce_scatter(
 
 def _start_scatter(x: Tensor, ranks: Ranks, out: Tensor | None, call: Call, fast: bool) -> Pending:
     check_divides(x.shape, ranks.size, ranks.axis)
-    shape = (x.shape[0] // ranks.size, *x.shape[1:])  # (n, ...)
+    shape = (x.shape[0] // ranks.size, *x.shape[1:])
     result = x.new_empty(shape) if out is None else out
     if ranks.built_in is None:
         exchange = ranks.exchange(_rank_parts(x, ranks), [None] * ranks.size, call)
@@ -222,7 +217,6 @@ def scatter(
 
 
 def check_divides(shape: Sequence[int], size: int, axis: str, dim: int = 0, leaf: str = "") -> None:
-    """Raise ValueError, led by `leaf`, if a dim does not divide over the ranks of an axis."""
     if not shape or shape[dim] % size:
         raise ValueError(
             f"{leaf}dim {dim} of a tensor of shape {tuple(shape)} does not divide over the {size} ranks of axis "
@@ -246,10 +240,9 @@ def all_reduce(
     fast: bool = False,
     more: str = "",
 ) -> Pending:
-    """All-reduce by sum, max or min: (...) on each rank -> (...) on all.
+    """All-reduce by sum, max or min.
 
-    Each rank sends 2 (W - 1) / W of a large tensor (a reduce-scatter, then an all-gather), and W - 1 copies of a small
-    one.
+    Each rank sends 2 (W - 1) / W of a large tensor, in two stages, and W - 1 copies of a small one.
 
     - `label`: the name of the call in errors; `more`: text that ranks compare in checked calls.
     - `out`: the tensor for the result. If its dtype is wider, summed parts are gathered in it. If it is `x` itself, it
@@ -266,7 +259,7 @@ def all_reduce(
     x, size = x.contiguous(), ranks.size
     width = max(1, (x if out is None else out).dtype.itemsize // x.dtype.itemsize)
     direct = not _is_place_of(out, x) and is_direct(x, size, op)
-    part = -(-x.numel() // size) * x.itemsize  # bytes of one of the parts, padded to equal sizes
+    part = -(-x.numel() // size) * x.itemsize  # bytes of one padded part
     nbytes = (size - 1) * (x.nbytes if direct else (1 + width) * part)
     call = _counted("all_reduce", x, ranks, label, nbytes, op=op, more=more)
     fast_here = fast and op == "sum" and ranks.built_in is not None
@@ -278,7 +271,7 @@ def all_reduce(
 
 
 def is_direct(x: Tensor, size: int, op: str) -> bool:
-    """True if an all-reduce sends the whole tensor to each rank, in one stage."""
+    """True if one stage sends whole tensors."""
     # between two ranks both ways send as many bytes
     if size <= 2 or x.nbytes * max(size, FEW) <= _SMALL * FEW:
         return True
@@ -287,7 +280,7 @@ def is_direct(x: Tensor, size: int, op: str) -> bool:
 
 
 def _is_place_of(out: Tensor | None, x: Tensor) -> bool:
-    # in a compiled graph `x` may be another tensor object of the memory of `out`
+    # in a compiled graph `x` may be another object of the memory of `out`
     return out is x or (out is not None and not is_tracing() and out.data_ptr() == x.data_ptr() != 0)
 
 
@@ -307,7 +300,7 @@ def _in_two_stages(x: Tensor, ranks: Ranks, result: Tensor, call: Call) -> Pendi
     flat, into, gap = x.view(-1), result.view(-1), -x.numel() % ranks.size
     if gap:
         flat, into = torch.cat([flat, flat.new_zeros(gap)]), into.new_empty(into.numel() + gap)
-    local = into.view(ranks.size, -1)[ranks.rank]  # into: (W n,), local: (n,)
+    local = into.view(ranks.size, -1)[ranks.rank]
     if _is_place_of(result, x):  # the sum reads this rank's part of `x`
         local = ranks.empty(local.numel(), local, lent=True)
     scattered = _start_scatter(flat, ranks, local, call.of(flat), fast=False)
@@ -326,8 +319,7 @@ def check_combines(kind: str, op: str, dtype: torch.dtype, leaf: str = "") -> No
 def all_to_all(x: Tensor, ranks: Ranks, label: str = "", kind: str = "all_to_all") -> Pending:
     """Send part p of dim 0 to rank p, which stores it at this rank's index: (W n, ...) -> (W n, ...).
 
-    `kind` is its name in the tally, `label` in errors. ValueError if dim 0 of `x` does not divide by the number of
-    `ranks`.
+    `kind` is its name in the tally, `label` in errors. ValueError if `ranks` do not divide dim 0 of `x`.
 
     >>> import fshard
     >>> start = lambda mesh: fshard.reduction.start_all_to_all(torch.arange(2) + mesh.get_rank(), mesh.ranks("shard"))
@@ -342,7 +334,7 @@ def all_to_all(x: Tensor, ranks: Ranks, label: str = "", kind: str = "all_to_all
             work, place = _dealt(x, ranks, call)
             return Pending(work, lambda _: place)
         out = torch.empty_like(x)
-        parts, recvs = _rank_parts(x, ranks), _rank_parts(out, ranks)  # views, W of (n, ...) each
+        parts, recvs = _rank_parts(x, ranks), _rank_parts(out, ranks)
         exchange = ranks.exchange(parts, recvs, call)
         recvs[ranks.rank].copy_(parts[ranks.rank])
     return Pending(exchange, lambda _: out)
@@ -357,17 +349,16 @@ def deal(
     kind: str = "all_to_all",
     more: str = ", sizes",
 ) -> Pending:
-    """Send the next `sizes[0][p]` rows of dim 0 to rank p, receive `sizes[1][p]` from it: (n, ...) -> (m, ...).
+    """Send `sizes[0][p]` rows to rank p, receive `sizes[1][p]`, into the first rows of `out`: (n, ...) -> (m, ...).
 
-    Received rows are written to the first rows of `out`, if given. Ranks compare the shape of one row, `kind` and
-    `more`.
+    Ranks compare the shape of one row, `kind` and `more`.
     """
     x, (sent, received) = x.contiguous(), sizes
     nbytes = (sum(sent) - sent[ranks.rank]) * (x.nbytes // max(1, len(x)))
     call = _counted(kind, x, ranks, label, nbytes, x.shape[1:], more=more)
     with named(kind, label):
         out = x.new_empty(sum(received), *x.shape[1:]) if out is None else out
-        # a last part that is not sent: all graphs have the same nodes
+        # a last part that is not sent: graphs have the same nodes
         parts, recvs = (
             whole.split([*lengths, len(whole) - sum(lengths)])[:-1] for whole, lengths in ((x, sent), (out, received))
         )
@@ -377,9 +368,9 @@ def deal(
 
 
 def swap(sends: Sequence[Sequence[Tensor]], recvs: Sequence[Held], ranks: Ranks, label: str = "") -> list[list[Tensor]]:
-    """Send the flat tensors `sends[p]`, of any sizes and dtypes, to rank p; return the tensors from each rank.
+    """Send the flat tensors `sends[p]`, of any sizes and dtypes, to rank p in one message; return those from each rank.
 
-    `recvs[p]` lists their dtypes and sizes. All for a peer are one message. This rank's own entries must be empty.
+    `recvs[p]` lists dtypes and sizes. This rank's own entries must be empty.
     """
     nothing = torch.empty(0, dtype=torch.uint8, device=ranks.device)
     data = [nothing] * ranks.size
@@ -387,7 +378,7 @@ def swap(sends: Sequence[Sequence[Tensor]], recvs: Sequence[Held], ranks: Ranks,
         if xs:
             size = packed_size([(x.dtype, x.numel()) for x in xs])
             # lent: nobody writes to it again
-            data[peer] = pack([x.to(ranks.device) for x in xs], ranks.empty(size, nothing, lent=True))  # (bytes,)
+            data[peer] = pack([x.to(ranks.device) for x in xs], ranks.empty(size, nothing, lent=True))
     # without sizes, which differ between ranks
     text = f"all_to_all(bytes, axis={ranks.axis!r}) for {label!r}"
     call = _counted("all_to_all", nothing, ranks, label, sum(x.numel() for x in data), text=text)
@@ -415,7 +406,7 @@ def broadcast(x: Tensor, ranks: Ranks, src: int = 0, label: str = "") -> Pending
     if ranks.built_in is not None:
         with named(call.kind, label):
             return Pending(_built_in(partial(dist.broadcast, group_src=src), ranks, call, as_bytes(out)), lambda _: out)
-    nothing = x.new_empty(0)  # sent if no data are due
+    nothing = x.new_empty(0)
     sends = [x if sender else nothing] * ranks.size
     recvs = [out if p == src and not sender else nothing for p in range(ranks.size)]
     with named(call.kind, label):
@@ -423,9 +414,9 @@ def broadcast(x: Tensor, ranks: Ranks, src: int = 0, label: str = "") -> Pending
 
 
 def from_rank(x: Tensor, mesh: AnyMesh, src: int, label: str = "") -> Tensor:
-    """Return the tensor of rank `src` of the mesh; others give one of the same form."""
+    """Other ranks give a tensor of the same form."""
     sizes = axis_sizes(mesh)
-    # a rank without `x` yet receives it in a later broadcast, along another axis
+    # a rank without `x` yet receives it later, along another axis
     for axis in reversed(sizes):
         src, coordinate = divmod(src, sizes[axis])
         x = broadcast(x, along(mesh, axis), coordinate, label).wait()
@@ -433,21 +424,21 @@ def from_rank(x: Tensor, mesh: AnyMesh, src: int, label: str = "") -> Tensor:
 
 
 def buffer(mesh: AnyMesh, axes: Sequence[str], numel: int, like: Tensor, *, lent: bool) -> Tensor:
-    """Allocate a flat buffer. `lent`: filled once, then sent along the first axis."""
+    """`lent`: filled once, then sent along the first axis."""
     return along(mesh, axes[0]).empty(numel, like, lent) if axes else like.new_empty(numel)
 
 
 def total(
     x: Tensor, mesh: AnyMesh, axes: Axes | None = None, op: str = "sum", label: str = "", more: str = ""
 ) -> Tensor:
-    """Reduce a small tensor over some axes (None: all)."""
+    """Reduce a small tensor over `axes` (None: all)."""
     return start_total(x, mesh, axes, op, label, more).wait()
 
 
 def start_total(
     x: Tensor, mesh: AnyMesh, axes: Axes | None = None, op: str = "sum", label: str = "", more: str = ""
 ) -> Pending:
-    """Start `total`: along the last axis it is under way, along earlier ones done."""
+    """Start `total`: under way along the last axis, done along earlier ones."""
     sizes = axis_sizes(mesh)
     names = tuple(sizes) if axes is None else axes
     needed = [axis for axis in names if sizes[axis] > 1] or names[:1]

@@ -1,10 +1,10 @@
 """Ranks of torch's process groups: their messages and timeouts, and the host where ranks met.
 
 Note [One thread]
-    Messages between two ranks have no names: the first one sent is the first one received. Two threads of a rank would
-    receive each other's messages. So a process group, and connections made for it, belong to the first thread that
-    communicates over it, until this thread ends. Any other thread raises at once, and so does a forked process. Threads
-    not started by Python are autograd's: they run the backward while the calling thread waits.
+    Messages between two ranks have no names, so two threads of a rank would receive each other's. So a process group,
+    and connections made for it, belong to the first thread that communicates over it, until this thread ends. Any other
+    thread, and a forked process, raises at once. Threads not started by Python are autograd's: they run the backward
+    while the calling thread waits.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from torch.distributed.constants import default_pg_nccl_timeout, default_pg_time
 from ..core.tracing import memo
 from .ranks import Call, MismatchError
 
-# Dtypes of every backend: NCCL lacks int16, wide unsigned integers and, on some devices, float8.
+# dtypes of every backend
 _SENT = frozenset(
     {
         *(torch.bool, torch.uint8, torch.int8, torch.int32, torch.int64),
@@ -42,13 +42,12 @@ class Owner:
 
     def __init__(self, inherited: bool) -> None:
         self._thread: threading.Thread | None = None
-        self._lock, self._inherited = threading.Lock(), inherited  # True if this process's parent made the group
+        self._lock, self._inherited = threading.Lock(), inherited  # inherited: the parent process made the group
 
     def inherit(self) -> None:
         self._thread, self._inherited = None, True
 
     def check(self, axis: str) -> None:
-        """Raise RuntimeError unless the calling thread may communicate."""
         if threading.current_thread() is not self._thread:
             self._admit(axis)
 
@@ -59,7 +58,7 @@ class Owner:
                 "lose messages. Start processes that communicate with 'spawn', and make their own meshes in them."
             )
         thread = threading.current_thread()
-        # private: no public name for threads that `threading` did not start
+        # private: no public name for threads not started by `threading`
         if isinstance(thread, threading._DummyThread):
             return
         with self._lock:
@@ -73,11 +72,11 @@ class Owner:
             self._thread = thread
 
 
-FEW = 8  # most CPU processes between which messages are faster than gloo's collectives
+FEW = 8  # CPU processes between which messages are faster than gloo's collectives
 
 
-def first_of(module: object, *names: str) -> Callable[..., Any]:  # any function
-    """Return the first of the attributes `names` that `module` has.
+def first_of(module: object, *names: str) -> Callable[..., Any]:
+    """Return the first attribute that `module` has.
 
     >>> import math
     >>> first_of(math, "square_root", "sqrt")(4.0)
@@ -86,7 +85,7 @@ def first_of(module: object, *names: str) -> Callable[..., Any]:  # any function
     return next(getattr(module, name) for name in names if hasattr(module, name))
 
 
-# torch 2.13 deprecates the old names, torch 2.11 has only the old ones
+# torch 2.13 deprecates the old names, torch 2.11 has only these
 all_gather_single = first_of(dist, "all_gather_single", "all_gather_into_tensor")
 reduce_scatter_single = first_of(dist, "reduce_scatter_single", "reduce_scatter_tensor")
 
@@ -96,7 +95,7 @@ def as_real(x: Tensor) -> Tensor:
 
 
 def as_sent(x: Tensor, dtypes: Collection[torch.dtype] = _SENT) -> Tensor:
-    """Return a view of a contiguous tensor for backends; flat bytes if they lack its dtype.
+    """Return a view for backends: flat bytes if they lack the dtype.
 
     >>> as_sent(torch.ones(2, dtype=torch.int16))
     tensor([1, 0, 1, 0], dtype=torch.uint8)
@@ -112,27 +111,23 @@ class Works:
     works: Sequence[dist.Work]
     parts: Sequence[Tensor]
     call: Call | str = ""
-    timeout: timedelta | None = None  # None: the timeout of the process group
-    peers: Sequence[str] = ()  # the name of each work's peer in errors
+    timeout: timedelta | None = None  # None: that of the process group
+    peers: Sequence[str] = ()  # of each work, for errors
 
     def wait(self) -> Sequence[Tensor]:
-        """Wait, and return the outputs. MismatchError if a peer is gone or does not answer."""
+        """MismatchError if a peer is gone or does not answer."""
         with _answering(self.call, peers := [*self.peers], works := [*self.works]):
             while works:
                 works[0].wait() if self.timeout is None else works[0].wait(self.timeout)
                 del works[:1], peers[:1]
         return self.parts
 
-    def done(self) -> None:
-        """Do nothing: the outputs share no memory with another rank."""
+    def done(self) -> None: ...
 
 
 @contextmanager
 def _answering(call: Call | str, peers: Sequence[str], works: Sequence[dist.Work] = ()) -> Iterator[None]:
-    """Turn torch's RuntimeError into a MismatchError with the collective and the first of `peers`.
-
-    It also names the peers of other unfinished `works`. Errors of a device stay as they are.
-    """
+    """Turn a RuntimeError, unless of a device, into a MismatchError with the first peer, and those of late `works`."""
     try:
         yield
     except (torch.AcceleratorError, torch.OutOfMemoryError):
@@ -160,26 +155,21 @@ def outputs_of(sends: Sequence[Tensor], recvs: Sequence[Tensor | None], rank: in
 
 
 class GroupRanks:
-    """The ranks of a torch process group, as a `Ranks`.
-
-    Between at most `few` CPU processes collectives are messages between pairs, faster than gloo's own; else the
-    backend's.
-    """
+    """The ranks of a process group; up to `few` CPU processes send messages in pairs."""
 
     whole = None
 
     def __init__(self, axis: str, group: dist.ProcessGroup, device: torch.device, few: int = FEW):
         self.axis, self.device, self._group = axis, device, group
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
-        self._in_pairs = device.type == "cpu"  # gloo has no all-to-all of tensors of different sizes
+        self._in_pairs = device.type == "cpu"  # gloo has no all-to-all of different sizes
         others = [p for p in range(self.size if self._in_pairs else 0) if p != self.rank]
-        self._peers = [f"rank {p} of axis {axis!r}" for p in others for _ in range(2)]  # of each message in pairs
-        # one rank sends nothing
+        self._peers = [f"rank {p} of axis {axis!r}" for p in others for _ in range(2)]  # of each message
         self.built_in = None if self.size == 1 or (device.type == "cpu" and self.size <= few) else group
 
     @property
     def may_be_replaced(self) -> bool:
-        """True if the backend is one of torch's own for CPUs; others were registered on purpose."""
+        """True for torch's own CPU backends; others were registered on purpose."""
         backends = dict(pair.split(":") for pair in dist.get_backend_config(self._group).split(","))
         return backends.get(self.device.type) in (dist.Backend.GLOO, dist.Backend.MPI, dist.Backend.UCC)
 
@@ -193,30 +183,24 @@ class GroupRanks:
 
     @memo
     def _maker(self) -> Callable[..., Tensor] | None:
-        """The backend's allocator of registered memory, or None; NCCL then occupies fewer units of the GPU."""
+        """Allocator of registered memory, with which NCCL occupies fewer units of the GPU, or None."""
         if self.built_in is None:
             return None
         backend = _backend(self._group, self.device)
         supports = getattr(backend, "supports_tensor_alloc", None)
         if supports is None or not supports(self.device):
             return None
-        # NCCL registers memory with a communicator, which the first collective makes
+        # NCCL registers memory with a communicator, made by the first collective
         dist.all_reduce(torch.zeros(1, device=self.device), group=self._group)
         return backend.allocate_tensor
 
     @memo
     def _spare(self) -> Tensor:
-        """Two places (2, bytes): one element is sent and received if there is nothing to send.
-
-        A tensor without elements has no address, which NCCL refuses under NCCL_CHECK_POINTERS=1.
-        """
+        """Places (2, bytes) to send and receive an element for nothing: NCCL_CHECK_POINTERS=1 refuses empty tensors."""
         return torch.zeros(2, 16, dtype=torch.uint8, device=self.device)  # kept: messages may be under way
 
     def exchange(self, sends: Sequence[Tensor], recvs: Sequence[Tensor | None], call: Call) -> Works:
-        """Send `sends[p]` to rank p: by messages on CPUs, else by one all-to-all.
-
-        NCCL would hold the memory of point-to-point messages until the device has finished them.
-        """
+        """Send messages on CPUs, else one all-to-all: NCCL holds point-to-point messages until the device is done."""
         parts = outputs_of(sends, recvs, self.rank)
         with _answering(call, peers := [*self._peers]):
             works = [] if self.size == 1 else self._start(sends, parts, peers)
@@ -224,7 +208,7 @@ class GroupRanks:
         return Works(works, parts, call, self.timeout if self._in_pairs else None, self._peers)
 
     def _start(self, sends: Sequence[Tensor], parts: Sequence[Tensor], peers: list[str]) -> list[dist.Work]:
-        """Start the messages; take started peers off `peers`."""
+        """Start messages; take started peers off `peers`."""
         sends, parts = [as_sent(x) for x in sends], [as_sent(x) for x in parts]
         if not self._in_pairs:
             spare = self._spare.view(sends[0].dtype)
@@ -242,29 +226,28 @@ class GroupRanks:
 
 
 def timeout_of(group: dist.ProcessGroup | None, device: torch.device) -> timedelta:
-    """Return the timeout of a group; for torch's default, that of the default process group."""
     timeout = _timeout(group, device)
-    # a mesh of several axes has the default, whatever `init_process_group(timeout=)` was given
+    # a mesh of several axes has the default, whatever `init_process_group` got
     unsaid = timeout in (default_pg_timeout, default_pg_nccl_timeout)
     return _timeout(dist.group.WORLD, device) if unsaid else timeout
 
 
 def _timeout(group: dist.ProcessGroup | None, device: torch.device) -> timedelta:
-    # private API: torch has no public way to read the timeout of a group
-    with suppress(AttributeError, RuntimeError):  # a backend without options, or none for the device
+    # private: no public way to read a group's timeout
+    with suppress(AttributeError, RuntimeError):  # no options, or no backend for the device
         return _backend(group, device).options._timeout
     return default_pg_timeout
 
 
-def _backend(group: dist.ProcessGroup | None, device: torch.device) -> Any:  # torch's Backend lacks `options` in stubs
-    # private, used by FSDP2 as well (test_process_groups.py fails if torch removes it)
+def _backend(group: dist.ProcessGroup | None, device: torch.device) -> Any:  # stubs lack `options`
+    # private, used by FSDP2 as well (test_process_groups.py)
     with suppress(AttributeError, RuntimeError):  # none for the device
         return None if group is None else group._get_backend(device)
     return None
 
 
 def meeting_host() -> str:
-    """Return the host where all ranks met; "" if there is none."""
+    """Return the host where all ranks met, or ""."""
     store: object = dist.group.WORLD.get_group_store() if dist.group.WORLD is not None else None
     while hasattr(store, "underlying_store"):
         store = store.underlying_store

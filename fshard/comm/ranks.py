@@ -4,7 +4,7 @@ Note [Lent memory]
     A collective copies what it sends, so the sender may write to it after its own wait. Lent memory is sent without a
     copy: peers read it when they wait, perhaps later, and no message tells when all have read. So lent memory is
     written once, before it is sent, and never again until it is freed. Only memory out of reach of other code is lent:
-    - buffers of gradients to be reduced, if the reduction is one of ours and no wire encodes them;
+    - buffers of gradients to be reduced, if the reduction is ours and no wire encodes them;
     - messages packed by `swap`;
     - the part that a rank sums aside in an all-reduce in place;
     - buffers of units gathered for a loss, if no wire decodes them: a loss that writes to its parameters is an error,
@@ -33,8 +33,7 @@ from ..core.tracing import assigned
 class Call:
     """One collective of one rank, in errors named by `str`; all ranks must agree on all but the bytes.
 
-    `kind` is "all_gather", say, `axis` the axis, `label` the unit or the caller's word, `nbytes` the bytes sent by this
-    rank.
+    `kind` is "all_gather", say, `axis` the axis, `label` the unit or the caller's word, `nbytes` the bytes sent.
     """
 
     kind: str
@@ -44,8 +43,8 @@ class Call:
     dtype: torch.dtype | None = field(default=None, compare=False, repr=False)
     shape: Sequence[int] = field(default=(), compare=False, repr=False)
     op: str = field(default="sum", compare=False, repr=False)
-    more: str = field(default="", compare=False, repr=False)  # further words for ranks to compare
-    text: str = field(default="", compare=False, repr=False)  # if not empty, the whole text of `str`
+    more: str = field(default="", compare=False, repr=False)  # for ranks to compare
+    text: str = field(default="", compare=False, repr=False)  # if not empty, the text of `str`
 
     def __init__(
         self,
@@ -125,14 +124,14 @@ def note(call: Call) -> None:
 
 
 class Pending:
-    """The result of a collective under way, possibly in several stages."""
+    """The result of a collective under way, perhaps in stages."""
 
     def __init__(self, exchange: Exchange | None, finish: Callable[[Sequence[Tensor]], Tensor | Pending]):
         self._exchange, self._finish, self._error, self._taken = exchange, finish, "", False
         self._sent: Sequence[Tensor] = []
 
     def keeping(self, *sent: Tensor) -> Pending:
-        """Keep references to the sent tensors, except those in host memory; return self.
+        """Keep references to sent tensors outside host memory; return self.
 
         torch drops its own once any stream has waited; another may still have to.
         """
@@ -143,9 +142,9 @@ class Pending:
         """Wait for the current messages, and return the result, or the next stage."""
         if self._exchange is None:
             return self._finish([])
-        if self._error:  # some messages were received already: waiting for them again would never end
+        if self._error:  # waiting again for received messages would never end
             raise MismatchError(self._error)
-        self._taken = True  # set before an interrupt can come: waiting again for a received message would never end
+        self._taken = True  # before an interrupt can come: see above
         try:
             received = self._exchange.wait()
             result = self._finish(received)
@@ -186,7 +185,7 @@ class Exchange(Protocol):
     """Messages under way between this rank and every peer."""
 
     def wait(self) -> Sequence[Tensor]:
-        """Wait, and return each rank's tensor in rank order, this rank's own included.
+        """Return all ranks' tensors in rank order.
 
         A tensor received without a given place may be read until `done`.
         """
@@ -203,28 +202,24 @@ class Arrived(NamedTuple):
     def wait(self) -> Sequence[Tensor]:
         return self.parts
 
-    def done(self) -> None:
-        """Do nothing: no memory is shared."""
+    def done(self) -> None: ...
 
 
 class OwnCollectives(Protocol):
     """Ranks with their own gathers and reductions; waiting gives [result]."""
 
-    def all_gather(self, x: Tensor, out: Tensor | None, lent: bool, call: Call) -> Exchange:
-        """(n, ...) on each rank -> (W n, ...) on all."""
+    def all_gather(self, x: Tensor, out: Tensor | None, lent: bool, call: Call) -> Exchange: ...
 
-    def reduce_scatter(self, x: Tensor, out: Tensor | None, fast: bool, call: Call) -> Exchange:
-        """(W n, ...) on each rank -> (n, ...): the sum of this rank's part."""
+    def reduce_scatter(self, x: Tensor, out: Tensor | None, fast: bool, call: Call) -> Exchange: ...
 
-    def all_reduce(self, x: Tensor, out: Tensor | None, fast: bool, call: Call) -> Exchange:
-        """(...) on each rank -> (...) on all, by `call.op`."""
+    def all_reduce(self, x: Tensor, out: Tensor | None, fast: bool, call: Call) -> Exchange: ...
 
 
 class Ranks(Protocol):
     """The ranks along one axis of a mesh, as one of them sees them.
 
-    `axis` is its name, `rank` this rank's number along it, `size` the number of ranks, `device` that of tensors
-    received without a given place.
+    `axis` is its name, `rank` this rank's number along it, `size` the number of ranks, `device` that of received
+    tensors.
     """
 
     axis: str
@@ -251,7 +246,6 @@ def message_timeout(ranks: Ranks) -> timedelta:
     return ranks.timeout  # type: ignore[attr-defined]  # simulated and abstract ranks have none, and connect to nobody
 
 
-# the remedy if ranks call different collectives
 SAME_ORDER = (
     "All ranks must call the same collectives in the same order. If one has returned, it had fewer batches "
     "(collectives.join_batches), or left out a save or a state_dict. Else, units that are gathered are read on all "

@@ -1,11 +1,11 @@
 """Sums of gradients across ranks and their order, gathers of parameters, and encodings of sent tensors.
 
 Note [The same bits on any number of ranks]
-    A floating-point sum depends on the order of its terms. A batch is cut into 2^s slices, and their gradients are
-    added in a balanced binary tree. With 2^r ranks, each rank adds the gradients of 2^(s - r) slices, a subtree, and a
-    tree over ranks completes the sum: the same bits for every r. Ranks are numbered over all axes, the last one the
-    fastest, so sums are taken along the last axis first. Partial sums are sent in the dtype of the sum: rounding them
-    would show, because r decides which of them are sent.
+    A floating-point sum depends on the order of its terms. So a batch is cut into 2^s slices, whose gradients are added
+    in a balanced binary tree. With 2^r ranks, each adds the gradients of 2^(s - r) slices, a subtree, and a tree over
+    ranks completes the sum: the same bits for every r. Ranks are numbered over all axes, the last one the fastest, so
+    sums are taken along the last axis first. Partial sums are sent in the dtype of the sum: rounding them would show,
+    because r decides which are sent.
 """
 
 from __future__ import annotations
@@ -74,16 +74,16 @@ class Sums:
         return device.type != "cpu" if self.fast is None else self.fast
 
     def reduce_scatter(self, x: Tensor, ranks: Ranks, label: str, out: Tensor | None) -> Pending:
-        """(W n) on each rank -> (n): the sum of this rank's part."""
+        """See `Reduction`."""
         return primitives.reduce_scatter(x, ranks, label, out, fast=self.is_fast(ranks.device))
 
     def all_reduce(self, x: Tensor, ranks: Ranks, label: str, out: Tensor | None) -> Pending:
-        """(n) on each rank -> (n) on all: the sum."""
+        """See `Reduction`."""
         return primitives.all_reduce(x, ranks, label, out, fast=self.is_fast(ranks.device))
 
 
 def tree_sum(parts: Sequence[Tensor], out: Tensor | None = None) -> Tensor:
-    """Sum tensors in a balanced binary tree; narrow dtypes in float32."""
+    """Narrow dtypes are summed in float32."""
     parts = [part.to(primitives.sum_dtype(part.dtype)) for part in parts]
     while len(parts) > 1:  # the last of an odd number goes on alone
         parts = [*(a + b for a, b in zip(parts[::2], parts[1::2], strict=False)), *parts[len(parts) & ~1 :]]
@@ -92,7 +92,7 @@ def tree_sum(parts: Sequence[Tensor], out: Tensor | None = None) -> Tensor:
 
 @dataclass(frozen=True)
 class TreeSums:
-    """Sums in a balanced binary tree over ranks (Note [The same bits on any number of ranks])."""
+    """Sums in a tree (Note [The same bits on any number of ranks])."""
 
     def reduce_scatter(self, x: Tensor, ranks: Ranks, label: str, out: Tensor | None) -> Pending:
         if ranks.built_in is not None:  # one call, and log2 W kernels
@@ -100,7 +100,7 @@ class TreeSums:
             into = x.new_empty(numel, dtype=dtype) if out is None else out
             sent = primitives.all_to_all(x, ranks, label, kind="reduce_scatter")
             return sent.then(lambda rows: primitives.fold_rows(rows.view(ranks.size, -1), "sum", into, group=2))
-        # W parts (n,); not `reduce_scatter`, which adds in rank order
+        # not `reduce_scatter`, which adds in rank order
         return primitives.scatter(x.chunk(ranks.size), ranks, lambda parts: tree_sum(parts, out), label)
 
     def all_reduce(self, x: Tensor, ranks: Ranks, label: str, out: Tensor | None) -> Pending:
@@ -116,7 +116,7 @@ DEFAULT, TREE = Sums(), TreeSums()
 
 
 def only_reads(by: Reduction) -> bool:
-    """True if a reduction surely does not write to its input (Note [Lent memory])."""
+    """True for reductions that only read (Note [Lent memory])."""
     return type(by) in (Sums, TreeSums)  # a user's subclass may write
 
 
@@ -126,7 +126,7 @@ def is_idle(by: Reduction, axes: Sequence[object]) -> bool:
 
 
 def reduction_of(reduction: str | Reduction | None) -> Reduction:
-    """Return the `Reduction` for a name or None; return an object as it is.
+    """Return the `Reduction` of a name; return an object as it is.
 
     >>> reduction_of("fast")
     Sums(fast=True)
