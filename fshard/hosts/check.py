@@ -21,7 +21,7 @@ R = TypeVar("R")
 
 
 class Checked(Generic[P, R]):
-    """A function returned by `check`, with the arguments of `run`, the original function."""
+    """A function returned by `check`, with the arguments of `run`."""
 
     def __init__(self, run: Callable[P, R], mesh: AnyMesh | EllipsisType = ...):
         self.run: Callable[P, R] = run
@@ -47,13 +47,13 @@ def _mesh_of(*args: Tree) -> AnyMesh:
 
 
 def check(fn: Callable[P, R], mesh: AnyMesh | EllipsisType = ...) -> Checked[P, R]:
-    """Return `fn`, a step or any function, with every collective compared between ranks before it starts.
+    """Return `fn` with every collective compared between ranks before it starts.
 
     If a rank calls another collective, returns early or raises, every rank raises a MismatchError with both ranks'
     calls and their lines in your code. So the call returns on all ranks or on none. Each collective waits until all
     ranks of its axis begin it.
 
-    - `fn`: the outermost function: `check(jit(step))`.
+    - `fn`: a step or any function, the outermost: `check(jit(step))`.
     - `mesh`: the ranks; by default the mesh of the first `Sharded` among the arguments (TypeError without one).
       Collectives over other meshes are not compared.
 
@@ -66,12 +66,11 @@ def check(fn: Callable[P, R], mesh: AnyMesh | EllipsisType = ...) -> Checked[P, 
     if not callable(fn) or isinstance(fn, type):
         raise TypeError(f"check: {wrong('fn', fn, 'a step, or any function')}")
     if mesh is not ...:
-        adapted(mesh)  # raises here, not at the first call, if it is no mesh
+        adapted(mesh)  # raises here, not at the first call
     return Checked(fn, mesh)
 
 
 def is_wanted() -> bool:
-    """True if the environment asks for a check of every step."""
     value = os.environ.get("FSHARD_CHECK", "")
     if value not in ("", "0", "1"):
         raise ValueError(f"FSHARD_CHECK: expected 1 (check every step), 0 or nothing, got {value!r}")

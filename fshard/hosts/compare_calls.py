@@ -7,10 +7,9 @@ Note [Lines]
     repeated, axis by axis, so a checked call returns on all ranks or on none. A rank blocked on a peer hears of its
     end, raises, and so unblocks the ranks waiting for it.
 
-    The connections are sockets, because a socket wakes a rank that waits for any of several peers, and closes when a
-    process dies. A torch `Store` would have to be polled, and does not report a dead process; messages of a process
-    group cannot be received in order of arrival, nor left unread. Every message has the number of the checked call, so
-    a call skips messages of an earlier, failed one.
+    The connections are sockets: a socket wakes a rank that waits for any of several peers, and closes when a process
+    dies. A torch `Store` does neither; messages of a process group cannot be received in order of arrival, nor left
+    unread. Every message has the number of the checked call, so a call skips messages of an earlier, failed one.
 """
 
 from __future__ import annotations
@@ -34,13 +33,11 @@ from .links import Link, listen
 from .rendezvous import links_to
 
 T = TypeVar("T")
-_LONGEST = 2000  # most characters in the text of an exception or a call
+_LONGEST = 2000  # characters
 _WAITS, _RETURNED, _RAISED = "waits in", "has returned, having last called", "raised"
 
 
 class _Status(NamedTuple):
-    """A rank's message: number of the checked call, action with a collective or exception, line."""
-
     number: int
     verb: str
     what: str
@@ -51,17 +48,17 @@ class _Status(NamedTuple):
 
 
 class Lines:
-    """A rank's connections to its peers along every axis of a mesh. All ranks must construct it together."""
+    """Connections to peers along every axis of a mesh. All ranks must construct it together."""
 
     def __init__(self, mesh: ProcessMesh):
-        # no reference to the mesh, which keeps these lines: no cycle
+        # no reference to the mesh, which keeps these lines
         self._likeness, self._me, self._owners = mesh.likeness, mesh.get_rank(), mesh.owners
         self._links: dict[str, dict[int, Link]] = {}
-        self._data: dict[str, dict[int, Link]] = {}  # for data of collectives, if their ranks have links
+        self._data: dict[str, dict[int, Link]] = {}  # for data of collectives
         for axis in mesh.mesh_dim_names:
             self._link(along(mesh, axis))
         self._last = _Status(0, _WAITS, "", "")
-        self._ends: dict[int, _Status] = {}  # this call's end on each peer that has ended
+        self._ends: dict[int, _Status] = {}  # of each peer whose call has ended
 
     def _link(self, ranks: Ranks) -> None:
         # `links_to` counts along this axis; errors and `_ends` name ranks of the mesh
@@ -74,13 +71,10 @@ class Lines:
         self._data[ranks.axis] = {numbers[peer]: link for peer, link in getattr(ranks, "links", {}).items()}
 
     def run(self, call: Callable[[], T]) -> T:
-        """Return `call()`, with its collectives announced to the peers.
-
-        MismatchError if ranks call different collectives, or if a peer raises.
-        """
+        """Announce the collectives of `call` to the peers. MismatchError if ranks differ, or if a peer raises."""
         for axis, owner in self._owners.items():
             owner.check(axis)
-        # unread messages of earlier, failed calls have smaller numbers
+        # unread messages of failed calls have smaller numbers
         self._last, self._ends = _Status(self._last.number + 1, _WAITS, "no collective", call_site()), {}
         try:
             with announcing(self._around):
@@ -92,7 +86,7 @@ class Lines:
         return result
 
     def _return(self, status: _Status) -> None:
-        """Tell the peers of the return; MismatchError unless the call has returned on all."""
+        """Tell the peers; MismatchError unless the call has returned on all."""
         self._end(status)
         try:
             for links in self._links.values():
@@ -108,13 +102,13 @@ class Lines:
             raise
 
     def _around(self, ranks: Ranks, mesh: Mesh) -> Ranks:
-        # a mesh with other ranks has no connections here, so its collectives are not compared
+        # other meshes have no connections here: their collectives are not compared
         if mesh.likeness != self._likeness:
             return ranks
         return Announced(ranks, partial(self._announce, ranks.axis))
 
     def _announce(self, axis: str, call: str) -> None:
-        """Announce the next collective along an axis, and wait until all announce the same one."""
+        """Announce the next collective, and wait until all announce the same one."""
         self._last = self._last._replace(what=call[:_LONGEST], site=call_site())
         _say(self._links[axis], self._last)
         self._compare(self._links[axis], self._last, self._data[axis])
@@ -126,7 +120,7 @@ class Lines:
     def _compare(
         self, links: Mapping[int, Link], local: _Status, data: Mapping[int, Link] = MappingProxyType({})
     ) -> None:
-        """Read a message of every peer; MismatchError unless all agree with `local`."""
+        """Read a message of every peer; MismatchError unless all agree."""
         statuses, awaited = {self._me: local}, dict(links)
         while True:
             # data before messages: a peer announces a collective before it sends data
@@ -137,8 +131,8 @@ class Lines:
                 if peer in awaited and (status := self._next(peer, link)):
                     statuses[peer] = status
                     del awaited[peer]
-            # Stop if a call has ended: other peers may never announce anything. Stop also if a peer has sent data
-            # unannounced: the data messages then raise an error with both calls.
+            # Stop if a call has ended: other peers may never announce anything. Stop if a peer sent data unannounced:
+            # these messages then raise an error with both calls.
             if not awaited or awaited.keys() & ahead or any(status.verb != local.verb for status in statuses.values()):
                 break
             # an ended peer closes its data links after telling its end
@@ -147,7 +141,7 @@ class Lines:
             raise MismatchError(f"{difference}. {SAME_ORDER}")
 
     def _next(self, peer: int, link: Link) -> _Status | None:
-        """Return a peer's next message; None if it has not arrived; the last one if its call has ended."""
+        """Return a peer's next message; None if not arrived; the last one after its call's end."""
         while peer not in self._ends and (text := link.hear()) is not None:
             status = _read(text, peer)
             if status.number < self._last.number:
@@ -165,7 +159,7 @@ def _say(links: Mapping[int, Link], status: _Status) -> None:
 
 
 def _read(text: str, peer: int) -> _Status:
-    """Parse a message. MismatchError if no rank sends such a one."""
+    """MismatchError if no rank sends such a message."""
     with suppress(ValueError, TypeError, RecursionError):
         number, *words = json.loads(text)
         if isinstance(number, int) and [type(word) for word in words] == [str] * 3:
@@ -179,7 +173,7 @@ def _raised(number: int, failure: BaseException) -> _Status:
 
 
 def _unlike_calls(statuses: Mapping[int, _Status]) -> str | None:
-    """Describe the difference of the ranks' messages; None if they agree."""
+    """Describe the difference; None if ranks agree."""
     ended = [rank for rank, status in statuses.items() if status.verb != _WAITS]
     if ended:
         blame = min(ended, key=lambda rank: statuses[rank].verb != _RAISED)
@@ -195,9 +189,9 @@ def _unlike_calls(statuses: Mapping[int, _Status]) -> str | None:
 
 
 def lines_of(mesh: AnyMesh) -> Lines | None:
-    """Return new `Lines` along a mesh of processes; None for other meshes."""
+    """Return None for meshes without processes."""
     grid = adapted(mesh)
     if not isinstance(grid, ProcessMesh):
         return None
-    with tally():  # the user's tally does not count messages that make connections
+    with tally():  # the user's tally does not count these messages
         return Lines(grid)

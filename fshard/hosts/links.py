@@ -22,34 +22,33 @@ from torch import Tensor
 
 from ..comm.ranks import SAME_ORDER, MismatchError
 
-# If a mapped segment were truncated, a process reading it would die of SIGBUS: the seals forbid truncation.
+# If a mapped segment were truncated, a process reading it would die of SIGBUS.
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 _TOO_FEW = (errno.EMFILE, errno.ENFILE)
 
 
 class Segment:
-    """A memory segment, mapped into this process and any number of others."""
+    """Memory mapped into this process and any number of others."""
 
     def __init__(self, fd: int, number: int):
         self.fd, self.number = fd, number
         self.map = mmap.mmap(fd, os.fstat(fd).st_size)  # duplicates the descriptor
-        self.data = torch.frombuffer(self.map, dtype=torch.uint8)  # (bytes,)
-        self.used = False  # True if a tensor of this rank lies in it
-        self.lent = False  # True if peers may read this tensor until it is freed
-        self.readers = 0  # number of unacknowledged messages in it
+        self.data = torch.frombuffer(self.map, dtype=torch.uint8)
+        self.used = False  # by a tensor of this rank
+        self.lent = False  # peers may read it until the tensor is freed
+        self.readers = 0  # unacknowledged messages
 
     def release(self) -> None:
         self.used = False
 
 
 class SegmentPool:
-    """This rank's segments. One is reused once it has no tensor and no unacknowledged message."""
+    """This rank's segments; one without tensor and unacknowledged messages is reused."""
 
     def __init__(self) -> None:
         self.segments: list[Segment] = []
 
     def free(self, size: int) -> Segment | None:
-        """Return the smallest free segment of `size` to `2 * size` bytes, or None."""
         # a much larger one would be kept from large buffers
         fits = [s for s in self.segments if not (s.used or s.readers) and size <= s.data.numel() <= 2 * size]
         return min(fits, key=lambda s: s.data.numel(), default=None)
@@ -63,7 +62,6 @@ class SegmentPool:
         return segment
 
     def find(self, data: Tensor) -> tuple[Segment, int] | None:
-        """Return the lent segment of `data`, and its offset there, or None."""
         begin = data.data_ptr()
         for segment in (s for s in self.segments if s.used and s.lent):
             offset = begin - segment.data.data_ptr()
@@ -73,9 +71,9 @@ class SegmentPool:
 
 
 def tensor_in(segment: Segment, size: int, lent: bool) -> Tensor:
-    """Return a byte tensor (size,) in a segment, in use until the tensor is freed."""
+    """Return bytes (size,) in a segment, in use until the tensor is freed."""
     segment.used, segment.lent = True, lent
-    # torch drops its reference to the array when it frees the storage
+    # torch drops the array when it frees the storage
     array = (ctypes.c_char * size).from_buffer(segment.map)
     weakref.finalize(array, segment.release).atexit = False
     return torch.frombuffer(array, dtype=torch.uint8)
@@ -93,7 +91,6 @@ def _made(size: int, number: int) -> Segment:
 
 
 def _sealed(size: int) -> int:
-    """Allocate memory of a fixed size; return its file descriptor."""
     fd = os.memfd_create("fshard", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
         os.ftruncate(fd, size)
@@ -105,7 +102,7 @@ def _sealed(size: int) -> int:
 
 
 def received(fd: int, number: int) -> Segment:
-    """Map a peer's segment and close `fd`. ValueError for no sealed memfd; OSError if this rank lacks room."""
+    """Map a peer's segment and close `fd`. ValueError for no sealed memfd; OSError without room."""
     try:
         seals, size = fcntl.fcntl(fd, fcntl.F_GET_SEALS), os.fstat(fd).st_size
         if seals & _SEALS != _SEALS or not size:
@@ -120,7 +117,7 @@ def received(fd: int, number: int) -> Segment:
 
 
 def refusal() -> str:
-    """Return why this process cannot allocate segments; "" if it can, or lacks only descriptors."""
+    """Return why segments cannot be allocated; "" also if only descriptors run out."""
     try:
         os.close(_sealed(mmap.PAGESIZE))
     except OSError as failure:
@@ -129,7 +126,6 @@ def refusal() -> str:
 
 
 def reason(failure: Exception) -> str:
-    """Return the text of an error, with advice if file descriptors have run out."""
     text = str(failure)
     if isinstance(failure, OSError) and failure.errno in _TOO_FEW:
         most = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
@@ -137,14 +133,14 @@ def reason(failure: Exception) -> str:
     return text
 
 
-_HEADER = struct.Struct("<BHIQQ")  # kind, length of the call's text, segment, offset in the segment, bytes of data
+_HEADER = struct.Struct("<BHIQQ")  # kind, length of the call's text, segment, offset there, bytes of data
 _INLINE, _SEGMENT, _NEW_SEGMENT, _ACKNOWLEDGED = range(4)
-SMALL = 1 << 15  # most bytes of data sent in the socket itself
-_LONGEST = (1 << 16) - 1  # most bytes of a call's text
+SMALL = 1 << 15  # bytes of data sent in the socket itself
+_LONGEST = (1 << 16) - 1  # bytes of a call's text
 _READ = 1 << 18
 _MOST_FDS = 16
-PLANS = "make_plan"  # the message of a rank that makes a plan
-_REFUSES = "refuses: "  # before the collective of a rank that expected no plan
+PLANS = "make_plan"  # sent before making a plan
+_REFUSES = "refuses: "  # answer of a rank that expected no plan
 _LEAVING = "leaves: "  # before the error of a rank that closes its links
 _FOREVER = (1 << 31) - 1  # milliseconds, the longest timeout of poll
 _FD_FLAGS = getattr(socket, "MSG_CMSG_CLOEXEC", 0)
@@ -160,7 +156,7 @@ class _Message:
 
 @dataclass
 class Link:
-    """The socket to one peer, and its messages. Without `memory` all must be small."""
+    """The socket to one peer. Without `memory` all messages must be small."""
 
     socket: socket.socket
     peer: str
@@ -172,8 +168,8 @@ class Link:
     arrived: dict[int, _Message] = field(default_factory=dict)
     mapped: dict[int, Segment] = field(default_factory=dict)
     shown: set[int] = field(default_factory=set)
-    is_open: bool = True  # until this rank reads the end of the stream
-    reason: str = "its process ended, or it let go of its plan"  # why the peer has closed it, if it has
+    is_open: bool = True  # until the end of the stream is read
+    reason: str = "its process ended, or it let go of its plan"  # why the peer has closed it
     stream: bytearray = field(default_factory=bytearray)
     fds: deque[int] = field(default_factory=deque)
 
@@ -181,7 +177,7 @@ class Link:
         weakref.finalize(self, _close_all, self.fds)
 
     def send(self, call: str, data: Tensor, place: tuple[Segment, int] | None) -> None:
-        """Send a call's data in the socket, or only their `place` in a segment."""
+        """Send data, or only their `place` in a segment."""
         text, size = _sent(call), data.numel()
         if place is None:
             payload = ctypes.string_at(data.data_ptr(), size) if size else b""
@@ -189,7 +185,7 @@ class Link:
             return
         segment, offset = place
         segment.readers += 1
-        # a peer gets the descriptor of a segment once, and keeps the segment mapped
+        # a peer gets a segment's descriptor once
         is_shown = segment.number in self.shown
         kind, fds = (_SEGMENT, []) if is_shown else (_NEW_SEGMENT, [segment.fd])
         self.shown.add(segment.number)
@@ -199,7 +195,6 @@ class Link:
         self.send(text, torch.empty(0, dtype=torch.uint8, device="cpu"), None)
 
     def hear(self) -> str | None:
-        """Return the text of the next expected message, or None."""
         message = self.arrived.pop(self.num_expected, None)
         if message is None:
             return None
@@ -207,12 +202,11 @@ class Link:
         return message.call
 
     def acknowledge(self, segment: int) -> None:
-        """Tell the peer that a message in one of its segments has been read."""
-        with suppress(MismatchError):  # a closed peer needs no acknowledgement: its data have arrived
+        with suppress(MismatchError):  # a closed peer has sent all its data
             self._write(_HEADER.pack(_ACKNOWLEDGED, 0, segment, 0, 0), [], "an acknowledgement")
 
     def _write(self, data: bytes, fds: list[int], call: str) -> None:
-        """Write bytes to the socket, file descriptors with the first byte."""
+        """File descriptors go with the first byte."""
         view = memoryview(data)
         while view:
             try:
@@ -234,7 +228,7 @@ class Link:
     def fault(self, text: str) -> MismatchError:
         """Close the links of this rank's mesh, and tell their peers why; return the error to raise.
 
-        A frame may keep the error, and with it the plan: nothing else would close the links.
+        A frame may keep the error, and so the plan: nothing else would close the links.
         """
         said = _sent(f"{_LEAVING}{text}")
         for peer in self.beside:
@@ -248,7 +242,7 @@ class Link:
         """Wait for a message. MismatchError if it is of another call, or the peer is gone."""
         while number not in self.arrived:
             if planning := [n for n, x in self.arrived.items() if x.call == PLANS]:
-                number = planning[0]  # the peer has left this call out, and perhaps others before it
+                number = planning[0]  # the peer has left out this call, and perhaps others
             elif not self.drain(call):
                 _poll([self], select.POLLIN, call)
         message = self.arrived.pop(number)
@@ -261,7 +255,7 @@ class Link:
         return message
 
     def plans(self) -> bool:
-        """Wait for the peer's `PLANS`; return True if it came next, False if not, or if the peer is gone.
+        """Wait for the peer's `PLANS`; return False if something else came, or the peer is gone.
 
         If the peer waits for a collective, close the link and raise MismatchError.
         """
@@ -285,7 +279,7 @@ class Link:
         return numbers[0] == number
 
     def is_ahead(self) -> bool:
-        """True if the peer has sent a message that this rank does not expect yet."""
+        """True if the peer has sent a message not expected yet."""
         self.drain()
         return self.num_arrived > self.num_expected
 
@@ -317,7 +311,7 @@ class Link:
         return True
 
     def _refused(self, what: str) -> MismatchError:
-        """Close a link after bytes that no rank sends; return the error to raise."""
+        """Close a link after bytes that no rank sends."""
         self.stream.clear()
         _close_all(self.fds)
         with suppress(OSError):
@@ -325,7 +319,7 @@ class Link:
         return MismatchError(f"{self.peer} sent {what}, which no rank does: the link to it is closed")
 
     def _parse(self) -> bool:
-        """Take one message off the received bytes; return False if it is not complete."""
+        """Take one message; False if it is incomplete."""
         if len(self.stream) < _HEADER.size:
             return False
         kind, length, number, offset, size = _HEADER.unpack_from(self.stream)
@@ -354,7 +348,7 @@ class Link:
         return True
 
     def _fault(self, kind: int, number: int, offset: int, size: int) -> str:
-        """Describe a wrong header, before memory of its size is allocated; "" if it is right."""
+        """Describe a wrong header, before memory of its size is allocated."""
         if kind == _INLINE:
             return f"a message of {size:,} bytes (at most {SMALL:,})" if size > SMALL else ""
         if self.memory is None or kind > _ACKNOWLEDGED:
@@ -377,7 +371,7 @@ class Link:
             if offset + size > data.numel():
                 raise ValueError(f"bytes {offset:,} to {offset + size:,} of segment {number}, of {data.numel():,}")
         except OSError as lack:
-            self._refused("")  # closes the link: without this message no later one is right
+            self._refused("")  # without this message no later one is right
             raise OSError(lack.errno, f"this rank lacks room for memory of {self.peer}: {reason(lack)}") from lack
         except ValueError as wrong:
             raise self._refused(str(wrong)) from wrong
@@ -389,7 +383,7 @@ def _sent(call: str) -> bytes:
 
 
 def _read(text: bytes | bytearray) -> str:
-    return text.decode(errors="ignore")  # `_sent` may have cut a character in two
+    return text.decode(errors="ignore")  # `_sent` may have cut a character
 
 
 def _close_all(fds: deque[int]) -> None:
@@ -398,7 +392,7 @@ def _close_all(fds: deque[int]) -> None:
 
 
 def _poll(links: Collection[Link], events: int, call: str) -> list[Link]:
-    """Wait for one of `events` (masks of `poll`) on some links; return these links."""
+    """Wait for `events` of `poll` on any link; return these links."""
     poll, by = select.poll(), {link.socket.fileno(): link for link in links}
     for number in by:
         poll.register(number, events)

@@ -1,16 +1,16 @@
 """Ranks as processes of one host: messages through shared memory, without extra threads or a network.
 
 Note [Messages on one host]
-    Each pair of ranks has a Unix socket. A small message is sent in the socket. For a large one the socket carries only
-    a header, and the data lie in a memory segment mapped by both ranks (a memfd, without a name, freed with its last
-    process). The receiver reads the segment when it waits for the message, and acknowledges; the sender may then reuse
-    the segment. Sending never waits, so ranks may start any number of messages and wait for them in any order. Every
-    header has the text of its call: if two ranks call different collectives, the error names both, and no rank hangs.
+    Each pair of ranks has a Unix socket for small messages. For a large one the socket carries only a header, and the
+    data lie in a memory segment mapped by both ranks (a memfd, without a name, freed with its last process). The
+    receiver reads the segment when it waits for the message, and acknowledges; the sender may then reuse the segment.
+    Sending never waits, so ranks may start any number of messages and wait for them in any order. Every header has the
+    text of its call: if two ranks call different collectives, the error names both, and no rank hangs.
+
     Large flat buffers are allocated in segments (`empty`), so steps reuse their memory. A lent buffer is sent without a
     copy (Note [Lent memory] in `ranks.py`).
 
-    Gloo's sockets need threads, and so processor time of the ranks: on two cores a 16 KiB message costs about 0.3 ms
-    with gloo and 0.05 ms here.
+    Gloo's sockets need threads, and so processor time of the ranks (16 KiB on two cores: 0.3 ms, and 0.05 ms here).
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from ..core.storage import as_bytes, from_bytes
 from .links import PLANS, SMALL, Link, Segment, SegmentPool, refusal, tensor_in
 from .rendezvous import links_to
 
-_SEGMENT_BYTES = 1 << 20  # buffers of at least so many bytes are allocated in a segment
+_SEGMENT_BYTES = 1 << 20  # larger buffers are allocated in a segment
 
 
 @dataclass
@@ -45,7 +45,7 @@ class _Exchange:
     links: dict[int, Link]
     numbers: dict[int, int]  # of the message expected from each peer
     recvs: list[Tensor | None]
-    like: Tensor  # this rank's own tensor: its result, and the dtype and shape of peers' without a place
+    like: Tensor  # this rank's own result, and the form of peers' without a place
     call: str
     unread: list[tuple[Link, int]] = field(default_factory=list)  # segments readable until `done`
 
@@ -74,15 +74,13 @@ class _Exchange:
 
 
 class _HostRanks:
-    """The ranks along one axis of one host, as a `Ranks`."""
-
     built_in = None
     whole = None
     device = torch.device("cpu")
 
     def __init__(self, ranks: Ranks, links: dict[int, Link]):
         self.axis, self.rank, self.size = ranks.axis, ranks.rank, ranks.size
-        # no cycle: links refer to the memory, the memory not to links
+        # no cycle: the memory does not refer to links
         self._memory, self.links, self.timeout = SegmentPool(), links, message_timeout(ranks)
         for link in links.values():
             link.memory = self._memory
@@ -98,12 +96,12 @@ class _HostRanks:
         segment = self._memory.free(size)
         if segment is None:
             for link in self.links.values():
-                link.drain()  # arrived acknowledgements may free one
+                link.drain()  # acknowledgements may free one
             segment = self._memory.free(size) or self._memory.new(size)
         return segment
 
     def _place(self, data: Tensor) -> tuple[Segment, int]:
-        """Return the segment and offset of the data: their own if lent, else a copy's."""
+        """Return the data's own segment and offset if lent, else a copy's."""
         if lent := self._memory.find(data):
             return lent
         segment = self._room(data.numel())
@@ -112,7 +110,7 @@ class _HostRanks:
 
     def exchange(self, sends: Sequence[Tensor], recvs: Sequence[Tensor | None], call: Call) -> _Exchange:
         text = str(call)
-        places: dict[int, tuple[Segment, int]] = {}  # by the id of a tensor: one sent to every peer is copied once
+        places: dict[int, tuple[Segment, int]] = {}  # by id of a tensor: one sent to every peer is copied once
         numbers = {}
         for peer, link in self.links.items():
             x = sends[peer]
@@ -125,10 +123,10 @@ class _HostRanks:
 
 
 class HostMesh(ProcessMesh):
-    """A `ProcessMesh` with shared memory along each axis of ranks on one host."""
+    """A `ProcessMesh` with shared memory along each axis on one host."""
 
     def __init__(self, mesh: ProcessMesh, ranks: dict[str, Ranks]):
-        # without results of `once`, which may refer to the old ranks
+        # without results of `once`, which may refer to old ranks
         self.__dict__.update(vars(mesh))
         self._ranks, self._kept, self.twin = ranks, {}, None
         links = [link for each in ranks.values() if isinstance(each, _HostRanks) for link in each.links.values()]
@@ -136,7 +134,7 @@ class HostMesh(ProcessMesh):
             link.beside = [each.socket for each in links]  # sockets: links would be a cycle
 
     def all_plan(self) -> bool:
-        """Wait until all peers make a plan; return True if their links are open and nothing is unread.
+        """Wait until all peers make a plan; return True if links are open and nothing is unread.
 
         MismatchError if a peer is in a collective instead.
         """
@@ -163,30 +161,26 @@ def _has_hosts(mesh: Mesh | None) -> TypeGuard[ProcessMesh]:
 def connected(mesh: AnyMesh) -> Mesh | None:
     """Return `connect(mesh)`, made once for a mesh and shared by all plans on it.
 
-    Every rank must call this function; if a connected rank is in a collective, both get a MismatchError. If a failed
-    call has left messages unread on any rank, all ranks connect again: they agree on this over their process groups.
+    Every rank must call; if a connected rank is in a collective, both get a MismatchError. If a failed call has left
+    messages unread on any rank, all ranks connect again: they agree over their process groups.
     """
     grid = unconnected(mesh)
     if not _has_hosts(grid):
         return grid
     for axis in grid.mesh_dim_names:
-        ranks = along(grid, axis)  # an error in a second thread (Note [One thread])
+        ranks = along(grid, axis)  # an error in a second thread
         if isinstance(ranks, Announced):
             ranks.announce(PLANS)
     is_missing = not (isinstance(grid.twin, HostMesh) and grid.twin.all_plan())
     missing = torch.tensor(is_missing, dtype=torch.uint8, device=grid.device)
     if primitives.total(missing, grid, op="max", label="connections").item():
-        grid.twin = None  # first, so that no rank keeps its old twin if `connect` fails on any rank
+        grid.twin = None  # first: no rank keeps its old twin if `connect` fails on any
         grid.twin = connect(grid)
     return grid.twin
 
 
-def connect(mesh: AnyMesh) -> Any:  # a Mesh; None for None alone
-    """Return a mesh with shared memory along the axes of a DeviceMesh whose CPU processes are on one host.
-
-    Every rank must call this function. Other meshes, None and systems other than Linux get no shared memory, nor does
-    an axis whose backend `dist.Backend.register_backend` registered.
-    """
+def connect(mesh: AnyMesh) -> Any:  # a Mesh, or None
+    """Connect CPU processes of one Linux host by shared memory, unless users made the backend. All ranks must call."""
     grid = unconnected(mesh)
     if not _has_hosts(grid):
         return grid
@@ -201,7 +195,7 @@ def _ranks(mesh: ProcessMesh, axis: str) -> Ranks:
 
 
 def _connected(ranks: Ranks) -> Ranks:
-    """Return ranks with shared memory; `ranks` itself if on several hosts, or if any rank lacks it."""
+    """Return `ranks` itself if on several hosts, or if any rank lacks shared memory."""
     refusals = [row.decode() for row in rows_of_bytes(refusal().encode(), ranks)]
     if told := [f"rank {p} of axis {ranks.axis!r}: {text}" for p, text in enumerate(refusals) if text]:
         if ranks.rank == 0:

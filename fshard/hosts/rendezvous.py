@@ -3,15 +3,14 @@
 Note [Who may connect]
     A link carries parameters, so only ranks may connect. Each rank of an axis draws a secret and sends it to the others
     over the process group. The key joins all secrets, is never sent over a connection, and serves one meeting. It is
-    not in addresses, because everybody on the machine can read addresses of Unix sockets (/proc/net/unix). The dialling
-    rank sends its number and a digest of the key and both ranks; the answering rank sends another digest. So each side
-    knows that the other has the key, and an intercepted digest is useless on another connection. On Unix sockets
-    processes of other users are rejected, too.
+    not in addresses: everybody on the machine can read addresses of Unix sockets (/proc/net/unix). The dialling rank
+    sends its number and a digest of the key and both ranks; the answering rank sends another digest. So each side knows
+    that the other has the key, and an intercepted digest is useless on another connection. On Unix sockets processes of
+    other users are rejected, too.
 
     Each rank dials every other rank, and each pair keeps one of its two connections, so a rank that waits for a peer
     has a socket that breaks when the peer ends or gives up. A rank waits for all connections at once, strangers' silent
-    ones included, with one deadline. Then the ranks exchange results over the process group: all have links, or all
-    raise an error.
+    ones included, with one deadline. Then ranks exchange results over the process group: all have links, or all raise.
 """
 
 from __future__ import annotations
@@ -39,28 +38,28 @@ from ..comm.process_groups import meeting_host
 from ..comm.ranks import Ranks, message_timeout
 from .links import Link, reason
 
-_GREETING = struct.Struct("<I32s")  # number of the dialling rank, and its digest
-_ANSWER = 32  # bytes of a digest
-_MOST_SILENT = 256  # most strangers' connections kept without a greeting, in addition to one for each peer
-_RETRY = 0.01  # seconds until a rank with a full queue of connections is dialled again
+_GREETING = struct.Struct("<I32s")  # rank and digest of the dialling one
+_ANSWER = 32  # bytes
+_MOST_SILENT = 256  # strangers' connections kept without a greeting, in addition to one for each peer
+_RETRY = 0.01  # seconds until a full queue of connections is dialled again
 _SOMEWHERE = "192.0.2.1"  # an address that no host has (RFC 5737)
 
 Address: TypeAlias = str | tuple[str, int]  # of a Unix socket; host and port
-Door: TypeAlias = tuple[socket.socket, Sequence[Address], bytes]  # listening socket, addresses of all ranks, key
+Door: TypeAlias = tuple[socket.socket, Sequence[Address], bytes]  # listening socket, all addresses, key
 
 
 class UnreachableError(ConnectionError):
-    """A rank could not be reached at its address, or another process answered there."""
+    """A rank could not be reached at its address, or another process answered."""
 
 
 class _LeftError(ConnectionError):
-    """A rank ended or gave up while connecting; its own error is raised instead, if it reports one."""
+    """A rank ended or gave up; its own error is raised instead, if reported."""
 
 
 def links_to(ranks: Ranks, anywhere: bool = False) -> dict[int, Link] | None:
-    """Return a link to every peer: Unix sockets on one host; between hosts None, or with `anywhere` TCP.
+    """Return links to all peers: Unix sockets on one host; between hosts None, or with `anywhere` TCP.
 
-    ConnectionError on all ranks if any rank fails to connect.
+    ConnectionError on all ranks if any fails to connect.
     """
     try:
         sockets = _met(ranks, _on_one_host)
@@ -77,7 +76,7 @@ def _met(ranks: Ranks, listening: Callable[[Ranks], AbstractContextManager[Door]
         sockets: dict[int, socket.socket] = {}
 
         def meet() -> str:
-            # the listener closes as soon as this rank gives up, which breaks waiting connections
+            # if this rank gives up, the listener closes, which breaks waiting connections
             with listener, _Meeting(ranks, listener, addresses, key) as meeting:
                 sockets.update(meeting.hold(message_timeout(ranks).total_seconds()))
             return ""
@@ -92,11 +91,11 @@ def _met(ranks: Ranks, listening: Callable[[Ranks], AbstractContextManager[Door]
 
 
 def _on_all_ranks(ranks: Ranks, step: Callable[[], str]) -> list[str]:
-    """Run `step` on every rank; return all results. ConnectionError on all ranks if any fails."""
+    """Return all ranks' results. ConnectionError on all if any fails."""
     error: Exception | None = None
     try:
-        row = ["", step()]  # name of the error's type (empty: none), and its text or the result
-    except Exception as failure:  # of any type: the other ranks wait for this rank's row
+        row = ["", step()]  # the error's type (or ""), and its text or the result
+    except Exception as failure:  # the other ranks wait for this row
         traceback.clear_frames(failure.__traceback__)  # closes connections of these frames alone
         error, row = failure, [type(failure).__name__, reason(failure)]
     rows = [json.loads(text) for text in rows_of_bytes(json.dumps(row).encode(), ranks)]
@@ -114,7 +113,7 @@ def _on_all_ranks(ranks: Ranks, step: Callable[[], str]) -> list[str]:
 
 @contextmanager
 def _on_one_host(ranks: Ranks) -> Iterator[Door]:
-    """Yield a listening Unix socket, all addresses, and the key. UnreachableError if hosts differ."""
+    """UnreachableError if hosts differ."""
     with ExitStack() as stack:
         # an abstract address leaves no file; everybody can read it, so the secret is another
         address, listeners = f"\0fshard-{secrets.token_hex(16)}", list[socket.socket]()
@@ -131,14 +130,14 @@ def _on_one_host(ranks: Ranks) -> Iterator[Door]:
 
 @contextmanager
 def _between_hosts(ranks: Ranks) -> Iterator[Door]:
-    """Yield a listening TCP socket on the process group's interface, all addresses, and the key."""
+    """The socket listens on the process group's interface."""
     interfaces = _on_all_ranks(ranks, _interface)
     with ExitStack() as stack:
         listeners = list[socket.socket]()
 
         def offer() -> str:
             host = _from_outside(interfaces[ranks.rank], interfaces)
-            # port 0: the system chooses a free one
+            # port 0: any free one
             listeners.append(_listening(stack, socket.AF_INET6 if ":" in host else socket.AF_INET, (host, 0)))
             return json.dumps([*listeners[0].getsockname()[:2], secrets.token_hex()])
 
@@ -157,7 +156,7 @@ def _listening(stack: ExitStack, family: int, address: Address) -> socket.socket
     listener = stack.enter_context(socket.socket(family))
     listener.setblocking(False)
     listener.bind(address)
-    listener.listen(4096)  # the system may apply a lower limit
+    listener.listen(4096)
     return listener
 
 
@@ -169,7 +168,7 @@ def _interface() -> str:
 
 
 def address_of(interface: str) -> str:
-    """Return the IPv4 or IPv6 address of a network interface. OSError if it has neither."""
+    """OSError without an IPv4 or IPv6 address."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe, suppress(OSError):
         request = struct.pack("256s", interface.encode()[:15])
         return socket.inet_ntoa(fcntl.ioctl(probe, 0x8915, request)[20:24])  # SIOCGIFADDR
@@ -181,7 +180,7 @@ def address_of(interface: str) -> str:
 
 
 def _way_to(target: str) -> str:
-    """Return the source address of packets to `target`; "" without a route."""
+    """Return a source address, "" without a route."""
     with suppress(OSError):
         for family, kind, _, _, address in socket.getaddrinfo(target, 9, type=socket.SOCK_DGRAM) if target else []:
             with suppress(OSError), socket.socket(family, kind) as probe:
@@ -191,9 +190,9 @@ def _way_to(target: str) -> str:
 
 
 def _from_outside(local: str, seen: list[str]) -> str:
-    """Return an address of this host for other hosts; `seen` are the addresses found by all ranks.
+    """Return this host's address for other hosts; `seen` are all ranks' addresses.
 
-    `local` may be a loopback address: the name of the meeting host may resolve to one there.
+    `local` may be a loopback address: the meeting host's name may resolve to one there.
     """
 
     def inside(address: str) -> bool:
@@ -207,14 +206,12 @@ def _from_outside(local: str, seen: list[str]) -> str:
 
 @dataclass(eq=False)
 class _Call:
-    """A connection to an unidentified end; `peer` is the rank dialled, or None."""
-
     socket: socket.socket
     peer: int | None = None
     heard: bytes = b""
 
     def hear(self, size: int) -> bool:
-        """Return True if `size` bytes have arrived. ConnectionError for a closed connection."""
+        """True if `size` bytes have arrived. ConnectionError for a closed connection."""
         with suppress(BlockingIOError):
             while len(self.heard) < size:
                 data = self.socket.recv(size - len(self.heard))  # no further: later bytes are for the link
@@ -225,13 +222,11 @@ class _Call:
 
 
 class _Meeting:
-    """Connections being made: this rank dials every peer, and answers every caller."""
-
     def __init__(self, ranks: Ranks, listener: socket.socket, addresses: Sequence[Address], key: bytes):
         self._me, self._listener, self._addresses, self._key = ranks.rank, listener, addresses, key
         self._peers = {*range(ranks.size)} - {ranks.rank}
         self._to_dial = set(self._peers)
-        self._calls: dict[_Call, None] = {}  # in order of arrival
+        self._calls: dict[_Call, None] = {}
         self._dialled: dict[int, _Call] = {}  # whose peers have answered
         self._answered: dict[int, _Call] = {}
         self._selector = selectors.DefaultSelector()
@@ -243,11 +238,11 @@ class _Meeting:
     def __exit__(self, *failure: object) -> None:
         for call in (*self._calls, *self._dialled.values(), *self._answered.values()):
             call.socket.close()
-        self._listener.close()  # callers not yet accepted stop waiting
+        self._listener.close()  # waiting callers stop
         self._selector.close()
 
     def hold(self, seconds: float) -> dict[int, socket.socket]:
-        """Return a connection to every peer. ConnectionError if a peer fails; TimeoutError."""
+        """Return all connections. ConnectionError if a peer fails; TimeoutError."""
         until = time.monotonic() + seconds
         while missing := self._peers - (self._dialled.keys() & self._answered.keys()):
             for peer in sorted(self._to_dial):
@@ -257,16 +252,16 @@ class _Meeting:
                 raise TimeoutError(f"ranks {sorted(missing)} did not connect within {seconds:.0f} s")
             for key, events in self._selector.select(_RETRY if self._to_dial else min(left, 60.0)):
                 self._serve(key.data, events)
-        # both ends of a pair keep the connection dialled by the higher rank
+        # both ends keep the connection dialled by the higher rank
         calls = {p: (self._answered if p > self._me else self._dialled).pop(p) for p in self._peers}
         return {p: _quick(call.socket) for p, call in calls.items()}
 
     def _serve(self, call: _Call | None, events: int) -> None:
-        """Act on an event of a connection; None stands for the listener."""
+        """`call` is None for the listener."""
         if call is None:
             self._accept()
         elif call not in self._calls:
-            pass  # removed by an earlier event of the same `select`
+            pass  # removed by an earlier event
         elif call.peer is None:
             self._greeted(call)
         elif events & selectors.EVENT_WRITE:
@@ -275,7 +270,6 @@ class _Meeting:
             self._heard(call, call.peer)
 
     def _dial(self, peer: int) -> None:
-        """Start connecting to a peer; `hold` dials again if the peer's queue is full."""
         connection = socket.socket(self._listener.family)
         try:
             connection.setblocking(False)
@@ -301,7 +295,6 @@ class _Meeting:
         return self._listener.family == socket.AF_UNIX
 
     def _greet(self, call: _Call, peer: int) -> None:
-        """Send a greeting on an established connection, and watch it for the answer."""
         if code := call.socket.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):
             raise self._unreachable(peer, OSError(code, os.strerror(code)))
         if self._near and not _is_same_user(call.socket):
@@ -310,7 +303,7 @@ class _Meeting:
         self._selector.modify(call.socket, selectors.EVENT_READ, call)
 
     def _heard(self, call: _Call, peer: int) -> None:
-        """Read a peer's answer; then watch the connection until the peer has dialled, or ends."""
+        """Read a peer's answer; then watch until the peer has dialled, or ends."""
         try:
             if peer in self._dialled:
                 raise ConnectionResetError("the connection was closed")
@@ -324,12 +317,12 @@ class _Meeting:
         self._settle(peer)
 
     def _settle(self, peer: int) -> None:
-        """Stop watching a peer that has dialled and answered: later bytes are for the link."""
+        """Stop watching a peer: later bytes are for the link."""
         if peer in self._answered and peer in self._dialled:
             self._let_go(self._dialled[peer])
 
     def _accept(self) -> None:
-        """Accept one connection; past the limit, close the oldest silent one."""
+        """Past the limit, close the oldest silent connection."""
         with suppress(BlockingIOError, ConnectionAbortedError):
             connection, _ = self._listener.accept()
             connection.setblocking(False)
@@ -342,7 +335,7 @@ class _Meeting:
                 self._let_go(silent[0]).close()
 
     def _greeted(self, call: _Call) -> None:
-        """Read a caller's greeting; answer if its digest is right, else close the connection."""
+        """Answer a caller if its digest is right, else close the connection."""
         try:
             if not call.hear(_GREETING.size):
                 return
@@ -360,7 +353,7 @@ class _Meeting:
 
     def _say(self, connection: socket.socket, peer: int, text: bytes) -> None:
         try:
-            connection.sendall(text)  # the first few bytes: the socket's buffer has room for them
+            connection.sendall(text)  # the first bytes: the socket has room
         except OSError as failure:
             raise _LeftError(f"rank {peer} ended, or gave up connecting: {reason(failure)}") from failure
 
@@ -383,7 +376,7 @@ def _is_same_user(peer: socket.socket) -> bool:
 
 
 def _quick(peer: socket.socket) -> socket.socket:
-    """Make a TCP socket send small messages at once (no Nagle's algorithm)."""
+    """Send small messages at once (no Nagle's algorithm)."""
     if peer.family != socket.AF_UNIX:
         peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     return peer
