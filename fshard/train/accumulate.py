@@ -35,14 +35,14 @@ from ..update.transforms import Labels
 from .loss_scale import NoLossScale
 
 T = TypeVar("T")
-Later = Callable[[], Sharded]  # gradients, made at the first call
+Later = Callable[[], Sharded]  # made at the first call
 
-# `state` is a `TrainState` throughout, whose module imports this one.
+# `state` is a `TrainState`, whose module imports this one
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """The arguments that `train_step` built a step with, as text in `built`.
+    """The arguments of `train_step`, as text in `built`.
 
     `built` also has the state's step and seed, as has the number `stamp` (Note [Built alike] in `describe.py`).
     `gathered` holds units until the last micro-batch has ended; it is None without `keep_gathered`.
@@ -63,9 +63,9 @@ class Recipe:
 
 
 class StepGradients(NamedTuple):
-    """The results of the forwards and backwards of a step.
+    """The results of a step's forwards and backwards.
 
-    `grads` are multiplied by the loss scale, and divided as if every micro-batch counted as much as the first; `share`
+    `grads` are multiplied by the loss scale, and divided as if every micro-batch counted as much as the first: `share`
     (a 0-d factor, or None for 1) corrects this.
     """
 
@@ -81,7 +81,7 @@ def gradients_of_micro_batches(recipe: Recipe, state: Tree, batch: Tree, args: S
     outcomes: list[Outcome] = []
 
     def divisor(outcome: Outcome) -> Tensor:
-        # one divisor for all micro-batches, known at the first; `share` corrects it
+        # known at the first micro-batch; `share` corrects it
         return outcome.divisor if num == 1 else (outcomes or [outcome])[0].shared(num)
 
     grads = later_grads(params, plan.grads_over)
@@ -114,7 +114,7 @@ def run_each(
     alone: bool = False,
     whole: bool,
 ) -> Iterator[tuple[Outcome, Gradients]]:
-    """Run each micro-batch in turn; `divisor`, `alone` and `whole` are arguments of `grad.run`."""
+    """`divisor`, `alone` and `whole` are arguments of `grad.run`."""
     scaler = state.loss_scale
     scale = (lambda seed: seed) if isinstance(scaler, NoLossScale) else scaler.scale
     extra = state.extra
@@ -154,10 +154,7 @@ def _versions(extra: Tree) -> list[int | None]:
 
 
 def _checked_extra(old: Tree, new: Tree, versions: Sequence[int | None]) -> Tree:
-    """Return the new extra with its keys in the old one's order.
-
-    ValueError if a loss wrote to its extra, or changed a structure, shape or dtype.
-    """
+    """ValueError if a loss wrote to its extra, or changed a structure, shape or dtype."""
     for path, written in zip(tree.paths(tree.flatten(old)[1]), map(ne, versions, _versions(old)), strict=True):
         if written:
             raise ValueError(f"with_extra: extra leaf {path!r} was changed in place: write to a clone, and return that")
@@ -183,7 +180,7 @@ def _form(leaf: object) -> str:
 
 
 def joined_outcomes(outcomes: Sequence[Outcome]) -> Outcome:
-    """Join the outcomes of micro-batches: totals and counts summed, the last extra, a list of every aux."""
+    """Sum totals and counts; take the last extra, and a list of every aux."""
     first, last = outcomes[0], outcomes[-1]
     if len(names := list(dict.fromkeys(averaged(outcome.aux) for outcome in outcomes))) > 1:
         raise ValueError(
@@ -208,11 +205,11 @@ def check_reduce_once(reduce_once: object, by: Reduction) -> None:
 
 
 def _reduced_last(reduce_once: bool | str | tuple[str, ...], plan: Plan) -> Axes:
-    """Return the axes of `reduce_once`: gradients are all-reduced over them after the last micro-batch."""
+    """Return the axes over which gradients are all-reduced after the last micro-batch."""
     if isinstance(reduce_once, bool):
         return ()
     axes = (reduce_once,) if isinstance(reduce_once, str) else reduce_once
-    # `axes_of` raises for names without a meaning on one device
+    # raises for names without a meaning on one device
     for axis in axes if plan.axes else axes_of("reduce_once", reduce_once, {}):
         if axis in plan.grads_over or axis not in dict(plan.axes):
             others = ", ".join(map(repr, plan.rest(plan.grads_over))) or "none"
@@ -225,7 +222,7 @@ def _reduced_last(reduce_once: bool | str | tuple[str, ...], plan: Plan) -> Axes
 
 def _destinations(sums: Later, params: Sharded, recipe: Recipe, reduced_last: Axes) -> Iterator[Gradients]:
     over, num, by = params.plan.grads_over, recipe.accumulate, recipe.by
-    if is_idle(by, params.plan.axes):  # one device: nothing to reduce, so every backward adds to one buffer
+    if is_idle(by, params.plan.axes):  # one device: every backward adds to one buffer
         yield from (Gradients(None, sums, add=number > 0) for number in range(num))
     elif recipe.reduce_once and not reduced_last:
         yield from summed_locally(sums, later_grads(params, (), local=True), num, by)
@@ -235,7 +232,7 @@ def _destinations(sums: Later, params: Sharded, recipe: Recipe, reduced_last: Ax
 
 
 def summed_locally(reduced: Later | None, local: Later, num: int, by: Reduction) -> Iterator[Gradients]:
-    """Return destinations: whole gradients are added in `local`, and reduced with the last."""
+    """Whole gradients are added in `local`, and reduced with the last."""
     return (Gradients(reduced if number == num - 1 else None, local, number > 0, by) for number in range(num))
 
 
@@ -253,18 +250,18 @@ def _check_equal_parts(outcome: Outcome, micro_batches: Sequence[Tree], params: 
 
 
 def rank_of(params: Sharded) -> int:
-    """Return this rank's number among ranks with different batches."""
+    """Number among ranks with different batches."""
     return coordinate(params.plan.live_mesh(), params.plan.data)
 
 
 def check_equal_batches(batch: Tree, plan: Plan) -> None:
-    """Raise MismatchError, in checked calls, if ranks along no axis of `data` differ in their batches."""
+    """In checked calls, raise MismatchError if ranks along no axis of `data` differ in their batches."""
     axes, grid = several(plan, plan.rest(plan.data)), adapted(plan.live_mesh())
     if not axes or grid is None or grid.abstract or is_tracing():
         return
     if isinstance(grid, ProcessMesh) and not is_announcing():  # simulated ranks always compare
         return
-    comparable = Tensor | str | int | float  # and numpy's arrays; a Sharded has other shards on other ranks
+    comparable = Tensor | str | int | float  # and numpy's arrays; a Sharded differs by rank
     leaves = tree.paths_to(batch, Sharded)
     named = [(path, x) for path, x in leaves if isinstance(x, comparable) or hasattr(x, "__array__")]
     number = consensus.first_unlike([_numbered(x) for _, x in named], grid, axes)
@@ -277,7 +274,7 @@ def check_equal_batches(batch: Tree, plan: Plan) -> None:
 
 
 def _numbered(x: Tree) -> Tensor:
-    """Return integers (bytes,) that tell elements, shape and order apart."""
+    """Return integers that tell elements, shape and order apart."""
     text = f"{x.dtype}{[*x.shape]}" if isinstance(x, Tensor) else repr(getattr(x, "tolist", lambda: x)())
     words = torch.tensor([*text.encode()], device="cpu")
     words = torch.cat([words.to(x.device), value_bytes(x).long()]) if isinstance(x, Tensor) else words
@@ -302,7 +299,7 @@ def join_batches(data: Iterable[T], mesh: AnyMesh = None, like: T | None = None)
         following = [*islice(batches, 1)]  # none at the end
         weight = torch.full((), float(len(following)), dtype=torch.float32, device=mesh_device(mesh))
         has_any = primitives.total(weight, mesh, op="max", label="batches")
-        # every rank stops at the same step. A rank with a batch does not read `has_any`: its host would wait
+        # every rank stops at the same step; a rank with a batch does not read `has_any`: its host would wait
         if not following and not has_any:
             return
         batch = following[0] if following else batch
@@ -312,8 +309,8 @@ def join_batches(data: Iterable[T], mesh: AnyMesh = None, like: T | None = None)
 
 
 def cut(batch: Tree, num: int) -> list[Tree]:
-    """Cut a batch into `num` micro-batches, views along dim 0; of too few rows the last ones are empty."""
-    if num == 1:  # nothing is cut: leaves need not have the same rows
+    """Return views along dim 0; of too few rows the last ones are empty."""
+    if num == 1:  # uncut leaves need not have the same rows
         return [batch]
     num_rows(batch, num)
     leaves, spec = tree.flatten(batch)
@@ -324,7 +321,7 @@ def cut(batch: Tree, num: int) -> list[Tree]:
 
 
 def num_rows(batch: Tree, num: int = 1) -> int:
-    """Return the number of rows of every leaf in dim 0; 0 without leaves. ValueError names a leaf with others.
+    """Return the rows of every leaf; 0 without leaves. ValueError names a leaf with others.
 
     0-d tensors alone count as one row if `num` is 1.
     """

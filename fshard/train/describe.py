@@ -2,9 +2,9 @@
 
 Note [Built alike]
     Steps built with different arguments may issue the same collectives and train different models. So the label of the
-    loss's collective has the arguments as text, for ranks that compare calls. The text of an optimizer is the plain
-    values in its closures (numbers, strings, dtypes), by name. Functions of others are not looked into: they may hold
-    values that rightly differ by rank (a path). Tensors are not read.
+    loss's collective has the arguments as text. The text of an optimizer is the plain values in its closures (numbers,
+    strings, dtypes), by name. Users' functions are not looked into: they may hold values that rightly differ by rank (a
+    path). Tensors are not read.
 
     Ranks with states of different steps or seeds would compute with half of each, so the text has both. Without texts
     (over process groups, and in a graph, made once for all steps) the same collective sums a number made of both, the
@@ -26,27 +26,27 @@ from ..core.scalars import Number
 from ..core.tracing import is_tracing
 
 _PACKAGE = __name__.partition(".")[0]
-_LONG_LIST = 16  # a list of more numbers is a table of this package, and left out
+_LONG_LIST = 16  # longer lists of numbers are tables of this package, and left out
 _PRIME = 2**31 - 1  # different numbers have different fifth powers modulo it
-_SPREAD = 0x9E3779B1  # any number of 32 bits: adjacent seeds get distant stamps
-_LONGEST = 300  # characters; a longer text is cut, with a checksum of the whole
+_SPREAD = 0x9E3779B1  # any 32 bits: adjacent seeds get distant stamps
+_LONGEST = 300  # characters; longer text gets a checksum of the whole
 
 
 def describe(**arguments: object) -> str:
-    """Return the plain values among these arguments, and inside them, as one line of text.
+    """Return the plain values in arguments, as one line of text.
 
     >>> describe(clip_norm=1.0, accumulate=2)
     'clip_norm=1.0, accumulate=2'
     """
     words = [word for name, value in arguments.items() for word in _words(name, value, set())]
-    text, shown = ", ".join(words), ", ".join(dict.fromkeys(words))  # `shown` has no word twice
+    text, shown = ", ".join(words), ", ".join(dict.fromkeys(words))  # each word once
     if len(text) == len(shown) <= _LONGEST:
         return text
     return f"{shown[:_LONGEST]}... ({zlib.crc32(text.encode()):08x})"
 
 
 def _words(name: str, value: object, seen: set[int]) -> Iterator[str]:
-    """Yield the plain values in a value as `name=value`; `seen`: ids described already."""
+    """`seen`: ids described already."""
     if value is None or isinstance(value, bool | int | float | complex | str | torch.dtype):
         yield f"{name}={value!r}"
         return
@@ -58,7 +58,7 @@ def _words(name: str, value: object, seen: set[int]) -> Iterator[str]:
         yield from _words(key or name, inner, seen)
     if callable(value) and not isinstance(value, partial | tuple):
         qualname: str = getattr(value, "__qualname__", type(value).__qualname__)
-        # a function without values inside is its name; private helpers of this package are left out
+        # a function without values inside is its name; this package's private helpers are left out
         if not _is_of_fshard(value) or not (
             parts or isinstance(value, type) or qualname.startswith("_") or "<" in qualname
         ):
@@ -70,7 +70,7 @@ def _is_of_fshard(value: object) -> bool:
 
 
 def _inner_values(value: object) -> list[tuple[str, object]]:
-    """List (name, value) of the values inside; an empty name stands for the own one."""
+    """Return (name, value) of the values inside; "" names the own one."""
     if isinstance(value, partial):
         return [("", value.func), *(("", x) for x in value.args), *value.keywords.items()]
     if isinstance(value, Mapping):

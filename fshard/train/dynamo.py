@@ -1,9 +1,9 @@
 """A step inside the user's own torch.compile.
 
 Note [torch.compile]
-    Dynamo traces Python bytecode, and cannot follow all of a step. `nonstrict_trace` makes the step one call, and
-    AOTAutograd traces it into operators as `jit` does: no graph break, and the same nodes. Such a call takes no None,
-    and returns no structure unknown to dynamo. So a constant replaces None, and the new state comes out as leaves.
+    Dynamo cannot trace all of a step. `nonstrict_trace` makes the step one call, and AOTAutograd traces it into
+    operators as `jit` does: no graph break, and the same nodes. Such a call takes no None, and returns no structure
+    unknown to dynamo. So a constant replaces None, and the new state comes out as leaves.
 """
 
 from __future__ import annotations
@@ -21,8 +21,6 @@ Traced = Callable[["_Step", Tree, Tree], tuple[list[Tensor], Tree]]
 
 
 class _Step(Protocol):
-    """A `Step`, whose module imports this one."""
-
     run: Callable[..., tuple[Tree, Tree]]
 
 
@@ -41,7 +39,6 @@ _NOTHING = _Nothing()
 
 
 def without_none(x: Tree) -> Tree:
-    """Replace every None with a constant. Dual: `with_none`."""
     return pytree.tree_map(lambda leaf: _NOTHING if leaf is None else leaf, x)
 
 
@@ -62,13 +59,13 @@ def _run_step(step: _Step, state: Tree, args: Tree) -> tuple[list[Tensor], Tree]
 
 @cache
 def _opaque() -> Traced:
-    import torch._dynamo  # takes seconds; inside torch.compile it is imported already
+    import torch._dynamo  # takes seconds; torch.compile has imported it
 
     return torch._dynamo.nonstrict_trace(_run_step)
 
 
 def __getattr__(name: str) -> Traced:
-    # dynamo reads a module's attribute once, while it compiles
+    # dynamo reads this while it compiles
     if name == "traced":
         return _opaque()
     raise AttributeError(name)

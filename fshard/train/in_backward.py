@@ -2,19 +2,19 @@
 
 Note [Steps that update in the backward]
     `Updates` gets the sum of each unit (Note [Updates in a backward]), and runs the optimizer on this unit alone: on
-    its flat parameters, and on the same shard of every tree in the state. The optimizer is elementwise, so the update
-    is the same. Every unit reads the state's 0-d tensors (counts) from before the step. Clipping needs the norm of all
+    its flat parameters, and the same shard of every tree in the state. The optimizer is elementwise, so the update is
+    the same. Every unit reads the state's 0-d tensors (counts) from before the step. Clipping needs the norm of all
     gradients first, so the forward and backward run twice.
 
 Note [Updates in a backward]
     `Gradients.take` hands each unit's sum over ranks to a function, which may write to the parameters of that unit.
-    Then the memory of the sum is free, so gradients of two units are in memory, not of all.
+    Then the sum's memory is free: gradients of two units are in memory, not of all.
 
     A unit must not be written to while the backward still reads it. Gathered buffers are memory of their own, so only a
-    later gather would read the unit, and none comes: autograd runs the nodes made last first, and a unit's anchor is
-    made when the unit is first read (Note [Anchors] in `autograd.py`). So all nodes and checkpoints that read the unit
-    run before its gradients come; else the tape raises an error. Leaves held whole by this rank are copied when they
-    are read: else the loss, and attributes unknown to autograd, would read them in place.
+    later gather would read the unit. None comes: autograd runs the nodes made last first, and a unit's anchor is made
+    when the unit is first read (Note [Anchors] in `autograd.py`), so its gradients come after all nodes and checkpoints
+    that read it; else the tape raises an error. Leaves held whole by this rank are copied when read: else the loss, and
+    attributes unknown to autograd, would read them in place.
 """
 
 from __future__ import annotations
@@ -50,14 +50,14 @@ from ..update.transforms import LabelState
 from .accumulate import Recipe, rank_of, run_each
 from .loss_scale import NoLossScale
 
-# by unit and kind: start and length of an interval in the unit's shard, and the tensor and start of it in a state
+# by unit and kind: start and length of an interval in the shard, and the tensor and start of it in a state
 Runs: TypeAlias = Mapping[tuple[int, int], Sequence[tuple[int, int, int, int]]]
 
-# `state` is a `TrainState` throughout, whose module imports this one.
+# `state` is a `TrainState`, whose module imports this one
 
 
 class Stepped(NamedTuple):
-    """New state, loss, norm of all gradients, and skipped updates."""
+    """New state, loss, gradient norm, and skipped updates."""
 
     state: Tree
     outcome: Outcome
@@ -66,10 +66,7 @@ class Stepped(NamedTuple):
 
 
 def step_in_backward(recipe: Recipe, tx: Transform, state: Tree, batch: Tree, args: Sequence[Tree]) -> Stepped:
-    """Update a donated state in place, unit by unit.
-
-    An error after an update gives the state away.
-    """
+    """Update a donated state unit by unit. An error after an update gives the state away."""
     _check_can_begin(state)
     given, state = state, replace(state, extra=own_extra(state.extra, [state.params.trainable, state.opt_state]))
     factor = None
@@ -100,7 +97,7 @@ def step_in_backward(recipe: Recipe, tx: Transform, state: Tree, batch: Tree, ar
 
 
 def own_extra(extra: Tree, overwritten: Sequence[Tree]) -> Tree:
-    """Copy the leaves of extra in the memory of `overwritten`, and make a new container for each `Sharded`."""
+    """Copy leaves in the memory of `overwritten`; each `Sharded` gets a new container."""
 
     def copied(x: Tree) -> Tree:
         if isinstance(x, Sharded):  # its container would be given away with the state
@@ -111,7 +108,7 @@ def own_extra(extra: Tree, overwritten: Sequence[Tree]) -> Tree:
 
 
 def check_in_backward(tx: Transform, by: Reduction, donate: bool, how: Mapping[str, object]) -> None:
-    """Raise ValueError for arguments of `train_step`, by name in `how`, that need all gradients first."""
+    """Raise ValueError for arguments of `train_step` that need all gradients first."""
     accumulate, reduce_once = how["accumulate"], how["reduce_once"]
     reasons = {
         "donate=False: the state is updated in place. Use donate=True": not donate,
@@ -146,7 +143,7 @@ def _check_can_begin(state: Tree) -> None:
 
 
 def _run_backward(recipe: Recipe, state: Tree, batch: Tree, args: Sequence[Tree], take: OnSum) -> Outcome:
-    """Run forward and backward; `take` gets the sum of each unit and kind, (n / W_grads,)."""
+    """`take` gets the sum of each unit and kind, (n / W_grads,)."""
     plan = state.params.plan
     sums = Sharded(whole_view(plan, plan.grads_over, state.params.trainable.view.kinds), [])
     into = Gradients(lambda: sums, by=recipe.by, take=take, device=device_of(state.params))
@@ -156,7 +153,7 @@ def _run_backward(recipe: Recipe, state: Tree, batch: Tree, args: Sequence[Tree]
 
 
 class Squares:
-    """The sum of squares of a backward's gradients, unit by unit."""
+    """The sum of squares of a backward's gradients."""
 
     def __init__(self, params: Sharded):
         self._plan = params.plan
@@ -171,14 +168,14 @@ class Squares:
         self._sums[self._plan.kinds[kind].apart(self._plan.grads_over)].append(square_sum(total))
 
     def norm(self) -> Tensor:
-        """Return the 2-norm over all ranks: 0-d."""
+        """Return the 2-norm over all ranks."""
         mesh, local = self._plan.live_mesh(), {over: torch.stack(squares).sum() for over, squares in self._sums.items()}
         totals = [primitives.total(x, mesh, over, label="norm") for over, x in local.items()]
         return torch.stack(totals).sum().sqrt().to(self._dtype)
 
 
 def _runs(layout: Layout, view: View) -> Runs:
-    """Return the intervals of a view's shards with a label's leaves; made once."""
+    """Return the intervals of shards with a label's leaves; made once."""
     known, key = layout.derived.runs, (view.plan.fingerprint, view.over, view.kinds)
     if key not in known:
         runs = dict[tuple[int, int], list[tuple[int, int, int, int]]]()
@@ -192,19 +189,19 @@ def _runs(layout: Layout, view: View) -> Runs:
 
 
 class Updates:
-    """The updates of one step in the memory of a state; gradients are multiplied by `factor`."""
+    """A step's updates in the memory of a state; gradients are multiplied by `factor`."""
 
     def __init__(self, tx: Transform, state: Tree, factor: Tensor | None):
         self._params, self._tx, self._old, self._factor = state.params, tx, state.opt_state, factor
         fine = refine(state.params.trainable, state.params.plan.state_over)
         self._view, self._shards = fine.key, shards_of(fine)  # (n / W_state,): this rank updates them
         self._seeds = Seeds(state.rng, state.step, device_of(state.params)) if tx.draws else None
-        self._new: dict[Label, Tree] = {}  # the newest state by label; None: of an optimizer without labels
+        self._new: dict[Label, Tree] = {}  # the newest state by label, or None
         self._gathers: list[Pending] = []
         self.begun = False
 
     def make(self, unit: int, kind: int, total: Tensor) -> None:
-        """Update one unit and kind by the sum of its gradients, (n / W_grads,)."""
+        """`total` is the sum of gradients, (n / W_grads,)."""
         self.begun = True
         if self._seeds is None:
             return self._made(unit, kind, total)
@@ -237,7 +234,7 @@ class Updates:
             self._gathers.append(reshard(params, fine, coarse, plan.live_mesh(), name, out))
 
     def _own(self, total: Tensor, kind: int) -> Tensor:
-        """Return this rank's gradients for its update, (n / W_state,), in the parameters' dtype."""
+        """Return gradients, (n / W_state,), in the parameters' dtype."""
         plan = self._params.plan
         grads = plan.within(total, kind, plan.state_over[len(plan.grads_over) :])
         if self._factor is not None:
@@ -245,7 +242,7 @@ class Updates:
         return grads.to(plan.kinds[kind].dtype)
 
     def finish(self) -> Tree:
-        """Wait for all new parameters, and return the new optimizer state."""
+        """Wait for all new parameters; return the new optimizer state."""
         if not self.begun:  # no parameter has an element: the counts alone go on
             place, shard = next(iter(self._shards.items()))
             self.make(*place, shard)

@@ -32,7 +32,7 @@ from ..update import kernels
 from ..update.base import FoundInf, Label, any_found, check_found
 from ..update.transforms import Labels, labeller
 
-# Fields of DynamicLossScale, but not of torch.amp.GradScaler, with the values at which both do the same.
+# fields that torch.amp.GradScaler lacks, with the values at which both do the same
 _BOUNDS = {"min_scale": 0.0, "max_scale": math.inf, "hysteresis": 1}
 
 T = TypeVar("T")
@@ -40,7 +40,7 @@ K = TypeVar("K")
 
 
 def _scaled(x: Tree, scale: Tensor) -> Tree:
-    """Multiply every leaf by a 0-d scale, in its dtype; of losses, only the totals."""
+    """Each leaf keeps its dtype; of losses, only totals are scaled."""
 
     def times(path: str, leaf: Tree) -> Tree:
         if is_loss(leaf):
@@ -56,13 +56,12 @@ def _scaled(x: Tree, scale: Tensor) -> Tree:
 class Unscaled(Marked):
     """A gradient divided by the loss scale: `unscale` refuses to divide it again.
 
-    Copies and results of `detach` are unscaled as well; other results, and pickles, are plain tensors. Sparse gradients
-    stay plain, because torch cannot give them another class.
+    Copies and results of `detach` are unscaled as well; other results, pickles and sparse gradients are plain tensors.
     """
 
     @classmethod
     def __torch_function__(cls, fn: Operator, types: object, args: Args = (), kwargs: Kwargs = None) -> Tree:
-        # private, but in torch's notes on extending torch; without it every result is an `Unscaled`
+        # private, but in torch's notes on extending torch; else every result is an `Unscaled`
         with torch._C.DisableTorchFunctionSubclass():
             result = fn(*args, **(kwargs or {}))
         # nn.Parameter needs a `detach` that keeps the class
@@ -100,7 +99,7 @@ def _check_between(scale: Number, least: float, most: float) -> None:
 def _unscale(grads: Tree, scale: Tensor, own: bool, labels: Labels, mesh: AnyMesh) -> tuple[Tree, FoundInf]:
     _check_grads(grads)
     sparse = any(row.layout is torch.sparse_coo for row in tree.leaves(grads))
-    if not own or sparse:  # `coalesce` in `_values` makes a new tensor of an uncoalesced one
+    if not own or sparse:  # `_values` makes a new tensor of an uncoalesced one
         grads = tree.map(lambda row: (row.coalesce() if row.layout is torch.sparse_coo else row).clone(), grads)
     meshes, by_label = _meshes(grads, mesh), dict[Label, Tensor]()
     if labels is not None:  # before the division: a scale below 1 may make finite values overflow
@@ -139,7 +138,7 @@ def _any_of_ranks(flags: T, meshes: Sequence[AnyMesh]) -> T:
 
 
 def _not_finite_by(key: Callable[[Leaf], K], x: Tree, meshes: Sequence[AnyMesh]) -> dict[K, Tensor]:
-    """Return `found_inf` by key, equal on all ranks (float32, 0-d)."""
+    """Return `found_inf` by key, equal on all ranks."""
     flags, device = dict[K, list[Tensor]](), device_of(x)
     for path, node in tree.paths_to(x, Parts):
         layout = layout_of(node)
@@ -147,7 +146,7 @@ def _not_finite_by(key: Callable[[Leaf], K], x: Tree, meshes: Sequence[AnyMesh])
             n: key(replace(leaf, path=tree.joined(path, leaf.path)))
             for n, leaf in ((n, layout.leaves[n]) for n in layout.numbers)
         }
-        # a flag for every key: ranks compare as many, in the same order
+        # a flag for every key: ranks compare as many, in one order
         for key_of_leaf in keys.values():
             flags.setdefault(key_of_leaf, [torch.zeros((), dtype=torch.float32, device=device)])
         for n, piece in pieces(node, layout):
@@ -174,7 +173,7 @@ def nonfinite_leaves(x: Tree, mesh: AnyMesh = None) -> list[str]:
         if not isinstance(leaf, Tensor):
             raise TypeError(f"nonfinite_leaves: leaf {path!r}: expected a tensor, got {shown(leaf)}")
     flags = _not_finite_by(lambda leaf: leaf.path, x, _meshes(x, mesh))
-    on_host = torch.stack([*flags.values()]).tolist() if flags else []  # one copy for all leaves
+    on_host = torch.stack([*flags.values()]).tolist() if flags else []
     return [path for path, is_bad in zip(flags, on_host, strict=True) if is_bad]
 
 
@@ -189,7 +188,7 @@ class StaticLossScale:
     value: Tensor  # the scale, 0-d, float32
 
     def __init__(self, scale: Number = 2.0**16):
-        # through vars(), because a frozen dataclass forbids assignment
+        # a frozen dataclass forbids assignment
         vars(self).update(value=_as_scale(scale))
 
     def scale(self, x: Tree) -> Tree:
@@ -281,7 +280,7 @@ class DynamicLossScale(StaticLossScale):
         _check_between(scale, min_scale, max_scale)
         overflows_left = hysteresis if hysteresis_tracker is None else hysteresis_tracker
         counts = [double(n).to(plain.device, torch.int32, copy=True) for n in (growth_tracker, overflows_left)]
-        # in the order of the dataclass's fields, the base class's `value` first
+        # in the order of fields
         values = (plain, growth_factor, backoff_factor, growth_interval, min_scale, max_scale, hysteresis, *counts)
         vars(self).update(zip((f.name for f in fields(self)), values, strict=True))
 
@@ -295,7 +294,7 @@ class DynamicLossScale(StaticLossScale):
         num_finite = self.growth_tracker + 1
         grows = ~overflowed & (num_finite == self.growth_interval)
         larger, smaller = self.value * self.growth_factor, self.value * self.backoff_factor
-        # torch.amp.GradScaler does not grow the scale to inf either
+        # as torch.amp.GradScaler: no scale of inf
         larger = torch.where(larger.isfinite(), larger.clamp(max=self.max_scale), self.value)
         smaller = torch.where(overflows_left > 0, self.value, smaller.clamp(min=self.min_scale))
         return self._with(
@@ -305,7 +304,7 @@ class DynamicLossScale(StaticLossScale):
         )
 
     def _with(self, scale: Tensor, growth_tracker: Tensor, hysteresis_tracker: Tensor) -> DynamicLossScale:
-        new = object.__new__(DynamicLossScale)  # not __init__, which would copy every tensor
+        new = object.__new__(DynamicLossScale)  # __init__ would copy every tensor
         changed = {"value": scale, "growth_tracker": growth_tracker, "hysteresis_tracker": hysteresis_tracker}
         vars(new).update(vars(self) | changed)
         return new

@@ -2,9 +2,9 @@
 
 Note [Slices]
     With `reduction="tree"` the batch of all ranks is cut into a power of two of slices: `plan.slices`, or, if smaller,
-    the largest power of two that divides the number of rows. Each slice has its own random numbers. So slices and their
-    gradients do not depend on the number of ranks, nor do the bits of a balanced tree over all slices (Note [The same
-    bits on any number of ranks]).
+    the largest power of two that divides the number of rows. Each slice has its own random numbers. So gradients of
+    slices do not depend on the number of ranks, nor do the bits of a balanced tree over all slices (Note [The same bits
+    on any number of ranks]).
 
     A matrix product may round differently if the address of an operand differs modulo 16 (MKL on AMD processors). So
     the loss gets a copy of each slice, at a multiple of 64 bytes; leaves of parameters start at multiples of 16 (Note
@@ -45,8 +45,8 @@ def gradients_of_slices(recipe: Recipe, state: Tree, batch: Tree, args: Sequence
             "reduction='tree' with a wire: what it rounds depends on how many ranks there are. Use no wire."
         )
     slices, rows, rank = _cut_slices(batch, recipe.accumulate, params), num_rows(batch), rank_of(params)
-    num = len(slices) * len(slices[0]) * num_ranks(plan.live_mesh())  # micro-batches of all ranks
-    first: list[Outcome] = []  # the first outcome, with the count of the first slice of all ranks
+    num = len(slices) * len(slices[0]) * num_ranks(plan.live_mesh())  # of all ranks
+    first: list[Outcome] = []  # with the count of the first slice of all ranks
 
     def divisor(outcome: Outcome) -> Tensor:
         if not first:
@@ -55,16 +55,16 @@ def gradients_of_slices(recipe: Recipe, state: Tree, batch: Tree, args: Sequence
 
     grads, counter, outcomes = later_grads(params, plan.grads_over), list[Sharded](), list[Outcome]()
     for number, micro_batches in enumerate(slices):
-        local = later_grads(params, (), local=True)  # whole gradients of one slice, (n,) for each kind
-        # an only slice is reduced unit by unit in its backward; the sum of several, after the last
+        local = later_grads(params, (), local=True)  # of one slice, (n,) for each kind
+        # an only slice is reduced in its backward; the sum of several, after the last
         reduced = grads if len(slices) == 1 else None
         destinations = summed_locally(reduced, local, len(micro_batches), TREE)
-        stream = rank * len(slices) + number  # the slice's number among all ranks' slices
+        stream = rank * len(slices) + number  # the slice's number among all ranks'
         micro_batches = [
             tree.map_tops(lambda x: x if isinstance(x, Sharded) else copied(x), Sharded, micro_batch)
             for micro_batch in micro_batches
         ]
-        # `alone`: `_over_ranks` sums the outcomes
+        # `_over_ranks` sums the outcomes
         runs = run_each(recipe, state, micro_batches, args, destinations, stream, divisor, alone=True, whole=num == 1)
         outcomes.append(joined_outcomes([outcome for outcome, _ in runs]))
         _add_to_counter(counter, number, local())
@@ -90,7 +90,7 @@ def _cut_slices(batch: Tree, accumulate: int, params: Sharded) -> list[list[Tree
 
 
 def _count_of_first_slice(outcome: Outcome, recipe: Recipe, rows: int, plan: Plan, rank: int) -> Tensor:
-    """Return the count of rank 0's first micro-batch, on every rank; NaN if ranks differ in their rows.
+    """Return the count of rank 0's first micro-batch; NaN if ranks differ in their rows.
 
     One small collective has the rows, and on CPUs the number of threads, in its text. If ranks compare no texts: n
     ranks have equal rows exactly if n times the sum of squares is the square of the sum.
@@ -108,18 +108,15 @@ def _count_of_first_slice(outcome: Outcome, recipe: Recipe, rows: int, plan: Pla
 
 
 def _add_to_counter(counter: list[Sharded], number: int, grads: Sharded) -> None:
-    """Add the gradients of slice `number` to a binary counter.
-
-    Two sums of as many slices become one of twice as many, as a digit is carried.
-    """
+    """Two sums of as many slices become one of twice as many, as a digit is carried."""
     while number % 2:
         grads, number = tree.map(lambda a, b: tree_sum([a, b]), counter.pop(), grads), number // 2
     counter.append(grads)
 
 
 def _over_ranks(outcomes: Sequence[Outcome], plan: Plan) -> Outcome:
-    """Sum the outcomes of all slices of all ranks, in the tree's order; aux is this rank's."""
-    local = tree_sum([torch.stack([*outcome.sums()]) for outcome in outcomes])  # of `Outcome.sums`
+    """Sum outcomes in the tree's order; aux is this rank's."""
+    local = tree_sum([torch.stack([*outcome.sums()]) for outcome in outcomes])
     old = COPIES.dual(plan.axis_names)
     sums = reshard(local, old, COPIES, plan.live_mesh(), "loss", by=TREE).wait().unbind()
     return replace(

@@ -75,12 +75,12 @@ class TrainState:
         return self.picture()._repr_html_()
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> str | tuple[object, ...]:
-        if not vars(self):  # a copy, or a file, would have no fields
+        if not vars(self):  # a copy would have no fields
             Life(given_away=True).check(type(self).__name__, "__reduce__")
         return super().__reduce_ex__(protocol)
 
     def __getattr__(self, name: str) -> NoReturn:
-        if not vars(self) and not name.startswith("__"):  # copy and pickle ask for these of empty objects
+        if not vars(self) and not name.startswith("__"):  # copy and pickle ask for these
             Life(given_away=True).check(type(self).__name__, name)
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
@@ -122,16 +122,16 @@ def init_state(
             f"init_state: extra leaf {empty[0]!r}: expected values, got a tensor on meta. Use apply.init_buffers()"
         )
     extra = tree.map(lambda x: x.detach().clone() if isinstance(x, Tensor) else x, extra)
-    several = any(size > 1 for _, size in sharded.plan.axes)  # one rank has nothing to compare, and reads no scale
+    several = any(size > 1 for _, size in sharded.plan.axes)  # one rank reads no scale
     if several and not is_tracing() and not present(sharded.plan.live_mesh()).abstract:
         _check_alike(sharded, seed, scaler)
-    # on the host, where random numbers of a step are seeded
+    # random numbers of a step are seeded on the host
     step, rng = (torch.tensor(number, device="cpu") for number in (0, seed))
     return TrainState(sharded, _of_its_own(transform.init(trained), sharded.tensors), scaler, step, rng, extra)
 
 
 def _of_its_own(opt_state: Tree, params: Sequence[Tensor]) -> Tree:
-    """Return a state with each tensor in memory of its own: a donated state is written to."""
+    """Give each tensor memory of its own: a donated state is written to."""
     memory = Places(params)
 
     def own(x: object) -> object:
@@ -149,12 +149,12 @@ def _check_alike(params: Sharded, seed: int, scaler: LossScale) -> None:
     values = [leaf.tolist() for leaf in leaves if isinstance(leaf, Tensor)]
     text = f"seed={seed}\nloss_scale={type(scaler).__name__} of {values}, {spec}"
     consensus.check_same(plan.mesh, text, "init_state: the first state", "Give init_state the same on all of them")
-    rests = {k: several(plan, plan.rest(params.view.axes(k), k)) for k in params.view.kinds}  # that have copies
+    rests = {k: several(plan, plan.rest(params.view.axes(k), k)) for k in params.view.kinds}
     for axes in sorted(set(rests.values()), key=len):
         part = params.only(k for k in params.view.kinds if rests[k] == axes)
         if consensus.first_unlike(part.tensors, plan.mesh, axes) is None:
             continue
-        # the rows differ: compare leaf by leaf, to name one
+        # the rows differ: compare by leaf, to name one
         views = part.local_views()
         path = list(views)[consensus.first_unlike([*views.values()], plan.mesh, axes) or 0]
         raise MismatchError(
@@ -164,12 +164,12 @@ def _check_alike(params: Sharded, seed: int, scaler: LossScale) -> None:
         )
 
 
-METRICS = ("loss", "grad_norm", "found_inf")  # of every step, 0-d, and equal on all ranks
+METRICS = ("loss", "grad_norm", "found_inf")  # 0-d, and equal on all ranks
 
 
 @tree.constant
 class Step:
-    """The result of `train_step`: torch.compile takes it as one call (Note [torch.compile])."""
+    """The result of `train_step`, for torch.compile one call (Note [torch.compile])."""
 
     def __init__(
         self,
@@ -278,7 +278,7 @@ def train_step(
         check_in_backward(transform, by, donate, how)
     named = reduction if isinstance(reduction, str | None) else type(reduction).__qualname__
     built = f", {describe(clip_norm=clip_norm, reduction=named, **how, tx=transform)}"
-    if isinstance(by, TreeSums):  # fused kernels compute the last elements of a row otherwise than the rest
+    if isinstance(by, TreeSums):  # fused kernels compute the last elements of a row otherwise
         transform = transform.with_fields(fused=None)
 
     def run(state: TrainState, batch: Tree, *args: Tree) -> tuple[TrainState, dict[str, Tree]]:
@@ -286,10 +286,10 @@ def train_step(
         _check_opt_state(state.opt_state, params)
         if params.plan.data != params.plan.axis_names:
             check_equal_batches(batch, params.plan)
-        in_place = donate and not is_tracing()  # a graph returns new tensors: `jit(donate=True)` places them
+        in_place = donate and not is_tracing()  # `jit(donate=True)` places a graph's new tensors
         if in_place:
             _check_unshared((params.trainable, state.opt_state), (batch, *args))
-        # in here, so that `captures` finds the loss function: `run` must read it
+        # in here: `captures` finds the loss function only if `run` reads it
         at, stamp = stamp_of(state.step, state.rng, device_of(params))
         recipe = Recipe(
             *(loss_fn, accumulate, by, reduce_once, has_aux, with_extra, clip_norm, skip_labels, in_place),
@@ -324,12 +324,12 @@ def _step_after_backward(
     found_inf = tree.map(lambda flag: torch.maximum(flag, nothing_counted), found_inf)
     norm = _rescale(grads, share, recipe.clip_norm, in_slices)
 
-    skip = None if isinstance(state.loss_scale, NoLossScale) else found_inf  # 1: the update is not made
+    skip = None if isinstance(state.loss_scale, NoLossScale) else found_inf  # 1: no update
     extra = _kept_extra(skip, state.extra, outcome.extra) if recipe.with_extra else state.extra
     if recipe.donate:  # the update may write to memory of extra
         extra = own_extra(extra, [params.trainable, state.opt_state])
     updated, opt_state = _updated_shards(tx, grads, state.opt_state, params, skip, recipe.donate, in_slices)
-    del grads  # their memory is free for the gathers of new parameters
+    del grads  # free for the gathers of new parameters
     new_params = _gathered(updated, params, recipe.donate)
     new_state = TrainState(new_params, opt_state, state.loss_scale.adjust(found_inf), state.step + 1, state.rng, extra)
     found_inf = (~norm.isfinite()).float() if skip is None else any_found(skip)
@@ -373,21 +373,20 @@ def _check_built(
 
 
 def _kept_extra(skip: FoundInf | None, old: Tree, new: Tree) -> Tree:
-    """Return the new extra, or the old one if any update is skipped."""
     if skip is None:
         return new
     skipped = any_found(skip)
-    # leaves of both stay as they are, without `where`
+    # leaves of both need no `where`
     return tree.map_tops(
         lambda a, b: where(skipped, a, b) if isinstance(b, Tensor) and a is not b else b, Sharded, old, new
     )
 
 
 def _rescale(grads: Sharded, factor: Tensor | None, clip_norm: float | None, exact: bool) -> Tensor:
-    """Multiply gradients in place by `factor`, and clip; return the norm before."""
+    """Multiply gradients in place, and clip; return the norm before."""
     norm = global_norm(grads, exact=exact)
     if factor is not None:
-        norm = norm * factor.to(norm.dtype)  # the norm of the multiplied gradients, without a second pass
+        norm = norm * factor.to(norm.dtype)  # without a second pass
     if clip_norm is not None:
         clip = clip_factor(norm, clip_norm)
         factor = clip if factor is None else factor * clip
@@ -406,11 +405,11 @@ def _updated_shards(
     donate: bool,
     exact_norms: bool,
 ) -> tuple[Sharded | Views, Tree]:
-    """Make new parameters, cut as the state is, and optimizer state; with `donate` in place."""
+    """With `donate` in place."""
     plan, trained = params.plan, params.trainable
-    # params (n / W_params,) -> this rank's shard to update, a view of them (n / W_state,)
+    # this rank's shard to update, a view: (n / W_params,) -> (n / W_state,)
     fine_params = refine(trained, plan.state_over)
-    # a policy's `grads` may be another dtype than the parameters'
+    # a policy's `grads` may have another dtype
     grads = Sharded(grads.view, [g.to(p.dtype) for g, p in zip(grads.tensors, trained.tensors, strict=True)])
     fine_grads = refine(grads, plan.state_over)
     updated, new_state = tx.step(
@@ -420,7 +419,7 @@ def _updated_shards(
 
 
 def _gathered(updated: Sharded | Views, params: Sharded, donate: bool) -> Sharded:
-    """Gather new parameters: (n / W_state,) -> (n / W_params,); with `donate` in place."""
+    """(n / W_state,) -> (n / W_params,); with `donate` in place."""
     plan = params.plan
     new_trained = coarsen(updated, plan.params_over, params.trainable if donate else None)
     by_kind = zip(params.view.kinds, params.updated(new_trained).tensors, strict=True)
@@ -435,7 +434,7 @@ def _check_unshared(donated: Tree, given: Sequence[Tree]) -> None:
     named = dict[str, Tree]()
     for path, node in tree.paths_to(given, Sharded):
         pieces = node.local_views() if isinstance(node, Sharded) else {}
-        # its leaves first, then the whole: a rank may have nothing but padding
+        # leaves first: a rank may have nothing but padding
         named.update({f"{path}.{leaf}": piece for leaf, piece in pieces.items()} | {path: node})
     path = next(path for path, x in named.items() if written.has(x))
     number, _, leaf = path.partition(".")
