@@ -38,18 +38,18 @@ from . import kernels
 
 T = TypeVar("T")
 
-# From the number of updates made (float64, 0-d) to the value of a hyper-parameter.
+# from the number of updates made (float64, 0-d) to a hyper-parameter
 Schedule = Callable[[Tensor], Number]
 
-# Any hashable value. Not `Hashable`: a dict with keys str is no Mapping with keys `Hashable`.
+# Not `Hashable`: a dict with keys str is no Mapping with keys `Hashable`.
 Label: TypeAlias = Any
 
-# 1 to skip an update, else 0 (0-d); or a dict of these by label.
+# 1 to skip an update, else 0 (0-d); or a dict of these by label
 FoundInf = Tensor | Mapping[Label, Tensor]
 
 
 class TransformLike(Protocol):
-    """Any object with functions `init` and `update`: a `Transform`, or a transformation of TorchOpt."""
+    """An object with functions `init` and `update`: a `Transform`, or TorchOpt's."""
 
     @property
     def init(self) -> Callable[[Tree], Tree]: ...
@@ -124,7 +124,7 @@ class Transform(_Fields):
         elif draws:
             run = row_by_row if over == "elements" else at_once
             update, fused = run(update), None if fused is None else run(fused)
-            views = False  # random numbers are drawn tensor by tensor, and views are parts of these
+            views = False  # random numbers are drawn tensor by tensor, and views are parts
         return super().__new__(cls, init, update, fused, over, labelled, mesh, views, parts, draws)
 
     @property
@@ -133,7 +133,7 @@ class Transform(_Fields):
         return self.over == "elements"
 
     def _replace(self, **changes: Any) -> Self:
-        """Replace functions or flags by yours, which are checked as those given to `Transform`."""
+        """Replace functions or flags by yours, which are checked."""
         return type(self)(**{**self._asdict(), "draws": True, **changes})
 
     def with_fields(self, **changes: Any) -> Self:
@@ -163,18 +163,18 @@ class Transform(_Fields):
         found_inf = consensus.any_rank(found_inf, self.mesh)
         if found_inf is not None and not self.labelled:
             found_inf = any_found(found_inf)
-        # a compiler fuses the plain formulas, and a kernel has no derivative
+        # a compiler fuses the formulas, and a kernel has no derivative
         if self.fused is None or is_tracing() or func_levels.differentiates((grads, state, params, extra)):
             return self._applied(packed(grads), state, packed(params), found_inf, extra)
         if isinstance(params, Views) and not self.views:
             state = state if donate else copied(state)
-            params, donate = packed(params), True  # packed copies belong to this call, so they may be overwritten
+            params, donate = packed(params), True  # packed copies belong to this call
         return self.fused(grads if self.views else packed(grads), state, params, found_inf, donate, **extra)
 
     def _applied(
         self, grads: Tree, state: Tree, params: Tree, found_inf: FoundInf | None, extra: Mapping[str, object]
     ) -> tuple[Tree, Tree]:
-        if isinstance(found_inf, Mapping):  # only if `labelled`: skips by label
+        if isinstance(found_inf, Mapping):  # skips by label
             updates, new_state = self.update(grads, state, params, found_inf=found_inf, **extra)
             return apply_updates(params, updates), new_state
         updates, new_state = self.update(grads, state, params, **extra)
@@ -194,14 +194,13 @@ def _over(over: str | None, elementwise: bool | None) -> str:
 
 
 def choose(found_inf: FoundInf | None, old: T, new: T) -> T:
-    """Return the tree `new`, or `old` if `found_inf` (of any label) is 1, without a host read."""
+    """Choose without a host read."""
     return new if found_inf is None else kernels.each_where(any_found(found_inf), old, new)
 
 
 def any_found(found_inf: FoundInf) -> Tensor:
-    """Return `found_inf` (0-d), or the maximum of all labels."""
     check_found(found_inf)
-    return found_inf if isinstance(found_inf, Tensor) else torch.stack([*found_inf.values()]).amax()  # (labels,) -> ()
+    return found_inf if isinstance(found_inf, Tensor) else torch.stack([*found_inf.values()]).amax()
 
 
 def check_found(found_inf: object, labelled: bool = True) -> None:
@@ -218,14 +217,14 @@ def check_found(found_inf: object, labelled: bool = True) -> None:
 
 
 def num_made(found_inf: FoundInf | None) -> Tensor | int:
-    """The number of updates that a step makes: 0 if it is skipped for all labels, else 1."""
+    """Return 0 if all labels are skipped, else 1."""
     if isinstance(found_inf, Mapping):
-        found_inf = torch.stack([*found_inf.values()]).amin()  # (labels,) -> (): 1 only if every label is skipped
+        found_inf = torch.stack([*found_inf.values()]).amin()
     return 1 if found_inf is None else 1 - found_inf
 
 
 def as_transform(tx: TransformLike) -> Transform:
-    """Return any object with `init` and `update` (TorchOpt's, say) as a Transform that changes no input in place."""
+    """Return a Transform that changes no input in place."""
     if isinstance(tx, Transform):
         return tx
     if not callable(getattr(tx, "init", None)) or not callable(getattr(tx, "update", None)):
@@ -264,12 +263,12 @@ def apply_updates(params: Tree, updates: Tree) -> Tree:
     for number, (p, u) in enumerate(pairs):
         if u is not None and (misfit := _unlike(u, p)):
             raise ValueError(f"apply_updates: the update of leaf {tree.paths(spec)[number]!r} {misfit}")
-    # a float32 update of a bfloat16 parameter promotes the sum: one rounding, at the end
+    # the sum may promote to float32: one rounding, at the end
     return tree.unflatten(spec, [p if u is None else (p + u).to(p.dtype) for p, u in pairs])
 
 
 def _unlike(x: object, p: Tensor) -> str | None:
-    """Say how an update or a gradient does not fit its parameter, or None."""
+    """Say how an update or a gradient does not fit, or None."""
     if not isinstance(x, Tensor):
         return f"is no tensor: got {shown(x)}"
     if x.shape != p.shape:
@@ -278,12 +277,12 @@ def _unlike(x: object, p: Tensor) -> str | None:
 
 
 def start_count(params: Tree) -> Tensor:
-    """Zero updates: 0-d, float32 (for torch's fused kernels), on the device of `params`."""
+    """Return 0-d float32, as torch's fused kernels take."""
     return torch.zeros((), dtype=torch.float32, device=device_of(params))
 
 
 def at(value: Number | Schedule, count: Tensor) -> Number:
-    """The value of a hyper-parameter after `count` updates; schedules get `count` in float64."""
+    """Schedules get `count` in float64."""
     if callable(value):
         value = value(count.double())
         check_rate(value)
@@ -292,7 +291,7 @@ def at(value: Number | Schedule, count: Tensor) -> Number:
 
 @dataclass(frozen=True)
 class Needs:
-    """The arguments that a transformation needs; errors name the transformation."""
+    """Needs of a transformation named in errors."""
 
     name: str
     state_type: type | None = None
@@ -311,7 +310,7 @@ class Needs:
         if params is not None and structure(params) != structure(grads):
             unlike = tree.difference(params, grads)
             raise ValueError(f"optim.{self.name}: gradients are not of the structure of parameters: {unlike}")
-        # equal structures of parts have equal layouts, and so equal shapes
+        # equal structures of parts have equal layouts and shapes
         pairs = zip(tree.tops(grads, Parts), tree.tops(grads if params is None else params, Parts), strict=True)
         for number, (g, p) in enumerate(pairs):
             if wrong := self._wrong(g, p):
@@ -319,9 +318,9 @@ class Needs:
                 raise ValueError(f"optim.{self.name}: the gradient of leaf {path!r} {wrong}")
 
     def _wrong(self, g: Tree, p: Tree) -> str | None:
-        """Say how a gradient (one leaf, or the rows of a sharded tree) does not fit its parameters; None if it does."""
+        """Say how a leaf's gradient, or rows, do not fit; None if they do."""
         if isinstance(g, Parts | Views):
-            runs = g.runs if isinstance(g, Views) else [g.tensors]  # the tensors of each row
+            runs = g.runs if isinstance(g, Views) else [g.tensors]
             has_complex = any(view.is_complex() for run in runs for view in run)
             return "is complex, which this takes none of" if self.real and has_complex else None
         if unlike := _unlike(g, p):
@@ -349,8 +348,6 @@ def checked(tx: Transform, needs: Needs) -> Transform:
 def _stateless(
     name: str, update: Callable[[Tree, Tree], Tree], params: bool = False, sparse: bool = False, real: bool = False
 ) -> Transform:
-    """Make a transformation without state of `update(grads, params) -> updates`."""
-
     def with_state(grads: Tree, state: Tree, params: Tree = None, **extra: object) -> tuple[Tree, Tree]:
         return update(grads, params), state
 
@@ -368,7 +365,7 @@ def identity() -> Transform:
 
 
 def _times(grads: Tree, factor: Number) -> Tree:
-    # torch promotes a 0-d gradient times a 0-d float64 factor to float64: each leaf keeps its own dtype
+    # a 0-d gradient times a 0-d float64 factor promotes to float64
     return tree.map(lambda g: (g * beside(factor, g)).to(g.dtype), grads)
 
 
@@ -435,12 +432,12 @@ def clip(max_magnitude: Number) -> Transform:
 
 
 def clip_factor(norm: Tensor, max_norm: Number) -> Tensor:
-    """min(1, max_norm / (norm + 1e-6)) of norms, 0-d or (leaves,), as torch.nn.utils.clip_grad_norm_."""
+    """Norms are 0-d or (leaves,). As torch.nn.utils.clip_grad_norm_."""
     return (max_norm / (norm + 1e-6)).clamp(max=1.0)
 
 
 def clip_by(name: str, max_norm: Number, p: float, clipped: Callable[[Tree, bool, bool], Tree]) -> Transform:
-    """Clip to a p-norm of at most `max_norm` by `clipped(grads, own_grads, exact_norms)`."""
+    """Clip to a p-norm by `clipped(grads, own_grads, exact_norms)`."""
     check_positive(f"optim.{name}: max_norm", max_norm)
     check_positive(f"optim.{name}: p", p, tensors=False)
 

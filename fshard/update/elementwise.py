@@ -1,4 +1,4 @@
-"""Code shared by elementwise optimizers: over flat shards, one kernel updates a few flat tensors."""
+"""Elementwise optimizers: over flat shards, one kernel updates a few flat tensors."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _DENSE = torch.strided
 
 
 class State(Protocol):
-    """The state of an elementwise optimizer: a NamedTuple of a count and of moments (None if not kept)."""
+    """A count and moments (None if not kept), as a NamedTuple."""
 
     @property
     def _fields(self) -> tuple[str, ...]: ...
@@ -38,14 +38,14 @@ class State(Protocol):
 
 
 class SgdState(NamedTuple):
-    """Number of updates made (float32, 0-d) and the momenta (None without momentum)."""
+    """Number of updates made (float32, 0-d) and momenta (None without momentum)."""
 
     count: Tensor  # type: ignore[assignment]  # hides tuple.count
     momentum: Tree = None
 
 
 class AdamState(NamedTuple):
-    """Number of updates made (float32, 0-d) and the two moments."""
+    """Number of updates made (float32, 0-d) and two moments."""
 
     count: Tensor  # type: ignore[assignment]  # hides tuple.count
     mu: Tree
@@ -53,7 +53,7 @@ class AdamState(NamedTuple):
 
 
 class RmspropState(NamedTuple):
-    """Number of updates made (float32, 0-d); means of squares and, if centered, of gradients; the momenta, if any."""
+    """Number of updates made (float32, 0-d); means of squares, and of gradients if centered; momenta, if any."""
 
     count: Tensor  # type: ignore[assignment]  # hides tuple.count
     square_avg: Tree
@@ -69,7 +69,7 @@ class AdagradState(NamedTuple):
 
 
 class LionState(NamedTuple):
-    """Number of updates made (float32, 0-d) and the momenta."""
+    """Number of updates made (float32, 0-d) and momenta."""
 
     count: Tensor  # type: ignore[assignment]  # hides tuple.count
     mu: Tree
@@ -77,13 +77,13 @@ class LionState(NamedTuple):
 
 @dataclass(frozen=True)
 class UpdateRule:
-    """An elementwise optimizer: a reference function in `kernels`, and its constants at each update.
+    """An elementwise optimizer.
 
     - `state_type`: a NamedTuple of a `count` of updates and of moments, trees like `params`
     - `reference(param, grad, moments, **constants) -> (update, new moments)`, on one tensor each
     - `constants(count)`: the next update's constants by name
     - `initial_moments`: the initial value of each moment's elements
-    - `corrections(count)`: more constants of the reference; the fused kernel computes these itself
+    - `corrections(count)`: constants that the fused kernel computes itself
     - `fused_kernel`: torch's fused twin; among hyper-parameters only the rate may be a tensor
     """
 
@@ -119,7 +119,7 @@ def _filled(params: Tree, value: float) -> Tree:
 
 
 def _check_moments(rule: UpdateRule, state: State) -> None:
-    for name in state._fields[1:]:  # without the count
+    for name in state._fields[1:]:
         expected = name in rule.initial_moments
         if expected != (getattr(state, name) is not None):
             raise ValueError(
@@ -137,11 +137,10 @@ def _next_state(rule: UpdateRule, state: State, count: Tensor, moments: Sequence
 
 
 def _update(rule: UpdateRule, grads: Tree, state: State, params: Tree = None, **extra: object) -> tuple[Tree, State]:
-    """Run the reference on each row (or leaf), without a kernel and not in place."""
     _check_moments(rule, state)
     constants = {**rule.constants(state.count), **rule.corrections(state.count)}
     flat, spec = tree.flatten(grads)
-    # no parameters: a rule that does not read them gets the gradients in their place
+    # a rule that does not read parameters gets the gradients in their place
     columns = [flat if params is None else tree.leaves(params), flat, *map(tree.leaves, _moments_of(rule, state))]
     changes: list[kernels.Change] = []
     for p, g, *moments_of_row in zip(*columns, strict=True):
@@ -158,7 +157,7 @@ def _fused(
 ) -> tuple[Tree, State]:
     """Update in place, or copies unless `donate`; nothing changes if `found_inf` is 1.
 
-    Rows are cut at the bounds of all `Views`, so that all columns have tensors of the same sizes.
+    Rows are cut at the bounds of all `Views`, so all columns have equal sizes.
     """
     _check_moments(rule, state)
     constants = rule.constants(state.count)
@@ -170,7 +169,7 @@ def _fused(
     if not donate:
         params, state = copied(params), tree.map(torch.clone, state)
     columns = aligned(params, grads, *_moments_of(rule, state))
-    # one kernel call takes tensors of one device
+    # a kernel takes tensors of one device
     for device in dict.fromkeys(p.device for p in columns[0]):
         on_device = [n for n, p in enumerate(columns[0]) if p.device == device]
         _run(rule, [[column[n] for n in on_device] for column in columns], state.count, found_inf, constants)
@@ -181,7 +180,7 @@ def _run(
     rule: UpdateRule, columns: kernels.Columns, count: Tensor, found_inf: Tensor | None, constants: kernels.Constants
 ) -> None:
     params, grads, *moments = columns
-    # gradients may have another dtype than parameters; a fused kernel takes one dtype
+    # a fused kernel takes one dtype
     grads = [g.to(p.dtype) for g, p in zip(grads, params, strict=True)]
     columns = [params, grads, *moments]
     skip, constants = beside(found_inf, params[0]), constants_beside(constants, params[0])
@@ -225,7 +224,6 @@ def update_part(
 
 
 def _put(pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
-    """Copy new tensors of an optimizer that does not write in place into the old ones."""
     into, new = [old for old, _ in pairs], [x for _, x in pairs]
     # the new state may be old parameters, or another field's old values
     for old, x in zip(into, aside(new, into), strict=True):
@@ -233,17 +231,15 @@ def _put(pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
 
 
 def all_numbers(*hyperparams: object) -> bool:
-    """True if no hyper-parameter is a tensor: torch's fused kernels want numbers."""
     return not any(isinstance(h, Tensor) for h in hyperparams)
 
 
 def with_rate(lr: Rate, **constants: object) -> Callable[[Tensor], kernels.Constants]:
-    """Return a function from the number of updates made to the constants, of which only the rate changes."""
+    """Return a function from the number of updates made; only the rate changes."""
     return lambda count: {"lr": at(lr, count), **constants}
 
 
 def adam_corrections(count: Tensor, b1: Number, b2: Number) -> kernels.Constants:
-    """Divisors of the running means of `kernels.adam`, at the update after `count` others."""
     t = count.double() + 1  # in float32, 1 - b2^t would lose digits for b2 near 1
     return {"correction1": 1 - b1**t, "correction2": 1 - b2**t}
 
@@ -251,7 +247,6 @@ def adam_corrections(count: Tensor, b1: Number, b2: Number) -> kernels.Constants
 def adam_transform(
     name: str, lr: Rate, b1: Number, b2: Number, eps: Number, weight_decay: Number, decoupled: bool
 ) -> Transform:
-    """Adam or AdamW; errors give `name`."""
     constants = with_rate(lr, b1=b1, b2=b2, eps=eps, weight_decay=weight_decay, decoupled=decoupled)
     corrections, moments = partial(adam_corrections, b1=b1, b2=b2), {"mu": 0.0, "nu": 0.0}
     fused = kernels.adam_ if all_numbers(b1, b2, eps, weight_decay) else None

@@ -1,9 +1,9 @@
 """The arithmetic of elementwise updates: plain reference functions, and kernels that update in place in one pass.
 
 A reference takes a parameter, a gradient, the moments, and constants by name; it returns the change of the parameter
-and the new moments. Constants are computed once for all rows, in float64. torch.optim's fused kernels take lists of
-tensors. If torch has no fused kernel, `in_blocks` runs the reference on blocks that fit a CPU's cache, or have 2^24
-elements on an accelerator: so no temporary is as large as a shard.
+and the new moments. Constants are computed once for all rows, in float64. If torch has no fused kernel, `in_blocks`
+runs the reference on blocks that fit a CPU's cache, or have 2^24 elements on an accelerator: so no temporary is as
+large as a shard.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from ..core.tree import Tree
 
 Moments = tuple[Tensor, ...]
 Change = tuple[Tensor, Moments]  # of a parameter, and its new moments
-Reference = Callable[[Tensor, Tensor, Moments], Change]  # its constants given
-Columns = Sequence[Sequence[Tensor]]  # parameters, gradients and each of the moments, one for each row
+Reference = Callable[[Tensor, Tensor, Moments], Change]
+Columns = Sequence[Sequence[Tensor]]  # parameters, gradients and each moment, one for each row
 
 
-# The constants of a reference by name: numbers, 0-d tensors or flags.
+# numbers, 0-d tensors or flags by name
 Constants: TypeAlias = Mapping[str, Any]
 
 _NUMBERS = (numbers.Number, torch.SymInt, torch.SymFloat)
@@ -51,7 +51,7 @@ def _decayed(p: Tensor, g: Tensor, weight_decay: Number) -> Tensor:
 
 
 def root(x: Tensor) -> Tensor:
-    """The square root, with derivative 0 at 0: x is a mean of g², and g / (|g| + eps) has a derivative at 0."""
+    """The derivative at 0 is 0: x is a mean of g², and g / (|g| + eps) has a derivative at 0."""
     if not differentiates([x]):
         return x.sqrt()
     is_zero = x == 0
@@ -121,7 +121,7 @@ def rmsprop(
 
 
 def adagrad(p: Tensor, g: Tensor, moments: Moments, *, lr: Number, eps: Number, weight_decay: Number) -> Change:
-    """The change is -lr g / (sqrt(sum) + eps): `lr` includes its decay."""
+    """`lr` includes its decay."""
     g = _decayed(p, g, weight_decay)
     total = moments[0] + g * g
     return -lr * g / (root(total) + eps), (total,)
@@ -133,26 +133,26 @@ def lion(p: Tensor, g: Tensor, moments: Moments, *, lr: Number, b1: Number, b2: 
 
 
 def apply(reference: Reference, p: Tensor, g: Tensor, moments: Moments) -> Change:
-    """Run a reference on one tensor, in its dtypes; if complex, on its real and imaginary parts."""
+    """Complex tensors are run as real and imaginary parts."""
     if p.is_complex():
-        # a lazily conjugated tensor (z.conj(), and so a gradient through one) has no real view
+        # a lazily conjugated tensor (z.conj(), or a gradient through one) has no real view
         rp, rg, *rows = (torch.view_as_real(x.resolve_conj()) for x in (p, g, *moments))
         delta, new = apply(reference, rp, rg, tuple(rows))
         return torch.view_as_complex(delta), tuple(torch.view_as_complex(m) for m in new)
     shape = p.shape
-    if not shape:  # constants are 0-d tensors of float64, and would promote a 0-d tensor
+    if not shape:  # float64 constants would promote a 0-d tensor
         p, g, moments = p.reshape(1), g.reshape(1), tuple(m.reshape(1) for m in moments)
     delta, new = reference(p, g, moments)
     new_moments = tuple(n.to(old.dtype) for n, old in zip(new, moments, strict=True))
     delta = delta.to(p.dtype)
-    # a change that has dimensions is not reshaped: sparse tensors cannot be
+    # sparse tensors cannot be reshaped
     return (delta, new_moments) if shape else (delta.reshape(shape), tuple(n.reshape(shape) for n in new_moments))
 
 
 def in_blocks(reference: Reference, columns: Columns, skip: Tensor | None) -> None:
-    """Run a reference on rows, in place and block by block; nothing changes where `skip` is 1."""
+    """Run a reference in place, block by block; nothing changes where `skip` is 1."""
     for row in zip(*columns, strict=True):
-        # in a graph for an accelerator the compiler fuses these operators, and no temporary is left
+        # for an accelerator the compiler fuses these operators: no temporary is left
         cut = (row[0].device.type == "cpu" or not is_tracing()) and all(x.is_contiguous() for x in row)
         blocks = [x.view(-1).split(block_size(x, CACHED)) if cut else [x] for x in row]
         for p_block, g_block, *m_blocks in zip(*blocks, strict=True):
@@ -162,12 +162,12 @@ def in_blocks(reference: Reference, columns: Columns, skip: Tensor | None) -> No
 
 
 def can_fuse(kernel: Callable[..., None], tensors: Sequence[Tensor], lr: Number = 0.0) -> bool:
-    """True if torch's fused kernel takes these tensors: dense, real, floating, on one device that has it."""
+    """True if torch's fused kernel takes these tensors."""
     if _rate(lr) is not lr and any(x.dtype == torch.float64 for x in tensors):
         return False  # the rate would be rounded
     devices = {x.device.type for x in tensors}
     dense = all(x.is_floating_point() and x.is_contiguous() for x in tensors)
-    # torch 2.13's fused SGD on CPUs does not update half precision, except the elements that fill no vector register
+    # torch 2.13's fused SGD on CPUs does not update half precision, except elements that fill no vector register
     is_broken = kernel is sgd_ and devices == {"cpu"} and any(x.itemsize < 4 for x in tensors)
     return dense and not is_broken and len(devices) == 1 and devices <= {"cpu", "cuda"}
 
@@ -184,12 +184,12 @@ def portions(columns: Columns, most: int = MOST) -> list[list[Tensor]]:
 
 
 def _rate(lr: Number) -> Number:
-    """The rate for a fused kernel: on an accelerator the kernel reads the bytes of any tensor as float32."""
+    """On an accelerator a fused kernel reads any tensor's bytes as float32."""
     return lr.float() if isinstance(lr, Tensor) and lr.device.type != "cpu" else lr
 
 
 def sgd_(columns: Columns, count: Tensor, skip: Tensor | None, constants: Constants, most: int = MOST) -> None:
-    """torch's fused `sgd` on rows, in place unless `skip` is 1; tensors of more than `most` elements are split."""
+    """Run torch's fused `sgd` in place unless `skip` is 1; larger tensors than `most` are split."""
     params, grads, *moments = portions(columns, most)
     _torch_sgd(
         params,
@@ -207,7 +207,7 @@ def sgd_(columns: Columns, count: Tensor, skip: Tensor | None, constants: Consta
 
 
 def adam_(columns: Columns, count: Tensor, skip: Tensor | None, constants: Constants, most: int = MOST) -> None:
-    """torch's fused `adam` on rows, as `sgd_`."""
+    """Run torch's fused `adam`, as `sgd_`."""
     params, grads, mu, nu = portions(columns, most)
     _torch_adam(
         params,
@@ -230,12 +230,12 @@ def adam_(columns: Columns, count: Tensor, skip: Tensor | None, constants: Const
 
 
 def unscaled(g: Tensor, inverse: Tensor) -> tuple[Tensor, Tensor]:
-    """A gradient times a 0-d float64 factor, and 1 if any element is not finite, else 0 (float32, 0-d)."""
+    """Return the product, and 1 if any element is not finite, else 0."""
     return g * inverse.to(wide(g.dtype)), (~torch.isfinite(g).all()).float()
 
 
 def unscale_by_parts_(row: Tensor, inverse: Tensor) -> Tensor:
-    """Unscale and check a half-precision tensor block by block in float32, with the bits of torch's kernel."""
+    """Unscale half precision by blocks in float32, with the bits of torch's kernel."""
     bad = []
     for part in row.view(-1).split(block_size(row, CACHED)) if row.is_contiguous() else [row]:
         low, high = torch.aminmax(part)  # both are NaN if any element is
@@ -245,7 +245,7 @@ def unscale_by_parts_(row: Tensor, inverse: Tensor) -> Tensor:
 
 
 def unscale_(rows: Sequence[Tensor], inverse: Tensor, most: int = MOST) -> Tensor:
-    """Apply `unscaled` to rows in place, in one pass; returns 1 if any element is not finite, else 0."""
+    """Apply `unscaled` in place, in one pass; return 1 if any element is not finite, else 0."""
     any_bad = torch.zeros(1, dtype=torch.float32, device=inverse.device)
     lists: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
     for row in (row for row in rows if row.numel()):
@@ -259,18 +259,18 @@ def unscale_(rows: Sequence[Tensor], inverse: Tensor, most: int = MOST) -> Tenso
         else:
             bad = unscale_by_parts_(row, inverse.to(row.device))
         any_bad = torch.maximum(any_bad, bad.to(any_bad.device))
-    # one kernel call for each device and dtype, with a flag of shape (1,) that the kernel sets to 1
+    # one kernel call for each device and dtype, with a flag (1,)
     for (device, _), rows_alike in lists.items():
         flag = torch.zeros(1, dtype=torch.float32, device=device)
         (parts,) = portions([rows_alike], most)
-        # Private: torch.amp.GradScaler calls it; nothing public reads and writes in one pass (test_loss_scale.py)
+        # Private: torch.amp.GradScaler calls it; nothing public does it in one pass (test_loss_scale.py)
         torch._amp_foreach_non_finite_check_and_unscale_(parts, flag, inverse.to(device, torch.float32))
         any_bad = torch.maximum(any_bad, flag.to(any_bad.device))
     return any_bad.squeeze(0)
 
 
 def each_where(condition: Tensor, old: Tree, new: Tree) -> Tree:
-    """Apply `where` to each leaf of two states. ValueError names a leaf of another shape."""
+    """ValueError names a leaf of another shape."""
     pairs, spec = tree.pairs(f"{_KEPT}. After an update", old, new)
     result: list[Tree] = []
     for a, b in pairs:
@@ -282,7 +282,7 @@ def each_where(condition: Tensor, old: Tree, new: Tree) -> Tree:
 
 
 def where(condition: Tensor, a: Any, b: Any) -> Any:
-    """Return `a` if a 0-d condition is not zero, else `b`, without a host read; two unlike numbers become a tensor.
+    """Return `a` if a condition is not zero, else `b`, without a host read; two unlike numbers become a tensor.
 
     ValueError for two shapes, and for other types.
     """

@@ -1,4 +1,4 @@
-"""Transformations made of others: in sequence, one for each label, resting, with hyper-parameters in the state."""
+"""Transformations made of others: in sequence, by label, resting, with hyper-parameters in the state."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def chain(*txs: TransformLike) -> Transform:
         if not isinstance(state, tuple) or len(state) != len(parts):
             got = len(state) if isinstance(state, tuple) else type(state).__name__
             raise ValueError(f"optim.chain: expected the states of {len(parts)} transformations, got {got}")
-        if len(parts) > 1:  # `update` maps over leaves, and `Views` have none
+        if len(parts) > 1:  # `Views` have no leaves
             grads, params = packed(grads), packed(params)
         new_states = []
         for tx, inner in zip(parts[:-1], state, strict=False):
@@ -100,7 +100,7 @@ def chain(*txs: TransformLike) -> Transform:
 
 
 def _is_bare(tx: Transform) -> bool:
-    """True if `tx` is elementwise and has no state: leaves of different labels then do not interact."""
+    """True if `tx` is elementwise without state: leaves of different labels do not interact."""
     return tx.over == "elements" and not tree.leaves(tx.init(torch.zeros(1, dtype=torch.float32, device="cpu")))
 
 
@@ -110,7 +110,7 @@ def _not_own(extra: Mapping[str, object]) -> Mapping[str, object]:
 
 
 class HyperState(NamedTuple):
-    """Hyper-parameters (0-d float64 tensors by name), number of updates made, and the state of the optimizer."""
+    """Hyper-parameters (0-d float64 tensors), number of updates made, and the optimizer's state."""
 
     hyperparams: dict[str, Tensor]
     count: Tensor  # type: ignore[assignment]  # hides tuple.count
@@ -140,7 +140,7 @@ def with_hyperparams(make: Callable[..., TransformLike], **hyperparams: object) 
 
     def begun(count: Tensor) -> dict[str, Tensor]:
         numbers = values | {name: at(schedule, count) for name, schedule in schedules.items()}
-        # copies, because a donated state is written to
+        # a donated state is written to
         return {name: double(number).to(count.device, copy=True) for name, number in numbers.items()}
 
     def init(params: Tree) -> HyperState:
@@ -153,7 +153,7 @@ def with_hyperparams(make: Callable[..., TransformLike], **hyperparams: object) 
         scheduled = {name: double(at(schedule, state.count)) for name, schedule in schedules.items()}
         return {**old, **{name: value.to(old[name].device) for name, value in scheduled.items()}}
 
-    # `Any`: `found_inf` may be among them
+    # `found_inf` may be among them
     def update(grads: Tree, state: HyperState, params: Tree = None, **extra: Any) -> tuple[Tree, HyperState]:
         now = current(state)
         updates, inner = built(now).update(grads, state.inner, params, **extra)
@@ -174,13 +174,13 @@ def with_hyperparams(make: Callable[..., TransformLike], **hyperparams: object) 
     return checked(tx, Needs("with_hyperparams", HyperState, sparse=True)).with_fields(draws=sample.draws)
 
 
-# As `by_label` takes them.
+# as `by_label` takes them
 Labels = Callable[[str, Tensor], Label] | Tree
 
 
 @dataclass(frozen=True)
 class LabelState(OnMesh):
-    """The state of each label's transformation, and the layout of each label's leaves."""
+    """The state of each label's transformation, and its leaves' layout."""
 
     inner: dict[Label, Tree]
     layouts: tuple[tuple[Label, Layout], ...]
@@ -301,7 +301,7 @@ def resting(tx: TransformLike) -> Transform:
 
 
 def _unreached(grads: Tree, state: LabelState) -> dict[Label, Tensor]:
-    """For each leaf 1 if its gradient is zero on all ranks, else 0 (float32, 0-d)."""
+    """For each leaf 1 if its gradient is zero on all ranks, else 0."""
     reached: dict[Label, Tensor] = {}
     mesh: AnyMesh = None
     for path, layout in state.layouts:
@@ -355,7 +355,7 @@ def _warn_of_frozen(layout: Layout, unused: Sequence[Label], labels: Labels) -> 
 
 
 def _label_by_path(labels: Callable[[str, Tensor], Label], path: str) -> tuple[str, Label] | None:
-    """The path and label of a frozen leaf of unknown shape; None if the label depends on the shape."""
+    """Return a frozen leaf's path and label; None if the label depends on the shape."""
     try:
         said = [labels(path, torch.empty([2] * ndim, device="meta")) for ndim in (1, 2)]
     except Exception:  # the user's function knows no such leaf
@@ -375,9 +375,9 @@ def _check_patterns(layout: Layout, labels: Tree) -> None:
 
 
 def _check_ties(layout: Layout, labels: Tree) -> None:
-    """Raise ValueError if a tied leaf has another label at a later path than at its first.
+    """Raise ValueError if a tied leaf has another label at a later path.
 
-    Ignored at later paths: the pattern "**", and functions that look at the shape or do not know the path.
+    Ignored there: the pattern "**", and functions that look at the shape or do not know the path.
     """
     paths = tree.paths(layout.spec)
     label_of = labeller(labels, paths)
@@ -394,7 +394,7 @@ def _check_ties(layout: Layout, labels: Tree) -> None:
 
 
 def _fits(path: Sequence[str], pattern: str, names: Container[str]) -> bool:
-    """True if a pattern matches a leaf's path, or a subtree with the leaf."""
+    """True if a pattern matches a path, or one of a subtree around it."""
     return any(tree.matches(path[:end], pattern, names) for end in range(len(path) + 1))
 
 
@@ -405,7 +405,7 @@ def check_labels(name: str, labels: Labels) -> None:
 
 
 def labeller(labels: Labels, paths: Iterable[str]) -> Callable[[Leaf], Label]:
-    """Return a function from a leaf to its label (else ValueError); `paths` are those of the whole tree."""
+    """`paths` are the whole tree's. ValueError for a leaf without a label."""
     if callable(labels):
         return lambda leaf: labels(leaf.path, torch.empty(leaf.shape, dtype=leaf.dtype, device="meta"))
     match_of = _matcher(labels, paths)
@@ -423,7 +423,7 @@ def labeller(labels: Labels, paths: Iterable[str]) -> Callable[[Leaf], Label]:
 
 
 def _matcher(labels: Tree, paths: Iterable[str]) -> Callable[[str], tuple[str, Label] | None]:
-    """Make a function from a path to the first pattern in a tree of labels that fits, and its label."""
+    """Return a function from a path to the first fitting pattern, and its label."""
     flat, spec = tree.flatten(labels)
     pairs, names = [*zip(tree.paths(spec), flat, strict=True)], tree.names_in(paths)
 
