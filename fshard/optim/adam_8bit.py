@@ -1,4 +1,4 @@
-"""AdamW with 8-bit moments: each block of a moment is stored as codes and one scale."""
+"""AdamW with 8-bit moments: each block is stored as codes and one scale."""
 
 from __future__ import annotations
 
@@ -25,18 +25,18 @@ from ..update.base import Needs, Transform, checked, start_count
 from ..update.elementwise import Rate, adam_corrections, with_rate
 
 _CHUNK = 1 << 15  # elements, with their codes in a CPU's cache
-Books = tuple[Tensor, Tensor]  # code books of the first and of the second moment
+Books = tuple[Tensor, Tensor]  # of the first and of the second moment
 
 
 class Quantised(NamedTuple):
-    """A moment: a code for every element (uint8, 0 is zero), and a scale for every block (float32)."""
+    """A moment: codes of elements (uint8, 0 is zero) and scales of blocks (float32)."""
 
     codes: Parts
     scales: Parts
 
 
 class Adam8bitState(NamedTuple):
-    """Number of updates made (float32, 0-d) and the two moments."""
+    """Number of updates made (float32, 0-d) and two moments."""
 
     count: Tensor  # type: ignore[assignment]  # hides tuple.count
     mu: Quantised
@@ -44,13 +44,12 @@ class Adam8bitState(NamedTuple):
 
 
 def code_book(signed: bool) -> Tensor:
-    """The 256 values of the codes, in [-1, 1] or [0, 1]; code 0 is zero.
+    """Return the 256 values of the codes, in [-1, 1] or [0, 1]; code 0 is zero.
 
     Dynamic tree quantisation: seven decades, each divided evenly, the larger ones into more values.
 
     >>> code_book(signed=False)[[0, 255]]
     tensor([0., 1.])
-
     Source: Dettmers et al., 8-bit optimizers via block-wise quantization (2022).
     """
     values = [torch.tensor([0.0, 1.0], dtype=torch.float64, device="cpu")]
@@ -70,9 +69,9 @@ def encode(x: Tensor, book: Tensor) -> tuple[Tensor, Tensor]:
     (tensor([[  0, 255]], dtype=torch.uint8), tensor([4.]))
     """
     rising, order = book.to(x.device).sort()
-    scales = x.abs().amax(1)  # (n,)
+    scales = x.abs().amax(1)
     shares = x / torch.where(scales > 0, scales, 1).unsqueeze(1)  # (n, block), in [-1, 1]
-    # the bucket between the midpoints of neighbouring values is the nearest value
+    # the bucket between midpoints of neighbouring values is the nearest value
     return order[torch.bucketize(shares, (rising[1:] + rising[:-1]) / 2)].to(torch.uint8), scales
 
 
@@ -109,7 +108,7 @@ def _check_blocks(layout: Layout, block: int) -> None:
             advice = f"lay parameters out with make_plan or zero and block={block}"
             if leaf.split is not None:
                 advice += f", and split leaves whose parts begin at multiples of {block} elements"
-            if layout.packed:  # without the plan's padding between leaves
+            if layout.packed:  # without padding between leaves
                 advice += f", and label for it only leaves whose number of elements is a multiple of {block}"
             raise ValueError(
                 f"adamw_8bit: leaf {layout.leaves[number].path!r}: a block of {block} elements would lie in two "
@@ -181,7 +180,7 @@ def _kept_books(device: torch.device) -> Books:
 
 
 def _books(numbers: Sequence[Sequence[float]], device: torch.device) -> Books:
-    """The code books of both moments, cached by device: a copy from the host would synchronize."""
+    """Cached by device: a copy from the host would synchronize."""
     if not is_tracing() and not torch.compiler.is_dynamo_compiling():
         return _kept_books(device)
     # a graph must not capture a cached tensor; torch copies constants once, while tracing
@@ -190,7 +189,7 @@ def _books(numbers: Sequence[Sequence[float]], device: torch.device) -> Books:
 
 
 def _blocks(x: Tensor, block: int, chunk: int) -> tuple[Tensor, ...]:
-    """A row as blocks (at most `chunk`, block), the last one padded with zeros."""
+    """Return blocks (at most `chunk`, block), the last one padded with zeros."""
     flat = x.reshape(-1)
     return F.pad(flat, (0, -flat.numel() % block)).view(-1, block).split(chunk)
 
@@ -198,8 +197,8 @@ def _blocks(x: Tensor, block: int, chunk: int) -> tuple[Tensor, ...]:
 def _update_row(
     constants: kernels.Constants, books: Books, block: int, p: Tensor, g: Tensor, *moments: Tensor
 ) -> list[Tensor]:
-    """Update one row; return the change of the parameter, then codes and scales of both moments."""
-    chunk = max(1, block_size(p, _CHUNK) // block)  # blocks at a time
+    """Return the change of the parameter, then codes and scales of both moments."""
+    chunk = max(1, block_size(p, _CHUNK) // block)
     change: kernels.Reference = partial(kernels.adam, **kernels.constants_beside(constants, p))
     wide = [_blocks(x.float(), block, chunk) for x in (p, g)]
     codes = [_blocks(x, block, chunk) for x in moments[::2]]  # padded with code 0, zero
@@ -216,5 +215,4 @@ def _update_row(
     shapes = [p.shape, *(m.shape for m in moments)]
     dtypes = [p.dtype, *(m.dtype for m in moments)]
     flat = [torch.cat(xs).reshape(-1) for xs in results]
-    # without the padding of the last block
     return [x[: s.numel()].view(s).to(d) for x, s, d in zip(flat, shapes, dtypes, strict=True)]

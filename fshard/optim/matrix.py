@@ -1,7 +1,6 @@
 """Optimizers over leaves, not only elements: norms of leaves, rows and columns, whole matrices.
 
-One small collective adds up norms and sums of parts of leaves. Whole matrices are sent to ranks, balanced by cost, and
-the results back.
+One small collective adds up norms and sums of parts. Whole matrices go to ranks, balanced by cost, and results back.
 """
 
 from __future__ import annotations
@@ -67,20 +66,20 @@ def lamb(lr: Rate, b1: Number = 0.9, b2: Number = 0.999, eps: Number = 1e-6, wei
 
 @dataclass(frozen=True)
 class AdafactorState:
-    """Number of updates made (float32, 0-d); mean squares of rows and columns, by path; nu of all other leaves."""
+    """Number of updates made (float32, 0-d); mean squares of rows and columns, by path; nu of other leaves."""
 
     count: Tensor
     row_var: dict[str, Tensor]  # (..., n, 1)
     col_var: dict[str, Tensor]  # (..., 1, m)
     variance: Tree
-    vectors: Layout | None  # the leaves of `variance`, with fewer than two dims
+    vectors: Layout | None  # leaves with fewer than two dims
 
 
 tree.register_fields(AdafactorState, ("count", "row_var", "col_var", "variance"), ("vectors",))
 
 
 class Factors(NamedTuple):
-    """One leaf of two or more dims as a stack of matrices (n, m); rows are numbered through all matrices."""
+    """A leaf of two or more dims as a stack of matrices (n, m) with numbered rows."""
 
     leaf: Leaf
     n: int
@@ -95,10 +94,7 @@ class Factors(NamedTuple):
         return rows.view(-1, self.m), first, torch.arange(first, last, device=elements.device) // self.n
 
     def add_by_matrix(self, sums: Tensor, rows: Tensor, first: int) -> None:
-        """Add the rows of each matrix to its row of `sums` (matrices, m); whole matrices take one call.
-
-        Rows are added in order; index_add_ on a GPU has no order.
-        """
+        """Add rows to `sums` (matrices, m), in order: index_add_ on a GPU has none."""
         last = first + len(rows)
         begin, end = min(-(-first // self.n) * self.n, last), max(last // self.n * self.n, first)
         if begin < end:
@@ -194,7 +190,6 @@ def adafactor(
 
 
 def _averaged(state: AdafactorState, grads: Tree, layout: Layout, weight: Tensor) -> AdafactorState:
-    """Update the running means: squared gradients get the weight `weight` (0-d)."""
     means = _row_and_column_means(grads, layout)
     row, col = (
         {path: old[path].lerp(new.to(old[path].dtype), weight.to(old[path].dtype)) for path, new in now.items()}
@@ -225,7 +220,7 @@ def _divided(grads: Tree, state: AdafactorState, layout: Layout, eps: float | No
 def _root_sizes(numels: Sequence[int], device: torch.device) -> Tensor:
     """Return square roots of the numbers, (leaves,) float64, cached by device because a copy would synchronize."""
     if is_tracing() or torch.compiler.is_dynamo_compiling():
-        # a graph must not capture a cached tensor; torch copies constants once, while tracing
+        # a graph must not capture a cached tensor
         return _made_roots(tuple(numels), device)
     return _kept_roots(tuple(numels), device)
 
@@ -243,7 +238,7 @@ def _floor(eps: float | None, g: Tensor) -> float:
 
 
 def _row_and_column_means(grads: Tree, layout: Layout) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """Mean squares of rows and columns by path, in one collective."""
+    """Return mean squares by path, from one collective."""
     shapes = {n: _factors(layout.leaves[n]) for n in layout.numbers}
     factored = {n: shape for n, shape in shapes.items() if shape}
     if not factored:
@@ -252,7 +247,7 @@ def _row_and_column_means(grads: Tree, layout: Layout) -> tuple[dict[str, Tensor
         squares = {layout.leaves[n].path: g.double().square() for n, g in pieces(grads, layout) if n in factored}
         row = {path: x.mean(-1, keepdim=True) for path, x in squares.items()}
         return row, {path: x.mean(-2, keepdim=True) for path, x in squares.items()}
-    # one tensor for all sums of rows and columns: one collective
+    # all sums in one tensor: one collective
     sizes = [size for f in factored.values() for size in (f.leaf.numel // f.m, f.leaf.numel // f.n)]
     sums = torch.zeros(sum(sizes), dtype=torch.float64, device=device_of(grads))
     views = dict(zip(((n, k) for n in factored for k in (0, 1)), sums.split(sizes), strict=True))
@@ -273,7 +268,6 @@ def _row_and_column_means(grads: Tree, layout: Layout) -> tuple[dict[str, Tensor
 
 
 def _scaled(g: Tensor, span: Span, factors: Factors, row: Tensor, col: Tensor, eps: float) -> Tensor:
-    """Divide elements of this span by the root of their second moment."""
     rows, first, matrix = factors.fold(g, span.begin)  # (rows, m), matrix: (rows,)
     row, col = row.to(g.device), col.to(g.device)
     if factors.turned:
@@ -306,7 +300,7 @@ def whole_leaves(tx: TransformLike) -> Transform:
         if not layout_of(params).flat:
             return inner.step(grads, state, params, found_inf, donate, **extra)
         state = state if donate else copied(state)
-        # `bring` does not copy a leaf that is whole on its owner
+        # `bring` does not copy a leaf already whole here
         whole_params = bring(params) if donate else tree.map(torch.clone, bring(params))
         new, state = inner.step(bring(grads), state, whole_params, found_inf, True, **extra)
         return back(new, params), state
@@ -317,7 +311,7 @@ def whole_leaves(tx: TransformLike) -> Transform:
 
 
 class MuonState(NamedTuple):
-    """Number of updates made (float32, 0-d) and the momenta."""
+    """Number of updates made (float32, 0-d) and momenta."""
 
     count: Tensor  # type: ignore[assignment]  # hides tuple.count
     momentum: Tree
@@ -374,7 +368,7 @@ def muon(
         rate = at(lr, state.count)
         layout = layout_of(directions)
         on_all = differentiates(directions) and not layout.flat and not any(row.over for row in layout.rows)
-        # whole matrices (A, B), each on one rank
+        # (A, B), each on one rank
         whole = directions if on_all else _to_owners(directions, layout)
         ways = (orthogonal(x, coefficients, eps, steps, dtype).to(x.dtype) for x in whole.tensors)
         scaled = [way * -_shape_factor(way, adjust_lr) for way in ways]
@@ -407,7 +401,7 @@ def _shape_factor(x: Tensor, adjust_lr: str | None) -> float:
 def orthogonal(
     x: Tensor, coefficients: tuple[float, float, float], eps: float, steps: int, dtype: torch.dtype
 ) -> Tensor:
-    """Move singular values of x / |x| near 1 (Newton-Schulz): x <- a x + (b (x xᵀ) + c (x xᵀ)²) x, `steps` times."""
+    """Newton-Schulz: x <- a x + (b (x xᵀ) + c (x xᵀ)²) x, `steps` times, on x / |x|."""
     a, b, c = coefficients
     wide = x.to(dtype)
     tall = x.shape[0] > x.shape[1]

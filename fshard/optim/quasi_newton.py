@@ -1,4 +1,4 @@
-"""L-BFGS over trees, sharded or not: one small collective reduces all dot products of an iteration."""
+"""L-BFGS over trees: one small collective reduces all dot products of an iteration."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _LEAST_CURVATURE = 1e-10  # pairs with less sᵀy are left out, as in torch.opti
 
 
 class LbfgsState(NamedTuple):
-    """Iterations made (float32, 0-d), the last parameters and gradients, and the latest differences of each (s, y)."""
+    """Iterations made (float32, 0-d), last parameters and gradients, latest differences (s, y)."""
 
     count: Tensor  # type: ignore[assignment]  # hides tuple.count
     params: Tree
@@ -62,15 +62,15 @@ def lbfgs(lr: Rate = 1.0, history_size: int = 10, max_iter: int = 1) -> Transfor
 
     def iterate(grads: Tree, state: LbfgsState, params: Tree, exact_norms: bool) -> tuple[Tree, LbfgsState]:
         moved = state.count > 0
-        # m + 1 differences each (m = history_size); the oldest or the newest is dropped
+        # m + 1 differences (m = history_size); the oldest or the newest is dropped
         s = (*state.s, _difference(params, state.params, moved))
         y = (*state.y, _difference(grads, state.grads, moved))
-        products = gram([*s, *y, grads])  # (2 m + 3, 2 m + 3): dot products of s, y and g
+        products = gram([*s, *y, grads])  # (2 m + 3, 2 m + 3): dot products
         keeps = products[history_size, 2 * history_size + 1] > _LEAST_CURVATURE  # sᵀy of the newest pair
         s, y = (tuple(tree.map(partial(where, keeps), x, old) for old, x in pairwise(xs)) for xs in (s, y))
         first = (1 / global_norm(grads, 1, exact_norms)).clamp(max=1.0)
         rate = at(lr, state.count) * torch.where(moved, 1.0, first)
-        weights = (_direction(_kept(products, keeps)) * rate).unbind()  # 2 m + 1 of them, 0-d
+        weights = (_direction(_kept(products, keeps)) * rate).unbind()  # (2 m + 1) of 0-d
         updates = tree.map(lambda *xs: _combined(weights, xs), *s, *y, grads)
         here, slope = tree.map(torch.clone, (params, grads))  # the caller may write to these
         return updates, LbfgsState(state.count + 1, here, slope, s, y)
@@ -105,26 +105,26 @@ def _difference(new: Tree, old: Tree, moved: Tensor) -> Tree:
 
 
 def _kept(products: Tensor, keeps: Tensor) -> Tensor:
-    """The dot products without those of the dropped pair: the oldest, or the newest."""
+    """Drop the oldest pair, or the newest."""
     m = len(products) // 2
-    pairs = torch.arange(m - 1, device=products.device) + keeps.long()  # (m - 1,): without the first, or the last
+    pairs = torch.arange(m - 1, device=products.device) + keeps.long()  # (m - 1,)
     index = torch.cat([pairs, pairs + m, torch.full_like(pairs[:1], 2 * m)])
     return products[index][:, index]  # (2 m - 1, 2 m - 1)
 
 
 def _direction(products: Tensor) -> Tensor:
-    """-H g as weights of s, y and g (2 m + 1) from their dot products: the two-loop recursion."""
+    """Return -H g as weights of s, y and g (2 m + 1), from dot products."""
     m = len(products) // 2
     curvature = products.diagonal(m)[:m]  # sᵀy
     used = curvature > _LEAST_CURVATURE  # False for zeros, too
     rho = torch.where(used, 1 / torch.where(used, curvature, 1.0), 0.0)  # else 1 / 0 has a derivative of NaN
     zero, scale = torch.zeros_like(curvature[0]), torch.ones_like(curvature[0])
     alphas: dict[int, Tensor] = {}  # torch.compile traces no call of `dict[...]`
-    weights = [*[zero] * 2 * m, zero - 1]  # no assignment by index: on a GPU it copies from the host
+    weights = [*[zero] * 2 * m, zero - 1]  # assignment by index on a GPU copies from the host
     for i in reversed(range(m)):
         alphas[i] = rho[i] * (torch.stack(weights) @ products[i])
         weights[m + i] = weights[m + i] - alphas[i]
-    for i in range(m):  # of the newest used pair
+    for i in range(m):
         scale = torch.where(used[i], curvature[i] / torch.where(used[i], products[m + i, m + i], 1.0), scale)
     weights = [weight * scale for weight in weights]
     for i in range(m):

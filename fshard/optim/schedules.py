@@ -26,12 +26,11 @@ def _check(name: str, steps: object = 1, **numbers: object) -> None:
 
 
 def _share(count: Tensor, steps: int) -> Tensor:
-    """`count / steps`, clamped to 0 and 1, in float64."""
     return (double(count) / steps).clamp(0, 1)
 
 
 def constant(value: float) -> Schedule:
-    """Return a schedule with the same value at every step.
+    """Return `value` at every step.
 
     >>> constant(0.1)(torch.tensor(5.0)).item()
     0.1
@@ -51,7 +50,7 @@ def linear(start: float, end: float, steps: int) -> Schedule:
 
 
 def cosine(start: float, steps: int, end: float = 0.0) -> Schedule:
-    """Return a schedule along half a cosine from `start` to `end` in `steps` steps, then `end`.
+    """Return half a cosine from `start` to `end` in `steps` steps, then `end`.
 
     Up to `steps` as torch's CosineAnnealingLR.
 

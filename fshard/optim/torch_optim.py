@@ -1,4 +1,4 @@
-"""Any optimizer class of torch.optim, or of the user's, as a pure transformation: its state goes in and comes out."""
+"""Any optimizer class of torch.optim, or of the user's, as a pure transformation."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from ..state.torch_format import BEGUN, TorchState
 from ..update.base import Needs, Transform, checked, choose
 from .matrix import whole_leaves
 
-# Classes of torch.optim that act on each element by itself; all others get whole leaves.
+# act on each element by itself; all others get whole leaves
 _ELEMENTWISE = ("ASGD", "Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD")
 Entry = dict[str, Tensor]  # a torch optimizer's state of one parameter
 Numbers = dict[str, Tensor | float]  # of a user's class: numbers, too
-Settings: TypeAlias = Mapping[str, Any]  # the class's own arguments by name
-# `run(grads, state, params, extra)`: the class's own step, which writes to `params` and returns the new state
+Settings: TypeAlias = Mapping[str, Any]  # the class's own arguments
+# `run(grads, state, params, extra)`: the class's own step writes to `params`; returns the new state
 Run = Callable[[Tree, TorchState, Tree, Settings], TorchState]
 
 
@@ -60,8 +60,7 @@ def from_torch(cls: type[Optimizer], **hyperparams: object) -> Transform:
 
 
 def _on_rows(cls: type[Optimizer], hyperparams: Settings) -> Transform:
-    """Run an elementwise class of torch.optim on flat rows, of whatever leaves."""
-    dummy = torch.zeros(1, dtype=torch.float32, device="cpu")  # a parameter for a rank without rows
+    dummy = torch.zeros(1, dtype=torch.float32, device="cpu")  # for a rank without rows
     scalars = {name for name, x in _begin(cls, hyperparams, dummy).items() if not x.dim()}
 
     def init(params: Tree) -> TorchState:
@@ -69,7 +68,7 @@ def _on_rows(cls: type[Optimizer], hyperparams: Settings) -> Transform:
         return _like_params(entries, params, entries[0] if entries else _begin(cls, hyperparams, dummy), scalars)
 
     def run(grads: Tree, state: TorchState, params: Tree, extra: Settings) -> TorchState:
-        # views, because `.grad` must not be set on the caller's tensors
+        # `.grad` must not be set on the caller's tensors
         rows = [row.detach() for row in tree.leaves(params)]
         if not rows:  # a rank without parameters counts updates, too
             begun = _begin(cls, hyperparams, dummy) | {name: x.clone() for name, x in state.scalars.items()}
@@ -82,7 +81,7 @@ def _on_rows(cls: type[Optimizer], hyperparams: Settings) -> Transform:
 
 
 def _on_leaves(cls: type[Optimizer], hyperparams: Settings) -> Transform:
-    """Run a class of torch.optim on whole leaves, one for each row; its state may have any shapes."""
+    """Rows are whole leaves; the state may have any shapes."""
 
     def init(params: Tree) -> TorchState:
         return TorchState(_first_by_name(params, partial(_begin, cls, hyperparams), "meta"), {})
@@ -100,10 +99,10 @@ def _on_leaves(cls: type[Optimizer], hyperparams: Settings) -> Transform:
 def _stepped(
     cls: type[Optimizer], hyperparams: Settings, rows: list[Tensor], grads: Sequence[Tensor], entries: Sequence[Entry]
 ) -> list[Entry]:
-    """Run one step of the class, in place on `rows`, and return the new state of each row."""
+    """Step in place on `rows`; return each row's new state."""
     optimizer = cls(rows, **hyperparams)
     for row, g, entry in zip(rows, grads, entries, strict=True):
-        # torch's optimizers take real views of complex tensors; a lazily conjugated one (z.conj()) has none
+        # torch takes real views of complex tensors; a lazily conjugated one (z.conj()) has none
         row.grad = g.detach().to(row.dtype).resolve_conj()
         optimizer.state[row] = entry if entry.get(BEGUN, True) else {}
     optimizer.step()
@@ -112,7 +111,7 @@ def _stepped(
 
 
 def _adapted(cls: type[Optimizer], hyperparams: Settings, init: Callable[[Tree], TorchState], run: Run) -> Transform:
-    """Make a transformation of an in-place step: `run` gets copies of parameters and state, unless donated."""
+    """`run` gets copies of parameters and state, unless donated."""
 
     def fused(
         grads: Tree, state: TorchState, params: Tree, found_inf: Tensor | None, donate: bool, **extra: object
@@ -123,7 +122,7 @@ def _adapted(cls: type[Optimizer], hyperparams: Settings, init: Callable[[Tree],
                 "of torch.func's transforms. Detach them (x.detach(), torch.no_grad()), or use a transformation of "
                 "fshard.optim, which is differentiable"
             )
-        # `found_inf` may ask for the old values after the step, so these are copied even if donated
+        # `found_inf` may ask for the old values, so these are copied even if donated
         new_params, inner = (params, state) if donate and found_inf is None else copied((params, state))
         new_state = run(grads, inner, new_params, extra)
         return choose(found_inf, params, new_params), choose(found_inf, state, new_state)
@@ -146,18 +145,18 @@ def _check_class(cls: object) -> None:
 
 
 def _begin(cls: type[Optimizer], hyperparams: Settings, row: Tensor) -> Entry:
-    """The state that a class of torch.optim makes of a parameter before its first update."""
+    """Return the state before a parameter's first update."""
     row = row.detach()
     optimizer: Any = cls([row], **hyperparams)  # each class has `_init_group`, `Optimizer` has not
     row.grad = torch.zeros_like(row)
-    # Private, but every class of torch.optim fills its state like this (test_authority.py).
+    # private, but every class of torch.optim fills its state like this (test_authority.py)
     num_lists = len(inspect.signature(optimizer._init_group).parameters) - 1
     optimizer._init_group(optimizer.param_groups[0], *([] for _ in range(num_lists)))
     entry = dict(optimizer.state[row])
     group = optimizer.param_groups[0]
     if cls.__name__ == "SGD" and group["momentum"]:
         entry["momentum_buffer"] = torch.zeros_like(row)  # the first update treats zeros as None
-        if group["dampening"]:  # except if dampened: torch must get None
+        if group["dampening"]:  # torch must get None
             entry[BEGUN] = double(0.0)
     if strange := [name for name, x in entry.items() if not isinstance(x, Tensor)]:
         raise ValueError(f"from_torch: {cls.__name__} keeps {strange[0]!r}, which is no tensor: it cannot be a value")
@@ -165,17 +164,14 @@ def _begin(cls: type[Optimizer], hyperparams: Settings, row: Tensor) -> Entry:
 
 
 def _like_params(entries: Sequence[Entry], params: Tree, first: Entry, scalars: set[str]) -> TorchState:
-    """The entries of all rows as trees like `params`; `first` has all names, and the 0-d tensors."""
+    """Return entries as trees like `params`; `first` has all names."""
     spec = tree.flatten(params)[1]
     tensors = {n: tree.unflatten(spec, [entry[n] for entry in entries]) for n in first if n not in scalars}
     return TorchState({n: clear_padding_(x) for n, x in tensors.items()}, {n: first[n] for n in first if n in scalars})
 
 
 def _first_by_name(params: Tree, begin: Callable[[Tensor], Entry], device: str) -> dict[str, Parts]:
-    """The state that a class makes of whole leaves, by the class's names.
-
-    Every rank makes the state of all leaves on `device` for its form, and keeps memory for its own leaves.
-    """
+    """Every rank makes the state of all leaves on `device` for its form, and keeps memory for its own leaves."""
     rows, layout = tree.leaves(params), layout_of(params)
     leaves = {n: layout.leaves[n] for n in layout.numbers}
     shapes = {n: begin(torch.zeros(leaf.shape, dtype=leaf.dtype, device=device)) for n, leaf in leaves.items()}
@@ -191,21 +187,21 @@ def _next_by_name(state: TorchState, layout: Layout, entries: Sequence[Entry]) -
 
 
 def _pieces_of(name: str, layout: Layout, shapes: Mapping[int, Entry], local_entries: Mapping[int, Entry]) -> Parts:
-    """The tensors of one name in a class's state of whole leaves, of any shapes; some leaves may have none."""
+    """Leaves may lack this name, and states have any shapes."""
     forms = {n: Form(tuple(entry[name].shape), entry[name].dtype) for n, entry in shapes.items() if name in entry}
     part = reshaped(layout, forms)
     return Parts(replace(part, source=(name, part.source)), [local_entries[s.leaf][name] for s in part.mine])
 
 
 def _by_row(state: TorchState, num_rows: int) -> list[Entry]:
-    """The state of each row, with its own copies of 0-d tensors, because a step writes to them."""
+    """Each row gets copies of 0-d tensors: a step writes to them."""
     columns = {name: tree.leaves(x) for name, x in state.tensors.items()}
     rows = ({name: column[i] for name, column in columns.items()} for i in range(num_rows))
     return [row | {name: x.clone() for name, x in state.scalars.items()} for row in rows]
 
 
 def _by_leaf(state: TorchState, layout: Layout) -> list[Entry]:
-    """The state of each of this rank's leaves, in the order of the layout's rows."""
+    """Return states in the order of the layout's rows."""
     numbers = [s.leaf for s in layout.mine]
     entries: dict[int, Entry] = {n: {} for n in numbers}
     for name, x in state.tensors.items():
@@ -215,10 +211,10 @@ def _by_leaf(state: TorchState, layout: Layout) -> list[Entry]:
 
 
 def _of_user(cls: type[Optimizer], hyperparams: Settings) -> Transform:
-    """Run a user's class: a step with zero gradients shows its state, and the first real step makes the state."""
+    """A step with zero gradients shows the state; the first real step makes it."""
     _check_apart(cls, hyperparams)
     first = _first_step(cls, hyperparams, torch.zeros(2, 2, dtype=torch.float32, device="cpu"))
-    # the state has 0-d tensors for Python numbers; the class gets numbers again
+    # the state has 0-d tensors for Python numbers
     numbers = {n: type(x) for n, x in first.items() if not isinstance(x, Tensor)}
     known, needed = inspect.signature(cls.step).parameters.keys() - {"self", "closure"}, _needed(cls)
 
@@ -264,7 +260,7 @@ def _needed(cls: type[Optimizer]) -> list[str]:
 
 
 def _try_step(optimizer: Optimizer) -> None:
-    """Make a step, with 1.0 for each argument without a default."""
+    """Each argument without a default is 1.0."""
     cls, step = type(optimizer), cast("Callable[..., object]", optimizer.step)
     needed = _needed(cls)
     try:
@@ -307,15 +303,11 @@ def _check_names(cls: type[Optimizer], names: set[str], state: TorchState) -> No
 
 
 def _value(x: Tensor | float) -> Tensor:
-    """Return a Python number as a 0-d tensor (float64 or int64), a tensor as it is."""
     return x if isinstance(x, Tensor) else double(x) if isinstance(x, float) else torch.tensor(x, device="cpu")
 
 
 def _first_step(cls: type[Optimizer], hyperparams: Settings, row: Tensor) -> Numbers:
-    """The state that a class keeps of a parameter after a step with zero gradient.
-
-    ValueError if a transformation's state cannot hold it.
-    """
+    """Return the state after a step with zero gradient. ValueError if a transformation cannot hold it."""
     row = row.detach().clone()
     optimizer = cls([row], **hyperparams)
     row.grad, before = torch.zeros_like(row), _of_all(optimizer)
@@ -336,7 +328,7 @@ def _first_step(cls: type[Optimizer], hyperparams: Settings, row: Tensor) -> Num
 
 
 def _of_all(optimizer: Optimizer) -> dict[str, str]:
-    """Hyper-parameters and attributes of an optimizer as text, without its parameters and their states."""
+    """Return hyper-parameters and attributes as text, without parameters and their states."""
     (group,) = optimizer.param_groups
     settings = {f"param_groups[0][{name!r}]": value for name, value in group.items() if name != "params"}
     attributes = {name: value for name, value in vars(optimizer).items() if name not in ("state", "param_groups")}
