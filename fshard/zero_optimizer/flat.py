@@ -27,26 +27,21 @@ from ..update.base import FoundInf, Transform
 from ..update.elementwise import update_part
 from .leaf import ZeroState, check_zero_state, leaves_of, update_on_all, values
 
-# On the storage of a bucket, because users hold views of it: the plan, unit and kind. Else a user's tensor might look
-# like a bucket.
+# on a bucket's storage, because users hold views of it: else a user's tensor might look like a bucket
 _MARK = "fshard_bucket"
-_LARGE_PIECES = 1 << 16  # mean elements of pieces; larger ones are read in place, not copied into one row
+_LARGE_PIECES = 1 << 16  # elements; larger pieces are read in place, not copied into one row
 
 
 def flat_init(tx: Transform, mesh: AnyMesh, axes: Axes, bucket: int, block: int, params: Tree) -> ZeroState:
-    """Make the plan of buckets, and the optimizer's state for this rank's shards."""
     trained = [x for x in tree.leaves(params) if is_differentiable(x)]
-    # a plan counts elements: a bucket has as many as `bucket` bytes have in the mean of the trained leaves' dtypes
+    # elements for `bucket` bytes in the mean of trained leaves' dtypes
     size = max(1, bucket * sum(x.numel() for x in trained) // max(1, sum(x.nbytes for x in trained)))
     plan = make_plan(params, mesh, units=size, params_over=(), grads_over=(), state_over=axes, block=block)
     return ZeroState(tx.init(_part(plan, _by_slot(plan, params, "parameters"))), plan)
 
 
 def _by_slot(plan: Plan, x: Tree, what: str) -> dict[Slot, Tensor]:
-    """Return whole leaves by slot; ValueError for a missing trainable one, or another shape.
-
-    A frozen gradient may be None.
-    """
+    """Return whole leaves by slot; ValueError for a missing trainable one, or another shape."""
     by_slot = dict(zip(plan.slots, leaves_of(x, plan.spec, what), strict=True))
     for slot, leaf in by_slot.items():
         difference = form_difference(slot.path, Form(slot.shape, slot.dtype), leaf)
@@ -56,17 +51,14 @@ def _by_slot(plan: Plan, x: Tree, what: str) -> dict[Slot, Tensor]:
 
 
 def _view(plan: Plan) -> View:
-    """Return the trainable kinds, cut over `state_over`."""
     return whole_view(plan, plan.state_over, [k for k, kind in enumerate(plan.kinds) if kind.trainable])
 
 
 def _rows(plan: Plan) -> list[Row[Slot]]:
-    """Return the buckets' rows, in the order of units."""
     return [*_view(plan).rows.values()]
 
 
 def _empty(plan: Plan, leaves: Mapping[Slot, Tensor]) -> Sharded:
-    """Return an uninitialised `Sharded` for this rank's part."""
     view, device = _view(plan), _device_of_leaves(plan, leaves)
     likes = [torch.empty(0, dtype=plan.kinds[kind].dtype, device=device) for kind in view.kinds]
     return Sharded(view, [room(view, kind, like) for kind, like in zip(view.kinds, likes, strict=True)])
@@ -80,9 +72,9 @@ def _part(plan: Plan, leaves: Mapping[Slot, Tensor]) -> Sharded:
 
 
 def _summing(plan: Plan, leaves: Mapping[Slot, Tensor], into: Sharded | None = None) -> dict[Row[Slot], Pending]:
-    """Start the sums of gradients over ranks: this rank's shards (n / W,), in `into` or new ones."""
+    """Start the sums of gradients: this rank's shards (n / W,), in `into` or new."""
     mesh, old, started = plan.live_mesh(), COPIES.dual(plan.axis_names), {}
-    for row in _rows(plan):  # every rank starts the same reductions in the same order
+    for row in _rows(plan):  # the same order on every rank
         whole = primitives.buffer(mesh, plan.axis_names, row.numel, leaves[row.leaves[0]], lent=True)  # (n,)
         pack(leaves, plan, plan.rows[row.unit, row.kind], whole)
         out = None if into is None else row.of(into.tensors)
@@ -91,7 +83,7 @@ def _summing(plan: Plan, leaves: Mapping[Slot, Tensor], into: Sharded | None = N
 
 
 def _bucket_of(leaves: Mapping[Slot, Tensor], plan: Plan, row: Row[Slot]) -> Tensor | None:
-    """Return the bucket (n,) of leaves, if a step of this plan made it; else None."""
+    """Return the bucket (n,) if a step of this plan made it; else None."""
     first = leaves[row.leaves[0]]
     storage = first.untyped_storage()
     is_bucket = getattr(storage, _MARK, None) == (plan.fingerprint, (row.unit, row.kind)) and all(
@@ -104,7 +96,7 @@ def _bucket_of(leaves: Mapping[Slot, Tensor], plan: Plan, row: Row[Slot]) -> Ten
 
 
 def _whole_part(plan: Plan, leaves: Mapping[Slot, Tensor], local: bool) -> Sharded:
-    """Return this rank's part of all gradients; `local` ones are summed over ranks."""
+    """`local` gradients are summed over ranks."""
     if not local:
         return _part(plan, leaves)
     part = _empty(plan, leaves)
@@ -119,7 +111,7 @@ class _Buckets:
     def __init__(self, plan: Plan, device: torch.device, given_away: Mapping[Slot, Tensor] | None = None):
         self.plan, self.started = plan, list[Pending]()
         self.whole = dict[Row[Slot], Tensor]()  # (n,) for each row
-        self.reused = set[Row[Slot]]()  # whose buckets are those of the parameters given away
+        self.reused = set[Row[Slot]]()  # buckets of the parameters given away
         for row in _rows(plan):
             like = torch.empty(0, dtype=plan.kinds[row.kind].dtype, device=device)
             bucket = None if given_away is None else _bucket_of(given_away, plan, row)
@@ -131,7 +123,6 @@ class _Buckets:
             self.whole[row] = bucket
 
     def gather(self, row: Row[Slot], shard: Tensor) -> None:
-        """Start the all-gather of a bucket."""
         refuse_derivative(shard, "optim.zero")
         mesh, name = self.plan.live_mesh(), self.plan.units[row.unit].name
         # not lent: the user gets the bucket, and may write to it (Note [Lent memory])
@@ -143,7 +134,7 @@ class _Buckets:
         return self.leaves()
 
     def leaves(self) -> dict[Slot, Tensor]:
-        """Wait for all gathers; return the whole leaves, views of the buckets."""
+        """Wait for all gathers; return views of the buckets."""
         for pending in self.started:
             pending.wait()
         views = (zip(row.leaves, row.views(whole), strict=True) for row, whole in self.whole.items())
@@ -184,7 +175,7 @@ def flat_step(
         inner = _step_by_bucket(tx, gradients, local, inner, old, buckets, found_inf, extra)
         new_leaves = buckets.leaves()
     else:
-        # both parts are copies, so the optimizer may overwrite them
+        # both are copies, so the optimizer may overwrite them
         grads_part, params_part = _whole_part(plan, gradients, local), _part(plan, old)
         new, inner = tx.step(grads_part, inner, params_part, found_inf, True, **extra | {"own_grads": True})
         new_leaves = buckets.gather_all(new)
@@ -193,7 +184,7 @@ def flat_step(
 
 
 def _device_of_leaves(plan: Plan, leaves: Mapping[Slot, Tensor]) -> torch.device:
-    # among gradients a frozen leaf is None
+    # a frozen gradient is None
     devices = (leaf.device for leaf in leaves.values() if isinstance(leaf, Tensor))
     return next(devices, mesh_device(plan.live_mesh()))
 
@@ -208,12 +199,12 @@ def _step_by_bucket(
     found_inf: FoundInf | None,
     extra: Mapping[str, object],
 ) -> Tree:
-    """Update bucket after bucket, and start the gather of each before the next, in place."""
+    """Update buckets in place, and start the gather of each before the next update."""
     plan = buckets.plan
     arriving, after = _summing(plan, gradients) if local else {}, inner
     for row, bucket in buckets.whole.items():
         shard = plan.within(bucket, row.kind, plan.state_over)  # (n / W,)
-        if row not in buckets.reused:  # a reused bucket holds the parameters already
+        if row not in buckets.reused:  # it holds the parameters already
             pack(old, plan, row, shard)
         sources = [(0, arriving[row].wait())] if local else _sources(gradients, plan, row)
         grads, spans = [grad for _, grad in sources], [(start, grad.numel()) for start, grad in sources]
@@ -227,7 +218,7 @@ def _step_by_bucket(
 
 
 def _sources(leaves: Mapping[Slot, Tensor], plan: Plan, row: Row[Slot]) -> list[tuple[int, Tensor]]:
-    """Return whole gradients in this rank's shard: views with offsets if large, else one copy."""
+    """Return gradients in this rank's shard: views with offsets if large, else one copy."""
     spans = (span for span in row.spans(row.number(plan.live_mesh())) if span.numel)
     views = [(x.start, x.leaf.flat(leaves[x.leaf].detach())[x.begin : x.begin + x.numel]) for x in spans]
     if views and sum(view.numel() for _, view in views) >= _LARGE_PIECES * len(views):
@@ -238,5 +229,4 @@ def _sources(leaves: Mapping[Slot, Tensor], plan: Plan, row: Row[Slot]) -> list[
 
 
 def _views(x: Tensor, spans: Sequence[tuple[int, int]]) -> list[Tensor]:
-    """Return views of a row at spans (start, numel)."""
     return [x[start : start + numel] for start, numel in spans]

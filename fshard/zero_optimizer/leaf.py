@@ -34,14 +34,13 @@ P = TypeVar("P", Plan, Layout)
 
 @dataclass(frozen=True)
 class ZeroState(OnMesh):
-    """The optimizer's state for this rank's part, and the partition of the parameters."""
+    """The optimizer's state for this rank's part, and the partition."""
 
     inner: Tree
     parting: Plan | Layout
 
     @property
     def home(self) -> Plan | Layout:
-        """The partition."""
         return self.parting
 
 
@@ -70,7 +69,7 @@ def values(x: Tree) -> Tree:
 
 
 def check_zero_state(state: object, kind: type[P]) -> P:
-    """Return the partition of a state. ValueError for a state of another optimizer or partition."""
+    """ValueError for a state of another optimizer or partition."""
     if not isinstance(state, ZeroState) or not isinstance(state.parting, kind):
         raise ValueError(
             f"zero: expected the state of its own init, of this partition, got {type(state).__name__}: "
@@ -80,7 +79,6 @@ def check_zero_state(state: object, kind: type[P]) -> P:
 
 
 def leaf_init(tx: Transform, mesh: AnyMesh, axes: Axes, params: Tree) -> ZeroState:
-    """Assign leaves to ranks, and make the optimizer's state for this rank's."""
     layout, mesh = layout_of(params), one_host.connected(mesh)
     pairs = zip(layout.leaves, tree.leaves(params), strict=True)
     text = "\n".join(f"leaf {leaf.path!r} {leaf.dtype}{list(leaf.shape)} {x.requires_grad}" for leaf, x in pairs)
@@ -137,10 +135,7 @@ def update_on_all(
     params: Tree,
     extra: Mapping[str, object],
 ) -> tuple[Tree, ZeroState]:
-    """Update, under a derivative, all leaves on each rank, with the whole state; keep this rank's part.
-
-    `layout` is the layout of the parts.
-    """
+    """Under a derivative, update all leaves with the whole state; keep this rank's part."""
     check_apart("zero", state.inner)
     given = (grads, state, params)
 
@@ -162,7 +157,6 @@ def update_on_all(
 
 
 def _owned_leaves(parting: Layout, x: Tree, what: str) -> Parts:
-    """Return this rank's leaves of a whole tree, not copied."""
     flat = leaves_of(x, parting.spec, what)
     # all leaves, owned or not, so that every rank raises
     for number in parting.numbers:
@@ -173,7 +167,7 @@ def _owned_leaves(parting: Layout, x: Tree, what: str) -> Parts:
 
 
 def _owned_grads(parting: Layout, grads: Tree, local: bool) -> Parts:
-    """Return the gradients of this rank's leaves; local ones are summed, by axis in rank order."""
+    """Return gradients of this rank's leaves; local ones are summed, by axis in rank order."""
     owned_grads, mesh = _owned_leaves(parting, grads, "gradients"), parting.mesh
     if not local:
         return owned_grads
@@ -189,9 +183,8 @@ def _owned_grads(parting: Layout, grads: Tree, local: bool) -> Parts:
 
 
 def _all_reduced(leaves: dict[int, Tensor], ranks: Ranks) -> dict[int, Tensor]:
-    """All-reduce flat leaves, with one collective for each dtype."""
     sums = dict[int, Tensor]()
-    # in the order of the leaves: the order of a set depends on the process
+    # not a set, whose order depends on the process
     for dtype in dict.fromkeys(x.dtype for x in leaves.values()):
         of_dtype, step = {n: x for n, x in leaves.items() if x.dtype == dtype}, -(-storage.STEP // dtype.itemsize)
         *starts, end = accumulate((-(-x.numel() // step) * step for x in of_dtype.values()), initial=0)
@@ -203,7 +196,7 @@ def _all_reduced(leaves: dict[int, Tensor], ranks: Ranks) -> dict[int, Tensor]:
 
 
 def _reduced_to_owners(leaves: dict[int, Tensor], parting: Layout, ranks: Ranks) -> dict[int, Tensor]:
-    """Reduce each flat leaf to its owner along the last axis; one message to each other rank."""
+    """Reduce each flat leaf to its owner along the last axis; one message to each rank."""
     outer, owned_by = coordinate(parting.mesh, parting.axes[:-1]), list[list[int]]([] for _ in range(ranks.size))
     for number in leaves:
         along_others, owner = divmod(parting.row_of[number].rule.at or 0, ranks.size)
@@ -221,7 +214,7 @@ def _reduced_to_owners(leaves: dict[int, Tensor], parting: Layout, ranks: Ranks)
 
 
 def _given_to_all(part: Parts, params: Tree) -> Tree:
-    """All-gather owned leaves into a whole tree; leaves without an owner come from `params`."""
+    """Gather owned leaves; leaves without an owner come from `params`."""
     layout = part.layout
     whole = collect(part, on_rank(layout), "parameters")
     leaves = [None] * layout.spec.num_leaves if params is None else leaves_of(params, layout.spec, "parameters")

@@ -87,7 +87,7 @@ def zero(
 
 
 def _refusing_draws(tx: Transform, mesh: AnyMesh) -> Transform:
-    """Return `tx`, over several ranks with an error for random numbers, which would differ between copies."""
+    """Refuse random numbers over several ranks: they would differ between copies."""
     if not tx.draws or num_ranks(mesh) == 1:
         return tx
 
@@ -147,7 +147,7 @@ def _check_params(params: Tree) -> None:
     devices: dict[torch.device, str] = {}
     paths = tree.paths(spec)
     check_tensors(flat, paths)
-    for i, first in enumerate(first_places(flat, paths)):  # the first of the leaves that are tied to leaf i
+    for i, first in enumerate(first_places(flat, paths)):  # the first of the tied leaves
         if i != first:
             raise ValueError(
                 f"zero: leaves {paths[first]!r} and {paths[i]!r} are the same tensor, which would be updated twice: "
