@@ -145,6 +145,7 @@ class AbstractMesh(Grid):
     >>> mesh = AbstractMesh(replicate=2, shard=64)
     >>> mesh.size(), mesh.get_local_rank("shard")
     (128, 0)
+
     Source: jax.sharding.AbstractMesh.
     """
 

@@ -50,6 +50,7 @@ def code_book(signed: bool) -> Tensor:
 
     >>> code_book(signed=False)[[0, 255]]
     tensor([0., 1.])
+
     Source: Dettmers et al., 8-bit optimizers via block-wise quantization (2022).
     """
     values = [torch.tensor([0.0, 1.0], dtype=torch.float64, device="cpu")]

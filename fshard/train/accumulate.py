@@ -37,8 +37,6 @@ from .loss_scale import NoLossScale
 T = TypeVar("T")
 Later = Callable[[], Sharded]  # made at the first call
 
-# `state` is a `TrainState`, whose module imports this one
-
 
 @dataclass(frozen=True)
 class Recipe:
@@ -65,8 +63,8 @@ class Recipe:
 class StepGradients(NamedTuple):
     """The results of a step's forwards and backwards.
 
-    `grads` are multiplied by the loss scale, and divided as if every micro-batch counted as much as the first: `share`
-    (a 0-d factor, or None for 1) corrects this.
+    `grads` are multiplied by the loss scale, and divided as if all micro-batches counted as the first: `share` (a 0-d
+    factor, or None for 1) corrects this.
     """
 
     grads: Sharded
@@ -114,7 +112,6 @@ def run_each(
     alone: bool = False,
     whole: bool,
 ) -> Iterator[tuple[Outcome, Gradients]]:
-    """`divisor`, `alone` and `whole` are arguments of `grad.run`."""
     scaler = state.loss_scale
     scale = (lambda seed: seed) if isinstance(scaler, NoLossScale) else scaler.scale
     extra = state.extra
@@ -180,7 +177,6 @@ def _form(leaf: object) -> str:
 
 
 def joined_outcomes(outcomes: Sequence[Outcome]) -> Outcome:
-    """Sum totals and counts; take the last extra, and a list of every aux."""
     first, last = outcomes[0], outcomes[-1]
     if len(names := list(dict.fromkeys(averaged(outcome.aux) for outcome in outcomes))) > 1:
         raise ValueError(
@@ -321,9 +317,9 @@ def cut(batch: Tree, num: int) -> list[Tree]:
 
 
 def num_rows(batch: Tree, num: int = 1) -> int:
-    """Return the rows of every leaf; 0 without leaves. ValueError names a leaf with others.
+    """Return the rows of every leaf, 0 without leaves; 0-d tensors alone are one row if `num` is 1.
 
-    0-d tensors alone count as one row if `num` is 1.
+    ValueError names a leaf with others.
     """
     leaves = tree.tops(batch, Sharded)
     if leaves and num == 1 and all(isinstance(x, Tensor) and not x.dim() for x in leaves):

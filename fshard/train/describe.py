@@ -46,7 +46,6 @@ def describe(**arguments: object) -> str:
 
 
 def _words(name: str, value: object, seen: set[int]) -> Iterator[str]:
-    """`seen`: ids described already."""
     if value is None or isinstance(value, bool | int | float | complex | str | torch.dtype):
         yield f"{name}={value!r}"
         return
@@ -70,7 +69,6 @@ def _is_of_fshard(value: object) -> bool:
 
 
 def _inner_values(value: object) -> list[tuple[str, object]]:
-    """Return (name, value) of the values inside; "" names the own one."""
     if isinstance(value, partial):
         return [("", value.func), *(("", x) for x in value.args), *value.keywords.items()]
     if isinstance(value, Mapping):

@@ -3,8 +3,7 @@
 Note [Steps that update in the backward]
     `Updates` gets the sum of each unit (Note [Updates in a backward]), and runs the optimizer on this unit alone: on
     its flat parameters, and the same shard of every tree in the state. The optimizer is elementwise, so the update is
-    the same. Every unit reads the state's 0-d tensors (counts) from before the step. Clipping needs the norm of all
-    gradients first, so the forward and backward run twice.
+    the same. Clipping needs the norm of all gradients first, so the forward and backward run twice.
 
 Note [Updates in a backward]
     `Gradients.take` hands each unit's sum over ranks to a function, which may write to the parameters of that unit.
@@ -53,8 +52,6 @@ from .loss_scale import NoLossScale
 # by unit and kind: start and length of an interval in the shard, and the tensor and start of it in a state
 Runs: TypeAlias = Mapping[tuple[int, int], Sequence[tuple[int, int, int, int]]]
 
-# `state` is a `TrainState`, whose module imports this one
-
 
 class Stepped(NamedTuple):
     """New state, loss, gradient norm, and skipped updates."""
@@ -100,7 +97,7 @@ def own_extra(extra: Tree, overwritten: Sequence[Tree]) -> Tree:
     """Copy leaves in the memory of `overwritten`; each `Sharded` gets a new container."""
 
     def copied(x: Tree) -> Tree:
-        if isinstance(x, Sharded):  # its container would be given away with the state
+        if isinstance(x, Sharded):
             return Sharded(x.view, apart(list(x.tensors), overwritten))
         return apart(x, overwritten)
 
@@ -168,14 +165,12 @@ class Squares:
         self._sums[self._plan.kinds[kind].apart(self._plan.grads_over)].append(square_sum(total))
 
     def norm(self) -> Tensor:
-        """Return the 2-norm over all ranks."""
         mesh, local = self._plan.live_mesh(), {over: torch.stack(squares).sum() for over, squares in self._sums.items()}
         totals = [primitives.total(x, mesh, over, label="norm") for over, x in local.items()]
         return torch.stack(totals).sum().sqrt().to(self._dtype)
 
 
 def _runs(layout: Layout, view: View) -> Runs:
-    """Return the intervals of shards with a label's leaves; made once."""
     known, key = layout.derived.runs, (view.plan.fingerprint, view.over, view.kinds)
     if key not in known:
         runs = dict[tuple[int, int], list[tuple[int, int, int, int]]]()
@@ -242,7 +237,6 @@ class Updates:
         return grads.to(plan.kinds[kind].dtype)
 
     def finish(self) -> Tree:
-        """Wait for all new parameters; return the new optimizer state."""
         if not self.begun:  # no parameter has an element: the counts alone go on
             place, shard = next(iter(self._shards.items()))
             self.make(*place, shard)

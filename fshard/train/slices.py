@@ -92,8 +92,8 @@ def _cut_slices(batch: Tree, accumulate: int, params: Sharded) -> list[list[Tree
 def _count_of_first_slice(outcome: Outcome, recipe: Recipe, rows: int, plan: Plan, rank: int) -> Tensor:
     """Return the count of rank 0's first micro-batch; NaN if ranks differ in their rows.
 
-    One small collective has the rows, and on CPUs the number of threads, in its text. If ranks compare no texts: n
-    ranks have equal rows exactly if n times the sum of squares is the square of the sum.
+    One small collective has the rows, and on CPUs the number of threads, in its text. Without texts: n ranks have equal
+    rows exactly if n times the sum of squares is the square of the sum.
     """
     count = outcome.shared(1) if rank == 0 else torch.zeros_like(outcome.count)
     text, checksum = described(outcome.kind, outcome.dtype, outcome.aux, outcome.output)

@@ -268,7 +268,6 @@ def apply_updates(params: Tree, updates: Tree) -> Tree:
 
 
 def _unlike(x: object, p: Tensor) -> str | None:
-    """Say how an update or a gradient does not fit, or None."""
     if not isinstance(x, Tensor):
         return f"is no tensor: got {shown(x)}"
     if x.shape != p.shape:
@@ -291,7 +290,7 @@ def at(value: Number | Schedule, count: Tensor) -> Number:
 
 @dataclass(frozen=True)
 class Needs:
-    """Needs of a transformation named in errors."""
+    """Needs of the transformation that errors name."""
 
     name: str
     state_type: type | None = None
@@ -318,7 +317,7 @@ class Needs:
                 raise ValueError(f"optim.{self.name}: the gradient of leaf {path!r} {wrong}")
 
     def _wrong(self, g: Tree, p: Tree) -> str | None:
-        """Say how a leaf's gradient, or rows, do not fit; None if they do."""
+        """Say how a leaf's gradient, or rows, do not fit, or None."""
         if isinstance(g, Parts | Views):
             runs = g.runs if isinstance(g, Views) else [g.tensors]
             has_complex = any(view.is_complex() for run in runs for view in run)

@@ -82,9 +82,9 @@ class UpdateRule:
     - `state_type`: a NamedTuple of a `count` of updates and of moments, trees like `params`
     - `reference(param, grad, moments, **constants) -> (update, new moments)`, on one tensor each
     - `constants(count)`: the next update's constants by name
-    - `initial_moments`: the initial value of each moment's elements
+    - `initial_moments`: the value of each moment's elements
     - `corrections(count)`: constants that the fused kernel computes itself
-    - `fused_kernel`: torch's fused twin; among hyper-parameters only the rate may be a tensor
+    - `fused_kernel`: torch's fused twin, for which only the rate may be a tensor
     """
 
     name: str
@@ -235,7 +235,7 @@ def all_numbers(*hyperparams: object) -> bool:
 
 
 def with_rate(lr: Rate, **constants: object) -> Callable[[Tensor], kernels.Constants]:
-    """Return a function from the number of updates made; only the rate changes."""
+    """Only the rate changes from update to update."""
     return lambda count: {"lr": at(lr, count), **constants}
 
 
