@@ -261,8 +261,8 @@ def reduce_scatter(x: T, mesh: AnyMesh, axis: str, label: str = "", *, dim: int 
 def all_reduce(x: T, mesh: AnyMesh, axis: str, op: Literal["sum", "max", "min"] = "sum", label: str = "") -> T:
     """All-reduce in rank order: (...) -> (...), partial -> replicated.
 
-    `op` is "sum", "max" or "min"; `x`, `mesh`, `axis` and `label` as for `all_gather`. The sum is its own transpose;
-    max and min have no derivative (NotImplementedError).
+    `op` is "sum", "max" or "min", without a derivative if not "sum" (NotImplementedError); `x`, `mesh`, `axis` and
+    `label` as for `all_gather`.
 
     >>> from fshard.testing import simulate
     >>> simulate(lambda mesh: all_reduce(torch.tensor(1.5), mesh, "shard").item(), shard=2)
@@ -307,8 +307,8 @@ def vary(x: T, mesh: AnyMesh, axis: str, label: str = "") -> T:
 def total(x: T, mesh: AnyMesh, axis: str, label: str = "") -> T:
     """Sum over ranks to one value, which exists once: (...) -> (...), varying -> invariant (JAX's psum).
 
-    `x`, `mesh`, `axis` and `label` as for `all_gather`. Transpose: `vary`. `all_reduce` sums the gradients of all
-    ranks' results; the result of `total` has one gradient. RuntimeError in a loss, as for `vary`.
+    `all_reduce` sums the gradients of all ranks' results; the result of `total` has one gradient. RuntimeError in a
+    loss, as for `vary`.
 
     >>> from fshard.testing import simulate
     >>> simulate(lambda mesh: total(torch.tensor(1.5), mesh, "shard").item(), shard=2)
@@ -328,7 +328,7 @@ def all_to_all(
 
     `sizes` = (sent, received) are the lengths of unequal parts, W each, zeros allowed; then `split` and `join` must be
     one dim (ValueError). If ranks disagree, they get a MismatchError, over gloo's sockets only in checked calls
-    (`fshard.check`). Transpose: sent and received swapped.
+    (`fshard.check`).
 
     >>> from fshard.testing import simulate
     >>> simulate(lambda mesh: all_to_all(torch.arange(2) + 10 * mesh.get_rank(), mesh, "shard").tolist(), shard=2)
@@ -367,7 +367,7 @@ def shift(x: T, mesh: AnyMesh, axis: str, by: int = 1, *, wrap: bool = True, lab
 def broadcast(x: T, mesh: AnyMesh, axis: str, src: int = 0, label: str = "") -> T:
     """Copy the tensor of rank `src` to all ranks of the axis: (...) -> (...), varying -> replicated.
 
-    `x`, `mesh`, `axis` and `label` as for `all_gather`. Transpose: the sum over ranks on `src`, zeros on others.
+    `x`, `mesh`, `axis` and `label` as for `all_gather`.
 
     >>> from fshard.testing import simulate
     >>> simulate(lambda mesh: broadcast(torch.tensor(mesh.get_rank()), mesh, "shard", src=1).item(), shard=2)

@@ -217,7 +217,7 @@ class ProcessMesh(Grid):
 class Meshes:
     """Live meshes by DeviceMesh, and by name in graphs.
 
-    Compared by identity: two worlds, or two ranks of one world, may have equal meshes.
+    Compared by identity: two ranks of one world may have equal meshes.
     """
 
     def __init__(self) -> None:

@@ -7,8 +7,8 @@ Note [Sums in rank order]
     Reductions add the contributions of ranks 0, 1, 2 and so on. More than `GROUP` ranks are added in groups of `GROUP`
     consecutive ranks: in rank order within a group, then the groups' sums in the same way. The result depends neither
     on timing nor on buckets, and a simulated world has the same bits. `fold` defines the order. `fold_rows` has the
-    same order in one buffer: each kernel adds one rank of every group, so there are `GROUP` - 1 kernels for each factor
-    `GROUP` of the number of ranks. If a group is a host, its sum can be taken there, with the same bits.
+    same order in one buffer: each kernel adds one rank of every group. If a group is a host, its sum can be taken
+    there, with the same bits.
 """
 
 from __future__ import annotations

@@ -54,7 +54,7 @@ class Lines:
         # no reference to the mesh, which keeps these lines
         self._likeness, self._me, self._owners = mesh.likeness, mesh.get_rank(), mesh.owners
         self._links: dict[str, dict[int, Link]] = {}
-        self._data: dict[str, dict[int, Link]] = {}  # for data of collectives
+        self._data: dict[str, dict[int, Link]] = {}
         for axis in mesh.mesh_dim_names:
             self._link(along(mesh, axis))
         self._last = _Status(0, _WAITS, "", "")
@@ -108,7 +108,7 @@ class Lines:
         return Announced(ranks, partial(self._announce, ranks.axis))
 
     def _announce(self, axis: str, call: str) -> None:
-        """Announce the next collective, and wait until all announce the same one."""
+        """Wait until all ranks announce the same collective."""
         self._last = self._last._replace(what=call[:_LONGEST], site=call_site())
         _say(self._links[axis], self._last)
         self._compare(self._links[axis], self._last, self._data[axis])
@@ -173,7 +173,6 @@ def _raised(number: int, failure: BaseException) -> _Status:
 
 
 def _unlike_calls(statuses: Mapping[int, _Status]) -> str | None:
-    """Describe the difference; None if ranks agree."""
     ended = [rank for rank, status in statuses.items() if status.verb != _WAITS]
     if ended:
         blame = min(ended, key=lambda rank: statuses[rank].verb != _RAISED)

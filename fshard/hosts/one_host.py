@@ -161,8 +161,8 @@ def _has_hosts(mesh: Mesh | None) -> TypeGuard[ProcessMesh]:
 def connected(mesh: AnyMesh) -> Mesh | None:
     """Return `connect(mesh)`, made once for a mesh and shared by all plans on it.
 
-    Every rank must call; if a connected rank is in a collective, both get a MismatchError. If a failed call has left
-    messages unread on any rank, all ranks connect again: they agree over their process groups.
+    Every rank must call; if a connected rank is in a collective, both get a MismatchError. If a failed call left
+    messages unread, all ranks connect again.
     """
     grid = unconnected(mesh)
     if not _has_hosts(grid):
@@ -180,7 +180,7 @@ def connected(mesh: AnyMesh) -> Mesh | None:
 
 
 def connect(mesh: AnyMesh) -> Any:  # a Mesh, or None
-    """Connect CPU processes of one Linux host by shared memory, unless users made the backend. All ranks must call."""
+    """Connect CPU processes of one Linux host by shared memory, not with a registered backend. All ranks must call."""
     grid = unconnected(mesh)
     if not _has_hosts(grid):
         return grid

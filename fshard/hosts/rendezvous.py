@@ -130,7 +130,6 @@ def _on_one_host(ranks: Ranks) -> Iterator[Door]:
 
 @contextmanager
 def _between_hosts(ranks: Ranks) -> Iterator[Door]:
-    """The socket listens on the process group's interface."""
     interfaces = _on_all_ranks(ranks, _interface)
     with ExitStack() as stack:
         listeners = list[socket.socket]()
@@ -303,7 +302,6 @@ class _Meeting:
         self._selector.modify(call.socket, selectors.EVENT_READ, call)
 
     def _heard(self, call: _Call, peer: int) -> None:
-        """Read a peer's answer; then watch until the peer has dialled, or ends."""
         try:
             if peer in self._dialled:
                 raise ConnectionResetError("the connection was closed")
@@ -335,7 +333,6 @@ class _Meeting:
                 self._let_go(silent[0]).close()
 
     def _greeted(self, call: _Call) -> None:
-        """Answer a caller if its digest is right, else close the connection."""
         try:
             if not call.hear(_GREETING.size):
                 return

@@ -3,11 +3,11 @@
 Note [Steps that update in the backward]
     `Updates` gets the sum of each unit (Note [Updates in a backward]), and runs the optimizer on this unit alone: on
     its flat parameters, and the same shard of every tree in the state. The optimizer is elementwise, so the update is
-    the same. Clipping needs the norm of all gradients first, so the forward and backward run twice.
+    the same.
 
 Note [Updates in a backward]
     `Gradients.take` hands each unit's sum over ranks to a function, which may write to the parameters of that unit.
-    Then the sum's memory is free: gradients of two units are in memory, not of all.
+    Then the sum's memory is free.
 
     A unit must not be written to while the backward still reads it. Gathered buffers are memory of their own, so only a
     later gather would read the unit. None comes: autograd runs the nodes made last first, and a unit's anchor is made

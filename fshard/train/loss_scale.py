@@ -1,8 +1,7 @@
 """Loss scalers: immutable values that a step takes and returns.
 
-A gradient in half precision underflows; multiplying the loss by a scale and the gradient by its inverse avoids it. If a
-scaled gradient overflows, the update is skipped, and a dynamic scale backs off. Source: Micikevicius et al., Mixed
-precision training (2018); the dynamic rule is torch.amp.GradScaler's.
+A gradient in half precision underflows; multiplying the loss by a scale and the gradient by its inverse avoids it.
+Sources: Micikevicius et al., Mixed precision training (2018); torch.amp.GradScaler for the dynamic rule.
 """
 
 from __future__ import annotations
