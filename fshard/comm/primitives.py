@@ -240,7 +240,7 @@ def all_reduce(
     fast: bool = False,
     more: str = "",
 ) -> Pending:
-    """All-reduce by sum, max or min.
+    """All-reduce by sum, max or min: (...) -> (...).
 
     Each rank sends 2 (W - 1) / W of a large tensor, in two stages, and W - 1 copies of a small one.
 

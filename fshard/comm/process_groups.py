@@ -85,7 +85,7 @@ def first_of(module: object, *names: str) -> Callable[..., Any]:
     return next(getattr(module, name) for name in names if hasattr(module, name))
 
 
-# torch 2.13 deprecates the old names, torch 2.11 has only these
+# torch 2.13 deprecates the old names, torch 2.11 has only the old ones
 all_gather_single = first_of(dist, "all_gather_single", "all_gather_into_tensor")
 reduce_scatter_single = first_of(dist, "reduce_scatter_single", "reduce_scatter_tensor")
 

@@ -135,7 +135,7 @@ def reason(failure: Exception) -> str:
 
 _HEADER = struct.Struct("<BHIQQ")  # kind, length of the call's text, segment, offset there, bytes of data
 _INLINE, _SEGMENT, _NEW_SEGMENT, _ACKNOWLEDGED = range(4)
-SMALL = 1 << 15  # bytes of data sent in the socket itself
+SMALL = 1 << 15  # most bytes of data sent in the socket itself
 _LONGEST = (1 << 16) - 1  # bytes of a call's text
 _READ = 1 << 18
 _MOST_FDS = 16

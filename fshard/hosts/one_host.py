@@ -37,7 +37,7 @@ from ..core.storage import as_bytes, from_bytes
 from .links import PLANS, SMALL, Link, Segment, SegmentPool, refusal, tensor_in
 from .rendezvous import links_to
 
-_SEGMENT_BYTES = 1 << 20  # larger buffers are allocated in a segment
+_SEGMENT_BYTES = 1 << 20  # buffers of this size or larger lie in a segment
 
 
 @dataclass

@@ -70,7 +70,7 @@ def lbfgs(lr: Rate = 1.0, history_size: int = 10, max_iter: int = 1) -> Transfor
         s, y = (tuple(tree.map(partial(where, keeps), x, old) for old, x in pairwise(xs)) for xs in (s, y))
         first = (1 / global_norm(grads, 1, exact_norms)).clamp(max=1.0)
         rate = at(lr, state.count) * torch.where(moved, 1.0, first)
-        weights = (_direction(_kept(products, keeps)) * rate).unbind()  # (2 m + 1) of 0-d
+        weights = (_direction(_kept(products, keeps)) * rate).unbind()  # 2 m + 1 of them, 0-d
         updates = tree.map(lambda *xs: _combined(weights, xs), *s, *y, grads)
         here, slope = tree.map(torch.clone, (params, grads))  # the caller may write to these
         return updates, LbfgsState(state.count + 1, here, slope, s, y)

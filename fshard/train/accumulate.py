@@ -79,7 +79,7 @@ def gradients_of_micro_batches(recipe: Recipe, state: Tree, batch: Tree, args: S
     outcomes: list[Outcome] = []
 
     def divisor(outcome: Outcome) -> Tensor:
-        # known at the first micro-batch; `share` corrects it
+        # one divisor for all micro-batches, known at the first; `share` corrects it
         return outcome.divisor if num == 1 else (outcomes or [outcome])[0].shared(num)
 
     grads = later_grads(params, plan.grads_over)

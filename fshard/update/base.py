@@ -290,7 +290,7 @@ def at(value: Number | Schedule, count: Tensor) -> Number:
 
 @dataclass(frozen=True)
 class Needs:
-    """Needs of the transformation that errors name."""
+    """The arguments that a transformation needs; errors name it."""
 
     name: str
     state_type: type | None = None

@@ -29,7 +29,7 @@ from .leaf import ZeroState, check_zero_state, leaves_of, update_on_all, values
 
 # on a bucket's storage, because users hold views of it: else a user's tensor might look like a bucket
 _MARK = "fshard_bucket"
-_LARGE_PIECES = 1 << 16  # elements; larger pieces are read in place, not copied into one row
+_LARGE_PIECES = 1 << 16  # mean elements; larger pieces are read in place, not copied into one row
 
 
 def flat_init(tx: Transform, mesh: AnyMesh, axes: Axes, bucket: int, block: int, params: Tree) -> ZeroState:
