@@ -239,6 +239,8 @@ def all_gather(x: T, mesh: AnyMesh, axis: str, label: str = "", *, dim: int = 0)
     - `label`: the name of the call in errors and in a `tally`.
     - `dim`: a dim of every leaf (ValueError), from the end if negative; dim 0 needs no copy.
 
+    Transpose: `reduce_scatter`.
+
     >>> from fshard.testing import simulate
     >>> simulate(lambda mesh: all_gather(torch.tensor([mesh.get_rank()]), mesh, "shard").tolist(), shard=2)
     [[0, 1], [0, 1]]
@@ -249,7 +251,8 @@ def all_gather(x: T, mesh: AnyMesh, axis: str, label: str = "", *, dim: int = 0)
 def reduce_scatter(x: T, mesh: AnyMesh, axis: str, label: str = "", *, dim: int = 0) -> T:
     """Sum over ranks, in rank order, and keep this rank's part: (W n, ...) -> (n, ...), partial -> varying.
 
-    `x`, `mesh`, `axis`, `label` and `dim` as for `all_gather`; `dim` must divide by W (ValueError).
+    `x`, `mesh`, `axis`, `label` and `dim` as for `all_gather`; `dim` must divide by W (ValueError). Transpose:
+    `all_gather`.
 
     >>> from fshard.testing import simulate
     >>> simulate(lambda mesh: reduce_scatter(torch.tensor([1, 2]), mesh, "shard").tolist(), shard=2)
@@ -261,8 +264,8 @@ def reduce_scatter(x: T, mesh: AnyMesh, axis: str, label: str = "", *, dim: int 
 def all_reduce(x: T, mesh: AnyMesh, axis: str, op: Literal["sum", "max", "min"] = "sum", label: str = "") -> T:
     """All-reduce in rank order: (...) -> (...), partial -> replicated.
 
-    `op` is "sum", "max" or "min", without a derivative if not "sum" (NotImplementedError); `x`, `mesh`, `axis` and
-    `label` as for `all_gather`.
+    `op` is "sum", "max" or "min"; `x`, `mesh`, `axis` and `label` as for `all_gather`. The sum is its own transpose; max
+    and min have no derivative (NotImplementedError).
 
     >>> from fshard.testing import simulate
     >>> simulate(lambda mesh: all_reduce(torch.tensor(1.5), mesh, "shard").item(), shard=2)
@@ -308,7 +311,7 @@ def total(x: T, mesh: AnyMesh, axis: str, label: str = "") -> T:
     """Sum over ranks to one value, which exists once: (...) -> (...), varying -> invariant (JAX's psum).
 
     `all_reduce` sums the gradients of all ranks' results; the result of `total` has one gradient. RuntimeError in a
-    loss, as for `vary`.
+    loss, as for `vary`. Transpose: `vary`.
 
     >>> from fshard.testing import simulate
     >>> simulate(lambda mesh: total(torch.tensor(1.5), mesh, "shard").item(), shard=2)
@@ -328,7 +331,7 @@ def all_to_all(
 
     `sizes` = (sent, received) are the lengths of unequal parts, W each, zeros allowed; then `split` and `join` must be
     one dim (ValueError). If ranks disagree, they get a MismatchError, over gloo's sockets only in checked calls
-    (`fshard.check`).
+    (`fshard.check`). Transpose: sent and received swapped.
 
     >>> from fshard.testing import simulate
     >>> simulate(lambda mesh: all_to_all(torch.arange(2) + 10 * mesh.get_rank(), mesh, "shard").tolist(), shard=2)
@@ -351,7 +354,7 @@ def shift(x: T, mesh: AnyMesh, axis: str, by: int = 1, *, wrap: bool = True, lab
     """Send the tensor of rank r to rank r + `by`: (...) -> (...), varying -> varying (JAX's ppermute by a constant).
 
     `by` is any whole number; `x`, `mesh`, `axis` and `label` as for `all_gather`. Ranks are a ring, or with wrap=False
-    a line: ranks without a sender get zeros.
+    a line: ranks without a sender get zeros. Transpose: `shift` by -`by`.
 
     >>> from fshard.testing import simulate
     >>> simulate(lambda mesh: shift(torch.tensor(mesh.get_rank() + 1), mesh, "shard").item(), shard=3)
@@ -367,7 +370,7 @@ def shift(x: T, mesh: AnyMesh, axis: str, by: int = 1, *, wrap: bool = True, lab
 def broadcast(x: T, mesh: AnyMesh, axis: str, src: int = 0, label: str = "") -> T:
     """Copy the tensor of rank `src` to all ranks of the axis: (...) -> (...), varying -> replicated.
 
-    `x`, `mesh`, `axis` and `label` as for `all_gather`.
+    `x`, `mesh`, `axis` and `label` as for `all_gather`. Transpose: the sum over ranks on `src`, zeros on other ranks.
 
     >>> from fshard.testing import simulate
     >>> simulate(lambda mesh: broadcast(torch.tensor(mesh.get_rank()), mesh, "shard", src=1).item(), shard=2)
