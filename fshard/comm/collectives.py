@@ -264,8 +264,8 @@ def reduce_scatter(x: T, mesh: AnyMesh, axis: str, label: str = "", *, dim: int 
 def all_reduce(x: T, mesh: AnyMesh, axis: str, op: Literal["sum", "max", "min"] = "sum", label: str = "") -> T:
     """All-reduce in rank order: (...) -> (...), partial -> replicated.
 
-    `op` is "sum", "max" or "min"; `x`, `mesh`, `axis` and `label` as for `all_gather`. The sum is its own transpose; max
-    and min have no derivative (NotImplementedError).
+    `op` is "sum", "max" or "min"; `x`, `mesh`, `axis` and `label` as for `all_gather`. The sum is its own transpose;
+    max and min have no derivative (NotImplementedError).
 
     >>> from fshard.testing import simulate
     >>> simulate(lambda mesh: all_reduce(torch.tensor(1.5), mesh, "shard").item(), shard=2)
