@@ -41,6 +41,11 @@ def comments(source: str) -> list[str]:
     return [x.lstrip("# ") for x in found if not x.startswith(ORDERS)]
 
 
+def page(text: str) -> str:
+    """A page of the docs without its blocks of code."""
+    return re.sub(r"(?ms)^ *```.*?^ *```", "", text)
+
+
 def relative(text: str) -> float:
     """Relative words in 100."""
     return 100 * len(RELATIVE.findall(text)) / max(1, len(text.split()))
