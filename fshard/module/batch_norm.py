@@ -19,10 +19,7 @@ BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 
 
 def synchronise(part: nn.Module, path: str, calls: Calls) -> None:
-    """Let a batch norm of a copy take its statistics over all ranks of the mesh of the call.
-
-    Its own `forward` runs with torch's `batch_norm` replaced, for norms with an activation.
-    """
+    """Let a batch norm of a copy take its statistics over all ranks of the mesh of the call."""
     # SyncBatchNorm would call the process groups of torch.distributed
     forward = super(nn.SyncBatchNorm, part).forward if isinstance(part, nn.SyncBatchNorm) else part.forward
 
@@ -38,7 +35,7 @@ def synchronise(part: nn.Module, path: str, calls: Calls) -> None:
 
 
 def average(part: Any) -> None:
-    """Let a batch norm without momentum average its statistics in a graph: torch's code reads a tensor's value."""
+    """Average statistics without momentum in a graph: torch's code reads a tensor's value."""
     forward = part.forward
 
     @functools.wraps(forward)
@@ -55,8 +52,6 @@ def average(part: Any) -> None:
 
 
 class _Replaced(TorchFunctionMode):
-    """In this block torch's `batch_norm` takes the statistics of a batch from all ranks."""
-
     def __init__(self, mesh: AnyMesh, label: str):
         super().__init__()
         self._mesh, self._label = mesh, label
@@ -79,7 +74,7 @@ def _batch_norm(
     momentum: float = 0.1,
     eps: float = 1e-5,
 ) -> Tensor:
-    """`torch.nn.functional.batch_norm`, (N, C, ...) -> (N, C, ...), with mean and variance over all ranks."""
+    """`F.batch_norm`, (N, C, ...) -> (N, C, ...), over all ranks."""
     if not training:
         return F.batch_norm(input, running_mean, running_var, weight, bias, False, momentum, eps)
     x = input.to(torch.promote_types(input.dtype, torch.float32))
@@ -97,10 +92,9 @@ def _batch_norm(
 
 
 def _statistics(x: Tensor, mesh: AnyMesh, label: str) -> tuple[Tensor, Tensor, Tensor]:
-    """Count per channel, mean (C,) and sum of squares around it (C,), over the batches of all ranks.
+    """Count per channel (1,), mean (C,), and sum of squares around it (C,), over all ranks' batches of any sizes.
 
-    Batches may have different sizes. Ranks gather their means and squares, not sums: a sum of squares loses the
-    variance far from zero (Chan, Golub and LeVeque, 1979).
+    Ranks gather means and squares: a sum of squares loses the variance far from zero (Chan, Golub and LeVeque, 1979).
     """
     dims = [0, *range(2, x.dim())]
     local_count = x.numel() // max(1, x.shape[1])

@@ -3,10 +3,9 @@
 Note [Casts]
     1. A module casts its floating inputs when it is called, as in FSDP; a loss keeps targets in the dtypes of the
        batch. If the policy names neither `compute` nor `storage`, the module casts nothing.
-    2. Some submodules compute in another dtype than the rest, as norms in float32, unknown to the module's code. If
-       all parameters of a submodule are computed in one dtype, not the policy's own, the outermost such submodule casts
-       floating inputs to this dtype, and floating outputs back. If all parameters are computed in the module's own
-       dtypes, known to its code, no submodule casts.
+    2. A module's code does not know of submodules computed in another dtype, as norms in float32. The outermost
+       submodule with all parameters in one such dtype casts floating inputs to it, and floating outputs back. If all
+       parameters are computed in the module's own dtypes, no submodule casts.
     3. The submodules in `cast_at` of a policy always cast inputs, and never outputs, as in FSDP.
 
     `forward` is wrapped, not hooked: checkpoints of transformers call `forward` alone.
@@ -43,14 +42,12 @@ def casts_of(
     paths: Sequence[str],
     unasked: bool,
 ) -> Casts:
-    """Return the casts of a module; `dtypes` are those of storage and computation of each parameter.
+    """Return the casts of a module; `dtypes`: storage and computation of each parameter.
 
     - `paths`: submodules that cast their inputs in any case
-    - `unasked`: also cast in the module, and in submodules computed in another dtype. ValueError for a batch norm
-      computed in another dtype than its running statistics
+    - `unasked`: also cast in the module, and in submodules computed in another dtype
 
-    Outputs get the dtype of most elements by the policy without overrides; if the policy names none, the one dtype in
-    which all parameters are computed.
+    Outputs get the dtype of most elements by the policy without overrides, or else the one dtype of all parameters.
     """
     computed = [dtype for _, dtype in dtypes]
     if unasked:
@@ -70,10 +67,9 @@ def casts_of(
 
 
 def cast_paths(skeleton: nn.Module, policy: Policy, at: str, beside: Sequence[str]) -> Iterator[str]:
-    """Yield the paths of `cast_at` in this module: all, unless its plan has other leaves (their paths: `beside`).
+    """Yield the paths of `cast_at` in this module. `beside`: paths of other leaves in its plan.
 
-    In a plan of several modules, a path begins with `at` (the module's path and a dot), or is in one module alone, else
-    ValueError.
+    In a plan of several modules, a path begins with `at` (the module's path and a dot), or is in one module alone.
     """
     known = dict(skeleton.named_modules())
     for path in policy.cast_at:
@@ -89,7 +85,6 @@ def cast_paths(skeleton: nn.Module, policy: Policy, at: str, beside: Sequence[st
 
 
 def _asked(skeleton: nn.Module, path: str, dtypes: Sequence[torch.dtype], around: torch.dtype) -> torch.dtype:
-    """The dtype for inputs of a submodule in `cast_at`: the one of all its parameters, or else `around`."""
     parts = dict(skeleton.named_modules())
     if path not in parts:
         remedy = "give apply.policy(cast=apply.units(...))"
@@ -105,9 +100,9 @@ def _computed(part: nn.Module, dtypes: Sequence[torch.dtype]) -> set[torch.dtype
 def _casting(
     part: nn.Module, path: str, dtypes: Sequence[torch.dtype], around: torch.dtype
 ) -> Iterator[tuple[str, torch.dtype]]:
-    """Yield (path, dtype) of the outermost submodules that are called, and computed in one dtype, not `around`."""
+    """Yield (path, dtype) of the outermost called submodules computed in one dtype, not `around`."""
     used = _computed(part, dtypes)
-    if len(used) == 1 and type(part).forward is not nn.Module.forward:  # lists of modules have no forward of their own
+    if len(used) == 1 and type(part).forward is not nn.Module.forward:  # lists of modules have none
         (dtype,) = used
         if dtype != around:
             yield path, dtype
@@ -133,7 +128,7 @@ def _check_batch_norms(skeleton: nn.Module, dtypes: Sequence[torch.dtype], buffe
 
 
 def cast_around(part: nn.Module, dtype: torch.dtype, around: torch.dtype | None) -> None:
-    """Let a submodule cast its floating inputs to `dtype`, and floating outputs to `around` unless None."""
+    """Cast floating inputs to `dtype`, and floating outputs to `around` unless None."""
     forward = part.forward
 
     @functools.wraps(forward)
@@ -148,7 +143,7 @@ def cast_around(part: nn.Module, dtype: torch.dtype, around: torch.dtype | None)
 
 
 def _cast(x: Any, dtype: torch.dtype) -> Any:
-    """Cast real floating tensors of a tree, and of dataclasses; return `x` itself if nothing changes."""
+    """Cast floating tensors; return `x` itself if nothing changes."""
     if isinstance(x, Tensor):
         return x.to(dtype) if x.is_floating_point() else x
     if is_dataclass(x) and not isinstance(x, type):  # outputs of transformers are no nodes of a tree
@@ -164,12 +159,11 @@ def _cast(x: Any, dtype: torch.dtype) -> Any:
     return x if same else tree.put_tops(x, _stops, new)
 
 
-# in torch's errors for operands of two dtypes
 _DIFFER = re.compile("dtype|scalar type|bias type|Type promoting")
 
 
 def explain(error: RuntimeError, name: str, module: nn.Module) -> None:
-    """If torch's error is about two dtypes, raise it again with the name of the submodule and a remedy."""
+    """Raise torch's error about two dtypes again, with a remedy; return on other errors."""
     if type(error) is not RuntimeError or error.__cause__ is not None or not _DIFFER.search(str(error)):
         return
     paths = {id(part): path for path, part in module.named_modules() if path and places_in(part)}

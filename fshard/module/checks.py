@@ -21,7 +21,6 @@ _AS_IT_IS = "which a copy does not replace: make it a method, or give it these a
 
 
 def check_parameters(params: Mapping[str, Tensor]) -> None:
-    """Raise if parameters would lose their class or hooks in a function of plain tensors."""
     for path, x in params.items():
         if type(x) not in (nn.Parameter, Tensor):
             raise TypeError(
@@ -37,7 +36,7 @@ def check_parameters(params: Mapping[str, Tensor]) -> None:
 
 
 def check_references(skeleton: nn.Module, module: nn.Module) -> None:
-    """Raise TypeError if functions, weak references and the like in the copy of a module lead to the module itself."""
+    """TypeError if functions, weak references and the like in a copy lead to the module itself."""
     paths: dict[int, str] = {id(part): path or "the module" for path, part in module.named_modules()}
     paths |= {id(x): path for named in (module.named_parameters(), module.named_buffers()) for path, x in named}
     for where, name, x in _reached(skeleton):
@@ -49,9 +48,9 @@ def check_references(skeleton: nn.Module, module: nn.Module) -> None:
 
 
 def check_memory(module: nn.Module, tensors: Mapping[int, object]) -> None:
-    """Raise ValueError if other tensors share elements with a parameter or buffer, because a copy replaces only these.
+    """ValueError if tensors that a copy does not replace share elements with a parameter or buffer.
 
-    `tensors`: by identity, those that a copy replaces. TypeError for modules compiled by torch.jit.
+    `tensors`: by identity, the replaced ones.
     """
     for path, part in module.named_modules():
         where = f"functionalize: {path or type(module).__name__!r}"
@@ -80,15 +79,13 @@ def check_memory(module: nn.Module, tensors: Mapping[int, object]) -> None:
 
 
 def is_compiled(part: nn.Module) -> bool:
-    """True for a module made by torch.compile."""
     return "dynamo_ctx" in vars(part)
 
 
 def check_graph(paths: Mapping[int, str], given: Tree, results: Tree, name: str) -> None:
-    """Raise ValueError if the graph of a call ends at one of the module's own parameters (`paths` by identity).
+    """ValueError if the graph of a call ends at one of the module's own parameters (`paths` by identity).
 
-    A function may find a tensor anywhere (a registry, a C extension), so this walks the graph from the results back to
-    the arguments.
+    A function may find a tensor anywhere (a registry, a C extension), so this walks the graph from the results.
     """
     seen = nodes_of(given)
     waiting = list(nodes_of(results) - seen)
@@ -121,7 +118,7 @@ def check_uncached(name: str) -> None:
 
 
 def _take(memory: dict[int, list[tuple[str, Tensor]]], x: Tensor, path: str) -> str | None:
-    """Note the memory of a tensor; return the path of an earlier one that shares elements with it."""
+    """Note a tensor's memory; return the path of an earlier tensor with common elements."""
     other = _sharing(memory, x)
     if _has_memory(x):
         memory.setdefault(x.untyped_storage().data_ptr(), []).append((path, x))
@@ -140,7 +137,7 @@ def _has_memory(x: Tensor) -> bool:
 
 
 def _reached(module: nn.Module) -> Iterator[tuple[str, str, object]]:
-    """Yield (path of a submodule, name of its attribute, object) for all objects it refers to, also weakly."""
+    """Yield (submodule's path, name of its attribute, object) for all objects it refers to, also weakly."""
     parts = {id(part) for part in module.modules()}
     seen = set[int]()
     for path, part in module.named_modules():

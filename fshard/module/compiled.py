@@ -3,8 +3,8 @@
 Note [Compiled submodules]
     The graph of `torch.compile(part)` holds the tensors of the part. A copy compiles a function of these tensors
     instead, with the user's backend and options. Tensors are read before the graph runs, to keep gathers outside; the
-    graph writes to the call's buffers. The part runs uncompiled in a trace of the whole call, and if its submodules
-    cast or synchronise: their forward belongs to the copy.
+    graph writes to the call's buffers. The part runs uncompiled in a trace, and if its submodules cast or synchronise:
+    their forward belongs to the copy.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ Tensors = dict[str, Tensor]
 
 
 def compile_again(part: Any) -> None:
-    """Let a compiled submodule of a copy read and write the tensors of the current call."""
+    """See Note [Compiled submodules]."""
     original: nn.Module = part._orig_mod
     if any("forward" in vars(inner) for inner in original.modules()):
         vars(part)["forward"] = original
@@ -62,7 +62,6 @@ def _function_of(module: nn.Module) -> Any:
 
 
 def _without_stands(module: nn.Module) -> nn.Module:
-    """Copy a submodule with meta tensors, for torch to replace."""
     copied = copy.deepcopy(module, same_stands(module))
     for part in copied.modules():
         for kind in ("_parameters", "_buffers"):

@@ -34,8 +34,7 @@ class Copies:
     """Copies of a module without its tensors, each made when a call first needs it.
 
     A copy keeps what a forward assigns to attributes, so each thread has its own. A call gets a new copy in a trace,
-    because the copy may keep fake tensors, and in evaluation if a submodule has its own `train()`. Batch norms are
-    synchronised: all, or `torch.nn.SyncBatchNorm` alone.
+    because the copy may keep fake tensors, and in evaluation if a submodule has its own `train()`.
     """
 
     def __init__(
@@ -46,22 +45,22 @@ class Copies:
         calls: Calls,
         sync_batch_norm: bool,
     ):
-        # one skeleton for each mode, for calls side by side; True is the mode of the module itself
+        # by mode, for calls side by side; True is the module's own mode
         check_memory(module, stands)
         self._skeletons = {True: skeleton(module, stands), False: in_eval_mode(skeleton(module, stands))}
         self.modes = {training: _mode(part, calls.name) for training, part in self._skeletons.items()}
         check_references(self.skeleton, module)
         norms = [x for x in self.skeleton.modules() if isinstance(x, BATCH_NORMS)]
         self.tracks = any(x.training and x.track_running_stats for x in norms)
-        # a forward in evaluation may keep results of one call's parameters, dropped by a submodule's own `train()`
+        # in evaluation a submodule may keep results of one call's parameters until its own `train()`
         idle = {mode: [x for x in copied.modules() if not x.training] for mode, copied in self._skeletons.items()}
         self._forgets = {mode: any(type(x).train is not nn.Module.train for x in part) for mode, part in idle.items()}
         self.own = {path: weakref.ref(x) for path, x in params.items()}
         self._parametrized = any(isinstance(part, ParametrizationList) for part in module.modules())
         self._calls = calls
-        self._dtypes = [x.dtype for x in params.values()]  # by number, as in the module
+        self._dtypes = [x.dtype for x in params.values()]
         self._synchronised = BATCH_NORMS if sync_batch_norm else nn.SyncBatchNorm
-        self._casts: dict[Any, Casts] = {}  # by the dtypes that determine them
+        self._casts: dict[Any, Casts] = {}  # by dtypes and paths
         self._of_thread = threading.local()
 
     @property
@@ -80,10 +79,7 @@ class Copies:
         return copies[training, casts]
 
     def check(self, copy: nn.Module, given: Tree, results: Tree) -> None:
-        """Raise ValueError if the first recorded call of a copy has computed with the module's own tensors.
-
-        Parameters of the module in `given`, the arguments of the call, are allowed.
-        """
+        """ValueError if a copy's first recorded call has computed with the module's own tensors, not in `given`."""
         checked: weakref.WeakSet[nn.Module] = vars(self._of_thread).setdefault("checked", weakref.WeakSet())
         if copy in checked or not torch.is_grad_enabled() or func_levels.inside():
             return

@@ -4,7 +4,7 @@ Note [The current call]
     The code of a module reads `self.weight` and passes no parameters on. While a call runs, a context variable leads to
     its parameters. After the call, activation checkpointing may run parts of the forward again in the backward. Then
     autograd's running node leads to the call: torch numbers the nodes of a thread in order, and a call keeps the range
-    of its nodes. The graph of its results keeps the call alive; the skeleton refers to it weakly.
+    of its nodes. The graph of its results keeps the call alive.
 
 Note [Hooks of a backward]
     If a part of a forward runs again in the backward, its writes to buffers are dropped: the forward has made them. A
@@ -35,7 +35,7 @@ from ..core.tree import Tree
 from ..sharding.access import placed
 from .leaves import Leaves
 
-# Running calls by skeleton; other threads and simulated ranks have their own.
+# by skeleton
 _RUNNING: ContextVar[dict[Calls, ModuleCall] | None] = ContextVar("fshard.module", default=None)
 
 
@@ -48,13 +48,13 @@ class ModuleCall:
         self.put: dict[tuple[int, str], tuple[Any, Any]] = {}  # places, and their new tensors
         self._copies: dict[object, Tensor] = {}  # of read buffers
         self._after: dict[object, Tensor] = {}  # replaced buffers, after the call
-        self._touching = set[CodeType]()  # that touched buffers in the forward
+        self._touching = set[CodeType]()  # touched buffers in the forward
         self._returned = False
-        self._nodes = (0, 0)  # numbers of autograd nodes: first of the call, first after it
-        self.thread = get_ident()  # nodes are numbered by thread; in a backward, its thread
+        self._nodes = (0, 0)  # numbers: first of the call, first after it
+        self.thread = get_ident()  # in a backward, its thread
 
     def buffer(self, number: int, path: str, where: tuple[int, str] | None = None) -> Tensor:
-        """Return a copy of a buffer, for the module to write to."""
+        """Return a copy, for the module to write to."""
         key, old = (where, self._after[where]) if where in self._after else (number, self.buffers[number])
         if self._is_hook():
             return self._read_only(old, path)
@@ -71,7 +71,7 @@ class ModuleCall:
             del self.put[where]
 
     def _is_hook(self) -> bool:
-        """True if a hook of the backward touches a buffer now (Note [Hooks of a backward])."""
+        """See Note [Hooks of a backward]."""
         code = _touching_code()
         if not self._returned:
             self._touching.add(code)
@@ -90,8 +90,7 @@ class ModuleCall:
         """Return the buffers after the call: the caller's own tensors if the module read and wrote nothing.
 
         `ties`: for each buffer the number of the first one that is the same tensor. `replaced`: tensors that the module
-        set as buffers. A copy counts as written once it is read, because batch norm's writes do not count. Parts of the
-        forward that run again read copies of the new buffers.
+        set as buffers. A read copy counts as written: torch does not count batch norm's writes.
         """
         kept = [self._copies.get(number, old) for number, old in zip(ties, self.buffers, strict=True)]
         self.buffers = [replaced.get(number, x) for number, x in enumerate(kept)]
@@ -100,7 +99,6 @@ class ModuleCall:
         return list(self.buffers)
 
     def replaced(self) -> list[str]:
-        """The paths of parameters replaced or deleted by the module."""
         put = self.put.values()
         return [place.path for place, x in put if not place.is_buffer or getattr(x, "_place", None) is place]
 
@@ -115,7 +113,6 @@ class ModuleCall:
         return self._nodes[0] <= node < self._nodes[1]
 
     def stay_alive_with(self, results: Tree) -> None:
-        """Keep this call alive with the graph of the results."""
         for node in nodes_of(results):
             metadata: dict[Any, Any] = node.metadata
             metadata[self] = None
@@ -150,9 +147,9 @@ def _refuse(path: str) -> NoReturn:
 
 
 def nodes_of(results: Tree) -> set[Any]:
-    """The last nodes of the graph of some results, except parameters that are not gathered."""
+    """The last nodes of the results' graph, without gathering parameters."""
     leaves = tree.tops(placed(results), Branch)
-    # objects outside of trees, such as a user's dataclass
+    # objects outside of trees
     leaves += tree.leaves([vars(x) for x in leaves if not isinstance(x, Tensor) and hasattr(x, "__dict__")])
     grad_fn: Any = Tensor.grad_fn  # the true one: a `Weight` says it is a leaf
     nodes = [grad_fn.__get__(x) for x in leaves if isinstance(x, Tensor)]
@@ -168,7 +165,6 @@ class Calls:
 
     @contextmanager
     def during(self, call: ModuleCall) -> Iterator[None]:
-        """Let the skeleton read from `call` in the block."""
         with assigned(_RUNNING, {**(_RUNNING.get() or {}), self: call}), call.running():
             yield
         if torch.is_grad_enabled():
@@ -187,14 +183,13 @@ class Calls:
 
     def found(self) -> ModuleCall | None:
         """As `current`; None outside of calls."""
-        # Private: nothing public tells the node for which a hook on saved tensors runs, or its number (test_module.py)
+        # Private: nothing public tells a saved-tensor hook's node, or its number (test_module.py)
         node: Any = torch._C._current_autograd_node()
         running = (_RUNNING.get() or {}).get(self)
         if node is None:
             return running
-        # a forward may contain another call's backward
         made = [call for call in list(self._alive) if call.made(node._sequence_nr())]
-        # a backward on a GPU runs in its own thread, unless multithreading is off, as in `value_and_grad`
+        # a GPU's backward has its own thread, unless multithreading is off, as in `value_and_grad`
         calls = [call for call in made if call.thread == get_ident()] or made
         if len(calls) > 1 and running is None:
             raise RuntimeError(

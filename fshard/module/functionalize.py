@@ -39,9 +39,8 @@ class ModuleFunction:
     - `params`: a tree of tensors, or the parameters that a loss gets; the first read by a submodule gathers their unit
     - `buffers`: not changed; new ones are returned, the same tensors if the module read nothing
 
-    Threads may call one function at the same time. Between calls the function keeps weak references to calls with a
-    living graph (for activation checkpointing), and, in a copy of the module for each thread, attributes other than
-    buffers that a forward assigned.
+    Threads may call one function at the same time. Each thread keeps a copy of the module, with the attributes other
+    than buffers that a forward assigned. Weak references to calls with a living graph serve activation checkpointing.
     """
 
     def __init__(self, copies: Copies, training: bool, calls: Calls, params: tree.Spec, buffers: tree.Spec):
@@ -76,7 +75,7 @@ class ModuleFunction:
         return out, tree.unflatten(self._buffers, after)
 
     def _replaced(self, module: nn.Module) -> dict[int, Tensor]:
-        """The tensors set as buffers by the forward, by number; ValueError if it set one name of a tied buffer."""
+        """The tensors set as buffers by the forward, by number."""
         now, paths = dict(module.named_buffers(remove_duplicate=False)), tree.paths(self._buffers)
         new = {i: now[path] for i, path in enumerate(paths) if path in now and not isinstance(now[path], Stand)}
         for i, first in enumerate(self._calls.ties):
@@ -88,7 +87,7 @@ class ModuleFunction:
         return new
 
     def _check_unwritten(self, call: ModuleCall, before: list[int | None]) -> None:
-        """Raise ValueError if the forward set parameters or wrote to whole ones; a tape checks gathered ones."""
+        """ValueError if the forward set parameters or wrote to whole ones; a tape checks gathered ones."""
         done, after = [("set", path) for path in call.replaced()], call.params.versions()
         if after != before:  # paths take longer than a small module's forward
             named = zip(tree.paths(self._params), before, after, strict=True)
@@ -120,10 +119,10 @@ class ModuleFunction:
     def init(self, plan: Plan, seed: int = 0) -> Sharded:
         """Make the parameters on a plan with the module's own initialization, as `init_params` does.
 
-        The module may be on meta. Each submodule with parameters is made once, with its own parameters alone. Its own
+        The module may be on meta. Each submodule with parameters is made once, with its own parameters alone. Its
         `reset_parameters` initializes them, then the module's `_init_weights` (as in transformers), with random numbers
-        from `seed` and the submodule's path. ValueError for a parameter set by neither, or set otherwise by the
-        module's own constructors, as far as its values tell (on meta it has none).
+        from `seed` and the submodule's path. ValueError for a parameter set by neither, or, as far as its values tell,
+        set otherwise by the module's own constructors.
         """
         if plan.spec != self._params:
             expected = tree.unflatten(self._params, [0] * self._params.num_leaves)
@@ -172,9 +171,9 @@ class ModuleFunction:
     def policy(self, policy: Policy | str | None = None, cast: Which | Sequence[Which] = ()) -> Policy:
         """Return a policy for `make_plan(policy=)` with batch norms in float32, as their running statistics.
 
-        It is `policy` with overrides for the parameters of batch norms, after its own. `cast` selects submodules, as
-        `units` does or by paths: each of these casts its floating arguments to `compute`, even those made inside the
-        forward (`cast_forward_inputs` of FSDP).
+        It is `policy` with overrides for batch norms after its own. `cast` selects submodules, as `units` does or by
+        paths: each casts its floating arguments to `compute`, even those made inside the forward
+        (`cast_forward_inputs` of FSDP).
 
         >>> import torch, fshard
         >>> apply, _, _ = fshard.module.functionalize(torch.nn.Sequential(torch.nn.BatchNorm1d(2, bias=False)))
@@ -197,9 +196,8 @@ def functionalize(
     """Return `(apply, params, buffers)`: a module as a function, and its parameters and buffers as nested dicts.
 
     `apply(params, buffers, *args, **kwargs)` returns `(out, buffers)`. The dicts are named like the submodules, and
-    hold the module's own tensors; a tied parameter is one tensor under each of its names. The `module` and its code are
-    not changed or used again: `apply` works on a copy without tensors. What a forward assigns to attributes other than
-    buffers stays in the copy.
+    hold the module's own tensors; a tied parameter is one tensor under each of its names. `apply` works on a copy of
+    the `module` without tensors, and neither changes nor uses the module itself.
 
     With `sync_batch_norm`, batch norms take mean and variance over all ranks of the mesh of a call's parameters;
     `torch.nn.SyncBatchNorm` always does.

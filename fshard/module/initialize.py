@@ -3,8 +3,7 @@
 Note [What constructors write]
     `init` does not repeat writes of a constructor to parameters of its children (`self.head.weight.zero_()`, or
     `self.apply(fn)`). Unless the module is on meta, `init` compares with its values: their size, and if all are equal.
-    Torch's count of writes tells nothing: many constructors initialize a parameter twice, as nanoGPT does if two are
-    tied.
+    Torch's count of writes tells nothing: many constructors initialize a parameter twice.
 """
 
 from __future__ import annotations
@@ -30,7 +29,6 @@ class Initializer:
         self._made: tuple[str, nn.Module] | None = None
 
     def __call__(self, path: str, like: Tensor) -> Tensor:
-        """Return the parameter at a path, without `like`; ValueError if the module has set its own differently."""
         value = self._tensor(path, "_parameters")
         owner, given = path.rpartition(".")[0], self._own[path]()
         if given is not None and not given.is_meta and _is_other(value, given):  # Note [What constructors write]
@@ -48,10 +46,10 @@ class Initializer:
     def _tensor(self, path: str, kind: str) -> Tensor:
         owner, _, name = path.rpartition(".")
         if self._made is None or self._made[0] != owner:
-            self._made = None  # frees the last submodule before the new one is made
+            self._made = None  # frees the last submodule first
             self._made = owner, self._owner(owner, 0)
         value = vars(self._made[1])[kind][name].detach()
-        # an unset value is still NaN; integers have no NaN, so they are 0, and 1 in another run
+        # an unset value is still NaN; an integer is 0, and 1 in another run
         if is_inexact(value):
             unset = torch.linalg.vector_norm(value, 1).isnan()  # NaN if any is; `isnan()` would take memory
         else:
@@ -87,7 +85,6 @@ class Initializer:
         return module
 
     def _initialize(self, path: str, part: nn.Module) -> None:
-        """Initialize a module by its own method, then by the innermost `_init_weights` around it."""
         names = path.split(".") if path else []
         around = [self._skeleton.get_submodule(".".join(names[:end])) for end in range(len(names), -1, -1)]
         whole = next((module for module in around if callable(getattr(module, "_init_weights", None))), None)

@@ -22,7 +22,7 @@ from ..sharding.access import At, ReadsTape, placed
 def _homes(x: At | Tensor, tapes: Sequence[ReadsTape]) -> list[tuple[Plan, Precision]]:
     """The plan and dtypes of a leaf: several if plans share its memory, none for another tensor.
 
-    The memory identifies a gathered leaf, also through a view, a transform, or the program's own tree.
+    The memory identifies a gathered leaf, also through a view or a transform.
     """
     if isinstance(x, At):
         plan = x.tape.plan
@@ -44,7 +44,6 @@ def _one_policy(plans: Iterable[Plan], what: str) -> None:
 
 
 def leaves_like(what: str, spec: tree.Spec, x: Tree) -> list[Any]:  # leaves of a tree
-    """Return the leaves of a tree; ValueError if its structure is not `spec`."""
     try:
         return tree.flatten_up_to(spec, x)
     except ValueError:
@@ -56,8 +55,7 @@ class Leaves:
     """The leaves of a loss's parameters by number: a read gathers the unit of its leaf alone.
 
     The caller's tensors are returned as views, which may get another class. `policy` and `mesh` are the plan's; without
-    a plan, the running loss's. ValueError for `params` of another structure than `spec`, and for leaves of plans with
-    different policies.
+    a plan, the running loss's.
     """
 
     def __init__(self, params: Tree, spec: tree.Spec, what: str):
@@ -84,12 +82,12 @@ class Leaves:
         return isinstance(self._sources[number], At)
 
     def like(self, number: int) -> Tensor:
-        """A tensor with a leaf's shape, dtype and device; its values mean nothing, and no unit is gathered."""
+        """A tensor with a leaf's shape, dtype and device, without a gather or meaningful values."""
         source = self._sources[number]
         return source.tape.like(source.number) if isinstance(source, At) else source
 
     def dtypes(self) -> list[tuple[torch.dtype, torch.dtype]]:
-        """For each leaf the dtypes of storage and computation (equal without a plan)."""
+        """For each leaf (storage, computation), equal without a plan."""
         pairs = zip(self._homes, self._sources, strict=True)
         computed = [homes[0][1].compute if isinstance(x, At) else x.dtype for homes, x in pairs]
         return [(homes[0][1].storage if homes else x, x) for homes, x in zip(self._homes, computed, strict=True)]
@@ -108,7 +106,7 @@ class Leaves:
         return "", []
 
     def versions(self) -> list[int | None]:
-        """For each leaf the number of writes to it; None if gathered, or if torch does not count them."""
+        """Numbers of writes; None for gathered leaves, or if torch does not count them."""
         return [None if isinstance(x, At) else writes(x) for x in self._sources]
 
     def remark(self, words: str) -> None:

@@ -30,7 +30,6 @@ from ..core.tracing import RERUN, is_tracing, unseen
 from .current import Calls, ModuleCall
 from .leaves import Leaves
 
-# Functions of a tensor's form, not of its values.
 _ATTRIBUTES = ("dtype", "device", "shape", "ndim", "layout", "itemsize", "nbytes", "is_cuda", "is_cpu", "is_meta")
 _METHODS = ("size", "dim", "numel", "nelement", "element_size", "is_floating_point", "is_complex")
 _FORM = {getattr(Tensor, name).__get__ for name in _ATTRIBUTES} | {getattr(Tensor, name) for name in _METHODS}
@@ -38,7 +37,6 @@ _FORM |= {torch.is_floating_point, torch.is_complex, torch.numel}
 _DATA = Tensor.data.__get__  # type: ignore[attr-defined]
 _REQUIRES_GRAD = Tensor.requires_grad.__get__  # type: ignore[attr-defined]
 _SET_REQUIRES_GRAD = {Tensor.requires_grad_, Tensor.requires_grad.__set__}  # type: ignore[attr-defined]
-# Parameters of the original module are leaves of autograd.
 _OF_LEAVES = {getattr(Tensor, name).__get__: value for name, value in (("is_leaf", True), ("grad_fn", None))}
 _REFUSED: dict[Any, str] = {
     Tensor.data.__set__: "set the data of",  # type: ignore[attr-defined]
@@ -59,7 +57,7 @@ class ModulePlace:
 
     def __init__(self, calls: Calls, path: str, number: int, is_buffer: bool, x: Tensor):
         self.calls, self.path, self.number, self.is_buffer = calls, path, number, is_buffer
-        self.form = torch.empty_like(x, device="meta")  # shape and dtype in the module
+        self.form = torch.empty_like(x, device="meta")
         self.trains = x.requires_grad
         self.attributes: dict[str, Any] = {}  # by the module's code
 
@@ -67,7 +65,7 @@ class ModulePlace:
         return self.read_from(self.calls.current())
 
     def read_from(self, call: ModuleCall, where: tuple[int, str] | None = None) -> Tensor:
-        """Return the tensor of a call, and gather its unit. `where`: its name, if a tied buffer has several."""
+        """Return the tensor of a call, gathering its unit. `where`: the name, if a tied buffer has several."""
         if self.is_buffer:
             x = call.buffer(self.number, self.path, where)
             vars(x).update(self.attributes, of_call=True)
@@ -84,7 +82,7 @@ class ModulePlace:
         kind: Any = type(x)
         rerun = RERUN.get() is not None  # `remat` gives its function tensors of its own
         if (is_gathered and not rerun) or kind is FunctionalTensor:  # a view: other code may read `x` as a plain tensor
-            # the tangent of a leaf (`hvp`) belongs to a level: a view made outside the level would have none
+            # a view made outside the level of a leaf's tangent (`hvp`) would have none
             with nullcontext() if func_levels.is_wrapped(x) else func_levels.aside(), torch.enable_grad():
                 worn = x[...]  # `view_as` takes no sparse gradients
                 if kind is FunctionalTensor:
@@ -100,7 +98,7 @@ class ModulePlace:
         return call.buffers[self.number] if self.is_buffer else call.params.like(self.number)
 
     def train(self, x: Tensor, requires_grad: bool = True) -> Tensor:
-        """Return `x` if `requires_grad` is unchanged, as for a parametrization; else raise ValueError."""
+        """Return `x` if `requires_grad` is unchanged, as for a parametrization."""
         return x if requires_grad is self.trains else self.refuse("set requires_grad of")
 
     def refuse(self, done: str) -> NoReturn:
@@ -116,11 +114,11 @@ class Weight(nn.Parameter):
     """A parameter of the current call, as the code of a module reads it (Note [Stands]).
 
     It is a view of a gathered buffer or of the caller's tensor. It says it is a leaf, because torch puts only leaves
-    into other modules (a slice of a ParameterList). `.data` is a view, and autograd notices writes to it.
+    into other modules. `.data` is a view, and autograd notices writes to it.
     """
 
     _place: ModulePlace
-    _plain: Tensor  # while torch.compile traces: the same tensor, in the class that operators accept
+    _plain: Tensor  # while torch.compile traces: in the class that operators accept
 
     is_leaf = property(lambda self: True)
     grad_fn = property(lambda self: None)
@@ -134,19 +132,19 @@ class Weight(nn.Parameter):
         return self._place.train(self, requires_grad)
 
     def set_(self, source: Any, *args: Any, **kwargs: Any) -> Any:
-        """Do nothing if `source` is this tensor, as for a parametrization; else raise ValueError."""
+        """Do nothing if `source` is this tensor, as for a parametrization."""
         return self if source is self else self._place.refuse("set the data of")
 
 
 @functools.cache
 def _weights(kind: type[Tensor]) -> type[Weight]:
-    """Return the class of weights for a class of tensors, which in a trace are fake or functional."""
+    """`kind`: in a trace, fake or functional tensors."""
     more = {"__torch_function__": classmethod(_with_plain)} if kind is FunctionalTensor else {}
     return Weight if kind is Tensor else type(kind.__name__, (Weight, kind), more)
 
 
 def _with_plain(cls: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-    """Call `func` with the plain tensors of weights: functionalization accepts only its own class."""
+    """Functionalization accepts only its own class."""
     args, kwargs = tree.map_tops(lambda x: x._plain if isinstance(x, Weight) else x, Weight, (args, kwargs or {}))
     return func(*args, **kwargs)
 
@@ -159,7 +157,7 @@ class Stand(Tensor):
 
     @staticmethod
     def of(place: ModulePlace, x: Tensor) -> Stand:
-        """Make the stand for a place. `x`: the module's tensor there."""
+        """`x`: the module's tensor."""
         # A torch.autograd.Function takes the stand itself; `checks.py` finds it at the end of the result's graph
         requires_grad = place.trains and not place.is_buffer
         # Private: no public function makes a tensor without memory (test_module.py)
@@ -172,13 +170,12 @@ class Stand(Tensor):
         return stand
 
     def know(self, attributes: Mapping[str, Any], stands: Mapping[int, Stand]) -> None:
-        """Copy attributes that the module's code has put on the tensor; tensors in attributes become stands."""
+        """Copy attributes that the module's code has put on the tensor; tensors in them become stands."""
         self._place.attributes = copy.deepcopy(dict(attributes), dict(stands))
         vars(self).update(self._place.attributes)
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Call `func` with the current call's tensors in place of stands; refuse what a copy cannot do."""
         place = args[0]._place if args and isinstance(args[0], Stand) else None
         if place is not None and func == _REQUIRES_GRAD:
             return place.trains
@@ -243,7 +240,6 @@ class Slots(dict[str, Any]):
 
     @property
     def stands(self) -> dict[str, Stand | None]:
-        """The stands, even replaced ones."""
         return dict(super().items())
 
     def __getitem__(self, name: str) -> Tensor | None:
@@ -297,7 +293,7 @@ class Slots(dict[str, Any]):
 
 
 def stands_for(params: Mapping[str, Tensor], buffers: Mapping[str, Tensor], calls: Calls) -> dict[int, Stand]:
-    """Make a stand for each tensor, by id, numbered in the order of the dicts; tied tensors share a stand."""
+    """Make stands by id, numbered in the order of the dicts; tied tensors share one."""
     stands: dict[int, Stand] = {}
     for tensors, is_buffer in ((params, False), (buffers, True)):
         for number, (path, x) in enumerate(tensors.items()):
@@ -314,7 +310,7 @@ def ties(tensors: Mapping[str, Tensor]) -> list[int]:
 
 
 def places_in(part: nn.Module) -> list[ModulePlace]:
-    """The places of all parameters in a part of a copy, submodules included; tied ones once."""
+    """Tied parameters count once."""
     return [place_of(x) for x in part.parameters() if isinstance(x, Stand)]
 
 
@@ -343,7 +339,7 @@ def copy_of(skeleton: nn.Module, calls: Calls) -> nn.Module:
 
 
 class _Constants(TorchFunctionMode):
-    """In a trace, copy tensors other than buffers as constants of the graph: in a skeleton nothing changes them."""
+    """In a trace, copy tensors other than buffers as constants: in a skeleton nothing changes them."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         x: Any = args[0] if args else None
@@ -355,7 +351,7 @@ class _Constants(TorchFunctionMode):
 
 
 def same_stands(part: nn.Module) -> dict[int, Any]:
-    """The memo for copy.deepcopy of a part of a skeleton, to keep its stands."""
+    """The memo for copy.deepcopy."""
     return {id(x): x for kind in (part.parameters(), part.buffers()) for x in kind}
 
 
@@ -381,7 +377,7 @@ class _Stands(Leaves):
 
 
 def nested(tensors: Mapping[str, Tensor]) -> dict[str, Any]:
-    """Nest tensors with dotted names in dicts, in the order of the names.
+    """Nest tensors with dotted names in dicts, in their order.
 
     >>> nested({"a.b": 1, "c": 2, "a.d": 3})
     {'a': {'b': 1, 'd': 3}, 'c': 2}
@@ -397,6 +393,6 @@ def nested(tensors: Mapping[str, Tensor]) -> dict[str, Any]:
 
 
 def in_tree_order(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Sort tensors as the leaves of `nested(tensors)`: the tensors of a submodule become neighbours."""
+    """Sort tensors as the leaves of `nested(tensors)`."""
     root = nested(tensors)
     return dict(zip(tree.paths(tree.flatten(root)[1]), tree.leaves(root), strict=True))

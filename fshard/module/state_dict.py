@@ -33,7 +33,7 @@ class StateDict:
         self.hooks = [(path, hook) for path, hooks in by_part for hook in hooks]
 
     def write(self, params: Sharded, buffers: Sequence[Tensor], rank: int | None, dtensors: bool) -> dict[str, Tensor]:
-        """Return the tensors by the module's names; {} on ranks without a result."""
+        """{} on ranks without a result."""
         whole = state_dict(params, rank, dtensors)
         if rank is not None and not whole:
             return {}
@@ -66,9 +66,9 @@ class StateDict:
         return loaded, tree.unflatten(self.buffers, [*(values | new).values()])
 
     def _hooked(self, mapping: Mapping[str, Tensor], rename: Rename | None, strict: bool) -> dict[str, Tensor]:
-        """The mapping under the module's names, after hooks of `load_state_dict` have changed names and values.
+        """The mapping under the module's names, after its hooks of `load_state_dict` have run.
 
-        ValueError with the reports of the hooks. A rank with an empty mapping runs none.
+        A rank with an empty mapping runs none.
         """
         state = {new: mapping[name] for new, name in renamed(mapping, rename).items()}
         reports = list[str]()
