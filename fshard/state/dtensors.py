@@ -14,7 +14,7 @@ from ..core.storage import as_bytes, from_bytes
 
 
 def is_sharded(x: object) -> bool:
-    """True for a DTensor or a ShardedTensor (as FSDP1 writes without a DeviceMesh)."""
+    """A ShardedTensor is FSDP1's without a DeviceMesh."""
     return _is_dtensor(x) or hasattr(x, "local_shards")
 
 
@@ -23,17 +23,14 @@ def _is_dtensor(x: object) -> bool:
 
 
 def sharding(x: Any) -> str:  # a DTensor or ShardedTensor
-    """Describe how a tensor is sharded, in the same words on every rank."""
+    """The same words on every rank."""
     if _is_dtensor(x):
         return f"a DTensor {x.dtype} {list(x.shape)} {x.placements} over {list(x.device_mesh.mesh.shape)} ranks"
     return f"a ShardedTensor {x.dtype} {list(x.size())}"
 
 
 def whole_tensor(x: Any, mesh: AnyMesh, label: str) -> Tensor:
-    """Return a tensor whole and without a graph; for a DTensor or ShardedTensor every rank must call this.
-
-    ValueError if ranks outside the mesh hold a part of a ShardedTensor.
-    """
+    """Return a tensor whole and without a graph; for a DTensor or ShardedTensor every rank must call this."""
     if _is_dtensor(x):
         # on the mesh's device: its group may not send host memory
         return x.detach().to(x.device_mesh.device_type).full_tensor()
@@ -53,13 +50,11 @@ def whole_tensor(x: Any, mesh: AnyMesh, label: str) -> Tensor:
             f"{label}: {sharding(x)}: expected a plan on a mesh of all ranks that have a part of it, its mesh has "
             f"{count} of {len(is_here)} parts"
         )
-    # Each rank has zeros for the parts of others, and replicas are equal: the maximum over ranks joins them. A maximum
-    # of numbers may lose NaN, one of bytes does not.
+    # Others' parts are zeros here, and replicas equal: a maximum joins the ranks', of bytes because of NaN.
     return from_bytes(primitives.total(as_bytes(full), mesh, op="max", label=label), x.dtype).view(full.shape)
 
 
 def device_mesh(mesh: AnyMesh, name: str) -> DeviceMesh:
-    """Return the DeviceMesh of a plan's mesh; ValueError if there is none."""
     grid = adapted(mesh)
     original = None if grid is None else MESHES.device_mesh(grid)
     if original is not None:
@@ -79,7 +74,7 @@ def check_no_rank(name: str, rank: int | None) -> None:
 def dtensor_of(x: Tensor, on: DeviceMesh, axes: Axes) -> Tensor:
     """Return a DTensor of a whole tensor: `Shard(0)` along `axes`, in chunks of `torch.chunk`, else `Replicate`.
 
-    A tensor without dimensions is replicated along every axis. This rank's chunk is a copy; nothing is sent.
+    A 0-d tensor is replicated. This rank's chunk is a copy; nothing is sent.
     """
     from torch.distributed.tensor import DTensor, Placement, Replicate, Shard  # here: the import takes long
 

@@ -23,7 +23,7 @@ def init_params(plan: Plan, fn: Initialize, seed: int = 0) -> Sharded:
     - `seed`: torch's generators are seeded by (seed, path), so `fn` draws the same numbers on any number of ranks
 
     Results of `fn` are moved to `plan.device` and cast. The leaves of one unit are in memory at the same time.
-    ValueError for a tensor of another shape: it names the leaf.
+    ValueError names a leaf of another shape.
 
     >>> plan = make_plan({"w": torch.empty(2, 2, device="meta"), "b": torch.empty(2, device="meta")})
     >>> params = init_params(plan, lambda path, like: torch.full(like.shape, len(path)))
@@ -52,9 +52,8 @@ def init_params(plan: Plan, fn: Initialize, seed: int = 0) -> Sharded:
 
 
 def filled(into: Sharded, read: Callable[[Slot], Tensor]) -> Sharded:
-    """Fill the tensors of a whole tree, one unit and kind at a time."""
     for place in into.plan.rows:
         if row := into.view.rows.get(place):
-            # no variable holds the leaves: it would keep them until those of the next unit are read
+            # no variable holds the leaves: the next unit's would join them in memory
             pack({slot: read(slot) for slot in row.leaves}, into.plan, row, into.shard(*place))
     return into

@@ -13,8 +13,8 @@ Rename = Callable[[str], str | None] | Mapping[str, str | None]
 def renamed(names: Iterable[str], rename: Rename | None = None) -> dict[str, str]:
     """Map the plan's names to the given `names`, in their order.
 
-    `rename` is a function from a name to the plan's name, or a dict of changed names; None leaves a name out. TypeError
-    for another `rename`; ValueError for two names of one leaf, and for unknown names in the dict.
+    `rename` is a function from a name to the plan's name, or a dict of changed names; None leaves a name out.
+    ValueError for two names of one leaf, and for unknown names in the dict.
 
     >>> renamed(["module.w", "module.step"], lambda name: name.removeprefix("module.") if "step" not in name else None)
     {'w': 'module.w'}
@@ -29,7 +29,7 @@ def renamed(names: Iterable[str], rename: Rename | None = None) -> dict[str, str
 def origins(names: Iterable[str], rename: Rename | None = None, others: Iterable[str] = ()) -> dict[str, list[str]]:
     """As `renamed`, but several names may become one: map the plan's names to lists.
 
-    A dict may also have the names `others`. ValueError for unknown names in it.
+    A dict may also have the names `others`.
 
     >>> origins(["a.step", "b.step"], lambda name: "step")
     {'step': ['a.step', 'b.step']}

@@ -1,8 +1,7 @@
 """The state of an optimizer: whole, by leaf path, on all ranks or on one; in torch's formats; partitions; new leaves.
 
 A whole state is a dict of tensors, by the path of the state's field and of the leaf: {"count": ..., "mu.head.w": ...}.
-It does not depend on ranks, plans or partitions, so any other can read it. Inverses of each other are `gather_state`
-and `shard_state`, and, in torch.optim's format, `state_dict` and `load_state_dict`.
+It does not depend on ranks, plans or partitions, so any other can read it.
 """
 
 from __future__ import annotations
@@ -39,11 +38,11 @@ _ONE_FOR_EACH = (
     "each leaf in a tree (fshard.tree.map(torch.zeros_like, params)); what is of no leaf must be alike on all ranks"
 )
 
-_OTHERS = "it has other leaves of the state"  # said by ranks without a wrong leaf
+_OTHERS = "it has other leaves of the state"
 
 
 def _mesh(state: Tree, params: Tree = ()) -> AnyMesh:
-    """The mesh of a state. Without tensors of leaves, the mesh of labels' leaves or of the parameters, or None."""
+    """Without tensors of leaves, the mesh of labels' leaves or of the parameters, or None."""
     labels = (layout.mesh for node in tree.nodes(state, LabelState) for _, layout in node.layouts)
     return next((mesh for mesh in (mesh_of(state), *labels, mesh_of(params)) if mesh is not None), None)
 
@@ -88,7 +87,7 @@ def _copy(rank: int | None, path: str, x: Tensor) -> Tensor:
 
 
 def _gathered(state: Tree, mesh: AnyMesh, rank: int | None, keep: Callable[[str, Tensor], Tensor]) -> dict[str, Tensor]:
-    """Call `keep(path of the leaf, whole tensor)` on each tensor of a state, a few leaves at a time; "" for no leaf."""
+    """Call `keep(path, whole tensor)` on each tensor of a state, a few leaves at a time."""
     whole: dict[str, Tensor] = {}
     nodes = tree.paths_to(state, Parts)
     together(mesh, lambda: _check_tensors(nodes), _OTHERS, TypeError)
@@ -109,7 +108,7 @@ def _check_tensors(nodes: Sequence[tuple[str, Tree]]) -> None:
 
 
 def _check_rank(name: str, mesh: AnyMesh, rank: int | None) -> None:
-    """Raise unless `rank` is None or a rank of the mesh; without a mesh any number from 0 on is allowed."""
+    """Without a mesh any number from 0 on is allowed."""
     if rank is not None:
         check_whole(name, rank, 0, torch.inf if mesh is None else num_ranks(mesh), "a rank of the state's mesh")
 
@@ -124,7 +123,7 @@ def _whole_leaves(x: Parts, rank: int | None) -> Iterator[tuple[str, Tensor]]:
     for numbers in _chunks(layout):
         part = layout.pick(numbers)
         target = on_rank(part, None if rank is None else _along(layout, rank))
-        label = _LABEL if rank is None else f"{_LABEL} for rank {rank}"  # compared between ranks
+        label = _LABEL if rank is None else f"{_LABEL} for rank {rank}"
         whole = collect(packed(pick(x, part)), target, label)
         yield from ((layout.leaves[number].path, leaf) for number, leaf in pieces(whole))
 
@@ -154,7 +153,6 @@ def shard_state(whole: Mapping[str, Tensor], like: Tree, src: int | None = None)
 
 
 def _agree_on_source(name: str, mesh: AnyMesh, src: int | None, strict: bool = True) -> None:
-    """Raise on every rank if `src` is no rank of the mesh, or if ranks differ in `src` or `strict`."""
     together(mesh, partial(_check_rank, f"{name}: src", mesh, src))
     text = f"src={src}" + ", strict=False" * (not strict)
     check_same(mesh, text, f"{name}: src", "Pass the same src on all ranks")
@@ -194,7 +192,6 @@ def _exactly(x: Tensor) -> str:
 
 
 def _check(whole: Mapping[str, Tensor] | None, like: Tree, kept: Set[str]) -> None:
-    """Raise ValueError unless the whole state has every tensor of `like`, except kept ones, with its shape and kind."""
     if not isinstance(whole, Mapping):
         order = "The order is shard_state(whole, like)"
         raise TypeError(f"shard_state: {wrong('whole', whole, 'a dict of tensors, as gather_state returns', order)}")
@@ -211,7 +208,6 @@ def _check(whole: Mapping[str, Tensor] | None, like: Tree, kept: Set[str]) -> No
 
 
 def _forms(like: Tree) -> Iterator[tuple[str, Form]]:
-    """Yield the key and the form of every tensor of a whole state."""
     for path, node in tree.paths_to(like, Parts):
         if isinstance(node, Parts):
             layout = typed(node)
@@ -222,7 +218,7 @@ def _forms(like: Tree) -> Iterator[tuple[str, Form]]:
 
 
 def _cut(whole: Mapping[str, Tensor], path: str, like: Parts, mesh: AnyMesh, src: int | None, kept: Set[str]) -> Parts:
-    """This rank's part of one tree of a whole state, in the partition of `like`; leaves in `kept` come from `like`."""
+    """This rank's part of one tree of a whole state; leaves in `kept` come from `like`."""
     out, layout = tree.map(torch.zeros_like, like), typed(like)
     of_leaf: dict[int, tuple[Span, Tensor]] = {}
     for span, (_, x), (_, old) in zip(layout.mine, pieces(out), pieces(like), strict=True):
@@ -267,7 +263,7 @@ def extend(state: Tree, tx: TransformLike, params: Tree) -> Tree:
 
 
 def _origins(state: Tree, begun: Tree, params: Tree) -> dict[str, str]:
-    """The keys of the tensors of `begun` that go on from `state`, with their keys there."""
+    """Map keys of `begun` to keys of `state` to go on from."""
     before, fields = known(state, params).fields, known(begun, params).fields
     keys = {field.place: field.key for field in before}
     origins = {field.key: keys[field.place] for field in fields if not field.lone and field.place in keys}
@@ -309,9 +305,9 @@ def state_dict(
     - `groups`: more entries for each parameter group, such as hyper-parameters beyond those of `with_hyperparams`
     - `dtensors`: tensors of a leaf's shape are DTensors, cut like the parameters, as in FSDP2's optimizers
 
-    There is a parameter group for every label of `by_label`, in order. Frozen leaves of `params` have a number and no
-    state, as in torch. With `params.trainable`, and with `by_label`, which labels only trained leaves, they have no
-    number: then give torch's optimizer the trained leaves. Dual: `load_state_dict`.
+    Each label of `by_label` has a parameter group, in order. Frozen leaves of `params` have a number and no state, as
+    in torch. With `params.trainable`, and with `by_label`, they have no number: then give torch's optimizer the trained
+    leaves. Dual: `load_state_dict`.
 
     >>> params = {"w": torch.ones(1)}
     >>> optim.state.state_dict(adamw(0.1).init(params), params)["state"]
@@ -344,7 +340,7 @@ def state_dict(
 
 
 def _chunked(state: Tree, params: Tree) -> Callable[[str, Tensor], Tensor]:
-    """Make a function that turns tensors of a leaf's shape into DTensors, cut like the leaf, and copies others."""
+    """Tensors of a leaf's shape become DTensors, cut like the leaf; others are copied."""
     layout = layout_of(params)
     on = device_mesh(layout.mesh if layout.axes else _mesh(state, params), "state_dict: dtensors=True")
     leaves = ((n, layout.leaves[n]) for n in layout.numbers)
@@ -406,7 +402,6 @@ def _agreed_keys(keys: Set[str], like: Tree, mesh: AnyMesh, src: int | None) -> 
 
 
 def _misnumbered(numbers: Mapping[str, str], leaves: Set[str]) -> str | None:
-    """A leaf whose number is another leaf's name, so that the number is ambiguous."""
     return next((leaf for leaf, number in numbers.items() if number in leaves and number != leaf), None)
 
 
@@ -424,8 +419,7 @@ def torch_names(
     path (FSDP2, get_state_dict) or by number (DDP, `optimizer.state_dict()`; `order` as for `load_state_dict`).
     ValueError if names of leaves may be numbers of others: give `order`, () for leaves by path. Restore the tree
     `{"params": params, "opt_state": state, "extra": buffers}`, with `buffers` as `functionalize` gives them. Settings
-    of torch's parameter groups are left out, except hyper-parameters of `with_hyperparams`. Other names stay as they
-    are.
+    of torch's parameter groups are left out, except hyper-parameters of `with_hyperparams`.
 
     torch's SGD does not count its steps: restore `{"opt_state": {"momentum": state.momentum}}`, and set the count.
 

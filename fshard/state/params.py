@@ -72,8 +72,8 @@ def load_state_dict(
       complex dtypes. A mapping may read a tensor only when asked for it. A tied leaf may have one of its names or all
     - `rename`: a function from a name to the plan's name, or a dict of the names that change; None leaves a name out
     - `src`: only this rank of the mesh passes (whole) tensors, the others an empty mapping
-    - `strict=False`: leaves missing in the mapping keep the values of `x`, and unknown names are left out (they are
-      `set(plan.paths) - set(mapping)` and `set(mapping) - set(plan.paths)`); a mapping without known names is an error
+    - `strict=False`: leaves missing in the mapping keep the values of `x`, and unknown names are left out; a mapping
+      without known names is an error
 
     Every rank must call it: each reads all names, one unit at a time, and keeps its part. ValueError lists every
     difference (missing or unknown names, shapes, dtypes, unequal tied leaves), on all ranks if one has an error; also
@@ -95,7 +95,7 @@ def load_with_buffers(
     strict: bool = True,
     paths: Mapping[str, str] | None = None,
 ) -> tuple[Sharded, dict[str, Tensor]]:
-    """As `load_state_dict`, for parameters and for whole `buffers` by name, each on its own device.
+    """As `load_state_dict`, also for whole `buffers` by name, each on its own device.
 
     `paths`: from names after `rename` to names in the plan and in `buffers`, if different.
     """
@@ -146,11 +146,9 @@ def _keep(absent: Collection[Slot], x: Sharded, into: Sharded) -> None:
 
 
 class _Source(NamedTuple):
-    """A mapping of tensors, its names by names of leaves, and lines of text that all ranks must have alike."""
-
     mapping: Mapping[str, Tensor]
     names: Mapping[str, str]
-    described: str
+    described: str  # equal on all ranks
 
     def has(self, leaf: Wanted) -> bool:
         return any(name in self.names for name in leaf.names)
@@ -159,12 +157,12 @@ class _Source(NamedTuple):
         return self.mapping[self.names[name]]
 
     def read(self, leaf: Wanted, mesh: AnyMesh) -> Tensor:
-        """Return a leaf whole, by its first name in the mapping; every rank must call it."""
+        """Return a leaf whole; every rank must call it."""
         name = next(filter(self.names.__contains__, leaf.names))
         return torch_sharded.whole_tensor(self.get(name), mesh, "state dict")
 
     def unequal(self, leaf: Wanted, mesh: AnyMesh) -> Iterator[str]:
-        """Yield which values of a tied leaf differ; every rank must call it, to its end."""
+        """Every rank must call it, to its end."""
         first, *others = [name for name in leaf.names if name in self.names] or [""]
         for name in others:
             a, b = self.get(first), self.get(name)
@@ -184,7 +182,7 @@ def _source(
     strict: bool,
     paths: Mapping[str, str] | None,
 ) -> _Source:
-    """Find leaves in a mapping; ValueError lists all differences."""
+    """ValueError lists all differences."""
     if not isinstance(mapping, Mapping):
         raise TypeError(f"load_state_dict: {wrong('mapping', mapping, 'a dict of tensors by dotted name')}")
     new = renamed(mapping, rename)

@@ -19,7 +19,7 @@ from ..update.transforms import LabelState
 from .dtensors import is_sharded, sharding
 
 BEGUN = "begun"  # 1 after the first update; before it a class expects no state
-# torch.optim's names for fields of fshard's states, if they differ.
+# torch.optim's names for fields of fshard's states
 _TORCH = {"count": "step", "mu": "exp_avg", "nu": "exp_avg_sq", "momentum": "momentum_buffer"}
 
 
@@ -58,7 +58,7 @@ class Field(NamedTuple):
 
 
 def _leaf_names(x: Tree, leaves: list[str], spec: tree.Spec | None) -> list[str] | None:
-    """The paths of a part's leaves, if it is `Parts`, a dict by leaf path, or a tree like the parameters; else None."""
+    """The paths of the leaves of `Parts`, a dict by leaf path, or a tree like the parameters; else None."""
     if isinstance(x, Parts):
         return _paths(x.layout)
     if isinstance(x, dict) and x and x.keys() <= set(leaves):
@@ -67,7 +67,6 @@ def _leaf_names(x: Tree, leaves: list[str], spec: tree.Spec | None) -> list[str]
 
 
 def _fields(state: Tree, leaves: list[str], spec: tree.Spec | None, key: str = "", path: str = "") -> Iterator[Field]:
-    """Yield every tensor of a state with its leaves: all of `leaves`, or those of one label."""
     nodes = tree.paths_to(state, lambda x: isinstance(x, LabelState) or _leaf_names(x, leaves, spec) is not None)
     for name, node in nodes:
         node_key, node_path = joined(key, name), joined(path, name)
@@ -84,7 +83,7 @@ def _fields(state: Tree, leaves: list[str], spec: tree.Spec | None, key: str = "
 
 
 def _torch_names(fields: Sequence[Field], trained: Set[str]) -> dict[tuple[str, str], Field]:
-    """The field of every leaf and name in torch's format; of two with one name the innermost gets it."""
+    """By (leaf, torch's name); of two with one name the innermost gets it."""
     named: dict[tuple[str, str], Field] = {}
     with_own = {leaf for field in fields if not field.lone for leaf in field.leaves}
     for field in (field for field in fields if field.hyperparam is None):
@@ -109,7 +108,7 @@ def _label_sets(state: Tree) -> Iterator[set[str]]:
 
 
 def _without_tensors(state: Tree, leaves: Sequence[str]) -> set[str]:
-    """The leaves in torch's groups without a state, as in SGD without momentum."""
+    """As in SGD without momentum."""
     nodes = tree.tops(state, lambda x: isinstance(x, TorchState | LabelState))
     in_groups = {leaf for node in nodes if isinstance(node, TorchState) and node == ({}, {}) for leaf in leaves}
     labelled = [(node.inner[label], x) for node in nodes if isinstance(node, LabelState) for label, x in node.layouts]
@@ -117,10 +116,10 @@ def _without_tensors(state: Tree, leaves: Sequence[str]) -> set[str]:
 
 
 def _groups(state: Tree, fields: Sequence[Field], leaves: Sequence[str]) -> list[list[str]]:
-    """The leaves with state, grouped by their labels: torch's parameter groups."""
+    """Torch's parameter groups: the leaves with state, by their labels."""
     with_state, label_sets = {leaf for field in fields for leaf in field.leaves}, list(_label_sets(state))
     with_state |= _without_tensors(state, leaves)
-    # leaves in the same label sets make a group; False sorts first, so groups have the order of the labels
+    # False sorts first, so groups have the order of the labels
     labels = {leaf: tuple(leaf not in of_label for of_label in label_sets) for leaf in leaves if leaf in with_state}
     return [[leaf for leaf in labels if labels[leaf] == group] for group in sorted(set(labels.values()))]
 
@@ -133,14 +132,13 @@ class Known(NamedTuple):
     """A state's fields and groups, for torch's format."""
 
     fields: list[Field]
-    named: dict[tuple[str, str], Field]  # the field of every leaf and name in torch's format
+    named: dict[tuple[str, str], Field]  # by leaf and torch's name
     groups: list[list[str]]  # torch's parameter groups
     trained: list[list[str]]  # the same without frozen leaves
     leaves: list[str]  # of all parameters
 
 
 def known(state: Tree, params: Tree) -> Known:
-    """Return a state's fields and parameter groups; ValueError for a state of other leaves than `params`."""
     leaves, spec = _paths(layout_of(params)), None if isinstance(params, Parts) else tree.flatten(params)[1]
     fields = list(_fields(state, leaves, spec))
     if strange := [leaf for field in fields for leaf in field.leaves if leaf not in leaves]:
@@ -152,7 +150,7 @@ def known(state: Tree, params: Tree) -> Known:
 
 
 def _trainable(params: Tree) -> set[str]:
-    """The leaves with gradients: floating-point and complex ones, except a plan's frozen ones."""
+    """Floating-point and complex leaves, except a plan's frozen ones."""
     layout = layout_of(params.trainable if isinstance(params, Parts) else params)
     leaves = [layout.leaves[n] for n in layout.numbers]
     return {leaf.path for leaf in leaves if leaf.dtype.is_floating_point or leaf.dtype.is_complex}
@@ -168,7 +166,7 @@ def read_saved(
     entries = _by_path(saved, path_of, state.leaves)
     whole = {path: node for path, node in tree.paths_to(like, Parts) if not isinstance(node, Parts)}
     untouched = set[str]()
-    # for each number shared by leaves: the values in `saved`, and the value of `like` for leaves without one there
+    # for numbers shared by leaves: values in `saved`, else of `like`
     lone, kept = dict[str, dict[str, Tensor]](), dict[str, dict[str, Tensor]]()
     for (leaf, name), field in state.named.items():
         entry = entries.get(leaf, {})
@@ -229,7 +227,6 @@ def _value(name: str, x: object) -> Tensor:
 
 
 def _agreed(key: str, name: str, values: Mapping[str, Tensor], kept: Mapping[str, Tensor]) -> Tensor:
-    """The one value of these leaves, also of those that keep it; ValueError names two leaves that differ."""
     (leaf, value), *others = {**values, **kept}.items()
     for other, its in others:
         # a DTensor's value is known only to all ranks together
@@ -245,7 +242,6 @@ def _agreed(key: str, name: str, values: Mapping[str, Tensor], kept: Mapping[str
 
 
 def _check_used(entries: Mapping[str, Mapping[str, Tree]], named: Set[tuple[str, str]]) -> None:
-    """Raise ValueError for entries of a leaf in torch's format without a place in the state."""
     for leaf, entry in entries.items():
         if unused := [name for name, x in entry.items() if x is not None and (leaf, name) not in named]:
             wanted = ", ".join(repr(name) for of, name in named if of == leaf)
@@ -258,7 +254,7 @@ def _check_used(entries: Mapping[str, Mapping[str, Tree]], named: Set[tuple[str,
 
 
 def _path_of(saved: Mapping[str, Tree], state: Known, order: Sequence[str] | None) -> Callable[[str | int], str]:
-    """Return a function from torch's key of a leaf (its path, or the number of the parameter) to the path."""
+    """Map torch's key of a leaf (its path, or the number of the parameter) to the path."""
     groups = [list(group["params"]) for group in saved["param_groups"]] if "param_groups" in saved else None
     keys = [*saved["state"], *chain.from_iterable(groups or ())]
     is_numbered = any(isinstance(key, int) for key in keys)
@@ -280,7 +276,6 @@ def _path_of(saved: Mapping[str, Tree], state: Known, order: Sequence[str] | Non
 
 
 def _in_groups(groups: Sequence[Sequence[object]] | None, state: Known) -> list[str]:
-    """The order of the parameters in torch's groups; ValueError unless the state has groups of these sizes."""
     sizes = None if groups is None else [len(group) for group in groups]
     for candidate in (state.groups, state.trained):
         if sizes == [len(group) for group in candidate] or (sizes is None and len(candidate) == 1):
