@@ -34,23 +34,21 @@ class _OfTangents:
 
 
 class _Duals(Tape):
-    """A tape whose trainable leaves get tangents, gathered by a second tape."""
-
     def __init__(self, params: Sharded, tangents: Sharded, into: Gradients, beside: Sequence[Sharded]):
         super().__init__(params, into, beside)
         self._tangents = Tape(tangents, chain=self.chain)
-        self._levels: Sequence[object] = ()  # torch.func levels around the tangents, innermost first
+        self._levels: Sequence[object] = ()  # around the tangents, innermost first
 
     @property
     def _followers(self) -> list[Tape]:
         return [*super()._followers, self._tangents]
 
     def view(self) -> Tree:
-        """Return this tape itself: the loss calls `duals` inside the jvp."""
+        """The loss calls `duals` inside the jvp."""
         return self
 
     def duals(self) -> Tree:
-        """Return the parameters, with tangents of the current torch.func level."""
+        """Tangents get the current torch.func level."""
         with func_levels.aside() as levels:
             self._levels = levels
         return super().view()
@@ -81,11 +79,10 @@ def hvp(loss_fn: Callable[..., Tree]) -> Callable[..., Sharded]:
     the parameters or like gradients; the product is cut like gradients, so it can be the next `v`.
 
     Touching a unit gathers the unit and its tangent, and the backward gathers both again. Operators of the loss need
-    forward derivatives (attention: under sdpa_kernel(SDPBackend.MATH)). LayerNorm is computed from other operators,
-    because torch's second derivatives of it are wrong.
+    forward derivatives (attention: under sdpa_kernel(SDPBackend.MATH)). LayerNorm is computed from other operators.
 
-    ValueError for other operators with wrong second derivatives (BatchNorm in training, det, solve), for a `v` of
-    another plan, for a count that depends on parameters, and if `param_wire` would round the tangent.
+    ValueError for other operators with wrong second derivatives in torch (BatchNorm in training, det, solve), for a `v`
+    of another plan, for a count that depends on parameters, and if `param_wire` would round the tangent.
 
     >>> params, v = (shard_of(torch.tensor(x)) for x in ([1.0, 2.0], [1.0, 0.0]))
     >>> gather_params(hvp(lambda w: (w ** 3).sum())(params, v))
@@ -96,7 +93,6 @@ def hvp(loss_fn: Callable[..., Tree]) -> Callable[..., Sharded]:
     check_loss(loss_fn)
 
     def along(tape: _Duals, *args: Tree) -> Tree:
-        """Return the derivative of the loss along the tape's tangents, as a loss."""
         returned: list[tuple[Tree, type]] = []
 
         def totals(_: Tensor) -> tuple[tuple[Tensor, ...], list[Tensor]]:
@@ -108,7 +104,7 @@ def hvp(loss_fn: Callable[..., Tree]) -> Callable[..., Sharded]:
 
         # jvp only opens a level of forward mode: the tangents come from the tape
         number = torch.zeros((), dtype=torch.float32, device="cpu")
-        # for each term of the loss: its total and the total's derivative, 0-d
+        # totals of the loss's terms, and their derivatives, 0-d
         values, changes, counts = torch.func.jvp(totals, (number,), (number,), has_aux=True)  # type: ignore[misc]
         ((loss, kind),) = returned
         # a linear loss has product zero, and must still depend on the parameters
@@ -136,7 +132,7 @@ def _has_tensor(x: Tree) -> bool:
 
 
 def _constant(count: Tensor) -> Tensor:
-    """Return a count. ValueError if it depends on parameters: its own derivative would be missing."""
+    """Its own derivative would be missing."""
     if count.requires_grad:
         raise ValueError(
             "hvp: the count of the loss's fshard.Mean depends on parameters: detach it, or return fshard.Sum"

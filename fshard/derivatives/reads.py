@@ -5,12 +5,11 @@ Note [Reads]
        input. Units of parameters report their reads (`Reads.unit`). A function mode sees other tensors when an operator
        gets them, and knows them by identity. Inside a user's `torch.autograd.Function` or torch.jit it sees nothing:
        the result then has a gradient though no input has one, and `remat` raises.
-    2. The first run computes without derivatives. Outside the results, in a list, an attribute or a tensor from
-       outside, a computed tensor would lack its gradient: the run watches tensors computed from inputs, and raises if
-       one lives on.
-    3. A tensor from outside without a derivative is a constant, read where it lies. A later run may read the first
-       run's constants, unless written to since, and tensors made by a run (a cache). If the function makes tensors
-       unseen by modes (torch.from_numpy), unknown constants pass: they cannot be told apart.
+    2. The first run computes without derivatives. A computed tensor kept outside the results would lack its gradient:
+       the run watches tensors computed from inputs, and raises if one lives on.
+    3. A tensor from outside without a derivative is a constant. A later run may read the first run's constants, unless
+       written to since, and tensors made by a run (a cache). If the function makes tensors unseen by modes
+       (torch.from_numpy), unknown constants pass: they cannot be told apart.
 """
 
 from __future__ import annotations
@@ -51,23 +50,23 @@ class Reads(TorchFunctionMode):
     def __init__(self, given: Sequence[Tensor], outer: Reads | None = None):
         super().__init__()
         self.given = list(given)  # arguments, then tensors read
-        # ranges in `given`, by identity of a tensor, or (tape, number) of a unit
+        # in `given`, by identity of a tensor, or (tape, number) of a unit
         self.positions: Positions = {}
         self.outer = outer  # of a function around this one
-        self.depth = _functorch.current_level() if func_levels.inside() else 0  # number of torch.func levels outside
-        # constants from outside, and at the end tensors made by the run: by identity, with `writes`
+        self.depth = _functorch.current_level() if func_levels.inside() else 0  # of torch.func
+        # from outside, and at the end made by the run; with `writes`
         self.constants: Constants = {}
         self.made: Known = {}
-        self._memory = set[int]()  # addresses of memory made in torch.func, where some tensors come from no operator
-        self._watched: Known = {}  # those computed from inputs with derivatives
+        self._memory = set[int]()  # addresses made in torch.func, where some tensors come from no operator
+        self._watched: Known = {}  # computed from inputs with derivatives
         for x in self.given:
             self._add(x)
-        # of devices and of operators' arguments; each with a function to restore its first state
+        # each with a function to restore its first state
         self.generators: dict[Place, Callable[[], object]] = {}
         self._shown: dict[Tape, Shown | None] = {}
 
     def run(self, fn: Callable[[], Any]) -> Any:
-        """Return `fn()` with `given` for its reads; then restore containers of units."""
+        """Run `fn`; then restore containers of units."""
         with assigned(RERUN, self), self:
             try:
                 return fn()
@@ -97,7 +96,7 @@ class Reads(TorchFunctionMode):
         refuse_other_reads()
 
     def __torch_function__(self, func: Operator, types: object, args: Args = (), kwargs: Kwargs = None) -> Any:
-        if RERUN.get() is not self:  # another function runs inside, and has replaced its reads
+        if RERUN.get() is not self:  # another function inside has replaced its reads
             return func(*args, **(kwargs or {}))
         args, kwargs = self._replaced(args), self._replaced(kwargs or {})
         if kwargs.get("generator") is not None:
@@ -166,7 +165,7 @@ class Reads(TorchFunctionMode):
         return _functorch._add_batch_dim(instead, _functorch.maybe_get_bdim(x), _functorch.maybe_get_level(x))
 
     def knows(self, x: Tensor) -> bool:
-        """Return True if this function, or one around it, has read a tensor, perhaps of an ended level."""
+        """True if this function, or one around it, has read a tensor, perhaps of an ended level."""
         return id(x) in self.positions or (self.outer is not None and self.outer.knows(x))
 
     def _from_outside(self, x: Tensor) -> Tensor:
@@ -174,7 +173,7 @@ class Reads(TorchFunctionMode):
 
 
 class FirstReads(Reads):
-    """The first run, without derivatives. `inputs`: the arguments, then all reads, with their derivatives."""
+    """The first run. `inputs`: the arguments, then all reads, with their derivatives."""
 
     def __init__(self, args: Iterable[Tensor], outer: Reads | None):
         # an outer function's mode does not see the arguments of `remat`
@@ -221,12 +220,12 @@ class FirstReads(Reads):
         return watched
 
     def _in_function(self) -> bool:
-        """Return True in the forward of a torch.autograd.Function: gradients are off, but results have one."""
+        """In a torch.autograd.Function's forward gradients are off, but results have one."""
         # Private: there torch switches forward mode off too, unlike under no_grad (test_remat.py notices a change)
         return self._had_forward_mode and not (forward_ad._is_fwd_grad_enabled() or torch.is_inference_mode_enabled())
 
     def _note_write(self, x: object) -> None:
-        """Watch a tensor written to. RuntimeError if it is from outside: its new value would have no gradient."""
+        """Watch a written tensor. One from outside would lose its gradient."""
         for target in _tensors(x):
             base = target if target._base is None else target._base
             if not (self._is_made(base) or self._is_made(target)):
@@ -239,12 +238,11 @@ class FirstReads(Reads):
     def end(self, others: Sequence[object]) -> tuple[Positions, Constants, bool]:
         """Return (positions, constants, is_blind) for later runs.
 
-        Call it when results are copied and dropped, except `others`, those without derivatives. RuntimeError if a
-        tensor computed from inputs lives on, or a constant was written to.
+        Call it when results are dropped, except `others`, those without derivatives.
         """
         self.given.clear()
         if self._left():
-            gc.collect()  # free cycles of a function that calls itself, or of an exception it caught
+            gc.collect()  # cycles of a recursive function, or of a caught exception
             for x in self._left():
                 raise RuntimeError(
                     f"fshard.remat: the function keeps {_form(x)}, which it has computed, beside its results (in a "
@@ -260,7 +258,7 @@ class FirstReads(Reads):
                     "so again when it runs again: clone it first, and return the new value as a result (buffers of a "
                     "module: fshard.module.functionalize)"
                 )
-        # the function made a constant that is gone, or is a result, unseen by any mode
+        # if gone, or a result, the function made the constant, unseen by any mode
         is_blind = any(x is None or any(x is y for y in others) for x, _ in read)
         living = self._living()
         self.constants |= living
@@ -274,7 +272,7 @@ class FirstReads(Reads):
 
 
 class SecondReads(Reads):
-    """A later run, with all reads of the first run as inputs."""
+    """A later run."""
 
     def __init__(self, inputs: Sequence[Tensor], positions: Positions, constants: Constants, is_blind: bool):
         super().__init__(inputs)
@@ -297,7 +295,6 @@ class SecondReads(Reads):
         return x
 
     def check(self) -> None:
-        """RuntimeError if an input was not read again."""
         if len(self._seen) < len(self.positions):
             refuse_other_reads()
         self.constants |= self._living()
@@ -321,7 +318,7 @@ def _is_at(ref: weakref.ref[Tensor] | None, x: Tensor) -> bool:
 
 
 def _passes(x: Tensor) -> bool:
-    """Return True for a buffer made by one call of a module's function, or a tensor of torch.compile's trace."""
+    """True for a buffer of one call of a module's function, or a tensor of torch.compile's trace."""
     return getattr(x, "of_call", False) or (isinstance(x, FakeTensor) and not is_tracing())
 
 
@@ -338,7 +335,7 @@ def _form(x: Tensor) -> str:
 
 
 def _levels(x: Tensor) -> Iterator[Tensor]:
-    """Yield a tensor, then each tensor wrapped inside; the last belongs to no transform."""
+    """Yield a tensor, then each tensor wrapped inside."""
     yield x
     while func_levels.is_wrapped(x):
         x = _functorch.get_unwrapped(x)
@@ -351,7 +348,7 @@ def _memory(x: Tensor) -> int:
 
 
 def is_active(x: Tensor) -> bool:
-    """Return True if a tensor has a gradient or a tangent, at any level of torch.func."""
+    """True for a gradient or a tangent, at any level of torch.func."""
     if not is_inexact(x):
         return False
     # unseen: else a trace takes unknown values of a scan's body for constants
@@ -368,7 +365,7 @@ def is_active(x: Tensor) -> bool:
 
 
 def stripped(x: Tensor) -> Tensor:
-    """Return the values of a tensor, still batched, without gradient or tangent at any level of torch.func."""
+    """Return a tensor's values, still batched, without gradient or tangent at any level."""
     with func_levels.aside():
         return _stripped(x)
 

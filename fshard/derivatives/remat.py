@@ -4,8 +4,7 @@ Note [Remat]
     torch.utils.checkpoint hooks into saved tensors, which torch.func forbids. Here the function runs without
     derivatives at any level. The results pass through the identity, a `torch.autograd.Function` with rules for `vjp`,
     `jvp` and `vmap`. Each rule runs the function again, with all tensors read as inputs (Note [Reads] in `reads.py`),
-    and is rematerialized itself. So derivatives of any order run again, and torch.func.grad, which always keeps tensors
-    for a second derivative, keeps only the arguments.
+    and is rematerialized itself. So derivatives of any order run again, and torch.func.grad keeps only the arguments.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ from .reads import FirstReads, Reads, SecondReads, is_active, stripped
 
 P = ParamSpec("P")
 R = TypeVar("R")
-Ctx = Any  # torch's context of a function; setup_context sets any attribute
+Ctx = Any
 _Again = Callable[..., tuple[Tensor, ...]]  # tensors to tensors
 _Tensors = Sequence[Tensor]
 _Levels = Sequence[tuple[object, ...]]  # of torch.func
@@ -73,10 +72,10 @@ def remat(fn: Callable[P, R]) -> Callable[P, R]:
         raise TypeError(wrong("remat: fn", fn, "fn(*args, **kwargs), a function or a module"))
 
     def rematerialized(*args: P.args, **kwargs: P.kwargs) -> R:
-        if torch.compiler.is_dynamo_compiling():  # dynamo knows torch's checkpoint, and takes derivatives itself
+        if torch.compiler.is_dynamo_compiling():  # dynamo knows torch's checkpoint
             return cast(R, checkpoint(lambda *xs: fn(*xs, **kwargs), *args, use_reentrant=False))
         outer = cast("Reads | None", RERUN.get())
-        with assigned(RERUN, None):  # a rematerialized function around this one must not see inside
+        with assigned(RERUN, None):  # a `remat` around must not see inside
             return _rematerialized(fn, args, kwargs, outer)
 
     return functools.update_wrapper(rematerialized, fn, updated=())
@@ -98,13 +97,11 @@ def _rematerialized(fn: Callable[..., R], args: Any, kwargs: Any, outer: Reads |
 
 
 class _Rematerialized:
-    """One call of a function, which can run again."""
-
     def __init__(self, fn: Callable[..., Tree], spec: tree.Spec, leaves: Sequence[object], reads: FirstReads):
         self._fn, self._spec = fn, spec
         self._leaves = [_TENSOR if isinstance(x, Tensor) else x for x in leaves]
         self._kept = reads.kept
-        # context variables of the call, such as a module's parameters
+        # such as a module's parameters
         self._context = copy_context()
         self._modes = [mode for mode in function_modes() if not isinstance(mode, Reads)]
         accelerator = torch.accelerator.current_accelerator()
@@ -117,10 +114,7 @@ class _Rematerialized:
         return reads.run(functools.partial(self._fn, *args, **kwargs))
 
     def first(self, reads: FirstReads) -> tuple[list[Tensor], list[object], tree.Spec]:
-        """Run without derivatives. Return (floating results, all leaves with `_TENSOR` for these, structure).
-
-        RuntimeError for a tensor that would have no gradient.
-        """
+        """Return (floating results, all leaves with `_TENSOR` for these, structure), without derivatives."""
         leaves, form = tree.flatten(self._run(reads))
         out = [reads.instead_of(x) if isinstance(x, Tensor) and is_active(x) else x for x in leaves]
         if active := [x for x in out if isinstance(x, Tensor) and is_active(x)]:
@@ -138,7 +132,7 @@ class _Rematerialized:
         return results, others, form
 
     def again(self, *inputs: Tensor) -> tuple[Tensor, ...]:
-        """Run again on all reads of the first run; return floating results."""
+        """`inputs`: all reads of the first run. Return floating results."""
         reads = SecondReads(inputs, *self._known)
         casts = [torch.autocast(kind, dtype, on, cache_enabled=False) for kind, dtype, on in self._casts]
         active = function_modes()
@@ -165,25 +159,24 @@ class _Rematerialized:
 
 
 def _levels() -> _Levels:
-    """List the active transforms of torch.func: kind, level, and for `vmap` its randomness."""
+    """Kind, level, and for `vmap` randomness of each active transform."""
     return [coerce_cinterpreter(x).get_state() for x in torch._C._functorch.get_interpreter_stack() or ()]
 
 
 def _ruled(again: _Again, levels: _Levels, inputs: _Tensors, now: _Again | None = None) -> tuple[Tensor, ...]:
-    """As `_ruled_by`, with the results of `now` or `again`."""
     return _ruled_by(again, levels, _drawn_once(now or again, levels, [*map(stripped, inputs)]), inputs)
 
 
 def _ruled_by(again: _Again, levels: _Levels, results: _Tensors, inputs: _Tensors) -> tuple[Tensor, ...]:
-    """Give `results` of `again(*inputs)` derivatives, for which autograd keeps only the inputs.
+    """Give `results` of `again(*inputs)` derivatives.
 
-    `levels`: the levels of the first run; random numbers may differ along these.
+    `levels`: of the first run; random numbers may differ along these.
     """
     return _Rules.apply(again, levels, len(results), *results, *inputs) if results else ()
 
 
 def _drawn_once(again: _Again, levels: _Levels, inputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    """Run `again` on values. A vmap outside `levels` draws once for all rows, as the first run did."""
+    """A vmap outside `levels` draws once for all rows, as the first run did."""
     if all(level in levels or level[0] != "Vmap" or level[-1] == "same" for level in _levels()):
         return again(*inputs)
     top = retrieve_current_functorch_interpreter()
@@ -198,24 +191,23 @@ def _drawn_once(again: _Again, levels: _Levels, inputs: Sequence[Tensor]) -> tup
 
 def _mapped(again: _Again, size: int, dims: Sequence[int | None], randomness: str) -> _Again:
     def mapped(*inputs: Tensor) -> tuple[Tensor, ...]:
-        rows = torch.empty(size, 0, dtype=torch.float32, device="cpu")  # vmap wants an argument to cut
+        rows = torch.empty(size, 0, dtype=torch.float32, device="cpu")  # for vmap to cut
         return torch.func.vmap(lambda _, *x: again(*x), (0, *dims), randomness=randomness)(rows, *inputs)
 
     return mapped
 
 
 class _Rules(torch.autograd.Function):
-    """The identity of the first `num` tensors, the results, with the derivatives of `again(*other tensors)`."""
+    """The identity of the first `num` tensors, the results, with the derivatives of `again(*others)`."""
 
     @staticmethod
     def forward(again: _Again, levels: _Levels, num: int, *tensors: Tensor) -> tuple[Tensor, ...]:
-        """Return the results, each in memory of its own: the program may write to them."""
-        results, others = list[Tensor](), dict[int, list[Tensor]]()  # by the address of their memory
+        results, others = list[Tensor](), dict[int, list[Tensor]]()  # by address
         for x in tensors[num:]:
             others.setdefault(_address(x), []).append(x)
         for x in tensors[:num]:
             beside = others.setdefault(_address(x), [])
-            # `data`, because torch forbids writes to one of several views
+            # the program may write to it; `data`, because torch forbids writes to one of several views
             results.append(x.clone() if any(share_elements(x, y) for y in beside) else x.data)
             beside.append(x)
         return tuple(results)
@@ -238,8 +230,8 @@ class _Rules(torch.autograd.Function):
 
     @staticmethod
     def jvp(ctx: Ctx, _again: None, _levels: None, _num: None, *tangents: Tensor | None) -> tuple[Tensor, ...]:
-        # torch switches forward mode off here, at all levels: operators would lose tangents, silently (test_remat.py
-        # notices). Private: nothing public switches it on
+        # torch switches forward mode off here: operators would lose tangents, silently (test_remat.py notices).
+        # Private: nothing public switches it on
         with forward_ad._set_fwd_grad_enabled(True):
             inputs = [forward_ad.unpack_dual(x).primal for x in ctx.saved_tensors]
             along = {n: x for n, x in enumerate(tangents[ctx.num :]) if x is not None}
@@ -265,12 +257,12 @@ def _address(x: Tensor) -> int:
 
 
 def _leaf(x: Tensor) -> Tensor:
-    """Return a tensor to differentiate by, a new one even if `x` is given twice. `detach` would drop a tangent."""
+    """A new tensor even if `x` is given twice. `detach` would drop a tangent."""
     return (x.view_as(x) if x.requires_grad or x.layout is torch.strided else x.detach()).requires_grad_()
 
 
 def _pull(again: _Again, which: Sequence[int], used: Sequence[int], num: int) -> _Again:
-    """Return a function of all inputs and cotangents: the vjp of results `used` to inputs `which`."""
+    """Map all inputs and cotangents to the vjp of results `used` to inputs `which`."""
 
     def pulled(*tensors: Tensor) -> tuple[Tensor, ...]:
         inputs, grads = tensors[:num], tensors[num:]
@@ -294,9 +286,9 @@ def _pull(again: _Again, which: Sequence[int], used: Sequence[int], num: int) ->
 
 
 def _push(again: _Again, which: Sequence[int], num: int, nested: bool) -> _Again:
-    """Return a function of all `num` inputs and tangents: the jvp along inputs `which`.
+    """Map all `num` inputs and tangents to the jvp along inputs `which`.
 
-    `nested`: in a level of its own, else in the level of torch.autograd.forward_ad.
+    `nested`: in a level of its own, else in that of forward_ad.
     """
 
     def pushed(*tensors: Tensor) -> tuple[Tensor, ...]:
@@ -315,8 +307,6 @@ def _push(again: _Again, which: Sequence[int], num: int, nested: bool) -> _Again
 
 
 def _part(again: _Again, inputs: _Tensors, which: Sequence[int], used: Sequence[int] | None = None) -> _Again:
-    """Return `again` as a function of the inputs `which`, with all results or those `used`."""
-
     def of(*some: Tensor) -> tuple[Tensor, ...]:
         all_inputs = list(inputs)
         for number, x in zip(which, some, strict=True):

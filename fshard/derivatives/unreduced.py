@@ -19,10 +19,9 @@ from ..sharding.sharded import Sharded, pack
 def unreduced(grads: Tree, params: Sharded) -> Unreduced:
     """Return this rank's own gradients of the whole `params`, for `reduce_grads` to sum over ranks.
 
-    `grads` is a tree of whole tensors with the paths of the parameters. A rank that clips the gradient of each sample
-    passes the sum over its samples: `reduce_grads` returns the sum over all ranks' samples, divided by no count. A
-    frozen leaf is None or left out. Gradients of a tied leaf are summed over its places; some may be None or left out.
-    Values are copied, one unit after the other, and cast to the dtype of gradients.
+    `grads` is a tree of whole tensors with the paths of the parameters, such as sums over this rank's samples.
+    `reduce_grads` divides by no count. A frozen leaf is None or left out. Gradients of a tied leaf are summed over its
+    places; some may be None or left out. Values are copied unit by unit, and cast to the dtype of gradients.
 
     ValueError lists each missing, unknown or frozen leaf, and each wrong shape or dtype. ValueError if the plan splits
     leaves.
