@@ -55,7 +55,7 @@ def _shown(x: object) -> str:
 def _of_leaf(
     place: Place, a: IndexEntry, other_place: Place, b: IndexEntry, name: str
 ) -> tuple[str, dict[str, object]]:
-    """Return the difference of two leaves, as text and as data; empty if equal."""
+    """Return the difference as text and data; empty if equal."""
     if a.shape != b.shape:
         return f"{_shown(a)} in A, {_shown(b)} in B", {}
     if a.dtype == b.dtype and (a.numel == 0 or _same_checksums(a, b)):
@@ -109,7 +109,7 @@ def _double(x: Tensor) -> Tensor:
 
 
 def _read(place: Place, entry: IndexEntry, begin: int, end: int, name: str) -> Tensor:
-    """Read elements [begin, end) in row-major order to the host. In another order, everything between is read, too."""
+    """Read elements [begin, end) in row-major order. In another order, everything between is read, too."""
     if not entry.order:
         return elements(place, entry, begin, end, name)
     numbers = numbers_in(entry.order, entry.shape, (), begin, end - begin)
@@ -118,7 +118,7 @@ def _read(place: Place, entry: IndexEntry, begin: int, end: int, name: str) -> T
 
 
 def elements(place: Place, entry: IndexEntry, begin: int, end: int, name: str) -> Tensor:
-    """Read elements [begin, end), in the order of the leaf, to the host. CheckpointError if a file is too short."""
+    """Read elements [begin, end), in the order of the leaf, to the host."""
     size = entry.dtype.itemsize
     data = bytearray((end - begin) * size)
     for piece in entry.pieces:

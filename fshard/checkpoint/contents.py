@@ -24,7 +24,7 @@ from ..state.dtensors import is_sharded, sharding
 
 # a piece of a leaf: name of the leaf, first element, end, and tensors with the piece's bytes
 Named = tuple[str, int, int, list[Tensor]]
-_SMALL = 1 << 18  # elements: of equal copies one rank writes a smaller part, and each rank a share of a larger one
+_SMALL = 1 << 18  # elements: of equal copies each rank writes a share of larger parts
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class SavedSpan:
     order: tuple[int, ...] = ()
 
     def share(self, number: int) -> tuple[int, int]:
-        """Return the elements [begin, end) that this rank writes of leaf `number`."""
+        """Return the elements [begin, end) to write of leaf `number`."""
         numel = self.elements.numel()
         if numel <= _SMALL:  # one rank writes all: the holders take turns
             return (0, numel) if number % self.holders == self.holder else (0, 0)
@@ -72,7 +72,7 @@ class Contents:
 
 
 def contents_of(state: Tree, function: str, mesh: AnyMesh) -> Contents:
-    """Return the contents of a state. TypeError or ValueError, beginning with `function`, for other leaves."""
+    """TypeError or ValueError, beginning with `function`, for other leaves."""
     contents, names = Contents(mesh), list[str]()
     for path, node in tree.paths_to(state, Parts):
         if isinstance(node, Parts):
@@ -114,7 +114,6 @@ def add_parts(contents: Contents, path: str, node: Parts) -> list[str]:
 
 
 def _check_mesh(function: str, path: str, mesh: AnyMesh, whole: AnyMesh) -> None:
-    """ValueError for a part on other ranks than those of this save."""
     of_leaf, of_all = adapted(mesh), adapted(whole)
     if of_leaf is not None and of_all is not None and of_leaf.likeness != of_all.likeness:
         meshes = [f"{axis_sizes(grid)} of processes {[*getattr(grid, 'members', ())]}" for grid in (of_all, of_leaf)]
@@ -141,7 +140,6 @@ def _value(function: str, path: str, value: object) -> Json:
 
 
 def contents_to_save(state: Tree, mesh: AnyMesh) -> Contents:
-    """Return the contents of a state to save. ValueError also for a leaf on meta, without values."""
     contents = contents_of(state, "save", mesh)
     for part in contents.parts:
         if reason := unreadable(part.name, part.elements):
@@ -150,7 +148,7 @@ def contents_to_save(state: Tree, mesh: AnyMesh) -> Contents:
 
 
 def check_same_call(contents: Contents, function: str, **arguments: object) -> None:
-    """MismatchError on every rank if ranks have other leaves, or call a function with other arguments."""
+    """MismatchError on every rank if leaves or arguments differ."""
     lines = [f"{name}={value!s}" for name, value in arguments.items()]
     forms = ((name, form, contents.orders.get(name) or "") for name, form in contents.forms.items())
     lines += [f"{name!r} {form.dtype} {list(form.shape)}{order}" for name, form, order in forms]
@@ -179,7 +177,7 @@ def differing(contents: Contents) -> set[str]:
 
 
 def _digest(x: Tensor) -> str:
-    """Return a text for the bits of a tensor. An exchange of words in a block changes it."""
+    """An exchange of words in a block changes it."""
     return "".join(f"{checksum(block):08x}{checksum(block, 1009):08x}" for block in as_bytes(x).split(CHUNK))
 
 

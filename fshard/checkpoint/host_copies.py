@@ -20,13 +20,12 @@ _BLOCK = 1 << 30  # bytes of one allocation: torch rounds pinned ones up to a po
 def snapshot(tensors: Sequence[Tensor], blocks: list[Tensor]) -> list[list[Tensor]]:
     """Copy tensors to blocks of host memory (pinned, for a device); return the bytes of each, in parts of `CHUNK`.
 
-    Missing or too small blocks (bytes,) are made. The host waits once, when all copies from a device have started.
+    Missing or too small blocks (bytes,) are made. The host waits once.
     """
     copies: list[list[Tensor]] = [[] for _ in tensors]
     for number, batch in enumerate(_batches(enumerate(tensors), _BLOCK)):
         size = sum(aligned(part.nbytes) for _, part in batch)
         if number == len(blocks) or len(blocks[number]) < size:
-            # copies from a GPU to pinned memory are several times faster, and the host need not wait for each
             blocks[number : number + 1] = [host_row(size, torch.uint8, _device_of(tensors))]
         for n, copy in _started(batch, blocks[number]):
             copies[n].append(copy)
@@ -37,7 +36,7 @@ def snapshot(tensors: Sequence[Tensor], blocks: list[Tensor]) -> list[list[Tenso
 def in_host_memory(tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
     """Yield named tensors as bytes (n,) in host memory, at most `CHUNK` at a time, valid until the next one.
 
-    Two pieces of pinned memory take turns: the next bytes are copied while the caller works on these.
+    The next bytes are copied while the caller works on these.
     """
     memory, arrived = list[Tensor](), list[tuple[str, Tensor]]()
     for number, batch in enumerate(_batches(tensors, CHUNK)):
@@ -52,7 +51,7 @@ def in_host_memory(tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str,
 
 
 def _started(batch: Sequence[tuple[T, Tensor]], memory: Tensor) -> list[tuple[T, Tensor]]:
-    """Start to copy bytes to host memory (bytes,), one behind the other; return the copies."""
+    """Start to copy bytes to host memory (bytes,), one behind the other."""
     sizes = [aligned(x.nbytes) for _, x in batch]
     places = memory[: sum(sizes)].split(sizes)
     return [(name, to[: x.nbytes].copy_(x, non_blocking=True)) for (name, x), to in zip(batch, places, strict=True)]
@@ -64,12 +63,11 @@ def _wait_for(tensors: Iterable[Tensor]) -> None:
 
 
 def _device_of(tensors: Iterable[Tensor]) -> torch.device:
-    """Return the device of some tensor outside host memory, or the CPU."""
     return next((x.device for x in tensors if x.device != HOST), HOST)
 
 
 def _batches(tensors: Iterable[tuple[T, Tensor]], size: int) -> Iterator[list[tuple[T, Tensor]]]:
-    """Cut tensors into bytes, at most `CHUNK` at a time; group these into lists of at most `size` bytes."""
+    """Cut tensors into bytes, at most `CHUNK` at a time, in lists of at most `size` bytes."""
     batch, end = list[tuple[T, Tensor]](), 0
     for name, part in ((name, part) for name, x in tensors for part in as_bytes(x).split(CHUNK)):
         if batch and end + part.nbytes > size:

@@ -1,7 +1,6 @@
 """Describe a directory of checkpoints line by line, for people and programs: `fshard inspect`.
 
-Data is read in blocks: a checkpoint may be larger than memory. Anyone may have written the files: unprintable
-characters in names are escaped.
+Anyone may have written the files: unprintable characters in names are escaped.
 """
 
 from __future__ import annotations
@@ -39,12 +38,12 @@ class TextLine(NamedTuple):
 
 
 def number(value: object) -> object:
-    """Return a value for JSON: nan and infinities as text."""
+    """For JSON: nan and infinities as text."""
     return repr(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def overview(place: Place) -> Iterator[TextLine]:
-    """Yield a table of the steps of a directory, with sizes and leftovers of killed saves. CheckpointError if none."""
+    """Yield a table of the steps, with sizes and leftovers of killed saves."""
     steps = numbers(place)
     if not steps:
         raise CheckpointError(f"{place}: there is no checkpoint, nor a part of one")
@@ -53,7 +52,7 @@ def overview(place: Place) -> Iterator[TextLine]:
 
 
 def _table(names: Sequence[str], rows: Sequence[Sequence[object]]) -> Iterator[TextLine]:
-    """Yield a title and a line for each row. The last cell of a row is a note, which tells damage."""
+    """The last cell of a row is a note, which tells damage."""
     titles = [*(name.replace("_", " ") for name in names[:-1]), ""]
     right = [n for n, name in enumerate(names) if name not in ("file", "note")]
     cells = [[f"{x:,}" if isinstance(x, int) else "" if x is None else printable(x, 2000) for x in row] for row in rows]
@@ -77,12 +76,12 @@ def _summary(place: Place, step: int) -> list[int | str | None]:
 
 
 def _left_over(there: Place, files: Mapping[str, int]) -> dict[str, int | None]:
-    """Return sizes of files that the index does not name; None for anything but a regular file."""
+    """Sizes of files that the index does not name; None for anything but a regular file."""
     return {name: _size(there, name) for name in there.names() if name != INDEX and name not in files}
 
 
 def _size(there: Place, name: str) -> int | None:
-    """Return the size of a regular file, or None. OSError if a store does not answer."""
+    """None for anything but a regular file. OSError if a store does not answer."""
     try:
         with there.open(name) as file:
             return file.size
@@ -93,7 +92,7 @@ def _size(there: Place, name: str) -> int | None:
 
 
 def step_lines(place: Place, step: int) -> Iterator[TextLine]:
-    """Yield the contents of a step: leaves as a tree, values, files, and leftovers of killed saves."""
+    """Yield leaves as a tree, values, files, and leftovers of killed saves."""
     index, there = index_at(place, step)[0], folder(place, step)
     title = f"{place}: step {index.step:,}, saved by {index.ranks:,} rank(s)"
     yield TextLine(title, False, {"step": index.step, "ranks": index.ranks})
@@ -105,7 +104,7 @@ def step_lines(place: Place, step: int) -> Iterator[TextLine]:
 
 
 def contents_lines(index: Index) -> Iterator[TextLine]:
-    """Yield the leaves of a checkpoint as a tree, other values, and unreadable entries."""
+    """Yield leaves as a tree, other values, and unreadable entries."""
     yield TextLine("")
     rows, leaves = zip((["leaf", "shape", "dtype", "bytes", "checksum", "on"], None), *_tree(index), strict=True)
     yield from (TextLine(text, False, leaf) for text, leaf in zip(aligned(rows, right={3}), leaves, strict=True))
@@ -140,7 +139,7 @@ def _tree(index: Index) -> Iterator[tuple[list[str], dict[str, object] | None]]:
 
 
 def _digest(entry: IndexEntry) -> str:
-    """Return the checksum of a leaf of one block; else the CRC-32 of its pieces' beginnings and checksums."""
+    """The checksum of a leaf of one block; else the CRC-32 of its pieces' beginnings and checksums."""
     blocks = [(piece.begin, piece.checksums) for piece in entry.pieces]
     if len(blocks) == 1 and len(blocks[0][1]) == 1:
         return f"{blocks[0][1][0]:08x}"
@@ -148,13 +147,13 @@ def _digest(entry: IndexEntry) -> str:
 
 
 def _ranks(entry: IndexEntry) -> list[int] | None:
-    """Return the ranks that wrote a leaf; None if a file's name tells no rank."""
+    """The ranks that wrote a leaf; None if a file's name tells no rank."""
     matches = [_RANK.search(piece.file) for piece in entry.pieces]
     return sorted({int(match[1]) for match in matches if match}) if all(matches) else None
 
 
 def _holders(entry: IndexEntry) -> str:
-    """Return the ranks that wrote a leaf, as "ranks 0-2, 5", or the number of files if names tell no rank."""
+    """As "ranks 0-2, 5", or the number of files."""
     ranks = _ranks(entry)
     if ranks is None:
         return f"{len({piece.file for piece in entry.pieces}):,} files"
@@ -210,7 +209,6 @@ def verify(place: Place, step: int) -> Iterator[TextLine]:
 
 
 def _file_faults(there: Place, name: str, size: int, pieces: Sequence[tuple[str, IndexEntry, Piece]]) -> Iterator[str]:
-    """Yield the faults of a file: unreadable, its size, its header, or blocks of leaves."""
     buffer = bytearray(CHUNK)
     try:
         with there.open(name) as file:
@@ -230,11 +228,11 @@ def _file_faults(there: Place, name: str, size: int, pieces: Sequence[tuple[str,
 
 
 def _header_faults(there: Place, name: str, pieces: Sequence[tuple[str, IndexEntry, Piece]]) -> Iterator[str]:
-    """Yield leaves with another name, dtype, shape or place in the file's header, which other programs read."""
+    """Other programs read the file's header: yield leaves with another name, dtype, shape or place there."""
     said = {(x.name.rstrip("'"), x.dtype, x.shape, x.start) for x in header_of(there, name)[0].values()}
     for leaf, entry, x in pieces:
         is_whole = x.numel == entry.numel and not entry.order
-        piece = f"{leaf}[{x.begin}:{x.end}]", (x.numel,)  # in version 2 also a whole leaf
+        piece = f"{leaf}[{x.begin}:{x.end}]", (x.numel,)  # in version 2 also whole leaves
         titles = (piece, (leaf, entry.shape)) if is_whole else (piece,)
         if said.isdisjoint((title.rstrip("'"), *stored(shape, entry.dtype)[::-1], x.offset) for title, shape in titles):
             yield f"leaf {printable(leaf)!r}: the file's header has another name, dtype, shape or place for it"

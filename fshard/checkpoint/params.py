@@ -156,7 +156,7 @@ def save_safetensors(
 def _checked(
     dir: str | os.PathLike[str], params: Sharded, buffers: Tree, max_bytes: int
 ) -> tuple[Path, list[list[Leaf]], list[tuple[str, Tensor]]]:
-    """Return the directory, the leaves of each file, and the buffers by name. Errors for wrong arguments."""
+    """Return the directory, the leaves of each file, and the buffers by name."""
     check_whole_tree("save_safetensors", params)
     check_whole("save_safetensors: max_bytes", max_bytes, what="a number of bytes")
     folder, beside = check_path("save_safetensors: dir", dir, _FILE), _buffers(buffers)
@@ -170,7 +170,7 @@ def _checked(
 
 
 def _buffers(buffers: Tree) -> list[tuple[str, Tensor]]:
-    """Return buffers by name. Names may be equal: {"a": {"b": x}, "a.b": y}."""
+    """Names may be equal: {"a": {"b": x}, "a.b": y}."""
     check_plain("save_safetensors: buffers", buffers)
     leaves, spec = tree.flatten(buffers)
     named = list(zip(tree.paths(spec), leaves, strict=True))
@@ -197,7 +197,6 @@ def _put_units(params: Sharded, entries: Mapping[str, FileEntry]) -> Exception |
 
 
 def _put_unit(params: Sharded, row: Row[Slot], entry_of: Mapping[Slot, FileEntry]) -> Exception | None:
-    """Gather a unit, write the leaves with an entry, and free it."""
     with torch.no_grad():
         values = whole_leaves(params, row.unit, row.kind)
     try:
@@ -210,7 +209,7 @@ def _put_unit(params: Sharded, row: Row[Slot], entry_of: Mapping[Slot, FileEntry
 
 
 def _rows(params: Sharded) -> list[Row[Slot]]:
-    """List the rows, in the order of gathers."""
+    """In the order of gathers."""
     return [params.view.rows[place] for place in params.plan.rows if place in params.view.rows]
 
 

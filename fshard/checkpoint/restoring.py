@@ -70,7 +70,7 @@ def latest(dir: str | os.PathLike[str], mesh: AnyMesh = None) -> int | None:
 
 
 def _seen_by_first(mesh: AnyMesh, look: Callable[[], T]) -> T:
-    """Return or raise on every rank the result (JSON) of `look()` on rank 0: object stores charge for each look."""
+    """Return the result (JSON) of rank 0 on every rank: object stores charge for each look."""
     seen = consensus.together(mesh, lambda: "" if rank_in(mesh) else json.dumps(look()), _REMEDY, CheckpointError)
     result: T = json.loads(consensus.of_first(seen, mesh))
     return result
@@ -164,7 +164,6 @@ def _of_step(place: Place, step: int) -> Checkpoint:
 def _matched(
     read: Callable[[], Checkpoint], wanted: Contents, rename: Rename | None
 ) -> tuple[Checkpoint, dict[str, list[str]]]:
-    """Read the index. Return the checkpoint, and its names for each name in `like`."""
     source = consensus.together(wanted.mesh, read, _REMEDY, CheckpointError)
     what = f"restore: the index of {source.what}"
     consensus.check_same(wanted.mesh, source.text, what, "Let all ranks see the same files")
@@ -179,11 +178,11 @@ def _into(like: Tree, index: Index, origins: Mapping[str, Sequence[str]], wanted
     taken = set[int]()
 
     def memory(x: Tensor) -> Tensor:
-        has_memory = x.untyped_storage().device.type != "meta"  # tensors on meta and fake ones have none
-        # lazily conjugated or negated tensors, and those of inference mode, cannot be written to as they are
+        has_memory = x.untyped_storage().device.type != "meta"  # of fake tensors, too
+        # lazy views and tensors of inference mode cannot be written to
         if donate and has_memory and x.is_contiguous() and not (x.is_conj() or x.is_neg() or x.is_inference()):
             address = x.untyped_storage().data_ptr()
-            # two leaves may lie in the same memory, as parameters and their first average
+            # leaves may share memory, as parameters and their first average
             if address not in taken:
                 taken.add(address)
                 return x.detach()
@@ -196,7 +195,7 @@ def _into(like: Tree, index: Index, origins: Mapping[str, Sequence[str]], wanted
         key = index.key(origins[path][0], wanted.rank)
         if key in index.values:
             return index.values[key]
-        # a number in `like`, but saved as a tensor: a step that may be skipped makes it one
+        # a number in `like`: a step that may be skipped makes it a tensor
         return torch.zeros((), dtype=index.leaves[key].dtype, device=mesh_device(wanted.mesh))
 
     nodes = [node_at(path, node) for path, node in tree.paths_to(like, Parts)]
@@ -212,7 +211,7 @@ def _read_state(source: Checkpoint, origins: Mapping[str, Sequence[str]], into: 
     for part in contents.parts:
         first, *others = (index.key(origin, contents.rank) for origin in origins[part.name])
         if first in index.values:
-            part.elements.fill_(float(index.values[first]))  # a number where `like` has a 0-d tensor
+            part.elements.fill_(float(index.values[first]))
             continue
         reads += reads_of(part, index.leaves[first])
         for other in others:
@@ -235,7 +234,7 @@ def _tell_threads(source: Checkpoint, state: Tree) -> None:
 
 
 def _origins(source: Checkpoint, wanted: Contents, rename: Rename | None) -> dict[str, list[str]]:
-    """Return the names in the checkpoint by the names in `like`. ValueError lists all differences."""
+    """Return the names in the checkpoint by the names in `like`."""
     index = source.index
     origins = names_by_new(index.names, rename, index.left_out)
     for alias, name in wanted.aliases.items():
@@ -262,7 +261,6 @@ def _differ(first: str, other: str) -> str:
 
 
 def _differences(name: str, origin: str, index: Index, wanted: Contents) -> Iterator[str]:
-    """Yield differences of a leaf or value between the checkpoint and `like`."""
     if origin in index.by_rank and index.ranks != wanted.ranks:
         yield (
             f"{name!r}: it differs between the {index.ranks} ranks that saved it, and there are {wanted.ranks} now: "
@@ -311,7 +309,7 @@ class PieceRead(NamedTuple):
 
 
 def reads_of(part: SavedSpan, entry: IndexEntry, unlike: str = "") -> Iterator[PieceRead]:
-    """Yield the reads of this rank for a part: one for each piece with elements of the part."""
+    """Yield a read for each piece with elements of this rank's part."""
     out = part.elements.view(-1)
     if part.order != entry.order:
         yield from _in_order(part, entry, unlike)
@@ -339,7 +337,7 @@ def _in_order(part: SavedSpan, entry: IndexEntry, unlike: str) -> Iterator[Piece
 
 
 def _read_all(source: Checkpoint, reads: Sequence[PieceRead]) -> None:
-    """Read file after file, from beginning to end. CheckpointError names the file and the leaf."""
+    """Read file after file, from beginning to end."""
     place, sizes = source.place, source.index.files
     pieces = located(place, [read.piece for read in reads])
     reads = [read._replace(piece=piece) for read, piece in zip(reads, pieces, strict=True)]

@@ -1,12 +1,11 @@
 """`save`: one rank writes each element of a state, during training if wanted.
 
 Note [The stages of a save]
-    1. Ranks compare their states, and every rank finds the pieces that it writes. With `wait=False` it copies them to
-       host memory.
+    1. Ranks compare their states, and every rank finds its pieces.
     2. Every rank writes its pieces to a file of its own, flushes it, and writes a record of the pieces in it.
     3. Rank 0 reads the records of all ranks, and puts the index in place (Note [A checkpoint is its index]).
-    With `wait=False` threads do 2 and 3. They call no collective, which would mix with those of the training: ranks
-    meet in the folder. `wait`, or the next `save`, raises the error of one rank on all.
+    With `wait=False` threads do 2 and 3 from copies in host memory. They call no collective, which would mix with those
+    of the training: ranks meet in the folder.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ from .contents import Contents, check_same_call, contents_to_save, differing, ow
 from .host_copies import snapshot
 from .writing import Writer
 
-_SEEN = 60.0  # seconds until every rank must see a written file: network file systems look again so late
+_SEEN = 60.0  # seconds until every rank must see a written file: network file systems are late
 _WRITTEN = 3600.0  # seconds that rank 0 waits in the background for slower ranks
 _REMEDY = "see that all ranks can write there"
 
@@ -51,7 +50,7 @@ class _Writing:
     ended: bool = False
 
     def end(self, mesh: AnyMesh) -> None:
-        """Wait until the checkpoint is whole. CheckpointError on all ranks, once, if one has an error."""
+        """CheckpointError on all ranks, once, if one has an error."""
         if self.ended or self.process != os.getpid():  # a fork has no threads: the save goes on in its parent
             return
         self.ended = True
@@ -76,7 +75,7 @@ class InFlight:
     """The last save in the background: the next one begins when it has ended."""
 
     last: _Writing | None = None
-    # copies of a state, kept, because memory is slow at the first touch
+    # kept, because memory is slow at the first touch
     memory: list[Tensor] = field(default_factory=list)
 
 
@@ -145,11 +144,11 @@ def save(
     grid = adapted(mesh)
     in_flight = _ALONE if grid is None else grid.once(_in_flight)
     if in_flight.last is not None:
-        in_flight.last.end(mesh)  # CheckpointError if it failed and nobody was told
+        in_flight.last.end(mesh)
     check_same_call(contents, "save", dir=place, step=step, wait=wait, keep_last=keep_last, keep_every=keep_every)
     by_rank = differing(contents)
     pieces = [*own_pieces(contents, by_rank)]
-    # without the parts: a save in the background must not keep the state in memory
+    # a save in the background must not keep the state in memory
     contents = replace(contents, parts=[])
     writer = Writer(place, step, consensus.of_first(secrets.token_hex(4), mesh), contents, by_rank)
     if not wait:
@@ -181,7 +180,7 @@ def save(
 
 
 def _in_a_thread(task: Callable[[], None]) -> Future[None]:
-    """Run a task in a thread; the process ends after it."""
+    """The process ends after the task."""
     done = Future[None]()
 
     def run() -> None:

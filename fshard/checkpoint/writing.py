@@ -33,7 +33,7 @@ from ..files.safetensors_file import CHUNK, copied_into, header, laid_out, store
 from .contents import Contents, Named
 from .host_copies import in_host_memory
 
-_PAUSES = 0.01, 1.0  # seconds between two looks for records of other ranks: first and longest
+_PAUSES = 0.01, 1.0  # seconds between looks for records: first and longest
 _AFTER_THE_PROGRAM = 30.0  # seconds to wait for slower ranks when this rank's program has ended
 
 
@@ -70,7 +70,7 @@ class Writer:
         return f"{self.token}-rank-{rank:05}"
 
     def write(self, pieces: Sequence[Named]) -> RankRecord:
-        """Write pieces to the file of this rank, and return the record; no pieces make no file."""
+        """No pieces make no file."""
         if not pieces:
             return RankRecord()
         file, forms = f"{self._name(self.contents.rank)}.safetensors", self.contents.forms
@@ -97,7 +97,7 @@ class Writer:
         return RankRecord({file: len(head) + size}, by_leaf)
 
     def put(self, record: RankRecord) -> None:
-        """Write the record of this rank: its files are written."""
+        """Call it when this rank's files are written."""
         by_rank = {name: x for name, x in self.contents.values.items() if name in self.by_rank}
         values = {rank_key(name, self.contents.rank): x for name, x in by_rank.items()}
         text = RankRecord(record.files, record.pieces, values).to_json()
@@ -160,7 +160,6 @@ def _form(leaf: str, forms: dict[str, Form]) -> Form:
 
 
 def _shaped(name: str, piece: Named, forms: dict[str, Form]) -> tuple[str, tuple[int, ...], torch.dtype]:
-    """Return name, shape and dtype of a piece in its file: the leaf's shape for a whole leaf."""
     form, numel = _form(piece[0], forms), piece[2] - piece[1]
     return name, *stored(form.shape if name == piece[0] else (numel,), form.dtype)
 
@@ -168,7 +167,7 @@ def _shaped(name: str, piece: Named, forms: dict[str, Form]) -> tuple[str, tuple
 def _by_name_in_file(
     pieces: Sequence[Named], forms: dict[str, Form], orders: Mapping[str, tuple[int, ...]]
 ) -> dict[str, Named]:
-    """Return pieces by name in the file: the leaf's name for a whole, row-major leaf."""
+    """A whole, row-major leaf has its own name."""
     by_name = dict[str, Named]()
     for leaf, begin, end, parts in pieces:
         is_whole = end - begin == _form(leaf, forms).numel and not orders.get(leaf)
@@ -184,7 +183,7 @@ def _deleted(place: Place, name: str) -> CheckpointError:
 
 
 def _await(place: Place, token: str, names: Sequence[str], patience: float, stop: threading.Event) -> None:
-    """Wait until there are files of these names. CheckpointError at once if a file of this save is deleted."""
+    """CheckpointError at once if a file of this save is deleted."""
     deadline, (pause, longest) = time.monotonic() + patience, _PAUSES
     program, seen = threading.main_thread(), set[str]()
     while missing := sorted({*names} - (there := {name for name in place.names() if name.startswith(token)})):
