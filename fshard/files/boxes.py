@@ -7,11 +7,11 @@ import math
 from collections.abc import Iterator, Sequence
 from operator import le
 
-MOST_RUNS = 1 << 20  # of all boxes of a checkpoint: a box cut along another dimension than the first has many
+MOST_RUNS = 1 << 20  # of all boxes of a checkpoint
 
 
 def check_box(name: str, shape: Sequence[int], offsets: Sequence[int], sizes: Sequence[int]) -> None:
-    """ValueError, beginning with the tensor's name, unless a box is inside the tensor."""
+    """ValueError, beginning with the tensor's name, unless a box is inside."""
     ends = [begin + size for begin, size in zip(offsets, sizes, strict=False)]
     is_inside = len(shape) == len(offsets) == len(sizes) and all(map(le, ends, shape))
     if not is_inside:
@@ -19,7 +19,7 @@ def check_box(name: str, shape: Sequence[int], offsets: Sequence[int], sizes: Se
 
 
 def num_runs(shape: Sequence[int], sizes: Sequence[int]) -> int:
-    """Return the number of runs of a box of these sizes in a flattened tensor of this shape.
+    """Return the number of runs of a box in a flattened tensor.
 
     >>> num_runs((4, 6), (2, 6)), num_runs((4, 6), (4, 3))
     (1, 4)
@@ -28,7 +28,7 @@ def num_runs(shape: Sequence[int], sizes: Sequence[int]) -> int:
 
 
 def _first_whole(shape: Sequence[int], sizes: Sequence[int]) -> int:
-    """Return the last dimension that a box cuts, or 0: later dimensions are whole."""
+    """Return the last dimension that a box cuts, or 0."""
     cut = [dim for dim, (whole, size) in enumerate(zip(shape, sizes, strict=True)) if whole != size]
     return max(cut, default=0)
 

@@ -73,22 +73,21 @@ def prune(place: Place, step: int, keep_last: int, keep_every: int | None) -> No
 
 
 def finished(place: Place) -> list[int]:
-    """Return the steps with an index, without links and files named as a step."""
+    """Return the steps with an index."""
     return [number for number in numbers(place, folders=True) if folder(place, number).has(INDEX)]
 
 
 def numbers(place: Place, folders: bool = False) -> list[int]:
-    """Return the steps with an entry (file, folder or link), in order; with `folders`, only a folder, whole or not."""
+    """Return the steps with an entry; with `folders`, only a folder, whole or not."""
     return sorted(int(name.group(1)) for name in map(_STEP.fullmatch, place.names(folders)) if name)
 
 
 def links(place: Place) -> list[str]:
-    """Return symbolic links named as steps: these are passed over."""
     return [name for name in place.links() if _STEP.fullmatch(name)]
 
 
 def index_at(place: Place, step: int) -> tuple[Index, bytes]:
-    """Return the index of a step's checkpoint, and its text. CheckpointError if there is no valid one."""
+    """Return the index of a step's checkpoint, and its text."""
     there = folder(place, step)
     try:
         text = read_all(there, INDEX)

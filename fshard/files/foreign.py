@@ -11,13 +11,12 @@ from contextlib import contextmanager
 from io import FileIO
 from typing import Any
 
-MOST_BYTES = 1 << 27  # of a text read as a whole
-MOST_MEMORY = 1 << 30  # bytes of the objects of one text, or of one pickle
+MOST_BYTES = 1 << 27  # of a text
+MOST_MEMORY = 1 << 30  # bytes of the objects of one text or pickle
 MOST_OPERATIONS = 1 << 24  # of a pickle: torch's `.metadata` has 70 a chunk, and reaches MOST_MEMORY first
 MOST_ITEMS = 400_000  # leaves, tensors, values or files of one text
 _LONGEST = 10_000  # characters of an error
-# upper bounds of memory for each byte of JSON, by kind: a comma makes a number or a short string, a colon a key with
-# its entries in tables (measured by `test_foreign.py`)
+# upper bounds of memory for each byte of JSON (measured by `test_foreign.py`)
 _MEMORY = {b",": 64, b":": 200, b"[": 96, b"{": 160}
 
 
@@ -55,7 +54,7 @@ def check_size(size: int, where: object) -> None:
 
 
 def parsed(text: bytes, where: object, what: str = "it") -> dict[str, Any]:
-    """Return a JSON object. ValueError for other text, for duplicate names, and for too many values.
+    """Return a JSON object. ValueError for other text, duplicate names, and too many values.
 
     >>> parsed(b'{"a": [1, 2]}', "x.json")
     {'a': [1, 2]}
@@ -82,7 +81,7 @@ def parsed(text: bytes, where: object, what: str = "it") -> dict[str, Any]:
 
 
 def _memory(text: bytes) -> int:
-    """Return an upper bound of the memory of a JSON text's objects, before parsing."""
+    """Return an upper bound of the memory of a JSON text's objects."""
     # one wide character makes all of a string take 4 bytes
     per_byte = 3 if text.isascii() and b"\\u" not in text else 9
     return per_byte * len(text) + sum(number * text.count(kind) for kind, number in _MEMORY.items())
@@ -103,7 +102,7 @@ def printable(text: object, longest: int = 200) -> str:
 
 @contextmanager
 def legible() -> Iterator[None]:
-    r"""Make ValueErrors raised inside, with foreign names and values, printable and bounded.
+    r"""Make ValueErrors raised inside printable and bounded.
 
     >>> with legible():
     ...     raise ValueError("a dtype \x1b[2J")

@@ -24,10 +24,7 @@ FILE, INDEX, PARTIAL = "model.safetensors", "model.safetensors.index.json", ".pa
 
 
 def entries_at(path: Path) -> dict[str, FileEntry]:
-    """Return the tensors of a file, or of all files of a directory, by name. Only headers are read.
-
-    FileNotFoundError; ValueError for another format, and for an index of other files.
-    """
+    """Return the tensors of a file, or of all files of a directory, by name. Only headers are read."""
     if not path.is_dir():
         return read_entries(path)
     if (path / FILE).exists():
@@ -44,7 +41,7 @@ def entries_at(path: Path) -> dict[str, FileEntry]:
 
 
 def indexed(raw: Json, index: object, read: Callable[[str], dict[str, FileEntry]]) -> dict[str, FileEntry]:
-    """Return the tensors of the files in an index. `index`: its name in errors; `read` reads one file."""
+    """Return the tensors of the files in an index. `index`: its name in errors."""
     entries, names_of = dict[str, FileEntry](), dict[str, list[str]]()
     file_of = raw.get("weight_map")
     if not isinstance(file_of, dict) or not all(isinstance(file, str) for file in file_of.values()):
@@ -83,7 +80,7 @@ def remove_partial(folder: Path) -> None:
 
 
 def _free_names(folder: Path, num_files: int) -> list[str]:
-    """Return names of new files, none in use: an earlier index stays whole until it is replaced."""
+    """Return unused names: an earlier index stays whole until it is replaced."""
     if num_files == 1:
         return [FILE]
     stems = chain(["model"], (f"model-{number}" for number in count(2)))

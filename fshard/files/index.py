@@ -1,6 +1,6 @@
 """The index of a checkpoint: its leaves, the files with their elements, and checksums.
 
-An index is JSON that anyone can read:
+An index is JSON:
 
     {"checksum": 2596996162, "format": "fshard", "version": 1, "step": 100, "ranks": 2, "threads": 1,
      "plans": ["5f0c..."],
@@ -15,8 +15,7 @@ An index is JSON that anyone can read:
 - "order", [dim] or [dim, blocks, parts]: the leaf's elements are counted as in Note [Order of a split leaf] in
   `layout.py`. "version" is 3 then, so that older versions refuse it. Version 2 gave an order to whole leaves of
   optimizer state, too, though these lie row-major.
-- "by_rank": leaves or values that differ between ranks (the position of each rank in its data), with an entry for each
-  rank.
+- "by_rank": leaves or values that differ between ranks, with an entry for each rank.
 - "threads": torch's number of threads when the state was saved.
 - "checksum": the CRC-32 of the text without it.
 """
@@ -42,7 +41,7 @@ from .places import Reader
 from .safetensors_file import CHUNK, DTYPES, NAMES
 
 VERSIONS = (1, 2, 3)  # the first if all leaves are row-major, else the last
-_FILE = re.compile(r"[0-9A-Za-z_][0-9A-Za-z_.-]{,200}\.safetensors")  # beside the index
+_FILE = re.compile(r"[0-9A-Za-z_][0-9A-Za-z_.-]{,200}\.safetensors")
 _SEAL = re.compile(rb'\{"checksum": ([0-9]{1,10}), ')
 
 _COLUMNS = 8191  # a prime, so that swapped sectors or pages lie in other columns
@@ -136,7 +135,7 @@ def piece_to_json(piece: Piece) -> Json:
 
 
 def read_index(text: bytes, where: str) -> Index:
-    """Parse an index. CheckpointError, beginning with `where`, for any other text."""
+    """CheckpointError, beginning with `where`, for any other text."""
     try:
         raw = parsed(text, "the text")
         head = (_field(raw, "format", str), _field(raw, "version", int))
@@ -214,7 +213,7 @@ def _of_version_2(name: str, entry: IndexEntry, ranks: int) -> IndexEntry:
 
 
 def _order(raw: Json, shape: Sequence[int]) -> tuple[int, ...]:
-    """Return an order as in `Split.order`, or (). ValueError if invalid."""
+    """Return an order as in `Split.order`, or ()."""
     text = f"order: expected [dim] or [dim, blocks, parts] for shape {shape!r:.100}, got {reprlib.repr(raw)}"
     require(isinstance(raw, list) and len(raw) in (0, 1, 3), text)
     if raw:
@@ -224,7 +223,7 @@ def _order(raw: Json, shape: Sequence[int]) -> tuple[int, ...]:
 
 
 def _numel(shape: Sequence[int]) -> int:
-    """Return the number of elements. ValueError from 2**63 on: multiplying a million sizes would take hours."""
+    """ValueError from 2**63 on: multiplying a million sizes would take hours."""
     numel = int(0 not in shape)
     for size in shape:
         numel *= size
@@ -252,7 +251,6 @@ def _check_apart(leaves: Mapping[str, IndexEntry]) -> None:
 
 
 def _check_names(by_rank: Sequence[str], ranks: int, leaves: Mapping[str, Json], values: Mapping[str, Json]) -> None:
-    """ValueError for an ambiguous name, or a rank without an entry."""
     names = [*leaves, *values, *by_rank]
     if twice := next((name for name, number in Counter(names).items() if number > 1), None):
         raise ValueError(f"{twice!r} comes twice")
@@ -281,7 +279,7 @@ def read_piece(raw: Json) -> Piece:
 
 
 def _file_name(name: str) -> str:
-    # a separator may lead elsewhere; and a listed `index.json` would be deleted with an older index's files
+    # a separator may lead elsewhere; a listed `index.json` would be deleted with an older index's files
     if not _FILE.fullmatch(name):
         raise ValueError(f"expected the name of a safetensors file beside the index, got {reprlib.repr(name)}")
     return name
@@ -310,7 +308,7 @@ def rank_key(name: str, rank: int) -> str:
 def checksum(data: Tensor, columns: int = _COLUMNS) -> int:
     """Return the CRC-32 of column sums of 64-bit words, and of the bytes left over.
 
-    It is as fast as reading memory, so every block can be compared. For `block` (bytes), with numpy:
+    It is as fast as reading memory. For `block` (bytes), with numpy:
 
         end = len(block) // 65528 * 65528
         sums = np.frombuffer(block[:end], "<i8").reshape(-1, 8191).sum(0)
@@ -330,7 +328,7 @@ def checksum(data: Tensor, columns: int = _COLUMNS) -> int:
 
 
 def read_block(file: Reader, offset: int, view: memoryview, expected: int | None) -> bool:
-    """Fill `view` from byte `offset` of a file. False if the file is too short, or has another checksum (None: any)."""
+    """Fill `view` from byte `offset`. False for a short file or another checksum (None: any)."""
     if file.read_into(offset, view) != len(view):
         return False
     return expected is None or checksum(torch.frombuffer(view, dtype=torch.uint8)) == expected

@@ -1,9 +1,9 @@
 """Pickles read as data: nothing is imported, called or built, except a record of each object.
 
 The standard library's unpickler is a stack machine, and its program may import and call any function. Here the program
-is first rewritten to the operations of plain data, or refused. It imports nothing: each expected name is a
-`PickleRecord`, and a call makes another. Every operation takes constant time and memory beyond its own bytes. The
-result may refer to one object from many places, or to itself: a walk over it must count its steps.
+is first rewritten to the operations of plain data, or refused. Each expected name is a `PickleRecord`, and a call makes
+another. Every operation takes constant time and memory beyond its own bytes. The result may refer to one object from
+many places, or to itself: a walk over it must count its steps.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ Plain = Any  # None, numbers, strings, lists, tuples, dicts, and records
 class PickleRecord:
     """An object in a pickle: its class or function, the arguments of the call, and its state.
 
-    `args` is None for a class or function itself. Two records are equal if they are one.
+    `args` is None for a class or function itself.
     """
 
     name: str
@@ -35,7 +35,6 @@ class PickleRecord:
     state: Plain = None
 
     def __call__(self, *args: Plain) -> Plain:
-        """Return the record of a call, in place of calling; for the name _DICT, a dict."""
         _require(self.args is None, "calls what is no name")
         return _Dict(*args) if self.name == _DICT else PickleRecord(self.name, args)
 
@@ -45,7 +44,7 @@ class PickleRecord:
 
 
 class _Dict(dict[Plain, Plain]):
-    """A dict with strings and records as keys: hashes of nested tuples take exponential time."""
+    """Keys are strings and records: hashes of nested tuples take exponential time."""
 
     __slots__ = ()
 
@@ -63,7 +62,6 @@ class _Unpickler(pickle.Unpickler):
         self._names = names
 
     def find_class(self, module: str, name: str) -> Any:
-        """Nothing is imported."""
         full_name = f"{module}.{name}"
         if full_name not in self._names and full_name != _DICT:
             raise ValueError(
@@ -78,8 +76,6 @@ class _Unpickler(pickle.Unpickler):
 
 def read_pickle(data: bytes, names: Set[str]) -> Plain:
     """Return plain data of a pickle, and records for these dotted names of classes and functions.
-
-    ValueError names any other operation or name.
 
     >>> import pickle
     >>> read_pickle(pickle.dumps({"lr": [0.5, None]}), set())

@@ -23,18 +23,14 @@ from .safetensors_file import PICKLES, FileEntry, are_counts, read_header
 from .torch_dcp import METADATA, index_of_dcp
 
 DCP, SAFETENSORS = "torch.distributed.checkpoint", "safetensors"
-# files of torch's HuggingFaceStorageWriter with save_distributed=True: one of each rank, whose metadata tells the
-# beginnings of its tensors in the whole ones
+# of torch's HuggingFaceStorageWriter with save_distributed=True: metadata tells where tensors begin in whole ones
 _SHARD = re.compile(r"shard-\d{5}-model-\d{5}-of-\d{5}\.safetensors")
 _SHARDING = "DCP_SHARDING_INFO"
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A checkpoint: its name in errors, the folder of its files, its index, and a text, equal on all ranks.
-
-    Ranks compare the text, which stands for the index.
-    """
+    """A checkpoint: its name in errors, the folder of its files, its index, and a text, equal on all ranks."""
 
     what: str
     place: Place
@@ -43,7 +39,7 @@ class Checkpoint:
 
 
 def format_at(path: str | os.PathLike[str], place: Place) -> str:
-    """Return the format at a path; "" for a directory of `save`, even an empty one. CheckpointError for pickles."""
+    """Return the format at a path; "" for a directory of `save`, even an empty one."""
     if os.path.isfile(path) and Path(path).suffix in (".safetensors", *PICKLES):
         return SAFETENSORS
     if finished(place):
@@ -68,7 +64,6 @@ def format_at(path: str | os.PathLike[str], place: Place) -> str:
 
 
 def source_at(path: str | os.PathLike[str], place: Place, kind: str) -> Checkpoint:
-    """Return the checkpoint at a path. CheckpointError if damaged."""
     if kind == DCP:
         index, data = index_of_dcp(place)
         return Checkpoint(f"{place}", place, index, hashlib.sha256(data).hexdigest())
@@ -107,7 +102,7 @@ def header_of(folder: Place, name: str) -> tuple[dict[str, FileEntry], dict[str,
 
 
 def _chunks(folder: Place, name: str) -> Iterator[_Chunk]:
-    """Yield the tensors of a HuggingFaceStorageWriter's file, with their beginnings in the whole ones."""
+    """Yield the tensors of a HuggingFaceStorageWriter's file."""
     entries, metadata = header_of(folder, name)
     where = f"{folder}/{name}"
     places = parsed(str(metadata.get(_SHARDING)).encode(), where, _SHARDING)

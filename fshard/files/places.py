@@ -2,8 +2,8 @@
 
 Note [A file is whole or not there]
     `put` makes a file appear as a whole. On a disk, the data goes to a file of another name, which is flushed; then one
-    rename gives the file its name, then the folder is flushed. An object store puts an object in place as a whole.
-    `write` makes no such promise: its files count once an index names them.
+    rename gives the file its name, then the folder is flushed. `write` makes no such promise: its files count once an
+    index names them.
 """
 
 from __future__ import annotations
@@ -39,13 +39,12 @@ class LocalPlace:
         return str(self._path)
 
     def inside(self, name: str) -> LocalPlace:
-        """Return the folder of this name in this one. OSError for a symbolic link."""
         if (self._path / name).is_symlink():
             raise OSError(errno.ELOOP, "expected a folder, got a symbolic link", str(self._path / name))
         return LocalPlace(self._path / name)
 
     def names(self, folders: bool = False) -> list[str]:
-        """Return the names in this folder (`folders`: of folders in it, no links); [] if there is no such folder."""
+        """`folders`: names of folders, no links. [] if this folder is not there."""
         with suppress(FileNotFoundError), os.scandir(self._path) as entries:
             return sorted(x.name for x in entries if not folders or x.is_dir(follow_symlinks=False))
         return []
@@ -61,12 +60,12 @@ class LocalPlace:
         return False
 
     def write(self, name: str, chunks: Iterable[memoryview]) -> None:
-        """Write a new file, safe from a loss of power when this returns; make the folder if need be."""
+        """Write a new file, safe from a loss of power; make the folder if need be."""
         self._write(name, chunks)
         flush(self._path)
 
     def put(self, name: str, data: bytes) -> None:
-        """Write a file that appears as a whole or not at all, replacing an earlier one."""
+        """See Note [A file is whole or not there]."""
         unfinished = f".{name}.{secrets.token_hex(8)}"
         self._write(unfinished, [memoryview(data)], 0o644)
         try:
@@ -77,7 +76,7 @@ class LocalPlace:
         flush(self._path)
 
     def sweep(self, name: str) -> None:
-        """Delete leftovers of killed `put`s of a file, at least a day old: younger ones may be in use."""
+        """Delete leftovers of killed `put`s, at least a day old: younger ones may be in use."""
         for path in (self._path / x for x in self.names() if x.startswith(f".{name}.")):
             with suppress(FileNotFoundError):
                 if time.time() - path.lstat().st_mtime > _DAY:
@@ -98,7 +97,6 @@ class LocalPlace:
 
     @contextmanager
     def open(self, name: str) -> Iterator[LocalReader]:
-        """Open a file to read it. FileNotFoundError; OSError for anything but a regular file."""
         with open_file(self._path / name, follow=False) as file:
             yield LocalReader(file)
 
@@ -107,7 +105,6 @@ class LocalPlace:
             (self._path / name).unlink()
 
     def remove_folder(self) -> None:
-        """Delete this folder if empty."""
         with suppress(OSError):  # files of another save are in it
             self._path.rmdir()
             flush(self._path.parent)
@@ -126,7 +123,7 @@ class LocalReader:
         self._file, self.size = file, os.fstat(file.fileno()).st_size
 
     def read_into(self, offset: int, view: memoryview) -> int:
-        """Fill `view` with the bytes from `offset` on; return their number, smaller at the file's end."""
+        """Return the number of bytes read, smaller at the file's end."""
         filled = 0
         while filled < len(view):  # one read may return less than asked for
             with naming(self._file.name):
@@ -146,12 +143,12 @@ class LocalReader:
 
 
 def read_bytes(file: Reader, begin: int, size: int) -> bytes:
-    """Return `size` bytes of a file from `begin` on; fewer at the file's end."""
+    """Return `size` bytes from `begin` on; fewer at the file's end."""
     data = bytearray(min(size, max(file.size - begin, 0)))
     return bytes(data[: file.read_into(begin, memoryview(data))])
 
 
-# a folder of files and folders, which need not exist; `str` gives its name in errors
+# a folder, which need not exist; `str` gives its name in errors
 Place: TypeAlias = LocalPlace | RemotePlace
 Reader: TypeAlias = LocalReader | RemoteReader  # an open file
 
@@ -166,13 +163,13 @@ def _write_chunk(file: FileIO, chunk: memoryview) -> None:
 
 
 def flush(path: Path) -> None:
-    """Flush a file, or the names in a folder, to the disk, against a loss of power."""
+    """Flush a file, or the names in a folder, against a loss of power."""
     number = os.open(path, os.O_RDONLY)
     try:
         with naming(path):
             os.fsync(number)
     except OSError as error:
-        # some network file systems cannot flush a folder, and write its names at once; databases go on, too
+        # some network file systems cannot flush a folder, and write its names at once
         if error.errno not in _CANNOT_FLUSH or not path.is_dir():
             raise
     finally:
@@ -180,7 +177,7 @@ def flush(path: Path) -> None:
 
 
 def is_file_name(name: str) -> bool:
-    """Return True for a name of a file in a folder: a foreign name with a separator may lead elsewhere.
+    """A foreign name with a separator may lead elsewhere.
 
     >>> is_file_name("model.safetensors"), is_file_name("../model.safetensors")
     (True, False)
@@ -189,7 +186,7 @@ def is_file_name(name: str) -> bool:
 
 
 def place_of(directory: str | os.PathLike[str]) -> Place:
-    """Return the folder that a user names: a path, or a URL for fsspec. ImportError if a package is missing.
+    """Return the folder that a user names: a path, or a URL for fsspec.
 
     >>> str(place_of("/runs/1")), str(place_of("file:///runs/1")), str(place_of("memory://runs/1"))
     ('/runs/1', '/runs/1', 'memory://runs/1')

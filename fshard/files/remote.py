@@ -16,7 +16,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
 
-# schemes of stores that put an object in place as a whole
+# Note [Objects appear whole]
 OBJECT_STORES = {"abfs", "abfss", "az", "gcs", "gs", "memory", "oci", "oss", "s3", "s3a", "tos"}
 # fsspec's errors often have no number
 _NUMBERS = {FileNotFoundError: errno.ENOENT, PermissionError: errno.EACCES, TimeoutError: errno.ETIMEDOUT}
@@ -36,7 +36,7 @@ class RemotePlace:
         return RemotePlace(self._fs, f"{self._path}/{name}", f"{self._url}/{name}")
 
     def names(self, folders: bool = False) -> list[str]:
-        """Return the names in this folder (`folders`: of folders in it); [] if only the bucket exists."""
+        """`folders`: names of folders. [] if only the bucket exists."""
         self._fs.invalidate_cache()
         try:
             with _naming(self._url):
@@ -49,17 +49,16 @@ class RemotePlace:
         return sorted(path.rpartition("/")[2] for path in paths - {self._path.rstrip("/")})
 
     def links(self) -> list[str]:
-        """Return []: a store has no symbolic links."""
         return []
 
     def has(self, name: str) -> bool:
-        """Return True for a file. OSError if the store does not answer: fsspec's isfile says False."""
+        """OSError if the store does not answer: fsspec's isfile says False."""
         with suppress(FileNotFoundError):
             return self._info(name)["type"] == "file"
         return False
 
     def write(self, name: str, chunks: Iterable[memoryview]) -> None:
-        """Write a new file in blocks; when this returns, the store has it."""
+        """When this returns, the store has the file."""
         path, url = f"{self._path}/{name}", f"{self._url}/{name}"
         with _naming(url):
             if not self._is_store:  # with s3fs this would make a bucket
@@ -100,7 +99,7 @@ class RemotePlace:
             self._fs.rm_file(f"{self._path}/{name}")
 
     def remove_folder(self) -> None:
-        """Delete this folder if empty. An object store's folder exists only with a file in it."""
+        """An object store's folder exists only with a file in it."""
         if not self._is_store:
             with suppress(Exception):  # files of another save are in it
                 self._fs.rmdir(self._path)
@@ -143,7 +142,7 @@ def _naming(url: str) -> Iterator[None]:
 
 
 def remote_place(url: str) -> RemotePlace:
-    """Return the folder of a URL. ImportError if a package for it is not installed, ValueError for another URL.
+    """ImportError if a package is not installed, ValueError for another URL.
 
     >>> str(remote_place("memory://runs/1/"))
     'memory://runs/1'

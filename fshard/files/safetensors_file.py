@@ -73,12 +73,12 @@ class FileEntry:
 
 
 def stored(shape: tuple[int, ...], dtype: torch.dtype) -> tuple[tuple[int, ...], torch.dtype]:
-    """Return shape and dtype of a tensor in a file, for other programs: pairs of float64 for complex128."""
+    """Return shape and dtype in a file, for other programs: pairs of float64 for complex128."""
     return ((*shape, 2), torch.float64) if dtype == torch.complex128 else (shape, dtype)
 
 
 def laid_out(leaves: Iterable[tuple[str, tuple[int, ...], torch.dtype]], file: Path) -> list[FileEntry]:
-    """Return the entries of a file, largest elements first, so that tensors are aligned."""
+    """Largest elements first, so that tensors are aligned."""
     entries, start = [], 0
     for name, shape, dtype in sorted(leaves, key=lambda leaf: -leaf[2].itemsize):
         entries.append(FileEntry(name, NAMES[dtype], shape, start, math.prod(shape) * dtype.itemsize, file))
@@ -89,7 +89,7 @@ def laid_out(leaves: Iterable[tuple[str, tuple[int, ...], torch.dtype]], file: P
 def check_fits(
     function: str, names: Iterable[str], dtypes: Iterable[tuple[str, torch.dtype]], lacks: Sequence[torch.dtype] = ()
 ) -> None:
-    """ValueError for names and dtypes of leaves that the format lacks, or those in `lacks`."""
+    """ValueError for names and dtypes that the format lacks, or those in `lacks`."""
     if twice := [name for name, number in Counter(names).items() if number > 1 or name == METADATA]:
         raise ValueError(f"{function}: names that come twice, or mean something else: {', '.join(map(repr, twice))}")
     dtypes = [*dtypes]
@@ -113,10 +113,7 @@ def header(entries: Iterable[FileEntry]) -> bytes:
 
 
 def read_entries(path: Path) -> dict[str, FileEntry]:
-    """Return the tensors of a file by name, `start` from the first byte of the file; only the header is read.
-
-    FileNotFoundError, or ValueError for a file in another format or not whole.
-    """
+    """Return a file's tensors by name, `start` from the first byte of the file; only the header is read."""
     with open_file(path) as file:
         return read_header(LocalReader(file), path)[0]
 
@@ -156,7 +153,6 @@ def _entries(forms: Mapping[str, Any], begin: int, path: Path) -> list[FileEntry
 
 
 def are_counts(values: object) -> TypeGuard[list[int]]:
-    """Return True for a list of whole numbers, as a shape."""
     # few and small: their products take no time
     return isinstance(values, list) and len(values) <= 64 and all(type(x) is int and 0 <= x < 1 << 63 for x in values)
 
@@ -179,7 +175,7 @@ def _check_data(entries: Iterable[FileEntry], begin: int, size: int, path: Path)
 
 
 def read_chunks(file: FileIO, path: Path, start: int, num_bytes: int, dtype: torch.dtype) -> Iterator[Tensor]:
-    """Yield these bytes of a file as flat tensors in host memory, each valid until the next one."""
+    """Yield these bytes as flat tensors in host memory, each valid until the next one."""
     reader, buffer, end = LocalReader(file), bytearray(min(num_bytes, CHUNK)), start + num_bytes
     for begin in range(start, end, CHUNK):
         view = memoryview(buffer)[: end - begin]
@@ -196,6 +192,6 @@ def write_tensor(file: BufferedIOBase, start: int, value: Tensor) -> None:
 
 
 def copied_into(buffer: bytearray, data: Tensor) -> memoryview:
-    """Copy bytes (n,) to the beginning of a buffer, and return a view of them."""
+    """Copy bytes (n,) to the beginning of a buffer."""
     torch.frombuffer(buffer, dtype=torch.uint8)[: data.numel()].copy_(data)
     return memoryview(buffer)[: data.numel()]

@@ -90,7 +90,7 @@ def index_of_dcp(place: Place) -> tuple[Index, bytes]:
     """Return the index of a checkpoint of torch.distributed.checkpoint, with `ChunkRun`s as pieces, and its text.
 
     Numbers and strings, pickled one by one by torch, are values; in lists and tuples by name and number. Other objects
-    are left out. CheckpointError for any other checkpoint.
+    are left out.
     """
     where = f"{place}/{METADATA}"
     try:
@@ -112,7 +112,7 @@ def index_of_dcp(place: Place) -> tuple[Index, bytes]:
 
 @contextmanager
 def _naming(where: str) -> Iterator[None]:
-    """Turn errors of damaged data into CheckpointErrors that begin with `where`."""
+    """Errors of damaged data become CheckpointErrors that begin with `where`."""
     try:
         yield
     except CheckpointError:
@@ -154,7 +154,6 @@ _Items = dict[tuple[str, tuple[int, ...] | None], _Item]  # by name and the offs
 
 
 def _items(storage_data: Plain) -> _Items:
-    """Return items by name and chunk's offset (None: not a tensor)."""
     items, by_file = _Items(), dict[str, list[tuple[int, int]]]()
     for key, info in _expect(storage_data, dict, "storage_data").items():
         index = _fields(key, f"{_OURS}MetadataIndex")
@@ -210,10 +209,7 @@ def _dtype(name: str, properties: Plain) -> torch.dtype:
 
 
 def located(place: Place, pieces: Sequence[Piece]) -> list[Piece]:
-    """Replace offsets of items by offsets of elements: this opens the items.
-
-    CheckpointError names file and leaf of an item unlike `.metadata`.
-    """
+    """Replace offsets of items by offsets of elements: this opens the items."""
     items = {(piece.file, piece.offset): piece for piece in pieces if isinstance(piece, ChunkRun)}
     starts = dict[tuple[str, int], int]()
     for file, of_file in groupby(sorted(items), key=lambda item: item[0]):
@@ -247,9 +243,9 @@ def _start(item: ZipItem, run: ChunkRun) -> int:
 
 
 def stored_tensor(record: Plain) -> tuple[str, torch.dtype, int, tuple[int, ...], tuple[int, ...]]:
-    """Return a tensor as torch.save wrote it: key of its storage, dtype, first element in it, sizes and strides.
+    """Return a tensor's key of its storage, dtype, first element in it, sizes and strides.
 
-    ValueError for any other record of a pickle, read with the names `OF_TENSOR`.
+    `record`: read with the names `OF_TENSOR`.
     """
     require(type(record) is PickleRecord and record.args is not None, f"expected a tensor, got {_kind(record)}")
     args, is_typed = record.args, record.name == "torch._utils._rebuild_tensor_v2"

@@ -8,7 +8,7 @@ import zipfile
 from .index import require
 from .places import Reader, read_bytes
 
-_MOST_BYTES = 1 << 24  # of a zip file's directory (160 for each tensor), and of a member
+_MOST_BYTES = 1 << 24  # of a directory (160 for each tensor), and of a member
 
 
 class ZipItem:
