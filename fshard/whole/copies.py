@@ -50,7 +50,7 @@ def copied_whole(x: Parts, given: Tree, layout: Layout | None = None) -> Parts:
 
 
 def own_part(whole: Parts, like: Parts, given: Sequence[Tree] = ()) -> Parts:
-    """Return this rank's part of whole leaves, laid out as `like`, with zero padding. Dual: `copied_whole`."""
+    """Return this rank's part, laid out as `like`, with zero padding. Dual: `copied_whole`."""
     leaf_of = dict(zip(whole.layout.numbers, whole.tensors, strict=True))
     if not like.layout.flat:
         return Parts(like.layout, [leaf_of[span.leaf] for span in like.layout.mine])
@@ -66,8 +66,8 @@ def on_copies(
 ) -> Update:
     """Return `update`, run on whole copies if a derivative passes over ranks.
 
-    Each rank then updates all leaves, and keeps its part. `through`: the layout of whole leaves on their owners, if the
-    state was made for it. `apart`: leaves do not act on each other.
+    `through`: the layout of whole leaves on their owners, if the state was made for it. `apart`: leaves do not act on
+    each other.
     """
 
     @wraps(update)
@@ -102,7 +102,7 @@ def on_copies(
 
 
 def check_cut_alike(name: str, layouts: Iterable[Layout]) -> None:
-    """Raise TypeError for whole leaves beside cut ones: an update of all leaves counts whole ones once per rank."""
+    """TypeError for whole leaves beside cut ones: an update of all leaves counts whole ones once per rank."""
     if len(_overs(layouts)) > 1:
         raise TypeError(
             f"{name}: where a derivative passes, expected leaves that are all cut alike, got whole ones, too: make the "
@@ -111,12 +111,11 @@ def check_cut_alike(name: str, layouts: Iterable[Layout]) -> None:
 
 
 def _overs(layouts: Iterable[Layout]) -> set[Axes]:
-    """The axes of cut rows with elements."""
     return {row.over for layout in layouts for row in layout.rows if row.has_elements}
 
 
 def check_apart(name: str, state: Tree) -> None:
-    """Raise TypeError for a state with layouts of leaves: an update of whole copies cannot use it."""
+    """TypeError for a state with layouts of leaves: an update of whole copies cannot use it."""
 
     def knows_leaves(x: object) -> bool:
         return hasattr(x, "layouts") or hasattr(x, "vectors")

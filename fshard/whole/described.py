@@ -37,12 +37,11 @@ class Alone(AbstractMesh):
     """A mesh for trials without other ranks, which may not try the same."""
 
     def ranks(self, axis: str) -> NoReturn:
-        """Raise `Communicated` before a message that no rank would answer."""
+        """No rank would answer a message."""
         raise Communicated
 
 
 def named(function: Callable[..., object]) -> str:
-    """The name of a user's function, for errors."""
     name = getattr(function, "__qualname__", type(function).__name__).replace(".<locals>", "")
     return f"{getattr(function, '__module__', '')}.{name}"
 
@@ -60,7 +59,7 @@ class Flattened:
         return self.kind(tree.unflatten(spec, entry) for entry in zip(*columns, strict=True))
 
 
-tree.register_fields(Flattened, ("entries",), ("kind",), names=("",))  # leaves keep their path in a tree
+tree.register_fields(Flattened, ("entries",), ("kind",), names=("",))  # leaves keep their path
 
 
 def formed(init: Init, whole: Parts) -> list[Tree] | None:
@@ -104,7 +103,7 @@ def described(state: Tree, whole: Parts, formed: Sequence[Tree]) -> Tree:
 
 
 def check_told(init: Init, params: Tree, state: Tree) -> None:
-    """Raise `Misplaced` for a state of flat tensors if tensors outside of trees grow with these."""
+    """`Misplaced` for a state of flat tensors if tensors outside of trees grow with these."""
     nodes = tree.nodes(params, Parts)
     if not any(num_ranks(x.mesh) > 1 for x in nodes) or is_tracing() or torch.compiler.is_compiling():
         return
@@ -120,7 +119,7 @@ def check_told(init: Init, params: Tree, state: Tree) -> None:
 
 
 def _longer(x: Tree) -> Tree:
-    """The same flat tensors with one more element, on a mesh without other ranks."""
+    """One more element in each, on a mesh without other ranks."""
     if not isinstance(x, Parts):
         return x
     mesh = Alone("cpu", 0, **axis_sizes(x.mesh)) if x.mesh is not None else None
@@ -129,7 +128,7 @@ def _longer(x: Tree) -> Tree:
 
 
 def _check_alike(init: Init, state: Tree, other: Tree) -> None:
-    """Raise `Misplaced` if two states differ outside of trees."""
+    """`Misplaced` if two states differ outside of trees."""
     a, b = (tree.paths_to(x, Parts) for x in (state, other))
     plain, others = ({path: tuple(x.shape) for path, x in pairs if isinstance(x, Tensor)} for pairs in (a, b))
     if plain == others and [path for path, _ in a] == [path for path, _ in b]:
@@ -201,7 +200,7 @@ def _listed(state: Tree, two: Tree, one: Tree, layout: Layout) -> Tree:
 
 
 def _forms(x: Parts) -> dict[int, Form]:
-    """The form of each leaf of a state, by number; {} if all are those of the parameters."""
+    """By number; {} if all are those of the parameters."""
     leaves, pairs = x.layout.leaves, zip(x.layout.mine, x.tensors, strict=True)
     forms = {span.leaf: Form(tuple(t.shape), t.dtype) for span, t in pairs}
     return forms if any((leaves[n].shape, leaves[n].dtype) != form for n, form in forms.items()) else {}
@@ -248,7 +247,7 @@ def again(new: Tree, state: Tree, layout: Layout) -> Tree:
 
 
 def check_shapes(update: Callable[..., object], old: Tree, new: Tree) -> None:
-    """Raise `Misplaced` if an update changed the shape of a tensor in a tree: other ranks do not know the new one."""
+    """`Misplaced` if an update changed the shape of a tensor in a tree: other ranks do not know the new one."""
     pairs = [*zip(tree.tops(old, Parts), tree.tops(new, Parts), strict=False)]
     for a, b in ((a, b) for a, b in pairs if isinstance(a, Parts) and isinstance(b, Parts) and a.layout == b.layout):
         for number, (x, y) in enumerate(zip(a.tensors, b.tensors, strict=True)):

@@ -1,7 +1,7 @@
 """Move a tree from one layout to another between ranks: to owners of whole leaves, back, to all ranks, to one rank.
 
-Every rank knows both layouts, and so what it sends to each rank and receives from each. Along each axis over which the
-tree is sharded, a rank sends one message to every other rank, however many leaves move.
+Every rank knows both layouts, and so what it sends and receives. Along each axis over which the tree is sharded, a rank
+sends one message to every other rank, however many leaves move.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def assign(costs: Sequence[float], num_ranks: int) -> list[int]:
     >>> assign([1, 5, 3, 3], 2)
     [0, 0, 1, 1]
     """
-    # ranks beyond the number of items get none. No heap: torch.compile cannot trace it
+    # no heap: torch.compile cannot trace it
     load, ranks = [0.0] * min(num_ranks, len(costs)), [0] * len(costs)
     for i in sorted(range(len(costs)), key=lambda i: -costs[i]):
         ranks[i] = load.index(min(load))
@@ -82,13 +82,12 @@ Lists = list[list[Item]]  # by rank along an axis, this one included
 class Moves(NamedTuple):
     """The items that this rank sends, receives or passes on between two layouts, in the order of sending."""
 
-    here: tuple[int, ...]  # this rank's coordinates
+    here: tuple[int, ...]  # coordinates
     items: list[Item]
-    stages: list[tuple[str, Lists, Lists]]  # an axis, sends and receives of this rank
+    stages: list[tuple[str, Lists, Lists]]  # an axis, sends and receives
 
 
 def _moves(old: Layout, new: Layout) -> Moves:
-    """Return the moves between two layouts, kept by the old one."""
     if torch.compiler.is_compiling():  # dynamo cannot hash a layout, and traces this only once
         return _find_moves(old, new)
     known = old.derived.moves
@@ -103,7 +102,6 @@ def _way(old: Layout, new: Layout) -> tuple[AnyMesh, Axes]:
 
 
 def _find_moves(old: Layout, new: Layout) -> Moves:
-    """Find the items on this rank, and split them into a stage for each axis."""
     mesh, axes = _way(old, new)
     sizes = {axis: size for axis, size in axis_sizes(mesh).items() if axis in axes}
     here = {axis: coordinate(mesh, (axis,)) for axis in axes}
@@ -145,7 +143,7 @@ def _stage(k: int, size: int, here: tuple[int, ...], items: Sequence[Item]) -> t
     sends: Lists = [[] for _ in range(size)]
     recvs: Lists = [[] for _ in range(size)]
     for item in items:
-        # before this stage an item has its target's coordinates along later axes, as the last axis comes first
+        # an item has its target's coordinates along later axes
         if item.source[: k + 1] + item.target[k + 1 :] == here:
             sends[item.target[k]].append(item)
         if item.source[:k] + item.target[k:] == here:
@@ -154,7 +152,7 @@ def _stage(k: int, size: int, here: tuple[int, ...], items: Sequence[Item]) -> t
 
 
 def _moved(x: Tree, new: Layout, label: str) -> dict[int, list[tuple[int, Tensor]]]:
-    """Move elements; return pairs (begin, elements) for each leaf with a span of this rank in `new`."""
+    """Return pairs (begin, elements) for each leaf with a span of this rank in `new`."""
     old = typed(x)
     moves = _moves(old, new)
     local = {span.leaf: (span.begin, x) for span, x in elements(x, old)}
@@ -176,7 +174,7 @@ def _along(
     refuse_derivative([*held_items.values()], label or "a move of leaves")
     result = {item: held_items[item] for item in sends[ranks.rank]}  # these stay on this rank
     sends, recvs = ([x if p != ranks.rank else [] for p, x in enumerate(lists)] for lists in (sends, recvs))
-    forms = [[(by_leaf[item.leaf], item.numel) for item in items] for items in recvs]  # received forms by rank
+    forms = [[(by_leaf[item.leaf], item.numel) for item in items] for items in recvs]
     arrived = primitives.swap([[held_items[item] for item in items] for items in sends], forms, ranks, label)
     for items, tensors in zip(recvs, arrived, strict=True):
         result.update(zip(items, tensors, strict=True))
@@ -184,7 +182,7 @@ def _along(
 
 
 def collect(x: Tree, layout: Layout, label: str = "") -> Parts:
-    """Return the leaves of a tree whole on the ranks in `layout`, on the device. Dual: `spread`."""
+    """Return leaves whole on the ranks in `layout`, on the device. Dual: `spread`."""
     arrived = _moved(x, layout, label)
     tensors, device = [], device_of(x)
     for span in layout.mine:
@@ -196,7 +194,7 @@ def collect(x: Tree, layout: Layout, label: str = "") -> Parts:
 
 
 def spread(x: Tree, like: T, label: str = "") -> T:
-    """Return a tree with the layout of `like` and the elements of `x`; padding is zero. Dual: `collect`."""
+    """Return the elements of `x` in the layout of `like`; padding is zero. Dual: `collect`."""
     out = tree.map(lambda row: torch.zeros_like(row, memory_format=torch.contiguous_format), like)
     if not (layout := layout_of(like)).flat:
         write(out, collect(x, layout, label))

@@ -29,15 +29,13 @@ from ..layout.rules import Rule
 from .described import Alone, Communicated, check_shapes, is_listed, named, values
 from .moves import on_rank
 
-_MAGNITUDES = *((m, m, m) for m in (1.0, 1e-4, 1e4, 1e8)), (torch.inf, torch.nan, 1.0)  # of gradients in a few updates
+_MAGNITUDES = *((m, m, m) for m in (1.0, 1e-4, 1e4, 1e8)), (torch.inf, torch.nan, 1.0)  # of gradients
 _LEAVES = 6
 _LARGEST = 1 << 14  # elements of a leaf; each dim of a larger one is cut to `_SIDE`
 _SIDE = 8
 
 
 class _Found(NamedTuple):
-    """The findings of a trial: random numbers drawn, dependence on other leaves, collectives called, an error."""
-
     drew: bool
     depends: bool
     communicated: bool = False
@@ -46,7 +44,7 @@ class _Found(NamedTuple):
 
 
 def check_apart(init: Callable[[Tree], Tree], update: Callable[..., tuple[Tree, Tree]], nodes: Sequence[Parts]) -> None:
-    """Raise ValueError if the update of a leaf depends on other leaves, and other ranks own these.
+    """ValueError if the update of a leaf depends on other leaves, and other ranks own these.
 
     On one rank it may, unless it draws random numbers: then leaves are updated one by one. An update that fails on the
     whole tree here (because it needs arguments of its own, say) passes.
@@ -127,7 +125,6 @@ def _cut(leaf: Leaf) -> Form:
 
 
 def _needed(update: Callable[..., object]) -> list[str]:
-    """The keyword-only arguments without a default."""
     try:
         known = inspect.signature(update).parameters.values()
     except (TypeError, ValueError):
@@ -144,7 +141,7 @@ def _runs(
     layout: Layout,
     magnitudes: Sequence[float],
 ) -> Iterator[tuple[Tree, Tree]]:
-    """Yield the updates and the state after each of a few updates; only leaf `bad` gets infinite or NaN gradients."""
+    """Yield the updates and the state after each update; only leaf `bad` gets infinite or NaN gradients."""
 
     def made(seed: int, scale: float) -> Parts:
         scales = {s.leaf: scale if isfinite(scale) or s.leaf == bad else 1.0 for s in layout.mine}

@@ -3,8 +3,8 @@
 Note [Random numbers of an update]
     In a step random numbers come from the state's seed and step (`core.random.Seeds`), and from a place: a leaf's
     number, or the numbers of a flat tensor and of this rank's shard. So ranks with copies draw the same, others do not.
-    Torch has one generator, and its numbers depend on earlier draws: so an update that draws runs on one piece after
-    another, seeded for each.
+    Torch's generator depends on earlier draws: so an update that draws runs on one piece after another, seeded for
+    each.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ from .moves import collect, on_rank, owned, spread
 from .trial import check_apart
 
 Update: TypeAlias = Callable[..., tuple[Tree, Tree]]
-Places: TypeAlias = Sequence[tuple[int, ...]]  # for each tensor numbers unlike those of other leaves and shards
+Places: TypeAlias = Sequence[tuple[int, ...]]  # unlike those of other leaves and shards
 
 
 def bring(x: Tree) -> Tree:
-    """Send each leaf of `Parts` whole to one rank; a leaf that is whole already is not copied."""
+    """Send each leaf of `Parts` whole to one rank; a whole leaf is not copied."""
     return tree.map_tops(_whole, Parts, x)
 
 
@@ -52,7 +52,6 @@ def _whole(x: Tree) -> Tree:
 
 
 def to_owners(layout: Layout) -> Layout:
-    """The layout of whole leaves on the ranks that own them."""
     return owned(layout, layout.mesh, layout.axes)
 
 
@@ -103,8 +102,7 @@ def on_leaves(init: Init, update: Update) -> tuple[Init, Update]:
 def in_trees(init: Init, told: bool) -> Init:
     """Return an `init` that raises `Misplaced` if fshard cannot see which tensors belong to which leaf.
 
-    It refuses several tensors for one leaf of a tree, and tensors in an object of an unregistered class; with `told`
-    also tensors outside of trees that depend on the rank's elements.
+    `told`: also for tensors outside of trees that depend on the rank's elements.
     """
 
     @wraps(init)
@@ -182,7 +180,7 @@ def _check_written(paths: Sequence[str], update: Update, extra: Mapping[str, obj
 
 
 def _sent_back(update: Update, updates: Tree, whole: Tree, grads: Tree) -> Tree:
-    """Send the updates to where the gradients are; ValueError for updates of another tree."""
+    """Send the updates to where the gradients are."""
     given, got = ([getattr(x, "key", None) for x in tree.tops(t, Parts)] for t in (whole, updates))
     if given != got and tree.nodes(grads, Parts):
         raise ValueError(
@@ -282,12 +280,11 @@ def _piecewise(seeds: Seeds, update: Update, grads: Parts, *trees: Any, **extra:
 
 
 def _cut(number: int) -> Callable[[Tree], Tree]:
-    """Make a function from a tree to its part for one tensor."""
     return lambda x: [x.tensors[number]] if isinstance(x, Parts) else x
 
 
 def _check_structure(update: Update, old: Tree, new: Tree) -> None:
-    """Raise ValueError for a state of another structure, because then no tensor is known to belong to a leaf."""
+    """In another structure no tensor is known to belong to a leaf."""
     if tree.flatten(old)[1] != tree.flatten(new)[1]:
         same = "a number or None has become a tree, or a list or dict has other entries"
         raise ValueError(
@@ -298,7 +295,7 @@ def _check_structure(update: Update, old: Tree, new: Tree) -> None:
 
 
 def _joined(like: Tree, states: Sequence[Tree]) -> Tree:
-    """The state with the tensors of all states in its `Parts`, and all else from `like`."""
+    """The tensors of all states in `Parts`, and all else from `like`."""
 
     def put(x: Tree, *pieces: Tree) -> Tree:
         return tree.unflatten(tree.flatten(x)[1], [t for (t,) in pieces]) if isinstance(x, Parts) else x
@@ -307,7 +304,7 @@ def _joined(like: Tree, states: Sequence[Tree]) -> Tree:
 
 
 def _check_passed(name: str, nodes: Sequence[Parts], state: Tree) -> None:
-    """Raise TypeError if a gradient passes through some rank's state, and another rank has no tensor to pass it on."""
+    """TypeError if a gradient passes through some rank's state, and another rank has no tensor to pass it on."""
     with aside():
         kept, none = any(map(needs_gradient, tree.leaves(state))), not all(x.tensors for x in nodes)
         answers = torch.tensor([kept, none], dtype=torch.float32, device="cpu")
@@ -320,7 +317,7 @@ def _check_passed(name: str, nodes: Sequence[Parts], state: Tree) -> None:
 
 
 def _begun(init: Init, whole: Tree) -> Tree:
-    """The state of whole leaves. A rank without leaves may take the counts in the state of another leaf."""
+    """A rank without leaves may take the counts in the state of another leaf."""
     try:
         return init(whole)
     except Exception as failure:  # perhaps the user's function reads the first leaf
@@ -331,7 +328,7 @@ def _begun(init: Init, whole: Tree) -> Tree:
 
 
 def _on_none(init: Init, update: Update, grads: Parts, state: Tree, *more: Any, **extra: object) -> tuple[Tree, Tree]:
-    """Run an update on a rank without leaves. If the update needs a leaf, run it on another, for counts alone."""
+    """If the update needs a leaf, run it on another, for counts alone."""
     try:
         return _whole_tree(update, grads, state, *more, **extra)
     except MismatchError:
