@@ -47,7 +47,7 @@ def casts_of(
     - `paths`: submodules that cast their inputs in any case
     - `unasked`: also cast in the module, and in submodules computed in another dtype
 
-    Outputs get the dtype of most elements by the policy without overrides, or else the one dtype of all parameters.
+    Outputs get the dtype of most elements by the policy without overrides; if it names none, the one of all parameters.
     """
     computed = [dtype for _, dtype in dtypes]
     if unasked:

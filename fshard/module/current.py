@@ -188,6 +188,7 @@ class Calls:
         running = (_RUNNING.get() or {}).get(self)
         if node is None:
             return running
+        # a forward may contain another call's backward
         made = [call for call in list(self._alive) if call.made(node._sequence_nr())]
         # a GPU's backward has its own thread, unless multithreading is off, as in `value_and_grad`
         calls = [call for call in made if call.thread == get_ident()] or made

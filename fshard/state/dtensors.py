@@ -50,7 +50,7 @@ def whole_tensor(x: Any, mesh: AnyMesh, label: str) -> Tensor:
             f"{label}: {sharding(x)}: expected a plan on a mesh of all ranks that have a part of it, its mesh has "
             f"{count} of {len(is_here)} parts"
         )
-    # Others' parts are zeros here, and replicas equal: a maximum joins the ranks', of bytes because of NaN.
+    # Parts of other ranks are zeros here, and replicas are equal: a maximum joins all; of bytes, to keep NaN.
     return from_bytes(primitives.total(as_bytes(full), mesh, op="max", label=label), x.dtype).view(full.shape)
 
 

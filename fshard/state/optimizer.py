@@ -108,13 +108,13 @@ def _check_tensors(nodes: Sequence[tuple[str, Tree]]) -> None:
 
 
 def _check_rank(name: str, mesh: AnyMesh, rank: int | None) -> None:
-    """Without a mesh any number from 0 on is allowed."""
+    """Without a mesh any number is allowed."""
     if rank is not None:
         check_whole(name, rank, 0, torch.inf if mesh is None else num_ranks(mesh), "a rank of the state's mesh")
 
 
 def _holds(mesh: AnyMesh, rank: int | None) -> bool:
-    """True if this rank passes or receives the whole state; without a mesh every rank does."""
+    """True if this rank passes or receives the whole state."""
     return rank is None or mesh is None or rank == rank_in(mesh)
 
 
