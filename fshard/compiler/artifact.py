@@ -33,14 +33,13 @@ _MOST = 1 << 60
 
 
 def file_at(name: str, path: Path) -> str:
-    """Return the path of a file, with symbolic links followed. Raises TypeError or ValueError for anything else."""
     check_path(name, path, "the path of a file")
     text = os.fspath(path)
     return text if "://" in text else os.path.realpath(text)
 
 
 def find(path: Path, identity: FunctionIdentity, mesh: AnyMesh) -> Program | str:
-    """Return this rank's program for the identity, or the reason why the file at `path` has none."""
+    """Return this rank's program, or the reason why the file has none."""
     try:
         programs, parts = _read(path)
         rank, reasons = rank_in(mesh), dict[int, str]()  # by the number of differences
@@ -67,8 +66,7 @@ def find(path: Path, identity: FunctionIdentity, mesh: AnyMesh) -> Program | str
 def save(path: Path, identity: FunctionIdentity, program: Program, mesh: AnyMesh) -> None:
     """Add the programs of all ranks to the file at `path`. All ranks call this; rank 0 writes.
 
-    If the file cannot be written, all ranks raise OSError and the old file stays. Raises UnsavableError for an identity
-    with values unknown to other processes.
+    If the file cannot be written, all ranks raise OSError and the old file stays.
     """
 
     def check() -> None:
@@ -117,7 +115,7 @@ def _write(path: Path, entry: Mapping[str, Any], parts: Mapping[str, bytes], ide
 
 
 def _told(entry: Json, rank: int, parts: Mapping[str, bytes], now: FunctionIdentity) -> tuple[Json, Json]:
-    """Return texts and head of a program. Without C++ loops any processor will do, so the text names this one."""
+    """Return texts and head. Without C++ loops any processor will do, so the text names this one."""
     texts, head = (json.loads(parts[entry[name][rank]]) for name in ("keys", "programs"))
     if not head["libraries"]:
         texts["where"].update({name: now.where[name] for name in ("the processor", "the number of threads")})

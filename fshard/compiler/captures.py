@@ -58,7 +58,7 @@ class Capture(NamedTuple):
         return self.key in ("__code__", _PARTS) or (not self.key and isinstance(self.place, type))
 
     def tensors(self) -> list[Tensor]:
-        """Return the tensors of a value or tree fit for inputs of a graph: dense, plain, without a gradient."""
+        """Return tensors fit for inputs of a graph: dense, plain, without a gradient."""
         value = self.read()
         try:
             if not isinstance(value, Tensor | dict | list | tuple) or tree.nodes(value, OnMesh):
@@ -98,14 +98,12 @@ def _is_module(x: object) -> bool:
 
 
 def _settings(module: Any) -> Iterator[object]:
-    """Yield flags and numbers of a library's layer; of a user's layer the mode."""
     if not is_of_library(type(module)):
         return iter([module.training])
     return (repr(value) for value in vars(module).values() if isinstance(value, bool | int | float | str))
 
 
 def _by_name(x: Any, name: str) -> object:
-    """Return an attribute or None, or the user's method that computes it."""
     if isinstance(x, type | ModuleType | partial) or name in getattr(x, "__dict__", ()):
         return getattr(x, name, None)
     getter = _getter(x, name)
@@ -113,7 +111,6 @@ def _by_name(x: Any, name: str) -> object:
 
 
 def _getter(x: object, name: str) -> MethodType | None:
-    """Return the user's method that computes an attribute, unless the object stores it."""
     kinds = [vars(kind) for kind in type(x).__mro__]
     attribute = next((kind[name] for kind in kinds if name in kind), None)
     if attribute is None:
@@ -173,7 +170,7 @@ def captures(fn: object) -> Iterator[Capture]:
 
 
 def _attributes_in(code: Any) -> Iterator[str]:
-    """Yield the names of attributes that code, or an `attrgetter`, reads, including by `getattr`."""
+    """Yield attributes that code or an `attrgetter` reads; any string may be a name for `getattr`."""
     if isinstance(code, CodeType):
         yield from (x.argval for x in dis.get_instructions(code) if x.opname in ("LOAD_ATTR", "LOAD_METHOD"))
     for x in code.co_consts if isinstance(code, CodeType) else code.__reduce__()[1]:
@@ -189,7 +186,6 @@ _CONTAINERS += (types.SimpleNamespace, types.MappingProxyType)
 
 
 def _objects(value: object, seen: dict[int, object]) -> Iterator[object]:
-    """Yield the user's objects, classes and modules in a value, except torch modules. `seen`: by id."""
     unseen = [value]
     while unseen:
         x: Any = unseen.pop()
@@ -226,8 +222,8 @@ def _read_of(x: object, names: Collection[str]) -> Iterator[Capture]:
 def _captures(fn: object, seen: dict[object, object], is_whole: bool = True) -> Iterator[Capture]:
     """Yield as `captures`, without attributes of objects passed on.
 
-    `seen` keeps visited objects alive, by id, so no other object gets the id. If `fn` is not read as a whole
-    (`is_whole`), its attributes are variables of their own.
+    `seen` keeps visited objects alive, so no other object gets their ids. Without `is_whole`, attributes of `fn` are
+    variables of their own.
     """
     for function in _functions(fn, seen, is_whole):
         key: object = id(function)
@@ -245,10 +241,7 @@ _Function = Any  # a user's function, bound method, partial or class, or a torch
 
 
 def _functions(x: Any, seen: dict[Any, object], is_whole: bool = True) -> Iterator[_Function]:
-    """Yield functions, partials and classes that a program with `x`, or with items of `x`, may run.
-
-    A called method comes with its object, whose attributes it reads.
-    """
+    """Yield functions, partials and classes that a program with `x`, or with items of `x`, may run."""
     while _is_ours(x) and hasattr(x, "run"):  # a train step, perhaps checked
         x = x.run
     if is_dataclass(x) and not isinstance(x, type) and (_is_ours(x) or not is_of_library(type(x))):
@@ -273,10 +266,7 @@ def _functions(x: Any, seen: dict[Any, object], is_whole: bool = True) -> Iterat
 
 
 def _methods(x: object, is_whole: bool = False) -> Iterator[_Function]:
-    """Yield the user's classes of an object, and their functions; for a module, those of its parts.
-
-    Methods called by Python and torch come with the object if it is read as a whole.
-    """
+    """Yield the user's classes of an object, or of a module's parts, and their functions."""
     parts: Any = x.modules() if _is_module(x) else [x]  # type: ignore[attr-defined]
     if is_whole and _is_module(x):
         yield x
@@ -304,11 +294,7 @@ _SHOWS |= {"__getattr__", "__setattr__", "__getstate__", "__setstate__", "__redu
 
 
 def variables(fn: _Function) -> Iterator[Capture]:
-    """Yield the variables that one function reads itself.
-
-    For a method, these are attributes of its object; for a class, its methods; for a module, its layers and modes; for
-    a library's function, its closure.
-    """
+    """Yield the variables that one function, method, class, partial or module reads itself."""
     if isinstance(fn, MethodType):
         yield from _of_owner(fn.__func__, fn.__self__)
         return
@@ -352,7 +338,6 @@ def _of_owner(fn: Any, owner: object) -> Iterator[Capture]:
 
 
 def _variable(fn: FunctionType, place: Any, path: _Path, paths: Collection[_Path]) -> Capture:
-    """Return the variable at the end of a path of names, one of the function's `paths`."""
     variable, k = Capture(f"{'.'.join(path)!r} of {fn.__qualname__}", place, path[-1]), len(path)
     names = {longer[k] for longer in paths if longer[:k] == path and len(longer) > k}
     return variable._replace(by_name=bool(names) and path not in paths)
@@ -363,8 +348,8 @@ def _attributes(
 ) -> Iterator[Capture]:
     """Yield the attributes that a path of names reads, from `start` on, of a user's value.
 
-    If a method computes an attribute, the path goes on in the object's values that the method may return. `around`: ids
-    of objects of such methods.
+    If a method computes an attribute, the path goes on in values that the method may return. `around`: ids of objects
+    of such methods.
     """
     for k, name in enumerate(path[start:], start):
         if is_of_library(value) if isinstance(value, type | ModuleType) else not _has(value, name):
@@ -381,7 +366,7 @@ def _attributes(
 
 
 def _handed_on(method: MethodType) -> list[object]:
-    """Return the values of its object that a method reads as wholes, and values of dicts among them."""
+    """Return the values that a method reads as wholes and may return, and those in dicts."""
     read = [x.read() for x in variables(method) if not x.by_name and x.key != _ITSELF]
     return [y for x in read for y in (x.values() if isinstance(x, dict) else [x])]
 
@@ -402,7 +387,7 @@ _LOADS = {f"LOAD_{kind}" for kind in _KINDS}
 
 
 def _names_in(code: CodeType, first: str = "") -> Iterator[tuple[str, ...]]:
-    """Yield the paths of names that code reads, as `("module", "attribute")`, and those of its argument `first`."""
+    """Yield the paths of names that code reads, as `("module", "attribute")`, also of its argument `first`."""
     path: tuple[str, ...] = ()
     for instruction in dis.get_instructions(code):
         if path and instruction.opname in ("LOAD_ATTR", "LOAD_METHOD"):
@@ -421,11 +406,7 @@ def _names_in(code: CodeType, first: str = "") -> Iterator[tuple[str, ...]]:
 
 
 def _generators(root: object, seen: dict[int, object]) -> Iterator[Any]:  # Any: numpy may be absent
-    """Yield the random generators of Python and numpy reachable from an object.
-
-    `seen` keeps visited objects alive, by id. The search follows functions as `captures` does, and the user's classes
-    and modules.
-    """
+    """Yield the random generators of Python and numpy reachable from an object. `seen`: objects by id."""
     np = sys.modules.get("numpy")
     kinds = (random.Random, *(() if np is None else (np.random.Generator, np.random.RandomState)))
     unseen = [root]
@@ -447,7 +428,7 @@ def _generators(root: object, seen: dict[int, object]) -> Iterator[Any]:  # Any:
 
 
 def generators(fn: object, leaves: Sequence[object]) -> list[tuple[str, Any]]:
-    """Return (class, generator): "" for those of `random` and `numpy.random`; others held by `fn` or its arguments."""
+    """Return (class, generator). The class is "" for those of `random` and `numpy.random`."""
     np = sys.modules.get("numpy")
     methods: list[Any] = [random.random, *([] if np is None else [np.random.rand])]
     shared = [method.__self__ for method in methods]
@@ -457,7 +438,6 @@ def generators(fn: object, leaves: Sequence[object]) -> list[tuple[str, Any]]:
 
 
 def state_of(generator: Any) -> object:  # Any: numpy has no common class
-    """Return a generator's state, to compare with ==, or None."""
     if isinstance(generator, random.Random):
         return None if isinstance(generator, random.SystemRandom) else generator.getstate()
     # as text: arrays have no truth value for ==
@@ -465,7 +445,7 @@ def state_of(generator: Any) -> object:  # Any: numpy has no common class
 
 
 def is_of_library(x: type | ModuleType) -> bool:
-    """Return True for a class or module of fshard, torch, the standard library or an installed package."""
+    """Return True for classes and modules of fshard, torch, the standard library and installed packages."""
     if isinstance(x, type) and x.__module__ == "types":  # `new_class` and `make_dataclass` set this module, too
         return hasattr(types, x.__name__)
     module = sys.modules.get(x.__module__) if isinstance(x, type) else x

@@ -34,11 +34,7 @@ class _Move(NamedTuple):
 
 
 def donated(traced: Trace, leaves: Sequence[object]) -> Trace:
-    """Copy each tensor of the first result to the same leaf of the first argument, in place of an output.
-
-    The graph is changed in place. Raises ValueError unless the result, or its first element, has the structure, shapes,
-    dtypes and devices of the first argument.
-    """
+    """Write each tensor of the first result to the same leaf of the first argument. Changes the graph in place."""
     first = _first_argument(traced)
     graph, results = traced.module.graph, list(traced.results)
     inputs, output = [node for node in graph.nodes if node.op == "placeholder"], graph.output_node()
@@ -64,10 +60,7 @@ def donated(traced: Trace, leaves: Sequence[object]) -> Trace:
 def _place(
     graph: fx.Graph, moves: Sequence[_Move], inputs: Sequence[fx.Node], outputs: Sequence[fx.Node]
 ) -> list[_Move]:
-    """Gather or reduce into inputs directly, if nothing reads the input by then; return the other moves.
-
-    Such an output begins as empty memory.
-    """
+    """Gather or reduce into inputs directly, if nothing reads the input by then; return the other moves."""
     nodes, storages, others = index(graph), [_storage(node) for node in outputs], list[_Move]()
     for move in moves:
         value, place = outputs[move.output], inputs[move.input]
@@ -85,7 +78,6 @@ def _place(
 
 
 def _last_use(x: fx.Node, nodes: NodeIndex) -> int:
-    """Return the number of the last node to use a value or a view of it, or -1."""
     return max((nodes.order[user] for view in nodes.returned[_storage(x)] for user in view.users), default=-1)
 
 
@@ -96,10 +88,7 @@ def _is_alike(a: fx.Node, b: fx.Node) -> bool:
 
 
 def _write(graph: fx.Graph, moves: Sequence[_Move], inputs: Sequence[fx.Node], outputs: Sequence[fx.Node]) -> None:
-    """Copy outputs to inputs, each as soon as the value exists and nothing uses the input.
-
-    A compiler then writes the value where it is computed, and frees its memory early.
-    """
+    """Copy each output to its input as early as possible: a compiler then frees the value early."""
     nodes, anchors = index(graph), list[fx.Node]()
     in_order = list(nodes.order)
     for move in moves:

@@ -75,7 +75,6 @@ class FunctionIdentity:
 
 
 def identity(fn: object, called: Signature, options: object) -> FunctionIdentity:
-    """Return the identity of a function for arguments of a signature and these options."""
     writer, what, tensors = _Writer([*called.grids.values()]), {"jit's options": str(options)}, list[Tensor]()
     for variable in (x for x in captures(fn) if not (x.is_code or x.is_part)):  # parts come with their object
         _add(what, variable.name, writer.read(variable, variable.name))
@@ -96,7 +95,7 @@ def structure(spec: tree.Spec) -> str:
 
 
 def _add(texts: Texts, name: str, text: str) -> None:
-    """Add a text; texts of one name, as of two closures of one function, are joined."""
+    """Join texts of one name, as of two closures of one function."""
     texts[name] = f"{texts[name]}, {text}" if name in texts else text
 
 
@@ -131,7 +130,7 @@ def _machine(called: Signature) -> Texts:
 
 
 def _settings(by_variables: bool) -> str:
-    """Return Inductor's settings other than its defaults. Its import takes seconds; before it, all are defaults."""
+    """Return changed settings of Inductor. Its import takes seconds; before it, all are defaults."""
     if "torch._inductor.config" not in sys.modules and not by_variables:
         return "{}"
     from torch._inductor import config
@@ -157,7 +156,7 @@ def _processor() -> str:
 
 @cache
 def _digest_of_package() -> str:
-    """Return a digest of fshard's files: its version may stay the same while they change."""
+    """Digest fshard's files: its version may stay the same while they change."""
     root = Path(__file__).parents[1]
     return _digest(*(f"{path.relative_to(root)} {path.read_text()}" for path in sorted(root.rglob("*.py"))))
 
@@ -167,7 +166,6 @@ def _digest(*texts: str) -> str:
 
 
 def _digest_of_code(code: CodeType) -> str:
-    """Return a digest of instructions, constants and names, without line numbers."""
     numbers = code.co_argcount, code.co_posonlyargcount, code.co_kwonlyargcount, code.co_flags
     names = code.co_names, code.co_varnames, code.co_freevars, code.co_cellvars
     # the order of a set of strings changes with the process
@@ -186,7 +184,6 @@ class _Writer:
         self._around: list[object] = []  # enclosing objects
 
     def named(self, name: str, x: object) -> str:
-        """Return the text of a value. If the value has none, put `name` in `unknown`."""
         try:
             return self.text(x)
         except Exception:  # an object may raise any error
@@ -195,14 +192,12 @@ class _Writer:
             return "?"
 
     def read(self, variable: Capture, name: str = "") -> str:
-        """Return the text of a variable; of a module only the name, if its attributes are variables."""
         value = variable.read()
         if isinstance(value, ModuleType) and (variable.by_name or is_of_library(value)):
             return f"module {value.__name__}"
         return self.named(name, value) if name else self.text(value)
 
     def text(self, x: Any) -> str:
-        """Return the text of a value; of a long one the beginning and a digest."""
         if type(x) in _SIMPLE:
             return _short(repr(x))
         if id(x) not in self._texts:
@@ -223,7 +218,7 @@ class _Writer:
         return ", ".join(map(self.text, values))
 
     def _own(self, x: Any) -> str:
-        """Return the text of a user object's attributes: `pickle` may leave some out."""
+        """Write the attributes of a user's object: `pickle` may leave some out."""
         return "" if isinstance(x, type) or is_of_library(type(x)) else self.text(object.__getstate__(x))
 
     def _written(self, x: Any) -> str:
@@ -276,7 +271,6 @@ class _Writer:
         return self._saved(x)
 
     def _function(self, x: FunctionType) -> str:
-        """Return name, closure, defaults and attributes; for a user's function also the variables read by name."""
         read = [f"{variable.name}: {self.read(variable)}" for variable in variables(x) if not variable.is_code]
         code = ""
         if not x.__code__.co_filename.startswith(LIBRARIES):
@@ -319,7 +313,7 @@ class _Writer:
 
 
 def _parts_of(x: object) -> tuple[str, ...]:
-    """Return the attributes that stand for an object with functions, in place of `pickle`'s state."""
+    """Return the attributes that are written in place of `pickle`'s state."""
     of_ours = ("run", "__wrapped__") if type(x).__module__.startswith("fshard.") else ()
     of_kinds: list[tuple[type | tuple[type, ...], tuple[str, ...]]] = [
         (MethodType, ("__func__", "__self__")),
@@ -345,7 +339,6 @@ _KEPT |= {"__hash__", "__pydantic_core_schema__", "__pydantic_validator__", "__p
 
 
 def _says(name: str, value: object) -> bool:
-    """Return True if an attribute of a class is the user's."""
     return name not in _KEPT and type(value).__module__ != "_abc" and not isinstance(value, MemberDescriptorType)
 
 

@@ -97,7 +97,6 @@ class Jitted(Generic[P, R]):
         return self._fn(*args, **kwargs) if compiled is None else compiled.run(leaves, args, inputs)
 
     def _compiled(self, leaves: list[object], called: Signature) -> tuple[_Graph, list[Capture], str]:
-        """Trace and compile a graph, or load it. Return it, the function's variables, and how it was loaded."""
         variables = list(captures(self._fn))
         before = contents(variables, {})
         if self._path is not None:
@@ -116,7 +115,7 @@ class Jitted(Generic[P, R]):
         self, path: str, leaves: list[object], called: Signature, variables: list[Capture]
     ) -> tuple[_Graph, str]:
         known, mesh, first = identity(self._fn, called, self.options), called.mesh, not self._reasons
-        # only in the first call: later ones may have new arguments on some ranks
+        # later calls may have new arguments on some ranks only
         others = mesh if first else None
         program, how = together(others, lambda: artifacts.find(path, known, mesh)), f"loaded from {path}"
         reasons = of_all(program if isinstance(program, str) else "", others)
@@ -182,7 +181,7 @@ def jit(
     - `backend`: the name of a backend of torch.compile.
     - `in_flight`: start gathers of parameters up to this many bytes ahead; 0 means one unit ahead.
     - `bucket`: merge consecutive collectives of one kind, up to this many bytes (default 1 MiB); 0 merges none. Merged
-      buffers are in memory together. Results have the same bits: sums are element by element, in the order of ranks.
+      buffers are in memory together. Results have the same bits.
     - `artifact`: a file of compiled functions. The first call loads `fn` from the file. If the file lacks it, ranks
       trace it and rank 0 adds it; `.explain()` gives the reason. All ranks must see the file, and make the first call
       together. An artifact is a program: load none that you would not run.

@@ -108,7 +108,6 @@ def _part(name: str, argtypes: Sequence[str], source: str) -> str:
 
 
 def load(name: str, path: str) -> Loop:
-    """Return a loop of a library; each is in its own Python module."""
     # private: torch's bindings in the library read tensor memory through this address (test_loops.py)
     place = torch._C._dynamo.guards._torchinductor_pyobject_tensor_data_ptr  # type: ignore[attr-defined]
     os.environ["_TORCHINDUCTOR_PYOBJECT_TENSOR_DATA_PTR"] = str(place)
@@ -121,7 +120,7 @@ def load(name: str, path: str) -> Loop:
 
 
 def libraries(loops: Sequence[tuple[Sequence[str], str]]) -> tuple[list[str], list[tuple[int, str]]]:
-    """Compile loops (types of arguments, source). Return the libraries' paths, and each loop's library and name."""
+    """Compile loops (types of arguments, source). Return paths of libraries, and each loop's library and name."""
     files, places = dict[str, _File](), list[tuple[int, str]]()
     for argtypes, source in loops:
         apart = source if _DIRECTIVE.search(source) else ""  # a macro must change no other loop

@@ -188,7 +188,7 @@ def _compiling(backend: str) -> Iterator[None]:
 
 
 def _settings() -> dict[str, object]:
-    """Return Inductor's settings for a graph; a user's choice about vector instructions wins."""
+    """Return Inductor's settings; a user's choice about vector instructions wins."""
     return {**_INDUCTOR, **(_UNTRIED if torch._inductor.config.cpp.vec_isa_ok is None else {})}
 
 
@@ -272,7 +272,6 @@ def _result(result: object, inputs: Sequence[Tensor], outputs: Sequence[Tensor])
 def loaded(
     program: Program, leaves: Sequence[object], called: Signature, variables: Sequence[Capture], options: Options
 ) -> Compiled:
-    """Return the function of a program for arguments with these leaves. `variables`: all that the function captures."""
     captured = tuple(variables[number]._replace(is_input=True) for number in program.head["captured"])
     fn, text = run(program, [*called.grids])
     inside = contents(captured, inputs_of(captured)), *result_of(program, leaves, called.spec)
@@ -297,7 +296,6 @@ class Setting:
 
     @property
     def units(self) -> list[str]:
-        """The names of the units gathered again in the backward."""
         return [unit.name for plan in self.plans for unit in plan.units if unit.keep_rule is None and unit.name != ROOT]
 
     @property
@@ -347,7 +345,6 @@ _VIEWS: dict[object, object] = {
 
 
 def lower(fn: Callable[..., Tree], leaves: Sequence[object], spec: tree.Spec, options: Options) -> Lowered:
-    """Trace `fn(*args, **kwargs)` for arguments with these leaves and structure, and apply the passes."""
     arguments = tree.unflatten(spec, leaves)
     key = signature(leaves, spec, on_meshes(arguments))
     captured = [(variable, variable.tensors()) for variable in captures(fn)]

@@ -79,8 +79,7 @@ def record(
 ) -> Program:
     """Compile a graph with these parts as a program. `compile(region, inner)` lets Inductor compile one region.
 
-    `meshes` and `leaves` are the arguments', `captured` the numbers of variables with tensors as inputs. Raises
-    UnsavableError for a call without a name in another process.
+    `captured`: numbers of variables with tensors as inputs.
     """
     wrappers, parts = list[Any](), _Parts()
     calls = _compiled(traced.module, nodes, compile, wrappers)
@@ -109,7 +108,7 @@ def record(
 def _compiled(
     module: fx.GraphModule, nodes: Sequence[fx.Node | Region], compile: Any, wrappers: list[Any]
 ) -> fx.GraphModule:
-    """Return the driver of a graph, and append Inductor's result for each region to `wrappers`."""
+    """Append Inductor's result for each region to `wrappers`."""
     # Private: Inductor's results have no public place, and its autograd cache would bypass `inner` (test_artifact.py).
     from torch._functorch import config
     from torch._inductor.compile_fx import compile_fx_inner
@@ -158,7 +157,7 @@ def _driver_text(calls: fx.GraphModule, meshes: Sequence[Mesh]) -> str:
 
 
 def _needed(source: str) -> tuple[str, list[tuple[str, list[str], str]]]:
-    """Cut the source of an Inductor wrapper to what a call runs; return it, and its loops: name, types, source."""
+    """Cut the source of an Inductor wrapper to what a call runs; return its loops too: name, types, source."""
     body, kept, loops = ast.parse(source).body, list[ast.stmt](), list[tuple[str, list[str], str]]()
     for statement in body:
         match statement:
@@ -206,7 +205,6 @@ def _constant(x: Tensor, parts: _Parts) -> Json:
 
 
 def run(program: Program, meshes: Sequence[str]) -> tuple[Callable[..., Sequence[Tensor]], str]:
-    """Return the function of a program, from the graph's inputs to its outputs, and the driver's text."""
     head, parts = program.head, program.parts
     with tempfile.TemporaryDirectory() as folder:  # a loaded library needs no file
         paths = [Path(folder) / f"{number}.so" for number in range(len(head["libraries"]))]
@@ -240,7 +238,6 @@ def _region(region: Json, parts: Mapping[str, bytes], paths: Sequence[Path]) -> 
 
 
 def result_of(program: Program, leaves: Sequence[object], spec: tree.Spec) -> tuple[tree.Spec, tuple[object, ...]]:
-    """Return the result's structure, and the source of each of its leaves (`Trace.results`)."""
     subtrees = [node for _, node, _ in tree.walk(spec)]
 
     def read(told: Json) -> Tree:
@@ -274,7 +271,7 @@ def result_of(program: Program, leaves: Sequence[object], spec: tree.Spec) -> tu
 
 
 def _named_tuple(module: str, name: str) -> Any:
-    """Return a class by its names. It must be a named tuple: nothing else is called."""
+    """Find a class, which must be a named tuple: nothing else is called."""
     kind: Any = sys.modules.get(module)
     for part in name.split("."):
         kind = getattr(kind, part, None)
@@ -285,7 +282,6 @@ def _named_tuple(module: str, name: str) -> Any:
 
 
 def _result(traced: Trace, leaves: Sequence[object]) -> Json:
-    """Return the result as JSON: its structure in terms of the arguments, and the source of each leaf."""
     subtrees = [node for _, node, _ in tree.walk(traced.spec)]
     numbers = {structure(node): number for number, node in reversed([*enumerate(subtrees)]) if not node.is_leaf()}
     places = {id(leaf): number for number, leaf in enumerate(leaves)}
@@ -311,7 +307,6 @@ def _result(traced: Trace, leaves: Sequence[object]) -> Json:
 
 
 def _is_found(kind: type) -> bool:
-    """Return True if a named tuple is found by its names, unlike one defined inside a function."""
     try:
         return _named_tuple(kind.__module__, kind.__qualname__) is kind
     except TypeError:

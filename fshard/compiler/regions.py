@@ -46,7 +46,6 @@ class Region:
 
     @memo
     def key(self) -> tuple[object, ...]:
-        """Return a key, the same for equal regions: operators, numbers, wiring, and memory of inputs."""
         numbers = {node: number for number, node in enumerate(self.graph.nodes)}
         memory: dict[int, int] = {}
         key: list[object] = []
@@ -62,7 +61,7 @@ class Region:
 
 
 def regions(module: fx.GraphModule) -> list[fx.Node | Region]:
-    """Return regions and nodes of the driver, in order; [] for a graph that must stay whole."""
+    """Return the parts in order; [] for a graph that must stay whole."""
     if any(_keeps_whole(module, node) for node in module.graph.nodes):
         return []
     runs = _runs(module.graph)
@@ -78,7 +77,6 @@ def are_alike(parts: Sequence[fx.Node | Region]) -> bool:
 
 
 def driver(module: fx.GraphModule, parts: Sequence[fx.Node | Region], compiled: Compile) -> fx.GraphModule:
-    """Return the driver of a graph with these parts; `compiled` compiles each distinct region."""
     copies, functions = _Copies(), dict[tuple[object, ...], Boxed]()
     for part in parts:
         if isinstance(part, fx.Node):
@@ -99,7 +97,6 @@ def as_text(module: fx.GraphModule) -> str:
 
 
 def _keeps_whole(module: fx.GraphModule, node: fx.Node) -> bool:
-    """Return True if a node draws from torch's generator, has a lazy value, or reads an inner graph."""
     if node.op == "get_attr":
         return not isinstance(getattr(module, str(node.target), None), Tensor)
     is_random = node.op == "call_function" and draws(node.target, node.args, node.kwargs)
@@ -107,7 +104,6 @@ def _keeps_whole(module: fx.GraphModule, node: fx.Node) -> bool:
 
 
 def _is_computed(node: fx.Node) -> bool:
-    """Return True for a node of a region; collectives (start, wait, place) and new memory are the driver's."""
     if node.op != "call_function" or _is_memory(node):
         return False
     if is_call(node, "getitem"):
@@ -120,7 +116,6 @@ def _is_memory(node: fx.Node) -> bool:
 
 
 def _is_view(node: fx.Node) -> bool:
-    """Return True if a node only names memory of its inputs."""
     if not _is_computed(node) or writes(node) or not values(node):
         return False
     if is_call(node, "getitem"):  # an element of several results, or of views
@@ -129,7 +124,6 @@ def _is_view(node: fx.Node) -> bool:
 
 
 def _runs(graph: fx.Graph) -> list[list[fx.Node]]:
-    """Return the nodes of each region, and single nodes of the driver, in order. Views and new memory are left out."""
     runs: list[list[fx.Node]] = []
     run_of: dict[fx.Node, list[fx.Node]] = {}
     run: list[fx.Node] = []
@@ -151,7 +145,7 @@ def _runs(graph: fx.Graph) -> list[list[fx.Node]]:
 
 
 def _read(run: Sequence[fx.Node]) -> list[fx.Node]:
-    """Return the nodes that a run reads: for a view its base; a view of an input not written here stays."""
+    """Return the nodes that a run reads: of a view its base, unless it is a view of an unwritten input."""
     memory = written(run)
 
     def read(node: fx.Node, parts: bool) -> Iterator[fx.Node]:
@@ -179,12 +173,12 @@ def _region(run: Sequence[fx.Node], read: Sequence[fx.Node], needed: set[fx.Node
 
 
 def boxed(*values: Tensor) -> list[Tensor]:
-    """Return the values as a list, so that nothing else holds them."""
+    """Return a list, so that nothing else holds the values."""
     return [*values]
 
 
 def _boxed(fn: Callable[..., Sequence[Tensor]]) -> Boxed:
-    """Return a function of one list: that inside `fn`, because `fn` holds arguments to the end, or a wrapper."""
+    """Return a function of one list, from inside `fn` if possible: `fn` holds arguments to the end."""
     inner = inspect.unwrap(fn, stop=_takes_one)
     return inner if _takes_one(inner) else lambda args: fn(*args)
 

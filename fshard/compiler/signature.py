@@ -77,17 +77,14 @@ class Signature(NamedTuple):
 
     @property
     def spec(self) -> tree.Spec:
-        """The structure of the arguments."""
         return self.structure.spec
 
     @property
     def grids(self) -> dict[str, Mesh]:
-        """The meshes of the arguments, by name in graphs, in order."""
         return {name: MESHES.find(name) for name in self.meshes if name}
 
     @property
     def mesh(self) -> Mesh | None:
-        """The first mesh; None for one device."""
         return next(iter(self.grids.values()), None)
 
 
@@ -108,16 +105,12 @@ def ambient() -> Ambient:
 
 
 def flatten(args: Sequence[Tree], kwargs: Mapping[str, Tree]) -> tuple[list[object], tree.Spec]:
-    """Return leaves and structure of arguments, conjugate and negative bits resolved: a graph reads plain memory."""
+    """Flatten arguments and resolve conjugate and negative bits: a graph reads plain memory."""
     leaves, spec = tree.flatten((args, kwargs))
     return [resolved(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves], spec
 
 
 def on_meshes(x: Tree) -> list[OnMesh]:
-    """Return the nodes of arguments on a mesh.
-
-    Raises TypeError for an OrderedDict that the traced function would get in another order.
-    """
     tops = tree.tops(x, lambda node: isinstance(node, OnMesh) or bool(_order(node)))
     if any(map(_order, tops)):
         path = next(path for path, node in tree.paths_to(x, lambda node: bool(_order(node))) if _order(node))
@@ -129,10 +122,7 @@ def on_meshes(x: Tree) -> list[OnMesh]:
 
 
 def _order(x: Tree) -> tuple[object, ...]:
-    """Return the keys of an OrderedDict, and those in its values, if `move_to_end` has changed their order.
-
-    optree keeps the order of insertion.
-    """
+    """Return the keys if `move_to_end` has changed their order: optree keeps the order of insertion."""
     if not isinstance(x, OrderedDict) or [*x] == [*dict.keys(x)]:
         return ()
     return *x, *(_orders(value) for value in x.values())
@@ -143,10 +133,7 @@ def _orders(x: Tree) -> tuple[object, ...]:
 
 
 def signature(leaves: Sequence[object], spec: tree.Spec, nodes: Sequence[OnMesh] = ()) -> Signature:
-    """Return the signature of a call. `nodes` are the arguments' nodes on a mesh.
-
-    Raises TypeError for an argument that cannot be hashed and compared.
-    """
+    """Return the signature of a call. `nodes`: the arguments' nodes on a mesh."""
     try:
         structure, kinds = Structure(spec), tuple(map(key_of, leaves))
         _check_classes({key.kind for key in kinds if isinstance(key, TensorKey)})
@@ -159,10 +146,7 @@ def signature(leaves: Sequence[object], spec: tree.Spec, nodes: Sequence[OnMesh]
 
 
 def _trained(leaves: Sequence[object]) -> tuple[tuple[object, ...], ...]:
-    """Return for each leaf with a gradient: first leaf of the same tensor, first in its memory, offset.
-
-    Autograd sums gradients over all places and views of a tensor. Other leaves may share memory or not.
-    """
+    """Return the aliases among leaves with a gradient: autograd sums over all views of a tensor."""
     first: dict[int, int] = {}  # by id of the tensor, or address of its storage
     return tuple(
         (first.setdefault(id(x), i), first.setdefault(address(x), i), x.storage_offset(), x.is_leaf)
@@ -178,7 +162,6 @@ def _check_classes(kinds: Iterable[type]) -> None:
 
 
 def key_of(leaf: object) -> TensorKey | Key:
-    """Return the key of a leaf. Raises TypeError for a tensor that is not strided."""
     if isinstance(leaf, Tensor):
         if leaf.layout is not torch.strided:
             raise TypeError(f"a tensor of layout {leaf.layout}")
@@ -191,11 +174,7 @@ _VALUES = (Number, str, bytes, list, tuple, set, frozenset)
 
 
 def fixed(x: Any) -> Key:  # Any: mypy does not narrow by `is_mesh`
-    """Return a key, equal for values that are the same to a graph.
-
-    The keys of 1, 1.0 and True differ, as do those of 0.0 and -0.0; those of two NaNs are equal. A number or container
-    of a user's class is compared by attributes, too.
-    """
+    """Return a key. The keys of 1, 1.0 and True differ, as do those of 0.0 and -0.0; two NaNs are equal."""
     kind: Any = type(x)
     attributes = getattr(x, "__dict__", None)
     more = [_content(attributes, {})] if attributes and isinstance(x, _VALUES) else []
@@ -240,11 +219,10 @@ def _nodes(spec: tree.Spec) -> Any:  # optree shows metadata only in pickles
     return spec.__getstate__()[0]  # type: ignore[index]  # a tuple
 
 
-_LEAF = _nodes(tree.flatten(0)[1])[0][0]  # the kind of a leaf
+_LEAF = _nodes(tree.flatten(0)[1])[0][0]
 
 
 def _carried(x: Any, is_registered: bool, seen: _Seen) -> object:
-    """Return the key of a node's metadata: a registered class's own, or keys, a NamedTuple's class, a length."""
     if not is_registered:
         keys = x[1] if isinstance(x, tuple) else x  # a defaultdict has (default_factory, keys)
         if not isinstance(keys, list):
@@ -274,7 +252,7 @@ class _Same:
         return id(self.value)
 
 
-_Seen = dict[int, tuple[int, object]]  # objects met before a value in one variable, by id: (number, object)
+_Seen = dict[int, tuple[int, object]]  # objects met before in one variable, by id: (number, object)
 Inside = Callable[[Any], Iterable[object] | None]  # as `parts` and `static`
 
 
@@ -286,11 +264,7 @@ def inputs_of(variables: Sequence[Capture]) -> Inputs:
 
 
 def contents(variables: Sequence[Capture], inputs: Inputs) -> Contents:
-    """Return a key for the values of captured variables: (name, content) of each.
-
-    Numbers and strings are compared by value, tensors as arguments, containers, arrays and partials by items, other
-    objects by identity. The key also tells whether two inputs are one tensor.
-    """
+    """Return (name, key of the value) of captured variables, and which inputs are one tensor."""
     first: dict[int, int] = {}
     same = tuple(first.setdefault(id(x), i) for i, x in enumerate(chain(*inputs.values())))
     known = ((variable.name, _compared(variable)) for variable in variables)
@@ -318,10 +292,7 @@ _OF_VALUES |= {"datetime", "pathlib", "pathlib._local", "uuid"}
 
 
 def parts(x: Any) -> Iterable[object] | None:
-    """Return the compared parts of an object: fields of a user's dataclass, or what `pickle` saves of a value.
-
-    None: compared by identity.
-    """
+    """Return the compared parts of an object: fields, or what `pickle` saves. None: compared by identity."""
     if is_dataclass(x) and not isinstance(x, type) and not is_of_library(type(x)):
         return [getattr(x, field.name, None) for field in fields(x)]
     if isinstance(x, ContextVar):
@@ -340,10 +311,7 @@ def parts(x: Any) -> Iterable[object] | None:
 
 
 def static(x: Any) -> Iterable[object] | None:
-    """Return the compared parts of metadata: as `parts`; for other objects all attributes.
-
-    None: compared by identity, as classes and most objects of Python and torch.
-    """
+    """Return the compared parts of metadata: as `parts`; of other objects all attributes."""
     if isinstance(x, FunctionType):
         cells = [Capture("", cell, "").read() for cell in x.__closure__ or ()]
         return [_Same(x), x.__code__, x.__defaults__, x.__kwdefaults__, vars(x), *cells]
@@ -363,13 +331,11 @@ def static(x: Any) -> Iterable[object] | None:
 
 
 def _shared(kind: type) -> Iterator[object]:
-    """Yield the attributes of the user's classes, without methods."""
     stored = (item for base in kind.__mro__ if not is_of_library(base) for item in vars(base).items())
     return (x for name, x in stored if name[:2] != "__" and not hasattr(type(x), "__get__"))
 
 
 def _of_ours(x: Any, seen: _Seen) -> object:
-    """Return the key of fshard's object in a node's metadata, with metadata in the object's own tree."""
     x = x.static if isinstance(x, Source) else x
     home = x.plan if isinstance(x, View) else x
     if not isinstance(home, Plan | Layout) or not (more := _changing(home)):
@@ -380,19 +346,18 @@ def _of_ours(x: Any, seen: _Seen) -> object:
 
 
 def _changing(home: Plan | Layout) -> tuple[object, ...]:
-    """Return the mutable metadata in a plan's tree, and remember it."""
     known = home.derived
     if known.changing is None:
         known.changing = tuple(node[2] for node in _nodes(home.spec) if node[4] is not None and not _is_fixed(node[2]))
     return known.changing
 
 
-_NO_OBJECTS = (type(None), type, ModuleType)  # owners of C functions other than methods
+_NO_OBJECTS = (type(None), type, ModuleType)  # owners of C functions
 _FIXED = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size)
 
 
 def _is_fixed(x: Any) -> bool:
-    """Return True for a value that cannot change in place, at any depth."""
+    """Return True if a value cannot change in place, at any depth."""
     if type(x) in (tuple, frozenset):
         return all(map(_is_fixed, x))
     if isinstance(x, FunctionType | BuiltinFunctionType):

@@ -74,7 +74,7 @@ class Output:
 
 
 def resolved(x: Tensor) -> Tensor:
-    """Return the tensor without conjugate and negative bits, unseen by graphs; for a module's parameter its base."""
+    """Resolve conjugate and negative bits, unseen by graphs; return the base of a module's parameter."""
     if type(x) is not Tensor:
         if is_lazy(x):  # refused by a signature
             return x
@@ -83,11 +83,7 @@ def resolved(x: Tensor) -> Tensor:
 
 
 def trace(fn: Callable[..., Tree], leaves: Sequence[object], spec: tree.Spec, captured: Sequence[Tensor] = ()) -> Trace:
-    """Trace `fn(*args, **kwargs)`, with `leaves` and `spec` from `tree.flatten((args, kwargs))`.
-
-    `captured`: tensors from closures and globals of `fn`, further inputs. Raises TraceError for a function that cannot
-    become a graph.
-    """
+    """Trace `fn(*args, **kwargs)`. `captured`: tensors of its closures and globals, further inputs."""
     out_spec: tree.Spec
     results: list[object] = []
     has_gradient = False
@@ -195,10 +191,7 @@ def _alone() -> Iterator[None]:
 
 @contextmanager
 def _mode_of(leaves: Sequence[object], caches: bool, takes_real: bool = False) -> Iterator[FakeTensorMode]:
-    """Return the mode of fake tensors for these arguments. `takes_real`: real tensors become fake when read.
-
-    `caches`: keep operators' results, which halves the time.
-    """
+    """Yield the mode of fake tensors. `caches` halves the time; with `takes_real`, real tensors become fake."""
     # Two modes cannot meet in one operator, so fake arguments decide the mode.
     fakes = [leaf for leaf in leaves if isinstance(leaf, FakeTensor)]
     # Refuses shapes that depend on values. Inductor uses its cache only with a ShapeEnv.
@@ -213,7 +206,6 @@ def _mode_of(leaves: Sequence[object], caches: bool, takes_real: bool = False) -
 
 
 def _fake(mode: FakeTensorMode, leaf: Tensor) -> Tensor:
-    """Return a fake tensor like `leaf`; for a meta tensor on the default device."""
     if leaf.device.type == "meta" or (isinstance(leaf, FakeTensor) and leaf.fake_mode is not mode):
         return _of_kind(leaf, alone(leaf, mode))
     if isinstance(leaf, FakeTensor):
@@ -222,7 +214,7 @@ def _fake(mode: FakeTensorMode, leaf: Tensor) -> Tensor:
 
 
 def kind_in_key(x: Tensor) -> type:
-    """Return the class that `isinstance` sees. A fake tensor's is Parameter, Buffer or Tensor."""
+    """Return the class that `isinstance` sees, also for fake tensors."""
     kind = type(x)
     if kind is Tensor or issubclass(kind, FakeTensor):
         return nn.Parameter if getattr(x, "_is_param", False) else nn.Buffer if hasattr(x, "_is_buffer") else Tensor
@@ -246,10 +238,9 @@ def alone(x: Tensor, mode: FakeTensorMode | None = None) -> Tensor:
 
 
 def _fakes(mode: FakeTensorMode, leaves: Iterable[Tensor]) -> Iterator[Tensor]:
-    """Yield a fake tensor for each leaf; a tensor given twice becomes two, and so do views of one.
+    """Yield a fake tensor for each leaf; a tensor given twice, or two views of one, become two.
 
-    Tracers know inputs by identity, compilers by memory, and both may change in a later call. Tensors with a gradient
-    stay one, as the signature says: autograd sums over all places and views.
+    A later call may have different ones. Tensors with a gradient stay one: autograd sums over all places and views.
     """
     seen = set[int]()  # of storages
     for leaf in leaves:
@@ -260,12 +251,11 @@ def _fakes(mode: FakeTensorMode, leaves: Iterable[Tensor]) -> Iterator[Tensor]:
 
 
 def input_paths(leaves: Sequence[object], spec: tree.Spec) -> list[str]:
-    """Return the paths of leaves that are tensors, in order: the names of a graph's inputs."""
     return [path for path, leaf in zip(tree.paths(spec), leaves, strict=True) if isinstance(leaf, Tensor)]
 
 
 def _identity(x: Tensor) -> _Identity:
-    """Return storage, shape and gradient. Only assignments to `x.data` or `x.grad` change them."""
+    """Return properties of a tensor that only assignments to `x.data` or `x.grad` change."""
     return address(x), x.shape, x.grad if x.is_leaf else None  # a non-leaf's .grad warns
 
 
@@ -357,7 +347,7 @@ class _Watch(TorchDispatchMode):
     def __torch_dispatch__(self, func: Operator, types: object, args: Args = (), kwargs: Kwargs = None) -> object:
         kwargs = kwargs or {}
         if self._fake_of:
-            args, kwargs = _put(self._fake_of, (args, kwargs))  # also for calls without a Python name
+            args, kwargs = _put(self._fake_of, (args, kwargs))  # calls without a Python name
         if func is torch.ops.aten._efficientzerotensor.default:
             if self._zeros is None:
                 return torch.zeros(*args, **kwargs)
@@ -395,10 +385,6 @@ _REPEATED = (
 
 @contextmanager
 def _without_random_state(fake_of: Mapping[int, Tensor], zeros: list[object] | None) -> Iterator[None]:
-    """Raise TraceError if the block seeds torch's generator: a graph would repeat the first call's numbers.
-
-    Restore the generator afterwards.
-    """
     saved = torch.default_generator.get_state()
     try:
         with _Watch(fake_of, zeros) as watch:
@@ -410,7 +396,6 @@ def _without_random_state(fake_of: Mapping[int, Tensor], zeros: list[object] | N
 
 @contextmanager
 def _undrawn(fn: Callable[..., Tree], leaves: Sequence[object]) -> Iterator[None]:
-    """Raise TraceError if the block, or another thread meanwhile, draws random numbers of Python or numpy."""
     before = [(kind, x, state_of(x)) for kind, x in generators(fn, leaves)]
     yield
     for kind, generator, state in before:
@@ -424,10 +409,7 @@ def _undrawn(fn: Callable[..., Tree], leaves: Sequence[object]) -> Iterator[None
 
 
 def _let_go(failure: BaseException | None) -> None:
-    """Clear local variables in the tracebacks of `failure` and of its contexts.
-
-    A dispatch guard among them would change the thread's dispatch keys when freed later.
-    """
+    """Clear variables in tracebacks: a dispatch guard that is freed later would change the thread's dispatch keys."""
     while failure is not None:
         traceback.clear_frames(failure.__traceback__)
         failure = failure.__context__
@@ -464,6 +446,5 @@ def _explained(failure: Exception, fn: Callable[..., Tree]) -> TraceError:
 
 
 def _site(failure: BaseException) -> str:
-    """Return file, line number and text of the innermost line, of user code if possible."""
     frame = frame_of(failure)
     return f"{line_of(frame.filename, frame.lineno)} ({frame.line})"
