@@ -73,7 +73,7 @@ def bucket(graph: fx.Graph, nbytes: int) -> None:
 
 
 def _erase(graph: fx.Graph, nodes: Iterable[fx.Node]) -> None:
-    """Erase nodes, readers before values, at the end of a pass: until then they mark where others are inserted."""
+    """Erase nodes, readers before values. Only at the end of a pass: until then they mark places."""
     for node in nodes:
         graph.erase_node(node)
 
@@ -94,7 +94,6 @@ def _reductions(nodes: NodeIndex) -> Iterator[_FlatCollective]:
 
 
 def _early(gathers: Iterable[_FlatCollective], nodes: NodeIndex, nbytes: int) -> list[Sequence[_FlatCollective]]:
-    """Group gathers. When the first of a group starts, all inputs have their values."""
     open_buckets, buckets = dict[object, _Bucket](), list[_Bucket]()  # the last of each kind; all
     for gather in filter(_may_merge, gathers):
         start, bucket = nodes.order[gather.start], open_buckets.get(gather.kind)
@@ -107,7 +106,6 @@ def _early(gathers: Iterable[_FlatCollective], nodes: NodeIndex, nbytes: int) ->
 
 
 def _late(reductions: Iterable[_FlatCollective], nodes: NodeIndex, nbytes: int) -> list[Sequence[_FlatCollective]]:
-    """Group reductions. All may start where the last of a group starts: nothing uses their buffers before."""
     open_buckets, buckets = dict[object, _Bucket](), list[_Bucket]()
     for reduction in filter(_may_merge, reductions):
         start, bucket = nodes.order[reduction.start], open_buckets.get(reduction.kind)
@@ -148,8 +146,7 @@ def _start(graph: fx.Graph, group: Sequence[_FlatCollective], place: Sequence[fx
 def _merge_gathers(graph: fx.Graph, group: Sequence[_FlatCollective], order: dict[fx.Node, int]) -> list[fx.Node]:
     """Gather all shards in one collective at the first start, and return the nodes to erase.
 
-    Gather i has n_i elements; n is the sum of the n_i. A shard gathered twice is sent once. Adds the results to
-    `order`.
+    A shard gathered twice is sent once. Gather i has n_i elements; n is their sum. Adds the results to `order`.
     """
     by_source = dict[object, _FlatCollective]()
     for collective in group:
@@ -180,14 +177,12 @@ def _merge_gathers(graph: fx.Graph, group: Sequence[_FlatCollective], order: dic
 
 
 def _source(x: fx.Node) -> Any:  # hashable
-    """Return a key, the same for equal views of one value."""
     if operator(x) not in VIEWS:
         return x
     return x.target, fx.map_arg((x.args, tuple(x.kwargs.items())), _source)
 
 
 def _there(graph: fx.Graph, x: fx.Node, at: int, order: Mapping[fx.Node, int]) -> fx.Node:
-    """Return `x`, or if `x` is a view made after position `at`, a new copy of the view."""
     if order[x] < at:
         return x
     return copy(graph, x, {y: _there(graph, y, at, order) for y in x.all_input_nodes})

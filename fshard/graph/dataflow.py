@@ -87,7 +87,7 @@ def writes(node: fx.Node) -> bool:
 
 
 def returns_place(node: fx.Node) -> bool:
-    """Return True if a node writes to its first argument and returns it in the same form, as `add_` and unlike `t_`."""
+    """Return True if a node writes to its first argument and returns the same form, unlike `t_`."""
     if not writes(node) or not node.args or not isinstance(node.args[0], fx.Node):
         return False
     pair = (values(each) for each in (node, node.args[0]))
@@ -96,7 +96,6 @@ def returns_place(node: fx.Node) -> bool:
 
 
 def written_inputs(graph: fx.Graph) -> list[int]:
-    """Return the numbers of inputs to whose memory a node writes."""
     inputs, memory = [node for node in graph.nodes if node.op == "placeholder"], written(graph.nodes)
     return [number for number, node in enumerate(inputs) if memory & set(storages_of(node))]
 
@@ -106,7 +105,7 @@ def written(nodes: Iterable[fx.Node]) -> set[int]:
 
 
 def repeated(graph: fx.Graph, memory: set[int]) -> set[int]:
-    """Return the storages of `memory`, and further ones that may hold equal values."""
+    """Return the storages of `memory`, and those that may hold equal values."""
     memory = {*memory}
     for node in graph.nodes:
         read = node.all_input_nodes[-1:] if is_call(node, "copy_") else node.all_input_nodes
@@ -132,7 +131,7 @@ class NodeIndex:
     """The number of each node, and by storage the nodes that touch it, in order.
 
     `returned` nodes return the storage, `written` ones write to it, `read` ones read it after a write. An index does
-    not follow changes of its graph. One index serves all collectives: one scan each would take quadratic time.
+    not follow changes of its graph. One serves all collectives: one scan for each would take quadratic time.
     """
 
     order: Mapping[fx.Node, int]
@@ -141,16 +140,16 @@ class NodeIndex:
     read: Mapping[int, Sequence[int]]
 
     def first_write(self, values: Iterable[fx.Node], after: int) -> int:
-        """Return the number of the first node after `after` that writes to `values`; else the number of nodes."""
+        """Return the first number after `after` of a write to `values`; else the number of nodes."""
         return self._first(self.written, values, after)
 
     def last_write(self, values: Iterable[fx.Node], before: int) -> int:
-        """Return the number of the last node before `before` that writes to `values`; else -1."""
+        """Return the last number before `before` of a write to `values`; else -1."""
         numbers = [self.written.get(storage, ()) for value in values for storage in storages_of(value)]
         return max((at[i - 1] for at in numbers if (i := bisect_left(at, before))), default=-1)
 
     def first_reader(self, wait: fx.Node) -> int:
-        """Return the number of the first node after a wait that reads the result; else the number of nodes."""
+        """Return the number of the first reader of a wait's result; else the number of nodes."""
         return self._first(self.read, [wait.args[0]], self.order[wait])  # type: ignore[list-item]
 
     def _first(self, numbers: Mapping[int, Sequence[int]], values: Iterable[fx.Node], after: int) -> int:
@@ -195,13 +194,12 @@ def gathers(nodes: NodeIndex) -> list[GatherNodes]:
 
 
 def read_by(node: fx.Node) -> list[fx.Node]:
-    """Return the arguments that a node reads. A start does not read the place; a wait reads nothing."""
+    """Return the arguments read. A start does not read the place; a wait reads nothing."""
     name = operator(node)
     return [] if name == "fshard.wait" else [arguments(node)["x"]] if name in PLACED else node.all_input_nodes
 
 
 def copy(graph: fx.Graph, node: fx.Node, other: Mapping[fx.Node, fx.Node]) -> fx.Node:
-    """Insert a copy of a node, with arguments replaced by `other`."""
     new = graph.node_copy(node, lambda x: other.get(x, x))
     if values(node):
         # the original's storage is not the copy's
@@ -216,7 +214,7 @@ def computed(node: fx.Node) -> Any:
 
 
 def call(graph: fx.Graph, target: Callable[..., object], *args: Argument, **kwargs: Argument) -> fx.Node:
-    """Insert a node that calls `target`, with its fake value. Tensors must be in `args`."""
+    """Insert a node that calls `target`. Tensors must be in `args`."""
     node = graph.call_function(target, args, kwargs)
     fakes = fx.node.map_arg(args, lambda x: x.meta["val"])
     with next(x for n in node.all_input_nodes for x in values(n)).fake_mode:  # type: ignore[attr-defined]

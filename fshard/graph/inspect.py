@@ -27,7 +27,7 @@ class Traffic(NamedTuple):
 
 
 def operator(node: fx.Node) -> str:
-    """Return a node's operator without overload: `NAME` for aten, `LIBRARY.NAME` for other libraries."""
+    """Return a node's operator without overload, such as `mm`, or `LIBRARY.NAME` for other libraries."""
     target = node.target
     if not isinstance(target, torch._ops.OpOverload):
         return getattr(target, "__name__", str(target))
@@ -35,7 +35,6 @@ def operator(node: fx.Node) -> str:
 
 
 def arguments(node: fx.Node) -> dict[str, Any]:  # Any: depends on the operator's schema
-    """Return the arguments of a node by parameter name."""
     names = [a.name for a in node.target._schema.arguments]  # type: ignore[union-attr]
     return dict(zip(names, node.args, strict=False)) | dict(node.kwargs)
 
@@ -71,7 +70,6 @@ def flights(graph: fx.Graph) -> list[Flight]:
 
 
 def collectives(graph: fx.Graph) -> list[Traffic]:
-    """Sum the collectives of a graph by kind, unit and axis, in the order of first use."""
     counts: Counter[tuple[str, str, str]] = Counter()
     sent: Counter[tuple[str, str, str]] = Counter()
     for flight in flights(graph):
@@ -89,7 +87,6 @@ def flops(module: fx.GraphModule) -> int:
 
 
 def as_text(graph: fx.Graph, names: Sequence[str]) -> str:
-    """Return a line for each node: name, dtype and shape, operator, arguments."""
     return "\n".join(_lines(graph, names))
 
 
@@ -135,6 +132,5 @@ def form(x: Tensor) -> str:
 
 
 def values(node: fx.Node) -> list[Tensor]:
-    """Return the fake tensors of a node; [] if the node returns numbers only."""
     made = node.meta.get("val")
     return [made] if isinstance(made, Tensor) else [v for v in tree.leaves(made) if isinstance(v, Tensor)]

@@ -85,7 +85,6 @@ class _Storage(MemorySpan):
 
 
 def footprint(graph: fx.Graph, inputs: Sequence[str]) -> Footprint:
-    """Estimate the memory of a graph. `inputs`: the purpose of each input, such as "parameters"."""
     names = tuple(node.name for node in graph.nodes)
     return Footprint(names, tuple(rows(spans(graph, inputs), len(names))))
 
@@ -104,13 +103,10 @@ def rows(counted: Iterable[MemorySpan], number: int) -> list[dict[str, int]]:
 
 
 def spans(graph: fx.Graph, inputs: Sequence[str]) -> list[MemorySpan]:
-    """Return all memory that counts, in order of allocation."""
     nodes = list(graph.nodes)
     storages = _storages(nodes, inputs)
     barriers = [i for i, node in enumerate(nodes) if node.op == "call_function" and _is_barrier(node)] + [len(nodes)]
-    # fused: no reader comes after the next barrier
     counted = [s for s in storages.values() if not s.fusible or s.last > barriers[bisect(barriers, s.first)]]
-    # a loop keeps its inputs to its end, such as all gradients in an optimizer step
     reused = _in_place(barriers, counted, storages)
     loops = {i: (bisect(barriers, i), values(node)[0].numel()) for i, node in enumerate(nodes) if _is_fusible(node)}
     ends = {loops[s.first]: s.first for s in counted if s.first in loops}
@@ -127,10 +123,7 @@ def spans(graph: fx.Graph, inputs: Sequence[str]) -> list[MemorySpan]:
 
 
 def _received(node: fx.Node) -> int:
-    """Return the bytes of the buffer in which a rank adds its peers' parts of an exact sum.
-
-    0 for other nodes, and for parts in shared memory.
-    """
+    """Return the bytes of the buffer for peers' parts of an exact sum; 0 for parts in shared memory."""
     if operator(node) not in ("fshard.reduce_scatter", "fshard.all_reduce"):
         return 0
     by_name = arguments(node)
@@ -149,7 +142,7 @@ def _received(node: fx.Node) -> int:
 def _in_place(barriers: Sequence[int], counted: Sequence[_Storage], storages: dict[int, _Storage]) -> set[int]:
     """Return the storages that a value of their size may overwrite; each then ends one node earlier.
 
-    The value must be the last use, and the only one in its loops. A storage is reused once at most.
+    The value must be the last use, and the only one in its loops.
     """
     counted_ids, reused = {id(s) for s in counted}, set[int]()
     uses = {(key, bisect(barriers, s.first), s.first) for s in storages.values() for key in s.sources}
@@ -188,7 +181,7 @@ def _storages(nodes: Sequence[fx.Node], inputs: Sequence[str]) -> dict[int, _Sto
 
 
 def storages_of(node: fx.Node) -> Iterator[int]:
-    """Yield a number for each tensor of a node, equal for tensors of one storage."""
+    """Yield a number for each tensor, equal for tensors of one storage."""
     return map(address, values(node))
 
 

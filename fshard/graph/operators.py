@@ -17,7 +17,7 @@ Started = tuple[Tensor, Tensor]
 
 
 def _ticket() -> Tensor:
-    """Return a tensor for its storage only: `wait` needs the collective, and operators take tensors."""
+    """Return a tensor for its storage only: operators take tensors, not collectives."""
     return torch.empty(1, dtype=torch.uint8, device="cpu")
 
 
@@ -26,7 +26,6 @@ def _ticket_of(*args: object) -> Tensor:
 
 
 def _started(place: Tensor, pending: Pending) -> Started:
-    """Return a place, and a ticket that owns the collective filling the place."""
     ticket = _ticket()
     # on the storage: a compiled graph may make new tensor objects of the same memory
     ticket.untyped_storage().under_way = pending  # type: ignore[attr-defined]
@@ -48,7 +47,6 @@ def _ranks(mesh: str, axis: str) -> Ranks:
 
 
 def _define_start(schema: str, run: Callable[..., object], shapes: Callable[..., object]) -> None:
-    """Define an operator that starts a collective, after the ticket `after` if given."""
     schema = schema.replace(") ->", ", *, Tensor? after=None) ->")
     define(schema, lambda *args, after=None, **rest: run(*args, **rest), lambda *args, after=None, **_: shapes(*args))
 
@@ -56,7 +54,7 @@ def _define_start(schema: str, run: Callable[..., object], shapes: Callable[...,
 def _room(ranks: Ranks, numel: int, like: Tensor, lent: bool) -> Tensor:
     """Return a flat tensor, lent only if collectives have read it by the end of their waits.
 
-    A compiler reuses memory after the last reader in the graph (Note [Lent memory] in `ranks.py`).
+    A compiler reuses memory after the last reader (Note [Lent memory] in `ranks.py`).
     """
     return ranks.empty(numel, like, lent and ranks.built_in is not None)
 

@@ -1,16 +1,15 @@
 """Passes over the graph of a traced function. A pass changes the graph in place, and none of its values.
 
 Note [Order of a graph]
-    A graph runs in the order of its nodes, which decides memory use and the overlap of collectives with computation. A
-    step's graph has a good order. `regather` and `sink` reorder other functions, such as a torch.func gradient of a
-    loss that gathers all units first.
+    The order of nodes decides memory use and the overlap of collectives with computation. A step's graph has a good
+    order; `regather` and `sink` reorder others, such as a torch.func gradient of a loss that gathers all units first.
 
 Note [What a pass must keep]
     1. Values: outputs have the same bits.
-    2. Collectives: all ranks issue the same ones in the same order. A pass sees one rank's graph. It may drop, move and
-       merge labelled collectives, such as gathers of units, because all ranks read their results in the same order. An
-       unlabelled collective may have other readers on other ranks. So no pass moves or merges it, or moves another one
-       because of its readers. A pass may move its wait, unless the wait starts the second stage of an all-reduce.
+    2. Collectives: all ranks issue the same ones in the same order. A pass may drop, move and merge labelled ones, such
+       as gathers of units, because all ranks read their results in the same order. An unlabelled collective may have
+       other readers on other ranks. So no pass moves or merges it, or moves another one because of its readers. A pass
+       may move its wait, unless the wait starts the second stage of an all-reduce.
     3. Waits: every collective has one `fshard.wait`, before the first reader of its result.
     4. Writes: no node moves past a write to memory it reads, or past a reader of memory it writes to (`NodeIndex` of
        `dataflow.py`).
@@ -65,7 +64,7 @@ def drop_dead(graph: fx.Graph) -> None:
     """Erase nodes without readers, and gathers of unused leaves unless `_reaches_nothing`."""
     _drop_unread(graph)
     kept = _reaches_nothing(graph)
-    # again: a dropped gather may have been another gather's last reader
+    # again: a dropped gather may have been another one's last reader
     while dead := [gather for gather in gathers(index(graph)) if not (gather.readers or gather.fixed or kept)]:
         for gather in dead:
             for node in (gather.wait, *reversed(gather.views), gather.ticket, gather.start):  # readers before values
@@ -74,7 +73,7 @@ def drop_dead(graph: fx.Graph) -> None:
 
 
 def _drop_unread(graph: fx.Graph) -> None:
-    for node in reversed(graph.nodes):  # backwards: erasing a node may leave its arguments without readers
+    for node in reversed(graph.nodes):
         unread = node.op in ("call_function", "get_attr") and not node.users and not acts(node)
         if unread and not is_call(node, "fshard.exchange"):  # peers wait for what this rank sends
             graph.erase_node(node)
@@ -83,7 +82,7 @@ def _drop_unread(graph: fx.Graph) -> None:
 def shorten(graph: fx.Graph) -> None:
     """Make each view of a gathered buffer one node. Let readers of a `detach` or a write's result read the argument.
 
-    After a write to a buffer, compilers compute each view anew; for a part of a split, they compute all n parts.
+    After a write, compilers compute each view anew; for a part of a split, all n parts.
     """
     for gather in gathers(index(graph)):
         buffer = next(x for x in gather.views if is_call(x, "getitem") and x.args == (gather.start, 0))  # (n,)
@@ -91,7 +90,7 @@ def shorten(graph: fx.Graph) -> None:
         for view in gather.views:
             value = view.meta["val"]
             is_tensor = isinstance(value, torch.Tensor) and value.dtype == whole.dtype
-            # else shape, strides and offset do not determine the view
+            # else shape, strides and offset do not make the view
             if view is not buffer and is_tensor and not value.is_conj() and not value.is_neg():
                 view.target, view.kwargs = _as_strided, {}
                 view.args = (buffer, list(value.shape), list(value.stride()), value.storage_offset())
@@ -104,10 +103,7 @@ def shorten(graph: fx.Graph) -> None:
 
 
 def fix_places(graph: fx.Graph) -> None:
-    """Let each gather write to memory allocated by the CUDA graph before it.
-
-    The address is then the same in each run, and CUDA graphs read the memory without a copy.
-    """
+    """Let each gather write to memory of the CUDA graph before it: CUDA graphs then read it without a copy."""
     before = next(iter(graph.nodes))
     for node in list(graph.nodes):
         if is_call(node, "fshard.all_gather"):
@@ -132,7 +128,7 @@ def _fix_place(graph: fx.Graph, start: fx.Node, before: fx.Node) -> None:
 
 
 def keep_unread(graph: fx.Graph) -> None:
-    """Return one element of each unread result that a compiler must compute. The new outputs come last.
+    """Return one element of each unread result that a compiler must compute, as last outputs.
 
     These are results of collectives (peers wait for them) and of other libraries' operators.
     """
@@ -159,10 +155,9 @@ def _has_element(node: fx.Node) -> bool:
 
 
 def chain(graph: fx.Graph) -> None:
-    """If a collective has no label or is an exchange, fix the order: give each collective the ticket of the one before.
+    """If a collective has no label or is an exchange, give each collective the ticket of the one before.
 
-    Compilers order independent nodes by their neighbours, which may differ between ranks: on a rank that only receives,
-    an exchange has no inputs.
+    Compilers order independent nodes by their neighbours, which may differ between ranks.
     """
     all_starts = starts(graph)
     if any(is_fixed(start) or is_call(start, "fshard.exchange") for start in all_starts):
@@ -171,7 +166,6 @@ def chain(graph: fx.Graph) -> None:
 
 
 def _ticket_of(start: fx.Node) -> fx.Node:
-    """Return a start's ticket: itself, or its second result, inserted if missing."""
     if is_call(start, *PLACED):
         return start
     readers = [user for user in start.users if is_call(user, "getitem") and user.args[1] == 1]
@@ -187,7 +181,7 @@ def _element(graph: fx.Graph, x: fx.Node, after: fx.Node) -> fx.Node:
 
 
 def _read_storages(graph: fx.Graph) -> set[int]:
-    """Return the storages of inputs, and those read by nodes other than waits and views, directly or by copies."""
+    """Return the storages of inputs, and those read by nodes other than waits and views, or by copies."""
     read, copied = set[int](), dict[int, set[int]]()  # copied[s]: storages copied to s
     for node in graph.nodes:
         if node.op == "placeholder":
@@ -209,10 +203,7 @@ def _read_storages(graph: fx.Graph) -> set[int]:
 
 
 def materialize(graph: fx.Graph) -> None:
-    """Compute 0-d values before their pointwise readers: fused, they would be computed for each element.
-
-    No compiler looks into `fshard.materialize`.
-    """
+    """Compute 0-d values before their pointwise readers: fused, they would be computed for each element."""
     for node in [n for n in graph.nodes if _is_number(n) and torch.Tag.pointwise in getattr(n.target, "tags", ())]:
         readers = [user for user in node.users if values(user) and not _is_number(user)]
         if readers:
@@ -227,8 +218,7 @@ def _is_number(node: fx.Node) -> bool:
     return node.op == "call_function" and bool(tensors) and all(x.dim() == 0 for x in tensors)
 
 
-# (number of a node, side)
-_Place = tuple[int, int]
+_Place = tuple[int, int]  # number of a node, side
 
 # The sides of a node, in order: three before the node, the node itself, after the node.
 _FIRST_START, _WAIT, _START, _ITSELF, _AFTER = range(-3, 2)
@@ -267,13 +257,11 @@ def sink(graph: fx.Graph, in_flight: int = 0, ahead: int = 1) -> None:
 
 
 def _early(moved: Sequence[GatherNodes], order: Mapping[fx.Node, int], in_flight: int, ahead: int) -> Iterator[_Place]:
-    """Yield the start of each gather: the first reader of an earlier gather.
+    """Yield the start of each gather: at the first reader of the last gather `ahead` units before.
 
-    The earlier gather is the last one `ahead` units before. With `in_flight` it may lie further back, if the gathers
-    after it, up to this one, have at most `in_flight` bytes. The first gather starts at its own first reader; with
-    `ahead` 0 all do.
+    With `in_flight` the start may be earlier, if the gathers from there to this one have at most `in_flight` bytes.
     """
-    heads = [order[gather.readers[0]] for gather in moved]  # ascending
+    heads = [order[gather.readers[0]] for gather in moved]
     ends = list(accumulate((gather.nbytes for gather in moved), initial=0))  # ends[i]: bytes of gathers before i
     units = list(accumulate(a.unit != b.unit for a, b in pairwise([*moved[:1], *moved])))  # numbers of units, by gather
     for gather, head, unit in zip(moved, heads, units, strict=True):
@@ -287,7 +275,6 @@ def _early(moved: Sequence[GatherNodes], order: Mapping[fx.Node, int], in_flight
 
 
 def _delay(graph: fx.Graph, in_flight: int) -> None:
-    """Wait for reductions later: for the oldest when more than `in_flight` bytes are under way."""
     nodes, places, total = index(graph), dict[fx.Node, _Place](), 0
     order = nodes.order
     # (wait, sent bytes) of each reduction under way
@@ -319,7 +306,7 @@ def _has_second_stage(start: fx.Node) -> bool:
 
 
 def regather(graph: fx.Graph, units: Iterable[str], lasting: Collection[str] = ENDS) -> None:
-    """Free a buffer of these units and gather it again if another unit is gathered between two of its readers.
+    """Free a buffer of these units and gather it again if another unit is gathered between two readers.
 
     A unit of `lasting` stays if it would be gathered more than twice (`Plan.lasting`).
     """
@@ -340,7 +327,6 @@ def regather(graph: fx.Graph, units: Iterable[str], lasting: Collection[str] = E
 
 
 def _apart(readers: Sequence[int], heads: Sequence[int]) -> list[tuple[int, int]]:
-    """Cut `readers` at heads (first readers of gathers), and return the ranges."""
     cuts = [i for i in range(1, len(readers)) if bisect(heads, readers[i - 1]) < bisect_left(heads, readers[i])]
     return list(pairwise([0, *cuts, len(readers)]))
 

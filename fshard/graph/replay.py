@@ -5,10 +5,10 @@ Note [Replays]
     2. A replay copies the nodes of the piece into the traced graph, as one node of autograd. Its backward copies the
        nodes of the derivative, traced from the tensors that autograd saved, once for each combination of present
        gradients and their strides.
-    3. So a replay leaves the nodes of a call in their order, and runs no Python of the function, no autograd and no
-       tracer. Saved tensors pass through the active hooks: a loss gathers its units again as always.
-    4. A random operator takes the state of a stream and returns the next: one more argument and result (Note [Random
-       numbers in a graph] in `random.py`).
+    3. So a replay keeps the order of nodes, and runs no Python of the function. Saved tensors pass through the active
+       hooks: a loss gathers its units again as always.
+    4. A random operator has one more argument and result, states of a stream (Note [Random numbers in a graph] in
+       `random.py`).
 
     A call is not recorded if a copy could differ:
     - the function changes between calls, or talks to other ranks;
@@ -62,7 +62,6 @@ _ASKS = (
 
 
 def can_record() -> bool:
-    """Return True in a trace without transforms of torch.func, autocast, modes of others, or `UNROLLS`."""
     is_cast = any(map(torch.is_autocast_enabled, ("cpu", "cuda")))
     if not is_tracing() or get_proxy_mode() is None or func_levels.inside() or is_cast or UNROLLS.get():
         return False
@@ -79,7 +78,7 @@ class Repeated:
 
     def __init__(self, fn: Callable[..., Tree]):
         self._fn, self._count = fn, 0
-        self._seen: list[Tree] = []  # leaves of the units of the first two calls
+        self._seen: list[Tree] = []  # of the first two calls
         self._is_steady = False  # the last call changed nothing, and did not talk to other ranks
         self._recorded: RecordedCall | None = None
 
@@ -101,7 +100,7 @@ class Repeated:
 
 
 def _surroundings(fn: object) -> list[object]:
-    """Return the outside objects that a function and its callees may change: variables, and items in them."""
+    """Return the outside objects that a function may change: variables, and items in them."""
     read, waiting = list[object](), [fn]
     while waiting:
         x = waiting.pop()
@@ -127,7 +126,6 @@ def _last_node() -> fx.Node:
 
 
 def _talks(since: fx.Node) -> bool:
-    """Return True if a node after `since` may gather or talk to other ranks."""
     node = _last_node()
     while node is not since and not _is_foreign(node):
         node = node.prev
@@ -135,7 +133,6 @@ def _talks(since: fx.Node) -> bool:
 
 
 def _is_foreign(node: fx.Node) -> bool:
-    """Return True if a copy of a node may differ from the node."""
     if node.op != "call_function" or node.target is operator.getitem:
         return False
     if not isinstance(node.target, torch._ops.OpOverload) or torch.Tag.inplace_view in node.target.tags:
@@ -150,13 +147,11 @@ def _tracer() -> Any:  # private to torch
 
 
 def _alone(x: Tensor) -> Tensor:
-    """Return a fake tensor like `x`, unknown to any graph."""
     with unrecorded():
         return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device)
 
 
 def _form(leaf: object) -> object:
-    """Return the properties of a leaf that decide its graph."""
     if not isinstance(leaf, Tensor):
         # as text: 0.0 and -0.0 are equal, and so are 1 and True
         return type(leaf), repr(leaf) if type(leaf) in _NUMBERS else id(leaf)
@@ -164,7 +159,6 @@ def _form(leaf: object) -> object:
 
 
 def _is_plain(x: Tensor) -> bool:
-    """Return True for a tensor without tangent, and without a bit that negates or conjugates it."""
     with unrecorded():
         return forward_ad.unpack_dual(x).tangent is None and not (x.is_conj() or x.is_neg())
 
@@ -201,8 +195,8 @@ class _Piece:
         return next(read, None) if slot is None else self.copies[slot.proxy.node]
 
     def insert(self, values: dict[fx.Node, Tensor]) -> dict[fx.Node, fx.Node]:
-        """Copy the calls into the traced graph, and return its nodes. Results are added to `values`."""
-        values.update((node, x) for node, x in self.others.items() if node not in values)  # constants
+        """Copy the calls into the traced graph, and return its nodes. Adds results to `values`."""
+        values.update((node, x) for node, x in self.others.items() if node not in values)
         nodes, tracer = {node: _traced(x) for node, x in values.items()}, _tracer()
         with unrecorded(), torch.no_grad():
             for node in self.calls:
@@ -214,7 +208,6 @@ class _Piece:
 
 
 def _known(x: Tensor, node: fx.Node) -> Tensor:
-    """Make the traced graph know `x` as the value of `node`."""
     before, tracer = node.meta.get("val"), _tracer()
     track_tensor_tree(x, fx.Proxy(node, tracer), constant=None, tracer=tracer)
     if before is not None:
@@ -223,13 +216,11 @@ def _known(x: Tensor, node: fx.Node) -> Tensor:
 
 
 def _traced(x: Tensor) -> fx.Node:
-    """Return a tensor's node in the innermost trace; an unknown tensor becomes a constant."""
+    """Return a tensor's node; an unknown tensor becomes a constant."""
     return node_of(x) or _tracer().create_arg(x)
 
 
 class _Derivative(NamedTuple):
-    """The derivative of a call for one combination of gradients and their strides."""
-
     piece: _Piece
     reads: dict[fx.Node, fx.Node]  # inputs other than gradients, and the call's nodes for them
 
@@ -270,12 +261,11 @@ class RecordedCall:
             self._keeps = [node for node in dict.fromkeys(reads.values()) if node not in self._saves]
 
     def _trace(self, fn: Callable[..., Tree], read: Sequence[Tensor]) -> None:
-        """Trace the function, with the outside tensors `read` as arguments."""
         self._given, self._more = [*tensors(self._leaves), *read], read
         self._inputs = [_alone(x).requires_grad_(x.requires_grad) for x in self._given]
         stand_ins = self._inputs[len(self._inputs) - len(read) :]
         self._instead = {id(x): stand_in for x, stand_in in zip(read, stand_ins, strict=True)}
-        self._saved: dict[fx.Node, Tensor] = {}  # saved by autograd, by the tracer's nodes
+        self._saved: dict[fx.Node, Tensor] = {}  # by the tracer's nodes
         self._derivatives: dict[object, _Derivative] = {}  # by shapes, strides and dtypes of the gradients
         start = None if self._stream is None else self._stream.state
 
@@ -333,11 +323,10 @@ class RecordedCall:
         return self._derivatives[key]
 
     def is_faithful(self, shared: Container[int]) -> bool:
-        """Return True if a copy does what a call does. `shared`: identities of arguments that others read too."""
+        """Return True if a copy does what a call does. `shared`: ids of arguments that others read too."""
         return self._is_plain() and self._is_apart() and self._adds_once(shared)
 
     def _is_plain(self) -> bool:
-        """Return True if the nodes depend on their inputs only, anywhere in a graph."""
         pieces = [(self._call, self._read), *((d.piece, d.reads) for d in self._derivatives.values())]
         # a fake tensor that neither trace knows comes from another trace
         constants = [x for piece, known in pieces for node, x in piece.others.items() if node not in known]
@@ -358,7 +347,6 @@ class RecordedCall:
         return len({*memory} - given - kept) == len(memory) and not written(calls) & given
 
     def _adds_once(self, shared: Container[int]) -> bool:
-        """Return True if the call reads each shared tensor once: autograd would add several gradients one by one."""
         times, first_more = Counter[fx.Node](), len(self._given) - len(self._more)
         for node in self._call.calls:
             fx.node.map_arg((node.args, node.kwargs), lambda read: times.update([read]))

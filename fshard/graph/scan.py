@@ -20,8 +20,8 @@ _FEW = 3  # a trace calls the body for this many units
 def scan(body: Callable[..., Tree], carry: Carry, units: Sequence[Tree], xs: Tree = None) -> tuple[Carry, Tree]:
     """Call a body for each unit and pass its carry on: a loop over layers that `jit` traces once for equal layers.
 
-    Rule: for each unit in turn, `carry, y = body(unit, carry)`, or `body(unit, carry, x)` with `x` a row of `xs`.
-    Returns the last carry, and all `y` stacked.
+    Rule: for each unit, `carry, y = body(unit, carry)`, or `body(unit, carry, x)` with `x` a row of `xs`. Returns the
+    last carry, and all `y` stacked.
 
     - `body`: returns the new carry, or (carry, y). It must be pure: it returns what others read, takes numbers that
       change with the unit from `xs`, and does not compare tensors by identity.
@@ -29,12 +29,11 @@ def scan(body: Callable[..., Tree], carry: Carry, units: Sequence[Tree], xs: Tre
     - `units`: a list of trees, such as `params["blocks"]` in a loss, where the plan gathers each unit.
     - `xs`: a tree of tensors (len(units), ...), as are the stacked `ys`; `ys` is None without `y` or units.
 
-    Eagerly, `scan` is the loop. `jit` calls the body for two units, traces it once more, and copies that trace for all
-    units with the same structure, shapes, dtypes and numbers. Values, derivatives and random numbers have the loop's
-    bits.
+    Eagerly, `scan` is the loop. `jit` calls the body for two units, traces it, and copies that trace for all units of
+    the same structure, shapes, dtypes and numbers. Values, derivatives and random numbers have the loop's bits.
 
-    Raises TypeError if a result has another structure, or a `y` is no tensor; ValueError if `xs` has another number of
-    rows than there are units; under `jit`, TraceError for a `torch.autograd.grad(create_graph=True)` around it.
+    Raises TypeError if a result has another structure, or a `y` is no tensor; ValueError unless `xs` has a row for each
+    unit; under `jit`, TraceError for a `torch.autograd.grad(create_graph=True)` around it.
 
     >>> layers = [{"w": torch.full((1,), 2.0)}, {"w": torch.full((1,), 3.0)}]
     >>> scan(lambda layer, x: (layer["w"] * x, x), torch.ones(1), layers)
