@@ -1,13 +1,13 @@
 """Lowering a step with a few of its equal units, to compute the figures of all.
 
 Note [Depth]
-    The time to lower a step grows with its units. In most networks nearly all units are equal, and the loss reads them
-    in a loop. Such a step is lowered three times with a few units. The figures of the whole graph (memory, traffic)
-    follow under two conditions; otherwise the whole graph is lowered.
+    The time to lower a step grows with its units. Most networks read equal units in a loop. Such a step is lowered
+    three times with a few units. The figures of the whole graph follow under two conditions; otherwise the whole graph
+    is lowered.
 
     1. With each further unit, forward and backward of the loss repeat one group of calls, a period, once more. Calls
-       are recorded on meta tensors, which is fast. A record has operator, shapes, numbers, and how long ago the memory
-       read was written, so special treatment of the last units is noticed.
+       are recorded on meta tensors. A record has operator, shapes, numbers, and the age of the memory read, so special
+       treatment of the last units is noticed.
     2. After all passes, the graphs differ only by whole periods at the same places. The bytes at each node grow
        linearly with the number of units, and from period to period. So the peak is at a node of the smallest graph, or
        at a copy of this node in the first or last periods.
@@ -61,13 +61,12 @@ class Stack:
         return next(pairs, None)
 
     def general(self, unit: str) -> str:
-        """Return the name of a unit, with a star for the number of the child."""
         place = self.place(unit)
         return unit if place is None else unit.replace(f"{self.path}.{place[0]}", f"{self.path}.*", 1)
 
 
 def stack_of(plan: Plan) -> Stack | None:
-    """Return the plan's stack with the most leaves; None if it has no list of equal units."""
+    """Return the plan's stack with the most leaves."""
     stacks = [
         Stack(".".join(path), first, spec.num_leaves, units)
         for path, spec, first in tree.walk(plan.spec)
@@ -77,7 +76,7 @@ def stack_of(plan: Plan) -> Stack | None:
 
 
 def _equal_units(plan: Plan, spec: tree.Spec, first: int) -> tuple[tuple[str, ...], ...]:
-    """Return the units of each child of a list; () unless several children are equal and follow each other."""
+    """Return the units of each child of a list; () unless several children are equal and adjacent."""
     forms, units = set[object](), list[tuple[str, ...]]()
     for child, offset in tree.children(spec):
         numbers = plan.leaves[first + offset : first + offset + child.num_leaves]
@@ -105,8 +104,6 @@ def depths_of(plan: Plan, stack: Stack) -> tuple[int, int, int]:
 
 
 def with_few(plan: Plan, stack: Stack, depth: int) -> Plan:
-    """Return the plan with the first `depth` children of a stack."""
-
     def is_stack(x: object) -> bool:
         return isinstance(x, list | tuple) and tree.leaves(x) == [*range(stack.first, stack.first + stack.num_leaves)]
 
@@ -126,7 +123,7 @@ def with_few(plan: Plan, stack: Stack, depth: int) -> Plan:
 
 
 def with_plan(args: Tree, old: Plan, new: Plan) -> Tree:
-    """Move a step's arguments, without memory, to the plan `new`. Raises ValueError for a part of a sharded tree."""
+    """Move a step's arguments, without memory, to the plan `new`."""
 
     def moved(x: object) -> object:
         if not isinstance(x, Sharded) or x.plan != old:
@@ -223,7 +220,7 @@ def noted(fn: Callable[..., Tree], caller: str, *args: Tree) -> Tree:
 
 
 def calls(step: Step, plan: Plan, given: Sequence[Tree], results: Results) -> list[Key]:
-    """Return the calls in forward and backward of a step's loss, on meta tensors. `results`: known results."""
+    """Return the calls of operators in a step's loss and its backward, on meta tensors."""
 
     def whole(sharded: Sharded) -> Tree:
         kinds = [sharded.plan.kinds[slot.kind] for slot in sharded.plan.slots]
@@ -290,11 +287,10 @@ Rows = Sequence[Mapping[str, int]]  # bytes by purpose, for each node of a graph
 
 
 def images(graphs: Sequence[Rows], short: Sequence[Key], places: Runs, times: Sequence[int]) -> list[list[int]] | None:
-    """Return the nodes that may decide the maximum, each by its numbers in the graphs with `times` periods more.
+    """Return the nodes that may decide the maximum, each by its numbers in the graphs.
 
     A node of a run has two images, counted from the run's beginning and from its end. From each end, return images
-    while bytes grow linearly with the graph's periods. Return None if bytes between these images do not grow linearly
-    from period to period.
+    while bytes grow linearly with the graph's periods. Return None if bytes between these do not.
     """
     inside = {at for end, period in places for at in range(_begin(short, end, period), end)}
     outside = [at for at in range(len(short)) if at not in inside]
@@ -319,12 +315,11 @@ def _num_even(graphs: Sequence[Rows], candidates: Sequence[Sequence[int]], times
 
 
 def _before(places: Runs, at: int) -> int:
-    """Count the nodes that one period more in each run inserts before `at`."""
+    """Count the nodes inserted before `at` by one period more in each run."""
     return sum(period for end, period in places if end <= at)
 
 
 def _begin(keys: Sequence[Key], end: int, period: int) -> int:
-    """Return the beginning of the first whole period in the run up to `end`."""
     begin = end - period
     while begin >= period and keys[begin - period : begin] == keys[begin : begin + period]:
         begin -= period
@@ -332,7 +327,6 @@ def _begin(keys: Sequence[Key], end: int, period: int) -> int:
 
 
 def is_even(graphs: Sequence[Rows], image: Sequence[int], times: Sequence[int]) -> bool:
-    """Return True if the bytes at a node of three graphs grow by the same number for each period."""
     few, more, most = (rows[i] for rows, i in zip(graphs, image, strict=True))
     near, far = times[1] - times[0], times[2] - times[0]
     bytes_of = [[row.get(name, 0) for row in (few, more, most)] for name in {*few, *more, *most}]

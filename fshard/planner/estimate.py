@@ -176,8 +176,6 @@ _Sent = dict[tuple[str, str, str], tuple[int, int]]  # by kind, unit and axis: b
 
 
 class _Figures(NamedTuple):
-    """The figures of a graph, read from it or computed from smaller graphs."""
-
     peak: Peak
     memory: list[Memory]
     sent: _Sent
@@ -190,7 +188,7 @@ def _read(fn: Callable[..., Tree], options: Options, given: Sequence[Tree], stac
 def _of_few(
     fn: Callable[..., Tree], options: Options, given: Sequence[Tree], plan: Plan, stack: Stack
 ) -> tuple[_Figures | None, str]:
-    """Return a step's figures from graphs with few units of a stack; or None, and why the whole graph is needed."""
+    """Return figures that follow from few units; or None, and why the whole graph is needed."""
     name, depths = f"{stack.depth} equal units {stack.path}.*", depths_of(plan, stack)
     if stack.depth <= depths[-1] + 1:
         return None, f"few units, {name}"
@@ -266,14 +264,12 @@ class _Site(NamedTuple):
     starts: str | None
 
     def key(self, sizes: Collection[int]) -> Key:
-        """Return a key, the same in other units and in graphs of more units. Only bytes in `sizes` count."""
+        """Return a key, the same in other units and larger graphs. Only bytes in `sizes` count."""
         known = sizes if self.phase != "update" else ()  # updates compute with rows, which grow with the units
         return *self[1:5], self.starts, *((dtype, n if n in known else None) for dtype, n in self.forms)
 
 
 class _Reading:
-    """A lowered graph's allocating nodes, the bytes in memory at each, and its traffic."""
-
     def __init__(self, lowered: Lowered, stack: Stack | None):
         self.spans: list[MemorySpan] = spans(lowered.graph, lowered.holds())
         nodes, firsts = list(lowered.graph.nodes), {span.first for span in self.spans}
@@ -301,11 +297,10 @@ class _Reading:
             yield _Site(i, name, unit, phase, line, forms, started.get(i))
 
     def general(self, units: str) -> str:
-        """Return the name of a unit, or of several joined, with a star for the number in the stack."""
         return "+".join(self._stack.general(name) if self._stack else name for name in units.split("+"))
 
     def there(self, site: _Site) -> dict[tuple[str, ...], tuple[int, int]]:
-        """Return number and bytes of equal tensors in memory at a node, by the first fields of `Tensors`."""
+        """Return (number, bytes) of equal tensors in memory at a node, by the first fields of `Tensors`."""
         groups = dict[tuple[str, ...], tuple[int, int]]()
         for span in self.spans:
             if span.first <= site.number <= span.last and span.nbytes:
@@ -342,7 +337,7 @@ def _figures(
 
 
 def _sent_by_all(readings: Sequence[_Reading], all_of: _Growth, stack: Stack | None) -> _Sent:
-    """Return bytes and number of collectives. A stack's units must be equal, except the first and the last."""
+    """Return (bytes, number) by collective. A stack's units must be equal, except the first and last."""
     if len(readings) == 1 or stack is None:
         return readings[0].sent
     outside = [{key: x for key, x in r.sent.items() if not stack.place(key[1])} for r in readings]
