@@ -21,7 +21,7 @@ _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # b
 
 
 class Gap(NamedTuple):
-    """The difference of two leaves: index, values and distance of the worst element, and number of wrong elements."""
+    """The difference of two leaves at their worst element."""
 
     path: str
     at: list[int]
@@ -48,10 +48,9 @@ class Gap(NamedTuple):
 def assert_trees_equal(got: Tree, expected: Tree, *, ulps: int = 0) -> None:
     """Raise AssertionError unless `got` has the structure, dtypes, shapes, devices and values of `expected`.
 
-    Structure, shapes, dtypes and devices are compared first, then the bits of values: 0.0 and -0.0 differ, and NaNs are
-    equal only with equal bits. With `ulps`, floating-point values may differ by so many units in the last place: 0.0
-    and -0.0 are one unit apart, two different NaNs as well; infinities are not close to finite numbers. The error names
-    the worst leaf and element, both values, their distance, and the numbers of wrong elements and leaves. Leaves may be
+    Bits of values are compared: 0.0 and -0.0 differ, and NaNs are equal only with equal bits. With `ulps`,
+    floating-point values may differ by so many units in the last place: 0.0 and -0.0 are one unit apart, two different
+    NaNs as well; infinities are not close to finite numbers. The error names the worst leaf and element. Leaves may be
     of any type. For a `Sharded` this rank's pieces are compared, with padding, by path.
 
     >>> assert_trees_equal({"w": torch.ones(2)}, {"w": torch.ones(2)})
@@ -105,7 +104,7 @@ def form(x: object) -> str:
 
 
 def first_unlike(got: Tree, expected: Tree) -> tuple[LeafPlace, str] | None:
-    """Return the first leaf of `got` with another path, form or bits than expected, and the difference; or None.
+    """Return the first leaf of `got` with another path, form or bits, and the difference; or None.
 
     For a node of `Parts` the leaf is this rank's piece, or padding.
 
@@ -171,8 +170,7 @@ def distance(got: Tensor, expected: Tensor) -> Tensor:
     far = torch.full(x.shape, math.inf, dtype=torch.float64, device="cpu")
     if x.is_floating_point():
         a, b = _ordered(x), _ordered(y)
-        # steps over adjacent floating-point numbers: exact for one sign; in float64 for two signs, where int64 could
-        # overflow
+        # steps over adjacent floating-point numbers; in float64 for two signs: int64 could overflow
         steps = torch.where((a < 0) == (b < 0), (a - b).double(), a.double() - b.double()).abs()
         # in float64: torch has no isfinite for float8_e4m3fn
         far = torch.where(x.double().isfinite() & y.double().isfinite(), steps, far)

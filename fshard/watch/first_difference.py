@@ -4,11 +4,10 @@ Note [Several ranks and one device]
     1. Values of ranks and micro-batches combine to the value of one device: along each axis they are copies or pieces
        ("apart"), summands ("sum"), or values to average ("mean"). Pieces may lie along any dim, in blocks, in any order
        (rows by class, heads among rows). So numbers are compared sorted; with copies, each repeats equally often.
-    2. A difference begins where a wrong value is made of right ones. But a right program may have wrong values without
+    2. A difference begins where a wrong value is made of right ones. A right program may have wrong values without
        effect: row numbers of a rank, a subtracted maximum, logged values. So results decide: totals and counts,
-       gradients, metrics, parameters. Wrong arguments lead from a wrong total back to the first
-       wrong operator. Any other wrong result is put down to the first operator that is wrong on one rank, and has
-       copies or pieces as arguments.
+       gradients, metrics, parameters. Wrong arguments lead from a wrong total back to the first wrong operator. Any
+       other wrong result is put down to the first operator wrong on one rank, with copies or pieces as arguments.
     3. Rounding is allowed relative to an operator's arguments, or to the largest gradient, in the lowest precision used
        so far. Parameters are compared where gradients agree and exceed rounding (Adam makes large updates of
        rounding), and may differ by a part of the largest update.
@@ -77,7 +76,7 @@ class _Value(NamedTuple):
 
     @property
     def rtol(self) -> float:
-        """Allowed relative distance: 2**12 units in the last place, 2**4 for few bits, at most 1/8."""
+        """Allow 2**12 units in the last place, 2**4 for few bits, at most 1/8."""
         return min(self.eps * (2**12 if self.eps < _HALF else 2**4), max(self.eps, 2.0**-3))
 
     def differs(self, rank: int | None, text: str) -> Difference:
@@ -88,7 +87,7 @@ class _Value(NamedTuple):
 
 
 class _Run(dict[Key, list[_Value]]):
-    """The values of a rank, by key: one for each forward, or one for the step."""
+    """By key: the values of each forward, or of the step."""
 
     def __init__(self, seen: Observed):
         super().__init__()
@@ -219,7 +218,6 @@ def _largest(*tensors: Tensor) -> float:
 
 
 def _limit(key: Key, got: Sequence[_Value], want: _Run, rtol: float | None) -> float:
-    """Return the allowed distance from `want`: a part of the largest number, argument or update."""
     (kind, path), first = key, want[key][0]
     given, values = first.rtol if rtol is None else rtol, [x.value for x in want[key]]
     if not given or not is_inexact(first.value):
@@ -252,7 +250,6 @@ def _flat(x: Tensor) -> Tensor:
 
 
 def _far(x: Tensor, y: Tensor, limit: float, where: Tensor | None = None) -> str:
-    """Return how `x` differs from `y` by more than `limit` (only at `where`), or ""."""
     if x.shape != y.shape or x.dtype != y.dtype:
         return f"expected {form(y)}, got {form(x)}"
     a, b = _flat(x), _flat(y)
@@ -265,7 +262,6 @@ def _far(x: Tensor, y: Tensor, limit: float, where: Tensor | None = None) -> str
 
 
 def _ways(sizes: Sequence[int], words: Sequence[str]) -> Iterator[Way]:
-    """Yield the ways along axes of these sizes; an axis of size 1 is "apart"."""
     yield from product(*(words if size > 1 else ("apart",) for size in sizes))
 
 
@@ -284,7 +280,6 @@ def _combined(parts: Sequence[Tensor], sizes: Sequence[int], way: Way) -> list[T
 
 
 def _alike(got: Sequence[Tensor], want: Sequence[Tensor], limit: float) -> bool:
-    """Return True if `got` are copies or pieces of `want`."""
     if any(x.dtype != want[0].dtype for x in got):
         return False
     same_shapes = all(x.shape == want[0].shape for x in (*got, *want))
@@ -354,7 +349,6 @@ class _Ranks:
     def _right(
         self, parts: Sequence[_Value], want: Sequence[_Value], limit: float, words: Sequence[str] = ()
     ) -> Iterator[tuple[Way, Way]]:
-        """Yield the ways in which parts combine to one device's value."""
         sizes, sizes_of_one = self._got[0].sizes, list[int]()
         if len(parts) > len(self._got) or len(want) > 1:  # by micro-batch
             sizes, sizes_of_one = [*sizes, self._num], [len(want)]
@@ -379,7 +373,6 @@ class _Ranks:
             self._operator = self._operator or (difference if is_certain else None)
 
     def _told(self, parts: Sequence[_Value], want: Sequence[_Value], limit: float) -> Difference:
-        """Return the difference of a wrong value, with its rank if one rank is wrong."""
         values, wanted = [x.value for x in parts], [x.value for x in want]
         is_copy = want[0].kind == "operator" and "pieces" not in {self._states.get(n, "pieces") for n in want[0].inputs}
         for pieces in (*_pieces(values, wanted), [*islice(cycle(wanted), len(parts))]):
@@ -402,7 +395,7 @@ class _Ranks:
         if self._ways:
             return None
         number, inputs = None, want[0].inputs
-        while wrong := [n for n in inputs if self._states.get(n) == "wrong"]:  # back to the beginning
+        while wrong := [n for n in inputs if self._states.get(n) == "wrong"]:
             number, inputs = wrong[0], self._one["operator", wrong[0]][0].inputs
         if number is None:
             return self._operator or self._told(parts, want, limit)

@@ -1,9 +1,9 @@
 """A guard while training: some steps run twice, and results are compared, on a rank and between ranks.
 
 Note [Two runs]
-    A step is a function, so a second run from the same state and batch has the same bits. If not, a fault (of memory,
-    a processor, a message) disturbed one run, or an operator is not deterministic. If both runs are wrong alike,
-    another rank's copy shows it: a permanent fault stays unseen in values without copies.
+    A step is a function, so a second run has the same bits. If not, a fault (of memory, a processor, a message)
+    disturbed one run, or an operator is not deterministic. If both runs are wrong alike, another rank's copy shows it:
+    a permanent fault stays unseen in values without copies.
 """
 
 from __future__ import annotations
@@ -68,7 +68,6 @@ class Guarded:
         raise TypeError(f"guard: expected a step that returns a TrainState and a dict of metrics, got {shown(result)}")
 
     def _twice(self, state: TrainState, batch: Tree, *args: Tree) -> Result:
-        """Return the step's result if a second run has the same, and copies agree before and after."""
         number, mesh = int(state.step), state.params.plan.live_mesh()
         what = f"guard: step {number}, rank {_rank(state)}"  # before the state is given away
         _check_copies(state, {}, f"the state before step {number}")
@@ -80,7 +79,7 @@ class Guarded:
 
     @property
     def _donates(self) -> bool:
-        """Return True if the step may donate: any unknown step may, such as a wrapper."""
+        """Return True for unknown steps, too, such as wrappers."""
         return not isinstance(self.__wrapped__, Step) or self.__wrapped__.donate
 
     def _check_rest(self, state: TrainState, number: int) -> None:
@@ -134,7 +133,7 @@ def _nodes(state: TrainState) -> list[tuple[str, Parts | Tensor]]:
 
 
 class _Rest(NamedTuple):
-    """A tensor of a state when a step returned it: number `number` of a tree with `layout`, or alone."""
+    """A tensor of a returned state: number `number` of a tree with `layout`, or alone."""
 
     path: str
     layout: Layout | None
@@ -147,7 +146,6 @@ class _Rest(NamedTuple):
         return self.tensor() is now.tensor() and self.num_writes == now.num_writes
 
     def turned(self, now: _Rest) -> str:
-        """Return the leaves in the first block with changed bits, or ""."""
         if torch.equal(self.sums, now.sums):
             return ""
         tensor = now.tensor()
@@ -164,7 +162,7 @@ class _Rest(NamedTuple):
 
 
 def _differ(pairs: Sequence[tuple[_Rest, _Rest]]) -> bool:
-    """Return True if any sums differ; the host waits once for each device."""
+    """Compare sums; the host waits once for each device."""
     flags: dict[torch.device, list[Tensor]] = {}
     for a, b in pairs:
         flags.setdefault(a.sums.device, []).append((a.sums != b.sums).any())
@@ -189,8 +187,6 @@ def _sums(x: Tensor) -> Tensor:
 
 
 class _Copy(NamedTuple):
-    """A tensor with copies on other ranks, or all tensors of a tree cut over the same axes."""
-
     path: str
     tensors: Sequence[Tensor]
     leaves: Callable[[], list[tuple[str, Tensor]]]  # same names on all ranks; empty for another rank's leaf
@@ -242,9 +238,8 @@ def _check_copies(state: TrainState, metrics: Mapping[str, Tree], what: str) -> 
 
 
 def _told(digests: str, axes: Axes, plan: Plan) -> str:
-    """Say which ranks differ from the majority, if there is one."""
     mesh, groups = plan.live_mesh(), dict[tuple[int, ...], dict[int, str]]()
-    # by coordinates along the other axes: each rank's digests
+    # by coordinates along the other axes
     for rank, text in enumerate(consensus.of_all(digests, mesh)):
         places = zip(plan.axes, digits(rank, [size for _, size in plan.axes]), strict=True)
         groups.setdefault(tuple(at for (axis, _), at in places if axis not in axes), {})[rank] = text
@@ -260,7 +255,6 @@ def _told(digests: str, axes: Axes, plan: Plan) -> str:
 
 
 def _check_equal(first: Result, second: Result, what: str) -> None:
-    """MismatchError, with the first leaf, if the bits differ."""
     # metrics last: a leaf may be the reason
     for kind, *runs in zip(("leaf", "metric"), second, first, strict=True):
         if unlike := first_unlike(*map(_numbers, runs)):
@@ -270,5 +264,5 @@ def _check_equal(first: Result, second: Result, what: str) -> None:
 
 
 def _numbers(x: Tree) -> Tree:
-    """Replace leaves other than numbers, such as a user's words and objects, by 0."""
+    """Replace a user's words and objects by 0."""
     return tree.map(lambda leaf: leaf if isinstance(leaf, (Tensor, int, float)) else 0, x)

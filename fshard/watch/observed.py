@@ -3,8 +3,8 @@
 Note [Names of values]
     1. A name has five fields, separated by tabs: kind, name, unit, line of the user's code, and inputs: for an operator
        the numbers of the operators that made its arguments, without leaves; "?" for other tensors (the batch).
-    2. Operators are numbered from 0 in each forward. A value of the kind "forward", without elements, begins a forward
-       (of a micro-batch or a slice): its name is the sizes of the mesh's axes, its unit "split" if leaves are split.
+    2. Operators are numbered from 0 in each forward. An empty value of the kind "forward" begins a forward (of a
+       micro-batch or a slice): its name is the sizes of the mesh's axes, its unit "split" if leaves are split.
     3. Operators are calls by the program. Not recorded: calls by this library or autograd, calls without tensors (a
        rank's row numbers), memory without values, and calls of compiled functions.
     4. Old parameters tell how far the step moved them.
@@ -89,7 +89,6 @@ class Seen:
         return _ObservedTape(self, *args) if is_here else Tape(*args)  # not inside a graph that the step makes
 
     def check(self) -> None:
-        """TypeError unless a forward was seen."""
         if not self.names:
             raise TypeError(
                 "observed: expected a step of train_step that runs here, got one that is a graph, or none of ours: "
@@ -112,7 +111,7 @@ class Seen:
                 self.add_leaf(kind, x.plan, slot, leaf)
 
     def add_sums(self, grads: Sharded, share: Tensor | None, scaler: Any) -> None:
-        """Add gradients summed over ranks and micro-batches, and unscale all gradients seen."""
+        """Add gradients summed over ranks and micro-batches, and unscale all gradients."""
         if self.names:
             self.add_leaves(SUM, grads)
         for number, name in enumerate(self.names):
@@ -131,8 +130,6 @@ def backwards(plan: Plan) -> Iterator[Slot]:
 
 
 class _ObservedTape(Tape):
-    """A tape that reports its forward and gradients."""
-
     def __init__(self, seen: Seen, params: Sharded, into: Gradients, *others: Any):
         plan = params.plan  # this tape's own plan may join small units
         self._seen, self._known, self._whole = seen, len(seen.names), plan
@@ -203,8 +200,6 @@ class _ObservedTape(Tape):
 
 
 class _Operators(TorchFunctionMode):
-    """A block that records the program's operators, and the operators behind their arguments."""
-
     def __init__(self, seen: Seen):
         super().__init__()
         self._seen, self._unit, self._line, self._count = seen, "", "", 0

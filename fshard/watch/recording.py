@@ -8,8 +8,8 @@ Note [Recorded steps]
     3. `about.json`: leaf paths, leaves other than tensors, mesh axes, plan, and two influences on an operator's bits:
        the number of threads, and where in memory the tensors of before.pt started.
 
-    Every rank writes under a temporary name and renames the folder last, so a folder `rank-N` is complete. A leaf is
-    stored by its number in the order of `tree.flatten`; the replaying code builds the tree structure.
+    Every rank renames its folder last, so a folder `rank-N` is complete. A leaf is stored by its number in the order of
+    `tree.flatten`; the replaying code builds the tree structure.
 """
 
 from __future__ import annotations
@@ -80,9 +80,8 @@ def record(
     - `donate`: pass True for a step that donates its state: the state is then copied before each step that may be
       recorded (with `nonfinite`, every step).
 
-    Reading number and metrics synchronizes with the device. Every rank renames its own folder when all files are
-    written. `fshard replay` runs recorded steps again. The values of an observed step (`record(observed(step), dir)`)
-    are written, too, for `fshard compare`.
+    Reading number and metrics synchronizes with the device. `fshard replay` runs recorded steps again. The values of an
+    observed step (`record(observed(step), dir)`) are written, too, for `fshard compare`.
 
     TypeError, before the step, for a leaf other than a number, a string, None or a dense tensor of a dtype of files.
 
@@ -107,7 +106,7 @@ def record(
         if chosen or nonfinite:
             for what, x in arguments.items():
                 _filed(what, x)
-        # first: the loss decides about recording, and a step that donates overwrites `state`
+        # first: a step that donates overwrites `state`
         is_copied = donate and (chosen or nonfinite)
         before = map(lambda x: x.clone() if isinstance(x, Tensor) else x, state) if is_copied else state
         result = step(state, batch, *args)
@@ -180,10 +179,6 @@ def _write_files(folder: Path, before: dict[str, Tree], after: dict[str, Tree], 
 
 
 def _filed(what: str, x: Tree) -> tuple[dict[str, Tensor], Json]:
-    """Return a tree's tensors by number, and the JSON entry: all leaf paths, and other leaves' values.
-
-    TypeError for other leaves.
-    """
     leaves, spec = flatten(x)
     for path, leaf in zip(paths := tree.paths(spec), leaves, strict=True):
         if not isinstance(leaf, Tensor | int | float | str):
@@ -210,7 +205,6 @@ class RecordedStep:
 
     @legible()
     def check_plan(self, plan: str) -> None:
-        """ValueError if the step was recorded with another plan than the one described."""
         if plan != self.about["plan"]:
             difference = consensus.first_difference(self.about["plan"], plan, "{}, got {}")
             raise ValueError(
@@ -221,8 +215,8 @@ class RecordedStep:
     def tree(self, name: str, what: str, like: Tree) -> Tree:
         """Read a recorded tree, with structure and devices of `like`. ValueError if leaf paths differ.
 
-        `name` is "before" or "after", and `what` the kind of tree, such as "state" or "batch". Tensors from before the
-        step start in memory as they did then, modulo 64 bytes.
+        `name`: "before" or "after"; `what`: such as "state". Tensors from before the step start in memory as then,
+        modulo 64 bytes.
         """
         leaves, spec = flatten(like)
         paths, wanted = tree.paths(spec), self.about[f"{name} {what}"]["paths"]
@@ -266,7 +260,7 @@ class RecordedStep:
 def seen_in(path: str | Path, at: int | None = None) -> tuple[int | None, list[Json]]:
     """Return (step, observed values of each rank), from a file of torch.save or from recorded steps.
 
-    `at`: step of the folder (None: the last); a file has step None. ValueError if there is none.
+    `at`: the step (None: the last); a file has step None.
     """
     path = Path(path)
     if not path.is_dir():
@@ -284,7 +278,7 @@ def _seen(rank: int, seen: Plain, tensor: Callable[[str, object], Tensor]) -> Js
 
 
 def recorded_steps(folder: Path, at: int | None) -> dict[int, Path]:
-    """Return folders of recorded steps by number, in order, or of step `at` alone. ValueError if there is none."""
+    """Return folders by number of step, in order; only step `at` if given."""
     by_number = dict[int, Path]()
     for path in folder.glob("step-*") if at is None else [step_folder(folder, at)]:
         digits = path.name.partition("-")[2]
@@ -310,8 +304,7 @@ def _placed(value: object, like: object, start: int) -> object:
 def _opened(path: Path, expected: str, most: int = 1) -> Iterator[tuple[Plain, Callable[[str, object], Tensor]]]:
     """Open a file of torch.save. Yields its pickle, read as data, and a function that loads a tensor on the CPU.
 
-    Runs no code of the file, and allocates no more than its size. At most `most` tensors share memory. ValueError for
-    all errors, of the block too.
+    Runs no code of the file, and allocates no more than its size. At most `most` tensors share memory.
     """
     try:
         with open_file(path) as file:
@@ -356,7 +349,6 @@ def _are_sizes(x: dict[str, object]) -> bool:
 
 
 def _is_filed(x: object) -> bool:
-    """Return True for a tree's entry: leaf paths, and by number the leaves other than tensors."""
     if not isinstance(x, dict) or not isinstance(x.get("paths"), list) or not isinstance(x.get("plain"), dict):
         return False
     if len(x["paths"]) > MOST_ITEMS or not all(isinstance(path, str) for path in x["paths"]):
@@ -383,7 +375,6 @@ _KEYS: dict[str, tuple[Callable[[object], bool], str]] = {
 
 
 def _about(folder: Path) -> Json:
-    """Read and validate a rank's about.json. ValueError, with file and key, if invalid."""
     file = folder / "about.json"
     try:
         about = parsed(read_text(file), "about.json")
@@ -401,7 +392,7 @@ def _about(folder: Path) -> Json:
 def read(folder: Path) -> list[RecordedStep]:
     """Read the records of all ranks of a step, in rank order.
 
-    ValueError if `folder` is not a recorded step, if ranks are missing, or if ranks disagree.
+    ValueError if ranks are missing or disagree.
     """
     by_rank = [RecordedStep(path, _about(path)) for path in folder.glob("rank-*")]
     by_rank.sort(key=lambda recorded: recorded.about["rank"])  # as a number: the name "rank-10" sorts before "rank-2"
