@@ -1,8 +1,8 @@
 """Asynchronous collectives of a simulated world, which deliver results at `wait`, as on a GPU, and detect races.
 
 Note [Late collectives]
-    A collective on a GPU reads input and writes output at any time between start and wait. Simulated collectives on a
-    CPU finish at once, so a program that uses the memory too early is right by chance. A late world finds such uses:
+    A collective on a GPU reads input and writes output at any time between start and wait. Simulated collectives finish
+    at once, so a program that uses the memory too early is right by chance. A late world finds such uses:
 
     1. At the start, a collective must not read or write the outputs of an unfinished one, nor write its inputs. It
        keeps its result aside, and fills its output with `poison`.
@@ -33,7 +33,7 @@ class InFlightError(RuntimeError):
 
 
 def poison(x: Tensor) -> Tensor:
-    """Fill a tensor in place with NaN (floating-point, complex), True, or bytes 0xA5 (integers), and return it."""
+    """Fill a tensor in place with NaN, True, or bytes 0xA5 (integers), and return it."""
     number = 1 if x.dtype == torch.bool else 0xFF if x.dtype.is_floating_point or x.dtype.is_complex else 0xA5
     if x.is_contiguous():
         as_bytes(x).fill_(number)
@@ -44,7 +44,7 @@ def poison(x: Tensor) -> Tensor:
 
 @dataclass(eq=False)
 class Late:
-    """An unfinished collective of a late world: an `Exchange` that writes its results to `writes` at `wait`."""
+    """An unfinished collective of a late world: an `Exchange` that writes its results at `wait`."""
 
     call: Call
     where: str  # line of user code
@@ -60,7 +60,7 @@ class Late:
         return f"{self.call}, started at {self.where}"
 
     def wait(self) -> Sequence[Tensor]:
-        """Copy results to outputs, and return `parts`. InFlightError if memory was changed."""
+        """Copy results to outputs. InFlightError if memory was changed."""
         if not self.beside.end(self):
             return self.parts
         for number, (x, before) in enumerate(zip((*self.reads, *self.writes), self.before, strict=True)):
@@ -78,8 +78,6 @@ class Late:
 
 
 class _Memory:
-    """Lent memory: bytes, and for each send the collective, the first byte and the data."""
-
     def __init__(self, size: int):
         memory = bytearray(size + _ALIGNED)
         start = -ctypes.addressof(ctypes.c_char.from_buffer(memory)) % _ALIGNED
@@ -91,19 +89,18 @@ class _Memory:
 
 
 class Lent:
-    """One rank's lent memory. Sent data must not change until the memory is freed."""
+    """One rank's lent memory."""
 
     def __init__(self) -> None:
         self._memories: dict[int, _Memory] = {}  # by address; kept until a finalizer has compared them
         self._changed: list[str] = []  # collectives with changed data in freed memory
 
     def empty(self, numel: int, like: Tensor) -> Tensor:
-        """Allocate a flat tensor, in watched memory on the CPU."""
         size = numel * like.itemsize
         if not size or like.device.type != "cpu":
             return like.new_empty(numel)
         memory = _Memory(size)
-        array = (ctypes.c_char * size).from_buffer(memory.bytes)  # torch drops its reference when it frees the storage
+        array = (ctypes.c_char * size).from_buffer(memory.bytes)  # torch frees it with the storage
         x = torch.frombuffer(array, dtype=torch.uint8)  # (bytes,)
         self._memories[x.data_ptr()] = memory
         weakref.finalize(array, self._freed, x.data_ptr()).atexit = False
@@ -136,7 +133,7 @@ class UnderWay:
         self.lent = Lent()
 
     def start(self, work: Late) -> Late:
-        """Start a collective: fill `writes` with poison. InFlightError if an unfinished one uses the memory."""
+        """Fill `writes` with poison. InFlightError if an unfinished collective uses the memory."""
         if any(_overlap(x, work.writes) for x in work.reads):
             raise InFlightError(f"{work.call} at {work.where} would send from memory that it receives into")
         for other in self._works:
@@ -152,7 +149,7 @@ class UnderWay:
         return work
 
     def end(self, work: Late) -> bool:
-        """Return True if the collective was unfinished; now it is finished."""
+        """Return True if the collective was unfinished."""
         return work in self._works and self._works.pop(work) is None
 
     def check_none(self) -> None:

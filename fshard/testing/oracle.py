@@ -70,8 +70,6 @@ def _whole(params: Tree, frozen: Where, policy: Policy) -> _Whole:
 
 
 class _Out(NamedTuple):
-    """The result of the forward pass of one rank and micro-batch."""
-
     terms: Sequence[Mean | Sum]  # a plain scalar is a Mean that counts 1
     live: dict[str, Tensor]  # the loss's parameters by path
     extra: Tree
@@ -161,7 +159,7 @@ def _check_batches(batches: object) -> None:
 
 
 def _cut(batch: Tree, num: int) -> list[Tree]:
-    """Cut leaves with dimensions along the first one, and repeat other leaves."""
+    """Cut leaves along dim 0, and repeat leaves without dimensions."""
     flat, spec = flatten(batch)
     cuts = [x.tensor_split(num) if isinstance(x, Tensor) and x.dim() else [x] * num for x in flat]
     return [unflatten(spec, [cut[i] for cut in cuts]) for i in range(num)] if num > 1 else [batch]
@@ -190,7 +188,7 @@ def _forward(
 
 
 def _auxes(outs: Sequence[Sequence[_Out]], policy: Policy) -> list[Tree]:
-    """Return each rank's aux, a list for several micro-batches. Averages are over all ranks and micro-batches."""
+    """Return each rank's aux, a list for several micro-batches. Averages are over all ranks."""
     rows = [local_sums(averages(out.aux).values(), torch.device("cpu")) for row in outs for out in row]
     sums = [torch.stack(column).sum() for column in zip(*rows, strict=True)]
     auxes = [[put_averages(out.aux, sums, policy.output) for out in row] for row in outs]
@@ -210,7 +208,6 @@ def _loss(outs: Sequence[Sequence[_Out]], scale: Callable[[Tensor], Tensor]) -> 
 
 
 def _mean(terms: Sequence[Mean | Sum]) -> tuple[Tensor, Tensor]:
-    """Return the value of one term over all ranks and micro-batches, and the divisor of its total."""
     total = torch.stack([x.total.detach().double() for x in terms]).sum()  # (micro-batches * W,) -> ()
     count = torch.tensor(sum(float(_count(x).detach()) for x in terms), dtype=torch.float64, device=total.device)
     divisor = torch.ones_like(count) if isinstance(terms[0], Sum) else torch.where(count == 0, torch.nan, count)
@@ -224,7 +221,7 @@ def _count(x: Mean | Sum) -> Tensor:
 def _gradients(outs: Sequence[Sequence[_Out]], whole: _Whole, seeds: Sequence[Tensor]) -> dict[str, Tensor]:
     """Return gradients by path, summed over ranks, then over micro-batches.
 
-    Each rank's gradient is rounded to the policy's `reduce` dtype; sums over ranks are at least in float32.
+    Each rank's gradient is rounded to `reduce`; sums over ranks are at least in float32.
     """
     sums = dict[str, Tensor]()
     for part in range(len(outs[0])):
@@ -249,7 +246,6 @@ def _backward(out: _Out, whole: _Whole, seeds: Sequence[Tensor]) -> dict[str, Te
 
 
 def _nonfinite(grads: Mapping[str, Tensor], whole: _Whole, labels: Labels) -> FoundInf:
-    """Return 1 if any gradient is not finite, else 0; with `labels`, a dict of such numbers by label."""
     label_of = None if labels is None else labeller(labels, whole.values)
     leaves = dict[Label | None, list[Tensor]]()  # by label: () for each leaf
     for path, g in grads.items():

@@ -105,7 +105,6 @@ def _replayed(number: int, recorded: Sequence[RecordedStep], make: Make) -> Repl
 
 
 def _again(mesh: AnyMesh, make: Make, recorded: RecordedStep) -> tuple[list[Finding], list[tuple[int, Finding]]]:
-    """Replay a step on one rank. Return differing leaves, and (stage, non-finite leaf)."""
     step, like, batch_like, *more = make(mesh)
     loss_fn, args_like = (more[0], tuple(more[1:])) if more else (None, ())
     rank = recorded.about["rank"]
@@ -128,7 +127,6 @@ def _again(mesh: AnyMesh, make: Make, recorded: RecordedStep) -> tuple[list[Find
 
 
 def _gradients(loss_fn: Callable[..., Tree], state: TrainState, args: Sequence[Tree]) -> Tree:
-    """Return this rank's local gradients of its whole batch, times the loss scale."""
     if not isinstance(state.params, Sharded):
         raise ValueError("replay: a loss function was given: expected a state of sharded parameters, got plain ones")
 

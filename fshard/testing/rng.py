@@ -19,7 +19,7 @@ _MT19937 = 2500  # bytes of its state: 624 words and a position
 
 @contextmanager
 def with_threads(number: int) -> Iterator[None]:
-    """Let torch's operators use so many threads inside the block: the bits of their sums depend on it."""
+    """Set torch's number of threads in a block: the bits of sums depend on it."""
     before = torch.get_num_threads()
     torch.set_num_threads(number)
     try:
@@ -31,9 +31,8 @@ def with_threads(number: int) -> Iterator[None]:
 class _Python:
     """The generator of the `random` module.
 
-    Reading its state, 625 numbers, takes longer than the rest of a turn. So `put_away` draws one word first. If it is
-    the expected first word, the rank has drawn nothing; else `put_away` reads the state, and moves its position back by
-    one.
+    Reading its state takes longer than the rest of a turn. So `put_away` draws one word: if it is the expected one, the
+    rank has drawn nothing; else `put_away` reads the state, and moves its position back by one.
     """
 
     def __init__(self, num_ranks: int):
@@ -62,8 +61,7 @@ class _Python:
 class _Numpy:
     """The global generator of numpy, if numpy was imported before the run.
 
-    A turn swaps the bit generators of ranks. numpy also caches a normal number: saving it takes long, so this is done
-    only for ranks that have drawn.
+    numpy also caches a normal number: saving it takes long, so this is done only for ranks that have drawn.
     """
 
     def __init__(self, num_ranks: int, np: ModuleType):
@@ -96,8 +94,6 @@ class _Numpy:
 
 
 class _Torch:
-    """The default generator of torch on one device."""
-
     def __init__(self, num_ranks: int, device: torch.device, get: Callable[[], Tensor], set_: Callable[..., object]):
         self._get, self._set, self._before = get, set_, get()
         seeds = torch.Generator(device)
@@ -118,7 +114,7 @@ class _Torch:
 
 
 class Generators:
-    """The random states of simulated ranks, which run in turns. The states of the process seed them."""
+    """The random states of simulated ranks. The states of the process seed them."""
 
     def __init__(self, num_ranks: int, device: torch.device):
         host = torch.default_generator
@@ -143,6 +139,6 @@ class Generators:
             kind.put_away(rank)
 
     def restore(self) -> None:
-        """Restore the random states of the process before the run."""
+        """Restore the states of the process before the run."""
         for kind in self._kinds:
             kind.restore()

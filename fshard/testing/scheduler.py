@@ -2,9 +2,9 @@
 
 Note [The baton]
     Every rank is a thread, and only the thread with the baton (a lock) runs. A rank passes the baton on when it waits
-    in a collective; the last rank to arrive copies the data for all. So the order is deterministic. If no rank can
-    run, the scheduler raises an error with each rank's place of waiting. Threads share random states, so these are
-    saved and restored with each pass. After a failure every other rank gets the baton once more, and stops.
+    in a collective; the last rank to arrive copies the data for all. So the order is deterministic. Threads share
+    random states, so each pass saves and restores them. After a failure every other rank gets the baton once more, and
+    stops.
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ class Stopped(BaseException):
 
 @dataclass
 class Post:
-    """One rank's tensors in a collective, and the function that moves the data of all."""
+    """One rank's tensors in a collective; `act` moves the data of all."""
 
     rank: int
     call: Call
@@ -120,7 +120,7 @@ def _garbage(x: Tensor, seed: int) -> Tensor:
 
 
 class WorldRun:
-    """The state of one run: waiting and ended ranks, holder of the baton, log and first failure."""
+    """The state of one run."""
 
     def __init__(self, sizes: Mapping[str, int], device: torch.device, faults: Sequence[Fault]):
         self.sizes, self.device = dict(sizes), device
@@ -146,7 +146,6 @@ class WorldRun:
         WorldRun.__init__(self, self.sizes, self.device, ())
 
     def begin(self, rank: int) -> None:
-        """Wait for the baton, and restore the rank's random states. Stopped if another rank failed."""
         self._batons[rank].acquire()
         if self.failure is not None:
             raise Stopped
@@ -156,7 +155,7 @@ class WorldRun:
         self._batons[self._after(self.num_ranks - 1)].release()
 
     def _after(self, rank: int) -> int:
-        """Return the next rank after `rank`, cyclically, that can run, slow ranks last; -1 if there is none."""
+        """Return the next rank after `rank` that can run, slow ranks last; -1 if there is none."""
         order = chain(range(rank + 1, self.num_ranks), range(rank + 1))
         ready = (r for r in order if r not in self._ended and (self.failure is not None or r not in self._posts))
         if not self._slow:
@@ -164,7 +163,7 @@ class WorldRun:
         return min(ready, key=lambda r: r in self._slow, default=-1)
 
     def hand_over(self, rank: int) -> None:
-        """Pass the baton to the next rank that can run. If none can, the run ends, or fails if ranks wait."""
+        """Pass the baton on. If no rank can run, the run ends, or fails if ranks wait."""
         if self.failure is None:
             self.generators.put_away(rank)
         after = self._after(rank)
@@ -185,7 +184,6 @@ class WorldRun:
         return f"{'; '.join(f'rank {rank} {text}' for rank, text in enumerate(told))}. {SAME_ORDER}"
 
     def meet(self, group: tuple[int, ...], post: Post) -> Sequence[Tensor]:
-        """Take part in a collective: wait for the group, and return the filled outputs."""
         self._check_caller(post)
         if self.failure is not None:  # user code calls a collective in a `finally` block
             raise Stopped
@@ -206,7 +204,6 @@ class WorldRun:
         return post.places
 
     def _check_caller(self, post: Post) -> None:
-        """RuntimeError unless the rank's own thread calls, while the world runs."""
         if self.over.is_set():
             raise RuntimeError(
                 f"{post.call}: the simulated world has ended, and its ranks with it. Communicate inside the function "
@@ -264,7 +261,6 @@ class WorldRun:
 
 
 def on_threads(run: WorldRun, rank_main: Callable[[int], None]) -> None:
-    """Run `rank_main(rank)` for every rank on a thread of its own, to the end."""
     for rank in range(run.num_ranks):
         main = contextvars.copy_context().run
         run.threads.append(threading.Thread(target=main, args=(rank_main, rank), daemon=True))

@@ -49,9 +49,8 @@ def same_loss(
     - `sizes`: numbers of simulated ranks to try along the axes in `leaves` and `data`; several axes get unlike ones.
     - `rtol`: allowed difference, times the largest number of the leaf. Floating-point tensors are cast to float64.
 
-    Ranks with equal batches draw equal random numbers, without `data` the plain loss's. If all collectives are
-    fshard's, a right forward has right gradients; gradients show faults of your own backward, or of another library's
-    collective. ValueError if nothing would be compared.
+    Ranks with equal batches draw equal random numbers, without `data` the plain loss's. Gradients show faults of your
+    own backward, or of another library's collective. ValueError if nothing would be compared.
 
     >>> def loss(mesh):
     ...     return lambda p, x: all_reduce((x @ p["up"]) @ p["down"], mesh, "tensor").sum()
@@ -88,7 +87,7 @@ def same_loss(
 
 
 def _double(x: Tree, by: float = 0.0) -> Tree:
-    """Return a leaf in float64 or complex128: numbers times 1 + `by` to 1 + 2 `by`, zeros moved by as much."""
+    """Return a leaf in float64 or complex128: times 1 + `by` to 1 + 2 `by`, zeros moved by as much."""
     if not is_inexact(x):
         return x
     x = x.to(torch.complex128 if x.is_complex() else torch.float64)
@@ -98,7 +97,6 @@ def _double(x: Tree, by: float = 0.0) -> Tree:
 
 
 def _compare(where: str, got: dict[str, Tensor], expected: dict[str, Tensor], rtol: float) -> None:
-    """AssertionError, with the first leaf, if the loss or a gradient differs."""
     largest = {name: float(wanted.abs().max()) if wanted.numel() else 0.0 for name, wanted in expected.items()}
     least = 1e-6 * max(largest.values())  # zeros are rounded, too
     for name, wanted in expected.items():

@@ -1,8 +1,8 @@
 """Simulated ranks: run the ranks of a step as threads of one process, in a fixed order, also under a debugger.
 
 Note [One for all]
-    The last rank to arrive at a gather or a reduction computes the result once, from the tensors of all W ranks: work
-    grows with W, not with W². Each rank gets a copy, so that later writes of one rank stay its own.
+    The last rank to arrive at a gather or a reduction computes the result once: work grows with W, not with W². Each
+    rank gets a copy, so that later writes of one rank stay its own.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ T = TypeVar("T")
 
 
 def _deliver(posts: list[Post]) -> None:
-    """Copy `sent[i]` of each rank to rank `i`, except a rank's own tensor."""
+    """Copy `sent[i]` of each rank to rank `i`."""
     for i, post in enumerate(posts):
         for j, source in enumerate(posts):
             sent, place = source.sent[i], post.places[j]
@@ -50,19 +50,18 @@ def _garbled(post: Post) -> bool:
 
 
 def _received(post: Post, posts: list[Post]) -> list[Tensor]:
-    """Return the tensors for the rank of `post`, in rank order; its own tensor is never garbled."""
     return [p.own[0] if p is post else p.sent[0] for p in posts]
 
 
 def _fill(place: Tensor, xs: list[Tensor]) -> None:
-    """Copy W tensors (n, ...) to `place` (W n, ...), one after another."""
+    """Copy W tensors (n, ...) to `place` (W n, ...)."""
     # not strict: chunk of an empty tensor gives one part
     for part, x in zip(place.chunk(len(xs)) if place.numel() else [], xs, strict=False):
         part.copy_(x)
 
 
 def _gather(posts: list[Post]) -> None:
-    # gather into one rank's output, then copy: a tensor for it would count as memory of the last rank
+    # into one rank's output, then copy: a new tensor would count as memory of the last rank
     filled = None
     for post in posts:
         (place,) = post.places
@@ -74,7 +73,7 @@ def _gather(posts: list[Post]) -> None:
 
 
 def _sums(posts: list[Post], op: str) -> list[tuple[Tensor, Tensor]]:
-    """Return (output tensor, total) of each rank. If `Garbage` garbles a rank's part, only its own total is right."""
+    """Return (output, total) of each rank. If `Garbage` garbles a rank's part, only its own total is right."""
     x = posts[0].own[0]
     dtype = sum_dtype(x.dtype) if op == "sum" else x.dtype
     common = fold([p.sent[0] for p in posts], op, torch.empty_like(x, dtype=dtype))
@@ -103,7 +102,7 @@ class SimulatedMesh(Grid):
         self._root: SimulatedMesh | None = None  # the mesh that this one is a part of
 
     def __getitem__(self, names: str | tuple[str, ...]) -> SimulatedMesh:
-        """Return the mesh of some axes, in this mesh's order: ranks that differ from this rank along these only."""
+        """Return the mesh of some axes, in this mesh's order."""
         axes = (names,) if isinstance(names, str) else names
         if not axes or tuple(axis for axis in self.mesh_dim_names if axis in axes) != axes:
             raise ValueError(f"mesh[{names!r}]: expected names of axes of {self.mesh_dim_names}, in this order")
@@ -148,7 +147,7 @@ class _SimulatedRanks:
         if self.size == 1:  # a rank's message to itself is in place
             return Arrived(into)
         post = Post(self._me, call, sends, into, act, sends)
-        # ranks may have different streams; the last rank to arrive copies all data on its stream
+        # the last rank to arrive copies all data on its own stream
         asynchronous = self.device.type != "cpu"
         if asynchronous:
             torch.get_device_module(self.device).synchronize()
@@ -176,7 +175,7 @@ class _SimulatedRanks:
             return Arrived([place.copy_(x)])  # in the dtype of its place
 
     def all_gather(self, x: Tensor, out: Tensor | None, lent: bool, call: Call) -> Exchange:
-        # new memory even if `lent` allows reuse, as in a process
+        # new memory even if `lent`, as in a process
         place = x.new_empty(self.size * x.shape[0], *x.shape[1:]) if out is None else out
         return self._whole(call, x, place, _gather)
 
@@ -236,7 +235,7 @@ def _on_ranks(
 
     try:
         # forward-mode levels belong to the process: the end of one rank's jvp would end other ranks' levels. Inside
-        # this outer jvp, which has no rank's tensors, a rank's jvp opens no level
+        # this outer jvp a rank's jvp opens no level
         _load_forward_mode()
         with with_threads(world.threads):
             torch.func.jvp(all_ranks, (torch.zeros((), device="cpu"),), (torch.zeros((), device="cpu"),))
@@ -269,11 +268,11 @@ class World:
     - `late=True`: collectives behave as on a GPU: `wait` delivers the result, and until then outputs hold NaN
       (integers: bytes 0xA5). InFlightError for a write to a tensor under way, and for a collective never waited for.
       `log` then has the messages of a gather or a sum.
-    - `threads`: threads of each rank's operators (`torch.set_num_threads`). The number sets the order of sums. It is 1
-      by default, as under torchrun. The caller's number is restored after the run.
+    - `threads`: threads of each rank's operators (`torch.set_num_threads`): 1 by default, as under torchrun. The number
+      sets the order of sums. The caller's number is restored after the run.
 
-    Ranks run in a fixed order, whatever the timing, and reductions add in rank order. Each rank has its own random
-    states of python, numpy (if imported before) and torch, seeded from the caller's. The run restores the caller's.
+    Ranks run in a fixed order, and reductions add in rank order. Each rank has its own random states of python, numpy
+    (if imported before) and torch, seeded from the caller's. The run restores the caller's.
 
     The first exception of any rank stops all ranks and is raised, with a note of the rank. MismatchError names both
     sides if ranks call different collectives or one rank returns early. `log` lists each collective of the latest run
