@@ -2,12 +2,11 @@
 
 Note [Wires]
     1. A `Wire` encodes a flat floating tensor as another flat tensor, and decodes that one.
-    2. All ranks must send equally much, so the encoded length depends only on the sum and the number of `sizes`: the
-       number of elements of each leaf in the tensor, in order, padding after the leaf included. A wire may treat each
-       leaf by itself.
+    2. `sizes`: the number of elements of each leaf in the tensor, in order, padding after the leaf included. All ranks
+       must send equally much, so the encoded length depends only on the sum and the number of `sizes`.
     3. `make_plan(param_wire=...)`: every shard is encoded, all-gathered, and decoded into the compute dtype.
-    4. `make_plan(grad_wire=...)`: each rank encodes its part of a gradient for the rank that sums it. That rank decodes
-       the parts of all ranks and adds them in float32, in rank order.
+    4. `make_plan(grad_wire=...)`: each rank encodes its part of a gradient; the rank that sums it decodes all parts and
+       adds them in float32, in rank order.
 """
 
 from __future__ import annotations

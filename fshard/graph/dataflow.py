@@ -105,7 +105,7 @@ def written(nodes: Iterable[fx.Node]) -> set[int]:
 
 
 def repeated(graph: fx.Graph, memory: set[int]) -> set[int]:
-    """Return the storages of `memory`, and those that may hold equal values."""
+    """Add storages that may hold equal values."""
     memory = {*memory}
     for node in graph.nodes:
         read = node.all_input_nodes[-1:] if is_call(node, "copy_") else node.all_input_nodes

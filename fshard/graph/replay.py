@@ -100,7 +100,7 @@ class Repeated:
 
 
 def _surroundings(fn: object) -> list[object]:
-    """Return the outside objects that a function may change: variables, and items in them."""
+    """Return the outside objects that a function may change."""
     read, waiting = list[object](), [fn]
     while waiting:
         x = waiting.pop()
