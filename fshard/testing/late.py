@@ -149,7 +149,6 @@ class UnderWay:
         return work
 
     def end(self, work: Late) -> bool:
-        """Return True if the collective was unfinished."""
         return work in self._works and self._works.pop(work) is None
 
     def check_none(self) -> None:

@@ -159,7 +159,6 @@ def _check_batches(batches: object) -> None:
 
 
 def _cut(batch: Tree, num: int) -> list[Tree]:
-    """Cut leaves along dim 0, and repeat leaves without dimensions."""
     flat, spec = flatten(batch)
     cuts = [x.tensor_split(num) if isinstance(x, Tensor) and x.dim() else [x] * num for x in flat]
     return [unflatten(spec, [cut[i] for cut in cuts]) for i in range(num)] if num > 1 else [batch]

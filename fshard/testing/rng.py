@@ -139,6 +139,5 @@ class Generators:
             kind.put_away(rank)
 
     def restore(self) -> None:
-        """Restore the states of the process before the run."""
         for kind in self._kinds:
             kind.restore()

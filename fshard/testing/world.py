@@ -35,7 +35,6 @@ T = TypeVar("T")
 
 
 def _deliver(posts: list[Post]) -> None:
-    """Copy `sent[i]` of each rank to rank `i`."""
     for i, post in enumerate(posts):
         for j, source in enumerate(posts):
             sent, place = source.sent[i], post.places[j]

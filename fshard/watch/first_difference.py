@@ -243,7 +243,6 @@ def _agreeing(key: Key, run: _Run, want: _Run, rtol: float | None) -> Tensor | N
 
 
 def _flat(x: Tensor) -> Tensor:
-    """Return the numbers as one row: float64, or int64 unless floating."""
     if not is_inexact(x):
         return x.long().reshape(-1)
     return (torch.view_as_real(x.resolve_conj()) if x.is_complex() else x).double().reshape(-1)

@@ -126,7 +126,6 @@ def _rank(state: TrainState) -> int:
 
 
 def _nodes(state: TrainState) -> list[tuple[str, Parts | Tensor]]:
-    """List `Parts` and tensors of a state, without `extra`, with paths."""
     names = ("params", "opt_state", "loss_scale", "step", "rng")
     nodes = tree.paths_to({name: getattr(state, name) for name in names}, Parts)
     return [(path, x) for path, x in nodes if isinstance(x, (Parts, Tensor))]

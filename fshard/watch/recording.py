@@ -49,7 +49,7 @@ from .compare import form
 
 Step = Callable[..., tuple[Any, Any]]  # step(state, batch, *args) -> (state, metrics), or ((state, metrics), seen)
 Steps = Collection[int] | Callable[[int], bool] | None
-Json: TypeAlias = dict[str, Any]  # Python has no type for JSON
+Json: TypeAlias = dict[str, Any]
 _FORMAT = 3
 _ALIGN = 64  # bytes: new tensors start at multiples of it
 _MOST = 1 << 20  # ranks
@@ -131,7 +131,6 @@ def _has_room(folder: Path, number: int, keep: int | None) -> bool:
 
 
 def origin_of(state: TrainState) -> Json:
-    """Return mesh axes (name: size, in order), this rank, and the plan as text."""
     params: Tree = state.params  # `Sharded`, or plain in the state of a step without shards
     if not isinstance(params, Sharded):
         return {"axes": {}, "rank": 0, "plan": ""}
