@@ -1,5 +1,6 @@
 """Compiled functions in a file, which later processes load."""
 
+import gc
 import json
 import os
 import pickle
@@ -25,6 +26,7 @@ from torch import Tensor
 from torch._inductor import config
 from torch._inductor.output_code import CompiledFxGraph
 from torch._inductor.utils import align_inputs_from_check_idxs
+from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import checkpoint
 
 import fshard
@@ -100,8 +102,13 @@ def test_what_is_loaded_is_what_was_compiled(way, tmp_path):
     assert len({*entry["programs"]}) == (1 if way in ("adamw", "accumulate") else 2)
 
 
-def in_a_process(mesh: Any, way: str, path: str) -> tuple[Any, str, bool]:
-    """The same in a process of its own, and whether it imported the compiler."""
+def in_a_process(mesh: Any, way: str, path: str, meshes: int) -> tuple[Any, str, bool]:
+    """The same in a process of its own, which has used other meshes before, and whether it imported the compiler."""
+    for _ in range(meshes):
+        other = sharded(init_device_mesh("cpu", (mesh.size(),), mesh_dim_names=("shard",)))
+        fshard.jit(lambda p: p["embed"], backend="eager")(other)
+        del other
+        gc.collect()  # graphs hold meshes in cycles
     got, said = steps(mesh, way, path)
     return got, said, "torch._inductor.compile_fx" in sys.modules
 
@@ -109,8 +116,8 @@ def in_a_process(mesh: Any, way: str, path: str) -> tuple[Any, str, bool]:
 def test_processes_load_one_file(tmp_path):
     """A second process would trace and compile again, or import the compiler."""
     path = str(tmp_path / "step")
-    written = gloo(in_a_process, "dropout", path)
-    for (got, said, imported), (expected, before, _) in zip(gloo(in_a_process, "dropout", path), written, strict=True):
+    written, loaded = (gloo(in_a_process, "dropout", path, meshes) for meshes in (0, 2))
+    for (got, said, imported), (expected, before, _) in zip(loaded, written, strict=True):
         assert before == f"traced, and written to {path}: there is no such file"
         assert said == f"loaded from {path}"
         assert not imported
