@@ -121,6 +121,20 @@ def packed(x: Tree) -> Tree:
     return x.make(x.key, [torch.cat(list(run)) for run in x.runs]) if isinstance(x, Views) else x
 
 
+def map_parts(fn: Callable[..., Tensor], x: T, *rest: Tree) -> T:
+    """Apply `fn` to each tensor with dims in the `Parts` of a tree, and to those at the same places in `rest`.
+
+    Everything else comes from the last tree.
+    """
+
+    def mapped(*xs: Any) -> Any:
+        return fn(*xs) if isinstance(xs[-1], Tensor) and xs[-1].dim() else xs[-1]
+
+    return tree.map_tops(
+        lambda *nodes: tree.map(mapped, *nodes) if isinstance(nodes[0], Parts) else nodes[-1], Parts, x, *rest
+    )
+
+
 def copied(x: T) -> T:
     """Return a copy to write to. `Views` keep their boundaries, so that kernels round each element alike.
 

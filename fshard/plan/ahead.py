@@ -104,6 +104,13 @@ def pinned(row: Tensor, device: torch.device) -> Tensor:
     return row if device == HOST or row.is_pinned() else row.pin_memory()
 
 
+def to_host(x: Tensor) -> Tensor:
+    """Copy a tensor of a device to pinned memory, which the host may read after `Crossing.settle`."""
+    if is_tracing():  # a graph chooses its memory
+        return x.to(HOST)
+    return torch.empty_like(x, device=HOST, pin_memory=True).copy_(x, non_blocking=True)
+
+
 def landing(row: Tensor, device: torch.device) -> Tensor:
     """Return the tensor for the row's new values: the row if it is on the device, else a new one."""
     return row if row.device == device else torch.empty_like(row, device=device)

@@ -60,8 +60,9 @@ class Kind:
     precision: Precision
     trainable: bool
     whole: bool
-    host: bool  # stored in host memory
+    host: bool  # parameters, gradients and optimizer state are in host memory
     split: str | None = None  # the axis along which ranks have different parts of the leaves
+    state_on_host: bool = False  # the optimizer state alone is in host memory
 
     @property
     def dtype(self) -> torch.dtype:
@@ -74,7 +75,7 @@ class Kind:
         return max(1, _ALIGN // self.precision.itemsize)
 
     def __str__(self) -> str:
-        return " ".join([str(self.precision), *self.words])
+        return " ".join([str(self.precision), *self.words, *["state-on-host"] * self.state_on_host])
 
     @property
     def words(self) -> list[str]:
@@ -332,6 +333,16 @@ class Plan:
         return mesh_device(self.live_mesh())
 
     @memo
+    def state_on_host(self) -> bool:
+        """True if the optimizer state alone is in host memory: `make_plan(offload="state")`."""
+        return any(kind.state_on_host for kind in self.kinds)
+
+    @memo
+    def state_crosses(self) -> bool:
+        """True if the optimizer state is copied to the device for an update, and back."""
+        return self.state_on_host and self.has_streams
+
+    @memo
     def has_streams(self) -> bool:
         """True if copies and sums have streams next to the computation."""
         return bool(self.axes) and self.device != HOST
@@ -442,6 +453,7 @@ class Plan:
         names = ("params_over", "grads_over", "state_over")
         words = [f"{name}={axes or '-'}" for name, axes in zip(names, over.values(), strict=True)]
         words += [f"regather={text}" for text in regather if len(regather) == 1]
+        words += ["offload=state"] * self.state_on_host
         numel = sum(slot.numel for slot in self.slots)
         head = f"Plan on {dict(self.axes) or 'one device'}: leaves {len(self.slots):,}, elements {numel:,}"
         said = {name: f"over {axes}" if axes else "whole on every rank" for name, axes in over.items()}

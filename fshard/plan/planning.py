@@ -75,7 +75,9 @@ def make_plan(
     - `whole`: these leaves stay whole on every rank.
     - `frozen`: these leaves get no gradient and no optimizer state.
     - `offload`: parameters, gradients and optimizer state of these leaves lie in host memory, where the optimizer
-      updates them; the device of the mesh computes with them.
+      updates them; the device of the mesh computes with them. With the word "state" (in a tree with a subtree of this
+      name, the subtree) the optimizer state of all leaves alone lies in host memory: an update copies the state of one
+      unit after the other to the device and back.
     - `split`: leaves with a different part on each rank along an axis, by pattern: (axis, dim), or (axis, dim, blocks)
       if so many blocks lie end to end in this dim, each split by itself. `shard_params` takes and `gather_params` gives
       the whole leaf. A loss sees this rank's part, cut as by `torch.chunk`. Gradients of split leaves are not summed
@@ -121,7 +123,9 @@ def make_plan(
     slot_of = {origin: number for number, origin in enumerate(dict.fromkeys(origins))}
     names, claims = claim_units(params, spec, flat, origins, units)
     splits = claim_splits(params, origins, split or {}, sizes)
-    kind_of = _kinds(params, origins, {"whole": whole, "frozen": frozen, "offload": offload}, policy, splits)
+    state_on_host = offload == "state" and not any(path.split(".")[0] == "state" for path in paths)
+    chosen = {"whole": whole, "frozen": frozen, "offload": None if state_on_host else offload}
+    kind_of = _kinds(params, origins, chosen, policy, splits, state_on_host)
     steps = {kind: math.lcm(kind.aligned, block) for kind in dict.fromkeys(kind_of.values())}
     slots, lengths = _place(flat, paths, kind_of, steps, claims, len(names), splits)
     plan = Plan(
@@ -195,7 +199,12 @@ def _check_arguments(
 
 
 def _kinds(
-    params: Tree, origins: Sequence[int], chosen: Mapping[str, Where], policy: Policy, splits: Mapping[int, Split]
+    params: Tree,
+    origins: Sequence[int],
+    chosen: Mapping[str, Where],
+    policy: Policy,
+    splits: Mapping[int, Split],
+    state_on_host: bool,
 ) -> dict[int, Kind]:
     """Return the kind of each first occurrence, by leaf number: tied leaves have the kind of the first."""
     flat, spec = tree.flatten(params)
@@ -204,7 +213,10 @@ def _kinds(
     dtypes = precisions([leaf.dtype for leaf in flat], claim_policies(params, spec, origins, policy), policy)
     trains = [is_differentiable(leaf) and not still for leaf, still in zip(flat, is_frozen, strict=True)]
     axis_of = {i: split.axis for i, split in splits.items()}
-    return {i: Kind(dtypes[i], trains[i], is_whole[i], is_host[i], axis_of.get(i)) for i in dict.fromkeys(origins)}
+    return {
+        i: Kind(dtypes[i], trains[i], is_whole[i], is_host[i], axis_of.get(i), state_on_host and trains[i])
+        for i in dict.fromkeys(origins)
+    }
 
 
 def _check_travel(gather: Gather | None, prefetch: int | None, bucket: int) -> None:

@@ -20,6 +20,7 @@ ROOT = "(root)"
 ENDS = FIRST, LAST = "(first)", "(last)"  # the leaves before the first claimed leaf, and after the last one
 _WILD = set("*?[")
 _SHOWN = 8  # names in an error
+_STATE = "; the word 'state' means the optimizer state alone"
 
 
 def _selector(params: Tree, spec: tree.Spec, where: Where, name: str) -> list[tuple[str, int, int]]:
@@ -41,7 +42,8 @@ def _selector(params: Tree, spec: tree.Spec, where: Where, name: str) -> list[tu
         matched = set(chain.from_iterable(fits))
         for number, pattern in enumerate(patterns):
             if number not in matched:  # subtrees without leaves match, too
-                raise ValueError(f"{name}: the pattern {pattern!r} matches nothing; {_top(spec)}")
+                word = _STATE * (name == "offload" and isinstance(where, str))
+                raise ValueError(f"{name}: the pattern {pattern!r} matches nothing; {_top(spec)}{word}")
     pairs = zip(nodes, picked, strict=True)
     return [
         (".".join(path), first, node.num_leaves) for (path, node, first), is_in in pairs if is_in and node.num_leaves
@@ -89,7 +91,7 @@ def _check_where(name: str, where: object) -> None:
     predicate = callable(where) and not isinstance(where, type)
     if not (where is None or isinstance(where, str) or sequence or predicate):
         expected = "path patterns such as 'blocks.*' (one, or a list), or a predicate (path, subtree) -> bool"
-        expected += ", or a whole number of elements" * (name == "units")
+        expected += ", or a whole number of elements" * (name == "units") + _STATE * (name == "offload")
         raise TypeError(wrong(name, where, expected))
 
 

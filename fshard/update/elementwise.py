@@ -210,12 +210,15 @@ def update_part(
 ) -> Tree:
     """Update a part of the elements in place by an elementwise `tx`, while the gradients of others are on their way.
 
-    `cut` gives this part's views of each tree in the state. Of the state that is returned, the 0-d tensors alone are
-    new. Every part begins with those from before the step, so the last part's are those of all.
+    `cut` gives this part's views of each tree in the state; those in host memory are copied to the device and back. Of
+    the state that is returned, the 0-d tensors alone are new. Every part begins with those from before the step, so the
+    last part's are those of all.
     """
 
     def begun(x: Tree) -> Tree:
-        return list(cut(x)) if isinstance(x, Parts) else x.clone() if isinstance(x, Tensor) else x
+        if isinstance(x, Parts):
+            return [view.to(p.device, non_blocking=True) for view, p in zip(cut(x), params, strict=True)]
+        return x.clone() if isinstance(x, Tensor) else x
 
     part = tree.map_tops(begun, Parts, state)
     new_params, new_state = tx.step([*grads], part, [*params], found_inf, donate=True, **extra)
@@ -223,7 +226,8 @@ def update_part(
 
     def kept(old: Tree, given: Tree, new: Tree) -> Tree:
         if isinstance(old, Parts):
-            pairs.extend(zip(given, new, strict=True))
+            into = [view if view.device != x.device else x for view, x in zip(cut(old), given, strict=True)]
+            pairs.extend(zip(into, new, strict=True))
         return old if isinstance(old, Parts) else new
 
     after = tree.map_tops(kept, Parts, state, part, new_state)
@@ -236,7 +240,7 @@ def _put(pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
     into, new = [old for old, _ in pairs], [x for _, x in pairs]
     # the new state may be old parameters, or another field's old values
     for old, x in zip(into, aside(new, into), strict=True):
-        old.copy_(x)
+        old.copy_(x, non_blocking=True)
 
 
 def all_numbers(*hyperparams: object) -> bool:
