@@ -215,24 +215,29 @@ def update_part(
     last part's are those of all.
     """
 
+    views = [list(cut(x)) for x in tree.nodes(state, Parts)]
+    given, into = ([near(x, p) for x, p in zip(of, params, strict=True)] for of in views), iter(views)
+
     def begun(x: Tree) -> Tree:
-        if isinstance(x, Parts):
-            return [view.to(p.device, non_blocking=True) for view, p in zip(cut(x), params, strict=True)]
-        return x.clone() if isinstance(x, Tensor) else x
+        return next(given) if isinstance(x, Parts) else x.clone() if isinstance(x, Tensor) else x
 
     part = tree.map_tops(begun, Parts, state)
     new_params, new_state = tx.step([*grads], part, [*params], found_inf, donate=True, **extra)
     pairs = [*zip(params, new_params, strict=True)]
 
-    def kept(old: Tree, given: Tree, new: Tree) -> Tree:
+    def kept(old: Tree, new: Tree) -> Tree:
         if isinstance(old, Parts):
-            into = [view if view.device != x.device else x for view, x in zip(cut(old), given, strict=True)]
-            pairs.extend(zip(into, new, strict=True))
+            pairs.extend(zip(next(into), new, strict=True))
         return old if isinstance(old, Parts) else new
 
-    after = tree.map_tops(kept, Parts, state, part, new_state)
+    after = tree.map_tops(kept, Parts, state, new_state)
     _put([(old, x) for old, x in pairs if old is not x])
     return after
+
+
+def near(x: Tensor, like: Tensor) -> Tensor:
+    """Return a tensor on the device of `like`: the tensor itself if it is there."""
+    return x.to(like.device, non_blocking=True)
 
 
 def _put(pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
