@@ -254,6 +254,23 @@ def test_every_optimizer_has_its_state_in_host_memory(name, how):
     check(fshard.TrainState(state.params, again, state.loss_scale, state.step, state.rng, None))
 
 
+@pytest.mark.parametrize("donate", [False, True])
+def test_the_state_crosses_once_in_each_direction(donate):
+    """More would cross than the state, or the host would wait for something else."""
+    with on_accelerator() as apart:
+        tx, params = optim.adamw(0.1), tree.map(lambda x: x.to(DEVICE), model())
+        plan = fshard.make_plan(params, Mesh(), units=["blocks.*"], offload="state")
+        state, run = (
+            fshard.init_state(fshard.shard_params(params, plan), tx),
+            fshard.train_step(loss, tx, donate=donate),
+        )
+        number = 2 * len(state.params.view.rows)  # of two moments
+        apart.crossed.clear()
+        run(state, torch.ones(4, 8, device=DEVICE))
+    of_updates = {(to, place): count for (to, place), count in apart.crossed.items() if "elementwise" in place}
+    assert of_updates == {("to the device", "elementwise.near"): number, ("to the host", "elementwise._put"): number}
+
+
 @pytest.mark.usefixtures("device")
 @pytest.mark.parametrize("strategy", NARROW)
 def test_under_every_strategy(strategy):
