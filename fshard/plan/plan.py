@@ -63,6 +63,7 @@ class Kind:
     host: bool  # parameters, gradients and optimizer state are in host memory
     split: str | None = None  # the axis along which ranks have different parts of the leaves
     state_on_host: bool = False  # the optimizer state alone is in host memory
+    uncut: Axes = ()  # axes that cut no row of this kind: those of one rank, and `split`
 
     @property
     def dtype(self) -> torch.dtype:
@@ -89,7 +90,7 @@ class Kind:
         Whole leaves are copies in any tree. A rank's row has its part of each split leaf: it lies on the ranks with the
         same part, so the axis of the split does not cut it.
         """
-        return COPIES if self.whole else Rule(tuple(axis for axis in over if axis != self.split))
+        return COPIES if self.whole else Rule(tuple(axis for axis in over if axis not in self.uncut))
 
     def apart(self, over: Axes) -> Axes:
         """Return the axes along which ranks hold other elements, in a tree cut over `over`."""
@@ -247,10 +248,14 @@ class Plan:
         """The names of all axes of the mesh."""
         return tuple(name for name, _ in self.axes)
 
+    def several(self, axes: Axes) -> Axes:
+        """Return those of the axes that have several ranks."""
+        return tuple(axis for axis in axes if dict(self.axes)[axis] > 1)
+
     def rest(self, axes: Axes, kind: int | None = None) -> Axes:
-        """Return the mesh's axes without `axes` and the split axis of a kind."""
+        """Return the mesh's axes of several ranks without `axes` and the split axis of a kind."""
         split = None if kind is None else self.kinds[kind].split
-        return tuple(name for name, _ in self.axes if name not in axes and name != split)
+        return tuple(name for name, size in self.axes if size > 1 and name not in axes and name != split)
 
     def splits(self, kinds: Iterable[int]) -> Axes:
         """Return the axes that leaves of these kinds are split over."""

@@ -248,7 +248,7 @@ class Updates:
             self._new = {label: update(parts[label], inner[label], skip[label], at) for label, at in pairs}
         plan = self._params.plan
         further = plan.kinds[kind].rule(plan.state_over[len(plan.params_over) :]).over
-        if plan.num_ranks(further) > 1:  # the optimizer's state is cut further than parameters are
+        if further:  # the optimizer's state is cut further than parameters are
             fine, coarse = (plan.kinds[kind].rule(over) for over in (plan.state_over, plan.params_over))
             out, name = self._params.shard(unit, kind), plan.units[unit].name
             self._gathers.append(reshard(params, fine, coarse, plan.live_mesh(), name, out))

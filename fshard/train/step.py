@@ -23,7 +23,6 @@ from ..core.tracing import assigned, is_tracing
 from ..core.tree import Tree
 from ..grad.grad import check_loss, check_outside, check_sharded
 from ..grad.tape import OBSERVER
-from ..grad.travel import several
 from ..hosts.check import Checked, is_wanted
 from ..layout.norms import global_norm
 from ..layout.pieces import Views, device_of, map_parts
@@ -120,8 +119,8 @@ def init_state(
             f"init_state: extra leaf {empty[0]!r}: expected values, got a tensor on meta. Use apply.init_buffers()"
         )
     extra = tree.map(lambda x: x.detach().clone() if isinstance(x, Tensor) else x, extra)
-    several = any(size > 1 for _, size in sharded.plan.axes)  # one rank has nothing to compare, and reads no scale
-    if several and not is_tracing() and not present(sharded.plan.live_mesh()).abstract:
+    # one rank has nothing to compare, and reads no scale
+    if sharded.plan.rest(()) and not is_tracing() and not present(sharded.plan.live_mesh()).abstract:
         _check_alike(sharded, seed, scaler)
     # int64 on the host, because random numbers of a step are seeded there, without waiting for a device
     step, rng = (torch.tensor(number, device="cpu") for number in (0, seed))
@@ -151,7 +150,7 @@ def _check_alike(params: Sharded, seed: int, scaler: LossScale) -> None:
     values = [leaf.tolist() for leaf in leaves if isinstance(leaf, Tensor)]
     text = f"seed={seed}\nloss_scale={type(scaler).__name__} of {values}, {spec}"
     consensus.check_same(plan.mesh, text, "init_state: the first state", "Give init_state the same on all of them")
-    rests = {k: several(plan, plan.rest(params.view.axes(k), k)) for k in params.view.kinds}  # that have copies
+    rests = {k: plan.rest(params.view.axes(k), k) for k in params.view.kinds}  # that have copies
     for axes in sorted(set(rests.values()), key=len):
         part = params.only(k for k in params.view.kinds if rests[k] == axes)
         if consensus.first_unlike(part.tensors, plan.mesh, axes) is None:
