@@ -90,7 +90,7 @@ class Gathers:
 
     def from_copies(self, entry: Entry, copies: Mapping[int, Tensor], axes: Axes) -> dict[int, Pending]:
         """Start the gathers of a unit from copies that are cut over `axes`, by kind: (n / W,) on each rank -> (n,)."""
-        cut = [(self._plan.kinds[row.kind].rule(axes).over, row) for row in entry.rows if row.kind in copies]
+        cut = [(self._plan.rule(row.kind, axes).over, row) for row in entry.rows if row.kind in copies]
         return self._gather(entry.name, cut, lambda row: copies[row.kind], encoded=False)
 
     def _plain(self, name: str, row: Row[Slot]) -> Pending:

@@ -39,7 +39,7 @@ from ..hosts.one_host import connected
 from ..layout.layout import Derived, Leaf, Split
 from ..layout.pieces import Parts
 from ..layout.row import Row, RowSplit
-from ..layout.rules import COPIES, Rule, interval
+from ..layout.rules import Rule, interval
 from .ahead import Ahead, Crossings, crossings
 from .owners import Holders, Picture, Share, TableLine, picture, size, span
 from .precision import Policy, Precision
@@ -63,7 +63,6 @@ class Kind:
     host: bool  # parameters, gradients and optimizer state are in host memory
     split: str | None = None  # the axis along which ranks have different parts of the leaves
     state_on_host: bool = False  # the optimizer state alone is in host memory
-    uncut: Axes = ()  # axes that cut no row of this kind: those of one rank, and `split`
 
     @property
     def dtype(self) -> torch.dtype:
@@ -83,19 +82,6 @@ class Kind:
         """The unusual properties: frozen, whole, host, split."""
         words = ["frozen"] * (not self.trainable) + ["whole"] * self.whole + ["host"] * self.host
         return words + [f"split over {self.split}"] * bool(self.split)
-
-    def rule(self, over: Axes) -> Rule:
-        """Return the rule of leaves in a tree cut over these axes, or over none, as in a loss's computation.
-
-        Whole leaves are copies in any tree. A rank's row has its part of each split leaf: it lies on the ranks with the
-        same part, so the axis of the split does not cut it.
-        """
-        return COPIES if self.whole else Rule(tuple(axis for axis in over if axis not in self.uncut))
-
-    def apart(self, over: Axes) -> Axes:
-        """Return the axes along which ranks hold other elements, in a tree cut over `over`."""
-        over = self.rule(over).over
-        return over if self.split is None else (self.split, *over)
 
 
 @dataclass(frozen=True)
@@ -248,6 +234,25 @@ class Plan:
         """The names of all axes of the mesh."""
         return tuple(name for name, _ in self.axes)
 
+    @memo
+    def _alone(self) -> Axes:
+        """The axes of one rank, over which no row is cut; none if a gather or wire of the user's runs along them."""
+        is_called = self.gather or self.param_wire or self.grad_wire
+        return () if is_called else tuple(axis for axis, size in self.axes if size == 1)
+
+    def rule(self, kind: int, over: Axes) -> Rule:
+        """Return the rule of leaves in a tree cut over these axes, or over none, as in a loss's computation.
+
+        Whole leaves are copies in any tree. A rank's row has its part of each split leaf: it lies on the ranks with the
+        same part, so the axis of the split does not cut it.
+        """
+        uncut = over if self.kinds[kind].whole else (*self._alone, self.kinds[kind].split)
+        return Rule(tuple(axis for axis in over if axis not in uncut))
+
+    def apart(self, kind: int, over: Axes) -> Axes:
+        """Return the axes along which ranks hold other elements, in a tree cut over `over`."""
+        return (*self.splits([kind]), *self.rule(kind, over).over)
+
     def several(self, axes: Axes) -> Axes:
         """Return those of the axes that have several ranks."""
         return tuple(axis for axis in axes if dict(self.axes)[axis] > 1)
@@ -268,7 +273,7 @@ class Plan:
 
     def within(self, x: Tensor, kind: int, axes: Axes) -> Tensor:
         """Return this rank's shard (n / W,) of a tensor (n,) of one kind, cut further over these axes: a view."""
-        return interval(x, self.live_mesh(), self.kinds[kind].rule(axes).over)
+        return interval(x, self.live_mesh(), self.rule(kind, axes).over)
 
     @memo
     def paths(self) -> tuple[str, ...]:
@@ -410,14 +415,15 @@ class Plan:
             equal.setdefault(key, []).append(number)
         pairs = [(numbers, kind) for numbers in equal.values() for kind in range(len(self.kinds))]
         overs = [axes for axes, _ in shares.values()]
-        holders = {axes: self.holders(axes) for axes in {kind.apart(over) for kind in self.kinds for over in overs}}
+        aparts = {self.apart(kind, over) for kind in range(len(self.kinds)) for over in overs}
+        holders = {axes: self.holders(axes) for axes in aparts}
         return [self._line(shares, holders, *pair) for pair in pairs if (pair[0][0], pair[1]) in self.rows]
 
     def _line(self, shares: Shares, holders: Mapping[Axes, Holders], units: Sequence[int], number: int) -> TableLine:
         kind, first, last = self.kinds[number], self.units[units[0]], self.units[units[-1]]
         slots = [slot for unit in units for slot in self.rows[unit, number].leaves]
         numel = first.lengths[number] * len(units)
-        shards = {name: numel // self.num_ranks(kind.rule(axes).over) for name, (axes, _) in shares.items()}
+        shards = {name: numel // self.num_ranks(self.rule(number, axes).over) for name, (axes, _) in shares.items()}
         return TableLine(
             unit=span(first.name, last.name),
             num_units=len(units),
@@ -428,7 +434,7 @@ class Plan:
             elements=sum(slot.numel for slot in slots),
             nbytes=numel * kind.dtype.itemsize * self.num_ranks(self.splits([number])),  # of all parts
             shares={
-                name: Share(holders[kind.apart(axes)], shards[name] * sizes[number])
+                name: Share(holders[self.apart(number, axes)], shards[name] * sizes[number])
                 for name, (axes, sizes) in shares.items()
                 if sizes[number]
             },

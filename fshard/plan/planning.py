@@ -123,10 +123,7 @@ def make_plan(
     slot_of = {origin: number for number, origin in enumerate(dict.fromkeys(origins))}
     names, claims = claim_units(params, spec, flat, origins, units)
     splits = claim_splits(params, origins, split or {}, sizes)
-    chosen = {"whole": whole, "frozen": frozen, "offload": offload}
-    # the user's gather and wires run along axes of one rank, too
-    alone = () if gather or param_wire or grad_wire else tuple(axis for axis, size in sizes.items() if size == 1)
-    kind_of = _kinds(params, origins, chosen, policy, splits, alone)
+    kind_of = _kinds(params, origins, {"whole": whole, "frozen": frozen, "offload": offload}, policy, splits)
     steps = {kind: math.lcm(kind.aligned, block) for kind in dict.fromkeys(kind_of.values())}
     slots, lengths = _place(flat, paths, kind_of, steps, claims, len(names), splits)
     plan = Plan(
@@ -200,28 +197,20 @@ def _check_arguments(
 
 
 def _kinds(
-    params: Tree,
-    origins: Sequence[int],
-    chosen: dict[str, Where],
-    policy: Policy,
-    splits: Mapping[int, Split],
-    alone: Axes,
+    params: Tree, origins: Sequence[int], wheres: Mapping[str, Where], policy: Policy, splits: Mapping[int, Split]
 ) -> dict[int, Kind]:
     """Return the kind of each first occurrence, by leaf number: tied leaves have the kind of the first."""
     flat, spec = tree.flatten(params)
     # the word, unless it is the name of a subtree
-    if on_host := chosen["offload"] == "state" and "state" not in {path.split(".")[0] for path in tree.paths(spec)}:
-        chosen |= {"offload": None}
-    is_whole, is_frozen, is_host = (claim_leaves(params, spec, origins, where, name) for name, where in chosen.items())
+    if on_host := wheres["offload"] == "state" and "state" not in {path.split(".")[0] for path in tree.paths(spec)}:
+        wheres = {**wheres, "offload": None}
+    is_whole, is_frozen, is_host = (claim_leaves(params, spec, origins, where, name) for name, where in wheres.items())
     is_frozen = read_frozen(flat, origins, tree.paths(spec), is_frozen)
     dtypes = precisions([leaf.dtype for leaf in flat], claim_policies(params, spec, origins, policy), policy)
     trains = [is_differentiable(leaf) and not still for leaf, still in zip(flat, is_frozen, strict=True)]
-    kinds = dict[int, Kind]()
-    for i in dict.fromkeys(origins):
-        axes = (splits[i].axis,) if i in splits else ()
-        state = on_host and trains[i]
-        kinds[i] = Kind(dtypes[i], trains[i], is_whole[i], is_host[i], next(iter(axes), None), state, alone + axes)
-    return kinds
+    axis_of = {i: split.axis for i, split in splits.items()}
+    rows = zip(dtypes, trains, is_whole, is_host, map(axis_of.get, origins), strict=True)
+    return {i: Kind(*row, on_host and trains[i]) for i, row in enumerate(rows) if origins[i] == i}
 
 
 def _check_travel(gather: Gather | None, prefetch: int | None, bucket: int) -> None:

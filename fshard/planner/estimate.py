@@ -146,16 +146,13 @@ def estimate(step: Callable[..., Tree], state: Tree, batch: Tree, *args: Tree) -
     given = eval_shape(lambda *x: x, state, batch, *args)
     sharded = [x.plan for x in tree.nodes(given[:1], Sharded)] or [x.plan for x in tree.nodes(given, Sharded)]
     stack = stack_of(sharded[0]) if sharded else None
-    on_host = any(plan.state_on_host for plan in sharded)
-    figures, said = None, "no list of equal units"
-    if stack:
-        figures, said = _of_few(fn, options, given, sharded[0], stack, on_host)
+    figures, said = _of_few(fn, options, given, sharded[0], stack) if stack else (None, "no list of equal units")
     if figures is None:
-        whole = _read(fn, options, given, stack, on_host)
+        whole = _read(fn, options, given, stack)
         sites = [[i] for i in range(len(whole.sites))]
         figures, said = _figures([whole], sites, _Growth((0,), 0), stack), f"the whole graph: {said}"
     notes = [f"the graph of jit(step, donate={options.donate}, bucket={options.bucket}, in_flight={options.in_flight})"]
-    notes += [EAGER] * (jitted is not step) + [ON_HOST] * on_host
+    notes += [EAGER] * (jitted is not step) + [ON_HOST] * _has_state_on_host(given)
     order = {unit.name: number for number, unit in enumerate(sharded[0].units)} if sharded else {}
     kinds = dict.fromkeys(kind for kind, _, _ in figures.sent)
     keys = sorted(figures.sent, key=lambda key: ([*kinds].index(key[0]), order.get(key[1], -1)))
@@ -187,14 +184,17 @@ class _Figures(NamedTuple):
     sent: _Sent
 
 
-def _read(
-    fn: Callable[..., Tree], options: Options, given: Sequence[Tree], stack: Stack | None, on_host: bool
-) -> _Reading:
-    return _Reading(lower(partial(noted, fn, call_site()), *flatten(given, {}), options), stack, on_host)
+def _read(fn: Callable[..., Tree], options: Options, given: Sequence[Tree], stack: Stack | None) -> _Reading:
+    lowered = lower(partial(noted, fn, call_site()), *flatten(given, {}), options)
+    return _Reading(lowered, stack, "optimizer" if _has_state_on_host(given) else "")
+
+
+def _has_state_on_host(given: Sequence[Tree]) -> bool:
+    return any(x.plan.state_on_host for x in tree.nodes(given, Sharded))
 
 
 def _of_few(
-    fn: Callable[..., Tree], options: Options, given: Sequence[Tree], plan: Plan, stack: Stack, on_host: bool
+    fn: Callable[..., Tree], options: Options, given: Sequence[Tree], plan: Plan, stack: Stack
 ) -> tuple[_Figures | None, str]:
     """The figures of a step by graphs of a few units of a stack; None, and why the whole graph is needed."""
     name, depths = f"{stack.depth} equal units {stack.path}.*", depths_of(plan, stack)
@@ -213,7 +213,7 @@ def _of_few(
         places = runs(few, more)
         if places is None or expanded(few, places, stack.depth - depths[0]) != whole:
             return None, f"{name}, but the loss does not compute the same with each"
-        readings = [_read(fn, options, each, stack, on_host) for each in states]
+        readings = [_read(fn, options, each, stack) for each in states]
     except (TraceError, RuntimeError, TypeError, ValueError, LookupError, AttributeError) as failure:
         return None, f"{name}, but with fewer the loss fails: {type(failure).__name__}: {failure}".splitlines()[0]
     sizes = set.intersection(*(reading.sizes for reading in readings))
@@ -283,18 +283,17 @@ class _Site(NamedTuple):
 class _Reading:
     """What is read of a lowered graph: its nodes that allocate, the bytes in memory at each, and what is sent.
 
-    With `on_host` the optimizer's state is not counted.
+    What is there for the purpose `on_host` is not counted.
     """
 
-    def __init__(self, lowered: Lowered, stack: Stack | None, on_host: bool):
-        counted = spans(lowered.graph, lowered.holds())
-        self.spans: list[MemorySpan] = [span for span in counted if not (on_host and span.what == "optimizer")]
+    def __init__(self, lowered: Lowered, stack: Stack | None, on_host: str):
+        self.spans: list[MemorySpan] = [x for x in spans(lowered.graph, lowered.holds()) if x.what != on_host]
         nodes, firsts = list(lowered.graph.nodes), {span.first for span in self.spans}
         self._stack = stack
         self.sites: list[_Site] = [site for site in self._sites(nodes, flights(lowered.graph)) if site.number in firsts]
         self._units: dict[int, _Site] = {site.number: site for site in self.sites}
-        by_node = rows(self.spans, len(nodes))
-        self.bytes: list[dict[str, int]] = [by_node[site.number] for site in self.sites]
+        counted = rows(self.spans, len(nodes))
+        self.bytes: list[dict[str, int]] = [counted[site.number] for site in self.sites]
         self.num_inputs: int = sum(nodes[site.number].op == "placeholder" for site in self.sites)
         self.sent: _Sent = {(x.kind, x.unit, x.axis): (x.bytes, x.count) for x in collectives(lowered.graph)}
         self.sizes: set[int] = {nbytes for site in self.sites for _, nbytes in site.forms}

@@ -60,7 +60,7 @@ class View:
 
     def axes(self, kind: int) -> Axes:
         """The axes over which this view cuts a kind: none for kinds kept whole."""
-        return self.plan.kinds[kind].rule(self.over).over
+        return self.plan.rule(kind, self.over).over
 
     @property
     def rows(self) -> dict[tuple[int, int], Row[Slot]]:
@@ -76,7 +76,7 @@ class View:
         ends = [0] * len(self.kinds)  # of the rows so far, by tensor
         for unit, (tensor, kind) in product(range(*self.units), enumerate(self.kinds)):
             if row := plan.rows.get((unit, kind)):
-                rows[unit, kind] = row.at(plan.kinds[kind].rule(self.over), sizes, tensor, ends[tensor])
+                rows[unit, kind] = row.at(plan.rule(kind, self.over), sizes, tensor, ends[tensor])
                 ends[tensor] = rows[unit, kind].stop
         return rows
 

@@ -436,7 +436,7 @@ def coarsen(x: Sharded | Views[Any], over: Axes, into: Sharded | None = None) ->
         into = Sharded(view, [room(view, k, like) for k, like in zip(view.kinds, likes, strict=True)])
     started = []
     for (unit, kind), shard in ((place, shard) for place, shard in shards_of(x).items() if shard.numel()):
-        whole, rule = into.shard(unit, kind), plan.kinds[kind].rule(further)
+        whole, rule = into.shard(unit, kind), plan.rule(kind, further)
         out = ahead.landing(whole, plan.device) if rule.over and plan.kinds[kind].host else whole
         pending = reshard(shard.to(out.device), rule, COPIES, plan.live_mesh(), plan.units[unit].name, out)
         if out is whole:
@@ -452,7 +452,7 @@ def _of_one(way: str, x: Sharded, axes: Axes) -> Sharded:
     """Apply `collectives.of_one` along the axes, for each kind along those of its cut."""
     tensors = list(x.tensors)
     for number, kind in enumerate(x.view.kinds):
-        for axis in x.plan.kinds[kind].rule(axes).over:
+        for axis in x.plan.rule(kind, axes).over:
             tensors[number] = collectives.of_one(way, tensors[number], x.plan.live_mesh(), axis, label="parameters")
     return Sharded(x.view, tensors)
 

@@ -126,8 +126,8 @@ def check_in_backward(tx: Transform, by: Reduction, donate: bool, how: Mapping[s
         "reduction='tree': gradients of slices are added up first. Use another reduction": isinstance(by, TreeSums),
         "skip_labels: whether a label is skipped is known last. Leave skip_labels out": how["skip_labels"] is not None,
         "tx: expected a transformation with over='elements' (adamw, sgd, lion, a chain of such), or optim.by_label of "
-        "such alone, got another one, which may look at whole leaves or at norms. Use in_backward=False": (
-            not is_by_elements(tx)
+        "such alone, got another one, which may look at whole leaves or at norms. Use in_backward=False": not (
+            is_by_elements(tx)
         ),
     }
     for reason, holds in reasons.items():
@@ -175,12 +175,12 @@ class Squares:
         # float64, 0-d, by the axes along which ranks hold other elements: copies count once. All square sums are kept:
         # GPUs make them on the stream of sums, and one dropped there would be overwritten while it is read.
         none = torch.zeros((), dtype=torch.float64, device=device_of(params))
-        kinds = [self._plan.kinds[kind] for kind in params.trainable.view.kinds]
-        self._sums = {over: [none] for over in ((), *(kind.apart(self._plan.grads_over) for kind in kinds))}
+        kinds = params.trainable.view.kinds
+        self._sums = {over: [none] for over in ((), *(self._plan.apart(k, self._plan.grads_over) for k in kinds))}
 
     def add(self, unit: int, kind: int, total: Tensor) -> None:
         """Add the squares of the gradients of one unit and kind."""
-        self._sums[self._plan.kinds[kind].apart(self._plan.grads_over)].append(square_sum(total))
+        self._sums[self._plan.apart(kind, self._plan.grads_over)].append(square_sum(total))
 
     def norm(self) -> Tensor:
         """Return the 2-norm over all ranks: 0-d, from one collective."""
@@ -207,8 +207,7 @@ class Updates:
     """The updates of one step, unit by unit, in the memory of a state; gradients are multiplied by `factor`."""
 
     def __init__(self, tx: Transform, state: Tree, factor: Tensor | None, skip: FoundInf | None = None):
-        self._skip = skip
-        self._params, self._tx, self._old, self._factor = state.params, tx, state.opt_state, factor
+        self._params, self._tx, self._old, self._factor, self._skip = state.params, tx, state.opt_state, factor, skip
         fine = refine(state.params.trainable, state.params.plan.state_over)
         self._view, self.shards = fine.key, shards_of(fine)  # (n / W_state,): this rank updates them
         self._seeds = Seeds(state.rng, state.step, device_of(state.params)) if tx.draws else None
@@ -222,19 +221,17 @@ class Updates:
         if self._seeds is None:
             return self._made(unit, kind, total)
         plan = self._params.plan
-        shard = coordinate(plan.live_mesh(), plan.kinds[kind].rule(plan.state_over).over)
+        shard = coordinate(plan.live_mesh(), plan.rule(kind, plan.state_over).over)
         with assigned(UPDATE, self._seeds.at(unit, kind, shard)):
             return self._made(unit, kind, total)
 
     def _made(self, unit: int, kind: int, total: Tensor) -> None:
         params, grads = self.shards[unit, kind], self._own(total, kind)  # (n / W_state,)
 
-        def update(
-            tx: Transform, state: Tree, skip: FoundInf | None, layout: Layout | None = None
-        ) -> Tree:  # layout: of a label's leaves
+        # layout: of a label's leaves
+        def update(tx: Transform, state: Tree, skip: FoundInf | None, layout: Layout | None = None) -> Tree:
             if layout is None:  # the state is cut as parameters are
-                cut = lambda x: [x.shard(unit, kind)]  # noqa: E731
-                return update_part(tx, state, [params], [grads], cut, skip, own_grads=True)
+                return update_part(tx, state, [params], [grads], lambda x: [x.shard(unit, kind)], skip, own_grads=True)
             runs = _runs(layout, self._view).get((unit, kind), ())
             of_params, of_grads = ([x[start : start + numel] for start, numel, _, _ in runs] for x in (params, grads))
             cut = lambda x: [x.tensors[tensor][at : at + numel] for _, numel, tensor, at in runs]  # noqa: E731
@@ -247,9 +244,9 @@ class Updates:
             skip = self._skip if isinstance(self._skip, Mapping) else dict.fromkeys(parts, self._skip)
             self._new = {label: update(parts[label], inner[label], skip[label], at) for label, at in pairs}
         plan = self._params.plan
-        further = plan.kinds[kind].rule(plan.state_over[len(plan.params_over) :]).over
+        further = plan.rule(kind, plan.state_over[len(plan.params_over) :]).over
         if further:  # the optimizer's state is cut further than parameters are
-            fine, coarse = (plan.kinds[kind].rule(over) for over in (plan.state_over, plan.params_over))
+            fine, coarse = plan.rule(kind, plan.state_over), plan.rule(kind, plan.params_over)
             out, name = self._params.shard(unit, kind), plan.units[unit].name
             self._gathers.append(reshard(params, fine, coarse, plan.live_mesh(), name, out))
 

@@ -125,9 +125,10 @@ def init_state(
     # int64 on the host, because random numbers of a step are seeded there, without waiting for a device
     step, rng = (torch.tensor(number, device="cpu") for number in (0, seed))
     if sharded.plan.state_crosses:  # the device may have no room for all of it
-        opt_state = map_parts(ahead.to_host, transform.init(tree.map(lambda x: x.to(HOST), trained)))
-    else:
-        opt_state = transform.init(trained)
+        trained = tree.map(lambda x: x.to(HOST), trained)
+    opt_state = transform.init(trained)
+    if sharded.plan.state_crosses:
+        opt_state = map_parts(ahead.to_host, opt_state)
     return TrainState(sharded, _of_its_own(opt_state, sharded.tensors), scaler, step, rng, extra)
 
 
@@ -151,7 +152,7 @@ def _check_alike(params: Sharded, seed: int, scaler: LossScale) -> None:
     text = f"seed={seed}\nloss_scale={type(scaler).__name__} of {values}, {spec}"
     consensus.check_same(plan.mesh, text, "init_state: the first state", "Give init_state the same on all of them")
     rests = {k: plan.rest(params.view.axes(k), k) for k in params.view.kinds}  # that have copies
-    for axes in sorted(set(rests.values()), key=len):
+    for axes in sorted(dict.fromkeys(rests.values()), key=len):  # a set's order differs between processes
         part = params.only(k for k in params.view.kinds if rests[k] == axes)
         if consensus.first_unlike(part.tensors, plan.mesh, axes) is None:
             continue
@@ -437,11 +438,10 @@ def _update_from_host(
     if not donate:
         params = params.updated(tree.map(torch.clone, params.trainable))
     if is_by_elements(tx) and not tx.draws and not is_tracing():
-        own = map_parts(lambda x: ahead.pinned(x, device) if donate else ahead.to_host(x), state.opt_state)
-        updates = Updates(tx, replace(state, params=params, opt_state=own), None, skip)
-        for (unit, kind), shard in updates.shards.items():
-            if shard.numel():
-                updates.make(unit, kind, grads.shard(unit, kind))
+        opt_state = map_parts(lambda x: ahead.pinned(x, device) if donate else ahead.to_host(x), state.opt_state)
+        updates = Updates(tx, replace(state, params=params, opt_state=opt_state), None, skip)
+        for place in (place for place, shard in updates.shards.items() if shard.numel()):
+            updates.make(*place, grads.shard(*place))
         return Sharded(params.view, params.tensors), updates.finish()
     there = map_parts(lambda x: x.to(device, non_blocking=True), state.opt_state)
     updated, new = _update(tx, grads, there, params, skip, True, exact_norms)
