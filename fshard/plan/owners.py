@@ -41,7 +41,6 @@ class TableLine(NamedTuple):
 
     @property
     def label(self) -> str:
-        """The names of the units, and their number."""
         return f"{self.unit} x {self.num_units}" if self.num_units > 1 else self.unit
 
 

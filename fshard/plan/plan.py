@@ -3,9 +3,8 @@
 Note [Flat buffers]
     Leaves are grouped in *units* (gathered together) and, inside a unit, by *kind* (dtype, trainable or frozen, sharded
     or whole, on the device or in host memory). The leaves of one unit and kind lie in one flat buffer, in the order of
-    the tree. Every leaf starts at a multiple of 16 bytes in each dtype of the buffer, because kernels load 16 bytes at
-    once, and multiply a matrix more slowly if it starts elsewhere. Zeros pad the end of the buffer, so that the length
-    of a rank's smallest shard is such a multiple, too.
+    the tree. Every leaf starts at a multiple of 16 bytes in each dtype of the buffer: kernels load 16 bytes at once.
+    Zeros pad the end, so that a rank's smallest shard has such a length, too.
 
     A buffer is cut into equal intervals; rank r along the axes of a partition owns the r-th, its shard. A rank holds
     one tensor for each kind: its shards of all units, end to end. Each of the three partitions (params, grads, state)
@@ -66,12 +65,11 @@ class Kind:
 
     @property
     def dtype(self) -> torch.dtype:
-        """The stored dtype of the leaves."""
         return self.precision.storage
 
     @property
     def aligned(self) -> int:
-        """The alignment in elements: a multiple of 16 bytes in each dtype of the flat buffer."""
+        """The alignment in elements: a multiple of 16 bytes in each dtype."""
         return max(1, _ALIGN // self.precision.itemsize)
 
     def __str__(self) -> str:
@@ -79,7 +77,6 @@ class Kind:
 
     @property
     def words(self) -> list[str]:
-        """The unusual properties: frozen, whole, host, split."""
         words = ["frozen"] * (not self.trainable) + ["whole"] * self.whole + ["host"] * self.host
         return words + [f"split over {self.split}"] * bool(self.split)
 
@@ -93,7 +90,7 @@ class Slot(Leaf):
     start: int
 
     def __hash__(self) -> int:
-        return hash((self.unit, self.kind, self.start))  # keys in a step: a hash of all fields takes longer
+        return hash((self.unit, self.kind, self.start))  # a hash of all fields takes longer
 
 
 @dataclass(frozen=True)
@@ -101,7 +98,7 @@ class Unit:
     """Leaves that are gathered together: `lengths[k]` elements, padding included, in the flat buffer of kind k.
 
     `keep_rule`: the buffers kept by `regather=` from forward to backward: none (None), whole ones, or shards over the
-    last axes of `params_over`. `joined`: the names of the small units joined in this one, if several.
+    last axes of `params_over`. `joined`: the names of the units joined in this one.
     """
 
     name: str
@@ -117,7 +114,6 @@ class Unit:
 
     @property
     def is_single(self) -> bool:
-        """True for one subtree, as it was selected."""
         return self.name not in (ROOT, *ENDS) and not self.joined
 
 
@@ -158,7 +154,7 @@ class Plan:
     mesh: AnyMesh = field(default=None, compare=False, repr=False)
 
     def __getstate__(self) -> dict[str, object]:
-        # without memos, which are this rank's, and without the mesh, which has process groups
+        # without this rank's memos, and without the mesh
         return {**{f.name: getattr(self, f.name) for f in fields(self)}, "mesh": None}
 
     def __deepcopy__(self, memo: dict[int, object]) -> Plan:
@@ -176,8 +172,7 @@ class Plan:
     def lasting(self) -> frozenset[int]:
         """The units that stay from their second gather in a forward to its end.
 
-        These are the ends `(first)` and `(last)`, because units between may read them, too, and joined units, because a
-        loss may read parts of several in turn.
+        The ends may be read by units between, and a loss may read parts of several joined units in turn.
         """
         return frozenset(number for number, unit in enumerate(self.units) if unit.name in ENDS or unit.joined)
 
@@ -194,7 +189,7 @@ class Plan:
     def join(self, bucket: int) -> Plan:
         """Return this plan with neighbouring units joined, up to `bucket` bytes.
 
-        The root, the ends and units of several subtrees stay single; units with different `keep_rule` are never joined.
+        The root, the ends, units of several subtrees, and units of different `keep_rule` are not joined.
         """
         groups, begins, filled = list[list[Unit]](), list[tuple[int, Sequence[int]]](), 0
         for unit, nbytes in zip(self.units, self.ahead.sizes, strict=True):
@@ -241,10 +236,10 @@ class Plan:
         return () if is_called else tuple(axis for axis, size in self.axes if size == 1)
 
     def rule(self, kind: int, over: Axes) -> Rule:
-        """Return the rule of leaves in a tree cut over these axes, or over none, as in a loss's computation.
+        """Return the rule of a kind in a tree cut over these axes, or over none, as in a loss's computation.
 
-        Whole leaves are copies in any tree. A rank's row has its part of each split leaf: it lies on the ranks with the
-        same part, so the axis of the split does not cut it.
+        Whole leaves are copies in any tree. Split leaves lie on the ranks with the same part, so the axis of the split
+        does not cut them.
         """
         uncut = over if self.kinds[kind].whole else (*self._alone, self.kinds[kind].split)
         return Rule(tuple(axis for axis in over if axis not in uncut))
@@ -258,7 +253,7 @@ class Plan:
         return tuple(axis for axis in axes if dict(self.axes)[axis] > 1)
 
     def rest(self, axes: Axes, kind: int | None = None) -> Axes:
-        """Return the mesh's axes of several ranks without `axes` and the split axis of a kind."""
+        """Return the axes of several ranks without `axes` and the split axis of a kind."""
         split = None if kind is None else self.kinds[kind].split
         return tuple(name for name, size in self.axes if size > 1 and name not in axes and name != split)
 
@@ -281,8 +276,8 @@ class Plan:
         return tuple(tree.paths(self.spec))
 
     def container(self, spec: tree.Spec, first: int) -> Container:
-        """Return the children of the container of structure `spec`, with first leaf number `first`."""
-        # containers with the same first leaf are nested, so the number of nodes tells them apart
+        """Return the children of the container of this structure, with first leaf number `first`."""
+        # containers with the same first leaf are nested
         known, key = self._known.containers, (first, spec.num_nodes)
         if key not in known:
             known[key] = Container(spec)
@@ -302,7 +297,7 @@ class Plan:
         by_place: dict[tuple[int, int], list[Slot]] = {}
         for slot in self.slots:
             by_place.setdefault((slot.unit, slot.kind), []).append(slot)
-        # leaves of an inner unit may lie behind the outer's; an empty leaf may share its start with another
+        # an empty leaf may share its start with another
         ordered = ((place, sorted(x, key=lambda slot: (slot.start, slot.numel))) for place, x in by_place.items())
         return {place: self._row(*place, slots) for place, slots in ordered}
 
@@ -323,7 +318,6 @@ class Plan:
 
     @memo
     def derived(self) -> Derived:
-        """Memoized results computed from this plan, and freed with it."""
         return Derived()
 
     @property
@@ -333,13 +327,12 @@ class Plan:
 
     @memo
     def ahead(self) -> Ahead:
-        """The number of units that travel next to the unit in use."""
         by_kind = [kind.precision.compute.itemsize for kind in self.kinds]
         return Ahead(tuple(sum(map(mul, unit.lengths, by_kind)) for unit in self.units), self.prefetch)
 
     @property
     def device(self) -> torch.device:
-        """The mesh's device, else torch's default device, where `init_params` and files make parameters."""
+        """The mesh's device, else torch's default device."""
         return mesh_device(self.live_mesh())
 
     @memo
@@ -354,12 +347,11 @@ class Plan:
 
     @memo
     def has_streams(self) -> bool:
-        """True if copies and sums have streams next to the computation."""
         return bool(self.axes) and self.device != HOST
 
     @property
     def crossings(self) -> Crossings:
-        """The streams of Note [Crossing over] in `ahead`, made once for the mesh."""
+        """The streams of Note [Crossing over] in `ahead`."""
         return present(self.live_mesh()).once(crossings)
 
     @memo
@@ -401,10 +393,9 @@ class Plan:
         return tuple(tuple(by_shard[at]) for at in sorted(by_shard))
 
     def lines(self, shares: Shares, units: Iterable[int]) -> list[TableLine]:
-        """Return contents and holders of units, a line for each kind of equal units.
+        """Return contents and holders of units, a line for each kind of units whose names differ in numbers alone.
 
-        Names of equal units differ in numbers alone. `shares`: by name, the axes over which something is cut, and the
-        bytes of an element of each kind (0 for kinds without it).
+        `shares`: by name, the axes over which something is cut, and the bytes of an element of each kind.
         """
         equal = dict[object, list[int]]()
         for number in units:
@@ -441,7 +432,7 @@ class Plan:
         )
 
     def _advice(self) -> list[str]:
-        """Return advice on `bucket=` if it saves many messages: the start of a small one costs more than its bytes."""
+        """Return advice on `bucket=` if it saves many messages."""
         joined = [unit for unit in self.join(_BUCKET).units if unit not in self.units]
         names = {name for unit in joined for name in unit.joined}
         small = [nbytes for unit, nbytes in zip(self.units, self.ahead.sizes, strict=True) if unit.name in names]
@@ -452,7 +443,7 @@ class Plan:
         return [f"{units}: bucket=1 << 20 would send {len(joined)} in place of {len(small)} messages."]
 
     def picture(self, *above: str) -> Picture:
-        """Return a picture of the holders of each unit, below the lines `above`, for `print` and `fshard.show`."""
+        """Return a picture of the holders of each unit, below the lines `above`."""
         trained = [kind.dtype.itemsize * kind.trainable for kind in self.kinds]
         shares = {
             "parameters": (self.params_over, [kind.dtype.itemsize for kind in self.kinds]),
