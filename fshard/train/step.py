@@ -129,6 +129,7 @@ def init_state(
     opt_state = transform.init(trained)
     if sharded.plan.state_crosses:
         opt_state = map_parts(ahead.to_host, opt_state)
+        sharded.plan.crossings.down.settle()
     return TrainState(sharded, _of_its_own(opt_state, sharded.tensors), scaler, step, rng, extra)
 
 
@@ -435,19 +436,20 @@ def _update_from_host(
     The device has the state of one unit at a time if `tx` updates elements and draws no random numbers, else all of it.
     """
     params, device = state.params, state.params.plan.device
-    if not donate:
+    in_place = not is_tracing()
+    if in_place and not donate:
         params = params.updated(tree.map(torch.clone, params.trainable))
-    if is_by_elements(tx) and not tx.draws and not is_tracing():
+    if is_by_elements(tx) and not tx.draws and in_place:
         opt_state = map_parts(lambda x: ahead.pinned(x, device) if donate else ahead.to_host(x), state.opt_state)
         updates = Updates(tx, replace(state, params=params, opt_state=opt_state), None, skip)
         for place in (place for place, shard in updates.shards.items() if shard.numel()):
             updates.make(*place, grads.shard(*place))
         return Sharded(params.view, params.tensors), updates.finish()
     there = map_parts(lambda x: x.to(device, non_blocking=True), state.opt_state)
-    updated, new = _update(tx, grads, there, params, skip, True, exact_norms)
+    updated, new = _update(tx, grads, there, params, skip, in_place, exact_norms)
     back = map_parts(lambda old, x: old.copy_(x) if donate else ahead.to_host(x), state.opt_state, new)
     params.plan.crossings.down.settle()
-    return _gathered(updated, params, donate=True), in_new_containers(back)
+    return _gathered(updated, params, in_place), in_new_containers(back)
 
 
 def _gathered(updated: Sharded | Views, params: Sharded, donate: bool) -> Sharded:
