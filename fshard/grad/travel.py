@@ -70,7 +70,7 @@ class Gathers:
     """The way out: how the units of one value of the parameters are gathered. `copied` is as in `is_buffer`."""
 
     def __init__(self, params: Sharded, copied: bool):
-        plan, axes = params.plan, params.plan.several(params.view.over)
+        plan, axes = params.plan, [axis for axis in params.view.over if axis in params.plan.linked]
         self._plan, self._tensors, self._copied = plan, params.tensors, copied
         # whether each kind of a unit is one collective, or none, after a cast at most
         special = plan.gather or plan.param_wire or plan.together or any(kind.host for kind in plan.kinds)
@@ -310,7 +310,7 @@ class Gradients:
         """
         plan, copies = self._sums.plan, partial(self._sums.plan.rest, kind=kind)  # axes along which ranks have copies
         alone = [axis for axis in plan.axis_names if axis not in (*self.later, plan.kinds[kind].split)]
-        along = plan.several(axes) + copies(axes + self.later) or tuple(alone[:1])
+        along = (*(axis for axis in axes if axis in plan.linked), *copies(axes + self.later)) or tuple(alone[:1])
         new = Rule(axes, copies(plan.rest(self.later)))
         return COPIES.dual(along + new.sums), new, along
 
@@ -420,8 +420,9 @@ class Gradients:
         """Start the sum of (n,) to the rule `new`, encoded along one axis."""
         plan, axes = self._sums.plan, new.over
         mesh, name, copies = plan.live_mesh(), plan.units[row.unit].name, partial(plan.rest, kind=row.kind)
-        # the longest axis that gradients are cut over, else of those summed
-        axis = next(iter(plan.several(axes)), axes[0]) if axes else max(along, key=dict(plan.axes).__getitem__)
+        # the first axis of several ranks that gradients are cut over; else the longest
+        longest = max(axes or along, key=dict(plan.axes).__getitem__)
+        axis = next((axis for axis in axes if axis in plan.linked), longest)
         ranks = primitives.along(mesh, axis)
         lengths = [row.lengths(number, ranks.size) for number in range(ranks.size)]  # of what each rank sums
         parts = zip(reduce_scatter_input.chunk(ranks.size), lengths, strict=True)

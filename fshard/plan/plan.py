@@ -38,7 +38,7 @@ from ..hosts.one_host import connected
 from ..layout.layout import Derived, Leaf, Split
 from ..layout.pieces import Parts
 from ..layout.row import Row, RowSplit
-from ..layout.rules import Rule, interval
+from ..layout.rules import COPIES, Rule, interval
 from .ahead import Ahead, Crossings, crossings
 from .owners import Holders, Picture, Share, TableLine, picture, size, span
 from .precision import Policy, Precision
@@ -230,10 +230,9 @@ class Plan:
         return tuple(name for name, _ in self.axes)
 
     @memo
-    def _alone(self) -> Axes:
-        """The axes of one rank, over which no row is cut; none if a gather or wire of the user's runs along them."""
-        is_called = self.gather or self.param_wire or self.grad_wire
-        return () if is_called else tuple(axis for axis, size in self.axes if size == 1)
+    def linked(self) -> Axes:
+        """The axes of several ranks. Rows are cut over no other, unless the user's gather or wire runs along them."""
+        return tuple(axis for axis, size in self.axes if size > 1)
 
     def rule(self, kind: int, over: Axes) -> Rule:
         """Return the rule of a kind in a tree cut over these axes, or over none, as in a loss's computation.
@@ -241,21 +240,19 @@ class Plan:
         Whole leaves are copies in any tree. Split leaves lie on the ranks with the same part, so the axis of the split
         does not cut them.
         """
-        uncut = over if self.kinds[kind].whole else (*self._alone, self.kinds[kind].split)
-        return Rule(tuple(axis for axis in over if axis not in uncut))
+        if self.kinds[kind].whole:
+            return COPIES
+        cuts = self.axis_names if self.gather or self.param_wire or self.grad_wire else self.linked
+        return Rule(tuple(axis for axis in over if axis in cuts and axis != self.kinds[kind].split))
 
     def apart(self, kind: int, over: Axes) -> Axes:
         """Return the axes along which ranks hold other elements, in a tree cut over `over`."""
         return (*self.splits([kind]), *self.rule(kind, over).over)
 
-    def several(self, axes: Axes) -> Axes:
-        """Return those of the axes that have several ranks."""
-        return tuple(axis for axis in axes if dict(self.axes)[axis] > 1)
-
     def rest(self, axes: Axes, kind: int | None = None) -> Axes:
         """Return the axes of several ranks without `axes` and the split axis of a kind."""
         split = None if kind is None else self.kinds[kind].split
-        return tuple(name for name, size in self.axes if size > 1 and name not in axes and name != split)
+        return tuple(axis for axis in self.linked if axis not in axes and axis != split)
 
     def splits(self, kinds: Iterable[int]) -> Axes:
         """Return the axes that leaves of these kinds are split over."""

@@ -120,7 +120,7 @@ def init_state(
         )
     extra = tree.map(lambda x: x.detach().clone() if isinstance(x, Tensor) else x, extra)
     # one rank has nothing to compare, and reads no scale
-    if sharded.plan.rest(()) and not is_tracing() and not present(sharded.plan.live_mesh()).abstract:
+    if sharded.plan.linked and not is_tracing() and not present(sharded.plan.live_mesh()).abstract:
         _check_alike(sharded, seed, scaler)
     # int64 on the host, because random numbers of a step are seeded there, without waiting for a device
     step, rng = (torch.tensor(number, device="cpu") for number in (0, seed))
