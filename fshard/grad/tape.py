@@ -77,7 +77,7 @@ class Tape:
         self._params, self.plan, self._into = params, params.plan, into
         self._schedule = schedule(params.view)
         self._units = {n: TapeUnit(entry, stays=n == self.plan.root) for n, entry in self._schedule.entries.items()}
-        is_linked = bool(travel.several(self.plan, self.plan.axis_names))
+        is_linked = bool(self.plan.linked)
         is_planned = is_linked and self._schedule.any_whole and not is_tracing()  # all ranks trace one program
         planned = map(self._units.__getitem__, self._schedule.likely) if is_planned else ()
         self.chain = chain or Chain(autograd.root(), is_linked, planned)

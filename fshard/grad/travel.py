@@ -53,24 +53,13 @@ OnSum: TypeAlias = Callable[[int, int, Tensor], None]  # of a unit's and kind's 
 _Rows: TypeAlias = tuple[Mapping[tuple[int, int], Row[Slot]], Sequence[Tensor]]  # by unit and kind, and their tensors
 
 
-def several(plan: Plan, axes: Sequence[str]) -> Axes:
-    """The axes of more than one rank."""
-    return tuple(axis for axis in axes if dict(plan.axes)[axis] > 1)
-
-
 def is_buffer(view: View, kind: int, copied: bool) -> bool:
     """True if leaves of a kind come in buffers of their own; else they are views of the parameters themselves.
 
     With `copied` so do all that train: an optimizer writes to the parameters while the backward runs.
     """
-    row = view.plan.kinds[kind]
-    travels = _travels(view.plan, kind, view.axes(kind))
-    return (copied and row.trainable) or travels or row.host or row.precision.compute != row.dtype
-
-
-def _travels(plan: Plan, kind: int, axes: Axes) -> bool:
-    """True if leaves of a kind are gathered; by a wire, or by an object of the user's, on one rank, too."""
-    return bool(several(plan, axes)) or bool(axes and (plan.gather or _param_wire(plan, kind)))
+    row, axes = view.plan.kinds[kind], view.axes(kind)
+    return (copied and row.trainable) or bool(axes) or row.host or row.precision.compute != row.dtype
 
 
 def _param_wire(plan: Plan, kind: int) -> Wire | None:
@@ -81,7 +70,7 @@ class Gathers:
     """The way out: how the units of one value of the parameters are gathered. `copied` is as in `is_buffer`."""
 
     def __init__(self, params: Sharded, copied: bool):
-        plan, axes = params.plan, several(params.plan, params.view.over)
+        plan, axes = params.plan, [axis for axis in params.view.over if axis in params.plan.linked]
         self._plan, self._tensors, self._copied = plan, params.tensors, copied
         # whether each kind of a unit is one collective, or none, after a cast at most
         special = plan.gather or plan.param_wire or plan.together or any(kind.host for kind in plan.kinds)
@@ -101,7 +90,7 @@ class Gathers:
 
     def from_copies(self, entry: Entry, copies: Mapping[int, Tensor], axes: Axes) -> dict[int, Pending]:
         """Start the gathers of a unit from copies that are cut over `axes`, by kind: (n / W,) on each rank -> (n,)."""
-        cut = [(self._plan.kinds[row.kind].rule(axes).over, row) for row in entry.rows if row.kind in copies]
+        cut = [(self._plan.rule(row.kind, axes).over, row) for row in entry.rows if row.kind in copies]
         return self._gather(entry.name, cut, lambda row: copies[row.kind], encoded=False)
 
     def _plain(self, name: str, row: Row[Slot]) -> Pending:
@@ -113,7 +102,7 @@ class Gathers:
         return primitives.all_gather(all_gather_input, self._ranks, name, lent=True)
 
     def _general(self, name: str, rows: Sequence[Row[Slot]]) -> dict[int, Pending]:
-        cut = [(row.rule.over, row) for row in rows if row.numel and _travels(self._plan, row.kind, row.rule.over)]
+        cut = [(row.rule.over, row) for row in rows if row.numel and row.rule.over]
         travelling, encoded = [row for _, row in cut], self._plan.param_wire is not None
         unsent = {row.kind: self._unsent(row) for row in rows if row not in travelling}
         return unsent | self._gather(name, cut, self._all_gather_input, encoded)
@@ -300,13 +289,13 @@ class Gradients:
             return general
         old, new, along = self._route(number, axes)
         is_last = like.dtype == kind.precision.grads and only_reads(by)  # what is put is what is kept
-        if is_last and not several(plan, along):
+        if is_last and plan.num_ranks(along) == 1:
             return general._replace(in_place=0)
         steps = route(old, new, along)
         if len(steps) > 1 or not steps:
             return general
         # whole gradients are replaced by their sum
-        is_replaced = is_last and type(by) is Sums and not several(plan, axes)
+        is_replaced = is_last and type(by) is Sums and steps[0].kind == "add"
         collective = by.reduce_scatter if steps[0].kind == "scatter" else by.all_reduce
         in_place = _LARGE // like.itemsize if is_replaced else maxsize
         # sums travel in the dtype they are taken in
@@ -319,10 +308,11 @@ class Gradients:
 
         On one rank it has a step, too, which casts, and is the user's if the reduction is.
         """
-        copies = partial(self._sums.plan.rest, kind=kind)  # axes along which ranks have copies
-        new = Rule(axes, copies(self._sums.plan.rest(self.later)))
-        summed = axes + copies(axes + self.later)
-        return COPIES.dual(copies(())), new, several(self._sums.plan, summed) or summed[:1]
+        plan, copies = self._sums.plan, partial(self._sums.plan.rest, kind=kind)  # axes along which ranks have copies
+        alone = [axis for axis in plan.axis_names if axis not in (*self.later, plan.kinds[kind].split)]
+        along = (*(axis for axis in axes if axis in plan.linked), *copies(axes + self.later)) or tuple(alone[:1])
+        new = Rule(axes, copies(plan.rest(self.later)))
+        return COPIES.dual(along + new.sums), new, along
 
     def buffer(self, unit: int, kind: int) -> Tensor:
         """Allocate a unit's `reduce_scatter_input` (n,): its own `grad_shard`, if it can."""
@@ -412,7 +402,7 @@ class Gradients:
         """Start the sum over ranks of a row (n,) into (n / W,)."""
         plan, (old, new, along) = self._sums.plan, self._route(row.kind, row.rule.over)
         if plan.grad_wire is not None and along and reduce_scatter_input.is_floating_point():
-            pending = self._sum_encoded(plan.grad_wire, row, reduce_scatter_input, new, reduce_scatter_output)
+            pending = self._sum_encoded(plan.grad_wire, row, reduce_scatter_input, new, along, reduce_scatter_output)
             return pending.then(partial(self._unpadded, row))
         mesh, precision, name = plan.live_mesh(), plan.kinds[row.kind].precision, plan.units[row.unit].name
         # Each gradient was divided by the number of ranks W. Multiplied by about sqrt(W), neither small gradients nor
@@ -425,14 +415,14 @@ class Gradients:
         return pending if factor == 1 else pending.then(lambda total: total.mul_(1 / factor))
 
     def _sum_encoded(
-        self, wire: Wire, row: Row[Slot], reduce_scatter_input: Tensor, new: Rule, reduce_scatter_output: Tensor
+        self, wire: Wire, row: Row[Slot], reduce_scatter_input: Tensor, new: Rule, along: Axes, out: Tensor
     ) -> Pending:
         """Start the sum of (n,) to the rule `new`, encoded along one axis."""
         plan, axes = self._sums.plan, new.over
         mesh, name, copies = plan.live_mesh(), plan.units[row.unit].name, partial(plan.rest, kind=row.kind)
-        # the first axis of several ranks that gradients are cut over, or the first; else the longest
-        longest = max(copies(self.later), key=dict(plan.axes).__getitem__) if not axes else axes[0]
-        axis = next(iter(several(plan, axes)), longest)
+        # the first axis of several ranks that gradients are cut over; else the longest
+        longest = max(axes or along, key=dict(plan.axes).__getitem__)
+        axis = next((axis for axis in axes if axis in plan.linked), longest)
         ranks = primitives.along(mesh, axis)
         lengths = [row.lengths(number, ranks.size) for number in range(ranks.size)]  # of what each rank sums
         parts = zip(reduce_scatter_input.chunk(ranks.size), lengths, strict=True)
@@ -443,7 +433,7 @@ class Gradients:
         old = Rule(over, copies((axis, *over)))
         if not axes:  # every rank needs the whole sum: what `scatter` has cut is gathered again before the other axes
             added = added.then(lambda shard: reshard(shard, Rule((axis,)), COPIES, mesh, name))
-        return added.then(lambda total: reshard(total, old, new, mesh, name, reduce_scatter_output, by=self.by))
+        return added.then(lambda total: reshard(total, old, new, mesh, name, out, by=self.by))
 
     def _grad_shard(self, row: Row[Slot]) -> Tensor:
         """This rank's shard (n / W,) of `reduced`, a view; of one without tensors, a new tensor."""

@@ -66,7 +66,7 @@ from ..plan.plan import Plan
 from ..sharding.schedule import Entry
 from ..sharding.sharded import Sharded
 from .autograd import Block
-from .travel import Gathers, Gradients, several
+from .travel import Gathers, Gradients
 
 Leaves: TypeAlias = Sequence[Tensor]  # of a unit, in the order of its `Entry.slots`
 Buffers: TypeAlias = dict[int, Tensor]  # gathered flat buffers (n,), or copies (n / W,) that are cut, by kind
@@ -350,14 +350,14 @@ class Arrivals(_UnderWay):
 
 def _stages(plan: Plan, axes: Axes) -> int:
     """The number of stages of a gather over some axes: one for each that has several ranks, at least one."""
-    return max(1, len(several(plan, axes)))
+    return max(1, len({*axes}.intersection(plan.linked)))
 
 
 class Reductions(_UnderWay):
     """The reductions of one backward into `into` that are under way, in the order in which they started."""
 
     def __init__(self, plan: Plan, into: Gradients | None = None):
-        super().__init__(plan, len(several(plan, plan.axis_names)), lambda streams: streams.sums)
+        super().__init__(plan, len(plan.linked), lambda streams: streams.sums)
         by = None if into is None or plan.grad_wire is not None else into.by
         # else what arrives is added beside the computation
         self._is_fast = self._side is not None and type(by) is Sums and by.is_fast(plan.device)

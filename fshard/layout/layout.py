@@ -2,17 +2,15 @@
 
 Note [Layouts]
     A rank holds a tree as a few tensors: flat ones, with shards of many rows end to end, or whole leaves. A `Layout`
-    has the rows of a tree, each with its rule; they tell the place of each leaf's elements on this rank, and the ranks
-    of all others (Note [One rank's spans] in `row.py`). An optimizer derives norms of leaves, leaves of one label and
-    whole matrices from the layout alone, so it depends neither on cuts nor on the number of ranks. Ranks with the same
+    has the rows of a tree, each with its rule. An optimizer derives norms of leaves, leaves of one label and whole
+    matrices from the layout alone, so it depends neither on cuts nor on the number of ranks. Ranks with the same
     coordinates along a row's cut axes have copies of one shard.
 
 Note [Order of a split leaf]
-    A leaf split along dim d is stored in the order of `movedim(d, 0)`, part by part. So a rank's share is one interval
-    of this order, as for every other leaf: its shard, its moments, its piece of a checkpoint, an owner's whole leaf. A
-    loss sees its part as a strided view. If a leaf has several blocks end to end (gate and up in one matrix), each part
-    has its rows of every block. Parts are as by `torch.chunk`: as long as the first, but the last may be shorter, or
-    empty.
+    A leaf split along dim d is stored in the order of `movedim(d, 0)`, part by part, so a rank's share is one interval,
+    as for every other leaf. A loss sees its part as a strided view. If a leaf has several blocks end to end (gate and
+    up in one matrix), each part has its rows of every block. Parts are as by `torch.chunk`: as long as the first, but
+    the last may be shorter, or empty.
 """
 
 from __future__ import annotations
@@ -36,19 +34,15 @@ from .row import Row, Span, end_to_end
 
 @dataclass(eq=False)
 class Derived:
-    """Memoized results of pure functions of a plan or a layout, which therefore never become stale.
-
-    Layouts, rows, moves and schedules refer to no plan, so they form no reference cycle with one. Outputs of graphs do
-    refer to it: Python's garbage collector frees graphs.
-    """
+    """Memoized results of pure functions of a plan or a layout. Only outputs of graphs refer to a plan."""
 
     layouts: dict[Hashable, Layout] = field(default_factory=dict)  # of a plan, by view; of a layout, by rank
     rows: dict[Hashable, Any] = field(default_factory=dict)  # of a plan, by what a view holds of it
-    # The types of `runs`, `moves`, `schedules` and `graphs` are in modules that import this one.
+    # The types of `runs`, `moves`, `schedules` and `graphs` are in later modules.
     runs: dict[Hashable, Any] = field(default_factory=dict)  # of a label's layout, by what a view holds
     moves: dict[Hashable, Any] = field(default_factory=dict)  # of a layout, by the target's `source`
-    containers: dict[Hashable, Container] = field(default_factory=dict)  # of a plan, by first leaf and number of nodes
-    units: dict[Hashable, tuple[int, int]] = field(default_factory=dict)  # of a plan, by first and number of leaves
+    containers: dict[Hashable, Container] = field(default_factory=dict)  # of a plan, by first leaf and nodes
+    units: dict[Hashable, tuple[int, int]] = field(default_factory=dict)  # of a plan, by leaves
     schedules: dict[Hashable, Any] = field(default_factory=dict)  # of a plan, by what a view holds of it
     changing: tuple[object, ...] | None = None  # mutable values in nodes; None until asked
     graphs: WeakKeyDictionary[object, dict[Any, Any]] = field(default_factory=WeakKeyDictionary)  # of both, by `jit`
@@ -69,7 +63,6 @@ class Split(NamedTuple):
 
     @staticmethod
     def of(order: Sequence[int]) -> Split | None:
-        """Return a split with this order of elements; None for row-major order. Dual: `order`."""
         dim, blocks, parts = (*order, 1, 1)[:3] if order else (0, 1, 1)
         return Split("", parts, dim, blocks) if order else None
 
@@ -77,23 +70,21 @@ class Split(NamedTuple):
         return f"split over {self.axis} along dim {self.dim}" + f", {self.blocks} blocks" * (self.blocks > 1)
 
     def _edges(self, shape: Sequence[int]) -> list[int]:
-        """Return the parts' first rows in one block, and the block's number of rows."""
         rows = shape[self.dim] // self.blocks
         most = -(-rows // self.parts)
         return [min(part * most, rows) for part in range(self.parts + 1)]
 
     def shape(self, whole: Sequence[int], part: int) -> tuple[int, ...]:
-        """Return the shape of a part as a loss sees it."""
         low, high = self._edges(whole)[part : part + 2]
         return (*whole[: self.dim], self.blocks * (high - low), *whole[self.dim + 1 :])
 
     def stored(self, whole: Sequence[int], part: int) -> tuple[int, ...]:
-        """Return the shape of a part in memory: the split dim comes first."""
+        """Return the shape of a part in memory: the split dim first."""
         shape = self.shape(whole, part)
         return (shape[self.dim], *shape[: self.dim], *shape[self.dim + 1 :])
 
     def bounds(self, shape: Sequence[int]) -> tuple[int, ...]:
-        """Return the parts' first elements, in order, and the number of all elements."""
+        """Return the parts' first elements, and the number of all."""
         rest = math.prod(shape[: self.dim]) * math.prod(shape[self.dim + 1 :])
         return tuple(self.blocks * edge * rest for edge in self._edges(shape))
 
@@ -107,7 +98,6 @@ class Split(NamedTuple):
         return torch.cat([part.reshape(-1) for part in parts])
 
     def shaped(self, flat: Tensor, shape: Sequence[int]) -> Tensor:
-        """Return the whole leaf of this shape from its elements in order. Dual: `flat`."""
         rest = (*shape[: self.dim], *shape[self.dim + 1 :])
         if self.blocks == 1:
             rows = flat.view(shape[self.dim], *rest)
@@ -121,11 +111,11 @@ class Split(NamedTuple):
         return rows.movedim(0, self.dim).contiguous()
 
     def row_major(self, shape: Sequence[int], begin: int, numel: int) -> Tensor:
-        """Return the row-major positions of elements [begin, begin + numel): (numel,), int64. Dual: `numbers`."""
+        """Return the row-major positions of elements [begin, begin + numel). Dual: `numbers`."""
         inner, rest = self._sizes(shape)
         number = torch.arange(begin, begin + numel, device="cpu")
         row, other = number // rest, number % rest
-        if self.blocks > 1:  # the order has the first part's rows of each block, then the second part's
+        if self.blocks > 1:
             edges = torch.tensor(self._edges(shape), device="cpu")
             part = torch.bucketize(row, self.blocks * edges[1:], right=True)
             in_part, length = row - self.blocks * edges[part], edges.diff()[part]
@@ -133,7 +123,7 @@ class Split(NamedTuple):
         return (other // inner * shape[self.dim] + row) * inner + other % inner
 
     def numbers(self, shape: Sequence[int], places: Tensor) -> Tensor:
-        """Return the positions in the order of elements from row-major positions: int64. Dual: `row_major`."""
+        """Return the positions in the order of elements from row-major positions."""
         inner, rest = self._sizes(shape)
         row, other = places // inner % shape[self.dim], places // (inner * shape[self.dim]) * inner + places % inner
         if self.blocks > 1:
@@ -178,10 +168,7 @@ def within(picks: Picks, start: int, stop: int) -> tuple[Any, Any] | None:
 
 @dataclass(frozen=True)
 class Leaf:
-    """A leaf of the whole tree: its path, and its shape and dtype before it is cut.
-
-    Intervals of elements are in the order of `flat`.
-    """
+    """A leaf of the whole tree, before it is cut. Intervals of elements are in the order of `flat`."""
 
     path: str
     shape: tuple[int, ...]
@@ -190,20 +177,17 @@ class Leaf:
 
     @property
     def numel(self) -> int:
-        """The number of elements."""
         return math.prod(self.shape)
 
     @property
     def order(self) -> tuple[int, ...]:
-        """The order of elements, as `Split.order`; () is row-major."""
+        """As `Split.order`."""
         return () if self.split is None else self.split.order
 
     def flat(self, x: Tensor) -> Tensor:
-        """Return the whole leaf's elements in order, (numel,). Dual: `shaped`."""
         return x.reshape(-1) if self.split is None else self.split.flat(x)
 
     def shaped(self, flat: Tensor) -> Tensor:
-        """Return the whole leaf from its elements in order. Dual: `flat`."""
         return flat.view(self.shape) if self.split is None else self.split.shaped(flat, self.shape)
 
 
@@ -214,15 +198,15 @@ class Layout:
 
     source: tuple[Hashable, ...]  # determines all other fields
     spec: tree.Spec
-    places: tuple[int | None, ...]  # leaf index at each position of the tree; None: left out
+    places: tuple[int | None, ...]  # leaf by position; None: left out
     leaves: tuple[Leaf, ...]
     rows: tuple[Row[int], ...]  # of leaf indices
-    flat: bool  # True: tensors are 1-D with spans of many leaves; False: each is one whole leaf
+    flat: bool  # True: 1-D tensors of many leaves; False: whole leaves
     mesh: AnyMesh
-    axes: Axes  # rows are cut, or leaves owned, over all of these, some or none
-    packed: bool = False  # True: spans lie end to end in flat tensors, without padding
+    axes: Axes  # rows are cut over some of these
+    packed: bool = False  # without padding
     origin: Layout | None = None  # the layout before `pick`
-    frozen: tuple[str, ...] = ()  # paths of leaves that do not train; leaves left out for their label are not frozen
+    frozen: tuple[str, ...] = ()  # paths of leaves without training
 
     def __eq__(self, other: object) -> bool:
         return self is other or (isinstance(other, Layout) and self.source == other.source)
@@ -234,11 +218,10 @@ class Layout:
         return self  # immutable; a copied state keeps its mesh
 
     def __getstate__(self) -> dict[str, object]:
-        # without memos, and without the mesh, which has processes of this run
+        # without memos, and without the mesh of this run
         return {**{f.name: getattr(self, f.name) for f in fields(self)}, "mesh": None}
 
     def live_mesh(self) -> AnyMesh:
-        """Return the mesh. ValueError for an unpickled layout, which has none."""
         if self.mesh is None and self.axes:
             raise ValueError(
                 "this layout has no mesh (it was unpickled): make a state with init, and shard_state into it"
@@ -267,17 +250,14 @@ class Layout:
 
     @memo
     def span_of(self) -> dict[int, Span]:
-        """The span of each leaf with elements on this rank."""
         return {span.leaf: span for span in self.mine}
 
     @memo
     def row_of(self) -> dict[int, Row[int]]:
-        """The row of each leaf."""
         return {leaf: row for row in self.rows for leaf in row.leaves}
 
     @memo
     def shared(self) -> frozenset[int]:
-        """The leaves on every rank."""
         return frozenset(leaf for leaf, row in self.row_of.items() if not row.over)
 
     @memo
@@ -289,23 +269,19 @@ class Layout:
 
     @memo
     def cut_over(self) -> dict[int, Axes]:
-        """The axes that each tensor of this rank is cut over, by tensor number."""
         if not self.flat:
             return {number: self.row_of[span.leaf].over for number, span in enumerate(self.mine)}
         return {row.tensor: row.over for row in self.rows}
 
     @memo
     def cut_axes(self) -> tuple[Axes, ...]:
-        """The axes of rows with elements, each once, the same on all ranks.
-
-        Empty whole leaves count: their owner has a tensor for each.
-        """
+        """The axes of rows with elements, or of empty whole leaves, for which owners have tensors, too."""
         overs = (row.over for row in self.rows if row.over and (row.has_elements or not self.flat))
         return tuple(dict.fromkeys(overs))
 
     @memo
     def filled(self) -> dict[int, list[tuple[int, int]]]:
-        """The intervals [start, stop) of leaves in this rank's flat tensors, by number; adjacent ones merged."""
+        """The intervals [start, stop) of leaves in this rank's flat tensors, merged."""
         by_tensor: dict[int, list[tuple[int, int]]] = {}
         for span in (s for s in self.mine if s.numel):
             runs = by_tensor.setdefault(span.tensor, [])
@@ -314,14 +290,10 @@ class Layout:
 
     @memo
     def numbers(self) -> tuple[int, ...]:
-        """The indices of this layout's leaves, each once, in the order of the tree."""
         return tuple(dict.fromkeys(n for n in self.places if n is not None))
 
     def prepared(self) -> Layout:
-        """Fill every memo now, because torch.compile would recompile for new attributes; returns self.
-
-        Only for layouts of `pick`, which have an `origin`.
-        """
+        """Fill every memo now: torch.compile recompiles for new attributes."""
         for x in (self, *self.rows):
             for name in (name for name, attribute in vars(type(x)).items() if isinstance(attribute, memo)):
                 getattr(x, name)
@@ -344,18 +316,17 @@ class Layout:
 
     @memo
     def derived(self) -> Derived:
-        """Memoized results computed from this layout, and freed with it."""
         return Derived()
 
     @memo
     def origin_tensors(self) -> list[int]:
-        """The tensors of `origin` with leaves of this layout, from which its flat tensors are packed."""
+        """The tensors of `origin` with leaves of this layout."""
         assert self.origin is not None
         return sorted({self.origin.row_of[n].tensor for n in self.numbers} if self.flat else ())
 
     @memo
     def runs(self) -> list[list[tuple[int, int, int]]]:
-        """The intervals (tensor, start, length) of `origin` that make up each tensor of this rank."""
+        """The intervals (tensor, start, length) of `origin` in each tensor of this rank."""
         assert self.origin is not None
         keep = set(self.numbers)
         spans = [s for s in self.origin.mine if s.leaf in keep]
@@ -364,7 +335,7 @@ class Layout:
         by_tensor: dict[int, list[tuple[int, int, int]]] = {tensor: [] for tensor in self.origin_tensors}
         for _, tensor, start, _, numel in spans:
             runs = by_tensor[tensor]
-            # adjacent spans make one interval: fewer views, and fewer kernels
+            # adjacent spans make one interval: fewer kernels
             if runs and sum(runs[-1][1:]) == start:
                 _, start, before = runs.pop()
                 numel += before

@@ -4,7 +4,7 @@ Note [Exact sums]
     With `exact=True` the bits of a norm depend on the elements alone, neither on their order nor on their ranks.
     Elements are scaled to magnitudes below 1; each power is rounded to a multiple of 2^-22 and its remainder to a
     multiple of 2^-45. float64 adds both without rounding while the sum is below 2^30 (Demmel and Nguyen, Fast
-    Reproducible Floating-Point Summation, 2013). This costs a second pass and a few operations more per element.
+    Reproducible Floating-Point Summation, 2013). This costs a second pass.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def _unbinned(sums: Tensor, p: float, scale: Tensor, largest: Tensor) -> Tensor:
 
 
 def _power_sums(tensors: Sequence[Tensor], p: float, device: torch.device) -> Tensor:
-    """Return each tensor's sum of p-th powers (maximum for inf): float64, (tensors,), on one device."""
+    """Return each tensor's sum of p-th powers (maximum for inf): float64, (tensors,)."""
     norms = [
         _norm(x.reshape(-1), p) if x.numel() else torch.zeros((), dtype=torch.float64, device=device) for x in tensors
     ]
@@ -67,12 +67,11 @@ def _power_sums(tensors: Sequence[Tensor], p: float, device: torch.device) -> Te
 
 
 def square_sum(x: Tensor) -> Tensor:
-    """Return the sum of the squares of a tensor: 0-d, float64."""
     return _power_sums([x], 2, x.device).sum()
 
 
 def _norm(x: Tensor, p: float, most: int = MOST) -> Tensor:
-    """Return the p-norm of a flat tensor, (n,) -> (), accurate for any number of elements."""
+    """Return the p-norm, (n,) -> (), accurate for any number of elements."""
     if x.numel() > most:
         return _norm(torch.stack([_norm(part, p, most) for part in x.split(most)]), p, most)
     if p == math.inf and not x.is_complex():  # on CPUs vector_norm is ten times slower for inf
@@ -81,7 +80,7 @@ def _norm(x: Tensor, p: float, most: int = MOST) -> Tensor:
     dtype, num = torch.promote_types(x.dtype, torch.float32), x.numel() // _SHORT
     if x.device.type != "cpu" or not num:
         return torch.linalg.vector_norm(x, p, dtype=dtype)
-    # vector_norm on CPUs sums in a few accumulators of its dtype: 2^28 float32 elements lose a fifth of the norm
+    # vector_norm on CPUs has few accumulators: 2^28 float32 elements lose a fifth of the norm
     rows, tail = x[: num * _SHORT].view(num, _SHORT), x[num * _SHORT :]
     norms = [torch.linalg.vector_norm(rows, p, dim=1, dtype=dtype), torch.linalg.vector_norm(tail, p, dtype=dtype)]
     return torch.linalg.vector_norm(torch.cat([norm.view(-1).double() for norm in norms]), p)
@@ -132,7 +131,7 @@ def _smooth_sum(x: Tensor, p: float) -> Tensor:
 
 
 def _smooth_root(sums: Tensor, p: float) -> Tensor:
-    """Return the norm of a `_smooth_sum`; its derivative at 0 is 0, as for vectors, not infinite as for roots."""
+    """Return the norm of a `_smooth_sum`; its derivative at 0 is 0, as for vectors."""
     if p == math.inf:
         return sums
     is_zero = sums == 0
@@ -140,11 +139,11 @@ def _smooth_root(sums: Tensor, p: float) -> Tensor:
 
 
 def _by_leaf(numbers: Sequence[int], powers: Sequence[Tensor], op: str, layout: Layout, zero: Tensor) -> Tensor:
-    """Combine the values of pieces of the leaves `numbers`, over all ranks, by leaf: (leaves, ...)."""
+    """Combine the values of pieces of the leaves `numbers`, over all ranks: (leaves, ...)."""
     of_leaf: list[list[Tensor]] = [[] for _ in layout.leaves]
     for number, power in zip(numbers, powers, strict=True):
         of_leaf[number].append(power)
-    # in order: a scatter on a GPU adds in its own order, and needs an index on the device
+    # a scatter on a GPU adds in its own order
     local = [_joined_pieces(values, op) if values else zero for values in of_leaf]
     if not layout.axes:
         return torch.stack(local)
@@ -166,7 +165,7 @@ def _op(p: float) -> str:
 
 
 def scaled_by_norm(x: T, p: float, to_factor: Callable[[Tensor], Tensor], exact: bool, own: bool) -> T:
-    """Multiply a tree by `to_factor` of its p-norm, in place with `own`, as `scaled`; also with a derivative."""
+    """Multiply a tree by `to_factor` of its p-norm, as `scaled`; also with a derivative."""
     if differentiates(x):
         return tree.map(lambda leaf, norm: _product(leaf, to_factor(norm)), x, _at_leaves(_one_norm(x, p), x))
     factor = to_factor(global_norm(x, p, exact))
@@ -180,7 +179,7 @@ def _product(x: Tensor, factor: Tensor) -> Tensor:
 
 
 def _at_leaves(value: Tensor, x: Tree) -> Tree:
-    """Return one value of the mesh for each leaf of `x`; derivatives are added over the leaf's cut axes."""
+    """Return one value of the mesh for each leaf; derivatives are added over the leaf's cut axes."""
     known: dict[tuple[int, Axes], Tensor] = {}
 
     def varying(mesh: AnyMesh, axes: Axes) -> Tensor:
@@ -217,12 +216,12 @@ def _total(x: Tensor, mesh: AnyMesh, axes: Axes, label: str, op: str = "sum") ->
 
 
 def scaled(x: T, factor: Tensor, own: bool = False) -> T:
-    """Multiply a tree by a 0-d factor; in place if `own`: the caller may then overwrite it."""
+    """Multiply a tree by a 0-d factor; in place if `own`."""
     mesh, axes = (x.layout.mesh, x.layout.axes[-1:]) if isinstance(x, Parts) else (None, ())
 
     def multiplied(x: Tensor) -> Tensor:
         by = beside(factor.to(wide(x.dtype)), x)
-        # reused memory: the page faults of a new tensor this large cost more than the product
+        # reused memory: page faults of a new tensor cost more than the product
         out = x if own else primitives.buffer(mesh, axes, x.numel(), x, lent=False).view(x.shape)
         return torch.mul(x, by, out=out)
 
@@ -230,7 +229,7 @@ def scaled(x: T, factor: Tensor, own: bool = False) -> T:
 
 
 def scale_leaves_(x: T, factors: Tensor, layout: Layout | None = None) -> T:
-    """Multiply every leaf by its factor, in place; `factors` is (leaves,)."""
+    """Multiply every leaf by its factor of `factors`, (leaves,), in place."""
     if differentiates(factors):
         x = tree.map(lambda leaf: depending(leaf.clone(), factors), x)
     by_leaf = factors.unbind()
@@ -276,7 +275,7 @@ def _norm_dtype(x: Tree) -> torch.dtype:
 
 
 def _norm_of_rank(x: Tree, p: float) -> Tensor:
-    """Differentiable `global_norm`: along the axes that leaves are cut over, each rank has its own value."""
+    """Differentiable `global_norm`: ranks along cut axes have values of their own."""
     norm = _one_norm(x, p)
     known: dict[tuple[int, str], AnyMesh] = {}  # torch.compile traces no call of `dict[...]`
     for mesh, axes, _ in _by_axes(x):
@@ -296,7 +295,6 @@ def _one_norm(x: Tree, p: float) -> Tensor:
 
 
 def _check_floating(x: Tree) -> None:
-    """Raise TypeError for a leaf that is not a floating tensor, and for unreduced gradients."""
     if tree.nodes(x, Unreduced):
         raise TypeError("global_norm: these gradients are each rank's own: fshard.reduce_grads gives the mesh's")
     for number, leaf in enumerate([x] if x is None else tree.tops(x, Parts)):
@@ -308,10 +306,7 @@ def _check_floating(x: Tree) -> None:
 
 
 def gram(trees: Sequence[Tree]) -> Tensor:
-    """Return the dot products of k trees of one structure: (k, k), float64, from one collective.
-
-    A leaf on all ranks counts once.
-    """
+    """Return the dot products of k trees of one structure: (k, k), float64, from one collective."""
     total = torch.zeros(len(trees), len(trees), dtype=torch.float64, device=device_of(trees[0]))
     for of_trees in zip(*map(_by_axes, trees), strict=True):
         (mesh, axes, _), local = of_trees[0], torch.zeros_like(total)  # (k, k)
@@ -349,7 +344,6 @@ def dot(x: Tree, y: Tree) -> Tensor:
 
 
 def _products(x: Tensor, y: Tensor) -> Iterator[Tensor]:
-    """Yield the dot products of the blocks of two tensors: 0-d, float64 or complex128."""
     dtype = torch.promote_types(torch.promote_types(x.dtype, y.dtype), torch.float64)
     size = block_size(x, _BLOCK)
     for a, b in zip(x.reshape(-1).split(size), y.reshape(-1).split(size), strict=True):
@@ -357,7 +351,6 @@ def _products(x: Tensor, y: Tensor) -> Iterator[Tensor]:
 
 
 def _check_alike(x: Tree, y: Tree) -> None:
-    """Raise TypeError unless leaves are tensors, ValueError if structures, shapes or layouts differ."""
     if tree.nodes((x, y), Unreduced):
         raise TypeError("dot: these gradients are each rank's own: fshard.reduce_grads gives the mesh's")
     (named, spec), (others, other_spec) = ((tree.paths_to(z, Parts), tree.structure_above(z, Parts)) for z in (x, y))
@@ -388,7 +381,7 @@ def _by_axes(x: Tree) -> list[tuple[AnyMesh, Axes, list[Tensor]]]:
     known: dict[tuple[int, Axes], tuple[AnyMesh, Axes, list[Tensor]]] = {(id(None), ()): (None, (), [])}
     for node in tree.tops(x, Parts):
         for axes in node.layout.cut_axes if isinstance(node, Parts) else ():
-            # a rank without elements takes part in the collective, too
+            # also a rank without elements
             known.setdefault((id(node.layout.mesh), axes), (node.layout.mesh, axes, []))
         for part, mesh, axes in _filled(node):
             known.setdefault((id(mesh), axes), (mesh, axes, []))[2].append(part)
@@ -396,9 +389,9 @@ def _by_axes(x: Tree) -> list[tuple[AnyMesh, Axes, list[Tensor]]]:
 
 
 def _filled(node: Parts | Tensor) -> Iterator[tuple[Tensor, AnyMesh, Axes]]:
-    """Yield (tensor, mesh, axes) of the filled intervals; padding may hold any values.
+    """Yield (tensor, mesh, axes) of the filled intervals: padding may hold any values.
 
-    A tensor without elements here gives an empty one, so that under vmap all ranks have results of one shape.
+    A tensor without elements gives an empty one: under vmap all ranks need results of one shape.
     """
     if not isinstance(node, Parts):
         yield node, None, ()
@@ -411,7 +404,7 @@ def _filled(node: Parts | Tensor) -> Iterator[tuple[Tensor, AnyMesh, Axes]]:
 
 
 def _dtypes(node: Parts | Tensor) -> Iterable[torch.dtype]:
-    """Return the dtypes of a node's tensors, equal on all ranks, even without tensors."""
+    """Return the dtypes of a node's tensors, equal on all ranks."""
     if not isinstance(node, Parts):
         return [node.dtype]
     return [x.dtype for x in node.tensors] or [node.layout.leaves[n].dtype for n in node.layout.numbers]

@@ -41,37 +41,31 @@ class Parts(OnMesh):
 
     @property
     def layout(self) -> Layout:
-        """The places of all leaves' elements."""
         return self._layout
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
-        """The tensors themselves, never copies; while a tree is mapped, the function's results."""
+        """The tensors themselves; while a tree is mapped, the function's results."""
         return self._tensors
 
     @property
     def mesh(self) -> AnyMesh:
-        """The mesh over which the tree is sharded, or None."""
         return self.layout.mesh
 
     @property
     def home(self) -> Any:  # a Plan in a subclass
-        """The layout, which names the mesh."""
         return self.layout
 
     @property
     def key(self) -> Hashable:
-        """Equal for two trees exactly if their layouts are equal."""
         return self.layout
 
     @property
     def trainable(self) -> Parts:
-        """The leaves that are not frozen."""
         return self
 
     @property
     def for_state(self) -> Parts:
-        """The trainable leaves, sharded as optimizer state: perhaps over more axes."""
         return self
 
     def __getitem__(self, key: Any) -> Tree:
@@ -96,8 +90,8 @@ class Misplaced(TypeError):
 class Views(Generic[Key]):
     """Parts in tensors of another tree: the views `runs[i]` together are tensor i.
 
-    It is not a pytree node and has no tensors, so a function over leaves fails instead of using copies. `packed` copies
-    the elements into tensors, `write` writes to the views.
+    No pytree node, so a function over leaves fails instead of using copies. `packed` copies the elements into tensors,
+    `write` writes to the views.
     """
 
     make: Callable[[Key, Sequence[Tensor]], Parts]  # (key, tensors) -> the tree with tensors of its own
@@ -121,30 +115,40 @@ def packed(x: Tree) -> Tree:
     return x.make(x.key, [torch.cat(list(run)) for run in x.runs]) if isinstance(x, Views) else x
 
 
-def copied(x: T) -> T:
-    """Return a copy to write to. `Views` keep their boundaries, so that kernels round each element alike.
+def map_parts(fn: Callable[..., Tensor], x: T, *rest: Tree) -> T:
+    """Apply `fn` to each tensor with dims in the `Parts` of a tree, and to those at the same places in `rest`.
 
-    A number in a state stays.
+    Everything else comes from the last tree.
     """
+
+    def mapped(*xs: Any) -> Any:
+        return fn(*xs) if isinstance(xs[-1], Tensor) and xs[-1].dim() else xs[-1]
+
+    return tree.map_tops(
+        lambda *nodes: tree.map(mapped, *nodes) if isinstance(nodes[0], Parts) else nodes[-1], Parts, x, *rest
+    )
+
+
+def copied(x: T) -> T:
+    """Return a copy to write to. `Views` keep their boundaries, so that kernels round each element alike."""
     if not isinstance(x, Views):
         return tree.map(lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf, x)
     return replace(x, runs=[torch.cat(list(run)).split([view.numel() for view in run]) for run in x.runs])
 
 
 def mesh_of(x: Tree) -> AnyMesh:
-    """Return the mesh of the `Parts` in a tree, or None."""
     return next((part.mesh for part in tree.nodes(x, Parts) if part.mesh is not None), None)
 
 
 def device_of(x: Tree) -> torch.device:
-    """Return the device of a tree's computation: its mesh's, else its first leaf's."""
+    """Return the device of a tree's computation."""
     mesh = mesh_of(x)
     leaves = tree.leaves(x) if mesh is None else []
     return leaves[0].device if leaves else mesh_device(mesh)
 
 
 def layout_of(x: Tree) -> Layout:
-    """Return the layout of `Parts`, or of a plain tree of whole tensors, which every rank holds."""
+    """Return the layout of `Parts`, or of a plain tree, which every rank holds."""
     if isinstance(x, Parts):
         return x.layout
     tensors, spec = tree.flatten(x)
@@ -155,7 +159,7 @@ def layout_of(x: Tree) -> Layout:
 
 
 def typed(x: Tree) -> Layout:
-    """Return the layout of `x` with the dtypes of its flat tensors: those of optimizer state may differ."""
+    """Return the layout of `x` with the dtypes of its tensors: those of optimizer state may differ."""
     layout = layout_of(x)
     if not layout.flat:
         return layout
@@ -168,7 +172,7 @@ def typed(x: Tree) -> Layout:
 
 
 def reshaped(layout: Layout, forms: Mapping[int, Form]) -> Layout:
-    """Return the layout of whole leaves, on the same ranks, in new forms; leaves without one are left out."""
+    """Return the layout of whole leaves in new forms; leaves without one are left out."""
     leaves = tuple(_as(leaf, forms.get(n)) for n, leaf in enumerate(layout.leaves))
     part = layout.pick(forms)
     pairs = ((row, leaves[row.leaves[0]]) for row in part.rows)  # each of one whole leaf
@@ -177,22 +181,19 @@ def reshaped(layout: Layout, forms: Mapping[int, Form]) -> Layout:
 
 
 def _as(leaf: Leaf, form: Form | None) -> Leaf:
-    """Return the leaf in another form; with another shape its order is row-major."""
     if form is None:
         return leaf
     return replace(leaf, shape=form.shape, dtype=form.dtype, split=leaf.split if form.shape == leaf.shape else None)
 
 
 def structure(x: Tree) -> Hashable:
-    """Return a value that is equal for two trees exactly if structure and layout are."""
     return x.key if isinstance(x, Parts | Views) else tree.flatten(x)[1]
 
 
 def pieces(x: Tree, layout: Layout | None = None) -> list[tuple[int, Tensor]]:
-    """Return this rank's pieces of leaves: (leaf number, view into a tensor).
+    """Return this rank's pieces of leaves: (leaf number, flat view or whole leaf).
 
-    A piece of a flat tensor is flat; a whole leaf is its own piece. TypeError if a mapped function has put anything but
-    tensors into the tree.
+    TypeError if a mapped function has put anything but tensors into the tree.
     """
     layout = layout or layout_of(x)
     tensors = _entries(x, layout) if isinstance(x, Parts) else tree.leaves(x)
@@ -202,12 +203,11 @@ def pieces(x: Tree, layout: Layout | None = None) -> list[tuple[int, Tensor]]:
 
 
 def path_of(layout: Layout, number: int) -> str:
-    """Return the path of the first leaf in a tensor of this rank, for errors."""
+    """Return the path of the first leaf in a tensor of this rank."""
     return next((layout.leaves[span.leaf].path for span in layout.mine if span.tensor == number), "")
 
 
 def _entries(x: Parts, layout: Layout) -> Sequence[Tensor]:
-    """Return the tensors of a tree. TypeError for anything else in it."""
     for number, entry in enumerate(x.tensors):
         if not isinstance(entry, Tensor) or (layout.flat and entry.dim() != 1):
             leaf = path_of(layout, number)
@@ -256,7 +256,7 @@ def _places_of(path: str, x: Parts) -> Iterator[LeafPlace]:
 def elements(x: Tree, layout: Layout | None = None) -> Iterator[tuple[Span, Tensor]]:
     """Yield this rank's spans, each with its elements in the order of the leaf, (numel,).
 
-    Elements of flat tensors are views. Elements of a whole leaf may be a copy, so write to its `pieces`.
+    Elements of a whole leaf may be a copy, so write to its `pieces`.
     """
     layout = layout or layout_of(x)
     for span, (number, piece) in zip(layout.mine, pieces(x, layout), strict=True):
@@ -276,7 +276,6 @@ def pick(x: Tree, layout: Layout) -> Parts | Views[Any]:
 
 
 def _runs(x: Tree) -> Sequence[Sequence[Tensor]]:
-    """Return the views of each tensor of a tree, or the tensor itself."""
     return x.runs if isinstance(x, Views) else [[leaf] for leaf in tree.leaves(x)]
 
 
@@ -313,7 +312,7 @@ def write(into: Tree, x: Tree) -> None:
 
 
 def aligned(*trees: Tree) -> list[list[Tensor]]:
-    """Return each tree's elements as a list of views with sizes equal for all trees (of one structure)."""
+    """Return each tree's elements as views with equal sizes for all trees (of one structure)."""
     result: list[list[Tensor]] = [[] for _ in trees]
     for groups in zip(*map(_runs, trees), strict=True):
         same = groups if all(len(group) == 1 for group in groups) else _cut_alike(groups)
@@ -323,7 +322,7 @@ def aligned(*trees: Tree) -> list[list[Tensor]]:
 
 
 def _cut_alike(groups: Sequence[Sequence[Tensor]]) -> list[Sequence[Tensor]]:
-    """Split tensors of one length, each a list of 1-D views, at all boundaries of all of them."""
+    """Split tensors of one length, each a list of 1-D views, at all boundaries."""
     sizes = [[view.numel() for view in group] for group in groups]
     finest = max(sizes, key=len)
     if not all(len(lengths) == 1 or lengths == finest for lengths in sizes):
@@ -347,10 +346,7 @@ def _split(views: Sequence[Tensor], sizes: Sequence[int]) -> list[Tensor]:
 
 
 def clear_padding_(x: T) -> T:
-    """Set the elements of flat tensors outside the layout's leaves to zero, in place.
-
-    In a subtree they may belong to other leaves of the whole tree: only for a subtree with tensors of its own.
-    """
+    """Zero the padding in place: in a subtree it may belong to other leaves, so the tree must own its tensors."""
     layout, tensors = layout_of(x), tree.leaves(x)
     for number, flat in enumerate(tensors if layout.flat else []):
         clear_outside_(flat, layout.filled.get(number, ()))
@@ -358,10 +354,7 @@ def clear_padding_(x: T) -> T:
 
 
 def without_padding(x: T) -> T:
-    """Return a tree with zero padding, for functions that mix elements (the scale of a block).
-
-    A step's gradients have zero padding, but a user's function of elements (`g / |g|`) may turn zeros into NaN.
-    """
+    """Zero the padding, which a user's function (`g / |g|`) may have made NaN, for functions that mix elements."""
     if not isinstance(x, Parts) or not x.layout.flat:
         return x
     (tensors, spec), filled = tree.flatten(x), x.layout.filled

@@ -2,8 +2,7 @@
 
 Note [One rank's spans]
     A tree has a span for almost every leaf on every rank: 664,000 spans for a model of 70B parameters on 8192 ranks. A
-    step needs this rank's spans alone, so a row computes spans by arithmetic: `spans` yields the spans of one shard,
-    `shards_of` the shards of one leaf, which moves of elements need.
+    step needs this rank's spans alone, so a row computes spans by arithmetic.
 """
 
 from __future__ import annotations
@@ -48,7 +47,6 @@ class RowSplit(NamedTuple):
     dims: tuple[int, ...]
 
     def of(self, leaves: Sequence[int]) -> RowSplit:
-        """Return the split of some leaves, by number."""
         return RowSplit(self.axis, tuple(self.bounds[i] for i in leaves), tuple(self.dims[i] for i in leaves))
 
 
@@ -56,11 +54,9 @@ class RowSplit(NamedTuple):
 class Row(Generic[L]):
     """A flat buffer (numel,) of the leaves of one unit and kind, and its rule.
 
-    Leaf number i begins at `starts[i]`; gaps between leaves, and after the last, are padding. The buffer is cut into
-    `shards` equal intervals over the axes of `rule`. A rank's shard begins at `start` of its tensor `tensor`.
-
-    If leaves are split, the buffer has one part of each, and each rank along the axis of `split` has its own buffer.
-    Shards are then numbered part by part.
+    Leaf number i begins at `starts[i]`; the rest is padding. The buffer is cut into `shards` equal intervals; a rank's
+    begins at `start` of its tensor `tensor`. If leaves are split, each rank along the axis of `split` has its own
+    buffer, with one part of each leaf. Shards are then numbered part by part.
     """
 
     leaves: tuple[L, ...]  # in memory order
@@ -78,12 +74,10 @@ class Row(Generic[L]):
 
     @memo
     def length(self) -> int:
-        """The number of elements of a shard."""
         return self.numel if self.rule.at is not None else self.numel // self.shards
 
     @property
     def stop(self) -> int:
-        """The end of the shard in its tensor."""
         return self.start + self.length
 
     @memo
@@ -92,17 +86,14 @@ class Row(Generic[L]):
         return self.rule.over if self.split is None else (self.split.axis, *self.rule.over)
 
     def number(self, mesh: AnyMesh) -> int:
-        """Return the number of this rank's shard."""
         return coordinate(mesh, self.over)
 
     @memo
     def numels(self) -> list[int]:
-        """The number of elements of each leaf in this rank's buffer."""
         return [math.prod(shape) for shape in self.shapes]
 
     @property
     def has_elements(self) -> bool:
-        """True if any leaf has elements, on any rank."""
         return any(self.numels if self.split is None else (bounds[-1] for bounds in self.split.bounds))
 
     @memo
@@ -136,7 +127,7 @@ class Row(Generic[L]):
 
     def views(self, flat: Tensor) -> list[Tensor]:
         """Return the leaves as views of the buffer (numel,). Dual: `put`."""
-        # split is one operator whose derivative is one cat; the derivative of each narrow is a buffer of zeros
+        # one split has one cat as derivative; each narrow has a buffer of zeros
         leaves = self._shaped(flat.split_with_sizes(self._sizes))
         for number, dim in self._turned:
             leaves[number] = leaves[number].movedim(0, dim)
@@ -152,18 +143,18 @@ class Row(Generic[L]):
         """Copy all leaves into the buffer and zero the gaps; with `add`, accumulate and leave the gaps."""
         for number, dim in self._turned:
             leaves = [*leaves[:number], leaves[number].movedim(dim, 0), *leaves[number + 1 :]]
-        # one node: Inductor would fuse copies of leaves into a kernel that searches the leaf of each element
+        # one node: Inductor would fuse copies of leaves into a kernel that searches each element's leaf
         if is_tracing():
             torch.ops.fshard.put(flat, leaves, self.starts, add)
             return
         gaps = len(self._sizes) > len(self.starts)
         if not (add or gaps) and flat.device.type == "cpu" and all(map(Tensor.is_contiguous, leaves)):
-            # takes half as long as a copy to a view of `flat` for each leaf
+            # half the time of a copy for each leaf
             torch.cat([leaf if leaf.dim() == 1 else leaf.view(-1) for leaf in leaves], out=flat)
             return
         pieces = flat.split_with_sizes(self._sizes)
         into = self._shaped(pieces)  # views of `flat` in the leaves' shapes
-        # one pair of unlike strides makes torch start a kernel for each pair, and foreach kernels may index with int32
+        # one pair of unlike strides costs a kernel for each pair, and foreach kernels may index with int32
         fits = [self.numel <= most and x.stride() == y.stride() for x, y in zip(into, leaves, strict=True)]
         if not all(fits):
             for to, leaf in compress(zip(into, leaves, strict=True), map(not_, fits)):
@@ -180,16 +171,13 @@ class Row(Generic[L]):
         return slice(self.start, self.stop)
 
     def of(self, tensors: Sequence[Tensor]) -> Tensor:
-        """Return this rank's shard (n / W,), a view of one of its tensors."""
         return tensors[self.tensor][self._interval]
 
     def at(self, rule: Rule, sizes: Mapping[str, int], tensor: int, start: int) -> Row[L]:
-        """Return the row by another rule, elsewhere in a rank's tensors."""
         shards = math.prod(sizes[axis] for axis in rule.over)
         return replace(self, rule=rule, shards=shards, tensor=tensor, start=start)
 
     def renamed(self, names: Mapping[L, M]) -> Row[M]:
-        """Return the row with only the leaves in `names`, renamed."""
         kept = [i for i, leaf in enumerate(self.leaves) if leaf in names]
         leaves: Any = tuple(names[self.leaves[i]] for i in kept)  # of another type
         starts, shapes = tuple(self.starts[i] for i in kept), tuple(self.shapes[i] for i in kept)
@@ -214,17 +202,13 @@ class Row(Generic[L]):
         return Span(self.leaves[i], self.tensor, (begin - low) // block, in_leaf // block, -(-(end - begin) // block))
 
     def spans(self, number: int) -> Iterator[Span]:
-        """Yield the spans of the shard of this number, in order."""
         part, shard = (0, number) if self.split is None else divmod(number, self.shards)
         return (self._span(i, shard, part) for i in range(len(self.leaves)) if shard in self._holding(i, part))
 
     def shards_of(
         self, leaf: L, sizes: Mapping[str, int], at: Mapping[str, int]
     ) -> Iterator[tuple[tuple[int, ...], Span]]:
-        """Yield (coordinates along the axes `over`, span) of each shard with elements of a leaf.
-
-        Only shards with the coordinates `at` count.
-        """
+        """Yield (coordinates along `over`, span) of each shard with elements of a leaf and the coordinates `at`."""
         i, over, parts = self._number[leaf], self.rule.over, range(1)
         if self.split is not None:
             part = at.get(self.split.axis)
@@ -242,7 +226,7 @@ class Row(Generic[L]):
                 yield (*([part] * (self.split is not None)), *coordinates), self._span(i, number, part)
 
     def step(self, leaf: L, packed: bool) -> int:
-        """Return the greatest common divisor of a leaf's span begins and, unless packed, of their starts in shards."""
+        """Return the common divisor of a leaf's span begins and, unless packed, of their starts in shards."""
         i = self._number[leaf]
         parts = range(1 if self.split is None else len(self.split.bounds[i]) - 1)
         # later spans follow at the distance of the second and third
@@ -250,14 +234,12 @@ class Row(Generic[L]):
         return math.gcd(*(span.begin for span in spans), *(0 if packed else self.start + span.start for span in spans))
 
     def filled(self, number: int) -> list[tuple[int, int]]:
-        """Return the intervals [start, stop) of leaves in the shard of this number."""
         return [(span.start, span.start + span.numel) for span in self.spans(number) if span.numel]
 
     def lengths(self, shard: int, shards: int) -> list[int]:
         """Return each leaf's length, with its padding, in interval `shard` of `shards` equal ones."""
         length = self.numel // shards
         begin, end = shard * length, (shard + 1) * length
-        # leaf and padding end where the next leaf starts; a leaf outside the interval has length 0
         edges = [min(max(edge, begin), end) for edge in (0, *self.starts[1:], self.numel)]
         return [high - low for low, high in pairwise(edges)]
 
@@ -273,7 +255,6 @@ class Row(Generic[L]):
 
 
 def end_to_end(spans: Iterable[Span]) -> list[Span]:
-    """Return spans end to end in their tensors, in this order."""
     ends, result = dict[int, int](), list[Span]()
     for span in spans:
         result.append(span._replace(start=ends.get(span.tensor, 0)))
@@ -282,7 +263,6 @@ def end_to_end(spans: Iterable[Span]) -> list[Span]:
 
 
 def put(place: Tensor, leaves: Sequence[Tensor], starts: Sequence[int], add: bool = False, most: int = MOST) -> None:
-    """Apply `Row.put` to a buffer of leaves that begin at `starts`."""
     shapes = tuple(tuple(leaf.shape) for leaf in leaves)
     Row(tuple(range(len(shapes))), tuple(starts), shapes, place.numel()).put(place, list(leaves), add, most)
 

@@ -1,32 +1,20 @@
 """Rules: the placement of a row on the ranks of a mesh, and the collectives from one rule to another.
 
 Note [Rules]
-    A row is a flat buffer (n,) of the leaves of one unit and kind. A `Rule` gives the state of a row along each axis of
-    the mesh: *cut* into equal intervals (`over`, the first axis varies slowest), an outstanding *sum* (`sums`), or
-    *copies* (all other axes). With `at` the row is not cut: the ranks of number `at` along `over` have all of it, as
-    owners of a whole leaf.
-
-    A strategy chooses rules for one row: for parameters, for the computation of a loss (copies), for gradients, and for
-    optimizer state. A backward's gradients, before any reduction, have the dual of the computation's rule.
+    A row is a flat buffer (n,) of the leaves of one unit and kind. Along each axis of the mesh a row is *cut* into
+    equal intervals (`over`, first axis slowest), an outstanding *sum* (`sums`), or *copies* (all other axes).
+    With `at` the ranks of number `at` along `over` have all of the row, as owners of a leaf. A strategy chooses the
+    rules of parameters, gradients and optimizer state; a loss computes with copies.
 
 Note [Duals]
     A linear map from one rule to another has a transpose, from the dual of the second to the dual of the first: copies
-    and sums change places, cut axes stay cut. Values of a rule and of its dual are paired by the sum over all ranks of
-    their dot products. So the transpose of a gather (cut -> copies) is a sum that is cut (sum -> cut).
+    and sums change places, cut axes stay cut. So the transpose of a gather (cut -> copies) is a sum that is cut.
+    Values of a rule and its dual are paired by the sum over all ranks of their dot products.
 
 Note [Routes]
-    A row takes one step along each axis where two rules differ:
-
-    | of an axis, from | to     | step      |                                |
-    |------------------|--------|-----------|--------------------------------|
-    | copies           | cut    | `view`    | this rank's shard, no copy     |
-    | sum              | cut    | `scatter` | reduce-scatter                 |
-    | sum              | copies | `add`     | all-reduce                     |
-    | cut              | copies | `gather`  | all-gather                     |
-
-    Intervals are nested, so an axis is cut after the axes before it, and gathered before them: a route exists if one
-    list of axes begins with the other. Sums precede gathers, because a rank then has the least. `moves.py` has all
-    other moves, of single leaves.
+    A row takes one step along each axis where two rules differ: a `view` (copies -> cut), a `scatter` (sum -> cut), an
+    `add` (sum -> copies) or a `gather` (cut -> copies). Intervals are nested, so a route exists if one list of axes
+    begins with the other. Sums precede gathers: a rank then has the least. `moves.py` moves single leaves.
 """
 
 from __future__ import annotations
@@ -60,7 +48,6 @@ class Rule(NamedTuple):
         return Rule(self.over, tuple(axis for axis in axes if axis not in self.over + self.sums))
 
     def number(self, mesh: AnyMesh) -> int:
-        """Return the number of this rank's shard."""
         return coordinate(mesh, self.over)
 
 
@@ -114,9 +101,8 @@ def reshard(
 ) -> Pending:
     """Start to move this rank's part of a row from one rule to another, into `out` if given.
 
-    The last step writes to `out`; if it is a sum, `out` may have another dtype. A sum along one axis is sent along the
-    next in the dtype of its result. `along`: the axes that need a step (None: axes of several ranks). `lent` is as in
-    `primitives.all_gather`.
+    The last step writes to `out`; if it is a sum, `out` may have another dtype. A sum travels on in the dtype of its
+    result. `along`: the axes with a step (None: axes of several ranks). `lent` is as in `primitives.all_gather`.
     """
     sizes, innermost_first = axis_sizes(mesh), isinstance(by, TreeSums)
     needed = [axis for axis, size in sizes.items() if (size > 1 if along is None else axis in along)]
@@ -145,7 +131,6 @@ def reshard(
 
 
 def interval(x: Tensor, mesh: AnyMesh, axes: Axes) -> Tensor:
-    """Return this rank's shard (n / W,) of a row (n,) cut over these axes: a view."""
     sizes = axis_sizes(mesh)
     length = x.numel() // math.prod(sizes[axis] for axis in axes)
     begin = coordinate(mesh, axes) * length
@@ -158,7 +143,7 @@ def arrived(x: Tensor, out: Tensor | None = None) -> Pending:
 
 
 def _parts_first(x: Tensor, step: RouteStep, sizes: Mapping[str, int]) -> Tensor:
-    """Return `x` with the parts for the ranks along a step's axis end to end."""
+    """Put the parts for the ranks along a step's axis end to end."""
     if not step.to_cut or step.axis == step.to_cut[0] or step.kind == "add":
         return x
     parts = x.view(*(sizes[axis] for axis in step.to_cut), -1)  # (ranks along each axis, numel of a part)
@@ -166,7 +151,6 @@ def _parts_first(x: Tensor, step: RouteStep, sizes: Mapping[str, int]) -> Tensor
 
 
 def _gathered(x: Tensor, ranks: Ranks, label: str, out: Tensor | None, by: Gather | None, lent: bool) -> Pending:
-    """All-gather by the user's object, and check the result, or (None) by `primitives`."""
     if by is None:
         return primitives.all_gather(x, ranks, label, out, lent=lent)
 

@@ -3,17 +3,15 @@
 Note [Two units]
     By default the unit in use and the units gathered ahead have together at most the bytes of two of the largest unit;
     so have the unit with arriving gradients and the units being reduced. With equal units, that is one unit ahead and
-    one reduction under way. With unequal units, several small ones travel next to a small one: the link then has work
-    while a unit computes longer than it communicates, and a large unit causes no wait. At least one unit travels, and
-    at most `_MOST`: more gained nothing (docs/benchmarks.md). Collectives of several stages overlap with as many units
-    anyway, so only one unit is in the first stage. `make_plan(prefetch=n)` sets n units, whatever their sizes.
+    one reduction under way. Next to a small unit several small ones travel, so the link has work while a unit computes.
+    At least one unit travels, and at most `_MOST`: more gained nothing (docs/benchmarks.md). Collectives of several
+    stages have only one unit in the first stage. `make_plan(prefetch=n)` sets n units, whatever their sizes.
 
 Note [Crossing over]
     Each direction has its own stream. Its work waits for all earlier work of the computation, so that memory freed by
     the computation is not overwritten too early. The computation waits for the stream before it uses a result. Memory
     is pinned, so copies do not block the host. The host waits for the device (`Crossing.settle`) once for each
-    backward, before it reads gradients or updates parameters. On the CPU the streams are torch.cpu's, which do nothing,
-    and nothing is copied.
+    backward or update, before it reads rows. On the CPU nothing is copied.
 """
 
 from __future__ import annotations
@@ -37,7 +35,7 @@ _MOST = 4
 
 @dataclass(frozen=True)
 class Ahead:
-    """The number of units of these sizes that travel at once: `prefetch`; if None, by Note [Two units]."""
+    """The number of units that travel at once: `prefetch`; if None, by Note [Two units]."""
 
     sizes: tuple[int, ...]  # bytes of each unit's gathered buffers
     prefetch: int | None
@@ -55,9 +53,7 @@ class Ahead:
         return 1 if len(smallest) < 3 or sum(smallest) > self._room else None
 
     def most(self, stages: int) -> int:
-        """Return the most units gathered at once.
-
-        If gathers have several stages, one after the other, each further stage adds one.
+        """Return the most units gathered at once: each stage after the first adds one.
 
         >>> [Ahead((6, 1, 1, 6), None).most(1), Ahead((6, 1, 1, 6), None).most(2), Ahead((6,), 0).most(2)]
         [4, 2, 0]
@@ -85,7 +81,7 @@ class Ahead:
         return len(list(self._fitting(unit, reversed(under_way)))) if stages <= 1 else 1
 
     def _fitting(self, unit: int | None, others: Iterable[int]) -> Iterator[int]:
-        """Yield the first of `others`, at least one, that fit with `unit` into the memory of two of the largest."""
+        """Yield the first of `others`, at least one, that fit with `unit` into the room."""
         room = self._room - (0 if unit is None else self.sizes[unit])
         for number, other in enumerate(islice(others, _MOST)):
             room -= self.sizes[other]
@@ -95,13 +91,22 @@ class Ahead:
 
 
 def host_row(numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Allocate a (numel,) row in host memory, pinned unless the device is the CPU: copies then do not block."""
+    """Allocate a (numel,) row in host memory, pinned if the device is not the CPU."""
     return torch.empty(numel, dtype=dtype, device=HOST, pin_memory=device != HOST)
 
 
 def pinned(row: Tensor, device: torch.device) -> Tensor:
-    """Return a row that `device` can copy from: the row itself, or a pinned copy."""
+    """Return a row in host memory that `device` can copy from without blocking."""
+    if row.device != HOST:
+        return to_host(row)
     return row if device == HOST or row.is_pinned() else row.pin_memory()
+
+
+def to_host(x: Tensor) -> Tensor:
+    """Copy a tensor of a device to pinned memory, which the host may read after `Crossing.settle`."""
+    if is_tracing():  # a graph chooses its memory
+        return x.to(HOST)
+    return torch.empty_like(x, device=HOST, pin_memory=True).copy_(x, non_blocking=True)
 
 
 def landing(row: Tensor, device: torch.device) -> Tensor:
@@ -111,27 +116,26 @@ def landing(row: Tensor, device: torch.device) -> Tensor:
 
 @dataclass(frozen=True)
 class _Arrival:
-    """An exchange made of copies between device and host."""
+    """Copies between device and host under way."""
 
     crossing: Crossing
-    held: Sequence[Tensor]  # kept until the computation has waited; later their memory may be reused
+    held: Sequence[Tensor]  # until the computation has waited
 
     def wait(self) -> Sequence[Tensor]:
-        """Make the computation's stream wait for the copies, not the host; returns the kept tensors."""
+        """Make the computation's stream wait for the copies, not the host."""
         self.crossing.join()
         return self.held
 
-    def done(self) -> None:
-        """Do nothing: no memory is shared with another rank."""
+    def done(self) -> None: ...
 
 
 class Crossing:
-    """A stream next to the computation: for one direction between host and device, or for sums."""
+    """A stream next to the computation."""
 
     def __init__(self, device: torch.device):
         self.device: torch.device = device
         self._module = torch.get_device_module(device)
-        # of the device's own class: torch.cuda's, torch.cpu's; -1 is high priority: the computation waits for results
+        # -1 is high priority: the computation waits for results
         self._stream = self._module.Stream(priority=-1)
 
     @contextmanager
@@ -149,11 +153,10 @@ class Crossing:
             yield
 
     def join(self) -> None:
-        """Make the computation's stream wait for this stream."""
         self._module.current_stream().wait_stream(self._stream)
 
     def joined(self, pending: Pending) -> Pending:
-        """Return `pending` with a last step: the computation waits for this stream before it uses the result."""
+        """Return `pending` with a last step: the computation waits for this stream."""
 
         def arrived(x: Tensor) -> Tensor:
             self.join()
@@ -162,17 +165,15 @@ class Crossing:
         return pending.then(arrived)
 
     def copied(self, x: Tensor, row: Tensor) -> Pending:
-        """Copy `x` on the device to a row in host memory; the result is the row.
-
-        The host may read the row after `settle`. `x` is kept alive until the result is waited for.
-        """
+        """Copy `x` to a row in host memory, which the host may read after `settle`."""
         with self.ahead():
             row.copy_(x, non_blocking=True)
         return Pending(_Arrival(self, [x]), lambda _: row)
 
     def settle(self) -> None:
         """Make the host wait for the device: then the host may read and write rows."""
-        self._module.synchronize()
+        if not is_tracing():
+            self._module.synchronize()
 
 
 class Crossings(NamedTuple):
@@ -185,5 +186,4 @@ class Crossings(NamedTuple):
 
 
 def crossings(mesh: Mesh) -> Crossings:
-    """Return new streams on the device of a mesh."""
     return Crossings(*(Crossing(mesh.device) for _ in Crossings._fields))

@@ -43,7 +43,6 @@ def check_tensors(flat: Sequence[object], paths: Sequence[str]) -> None:
 def first_places(flat: Sequence[Tensor], paths: Sequence[str]) -> list[int]:
     """Return, for every leaf, the number of the first leaf tied to it: the same elements of the same memory.
 
-    Tied leaves are one object, or one is the `.data` or `.detach()` of another, as in a module's `state_dict()`.
     ValueError for leaves that share memory in another way.
     """
     first: dict[Hashable, int] = {}
@@ -85,7 +84,6 @@ def _check_apart(leaves: Sequence[tuple[Tensor, str]]) -> None:
 
 
 def is_differentiable(leaf: Tensor | Leaf) -> bool:
-    """True if a leaf's dtype allows a gradient."""
     return leaf.dtype.is_floating_point or leaf.dtype.is_complex
 
 

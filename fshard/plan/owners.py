@@ -41,7 +41,6 @@ class TableLine(NamedTuple):
 
     @property
     def label(self) -> str:
-        """The names of the units, and their number."""
         return f"{self.unit} x {self.num_units}" if self.num_units > 1 else self.unit
 
 
@@ -151,7 +150,9 @@ def _bar(x: int, y: int, share: Share | None) -> list[str]:
     shapes, width = list[str](), _BAR / len(parts)
     for number, ranks in enumerate(parts):
         colour = _COLOURS[number % len(_COLOURS)] if num > 1 else _ALL
-        said, left = _ranks(ranks), x + number * width
+        said, left = " ".join(map(str, ranks)), x + number * width
+        if len(ranks) > 2 and ranks[-1] - ranks[0] == len(ranks) - 1:
+            said = f"{ranks[0]} to {ranks[-1]}"
         shapes.append(
             f'<rect x="{left:.2f}" y="{y + 2}" width="{width - min(1, width / 4):.2f}" height="16" fill="{colour}">'
             f"<title>rank {said}</title></rect>"
@@ -162,13 +163,6 @@ def _bar(x: int, y: int, share: Share | None) -> list[str]:
     if len(shapes) < 2 * len(parts):  # shards without room for their ranks
         said += f", {sum(map(len, parts))} ranks"
     return [*shapes, _text(x, y + 29, said, small=True)]
-
-
-def _ranks(ranks: Sequence[int]) -> str:
-    """Return some ranks as text: "3", "0 4", "0 to 7"."""
-    if len(ranks) > 2 and ranks[-1] - ranks[0] == len(ranks) - 1:
-        return f"{ranks[0]} to {ranks[-1]}"
-    return " ".join(map(str, ranks))
 
 
 def _text(x: float, y: float, text: str, bold: bool = False, small: bool = False, anchor: str = "start") -> str:
@@ -186,9 +180,7 @@ def aligned(rows: Sequence[Sequence[str]], right: Collection[int] = ()) -> Itera
     """
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for row in rows:
-        cells = [
-            cell.rjust(w) if n in right else cell.ljust(w) for n, (cell, w) in enumerate(zip(row, widths, strict=True))
-        ]
+        cells = (f"{cell:{'>' if n in right else '<'}{widths[n]}}" for n, cell in enumerate(row))
         yield "  ".join(cells).rstrip()
 
 

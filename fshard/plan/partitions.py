@@ -57,10 +57,8 @@ def keep_rules(
 ) -> list[Rule | None]:
     """Return each unit's `Unit.keep_rule`: how `regather` keeps it from forward to backward.
 
-    `units`: by unit, the names of its subtrees if it has several; patterns may name those. `spec`: the structure of the
-    tree.
-
-    Raises TypeError for a value of another type, ValueError for wrong axes and for a pattern without units.
+    `units`: by unit, the names of its subtrees if it has several; patterns may name those. Raises TypeError for a value
+    of another type, ValueError for wrong axes and for a pattern without units.
     """
     if not isinstance(regather, Mapping):
         return [_keep_rule("regather", regather, sizes, over["params_over"])] * len(units)
@@ -84,7 +82,7 @@ def keep_rules(
 
 
 def _keep_rule(name: str, value: object, sizes: Mapping[str, int], params_over: Axes) -> Rule | None:
-    """Return one unit's rule: None (nothing stays), copies (all stays), or the rule of a cut copy."""
+    """Return None (nothing stays), copies (all stays), or the rule of a cut copy."""
     if isinstance(value, bool):
         return None if value else COPIES
     if not isinstance(value, str | list | tuple):

@@ -3,9 +3,8 @@
 Note [Flat buffers]
     Leaves are grouped in *units* (gathered together) and, inside a unit, by *kind* (dtype, trainable or frozen, sharded
     or whole, on the device or in host memory). The leaves of one unit and kind lie in one flat buffer, in the order of
-    the tree. Every leaf starts at a multiple of 16 bytes in each dtype of the buffer, because kernels load 16 bytes at
-    once, and multiply a matrix more slowly if it starts elsewhere. Zeros pad the end of the buffer, so that the length
-    of a rank's smallest shard is such a multiple, too.
+    the tree. Every leaf starts at a multiple of 16 bytes in each dtype of the buffer: kernels load 16 bytes at once.
+    Zeros pad the end, so that a rank's smallest shard has such a length, too.
 
     A buffer is cut into equal intervals; rank r along the axes of a partition owns the r-th, its shard. A rank holds
     one tensor for each kind: its shards of all units, end to end. Each of the three partitions (params, grads, state)
@@ -60,40 +59,26 @@ class Kind:
     precision: Precision
     trainable: bool
     whole: bool
-    host: bool  # stored in host memory
+    host: bool  # parameters, gradients and optimizer state are in host memory
     split: str | None = None  # the axis along which ranks have different parts of the leaves
+    state_on_host: bool = False  # the optimizer state alone is in host memory
 
     @property
     def dtype(self) -> torch.dtype:
-        """The stored dtype of the leaves."""
         return self.precision.storage
 
     @property
     def aligned(self) -> int:
-        """The alignment in elements: a multiple of 16 bytes in each dtype of the flat buffer."""
+        """The alignment in elements: a multiple of 16 bytes in each dtype."""
         return max(1, _ALIGN // self.precision.itemsize)
 
     def __str__(self) -> str:
-        return " ".join([str(self.precision), *self.words])
+        return " ".join([str(self.precision), *self.words, *["state-on-host"] * self.state_on_host])
 
     @property
     def words(self) -> list[str]:
-        """The unusual properties: frozen, whole, host, split."""
         words = ["frozen"] * (not self.trainable) + ["whole"] * self.whole + ["host"] * self.host
         return words + [f"split over {self.split}"] * bool(self.split)
-
-    def rule(self, over: Axes) -> Rule:
-        """Return the rule of leaves in a tree cut over these axes, or over none, as in a loss's computation.
-
-        Whole leaves are copies in any tree. A rank's row has its part of each split leaf: it lies on the ranks with the
-        same part, so the axis of the split does not cut it.
-        """
-        return COPIES if self.whole else Rule(tuple(axis for axis in over if axis != self.split))
-
-    def apart(self, over: Axes) -> Axes:
-        """Return the axes along which ranks hold other elements, in a tree cut over `over`."""
-        over = self.rule(over).over
-        return over if self.split is None else (self.split, *over)
 
 
 @dataclass(frozen=True)
@@ -105,7 +90,7 @@ class Slot(Leaf):
     start: int
 
     def __hash__(self) -> int:
-        return hash((self.unit, self.kind, self.start))  # keys in a step: a hash of all fields takes longer
+        return hash((self.unit, self.kind, self.start))  # a hash of all fields takes longer
 
 
 @dataclass(frozen=True)
@@ -113,7 +98,7 @@ class Unit:
     """Leaves that are gathered together: `lengths[k]` elements, padding included, in the flat buffer of kind k.
 
     `keep_rule`: the buffers kept by `regather=` from forward to backward: none (None), whole ones, or shards over the
-    last axes of `params_over`. `joined`: the names of the small units joined in this one, if several.
+    last axes of `params_over`. `joined`: the names of the units joined in this one.
     """
 
     name: str
@@ -129,7 +114,6 @@ class Unit:
 
     @property
     def is_single(self) -> bool:
-        """True for one subtree, as it was selected."""
         return self.name not in (ROOT, *ENDS) and not self.joined
 
 
@@ -170,7 +154,7 @@ class Plan:
     mesh: AnyMesh = field(default=None, compare=False, repr=False)
 
     def __getstate__(self) -> dict[str, object]:
-        # without memos, which are this rank's, and without the mesh, which has process groups
+        # without this rank's memos, and without the mesh
         return {**{f.name: getattr(self, f.name) for f in fields(self)}, "mesh": None}
 
     def __deepcopy__(self, memo: dict[int, object]) -> Plan:
@@ -188,8 +172,7 @@ class Plan:
     def lasting(self) -> frozenset[int]:
         """The units that stay from their second gather in a forward to its end.
 
-        These are the ends `(first)` and `(last)`, because units between may read them, too, and joined units, because a
-        loss may read parts of several in turn.
+        The ends may be read by units between, and a loss may read parts of several joined units in turn.
         """
         return frozenset(number for number, unit in enumerate(self.units) if unit.name in ENDS or unit.joined)
 
@@ -206,7 +189,7 @@ class Plan:
     def join(self, bucket: int) -> Plan:
         """Return this plan with neighbouring units joined, up to `bucket` bytes.
 
-        The root, the ends and units of several subtrees stay single; units with different `keep_rule` are never joined.
+        The root, the ends, units of several subtrees, and units of different `keep_rule` are not joined.
         """
         groups, begins, filled = list[list[Unit]](), list[tuple[int, Sequence[int]]](), 0
         for unit, nbytes in zip(self.units, self.ahead.sizes, strict=True):
@@ -246,10 +229,30 @@ class Plan:
         """The names of all axes of the mesh."""
         return tuple(name for name, _ in self.axes)
 
+    @memo
+    def linked(self) -> Axes:
+        """The axes of several ranks. Rows are cut over no other, unless the user's gather or wire runs along them."""
+        return tuple(axis for axis, size in self.axes if size > 1)
+
+    def rule(self, kind: int, over: Axes) -> Rule:
+        """Return the rule of a kind in a tree cut over these axes, or over none, as in a loss's computation.
+
+        Whole leaves are copies in any tree. Split leaves lie on the ranks with the same part, so the axis of the split
+        does not cut them.
+        """
+        if self.kinds[kind].whole:
+            return COPIES
+        cuts = self.axis_names if self.gather or self.param_wire or self.grad_wire else self.linked
+        return Rule(tuple(axis for axis in over if axis in cuts and axis != self.kinds[kind].split))
+
+    def apart(self, kind: int, over: Axes) -> Axes:
+        """Return the axes along which ranks hold other elements, in a tree cut over `over`."""
+        return (*self.splits([kind]), *self.rule(kind, over).over)
+
     def rest(self, axes: Axes, kind: int | None = None) -> Axes:
-        """Return the mesh's axes without `axes` and the split axis of a kind."""
+        """Return the axes of several ranks without `axes` and the split axis of a kind."""
         split = None if kind is None else self.kinds[kind].split
-        return tuple(name for name, _ in self.axes if name not in axes and name != split)
+        return tuple(axis for axis in self.linked if axis not in axes and axis != split)
 
     def splits(self, kinds: Iterable[int]) -> Axes:
         """Return the axes that leaves of these kinds are split over."""
@@ -262,7 +265,7 @@ class Plan:
 
     def within(self, x: Tensor, kind: int, axes: Axes) -> Tensor:
         """Return this rank's shard (n / W,) of a tensor (n,) of one kind, cut further over these axes: a view."""
-        return interval(x, self.live_mesh(), self.kinds[kind].rule(axes).over)
+        return interval(x, self.live_mesh(), self.rule(kind, axes).over)
 
     @memo
     def paths(self) -> tuple[str, ...]:
@@ -270,8 +273,8 @@ class Plan:
         return tuple(tree.paths(self.spec))
 
     def container(self, spec: tree.Spec, first: int) -> Container:
-        """Return the children of the container of structure `spec`, with first leaf number `first`."""
-        # containers with the same first leaf are nested, so the number of nodes tells them apart
+        """Return the children of the container of this structure, with first leaf number `first`."""
+        # containers with the same first leaf are nested
         known, key = self._known.containers, (first, spec.num_nodes)
         if key not in known:
             known[key] = Container(spec)
@@ -291,7 +294,7 @@ class Plan:
         by_place: dict[tuple[int, int], list[Slot]] = {}
         for slot in self.slots:
             by_place.setdefault((slot.unit, slot.kind), []).append(slot)
-        # leaves of an inner unit may lie behind the outer's; an empty leaf may share its start with another
+        # an empty leaf may share its start with another
         ordered = ((place, sorted(x, key=lambda slot: (slot.start, slot.numel))) for place, x in by_place.items())
         return {place: self._row(*place, slots) for place, slots in ordered}
 
@@ -312,7 +315,6 @@ class Plan:
 
     @memo
     def derived(self) -> Derived:
-        """Memoized results computed from this plan, and freed with it."""
         return Derived()
 
     @property
@@ -322,23 +324,31 @@ class Plan:
 
     @memo
     def ahead(self) -> Ahead:
-        """The number of units that travel next to the unit in use."""
         by_kind = [kind.precision.compute.itemsize for kind in self.kinds]
         return Ahead(tuple(sum(map(mul, unit.lengths, by_kind)) for unit in self.units), self.prefetch)
 
     @property
     def device(self) -> torch.device:
-        """The mesh's device, else torch's default device, where `init_params` and files make parameters."""
+        """The mesh's device, else torch's default device."""
         return mesh_device(self.live_mesh())
 
     @memo
+    def state_on_host(self) -> bool:
+        """True if the optimizer state alone is in host memory: `make_plan(offload="state")`."""
+        return any(kind.state_on_host for kind in self.kinds)
+
+    @memo
+    def state_crosses(self) -> bool:
+        """True if the optimizer state is copied to the device for an update, and back."""
+        return self.state_on_host and self.has_streams
+
+    @memo
     def has_streams(self) -> bool:
-        """True if copies and sums have streams next to the computation."""
         return bool(self.axes) and self.device != HOST
 
     @property
     def crossings(self) -> Crossings:
-        """The streams of Note [Crossing over] in `ahead`, made once for the mesh."""
+        """The streams of Note [Crossing over] in `ahead`."""
         return present(self.live_mesh()).once(crossings)
 
     @memo
@@ -380,10 +390,9 @@ class Plan:
         return tuple(tuple(by_shard[at]) for at in sorted(by_shard))
 
     def lines(self, shares: Shares, units: Iterable[int]) -> list[TableLine]:
-        """Return contents and holders of units, a line for each kind of equal units.
+        """Return contents and holders of units, a line for each kind of units whose names differ in numbers alone.
 
-        Names of equal units differ in numbers alone. `shares`: by name, the axes over which something is cut, and the
-        bytes of an element of each kind (0 for kinds without it).
+        `shares`: by name, the axes over which something is cut, and the bytes of an element of each kind.
         """
         equal = dict[object, list[int]]()
         for number in units:
@@ -394,14 +403,15 @@ class Plan:
             equal.setdefault(key, []).append(number)
         pairs = [(numbers, kind) for numbers in equal.values() for kind in range(len(self.kinds))]
         overs = [axes for axes, _ in shares.values()]
-        holders = {axes: self.holders(axes) for axes in {kind.apart(over) for kind in self.kinds for over in overs}}
+        aparts = {self.apart(kind, over) for kind in range(len(self.kinds)) for over in overs}
+        holders = {axes: self.holders(axes) for axes in aparts}
         return [self._line(shares, holders, *pair) for pair in pairs if (pair[0][0], pair[1]) in self.rows]
 
     def _line(self, shares: Shares, holders: Mapping[Axes, Holders], units: Sequence[int], number: int) -> TableLine:
         kind, first, last = self.kinds[number], self.units[units[0]], self.units[units[-1]]
         slots = [slot for unit in units for slot in self.rows[unit, number].leaves]
         numel = first.lengths[number] * len(units)
-        shards = {name: numel // self.num_ranks(kind.rule(axes).over) for name, (axes, _) in shares.items()}
+        shards = {name: numel // self.num_ranks(self.rule(number, axes).over) for name, (axes, _) in shares.items()}
         return TableLine(
             unit=span(first.name, last.name),
             num_units=len(units),
@@ -412,14 +422,14 @@ class Plan:
             elements=sum(slot.numel for slot in slots),
             nbytes=numel * kind.dtype.itemsize * self.num_ranks(self.splits([number])),  # of all parts
             shares={
-                name: Share(holders[kind.apart(axes)], shards[name] * sizes[number])
+                name: Share(holders[self.apart(number, axes)], shards[name] * sizes[number])
                 for name, (axes, sizes) in shares.items()
                 if sizes[number]
             },
         )
 
     def _advice(self) -> list[str]:
-        """Return advice on `bucket=` if it saves many messages: the start of a small one costs more than its bytes."""
+        """Return advice on `bucket=` if it saves many messages."""
         joined = [unit for unit in self.join(_BUCKET).units if unit not in self.units]
         names = {name for unit in joined for name in unit.joined}
         small = [nbytes for unit, nbytes in zip(self.units, self.ahead.sizes, strict=True) if unit.name in names]
@@ -430,7 +440,7 @@ class Plan:
         return [f"{units}: bucket=1 << 20 would send {len(joined)} in place of {len(small)} messages."]
 
     def picture(self, *above: str) -> Picture:
-        """Return a picture of the holders of each unit, below the lines `above`, for `print` and `fshard.show`."""
+        """Return a picture of the holders of each unit, below the lines `above`."""
         trained = [kind.dtype.itemsize * kind.trainable for kind in self.kinds]
         shares = {
             "parameters": (self.params_over, [kind.dtype.itemsize for kind in self.kinds]),
@@ -442,6 +452,7 @@ class Plan:
         names = ("params_over", "grads_over", "state_over")
         words = [f"{name}={axes or '-'}" for name, axes in zip(names, over.values(), strict=True)]
         words += [f"regather={text}" for text in regather if len(regather) == 1]
+        words += ["offload=state"] * self.state_on_host
         numel = sum(slot.numel for slot in self.slots)
         head = f"Plan on {dict(self.axes) or 'one device'}: leaves {len(self.slots):,}, elements {numel:,}"
         said = {name: f"over {axes}" if axes else "whole on every rank" for name, axes in over.items()}

@@ -53,18 +53,17 @@ def make_plan(
     Units and axes:
 
     - `units`: the subtrees that are gathered together. Give dotted path patterns (`*` one component, `**` any number;
-      an existing path means itself, whatever its characters), a predicate `(path, subtree) -> bool`, or a number of
-      elements at which a unit is full. A tuple of patterns in the list is one unit, adjacent or not
-      (`[("embed", "head"), "blocks.*"]`); it stays in memory from its second gather in a forward to the end of the
-      forward. Other leaves before the first selected one are the unit `(first)`, after the last one the unit `(last)`.
-      The rest is the unit `(root)`, gathered once for a forward: leaves between, leaves tied across these units, and
-      all leaves if none is selected.
+      an existing path means itself), a predicate `(path, subtree) -> bool`, or a number of elements at which a unit is
+      full. A tuple of patterns in the list is one unit, adjacent or not (`[("embed", "head"), "blocks.*"]`); it stays
+      from its second gather to the end of the forward. Leaves before the first selected one are the unit `(first)`,
+      leaves after the last one the unit `(last)`. Other leaves, and leaves tied across these units, are the unit
+      `(root)`, gathered once for a forward.
     - `params_over`, `grads_over`, `state_over`: the axes over which parameters, gradients and optimizer state are
       partitioned. Each must include the axes of the one before.
     - `regather`: True frees gathered parameters after the forward, and gathers them again in the backward; False keeps
-      them. With the last axis of `params_over` (or several), a copy cut over this axis alone stays, and the backward
-      gathers over this axis alone: inside a host, say. A dict gives one of these to each unit: its keys are names or
-      patterns of units (`"(last)"`, say) or of their subtrees, the first match counts, and other units have True.
+      them. With the last axes of `params_over`, a copy cut over these axes stays, and the backward gathers over these
+      alone: inside a host, say. A dict gives one of these to each unit, by names or patterns of units (`"(last)"`, say)
+      or of their subtrees; the first match counts, and other units have True.
 
     Leaves with another treatment; `whole`, `frozen` and `offload` are each a pattern, several patterns, or a predicate.
     Integer leaves are always frozen. If some leaves require a gradient, as in a module, parameters (`nn.Parameter`)
@@ -75,7 +74,8 @@ def make_plan(
     - `whole`: these leaves stay whole on every rank.
     - `frozen`: these leaves get no gradient and no optimizer state.
     - `offload`: parameters, gradients and optimizer state of these leaves lie in host memory, where the optimizer
-      updates them; the device of the mesh computes with them.
+      updates them; the device of the mesh computes with them. The word "state" (unless a subtree has this name) keeps
+      the optimizer state alone there: an update copies the state of one unit after the other to the device and back.
     - `split`: leaves with a different part on each rank along an axis, by pattern: (axis, dim), or (axis, dim, blocks)
       if so many blocks lie end to end in this dim, each split by itself. `shard_params` takes and `gather_params` gives
       the whole leaf. A loss sees this rank's part, cut as by `torch.chunk`. Gradients of split leaves are not summed
@@ -89,12 +89,10 @@ def make_plan(
     - `param_wire`, `grad_wire`: the encodings of sent shards and gradients (`fshard.wire`).
     - `together`: gather all dtypes of a unit in one message.
     - `gather`: an object that gathers the shards of parameters (`fshard.reduction.Gather`).
-    - `prefetch`: the number of units gathered ahead of the unit in use, in forward and backward, and of units reduced
-      behind it. One more unit is then in memory. Default: one, or more if units differ in size: as many as fit into the
-      memory of two of the largest (Note [Two units] in `ahead.py`).
+    - `prefetch`: the number of units gathered ahead of the unit in use, and of units reduced behind it. Each takes
+      memory. Default: one, or more small ones, up to the memory of two of the largest (Note [Two units] in `ahead.py`).
     - `bucket`: join neighbouring units up to so many bytes; 0 joins none. A small unit costs a message, not bytes: join
-      units of some kilobytes up to 1 MiB (`1 << 20`). Joined units need two to three times the bucket in memory: two
-      gathered, and their gradients.
+      units of some kilobytes up to 1 MiB (`1 << 20`). Joined units need two to three times the bucket in memory.
     - `slices`: the number of slices, a power of two, of the batch of all ranks in a step with `reduction="tree"`.
 
     On a mesh of processes the plans of all ranks are compared.
@@ -195,16 +193,20 @@ def _check_arguments(
 
 
 def _kinds(
-    params: Tree, origins: Sequence[int], chosen: Mapping[str, Where], policy: Policy, splits: Mapping[int, Split]
+    params: Tree, origins: Sequence[int], wheres: Mapping[str, Where], policy: Policy, splits: Mapping[int, Split]
 ) -> dict[int, Kind]:
-    """Return the kind of each first occurrence, by leaf number: tied leaves have the kind of the first."""
+    """Return the kind of each leaf by the number of its first place."""
     flat, spec = tree.flatten(params)
-    is_whole, is_frozen, is_host = (claim_leaves(params, spec, origins, where, name) for name, where in chosen.items())
+    # the word, unless it is the name of a subtree
+    if on_host := wheres["offload"] == "state" and "state" not in {path.split(".")[0] for path in tree.paths(spec)}:
+        wheres = {**wheres, "offload": None}
+    is_whole, is_frozen, is_host = (claim_leaves(params, spec, origins, where, name) for name, where in wheres.items())
     is_frozen = read_frozen(flat, origins, tree.paths(spec), is_frozen)
     dtypes = precisions([leaf.dtype for leaf in flat], claim_policies(params, spec, origins, policy), policy)
     trains = [is_differentiable(leaf) and not still for leaf, still in zip(flat, is_frozen, strict=True)]
     axis_of = {i: split.axis for i, split in splits.items()}
-    return {i: Kind(dtypes[i], trains[i], is_whole[i], is_host[i], axis_of.get(i)) for i in dict.fromkeys(origins)}
+    rows = zip(dtypes, trains, is_whole, is_host, map(axis_of.get, origins), strict=True)
+    return {i: Kind(*row, on_host and trains[i]) for i, row in enumerate(rows) if origins[i] == i}
 
 
 def _check_travel(gather: Gather | None, prefetch: int | None, bucket: int) -> None:
@@ -224,10 +226,7 @@ def _place(
     num_units: int,
     splits: Mapping[int, Split],
 ) -> tuple[tuple[Slot, ...], list[tuple[int, ...]]]:
-    """Return the slot of each leaf, and the length of every unit and kind.
-
-    Leaves start at multiples of the `steps` of their kinds, and lengths are such multiples.
-    """
+    """Return the slot of each leaf, and the length of every unit and kind, as multiples of the `steps` of kinds."""
     lengths, slots = [[0] * len(steps) for _ in range(num_units)], []
     number_of = {kind: k for k, kind in enumerate(steps)}
     for i, kind in kind_of.items():

@@ -96,7 +96,7 @@ class Policy:
         return f"Policy({str(self)!r})"
 
     def named(self) -> Policy:
-        """Return the policy with names for predicates, so that ranks can compare and pickle can store it."""
+        """Return the policy with names for predicates, for comparison between ranks and for pickle."""
         pairs = tuple((str(getattr(where, "__name__", where)), policy) for where, policy in self.overrides)
         return replace(self, overrides=pairs)
 
@@ -137,7 +137,6 @@ def _are_pairs(x: object) -> bool:
 
 
 def _settings(text: str) -> tuple[dict[str, str], bool, tuple[str, ...]]:
-    """Read dtypes by field, `cast_inputs` and `cast_at` from a policy's text."""
     settings: dict[str, str] = {}
     for word in filter(None, (word.strip() for word in text.split(","))):
         name, value = (x.strip() for x in (*word.partition("=")[::2],))

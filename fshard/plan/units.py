@@ -20,10 +20,11 @@ ROOT = "(root)"
 ENDS = FIRST, LAST = "(first)", "(last)"  # the leaves before the first claimed leaf, and after the last one
 _WILD = set("*?[")
 _SHOWN = 8  # names in an error
+_STATE = "; the word 'state' means the optimizer state alone"
 
 
 def _selector(params: Tree, spec: tree.Spec, where: Where, name: str) -> list[tuple[str, int, int]]:
-    """Return (path, first leaf, number of leaves) of the subtrees selected by `where`, outer before inner."""
+    """Return (path, first leaf, number of leaves) of the selected subtrees, outer before inner."""
     _check_where(name, where)
     if where is None:
         return []
@@ -41,7 +42,8 @@ def _selector(params: Tree, spec: tree.Spec, where: Where, name: str) -> list[tu
         matched = set(chain.from_iterable(fits))
         for number, pattern in enumerate(patterns):
             if number not in matched:  # subtrees without leaves match, too
-                raise ValueError(f"{name}: the pattern {pattern!r} matches nothing; {_top(spec)}")
+                word = _STATE * (name == "offload" and isinstance(where, str))
+                raise ValueError(f"{name}: the pattern {pattern!r} matches nothing; {_top(spec)}{word}")
     pairs = zip(nodes, picked, strict=True)
     return [
         (".".join(path), first, node.num_leaves) for (path, node, first), is_in in pairs if is_in and node.num_leaves
@@ -49,9 +51,7 @@ def _selector(params: Tree, spec: tree.Spec, where: Where, name: str) -> list[tu
 
 
 def fitting(paths: Sequence[Sequence[str]], patterns: Sequence[str], spec: tree.Spec) -> list[list[int]]:
-    """Return the numbers of the patterns that each path matches, in order; `spec` is the tree's structure.
-
-    Exact paths among the patterns are looked up, because each unit may have one.
+    """Return the numbers of the patterns that each path matches, in order.
 
     >>> fitting([("a",), ("a", "b")], ["a.*", "a", "**"], tree.flatten({"a": {"b": 1}})[1])
     [[1, 2], [0, 2]]
@@ -89,15 +89,12 @@ def _check_where(name: str, where: object) -> None:
     predicate = callable(where) and not isinstance(where, type)
     if not (where is None or isinstance(where, str) or sequence or predicate):
         expected = "path patterns such as 'blocks.*' (one, or a list), or a predicate (path, subtree) -> bool"
-        expected += ", or a whole number of elements" * (name == "units")
+        expected += ", or a whole number of elements" * (name == "units") + _STATE * (name == "offload")
         raise TypeError(wrong(name, where, expected))
 
 
 def claim_leaves(params: Tree, spec: tree.Spec, origins: Sequence[int], where: Where, name: str) -> list[bool]:
-    """True for every leaf that `where` selects; a tied leaf is selected in all its places, or in none.
-
-    `origins` are the first places of the leaves.
-    """
+    """True for every leaf that `where` selects; a tied leaf is selected in all its places, or in none."""
     selected = set[int]()
     for _, first, count in _selector(params, spec, where, name):
         selected.update(origins[first : first + count])
@@ -110,7 +107,7 @@ def claim_splits(
     """Return the splits of leaves, by the first place of each. An axis of one rank splits nothing.
 
     Raises TypeError for anything but (axis, dim) or (axis, dim, blocks); ValueError for an unknown axis, a wrong dim or
-    number of blocks, a pattern without leaves, and a leaf with two different splits.
+    number of blocks, a pattern without leaves, and two splits of a leaf.
     """
     chosen, (flat, spec) = dict[int, Split](), tree.flatten(params)
     paths = tree.paths(spec)
@@ -135,15 +132,12 @@ def claim_splits(
 
 
 def claim_policies(params: Tree, spec: tree.Spec, origins: Sequence[int], policy: Policy) -> list[Policy | None]:
-    """Return each leaf's policy: from the first override that selects it, else None.
-
-    An override selects a tied leaf if it selects one of its places.
-    """
+    """Return each leaf's policy: from the first override that selects any place of the leaf, else None."""
     chosen: dict[int, Policy] = {}  # by the first place of a leaf
     dtypes, paths = [leaf.dtype for leaf in tree.leaves(params)], tree.paths(spec)
     for where, override in reversed(_grouped(policy)):  # the first override that selects a leaf is set last
         for path, first, count in _selector(params, spec, where, "policy"):
-            # ValueError for a leaf named by itself; leaves of a named subtree without a possible cast stay as they are
+            # ValueError for a leaf named by itself; other leaves without a possible cast stay as they are
             if path == paths[first] and not dtypes[first].is_floating_point:
                 patterns = where if isinstance(where, list) else []
                 named = [patterns[number] for number in fitting([path.split(".")], patterns, spec)[0]] or [where]
@@ -171,10 +165,8 @@ def claim_units(
 ) -> tuple[dict[str, tuple[str, ...]], list[int]]:
     """Return the units by name in the order of use, the root first, and the number of every leaf's unit.
 
-    A leaf belongs to the innermost subtree selected by `units`. Other leaves before the first such leaf are the unit
-    `(first)`, after the last one the unit `(last)`. The rest is the root: leaves between, leaves tied across units, and
-    all leaves if nothing is selected. Tied leaves count once in a size. A unit from a tuple of patterns has its
-    subtrees' names.
+    A leaf belongs to the innermost subtree selected by `units`, else to `(first)`, `(last)` or the root, as `make_plan`
+    says. Tied leaves count once in a size. A unit from a tuple of patterns has its subtrees' names.
     """
     owner, parts = [ROOT] * spec.num_leaves, dict[str, tuple[str, ...]]()
     if isinstance(units, int):
@@ -214,9 +206,8 @@ def _together(names: Sequence[str], tuples: Sequence[tuple[str, ...]], spec: tre
 def _with_ends(owner: Sequence[str], origins: Sequence[int]) -> list[str]:
     """Cut the root at the first and at the last leaf claimed by a unit.
 
-    The root stays gathered from its first use to the end of the forward, and its gradient is complete at the end of the
-    backward. So an embedding and a head in the root would stay in memory all along, though each is used at one end. A
-    tied leaf used on both sides, or next to a unit, stays in the root, which is gathered once.
+    An embedding and a head in the root would stay in memory all along. A tied leaf used on both sides, or next to a
+    unit, stays in the root, which is gathered once.
     """
     claimed = [i for i, name in enumerate(owner) if name != ROOT]
     last_place = {origin: i for i, origin in enumerate(origins)}
@@ -254,6 +245,5 @@ def select_units(units: Sequence[Sequence[str]], patterns: Sequence[str], spec: 
 
 
 def no_unit(pattern: str, names: Sequence[str]) -> str:
-    """Return the error sentence for a pattern without a unit."""
     shown = [*map(repr, names[:4]), *["..."] * (len(names) > 5), *map(repr, names[4:][-1:])]
     return f"the pattern {pattern!r} matches no unit; the units are {', '.join(shown) or 'none'}"

@@ -155,7 +155,7 @@ def estimate(step: Callable[..., Tree], state: Tree, batch: Tree, *args: Tree) -
         sites = [[i] for i in range(len(whole.sites))]
         figures, said = _figures([whole], sites, _Growth((0,), 0), stack), f"the whole graph: {said}"
     notes = [f"the graph of jit(step, donate={options.donate}, bucket={options.bucket}, in_flight={options.in_flight})"]
-    notes += [EAGER] * (jitted is not step)
+    notes += [EAGER] * (jitted is not step) + [ON_HOST] * _has_state_on_host(given)
     order = {unit.name: number for number, unit in enumerate(sharded[0].units)} if sharded else {}
     kinds = dict.fromkeys(kind for kind, _, _ in figures.sent)
     keys = sorted(figures.sent, key=lambda key: ([*kinds].index(key[0]), order.get(key[1], -1)))
@@ -165,6 +165,10 @@ def estimate(step: Callable[..., Tree], state: Tree, batch: Tree, *args: Tree) -
 
 
 EAGER = "a step that is not jitted keeps more: up to 1.22 times this peak was measured (docs/estimate.md)"
+ON_HOST = (
+    "the optimizer's state is in host memory and not counted; an update has that of one unit on the device, or, in a "
+    "graph and for an optimizer that looks at leaves or norms, all of it"
+)
 _SOURCE = "counted on the graph; the allocator of CPU ranks agreed to 3% in most steps (docs/estimate.md)"
 _RESERVED = "1 to 1.6 times what is allocated: DeepSpeed ZeRO-2 and FSDP1 in OpenTau PR#273"
 _WORKSPACES = "cuBLAS: 8,519,680 bytes, on Hopper 32 MiB a stream (pytorch PR#120925), of two streams at most"
@@ -182,7 +186,12 @@ class _Figures(NamedTuple):
 
 
 def _read(fn: Callable[..., Tree], options: Options, given: Sequence[Tree], stack: Stack | None) -> _Reading:
-    return _Reading(lower(partial(noted, fn, call_site()), *flatten(given, {}), options), stack)
+    lowered = lower(partial(noted, fn, call_site()), *flatten(given, {}), options)
+    return _Reading(lowered, stack, "optimizer" if _has_state_on_host(given) else "")
+
+
+def _has_state_on_host(given: Sequence[Tree]) -> bool:
+    return any(x.plan.state_on_host for x in tree.nodes(given, Sharded))
 
 
 def _of_few(
@@ -270,8 +279,9 @@ class _Site(NamedTuple):
 
 
 class _Reading:
-    def __init__(self, lowered: Lowered, stack: Stack | None):
-        self.spans: list[MemorySpan] = spans(lowered.graph, lowered.holds())
+    def __init__(self, lowered: Lowered, stack: Stack | None, on_host: str):
+        # memory of the purpose `on_host` is not counted
+        self.spans: list[MemorySpan] = [x for x in spans(lowered.graph, lowered.holds()) if x.what != on_host]
         nodes, firsts = list(lowered.graph.nodes), {span.first for span in self.spans}
         self._stack = stack
         self.sites: list[_Site] = [site for site in self._sites(nodes, flights(lowered.graph)) if site.number in firsts]

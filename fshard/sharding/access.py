@@ -26,33 +26,27 @@ class ReadsTape(Protocol):
     """The part of a `Tape` that lazy containers need."""
 
     @property
-    def plan(self) -> Plan:
-        """The plan of the parameters."""
+    def plan(self) -> Plan: ...
 
     def enter(self, spec: tree.Spec, first: int) -> tuple[Tree, Sequence[Tree] | None]:
-        """Gather a subtree, and return it and its leaves; of several units, return a lazy container and None.
-
-        `first` is the number of its first leaf.
-        """
+        """Gather a subtree, and return it and its leaves; of several units, return a lazy container and None."""
 
     @property
     def shown(self) -> Shown | None:
         """The plain containers read from units in memory; None in the backward."""
 
-    def leaf(self, number: int) -> Tensor:
-        """Gather the unit of a leaf, and return the leaf."""
+    def leaf(self, number: int) -> Tensor: ...
 
     def kind_of(self, x: Tensor) -> int | None:
-        """Return the kind of the leaves in the memory of a tensor; None if the tape has read none there."""
+        """Return the kind of the leaves in the memory of a tensor, if the tape has read any there."""
 
     def slot_of(self, x: Tensor) -> Slot | None:
         """Return the leaf of a tensor, if the program reads the leaf's unit now."""
 
     def like(self, number: int) -> Tensor:
-        """Return a tensor with a leaf's shape, device and dtype of computation, without gathering it."""
+        """Return a tensor of a leaf's form, without gathering it."""
 
-    def prefetch(self, patterns: Sequence[str]) -> None:
-        """Start the gathers of the units whose names fit the patterns."""
+    def prefetch(self, patterns: Sequence[str]) -> None: ...
 
 
 class _Read(NamedTuple):
@@ -69,7 +63,7 @@ class Shown:
     """The plain containers that a loss reads: a second read returns the same container, with the loss's changes.
 
     A changed container stays in its lazy parent. When its unit is let go, an unchanged container is forgotten, unless
-    the program still has it and may change it. Gathers do not depend on `Shown`.
+    the program still has it.
     """
 
     def __init__(self) -> None:
@@ -77,7 +71,6 @@ class Shown:
         self.lingers = False  # True if containers of units already let go may be here
 
     def at(self, new: _Read) -> Tree:
-        """Return the container read at this position before, else `new`'s."""
         return self._read.setdefault((id(new.inside), new.position), new).container
 
     def let_go(self) -> None:
@@ -93,12 +86,11 @@ class Shown:
         self.lingers = bool(self._read)
 
     def drop(self) -> None:
-        """Forget containers that the program gave up since their unit was let go: the next unit needs the memory."""
+        """Forget containers given up since their unit was let go: the next unit needs the memory."""
         self.let_go()
         self.lingers = False
 
     def settle(self) -> None:
-        """Put changed containers into their lazy parents."""
         for read in self._read.values():
             if not tree.consists_of(read.container, read.spec, read.leaves):
                 read.inside[read.position] = read.container
@@ -112,9 +104,8 @@ _INSIDE = _ALONE + 1
 
 
 def _has_inside(container: Tree) -> bool:
-    """True if the program has a container inside this one."""
     children = tree.one_level(container)[0]
-    # by index: a variable would be one more reference
+    # by index: a variable would be a reference
     containers = [i for i, x in enumerate(children) if not (isinstance(x, Tensor) or x is None or x == ())]
     return any(sys.getrefcount(children[i]) > _INSIDE or _has_inside(children[i]) for i in containers)
 
@@ -122,9 +113,8 @@ def _has_inside(container: Tree) -> bool:
 class Lazy(Branch, tree.StandIn):
     """A container of a loss's parameters: touching a unit in it gathers the unit.
 
-    Mapping over one returns another, without a tape, around a plain container (`held`): libraries of trees take both as
-    one structure. `isinstance` takes it for the container. Each class of containers has a class of its own here,
-    because Python looks special methods up on the class.
+    Mapping over one returns another, without a tape, around a plain container (`held`). `isinstance` takes it for the
+    container. Each class of containers has a class here: Python looks special methods up on the class.
     """
 
     __slots__ = ()
@@ -140,7 +130,6 @@ class Lazy(Branch, tree.StandIn):
 
     @staticmethod
     def _of_(container: Tree) -> Tree:
-        """Wrap a container that is there; return a leaf as it is."""
         spec = tree.one_level(container)[1]
         return container if spec.is_leaf() else lazy(None, spec, 0, container)
 
@@ -173,7 +162,7 @@ class Lazy(Branch, tree.StandIn):
         return copy.copy(self._filled_())
 
     def _placed_(self) -> Tree:
-        """Return the subtree as a plain tree with an `At` for each leaf; gather no unit."""
+        """Return the subtree as a plain tree with an `At` for each leaf."""
         tape, first = self._tape_, self._first_
         if tape is None:
             return placed(self._filled_())
@@ -195,7 +184,6 @@ def _one_level(spec: tree.Spec) -> tree.Spec:
 
 
 def _reading(name: str) -> Callable[..., Any]:
-    """Forward a method to `Readable`, or to the container once its children are held."""
     lazily = getattr(Readable, name)
     return lambda self, *args: getattr(self._held_, name)(*args) if self._tape_ is None else lazily(self, *args)
 
@@ -273,7 +261,6 @@ class LazyContainer(Readable, Lazy):
         return repr(self._filled_())
 
     def copy(self) -> Tree:
-        """Return a plain copy of the container."""
         return copy.copy(self._filled_())
 
     def __len__(self) -> int:  # a loop over a list calls it for each child
@@ -311,7 +298,7 @@ class _LazySequence(LazyContainer):
 class LazyObject(Lazy):
     """A stand-in for an object: its class derives from the object's, with properties that read the children.
 
-    So it has all attributes, methods and special methods of the object. Held children lie where the object has them.
+    Held children lie where the object has them.
     """
 
     __slots__ = ()
@@ -392,7 +379,6 @@ def _stand_in(kind: type, names: tuple[str, ...] = (), special: frozenset[str] =
 
 
 def placed(params: Tree) -> Tree:
-    """Return parameters as a plain tree, with an `At` for each leaf not gathered."""
     return tree.map_tops(lambda x: x._placed_() if isinstance(x, Lazy) else x, Lazy, params)
 
 

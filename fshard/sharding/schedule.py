@@ -1,10 +1,9 @@
 """The reads of a sharded tree by a loss: leaves and units by number, where they lie, and in which order.
 
 Note [Computed once]
-    Gathering, splitting and reducing a unit need the same facts each time: its kinds, the positions of its leaves and
-    of this rank's shard, the leaves that a subtree reads. For small units the facts would cost more than the work on
-    tensors. So they are computed once for each `View` of a plan, and kept in `plan.derived`. A schedule has integers,
-    names and slots; it refers to no plan, mesh or tensor.
+    Gathering, splitting and reducing a unit need the same facts each time, which for small units would cost more than
+    the work on tensors. So the facts are computed once for each `View` of a plan, and kept in `plan.derived`. A
+    schedule has integers, names and slots; it refers to no plan, mesh or tensor.
 """
 
 from __future__ import annotations
@@ -55,12 +54,10 @@ class View:
         return names
 
     def wanted(self) -> dict[Slot, Wanted]:
-        """The names, shape and dtype to look for when a leaf is loaded, by slot."""
         return {slot: Wanted(names, Form(slot.shape, slot.dtype)) for slot, names in self.names().items()}
 
     def axes(self, kind: int) -> Axes:
-        """The axes over which this view cuts a kind: none for kinds kept whole."""
-        return self.plan.kinds[kind].rule(self.over).over
+        return self.plan.rule(kind, self.over).over
 
     @property
     def rows(self) -> dict[tuple[int, int], Row[Slot]]:
@@ -76,21 +73,19 @@ class View:
         ends = [0] * len(self.kinds)  # of the rows so far, by tensor
         for unit, (tensor, kind) in product(range(*self.units), enumerate(self.kinds)):
             if row := plan.rows.get((unit, kind)):
-                rows[unit, kind] = row.at(plan.kinds[kind].rule(self.over), sizes, tensor, ends[tensor])
+                rows[unit, kind] = row.at(plan.rule(kind, self.over), sizes, tensor, ends[tensor])
                 ends[tensor] = rows[unit, kind].stop
         return rows
 
     def numel(self, kind: int) -> int:
-        """Number of elements of one kind on a rank."""
         return next((row.stop for row in reversed(self.rows.values()) if row.kind == kind), 0)
 
     def of_kind(self, kind: int) -> list[Row[Slot]]:
-        """The rows of one kind, in the order of their shards in its tensor."""
+        """The rows of one kind, in the order of their shards."""
         return [row for row in self.rows.values() if row.kind == kind]
 
     @property
     def layout(self) -> Layout:
-        """The positions of the leaves' elements, on all ranks."""
         known, key = self.plan.derived.layouts, self._key
         if key not in known:
             known[key] = self._layout()
@@ -98,7 +93,7 @@ class View:
 
     @property
     def _key(self) -> tuple[Hashable, ...]:
-        """Everything that determines the layout, without the plan: the plan keeps the layout (no cycle)."""
+        """Everything that determines the layout, without the plan, which keeps the layout (no cycle)."""
         plan = self.plan
         return plan.fingerprint, plan.axes, self.over, self.kinds, self.spec, self.first, self.units
 
@@ -130,7 +125,7 @@ class Entry(NamedTuple):
     rows: tuple[Row[Slot], ...]
     slots: tuple[Slot, ...]  # of all leaves, row by row
     trained: tuple[int, ...]  # numbers of the trainable leaves among them
-    # trainable rows with elements, each with the numbers [begin, end) of its leaves in `trained`
+    # trainable rows with elements, and the numbers [begin, end) of their leaves in `trained`
     reduced: tuple[tuple[Row[Slot], int, int], ...]
     sent: bool  # True if ranks have shards of it
 
@@ -152,7 +147,7 @@ class Schedule:
         self.mixed = self.sends and not all(e.sent for e in self.entries.values())
         self.any_whole = any(e.trained and not e.sent for e in self.entries.values())  # on every rank
         place_of = {slot: (e.unit, number) for e in self.entries.values() for number, slot in enumerate(e.slots)}
-        # by leaf number in the whole tree: (unit, number in it), or None for a kind that the view lacks; and its claim
+        # by leaf number in the whole tree: (unit, number in it), or None; and its claim
         self._slots = [place_of.get(plan.slots[number]) for number in plan.leaves]
         self._claims = _claims(plan)
         self._runs: dict[tuple[int, int], Runs | None] = {}
@@ -174,7 +169,7 @@ class Schedule:
         return place
 
     def runs(self, first: int, num: int) -> Runs | None:
-        """Return the reads of the `num` leaves from `first` on; None if several units claim parts of them."""
+        """Return the reads of the `num` leaves from `first` on; None if several units claim them."""
         try:
             return self._runs[first, num]
         except KeyError:
@@ -185,7 +180,6 @@ class Schedule:
 
 
 def _runs(places: Iterable[tuple[int, int]]) -> Runs:
-    """Join adjacent leaves, as (unit, number in it), to runs."""
     runs = list[tuple[int, slice]]()
     for unit, number in places:
         last, leaves = runs[-1] if runs else (None, slice(0))
@@ -211,7 +205,6 @@ def _claims(plan: Plan) -> list[tuple[int, str]]:
 
 
 def schedule(view: View) -> Schedule:
-    """Return the schedule of a view, made once."""
     known, key = view.plan.derived.schedules, (view.over, view.kinds, view.units)
     if key not in known:
         known[key] = Schedule(view)

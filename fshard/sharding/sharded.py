@@ -79,7 +79,7 @@ class Sharded(Parts, Readable):
 
     @property
     def home(self) -> Plan:
-        """The plan, by the name common to all trees with a layout."""
+        """The plan."""
         return self.plan
 
     @property
@@ -138,9 +138,9 @@ class Sharded(Parts, Readable):
     def local_views(self) -> dict[str, Tensor]:
         """This rank's piece of every leaf, by path: 1-D views, empty if other ranks hold the whole leaf.
 
-        Ranks along axes over which the tree is not cut have the same pieces, and all ranks have all elements of `whole`
-        leaves. So a sum over ranks counts some elements several times. `optim.global_norm(x)` and `tree.dot`, of the
-        tree, a subtree or a leaf (`x["head"]`), count each element once, under every strategy.
+        Ranks along axes over which the tree is not cut have the same pieces, so a sum over ranks counts some elements
+        several times. `optim.global_norm(x)` and `tree.dot`, of the tree, a subtree or a leaf (`x["head"]`), count each
+        element once.
 
         >>> grads = shard_of({"w": torch.ones(4), "head": torch.full((4,), 2.0)})
         >>> grads.local_views()["w"], optim.global_norm(grads["head"])
@@ -155,7 +155,7 @@ class Sharded(Parts, Readable):
         return views
 
     def gathered(self, parts: bool = False) -> Tree:
-        """Return the tree of whole tensors, as `gather_params` does, or with `parts` the tree of this rank's parts."""
+        """Return the tree of whole tensors, or with `parts` the tree of this rank's parts."""
         slots, whole = self.view.slots(), dict[Slot, Tensor]()
         # sorted: every rank must start the same gathers in the same order
         for unit, kind in sorted({(s.unit, s.kind) for s in slots if s.kind in self.view.kinds}):
@@ -205,7 +205,7 @@ def _flatten(x: Sharded) -> tuple[tuple[Tensor, ...], View | Source]:
 
 
 def _unflatten(source: View | Source, tensors: Iterable[Tensor]) -> Sharded:
-    """Make a `Sharded` of these tensors, given away together with the value they came from, if any."""
+    """Make a `Sharded` of these tensors, given away together with the value they came from."""
     view, old = (source.static, source.of()) if isinstance(source, Source) else (source, None)
     assert isinstance(view, View)
     new = tuple(tensors)
@@ -219,7 +219,7 @@ tree.register(Sharded, _flatten, _unflatten)
 
 
 def in_new_containers(x: Tree) -> Tree:
-    """Return the same tensors in other `Sharded`: `give_away` of the old ones does not reach them."""
+    """Return the same tensors in other `Sharded`, not given away with the old ones."""
     return tree.map_tops(lambda top: Sharded(top.view, top.tensors) if isinstance(top, Sharded) else top, Sharded, x)
 
 
@@ -258,14 +258,13 @@ def shard_params(params: Tree, plan: Plan, src: int | None = None) -> Sharded:
 
 
 def empty_params(plan: Plan, device: torch.device) -> Sharded:
-    """Return sharded parameters of zeros."""
     view = whole_view(plan, plan.params_over, range(len(plan.kinds)))
     likes = [torch.empty(0, dtype=kind.dtype, device=device) for kind in plan.kinds]
     return Sharded(view, [room(view, k, like).zero_() for k, like in enumerate(likes)])  # (n / W,) for each kind
 
 
 def room(view: View, kind: int, like: Tensor) -> Tensor:
-    """Allocate the tensor of one kind, in the dtype and on the device of `like`; in host memory for a host kind."""
+    """Allocate the tensor of one kind like `like`; in host memory for a host kind."""
     plan, numel = view.plan, view.numel(kind)
     return ahead.host_row(numel, like.dtype, plan.device) if plan.kinds[kind].host else like.new_empty(numel)
 
@@ -281,7 +280,6 @@ def _from_rank(leaf: Tensor, plan: Plan, src: int, device: torch.device) -> Tens
 
 
 def _placed_leaves(params: Tree, plan: Plan) -> list[Tensor]:
-    """Match the leaves of a tree to the plan's slots, by path."""
     flat, spec = tree.flatten(params)
     by_path = dict(zip(tree.paths(spec), flat, strict=True))
     if difference := lacking(plan.paths, [*by_path]):
@@ -327,13 +325,13 @@ def _check_leaves(leaves: Sequence[Tensor], plan: Plan, src: int | None) -> torc
 def gather_params(x: Tree, *, parts: bool = False) -> Tree:
     """Gather the whole tensors of `x`, a `Sharded` or a subtree of one, as a plain tree; a plain tree stays as it is.
 
-    If `x` is a tree with `Sharded` nodes inside, they are gathered. Tied leaves come as one tensor. TypeError for a
-    plan.
+    If `x` is a tree with `Sharded` nodes inside, they are gathered. Tied leaves come as one tensor, a frozen leaf of
+    gradients as None. With `parts`, a leaf split over an axis comes as this rank's part, as in a loss: a split program
+    needs this under torch.func. TypeError for a plan, and with `parts` for moments that lie by owners.
 
     Differentiable to any order, under autograd and torch.func. The transpose reduce-scatters over the axes of the cut
     and sums over the rest of the mesh, so differentiating on every rank gives the gradient of the sum of all ranks'
-    outputs. A frozen leaf of gradients is None. With `parts`, a leaf split over an axis comes as this rank's part, as
-    in a loss: a split program needs this under torch.func. TypeError for moments that lie by owners.
+    outputs.
 
     >>> plan = make_plan({"w": torch.ones(2), "n": torch.tensor(3)})
     >>> gather_params(shard_params({"w": torch.ones(2), "n": torch.tensor(3)}, plan)["n"])
@@ -392,7 +390,7 @@ def whole_leaves(x: Sharded, unit: int, kind: int, parts: bool = False) -> dict[
 def refine(x: Sharded, over: Axes) -> Sharded | Views[Any]:
     """Cut a whole tree over `over`, which extends its own axes: `Views`, or the same tensors if nothing is cut.
 
-    Views, because a unit's smaller shard lies inside its larger one, so in a tensor they are not adjacent.
+    A unit's smaller shard lies inside its larger one, so shards would not be adjacent in a tensor.
     """
     view = replace(x.view, over=over)
     if view == x.view:
@@ -418,9 +416,9 @@ def shards_of(x: Sharded | Views[Any]) -> dict[tuple[int, int], Tensor]:
 
 
 def coarsen(x: Sharded | Views[Any], over: Axes, into: Sharded | None = None) -> Sharded:
-    """Gather a whole tree over its axes outside `over`. Dual: `refine`.
+    """Gather a whole tree over its axes outside `over`, into `into`, if given. Dual: `refine`.
 
-    Results are written into `into`, if given; if nothing is gathered, the tensors of `x` are returned.
+    If nothing is gathered, the tensors of `x` are returned.
     """
     fine: View = x.key
     view = replace(fine, over=over)
@@ -436,7 +434,7 @@ def coarsen(x: Sharded | Views[Any], over: Axes, into: Sharded | None = None) ->
         into = Sharded(view, [room(view, k, like) for k, like in zip(view.kinds, likes, strict=True)])
     started = []
     for (unit, kind), shard in ((place, shard) for place, shard in shards_of(x).items() if shard.numel()):
-        whole, rule = into.shard(unit, kind), plan.kinds[kind].rule(further)
+        whole, rule = into.shard(unit, kind), plan.rule(kind, further)
         out = ahead.landing(whole, plan.device) if rule.over and plan.kinds[kind].host else whole
         pending = reshard(shard.to(out.device), rule, COPIES, plan.live_mesh(), plan.units[unit].name, out)
         if out is whole:
@@ -449,10 +447,9 @@ def coarsen(x: Sharded | Views[Any], over: Axes, into: Sharded | None = None) ->
 
 
 def _of_one(way: str, x: Sharded, axes: Axes) -> Sharded:
-    """Apply `collectives.of_one` along the axes, for each kind along those of its cut."""
     tensors = list(x.tensors)
     for number, kind in enumerate(x.view.kinds):
-        for axis in x.plan.kinds[kind].rule(axes).over:
+        for axis in x.plan.rule(kind, axes).over:
             tensors[number] = collectives.of_one(way, tensors[number], x.plan.live_mesh(), axis, label="parameters")
     return Sharded(x.view, tensors)
 

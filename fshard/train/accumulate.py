@@ -25,7 +25,7 @@ from ..core.storage import value_bytes, writes
 from ..core.tracing import is_tracing
 from ..core.tree import Tree
 from ..grad.grad import later_grads, run
-from ..grad.travel import Gradients, settle, several
+from ..grad.travel import Gradients, settle
 from ..grad.under_way import Gathered
 from ..layout.pieces import device_of
 from ..plan.partitions import axes_of
@@ -252,7 +252,7 @@ def rank_of(params: Sharded) -> int:
 
 def check_equal_batches(batch: Tree, plan: Plan) -> None:
     """In checked calls, raise MismatchError if ranks along no axis of `data` differ in their batches."""
-    axes, grid = several(plan, plan.rest(plan.data)), adapted(plan.live_mesh())
+    axes, grid = plan.rest(plan.data), adapted(plan.live_mesh())
     if not axes or grid is None or grid.abstract or is_tracing():
         return
     if isinstance(grid, ProcessMesh) and not is_announcing():  # simulated ranks always compare

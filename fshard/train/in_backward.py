@@ -43,7 +43,7 @@ from ..layout.pieces import device_of
 from ..layout.rules import reshard
 from ..sharding.schedule import View
 from ..sharding.sharded import Sharded, in_new_containers, refine, shards_of, whole_view
-from ..update.base import Label, Transform, clip_factor
+from ..update.base import FoundInf, Label, Transform, clip_factor
 from ..update.elementwise import update_part
 from ..update.transforms import LabelState
 from .accumulate import Recipe, rank_of, run_each
@@ -115,13 +115,18 @@ def check_in_backward(tx: Transform, by: Reduction, donate: bool, how: Mapping[s
         "reduction='tree': gradients of slices are added up first. Use another reduction": isinstance(by, TreeSums),
         "skip_labels: whether a label is skipped is known last. Leave skip_labels out": how["skip_labels"] is not None,
         "tx: expected a transformation with over='elements' (adamw, sgd, lion, a chain of such), or optim.by_label of "
-        "such alone, got another one, which may look at whole leaves or at norms. Use in_backward=False": not all(
-            part.over == "elements" for part in (tx.parts or {None: tx}).values()
+        "such alone, got another one, which may look at whole leaves or at norms. Use in_backward=False": not (
+            is_by_elements(tx)
         ),
     }
     for reason, holds in reasons.items():
         if holds:
             raise ValueError(f"train_step(in_backward=True) with {reason}.")
+
+
+def is_by_elements(tx: Transform) -> bool:
+    """True if an update of some elements reads no others."""
+    return all(part.over == "elements" for part in (tx.parts or {None: tx}).values())
 
 
 def _check_can_begin(state: Tree) -> None:
@@ -158,11 +163,11 @@ class Squares:
         # float64, 0-d, by the axes along which ranks hold other elements: copies count once. GPUs make square sums on
         # the stream of sums, and would overwrite one dropped too early: all are kept.
         none = torch.zeros((), dtype=torch.float64, device=device_of(params))
-        kinds = [self._plan.kinds[kind] for kind in params.trainable.view.kinds]
-        self._sums = {over: [none] for over in ((), *(kind.apart(self._plan.grads_over) for kind in kinds))}
+        kinds = params.trainable.view.kinds
+        self._sums = {over: [none] for over in ((), *(self._plan.apart(k, self._plan.grads_over) for k in kinds))}
 
     def add(self, unit: int, kind: int, total: Tensor) -> None:
-        self._sums[self._plan.kinds[kind].apart(self._plan.grads_over)].append(square_sum(total))
+        self._sums[self._plan.apart(kind, self._plan.grads_over)].append(square_sum(total))
 
     def norm(self) -> Tensor:
         mesh, local = self._plan.live_mesh(), {over: torch.stack(squares).sum() for over, squares in self._sums.items()}
@@ -186,10 +191,10 @@ def _runs(layout: Layout, view: View) -> Runs:
 class Updates:
     """A step's updates in the memory of a state; gradients are multiplied by `factor`."""
 
-    def __init__(self, tx: Transform, state: Tree, factor: Tensor | None):
-        self._params, self._tx, self._old, self._factor = state.params, tx, state.opt_state, factor
+    def __init__(self, tx: Transform, state: Tree, factor: Tensor | None, skip: FoundInf | None = None):
+        self._params, self._tx, self._old, self._factor, self._skip = state.params, tx, state.opt_state, factor, skip
         fine = refine(state.params.trainable, state.params.plan.state_over)
-        self._view, self._shards = fine.key, shards_of(fine)  # (n / W_state,): this rank updates them
+        self._view, self.shards = fine.key, shards_of(fine)  # (n / W_state,): this rank updates them
         self._seeds = Seeds(state.rng, state.step, device_of(state.params)) if tx.draws else None
         self._new: dict[Label, Tree] = {}  # the newest state by label, or None
         self._gathers: list[Pending] = []
@@ -201,30 +206,32 @@ class Updates:
         if self._seeds is None:
             return self._made(unit, kind, total)
         plan = self._params.plan
-        shard = coordinate(plan.live_mesh(), plan.kinds[kind].rule(plan.state_over).over)
+        shard = coordinate(plan.live_mesh(), plan.rule(kind, plan.state_over).over)
         with assigned(UPDATE, self._seeds.at(unit, kind, shard)):
             return self._made(unit, kind, total)
 
     def _made(self, unit: int, kind: int, total: Tensor) -> None:
-        params, grads = self._shards[unit, kind], self._own(total, kind)  # (n / W_state,)
+        params, grads = self.shards[unit, kind], self._own(total, kind)  # (n / W_state,)
 
-        def update(tx: Transform, state: Tree, layout: Layout | None = None) -> Tree:  # layout: of a label's leaves
+        # layout: of a label's leaves
+        def update(tx: Transform, state: Tree, skip: FoundInf | None, layout: Layout | None = None) -> Tree:
             if layout is None:  # the state is cut as parameters are
-                return update_part(tx, state, [params], [grads], lambda x: [x.shard(unit, kind)], own_grads=True)
+                return update_part(tx, state, [params], [grads], lambda x: [x.shard(unit, kind)], skip, own_grads=True)
             runs = _runs(layout, self._view).get((unit, kind), ())
             of_params, of_grads = ([x[start : start + numel] for start, numel, _, _ in runs] for x in (params, grads))
             cut = lambda x: [x.tensors[tensor][at : at + numel] for _, numel, tensor, at in runs]  # noqa: E731
-            return update_part(tx, state, of_params, of_grads, cut, own_grads=True)
+            return update_part(tx, state, of_params, of_grads, cut, skip, own_grads=True)
 
         if self._tx.parts is None:
-            self._new = {None: update(self._tx, self._old)}
+            self._new = {None: update(self._tx, self._old, self._skip)}
         else:
-            parts, inner = self._tx.parts, self._old.inner
-            self._new = {label: update(parts[label], inner[label], layout) for label, layout in self._old.layouts}
+            parts, inner, pairs = self._tx.parts, self._old.inner, self._old.layouts
+            skip = self._skip if isinstance(self._skip, Mapping) else dict.fromkeys(parts, self._skip)
+            self._new = {label: update(parts[label], inner[label], skip[label], at) for label, at in pairs}
         plan = self._params.plan
-        further = plan.kinds[kind].rule(plan.state_over[len(plan.params_over) :]).over
-        if plan.num_ranks(further) > 1:  # the optimizer's state is cut further than parameters are
-            fine, coarse = (plan.kinds[kind].rule(over) for over in (plan.state_over, plan.params_over))
+        further = plan.rule(kind, plan.state_over[len(plan.params_over) :]).over
+        if further:  # the optimizer's state is cut further than parameters are
+            fine, coarse = plan.rule(kind, plan.state_over), plan.rule(kind, plan.params_over)
             out, name = self._params.shard(unit, kind), plan.units[unit].name
             self._gathers.append(reshard(params, fine, coarse, plan.live_mesh(), name, out))
 
@@ -238,9 +245,11 @@ class Updates:
 
     def finish(self) -> Tree:
         if not self.begun:  # no parameter has an element: the counts alone go on
-            place, shard = next(iter(self._shards.items()))
+            place, shard = next(iter(self.shards.items()))
             self.make(*place, shard)
         for pending in self._gathers:
             pending.wait()
+        if self._params.plan.state_crosses:
+            self._params.plan.crossings.down.settle()
         new = self._new[None] if self._tx.parts is None else LabelState(self._new, self._old.layouts)
         return in_new_containers(new)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NoReturn, SupportsIndex
 
 import torch
@@ -16,17 +16,16 @@ from ..comm.reduction import Reduction, TreeSums, reduction_of
 from ..core import tree
 from ..core.arguments import check_flags, check_has, check_positive, check_whole, shown
 from ..core.func_levels import refuse_derivative
-from ..core.random import UPDATE, Seeds
+from ..core.random import HOST, UPDATE, Seeds
 from ..core.scalars import beside, wide
 from ..core.storage import Life, Places, span
 from ..core.tracing import assigned, is_tracing
 from ..core.tree import Tree
 from ..grad.grad import check_loss, check_outside, check_sharded
 from ..grad.tape import OBSERVER
-from ..grad.travel import several
 from ..hosts.check import Checked, is_wanted
 from ..layout.norms import global_norm
-from ..layout.pieces import Views, device_of
+from ..layout.pieces import Views, device_of, map_parts
 from ..plan import ahead
 from ..plan.owners import Picture, size
 from ..sharding.sharded import Sharded, coarsen, in_new_containers, refine
@@ -36,7 +35,7 @@ from ..update.transforms import Labels, check_labelled, check_labels
 from . import dynamo
 from .accumulate import Recipe, check_equal_batches, check_reduce_once, gradients_of_micro_batches
 from .describe import describe, stamp_of
-from .in_backward import Stepped, check_in_backward, own_extra, step_in_backward
+from .in_backward import Stepped, Updates, check_in_backward, is_by_elements, own_extra, step_in_backward
 from .loss_scale import LossScale, NoLossScale
 from .slices import gradients_of_slices
 
@@ -122,12 +121,18 @@ def init_state(
             f"init_state: extra leaf {empty[0]!r}: expected values, got a tensor on meta. Use apply.init_buffers()"
         )
     extra = tree.map(lambda x: x.detach().clone() if isinstance(x, Tensor) else x, extra)
-    several = any(size > 1 for _, size in sharded.plan.axes)  # one rank reads no scale
-    if several and not is_tracing() and not present(sharded.plan.live_mesh()).abstract:
+    # one rank has nothing to compare, and reads no scale
+    if sharded.plan.linked and not is_tracing() and not present(sharded.plan.live_mesh()).abstract:
         _check_alike(sharded, seed, scaler)
     # random numbers of a step are seeded on the host
     step, rng = (torch.tensor(number, device="cpu") for number in (0, seed))
-    return TrainState(sharded, _of_its_own(transform.init(trained), sharded.tensors), scaler, step, rng, extra)
+    if sharded.plan.state_crosses:  # the device may have no room for all of it
+        trained = tree.map(lambda x: x.to(HOST), trained)
+    opt_state = transform.init(trained)
+    if sharded.plan.state_crosses:
+        opt_state = map_parts(ahead.to_host, opt_state)
+        sharded.plan.crossings.down.settle()
+    return TrainState(sharded, _of_its_own(opt_state, sharded.tensors), scaler, step, rng, extra)
 
 
 def _of_its_own(opt_state: Tree, params: Sequence[Tensor]) -> Tree:
@@ -149,8 +154,8 @@ def _check_alike(params: Sharded, seed: int, scaler: LossScale) -> None:
     values = [leaf.tolist() for leaf in leaves if isinstance(leaf, Tensor)]
     text = f"seed={seed}\nloss_scale={type(scaler).__name__} of {values}, {spec}"
     consensus.check_same(plan.mesh, text, "init_state: the first state", "Give init_state the same on all of them")
-    rests = {k: several(plan, plan.rest(params.view.axes(k), k)) for k in params.view.kinds}
-    for axes in sorted(set(rests.values()), key=len):
+    rests = {k: plan.rest(params.view.axes(k), k) for k in params.view.kinds}  # that have copies
+    for axes in sorted(dict.fromkeys(rests.values()), key=len):  # a set's order differs between processes
         part = params.only(k for k in params.view.kinds if rests[k] == axes)
         if consensus.first_unlike(part.tensors, plan.mesh, axes) is None:
             continue
@@ -328,9 +333,12 @@ def _step_after_backward(
     extra = _kept_extra(skip, state.extra, outcome.extra) if recipe.with_extra else state.extra
     if recipe.donate:  # the update may write to memory of extra
         extra = own_extra(extra, [params.trainable, state.opt_state])
-    updated, opt_state = _updated_shards(tx, grads, state.opt_state, params, skip, recipe.donate, in_slices)
-    del grads  # free for the gathers of new parameters
-    new_params = _gathered(updated, params, recipe.donate)
+    if params.plan.state_crosses:
+        new_params, opt_state = _update_from_host(tx, grads, state, skip, recipe.donate, in_slices)
+    else:
+        updated, opt_state = _updated_shards(tx, grads, state.opt_state, params, skip, recipe.donate, in_slices)
+        del grads  # free for the gathers of new parameters
+        new_params = _gathered(updated, params, recipe.donate)
     new_state = TrainState(new_params, opt_state, state.loss_scale.adjust(found_inf), state.step + 1, state.rng, extra)
     found_inf = (~norm.isfinite()).float() if skip is None else any_found(skip)
     return Stepped(new_state, outcome, norm, found_inf)
@@ -416,6 +424,30 @@ def _updated_shards(
         fine_grads, opt_state, fine_params, skip, donate, own_grads=True, exact_norms=exact_norms
     )
     return refuse_derivative(updated, "train_step"), in_new_containers(new_state)
+
+
+def _update_from_host(
+    tx: Transform, grads: Sharded, state: TrainState, skip: FoundInf | None, donate: bool, exact_norms: bool
+) -> tuple[Sharded, Tree]:
+    """Make new parameters, and optimizer state in host memory; with `donate` in the old ones' memory.
+
+    The device has the state of one unit at a time if `tx` updates elements and draws no random numbers, else all of it.
+    """
+    params, device = state.params, state.params.plan.device
+    in_place = not is_tracing()
+    if in_place and not donate:
+        params = params.updated(tree.map(torch.clone, params.trainable))
+    if is_by_elements(tx) and not tx.draws and in_place:
+        opt_state = map_parts(lambda x: ahead.pinned(x, device) if donate else ahead.to_host(x), state.opt_state)
+        updates = Updates(tx, replace(state, params=params, opt_state=opt_state), None, skip)
+        for place in (place for place, shard in updates.shards.items() if shard.numel()):
+            updates.make(*place, grads.shard(*place))
+        return Sharded(params.view, params.tensors), updates.finish()
+    there = map_parts(lambda x: x.to(device, non_blocking=True), state.opt_state)
+    updated, new = _updated_shards(tx, grads, there, params, skip, in_place, exact_norms)
+    back = map_parts(lambda old, x: old.copy_(x) if donate else ahead.to_host(x), state.opt_state, new)
+    params.plan.crossings.down.settle()
+    return _gathered(updated, params, in_place), in_new_containers(back)
 
 
 def _gathered(updated: Sharded | Views, params: Sharded, donate: bool) -> Sharded:

@@ -202,32 +202,41 @@ def update_part(
 ) -> Tree:
     """Update some elements in place by an elementwise `tx`, while gradients of others are on their way.
 
-    `cut` gives this part's views of each tree in the state. Only the 0-d tensors of the returned state are new. Every
-    part starts from the counts before the step, so any part's new counts are the step's.
+    `cut` gives this part's views of each tree in the state; those in host memory are copied to the device and back.
+    Only the 0-d tensors of the returned state are new. Every part starts from the counts before the step, so any part's
+    new counts are the step's.
     """
 
+    views = [list(cut(x)) for x in tree.nodes(state, Parts)]
+    given, into = ([near(x, p) for x, p in zip(of, params, strict=True)] for of in views), iter(views)
+
     def begun(x: Tree) -> Tree:
-        return list(cut(x)) if isinstance(x, Parts) else x.clone() if isinstance(x, Tensor) else x
+        return next(given) if isinstance(x, Parts) else x.clone() if isinstance(x, Tensor) else x
 
     part = tree.map_tops(begun, Parts, state)
     new_params, new_state = tx.step([*grads], part, [*params], found_inf, donate=True, **extra)
     pairs = [*zip(params, new_params, strict=True)]
 
-    def kept(old: Tree, given: Tree, new: Tree) -> Tree:
+    def kept(old: Tree, new: Tree) -> Tree:
         if isinstance(old, Parts):
-            pairs.extend(zip(given, new, strict=True))
+            pairs.extend(zip(next(into), new, strict=True))
         return old if isinstance(old, Parts) else new
 
-    after = tree.map_tops(kept, Parts, state, part, new_state)
+    after = tree.map_tops(kept, Parts, state, new_state)
     _put([(old, x) for old, x in pairs if old is not x])
     return after
+
+
+def near(x: Tensor, like: Tensor) -> Tensor:
+    """Return a tensor on the device of `like`: the tensor itself if it is there."""
+    return x.to(like.device, non_blocking=True)
 
 
 def _put(pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
     into, new = [old for old, _ in pairs], [x for _, x in pairs]
     # the new state may be old parameters, or another field's old values
     for old, x in zip(into, aside(new, into), strict=True):
-        old.copy_(x)
+        old.copy_(x, non_blocking=True)
 
 
 def all_numbers(*hyperparams: object) -> bool:

@@ -25,7 +25,6 @@ from ..core.arguments import check_flags, check_function, check_whole, shown
 from ..core.storage import words, writes
 from ..core.tracing import is_tracing
 from ..core.tree import Tree
-from ..grad.travel import several
 from ..layout.layout import Layout
 from ..layout.pieces import Parts, pieces
 from ..plan.plan import Plan
@@ -201,7 +200,7 @@ def _copies(state: TrainState, metrics: Mapping[str, Tree]) -> dict[Axes, list[_
     plan, result = state.params.plan, dict[Axes, list[_Copy]]()
 
     def add(over: Axes, copy: _Copy) -> None:
-        axes = several(plan, [axis for axis in plan.axis_names if axis not in over])
+        axes = plan.rest(over)
         if axes:
             result.setdefault(axes, []).append(copy)
 

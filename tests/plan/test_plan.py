@@ -3,6 +3,7 @@
 import copy
 import pickle
 from dataclasses import FrozenInstanceError
+from functools import partial
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ import fshard
 from fshard import gather_params, make_plan, shard_params, tree
 from fshard.comm.mesh import coordinate
 from fshard.sharding.sharded import whole_view
+from fshard.wire import Int8
 
 UNITS = {"root": None, "leaves": "**", "size": 6, "top": lambda path, part: path != "" and "." not in path}
 CUTS = {"full": {}, "wide": STRATEGIES["wide"], "wide_state": STRATEGIES["wide_state"], "ddp": STRATEGIES["ddp"]}
@@ -503,3 +505,18 @@ def test_ranks_with_other_trees_are_told():
     words = r"plan differs between ranks.*ank 0 has leaf 'b' float32\[1\].*rank 2 has leaf 'b' float32\[2\]"
     with pytest.raises(fshard.MismatchError, match=words):
         simulated(run, shard=3)
+
+
+def test_an_axis_of_one_rank_cuts_nothing():
+    """Each part of a step would ask again how many ranks there are; a user's wire would round less on one rank."""
+    params, over = {"a": torch.ones(4), "b": torch.ones(4)}, ("replicate", "shard")
+
+    def law(mesh: Any, **how: Any) -> set[tuple[str, ...]]:
+        plan = fshard.make_plan(params, mesh, whole="b", params_over=over, grads_over=over, state_over=over, **how)
+        assert plan.params_over == over  # as it was asked for
+        return {row.over for row in fshard.shard_params(params, plan).view.rows.values()}
+
+    for sizes, cut in (((1, 1), ()), ((1, 2), ("shard",)), ((2, 1), ("replicate",)), ((2, 2), over)):
+        found = simulated(law, replicate=sizes[0], shard=sizes[1])
+        assert found == [{(), cut}] * len(found)
+        assert simulated(partial(law, param_wire=Int8(16)), replicate=sizes[0], shard=sizes[1])[0] == {(), over}

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from support.accelerator import DEVICE, Mesh, on_accelerator
 from support.memory import Live
 from support.worlds import simulated
 from torch import Tensor
@@ -86,46 +85,6 @@ def test_derivatives_of_a_deep_net_take_less_memory(name: str) -> None:
     for a, b in zip(*map(tree.leaves, results), strict=True):
         assert torch.allclose(a, b, rtol=0, atol=1e-5 * float(b.detach().abs().max()))
     assert peaks[1] < peaks[0] / 4, peaks
-
-
-def trained_with_state_on_host(mesh: Any) -> None:
-    page = recipe("Optimizer state in host memory", mesh)
-    tx, loss = page["tx"], page["class_loss"]
-    params = page["sharded"](page["new_params"](), units=["blocks.*"])
-    state, plain = fshard.init_state(params, tx), fshard.train_step(loss, tx)
-    on_host, step = tree.map(torch.clone, state.opt_state), page["train_with_state_on_host"](tx, loss, "cpu")
-    params = tree.map(torch.clone, params)
-    for i in range(3):
-        params, on_host, value = step(params, on_host, batch_of(i, mesh.get_rank()))
-        state, metrics = plain(state, batch_of(i, mesh.get_rank()))
-        assert_trees_equal((params, on_host, value), (state.params, state.opt_state, metrics["loss"]))
-
-
-def test_a_step_with_its_state_on_the_host_is_the_step():
-    """It would train otherwise than a step whose state stays on the device."""
-    simulated(trained_with_state_on_host)
-
-
-def test_the_state_is_on_the_device_for_the_update_alone():
-    """The state would stay on the device, or be updated in host memory, or more would cross than the state."""
-    with on_accelerator() as apart:
-        mesh = Mesh()
-        page = recipe("Optimizer state in host memory")
-        page["mesh"] = mesh
-        whole = tree.map(lambda x: x.to(DEVICE), page["new_params"]())
-        params = fshard.shard_params(whole, fshard.make_plan(whole, mesh, units=["blocks.*"]))
-        on_host = tree.map(lambda x: x.cpu(), fshard.init_state(params, page["tx"]).opt_state)
-        step = page["train_with_state_on_host"](page["tx"], page["class_loss"], DEVICE)
-        batch = tree.map(lambda x: x.to(DEVICE), batch_of(0))
-        apart.crossed.clear()
-        params, on_host, _ = step(params, on_host, batch)
-    assert {x.device.type for x in tree.leaves(on_host)} == {"cpu"}
-    assert {x.device for x in tree.leaves(params)} == {DEVICE}
-    number = len(tree.leaves(on_host))
-    assert sorted((to, count) for (to, _), count in apart.crossed.items()) == [
-        ("to the device", number),
-        ("to the host", number),
-    ]
 
 
 STEPS, ROUNDS = 2, 2

@@ -1,5 +1,8 @@
 """What the first state of a run must have alike on all ranks: copies of parameters, the seed, the loss scale."""
 
+import os
+import subprocess
+import sys
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -200,3 +203,27 @@ def test_an_optimizer_may_return_the_parameters(alias: str, wrapper: str, way: s
         got = trained(None, tx, WAYS[way]) if size is None else simulated(trained, tx, WAYS[way], shard=size)[0]
         for x, y in zip(fshard.tree.leaves(got), fshard.tree.leaves(expected), strict=True):
             torch.testing.assert_close(x, y, rtol=1e-5, atol=1e-6)
+
+
+_CHECKED = """
+import torch, fshard
+from fshard.collectives import tally
+
+def law(mesh):
+    params = {"a": torch.ones(4, 2), "b": torch.ones(4), "c": torch.ones(4)}
+    plan = fshard.make_plan(params, mesh, units=[], split={"a": ("replicate", 0)}, whole=["a", "b"])
+    with tally() as calls:
+        fshard.init_state(fshard.shard_params(params, plan), fshard.optim.sgd(0.1))
+    return [call.axis for call in calls]
+
+print(fshard.testing.simulate(law, replicate=2, shard=2)[0])
+"""
+
+
+def test_processes_check_copies_in_one_order():
+    """Processes hash strings differently: each would compare copies along another axis first, and all would wait."""
+    orders = set[str]()
+    for seed in ("4", "5"):  # with these a set of axes has two orders in Python 3.11
+        command, env = [sys.executable, "-c", _CHECKED], os.environ | {"PYTHONHASHSEED": seed}
+        orders.add(subprocess.run(command, env=env, check=True, capture_output=True, text=True).stdout)
+    assert len(orders) == 1
