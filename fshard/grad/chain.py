@@ -25,48 +25,31 @@ Note [One order on all ranks]
 from __future__ import annotations
 
 from collections.abc import Iterable
-from sys import maxsize
-from typing import NamedTuple, Protocol
 
 from torch import Tensor
 
 from .autograd import Anchor, Block, OnGrads
-from .under_way import Buffers, Leaves, TapeUnit
-
-
-class Gathering(Protocol):
-    """What gathers a unit in the backward: a `Tape`."""
-
-    index: int
-
-    def again(self, unit: TapeUnit) -> Buffers:
-        """Return a unit's buffers, which are gathered if they are not in memory."""
-
-
-class Saved(NamedTuple):
-    """When a unit was saved, or read in a checkpoint, last: how many outputs the chain had."""
-
-    tape: Gathering
-    since: int
-    hook: object = None  # of the checkpoint
+from .backward import Gathering, Read, Row, Table, UsedUp, table
+from .under_way import Leaves, TapeUnit
 
 
 class Chain:
-    """The anchors of a forward, and what it saved (Note [One order on all ranks]): linked if there are several ranks.
+    """The anchors of a forward, its record, and the table of its backward (Note [The table of a backward]).
 
-    `outputs` is the root, and the last output of each anchor that is linked. The units of `planned` come in that order,
-    others as they are read.
+    `outputs` is the root, and the last output of each anchor that is linked: anchors are if there are several ranks.
+    The units of `planned` come in that order, others as they are read.
     """
 
     def __init__(self, root: Tensor, is_linked: bool, planned: Iterable[TapeUnit]):
         self.is_linked, self.outputs = is_linked, [root]
         self.gathered: list[tuple[int, int]] = []  # the tape and the number of each unit that ranks gathered, in order
-        # the units that the backward will gather again, the first one last
-        self.saved: dict[TapeUnit, Saved] = {}
+        # the number of a unit's anchor; of a frozen unit, or one first read after its anchor, of the anchor before
+        self.numbers: dict[TapeUnit, int] = {}
+        self._record: list[tuple[TapeUnit, Row | Read | UsedUp]] = []
+        self.table: Table[TapeUnit] = Table({}, set(), set())  # of the record, once the forward has ended
         # units that stay until an anchor runs that was made no later than the one with this number
         self._waiting: list[tuple[int, TapeUnit]] = []
-        # the hook of the checkpoint that read last, and the number of an anchor that was made before that began
-        self._reading: tuple[object, int] = None, 0
+        self._checkpoint: tuple[object, int] = None, 0  # the hook of the checkpoint that read last, and its number
         self._planned, self._tapes = iter(planned), 0
 
     def join(self) -> int:
@@ -79,13 +62,13 @@ class Chain:
         if unit.anchor is not None:
             *bound, _ = Anchor.apply(unit.anchor, (TapeUnit.add, unit, leaves))
             return bound
-        self.link(unit.number, take)
+        self.link(unit, take)
         return self._linked(unit, take, leaves)
 
     def _linked(self, unit: TapeUnit, take: OnGrads, leaves: Leaves) -> list[Tensor]:
         *bound, unit.anchor = Anchor.apply(self.outputs[-1], (take, unit, leaves))
         if self.is_linked:
-            unit.since = len(self.outputs)
+            self.numbers[unit] = len(self.outputs)
             self.outputs.append(unit.anchor)
         return bound
 
@@ -94,81 +77,99 @@ class Chain:
         *bound, _ = Anchor.apply(self.outputs[0], (take, unit, leaves))
         return bound
 
-    def link(self, stop: int | None, take: OnGrads) -> None:
+    def link(self, stop: TapeUnit | None, take: OnGrads) -> None:
         """Give an anchor to each planned unit up to `stop` that has none, in a chain; with None, to all of them."""
         for unit in self._planned:
-            if unit.number == stop:
+            if unit is stop:
                 return
             if unit.anchor is None and unit.entry.trained:
                 self._linked(unit, take, [])
 
     def save(self, unit: TapeUnit, tape: Gathering) -> None:
-        """Put a unit first in the order in which the backward gathers."""
-        self.saved.pop(unit, None)
-        self.saved[unit] = Saved(tape, len(self.outputs))
+        """Note that autograd saves a place of a unit."""
+        self._record.append((unit, Row(tape, len(self.outputs), None, self.numbers[unit])))
 
     def rerun(self, unit: TapeUnit, tape: Gathering, block: Block, is_new: bool) -> None:
-        """Note that a checkpoint reads a unit: it gathers its units in the same order when it runs again.
+        """Note that a checkpoint reads a unit; `is_new` says that the unit was gathered for this."""
+        hook, number = self._checkpoint
+        if block.hook is not hook:  # outermost checkpoints run one after another
+            self._checkpoint = block.hook, number + 1
+        read = Read(tape, len(self.outputs), self._checkpoint[1], block.is_nested, is_new)
+        self._record.append((unit, read))
 
-        `is_new` says that the unit was gathered for this.
-        """
-        is_known = unit in self.saved and self.saved[unit].hook is block.hook
-        if not is_known and block.hook is not self._reading[0]:
-            self._reading = block.hook, len(self.outputs) - 2  # the last may be of this read
-        unit.rerun_by(block, self.is_linked, is_known and is_new, maxsize if is_known else self._reading[1])
-        if is_known:
-            return
-        self.saved.pop(unit, None)
-        units = [(unit, tape)]
-        while self.saved:
-            last, entry = self.saved.popitem()
-            if entry.hook is not block.hook:
-                self.saved[last] = entry
-                break
-            units.append((last, entry.tape))
-        units[1:] = units[:0:-1]
-        self.saved.update((x, Saved(by, len(self.outputs), block.hook)) for x, by in units)
+    def use_up(self, unit: TapeUnit) -> None:
+        """Note that a backward inside the loss has used the last saved place of a unit."""
+        self._record.append((unit, "used up"))
+        if self._checkpoint[1] and unit in self._made().tied:
+            unit.stays_for = "anchor"
 
-    def turn(self, unit: TapeUnit) -> None:
+    def restart(self) -> None:
+        """Note that the forward begins anew: nothing is saved."""
+        self._record += [(unit, "used up") for unit in self.numbers]
+
+    def end_record(self) -> Table[TapeUnit]:
+        """Return the table of the backward, made of the record at the first call after the forward."""
+        if self._record:
+            self.table = self._made()
+            self._record.clear()
+        return self.table
+
+    def _made(self) -> Table[TapeUnit]:
+        return table(self._record, self.numbers, lambda unit: bool(unit.entry.trained), self.is_linked)
+
+    def tie(self) -> None:
+        """Keep until the backward ends what no row will end: it was used up in the forward, and checkpoints read it."""
+        for unit in self.table.tied:
+            if unit.stays_for or unit not in self.table.rows:
+                unit.stays_for = "anchor"
+
+    def reach(self, unit: TapeUnit) -> None:
         """Gather again what comes before a unit, and note that this is gathered now."""
-        if unit in self.saved:
+        if unit in (rows := self.table.rows):
             # the place of a kept unit may differ between ranks
-            if self.is_linked and next(reversed(self.saved)) is not unit and not unit.is_kept:
+            if self.is_linked and next(reversed(rows)) is not unit and not unit.is_kept:
                 self._catch_up(-1, unit)
-            entry = self.saved.pop(unit)
-            if (reruns := unit.reruns).stays_until_anchor:
-                is_last = entry.hook is not None and not reruns.is_shared  # of the checkpoint that runs again now
-                self._waiting.append((unit.since if is_last else min(unit.since, reruns.anchor_before), unit))
+            if (until := rows.pop(unit).until) is not None:
+                self._wait(unit, until, True)
 
-    def passes(self, unit: TapeUnit) -> None:
+    def anchor_ran(self, unit: TapeUnit) -> None:
         """The anchor of a unit runs: no node of autograd that was made after it will run any more."""
-        if self.saved and self.saved[next(reversed(self.saved))].since > unit.since:
-            self._catch_up(unit.since)
+        rows, number = self.table.rows, self.numbers[unit]
+        if rows and rows[next(reversed(rows))].before > number:
+            self._catch_up(number)
         if self._waiting:
-            for since, other in self._waiting:
-                if since >= unit.since:
+            for until, other in self._waiting:
+                if until >= number:
                     other.forget()
-            self._waiting = [(since, other) for since, other in self._waiting if since < unit.since]
+            self._waiting = [(until, other) for until, other in self._waiting if until < number]
 
     def settle(self) -> None:
         """End the forward: what was saved before the first anchor will not be used."""
-        while self.is_linked and self.saved and self.saved[first := next(iter(self.saved))].since == 1:
-            del self.saved[first]
+        rows = self.end_record().rows
+        while self.is_linked and rows and rows[first := next(iter(rows))].before == 1:
+            del rows[first]
 
-    def _catch_up(self, since: int, until: TapeUnit | None = None) -> None:
-        """Gather again what was saved when there were more outputs, as far as the unit `until`."""
-        while self.saved:
-            last = next(reversed(self.saved))
-            entry = self.saved[last]
-            if last is until or entry.since <= since:
+    def _catch_up(self, number: int, stop: TapeUnit | None = None) -> None:
+        """Gather again what comes before an anchor runs, as far as the unit `stop`."""
+        rows = self.table.rows
+        while rows:
+            last = next(reversed(rows))
+            row = rows[last]
+            if last is stop or row.before <= number:
                 return
-            del self.saved[last]
-            entry.tape.again(last)
-            self._waiting.append((min(last.since, last.reruns.anchor_before), last))
+            del rows[last]
+            row.tape.again(last)
+            self._wait(last, row.early, row.until is not None)
+
+    def _wait(self, unit: TapeUnit, until: int, is_tied: bool) -> None:
+        if is_tied:
+            unit.stays_for = "anchor"
+        self._waiting.append((until, unit))
 
     def close(self) -> None:
         """Drop all nodes: they hold tapes, in a cycle that Python's garbage collector cannot see."""
         self.outputs.clear()
-        self.saved.clear()
+        self._record.clear()
+        self.numbers.clear()
         self._waiting.clear()
-        self._reading = None, 0
+        self._checkpoint, self.table = (None, 0), Table({}, set(), set())

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import closing, contextmanager, suppress
+from contextvars import ContextVar
 from functools import cache, partial
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -26,10 +27,22 @@ from ..plan import ahead
 from ..plan.plan import Plan
 from ..sharding.sharded import Sharded, whole_view
 from . import autograd
-from .tape import OBSERVER, Tape
+from .tape import Tape
 from .travel import Gradients, settle
 from .under_way import Gathered
 
+
+class Observer(Protocol):
+    """Makes the tapes of a block, with the arguments of `Tape`, and is given the gradients of a step."""
+
+    def __call__(self, *args: object) -> Tape: ...
+
+    def add_sums(self, grads: Sharded, share: Tensor | None, scaler: Tree) -> None:
+        """See gradients before they are unscaled, and multiplied by `share`."""
+
+
+# makes the tapes of eager gradients, in a block that sees what they compute (`fshard.testing.observed`)
+OBSERVER: ContextVar[Observer | None] = ContextVar("fshard.grad.grad", default=None)
 _OF_MODULE = "Of a module write lambda params, x: torch.func.functional_call(module, params, (x,))"
 
 

@@ -13,6 +13,7 @@ Note [A unit's life]
     |-----------|------------------|----------------------|
     | forward   | error            | allowed              |
     | due       | become summing   | allowed              |
+    | late      | are added up     | allowed              |
     | summing   | error            | allowed              |
     | taken     | error            | error                |
     | closed    | error            | error                |
@@ -49,8 +50,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from itertools import islice
-from sys import maxsize
-from typing import Literal, NamedTuple, TypeAlias
+from typing import Literal, TypeAlias
 
 import torch
 from torch import Tensor
@@ -65,7 +65,6 @@ from ..plan.ahead import Crossing, Crossings
 from ..plan.plan import Plan
 from ..sharding.schedule import Entry
 from ..sharding.sharded import Sharded
-from .autograd import Block
 from .travel import Gathers, Gradients, several
 
 Leaves: TypeAlias = Sequence[Tensor]  # of a unit, in the order of its `Entry.slots`
@@ -88,15 +87,6 @@ _REFUSED = {
 }
 
 
-class Reruns(NamedTuple):
-    """The checkpoints that read a unit, and will read it again in the backward."""
-
-    hook: object = None  # of the last one
-    is_shared: bool = False  # whether several gather the unit, or one does twice
-    anchor_before: int = maxsize  # the number of the last anchor made before any of them
-    stays_until_anchor: bool = False  # whether the unit, once gathered again, stays until its anchor runs
-
-
 class TapeUnit:
     """One unit of a tape (Note [A unit's life])."""
 
@@ -105,27 +95,20 @@ class TapeUnit:
     bound: Leaves | None = None  # the leaves, those that train as outputs of an anchor
     coming: tuple[int, dict[int, Pending]] | None = None  # how many stages of its gathers have started; they, by kind
     held: Buffers | None = None  # what stays of it by `keep_rule`
-    is_touched = False
-    reruns = Reruns()
-    is_used = False  # whether it was read where gradients are on
-    regathered = False  # whether the buffers stay until the last saved place was used
+    stays_for: Literal["", "places", "anchor"] = ""  # gathered again, buffers stay until these were used, or this ran
     saved = 0  # the number of saved places that were not used yet
-    gradients: Literal["forward", "due", "summing", "taken", "closed"] = "forward"
-    is_complete = False  # whether gradients of all leaves that train have come
+    gradients: Literal["forward", "due", "late", "summing", "taken", "closed"] = "forward"
     anchor: Tensor | None = None  # the last output of its anchor (Note [Anchors] in `autograd.py`)
-    since = 0  # the number of its anchor in the chain; of a frozen unit, that of the anchor before
     _added: Sequence[Tensor | None] | None = None  # the gradients of later touches until the anchor runs
 
     def __init__(self, entry: Entry, stays: bool):
         self.entry = entry
-        self.number = entry.unit
         self.keep_rule = entry.keep_rule  # of `regather=`
         self.stays = stays  # until the forward ends
-        self.gathered: Gathered | None = None  # where all of it stays for the next tape
 
-    def keep_in(self, gathered: Gathered) -> None:
-        """Keep all of the unit in `gathered`, beyond this tape; what is there already is not gathered again."""
-        self.gathered, self.keep_rule, self.held = gathered, COPIES, gathered.get(self.number)
+    def keep_from(self, gathered: Gathered) -> None:
+        """Keep all of the unit; what another tape has gathered is not gathered again."""
+        self.keep_rule, self.held = COPIES, gathered.get(self.entry.unit)
         if is_tracing():  # another label than that of units which a graph may gather again
             self.entry = self.entry._replace(name=f"{self.entry.name} (kept)")
 
@@ -137,62 +120,29 @@ class TapeUnit:
     def let_go(self) -> None:
         """Drop the leaves, and the buffers unless saved places are still to be used."""
         self.leaves = self.bound = None
-        if not self.regathered:
+        if not self.stays_for:
             self.buffers = None
-
-    def rerun_by(self, block: Block, is_linked: bool, is_twice: bool, anchor: int) -> None:
-        """Note a checkpoint that reads it, and began after an anchor of this number.
-
-        Once gathered again the unit stays if its anchor will say until when. A frozen unit has none, and stays if other
-        checkpoints read it, too, or this one gathers it twice. So all ranks gather it once.
-        """
-        hook, is_shared, before, stays = self.reruns
-        is_shared = is_shared or is_twice or block.is_nested or hook not in (None, block.hook)
-        stays = stays or (is_linked and bool(self.entry.trained or is_shared))
-        self.reruns = Reruns(block.hook, is_shared, min(before, anchor), stays)
-
-    def expect(self, is_linked: bool) -> None:
-        """End the forward: gradients may come, of a checkpoint and of other places."""
-        self.gradients = "due"
-        if self.reruns.hook is not None and self.saved:
-            self.reruns = self.reruns._replace(stays_until_anchor=is_linked)
 
     def forget(self) -> None:
         """Drop the buffers: its saved places will not be used."""
-        self.reruns, self.regathered, self.saved = self.reruns._replace(stays_until_anchor=False), False, 0
+        self.stays_for, self.saved = "", 0
         self.let_go()
-
-    def use(self) -> None:
-        """Count one saved place as used; after the last one drop what the backward needed."""
-        self.saved = max(self.saved - 1, 0)
-        if not (self.saved or self.reruns.stays_until_anchor):
-            self.regathered = False
-            if self.leaves is None:
-                self.buffers = None
-            if not (self.is_bound and self.gradients in ("forward", "due")):
-                self.drop_held()
-
-    def hold(self, held: Buffers) -> None:
-        """Keep these of its buffers, or copies of them."""
-        self.held = held
-        if self.gathered is not None:
-            self.gathered[self.number] = held
-
-    def drop_held(self) -> None:
-        """Drop what is held, unless it outlives the tape."""
-        if self.gathered is None:
-            self.held = None
 
     def keep_all(self) -> None:
         """Before a second forward: from now on keep all of the unit; nothing is saved yet."""
         if self.keep_rule != COPIES:
             self.held = None
-        self.keep_rule, self.saved, self.is_touched = COPIES, 0, False
+        self.keep_rule, self.saved = COPIES, 0
 
     @property
     def is_kept(self) -> bool:
         """Whether all of it stays in memory, so that the backward sends nothing for it."""
-        return self.keep_rule == COPIES and self.held is not None
+        return self.held is not None and self.keep_rule == COPIES
+
+    @property
+    def leads(self) -> bool:
+        """True if its gather in the backward starts the next ones; ranks may read units that do not at any time."""
+        return self.entry.leads and (self.held is None or self.keep_rule != COPIES)
 
     @property
     def is_bound(self) -> bool:
@@ -216,7 +166,7 @@ class TapeUnit:
         """Drop all tensors: nodes of autograd hold this unit, in a cycle that Python's garbage collector cannot see."""
         self.let_go()
         self.buffers = self.held = self.coming = self.anchor = self._added = None
-        self.reruns, self.gradients = TapeUnit.reruns, "closed"
+        self.gradients = "closed"
 
 
 def _sum(x: Tensor | None, y: Tensor | None) -> Tensor | None:
@@ -257,12 +207,15 @@ class Arrivals(_UnderWay):
     """Gathers of one `Sharded` under way; a unit of which a copy is held is gathered from the copy.
 
     With several stages, one unit more is under way for each, one stage behind the unit before it. `copied` is as in
-    `is_buffer`.
+    `is_buffer`, `gathered` as in `Tape`.
     """
 
-    def __init__(self, params: Sharded, units: Mapping[int, TapeUnit], copied: bool):
+    def __init__(self, params: Sharded, units: Mapping[int, TapeUnit], copied: bool, gathered: Gathered | None):
         super().__init__(params.plan, _stages(params.plan, params.view.over), lambda streams: streams.stages)
-        self._units, self._gathers = units, Gathers(params, copied)
+        self._units, self._gathers, self.gathered = units, Gathers(params, copied), gathered
+        if gathered is not None:
+            for unit in units.values():
+                unit.keep_from(gathered)
         self.most = self._plan.ahead.most(self.stages)  # units whose gathers are under way at once
 
     def keep(self, unit: TapeUnit) -> None:
@@ -271,9 +224,19 @@ class Arrivals(_UnderWay):
         assert unit.keep_rule is not None
         if over := unit.keep_rule.over:
             cut = [row.kind for row in unit.entry.rows if row.rule.over and row.numel]
-            unit.hold({kind: self._copy(unit.buffers[kind], kind, over) for kind in cut})
+            self.hold(unit, {kind: self._copy(unit.buffers[kind], kind, over) for kind in cut})
         else:
-            unit.hold(unit.buffers)
+            self.hold(unit, unit.buffers)
+
+    def hold(self, unit: TapeUnit, held: Buffers) -> None:
+        """Keep these buffers of a unit, or copies of them."""
+        unit.held = held
+        if self.gathered is not None:
+            self.gathered[unit.entry.unit] = held
+
+    def drop_held(self, unit: TapeUnit) -> None:
+        if self.gathered is None:
+            unit.held = None
 
     def _copy(self, all_gather_output: Tensor, kind: int, axes: Axes) -> Tensor:
         """A copy of what this rank has of a buffer (n,) that is cut over some axes: (n / W,)."""
@@ -310,7 +273,7 @@ class Arrivals(_UnderWay):
                 if self._stages_of(unit := self._units[number]):
                     self.start(unit)
             return
-        units = self._plan.ahead.gathers(None if current is None else current.number, following, self.stages)
+        units = self._plan.ahead.gathers(None if current is None else current.entry.unit, following, self.stages)
         last = max(0, len(units) - self.stages)  # of those whose stages may all start; each after it is one behind
         for place, number in enumerate(units):
             unit = self._units[number]

@@ -9,9 +9,9 @@ Note [Computed once]
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Container, Hashable, Iterable, Sequence
 from dataclasses import dataclass
-from itertools import accumulate, pairwise, product
+from itertools import accumulate, filterfalse, islice, pairwise, product
 from typing import NamedTuple, TypeAlias
 
 from ..comm.mesh import Axes
@@ -133,6 +133,7 @@ class Entry(NamedTuple):
     # trainable rows with elements, each with the numbers [begin, end) of its leaves in `trained`
     reduced: tuple[tuple[Row[Slot], int, int], ...]
     sent: bool  # True if ranks have shards of it
+    leads: bool  # True if its gather starts the next ones: it is sent, or no unit of the schedule is
 
 
 # The reads of a subtree: runs of adjacent leaves in a unit, as (unit, its leaves)
@@ -144,9 +145,11 @@ class Schedule:
 
     def __init__(self, view: View):
         plan = view.plan
-        self.entries = {unit: _entry(view, unit) for unit in range(*view.units)}
+        entries = {unit: _entry(view, unit) for unit in range(*view.units)}
+        self.sends = any(e.sent for e in entries.values())
+        self.entries = {unit: e._replace(leads=e.sent or not self.sends) for unit, e in entries.items()}
+        self._numbers = range(view.units[1])
         self.regathers = any(unit.keep_rule != COPIES for unit in plan.units)
-        self.sends = any(e.sent for e in self.entries.values())
         # a unit that stays does not hold frozen leaves for a checkpoint's second run
         self.resends = any(e.sent and (e.keep_rule != COPIES or not e.reduced) for e in self.entries.values())
         self.mixed = self.sends and not all(e.sent for e in self.entries.values())
@@ -165,6 +168,13 @@ class Schedule:
         """
         ends = [e.name for e in self.entries.values() if e.name in ENDS]
         return sorted(self.entries, key=lambda unit: ends != [LAST] or self.entries[unit].name != LAST)
+
+    def following(self, unit: int, most: int, read: Container[int]) -> Iterable[int]:
+        """Return at most `most` units to gather after a unit: sent ones, if there are any, and not read yet."""
+        begin = unit + 1
+        if not self.mixed:
+            return filterfalse(read.__contains__, self._numbers[begin : begin + most])
+        return islice((n for n in self._numbers[begin:] if self.entries[n].sent and n not in read), most)
 
     def leaf(self, number: int) -> tuple[int, int]:
         """Return (unit, number in it) of a leaf. KeyError if the view lacks its kind."""
@@ -227,4 +237,4 @@ def _entry(view: View, unit: int) -> Entry:
     ends = list(accumulate((len(row.leaves) for row in trainable), initial=0))
     reduced = tuple((row, *edge) for row, edge in zip(trainable, pairwise(ends), strict=True) if row.numel)
     sent = any(row.shards > 1 for row in rows)
-    return Entry(unit, plan.units[unit].name, plan.units[unit].keep_rule, rows, slots, trained, reduced, sent)
+    return Entry(unit, plan.units[unit].name, plan.units[unit].keep_rule, rows, slots, trained, reduced, sent, sent)
