@@ -39,7 +39,7 @@ class _Duals(Tape):
 
     def __init__(self, params: Sharded, tangents: Sharded, into: Gradients, beside: Sequence[Sharded]):
         super().__init__(params, into, beside)
-        self._tangents = Tape(tangents, chain=self.chain)
+        self._tangents = Tape(tangents, chain=self.chain, index=2 + len(beside))
         self._levels: Sequence[object] = ()  # of torch.func, innermost first: those inside which tangents are made
 
     @property

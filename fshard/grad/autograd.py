@@ -135,7 +135,12 @@ def _outermost() -> Block:
 
 
 class Saves(Protocol):
-    """What gives saved tensors back: a `Tape`."""
+    """The part of a `Tape` that gives saved tensors back."""
+
+    index: int
+
+    def again(self, unit: Any) -> object:
+        """Return a unit's buffers, gathered again if they are not in memory."""
 
     def pack(self, x: Tensor) -> object:
         """Return what autograd saves for a tensor."""

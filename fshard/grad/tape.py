@@ -28,7 +28,7 @@ from operator import is_not
 from typing import Any, TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, is_grad_enabled
 
 from ..comm.ranks import MismatchError, Pending
 from ..core import func_levels, tree
@@ -68,6 +68,7 @@ class Tape:
         beside: Sequence[Sharded] = (),
         gathered: Gathered | None = None,
         chain: Chain | None = None,
+        index: int = 1,
     ):
         params, into, self._adds = travel.as_read(params, into)  # `_adds`: gradients may come twice, and are added
         self._params, self.plan, self._into = params, params.plan, into
@@ -77,20 +78,21 @@ class Tape:
         is_planned = is_linked and self._schedule.any_whole and not is_tracing()  # all ranks trace one program
         planned = map(self._units.__getitem__, self._schedule.likely) if is_planned else ()
         self.chain = chain or Chain(autograd.root(), is_linked, planned)
-        self.index = self.chain.join()
-        self.beside = [(x, Tape(x, chain=self.chain)) for x in beside]
+        self.index = index  # of the tapes of one chain
+        self.beside = [(x, Tape(x, chain=self.chain, index=n)) for n, x in enumerate(beside, 2)]
         self._here: list[TapeUnit] = []  # their buffers stay at least until another unit is read
         self.shown: Shown | None = Shown()  # until the forward ends
-        self._owners = Owners()
+        self._owners, self._writes = Owners(), Writes()
         self._reductions = Reductions(self.plan, into)
         copied = into is not None and into.take is not None  # `take` writes to the parameters
-        self._backward, self._writes = False, Writes()
+        self._backward = self._gradless = False  # the forward has ended; gradients were off at a read
         self._rows = {address(row): kind for kind, row in zip(params.view.kinds, params.tensors, strict=True)}
         self._touched: dict[int, bool] = {}  # by unit read: True if gradients were on at a read
-        self._gradless = False  # gradients were off at a read
         self._reached: dict[int, bool] = {}  # by unit given gradients: True if of all its trainable leaves
         self._makes_buffers = any(travel.is_buffer(params.view, kind, copied) for kind in params.view.kinds)
         self._regather = self._makes_buffers and self._schedule.regathers and gathered is None  # until the forward ends
+        may_send = self._schedule.sends if into is None else self._schedule.resends  # again, in the backward
+        self._resends = self._makes_buffers and gathered is None and may_send
         self._notes = self._regather or (is_linked and self._schedule.sends)  # what checkpoints read; in the forward
         self._arrivals = Arrivals(params, self._units, copied, gathered)
 
@@ -130,13 +132,11 @@ class Tape:
         """Return a unit's leaves, gathered if they are not in memory, and start the gathers of the next units."""
         if (reads := RERUN.get()) is not None:
             return reads.unit(self, number)
-        unit = self._units[number]
-        leaves = unit.leaves
-        is_new = leaves is None
+        is_new = (leaves := (unit := self._units[number]).leaves) is None
         if leaves is None:
             leaves = self._gather(unit)
         if self._into is not None:
-            if torch.is_grad_enabled():
+            if is_grad_enabled():
                 self._touched[number] = True
             else:
                 self._gradless = True
@@ -171,16 +171,15 @@ class Tape:
             self.chain.gathered.append((self.index, number))
         leaves = unit.leaves = self._leaves(unit, self._next(unit))
         if number not in self._touched:
-            self._touched[number] = False
-            self.chain.numbers[unit] = len(self.chain.outputs) - 1
+            self._touched[number], self.chain.numbers[unit] = False, len(self.chain.outputs) - 1
         if self._into is None:
             self._keep(unit)
         if leads and self._makes_buffers and not self._backward:
-            self._arrivals.ahead(unit, self._schedule.following(number, self._arrivals.most, self._touched))
+            self._arrivals.ahead(unit, self._arrivals.following(self._schedule, number, self._touched))
         return leaves
 
     def _keep(self, unit: TapeUnit) -> None:
-        if unit.keep_rule is None or unit.held is not None or self._backward or not torch.is_grad_enabled():
+        if unit.keep_rule is None or unit.held is not None or self._backward or not is_grad_enabled():
             return
         if (
             unit.keep_rule.over
@@ -208,8 +207,7 @@ class Tape:
 
     def _due(self) -> Iterator[TapeUnit]:
         """The units that the backward will gather again, the next one first."""
-        rows = reversed(self.chain.table.rows.items())
-        return (unit for unit, row in rows if row.tape is self and unit.entry.leads)
+        return (unit for unit, row in reversed(self.chain.table.due.items()) if row.tape is self and unit.entry.leads)
 
     def _leaves(self, unit: TapeUnit, buffers: Buffers) -> Leaves:
         """A unit's leaves: views of its buffers without derivatives, watched for writes in place."""
@@ -286,14 +284,7 @@ class Tape:
     @property
     def is_compared(self) -> bool:
         """True if the host waits before the backward to compare the units that ranks will gather again."""
-        if self._into is None or self.plan.has_streams:
-            return False
-        return any(tape._resends for tape in [self, *self._followers])
-
-    @property
-    def _resends(self) -> bool:
-        sends = self._schedule.sends if self._into is None else self._schedule.resends
-        return sends and self._makes_buffers and self._arrivals.gathered is None
+        return not (self._into is None or self.plan.has_streams) and any(x._resends for x in [self, *self._followers])
 
     @property
     def sends(self) -> bool:
@@ -301,15 +292,15 @@ class Tape:
 
     def reads(self) -> list[int]:
         """Return two numbers for ranks to compare: a hash of the reads, and one of the backward's gathers."""
-        rows = self.chain.end_record().rows.items()
-        due = [(row.tape.index, x.entry.unit, row.before) for x, row in rows if x.entry.sent and not x.is_kept]
-        hidden = (unit.entry.unit for unit in self._hidden())
-        return [hash(x) & _BITS for x in ((*self.chain.gathered, *hidden), (*due,))]
+        rows = self.chain.end_record().due.items()
+        due = [(row.tape.index, x.entry.unit, row.before) for x, row in rows if x.entry.sent and x.leads]
+        gathered = *self.chain.gathered, *(unit.entry.unit for unit in self._hidden())
+        return [hash(x) & _BITS for x in (gathered, (*due,))]
 
     def _hidden(self) -> list[TapeUnit]:
         """The units of a linked chain that were read only where gradients are off."""
         units = self._units.values() if self._gradless and self.chain.is_linked else ()
-        return [unit for unit in units if unit.is_bound and not self._touched.get(unit.entry.unit, True)]
+        return [unit for unit in units if unit.anchor is not None and not self._touched.get(unit.entry.unit, True)]
 
     def keep_read(self) -> None:
         """Gather all units read in the forward and keep them, so the backward sends nothing for them."""
@@ -324,8 +315,7 @@ class Tape:
         """End the forward: drop all buffers but the first of the backward, and start the next gather."""
         if self._into is not None:
             self.chain.link(None, self.reduce)
-            self.chain.settle()
-        self.chain.end_record()
+        self.chain.settle()
         for tape in self._followers:
             tape.end()
         if self.shown:
@@ -342,12 +332,14 @@ class Tape:
         self._arrivals.drop()
         for unit in self._units.values():
             unit.gradients = "due"
-            if self._into is None and not (unit.saved or unit in self.chain.table.rerun):  # no gradients will come
+            if self._into is None and not (unit.saved or unit in self.chain.table.reread):  # no gradients will come
                 self._arrivals.drop_held(unit)
         for unit in self._hidden():
             unit.gradients = "late"
-        if self._into is not None:  # after followers
-            self.chain.tie()
+        # after the followers: no row will end these, used up in the forward and read by checkpoints
+        for unit in self.chain.table.tied if self._into is not None else ():
+            if unit.stays_for or unit not in self.chain.table.due:
+                unit.stays_for = "anchor"
         self._backward, self._regather, self._notes = True, False, False
         # a buffer already here counts as one gather under way
         self._arrivals.ahead(first, islice(self._before(), self._arrivals.stages - len(self._here) or None))
@@ -396,7 +388,7 @@ class Tape:
             unit.stays_for = ""
             if unit.leaves is None:
                 unit.buffers = None
-            if not (unit.is_bound and unit.gradients in ("forward", "due", "late")):
+            if not (unit.anchor is not None and unit.gradients in ("forward", "due", "late")):
                 self._arrivals.drop_held(unit)
 
     def again(self, unit: TapeUnit) -> Buffers:
@@ -405,8 +397,7 @@ class Tape:
             if self._backward:
                 self.chain.reach(unit)
             self._next(unit)
-            if not unit.stays_for:
-                unit.stays_for = "places"
+            unit.stays_for = unit.stays_for or "places"
         assert unit.buffers is not None
         return unit.buffers
 
@@ -463,7 +454,7 @@ class Tape:
 
     def check_reached(self, outs: Sequence[Tensor]) -> None:
         """Raise ValueError if the backward from `outs` has not reached all parameters behind them."""
-        complete = all(self._reached.get(number) for number, unit in self._units.items() if unit.is_bound)
+        complete = all(self._reached.get(number) for number, unit in self._units.items() if unit.anchor is not None)
         autograd.check_reached(outs, self._gradless or not complete, bool(self._reached))
 
     def finish(self) -> None:

@@ -47,9 +47,9 @@ Note [Sums beside the computation]
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from itertools import islice
+from itertools import filterfalse, islice
 from typing import Literal, TypeAlias
 
 import torch
@@ -63,7 +63,7 @@ from ..core.tracing import is_tracing, named
 from ..layout.rules import COPIES, arrived
 from ..plan.ahead import Crossing, Crossings
 from ..plan.plan import Plan
-from ..sharding.schedule import Entry
+from ..sharding.schedule import Entry, Schedule
 from ..sharding.sharded import Sharded
 from .travel import Gathers, Gradients, several
 
@@ -143,11 +143,6 @@ class TapeUnit:
     def leads(self) -> bool:
         """True if its gather in the backward starts the next ones; ranks may read units that do not at any time."""
         return self.entry.leads and (self.held is None or self.keep_rule != COPIES)
-
-    @property
-    def is_bound(self) -> bool:
-        """Whether gradients may come to it."""
-        return self.anchor is not None
 
     def add(self, grads: Sequence[Tensor | None]) -> None:
         """Keep the gradients of a touch, added to those of others, until the anchor runs."""
@@ -242,6 +237,13 @@ class Arrivals(_UnderWay):
         """A copy of what this rank has of a buffer (n,) that is cut over some axes: (n / W,)."""
         shard = self._plan.within(all_gather_output, kind, axes)
         return primitives.buffer(self._plan.live_mesh(), axes, shard.numel(), shard, lent=False).copy_(shard)
+
+    def following(self, schedule: Schedule, unit: int, read: Container[int]) -> Iterable[int]:
+        """The units to gather after a unit: not read yet, and with shards, unless no unit has shards."""
+        if not schedule.mixed:
+            return filterfalse(read.__contains__, range(unit + 1, min(unit + self.most, schedule.last) + 1))
+        sent = (n for n in range(unit + 1, schedule.last + 1) if schedule.entries[n].sent and n not in read)
+        return islice(sent, self.most)
 
     def _stages_of(self, unit: TapeUnit) -> int:
         """The number of stages of a unit's gather, one for each axis; none if all of it is held."""

@@ -9,9 +9,9 @@ Note [Computed once]
 
 from __future__ import annotations
 
-from collections.abc import Container, Hashable, Iterable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass
-from itertools import accumulate, filterfalse, islice, pairwise, product
+from itertools import accumulate, pairwise, product
 from typing import NamedTuple, TypeAlias
 
 from ..comm.mesh import Axes
@@ -148,7 +148,7 @@ class Schedule:
         entries = {unit: _entry(view, unit) for unit in range(*view.units)}
         self.sends = any(e.sent for e in entries.values())
         self.entries = {unit: e._replace(leads=e.sent or not self.sends) for unit, e in entries.items()}
-        self._numbers = range(view.units[1])
+        self.last = view.units[1] - 1  # the last unit
         self.regathers = any(unit.keep_rule != COPIES for unit in plan.units)
         # a unit that stays does not hold frozen leaves for a checkpoint's second run
         self.resends = any(e.sent and (e.keep_rule != COPIES or not e.reduced) for e in self.entries.values())
@@ -168,13 +168,6 @@ class Schedule:
         """
         ends = [e.name for e in self.entries.values() if e.name in ENDS]
         return sorted(self.entries, key=lambda unit: ends != [LAST] or self.entries[unit].name != LAST)
-
-    def following(self, unit: int, most: int, read: Container[int]) -> Iterable[int]:
-        """Return at most `most` units to gather after a unit: sent ones, if there are any, and not read yet."""
-        begin = unit + 1
-        if not self.mixed:
-            return filterfalse(read.__contains__, self._numbers[begin : begin + most])
-        return islice((n for n in self._numbers[begin:] if self.entries[n].sent and n not in read), most)
 
     def leaf(self, number: int) -> tuple[int, int]:
         """Return (unit, number in it) of a leaf. KeyError if the view lacks its kind."""
