@@ -1,41 +1,38 @@
-"""One order on all ranks: the anchors of a forward, and the table that says when its backward gathers which unit.
+"""One order on all ranks: the anchors of a forward, and the table of its backward.
 
 Note [One order on all ranks]
-    Ranks may compute different things: a branch, an expert or a head may depend on the batch. Their collectives must
-    still match. Two rules see to it:
+    Ranks may compute different things: a branch or an expert may depend on the batch. Two rules keep collectives equal:
 
-    1. Anchors run in one order. With several ranks, each anchor takes an output of the previous anchor as input, and
-       the backward starts from the last anchor as well as from the loss. So every anchor runs on every rank, last
-       made first; leaves that the loss does not use get None. Anchors are made in the order in which units are first
-       read, so ranks must read gathered units in the same order. Units that every rank holds whole may be read in any
-       order: an eager step then makes anchors in the order `Schedule.likely`, and a skipped unit gets an empty anchor.
-    2. Gathers run in one order: the reverse of the order in which units were last saved or read by a checkpoint. When
-       an anchor runs, autograd has finished all nodes made after it. So by then each unit saved after that anchor was
-       made has been gathered again, if the loss depends on it; if not, the anchor gathers the unit.
+    1. Anchors run in one order. With several ranks, each anchor takes an output of the previous anchor, and the
+       backward starts from the last anchor as well as from the loss. So every anchor runs on every rank, last made
+       first, with None for unused leaves. Units get anchors at their first reads, so ranks must read gathered units in
+       one order. Units whole on every rank may be read in any order: an eager step then makes anchors in the order
+       `Schedule.likely`, and a skipped unit gets an empty anchor.
+    2. Gathers run in one order: the reverse of the order in which units were last saved, or read by a checkpoint. When
+       an anchor runs, autograd has finished all nodes made after it, and these have gathered their units. The anchor
+       gathers the units missing, for nodes that the loss does not depend on.
 
-    Ranks may save different units. They compare their saved units in the collective that sums the loss. If these
-    differ, all ranks gather all read units before the backward; on an accelerator the device stops with an error.
+    Ranks compare their saved units in the collective that sums the loss. If these differ, all ranks gather all read
+    units before the backward; on an accelerator the device stops with an error.
 
-    Two exceptions. A function with a backward of its own reads units where gradients are off, and once more in the
-    outer backward: such units are reduced after the backward. Units read during a backward are not in the chain,
-    because their own backward must not run earlier anchors.
+    Two exceptions. A function with a backward of its own reads units where gradients are off, and again in the outer
+    backward: such units are reduced after the backward. Units read during a backward are not in the chain, because
+    their own backward must not run earlier anchors.
 
 Note [The table of a backward]
-    The forward only records: autograd saves a view of a unit (`Due`), a checkpoint reads a unit (`Reread`), or a
-    backward inside the loss uses the last saved view of a unit (None). After the forward, `table` turns the record
-    into one `Due` for each unit, the first unit of the backward last:
+    The forward only records: autograd saves a view of a unit (`Due`), a checkpoint reads a unit (`Reread`), a backward
+    inside the loss uses the last saved view of a unit (None). After the forward `table` turns the record into one `Due`
+    for each unit:
 
-    1. Units come in the order in which the forward saved them last. A checkpoint's second run reads as the first, so
-       its units come in reverse.
-    2. A unit read by a checkpoint stays until an anchor runs. If the program asks for the unit, its checkpoint runs
-       again: the unit stays until its own anchor (`until`). If an anchor comes first (`early`), the checkpoint may run
-       later: the unit stays until the last anchor made before the checkpoint began. So it does if several checkpoints
-       read the unit, or one gathers it twice. A frozen unit has no anchor, and stays only in this case, or if it was
-       also saved.
+    1. Units are in the order of their last saves. A checkpoint runs again as before, so its units are reversed.
+    2. A unit read by a checkpoint stays until an anchor runs. If the program asks for the unit, the checkpoint runs
+       again: the unit stays until its own anchor (`until`). If an anchor asks, the checkpoint may run later: the unit
+       stays until the anchor made before the checkpoint (`early`). A unit gathered twice or by several checkpoints
+       stays as long. A frozen unit stays only in this case, or if also saved.
     3. All other units stay until their last saved view was used.
 
-    The backward follows the table. It keeps count of three facts that no forward knows: the units done, the saved views
-    left (`TapeUnit.saved`; the loss need not depend on all), and why buffers stay (`TapeUnit.stays_for`).
+    The backward follows the table. Three facts are known in the backward alone: the units done, the saved views left
+    (`TapeUnit.saved`; the loss need not depend on all), and why buffers stay (`TapeUnit.stays_for`).
 """
 
 from __future__ import annotations
@@ -59,7 +56,7 @@ class Due(NamedTuple):
     tape: Saves
     before: int  # the unit is gathered before an anchor with a lower number runs
     until: int | None  # the number of the last anchor to run while the unit stays; None: until its last view was used
-    early: int  # the same if an anchor asks for the unit, not the program
+    early: int  # `until`, if an anchor asks for the unit
 
 
 class Reread(NamedTuple):
@@ -125,26 +122,24 @@ def _put(due: dict[U, Any], unit: U, event: Reread) -> None:
 
 
 class Chain:
-    """The anchors of a forward, its record, and the table of its backward (Note [The table of a backward]).
+    """The anchors and the record of one forward, and the table of its backward.
 
-    `outputs` is the root, and the last output of each anchor that is linked: anchors are if there are several ranks.
-    The units of `planned` come in that order, others as they are read.
+    `outputs`: the root, then one output of each linked anchor; anchors are linked if there are several ranks. Units in
+    `planned` get anchors in that order, others when they are read.
     """
 
     def __init__(self, root: Tensor, is_linked: bool, planned: Iterable[TapeUnit]):
         self.is_linked, self.outputs = is_linked, [root]
-        self.gathered: list[tuple[int, int]] = []  # the tape and the number of each unit that ranks gathered, in order
-        # the number of a unit's anchor; of a frozen unit, or one first read after its anchor, of the anchor before
-        self.numbers: dict[TapeUnit, int] = {}
+        self.gathered: list[tuple[int, int]] = []  # (tape, unit) of each gather, in order
+        self.numbers: dict[TapeUnit, int] = {}  # of each unit's anchor, or of the last anchor before its first read
         self._record: list[Event[TapeUnit]] = []
-        self.table: Backward[TapeUnit] = Backward({}, set(), set())  # of the record, once the forward has ended
-        # units that stay until an anchor runs that was made no later than the one with this number
-        self._waiting: list[tuple[int, TapeUnit]] = []
+        self.table: Backward[TapeUnit] = Backward({}, set(), set())
+        self._waiting: list[tuple[int, TapeUnit]] = []  # (anchor, unit): kept until that anchor, or a lower one, runs
         self._checkpoint: tuple[object, tuple[int, int]] = None, (0, 0)  # the last one's hook, `Reread.checkpoint`
         self._planned = iter(planned)
 
     def bind(self, unit: TapeUnit, take: OnGrads, leaves: Leaves) -> list[Tensor]:
-        """The leaves of a touch, whose gradients, summed with those of other touches, `take` gets once."""
+        """Return the leaves as outputs of an anchor. `take` gets their gradients once, summed over all touches."""
         if unit.anchor is not None:
             *bound, _ = Anchor.apply(unit.anchor, (TapeUnit.add, unit, leaves))
             return bound
@@ -159,12 +154,12 @@ class Chain:
         return bound
 
     def bind_late(self, unit: TapeUnit, take: OnGrads, leaves: Leaves) -> list[Tensor]:
-        """The leaves of a touch in the backward, which is no part of the chain: `take` gets their gradients."""
+        """As `bind`, for a touch during the backward: outside the chain, and `take` gets its gradients alone."""
         *bound, _ = Anchor.apply(self.outputs[0], (take, unit, leaves))
         return bound
 
     def link(self, stop: TapeUnit | None, take: OnGrads) -> None:
-        """Give an anchor to each planned unit up to `stop` that has none, in a chain; with None, to all of them."""
+        """Give an empty anchor to each planned unit before `stop` that has none (None: to all)."""
         for unit in self._planned:
             if unit is stop:
                 return
@@ -172,11 +167,10 @@ class Chain:
                 self._linked(unit, take, [])
 
     def save(self, unit: TapeUnit, tape: Saves) -> None:
-        """Note that autograd saves a place of a unit."""
         self._record.append((unit, Due(tape, len(self.outputs), None, self.numbers[unit])))
 
     def rerun(self, unit: TapeUnit, tape: Saves, block: Block, is_new: bool) -> None:
-        """Note that a checkpoint reads a unit; `is_new` says that the unit was gathered for this."""
+        """Record the read of a unit by a checkpoint; `is_new`: the unit was gathered for this read."""
         hook, (number, _) = self._checkpoint
         if block.hook is not hook:  # outermost checkpoints run one after another; the last output may be of this read
             self._checkpoint = block.hook, (number + 1, len(self.outputs) - 2)
@@ -184,17 +178,17 @@ class Chain:
         self._record.append((unit, read))
 
     def use_up(self, unit: TapeUnit) -> None:
-        """Note that a backward inside the loss has used the last saved place of a unit."""
+        """Record that a backward inside the loss used the last saved view of a unit."""
         self._record.append((unit, None))
         if self._checkpoint[0] and unit in self._made().tied:
             unit.stays_for = "anchor"
 
     def restart(self) -> None:
-        """Note that the forward begins anew: nothing is saved."""
+        """Record that the forward begins anew, with nothing saved."""
         self._record += [(unit, None) for unit in self.numbers]
 
     def end_record(self) -> Backward[TapeUnit]:
-        """Return the table of the backward, made of the record at the first call after the forward."""
+        """Make the table at the first call after the forward."""
         if self._record:
             self.table, self._record = self._made(), []
         return self.table
@@ -203,9 +197,9 @@ class Chain:
         return table(self._record, self.numbers, lambda x: bool(x.entry.trained or x.saved), self.is_linked)
 
     def reach(self, unit: TapeUnit) -> None:
-        """Gather again what comes before a unit, and note that this is gathered now."""
+        """Gather all units due before this one, which is gathered now."""
         if unit in (rows := self.table.due):
-            # the place of a kept unit may differ between ranks
+            # a kept unit may come at another time on other ranks
             if self.is_linked and next(reversed(rows)) is not unit and not unit.is_kept:
                 self._catch_up(-1, unit)
             if (until := rows.pop(unit).until) is not None:
@@ -213,7 +207,7 @@ class Chain:
                 self._waiting.append((until, unit))
 
     def anchor_ran(self, unit: TapeUnit) -> None:
-        """The anchor of a unit runs: no node of autograd that was made after it will run any more."""
+        """Note that a unit's anchor runs: autograd runs no node made after the anchor any more."""
         rows, number = self.table.due, self.numbers[unit]
         if rows and rows[next(reversed(rows))].before > number:
             self._catch_up(number)
@@ -224,13 +218,13 @@ class Chain:
             self._waiting = [(until, other) for until, other in self._waiting if until < number]
 
     def settle(self) -> None:
-        """End the forward: what was saved before the first anchor will not be used."""
+        """End the forward: no saved view from before the first anchor will be used."""
         rows = self.end_record().due
         while self.is_linked and rows and rows[first := next(iter(rows))].before == 1:
             del rows[first]
 
     def _catch_up(self, number: int, stop: TapeUnit | None = None) -> None:
-        """Gather again what comes before an anchor runs, as far as the unit `stop`."""
+        """Gather the units due before an anchor runs, up to the unit `stop`."""
         rows = self.table.due
         while rows:
             last = next(reversed(rows))
@@ -244,7 +238,7 @@ class Chain:
             self._waiting.append((row.early, last))
 
     def close(self) -> None:
-        """Drop all nodes: they hold tapes, in a cycle that Python's garbage collector cannot see."""
+        """Drop all nodes: these hold tapes in a cycle unseen by Python's garbage collector."""
         for part in (self.outputs, self._record, self.numbers, self._waiting):
             part.clear()
         self._checkpoint, self.table = (None, (0, 0)), Backward({}, set(), set())
