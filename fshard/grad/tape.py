@@ -449,6 +449,8 @@ class Tape:
     def _add_late(self, unit: TapeUnit, grads: Sequence[Tensor | None]) -> None:
         """Add gradients of a touch in the backward, by a function with a backward of its own."""
         unit.check("reduce")
+        if unit.anchor is None:  # the program reads it in the backward alone
+            unit.gradients = "late"
         self._reached.setdefault(unit.entry.unit, False)
         unit.add(grads)
 
@@ -460,7 +462,7 @@ class Tape:
     def finish(self) -> None:
         """Reduce the units without gradients, and wait for all reductions."""
         assert self._into is not None
-        for unit in self._units.values() if self._gradless else ():
+        for unit in self._units.values():
             if unit.gradients == "late":
                 unit.gradients = "due"
                 self.reduce(unit, ())
