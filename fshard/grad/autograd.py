@@ -41,7 +41,6 @@ _root: ContextVar[Tensor] = ContextVar("fshard_root", default=_OUTERMOST)
 
 
 def root() -> Tensor:
-    """Return the 0-d tensor of Note [One root]."""
     return _root.get()
 
 
@@ -72,7 +71,6 @@ class Anchor(torch.autograd.Function):
 
 
 def has_reentrant(outs: Sequence[Tensor]) -> bool:
-    """True if the graph of these tensors has a reentrant checkpoint."""
     seen, waiting = set[object](), [x.grad_fn for x in outs]
     while waiting:
         node = waiting.pop()
@@ -159,7 +157,6 @@ class SavedView(NamedTuple):
     neg: bool
 
     def view_of(self, full: Tensor) -> Tensor:
-        """Return the same view of another buffer of the unit."""
         buffer = full if full.dtype == self.dtype else full.view(self.dtype)
         view = buffer.as_strided(self.size, self.stride, buffer.storage_offset() + self.offset)
         view = view.conj() if self.conj else view
@@ -167,7 +164,6 @@ class SavedView(NamedTuple):
 
 
 def saved_by(tapes: Sequence[Saves], x: Tensor) -> object:
-    """Return a stand-in of a tensor by the tape with its buffer, else by the last tape."""
     *others, last = tapes
     place = next((saved for tape in others if isinstance(saved := tape.pack(x), SavedView)), None)
     # the tape of `hvp` comes last, and asks its tape of tangents
@@ -175,7 +171,6 @@ def saved_by(tapes: Sequence[Saves], x: Tensor) -> object:
 
 
 def unpacked(tape: Saves, saved: object) -> Tensor:
-    """Return the tensor of a stand-in: a view by its own tape, all else by the given tape."""
     return (saved.tape if isinstance(saved, SavedView) else tape).unpack(saved)
 
 
@@ -219,7 +214,6 @@ class Owners:
         self._owners[address(full)] = StorageWeakRef(full.untyped_storage()), kind, first_byte, again
 
     def know(self, kind: int, *leaves: Tensor) -> None:
-        """Note the kind of the leaves in these tensors."""
         for x in leaves:
             self._owners.setdefault(address(x), (StorageWeakRef(x.untyped_storage()), kind, 0, None))
 
@@ -227,7 +221,6 @@ class Owners:
         return self._owners[address(x)][1] if address(x) in self._owners else None
 
     def places(self) -> list[range]:
-        """Return the memory of all living buffers."""
         # private: nothing public turns the reference into a storage (test_tape.py notices when it goes)
         storages = [torch.UntypedStorage._new_with_weak_ptr(ref.cdata) for ref, *_ in self._owners.values()]
         return [span(storage) for storage in storages if storage is not None]

@@ -113,7 +113,6 @@ def table(
 
 
 def _put(due: dict[U, Any], unit: U, event: Reread) -> None:
-    """Put a unit before the others of its checkpoint, which come last."""
     due.pop(unit, None)
     others = [*takewhile(lambda x: getattr(due[x], "checkpoint", None) == event.checkpoint, reversed(due))]
     due[unit] = event
@@ -178,13 +177,11 @@ class Chain:
         self._record.append((unit, read))
 
     def use_up(self, unit: TapeUnit) -> None:
-        """Record that a backward inside the loss used the last saved view of a unit."""
         self._record.append((unit, None))
         if self._checkpoint[0] and unit in self._made().tied:
             unit.stays_for = "anchor"
 
     def restart(self) -> None:
-        """Record that the forward begins anew, with nothing saved."""
         self._record += [(unit, None) for unit in self.numbers]
 
     def end_record(self) -> Backward[TapeUnit]:

@@ -95,7 +95,6 @@ def _start_sums(tape: Tape, returned: _Returned, mesh: AnyMesh, built: str = "",
 
 
 def _numbers(tape: Tape, place: Number) -> list[Number]:
-    """The numbers for ranks to compare; the saved units have their own, if all units can be gathered."""
     gathered, saved = tape.reads()
     if tape.is_compared and not is_tracing():
         return [place + gathered, saved]
@@ -131,7 +130,6 @@ def _outcome(returned: _Returned, sums: Pending, plan: Plan, mesh: AnyMesh) -> O
 def _called(
     tape: Tape, params: Sharded, loss_fn: Callable[..., Tree], args: Tree, has_aux: bool, with_extra: bool
 ) -> _Returned:
-    """Call the loss function. ValueError if it returns no loss."""
 
     def call(view: Tree) -> _Returned:
         arguments, sharded_of = _viewed(tape, args)
@@ -166,13 +164,11 @@ def _leaving(tape: Tape, params: Sharded, x: Tree) -> Tree:
 
 
 def _output(tape: Tape, params: Sharded, x: Tree) -> Tree:
-    """As `_leaving`, cast to the policy's `output`, except losses: their totals are cast later."""
     cast = params.plan.policy.cast
     return _leaving(tape, params, tree.map_tops(lambda x: x if is_loss(x) else cast(x, "output"), is_loss, x))
 
 
 def _plain(x: Tree) -> Tree:
-    """Return a tree with plain containers in place of the tape's; each `Sharded` stays."""
     either = (tree.StandIn, Sharded)
     return tree.map_tops(
         lambda n: tree.plain(n) if isinstance(n, tree.StandIn) else n, lambda n: isinstance(n, either), x
@@ -260,7 +256,6 @@ def _dropped_on_error(pending: Pending) -> Iterator[None]:
 
 
 def _backward(tape: Tape, outs: Sequence[Tensor], seeds: Sequence[Tensor]) -> None:
-    """Write the reduced gradients of `outs`, times `seeds`, to the tape's destination."""
     pairs = [(out, seed.to(out.dtype)) for out, seed in zip(outs, seeds, strict=True) if out.requires_grad]
     if len(tape.chain.outputs) > 1 or not pairs:  # this output's gradient is not read
         pairs.append((tape.chain.outputs[-1], tape.chain.outputs[-1].detach()))
@@ -307,7 +302,6 @@ def _check_eager() -> None:
 
 
 def check_loss(loss_fn: object) -> None:
-    """Raise TypeError for a module, a class, an optimizer."""
     check_function("loss_fn", loss_fn, "loss_fn(params, *args)", f"{_OF_MODULE}, and a loss of that.")
 
 
@@ -327,7 +321,6 @@ def empty_grads(params: Sharded, over: Axes, local: bool = False) -> Sharded:
 
 
 def later_grads(params: Sharded, over: Axes, local: bool = False) -> Callable[[], Sharded]:
-    """Return a function that calls `empty_grads` once, at its first call."""
     return cache(partial(empty_grads, params, over, local))
 
 
@@ -426,7 +419,6 @@ def predict(fn: Callable[..., Tree]) -> Callable[..., Tree]:
 
 @contextmanager
 def _forward(params: Sharded, args: Tree) -> Iterator[Tape]:
-    """A block with the tape of a forward without a gradient."""
     tape = Tape(params, beside=tree.nodes(args, Sharded))
     with closing(tape), losses.loss_of(tape.plan.policy, tape.plan.mesh, tape.tapes):
         with torch.no_grad():

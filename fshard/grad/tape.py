@@ -2,14 +2,13 @@
 
 Note [Tensors of a step]
     1. A `Tape` lives for one forward and one backward over one value of the parameters. All its gathers end with it.
-    2. Touching a unit gathers the unit into a flat buffer; the leaves are views of the buffer.
-    3. In the forward the tape keeps the buffers of the root, of the unit touched last, and of a unit of `Plan.lasting`
-       gathered a second time. Other buffers live as long as the user's function keeps a leaf of them.
+    2. Touching a unit gathers it into a flat buffer; the leaves are views of the buffer.
+    3. In the forward the buffers of the root, of the unit touched last, and of a unit of `Plan.lasting` gathered twice
+       stay. Others live as long as the user's function keeps a leaf of them.
     4. If autograd saves a view of a gathered buffer, the tape stores a `SavedView` instead, so saving keeps no buffer
-       alive. In the backward the first use of a unit's saved views gathers the unit again, and the last use drops it.
-       If a checkpoint reads a unit, its second run gathers the unit again.
-    5. The backward begins with the unit saved last, or read last by a checkpoint. If its buffer is in memory when the
-       forward ends, the buffer stays. `regather=` may keep more (Note [What stays of a unit] in `under_way.py`).
+       alive. In the backward the first use of a unit's views gathers the unit again, and the last use drops it.
+    5. The buffer of the unit that the backward needs first stays, if it is in memory when the forward ends. `regather=`
+       may keep more (Note [What stays of a unit] in `under_way.py`).
     6. The program alone decides which collectives run, not the time at which memory is freed.
 
 Note [Reverse mode inside a loss]
@@ -117,7 +116,6 @@ class Tape:
         return [leaf for unit, leaves in runs for leaf in touched[unit][leaves]]
 
     def leaf(self, number: int) -> Tensor:
-        """A leaf by its number in the whole tree, gathered with its unit."""
         unit, place = self._schedule.leaf(number)
         with func_levels.aside() if func_levels.inside() else nullcontext():
             return self.touch(unit)[place]
@@ -191,7 +189,6 @@ class Tape:
             self.chain.gathered += [(self.index, ~unit.entry.unit)] * (self._into is None)
 
     def prefetch(self, patterns: Sequence[str]) -> None:
-        """Start the gathers of units that are not in memory, by patterns of their names."""
         names = [(*unit.joined, unit.name) for unit in self.plan.units]
         units = select_units(names, patterns, self.plan.spec, "prefetch")
         with func_levels.aside():
@@ -228,11 +225,9 @@ class Tape:
         return [place for tape in self.tapes for place in tape._owners.places()]
 
     def kind_of(self, x: Tensor) -> int | None:
-        """Return the kind of the leaves in a tensor's memory; None if this tape has read no leaf there."""
         return self._rows.get(address(x), self._owners.kind_of(x))
 
     def slot_of(self, x: Tensor) -> Slot | None:
-        """Return the slot of a leaf of the units in use; None if `x` is none."""
         leaves = (zip(unit.entry.slots, unit.bound or unit.leaves or (), strict=False) for unit in self._units.values())
         return next((slot for pairs in leaves for slot, leaf in pairs if leaf is x), None)
 
@@ -367,7 +362,6 @@ class Tape:
         return SavedView(self, *place)
 
     def unpack(self, saved: Any) -> Tensor:
-        """Return the tensor given to `pack`. Dual: `pack`."""
         if isinstance(saved, SavedTensor):
             return saved.unchanged()
         unit = self._units[saved.unit]
@@ -380,7 +374,6 @@ class Tape:
         return saved.view_of(all_gather_output)
 
     def _use_up(self, unit: TapeUnit) -> None:
-        """Drop a unit after its last saved view was used."""
         unit.saved = 0
         if not self._backward:
             self.chain.use_up(unit)
@@ -447,7 +440,6 @@ class Tape:
         return total
 
     def _add_late(self, unit: TapeUnit, grads: Sequence[Tensor | None]) -> None:
-        """Add gradients of a touch in the backward, by a function with a backward of its own."""
         unit.check("reduce")
         if unit.anchor is None:  # the program reads it in the backward alone
             unit.gradients = "late"
@@ -455,12 +447,10 @@ class Tape:
         unit.add(grads)
 
     def check_reached(self, outs: Sequence[Tensor]) -> None:
-        """Raise ValueError if the backward from `outs` has not reached all parameters behind them."""
         complete = all(self._reached.get(number) for number, unit in self._units.items() if unit.anchor is not None)
         autograd.check_reached(outs, self._gradless or not complete, bool(self._reached))
 
     def finish(self) -> None:
-        """Reduce the units without gradients, and wait for all reductions."""
         assert self._into is not None
         for unit in self._units.values():
             if unit.gradients == "late":

@@ -54,7 +54,6 @@ _Rows: TypeAlias = tuple[Mapping[tuple[int, int], Row[Slot]], Sequence[Tensor]] 
 
 
 def several(plan: Plan, axes: Sequence[str]) -> Axes:
-    """The axes of more than one rank."""
     return tuple(axis for axis in axes if dict(plan.axes)[axis] > 1)
 
 
@@ -119,7 +118,6 @@ class Gathers:
         return unsent | self._gather(name, cut, self._all_gather_input, encoded)
 
     def _unsent(self, row: Row[Slot]) -> Pending:
-        """The `all_gather_output` (n,) of leaves whole on this rank."""
         all_gather_output = self._cast(row)
         if self._copied and self._plan.kinds[row.kind].trainable:
             return arrived(self._own_memory(row, all_gather_output))
@@ -143,7 +141,6 @@ class Gathers:
         return primitives.buffer(self._plan.live_mesh(), axes, shard.numel(), like, lent=False).copy_(shard)
 
     def _all_gather_input(self, row: Row[Slot]) -> Tensor:
-        """A shard (n / W,) cast, or encoded by the plan's `param_wire`."""
         wire, mesh = _param_wire(self._plan, row.kind), self._plan.live_mesh()
         if wire is None:
             return self._cast(row)
@@ -183,7 +180,6 @@ class Gathers:
     def _in_one_message(
         self, name: str, axes: Axes, rows: Sequence[Row[Slot]], all_gather_inputs: Sequence[Tensor], encoded: bool
     ) -> dict[int, Pending]:
-        """Start one gather of several kinds, as bytes."""
         forms = [(x.dtype, x.numel()) for x in all_gather_inputs]
         # not lent with a wire: it may decode in place
         gather = self._over(axes, pack(all_gather_inputs), name, lent=not encoded)
@@ -214,7 +210,6 @@ class Gathers:
 
 
 def _decode(wire: Wire, data: Tensor, lengths: Sequence[int]) -> Tensor:
-    """The elements of leaves with these lengths. ValueError if the wire returns another number."""
     out, numel = wire.decode(data, lengths), sum(lengths)
     if out.shape != (numel,):
         raise ValueError(f"{wire}: decode gave {list(out.shape)}, expected the {numel} elements that were encoded")
@@ -257,7 +252,6 @@ class Gradients:
     device: torch.device | None = None  # of sums, if `reduced` has no tensors
 
     def by_plan(self, plan: Plan) -> Gradients:
-        """Return the same rows, by a plan with other units."""
         others = [x and (lambda x=x: x().by_plan(plan)) for x in (self.reduced, self.local)]
         return replace(self, reduced=others[0], local=others[1])
 
@@ -407,7 +401,6 @@ class Gradients:
         return self._unpadded(row, reduce_scatter_output.copy_(result))
 
     def _general(self, row: Row[Slot], reduce_scatter_input: Tensor, reduce_scatter_output: Tensor) -> Pending:
-        """Start the sum over ranks of a row (n,) into (n / W,)."""
         plan, (old, new, along) = self._sums.plan, self._route(row.kind, row.rule.over)
         if plan.grad_wire is not None and along and reduce_scatter_input.is_floating_point():
             pending = self._sum_encoded(plan.grad_wire, row, reduce_scatter_input, new, reduce_scatter_output)
@@ -425,7 +418,6 @@ class Gradients:
     def _sum_encoded(
         self, wire: Wire, row: Row[Slot], reduce_scatter_input: Tensor, new: Rule, reduce_scatter_output: Tensor
     ) -> Pending:
-        """Start a sum of (n,) to the rule `new`, encoded along one axis."""
         plan, axes = self._sums.plan, new.over
         mesh, name, copies = plan.live_mesh(), plan.units[row.unit].name, partial(plan.rest, kind=row.kind)
         # the first axis of several ranks among those cut, or the first of these; else the longest
@@ -444,7 +436,6 @@ class Gradients:
         return added.then(lambda total: reshard(total, old, new, mesh, name, reduce_scatter_output, by=self.by))
 
     def _grad_shard(self, row: Row[Slot]) -> Tensor:
-        """This rank's shard (n / W,) of `reduced`, a view; of one without tensors, a new tensor."""
         if tensors := self._reduced_rows[1]:
             return row.of(tensors)
         plan = self._sums.plan
@@ -457,18 +448,15 @@ class Gradients:
 
 
 def buffer_dtype(plan: Plan, kind: int) -> torch.dtype:
-    """Return the dtype of a `reduce_scatter_input` before scale and cast."""
     precision = plan.kinds[kind].precision
     return torch.float32 if _is_split(precision) else precision.reduce
 
 
 def _is_split(precision: Precision) -> bool:
-    """True if gradients of a wider dtype are sent as float16."""
     return precision.reduce == torch.float16 and precision.compute != torch.float16
 
 
 def _added(wire: Wire, received: Sequence[Tensor], lengths: Sequence[int]) -> Tensor:
-    """The sum over ranks of decoded data, in rank order, in float32 at least."""
     first, *others = (_decode(wire, data, lengths) for data in received)  # (n / W,) each
     total = first.to(primitives.sum_dtype(first.dtype), copy=True)
     for part in others:
@@ -485,6 +473,5 @@ def as_read(params: Sharded, into: Gradients | None) -> tuple[Sharded, Gradients
 
 
 def settle(plan: Plan) -> None:
-    """Make the host wait for the device, if the host updates trainable leaves in its memory."""
     if any(kind.host and kind.trainable for kind in plan.kinds):
         plan.crossings.down.settle()

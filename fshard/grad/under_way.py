@@ -104,13 +104,11 @@ class TapeUnit:
         self.stays = stays  # until the forward ends
 
     def keep_from(self, gathered: Gathered) -> None:
-        """Keep all of the unit, from the gathers of another tape if there are any."""
         self.keep_rule, self.held = COPIES, gathered.get(self.entry.unit)
         if is_tracing():  # a label of its own: a graph may gather other units again
             self.entry = self.entry._replace(name=f"{self.entry.name} (kept)")
 
     def check(self, event: Literal["reduce", "gather"]) -> None:
-        """Raise ValueError if the unit may not be gathered, or reduced, at this time."""
         if (self.gradients, event) in _REFUSED:
             raise ValueError(_REFUSED[self.gradients, event].format(self.entry.name))
 
@@ -125,14 +123,12 @@ class TapeUnit:
         self.let_go()
 
     def keep_all(self) -> None:
-        """Keep all of the unit from now on: a second forward begins, with nothing saved."""
         if self.keep_rule != COPIES:
             self.held = None
         self.keep_rule, self.saved = COPIES, 0
 
     @property
     def is_kept(self) -> bool:
-        """True if all of it is in memory, so the backward sends nothing for it."""
         return self.held is not None and self.keep_rule == COPIES
 
     @property
@@ -141,7 +137,6 @@ class TapeUnit:
         return self.entry.leads and (self.held is None or self.keep_rule != COPIES)
 
     def add(self, grads: Sequence[Tensor | None]) -> None:
-        """Add the gradients of a later touch, until the anchor runs."""
         self._added = self.total(grads)
 
     def total(self, grads: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
@@ -184,7 +179,6 @@ class _UnderWay:
         return self._side.ahead()
 
     def join(self) -> None:
-        """Make the computation wait for the ended stages, and drop their buffers."""
         if self._side is not None and self._stepped:
             self._side.join()
             self._stepped.clear()
@@ -206,7 +200,6 @@ class Arrivals(_UnderWay):
         self.most = self._plan.ahead.most(self.stages)  # the number of units under way at once
 
     def keep(self, unit: TapeUnit) -> None:
-        """Keep a unit by its `keep_rule`: all buffers, or copies cut over some axes."""
         assert unit.buffers is not None
         assert unit.keep_rule is not None
         if over := unit.keep_rule.over:
@@ -225,7 +218,6 @@ class Arrivals(_UnderWay):
             unit.held = None
 
     def _copy(self, all_gather_output: Tensor, kind: int, axes: Axes) -> Tensor:
-        """Copy this rank's shard (n / W,) of a buffer (n,)."""
         shard = self._plan.within(all_gather_output, kind, axes)
         return primitives.buffer(self._plan.live_mesh(), axes, shard.numel(), shard, lent=False).copy_(shard)
 
@@ -242,7 +234,6 @@ class Arrivals(_UnderWay):
         return _stages(self._plan, unit.keep_rule.over) if unit.keep_rule.over else 0
 
     def start(self, unit: TapeUnit) -> None:
-        """Start the gather of a unit, unless it is under way."""
         if unit.coming is not None:
             return
         entry, kept, rule = unit.entry, unit.held, unit.keep_rule
@@ -274,7 +265,6 @@ class Arrivals(_UnderWay):
                     unit.coming = started + 1, {kind: gather.advance() for kind, gather in gathers.items()}
 
     def take(self, unit: TapeUnit) -> Buffers:
-        """Return a unit's buffers: gather the unit if it is neither in memory nor under way."""
         if unit.buffers is None:
             unit.check("gather")
             self.start(unit)
@@ -287,7 +277,6 @@ class Arrivals(_UnderWay):
         return unit.buffers
 
     def drop(self) -> None:
-        """Wait for all gathers under way."""
         coming = [(unit, unit.coming[1]) for unit in self._units.values() if unit.coming is not None]
         try:
             for _, gathers in coming:
@@ -370,7 +359,6 @@ class Reductions(_UnderWay):
         self.join()
 
     def drop(self) -> None:
-        """Wait for messages under way, and drop all reductions; no further stage starts."""
         try:
             for _, pending in self._under_way:
                 pending.drop()

@@ -86,7 +86,6 @@ class _RefusingWrites(TorchDispatchMode):
 
 
 def _place(x: Tensor) -> tuple[int, int]:
-    """A tensor's storage and offset, to recognize a leaf among an operator's arguments."""
     return address(x), int(x.storage_offset())
 
 
@@ -95,7 +94,6 @@ def _is_small(x: Tensor) -> bool:
 
 
 def _statistics(func: Callable[..., object], args: Sequence[object], kwargs: Mapping[str, object]) -> list[object]:
-    """The running statistics to be updated, if this call is a batch_norm in training mode."""
     if getattr(func, "__name__", "").removeprefix("native_") != "batch_norm":
         return []
     first = 1 if func is F.batch_norm else 3  # torch.batch_norm and its kin take weight and bias first
@@ -119,7 +117,6 @@ class Writes:
 
     @contextmanager
     def refusing(self) -> Iterator[None]:
-        """A block for the loss: torch's errors about writes in place become errors with the leaf's name."""
         with (
             _Refusing(self._frozen_leaves) if self._tracing else nullcontext(),
             _RefusingWrites(self._frozen_leaves) if self._tracing else refusing_raw(),
@@ -132,7 +129,6 @@ class Writes:
                 raise self._refused(str(failure)) from failure
 
     def _refused(self, words: str) -> ValueError:
-        """The error for a write refused by torch with these words."""
         if written := self._counted():
             return _written(written)
         number = _OF_LEAVES.search(words)
@@ -177,14 +173,12 @@ class Writes:
         return [self.watch(x, [slots[n]], is_callers and n not in copied) for n, x in enumerate(visible)]
 
     def leave(self, unit: TapeUnit) -> None:
-        """Raise ValueError if the program has set the `.data` of a unit's leaf. Call it before leaves are dropped."""
         leaves = unit.bound or unit.leaves or ()
         if not self._storages.issuperset(map(_ADDRESS, map(Tensor.untyped_storage, leaves))):
             pairs = zip(unit.entry.slots, leaves, strict=True)
             raise _written([([slot], False) for slot, x in pairs if address(x) not in self._storages])
 
     def check(self) -> None:
-        """Raise ValueError if a watched leaf was written to."""
         written = self._counted()
         for flat, before, slots, numels in self._copies:
             # as bytes: NaN is equal to itself
@@ -196,7 +190,6 @@ class Writes:
         self._copies.clear()
 
     def _counted(self) -> list[Written]:
-        """The groups of leaves with one counter that were written to."""
         # under inference_mode torch counts nothing
         return [(slots, is_callers) for counter, slots, is_callers in self._watched if writes(counter)]
 
