@@ -3,14 +3,13 @@
 Note [Anchors]
     The first touch of a unit in a tape makes an autograd node, the anchor, with the gathered leaves as outputs. If the
     unit was let go of, another touch makes another node, with an output of the anchor as input. So autograd runs the
-    anchor last, and the anchor starts the one reduction of the unit. The tape keeps one output of one element, so no
-    node keeps a buffer alive. The tape waits for the reductions at the end of the backward.
+    anchor last, and the anchor starts the unit's one reduction. The tape keeps one output of one element: no node keeps
+    a buffer alive.
 
 Note [One root]
-    A backward differentiates with respect to the root, a constant input of all anchors, and runs the nodes on the way
-    to the root. So a backward also reaches leaves of an earlier call that a loss has kept; their tape is closed, and
-    raises, where otherwise the gradient would silently lack a part. Only a loss inside another loss has a root of its
-    own: there the outer loss's parameters are constants.
+    A backward differentiates with respect to the root, a constant input of all anchors. So a backward also reaches
+    leaves of an earlier call that a loss has kept; their tape is closed, and raises, where otherwise the gradient would
+    silently lack a part. A loss inside another loss has a root of its own: there the outer parameters are constants.
 """
 
 from __future__ import annotations

@@ -3,36 +3,35 @@
 Note [One order on all ranks]
     Ranks may compute different things: a branch or an expert may depend on the batch. Two rules keep collectives equal:
 
-    1. Anchors run in one order. With several ranks, each anchor takes an output of the previous anchor, and the
-       backward starts from the last anchor as well as from the loss. So every anchor runs on every rank, last made
-       first, with None for unused leaves. Units get anchors at their first reads, so ranks must read gathered units in
-       one order. Units whole on every rank may be read in any order: an eager step then makes anchors in the order
-       `Schedule.likely`, and a skipped unit gets an empty anchor.
-    2. Gathers run in one order: the reverse of the order in which units were last saved, or read by a checkpoint. When
-       an anchor runs, autograd has finished all nodes made after it, and these have gathered their units. The anchor
-       gathers the units missing, for nodes that the loss does not depend on.
+    1. Anchors run in one order. With several ranks each anchor takes an output of the previous anchor, and the backward
+       starts from the last anchor as well as from the loss. So every anchor runs on every rank, last made first, with
+       None for unused leaves. Units get anchors at their first reads: ranks must read gathered units in one order.
+       Units whole on every rank may be read in any order: an eager step makes anchors in the order `Schedule.likely`,
+       and a skipped unit gets an empty anchor.
+    2. Gathers run in one order: the reverse of the order in which units were last saved, or read by a checkpoint. All
+       nodes made after an anchor run before it, and gather their units. The anchor gathers the units of nodes that the
+       loss does not depend on.
 
     Ranks compare their saved units in the collective that sums the loss. If these differ, all ranks gather all read
     units before the backward; on an accelerator the device stops with an error.
 
-    Two exceptions. A function with a backward of its own reads units where gradients are off, and again in the outer
-    backward: such units are reduced after the backward. Units read during a backward are not in the chain, because
-    their own backward must not run earlier anchors.
+    Two exceptions. If a function with a backward of its own reads units where gradients are off, these are reduced
+    after the backward. Units read during a backward are not in the chain: their own backward must not run earlier
+    anchors.
 
 Note [The table of a backward]
     The forward only records: autograd saves a view of a unit (`Due`), a checkpoint reads a unit (`Reread`), a backward
-    inside the loss uses the last saved view of a unit (None). After the forward `table` turns the record into one `Due`
-    for each unit:
+    inside the loss uses the last saved view of a unit (None). After the forward `table` makes one `Due` for each unit:
 
     1. Units are in the order of their last saves. A checkpoint runs again as before, so its units are reversed.
     2. A unit read by a checkpoint stays until an anchor runs. If the program asks for the unit, the checkpoint runs
        again: the unit stays until its own anchor (`until`). If an anchor asks, the checkpoint may run later: the unit
-       stays until the anchor made before the checkpoint (`early`). A unit gathered twice or by several checkpoints
+       stays until the anchor made before the checkpoint (`early`). A unit gathered twice, or by several checkpoints,
        stays as long. A frozen unit stays only in this case, or if also saved.
     3. All other units stay until their last saved view was used.
 
-    The backward follows the table. Three facts are known in the backward alone: the units done, the saved views left
-    (`TapeUnit.saved`; the loss need not depend on all), and why buffers stay (`TapeUnit.stays_for`).
+    Only the backward knows the units done, the saved views left (`TapeUnit.saved`; the loss need not depend on all),
+    and why buffers stay (`TapeUnit.stays_for`).
 """
 
 from __future__ import annotations

@@ -19,27 +19,24 @@ Note [A unit's life]
     | closed    | error            | error                |
 
 Note [What stays of a unit]
-    `Unit.keep_rule`, set by `regather=`, keeps all gathered buffers of a unit, or a copy cut over some axes, or
-    nothing. The copy is made at a gather in the forward; all later gathers are from the copy, over its axes alone. The
-    copy has the dtype of computation, and values that a wire has decoded.
+    `Unit.keep_rule`, set by `regather=`, keeps all gathered buffers of a unit, a copy cut over some axes, or nothing.
+    The copy is made at a gather in the forward; later gathers are from the copy, over its axes alone. It has the dtype
+    of computation, and decoded values. Leaves whole on every rank are not copied.
 
-    If a unit has trainable leaves, all of it stays until its gradients have come. The backward of frozen leaves has no
-    end that the tape sees: only tensors saved by autograd stay, unless ranks saved different units (Note [One order on
-    all ranks] in `chain.py`). Copies stay until the unit's gradients have come and its last saved view was used. Leaves
-    whole on every rank are not copied.
+    All of a unit stays until its gradients have come. Frozen leaves have none: only tensors saved by autograd stay,
+    unless ranks saved different units (Note [One order on all ranks] in `chain.py`). Copies stay until the gradients
+    have come and the last saved view was used.
 
 Note [Sums beside the computation]
-    On an accelerator a stream of its own, `Plan.crossings.sums`, waits for messages of a reduction, adds, and runs
-    later stages and hooks. Its work first waits for the computation so far. The computation waits for the stream once
-    a unit, before it allocates the buffer of the next unit's gradients, and after the last reduction: nothing reads the
-    sums before. If the messages leave nothing to add, it waits for the sums of the unit before.
+    On an accelerator a second stream, `Plan.crossings.sums`, waits for messages of a reduction, adds, and runs later
+    stages and hooks. Its work waits for the computation so far. The computation waits for the stream once a unit,
+    before it allocates the next unit's gradients, and after the last reduction. If the messages leave nothing to add,
+    it waits for the sums of the unit before.
 
-    Buffers sent and received belong to the computation's stream. If the host dropped a buffer, the allocator might
-    give its memory away while the other stream reads it. So each reduction (`Pending`) is kept, with its buffers, until
-    the computation has waited. `Tensor.record_stream` would free memory by the device's timing, and the peak would
-    depend on it. Memory allocated on the other stream is used there in order.
-
-    On a CPU, and while a graph is traced, there are no streams, and nothing is kept.
+    Buffers sent and received belong to the computation's stream: freed by the host, their memory might be given away
+    while the second stream reads it. So each reduction (`Pending`) is kept with its buffers until the computation has
+    waited. With `Tensor.record_stream` the peak would depend on the device's timing. Without streams, on a CPU or in a
+    traced graph, nothing is kept.
 """
 
 from __future__ import annotations
