@@ -155,8 +155,8 @@ class SavedView(NamedTuple):
     conj: bool  # torch conjugates, or negates, the elements when they are read
     neg: bool
 
-    def view_of(self, all_gather_output: Tensor) -> Tensor:
-        buffer = all_gather_output if all_gather_output.dtype == self.dtype else all_gather_output.view(self.dtype)
+    def view_of(self, gathered: Tensor) -> Tensor:
+        buffer = gathered if gathered.dtype == self.dtype else gathered.view(self.dtype)
         view = buffer.as_strided(self.size, self.stride, buffer.storage_offset() + self.offset)
         view = view.conj() if self.conj else view
         return view.neg() if self.neg else view  # a copy: torch has no public way to set the negative bit
@@ -207,18 +207,10 @@ class Owners:
         # if the backward gathers it again, else None
         self._owners: dict[int, tuple[StorageWeakRef, int, int, int | None]] = {}
 
-    def add(self, all_gather_output: Tensor, unit: int, kind: int, regathers: bool) -> None:
+    def add(self, gathered: Tensor, unit: int, kind: int, regathers: bool) -> None:
         """Note a unit's buffer; `regathers`: the backward gathers the unit again."""
-        first_byte, again = (
-            int(all_gather_output.storage_offset()) * all_gather_output.itemsize,
-            unit if regathers else None,
-        )
-        self._owners[address(all_gather_output)] = (
-            StorageWeakRef(all_gather_output.untyped_storage()),
-            kind,
-            first_byte,
-            again,
-        )
+        first_byte, again = int(gathered.storage_offset()) * gathered.itemsize, unit if regathers else None
+        self._owners[address(gathered)] = StorageWeakRef(gathered.untyped_storage()), kind, first_byte, again
 
     def know(self, kind: int, *leaves: Tensor) -> None:
         for x in leaves:
