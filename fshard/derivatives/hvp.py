@@ -36,7 +36,7 @@ class _OfTangents:
 class _Duals(Tape):
     def __init__(self, params: Sharded, tangents: Sharded, into: Gradients, beside: Sequence[Sharded]):
         super().__init__(params, into, beside)
-        self._tangents = Tape(tangents, chain=self.chain)
+        self._tangents = Tape(tangents, chain=self.chain, index=2 + len(beside))
         self._levels: Sequence[object] = ()  # around the tangents, innermost first
 
     @property

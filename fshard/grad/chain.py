@@ -1,174 +1,240 @@
-"""The anchors of one forward in one order, and the gathers of its backward in one order, on all ranks.
+"""One order on all ranks: the anchors of a forward, and the table of its backward.
 
 Note [One order on all ranks]
-    Ranks may differ in what they compute: a branch, an expert or a head that the batch chooses. Their collectives must
-    not. Between several ranks each anchor takes an output of the anchor before it, and the backward starts from the
-    last one, beside the loss. So every anchor runs on every rank, in the reverse of the order in which they were made,
-    and gets None for what the loss does not use. That is the order in which units were first read: ranks that gather
-    units must read the same ones. Where a unit is whole on every rank, ranks may read different units. Then an eager
-    step has an order of its own (`Schedule.likely`): units that come before another one there, and were not read, get
-    an anchor without leaves with that one.
+    Ranks may compute different things: a branch or an expert may depend on the batch. Two rules keep collectives equal:
 
-    The gathers of a backward are in one order, too: the reverse of that in which units were last saved, or read in a
-    checkpoint. A checkpoint that runs again reads its units as it did before, and each of them stays until its anchor
-    runs. Autograd runs the nodes made last first. So when an anchor runs, every unit that was saved after that anchor
-    was made has been gathered again, if the loss depends on what saved it. If it does not, the tape gathers the unit
-    then; and it gathers no unit before those that were saved later. What was saved may differ: ranks compare it in the
-    collective that sums the loss. If it differs, all ranks gather all units that were read, before the backward begins.
-    On an accelerator the host does not wait for that sum: the device stops with an error.
+    1. Anchors run in one order. With several ranks each anchor takes an output of the previous anchor, and the backward
+       starts from the last anchor as well as from the loss. So every anchor runs on every rank, last made first, with
+       None for unused leaves. Units get anchors at their first reads: ranks must read gathered units in one order.
+       Units whole on every rank may be read in any order: an eager step makes anchors in the order `Schedule.likely`,
+       and a skipped unit gets an empty anchor.
+    2. Gathers run in one order: the reverse of the order in which units were last saved, or read by a checkpoint. All
+       nodes made after an anchor run before it, and gather their units. The anchor gathers the units of nodes that the
+       loss does not depend on.
 
-    A function that runs a backward of its own reads its units where gradients are off, and once more in the backward.
-    Nobody knows when their gradients come. Units that were only read where gradients are off are reduced after the
-    backward, and what is read in a backward is no part of the chain: its own backward must not run earlier anchors.
+    Ranks compare their saved units in the collective that sums the loss. If these differ, all ranks gather all read
+    units before the backward; on an accelerator the device stops with an error.
+
+    Two exceptions. If a function with a backward of its own reads units where gradients are off, these are reduced
+    after the backward. Units read during a backward are not in the chain: their own backward must not run earlier
+    anchors.
+
+Note [The table of a backward]
+    The forward only records: autograd saves a view of a unit (`Due`), a checkpoint reads a unit (`Reread`), a backward
+    inside the loss uses the last saved view of a unit (None). After the forward `table` makes one `Due` for each unit:
+
+    1. Units are in the order of their last saves. A checkpoint runs again as before, so its units are reversed.
+    2. A unit read by a checkpoint stays until an anchor runs. If the program asks for the unit, the checkpoint runs
+       again: the unit stays until its own anchor (`until`). If an anchor asks, the checkpoint may run later: the unit
+       stays until the anchor made before the checkpoint (`early`). A unit gathered twice, or by several checkpoints,
+       stays as long. A frozen unit stays only in this case, or if also saved.
+    3. All other units stay until their last saved view was used.
+
+    Only the backward knows the units done, the saved views left (`TapeUnit.saved`; the loss need not depend on all),
+    and why buffers stay (`TapeUnit.stays_for`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
+from itertools import takewhile
 from sys import maxsize
-from typing import NamedTuple, Protocol
+from typing import Any, Generic, NamedTuple, TypeAlias, TypeVar
 
 from torch import Tensor
 
-from .autograd import Anchor, Block, OnGrads
-from .under_way import Buffers, Leaves, TapeUnit
+from .autograd import Anchor, Block, OnGrads, Saves
+from .under_way import Leaves, TapeUnit
+
+U = TypeVar("U")  # a unit: a `TapeUnit`, or anything hashable
 
 
-class Gathering(Protocol):
-    """What gathers a unit in the backward: a `Tape`."""
+class Due(NamedTuple):
+    """One unit of a backward; in a record: autograd saves a view of the unit."""
 
-    index: int
+    tape: Saves
+    before: int  # the unit is gathered before an anchor with a lower number runs
+    until: int | None  # the number of the last anchor to run while the unit stays; None: until its last view was used
+    early: int  # `until`, if an anchor asks for the unit
 
-    def again(self, unit: TapeUnit) -> Buffers:
-        """Return a unit's buffers, which are gathered if they are not in memory."""
+
+class Reread(NamedTuple):
+    """In a record: a checkpoint reads a unit."""
+
+    tape: Saves
+    before: int  # as in `Due`
+    checkpoint: tuple[int, int]  # its own number, and the number of the last anchor made before it
+    is_nested: bool  # True if a checkpoint inside it reads the unit
+    is_new: bool  # True if the unit was gathered for this read
 
 
-class Saved(NamedTuple):
-    """When a unit was saved, or read in a checkpoint, last: how many outputs the chain had."""
+Event: TypeAlias = tuple[U, Due | Reread | None]  # of a record; None: the last saved view of a unit was used
 
-    tape: Gathering
-    since: int
-    hook: object = None  # of the checkpoint
+
+class Backward(NamedTuple, Generic[U]):
+    """The table of a backward."""
+
+    due: dict[U, Due]  # the first unit to be gathered last
+    reread: set[U]  # units that checkpoints read
+    tied: set[U]  # those of them that stay until an anchor runs
+
+
+def table(
+    record: Iterable[Event[U]], numbers: Mapping[U, int], ends: Callable[[U], bool], is_linked: bool
+) -> Backward[U]:
+    """Return the table of a record.
+
+    `numbers`: of the units' anchors; for a frozen unit, of the anchor before. `ends(unit)` is True if the unit has
+    trainable leaves, or saved views left. `is_linked`: anchors are in one chain.
+    """
+    # `reads`: the last checkpoint that reads a unit, True if it is shared, the anchor before all its checkpoints
+    due, reads = dict[U, Any](), dict[U, tuple[tuple[int, int], bool, int]]()
+    for unit, event in record:
+        if type(event) is Reread:
+            last, is_shared, anchor = reads.get(unit, (event.checkpoint, False, maxsize))
+            is_known = getattr(due.get(unit), "checkpoint", None) == event.checkpoint
+            is_shared = is_shared or event.is_nested or last != event.checkpoint or (is_known and event.is_new)
+            reads[unit] = event.checkpoint, is_shared, min(anchor, event.checkpoint[1])
+            if not is_known:
+                _put(due, unit, event)
+        else:
+            due.pop(unit, None)
+            if event is not None:
+                due[unit] = event
+    if not reads:
+        return Backward(due, set(), set())
+    tied = {unit for unit in reads if is_linked and (ends(unit) or reads[unit][1])}
+    for unit in reads.keys() & due.keys():
+        (tape, before, *_), number, (_, is_shared, anchor) = due[unit], numbers[unit], reads[unit]
+        until = number if type(due[unit]) is Reread and not is_shared else min(number, anchor)
+        due[unit] = Due(tape, before, until if unit in tied else None, min(number, anchor))
+    return Backward(due, set(reads), tied)
+
+
+def _put(due: dict[U, Any], unit: U, event: Reread) -> None:
+    due.pop(unit, None)
+    others = [*takewhile(lambda x: getattr(due[x], "checkpoint", None) == event.checkpoint, reversed(due))]
+    due[unit] = event
+    for other in reversed(others):
+        due[other] = due.pop(other)._replace(before=event.before)
 
 
 class Chain:
-    """The anchors of a forward, and what it saved (Note [One order on all ranks]): linked if there are several ranks.
+    """The anchors and the record of one forward, and the table of its backward.
 
-    `outputs` is the root, and the last output of each anchor that is linked. The units of `planned` come in that order,
-    others as they are read.
+    `outputs`: the root, then one output of each linked anchor; anchors are linked if there are several ranks. Units in
+    `planned` get anchors in that order, others when they are read.
     """
 
     def __init__(self, root: Tensor, is_linked: bool, planned: Iterable[TapeUnit]):
         self.is_linked, self.outputs = is_linked, [root]
-        self.gathered: list[tuple[int, int]] = []  # the tape and the number of each unit that ranks gathered, in order
-        # the units that the backward will gather again, the first one last
-        self.saved: dict[TapeUnit, Saved] = {}
-        # units that stay until an anchor runs that was made no later than the one with this number
-        self._waiting: list[tuple[int, TapeUnit]] = []
-        # the hook of the checkpoint that read last, and the number of an anchor that was made before that began
-        self._reading: tuple[object, int] = None, 0
-        self._planned, self._tapes = iter(planned), 0
-
-    def join(self) -> int:
-        """Count a tape that gathers for this forward; returns its number."""
-        self._tapes += 1
-        return self._tapes
+        self.gathered: list[tuple[int, int]] = []  # (tape, unit) of each gather, in order
+        self.numbers: dict[TapeUnit, int] = {}  # of each unit's anchor, or of the last anchor before its first read
+        self._record: list[Event[TapeUnit]] = []
+        self.table: Backward[TapeUnit] = Backward({}, set(), set())
+        self._waiting: list[tuple[int, TapeUnit]] = []  # (anchor, unit): kept until that anchor, or a lower one, runs
+        self._checkpoint: tuple[object, tuple[int, int]] = None, (0, 0)  # the last one's hook, `Reread.checkpoint`
+        self._planned = iter(planned)
 
     def bind(self, unit: TapeUnit, take: OnGrads, leaves: Leaves) -> list[Tensor]:
-        """The leaves of a touch, whose gradients, summed with those of other touches, `take` gets once."""
+        """Return the leaves as outputs of an anchor. `take` gets their gradients once, summed over all touches."""
         if unit.anchor is not None:
             *bound, _ = Anchor.apply(unit.anchor, (TapeUnit.add, unit, leaves))
             return bound
-        self.link(unit.number, take)
+        self.link(unit, take)
         return self._linked(unit, take, leaves)
 
     def _linked(self, unit: TapeUnit, take: OnGrads, leaves: Leaves) -> list[Tensor]:
         *bound, unit.anchor = Anchor.apply(self.outputs[-1], (take, unit, leaves))
         if self.is_linked:
-            unit.since = len(self.outputs)
+            self.numbers[unit] = len(self.outputs)
             self.outputs.append(unit.anchor)
         return bound
 
     def bind_late(self, unit: TapeUnit, take: OnGrads, leaves: Leaves) -> list[Tensor]:
-        """The leaves of a touch in the backward, which is no part of the chain: `take` gets their gradients."""
+        """As `bind`, for a touch during the backward: outside the chain, and `take` gets its gradients alone."""
         *bound, _ = Anchor.apply(self.outputs[0], (take, unit, leaves))
         return bound
 
-    def link(self, stop: int | None, take: OnGrads) -> None:
-        """Give an anchor to each planned unit up to `stop` that has none, in a chain; with None, to all of them."""
+    def link(self, stop: TapeUnit | None, take: OnGrads) -> None:
+        """Give an empty anchor to each planned unit before `stop` that has none (None: to all)."""
         for unit in self._planned:
-            if unit.number == stop:
+            if unit is stop:
                 return
             if unit.anchor is None and unit.entry.trained:
                 self._linked(unit, take, [])
 
-    def save(self, unit: TapeUnit, tape: Gathering) -> None:
-        """Put a unit first in the order in which the backward gathers."""
-        self.saved.pop(unit, None)
-        self.saved[unit] = Saved(tape, len(self.outputs))
+    def save(self, unit: TapeUnit, tape: Saves) -> None:
+        self._record.append((unit, Due(tape, len(self.outputs), None, self.numbers[unit])))
 
-    def rerun(self, unit: TapeUnit, tape: Gathering, block: Block, is_new: bool) -> None:
-        """Note that a checkpoint reads a unit: it gathers its units in the same order when it runs again.
+    def rerun(self, unit: TapeUnit, tape: Saves, block: Block, is_new: bool) -> None:
+        """Record the read of a unit by a checkpoint; `is_new`: the unit was gathered for this read."""
+        hook, (number, _) = self._checkpoint
+        if block.hook is not hook:  # outermost checkpoints run one after another; the last output may be of this read
+            self._checkpoint = block.hook, (number + 1, len(self.outputs) - 2)
+        read = Reread(tape, len(self.outputs), self._checkpoint[1], block.is_nested, is_new)
+        self._record.append((unit, read))
 
-        `is_new` says that the unit was gathered for this.
-        """
-        is_known = unit in self.saved and self.saved[unit].hook is block.hook
-        if not is_known and block.hook is not self._reading[0]:
-            self._reading = block.hook, len(self.outputs) - 2  # the last may be of this read
-        unit.rerun_by(block, self.is_linked, is_known and is_new, maxsize if is_known else self._reading[1])
-        if is_known:
-            return
-        self.saved.pop(unit, None)
-        units = [(unit, tape)]
-        while self.saved:
-            last, entry = self.saved.popitem()
-            if entry.hook is not block.hook:
-                self.saved[last] = entry
-                break
-            units.append((last, entry.tape))
-        units[1:] = units[:0:-1]
-        self.saved.update((x, Saved(by, len(self.outputs), block.hook)) for x, by in units)
+    def use_up(self, unit: TapeUnit) -> None:
+        self._record.append((unit, None))
+        if self._checkpoint[0] and unit in self._made().tied:
+            unit.stays_for = "anchor"
 
-    def turn(self, unit: TapeUnit) -> None:
-        """Gather again what comes before a unit, and note that this is gathered now."""
-        if unit in self.saved:
-            # the place of a kept unit may differ between ranks
-            if self.is_linked and next(reversed(self.saved)) is not unit and not unit.is_kept:
+    def restart(self) -> None:
+        self._record += [(unit, None) for unit in self.numbers]
+
+    def end_record(self) -> Backward[TapeUnit]:
+        """Make the table at the first call after the forward."""
+        if self._record:
+            self.table, self._record = self._made(), []
+        return self.table
+
+    def _made(self) -> Backward[TapeUnit]:
+        return table(self._record, self.numbers, lambda x: bool(x.entry.trained or x.saved), self.is_linked)
+
+    def reach(self, unit: TapeUnit) -> None:
+        """Gather all units due before this one, which is gathered now."""
+        if unit in (rows := self.table.due):
+            # a kept unit may come at another time on other ranks
+            if self.is_linked and next(reversed(rows)) is not unit and not unit.is_kept:
                 self._catch_up(-1, unit)
-            entry = self.saved.pop(unit)
-            if (reruns := unit.reruns).stays_until_anchor:
-                is_last = entry.hook is not None and not reruns.is_shared  # of the checkpoint that runs again now
-                self._waiting.append((unit.since if is_last else min(unit.since, reruns.anchor_before), unit))
+            if (until := rows.pop(unit).until) is not None:
+                unit.stays_for = "anchor"
+                self._waiting.append((until, unit))
 
-    def passes(self, unit: TapeUnit) -> None:
-        """The anchor of a unit runs: no node of autograd that was made after it will run any more."""
-        if self.saved and self.saved[next(reversed(self.saved))].since > unit.since:
-            self._catch_up(unit.since)
+    def anchor_ran(self, unit: TapeUnit) -> None:
+        """Note that a unit's anchor runs: autograd runs no node made after the anchor any more."""
+        rows, number = self.table.due, self.numbers[unit]
+        if rows and rows[next(reversed(rows))].before > number:
+            self._catch_up(number)
         if self._waiting:
-            for since, other in self._waiting:
-                if since >= unit.since:
+            for until, other in self._waiting:
+                if until >= number:
                     other.forget()
-            self._waiting = [(since, other) for since, other in self._waiting if since < unit.since]
+            self._waiting = [(until, other) for until, other in self._waiting if until < number]
 
     def settle(self) -> None:
-        """End the forward: what was saved before the first anchor will not be used."""
-        while self.is_linked and self.saved and self.saved[first := next(iter(self.saved))].since == 1:
-            del self.saved[first]
+        """End the forward: no saved view from before the first anchor will be used."""
+        rows = self.end_record().due
+        while self.is_linked and rows and rows[first := next(iter(rows))].before == 1:
+            del rows[first]
 
-    def _catch_up(self, since: int, until: TapeUnit | None = None) -> None:
-        """Gather again what was saved when there were more outputs, as far as the unit `until`."""
-        while self.saved:
-            last = next(reversed(self.saved))
-            entry = self.saved[last]
-            if last is until or entry.since <= since:
+    def _catch_up(self, number: int, stop: TapeUnit | None = None) -> None:
+        """Gather the units due before an anchor runs, up to the unit `stop`."""
+        rows = self.table.due
+        while rows:
+            last = next(reversed(rows))
+            row = rows[last]
+            if last is stop or row.before <= number:
                 return
-            del self.saved[last]
-            entry.tape.again(last)
-            self._waiting.append((min(last.since, last.reruns.anchor_before), last))
+            del rows[last]
+            row.tape.again(last)
+            if row.until is not None:
+                last.stays_for = "anchor"
+            self._waiting.append((row.early, last))
 
     def close(self) -> None:
-        """Drop all nodes: they hold tapes, in a cycle that Python's garbage collector cannot see."""
-        self.outputs.clear()
-        self.saved.clear()
-        self._waiting.clear()
-        self._reading = None, 0
+        """Drop all nodes: these hold tapes in a cycle unseen by Python's garbage collector."""
+        for part in (self.outputs, self._record, self.numbers, self._waiting):
+            part.clear()
+        self._checkpoint, self.table = (None, (0, 0)), Backward({}, set(), set())

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import closing, contextmanager, suppress
+from contextvars import ContextVar
 from functools import cache, partial
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -26,15 +27,27 @@ from ..plan import ahead
 from ..plan.plan import Plan
 from ..sharding.sharded import Sharded, whole_view
 from . import autograd
-from .tape import OBSERVER, Tape
+from .tape import Tape
 from .travel import Gradients, settle
 from .under_way import Gathered
 
+
+class Observer(Protocol):
+    """Makes the tapes of a block, with the arguments of `Tape`, and is given the gradients of a step."""
+
+    def __call__(self, *args: object) -> Tape: ...
+
+    def add_sums(self, grads: Sharded, share: Tensor | None, scaler: Tree) -> None:
+        """See gradients before they are unscaled, and multiplied by `share`."""
+
+
+# makes the tapes of eager gradients, in a block that sees what they compute (`fshard.testing.observed`)
+OBSERVER: ContextVar[Observer | None] = ContextVar("fshard.grad.grad", default=None)
 _OF_MODULE = "Of a module write lambda params, x: torch.func.functional_call(module, params, (x,))"
 
 
 def _returned(out: Tree, has_aux: bool, with_extra: bool) -> tuple[Tree, Tree, Tree]:
-    """The loss, the new extra and the aux of what a loss function returned; None for those it does not return."""
+    """Return (loss, new extra, aux) of a loss function's result, with None for missing ones."""
     names = ["loss", *["extra"] * with_extra, *["aux"] * has_aux]
     if len(names) > 1 and not (isinstance(out, tuple) and len(out) == len(names)):
         asked = " and ".join(["with_extra=True"] * with_extra + ["has_aux=True"] * has_aux)
@@ -45,10 +58,7 @@ def _returned(out: Tree, has_aux: bool, with_extra: bool) -> tuple[Tree, Tree, T
 
 
 class _Returned(NamedTuple):
-    """What a loss function returned: the loss and its class, as `read_loss` gives them, the new extra, and aux.
-
-    `remarks` are words of what it called.
-    """
+    """The result of a loss function; loss and class as from `read_loss`. `remarks`: words of functions it called."""
 
     loss: Mean | Sum | Terms
     kind: type
@@ -58,9 +68,9 @@ class _Returned(NamedTuple):
 
 
 def _local(loss: Mean | Sum | Terms) -> list[Tensor]:
-    """The tensors to differentiate: this rank's total, and its count if that requires a gradient.
+    """The tensors to differentiate: this rank's total, and its count if it requires a gradient.
 
-    Of a sum of losses two for each term: a constant stands for a count that requires none.
+    A sum of losses gives two for each term, with a constant for a count without gradient.
     """
     if isinstance(loss, Terms):
         return [x for term in loss.terms for x in [*_local(term), term.total.detach()][:2]]
@@ -69,10 +79,10 @@ def _local(loss: Mean | Sum | Terms) -> list[Tensor]:
 
 
 def _start_sums(tape: Tape, returned: _Returned, mesh: AnyMesh, built: str = "", place: Number = 0) -> Pending:
-    """Start the small collective of `Outcome.sums`: totals and counts of all ranks, and how many have a gradient.
+    """Start the small collective of `Outcome.sums`: totals and counts, and the number of ranks with a gradient.
 
-    In the same collective ranks compare `place`, what they sum, and what they read (Note [One order on all ranks] in
-    `chain.py`). With several axes those before the last have ended.
+    In it ranks also compare `place`, their kinds of loss, and their reads (Note [One order on all ranks] in
+    `chain.py`). With several axes all but the last have ended.
     """
     loss, kind, _, aux, words = returned
     # a constant that requires a gradient depends on no parameter
@@ -85,7 +95,6 @@ def _start_sums(tape: Tape, returned: _Returned, mesh: AnyMesh, built: str = "",
 
 
 def _numbers(tape: Tape, place: Number) -> list[Number]:
-    """The numbers that ranks compare: if all can be gathered, what they saved is apart."""
     gathered, saved = tape.reads()
     if tape.is_compared and not is_tracing():
         return [place + gathered, saved]
@@ -93,7 +102,7 @@ def _numbers(tape: Tape, place: Number) -> list[Number]:
 
 
 def _alike(tape: Tape, local: Tensor, mesh: AnyMesh, sums: Tensor) -> Tensor:
-    """Sums over ranks without the numbers that ranks compare."""
+    """Compare the ranks' numbers, and return the sums without them."""
     if not tape.is_compared:
         return consensus.without_place(sums, local, mesh)
     others = consensus.without_place(sums[:-1], local[:-1], mesh)
@@ -103,16 +112,15 @@ def _alike(tape: Tape, local: Tensor, mesh: AnyMesh, sums: Tensor) -> Tensor:
 
 
 def _compare_alone(tape: Tape, mesh: AnyMesh, device: torch.device, label: str = "loss") -> None:
-    """Compare what ranks read where they sum no losses."""
+    """Compare the ranks' reads in a collective of its own, as no losses are summed."""
     if mesh is not None and tape.sends:
         local = torch.stack([on_device(number, device) for number in _numbers(tape, 0)])
         _alike(tape, local, mesh, primitives.total(local, mesh, label=label))
 
 
 def _outcome(returned: _Returned, sums: Pending, plan: Plan, mesh: AnyMesh) -> Outcome:
-    """The outcome of a forward whose sums over ranks were started."""
     loss, kind, extra, aux, _ = returned
-    # every rank's loss that is no Mean counts 1
+    # every rank's loss counts 1, unless it is a Mean
     weight = None if kind in (Mean, Terms) else loss.total.new_full((), num_ranks(mesh), dtype=torch.float64)
     dtype = value_dtype(loss.total, plan.policy.output)
     outcome = Outcome(cache(lambda: sums.wait().unbind()), weight, kind, dtype, extra, aux, plan.policy.output)
@@ -122,7 +130,6 @@ def _outcome(returned: _Returned, sums: Pending, plan: Plan, mesh: AnyMesh) -> O
 def _called(
     tape: Tape, params: Sharded, loss_fn: Callable[..., Tree], args: Tree, has_aux: bool, with_extra: bool
 ) -> _Returned:
-    """Call the loss function. ValueError for what is no loss."""
 
     def call(view: Tree) -> _Returned:
         arguments, sharded_of = _viewed(tape, args)
@@ -131,7 +138,7 @@ def _called(
             losses.warn_of_lost()
             return _Returned(*losses.read_loss(loss), None, None, remarks())
         losses.check_averages(aux)
-        # an extra that contains the view of a `Sharded` means the `Sharded`: the view ends with the tape
+        # in an extra, the view of a `Sharded` stands for the `Sharded`: the view ends with the tape
         extra = tree.map_tops(lambda x: sharded_of.get(id(x), x), lambda x: id(x) in sharded_of, extra)
         return _Returned(*losses.read_loss(loss), _leaving(tape, params, extra), _output(tape, params, aux), remarks())
 
@@ -139,7 +146,7 @@ def _called(
 
 
 def _viewed(tape: Tape, args: Tree) -> tuple[Tree, dict[int, Sharded]]:
-    """The arguments with a view of each `Sharded`, which gathers a unit when it is touched; and whose view it is."""
+    """Return the arguments with a view of each `Sharded`, and by a view's identity its `Sharded`."""
     others = [(sharded, other.view()) for sharded, other in tape.beside]
     views = (view for _, view in others)  # in the order of `args`, as the tape was made
     arguments = [next(views) if isinstance(x, Sharded) else x for x in tree.tops(args, Sharded)]
@@ -147,23 +154,21 @@ def _viewed(tape: Tape, args: Tree) -> tuple[Tree, dict[int, Sharded]]:
 
 
 def _leaving(tape: Tape, params: Sharded, x: Tree) -> Tree:
-    """What a function of the parameters returned, without what ends or changes with them.
+    """Return a function's result with copies of all views of parameters and gathered buffers.
 
-    A donated step overwrites the parameters, and an aux that is a view of them would change with them. Gathered buffers
-    are lent, and the user may write to an aux (Note [Lent memory] in `comm/ranks.py`).
+    A donated step overwrites the parameters, and an aux would change with them. Gathered buffers are lent, and the user
+    may write to an aux (Note [Lent memory] in `comm/ranks.py`).
     """
     inputs_read = [params, *(sharded for sharded, _ in tape.beside)]
     return apart(_plain(tree.detached(x, Sharded)), inputs_read, tape.gathered_into())
 
 
 def _output(tape: Tape, params: Sharded, x: Tree) -> Tree:
-    """`_leaving`, cast to the policy's `output`: totals are cast when they are summed."""
     cast = params.plan.policy.cast
     return _leaving(tape, params, tree.map_tops(lambda x: x if is_loss(x) else cast(x, "output"), is_loss, x))
 
 
 def _plain(x: Tree) -> Tree:
-    """What a loss returned, with containers in place of those that end with the tape; each `Sharded` stays."""
     either = (tree.StandIn, Sharded)
     return tree.map_tops(
         lambda n: tree.plain(n) if isinstance(n, tree.StandIn) else n, lambda n: isinstance(n, either), x
@@ -171,9 +176,9 @@ def _plain(x: Tree) -> Tree:
 
 
 def apart(x: Tree, held: Sequence[Tree], places: Iterable[range] = ()) -> Tree:
-    """Return a tree with copies of the leaves that lie in the memory of `held`, which a step may write to.
+    """Return a tree with copies of its leaves in the memory of `held` or in `places`: a step may write there.
 
-    So are leaves that lie in `places`. Each `Sharded` in the tree stays as it is.
+    Each `Sharded` in the tree stays as it is.
     """
     memory = Places(held)
     for place in places:
@@ -181,7 +186,7 @@ def apart(x: Tree, held: Sequence[Tree], places: Iterable[range] = ()) -> Tree:
 
     def copied(leaf: Tree) -> Tree:
         if isinstance(leaf, Tensor):
-            # a sparse or jagged tensor, and one that is made of others, has no storage of its own to ask for
+            # sparse and jagged tensors, and tensors made of others, have no storage of their own
             is_dense = leaf.layout is torch.strided and not hasattr(leaf, "__tensor_flatten__")
             return leaf if is_dense and not memory.has(leaf) else leaf.detach().clone()
         if isinstance(leaf, memoryview):
@@ -210,19 +215,19 @@ def run(
     tape: Tape | None = None,
     gathered: Gathered | None = None,
 ) -> Outcome:
-    """Forward and backward: the gradients of `scale(total / divisor)` are written to `into`.
+    """Run forward and backward: write the gradients of `scale(total / divisor)` to `into`.
 
-    `divisor` is a function of the outcome: that of all ranks, or with `alone` that of this rank. `whole` says that this
-    is the only micro-batch of the step. `place` is a whole number that ranks compare. `gathered` is as in `Tape`.
+    `divisor`: a function of the outcome of all ranks, or with `alone` of this rank. `whole`: this is the step's only
+    micro-batch. `place`: a whole number for ranks to compare. `gathered`: as in `Tape`.
     """
     _check_eager()
     tape = tape or (OBSERVER.get() or Tape)(params, into, tree.nodes(args, Sharded), gathered)
-    # the tape has taken its root already: the new one is for losses inside this loss (Note [One root] in `autograd`)
+    # the tape has its root: the new one is for losses inside this loss (Note [One root] in `autograd`)
     with autograd.another_root(), closing(tape), losses.loss_of(tape.plan.policy, tape.plan.mesh, tape.tapes):
         with torch.enable_grad():
             returned = _called(tape, params, loss_fn, args, has_aux, with_extra)
         mesh = None if alone else params.plan.live_mesh()
-        # before `tape.end` starts the first gather of the backward, behind which this small collective would queue
+        # before `tape.end` starts a gather: this small collective would queue behind it
         sums = _start_sums(tape, returned, mesh, built, place)
         with _dropped_on_error(sums):
             outs, outcome = _local(returned.loss), _outcome(returned, sums, params.plan, mesh)
@@ -241,23 +246,22 @@ def run(
 
 @contextmanager
 def _dropped_on_error(pending: Pending) -> Iterator[None]:
-    """A block after whose error nobody waits for a collective: the messages are waited for, and dropped."""
+    """A block after whose error a collective's messages are waited for, and dropped."""
     try:
         yield
     except BaseException:
-        with suppress(MismatchError):  # the first error says more
+        with suppress(MismatchError):  # the earlier error says more
             pending.drop()
         raise
 
 
 def _backward(tape: Tape, outs: Sequence[Tensor], seeds: Sequence[Tensor]) -> None:
-    """The gradients of `outs`, times `seeds`, into the tape's destination, reduced."""
     pairs = [(out, seed.to(out.dtype)) for out, seed in zip(outs, seeds, strict=True) if out.requires_grad]
-    if len(tape.chain.outputs) > 1 or not pairs:  # the gradient of an anchor's last output, or the root, is not read
+    if len(tape.chain.outputs) > 1 or not pairs:  # this output's gradient is not read
         pairs.append((tape.chain.outputs[-1], tape.chain.outputs[-1].detach()))
     # on this thread: the tally and simulated ranks belong to it
     with torch.autograd.set_multithreading_enabled(False):
-        # the root gets no gradient: the anchors on the way to it hand the leaves' gradients to the tape
+        # the root gets no gradient: anchors on the way give the leaves' gradients to the tape
         outputs, seeds = zip(*pairs, strict=True)
         torch.autograd.grad(outputs, [tape.chain.outputs[0]], seeds, allow_unused=True)
     tape.check_reached([out for out in outs if out.grad_fn])
@@ -265,7 +269,7 @@ def _backward(tape: Tape, outs: Sequence[Tensor], seeds: Sequence[Tensor]) -> No
 
 
 def _check_differentiable(outs: Sequence[Tensor], whole: bool, outcome: Outcome, alone: bool, may_wait: bool) -> None:
-    if not any(x.grad_fn for x in outs):  # where other ranks have a gradient, that of this one is zero
+    if not any(x.grad_fn for x in outs):  # if other ranks have a gradient, this rank's is zero
         if not (may_wait and outs[0].device.type == "cpu" if is_tracing() else alone or outcome.sums()[-1]):
             raise ValueError(losses.NO_GRADIENT)
         torch._assert_async(outcome.sums()[-1] + alone, losses.NO_GRADIENT)  # private, as in `consensus`
@@ -280,7 +284,6 @@ def _check_differentiable(outs: Sequence[Tensor], whole: bool, outcome: Outcome,
 
 
 def check_outside() -> None:
-    """Raise TypeError inside a transform of torch.func."""
     if func_levels.inside():
         raise TypeError(
             "init_state, value_and_grad and train_step are eager: they cannot run inside torch.func.grad, jvp or vmap. "
@@ -299,7 +302,6 @@ def _check_eager() -> None:
 
 
 def check_loss(loss_fn: object) -> None:
-    """Raise TypeError unless `loss_fn` is a function: for a module, a class, an optimizer."""
     check_function("loss_fn", loss_fn, "loss_fn(params, *args)", f"{_OF_MODULE}, and a loss of that.")
 
 
@@ -313,13 +315,12 @@ def empty_grads(params: Sharded, over: Axes, local: bool = False) -> Sharded:
             rows.append(ahead.host_row(numel, dtype, plan.device))
         else:
             like = torch.empty(0, dtype=dtype, device=plan.device if host else param_row.device)
-            # the mesh allocates it: processes of one host exchange large tensors through memory that they share
+            # the mesh allocates it: processes of one host exchange large tensors through shared memory
             rows.append(primitives.buffer(plan.live_mesh(), axes, numel, like, lent=False))
     return Sharded(view, rows)
 
 
 def later_grads(params: Sharded, over: Axes, local: bool = False) -> Callable[[], Sharded]:
-    """Return a function that calls `empty_grads` at its first call, and returns the same result at every call."""
     return cache(partial(empty_grads, params, over, local))
 
 
@@ -345,11 +346,11 @@ def value_and_grad(
     """`fn(sharded, *args) -> (value, grads)`, or `((value, aux), grads)`: the loss over all ranks, and its gradient.
 
     `loss_fn(params, *args)` is written for one device. Touching a unit of `params` gathers it; so does touching a unit
-    of any `Sharded` among `args` (a teacher's, say), which gets no gradient. The loss is `Mean(total, count)`,
-    `Sum(total)`, a sum of such, or a plain 0-d tensor, which means the mean of equally weighted ranks. Gradients are
-    cut as the plan's `grads_over` says; with `reduce=False` they are this rank's own, as `Unreduced`. A leaf that the
-    loss does not use gets zeros. With `has_aux` the loss returns `(loss, aux)`; `reduction` as for `train_step`. This
-    is eager: inside torch.func's transforms call `gather_params` in the differentiated function.
+    of a `Sharded` among `args` (say a teacher's), without a gradient. The loss is `Mean(total, count)`, `Sum(total)`, a
+    sum of these, or a plain 0-d tensor: the mean of equally weighted ranks. Gradients are cut over `grads_over`; with
+    `reduce=False` they are this rank's own, as `Unreduced`. Unused leaves get zeros. With `has_aux` the loss returns
+    `(loss, aux)`; `reduction` as for `train_step`. Inside torch.func's transforms call `gather_params` in the
+    differentiated function instead.
 
     >>> value, grads = value_and_grad(lambda w: (w * w).sum())(shard_of(torch.tensor([1.0, 2.0])))
     >>> value, gather_params(grads)
@@ -395,11 +396,11 @@ def evaluate(loss_fn: Callable[..., Tree], has_aux: bool = False) -> Callable[..
 def predict(fn: Callable[..., Tree]) -> Callable[..., Tree]:
     """`predicted(sharded, *args)`: this rank's result of any function of the parameters, without a gradient.
 
-    `fn(params, *args)` is written for one device, as a loss is: touching a unit of `params`, or of any `Sharded` among
+    `fn(params, *args)` is written for one device, as a loss: touching a unit of `params`, or of a `Sharded` among
     `args`, gathers it. It returns any tree; floating tensors are cast to the policy's `output`. Nothing is summed or
-    averaged: ranks may give other rows, of other numbers. A dataclass that is no node of trees comes back as it is, and
-    may share memory with parameters. Where parameters are cut all ranks make the call, and read the same units
-    (RuntimeError). Of a module: `predict(lambda p, x: apply.eval(p, buffers, x)[0])`.
+    averaged: ranks may give other rows, and other numbers of rows. A dataclass that is no tree node comes back as is,
+    and may share memory with parameters. If parameters are cut, all ranks make the call, and read the same units
+    (RuntimeError). For a module: `predict(lambda p, x: apply.eval(p, buffers, x)[0])`.
 
     >>> predict(lambda w, x: x @ w)(shard_of(torch.tensor([1.0, 2.0])), torch.tensor([[3.0, 4.0]]))
     tensor([11.])
@@ -418,7 +419,6 @@ def predict(fn: Callable[..., Tree]) -> Callable[..., Tree]:
 
 @contextmanager
 def _forward(params: Sharded, args: Tree) -> Iterator[Tape]:
-    """The tape of a forward without a gradient, which ends with the block."""
     tape = Tape(params, beside=tree.nodes(args, Sharded))
     with closing(tape), losses.loss_of(tape.plan.policy, tape.plan.mesh, tape.tapes):
         with torch.no_grad():
@@ -429,7 +429,7 @@ def _forward(params: Sharded, args: Tree) -> Iterator[Tape]:
 def reduce_grads(grads: Unreduced, reduction: str | Reduction | None = None) -> Sharded:
     """Sum every rank's own gradients; the result is cut as the plan's `grads_over` says. TypeError for reduced ones.
 
-    `grads` is what `value_and_grad(reduce=False)` returns; `reduction` as for `train_step`.
+    `grads` are from `value_and_grad(reduce=False)`; `reduction` as for `train_step`.
 
     >>> _, own = value_and_grad(lambda w: (w * w).sum(), reduce=False)(shard_of(torch.tensor([1.0, 2.0])))
     >>> gather_params(reduce_grads(own))
@@ -448,9 +448,8 @@ def reduce_grads(grads: Unreduced, reduction: str | Reduction | None = None) -> 
 
 
 def reduce_all(local: Sharded, reduced: Sharded, by: Reduction) -> None:
-    """Sum every rank's own whole gradients `local` into `reduced`, all units at once."""
     plan, into = local.plan, Gradients(lambda: reduced, lambda: local, by=by)
-    # in the order of units and kinds: every rank must start the same collectives in the same order
+    # every rank must start the same collectives in the same order
     rows = (row for row in local.view.rows.values() if row.numel)
     started = [into.emit(row.unit, row.kind, row.of(local.tensors)) for row in rows]  # of (n,) buffers
     for pending in started:

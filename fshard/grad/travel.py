@@ -1,8 +1,8 @@
 """A row's two ways: a shard is gathered for the loss, and gradients are summed back into a shard.
 
 Note [A row's ways]
-    A row is the flat buffer (n,) of the leaves of one unit and kind; W ranks have a shard (n / W,) each. `Gathers` is
-    the way out, `Gradients` the way back. Each step of one is the dual of a step of the other (Note [Duals] in
+    A row is the flat buffer (n,) of the leaves of one unit and kind; each of W ranks has a shard (n / W,). `Gathers` is
+    the way out, `Gradients` the way back; each step of one is the dual of a step of the other (Note [Duals] in
     `rules.py`). Read the left column down, then the right column up:
 
     | out: `Gathers.start`                               | back: `Gradients.emit`                                |
@@ -16,8 +16,8 @@ Note [A row's ways]
 
     The dtypes are those of `Kind.precision`: `all_gather_input` and `all_gather_output` in `compute`,
     `reduce_scatter_input` in `reduce` (`buffer_dtype`), `grad_shard` in `grads`. If gradients are cut over no axis, the
-    sum is an all-reduce, with the same names here. A small unit would take longer in Python than on the link. So if one
-    collective is enough, or none is needed, it starts without the general way: `Gathers._plain`, `_PlainSum`.
+    sum is an all-reduce with the same names. For small units the general way takes longer in Python than on the link:
+    one collective, or none, starts without it (`Gathers._plain`, `_PlainSum`).
 """
 
 from __future__ import annotations
@@ -54,9 +54,9 @@ _Rows: TypeAlias = tuple[Mapping[tuple[int, int], Row[Slot]], Sequence[Tensor]] 
 
 
 def is_buffer(view: View, kind: int, copied: bool) -> bool:
-    """True if leaves of a kind come in buffers of their own; else they are views of the parameters themselves.
+    """True if leaves of a kind come in buffers of their own; else they are views of the parameters.
 
-    With `copied` so do all that train: an optimizer writes to the parameters while the backward runs.
+    `copied`: all trainable leaves do, because an optimizer writes to the parameters during the backward.
     """
     row, axes = view.plan.kinds[kind], view.axes(kind)
     return (copied and row.trainable) or bool(axes) or row.host or row.precision.compute != row.dtype
@@ -67,18 +67,18 @@ def _param_wire(plan: Plan, kind: int) -> Wire | None:
 
 
 class Gathers:
-    """The way out: how the units of one value of the parameters are gathered. `copied` is as in `is_buffer`."""
+    """The way out: gathers the units of one value of the parameters. `copied`: as in `is_buffer`."""
 
     def __init__(self, params: Sharded, copied: bool):
         plan, axes = params.plan, [axis for axis in params.view.over if axis in params.plan.linked]
         self._plan, self._tensors, self._copied = plan, params.tensors, copied
-        # whether each kind of a unit is one collective, or none, after a cast at most
+        # a kind is at most one cast and one collective
         special = plan.gather or plan.param_wire or plan.together or any(kind.host for kind in plan.kinds)
         self._is_plain = not special and len(axes) <= 1
         self._ranks = primitives.along(plan.live_mesh(), axes[0]) if self._is_plain and axes else None
 
     def start(self, entry: Entry, rows: Sequence[Row[Slot]]) -> dict[int, Pending]:
-        """Start the gathers of some rows of a unit: their `all_gather_output` (n,), by kind."""
+        """Start the gathers of some rows of a unit. Results by kind: `all_gather_output` (n,)."""
         if self._is_plain:
             return {row.kind: self._plain(entry.name, row) for row in rows}
         if not any(self._plan.kinds[row.kind].host for row in rows):
@@ -89,7 +89,7 @@ class Gathers:
         return {kind: up.joined(gather) for kind, gather in gathers.items()}
 
     def from_copies(self, entry: Entry, copies: Mapping[int, Tensor], axes: Axes) -> dict[int, Pending]:
-        """Start the gathers of a unit from copies that are cut over `axes`, by kind: (n / W,) on each rank -> (n,)."""
+        """Start a unit's gathers from copies cut over `axes`, by kind: (n / W,) on each rank -> (n,)."""
         cut = [(self._plan.rule(row.kind, axes).over, row) for row in entry.rows if row.kind in copies]
         return self._gather(entry.name, cut, lambda row: copies[row.kind], encoded=False)
 
@@ -108,23 +108,22 @@ class Gathers:
         return unsent | self._gather(name, cut, self._all_gather_input, encoded)
 
     def _unsent(self, row: Row[Slot]) -> Pending:
-        """The `all_gather_output` (n,) of leaves that this rank has whole."""
         all_gather_output = self._cast(row)
         if self._copied and self._plan.kinds[row.kind].trainable:
             return arrived(self._own_memory(row, all_gather_output))
         return arrived(all_gather_output)
 
     def _own_memory(self, row: Row[Slot], x: Tensor) -> Tensor:
-        """`x`, or a copy if it is the shard itself, as a gather over one rank may give."""
+        """Copy `x` if it is the shard itself, as a gather over one rank may return."""
         return x.clone() if address(x) == address(self._tensors[row.tensor]) else x
 
     def _on_device(self, row: Row[Slot]) -> Tensor:
-        """A shard (n / W,) on the device; from host memory it is copied without waiting."""
+        """A shard (n / W,) on the device, copied from host memory without waiting."""
         shard = row.of(self._tensors)
         return shard.to(self._plan.device, non_blocking=True) if self._plan.kinds[row.kind].host else shard
 
     def _cast(self, row: Row[Slot]) -> Tensor:
-        """A shard (n / W,) on the device, in the dtype of computation: the shard itself if it is both already."""
+        """A shard (n / W,) on the device in the dtype of computation, copied only if needed."""
         shard, compute = self._on_device(row), self._plan.kinds[row.kind].precision.compute
         if shard.dtype == compute:
             return shard
@@ -132,22 +131,20 @@ class Gathers:
         return primitives.buffer(self._plan.live_mesh(), axes, shard.numel(), like, lent=False).copy_(shard)
 
     def _all_gather_input(self, row: Row[Slot]) -> Tensor:
-        """A shard (n / W,) cast, or encoded by the plan's `param_wire`."""
         wire, mesh = _param_wire(self._plan, row.kind), self._plan.live_mesh()
         if wire is None:
             return self._cast(row)
-        # the elements between leaves are zeros unless a user's function of elements made NaN of those, and a wire has
-        # one scale for several elements
+        # a user's function may have made NaN of the zeros between leaves, and a wire's scale spans several elements
         shard = cleared_outside(self._on_device(row), row.filled(row.number(mesh)))
         return wire.encode(shard, row.lengths(row.rule.number(mesh), row.shards))
 
     def _gather(
         self, name: str, cut: Iterable[tuple[Axes, Row[Slot]]], make: Callable[[Row[Slot]], Tensor], encoded: bool
     ) -> dict[int, Pending]:
-        """Start the gathers of rows, each with the axes it is cut over; `make` gives a row's `all_gather_input`.
+        """Start the gathers of rows cut over axes. `make(row)`: the `all_gather_input`.
 
-        With `encoded` the plan's wire decodes what arrives. With `Plan.together` rows that are cut over the same axes
-        travel in one message.
+        `encoded`: the plan's wire decodes received data. With `Plan.together` rows cut over the same axes travel in one
+        message.
         """
         groups, gathers = dict[object, tuple[Axes, list[Row[Slot]]]](), dict[int, Pending]()
         for axes, row in cut:
@@ -165,7 +162,7 @@ class Gathers:
         return gathers
 
     def _over(self, axes: Axes, all_gather_input: Tensor, name: str, lent: bool) -> Pending:
-        """Start a gather over axes: (n / W,) on each rank -> (n,). Along an axis of one rank only the user's runs."""
+        """Start a gather over axes: (n / W,) on each rank -> (n,). On one rank only a user's gather runs."""
         mesh, gather = self._plan.live_mesh(), self._plan.gather
         along = axes if gather else None
         return reshard(all_gather_input, Rule(axes), COPIES, mesh, name, gather=gather, along=along, lent=lent)
@@ -173,9 +170,8 @@ class Gathers:
     def _in_one_message(
         self, name: str, axes: Axes, rows: Sequence[Row[Slot]], all_gather_inputs: Sequence[Tensor], encoded: bool
     ) -> dict[int, Pending]:
-        """Start one gather, as bytes, of what this rank sends of several kinds."""
         forms = [(x.dtype, x.numel()) for x in all_gather_inputs]
-        # not lent if there is a wire, which may decode in place
+        # not lent with a wire: it may decode in place
         gather = self._over(axes, pack(all_gather_inputs), name, lent=not encoded)
         outputs = dict[int, Tensor]()
 
@@ -188,11 +184,11 @@ class Gathers:
         def after(kind: int) -> Pending:
             return Pending(None, lambda _: outputs[kind])
 
-        # only the first kind waits for the message; the others read what it split
+        # only the first kind waits for the message, and splits it for the others
         return {rows[0].kind: gather.then(split)} | {row.kind: after(row.kind) for row in rows[1:]}
 
     def _decoded(self, row: Row[Slot], axes: Axes, encoded: bool, received: Tensor | Sequence[Tensor]) -> Tensor:
-        """The `all_gather_output` (n,) made of what every rank along `axes` sent; a tensor has it end to end."""
+        """The `all_gather_output` (n,) from all ranks along `axes`; `received` may be one tensor, end to end."""
         received = received.chunk(row.shards) if isinstance(received, Tensor) else received
         plan, wire = self._plan, _param_wire(self._plan, row.kind) if encoded else None
         like = received[0].new_empty(0, dtype=plan.kinds[row.kind].precision.compute)
@@ -204,7 +200,6 @@ class Gathers:
 
 
 def _decode(wire: Wire, data: Tensor, lengths: Sequence[int]) -> Tensor:
-    """The elements of leaves with these lengths. ValueError if the wire gives another number of them."""
     out, numel = wire.decode(data, lengths), sum(lengths)
     if out.shape != (numel,):
         raise ValueError(f"{wire}: decode gave {list(out.shape)}, expected the {numel} elements that were encoded")
@@ -216,38 +211,37 @@ def _unshared(numel: int, like: Tensor, lent: bool) -> Tensor:
 
 
 class _PlainSum(NamedTuple):
-    """How gradients of one kind are summed without the general way: by one collective along `ranks`, or not at all."""
+    """The short way of one kind's gradients: one collective along `ranks`, or none."""
 
     empty: Callable[[int, Tensor, bool], Tensor]  # allocates a `reduce_scatter_input`, as `Ranks.empty`
     like: Tensor
     lent: bool
-    in_place: int = maxsize  # a `reduce_scatter_input` of at least so many elements is its own `grad_shard`
+    in_place: int = maxsize  # from this size on a `reduce_scatter_input` is its own `grad_shard`
     ranks: Ranks | None = None
     collective: Callable[..., Pending] | None = None  # a method of the reduction
-    dtype: torch.dtype | None = None  # of what is sent; None: as it is
+    dtype: torch.dtype | None = None  # for sending; None: unchanged
 
 
 @dataclass(frozen=True)
 class Gradients:
-    """The way back: where a backward writes its gradients, and how they are summed over ranks.
+    """The way back: the destination of a backward's gradients, and their sums over ranks.
 
-    Each unit's gradients are written to (with `add`, added to) a `reduce_scatter_input`: a row of `local`, or a new
-    tensor. If `reduced` is given, it is then summed over ranks into a shard of `reduced`.
+    Each unit's gradients are written to (`add`: added to) a `reduce_scatter_input`: a row of `local`, or a new tensor.
+    With `reduced` the rows are then summed over ranks into shards of `reduced`.
 
-    `reduced` and `local` return the same value at every call, and allocate it at the first: there are no gradients in
-    memory before the backward has one, while activations take the most. With `take` their `reduced` has no tensors.
+    `reduced` and `local` allocate at their first call, and return the same value later: no gradients are in memory
+    while activations take the most. With `take`, `reduced` has no tensors.
     """
 
     reduced: Callable[[], Sharded] | None
     local: Callable[[], Sharded] | None = None
     add: bool = False
     by: Reduction = DEFAULT
-    later: Axes = ()  # the axes that this backward does not reduce over: `all_reduce_later` does
-    take: OnSum | None = None  # is handed each sum (Note [Updates in a backward] in `in_backward.py`)
-    device: torch.device | None = None  # of sums, where `reduced` has no tensors to tell it
+    later: Axes = ()  # axes left to `all_reduce_later`
+    take: OnSum | None = None  # gets each sum (Note [Updates in a backward] in `in_backward.py`)
+    device: torch.device | None = None  # of sums, if `reduced` has no tensors
 
     def by_plan(self, plan: Plan) -> Gradients:
-        """The same rows, by a plan with other units."""
         others = [x and (lambda x=x: x().by_plan(plan)) for x in (self.reduced, self.local)]
         return replace(self, reduced=others[0], local=others[1])
 
@@ -270,43 +264,42 @@ class Gradients:
 
     @memo
     def _in_place(self) -> dict[tuple[int, int], Tensor]:
-        """By unit and kind: each `reduce_scatter_input` that is a shard of `reduced`, until it is summed."""
+        """By unit and kind: each `reduce_scatter_input` in a shard of `reduced`, until summed."""
         return {}
 
     @memo
     def _plain(self) -> dict[int, _PlainSum]:
-        """By kind: what spares small units the general way."""
         return {kind: self._plain_sum(kind) for kind in self._sums.view.kinds}
 
     def _plain_sum(self, number: int) -> _PlainSum:
         plan, axes, by = self._sums.plan, self._sums.view.axes(number), self.by
         kind, mesh = plan.kinds[number], plan.live_mesh()
         like = torch.empty(0, dtype=buffer_dtype(plan, number), device=self._device)
-        # the first axis that it is sent over: the mesh may allocate it where peers, if it is lent, can read
+        # the mesh of the first axis to send over allocates: peers may read a lent buffer there
         empty = next((primitives.along(mesh, axis).empty for axis in axes + plan.rest(axes, number)), _unshared)
         general = _PlainSum(empty, like, lent=plan.grad_wire is None and only_reads(by))
         if plan.grad_wire or kind.host or _is_split(kind.precision) or hasattr(by, "after"):
             return general
         old, new, along = self._route(number, axes)
-        is_last = like.dtype == kind.precision.grads and only_reads(by)  # what is put is what is kept
+        is_last = like.dtype == kind.precision.grads and only_reads(by)  # the dtype of the sum is kept
         if is_last and plan.num_ranks(along) == 1:
             return general._replace(in_place=0)
         steps = route(old, new, along)
         if len(steps) > 1 or not steps:
             return general
-        # whole gradients are replaced by their sum
+        # the sum replaces whole gradients
         is_replaced = is_last and type(by) is Sums and steps[0].kind == "add"
         collective = by.reduce_scatter if steps[0].kind == "scatter" else by.all_reduce
         in_place = _LARGE // like.itemsize if is_replaced else maxsize
-        # sums travel in the dtype they are taken in
+        # a tree's sums travel in their own dtype
         dtype = None if isinstance(by, TreeSums) else kind.precision.reduce
         ranks = primitives.along(mesh, steps[0].axis)
         return general._replace(in_place=in_place, ranks=ranks, collective=collective, dtype=dtype)
 
     def _route(self, kind: int, axes: Axes) -> tuple[Rule, Rule, Axes]:
-        """The rules before and after the sum of rows that end cut over `axes`, and the axes along which it has a step.
+        """The rules before and after the sum of rows, to be cut over `axes`, and the axes of its steps.
 
-        On one rank it has a step, too, which casts, and is the user's if the reduction is.
+        On one rank a step remains: a cast, or the user's reduction.
         """
         plan, copies = self._sums.plan, partial(self._sums.plan.rest, kind=kind)  # axes along which ranks have copies
         alone = [axis for axis in plan.axis_names if axis not in (*self.later, plan.kinds[kind].split)]
@@ -315,7 +308,7 @@ class Gradients:
         return COPIES.dual(along + new.sums), new, along
 
     def buffer(self, unit: int, kind: int) -> Tensor:
-        """Allocate a unit's `reduce_scatter_input` (n,): its own `grad_shard`, if it can."""
+        """Allocate a unit's `reduce_scatter_input` (n,), in its own `grad_shard` if possible."""
         if self._local_rows is not None:
             rows, tensors = self._local_rows
             return rows[unit, kind].of(tensors)
@@ -354,20 +347,20 @@ class Gradients:
         return plain.collective(sent, plain.ranks, self._sums.view.plan.units[unit].name, grad_shard).keeping(sent)
 
     def untouched(self, unit: int, kind: int) -> Pending | None:
-        """Zeros for a unit and kind that got no gradient; the sum so far, if gradients are added up. As `emit`."""
+        """As `emit`, for a unit and kind without gradients: zeros, or the sum so far if gradients add up."""
         if self.add:
             return self.emit(unit, kind, self.buffer(unit, kind)) if self.local else None
         if self.local is not None:
             self.buffer(unit, kind).zero_()
         if self.reduced is None:
             return None
-        row = self._reduced_rows[0][unit, kind]  # no rank has read the unit, so nothing is sent
+        row = self._reduced_rows[0][unit, kind]  # no rank has read the unit: nothing is sent
         return self._landed(
             row, self._grad_shard(row), lambda reduce_scatter_output: arrived(reduce_scatter_output.zero_())
         )
 
     def all_reduce_later(self, sums: Sharded, later: Axes) -> None:
-        """All-reduce `sums` over the axes `later` into `reduced`: one collective for each unit, all started at once."""
+        """All-reduce `sums` over the axes `later` into `reduced`, all units at once."""
         plan, by, started = sums.plan, self.by, list[Pending]()
         for row in (row for row in sums.view.rows.values() if row.numel):
             x, old = row.of(sums.tensors).to(self._device), Rule(row.rule.over, plan.rest(plan.rest(later), row.kind))
@@ -377,9 +370,9 @@ class Gradients:
             pending.wait()
 
     def _landed(self, row: Row[Slot], grad_shard: Tensor, start: Callable[[Tensor], Pending]) -> Pending:
-        """`start` a sum into its `reduce_scatter_output`; call the reduction's hook `after`.
+        """Start a sum into its `reduce_scatter_output`, and call the reduction's hook `after`.
 
-        The output is the `grad_shard`, or if that is in host memory a tensor on the device, which is copied there.
+        The output is the `grad_shard`, or a tensor on the device to be copied to a `grad_shard` in host memory.
         """
         plan, is_host = self._sums.plan, self._sums.plan.kinds[row.kind].host
         reduce_scatter_output = ahead.landing(grad_shard, self._device) if is_host else grad_shard
@@ -399,7 +392,6 @@ class Gradients:
         return self._unpadded(row, reduce_scatter_output.copy_(result))
 
     def _general(self, row: Row[Slot], reduce_scatter_input: Tensor, reduce_scatter_output: Tensor) -> Pending:
-        """Start the sum over ranks of a row (n,) into (n / W,)."""
         plan, (old, new, along) = self._sums.plan, self._route(row.kind, row.rule.over)
         if plan.grad_wire is not None and along and reduce_scatter_input.is_floating_point():
             pending = self._sum_encoded(plan.grad_wire, row, reduce_scatter_input, new, along, reduce_scatter_output)
@@ -417,26 +409,24 @@ class Gradients:
     def _sum_encoded(
         self, wire: Wire, row: Row[Slot], reduce_scatter_input: Tensor, new: Rule, along: Axes, out: Tensor
     ) -> Pending:
-        """Start the sum of (n,) to the rule `new`, encoded along one axis."""
         plan, axes = self._sums.plan, new.over
         mesh, name, copies = plan.live_mesh(), plan.units[row.unit].name, partial(plan.rest, kind=row.kind)
-        # the first axis of several ranks that gradients are cut over; else the longest
+        # the first axis of several ranks among those cut; else the longest
         longest = max(axes or along, key=dict(plan.axes).__getitem__)
         axis = next((axis for axis in axes if axis in plan.linked), longest)
         ranks = primitives.along(mesh, axis)
-        lengths = [row.lengths(number, ranks.size) for number in range(ranks.size)]  # of what each rank sums
+        lengths = [row.lengths(number, ranks.size) for number in range(ranks.size)]  # of each rank's sum
         parts = zip(reduce_scatter_input.chunk(ranks.size), lengths, strict=True)
         sends = [wire.encode(part, of_leaves) for part, of_leaves in parts]
         added = primitives.scatter(sends, ranks, lambda received: _added(wire, received, lengths[ranks.rank]), name)
-        # a sum travels on in its own dtype, not encoded again, along the other axes of several ranks
+        # along other axes a sum travels in its own dtype, not encoded again
         over = axes[: axes.index(axis) + 1] if axes else ()
         old = Rule(over, copies((axis, *over)))
-        if not axes:  # every rank needs the whole sum: what `scatter` has cut is gathered again before the other axes
+        if not axes:  # every rank needs the whole sum: gather what `scatter` has cut
             added = added.then(lambda shard: reshard(shard, Rule((axis,)), COPIES, mesh, name))
         return added.then(lambda total: reshard(total, old, new, mesh, name, out, by=self.by))
 
     def _grad_shard(self, row: Row[Slot]) -> Tensor:
-        """This rank's shard (n / W,) of `reduced`, a view; of one without tensors, a new tensor."""
         if tensors := self._reduced_rows[1]:
             return row.of(tensors)
         plan = self._sums.plan
@@ -444,26 +434,20 @@ class Gradients:
         return primitives.buffer(plan.live_mesh(), plan.axis_names, row.length, like, lent=False)
 
     def _unpadded(self, row: Row[Slot], total: Tensor) -> Tensor:
-        """Set the padding of a rank's shard to zero, in place.
-
-        A wire may decode anything there, and so may a hook return, which unscaling would take for an overflow.
-        """
+        """Zero the padding of a rank's shard in place: unscaling would take NaN of a wire or hook for overflow."""
         return clear_outside_(total, row.filled(row.number(self._sums.plan.live_mesh())))
 
 
 def buffer_dtype(plan: Plan, kind: int) -> torch.dtype:
-    """The dtype of a `reduce_scatter_input` before it is scaled and cast."""
     precision = plan.kinds[kind].precision
     return torch.float32 if _is_split(precision) else precision.reduce
 
 
 def _is_split(precision: Precision) -> bool:
-    """True if gradients are computed in a wider dtype and sent as float16."""
     return precision.reduce == torch.float16 and precision.compute != torch.float16
 
 
 def _added(wire: Wire, received: Sequence[Tensor], lengths: Sequence[int]) -> Tensor:
-    """The sum of what all ranks sent, decoded, in rank order, in float32 at least."""
     first, *others = (_decode(wire, data, lengths) for data in received)  # (n / W,) each
     total = first.to(primitives.sum_dtype(first.dtype), copy=True)
     for part in others:
@@ -480,6 +464,5 @@ def as_read(params: Sharded, into: Gradients | None) -> tuple[Sharded, Gradients
 
 
 def settle(plan: Plan) -> None:
-    """Make the host wait for the device, if the plan has trainable leaves in host memory: the host updates them."""
     if any(kind.host and kind.trainable for kind in plan.kinds):
         plan.crossings.down.settle()

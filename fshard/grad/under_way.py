@@ -1,56 +1,50 @@
-"""What of each unit is in memory and under way in one forward and backward: its gathers, its gradients, their sums.
+"""The units of one forward and backward: their memory, gathers and gradients.
 
 Note [A unit's life]
-    In memory a unit is absent, coming, or here. It is here while the program reads its leaves, and in the backward
-    until its last saved place was used. `held` is what stays of it even then (Note [What stays of a unit]):
-    from that it comes back with fewer messages, or with none.
+    In memory a unit is absent, coming, or here. A unit is here while the program reads its leaves, and in the backward
+    until `stays_for` ends. `held` stays even then (Note [What stays of a unit]): the unit comes back from it with fewer
+    messages, or none.
 
-    Its gradients come once, after the forward, and are then given to a reduction. The sum is there about one unit
-    later (`Reductions.move_on`). With `Gradients.take` an optimizer takes the sum, and writes to the parameters. What a
-    program may do to break this order is an error:
+    A unit's gradients come once, after the forward, and go to a reduction. The sum is there about one unit later
+    (`Reductions.move_on`). With `Gradients.take` an optimizer takes the sum, and writes to the parameters. A program
+    that breaks this order gets an error:
 
     | gradients | are reduced      | the unit is gathered |
     |-----------|------------------|----------------------|
     | forward   | error            | allowed              |
     | due       | become summing   | allowed              |
+    | late      | are added up     | allowed              |
     | summing   | error            | allowed              |
     | taken     | error            | error                |
     | closed    | error            | error                |
 
 Note [What stays of a unit]
-    `Unit.keep_rule`, which `regather=` sets, says whether all of a unit's gathered buffers stay, or a copy of them that
-    is cut over some axes, or nothing. A copy is made when the unit is gathered in the forward; every later gather of
-    the unit is from the copy, over these axes alone: that for the backward, those of a checkpoint that runs again, and
-    a second one in the forward. It has the dtype of computation, and values that a wire has decoded already.
+    `Unit.keep_rule`, set by `regather=`, keeps all gathered buffers of a unit, a copy cut over some axes, or nothing.
+    The copy is made at a gather in the forward; later gathers are from the copy, over its axes alone. It has the dtype
+    of computation, and decoded values. Leaves whole on every rank are not copied.
 
-    All of a unit stays where its leaves are trainable, until its gradients have come. Of frozen leaves, whose backward
-    has no end that the tape could see, only what autograd saves stays, unless ranks saved different units (Note [One
-    order on all ranks] in `chain.py`). Copies stay until the unit's gradients have come and its last saved place was
-    used. Leaves that are whole on every rank are not copied.
+    All of a unit stays until its gradients have come. Frozen leaves have none: only tensors saved by autograd stay,
+    unless ranks saved different units (Note [One order on all ranks] in `chain.py`). Copies stay until the gradients
+    have come and the last saved view was used.
 
 Note [Sums beside the computation]
-    On an accelerator a reduction's waits for messages, its sums, and the stages and hooks that follow run on a stream
-    of their own, `Plan.crossings.sums`. Work on that stream first waits for the computation so far. The computation
-    waits for the stream once for each unit, before the buffer of the next unit's gradients is allocated (those sums
-    were started one unit earlier), and after the last reduction: nothing reads the sums before. If nothing is left to
-    add when the messages have arrived, it waits for those of the unit before, whose buffer is free then.
+    On an accelerator a second stream, `Plan.crossings.sums`, waits for messages of a reduction, adds, and runs later
+    stages and hooks. Its work waits for the computation so far. The computation waits for the stream once a unit,
+    before it allocates the next unit's gradients, and after the last reduction. If the messages leave nothing to add,
+    it waits for the sums of the unit before.
 
-    The buffers that a reduction sends and receives belong to the computation's stream. When the host drops them, the
-    allocator may give their memory to the computation again while the other stream still reads it. So each reduction
-    (`Pending`) is kept, and with it these buffers, until the computation has waited. `Tensor.record_stream` would make
-    the wait unnecessary, but memory would then come back when the device has passed an event, not at a point of the
-    program, and the peak would depend on timing. Memory allocated on the other stream is used there in order.
-
-    On a CPU, and while a graph is traced, there are no streams, and nothing is kept.
+    Buffers sent and received belong to the computation's stream: freed by the host, their memory might be given away
+    while the second stream reads it. So each reduction (`Pending`) is kept with its buffers until the computation has
+    waited. With `Tensor.record_stream` the peak would depend on the device's timing. Without streams, on a CPU or in a
+    traced graph, nothing is kept.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from itertools import islice
-from sys import maxsize
-from typing import Literal, NamedTuple, TypeAlias
+from itertools import filterfalse, islice
+from typing import Literal, TypeAlias
 
 import torch
 from torch import Tensor
@@ -63,9 +57,8 @@ from ..core.tracing import is_tracing, named
 from ..layout.rules import COPIES, arrived
 from ..plan.ahead import Crossing, Crossings
 from ..plan.plan import Plan
-from ..sharding.schedule import Entry
+from ..sharding.schedule import Entry, Schedule
 from ..sharding.sharded import Sharded
-from .autograd import Block
 from .travel import Gathers, Gradients
 
 Leaves: TypeAlias = Sequence[Tensor]  # of a unit, in the order of its `Entry.slots`
@@ -88,15 +81,6 @@ _REFUSED = {
 }
 
 
-class Reruns(NamedTuple):
-    """The checkpoints that read a unit, and will read it again in the backward."""
-
-    hook: object = None  # of the last one
-    is_shared: bool = False  # whether several gather the unit, or one does twice
-    anchor_before: int = maxsize  # the number of the last anchor made before any of them
-    stays_until_anchor: bool = False  # whether the unit, once gathered again, stays until its anchor runs
-
-
 class TapeUnit:
     """One unit of a tape (Note [A unit's life])."""
 
@@ -104,190 +88,149 @@ class TapeUnit:
     leaves: Leaves | None = None  # views of them, while the program reads these
     bound: Leaves | None = None  # the leaves, those that train as outputs of an anchor
     coming: tuple[int, dict[int, Pending]] | None = None  # how many stages of its gathers have started; they, by kind
-    held: Buffers | None = None  # what stays of it by `keep_rule`
-    is_touched = False
-    reruns = Reruns()
-    is_used = False  # whether it was read where gradients are on
-    regathered = False  # whether the buffers stay until the last saved place was used
-    saved = 0  # the number of saved places that were not used yet
-    gradients: Literal["forward", "due", "summing", "taken", "closed"] = "forward"
-    is_complete = False  # whether gradients of all leaves that train have come
+    held: Buffers | None = None  # kept by `keep_rule`
+    stays_for: Literal["", "places", "anchor"] = ""  # in the backward buffers stay until these are used, or this runs
+    saved = 0  # the number of saved views not used yet
+    gradients: Literal["forward", "due", "late", "summing", "taken", "closed"] = "forward"
     anchor: Tensor | None = None  # the last output of its anchor (Note [Anchors] in `autograd.py`)
-    since = 0  # the number of its anchor in the chain; of a frozen unit, that of the anchor before
     _added: Sequence[Tensor | None] | None = None  # the gradients of later touches until the anchor runs
 
     def __init__(self, entry: Entry, stays: bool):
         self.entry = entry
-        self.number = entry.unit
         self.keep_rule = entry.keep_rule  # of `regather=`
         self.stays = stays  # until the forward ends
-        self.gathered: Gathered | None = None  # where all of it stays for the next tape
 
-    def keep_in(self, gathered: Gathered) -> None:
-        """Keep all of the unit in `gathered`, beyond this tape; what is there already is not gathered again."""
-        self.gathered, self.keep_rule, self.held = gathered, COPIES, gathered.get(self.number)
-        if is_tracing():  # another label than that of units which a graph may gather again
+    def keep_from(self, gathered: Gathered) -> None:
+        self.keep_rule, self.held = COPIES, gathered.get(self.entry.unit)
+        if is_tracing():  # a label of its own: a graph may gather other units again
             self.entry = self.entry._replace(name=f"{self.entry.name} (kept)")
 
     def check(self, event: Literal["reduce", "gather"]) -> None:
-        """ValueError if the unit may not be gathered, or given gradients, any more, or not yet."""
         if (self.gradients, event) in _REFUSED:
             raise ValueError(_REFUSED[self.gradients, event].format(self.entry.name))
 
     def let_go(self) -> None:
-        """Drop the leaves, and the buffers unless saved places are still to be used."""
         self.leaves = self.bound = None
-        if not self.regathered:
+        if not self.stays_for:
             self.buffers = None
 
-    def rerun_by(self, block: Block, is_linked: bool, is_twice: bool, anchor: int) -> None:
-        """Note a checkpoint that reads it, and began after an anchor of this number.
-
-        Once gathered again the unit stays if its anchor will say until when. A frozen unit has none, and stays if other
-        checkpoints read it, too, or this one gathers it twice. So all ranks gather it once.
-        """
-        hook, is_shared, before, stays = self.reruns
-        is_shared = is_shared or is_twice or block.is_nested or hook not in (None, block.hook)
-        stays = stays or (is_linked and bool(self.entry.trained or is_shared))
-        self.reruns = Reruns(block.hook, is_shared, min(before, anchor), stays)
-
-    def expect(self, is_linked: bool) -> None:
-        """End the forward: gradients may come, of a checkpoint and of other places."""
-        self.gradients = "due"
-        if self.reruns.hook is not None and self.saved:
-            self.reruns = self.reruns._replace(stays_until_anchor=is_linked)
-
     def forget(self) -> None:
-        """Drop the buffers: its saved places will not be used."""
-        self.reruns, self.regathered, self.saved = self.reruns._replace(stays_until_anchor=False), False, 0
+        """Drop the buffers: no saved view will be used."""
+        self.stays_for, self.saved = "", 0
         self.let_go()
 
-    def use(self) -> None:
-        """Count one saved place as used; after the last one drop what the backward needed."""
-        self.saved = max(self.saved - 1, 0)
-        if not (self.saved or self.reruns.stays_until_anchor):
-            self.regathered = False
-            if self.leaves is None:
-                self.buffers = None
-            if not (self.is_bound and self.gradients in ("forward", "due")):
-                self.drop_held()
-
-    def hold(self, held: Buffers) -> None:
-        """Keep these of its buffers, or copies of them."""
-        self.held = held
-        if self.gathered is not None:
-            self.gathered[self.number] = held
-
-    def drop_held(self) -> None:
-        """Drop what is held, unless it outlives the tape."""
-        if self.gathered is None:
-            self.held = None
-
     def keep_all(self) -> None:
-        """Before a second forward: from now on keep all of the unit; nothing is saved yet."""
         if self.keep_rule != COPIES:
             self.held = None
-        self.keep_rule, self.saved, self.is_touched = COPIES, 0, False
+        self.keep_rule, self.saved = COPIES, 0
 
     @property
     def is_kept(self) -> bool:
-        """Whether all of it stays in memory, so that the backward sends nothing for it."""
-        return self.keep_rule == COPIES and self.held is not None
+        return self.held is not None and self.keep_rule == COPIES
 
     @property
-    def is_bound(self) -> bool:
-        """Whether gradients may come to it."""
-        return self.anchor is not None
+    def leads(self) -> bool:
+        """True if its gather in the backward starts the next ones. Ranks may read other units at any time."""
+        return self.entry.leads and (self.held is None or self.keep_rule != COPIES)
 
     def add(self, grads: Sequence[Tensor | None]) -> None:
-        """Keep the gradients of a touch, added to those of others, until the anchor runs."""
         self._added = self.total(grads)
 
     def total(self, grads: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
-        """The sum of these gradients and those of later touches, which are dropped; by leaf, None for none.
-
-        An anchor without leaves gives none.
-        """
+        """Return the sum over all touches by leaf, or None, and drop the later ones. An empty anchor has no `grads`."""
         grads = grads or [None] * len(self.entry.trained)
         added, self._added = self._added, None
         return grads if added is None else [_sum(x, y) for x, y in zip(added, grads, strict=True)]
 
     def close(self) -> None:
-        """Drop all tensors: nodes of autograd hold this unit, in a cycle that Python's garbage collector cannot see."""
+        """Drop all tensors: autograd's nodes hold this unit in a cycle unseen by Python's garbage collector."""
         self.let_go()
         self.buffers = self.held = self.coming = self.anchor = self._added = None
-        self.reruns, self.gradients = TapeUnit.reruns, "closed"
+        self.gradients = "closed"
 
 
 def _sum(x: Tensor | None, y: Tensor | None) -> Tensor | None:
     if x is None or y is None:
         return y if x is None else x
-    # a dense tensor plus a sparse one is dense; torch does not add them the other way round
+    # torch adds a sparse tensor to a dense one, not the other way round
     return x + y if x.layout is torch.strided else y + x
 
 
 class _UnderWay:
-    """Collectives of units under way: as many units at once as Note [Two units] in `ahead.py` says.
+    """Collectives of units under way, for as many units at once as in Note [Two units] in `ahead.py`.
 
-    A collective has a stage for each axis. On an accelerator a stream beside the computation, `side`, waits for the
-    messages of a stage, and starts the next one. What stages sent and received is kept until the computation has waited
-    for that stream.
+    A collective has a stage for each axis. On an accelerator a second stream, `side`, waits for the messages of a
+    stage, and starts the next one. Buffers of stages are kept until the computation has waited for that stream.
     """
 
     def __init__(self, plan: Plan, stages: int, side: Callable[[Crossings], Crossing]):
         self._plan, self.stages = plan, stages
         self._side = side(plan.crossings) if plan.has_streams and not is_tracing() else None
-        self._stepped: list[Pending] = []  # what the side stream may still be reading
+        self._stepped: list[Pending] = []  # the side stream may still read their buffers
 
     def _beside(self, older: Iterable[Pending]) -> AbstractContextManager[None]:
-        """The block in which a stage of each of these is waited for, and the next one starts."""
+        """A block to wait for a stage of each of these, and to start the next one."""
         if self._side is None:
             return nullcontext()
-        self._stepped += older  # before a stage can raise: the device may be reading them even then
+        self._stepped += older  # before a stage can raise: the device may read them even then
         return self._side.ahead()
 
     def join(self) -> None:
-        """Make the computation wait for the stages that have ended, and drop the memory that they read."""
         if self._side is not None and self._stepped:
             self._side.join()
             self._stepped.clear()
 
 
 class Arrivals(_UnderWay):
-    """Gathers of one `Sharded` under way; a unit of which a copy is held is gathered from the copy.
+    """Gathers of one `Sharded` under way, from the held copies if there are any.
 
-    With several stages, one unit more is under way for each, one stage behind the unit before it. `copied` is as in
-    `is_buffer`.
+    For each further stage one more unit is under way, one stage behind the unit before. `copied`: as in `is_buffer`.
+    `gathered`: as in `Tape`.
     """
 
-    def __init__(self, params: Sharded, units: Mapping[int, TapeUnit], copied: bool):
+    def __init__(self, params: Sharded, units: Mapping[int, TapeUnit], copied: bool, gathered: Gathered | None):
         super().__init__(params.plan, _stages(params.plan, params.view.over), lambda streams: streams.stages)
-        self._units, self._gathers = units, Gathers(params, copied)
-        self.most = self._plan.ahead.most(self.stages)  # units whose gathers are under way at once
+        self._units, self._gathers, self.gathered = units, Gathers(params, copied), gathered
+        if gathered is not None:
+            for unit in units.values():
+                unit.keep_from(gathered)
+        self.most = self._plan.ahead.most(self.stages)  # the number of units under way at once
 
     def keep(self, unit: TapeUnit) -> None:
-        """Hold what `regather=` keeps of a unit: all buffers, or copies of them that are cut."""
         assert unit.buffers is not None
         assert unit.keep_rule is not None
         if over := unit.keep_rule.over:
             cut = [row.kind for row in unit.entry.rows if row.rule.over and row.numel]
-            unit.hold({kind: self._copy(unit.buffers[kind], kind, over) for kind in cut})
+            self.hold(unit, {kind: self._copy(unit.buffers[kind], kind, over) for kind in cut})
         else:
-            unit.hold(unit.buffers)
+            self.hold(unit, unit.buffers)
+
+    def hold(self, unit: TapeUnit, held: Buffers) -> None:
+        unit.held = held
+        if self.gathered is not None:
+            self.gathered[unit.entry.unit] = held
+
+    def drop_held(self, unit: TapeUnit) -> None:
+        if self.gathered is None:
+            unit.held = None
 
     def _copy(self, all_gather_output: Tensor, kind: int, axes: Axes) -> Tensor:
-        """A copy of what this rank has of a buffer (n,) that is cut over some axes: (n / W,)."""
         shard = self._plan.within(all_gather_output, kind, axes)
         return primitives.buffer(self._plan.live_mesh(), axes, shard.numel(), shard, lent=False).copy_(shard)
 
+    def following(self, schedule: Schedule, unit: int, read: Container[int]) -> Iterable[int]:
+        """Return the next units to gather after a unit, without units read already. If some are sent, only these."""
+        if not schedule.mixed:
+            return filterfalse(read.__contains__, range(unit + 1, min(unit + self.most, schedule.last) + 1))
+        sent = (n for n in range(unit + 1, schedule.last + 1) if schedule.entries[n].sent and n not in read)
+        return islice(sent, self.most)
+
     def _stages_of(self, unit: TapeUnit) -> int:
-        """The number of stages of a unit's gather, one for each axis; none if all of it is held."""
         if unit.held is None or unit.keep_rule is None:
             return self.stages
         return _stages(self._plan, unit.keep_rule.over) if unit.keep_rule.over else 0
 
     def start(self, unit: TapeUnit) -> None:
-        """Start the gather of a unit, from what is held of it if anything is, unless it is under way."""
         if unit.coming is not None:
             return
         entry, kept, rule = unit.entry, unit.held, unit.keep_rule
@@ -301,17 +244,14 @@ class Arrivals(_UnderWay):
         unit.coming = 1, gathers
 
     def ahead(self, current: TapeUnit | None, following: Iterable[int]) -> None:
-        """Gather as many of the units that follow on the current one as the plan says.
-
-        Gathers under way go on to their next stage, the others start.
-        """
-        if self.most == 1:  # as where units are equal
+        """Start the gathers of the next units, as many as the plan allows, or take them one stage further."""
+        if self.most == 1:  # all units are equal
             for number in islice(following, 1):
                 if self._stages_of(unit := self._units[number]):
                     self.start(unit)
             return
-        units = self._plan.ahead.gathers(None if current is None else current.number, following, self.stages)
-        last = max(0, len(units) - self.stages)  # of those whose stages may all start; each after it is one behind
+        units = self._plan.ahead.gathers(None if current is None else current.entry.unit, following, self.stages)
+        last = max(0, len(units) - self.stages)  # all its stages may start; each unit after it is one stage behind
         for place, number in enumerate(units):
             unit = self._units[number]
             stages, (started, gathers) = self._stages_of(unit) - max(0, place - last), unit.coming or (0, {})
@@ -322,7 +262,6 @@ class Arrivals(_UnderWay):
                     unit.coming = started + 1, {kind: gather.advance() for kind, gather in gathers.items()}
 
     def take(self, unit: TapeUnit) -> Buffers:
-        """A unit's buffers: those in memory, or those of its gather, which starts now if it is not under way."""
         if unit.buffers is None:
             unit.check("gather")
             self.start(unit)
@@ -335,7 +274,6 @@ class Arrivals(_UnderWay):
         return unit.buffers
 
     def drop(self) -> None:
-        """Wait for the gathers that were started and not used."""
         coming = [(unit, unit.coming[1]) for unit in self._units.values() if unit.coming is not None]
         try:
             for _, gathers in coming:
@@ -349,30 +287,29 @@ class Arrivals(_UnderWay):
 
 
 def _stages(plan: Plan, axes: Axes) -> int:
-    """The number of stages of a gather over some axes: one for each that has several ranks, at least one."""
+    """The number of stages of a gather: one for each axis of several ranks, at least one."""
     return max(1, len({*axes}.intersection(plan.linked)))
 
 
 class Reductions(_UnderWay):
-    """The reductions of one backward into `into` that are under way, in the order in which they started."""
+    """The reductions of one backward under way, in the order of their starts."""
 
     def __init__(self, plan: Plan, into: Gradients | None = None):
         super().__init__(plan, len(plan.linked), lambda streams: streams.sums)
         by = None if into is None or plan.grad_wire is not None else into.by
-        # else what arrives is added beside the computation
+        # else sums are added beside the computation
         self._is_fast = self._side is not None and type(by) is Sums and by.is_fast(plan.device)
         self._under_way: list[tuple[int, Pending]] = []  # and the unit of each
 
     def add(self, unit: int, pending: Pending) -> None:
-        """Keep a reduction of a unit that was started."""
         self._under_way.append((unit, pending))
 
     def move_on(self, following: int) -> None:
-        """Take older reductions one stage further, so that the gradients of the unit `following` have room next.
+        """Take older reductions one stage further, to make room for the gradients of the unit `following`.
 
-        The reductions that `Ahead.reductions` counts are not advanced.
+        The reductions counted by `Ahead.reductions` are not advanced.
         """
-        if self._plan.ahead.number == 1:  # as where units are equal
+        if self._plan.ahead.number == 1:  # all units are equal
             num = len(self._under_way)
             while num and self._under_way[num - 1][0] == self._under_way[-1][0]:
                 num -= 1
@@ -383,13 +320,13 @@ class Reductions(_UnderWay):
         return list(dict.fromkeys(unit for unit, _ in self._under_way))
 
     def _leave(self, number: int) -> None:
-        """Take all reductions one stage further but those of so many units, the last ones."""
+        """Take all reductions one stage further, except those of the last `number` units."""
         units = self._units()
         older = units[: max(0, len(units) - number)]
         self._step(sum(unit in older for unit, _ in self._under_way))
 
     def make_room(self, unit: int) -> None:
-        """Wait for reductions until the gradients of a unit that has come have room beside those under way.
+        """Wait for reductions until a unit's gradients have room.
 
         The backend's own sums are done by now, so their buffers are free; sums in rank order still need theirs.
         """
@@ -397,13 +334,13 @@ class Reductions(_UnderWay):
             return
         if self._plan.ahead.number is None:
             self.move_on(unit)
-        if self._is_fast:  # as after this unit, so that its buffer takes their place
+        if self._is_fast:  # this unit's buffer takes their place
             self._leave(max(0, self._plan.ahead.reductions(unit - 1, [*self._units(), unit], self.stages) - 1))
 
     def _step(self, num: int) -> None:
-        """Take the first `num` reductions one stage further, and drop those that are done.
+        """Take the first `num` reductions one stage further, the youngest first, and drop the finished ones.
 
-        The youngest goes first: its next stage is under way while the host waits for the others.
+        The youngest one's next stage is then under way while the host waits for the others.
         """
         if not num:
             return
@@ -414,13 +351,11 @@ class Reductions(_UnderWay):
         self._under_way[:num] = [(unit, pending) for unit, pending in pairs if isinstance(pending, Pending)]
 
     def finish(self) -> None:
-        """Wait for every reduction."""
         while self._under_way:
             self._step(len(self._under_way))
         self.join()
 
     def drop(self) -> None:
-        """Wait for the messages under way, and drop all reductions; no next stage starts."""
         try:
             for _, pending in self._under_way:
                 pending.drop()

@@ -1,15 +1,14 @@
-"""Checks that a loss does not write in place to the parameters it is given: the new value would be lost.
+"""Checks that a loss does not write in place to its parameters: the new values would be lost.
 
 Note [Writes in place]
     torch counts the in-place operations on a tensor and its views. Each gathered buffer of trainable leaves, and each
-    frozen leaf, gets a counter of its own, which tells what was written to. The tape keeps an alias without memory that
-    shares the counter, so watching keeps no buffer alive. But `batch_norm` updates running statistics without counting.
-    Frozen leaves as small as such statistics are therefore copies, which are compared with their old values after the
-    loss: any write is noticed, and the caller's tensors stay as they were. A write through `.data` to a larger leaf, or
-    to a trainable one, is not noticed. A leaf whose `.data` was set lies in another storage when the tape drops it; a
-    program that sets it later computes with it as in torch, and reads the old values again. While a graph is traced
-    there are no values to compare: instead the arguments of every operator that writes are looked at, and a write to
-    any frozen leaf is noticed.
+    frozen leaf, gets a counter of its own. The tape keeps an alias without memory that shares the counter, so watching
+    keeps no buffer alive. `batch_norm` updates running statistics without counting. So frozen leaves as small as these
+    are copies, compared with their old values after the loss.
+
+    A write through `.data` to a larger or trainable leaf is not noticed. A leaf with a new `.data` lies in another
+    storage when the tape drops it; a later change of `.data` computes as in torch. While a graph is traced there are no
+    values: a mode looks at the arguments of all writing operators, and notices each write to a frozen leaf.
 """
 
 from __future__ import annotations
@@ -34,8 +33,7 @@ from ..plan.plan import Slot
 from ..sharding.schedule import Entry
 from .under_way import TapeUnit
 
-# Leaves that share a version counter (one of them was written to, if it counted), and whether their memory is the
-# caller's: then the write has changed the parameters that were passed.
+# leaves that share a version counter, and True if their memory is the caller's: a write changes the passed parameters
 Written: TypeAlias = tuple[Sequence[Slot], bool]
 _ADDRESS = operator.attrgetter("_cdata")  # of storages, as `address` of tensors
 _SET_DATA = Tensor.data.__set__  # type: ignore[attr-defined]
@@ -45,14 +43,14 @@ _REMEDY = (
     "have it in the next step, as extra (train_step(..., with_extra=True))."
 )
 
-# torch's own words for a write to a view that an autograd function returned, as `anchors.Anchor` does
+# torch's words for a write to a view from an autograd function, as `autograd.Anchor`
 _VIEWS = ("was created inside a custom Function", "is the output of a function that returns multiple views")
 _OF_LEAVES = re.compile(r"Output (\d+) of _?Anchor(?:Backward)? is")
 _CHANGED = " The parameters that were passed are changed by it: do not use them again."
 
 
 class _Refusing(TorchFunctionMode):
-    """ValueError for `x.data = y`, and if batch_norm would write to a leaf: for tracing, which sees neither."""
+    """Raise ValueError for `x.data = y`, or if batch_norm would write to a leaf: a tracer sees neither."""
 
     def __init__(self, frozen: Sequence[tuple[Tensor, Slot]]):
         super().__init__()
@@ -71,7 +69,7 @@ class _Refusing(TorchFunctionMode):
 
 
 class _RefusingWrites(TorchDispatchMode):
-    """ValueError if an operator writes to the memory of a frozen leaf: for tracing, where there are no values."""
+    """Raise ValueError if an operator writes to a frozen leaf: for tracing, where there are no values."""
 
     def __init__(self, frozen: Sequence[tuple[Tensor, Slot]]):
         super().__init__()
@@ -88,7 +86,6 @@ class _RefusingWrites(TorchDispatchMode):
 
 
 def _place(x: Tensor) -> tuple[int, int]:
-    """The storage of a tensor and its offset there, by which a leaf is known again in an operator's arguments."""
     return address(x), int(x.storage_offset())
 
 
@@ -97,31 +94,29 @@ def _is_small(x: Tensor) -> bool:
 
 
 def _statistics(func: Callable[..., object], args: Sequence[object], kwargs: Mapping[str, object]) -> list[object]:
-    """The running statistics that this call would update, if it is a batch_norm in training mode."""
     if getattr(func, "__name__", "").removeprefix("native_") != "batch_norm":
         return []
-    first = 1 if func is F.batch_norm else 3  # torch.batch_norm and its kin take weight and bias before them
+    first = 1 if func is F.batch_norm else 3  # torch.batch_norm and its kin take weight and bias first
     training = kwargs.get("training", args[5] if len(args) > 5 else False)
     return [*args[first : first + 2], kwargs.get("running_mean"), kwargs.get("running_var")] if training else []
 
 
 class Writes:
-    """Watches the tensors that a loss is given, and raises if it wrote to them."""
+    """Watches the leaves of a loss, and raises if the loss wrote to one."""
 
     def __init__(self) -> None:
-        # aliases without memory that have the version counters, with the leaves that share the counter
+        # aliases without memory, each with a version counter, and the leaves that share the counter
         self._watched: list[tuple[Tensor, Sequence[Slot], bool]] = []
-        # small frozen leaves end to end, (n,): as the loss sees them, and as they were
+        # small frozen leaves end to end, (n,): seen by the loss, and as before
         self._copies: list[tuple[Tensor, Tensor, Sequence[Slot], Sequence[int]]] = []
         self.bound: list[Entry] = []  # the units with anchors
         self._nothing: Tensor | None = None  # (0,), made once: the memory of all aliases
         self._tracing = is_tracing()
-        self._storages = set[int]()  # addresses of what leaves lie in; the tape keeps them taken
+        self._storages = set[int]()  # addresses of all leaves' storages; the tape keeps them taken
         self._frozen_leaves: list[tuple[Tensor, Slot]] = []  # while a graph is traced
 
     @contextmanager
     def refusing(self) -> Iterator[None]:
-        """The block in which the loss runs: torch's errors about writes in place become errors that name the leaf."""
         with (
             _Refusing(self._frozen_leaves) if self._tracing else nullcontext(),
             _RefusingWrites(self._frozen_leaves) if self._tracing else refusing_raw(),
@@ -134,7 +129,6 @@ class Writes:
                 raise self._refused(str(failure)) from failure
 
     def _refused(self, words: str) -> ValueError:
-        """The error for a write that torch refused with these words."""
         if written := self._counted():
             return _written(written)
         number = _OF_LEAVES.search(words)
@@ -143,16 +137,16 @@ class Writes:
                 "the loss function: it wrote in place to a view of a leaf it was given, or of one of several results "
                 f"of an operator. {_REMEDY}"
             )
-        # torch names the output of an `Anchor`, not which unit's: the error names the leaf that each unit has there
+        # torch names the output of an `Anchor`, but no unit: the error names that leaf of each unit
         output = int(number[1])
         slots = [entry.slots[entry.trained[output]] for entry in self.bound if output < len(entry.trained)]
         leaves = {slot.path: slot for slot in slots}
         return _written([(list(leaves.values()), False)])
 
     def watch(self, x: Tensor, slots: Sequence[Slot], is_callers: bool) -> Tensor:
-        """Return an alias of `x` with a version counter of its own, which is read in `check`.
+        """Return an alias of `x` with a version counter of its own, for `check`.
 
-        `x` holds the leaves `slots`; `is_callers` says that its memory is that of the parameters passed.
+        `x` holds the leaves `slots`. `is_callers`: its memory is the passed parameters'.
         """
         x = x.data  # unlike `detach`, this starts a new counter
         counter = x.detach()  # shares the counter of the new `x`
@@ -165,12 +159,12 @@ class Writes:
         return x
 
     def frozen(self, leaves: Sequence[Tensor], slots: Sequence[Slot], is_callers: bool) -> list[Tensor]:
-        """Return the frozen leaves of one unit and kind, each watched by itself; small ones are copies."""
+        """Return frozen leaves, each watched by itself; small ones are copies."""
         visible, small = list(leaves), [n for n, x in enumerate(leaves) if _is_small(x)]
         if self._tracing:
             self._frozen_leaves += zip(visible, slots, strict=True)
         elif small:
-            flat = torch.cat([leaves[n].reshape(-1) for n in small])  # (the sum of the small leaves' numels,)
+            flat = torch.cat([leaves[n].reshape(-1) for n in small])  # (n,)
             numels = [leaves[n].numel() for n in small]
             self._copies.append((flat, flat.clone(), [slots[n] for n in small], numels))
             for n, copy in zip(small, flat.split(numels), strict=True):
@@ -179,14 +173,12 @@ class Writes:
         return [self.watch(x, [slots[n]], is_callers and n not in copied) for n, x in enumerate(visible)]
 
     def leave(self, unit: TapeUnit) -> None:
-        """Before the leaves of a unit are dropped: ValueError if the program has set the `.data` of one."""
         leaves = unit.bound or unit.leaves or ()
         if not self._storages.issuperset(map(_ADDRESS, map(Tensor.untyped_storage, leaves))):
             pairs = zip(unit.entry.slots, leaves, strict=True)
             raise _written([([slot], False) for slot, x in pairs if address(x) not in self._storages])
 
     def check(self) -> None:
-        """Raise ValueError if anything was written to since it was watched."""
         written = self._counted()
         for flat, before, slots, numels in self._copies:
             # as bytes: NaN is equal to itself
@@ -198,16 +190,15 @@ class Writes:
         self._copies.clear()
 
     def _counted(self) -> list[Written]:
-        """The leaves, or groups of leaves with one counter, that were written to."""
         # under inference_mode torch counts nothing
         return [(slots, is_callers) for counter, slots, is_callers in self._watched if writes(counter)]
 
 
 def _changed(now: Tensor, before: Tensor, slots: Sequence[Slot], sizes: Sequence[int]) -> list[Written]:
-    """The leaves of these sizes whose bytes differ, of (bytes,) tensors. On an accelerator a device-side assertion."""
+    """The leaves of these sizes with other bytes, of (bytes,) tensors. On an accelerator a device-side assertion."""
     if now.device.type != "cpu":  # the host does not wait: the device stops with these words if they differ
         words = f"the loss function: it wrote in place to a frozen leaf: work on a clone. Leaf {_named(slots)}"
-        # the kernel of CUDA takes fewer than 255 bytes
+        # CUDA's kernel takes fewer than 255 bytes
         torch._assert_async((now == before).all(), words.encode()[:254].decode(errors="ignore"))
         return []
     if torch.equal(now, before):
@@ -217,7 +208,6 @@ def _changed(now: Tensor, before: Tensor, slots: Sequence[Slot], sizes: Sequence
 
 
 def _written(writes: Sequence[Written]) -> ValueError:
-    """The error for leaves that were written to, or for groups of leaves with one that was."""
     names = dict.fromkeys(_named(slots) for slots, _ in writes)
     changed = _CHANGED if any(is_callers for _, is_callers in writes) and not is_tracing() else ""
     return ValueError(f"the loss function: it wrote in place to leaf {' and '.join(names)}.{changed} {_REMEDY}")

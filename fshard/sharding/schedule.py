@@ -128,6 +128,7 @@ class Entry(NamedTuple):
     # trainable rows with elements, and the numbers [begin, end) of their leaves in `trained`
     reduced: tuple[tuple[Row[Slot], int, int], ...]
     sent: bool  # True if ranks have shards of it
+    leads: bool  # True if its gather starts the next ones: it is sent, or no unit of the schedule is
 
 
 # The reads of a subtree: runs of adjacent leaves in a unit, as (unit, its leaves)
@@ -139,9 +140,11 @@ class Schedule:
 
     def __init__(self, view: View):
         plan = view.plan
-        self.entries = {unit: _entry(view, unit) for unit in range(*view.units)}
+        entries = {unit: _entry(view, unit) for unit in range(*view.units)}
+        self.sends = any(e.sent for e in entries.values())
+        self.entries = {unit: e._replace(leads=e.sent or not self.sends) for unit, e in entries.items()}
+        self.last = view.units[1] - 1  # the last unit
         self.regathers = any(unit.keep_rule != COPIES for unit in plan.units)
-        self.sends = any(e.sent for e in self.entries.values())
         # a unit that stays does not hold frozen leaves for a checkpoint's second run
         self.resends = any(e.sent and (e.keep_rule != COPIES or not e.reduced) for e in self.entries.values())
         self.mixed = self.sends and not all(e.sent for e in self.entries.values())
@@ -220,4 +223,4 @@ def _entry(view: View, unit: int) -> Entry:
     ends = list(accumulate((len(row.leaves) for row in trainable), initial=0))
     reduced = tuple((row, *edge) for row, edge in zip(trainable, pairwise(ends), strict=True) if row.numel)
     sent = any(row.shards > 1 for row in rows)
-    return Entry(unit, plan.units[unit].name, plan.units[unit].keep_rule, rows, slots, trained, reduced, sent)
+    return Entry(unit, plan.units[unit].name, plan.units[unit].keep_rule, rows, slots, trained, reduced, sent, sent)

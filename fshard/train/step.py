@@ -21,8 +21,7 @@ from ..core.scalars import beside, wide
 from ..core.storage import Life, Places, span
 from ..core.tracing import assigned, is_tracing
 from ..core.tree import Tree
-from ..grad.grad import check_loss, check_outside, check_sharded
-from ..grad.tape import OBSERVER
+from ..grad.grad import OBSERVER, check_loss, check_outside, check_sharded
 from ..hosts.check import Checked, is_wanted
 from ..layout.norms import global_norm
 from ..layout.pieces import Views, device_of, map_parts

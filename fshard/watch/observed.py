@@ -27,8 +27,8 @@ from ..core.losses import Mean, terms_of
 from ..core.scalars import on_device
 from ..core.tracing import UNROLLS, Args, Kwargs, assigned, is_tracing
 from ..core.tree import Tree
-from ..grad.grad import empty_grads
-from ..grad.tape import OBSERVER, Leaves, Tape, TapeUnit
+from ..grad.grad import OBSERVER, empty_grads
+from ..grad.tape import Leaves, Tape, TapeUnit
 from ..grad.travel import Gradients
 from ..layout.pieces import device_of
 from ..plan.plan import Plan, Slot
@@ -172,7 +172,7 @@ class _ObservedTape(Tape):
             self._operators.read(leaf, self._whole.units[unit].name)
 
     def reduce(self, unit: TapeUnit, grads: Sequence[Tensor | None]) -> None:
-        if unit not in self._late:  # else kept until all have come
+        if unit.gradients != "late":  # else kept until all have come
             grads = unit.total(grads)
             for row, begin, end in unit.entry.reduced:
                 for slot, grad in zip(row.leaves, grads[begin:end], strict=True):
@@ -183,7 +183,7 @@ class _ObservedTape(Tape):
 
     def _taken(self, unit: TapeUnit, kind: int, total: Tensor) -> Tensor:
         assert self._sums is not None
-        self._sums.shard(unit.number, kind).copy_(total)
+        self._sums.shard(unit.entry.unit, kind).copy_(total)
         return super()._taken(unit, kind, total)
 
     def finish(self) -> None:

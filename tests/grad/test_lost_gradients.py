@@ -176,6 +176,39 @@ def test_functions_that_run_a_backward_of_their_own(strategy: str) -> None:
         simulated(gradient, _twice, STRATEGIES[strategy] | {"policy": "reduce=f64"}, shard=1)
 
 
+class Straight(torch.autograd.Function):
+    """The identity, whose backward is that of a function which the forward does not call."""
+
+    @staticmethod
+    def forward(ctx: Any, fn: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor) -> torch.Tensor:
+        ctx.fn = fn
+        ctx.save_for_backward(x)
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        return Again.backward(ctx, grad)
+
+
+def _straight(p: Any, x: torch.Tensor) -> torch.Tensor:
+    y = block(p["blocks"][0], p["embed"][x])
+    return (Straight.apply(lambda z: block(p["blocks"][1], z), y) * p["head"] * p["scale"]).sum()
+
+
+@pytest.mark.parametrize("strategy", ["full", "keep"])  # of a whole unit it is an error: the anchor may have run
+def test_a_unit_that_is_read_in_the_backward_alone(strategy: str) -> None:
+    """Its gradient would be zero on several ranks, without a word."""
+    for size in (1, 2, 3):
+        for _, found in simulated(gradient, _straight, STRATEGIES[strategy], shard=size):
+            expected = {}
+            for rank in range(size):
+                plain = fshard.tree.map(lambda x: x.clone().requires_grad_(), parameters())
+                _straight(plain, torch.randint(6, (5,), generator=torch.Generator().manual_seed(rank))).backward()
+                expected[rank] = [plain["blocks"][i]["w"].grad for i in (0, 1)]
+            for i in (0, 1):
+                torch.testing.assert_close(found["blocks"][i]["w"], sum(grads[i] for grads in expected.values()))
+
+
 def test_all_gradients_of_a_unit_come_twice_on_one_device() -> None:
     """The second ones would be written over the first."""
     whole = {**parameters(), "blocks": parameters()["blocks"][:1]}
