@@ -21,7 +21,8 @@ Note [One order on all ranks]
 
 Note [The table of a backward]
     The forward only records: autograd saves a view of a unit (`Due`), a checkpoint reads a unit (`Reread`), a backward
-    inside the loss uses the last saved view of a unit (None). After the forward `table` makes one `Due` for each unit:
+    inside the loss uses the last saved view of a unit (None). After the forward `backward_of` makes a `Due` for each
+    unit:
 
     1. Units are in the order of their last saves. A checkpoint runs again as before, so its units are reversed.
     2. A unit read by a checkpoint stays until an anchor runs. If the program asks for the unit, the checkpoint runs
@@ -79,7 +80,7 @@ class Backward(NamedTuple, Generic[U]):
     tied: set[U]  # those of them that stay until an anchor runs
 
 
-def table(
+def backward_of(
     record: Iterable[Event[U]], numbers: Mapping[U, int], ends: Callable[[U], bool], is_linked: bool
 ) -> Backward[U]:
     """Return the table of a record.
@@ -190,7 +191,7 @@ class Chain:
         return self.table
 
     def _made(self) -> Backward[TapeUnit]:
-        return table(self._record, self.numbers, lambda x: bool(x.entry.trained or x.saved), self.is_linked)
+        return backward_of(self._record, self.numbers, lambda x: bool(x.entry.trained or x.saved), self.is_linked)
 
     def reach(self, unit: TapeUnit) -> None:
         """Gather all units due before this one, which is gathered now."""

@@ -73,10 +73,9 @@ class Tape:
         self._params, self.plan, self._into = params, params.plan, into
         self._schedule = schedule(params.view)
         self._units = {n: TapeUnit(entry, stays=n == self.plan.root) for n, entry in self._schedule.entries.items()}
-        is_linked = bool(self.plan.linked)
-        is_planned = is_linked and self._schedule.any_whole and not is_tracing()  # all ranks trace one program
+        is_planned = self.plan.linked and self._schedule.any_whole and not is_tracing()  # all ranks trace one program
         planned = map(self._units.__getitem__, self._schedule.likely) if is_planned else ()
-        self.chain = chain or Chain(autograd.root(), is_linked, planned)
+        self.chain = chain or Chain(autograd.root(), bool(self.plan.linked), planned)
         self.index = index  # of the tapes of one chain
         self.beside = [(x, Tape(x, chain=self.chain, index=n)) for n, x in enumerate(beside, 2)]
         self._here: list[TapeUnit] = []  # their buffers stay at least until another unit is read
@@ -92,7 +91,9 @@ class Tape:
         self._regather = self._makes_buffers and self._schedule.regathers and gathered is None  # until the forward ends
         may_send = self._schedule.sends if into is None else self._schedule.resends  # again, in the backward
         self._resends = self._makes_buffers and gathered is None and may_send
-        self._notes = self._regather or (is_linked and self._schedule.sends)  # what checkpoints read; in the forward
+        self._notes = self._regather or bool(
+            self.plan.linked and self._schedule.sends
+        )  # reads of checkpoints; in the forward
         self._arrivals = Arrivals(params, self._units, copied, gathered)
 
     def view(self) -> Tree:
@@ -315,8 +316,7 @@ class Tape:
             tape.end()
         if self.shown:
             self.shown.settle()
-        self.shown = None
-        first = next(self._due(), None)
+        self.shown, first = None, next(self._due(), None)
         for unit in self._here:
             self._writes.leave(unit)
             unit.leaves = unit.bound = None

@@ -121,7 +121,7 @@ def map_parts(fn: Callable[..., Tensor], x: T, *rest: Tree) -> T:
     Everything else comes from the last tree.
     """
 
-    def mapped(*xs: Any) -> Any:
+    def mapped(*xs: Tree) -> Tree:
         return fn(*xs) if isinstance(xs[-1], Tensor) and xs[-1].dim() else xs[-1]
 
     return tree.map_tops(

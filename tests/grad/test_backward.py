@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fshard.grad.chain import Backward, Due, Event, Reread, table
+from fshard.grad.chain import Backward, Due, Event, Reread, backward_of
 
 Checkpoint = tuple[int, int]  # its number, and that of the anchor before it
 ONE, TWO, FIRST, SECOND = (1, 1), (2, 2), (1, 0), (2, 0)
@@ -29,7 +29,7 @@ def read(unit: str, outputs: int, checkpoint: Checkpoint, nested: bool = False, 
 def made(record: list[Event[str]], is_linked: bool = True) -> Backward[str]:
     """The table of a record."""
     saved = {unit: event is not None for unit, event in record if not isinstance(event, Reread)}  # by unit, at the end
-    return table(record, NUMBERS, lambda unit: unit != "f" or saved.get(unit, False), is_linked)
+    return backward_of(record, NUMBERS, lambda unit: unit != "f" or saved.get(unit, False), is_linked)
 
 
 def row(before: int, until: int | None, early: int) -> Due:
