@@ -93,7 +93,7 @@ class Tape:
         self._resends = self._makes_buffers and gathered is None and may_send
         self._notes = self._regather or bool(
             self.plan.linked and self._schedule.sends
-        )  # reads of checkpoints; in the forward
+        )  # checkpoints; in the forward
         self._arrivals = Arrivals(params, self._units, copied, gathered)
 
     def view(self) -> Tree:
