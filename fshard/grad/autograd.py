@@ -1,15 +1,14 @@
 """Autograd's part of a tape: anchors of units, and stand-ins for saved views.
 
 Note [Anchors]
-    The first touch of a unit in a tape makes an autograd node, the anchor, with the gathered leaves as outputs. If the
-    unit was let go of, another touch makes another node, with an output of the anchor as input. So autograd runs the
-    anchor last, and the anchor starts the unit's one reduction. The tape keeps one output of one element: no node keeps
-    a buffer alive.
+    The first touch of a unit in a tape makes an autograd node, the anchor, with the gathered leaves as outputs. A touch
+    after the unit was let go of makes another node, with an output of the anchor as input. So the anchor runs last, and
+    starts the unit's one reduction. The tape keeps one output of one element: no node keeps a buffer alive.
 
 Note [One root]
-    A backward differentiates with respect to the root, a constant input of all anchors. So a backward also reaches
-    leaves of an earlier call that a loss has kept; their tape is closed, and raises, where otherwise the gradient would
-    silently lack a part. A loss inside another loss has a root of its own: there the outer parameters are constants.
+    A backward differentiates with respect to the root, a constant input of all anchors. So it also reaches leaves kept
+    from an earlier call: their closed tape raises, else the gradient would silently lack a part. A loss inside another
+    loss has its own root: there the outer parameters are constants.
 """
 
 from __future__ import annotations
@@ -50,13 +49,12 @@ def another_root() -> AbstractContextManager[None]:
 class Anchor(torch.autograd.Function):
     """The node of one touch of a unit: its backward calls `take(unit, gradients)`.
 
-    `before`: the last output of the unit's anchor at a further touch (Note [Anchors]); else of the previous unit's
-    anchor (Note [One order on all ranks] in `chain.py`), or the root.
+    `before`: an output of the unit's anchor at a further touch, else of the previous unit's anchor, or the root.
     """
 
     @staticmethod
     def forward(ctx: Ctx, before: Tensor, touch: tuple[OnGrads, object, Sequence[Tensor]]) -> tuple[Tensor, ...]:
-        ctx.take, ctx.unit, leaves = touch  # one argument: torch looks at each in Python
+        ctx.take, ctx.unit, leaves = touch  # one argument: torch inspects each in Python
         # None, not zeros, for an unused leaf: the tape zeroes its part of the flat buffer
         ctx.set_materialize_grads(False)
         # not `before.new_empty`: in a graph, `before` may be a tensor of no graph
@@ -83,7 +81,7 @@ def has_reentrant(outs: Sequence[Tensor]) -> bool:
 
 
 def check_reached(outs: Sequence[Tensor], hides: bool, reached: bool) -> None:
-    """Raise ValueError if a backward of `outs` has `reached` no parameter, or if a reentrant checkpoint hides some.
+    """Raise ValueError if a backward of `outs` has `reached` no parameter, or a reentrant checkpoint hides some.
 
     `hides`: some parameters lack gradients, or were read where gradients are off.
     """
@@ -104,14 +102,14 @@ _top_hooks = torch._C._autograd._top_saved_tensors_default_hooks
 
 
 class Block(NamedTuple):
-    """The outermost running checkpoint of torch: of nested ones it runs again first."""
+    """The outermost running checkpoint of torch, which runs again first."""
 
     hook: object  # its identity
-    is_nested: bool  # True if another checkpoint runs inside
+    is_nested: bool
 
 
 def in_checkpoint() -> Block | None:
-    """Return the running checkpoint, if its hooks on saved tensors are on top; else None."""
+    """Return the running checkpoint if its hooks on saved tensors are on top."""
     hooks = _top_hooks(True)
     return _outermost() if hooks and _is_checkpoint(hooks[0]) else None
 
@@ -132,27 +130,25 @@ class Saves(Protocol):
 
     index: int
 
-    def again(self, unit: Any) -> object:
-        """Return a unit's buffers, gathered again if they are not in memory."""
+    def again(self, unit: Any) -> object: ...
 
     def pack(self, x: Tensor) -> object:
-        """Return a stand-in of a tensor, for autograd to save."""
+        """Return a stand-in for autograd to save."""
 
-    def unpack(self, saved: object) -> Tensor:
-        """Return the tensor of a stand-in."""
+    def unpack(self, saved: object) -> Tensor: ...
 
 
 class SavedView(NamedTuple):
-    """A stand-in of a view of a gathered buffer, which autograd saves."""
+    """A stand-in of a view of a gathered buffer."""
 
     tape: Saves
     unit: int
     kind: int
     size: torch.Size
     stride: tuple[int, ...]
-    offset: int  # from the buffer's first element, in elements of `dtype`
-    dtype: torch.dtype  # a view may have another dtype than its buffer
-    conj: bool  # torch conjugates, or negates, the elements when they are read
+    offset: int  # in the buffer, in elements of `dtype`
+    dtype: torch.dtype  # perhaps not the buffer's
+    conj: bool  # torch applies `conj` and `neg` when it reads elements
     neg: bool
 
     def view_of(self, gathered: Tensor) -> Tensor:
@@ -165,7 +161,7 @@ class SavedView(NamedTuple):
 def saved_by(tapes: Sequence[Saves], x: Tensor) -> object:
     *others, last = tapes
     place = next((saved for tape in others if isinstance(saved := tape.pack(x), SavedView)), None)
-    # the tape of `hvp` comes last, and asks its tape of tangents
+    # `hvp`: the last tape asks its tape of tangents
     return last.pack(x) if place is None else place
 
 
@@ -174,19 +170,19 @@ def unpacked(tape: Saves, saved: object) -> Tensor:
 
 
 class SavedTensor(NamedTuple):
-    """A saved tensor outside gathered buffers, and the number of writes to it so far."""
+    """A saved tensor outside gathered buffers, with its number of writes."""
 
     tensor: Tensor
     version: int
 
     @classmethod
     def of(cls, x: Tensor) -> SavedTensor:
-        """Save a tensor without its node: a result saved by its own node would form a cycle."""
-        # private, as in `storage.writes`; no call, because every saved tensor comes here
+        """Save without the node: a result saved by its own node would form a cycle."""
+        # private, as in `storage.writes`; called for every saved tensor
         return cls(x.detach() if x.requires_grad else x, x._version)
 
     def unchanged(self) -> Tensor:
-        """Return the tensor. RuntimeError if it was written to since: torch does not check this under hooks."""
+        """RuntimeError if the tensor was written to since: torch does not check this under hooks."""
         x = self.tensor
         if x._version != self.version:
             raise RuntimeError(
@@ -200,15 +196,13 @@ _NOWHERE = None, 0, 0, None
 
 
 class Owners:
-    """The memory of a tape's leaves, to recognize views of gathered buffers."""
+    """The memory of a tape's leaves."""
 
     def __init__(self) -> None:
-        # by a storage's address: a reference to keep the address taken, the kind, the buffer's first byte, and the unit
-        # if the backward gathers it again, else None
+        # by address: a reference to keep it taken, the kind, the buffer's first byte, the unit if gathered again
         self._owners: dict[int, tuple[StorageWeakRef, int, int, int | None]] = {}
 
     def add(self, gathered: Tensor, unit: int, kind: int, regathers: bool) -> None:
-        """Note a unit's buffer; `regathers`: the backward gathers the unit again."""
         first_byte, again = int(gathered.storage_offset()) * gathered.itemsize, unit if regathers else None
         self._owners[address(gathered)] = StorageWeakRef(gathered.untyped_storage()), kind, first_byte, again
 
@@ -225,7 +219,7 @@ class Owners:
         return [span(storage) for storage in storages if storage is not None]
 
     def place(self, x: Tensor) -> tuple[int, int, torch.Size, tuple[int, ...], int, torch.dtype, bool, bool] | None:
-        """Return the fields of a `SavedView` after `tape`; None for a tensor in no buffer to gather again."""
+        """Return the fields of a `SavedView` after `tape`, if the tensor's buffer is gathered again."""
         owner = self._owners.get(address(x)) if x.layout is torch.strided else None
         _, kind, first_byte, unit = owner or _NOWHERE
         if unit is None:

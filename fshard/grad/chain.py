@@ -1,23 +1,20 @@
 """One order on all ranks: the anchors of a forward, and the table of its backward.
 
 Note [One order on all ranks]
-    Ranks may compute different things: a branch or an expert may depend on the batch. Two rules keep collectives equal:
+    Ranks may compute different things, as a branch depends on the batch. Two rules keep collectives equal:
 
     1. Anchors run in one order. With several ranks each anchor takes an output of the previous anchor, and the backward
-       starts from the last anchor as well as from the loss. So every anchor runs on every rank, last made first, with
-       None for unused leaves. Units get anchors at their first reads: ranks must read gathered units in one order.
-       Units whole on every rank may be read in any order: an eager step makes anchors in the order `Schedule.likely`,
-       and a skipped unit gets an empty anchor.
-    2. Gathers run in one order: the reverse of the order in which units were last saved, or read by a checkpoint. All
-       nodes made after an anchor run before it, and gather their units. The anchor gathers the units of nodes that the
-       loss does not depend on.
+       starts from the last anchor, too. So every anchor runs on every rank, last made first, with None for unused
+       leaves. Units get anchors at their first reads: ranks must read gathered units in one order. If units are whole
+       on every rank, an eager step makes anchors in the order `Schedule.likely`; a skipped unit gets an empty anchor.
+    2. Gathers run in the reverse order of the units' last saves, or reads by a checkpoint. All nodes made after an
+       anchor run before it, and gather their units. The anchor gathers the units of nodes unused by the loss.
 
     Ranks compare their saved units in the collective that sums the loss. If these differ, all ranks gather all read
     units before the backward; on an accelerator the device stops with an error.
 
-    Two exceptions. If a function with a backward of its own reads units where gradients are off, these are reduced
-    after the backward. Units read during a backward are not in the chain: their own backward must not run earlier
-    anchors.
+    Two exceptions. Units read where gradients are off, by a function with its own backward, are reduced after the
+    backward. Units read during a backward are not in the chain: their own backward must not run earlier anchors.
 
 Note [The table of a backward]
     The forward only records: autograd saves a view of a unit (`Due`), a checkpoint reads a unit (`Reread`), a backward
@@ -30,9 +27,6 @@ Note [The table of a backward]
        stays until the anchor made before the checkpoint (`early`). A unit gathered twice, or by several checkpoints,
        stays as long. A frozen unit stays only in this case, or if also saved.
     3. All other units stay until their last saved view was used.
-
-    Only the backward knows the units done, the saved views left (`TapeUnit.saved`; the loss need not depend on all),
-    and why buffers stay (`TapeUnit.stays_for`).
 """
 
 from __future__ import annotations
@@ -47,15 +41,15 @@ from torch import Tensor
 from .autograd import Anchor, Block, OnGrads, Saves
 from .under_way import Leaves, TapeUnit
 
-U = TypeVar("U")  # a unit: a `TapeUnit`, or anything hashable
+U = TypeVar("U")  # a `TapeUnit`, or anything hashable
 
 
 class Due(NamedTuple):
-    """One unit of a backward; in a record: autograd saves a view of the unit."""
+    """One unit of a backward; in a record: a saved view."""
 
     tape: Saves
-    before: int  # the unit is gathered before an anchor with a lower number runs
-    until: int | None  # the number of the last anchor to run while the unit stays; None: until its last view was used
+    before: int  # gathered before an anchor with a lower number runs
+    until: int | None  # the last anchor to run while the unit stays; None: until its last view was used
     early: int  # `until`, if an anchor asks for the unit
 
 
@@ -64,12 +58,12 @@ class Reread(NamedTuple):
 
     tape: Saves
     before: int  # as in `Due`
-    checkpoint: tuple[int, int]  # its own number, and the number of the last anchor made before it
-    is_nested: bool  # True if a checkpoint inside it reads the unit
-    is_new: bool  # True if the unit was gathered for this read
+    checkpoint: tuple[int, int]  # its number, and that of the last anchor before it
+    is_nested: bool  # read by a checkpoint inside it
+    is_new: bool  # gathered for this read
 
 
-Event: TypeAlias = tuple[U, Due | Reread | None]  # of a record; None: the last saved view of a unit was used
+Event: TypeAlias = tuple[U, Due | Reread | None]  # None: the last saved view was used
 
 
 class Backward(NamedTuple, Generic[U]):
@@ -77,7 +71,7 @@ class Backward(NamedTuple, Generic[U]):
 
     due: dict[U, Due]  # the first unit to be gathered last
     reread: set[U]  # units that checkpoints read
-    tied: set[U]  # those of them that stay until an anchor runs
+    tied: set[U]  # those that stay until an anchor runs
 
 
 def backward_of(
@@ -85,10 +79,10 @@ def backward_of(
 ) -> Backward[U]:
     """Return the table of a record.
 
-    `numbers`: of the units' anchors; for a frozen unit, of the anchor before. `ends(unit)` is True if the unit has
-    trainable leaves, or saved views left. `is_linked`: anchors are in one chain.
+    `numbers`: of the units' anchors; for a frozen unit, of the anchor before. `ends(unit)`: it has trainable leaves, or
+    saved views left.
     """
-    # `reads`: the last checkpoint that reads a unit, True if it is shared, the anchor before all its checkpoints
+    # `reads`: the last checkpoint, True if the unit is shared, the anchor before all its checkpoints
     due, reads = dict[U, Any](), dict[U, tuple[tuple[int, int], bool, int]]()
     for unit, event in record:
         if type(event) is Reread:
@@ -123,22 +117,22 @@ def _put(due: dict[U, Any], unit: U, event: Reread) -> None:
 class Chain:
     """The anchors and the record of one forward, and the table of its backward.
 
-    `outputs`: the root, then one output of each linked anchor; anchors are linked if there are several ranks. Units in
-    `planned` get anchors in that order, others when they are read.
+    `outputs`: the root, then one output of each anchor if there are several ranks. `planned` units get anchors in that
+    order, others when read.
     """
 
     def __init__(self, root: Tensor, is_linked: bool, planned: Iterable[TapeUnit]):
         self.is_linked, self.outputs = is_linked, [root]
         self.gathered: list[tuple[int, int]] = []  # (tape, unit) of each gather, in order
-        self.numbers: dict[TapeUnit, int] = {}  # of each unit's anchor, or of the last anchor before its first read
+        self.numbers: dict[TapeUnit, int] = {}  # of its anchor, or of the last one before its first read
         self._record: list[Event[TapeUnit]] = []
         self.table: Backward[TapeUnit] = Backward({}, set(), set())
-        self._waiting: list[tuple[int, TapeUnit]] = []  # (anchor, unit): kept until that anchor, or a lower one, runs
-        self._checkpoint: tuple[object, tuple[int, int]] = None, (0, 0)  # the last one's hook, `Reread.checkpoint`
+        self._waiting: list[tuple[int, TapeUnit]] = []  # (anchor, unit): kept until it, or a lower one, runs
+        self._checkpoint: tuple[object, tuple[int, int]] = None, (0, 0)  # the last one's hook, and numbers
         self._planned = iter(planned)
 
     def bind(self, unit: TapeUnit, take: OnGrads, leaves: Leaves) -> list[Tensor]:
-        """Return the leaves as outputs of an anchor. `take` gets their gradients once, summed over all touches."""
+        """Return the leaves as outputs of an anchor. `take` gets the sum of their gradients over all touches."""
         if unit.anchor is not None:
             *bound, _ = Anchor.apply(unit.anchor, (TapeUnit.add, unit, leaves))
             return bound
@@ -153,12 +147,12 @@ class Chain:
         return bound
 
     def bind_late(self, unit: TapeUnit, take: OnGrads, leaves: Leaves) -> list[Tensor]:
-        """As `bind`, for a touch during the backward: outside the chain, and `take` gets its gradients alone."""
+        """As `bind`, in the backward: outside the chain, `take` gets the gradients of this touch."""
         *bound, _ = Anchor.apply(self.outputs[0], (take, unit, leaves))
         return bound
 
     def link(self, stop: TapeUnit | None, take: OnGrads) -> None:
-        """Give an empty anchor to each planned unit before `stop` that has none (None: to all)."""
+        """Give an empty anchor to each planned unit before `stop` without one."""
         for unit in self._planned:
             if unit is stop:
                 return
@@ -169,9 +163,8 @@ class Chain:
         self._record.append((unit, Due(tape, len(self.outputs), None, self.numbers[unit])))
 
     def rerun(self, unit: TapeUnit, tape: Saves, block: Block, is_new: bool) -> None:
-        """Record the read of a unit by a checkpoint; `is_new`: the unit was gathered for this read."""
         hook, (number, _) = self._checkpoint
-        if block.hook is not hook:  # outermost checkpoints run one after another; the last output may be of this read
+        if block.hook is not hook:  # the last output may be of this read
             self._checkpoint = block.hook, (number + 1, len(self.outputs) - 2)
         read = Reread(tape, len(self.outputs), self._checkpoint[1], block.is_nested, is_new)
         self._record.append((unit, read))
@@ -185,7 +178,6 @@ class Chain:
         self._record += [(unit, None) for unit in self.numbers]
 
     def end_record(self) -> Backward[TapeUnit]:
-        """Make the table at the first call after the forward."""
         if self._record:
             self.table, self._record = self._made(), []
         return self.table
@@ -194,7 +186,7 @@ class Chain:
         return backward_of(self._record, self.numbers, lambda x: bool(x.entry.trained or x.saved), self.is_linked)
 
     def reach(self, unit: TapeUnit) -> None:
-        """Gather all units due before this one, which is gathered now."""
+        """Gather all units due before this one."""
         if unit in (rows := self.table.due):
             # a kept unit may come at another time on other ranks
             if self.is_linked and next(reversed(rows)) is not unit and not unit.is_kept:
@@ -204,7 +196,7 @@ class Chain:
                 self._waiting.append((until, unit))
 
     def anchor_ran(self, unit: TapeUnit) -> None:
-        """Note that a unit's anchor runs: autograd runs no node made after the anchor any more."""
+        """Called by an anchor: autograd runs no later node any more."""
         rows, number = self.table.due, self.numbers[unit]
         if rows and rows[next(reversed(rows))].before > number:
             self._catch_up(number)
@@ -215,13 +207,12 @@ class Chain:
             self._waiting = [(until, other) for until, other in self._waiting if until < number]
 
     def settle(self) -> None:
-        """End the forward: no saved view from before the first anchor will be used."""
+        """End the forward. Views saved before the first anchor will not be used."""
         rows = self.end_record().due
         while self.is_linked and rows and rows[first := next(iter(rows))].before == 1:
             del rows[first]
 
     def _catch_up(self, number: int, stop: TapeUnit | None = None) -> None:
-        """Gather the units due before an anchor runs, up to the unit `stop`."""
         rows = self.table.due
         while rows:
             last = next(reversed(rows))

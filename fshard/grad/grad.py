@@ -33,21 +33,20 @@ from .under_way import Gathered
 
 
 class Observer(Protocol):
-    """Makes the tapes of a block, with the arguments of `Tape`, and is given the gradients of a step."""
+    """Makes the tapes of a block."""
 
     def __call__(self, *args: object) -> Tape: ...
 
     def add_sums(self, grads: Sharded, share: Tensor | None, scaler: Tree) -> None:
-        """See gradients before they are unscaled, and multiplied by `share`."""
+        """See gradients before unscaling; later they are multiplied by `share`."""
 
 
-# makes the tapes of eager gradients, in a block that sees what they compute (`fshard.testing.observed`)
+# set by `fshard.testing.observed`
 OBSERVER: ContextVar[Observer | None] = ContextVar("fshard.grad.grad", default=None)
 _OF_MODULE = "Of a module write lambda params, x: torch.func.functional_call(module, params, (x,))"
 
 
 def _returned(out: Tree, has_aux: bool, with_extra: bool) -> tuple[Tree, Tree, Tree]:
-    """Return (loss, new extra, aux) of a loss function's result, with None for missing ones."""
     names = ["loss", *["extra"] * with_extra, *["aux"] * has_aux]
     if len(names) > 1 and not (isinstance(out, tuple) and len(out) == len(names)):
         asked = " and ".join(["with_extra=True"] * with_extra + ["has_aux=True"] * has_aux)
@@ -58,7 +57,7 @@ def _returned(out: Tree, has_aux: bool, with_extra: bool) -> tuple[Tree, Tree, T
 
 
 class _Returned(NamedTuple):
-    """The result of a loss function; loss and class as from `read_loss`. `remarks`: words of functions it called."""
+    """The result of a loss function; `kind`: the user's class; `remarks`: of functions it called."""
 
     loss: Mean | Sum | Terms
     kind: type
@@ -70,7 +69,7 @@ class _Returned(NamedTuple):
 def _local(loss: Mean | Sum | Terms) -> list[Tensor]:
     """The tensors to differentiate: this rank's total, and its count if it requires a gradient.
 
-    A sum of losses gives two for each term, with a constant for a count without gradient.
+    A sum of losses gives two for each term, a count without gradient as a constant.
     """
     if isinstance(loss, Terms):
         return [x for term in loss.terms for x in [*_local(term), term.total.detach()][:2]]
@@ -79,13 +78,13 @@ def _local(loss: Mean | Sum | Terms) -> list[Tensor]:
 
 
 def _start_sums(tape: Tape, returned: _Returned, mesh: AnyMesh, built: str = "", place: Number = 0) -> Pending:
-    """Start the small collective of `Outcome.sums`: totals and counts, and the number of ranks with a gradient.
+    """Start the small collective of `Outcome.sums`: totals, counts, and the number of ranks with a gradient.
 
-    In it ranks also compare `place`, their kinds of loss, and their reads (Note [One order on all ranks] in
-    `chain.py`). With several axes all but the last have ended.
+    In it ranks also compare `place`, their kinds of loss, and their reads. With several axes all but the last have
+    ended.
     """
     loss, kind, _, aux, words = returned
-    # a constant that requires a gradient depends on no parameter
+    # a constant that requires a gradient has no parameter in it
     device, output, trains = loss.total.device, tape.plan.policy.output, any(x.grad_fn for x in _local(loss))
     text, checksum = described(kind, value_dtype(loss.total, output), [loss, aux] if kind is Terms else aux, output)
     numbers = [on_device(x, device) for x in (trains, *(_numbers(tape, place + checksum) if mesh is not None else ()))]
@@ -102,7 +101,6 @@ def _numbers(tape: Tape, place: Number) -> list[Number]:
 
 
 def _alike(tape: Tape, local: Tensor, mesh: AnyMesh, sums: Tensor) -> Tensor:
-    """Compare the ranks' numbers, and return the sums without them."""
     if not tape.is_compared:
         return consensus.without_place(sums, local, mesh)
     others = consensus.without_place(sums[:-1], local[:-1], mesh)
@@ -112,7 +110,6 @@ def _alike(tape: Tape, local: Tensor, mesh: AnyMesh, sums: Tensor) -> Tensor:
 
 
 def _compare_alone(tape: Tape, mesh: AnyMesh, device: torch.device, label: str = "loss") -> None:
-    """Compare the ranks' reads in a collective of its own, as no losses are summed."""
     if mesh is not None and tape.sends:
         local = torch.stack([on_device(number, device) for number in _numbers(tape, 0)])
         _alike(tape, local, mesh, primitives.total(local, mesh, label=label))
@@ -138,7 +135,7 @@ def _called(
             losses.warn_of_lost()
             return _Returned(*losses.read_loss(loss), None, None, remarks())
         losses.check_averages(aux)
-        # in an extra, the view of a `Sharded` stands for the `Sharded`: the view ends with the tape
+        # the view of a `Sharded` ends with the tape
         extra = tree.map_tops(lambda x: sharded_of.get(id(x), x), lambda x: id(x) in sharded_of, extra)
         return _Returned(*losses.read_loss(loss), _leaving(tape, params, extra), _output(tape, params, aux), remarks())
 
@@ -146,18 +143,17 @@ def _called(
 
 
 def _viewed(tape: Tape, args: Tree) -> tuple[Tree, dict[int, Sharded]]:
-    """Return the arguments with a view of each `Sharded`, and by a view's identity its `Sharded`."""
+    """Return the arguments with a view of each `Sharded`, and the `Sharded` by its view's identity."""
     others = [(sharded, other.view()) for sharded, other in tape.beside]
-    views = (view for _, view in others)  # in the order of `args`, as the tape was made
+    views = (view for _, view in others)  # in the order of `args`
     arguments = [next(views) if isinstance(x, Sharded) else x for x in tree.tops(args, Sharded)]
     return tree.put_tops(args, Sharded, arguments), {id(view): sharded for sharded, view in others}
 
 
 def _leaving(tape: Tape, params: Sharded, x: Tree) -> Tree:
-    """Return a function's result with copies of all views of parameters and gathered buffers.
+    """Copy all views of parameters and gathered buffers in a function's result.
 
-    A donated step overwrites the parameters, and an aux would change with them. Gathered buffers are lent, and the user
-    may write to an aux (Note [Lent memory] in `comm/ranks.py`).
+    A donated step overwrites the parameters; gathered buffers are lent (Note [Lent memory] in `comm/ranks.py`).
     """
     inputs_read = [params, *(sharded for sharded, _ in tape.beside)]
     return apart(_plain(tree.detached(x, Sharded)), inputs_read, tape.gathered_into())
@@ -176,17 +172,14 @@ def _plain(x: Tree) -> Tree:
 
 
 def apart(x: Tree, held: Sequence[Tree], places: Iterable[range] = ()) -> Tree:
-    """Return a tree with copies of its leaves in the memory of `held` or in `places`: a step may write there.
-
-    Each `Sharded` in the tree stays as it is.
-    """
+    """Copy leaves in the memory of `held` or in `places`: a step may write there. Each `Sharded` stays."""
     memory = Places(held)
     for place in places:
         memory.add(place)
 
     def copied(leaf: Tree) -> Tree:
         if isinstance(leaf, Tensor):
-            # sparse and jagged tensors, and tensors made of others, have no storage of their own
+            # sparse and jagged tensors, and tensors of tensors, have no storage
             is_dense = leaf.layout is torch.strided and not hasattr(leaf, "__tensor_flatten__")
             return leaf if is_dense and not memory.has(leaf) else leaf.detach().clone()
         if isinstance(leaf, memoryview):
@@ -217,12 +210,12 @@ def run(
 ) -> Outcome:
     """Run forward and backward: write the gradients of `scale(total / divisor)` to `into`.
 
-    `divisor`: a function of the outcome of all ranks, or with `alone` of this rank. `whole`: this is the step's only
-    micro-batch. `place`: a whole number for ranks to compare. `gathered`: as in `Tape`.
+    `divisor`: of the outcome of all ranks, or with `alone` of this rank. `whole`: the step's only micro-batch.
+    `place`: a whole number for ranks to compare.
     """
     _check_eager()
     tape = tape or (OBSERVER.get() or Tape)(params, into, tree.nodes(args, Sharded), gathered)
-    # the tape has its root: the new one is for losses inside this loss (Note [One root] in `autograd`)
+    # the new root is for losses inside this loss (Note [One root] in `autograd`)
     with autograd.another_root(), closing(tape), losses.loss_of(tape.plan.policy, tape.plan.mesh, tape.tapes):
         with torch.enable_grad():
             returned = _called(tape, params, loss_fn, args, has_aux, with_extra)
@@ -246,7 +239,7 @@ def run(
 
 @contextmanager
 def _dropped_on_error(pending: Pending) -> Iterator[None]:
-    """A block after whose error a collective's messages are waited for, and dropped."""
+    """After an error wait for a collective's messages, and drop them."""
     try:
         yield
     except BaseException:
@@ -261,7 +254,7 @@ def _backward(tape: Tape, outs: Sequence[Tensor], seeds: Sequence[Tensor]) -> No
         pairs.append((tape.chain.outputs[-1], tape.chain.outputs[-1].detach()))
     # on this thread: the tally and simulated ranks belong to it
     with torch.autograd.set_multithreading_enabled(False):
-        # the root gets no gradient: anchors on the way give the leaves' gradients to the tape
+        # the root gets no gradient: anchors give those of leaves to the tape
         outputs, seeds = zip(*pairs, strict=True)
         torch.autograd.grad(outputs, [tape.chain.outputs[0]], seeds, allow_unused=True)
     tape.check_reached([out for out in outs if out.grad_fn])
@@ -306,7 +299,7 @@ def check_loss(loss_fn: object) -> None:
 
 
 def empty_grads(params: Sharded, over: Axes, local: bool = False) -> Sharded:
-    """Allocate the gradients of a whole tree, cut over some axes; with `local` all of them on the device."""
+    """Allocate the gradients of a whole tree, cut over some axes; if `local`, on the device."""
     plan, trained, axes = params.plan, params.trainable, params.plan.axis_names
     view, rows = whole_view(plan, over, trained.view.kinds), []  # one of (n / W,) for each trainable kind
     for kind, param_row in zip(trained.view.kinds, trained.tensors, strict=True):
@@ -315,7 +308,7 @@ def empty_grads(params: Sharded, over: Axes, local: bool = False) -> Sharded:
             rows.append(ahead.host_row(numel, dtype, plan.device))
         else:
             like = torch.empty(0, dtype=dtype, device=plan.device if host else param_row.device)
-            # the mesh allocates it: processes of one host exchange large tensors through shared memory
+            # the mesh allocates: perhaps in shared memory
             rows.append(primitives.buffer(plan.live_mesh(), axes, numel, like, lent=False))
     return Sharded(view, rows)
 
@@ -325,7 +318,6 @@ def later_grads(params: Sharded, over: Axes, local: bool = False) -> Callable[[]
 
 
 def check_sharded(params: object) -> Sharded:
-    """Return `params`. TypeError unless it is a `Sharded` of a whole tree."""
     if not isinstance(params, Sharded):
         raise TypeError(
             f"params: expected a Sharded, got {type(params).__name__}: call fshard.shard_params(params, plan) first "

@@ -5,16 +5,16 @@ Note [Tensors of a step]
     2. Touching a unit gathers it into a flat buffer; the leaves are views of the buffer.
     3. In the forward the buffers of the root, of the unit touched last, and of a unit of `Plan.lasting` gathered twice
        stay. Others live as long as the user's function keeps a leaf of them.
-    4. If autograd saves a view of a gathered buffer, the tape stores a `SavedView` instead, so saving keeps no buffer
-       alive. In the backward the first use of a unit's views gathers the unit again, and the last use drops it.
-    5. The buffer of the unit that the backward needs first stays, if it is in memory when the forward ends. `regather=`
-       may keep more (Note [What stays of a unit] in `under_way.py`).
+    4. For a view of a gathered buffer autograd saves a `SavedView`, so saving keeps no buffer alive. In the backward
+       the first use of a unit's views gathers the unit again, and the last use drops it.
+    5. The buffer of the unit needed first by the backward stays, if in memory when the forward ends. `regather=` may
+       keep more (Note [What stays of a unit] in `under_way.py`).
     6. The program alone decides which collectives run, not the time at which memory is freed.
 
 Note [Reverse mode inside a loss]
-    torch.func.grad, vjp, jacrev and hessian refuse to start while hooks on saved tensors are on. So the loss runs with
-    hooks, and if torch.func refuses, once more without: a loss is a pure function. The second run draws the same random
-    numbers, gathers only units not in memory, and keeps these for the backward, as `regather=False` does.
+    torch.func.grad, vjp, jacrev and hessian refuse to start while hooks on saved tensors are on. If they do, the loss,
+    a pure function, runs once more without hooks. The second run draws the same random numbers, gathers only units not
+    in memory, and keeps these for the backward, as `regather=False` does.
 """
 
 from __future__ import annotations
@@ -50,14 +50,14 @@ from .under_way import Arrivals, Buffers, Gathered, Leaves, Reductions, TapeUnit
 from .writes import Writes
 
 T = TypeVar("T")
-_BITS = (1 << 31) - 1  # ranks compare numbers of so many bits: their sums over ranks are exact in float64
+_BITS = (1 << 31) - 1  # sums of such numbers over ranks are exact in float64
 
 
 class Tape:
     """The gathers and reductions of one forward and backward over one `Sharded`; without `into`, of a forward alone.
 
-    `beside`: the loss reads these other `Sharded` too, without gradients; each has a tape that gathers for this one.
-    `gathered`: all units stay there, for the next tape over these parameters.
+    `beside`: other `Sharded` the loss reads, without gradients, each with a tape. `gathered`: all units stay there, for
+    the next tape over these parameters.
     """
 
     def __init__(
@@ -78,7 +78,7 @@ class Tape:
         self.chain = chain or Chain(autograd.root(), bool(self.plan.linked), planned)
         self.index = index  # of the tapes of one chain
         self.beside = [(x, Tape(x, chain=self.chain, index=n)) for n, x in enumerate(beside, 2)]
-        self._here: list[TapeUnit] = []  # their buffers stay at least until another unit is read
+        self._here: list[TapeUnit] = []  # they stay at least until another unit is read
         self.shown: Shown | None = Shown()  # until the forward ends
         self._owners, self._writes = Owners(), Writes()
         self._reductions = Reductions(self.plan, into)
@@ -100,7 +100,7 @@ class Tape:
         return self.enter(self._params.view.spec, self._params.view.first)[0]
 
     def enter(self, spec: tree.Spec, first: int) -> tuple[Tree, Leaves | None]:
-        """Return a leaf, or a subtree of one unit, gathered, and its leaves; a lazy container for several units."""
+        """Return a subtree of one unit, gathered, and its leaves; a lazy container for several units."""
         runs = self._schedule.runs(first, spec.num_leaves)
         if runs is None:
             return lazy(self, spec, first), None
@@ -122,13 +122,12 @@ class Tape:
             return self.touch(unit)[place]
 
     def like(self, number: int) -> Tensor:
-        """A tensor with a leaf's shape, device and the dtype of computation, of one element in memory."""
+        """A tensor of one element, expanded to a leaf's shape, in the dtype of computation."""
         slot = self.plan.slots[self.plan.leaves[number]]
         compute = self.plan.kinds[slot.kind].precision.compute
         return torch.empty((), dtype=compute, device=device_of(self._params)).expand(self.plan.local_shape(slot))
 
     def touch(self, number: int) -> Leaves:
-        """Return a unit's leaves, gathered if they are not in memory, and start the gathers of the next units."""
         if (reads := RERUN.get()) is not None:
             return reads.unit(self, number)
         is_new = (leaves := (unit := self._units[number]).leaves) is None
@@ -153,10 +152,10 @@ class Tape:
         if self._backward:
             self.chain.reach(unit)
         elif number in self._touched and number in self.plan.lasting:
-            unit.stays = True  # the program reads it between others: else it is gathered each time
+            unit.stays = True  # else it is gathered at each read
         if self.shown:
             self.shown.let_go()
-        # ranks may read units that do not lead in different orders: these must not change what else is here
+        # ranks may read units that do not lead in different orders: these must not change other buffers
         leads = unit.leads if self._backward else unit.entry.leads
         # drop others before waiting for this buffer: both would be in memory at once
         here, self._here = self._here, [unit]
@@ -193,7 +192,7 @@ class Tape:
         names = [(*unit.joined, unit.name) for unit in self.plan.units]
         units = select_units(names, patterns, self.plan.spec, "prefetch")
         with func_levels.aside():
-            # if a checkpoint runs again, the backward has an order of its own
+            # a checkpoint that runs again prefetches nothing
             for unit in () if self._backward else (self._units[n] for n in units):
                 if unit.buffers is None:
                     unit.check("gather")
@@ -208,11 +207,10 @@ class Tape:
         return (unit for unit, row in reversed(self.chain.table.due.items()) if row.tape is self and unit.entry.leads)
 
     def _leaves(self, unit: TapeUnit, buffers: Buffers) -> Leaves:
-        """A unit's leaves: views of its buffers without derivatives, watched for writes in place."""
         leaves: list[Tensor] = []
         for row in unit.entry.rows:
             all_gather_output = buffers[row.kind]
-            is_callers = address(all_gather_output) in self._rows  # not gathered: the parameters themselves
+            is_callers = address(all_gather_output) in self._rows  # the parameters themselves
             if not is_callers:
                 self._owners.add(all_gather_output, unit.entry.unit, row.kind, unit.keep_rule != COPIES)
             if self.plan.kinds[row.kind].trainable:
@@ -279,7 +277,7 @@ class Tape:
 
     @property
     def is_compared(self) -> bool:
-        """True if the host waits before the backward to compare the units that ranks will gather again."""
+        """True if the host waits before the backward to compare the units to gather again."""
         return not (self._into is None or self.plan.has_streams) and any(x._resends for x in [self, *self._followers])
 
     @property
@@ -287,19 +285,18 @@ class Tape:
         return any(tape._schedule.sends for tape in [self, *self._followers])
 
     def reads(self) -> list[int]:
-        """Return two numbers for ranks to compare: a hash of the reads, and one of the backward's gathers."""
+        """Return hashes of the reads, and of the backward's gathers, for ranks to compare."""
         rows = self.chain.end_record().due.items()
         due = [(row.tape.index, x.entry.unit, row.before) for x, row in rows if x.entry.sent and x.leads]
         gathered = *self.chain.gathered, *(unit.entry.unit for unit in self._hidden())
         return [hash(x) & _BITS for x in (gathered, (*due,))]
 
     def _hidden(self) -> list[TapeUnit]:
-        """The units of a linked chain that were read only where gradients are off."""
         units = self._units.values() if self._gradless and self.chain.is_linked else ()
         return [unit for unit in units if unit.anchor is not None and not self._touched.get(unit.entry.unit, True)]
 
     def keep_read(self) -> None:
-        """Gather all units read in the forward and keep them, so the backward sends nothing for them."""
+        """Gather and keep all units read in the forward: the backward sends nothing for them."""
         for tape in [self, *self._followers]:
             for number, unit in tape._units.items():
                 # a frozen unit is not held yet, and a checkpoint's second run would gather it
@@ -308,7 +305,7 @@ class Tape:
                     tape._arrivals.hold(unit, buffers)
 
     def end(self) -> None:
-        """End the forward: drop all buffers but the first of the backward, and start the next gather."""
+        """End the forward: drop all buffers but the backward's first, and start the next gather."""
         if self._into is not None:
             self.chain.link(None, self.reduce)
         self.chain.settle()
@@ -350,7 +347,6 @@ class Tape:
         return torch.autograd.graph.saved_tensors_hooks(partial(autograd.saved_by, regathering), unpack)
 
     def pack(self, x: Tensor) -> object:
-        """Return a `SavedView` for a view of a buffer of this tape, else the tensor with its version."""
         place = self._owners.place(x)
         if place is None:
             return SavedTensor.of(x)
@@ -385,7 +381,7 @@ class Tape:
                 self._arrivals.drop_held(unit)
 
     def again(self, unit: TapeUnit) -> Buffers:
-        """Return a unit's buffers, gathered again if needed; they stay until the last saved view was used."""
+        """Return a unit's buffers; they stay until the last saved view was used."""
         if not unit.stays_for or unit.buffers is None:
             if self._backward:
                 self.chain.reach(unit)
@@ -401,7 +397,6 @@ class Tape:
         return buffers
 
     def reduce(self, unit: TapeUnit, grads: Sequence[Tensor | None]) -> None:
-        """Put a unit's gradients into flat buffers and start their reduction."""
         into = self._into
         assert into is not None
         if not (again := self._adds and unit.gradients == "summing"):

@@ -1,9 +1,9 @@
 """A row's two ways: a shard is gathered for the loss, and gradients are summed back into a shard.
 
 Note [A row's ways]
-    A row is the flat buffer (n,) of the leaves of one unit and kind; each of W ranks has a shard (n / W,). `Gathers` is
-    the way out, `Gradients` the way back; each step of one is the dual of a step of the other (Note [Duals] in
-    `rules.py`). Read the left column down, then the right column up:
+    A row is the flat buffer (n,) of the leaves of one unit and kind; each of W ranks has a shard (n / W,). Each step of
+    `Gathers` is the dual of a step of `Gradients` (Note [Duals] in `rules.py`). Read the left column down, then the
+    right column up:
 
     | out: `Gathers.start`                               | back: `Gradients.emit`                                |
     |----------------------------------------------------|-------------------------------------------------------|
@@ -14,10 +14,10 @@ Note [A row's ways]
     | `all_gather_output` (n,): what arrived, or decoded | `reduce_scatter_input` (n,): cast, or encoded         |
     | `Row.views`: the leaves that the loss reads        | `filled` (`Row.put`): the gradients of these          |
 
-    The dtypes are those of `Kind.precision`: `all_gather_input` and `all_gather_output` in `compute`,
-    `reduce_scatter_input` in `reduce` (`buffer_dtype`), `grad_shard` in `grads`. If gradients are cut over no axis, the
-    sum is an all-reduce with the same names. For small units the general way takes longer in Python than on the link:
-    one collective, or none, starts without it (`Gathers._plain`, `_PlainSum`).
+    Dtypes are those of `Kind.precision`: `all_gather_*` in `compute`, `reduce_scatter_input` in `reduce`
+    (`buffer_dtype`), `grad_shard` in `grads`. If gradients are cut over no axis, the sum is an all-reduce with the same
+    names. For small units the general way takes longer in Python than on the link: one collective, or none, starts
+    without it (`Gathers._plain`, `_PlainSum`).
 """
 
 from __future__ import annotations
@@ -49,14 +49,14 @@ from ..sharding.schedule import Entry, View
 from ..sharding.sharded import Sharded
 
 _LARGE = 1 << 20  # bytes of gradients that are summed in place: a second message is worth the memory
-OnSum: TypeAlias = Callable[[int, int, Tensor], None]  # of a unit's and kind's sum over ranks, (n / W,)
+OnSum: TypeAlias = Callable[[int, int, Tensor], None]  # unit, kind, sum over ranks (n / W,)
 _Rows: TypeAlias = tuple[Mapping[tuple[int, int], Row[Slot]], Sequence[Tensor]]  # by unit and kind, and their tensors
 
 
 def is_buffer(view: View, kind: int, copied: bool) -> bool:
-    """True if leaves of a kind come in buffers of their own; else they are views of the parameters.
+    """True if a kind's leaves have buffers of their own; else they are views of the parameters.
 
-    `copied`: all trainable leaves do, because an optimizer writes to the parameters during the backward.
+    `copied`: all trainable leaves have: an optimizer writes to the parameters during the backward.
     """
     row, axes = view.plan.kinds[kind], view.axes(kind)
     return (copied and row.trainable) or bool(axes) or row.host or row.precision.compute != row.dtype
@@ -67,7 +67,7 @@ def _param_wire(plan: Plan, kind: int) -> Wire | None:
 
 
 class Gathers:
-    """The way out: gathers the units of one value of the parameters. `copied`: as in `is_buffer`."""
+    """The way out: gathers units. `copied`: as in `is_buffer`."""
 
     def __init__(self, params: Sharded, copied: bool):
         plan, axes = params.plan, [axis for axis in params.view.over if axis in params.plan.linked]
@@ -78,7 +78,7 @@ class Gathers:
         self._ranks = primitives.along(plan.live_mesh(), axes[0]) if self._is_plain and axes else None
 
     def start(self, entry: Entry, rows: Sequence[Row[Slot]]) -> dict[int, Pending]:
-        """Start the gathers of some rows of a unit. Results by kind: `all_gather_output` (n,)."""
+        """Start the gathers of some rows. Results by kind: `all_gather_output` (n,)."""
         if self._is_plain:
             return {row.kind: self._plain(entry.name, row) for row in rows}
         if not any(self._plan.kinds[row.kind].host for row in rows):
@@ -89,7 +89,7 @@ class Gathers:
         return {kind: up.joined(gather) for kind, gather in gathers.items()}
 
     def from_copies(self, entry: Entry, copies: Mapping[int, Tensor], axes: Axes) -> dict[int, Pending]:
-        """Start a unit's gathers from copies cut over `axes`, by kind: (n / W,) on each rank -> (n,)."""
+        """Gather copies cut over `axes`, by kind: (n / W,) on each rank -> (n,)."""
         cut = [(self._plan.rule(row.kind, axes).over, row) for row in entry.rows if row.kind in copies]
         return self._gather(entry.name, cut, lambda row: copies[row.kind], encoded=False)
 
@@ -118,12 +118,12 @@ class Gathers:
         return x.clone() if address(x) == address(self._tensors[row.tensor]) else x
 
     def _on_device(self, row: Row[Slot]) -> Tensor:
-        """A shard (n / W,) on the device, copied from host memory without waiting."""
+        """A shard (n / W,) on the device; the host does not wait."""
         shard = row.of(self._tensors)
         return shard.to(self._plan.device, non_blocking=True) if self._plan.kinds[row.kind].host else shard
 
     def _cast(self, row: Row[Slot]) -> Tensor:
-        """A shard (n / W,) on the device in the dtype of computation, copied only if needed."""
+        """A shard (n / W,) on the device in the dtype of computation."""
         shard, compute = self._on_device(row), self._plan.kinds[row.kind].precision.compute
         if shard.dtype == compute:
             return shard
@@ -134,17 +134,16 @@ class Gathers:
         wire, mesh = _param_wire(self._plan, row.kind), self._plan.live_mesh()
         if wire is None:
             return self._cast(row)
-        # a user's function may have made NaN of the zeros between leaves, and a wire's scale spans several elements
+        # the zeros between leaves may have become NaN, and a wire's scale spans several elements
         shard = cleared_outside(self._on_device(row), row.filled(row.number(mesh)))
         return wire.encode(shard, row.lengths(row.rule.number(mesh), row.shards))
 
     def _gather(
         self, name: str, cut: Iterable[tuple[Axes, Row[Slot]]], make: Callable[[Row[Slot]], Tensor], encoded: bool
     ) -> dict[int, Pending]:
-        """Start the gathers of rows cut over axes. `make(row)`: the `all_gather_input`.
+        """Start the gathers of rows cut over axes. `make(row)`: the `all_gather_input`. `encoded`: by the plan's wire.
 
-        `encoded`: the plan's wire decodes received data. With `Plan.together` rows cut over the same axes travel in one
-        message.
+        With `Plan.together` rows cut over the same axes travel in one message.
         """
         groups, gathers = dict[object, tuple[Axes, list[Row[Slot]]]](), dict[int, Pending]()
         for axes, row in cut:
@@ -162,7 +161,7 @@ class Gathers:
         return gathers
 
     def _over(self, axes: Axes, all_gather_input: Tensor, name: str, lent: bool) -> Pending:
-        """Start a gather over axes: (n / W,) on each rank -> (n,). On one rank only a user's gather runs."""
+        """(n / W,) on each rank -> (n,). On one rank only a user's gather runs."""
         mesh, gather = self._plan.live_mesh(), self._plan.gather
         along = axes if gather else None
         return reshard(all_gather_input, Rule(axes), COPIES, mesh, name, gather=gather, along=along, lent=lent)
@@ -188,7 +187,7 @@ class Gathers:
         return {rows[0].kind: gather.then(split)} | {row.kind: after(row.kind) for row in rows[1:]}
 
     def _decoded(self, row: Row[Slot], axes: Axes, encoded: bool, received: Tensor | Sequence[Tensor]) -> Tensor:
-        """The `all_gather_output` (n,) from all ranks along `axes`; `received` may be one tensor, end to end."""
+        """The `all_gather_output` (n,); `received` from all ranks may be one tensor, end to end."""
         received = received.chunk(row.shards) if isinstance(received, Tensor) else received
         plan, wire = self._plan, _param_wire(self._plan, row.kind) if encoded else None
         like = received[0].new_empty(0, dtype=plan.kinds[row.kind].precision.compute)
@@ -211,12 +210,12 @@ def _unshared(numel: int, like: Tensor, lent: bool) -> Tensor:
 
 
 class _PlainSum(NamedTuple):
-    """The short way of one kind's gradients: one collective along `ranks`, or none."""
+    """One kind's gradients: one collective along `ranks`, or none."""
 
-    empty: Callable[[int, Tensor, bool], Tensor]  # allocates a `reduce_scatter_input`, as `Ranks.empty`
+    empty: Callable[[int, Tensor, bool], Tensor]  # as `Ranks.empty`
     like: Tensor
     lent: bool
-    in_place: int = maxsize  # from this size on a `reduce_scatter_input` is its own `grad_shard`
+    in_place: int = maxsize  # from this size on the input is its own `grad_shard`
     ranks: Ranks | None = None
     collective: Callable[..., Pending] | None = None  # a method of the reduction
     dtype: torch.dtype | None = None  # for sending; None: unchanged
@@ -229,8 +228,8 @@ class Gradients:
     Each unit's gradients are written to (`add`: added to) a `reduce_scatter_input`: a row of `local`, or a new tensor.
     With `reduced` the rows are then summed over ranks into shards of `reduced`.
 
-    `reduced` and `local` allocate at their first call, and return the same value later: no gradients are in memory
-    while activations take the most. With `take`, `reduced` has no tensors.
+    `reduced` and `local` allocate at their first call alone: no gradients are in memory while activations take most.
+    With `take`, `reduced` has no tensors.
     """
 
     reduced: Callable[[], Sharded] | None
@@ -264,7 +263,7 @@ class Gradients:
 
     @memo
     def _in_place(self) -> dict[tuple[int, int], Tensor]:
-        """By unit and kind: each `reduce_scatter_input` in a shard of `reduced`, until summed."""
+        """By unit and kind: inputs in a shard of `reduced`, until summed."""
         return {}
 
     @memo
@@ -275,7 +274,7 @@ class Gradients:
         plan, axes, by = self._sums.plan, self._sums.view.axes(number), self.by
         kind, mesh = plan.kinds[number], plan.live_mesh()
         like = torch.empty(0, dtype=buffer_dtype(plan, number), device=self._device)
-        # the mesh of the first axis to send over allocates: peers may read a lent buffer there
+        # on the first axis to send over peers may read a lent buffer
         empty = next((primitives.along(mesh, axis).empty for axis in axes + plan.rest(axes, number)), _unshared)
         general = _PlainSum(empty, like, lent=plan.grad_wire is None and only_reads(by))
         if plan.grad_wire or kind.host or _is_split(kind.precision) or hasattr(by, "after"):
@@ -299,7 +298,7 @@ class Gradients:
     def _route(self, kind: int, axes: Axes) -> tuple[Rule, Rule, Axes]:
         """The rules before and after the sum of rows, to be cut over `axes`, and the axes of its steps.
 
-        On one rank a step remains: a cast, or the user's reduction.
+        On one rank a step remains, for a cast or the user's reduction.
         """
         plan, copies = self._sums.plan, partial(self._sums.plan.rest, kind=kind)  # axes along which ranks have copies
         alone = [axis for axis in plan.axis_names if axis not in (*self.later, plan.kinds[kind].split)]
@@ -308,7 +307,7 @@ class Gradients:
         return COPIES.dual(along + new.sums), new, along
 
     def buffer(self, unit: int, kind: int) -> Tensor:
-        """Allocate a unit's `reduce_scatter_input` (n,), in its own `grad_shard` if possible."""
+        """Allocate a unit's `reduce_scatter_input` (n,), if possible in its `grad_shard`."""
         if self._local_rows is not None:
             rows, tensors = self._local_rows
             return rows[unit, kind].of(tensors)
@@ -319,10 +318,7 @@ class Gradients:
         return grad_shard
 
     def filled(self, row: Row[Slot], grads: Sequence[Tensor | None], again: bool) -> Tensor:
-        """The `reduce_scatter_input` (n,) with the gradients of the leaves of a row; zeros for leaves that have none.
-
-        `again` says that it has some already, to which these are added.
-        """
+        """The `reduce_scatter_input` (n,); zeros for None. `again`: add to the earlier gradients."""
         reduce_scatter_input = self.buffer(row.unit, row.kind)
         # embedding(sparse=True) gives a sparse gradient
         dense = [g if g.layout is torch.strided else g.to_dense() for g in grads if g is not None]
@@ -332,11 +328,11 @@ class Gradients:
         return reduce_scatter_input
 
     def emit(self, unit: int, kind: int, reduce_scatter_input: Tensor) -> Pending | None:
-        """Start the sum over ranks of a filled (n,) into its `grad_shard` (n / W,); None if gradients stay local."""
+        """Start the sum of a filled (n,) into its `grad_shard` (n / W,); None if it stays local."""
         if self.reduced is None:
             return None
         plain, grad_shard = self._plain[kind], self._in_place.pop((unit, kind), None)
-        if plain.ranks is None and grad_shard is reduce_scatter_input:  # nobody to add to, and nothing to cast
+        if plain.ranks is None and grad_shard is reduce_scatter_input:  # nothing to add or cast
             return arrived(reduce_scatter_input)
         row = self._reduced_rows[0][unit, kind]
         if grad_shard is None:
@@ -347,7 +343,7 @@ class Gradients:
         return plain.collective(sent, plain.ranks, self._sums.view.plan.units[unit].name, grad_shard).keeping(sent)
 
     def untouched(self, unit: int, kind: int) -> Pending | None:
-        """As `emit`, for a unit and kind without gradients: zeros, or the sum so far if gradients add up."""
+        """As `emit`, for a unit and kind without gradients: zeros, or the sum so far if `add`."""
         if self.add:
             return self.emit(unit, kind, self.buffer(unit, kind)) if self.local else None
         if self.local is not None:
@@ -360,7 +356,7 @@ class Gradients:
         )
 
     def all_reduce_later(self, sums: Sharded, later: Axes) -> None:
-        """All-reduce `sums` over the axes `later` into `reduced`, all units at once."""
+        """All-reduce `sums` over the axes `later` into `reduced`."""
         plan, by, started = sums.plan, self.by, list[Pending]()
         for row in (row for row in sums.view.rows.values() if row.numel):
             x, old = row.of(sums.tensors).to(self._device), Rule(row.rule.over, plan.rest(plan.rest(later), row.kind))
@@ -370,10 +366,7 @@ class Gradients:
             pending.wait()
 
     def _landed(self, row: Row[Slot], grad_shard: Tensor, start: Callable[[Tensor], Pending]) -> Pending:
-        """Start a sum into its `reduce_scatter_output`, and call the reduction's hook `after`.
-
-        The output is the `grad_shard`, or a tensor on the device to be copied to a `grad_shard` in host memory.
-        """
+        """Start a sum, and call the hook `after`. The output is on the device, the `grad_shard` perhaps not."""
         plan, is_host = self._sums.plan, self._sums.plan.kinds[row.kind].host
         reduce_scatter_output = ahead.landing(grad_shard, self._device) if is_host else grad_shard
         pending = start(reduce_scatter_output)
@@ -397,9 +390,9 @@ class Gradients:
             pending = self._sum_encoded(plan.grad_wire, row, reduce_scatter_input, new, along, reduce_scatter_output)
             return pending.then(partial(self._unpadded, row))
         mesh, precision, name = plan.live_mesh(), plan.kinds[row.kind].precision, plan.units[row.unit].name
-        # Each gradient was divided by the number of ranks W. Multiplied by about sqrt(W), neither small gradients nor
-        # sums of large ones leave the range of float16. A power of two rounds nothing.
-        adds_up = isinstance(self.by, TreeSums)  # whose sums travel in the dtype they are taken in
+        # Each gradient was divided by W ranks: times about sqrt(W), small ones and sums stay in the range of float16.
+        # A power of two rounds nothing.
+        adds_up = isinstance(self.by, TreeSums)  # these travel in their own dtype
         factor = 2.0 ** round(math.log2(num_ranks(mesh)) / 2) if _is_split(precision) and not adds_up else 1
         scaled = reduce_scatter_input if factor == 1 else reduce_scatter_input * factor
         sent = scaled if adds_up else scaled.to(precision.reduce)
@@ -419,10 +412,10 @@ class Gradients:
         parts = zip(reduce_scatter_input.chunk(ranks.size), lengths, strict=True)
         sends = [wire.encode(part, of_leaves) for part, of_leaves in parts]
         added = primitives.scatter(sends, ranks, lambda received: _added(wire, received, lengths[ranks.rank]), name)
-        # along other axes a sum travels in its own dtype, not encoded again
+        # along other axes the sum is not encoded again
         over = axes[: axes.index(axis) + 1] if axes else ()
         old = Rule(over, copies((axis, *over)))
-        if not axes:  # every rank needs the whole sum: gather what `scatter` has cut
+        if not axes:  # every rank needs the whole sum
             added = added.then(lambda shard: reshard(shard, Rule((axis,)), COPIES, mesh, name))
         return added.then(lambda total: reshard(total, old, new, mesh, name, out, by=self.by))
 
@@ -434,7 +427,7 @@ class Gradients:
         return primitives.buffer(plan.live_mesh(), plan.axis_names, row.length, like, lent=False)
 
     def _unpadded(self, row: Row[Slot], total: Tensor) -> Tensor:
-        """Zero the padding of a rank's shard in place: unscaling would take NaN of a wire or hook for overflow."""
+        """Zero a shard's padding: unscaling would take NaN of a wire or hook for overflow."""
         return clear_outside_(total, row.filled(row.number(self._sums.plan.live_mesh())))
 
 
@@ -456,7 +449,7 @@ def _added(wire: Wire, received: Sequence[Tensor], lengths: Sequence[int]) -> Te
 
 
 def as_read(params: Sharded, into: Gradients | None) -> tuple[Sharded, Gradients | None, bool]:
-    """Read by `Plan.as_read` where it applies; the third result says whether it does (not with `take`)."""
+    """Read by `Plan.as_read` where it applies; the third result says whether (not with `take`)."""
     plan, whole = params.plan.as_read, params.view.units == (0, len(params.plan.units))
     if plan is None or not whole or is_tracing() or (into and (into.take or not only_reads(into.by))):
         return params, into, False

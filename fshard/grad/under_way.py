@@ -1,13 +1,11 @@
 """The units of one forward and backward: their memory, gathers and gradients.
 
 Note [A unit's life]
-    In memory a unit is absent, coming, or here. A unit is here while the program reads its leaves, and in the backward
-    until `stays_for` ends. `held` stays even then (Note [What stays of a unit]): the unit comes back from it with fewer
-    messages, or none.
+    A unit is here while the program reads its leaves, and in the backward until `stays_for` ends. `held` stays even
+    then (Note [What stays of a unit]): the unit comes back from it with fewer messages, or none.
 
-    A unit's gradients come once, after the forward, and go to a reduction. The sum is there about one unit later
-    (`Reductions.move_on`). With `Gradients.take` an optimizer takes the sum, and writes to the parameters. A program
-    that breaks this order gets an error:
+    A unit's gradients come once, after the forward, and go to a reduction, which ends about one unit later
+    (`Reductions.move_on`). With `Gradients.take` an optimizer takes the sum, and writes to the parameters:
 
     | gradients | are reduced      | the unit is gathered |
     |-----------|------------------|----------------------|
@@ -20,8 +18,8 @@ Note [A unit's life]
 
 Note [What stays of a unit]
     `Unit.keep_rule`, set by `regather=`, keeps all gathered buffers of a unit, a copy cut over some axes, or nothing.
-    The copy is made at a gather in the forward; later gathers are from the copy, over its axes alone. It has the dtype
-    of computation, and decoded values. Leaves whole on every rank are not copied.
+    The copy is made at a gather in the forward, in the dtype of computation; later gathers are from the copy, over its
+    axes alone. Leaves whole on every rank are not copied.
 
     All of a unit stays until its gradients have come. Frozen leaves have none: only tensors saved by autograd stay,
     unless ranks saved different units (Note [One order on all ranks] in `chain.py`). Copies stay until the gradients
@@ -29,14 +27,13 @@ Note [What stays of a unit]
 
 Note [Sums beside the computation]
     On an accelerator a second stream, `Plan.crossings.sums`, waits for messages of a reduction, adds, and runs later
-    stages and hooks. Its work waits for the computation so far. The computation waits for the stream once a unit,
-    before it allocates the next unit's gradients, and after the last reduction. If the messages leave nothing to add,
-    it waits for the sums of the unit before.
+    stages and hooks, after the computation so far. The computation waits for the stream once a unit, before it
+    allocates the next unit's gradients, and after the last reduction. If the messages leave nothing to add, it waits
+    for the sums of the unit before.
 
     Buffers sent and received belong to the computation's stream: freed by the host, their memory might be given away
-    while the second stream reads it. So each reduction (`Pending`) is kept with its buffers until the computation has
-    waited. With `Tensor.record_stream` the peak would depend on the device's timing. Without streams, on a CPU or in a
-    traced graph, nothing is kept.
+    while the second stream reads it. So each reduction (`Pending`) is kept until the computation has waited. With
+    `Tensor.record_stream` the peak would depend on the device's timing. Without streams nothing is kept.
 """
 
 from __future__ import annotations
@@ -61,9 +58,9 @@ from ..sharding.schedule import Entry, Schedule
 from ..sharding.sharded import Sharded
 from .travel import Gathers, Gradients
 
-Leaves: TypeAlias = Sequence[Tensor]  # of a unit, in the order of its `Entry.slots`
-Buffers: TypeAlias = dict[int, Tensor]  # gathered flat buffers (n,), or copies (n / W,) that are cut, by kind
-Gathered: TypeAlias = dict[int, Buffers]  # of units that stay gathered from one micro-batch of a step to the next
+Leaves: TypeAlias = Sequence[Tensor]  # in the order of `Entry.slots`
+Buffers: TypeAlias = dict[int, Tensor]  # by kind: gathered (n,), or cut copies (n / W,)
+Gathered: TypeAlias = dict[int, Buffers]  # by unit; for a step's next micro-batch
 
 _UPDATED = "train_step(in_backward=True): unit {!r} was read again after it was updated. Use in_backward=False."
 _CLOSED = (
@@ -85,15 +82,15 @@ class TapeUnit:
     """One unit of a tape (Note [A unit's life])."""
 
     buffers: Buffers | None = None  # while it is here
-    leaves: Leaves | None = None  # views of them, while the program reads these
-    bound: Leaves | None = None  # the leaves, those that train as outputs of an anchor
-    coming: tuple[int, dict[int, Pending]] | None = None  # how many stages of its gathers have started; they, by kind
+    leaves: Leaves | None = None  # views, while the program reads them
+    bound: Leaves | None = None  # leaves, trainable ones as outputs of an anchor
+    coming: tuple[int, dict[int, Pending]] | None = None  # stages started; gathers by kind
     held: Buffers | None = None  # kept by `keep_rule`
-    stays_for: Literal["", "places", "anchor"] = ""  # in the backward buffers stay until these are used, or this runs
-    saved = 0  # the number of saved views not used yet
+    stays_for: Literal["", "places", "anchor"] = ""  # until the last is used, or it runs
+    saved = 0  # saved views not used yet
     gradients: Literal["forward", "due", "late", "summing", "taken", "closed"] = "forward"
     anchor: Tensor | None = None  # the last output of its anchor (Note [Anchors] in `autograd.py`)
-    _added: Sequence[Tensor | None] | None = None  # the gradients of later touches until the anchor runs
+    _added: Sequence[Tensor | None] | None = None  # of later touches, until the anchor runs
 
     def __init__(self, entry: Entry, stays: bool):
         self.entry = entry
@@ -115,7 +112,6 @@ class TapeUnit:
             self.buffers = None
 
     def forget(self) -> None:
-        """Drop the buffers: no saved view will be used."""
         self.stays_for, self.saved = "", 0
         self.let_go()
 
@@ -130,20 +126,20 @@ class TapeUnit:
 
     @property
     def leads(self) -> bool:
-        """True if its gather in the backward starts the next ones. Ranks may read other units at any time."""
+        """True if its gather in the backward starts the next ones. Ranks may read others at any time."""
         return self.entry.leads and (self.held is None or self.keep_rule != COPIES)
 
     def add(self, grads: Sequence[Tensor | None]) -> None:
         self._added = self.total(grads)
 
     def total(self, grads: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
-        """Return the sum over all touches by leaf, or None, and drop the later ones. An empty anchor has no `grads`."""
+        """Return the sum over all touches by leaf. An empty anchor has no `grads`."""
         grads = grads or [None] * len(self.entry.trained)
         added, self._added = self._added, None
         return grads if added is None else [_sum(x, y) for x, y in zip(added, grads, strict=True)]
 
     def close(self) -> None:
-        """Drop all tensors: autograd's nodes hold this unit in a cycle unseen by Python's garbage collector."""
+        """Drop all tensors: Python's garbage collector cannot see the cycle with autograd's nodes."""
         self.let_go()
         self.buffers = self.held = self.coming = self.anchor = self._added = None
         self.gradients = "closed"
@@ -157,10 +153,9 @@ def _sum(x: Tensor | None, y: Tensor | None) -> Tensor | None:
 
 
 class _UnderWay:
-    """Collectives of units under way, for as many units at once as in Note [Two units] in `ahead.py`.
+    """Collectives of units under way, as in Note [Two units] in `ahead.py`.
 
-    A collective has a stage for each axis. On an accelerator a second stream, `side`, waits for the messages of a
-    stage, and starts the next one. Buffers of stages are kept until the computation has waited for that stream.
+    A collective has a stage for each axis. On an accelerator a stream, `side`, waits for a stage and starts the next.
     """
 
     def __init__(self, plan: Plan, stages: int, side: Callable[[Crossings], Crossing]):
@@ -169,7 +164,7 @@ class _UnderWay:
         self._stepped: list[Pending] = []  # the side stream may still read their buffers
 
     def _beside(self, older: Iterable[Pending]) -> AbstractContextManager[None]:
-        """A block to wait for a stage of each of these, and to start the next one."""
+        """A block that waits for a stage of each, and starts the next one."""
         if self._side is None:
             return nullcontext()
         self._stepped += older  # before a stage can raise: the device may read them even then
@@ -182,10 +177,9 @@ class _UnderWay:
 
 
 class Arrivals(_UnderWay):
-    """Gathers of one `Sharded` under way, from the held copies if there are any.
+    """Gathers of one `Sharded` under way. `copied`: as in `is_buffer`. `gathered`: as in `Tape`.
 
-    For each further stage one more unit is under way, one stage behind the unit before. `copied`: as in `is_buffer`.
-    `gathered`: as in `Tape`.
+    For each further stage one more unit is under way, one stage behind the unit before.
     """
 
     def __init__(self, params: Sharded, units: Mapping[int, TapeUnit], copied: bool, gathered: Gathered | None):
@@ -194,7 +188,7 @@ class Arrivals(_UnderWay):
         if gathered is not None:
             for unit in units.values():
                 unit.keep_from(gathered)
-        self.most = self._plan.ahead.most(self.stages)  # the number of units under way at once
+        self.most = self._plan.ahead.most(self.stages)  # units under way at once
 
     def keep(self, unit: TapeUnit) -> None:
         assert unit.buffers is not None
@@ -219,7 +213,7 @@ class Arrivals(_UnderWay):
         return primitives.buffer(self._plan.live_mesh(), axes, shard.numel(), shard, lent=False).copy_(shard)
 
     def following(self, schedule: Schedule, unit: int, read: Container[int]) -> Iterable[int]:
-        """Return the next units to gather after a unit, without units read already. If some are sent, only these."""
+        """Return the next units to gather; if some are sent, only these."""
         if not schedule.mixed:
             return filterfalse(read.__contains__, range(unit + 1, min(unit + self.most, schedule.last) + 1))
         sent = (n for n in range(unit + 1, schedule.last + 1) if schedule.entries[n].sent and n not in read)
@@ -244,14 +238,14 @@ class Arrivals(_UnderWay):
         unit.coming = 1, gathers
 
     def ahead(self, current: TapeUnit | None, following: Iterable[int]) -> None:
-        """Start the gathers of the next units, as many as the plan allows, or take them one stage further."""
+        """Start the gathers of the next units, or take them one stage further."""
         if self.most == 1:  # all units are equal
             for number in islice(following, 1):
                 if self._stages_of(unit := self._units[number]):
                     self.start(unit)
             return
         units = self._plan.ahead.gathers(None if current is None else current.entry.unit, following, self.stages)
-        last = max(0, len(units) - self.stages)  # all its stages may start; each unit after it is one stage behind
+        last = max(0, len(units) - self.stages)  # each unit after it is one stage behind
         for place, number in enumerate(units):
             unit = self._units[number]
             stages, (started, gathers) = self._stages_of(unit) - max(0, place - last), unit.coming or (0, {})
@@ -287,12 +281,12 @@ class Arrivals(_UnderWay):
 
 
 def _stages(plan: Plan, axes: Axes) -> int:
-    """The number of stages of a gather: one for each axis of several ranks, at least one."""
+    """One for each axis of several ranks."""
     return max(1, len({*axes}.intersection(plan.linked)))
 
 
 class Reductions(_UnderWay):
-    """The reductions of one backward under way, in the order of their starts."""
+    """The reductions of one backward under way, oldest first."""
 
     def __init__(self, plan: Plan, into: Gradients | None = None):
         super().__init__(plan, len(plan.linked), lambda streams: streams.sums)
@@ -305,10 +299,7 @@ class Reductions(_UnderWay):
         self._under_way.append((unit, pending))
 
     def move_on(self, following: int) -> None:
-        """Take older reductions one stage further, to make room for the gradients of the unit `following`.
-
-        The reductions counted by `Ahead.reductions` are not advanced.
-        """
+        """Take older reductions one stage further, to make room for the gradients of `following`."""
         if self._plan.ahead.number == 1:  # all units are equal
             num = len(self._under_way)
             while num and self._under_way[num - 1][0] == self._under_way[-1][0]:
@@ -320,7 +311,7 @@ class Reductions(_UnderWay):
         return list(dict.fromkeys(unit for unit, _ in self._under_way))
 
     def _leave(self, number: int) -> None:
-        """Take all reductions one stage further, except those of the last `number` units."""
+        """Take all reductions one stage further, except those of the last units."""
         units = self._units()
         older = units[: max(0, len(units) - number)]
         self._step(sum(unit in older for unit, _ in self._under_way))
@@ -328,7 +319,7 @@ class Reductions(_UnderWay):
     def make_room(self, unit: int) -> None:
         """Wait for reductions until a unit's gradients have room.
 
-        The backend's own sums are done by now, so their buffers are free; sums in rank order still need theirs.
+        The backend's own sums are done by now: their buffers are free. Sums in rank order still need theirs.
         """
         if self.stages > 1:
             return
@@ -338,10 +329,7 @@ class Reductions(_UnderWay):
             self._leave(max(0, self._plan.ahead.reductions(unit - 1, [*self._units(), unit], self.stages) - 1))
 
     def _step(self, num: int) -> None:
-        """Take the first `num` reductions one stage further, the youngest first, and drop the finished ones.
-
-        The youngest one's next stage is then under way while the host waits for the others.
-        """
+        """Take reductions one stage further. The youngest is first: it is under way while the host waits."""
         if not num:
             return
         units, older = zip(*self._under_way[:num], strict=True)

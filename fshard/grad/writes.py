@@ -1,14 +1,13 @@
 """Checks that a loss does not write in place to its parameters: the new values would be lost.
 
 Note [Writes in place]
-    torch counts the in-place operations on a tensor and its views. Each gathered buffer of trainable leaves, and each
-    frozen leaf, gets a counter of its own. The tape keeps an alias without memory that shares the counter, so watching
-    keeps no buffer alive. `batch_norm` updates running statistics without counting. So frozen leaves as small as these
-    are copies, compared with their old values after the loss.
+    torch counts in-place operations on a tensor and its views. Each gathered buffer of trainable leaves, and each
+    frozen leaf, gets a counter of its own. The tape keeps an alias without memory with the same counter, so watching
+    keeps no buffer alive. `batch_norm` updates running statistics without counting: frozen leaves as small as these are
+    copies, compared after the loss.
 
     A write through `.data` to a larger or trainable leaf is not noticed. A leaf with a new `.data` lies in another
-    storage when the tape drops it; a later change of `.data` computes as in torch. While a graph is traced there are no
-    values: a mode looks at the arguments of all writing operators, and notices each write to a frozen leaf.
+    storage when the tape drops it. While a graph is traced a mode looks at the arguments of all writing operators.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ from ..plan.plan import Slot
 from ..sharding.schedule import Entry
 from .under_way import TapeUnit
 
-# leaves that share a version counter, and True if their memory is the caller's: a write changes the passed parameters
+# leaves of one counter; True if their memory is the passed parameters'
 Written: TypeAlias = tuple[Sequence[Slot], bool]
 _ADDRESS = operator.attrgetter("_cdata")  # of storages, as `address` of tensors
 _SET_DATA = Tensor.data.__set__  # type: ignore[attr-defined]
@@ -43,14 +42,14 @@ _REMEDY = (
     "have it in the next step, as extra (train_step(..., with_extra=True))."
 )
 
-# torch's words for a write to a view from an autograd function, as `autograd.Anchor`
+# torch's words for a write to a view from an autograd function
 _VIEWS = ("was created inside a custom Function", "is the output of a function that returns multiple views")
 _OF_LEAVES = re.compile(r"Output (\d+) of _?Anchor(?:Backward)? is")
 _CHANGED = " The parameters that were passed are changed by it: do not use them again."
 
 
 class _Refusing(TorchFunctionMode):
-    """Raise ValueError for `x.data = y`, or if batch_norm would write to a leaf: a tracer sees neither."""
+    """Raise ValueError for `x.data = y`, or batch_norm's write to a leaf: a tracer sees neither."""
 
     def __init__(self, frozen: Sequence[tuple[Tensor, Slot]]):
         super().__init__()
@@ -69,7 +68,7 @@ class _Refusing(TorchFunctionMode):
 
 
 class _RefusingWrites(TorchDispatchMode):
-    """Raise ValueError if an operator writes to a frozen leaf: for tracing, where there are no values."""
+    """Raise ValueError if a traced operator writes to a frozen leaf."""
 
     def __init__(self, frozen: Sequence[tuple[Tensor, Slot]]):
         super().__init__()
@@ -105,14 +104,14 @@ class Writes:
     """Watches the leaves of a loss, and raises if the loss wrote to one."""
 
     def __init__(self) -> None:
-        # aliases without memory, each with a version counter, and the leaves that share the counter
+        # aliases without memory, and the leaves of their counters
         self._watched: list[tuple[Tensor, Sequence[Slot], bool]] = []
-        # small frozen leaves end to end, (n,): seen by the loss, and as before
+        # small frozen leaves end to end, (n,): the loss's, and as before
         self._copies: list[tuple[Tensor, Tensor, Sequence[Slot], Sequence[int]]] = []
         self.bound: list[Entry] = []  # the units with anchors
-        self._nothing: Tensor | None = None  # (0,), made once: the memory of all aliases
+        self._nothing: Tensor | None = None  # (0,), of all aliases
         self._tracing = is_tracing()
-        self._storages = set[int]()  # addresses of all leaves' storages; the tape keeps them taken
+        self._storages = set[int]()  # addresses; the tape keeps them taken
         self._frozen_leaves: list[tuple[Tensor, Slot]] = []  # while a graph is traced
 
     @contextmanager
@@ -144,10 +143,7 @@ class Writes:
         return _written([(list(leaves.values()), False)])
 
     def watch(self, x: Tensor, slots: Sequence[Slot], is_callers: bool) -> Tensor:
-        """Return an alias of `x` with a version counter of its own, for `check`.
-
-        `x` holds the leaves `slots`. `is_callers`: its memory is the passed parameters'.
-        """
+        """Return an alias of `x` with its own counter, for `check`. `is_callers`: of the passed parameters."""
         x = x.data  # unlike `detach`, this starts a new counter
         counter = x.detach()  # shares the counter of the new `x`
         if not self._tracing:  # fake tensors have no memory to keep alive
@@ -195,8 +191,8 @@ class Writes:
 
 
 def _changed(now: Tensor, before: Tensor, slots: Sequence[Slot], sizes: Sequence[int]) -> list[Written]:
-    """The leaves of these sizes with other bytes, of (bytes,) tensors. On an accelerator a device-side assertion."""
-    if now.device.type != "cpu":  # the host does not wait: the device stops with these words if they differ
+    """The leaves of these sizes with other bytes. On an accelerator a device-side assertion."""
+    if now.device.type != "cpu":  # the host does not wait: the device stops with these words
         words = f"the loss function: it wrote in place to a frozen leaf: work on a clone. Leaf {_named(slots)}"
         # CUDA's kernel takes fewer than 255 bytes
         torch._assert_async((now == before).all(), words.encode()[:254].decode(errors="ignore"))
