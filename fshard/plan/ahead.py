@@ -2,16 +2,15 @@
 
 Note [Two units]
     By default the unit in use and the units gathered ahead have together at most the bytes of two of the largest unit;
-    so have the unit with arriving gradients and the units being reduced. With equal units, that is one unit ahead and
-    one reduction under way. Next to a small unit several small ones travel, so the link has work while a unit computes.
-    At least one unit travels, and at most `_MOST`: more gained nothing (docs/benchmarks.md). Collectives of several
-    stages have only one unit in the first stage. `make_plan(prefetch=n)` sets n units, whatever their sizes.
+    so have the unit with arriving gradients and the units being reduced. Next to a small unit several small ones
+    travel, so the link has work while a unit computes. At least one unit travels, and at most `_MOST`: more gained
+    nothing (docs/benchmarks.md). Collectives of several stages have only one unit in the first stage.
 
 Note [Crossing over]
     Each direction has its own stream. Its work waits for all earlier work of the computation, so that memory freed by
     the computation is not overwritten too early. The computation waits for the stream before it uses a result. Memory
     is pinned, so copies do not block the host. The host waits for the device (`Crossing.settle`) once for each
-    backward or update, before it reads rows. On the CPU nothing is copied.
+    backward or update, before it reads rows.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ _MOST = 4
 
 @dataclass(frozen=True)
 class Ahead:
-    """The number of units that travel at once: `prefetch`; if None, by Note [Two units]."""
+    """The number of units that travel at once: `prefetch`, or by Note [Two units]."""
 
     sizes: tuple[int, ...]  # bytes of each unit's gathered buffers
     prefetch: int | None
@@ -81,7 +80,6 @@ class Ahead:
         return len(list(self._fitting(unit, reversed(under_way)))) if stages <= 1 else 1
 
     def _fitting(self, unit: int | None, others: Iterable[int]) -> Iterator[int]:
-        """Yield the first of `others`, at least one, that fit with `unit` into the room."""
         room = self._room - (0 if unit is None else self.sizes[unit])
         for number, other in enumerate(islice(others, _MOST)):
             room -= self.sizes[other]
@@ -91,38 +89,37 @@ class Ahead:
 
 
 def host_row(numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Allocate a (numel,) row in host memory, pinned if the device is not the CPU."""
     return torch.empty(numel, dtype=dtype, device=HOST, pin_memory=device != HOST)
 
 
 def pinned(row: Tensor, device: torch.device) -> Tensor:
-    """Return a row in host memory that `device` can copy from without blocking."""
+    """Return a row in host memory for copies that do not block."""
     if row.device != HOST:
         return to_host(row)
     return row if device == HOST or row.is_pinned() else row.pin_memory()
 
 
 def to_host(x: Tensor) -> Tensor:
-    """Copy a tensor of a device to pinned memory, which the host may read after `Crossing.settle`."""
+    """Copy to pinned memory, which the host may read after `Crossing.settle`."""
     if is_tracing():  # a graph chooses its memory
         return x.to(HOST)
     return torch.empty_like(x, device=HOST, pin_memory=True).copy_(x, non_blocking=True)
 
 
 def landing(row: Tensor, device: torch.device) -> Tensor:
-    """Return the tensor for the row's new values: the row if it is on the device, else a new one."""
+    """Return the tensor for the row's new values."""
     return row if row.device == device else torch.empty_like(row, device=device)
 
 
 @dataclass(frozen=True)
 class _Arrival:
-    """Copies between device and host under way."""
+    """Copies under way."""
 
     crossing: Crossing
     held: Sequence[Tensor]  # until the computation has waited
 
     def wait(self) -> Sequence[Tensor]:
-        """Make the computation's stream wait for the copies, not the host."""
+        """The computation's stream waits, not the host."""
         self.crossing.join()
         return self.held
 
@@ -140,9 +137,9 @@ class Crossing:
 
     @contextmanager
     def ahead(self) -> Iterator[None]:
-        """Put the block's work on this stream: it runs after the computation so far, and parallel to later work.
+        """Run the block's work on this stream: after the computation so far, parallel to later work.
 
-        NotImplementedError while tracing for a device other than the CPU: a graph has no streams.
+        NotImplementedError while tracing for a device other than the CPU.
         """
         if is_tracing() and self.device != HOST:
             raise NotImplementedError(
@@ -171,7 +168,7 @@ class Crossing:
         return Pending(_Arrival(self, [x]), lambda _: row)
 
     def settle(self) -> None:
-        """Make the host wait for the device: then the host may read and write rows."""
+        """Make the host wait for the device."""
         if not is_tracing():
             self._module.synchronize()
 
@@ -181,8 +178,8 @@ class Crossings(NamedTuple):
 
     up: Crossing  # to the device
     down: Crossing  # to host memory
-    sums: Crossing  # for sums of gradients (Note [Sums beside the computation] in `under_way.py`)
-    stages: Crossing  # for gathers over several axes, where each stage waits for the one before
+    sums: Crossing  # Note [Sums beside the computation] in `under_way.py`
+    stages: Crossing  # of gathers over several axes
 
 
 def crossings(mesh: Mesh) -> Crossings:

@@ -17,7 +17,7 @@ _MODULE = "Give its parameters: apply, params, buffers = fshard.module.functiona
 
 
 def check_tensors(flat: Sequence[object], paths: Sequence[str]) -> None:
-    """Raise ValueError unless leaves are dense plain tensors with different paths."""
+    """Raise ValueError unless leaves are dense plain tensors."""
     if twice := [path for path, number in Counter(paths).items() if number > 1]:
         raise ValueError(
             f"two leaves have the path {twice[0]!r}: keys with dots, or 1 and '1', look alike. Rename one."
@@ -27,7 +27,7 @@ def check_tensors(flat: Sequence[object], paths: Sequence[str]) -> None:
             known = _MODULE if hasattr(leaf, "named_parameters") else "Make it a tensor, or register its type "
             more = "" if known is _MODULE else "as a pytree node (optree, or torch.utils._pytree.register_dataclass)."
             raise ValueError(f"leaf {path!r}: expected a tensor, got {type(leaf).__name__}. {known}{more}")
-        if hasattr(leaf, "__tensor_flatten__"):  # the protocol of tensors with inner tensors: DTensor, for one
+        if hasattr(leaf, "__tensor_flatten__"):  # tensors with inner tensors, as DTensor
             raise ValueError(
                 f"leaf {path!r}: expected a plain tensor, got a {type(leaf).__name__}, which holds other tensors. "
                 "Give the whole tensor (of a DTensor: .full_tensor())."
@@ -41,7 +41,7 @@ def check_tensors(flat: Sequence[object], paths: Sequence[str]) -> None:
 
 
 def first_places(flat: Sequence[Tensor], paths: Sequence[str]) -> list[int]:
-    """Return, for every leaf, the number of the first leaf tied to it: the same elements of the same memory.
+    """Return, for every leaf, the number of the first leaf tied to it.
 
     ValueError for leaves that share memory in another way.
     """
@@ -57,7 +57,7 @@ def first_places(flat: Sequence[Tensor], paths: Sequence[str]) -> list[int]:
 
 
 def identity(leaf: Tensor) -> Hashable:
-    """Return a key, equal for leaves with the same elements of the same memory, while both are alive."""
+    """Return a key, equal for living leaves with the same elements of the same memory."""
     if not leaf.numel():  # all empty tensors may have one storage
         return id(leaf)
     # lazy bits: a conjugated view has the same memory and other values
@@ -92,12 +92,10 @@ def read_frozen(
 ) -> list[bool]:
     """True for every frozen leaf: `picked` by `frozen=`, or frozen by the tree itself.
 
-    If any floating leaf requires a gradient, the tree counts as a module's, and parameters without `requires_grad` are
-    frozen (a tied leaf if none of its places requires a gradient). Otherwise the tree freezes no leaf. Integer leaves
-    never train.
+    If any floating leaf requires a gradient, the tree freezes parameters without `requires_grad` (a tied leaf if none
+    of its places requires a gradient). Otherwise the tree freezes no leaf. Integer leaves never train.
 
-    ValueError for a plain tensor next to parameters, which is undecided, and for a picked leaf with `requires_grad`
-    next to a parameter without.
+    ValueError for a plain tensor next to parameters, and for a picked leaf with `requires_grad` next to one without.
     """
     says: dict[int, int] = {}  # by the first place of a leaf
     for leaf, place in zip(flat, places, strict=True):

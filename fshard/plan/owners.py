@@ -93,7 +93,7 @@ def shortened(name: str, width: int) -> str:
 
 
 def table(columns: Sequence[str], rows: Sequence[TableLine]) -> list[str]:
-    """Return the rows as lines for a screen of 80 x 24 characters: units without room are one line."""
+    """Return lines for a screen of 80 x 24 characters: units without room are one line."""
     regather = len({row.regather for row in rows}) > 1
     title = ["unit", "bytes", *columns, *["regather"] * regather]
     shown = rows if len(rows) <= _LINES else rows[: _LINES - 1]

@@ -15,7 +15,7 @@ Regather = bool | str | Sequence[str]  # gather a unit again, or the axes over w
 
 
 def partitions(sizes: dict[str, int], *overs: str | Sequence[str]) -> dict[str, Axes]:
-    """Return each partition's axes, by argument. ValueError unless each contains the axes of the one before."""
+    """Return each partition's axes. ValueError unless each contains the axes of the one before."""
     result = dict[str, Axes]()
     before: Axes = ()
     for name, over in zip(("params_over", "grads_over", "state_over"), overs, strict=True):
@@ -31,7 +31,7 @@ def partitions(sizes: dict[str, int], *overs: str | Sequence[str]) -> dict[str, 
 
 
 def axes_of(name: str, over: object, sizes: Mapping[str, int]) -> Axes:
-    """Return the axes in an argument (one name or several); on one device "shard" and "replicate" give ().
+    """Return the axes in an argument; on one device "shard" and "replicate" give ().
 
     Raises TypeError if `over` is neither a name nor several, ValueError for an axis not in the mesh.
     """
@@ -55,7 +55,7 @@ def keep_rules(
     sizes: Mapping[str, int],
     over: Mapping[str, Axes],
 ) -> list[Rule | None]:
-    """Return each unit's `Unit.keep_rule`: how `regather` keeps it from forward to backward.
+    """Return each unit's `Unit.keep_rule`.
 
     `units`: by unit, the names of its subtrees if it has several; patterns may name those. Raises TypeError for a value
     of another type, ValueError for wrong axes and for a pattern without units.
@@ -82,7 +82,7 @@ def keep_rules(
 
 
 def _keep_rule(name: str, value: object, sizes: Mapping[str, int], params_over: Axes) -> Rule | None:
-    """Return None (nothing stays), copies (all stays), or the rule of a cut copy."""
+    """None: nothing stays; copies: all stays; else the rule of a cut copy."""
     if isinstance(value, bool):
         return None if value else COPIES
     if not isinstance(value, str | list | tuple):

@@ -69,7 +69,7 @@ class Kind:
 
     @property
     def aligned(self) -> int:
-        """The alignment in elements: a multiple of 16 bytes in each dtype."""
+        """Elements in a multiple of 16 bytes, in each dtype."""
         return max(1, _ALIGN // self.precision.itemsize)
 
     def __str__(self) -> str:
@@ -90,12 +90,12 @@ class Slot(Leaf):
     start: int
 
     def __hash__(self) -> int:
-        return hash((self.unit, self.kind, self.start))  # a hash of all fields takes longer
+        return hash((self.unit, self.kind, self.start))  # faster than all fields
 
 
 @dataclass(frozen=True)
 class Unit:
-    """Leaves that are gathered together: `lengths[k]` elements, padding included, in the flat buffer of kind k.
+    """Leaves that are gathered together: `lengths[k]` elements, with padding, in the flat buffer of kind k.
 
     `keep_rule`: the buffers kept by `regather=` from forward to backward: none (None), whole ones, or shards over the
     last axes of `params_over`. `joined`: the names of the units joined in this one.
@@ -108,7 +108,7 @@ class Unit:
 
     @property
     def regather(self) -> str:
-        """The argument of `make_plan`, as text."""
+        """The argument of `make_plan`."""
         over = () if self.keep_rule is None else self.keep_rule.over
         return ", ".join(over) if over else str(self.keep_rule is None)
 
@@ -172,7 +172,7 @@ class Plan:
     def lasting(self) -> frozenset[int]:
         """The units that stay from their second gather in a forward to its end.
 
-        The ends may be read by units between, and a loss may read parts of several joined units in turn.
+        Units between may read the ends, and a loss parts of several joined units in turn.
         """
         return frozenset(number for number, unit in enumerate(self.units) if unit.name in ENDS or unit.joined)
 
@@ -210,7 +210,7 @@ class Plan:
 
     @memo
     def as_read(self) -> Plan | None:
-        """The plan for reads of an eager loss: fewer units, the same rows; None if anything is sent or cast."""
+        """The plan for reads of an eager loss: fewer units, the same rows; None if any is sent or cast."""
         if self.gather or self.param_wire or self.grad_wire or self.num_ranks(self.axis_names) > 1:
             return None
         if sum(self.ahead.sizes) > _SMALL:
@@ -231,14 +231,13 @@ class Plan:
 
     @memo
     def linked(self) -> Axes:
-        """The axes of several ranks. Rows are cut over no other, unless the user's gather or wire runs along them."""
+        """The axes of several ranks: rows are cut over no other, except for the user's gather or wire."""
         return tuple(axis for axis, size in self.axes if size > 1)
 
     def rule(self, kind: int, over: Axes) -> Rule:
-        """Return the rule of a kind in a tree cut over these axes, or over none, as in a loss's computation.
+        """Return the rule of a kind in a tree cut over these axes, or over none.
 
-        Whole leaves are copies in any tree. Split leaves lie on the ranks with the same part, so the axis of the split
-        does not cut them.
+        Whole leaves are copies in any tree. Split leaves lie on ranks with the same part: the split's axis cuts none.
         """
         if self.kinds[kind].whole:
             return COPIES
@@ -264,7 +263,7 @@ class Plan:
         return math.prod(sizes[axis] for axis in axes)
 
     def within(self, x: Tensor, kind: int, axes: Axes) -> Tensor:
-        """Return this rank's shard (n / W,) of a tensor (n,) of one kind, cut further over these axes: a view."""
+        """Return this rank's shard (n / W,) of a tensor (n,) of one kind: a view."""
         return interval(x, self.live_mesh(), self.rule(kind, axes).over)
 
     @memo
@@ -392,7 +391,7 @@ class Plan:
     def lines(self, shares: Shares, units: Iterable[int]) -> list[TableLine]:
         """Return contents and holders of units, a line for each kind of units whose names differ in numbers alone.
 
-        `shares`: by name, the axes over which something is cut, and the bytes of an element of each kind.
+        `shares`: by name, the axes of a cut, and the bytes of an element of each kind.
         """
         equal = dict[object, list[int]]()
         for number in units:
@@ -429,7 +428,6 @@ class Plan:
         )
 
     def _advice(self) -> list[str]:
-        """Return advice on `bucket=` if it saves many messages."""
         joined = [unit for unit in self.join(_BUCKET).units if unit not in self.units]
         names = {name for unit in joined for name in unit.joined}
         small = [nbytes for unit, nbytes in zip(self.units, self.ahead.sizes, strict=True) if unit.name in names]

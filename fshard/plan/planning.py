@@ -148,9 +148,9 @@ def make_plan(
 def _data_axes(
     data: str | Sequence[str] | None, sizes: Mapping[str, int], splits: Iterable[Split], state_over: Axes
 ) -> Axes:
-    """Return the axes along which batches differ. ValueError if splits and partitions do not decide them."""
+    """ValueError if splits and partitions do not decide the axes of batches."""
     if data is not None:
-        named = axes_of("data", data, sizes) if sizes else ()  # axes of one device have any names, as for splits
+        named = axes_of("data", data, sizes) if sizes else ()  # axes of one device have any names
         return tuple(axis for axis in sizes if axis in named)
     axes = {split.axis for split in splits}
     if both := [axis for axis in state_over if axis in axes]:
@@ -164,7 +164,7 @@ def _data_axes(
 
 
 def _padded(plan: Plan, multiples: Sequence[int]) -> Plan:
-    """Pad each kind's lengths to a multiple for all ranks: an all-reduce over any axis is then even."""
+    """Pad each kind's lengths for all ranks: an all-reduce over any axis is then even."""
     padded = (replace(unit, lengths=tuple(map(_rounded_up, unit.lengths, multiples))) for unit in plan.units)
     return replace(plan, units=tuple(padded))
 
@@ -195,7 +195,7 @@ def _check_arguments(
 def _kinds(
     params: Tree, origins: Sequence[int], wheres: Mapping[str, Where], policy: Policy, splits: Mapping[int, Split]
 ) -> dict[int, Kind]:
-    """Return the kind of each leaf by the number of its first place."""
+    """Return the kind of each leaf by its first place."""
     flat, spec = tree.flatten(params)
     # the word, unless it is the name of a subtree
     if on_host := wheres["offload"] == "state" and "state" not in {path.split(".")[0] for path in tree.paths(spec)}:
@@ -226,7 +226,7 @@ def _place(
     num_units: int,
     splits: Mapping[int, Split],
 ) -> tuple[tuple[Slot, ...], list[tuple[int, ...]]]:
-    """Return the slot of each leaf, and the length of every unit and kind, as multiples of the `steps` of kinds."""
+    """Return the slot of each leaf, and the length of every unit and kind."""
     lengths, slots = [[0] * len(steps) for _ in range(num_units)], []
     number_of = {kind: k for k, kind in enumerate(steps)}
     for i, kind in kind_of.items():
@@ -245,7 +245,7 @@ def _rounded_up(number: int, step: int) -> int:
 def with_policy(plan: Plan, policy: Policy | str | None) -> Plan:
     """Return the plan of the same shards under another policy.
 
-    ValueError if the policy changes a leaf's stored dtype, or has different dtypes for leaves of one flat buffer.
+    ValueError if it changes a stored dtype, or has different dtypes for leaves of one flat buffer.
     """
     policy = policy_of(policy)
     slots, first = [plan.slots[n] for n in plan.leaves], dict[int, int]()

@@ -63,7 +63,6 @@ class Policy:
         if not isinstance(self.cast_at, list | tuple) or not all(isinstance(path, str) for path in self.cast_at):
             raise TypeError(wrong("policy: cast_at", self.cast_at, "paths of submodules, as apply.units gives them"))
         object.__setattr__(self, "cast_at", tuple(self.cast_at))
-        # a dict is accepted, too
         overrides = self.overrides.items() if isinstance(self.overrides, Mapping) else self.overrides
         if not _are_pairs(overrides):
             expected = "pairs of a pattern, several patterns, or a predicate, and a policy, or a dict of such"
@@ -189,7 +188,7 @@ class Precision:
 
     @property
     def itemsize(self) -> int:
-        """The bytes of an element in the narrowest of the dtypes."""
+        """The bytes of the narrowest dtype."""
         return min(dtype.itemsize for dtype in vars(self).values())
 
     @property
@@ -206,7 +205,7 @@ class Precision:
 
 
 def precision(dtype: torch.dtype, policy: Policy) -> Precision:
-    """Return a leaf's dtypes under a policy; a leaf that is not real and floating keeps its own."""
+    """A leaf that is not real and floating keeps its dtype."""
     if not dtype.is_floating_point:
         return Precision(dtype, dtype, dtype, dtype)
     storage = _or_default(policy.storage, dtype)
@@ -220,7 +219,6 @@ def _or_default(dtype: Dtype, default: torch.dtype) -> torch.dtype:
 
 
 def precisions(dtypes: Sequence[torch.dtype], chosen: Sequence[Policy | None], policy: Policy) -> list[Precision]:
-    """Return the dtypes of every leaf: from its chosen override, else from the policy."""
     return [
         precision(dtype, policy if override is None else override.over(policy))
         for dtype, override in zip(dtypes, chosen, strict=True)

@@ -17,14 +17,14 @@ from .precision import Policy
 Where = str | Sequence[str] | Callable[[str, Tree], bool] | None
 Units = Where | int | Sequence[str | tuple[str, ...]]  # a tuple of patterns is one unit
 ROOT = "(root)"
-ENDS = FIRST, LAST = "(first)", "(last)"  # the leaves before the first claimed leaf, and after the last one
+ENDS = FIRST, LAST = "(first)", "(last)"  # leaves before the first claimed leaf, after the last one
 _WILD = set("*?[")
 _SHOWN = 8  # names in an error
 _STATE = "; the word 'state' means the optimizer state alone"
 
 
 def _selector(params: Tree, spec: tree.Spec, where: Where, name: str) -> list[tuple[str, int, int]]:
-    """Return (path, first leaf, number of leaves) of the selected subtrees, outer before inner."""
+    """Return (path, first leaf, number of leaves) of subtrees, outer before inner."""
     _check_where(name, where)
     if where is None:
         return []
@@ -94,7 +94,7 @@ def _check_where(name: str, where: object) -> None:
 
 
 def claim_leaves(params: Tree, spec: tree.Spec, origins: Sequence[int], where: Where, name: str) -> list[bool]:
-    """True for every leaf that `where` selects; a tied leaf is selected in all its places, or in none."""
+    """True for every selected leaf; a tied leaf is selected in all its places, or in none."""
     selected = set[int]()
     for _, first, count in _selector(params, spec, where, name):
         selected.update(origins[first : first + count])
@@ -106,8 +106,8 @@ def claim_splits(
 ) -> dict[int, Split]:
     """Return the splits of leaves, by the first place of each. An axis of one rank splits nothing.
 
-    Raises TypeError for anything but (axis, dim) or (axis, dim, blocks); ValueError for an unknown axis, a wrong dim or
-    number of blocks, a pattern without leaves, and two splits of a leaf.
+    Raises TypeError for anything but (axis, dim) or (axis, dim, blocks); ValueError for an unknown axis, dim or number
+    of blocks, a pattern without leaves, and two splits of a leaf.
     """
     chosen, (flat, spec) = dict[int, Split](), tree.flatten(params)
     paths = tree.paths(spec)
@@ -132,12 +132,12 @@ def claim_splits(
 
 
 def claim_policies(params: Tree, spec: tree.Spec, origins: Sequence[int], policy: Policy) -> list[Policy | None]:
-    """Return each leaf's policy: from the first override that selects any place of the leaf, else None."""
+    """Return each leaf's policy: the first override of any place of the leaf, else None."""
     chosen: dict[int, Policy] = {}  # by the first place of a leaf
     dtypes, paths = [leaf.dtype for leaf in tree.leaves(params)], tree.paths(spec)
-    for where, override in reversed(_grouped(policy)):  # the first override that selects a leaf is set last
+    for where, override in reversed(_grouped(policy)):  # the first override is set last
         for path, first, count in _selector(params, spec, where, "policy"):
-            # ValueError for a leaf named by itself; other leaves without a possible cast stay as they are
+            # other leaves without a possible cast stay as they are
             if path == paths[first] and not dtypes[first].is_floating_point:
                 patterns = where if isinstance(where, list) else []
                 named = [patterns[number] for number in fitting([path.split(".")], patterns, spec)[0]] or [where]
@@ -149,7 +149,7 @@ def claim_policies(params: Tree, spec: tree.Spec, origins: Sequence[int], policy
 
 
 def _grouped(policy: Policy) -> list[tuple[Where, Policy]]:
-    """Return the overrides of a policy, with adjacent patterns of the same dtypes as one list."""
+    """Join adjacent patterns with the same dtypes."""
     groups = list[tuple[Where, Policy]]()
     for where, override in policy.overrides:
         patterns = groups[-1][0] if groups and groups[-1][1] == override else None
@@ -165,8 +165,8 @@ def claim_units(
 ) -> tuple[dict[str, tuple[str, ...]], list[int]]:
     """Return the units by name in the order of use, the root first, and the number of every leaf's unit.
 
-    A leaf belongs to the innermost subtree selected by `units`, else to `(first)`, `(last)` or the root, as `make_plan`
-    says. Tied leaves count once in a size. A unit from a tuple of patterns has its subtrees' names.
+    A leaf belongs to the innermost subtree selected, else to `(first)`, `(last)` or the root. Tied leaves count once in
+    a size. A unit from a tuple of patterns has its subtrees' names.
     """
     owner, parts = [ROOT] * spec.num_leaves, dict[str, tuple[str, ...]]()
     if isinstance(units, int):
@@ -192,7 +192,7 @@ def _without_tuples(units: Any) -> tuple[Where, list[tuple[str, ...]]]:
 
 
 def _together(names: Sequence[str], tuples: Sequence[tuple[str, ...]], spec: tree.Spec) -> dict[str, tuple[str, ...]]:
-    """Return the names joined in one unit, by its name. ValueError if a name fits two tuples of patterns."""
+    """Return the names joined in one unit. ValueError if a name fits two tuples of patterns."""
     parts, paths = list[tuple[str, ...]](), [name.split(".") for name in names]
     for patterns in tuples:
         fits = fitting(paths, patterns, spec)
@@ -204,10 +204,9 @@ def _together(names: Sequence[str], tuples: Sequence[tuple[str, ...]], spec: tre
 
 
 def _with_ends(owner: Sequence[str], origins: Sequence[int]) -> list[str]:
-    """Cut the root at the first and at the last leaf claimed by a unit.
+    """Cut the root at the first and at the last leaf claimed by a unit: else both ends would stay in memory all along.
 
-    An embedding and a head in the root would stay in memory all along. A tied leaf used on both sides, or next to a
-    unit, stays in the root, which is gathered once.
+    A tied leaf used on both sides, or next to a unit, stays in the root, gathered once.
     """
     claimed = [i for i, name in enumerate(owner) if name != ROOT]
     last_place = {origin: i for i, origin in enumerate(origins)}
@@ -222,7 +221,6 @@ def _with_ends(owner: Sequence[str], origins: Sequence[int]) -> list[str]:
 
 
 def _fill_units(flat: Sequence[Tensor], origins: Sequence[int], size: int) -> list[str]:
-    """Return each leaf's unit: leaves in order, a new unit after each `size` elements or more."""
     check_whole("units", size, what="path patterns, a predicate, or the number of elements at which a unit is full")
     owner, number, filled = [], 0, 0
     for i, leaf in enumerate(flat):
@@ -234,7 +232,7 @@ def _fill_units(flat: Sequence[Tensor], origins: Sequence[int], size: int) -> li
 
 
 def select_units(units: Sequence[Sequence[str]], patterns: Sequence[str], spec: tree.Spec, what: str) -> list[int]:
-    """Return the numbers of the units with a name that fits a pattern. ValueError for a pattern without a unit."""
+    """Return the units that fit. ValueError for a pattern without a unit."""
     owners, names = zip(*((unit, name) for unit, names in enumerate(units) for name in names), strict=True)
     fits = fitting([name.split(".") for name in names], patterns, spec)
     matched = set(chain.from_iterable(fits))
