@@ -1,16 +1,14 @@
 """Layouts: where each element of each leaf lies, in a tensor of this rank or on other ranks.
 
 Note [Layouts]
-    A rank holds a tree as a few tensors: flat ones, with shards of many rows end to end, or whole leaves. A `Layout`
-    has the rows of a tree, each with its rule. An optimizer derives norms of leaves, leaves of one label and whole
-    matrices from the layout alone, so it depends neither on cuts nor on the number of ranks. Ranks with the same
-    coordinates along a row's cut axes have copies of one shard.
+    A rank holds a tree as a few tensors: flat ones, with shards of many rows end to end, or whole leaves. An optimizer
+    derives norms of leaves, leaves of one label and whole matrices from the `Layout` alone, so it depends neither on
+    cuts nor on the number of ranks. Ranks with the same coordinates along a row's cut axes have copies of one shard.
 
 Note [Order of a split leaf]
-    A leaf split along dim d is stored in the order of `movedim(d, 0)`, part by part, so a rank's share is one interval,
-    as for every other leaf. A loss sees its part as a strided view. If a leaf has several blocks end to end (gate and
-    up in one matrix), each part has its rows of every block. Parts are as by `torch.chunk`: as long as the first, but
-    the last may be shorter, or empty.
+    A leaf split along dim d is stored in the order of `movedim(d, 0)`, part by part, so a rank's share is one interval.
+    A loss sees its part as a strided view. If a leaf has several blocks end to end (gate and up in one matrix), each
+    part has its rows of every block. Parts are as by `torch.chunk`: the last may be shorter, or empty.
 """
 
 from __future__ import annotations
@@ -34,18 +32,18 @@ from .row import Row, Span, end_to_end
 
 @dataclass(eq=False)
 class Derived:
-    """Memoized results of pure functions of a plan or a layout. Only outputs of graphs refer to a plan."""
+    """Memoized results of pure functions of a plan or a layout."""
 
-    layouts: dict[Hashable, Layout] = field(default_factory=dict)  # of a plan, by view; of a layout, by rank
-    rows: dict[Hashable, Any] = field(default_factory=dict)  # of a plan, by what a view holds of it
-    # The types of `runs`, `moves`, `schedules` and `graphs` are in later modules.
-    runs: dict[Hashable, Any] = field(default_factory=dict)  # of a label's layout, by what a view holds
-    moves: dict[Hashable, Any] = field(default_factory=dict)  # of a layout, by the target's `source`
-    containers: dict[Hashable, Container] = field(default_factory=dict)  # of a plan, by first leaf and nodes
-    units: dict[Hashable, tuple[int, int]] = field(default_factory=dict)  # of a plan, by leaves
-    schedules: dict[Hashable, Any] = field(default_factory=dict)  # of a plan, by what a view holds of it
+    layouts: dict[Hashable, Layout] = field(default_factory=dict)  # by view, or by rank
+    rows: dict[Hashable, Any] = field(default_factory=dict)  # by contents of a view
+    # types in later modules are `Any`
+    runs: dict[Hashable, Any] = field(default_factory=dict)  # by contents of a view
+    moves: dict[Hashable, Any] = field(default_factory=dict)  # by the target's `source`
+    containers: dict[Hashable, Container] = field(default_factory=dict)  # by first leaf and nodes
+    units: dict[Hashable, tuple[int, int]] = field(default_factory=dict)  # by leaves
+    schedules: dict[Hashable, Any] = field(default_factory=dict)  # by contents of a view
     changing: tuple[object, ...] | None = None  # mutable values in nodes; None until asked
-    graphs: WeakKeyDictionary[object, dict[Any, Any]] = field(default_factory=WeakKeyDictionary)  # of both, by `jit`
+    graphs: WeakKeyDictionary[object, dict[Any, Any]] = field(default_factory=WeakKeyDictionary)  # by `jit`
 
 
 class Split(NamedTuple):
@@ -79,7 +77,6 @@ class Split(NamedTuple):
         return (*whole[: self.dim], self.blocks * (high - low), *whole[self.dim + 1 :])
 
     def stored(self, whole: Sequence[int], part: int) -> tuple[int, ...]:
-        """Return the shape of a part in memory: the split dim first."""
         shape = self.shape(whole, part)
         return (shape[self.dim], *shape[: self.dim], *shape[self.dim + 1 :])
 
@@ -111,7 +108,7 @@ class Split(NamedTuple):
         return rows.movedim(0, self.dim).contiguous()
 
     def row_major(self, shape: Sequence[int], begin: int, numel: int) -> Tensor:
-        """Return the row-major positions of elements [begin, begin + numel). Dual: `numbers`."""
+        """Return row-major positions of elements in order. Dual: `numbers`."""
         inner, rest = self._sizes(shape)
         number = torch.arange(begin, begin + numel, device="cpu")
         row, other = number // rest, number % rest
@@ -123,7 +120,7 @@ class Split(NamedTuple):
         return (other // inner * shape[self.dim] + row) * inner + other % inner
 
     def numbers(self, shape: Sequence[int], places: Tensor) -> Tensor:
-        """Return the positions in the order of elements from row-major positions."""
+        """Return positions in order from row-major ones."""
         inner, rest = self._sizes(shape)
         row, other = places // inner % shape[self.dim], places // (inner * shape[self.dim]) * inner + places % inner
         if self.blocks > 1:
@@ -134,17 +131,16 @@ class Split(NamedTuple):
         return row * rest + other
 
     def _sizes(self, shape: Sequence[int]) -> tuple[int, int]:
-        """Return the number of elements after the split dim, and of one row."""
         inner = math.prod(shape[self.dim + 1 :])
         return inner, inner * math.prod(shape[: self.dim])
 
 
-# Element numbers, rising, and their positions in a tensor; None: element n is at position n.
+# element numbers, rising, and their positions; None: element n is at position n
 Picks: TypeAlias = tuple[Tensor, Tensor] | None
 
 
 def numbers_in(other: Sequence[int], shape: Sequence[int], order: Sequence[int], begin: int, numel: int) -> Tensor:
-    """Return the numbers, in the order `other`, of elements [begin, begin + numel) in `order`: int64."""
+    """Return the numbers, in the order `other`, of elements in `order`: int64."""
     old, new = Split.of(order), Split.of(other)
     places = torch.arange(begin, begin + numel, device="cpu") if old is None else old.row_major(shape, begin, numel)
     return places if new is None else new.numbers(shape, places)
@@ -153,13 +149,13 @@ def numbers_in(other: Sequence[int], shape: Sequence[int], order: Sequence[int],
 def picks_in(
     other: Sequence[int], shape: Sequence[int], order: Sequence[int], begin: int, numel: int
 ) -> tuple[Tensor, Tensor]:
-    """Return `numbers_in`, rising, with the position of each among these elements."""
+    """Return `numbers_in`, rising, with the position of each."""
     numbers, places = numbers_in(other, shape, order, begin, numel).sort()
     return numbers, places
 
 
 def within(picks: Picks, start: int, stop: int) -> tuple[Any, Any] | None:
-    """Return the picked ones of elements [start, stop), counted from `start`, and their positions; or None."""
+    """Return the picked elements of [start, stop), counted from `start`, and their positions."""
     if picks is None:
         return slice(0, stop - start), slice(start, stop)
     low, high = torch.searchsorted(picks[0], torch.tensor([start, stop], device="cpu")).tolist()
@@ -168,7 +164,7 @@ def within(picks: Picks, start: int, stop: int) -> tuple[Any, Any] | None:
 
 @dataclass(frozen=True)
 class Leaf:
-    """A leaf of the whole tree, before it is cut. Intervals of elements are in the order of `flat`."""
+    """A leaf before it is cut. Intervals of elements are in the order of `flat`."""
 
     path: str
     shape: tuple[int, ...]
@@ -181,7 +177,6 @@ class Leaf:
 
     @property
     def order(self) -> tuple[int, ...]:
-        """As `Split.order`."""
         return () if self.split is None else self.split.order
 
     def flat(self, x: Tensor) -> Tensor:
@@ -196,7 +191,7 @@ class Leaf:
 class Layout:
     """The places of a tree's elements. Layouts are equal if their `source` is equal."""
 
-    source: tuple[Hashable, ...]  # determines all other fields
+    source: tuple[Hashable, ...]  # determines the other fields
     spec: tree.Spec
     places: tuple[int | None, ...]  # leaf by position; None: left out
     leaves: tuple[Leaf, ...]
@@ -232,7 +227,7 @@ class Layout:
     def mine(self) -> tuple[Span, ...]:
         """The spans on this rank, sorted by tensor and start."""
         mesh, overs = self.live_mesh(), dict.fromkeys(row.over for row in self.rows)
-        numbers = {over: coordinate(mesh, over) for over in overs}  # of this rank's shards
+        numbers = {over: coordinate(mesh, over) for over in overs}
         spans = [
             span._replace(start=row.start // row.block + span.start)
             for row in self.rows
@@ -262,7 +257,7 @@ class Layout:
 
     @memo
     def counted(self) -> frozenset[int]:
-        """The leaves this rank adds to a sum over `axes`: the first of ranks with copies adds them."""
+        """The leaves this rank adds to a sum over `axes`: only the first of ranks with copies adds."""
         left = {row.over: [axis for axis in self.axes if axis not in row.over] for row in self.rows}
         first = {over for over, axes in left.items() if coordinate(self.live_mesh(), axes) == 0}
         return frozenset(leaf for leaf, row in self.row_of.items() if row.over in first)
@@ -275,13 +270,13 @@ class Layout:
 
     @memo
     def cut_axes(self) -> tuple[Axes, ...]:
-        """The axes of rows with elements, or of empty whole leaves, for which owners have tensors, too."""
+        """The axes of rows with elements, or of empty whole leaves: owners have tensors of these, too."""
         overs = (row.over for row in self.rows if row.over and (row.has_elements or not self.flat))
         return tuple(dict.fromkeys(overs))
 
     @memo
     def filled(self) -> dict[int, list[tuple[int, int]]]:
-        """The intervals [start, stop) of leaves in this rank's flat tensors, merged."""
+        """The merged intervals [start, stop) of leaves in this rank's flat tensors."""
         by_tensor: dict[int, list[tuple[int, int]]] = {}
         for span in (s for s in self.mine if s.numel):
             runs = by_tensor.setdefault(span.tensor, [])
@@ -300,7 +295,7 @@ class Layout:
         return self
 
     def pick(self, numbers: Iterable[int]) -> Layout:
-        """Return a layout of some leaves. Flat tensors are packed without padding; empty ones are dropped."""
+        """Return a layout of some leaves. Flat tensors are packed; empty ones are dropped."""
         keep = {number: number for number in numbers}
         there = dict.fromkeys(self.row_of[number] for number in sorted(keep))
         rows = [row.renamed(keep) for row in sorted(there, key=lambda row: (row.tensor, row.start))]
@@ -320,13 +315,12 @@ class Layout:
 
     @memo
     def origin_tensors(self) -> list[int]:
-        """The tensors of `origin` with leaves of this layout."""
         assert self.origin is not None
         return sorted({self.origin.row_of[n].tensor for n in self.numbers} if self.flat else ())
 
     @memo
     def runs(self) -> list[list[tuple[int, int, int]]]:
-        """The intervals (tensor, start, length) of `origin` in each tensor of this rank."""
+        """The intervals (tensor, start, length) of `origin` in each tensor."""
         assert self.origin is not None
         keep = set(self.numbers)
         spans = [s for s in self.origin.mine if s.leaf in keep]

@@ -2,9 +2,9 @@
 
 Note [Exact sums]
     With `exact=True` the bits of a norm depend on the elements alone, neither on their order nor on their ranks.
-    Elements are scaled to magnitudes below 1; each power is rounded to a multiple of 2^-22 and its remainder to a
-    multiple of 2^-45. float64 adds both without rounding while the sum is below 2^30 (Demmel and Nguyen, Fast
-    Reproducible Floating-Point Summation, 2013). This costs a second pass.
+    Elements are scaled below 1; each power is rounded to a multiple of 2^-22 and its remainder to a multiple of 2^-45.
+    float64 adds both without rounding below 2^30 (Demmel and Nguyen, Fast Reproducible Floating-Point Summation, 2013).
+    This costs a second pass.
 """
 
 from __future__ import annotations
@@ -31,34 +31,34 @@ from .pieces import Parts, Unreduced, device_of, layout_of, packed, pieces
 T = TypeVar("T")
 _BLOCK = 1 << 16  # elements of a block that fits a CPU's cache
 _SHORT = 1 << 12  # elements whose powers float32 sums accurately enough
-_UNITS = (1.5 * 2.0**30, 1.5 * 2.0**7)  # adding and subtracting one rounds a float64 to a multiple of 2^-22, 2^-45
+_UNITS = (1.5 * 2.0**30, 1.5 * 2.0**7)  # added and subtracted: round to 2^-22, 2^-45
 
 
 def _scale(largest: Tensor) -> Tensor:
-    """Return the power of two (float64) that scales magnitudes up to `largest` below 1."""
+    """Return the power of two (float64) to scale magnitudes below 1."""
     _, exponent = torch.frexp(largest.double())
     return torch.ldexp(torch.ones_like(exponent, dtype=torch.float64), (-exponent).clamp(max=1000))
 
 
 def _binned(x: Tensor, p: float, scale: Tensor) -> Tensor:
-    """Return the sums of the rounded powers and of the remainders: float64, (2,)."""
+    """Return the sums of rounded powers and of remainders: float64, (2,)."""
     sums = torch.zeros(2, dtype=torch.float64, device=x.device)
     for part in x.reshape(-1).split(block_size(x, _BLOCK)):
         remainder = (part.abs().double() * beside(scale, part)) ** p  # (elements,), below 1
         for i, unit in enumerate(_UNITS):
-            rounded = (remainder + unit) - unit  # multiples of one number have an exact sum
+            rounded = (remainder + unit) - unit
             sums[i] += rounded.sum()
             remainder = remainder - rounded  # exact: both are multiples of the remainder's last bit
     return sums.to(scale.device)
 
 
 def _unbinned(sums: Tensor, p: float, scale: Tensor, largest: Tensor) -> Tensor:
-    """Return the norm from sums of `_binned`, (..., 2); the largest magnitude if that is not finite."""
+    """Return the norm from sums of `_binned`, (..., 2), or a largest magnitude that is not finite."""
     return torch.where(largest.isfinite(), sums.sum(-1) ** (1 / p) / scale, largest.double())
 
 
 def _power_sums(tensors: Sequence[Tensor], p: float, device: torch.device) -> Tensor:
-    """Return each tensor's sum of p-th powers (maximum for inf): float64, (tensors,)."""
+    """Return each tensor's sum (maximum for inf): float64, (tensors,)."""
     norms = [
         _norm(x.reshape(-1), p) if x.numel() else torch.zeros((), dtype=torch.float64, device=device) for x in tensors
     ]
@@ -91,9 +91,9 @@ def _root(sums: Tensor, p: float) -> Tensor:
 
 
 def leaf_norms(x: Tree, p: float = 2, layout: Layout | None = None, exact: bool = False) -> Tensor:
-    """Return the p-norm of each leaf of a layout: (leaves,), float64, the same on all ranks, from one collective.
+    """Return the p-norm of each leaf: (leaves,), float64, the same on all ranks, from one collective.
 
-    With `exact`: two collectives, and bits independent of the number of ranks (Note [Exact sums]).
+    With `exact`: two collectives, and bits independent of the number of ranks.
     """
     layout, zero = layout or layout_of(x), torch.zeros((), dtype=torch.float64, device=device_of(x))
     if not layout.leaves:
@@ -112,7 +112,7 @@ def leaf_norms(x: Tree, p: float = 2, layout: Layout | None = None, exact: bool 
 
 
 def _smooth_leaf_norms(x: Tree, p: float, layout: Layout) -> Tensor:
-    """Differentiable `leaf_norms` of leaves whole on this rank: `on_copies` brings the others here."""
+    """Differentiable `leaf_norms`: `on_copies` brings leaves of other ranks here."""
     if any(row.over for row in layout.rows):
         refuse_derivative(x, "norms of leaves")
     zero = torch.zeros((), dtype=torch.float64, device=device_of(x))
@@ -121,7 +121,7 @@ def _smooth_leaf_norms(x: Tree, p: float, layout: Layout) -> Tensor:
 
 
 def _smooth_sum(x: Tensor, p: float) -> Tensor:
-    """Return the sum of p-th powers (maximum for inf), float64, with derivatives at zero, too."""
+    """Return the sum of p-th powers (maximum for inf), float64, differentiable also at zero."""
     if x.is_complex() and p == 2:
         x = torch.view_as_real(x.resolve_conj())
     if p == math.inf:
@@ -131,7 +131,7 @@ def _smooth_sum(x: Tensor, p: float) -> Tensor:
 
 
 def _smooth_root(sums: Tensor, p: float) -> Tensor:
-    """Return the norm of a `_smooth_sum`; its derivative at 0 is 0, as for vectors."""
+    """The derivative at 0 is 0."""
     if p == math.inf:
         return sums
     is_zero = sums == 0
@@ -139,7 +139,7 @@ def _smooth_root(sums: Tensor, p: float) -> Tensor:
 
 
 def _by_leaf(numbers: Sequence[int], powers: Sequence[Tensor], op: str, layout: Layout, zero: Tensor) -> Tensor:
-    """Combine the values of pieces of the leaves `numbers`, over all ranks: (leaves, ...)."""
+    """Combine the values of pieces over all ranks: (leaves, ...)."""
     of_leaf: list[list[Tensor]] = [[] for _ in layout.leaves]
     for number, power in zip(numbers, powers, strict=True):
         of_leaf[number].append(power)
@@ -165,7 +165,7 @@ def _op(p: float) -> str:
 
 
 def scaled_by_norm(x: T, p: float, to_factor: Callable[[Tensor], Tensor], exact: bool, own: bool) -> T:
-    """Multiply a tree by `to_factor` of its p-norm, as `scaled`; also with a derivative."""
+    """Multiply a tree by `to_factor` of its p-norm; also with a derivative."""
     if differentiates(x):
         return tree.map(lambda leaf, norm: _product(leaf, to_factor(norm)), x, _at_leaves(_one_norm(x, p), x))
     factor = to_factor(global_norm(x, p, exact))
@@ -179,7 +179,7 @@ def _product(x: Tensor, factor: Tensor) -> Tensor:
 
 
 def _at_leaves(value: Tensor, x: Tree) -> Tree:
-    """Return one value of the mesh for each leaf; derivatives are added over the leaf's cut axes."""
+    """Return one value of the mesh for each leaf; its derivatives are added over cut axes."""
     known: dict[tuple[int, Axes], Tensor] = {}
 
     def varying(mesh: AnyMesh, axes: Axes) -> Tensor:
@@ -203,7 +203,6 @@ def _varying(x: Tensor, mesh: AnyMesh, axes: Axes) -> Tensor:
 
 
 def _total(x: Tensor, mesh: AnyMesh, axes: Axes, label: str, op: str = "sum") -> Tensor:
-    """Differentiable `primitives.total`, to one value of the mesh."""
     if op == "max":  # the maximum selects as a constant; several maxima share the derivative
         largest = x.detach()
         for axis in axes:
@@ -216,12 +215,11 @@ def _total(x: Tensor, mesh: AnyMesh, axes: Axes, label: str, op: str = "sum") ->
 
 
 def scaled(x: T, factor: Tensor, own: bool = False) -> T:
-    """Multiply a tree by a 0-d factor; in place if `own`."""
     mesh, axes = (x.layout.mesh, x.layout.axes[-1:]) if isinstance(x, Parts) else (None, ())
 
     def multiplied(x: Tensor) -> Tensor:
         by = beside(factor.to(wide(x.dtype)), x)
-        # reused memory: page faults of a new tensor cost more than the product
+        # reused memory: page faults cost more than the product
         out = x if own else primitives.buffer(mesh, axes, x.numel(), x, lent=False).view(x.shape)
         return torch.mul(x, by, out=out)
 
@@ -229,7 +227,7 @@ def scaled(x: T, factor: Tensor, own: bool = False) -> T:
 
 
 def scale_leaves_(x: T, factors: Tensor, layout: Layout | None = None) -> T:
-    """Multiply every leaf by its factor of `factors`, (leaves,), in place."""
+    """Multiply every leaf in place by its factor of `factors`, (leaves,)."""
     if differentiates(factors):
         x = tree.map(lambda leaf: depending(leaf.clone(), factors), x)
     by_leaf = factors.unbind()
@@ -269,13 +267,13 @@ def global_norm(x: Tree, p: float = 2, exact: bool = False) -> Tensor:
 
 
 def _norm_dtype(x: Tree) -> torch.dtype:
-    # ranks without tensors must return the others' dtype
+    # also for ranks without tensors
     dtypes = {wide(dtype) for node in tree.tops(x, Parts) for dtype in _dtypes(node)}
     return torch.float64 if torch.float64 in dtypes else torch.float32
 
 
 def _norm_of_rank(x: Tree, p: float) -> Tensor:
-    """Differentiable `global_norm`: ranks along cut axes have values of their own."""
+    """Differentiable `global_norm`: along cut axes each rank has its own value."""
     norm = _one_norm(x, p)
     known: dict[tuple[int, str], AnyMesh] = {}  # torch.compile traces no call of `dict[...]`
     for mesh, axes, _ in _by_axes(x):
@@ -306,7 +304,7 @@ def _check_floating(x: Tree) -> None:
 
 
 def gram(trees: Sequence[Tree]) -> Tensor:
-    """Return the dot products of k trees of one structure: (k, k), float64, from one collective."""
+    """Return the dot products of k trees: (k, k), float64, from one collective."""
     total = torch.zeros(len(trees), len(trees), dtype=torch.float64, device=device_of(trees[0]))
     for of_trees in zip(*map(_by_axes, trees), strict=True):
         (mesh, axes, _), local = of_trees[0], torch.zeros_like(total)  # (k, k)
@@ -376,7 +374,7 @@ def _kind(x: Parts | Tensor) -> str:
 
 
 def _by_axes(x: Tree) -> list[tuple[AnyMesh, Axes, list[Tensor]]]:
-    """Return (mesh, cut axes, tensors) of a tree; whole tensors come first, without axes."""
+    """Return (mesh, cut axes, tensors); whole tensors come first."""
     # by identity: a user's mesh may have no hash
     known: dict[tuple[int, Axes], tuple[AnyMesh, Axes, list[Tensor]]] = {(id(None), ()): (None, (), [])}
     for node in tree.tops(x, Parts):
@@ -391,7 +389,7 @@ def _by_axes(x: Tree) -> list[tuple[AnyMesh, Axes, list[Tensor]]]:
 def _filled(node: Parts | Tensor) -> Iterator[tuple[Tensor, AnyMesh, Axes]]:
     """Yield (tensor, mesh, axes) of the filled intervals: padding may hold any values.
 
-    A tensor without elements gives an empty one: under vmap all ranks need results of one shape.
+    An empty tensor gives an empty one: under vmap all ranks need results of one shape.
     """
     if not isinstance(node, Parts):
         yield node, None, ()
@@ -404,7 +402,6 @@ def _filled(node: Parts | Tensor) -> Iterator[tuple[Tensor, AnyMesh, Axes]]:
 
 
 def _dtypes(node: Parts | Tensor) -> Iterable[torch.dtype]:
-    """Return the dtypes of a node's tensors, equal on all ranks."""
     if not isinstance(node, Parts):
         return [node.dtype]
     return [x.dtype for x in node.tensors] or [node.layout.leaves[n].dtype for n in node.layout.numbers]

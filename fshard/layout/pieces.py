@@ -1,4 +1,4 @@
-"""`Parts`: trees with some elements on each rank. Functions list these, select leaves, and write them back."""
+"""`Parts`: trees with some elements on each rank."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _NO_NAMES = (
 class Parts(OnMesh):
     """A tree with some elements on this rank: a pytree node whose leaves are this rank's tensors.
 
-    Examples: the leaves with one label, or the whole leaves of this rank. `Sharded` is the `Parts` of a plan.
+    Examples: the leaves with one label, or the whole leaves of this rank.
     """
 
     def __init__(self, layout: Layout, tensors: Sequence[Tensor]):
@@ -45,7 +45,7 @@ class Parts(OnMesh):
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
-        """The tensors themselves; while a tree is mapped, the function's results."""
+        """The tensors; while a tree is mapped, the function's results."""
         return self._tensors
 
     @property
@@ -83,15 +83,14 @@ tree.register(Parts, lambda x: (x.tensors, x.layout, x.layout.names), Parts)
 
 
 class Misplaced(TypeError):
-    """A state's tensors are not in trees with one tensor for each leaf."""
+    """A state's trees lack one tensor for each leaf."""
 
 
 @dataclass(frozen=True)
 class Views(Generic[Key]):
     """Parts in tensors of another tree: the views `runs[i]` together are tensor i.
 
-    No pytree node, so a function over leaves fails instead of using copies. `packed` copies the elements into tensors,
-    `write` writes to the views.
+    No pytree node, so a function over leaves fails instead of using copies.
     """
 
     make: Callable[[Key, Sequence[Tensor]], Parts]  # (key, tensors) -> the tree with tensors of its own
@@ -110,15 +109,14 @@ tree.register_fields(Unreduced, ("local",), names=("",))  # leaves then have the
 
 
 def packed(x: Tree) -> Tree:
-    """Copy `Views` into tensors of their own; return anything else as it is."""
-    # one tensor for each run, its views end to end
+    """Copy `Views` into tensors of their own."""
     return x.make(x.key, [torch.cat(list(run)) for run in x.runs]) if isinstance(x, Views) else x
 
 
 def map_parts(fn: Callable[..., Tensor], x: T, *rest: Tree) -> T:
     """Apply `fn` to each tensor with dims in the `Parts` of a tree, and to those at the same places in `rest`.
 
-    Everything else comes from the last tree.
+    All else comes from the last tree.
     """
 
     def mapped(*xs: Tree) -> Tree:
@@ -130,7 +128,7 @@ def map_parts(fn: Callable[..., Tensor], x: T, *rest: Tree) -> T:
 
 
 def copied(x: T) -> T:
-    """Return a copy to write to. `Views` keep their boundaries, so that kernels round each element alike."""
+    """Return a copy to write to. `Views` keep their boundaries: kernels then round alike."""
     if not isinstance(x, Views):
         return tree.map(lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf, x)
     return replace(x, runs=[torch.cat(list(run)).split([view.numel() for view in run]) for run in x.runs])
@@ -141,14 +139,13 @@ def mesh_of(x: Tree) -> AnyMesh:
 
 
 def device_of(x: Tree) -> torch.device:
-    """Return the device of a tree's computation."""
     mesh = mesh_of(x)
     leaves = tree.leaves(x) if mesh is None else []
     return leaves[0].device if leaves else mesh_device(mesh)
 
 
 def layout_of(x: Tree) -> Layout:
-    """Return the layout of `Parts`, or of a plain tree, which every rank holds."""
+    """Return the layout; every rank holds a plain tree."""
     if isinstance(x, Parts):
         return x.layout
     tensors, spec = tree.flatten(x)
@@ -159,7 +156,7 @@ def layout_of(x: Tree) -> Layout:
 
 
 def typed(x: Tree) -> Layout:
-    """Return the layout of `x` with the dtypes of its tensors: those of optimizer state may differ."""
+    """Return the layout of `x` with its tensors' dtypes: those of optimizer state may differ."""
     layout = layout_of(x)
     if not layout.flat:
         return layout
@@ -172,7 +169,7 @@ def typed(x: Tree) -> Layout:
 
 
 def reshaped(layout: Layout, forms: Mapping[int, Form]) -> Layout:
-    """Return the layout of whole leaves in new forms; leaves without one are left out."""
+    """Return the layout of whole leaves in new forms; others are left out."""
     leaves = tuple(_as(leaf, forms.get(n)) for n, leaf in enumerate(layout.leaves))
     part = layout.pick(forms)
     pairs = ((row, leaves[row.leaves[0]]) for row in part.rows)  # each of one whole leaf
@@ -193,7 +190,7 @@ def structure(x: Tree) -> Hashable:
 def pieces(x: Tree, layout: Layout | None = None) -> list[tuple[int, Tensor]]:
     """Return this rank's pieces of leaves: (leaf number, flat view or whole leaf).
 
-    TypeError if a mapped function has put anything but tensors into the tree.
+    TypeError if a mapped function has put other than tensors into the tree.
     """
     layout = layout or layout_of(x)
     tensors = _entries(x, layout) if isinstance(x, Parts) else tree.leaves(x)
@@ -203,7 +200,6 @@ def pieces(x: Tree, layout: Layout | None = None) -> list[tuple[int, Tensor]]:
 
 
 def path_of(layout: Layout, number: int) -> str:
-    """Return the path of the first leaf in a tensor of this rank."""
     return next((layout.leaves[span.leaf].path for span in layout.mine if span.tensor == number), "")
 
 
@@ -233,7 +229,7 @@ class LeafPlace(NamedTuple):
 
 
 def places(x: Tree) -> list[LeafPlace]:
-    """Return the leaves of a tree, in order. A node of `Parts` gives this rank's pieces, and the padding."""
+    """Return the leaves in order. A node of `Parts` gives this rank's pieces, and the padding."""
     result = list[LeafPlace]()
     for path, node in tree.paths_to(x, Parts):
         result += _places_of(path, node) if isinstance(node, Parts) else [LeafPlace(path, None, node)]
@@ -249,14 +245,14 @@ def _places_of(path: str, x: Parts) -> Iterator[LeafPlace]:
     for number, row in enumerate(tree.leaves(x) if layout.flat else []):
         covered = torch.zeros(len(row), dtype=torch.bool, device=row.device)  # (n / W,)
         for start, stop in layout.filled.get(number, ()):
-            covered[start:stop] = True  # leaves' elements; others are padding
+            covered[start:stop] = True  # not padding
         yield LeafPlace(tree.joined(path, f"(padding of row {number})"), None, row[~covered])
 
 
 def elements(x: Tree, layout: Layout | None = None) -> Iterator[tuple[Span, Tensor]]:
-    """Yield this rank's spans, each with its elements in the order of the leaf, (numel,).
+    """Yield this rank's spans with their elements in the order of the leaf, (numel,).
 
-    Elements of a whole leaf may be a copy, so write to its `pieces`.
+    Elements of a whole leaf may be a copy: write to its `pieces`.
     """
     layout = layout or layout_of(x)
     for span, (number, piece) in zip(layout.mine, pieces(x, layout), strict=True):
@@ -264,7 +260,7 @@ def elements(x: Tree, layout: Layout | None = None) -> Iterator[tuple[Span, Tens
 
 
 def pick(x: Tree, layout: Layout) -> Parts | Views[Any]:
-    """Return the leaves of `x` in `layout`, a subset of its own: views of flat tensors, or whole leaves."""
+    """Return the leaves of `x` in `layout`: views of flat tensors, or whole leaves."""
     if not layout.flat:
         tensors = tree.leaves(x)
         return Parts(layout, [tensors[number] for ((number, _, _),) in layout.runs])
@@ -280,7 +276,6 @@ def _runs(x: Tree) -> Sequence[Sequence[Tensor]]:
 
 
 def _between(views: Sequence[Tensor], start: int, numel: int) -> Iterator[Tensor]:
-    """Yield views of elements [start, start + numel) of 1-D tensors end to end."""
     if len(views) == 1:
         yield views[0][start : start + numel]
         return
@@ -294,7 +289,7 @@ def _between(views: Sequence[Tensor], start: int, numel: int) -> Iterator[Tensor
 
 
 def put(x: T, part: Tree, layout: Layout) -> T:
-    """Return `x` with the leaves in `layout` from `part`; flat tensors of `x` are written in place."""
+    """Return `x` with the leaves of `part`; flat tensors are written in place."""
     if layout.flat:
         write(pick(x, layout), part)
         return x
@@ -305,14 +300,14 @@ def put(x: T, part: Tree, layout: Layout) -> T:
 
 
 def write(into: Tree, x: Tree) -> None:
-    """Copy the elements of `x` into the tensors or views of `into`, of the same layout."""
+    """Copy `x` into the tensors or views of `into`."""
     if into is not x:
         for to, new in zip(*aligned(into, x), strict=True):
             to.copy_(new)
 
 
 def aligned(*trees: Tree) -> list[list[Tensor]]:
-    """Return each tree's elements as views with equal sizes for all trees (of one structure)."""
+    """Return each tree's elements as views of sizes equal for all."""
     result: list[list[Tensor]] = [[] for _ in trees]
     for groups in zip(*map(_runs, trees), strict=True):
         same = groups if all(len(group) == 1 for group in groups) else _cut_alike(groups)
@@ -322,7 +317,7 @@ def aligned(*trees: Tree) -> list[list[Tensor]]:
 
 
 def _cut_alike(groups: Sequence[Sequence[Tensor]]) -> list[Sequence[Tensor]]:
-    """Split tensors of one length, each a list of 1-D views, at all boundaries."""
+    """Split tensors, each a list of 1-D views, at all boundaries."""
     sizes = [[view.numel() for view in group] for group in groups]
     finest = max(sizes, key=len)
     if not all(len(lengths) == 1 or lengths == finest for lengths in sizes):
@@ -335,7 +330,7 @@ def _cut_alike(groups: Sequence[Sequence[Tensor]]) -> list[Sequence[Tensor]]:
 
 
 def _split(views: Sequence[Tensor], sizes: Sequence[int]) -> list[Tensor]:
-    """Split 1-D views, end to end, into these sizes; no size may cross a boundary."""
+    """Split 1-D views, end to end; no size may cross a boundary."""
     result, left = list[Tensor](), list(views)  # views not yet split, the first one cut at its begin
     for size in sizes:
         while not left[0].numel():
@@ -346,7 +341,7 @@ def _split(views: Sequence[Tensor], sizes: Sequence[int]) -> list[Tensor]:
 
 
 def clear_padding_(x: T) -> T:
-    """Zero the padding in place: in a subtree it may belong to other leaves, so the tree must own its tensors."""
+    """Zero the padding in place. The tree must own its tensors: padding of a subtree may be other leaves."""
     layout, tensors = layout_of(x), tree.leaves(x)
     for number, flat in enumerate(tensors if layout.flat else []):
         clear_outside_(flat, layout.filled.get(number, ()))
@@ -354,7 +349,7 @@ def clear_padding_(x: T) -> T:
 
 
 def without_padding(x: T) -> T:
-    """Zero the padding, which a user's function (`g / |g|`) may have made NaN, for functions that mix elements."""
+    """Zero the padding: a user's function (`g / |g|`) may have made it NaN."""
     if not isinstance(x, Parts) or not x.layout.flat:
         return x
     (tensors, spec), filled = tree.flatten(x), x.layout.filled

@@ -29,7 +29,7 @@ M = TypeVar("M")
 class Span(NamedTuple):
     """Elements [begin, begin + numel) of a leaf, in its order of elements, from `start` on in tensor number `tensor`.
 
-    `tensor` numbers the tensors of one rank. In a row's spans `start` counts from the beginning of the shard.
+    In a row's spans `start` counts from the beginning of the shard.
     """
 
     leaf: Any  # a number, or a `Slot` of a plan, as in the row
@@ -56,7 +56,7 @@ class Row(Generic[L]):
 
     Leaf number i begins at `starts[i]`; the rest is padding. The buffer is cut into `shards` equal intervals; a rank's
     begins at `start` of its tensor `tensor`. If leaves are split, each rank along the axis of `split` has its own
-    buffer, with one part of each leaf. Shards are then numbered part by part.
+    buffer; shards are then numbered part by part.
     """
 
     leaves: tuple[L, ...]  # in memory order
@@ -69,7 +69,7 @@ class Row(Generic[L]):
     shards: int = 1
     tensor: int = 0
     start: int = 0
-    block: int = 1  # spans count blocks of so many elements: state in blocks has one value for each
+    block: int = 1  # elements: spans count blocks of optimizer state
     split: RowSplit | None = None  # of split leaves
 
     @memo
@@ -102,7 +102,7 @@ class Row(Generic[L]):
 
     @memo
     def _cuts(self) -> list[tuple[int, bool]]:
-        """(size, is_leaf) of gaps and leaves in turn, without empty gaps."""
+        """(size, is_leaf) of gaps and leaves, without empty gaps."""
         ends = [start + numel for start, numel in zip(self.starts, self.numels, strict=True)]
         edges = [0, *(edge for pair in zip(self.starts, ends, strict=True) for edge in pair), self.numel]
         sizes = [(end - start, number % 2 == 1) for number, (start, end) in enumerate(pairwise(edges))]
@@ -122,7 +122,7 @@ class Row(Generic[L]):
 
     @memo
     def _turned(self) -> list[tuple[int, int]]:
-        """(leaf, dim) of leaves with another dim first in memory."""
+        """(leaf, dim) of leaves with another dim first."""
         return [(i, dim) for i, dim in enumerate(self.split.dims) if dim] if self.split is not None else []
 
     def views(self, flat: Tensor) -> list[Tensor]:
@@ -140,10 +140,10 @@ class Row(Generic[L]):
         return leaves
 
     def put(self, flat: Tensor, leaves: list[Tensor], add: bool = False, most: int = MOST) -> None:
-        """Copy all leaves into the buffer and zero the gaps; with `add`, accumulate and leave the gaps."""
+        """Copy all leaves into the buffer and zero the gaps; `add` leaves the gaps."""
         for number, dim in self._turned:
             leaves = [*leaves[:number], leaves[number].movedim(dim, 0), *leaves[number + 1 :]]
-        # one node: Inductor would fuse copies of leaves into a kernel that searches each element's leaf
+        # one node: Inductor would fuse copies into a kernel that searches each element's leaf
         if is_tracing():
             torch.ops.fshard.put(flat, leaves, self.starts, add)
             return
@@ -154,7 +154,7 @@ class Row(Generic[L]):
             return
         pieces = flat.split_with_sizes(self._sizes)
         into = self._shaped(pieces)  # views of `flat` in the leaves' shapes
-        # one pair of unlike strides costs a kernel for each pair, and foreach kernels may index with int32
+        # unlike strides cost a kernel for each pair; foreach kernels may index with int32
         fits = [self.numel <= most and x.stride() == y.stride() for x, y in zip(into, leaves, strict=True)]
         if not all(fits):
             for to, leaf in compress(zip(into, leaves, strict=True), map(not_, fits)):
@@ -188,7 +188,7 @@ class Row(Generic[L]):
         return (0, self.numels[i]) if self.split is None else self.split.bounds[i][part : part + 2]  # type: ignore[return-value]
 
     def _holding(self, i: int, part: int = 0) -> range:
-        """Return the shard numbers, in a part, with elements of leaf number i: none for an empty leaf."""
+        """Return the shards, in a part, with elements of leaf i."""
         if self.rule.at is not None:
             return range(self.rule.at, self.rule.at + 1)
         length, start, (low, high) = max(self.length, 1), self.starts[i], self._bounds(i, part)
@@ -208,7 +208,7 @@ class Row(Generic[L]):
     def shards_of(
         self, leaf: L, sizes: Mapping[str, int], at: Mapping[str, int]
     ) -> Iterator[tuple[tuple[int, ...], Span]]:
-        """Yield (coordinates along `over`, span) of each shard with elements of a leaf and the coordinates `at`."""
+        """Yield (coordinates along `over`, span) of each shard at `at` with elements of a leaf."""
         i, over, parts = self._number[leaf], self.rule.over, range(1)
         if self.split is not None:
             part = at.get(self.split.axis)
@@ -226,7 +226,7 @@ class Row(Generic[L]):
                 yield (*([part] * (self.split is not None)), *coordinates), self._span(i, number, part)
 
     def step(self, leaf: L, packed: bool) -> int:
-        """Return the common divisor of a leaf's span begins and, unless packed, of their starts in shards."""
+        """Return the common divisor of a leaf's span begins and, unless packed, of their starts."""
         i = self._number[leaf]
         parts = range(1 if self.split is None else len(self.split.bounds[i]) - 1)
         # later spans follow at the distance of the second and third
@@ -237,14 +237,14 @@ class Row(Generic[L]):
         return [(span.start, span.start + span.numel) for span in self.spans(number) if span.numel]
 
     def lengths(self, shard: int, shards: int) -> list[int]:
-        """Return each leaf's length, with its padding, in interval `shard` of `shards` equal ones."""
+        """Return each leaf's length, with its padding, in one of `shards` intervals."""
         length = self.numel // shards
         begin, end = shard * length, (shard + 1) * length
         edges = [min(max(edge, begin), end) for edge in (0, *self.starts[1:], self.numel)]
         return [high - low for low, high in pairwise(edges)]
 
     def fill(self, flat: Callable[[L], Tensor], number: int, out: Tensor) -> Tensor:
-        """Fill shard `out` of this number from whole leaves: `flat(leaf)` gives elements, padding is zero."""
+        """Fill shard `out` from whole leaves: `flat(leaf)` gives elements, padding is zero."""
         parts, filled = [], 0  # elements of `out`, (n / W,), filled so far
         for leaf, _, start, begin, numel in (span for span in self.spans(number) if span.numel):
             parts += [out.new_zeros(start - filled)] * (start > filled)

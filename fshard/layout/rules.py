@@ -1,10 +1,9 @@
 """Rules: the placement of a row on the ranks of a mesh, and the collectives from one rule to another.
 
 Note [Rules]
-    A row is a flat buffer (n,) of the leaves of one unit and kind. Along each axis of the mesh a row is *cut* into
-    equal intervals (`over`, first axis slowest), an outstanding *sum* (`sums`), or *copies* (all other axes).
-    With `at` the ranks of number `at` along `over` have all of the row, as owners of a leaf. A strategy chooses the
-    rules of parameters, gradients and optimizer state; a loss computes with copies.
+    Along each axis of the mesh a row, a flat buffer (n,), is *cut* into equal intervals (`over`, first axis slowest),
+    an outstanding *sum* (`sums`), or *copies* (all other axes). With `at` the ranks of number `at` along `over` have
+    all of the row, as owners of a leaf. A loss computes with copies.
 
 Note [Duals]
     A linear map from one rule to another has a transpose, from the dual of the second to the dual of the first: copies
@@ -14,7 +13,7 @@ Note [Duals]
 Note [Routes]
     A row takes one step along each axis where two rules differ: a `view` (copies -> cut), a `scatter` (sum -> cut), an
     `add` (sum -> copies) or a `gather` (cut -> copies). Intervals are nested, so a route exists if one list of axes
-    begins with the other. Sums precede gathers: a rank then has the least. `moves.py` moves single leaves.
+    begins with the other. Sums precede gathers: a rank then has the least.
 """
 
 from __future__ import annotations
@@ -33,14 +32,14 @@ from ..comm.reduction import DEFAULT, Gather, Reduction, TreeSums
 
 
 class Rule(NamedTuple):
-    """The placement of a row on the ranks (Note [Rules])."""
+    """The placement of a row on the ranks."""
 
     over: Axes = ()
     sums: Axes = ()
     at: int | None = None  # number, along `over`, of the ranks with all of it
 
     def dual(self, axes: Axes) -> Rule:
-        """Return the rule of a backward's gradients, before any reduction, if the loss reads the row by this rule.
+        """Return the rule of a backward's gradients, before any reduction.
 
         >>> Rule(("shard",)).dual(("replicate", "shard"))
         Rule(over=('shard',), sums=('replicate',), at=None)
@@ -55,7 +54,7 @@ COPIES = Rule()
 
 
 class RouteStep(NamedTuple):
-    """One step of a route. `to_cut`: the axes, this one included, over which the row must still be cut."""
+    """One step of a route. `to_cut`: the axes, with this one, still to be cut."""
 
     kind: Literal["view", "scatter", "add", "gather"]
     axis: str
@@ -99,10 +98,10 @@ def reshard(
     along: Axes | None = None,
     lent: bool = False,
 ) -> Pending:
-    """Start to move this rank's part of a row from one rule to another, into `out` if given.
+    """Start to move this rank's part of a row from one rule to another.
 
-    The last step writes to `out`; if it is a sum, `out` may have another dtype. A sum travels on in the dtype of its
-    result. `along`: the axes with a step (None: axes of several ranks). `lent` is as in `primitives.all_gather`.
+    The last step writes to `out`, in another dtype if it is a sum. A sum travels on in the dtype of its result.
+    `along`: the axes with a step (None: axes of several ranks). `lent` is as in `primitives.all_gather`.
     """
     sizes, innermost_first = axis_sizes(mesh), isinstance(by, TreeSums)
     needed = [axis for axis, size in sizes.items() if (size > 1 if along is None else axis in along)]
