@@ -29,7 +29,7 @@ class ReadsTape(Protocol):
     def plan(self) -> Plan: ...
 
     def enter(self, spec: tree.Spec, first: int) -> tuple[Tree, Sequence[Tree] | None]:
-        """Gather a subtree, and return it and its leaves; of several units, return a lazy container and None."""
+        """Return a subtree, gathered, and its leaves; of several units, a lazy container and None."""
 
     @property
     def shown(self) -> Shown | None:
@@ -38,19 +38,19 @@ class ReadsTape(Protocol):
     def leaf(self, number: int) -> Tensor: ...
 
     def kind_of(self, x: Tensor) -> int | None:
-        """Return the kind of the leaves in the memory of a tensor, if the tape has read any there."""
+        """Return the kind of read leaves in the memory of a tensor."""
 
     def slot_of(self, x: Tensor) -> Slot | None:
-        """Return the leaf of a tensor, if the program reads the leaf's unit now."""
+        """Return a tensor's leaf, if its unit is read now."""
 
     def like(self, number: int) -> Tensor:
-        """Return a tensor of a leaf's form, without gathering it."""
+        """Return a tensor of a leaf's form."""
 
     def prefetch(self, patterns: Sequence[str]) -> None: ...
 
 
 class _Read(NamedTuple):
-    """A plain container read by a loss: its position, and its original structure and leaves."""
+    """A plain container read by a loss: its position, original structure and leaves."""
 
     inside: dict[int, Tree]  # children of its lazy parent, by position
     position: int
@@ -62,19 +62,19 @@ class _Read(NamedTuple):
 class Shown:
     """The plain containers that a loss reads: a second read returns the same container, with the loss's changes.
 
-    A changed container stays in its lazy parent. When its unit is let go, an unchanged container is forgotten, unless
-    the program still has it.
+    A changed container stays in its lazy parent. An unchanged one is forgotten when its unit is let go, unless the
+    program still has it.
     """
 
     def __init__(self) -> None:
-        self._read: dict[tuple[int, int], _Read] = {}  # by the identity of `inside` and the position
-        self.lingers = False  # True if containers of units already let go may be here
+        self._read: dict[tuple[int, int], _Read] = {}  # by id of `inside`, and position
+        self.lingers = False  # units already let go may be here
 
     def at(self, new: _Read) -> Tree:
         return self._read.setdefault((id(new.inside), new.position), new).container
 
     def let_go(self) -> None:
-        """Forget the containers, except changed ones, kept by their parents, and those in use by the program."""
+        """Forget the containers neither changed nor in use by the program."""
         for key, read in [*self._read.items()]:
             # a container of leaves alone has no container inside
             nests = read.spec.num_nodes > read.spec.num_leaves + 1
@@ -86,7 +86,7 @@ class Shown:
         self.lingers = bool(self._read)
 
     def drop(self) -> None:
-        """Forget containers given up since their unit was let go: the next unit needs the memory."""
+        """Forget containers given up since: the next unit needs the memory."""
         self.let_go()
         self.lingers = False
 
@@ -113,15 +113,15 @@ def _has_inside(container: Tree) -> bool:
 class Lazy(Branch, tree.StandIn):
     """A container of a loss's parameters: touching a unit in it gathers the unit.
 
-    Mapping over one returns another, without a tape, around a plain container (`held`). `isinstance` takes it for the
-    container. Each class of containers has a class here: Python looks special methods up on the class.
+    Mapping over one returns another, without a tape, around a plain container (`held`). Each class of containers has a
+    class here: Python looks special methods up on the class.
     """
 
     __slots__ = ()
     _tape_: Any  # a ReadsTape, or None once the children are held
     _spec_: tree.Spec
     _first_: int
-    _inside_: dict[int, Tree]  # lazy children already read, and changed children, by position
+    _inside_: dict[int, Tree]  # read lazy, and changed, children by position
     _listed_: Container | None
 
     @property  # type: ignore[misc]
@@ -142,7 +142,7 @@ class Lazy(Branch, tree.StandIn):
             return self._inside_[index]
         tape, (spec, first) = self._tape_, self._container_().children[index]
         child, leaves = tape.enter(spec, self._first_ + first)
-        if index in self._inside_:  # `enter` let its unit go, so a changed child is here now
+        if index in self._inside_:  # `enter` let its unit go: a changed child is here
             return self._inside_[index]
         if leaves is None:  # lazy: a change of it is a change of this container
             self._inside_[index] = child
@@ -162,7 +162,6 @@ class Lazy(Branch, tree.StandIn):
         return copy.copy(self._filled_())
 
     def _placed_(self) -> Tree:
-        """Return the subtree as a plain tree with an `At` for each leaf."""
         tape, first = self._tape_, self._first_
         if tape is None:
             return placed(self._filled_())
@@ -191,8 +190,7 @@ def _reading(name: str) -> Callable[..., Any]:
 class LazyContainer(Readable, Lazy):
     """A stand-in for a dict, a list, a tuple or a NamedTuple.
 
-    If a program changes the container, or calls a method of its class not written in Python, the stand-in reads and
-    holds all children.
+    A change of the container, or a method not written in Python, reads all children, and holds them.
     """
 
     __slots__ = ("_first_", "_held_", "_inside_", "_listed_", "_spec_", "_tape_")  # `vars` gives what the container has
@@ -296,7 +294,7 @@ class _LazySequence(LazyContainer):
 
 
 class LazyObject(Lazy):
-    """A stand-in for an object: its class derives from the object's, with properties that read the children.
+    """A stand-in for an object, of a derived class with properties that read the children.
 
     Held children lie where the object has them.
     """
@@ -344,8 +342,7 @@ class LazyObject(Lazy):
 def lazy(tape: ReadsTape | None, spec: tree.Spec, first: int, held: Tree = None) -> Tree:
     """Return a stand-in for a container: of a tape, or around `held`.
 
-    If the container's class may compute with its children, return the container itself, with stand-ins for the
-    children.
+    If its class may compute with its children, return the container itself, of stand-ins.
     """
     if spec.type in _PLAIN:
         return _stand_in(spec.type)._made_(tape, spec, first, held)
@@ -364,7 +361,7 @@ _PLAIN = (dict, list, tuple, OrderedDict, defaultdict, deque)
 
 @cache
 def _stand_in(kind: type, names: tuple[str, ...] = (), special: frozenset[str] = frozenset()) -> Any:
-    """Return the class of stand-ins for a class of containers; None if there can be none."""
+    """Return the class of stand-ins for a class, if there can be one."""
     if kind in _PLAIN or issubclass(kind, tuple):
         base = _LazyMapping if issubclass(kind, Mapping) else _LazySequence
         methods = {name: containers.forwarded(kind, name) for name in special}
@@ -410,7 +407,7 @@ def prefetch(params: Tree, units: str | Sequence[str]) -> None:
 
 
 class At:
-    """The address of a leaf: a tape, and the leaf's number in it."""
+    """A leaf's tape and number."""
 
     __slots__ = ("number", "tape")
 

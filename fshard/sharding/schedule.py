@@ -1,9 +1,9 @@
 """The reads of a sharded tree by a loss: leaves and units by number, where they lie, and in which order.
 
 Note [Computed once]
-    Gathering, splitting and reducing a unit need the same facts each time, which for small units would cost more than
-    the work on tensors. So the facts are computed once for each `View` of a plan, and kept in `plan.derived`. A
-    schedule has integers, names and slots; it refers to no plan, mesh or tensor.
+    For small units the facts about gathering, splitting and reducing would cost more than the work on tensors. So they
+    are computed once for each `View` of a plan, and kept in `plan.derived`. A schedule refers to no plan, mesh or
+    tensor.
 """
 
 from __future__ import annotations
@@ -41,12 +41,12 @@ class View:
         return f"View({plan.policy!r}, over={self.over}, leaves={self.spec.num_leaves}, plan={plan.fingerprint[:8]})"
 
     def slots(self) -> list[Slot]:
-        """The slot of every leaf of the subtree, in order; tied leaves share one."""
+        """The slot of every leaf; tied leaves share one."""
         numbers = self.plan.leaves[self.first : self.first + self.spec.num_leaves]
         return [self.plan.slots[n] for n in numbers]
 
     def names(self) -> dict[Slot, list[str]]:
-        """The dotted names of each held leaf: several for a tied leaf."""
+        """The dotted names of each held leaf."""
         names: dict[Slot, list[str]] = {}
         for name, slot in zip(self.plan.paths[self.first :][: self.spec.num_leaves], self.slots(), strict=True):
             if slot.kind in self.kinds:
@@ -61,7 +61,7 @@ class View:
 
     @property
     def rows(self) -> dict[tuple[int, int], Row[Slot]]:
-        """The rows by unit and kind, with their positions in this view's tensors; made once."""
+        """The rows by unit and kind, with their positions in this view's tensors."""
         known, key = self.plan.derived.rows, (self.over, self.kinds, self.units)
         if key not in known:
             known[key] = self._rows()
@@ -81,7 +81,6 @@ class View:
         return next((row.stop for row in reversed(self.rows.values()) if row.kind == kind), 0)
 
     def of_kind(self, kind: int) -> list[Row[Slot]]:
-        """The rows of one kind, in the order of their shards."""
         return [row for row in self.rows.values() if row.kind == kind]
 
     @property
@@ -93,7 +92,7 @@ class View:
 
     @property
     def _key(self) -> tuple[Hashable, ...]:
-        """Everything that determines the layout, without the plan, which keeps the layout (no cycle)."""
+        """Everything that determines the layout, without the plan (no cycle)."""
         plan = self.plan
         return plan.fingerprint, plan.axes, self.over, self.kinds, self.spec, self.first, self.units
 
@@ -127,8 +126,8 @@ class Entry(NamedTuple):
     trained: tuple[int, ...]  # numbers of the trainable leaves among them
     # trainable rows with elements, and the numbers [begin, end) of their leaves in `trained`
     reduced: tuple[tuple[Row[Slot], int, int], ...]
-    sent: bool  # True if ranks have shards of it
-    leads: bool  # True if its gather starts the next ones: it is sent, or no unit of the schedule is
+    sent: bool  # ranks have shards of it
+    leads: bool  # its gather starts the next ones: it is sent, or none is
 
 
 # The reads of a subtree: runs of adjacent leaves in a unit, as (unit, its leaves)
@@ -136,7 +135,7 @@ Runs: TypeAlias = Sequence[tuple[int, slice]]
 
 
 class Schedule:
-    """The entries of a view's units, and the reads of each subtree."""
+    """The entries of a view's units, and the reads of subtrees."""
 
     def __init__(self, view: View):
         plan = view.plan
@@ -159,20 +158,20 @@ class Schedule:
     def likely(self) -> list[int]:
         """The units in the likely order of their first reads.
 
-        The unit after the layers may be an embedding, read first, unless a unit comes before the layers.
+        A single unit after the layers may be an embedding, read first.
         """
         ends = [e.name for e in self.entries.values() if e.name in ENDS]
         return sorted(self.entries, key=lambda unit: ends != [LAST] or self.entries[unit].name != LAST)
 
     def leaf(self, number: int) -> tuple[int, int]:
-        """Return (unit, number in it) of a leaf. KeyError if the view lacks its kind."""
+        """Return (unit, number in it). KeyError if the view lacks its kind."""
         place = self._slots[number]
         if place is None:
             raise KeyError(number)
         return place
 
     def runs(self, first: int, num: int) -> Runs | None:
-        """Return the reads of the `num` leaves from `first` on; None if several units claim them."""
+        """Return the reads of `num` leaves from `first` on; None if several units claim them."""
         try:
             return self._runs[first, num]
         except KeyError:
@@ -194,9 +193,9 @@ def _runs(places: Iterable[tuple[int, int]]) -> Runs:
 
 
 def _claims(plan: Plan) -> list[tuple[int, str]]:
-    """Return for each leaf the unit that gathers it, and in a joined unit the name of the unit that claimed it.
+    """Return each leaf's unit, and in a joined unit the name of the unit that claimed it.
 
-    The lazy containers of a loss depend on the units asked for, not on joins.
+    Lazy containers depend on the units asked for, not on joins.
     """
     joined = [set(unit.joined) for unit in plan.units]
 

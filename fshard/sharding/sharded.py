@@ -46,7 +46,7 @@ class Sharded(Parts, Readable):
 
     __getitem__, __getattr__ = Readable.__getitem__, Readable.__getattr__  # `Parts` refuses these
 
-    # tensors for users; while a tree is mapped or vmapped, anything
+    # while a tree is mapped, anything
     def __init__(self, view: View, tensors: Sequence[Tensor], life: Life | None = None):
         self.view = view
         self._tensors = tuple(tensors)
@@ -64,7 +64,7 @@ class Sharded(Parts, Readable):
         return self.view
 
     def give_away(self) -> None:
-        """Make every use of this value and of its subtrees a DonatedError: another value owns the tensors now."""
+        """Make every use of this value and its subtrees a DonatedError."""
         self._life.given_away = True
 
     @property
@@ -94,11 +94,11 @@ class Sharded(Parts, Readable):
 
     @property
     def for_state(self) -> Sharded:
-        """The trainable kinds, cut over the plan's `state_over`: a copy if this cuts them further."""
+        """The trainable kinds, cut over `state_over`: a copy if this cuts them further."""
         return packed(refine(self.trainable, self.plan.state_over))
 
     def with_trained(self, fine: Sharded | Views[Any]) -> Sharded:
-        """Return these parameters with trainable kinds gathered from `fine`, which is cut over `state_over`."""
+        """Return these parameters with trainable kinds gathered from `fine`, cut over `state_over`."""
         return self.updated(coarsen(fine, self.plan.params_over))
 
     def with_policy(self, policy: Policy | str | None) -> Sharded:
@@ -118,7 +118,7 @@ class Sharded(Parts, Readable):
         return Sharded(replace(self.view, plan=plan, units=(0, len(plan.units))), self.tensors, self._life)
 
     def only(self, kinds: Iterable[int]) -> Sharded:
-        """Return some of the kinds: the same tensors, given away together with these."""
+        """Return some kinds: the same tensors, given away together."""
         keep = tuple(kinds)
         if keep == self.view.kinds:
             return self
@@ -126,7 +126,7 @@ class Sharded(Parts, Readable):
         return Sharded(replace(self.view, kinds=keep), [by_kind[k] for k in keep], self._life)
 
     def updated(self, new: Sharded) -> Sharded:
-        """Return these kinds, with the tensors of `new` for the kinds of `new`."""
+        """Return these kinds, with the tensors of `new` for its kinds."""
         by_kind = dict(zip(self.view.kinds, self.tensors, strict=True))
         by_kind |= dict(zip(new.view.kinds, new.tensors, strict=True))
         return Sharded(self.view, [by_kind[k] for k in self.view.kinds])
@@ -155,12 +155,12 @@ class Sharded(Parts, Readable):
         return views
 
     def gathered(self, parts: bool = False) -> Tree:
-        """Return the tree of whole tensors, or with `parts` the tree of this rank's parts."""
+        """Return the tree of whole tensors, or of this rank's parts."""
         slots, whole = self.view.slots(), dict[Slot, Tensor]()
-        # sorted: every rank must start the same gathers in the same order
+        # sorted: ranks start the same gathers in one order
         for unit, kind in sorted({(s.unit, s.kind) for s in slots if s.kind in self.view.kinds}):
             whole.update(whole_leaves(self, unit, kind, parts))
-        # None for a kind that is not here, as frozen leaves among gradients
+        # None for a missing kind, as frozen leaves among gradients
         return tree.unflatten(self.view.spec, [whole.get(slot) for slot in slots])
 
     def _container_(self) -> Container:
@@ -205,12 +205,12 @@ def _flatten(x: Sharded) -> tuple[tuple[Tensor, ...], View | Source]:
 
 
 def _unflatten(source: View | Source, tensors: Iterable[Tensor]) -> Sharded:
-    """Make a `Sharded` of these tensors, given away together with the value they came from."""
+    """Make a `Sharded`, given away together with the value it came from."""
     view, old = (source.static, source.of()) if isinstance(source, Source) else (source, None)
     assert isinstance(view, View)
     new = tuple(tensors)
     pairs = zip(view.kinds, old._tensors if old is not None else (), new, strict=False)
-    # a donated step writes to trainable kinds alone: a tree that shares only frozen ones lives on
+    # a donated step writes to trainable kinds alone: sharing frozen ones is safe
     shared = any(before is x and view.plan.kinds[kind].trainable for kind, before, x in pairs)
     return Sharded(view, new, old._life if old is not None and shared else None)
 
@@ -219,12 +219,11 @@ tree.register(Sharded, _flatten, _unflatten)
 
 
 def in_new_containers(x: Tree) -> Tree:
-    """Return the same tensors in other `Sharded`, not given away with the old ones."""
+    """Return the same tensors in other `Sharded`, not given away together."""
     return tree.map_tops(lambda top: Sharded(top.view, top.tensors) if isinstance(top, Sharded) else top, Sharded, x)
 
 
 def whole_view(plan: Plan, over: Axes, kinds: Sequence[int]) -> View:
-    """Return the view of a whole tree: all units, some kinds, cut over some axes."""
     return View(plan, over, tuple(kinds), plan.spec, 0, (0, len(plan.units)))
 
 
@@ -264,13 +263,13 @@ def empty_params(plan: Plan, device: torch.device) -> Sharded:
 
 
 def room(view: View, kind: int, like: Tensor) -> Tensor:
-    """Allocate the tensor of one kind like `like`; in host memory for a host kind."""
+    """Allocate the tensor of one kind; in host memory for a host kind."""
     plan, numel = view.plan, view.numel(kind)
     return ahead.host_row(numel, like.dtype, plan.device) if plan.kinds[kind].host else like.new_empty(numel)
 
 
 def pack(leaves: Mapping[Slot, Tensor], plan: Plan, row: Row[Slot], out: Tensor) -> Tensor:
-    """Fill `out`, this rank's shard of a row, from whole leaves; padding becomes zero."""
+    """Fill `out`, this rank's shard of a row, from whole leaves; padding is zero."""
     return row.fill(lambda slot: slot.flat(leaves[slot].detach()), row.number(plan.mesh), out)
 
 
@@ -357,7 +356,7 @@ def _is_apart(x: Tree) -> bool:
 
 
 def gather_unit(x: Sharded, unit: int, kind: int) -> Tensor:
-    """Gather the flat buffer (n,) of one unit and kind, on the device; differentiable."""
+    """Gather a flat buffer (n,) on the device; differentiable."""
     plan, axes = x.plan, x.view.axes(kind)
     # the derivative of `to(copy=True)` brings gradients back to host memory
     full, label = x.shard(unit, kind), plan.units[unit].name
@@ -375,7 +374,7 @@ def gather_unit(x: Sharded, unit: int, kind: int) -> Tensor:
 
 
 def whole_leaves(x: Sharded, unit: int, kind: int, parts: bool = False) -> dict[Slot, Tensor]:
-    """Gather the whole leaves of one unit and kind, or this rank's parts, on the device; differentiable."""
+    """Gather the leaves of one unit and kind, whole or in parts; differentiable."""
     row, full, plan = x.view.rows[unit, kind], gather_unit(x, unit, kind), x.plan
     if row.split is None or parts:
         return dict(zip(row.leaves, row.views(full), strict=True))
@@ -390,7 +389,7 @@ def whole_leaves(x: Sharded, unit: int, kind: int, parts: bool = False) -> dict[
 def refine(x: Sharded, over: Axes) -> Sharded | Views[Any]:
     """Cut a whole tree over `over`, which extends its own axes: `Views`, or the same tensors if nothing is cut.
 
-    A unit's smaller shard lies inside its larger one, so shards would not be adjacent in a tensor.
+    A unit's smaller shard lies inside its larger one: shards are not adjacent in a tensor.
     """
     view = replace(x.view, over=over)
     if view == x.view:
@@ -407,7 +406,7 @@ def refine(x: Sharded, over: Axes) -> Sharded | Views[Any]:
 
 
 def shards_of(x: Sharded | Views[Any]) -> dict[tuple[int, int], Tensor]:
-    """Return views of this rank's shards by unit and kind, kind by kind."""
+    """Return views of this rank's shards by unit and kind."""
     view: View = x.key
     rows = [view.of_kind(kind) for kind in view.kinds]
     runs = x.runs if isinstance(x, Views) else [[row.of(x.tensors) for row in of_kind] for of_kind in rows]
@@ -418,7 +417,7 @@ def shards_of(x: Sharded | Views[Any]) -> dict[tuple[int, int], Tensor]:
 def coarsen(x: Sharded | Views[Any], over: Axes, into: Sharded | None = None) -> Sharded:
     """Gather a whole tree over its axes outside `over`, into `into`, if given. Dual: `refine`.
 
-    If nothing is gathered, the tensors of `x` are returned.
+    If nothing is gathered, return the tensors of `x`.
     """
     fine: View = x.key
     view = replace(fine, over=over)
@@ -455,7 +454,7 @@ def _of_one(way: str, x: Sharded, axes: Axes) -> Sharded:
 
 
 def _summed(x: Sharded | Views[Any], view: View, further: Axes) -> Sharded:
-    """Run `coarsen` with a derivative: a sum over ranks, each of which adds its shards to zeros."""
+    """`coarsen` with a derivative: a sum over ranks of shards in zeros."""
     shards, plan = shards_of(x), view.plan
     like = {kind: shard for (_, kind), shard in shards.items()}
     zeros = [torch.zeros_like(room(view, kind, like[kind])) for kind in view.kinds]
