@@ -2,8 +2,8 @@
 
 Note [Collectives in a graph]
     A collective is two operators. The first starts it, and returns the tensor for the result (the place) and a ticket.
-    The second, `wait`, takes both, and the sent tensors: so no compiler reuses their memory earlier. The ticket owns
-    the collective under way; freeing the ticket ends it. A mesh is passed by name: operators take no objects.
+    The second, `wait`, takes both, and the sent tensors: so no compiler reuses their memory earlier. Freeing the ticket
+    ends the collective. A mesh is passed by name: operators take no objects.
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ class CallInBlocks(Protocol):
 
 
 def kept() -> CallInBlocks:
-    """Return `call(fn, *args)`, to run `fn` in the blocks entered here: on a GPU autograd's thread lacks them."""
+    """Return `call(fn, *args)`: it runs `fn` in the blocks entered here. On a GPU autograd's thread lacks them."""
     context, thread = copy_context(), get_ident()
 
     def call(fn: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:

@@ -31,12 +31,12 @@ _UNEQUAL = (
 
 
 def check_same(mesh: AnyMesh, describe: str, what: str, remedy: str = _SAME_TREE) -> None:
-    """Raise `MismatchError` on every rank if `describe` differs. Ranks send texts only if digests differ."""
+    """Raise `MismatchError` on every rank if `describe` differs; texts follow if digests differ."""
     digests = of_all(_sha(describe), mesh)
     other_rank = next((rank for rank, text in enumerate(digests) if text != digests[0]), None)
     if other_rank is None:
         return
-    texts = of_all(describe, mesh)  # every rank knows all digests, so all ranks come here, or none
+    texts = of_all(describe, mesh)  # all ranks come here, or none
     sentence = f"rank 0 has {{}}; rank {other_rank} has {{}}"
     raise MismatchError(
         f"{what} differs between ranks: {first_difference(texts[0], texts[other_rank], sentence)}. {remedy}."
@@ -73,7 +73,7 @@ def together(
 ) -> T:
     """Return `make()`, which must not communicate. Every rank must call; if `make` raises on one, every rank raises.
 
-    Ranks without an error raise `kind` with the first error's text, or an OSError with the same number.
+    Other ranks raise `kind` with the first error's text, or an OSError with its number.
 
     >>> together(None, lambda: 1)
     1
@@ -102,7 +102,7 @@ def _described(failure: Exception) -> str:
 
 
 def first_unlike(rows: Sequence[Tensor], mesh: AnyMesh, axes: Axes, label: str = "replicas") -> int | None:
-    """Return the index of the first tensor with different bits along `axes`, the same on all ranks."""
+    """Return the first tensor with different bits along `axes`, the same on all ranks."""
     if not rows or not axes:
         return None
     local = digests(rows, mesh)
@@ -121,7 +121,7 @@ def digests(rows: Sequence[Tensor], mesh: AnyMesh) -> Tensor:
 
 
 def without_place(sums: Tensor, local: Tensor, mesh: AnyMesh) -> Tensor:
-    """Return all sums but the last. If ranks gave different last ones, the device stops with an error."""
+    """Return all sums but the last. If ranks' last ones differ, the device stops with an error."""
     torch._assert_async(sums[-1] == local[-1] * num_ranks(mesh), _UNEQUAL)  # private: no public name
     return sums[:-1]
 

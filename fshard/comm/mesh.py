@@ -6,9 +6,8 @@ Users give a torch `DeviceMesh`, simulated ranks (`fshard.testing`), an `Abstrac
 Note [One handle for each mesh]
     All plans on a mesh share objects made once: process groups, connections of one host (the twin) and of checked
     calls, streams, and the mesh's name in graphs. `MESHES` finds the `ProcessMesh` of a DeviceMesh by identity: equal
-    meshes may have different process groups. A `ProcessMesh` refers to process groups, not to the DeviceMesh, and its
-    objects do not refer to it. Without a cycle, connections close as soon as the DeviceMesh and the last plan on it
-    are deleted.
+    meshes may have different process groups. A `ProcessMesh` does not refer to the DeviceMesh, nor its objects to it.
+    Without a cycle, connections close once the DeviceMesh and the last plan on it are deleted.
 """
 
 from __future__ import annotations
@@ -215,10 +214,7 @@ class ProcessMesh(Grid):
 
 
 class Meshes:
-    """Live meshes by DeviceMesh, and by name in graphs.
-
-    Compared by identity: two ranks of one world may have equal meshes.
-    """
+    """Live meshes by identity of the DeviceMesh (ranks of one world may have equal ones), and by name."""
 
     def __init__(self) -> None:
         self._handles: MutableMapping[DeviceMesh, ProcessMesh] = WeakIdKeyDictionary()
@@ -285,8 +281,8 @@ def is_mesh(x: object) -> bool:
 def adapted(mesh: AnyMesh) -> Mesh | None:
     """Return a DeviceMesh as `ProcessMesh`, other meshes and None as they are.
 
-    Once a plan has connected the ranks of a DeviceMesh, return its twin: a loss's collectives go where the plan's go.
-    TypeError if `mesh` is no mesh; ValueError for a DeviceMesh without axis names, or without this rank.
+    Once a plan has connected the ranks of a DeviceMesh, return its twin, for a loss's collectives, too. TypeError if
+    `mesh` is no mesh; ValueError for a DeviceMesh without axis names, or without this rank.
     """
     grid = unconnected(mesh)
     return grid if grid is mesh else getattr(grid, "twin", None) or grid
@@ -325,7 +321,7 @@ def axis_sizes(mesh: AnyMesh) -> dict[str, int]:
 
 
 def coordinate(mesh: AnyMesh, axes: Sequence[str]) -> int:
-    """Return this rank's number along several axes; the first varies slowest."""
+    """Return this rank's number along axes, the first slowest."""
     if not axes:
         return 0
     grid = present(mesh)

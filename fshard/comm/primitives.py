@@ -5,10 +5,9 @@ torch's own collectives replace it if the bits are the same.
 
 Note [Sums in rank order]
     Reductions add the contributions of ranks 0, 1, 2 and so on. More than `GROUP` ranks are added in groups of `GROUP`
-    consecutive ranks: in rank order within a group, then the groups' sums in the same way. The result depends neither
-    on timing nor on buckets, and a simulated world has the same bits. `fold` defines the order. `fold_rows` has the
-    same order in one buffer: each kernel adds one rank of every group. If a group is a host, its sum can be taken
-    there, with the same bits.
+    consecutive ranks, then the groups' sums in the same way. The result depends neither on timing nor on buckets, and a
+    simulated world has the same bits. `fold` defines the order. `fold_rows` has the same order in one buffer: each
+    kernel adds one rank of every group. If a group is a host, its sum can be taken there, with the same bits.
 """
 
 from __future__ import annotations
@@ -368,7 +367,7 @@ def deal(
 
 
 def swap(sends: Sequence[Sequence[Tensor]], recvs: Sequence[Held], ranks: Ranks, label: str = "") -> list[list[Tensor]]:
-    """Send the flat tensors `sends[p]`, of any sizes and dtypes, to rank p in one message; return those from each rank.
+    """Send the flat tensors `sends[p]`, of any sizes and dtypes, to rank p; return those from each rank.
 
     `recvs[p]` lists dtypes and sizes. This rank's own entries must be empty.
     """

@@ -183,7 +183,7 @@ class GroupRanks:
 
     @memo
     def _maker(self) -> Callable[..., Tensor] | None:
-        """Allocator of registered memory, with which NCCL occupies fewer units of the GPU, or None."""
+        """Allocator of memory registered with NCCL, which then occupies less of the GPU, or None."""
         if self.built_in is None:
             return None
         backend = _backend(self._group, self.device)
@@ -196,7 +196,7 @@ class GroupRanks:
 
     @memo
     def _spare(self) -> Tensor:
-        """Places (2, bytes) to send and receive an element for nothing: NCCL_CHECK_POINTERS=1 refuses empty tensors."""
+        """Places (2, bytes) for an exchange of nothing: NCCL_CHECK_POINTERS=1 refuses empty tensors."""
         return torch.zeros(2, 16, dtype=torch.uint8, device=self.device)  # kept: messages may be under way
 
     def exchange(self, sends: Sequence[Tensor], recvs: Sequence[Tensor | None], call: Call) -> Works:

@@ -9,9 +9,9 @@ Note [Lent memory]
     - the part that a rank sums aside in an all-reduce in place;
     - buffers of units gathered for a loss, if no wire decodes them: a loss that writes to its parameters is an error,
       and parameters in its result are copied.
-    Not lent are results for users (`gather_params`, `zero`), inputs of users' reductions, gathers and wires, and
-    anything in a graph: a compiler may reuse memory after its last reader. A backend's own collectives have read by the
-    wait. A late world (`testing/late.py`) raises an error for a write to lent memory after sending.
+    Not lent are results for users, inputs of users' reductions, gathers and wires, and anything in a graph: a compiler
+    may reuse memory after its last reader. A backend's own collectives have read by the wait. A late world
+    (`testing/late.py`) raises an error for a write to lent memory after sending.
 """
 
 from __future__ import annotations

@@ -3,9 +3,8 @@
 Note [The same bits on any number of ranks]
     A floating-point sum depends on the order of its terms. So a batch is cut into 2^s slices, whose gradients are added
     in a balanced binary tree. With 2^r ranks, each adds the gradients of 2^(s - r) slices, a subtree, and a tree over
-    ranks completes the sum: the same bits for every r. Ranks are numbered over all axes, the last one the fastest, so
-    sums are taken along the last axis first. Partial sums are sent in the dtype of the sum: rounding them would show,
-    because r decides which are sent.
+    ranks completes the sum. Ranks are numbered over all axes, the last one the fastest, so sums are taken along the
+    last axis first. Partial sums are sent in the dtype of the sum: r decides which are sent, so rounding would show.
 """
 
 from __future__ import annotations
