@@ -17,9 +17,8 @@ Note [One order on all ranks]
     backward. Units read during a backward are not in the chain: their own backward must not run earlier anchors.
 
 Note [The table of a backward]
-    The forward only records: autograd saves a view of a unit (`Due`), a checkpoint reads a unit (`Reread`), a backward
-    inside the loss uses the last saved view of a unit (None). After the forward `backward_of` makes a `Due` for each
-    unit:
+    The forward only records events: a saved view of a unit (`Due`), a read by a checkpoint (`Reread`), the use of the
+    last saved view by a backward inside the loss (None). Then `backward_of` makes a `Due` for each unit:
 
     1. Units are in the order of their last saves. A checkpoint runs again as before, so its units are reversed.
     2. A unit read by a checkpoint stays until an anchor runs. If the program asks for the unit, the checkpoint runs

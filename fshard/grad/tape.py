@@ -91,9 +91,8 @@ class Tape:
         self._regather = self._makes_buffers and self._schedule.regathers and gathered is None  # until the forward ends
         may_send = self._schedule.sends if into is None else self._schedule.resends  # again, in the backward
         self._resends = self._makes_buffers and gathered is None and may_send
-        self._notes = self._regather or bool(
-            self.plan.linked and self._schedule.sends
-        )  # checkpoints; in the forward
+        # reads by checkpoints, in the forward
+        self._notes = self._regather or bool(self.plan.linked and self._schedule.sends)
         self._arrivals = Arrivals(params, self._units, copied, gathered)
 
     def view(self) -> Tree:
