@@ -4,8 +4,8 @@ A collective is a linear map on the stack of all ranks' values; its derivative i
 every rank gives the gradient of the *sum of all ranks' outputs*. For the gradient of one replicated number, divide by
 the number of ranks, or return `fshard.Mean` from the loss.
 
-A value along an axis is *replicated* (equal on all ranks; each holds one summand of its gradient), *invariant* (equal,
-and so is its gradient), *varying* (different) or *partial* (each rank holds one summand), as in JAX's shard_map:
+Along an axis a value is *replicated* (equal on all ranks; each rank holds one summand of the gradient), *invariant*
+(equal, with equal gradients), *varying* (different) or *partial* (each rank holds one summand), as in JAX's shard_map:
 
 | collective | in -> out | transpose |
 |---|---|---|
@@ -74,13 +74,13 @@ class _Collective:
     def run(self, x: Tensor) -> Tensor:
         ranks = primitives.along(self.mesh, self.axis)
         if self.kind == "vary":
-            return x.view_as(x)  # autograd does not take `x` itself for a result
-        x = x.resolve_conj().resolve_neg()  # lazy views have other bits
+            return x.view_as(x)  # autograd does not accept `x` itself as result
+        x = x.resolve_conj().resolve_neg()  # memory of lazy views has other bits
         if self.kind == "broadcast":
             return primitives.broadcast(x, ranks, self.src, self.label).wait()
         if self.kind == "reduce":
             reduced = primitives.all_reduce(x, ranks, self.label).wait()
-            # no `if`: graphs of ranks differ in constants alone
+            # without `if`, graphs of ranks differ in constants alone
             is_source = torch.full((), ranks.rank == self.src, dtype=torch.bool, device=reduced.device)
             return torch.where(is_source, reduced, torch.zeros_like(reduced))  # NaN stays on the source
         if self.kind == "shift":
@@ -107,7 +107,7 @@ def _shifted(x: Tensor, ranks: Ranks, shift: _Collective) -> Tensor:
         is_there = shift.wrap or 0 <= peer < ranks.size
         return [int(is_there and rank == peer % ranks.size) for rank in range(ranks.size)]
 
-    # zeros without a sender; on every rank, so that graphs are alike
+    # ranks without a sender get zeros; all ranks allocate zeros: equal graphs
     place = x.new_empty(x.shape) if shift.wrap else x.new_zeros(x.shape)
     sizes, words = (rows(ranks.rank + shift.by), rows(ranks.rank - shift.by)), f", by={shift.by}, wrap={shift.wrap}"
     primitives.deal(x[None], sizes, ranks, shift.label, place[None], "shift", words).wait()
@@ -146,10 +146,10 @@ class _Apply(torch.autograd.Function):
 def _mapped(x: T, collective: _Collective, split: int = 0, join: int | None = None) -> T:
     """Apply a collective along `split` to every leaf; concatenate along `join` (None: `split`).
 
-    All checks come first: a rank that raised later would leave others waiting.
+    All checks come first: if a rank raised later, other ranks would wait.
     """
     kind, dims = collective.kind, (split, split if join is None else join)
-    collective = replace(collective, mesh=adapted(collective.mesh))  # once: the backward has the same ranks
+    collective = replace(collective, mesh=adapted(collective.mesh))  # once, so that the backward has the same ranks
     ranks = None if collective.mesh is None else primitives.along(collective.mesh, collective.axis)
     rank, size = (0, 1) if ranks is None else (ranks.rank, ranks.size)
     for dim in dims:
@@ -171,7 +171,7 @@ def _along(x: Tensor, collective: _Collective, dims: tuple[int, int], size: int)
     if collective.mesh is None:
         is_lost = collective.kind == "shift" and collective.by != 0 and not collective.wrap
         lost = x.new_ones((), dtype=torch.bool)
-        return torch.where(lost, torch.zeros_like(x), x) if is_lost else x  # not 0 * x: NaN is lost, too
+        return torch.where(lost, torch.zeros_like(x), x) if is_lost else x  # 0 * x would keep NaN
     split, join = (dim % max(1, x.dim()) for dim in dims)
     if split != join:  # whole parts (W, ...)
         parts = x.unflatten(split, (size, x.shape[split] // size)).movedim(split, 0)
@@ -180,7 +180,7 @@ def _along(x: Tensor, collective: _Collective, dims: tuple[int, int], size: int)
 
 
 def _applied(x: Tensor, collective: _Collective) -> Tensor:
-    # torch hides autograd functions from function modes, and `remat` has one
+    # torch hides autograd functions from the function mode of `remat`
     if has_torch_function((None,)):
         return handle_torch_function(_applied, (), x, collective)
     return _Apply.apply(x, collective)
@@ -274,7 +274,7 @@ def all_reduce(x: T, mesh: AnyMesh, axis: str, op: Literal["sum", "max", "min"] 
     return _mapped(x, _Collective("all_reduce", mesh, axis, label, op))
 
 
-# torch asks for it at each call
+# torch reads the signature at each call
 _Apply.forward.__signature__ = inspect.signature(_Apply.forward)  # type: ignore[attr-defined]
 
 
@@ -294,7 +294,7 @@ def vary(x: T, mesh: AnyMesh, axis: str, label: str = "") -> T:
     """Mark a replicated value as used differently by ranks: identity in the forward, sum in the backward.
 
     invariant -> varying (JAX's pvary); `x`, `mesh`, `axis` and `label` as for `all_gather`. Transpose: `total`.
-    RuntimeError inside the loss of a step, of `value_and_grad`, `evaluate` or `hvp`: its parameters vary as they are.
+    RuntimeError inside the loss of a step, of `value_and_grad`, `evaluate` or `hvp`: parameters of a loss vary already.
 
     >>> from fshard.testing import simulate
     >>> def grad_of_sum(mesh):
@@ -308,7 +308,7 @@ def vary(x: T, mesh: AnyMesh, axis: str, label: str = "") -> T:
 
 
 def total(x: T, mesh: AnyMesh, axis: str, label: str = "") -> T:
-    """Sum over ranks to one value, which exists once: (...) -> (...), varying -> invariant (JAX's psum).
+    """Sum over ranks to one value, shared by all ranks: (...) -> (...), varying -> invariant (JAX's psum).
 
     `all_reduce` sums the gradients of all ranks' results; the result of `total` has one gradient. RuntimeError in a
     loss, as for `vary`. Transpose: `vary`.

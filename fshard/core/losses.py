@@ -37,7 +37,7 @@ _RUNNING_LOSS: ContextVar[Running | None] = ContextVar("fshard.core.losses", def
 
 
 def loss_of(policy: Any, mesh: Any, tapes: Sequence[Any] = ()) -> AbstractContextManager[None]:
-    """Return the block of a loss and its backward. `tapes` gather parameters, and each `Sharded` argument."""
+    """Return a block for a loss and its backward. `tapes` gather parameters and `Sharded` arguments."""
     around = loss.tapes if (loss := _RUNNING_LOSS.get()) else ()
     return assigned(_RUNNING_LOSS, Running(policy, mesh, set(), [], (*tapes, *around)))
 
@@ -90,13 +90,13 @@ class Mean(_Summand):
 
     - `total`: a 0-d tensor.
     - `count`: a number or a 0-d tensor (of tokens, say). Some ranks or micro-batches may count 0; if all do, loss and
-      gradients are NaN (0 / 0), and a loss scaler skips the update. A negative number is a ValueError; in a tensor it
-      becomes NaN. A count that depends on the parameters is differentiated; with micro-batches or slices that is a
-      ValueError.
+      gradients are NaN (0 / 0), and a loss scaler skips the update. A negative number is a ValueError; a negative
+      tensor becomes NaN. A count that depends on the parameters is differentiated; with micro-batches or slices that is
+      a ValueError.
 
     Losses can be added: in `Mean(t, c) + 0.1 * Mean(u, d) - Sum(v) / 2` each total is divided by its own summed counts.
-    A factor, a number or a 0-d tensor, multiplies this rank's total. Other terms are a TypeError; with micro-batches or
-    slices, a `Mean` next to other terms is a ValueError.
+    A factor, a number or a 0-d tensor, multiplies this rank's total. Any other summand is a TypeError; with
+    micro-batches or slices, a `Mean` next to other terms is a ValueError.
 
     >>> value_and_grad(lambda w: Mean((w * 3).sum(), 2))(shard_of(torch.ones(2)))[0]
     tensor(3.)
@@ -212,7 +212,7 @@ def read_loss(loss: Tree) -> tuple[Tree, type]:
 def described(kind: type, dtype: torch.dtype, aux: Tree, output: object) -> tuple[str, int]:
     """Return text of all sums, for ranks to compare, and its checksum, for ranks that compare no texts.
 
-    `aux` of `Terms` is [sum, aux].
+    For `Terms`, `aux` is [sum, aux].
     """
     summed = [f"{k!r}: {type(x).__name__} of {value_dtype(x.total, output)}" for k, x in averages(aux).items()]
     text = f", loss={'a scalar' if kind is Tensor else kind.__name__} of {dtype}"
@@ -237,7 +237,7 @@ def put_averages(aux: Tree, sums: Sequence[Tensor], output: object) -> Tree:
 
 def local_sums(losses: Iterable[Mean | Sum], device: torch.device) -> list[Tensor]:
     """Return total and count of each loss."""
-    # float64: counts are exact, and sums round far below the loss
+    # float64: exact counts, sums with less rounding than the loss
     return [x for each in losses for x in (each.total.detach().to(device).double(), _weight(each, device))]
 
 
@@ -253,8 +253,8 @@ def _weight(loss: Mean | Sum, device: torch.device) -> Tensor:
 class Outcome:
     """The result of one forward: total and count over all ranks (0-d, float64), class and dtype.
 
-    `sums` has total and count, those of each average in `aux`, and the number of ranks with a gradient. Its first call
-    waits for other ranks. `weight`: the count, known before for all losses but a `Mean`.
+    `sums` returns total and count, total and count of each average in `aux`, and the number of ranks with a gradient.
+    The first call waits for other ranks. `weight`: the count, known before for all losses but a `Mean`.
     """
 
     sums: Callable[[], Sequence[Tensor]]

@@ -1,8 +1,8 @@
 """The units of one forward and backward: their memory, gathers and gradients.
 
 Note [A unit's life]
-    A unit is here while the program reads its leaves, and in the backward until `stays_for` ends. `held` stays even
-    then (Note [What stays of a unit]): the unit comes back from it with fewer messages, or none.
+    A unit is in memory while the program reads its leaves, and in the backward until `stays_for` ends. `held` stays
+    even then: a gather from `held` sends less, or nothing.
 
     A unit's gradients come once, after the forward, and go to a reduction, which ends about one unit later
     (`Reductions.move_on`). With `Gradients.take` an optimizer takes the sum, and writes to the parameters:
@@ -21,17 +21,17 @@ Note [What stays of a unit]
     The copy is made at a gather in the forward, in the dtype of computation; later gathers are from the copy, over its
     axes alone. Leaves whole on every rank are not copied.
 
-    All of a unit stays until its gradients have come. Frozen leaves have none: only tensors saved by autograd stay,
-    unless ranks saved different units (Note [One order on all ranks] in `chain.py`). Copies stay until the gradients
-    have come and the last saved view was used.
+    All of a unit stays until its gradients have come. Frozen leaves have no gradients: of them only tensors saved by
+    autograd stay, unless ranks saved different units (Note [One order on all ranks] in `chain.py`). Copies stay until
+    the gradients have come and the last saved view was used.
 
 Note [Sums beside the computation]
-    On an accelerator a second stream, `Plan.crossings.sums`, waits for messages of a reduction, adds, and runs later
-    stages and hooks, after the computation so far. The computation waits for the stream once a unit, before it
-    allocates the next unit's gradients, and after the last reduction. If the messages leave nothing to add, it waits
-    for the sums of the unit before.
+    On an accelerator a second stream, `Plan.crossings.sums`, starts after the computation so far: it waits for a
+    reduction's messages, adds, and runs later stages and hooks. The computation waits for the stream once a unit,
+    before it allocates the next unit's gradients, and after the last reduction. If the messages leave nothing to add,
+    the computation waits for the previous unit's sums.
 
-    Buffers sent and received belong to the computation's stream: freed by the host, their memory might be given away
+    Buffers sent and received belong to the computation's stream: if the host freed one, its memory might be given away
     while the second stream reads it. So each reduction (`Pending`) is kept until the computation has waited. With
     `Tensor.record_stream` the peak would depend on the device's timing. Without streams nothing is kept.
 """
@@ -81,16 +81,16 @@ _REFUSED = {
 class TapeUnit:
     """One unit of a tape (Note [A unit's life])."""
 
-    buffers: Buffers | None = None  # while it is here
+    buffers: Buffers | None = None  # while in memory
     leaves: Leaves | None = None  # views, while the program reads them
     bound: Leaves | None = None  # leaves, trainable ones as outputs of an anchor
     coming: tuple[int, dict[int, Pending]] | None = None  # stages started; gathers by kind
     held: Buffers | None = None  # kept by `keep_rule`
-    stays_for: Literal["", "places", "anchor"] = ""  # until the last is used, or it runs
+    stays_for: Literal["", "places", "anchor"] = ""  # until the last saved view is used, or the anchor runs
     saved = 0  # saved views not used yet
     gradients: Literal["forward", "due", "late", "summing", "taken", "closed"] = "forward"
     anchor: Tensor | None = None  # the last output of its anchor (Note [Anchors] in `autograd.py`)
-    _added: Sequence[Tensor | None] | None = None  # of later touches, until the anchor runs
+    _added: Sequence[Tensor | None] | None = None  # gradients of later touches, until the anchor runs
 
     def __init__(self, entry: Entry, stays: bool):
         self.entry = entry
@@ -99,7 +99,7 @@ class TapeUnit:
 
     def keep_from(self, gathered: Gathered) -> None:
         self.keep_rule, self.held = COPIES, gathered.get(self.entry.unit)
-        if is_tracing():  # a label of its own: a graph may gather other units again
+        if is_tracing():  # a new label: a graph may gather other units again
             self.entry = self.entry._replace(name=f"{self.entry.name} (kept)")
 
     def check(self, event: Literal["reduce", "gather"]) -> None:
@@ -126,7 +126,10 @@ class TapeUnit:
 
     @property
     def leads(self) -> bool:
-        """True if its gather in the backward starts the next ones. Ranks may read others at any time."""
+        """True if the unit's gather in the backward starts the next gathers.
+
+        Ranks may read non-leading units at any time.
+        """
         return self.entry.leads and (self.held is None or self.keep_rule != COPIES)
 
     def add(self, grads: Sequence[Tensor | None]) -> None:
@@ -164,10 +167,10 @@ class _UnderWay:
         self._stepped: list[Pending] = []  # the side stream may still read their buffers
 
     def _beside(self, older: Iterable[Pending]) -> AbstractContextManager[None]:
-        """A block that waits for a stage of each, and starts the next one."""
+        """A block: `_side` waits for a stage of each collective, and starts the next stage."""
         if self._side is None:
             return nullcontext()
-        self._stepped += older  # before a stage can raise: the device may read them even then
+        self._stepped += older  # first: if a stage raises, the device may still read buffers
         return self._side.ahead()
 
     def join(self) -> None:
@@ -179,7 +182,7 @@ class _UnderWay:
 class Arrivals(_UnderWay):
     """Gathers of one `Sharded` under way. `copied`: as in `is_buffer`. `gathered`: as in `Tape`.
 
-    For each further stage one more unit is under way, one stage behind the unit before.
+    Each further stage puts one more unit under way, one stage behind the previous unit.
     """
 
     def __init__(self, params: Sharded, units: Mapping[int, TapeUnit], copied: bool, gathered: Gathered | None):
@@ -213,7 +216,7 @@ class Arrivals(_UnderWay):
         return primitives.buffer(self._plan.live_mesh(), axes, shard.numel(), shard, lent=False).copy_(shard)
 
     def following(self, schedule: Schedule, unit: int, read: Container[int]) -> Iterable[int]:
-        """Return the next units to gather; if some are sent, only these."""
+        """Return the next units to gather; if some send, only sending units."""
         if not schedule.mixed:
             return filterfalse(read.__contains__, range(unit + 1, min(unit + self.most, schedule.last) + 1))
         sent = (n for n in range(unit + 1, schedule.last + 1) if schedule.entries[n].sent and n not in read)
@@ -245,7 +248,7 @@ class Arrivals(_UnderWay):
                     self.start(unit)
             return
         units = self._plan.ahead.gathers(None if current is None else current.entry.unit, following, self.stages)
-        last = max(0, len(units) - self.stages)  # each unit after it is one stage behind
+        last = max(0, len(units) - self.stages)  # each unit after `last` is one stage behind
         for place, number in enumerate(units):
             unit = self._units[number]
             stages, (started, gathers) = self._stages_of(unit) - max(0, place - last), unit.coming or (0, {})
@@ -281,7 +284,7 @@ class Arrivals(_UnderWay):
 
 
 def _stages(plan: Plan, axes: Axes) -> int:
-    """One for each axis of several ranks."""
+    """Count the axes of several ranks; at least 1."""
     return max(1, len({*axes}.intersection(plan.linked)))
 
 
@@ -291,7 +294,7 @@ class Reductions(_UnderWay):
     def __init__(self, plan: Plan, into: Gradients | None = None):
         super().__init__(plan, len(plan.linked), lambda streams: streams.sums)
         by = None if into is None or plan.grad_wire is not None else into.by
-        # else sums are added beside the computation
+        # else fshard adds the sums
         self._is_fast = self._side is not None and type(by) is Sums and by.is_fast(plan.device)
         self._under_way: list[tuple[int, Pending]] = []  # and the unit of each
 
@@ -325,11 +328,11 @@ class Reductions(_UnderWay):
             return
         if self._plan.ahead.number is None:
             self.move_on(unit)
-        if self._is_fast:  # this unit's buffer takes their place
+        if self._is_fast:  # this unit's buffer takes the place of older buffers
             self._leave(max(0, self._plan.ahead.reductions(unit - 1, [*self._units(), unit], self.stages) - 1))
 
     def _step(self, num: int) -> None:
-        """Take reductions one stage further. The youngest is first: it is under way while the host waits."""
+        """Take reductions one stage further, the youngest first: it travels while the host waits for others."""
         if not num:
             return
         units, older = zip(*self._under_way[:num], strict=True)

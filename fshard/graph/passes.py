@@ -8,8 +8,8 @@ Note [What a pass must keep]
     1. Values: outputs have the same bits.
     2. Collectives: all ranks issue the same ones in the same order. A pass may drop, move and merge labelled ones, such
        as gathers of units, because all ranks read their results in the same order. An unlabelled collective may have
-       other readers on other ranks. So no pass moves or merges it, or moves another one because of its readers. A pass
-       may move its wait, unless the wait starts the second stage of an all-reduce.
+       other readers on other ranks. So no pass moves or merges an unlabelled collective, or moves another because of
+       these readers. A pass may move an unlabelled wait, unless it starts the second stage of an all-reduce.
     3. Waits: every collective has one `fshard.wait`, before the first reader of its result.
     4. Writes: no node moves past a write to memory it reads, or past a reader of memory it writes to (`NodeIndex` of
        `dataflow.py`).
@@ -56,7 +56,7 @@ _get, _as_strided = python.getitem, torch.ops.aten.as_strided.default
 
 
 def _reaches_nothing(graph: fx.Graph) -> bool:
-    """Return True if no parameter reaches the loss on this rank; peers still wait for its gathers."""
+    """Return True if no parameter reaches the loss on this rank; peers still wait for this rank's gathers."""
     return any(is_call(node, "_assert_async") and NO_GRADIENT in node.args for node in graph.nodes)
 
 
@@ -82,7 +82,7 @@ def _drop_unread(graph: fx.Graph) -> None:
 def shorten(graph: fx.Graph) -> None:
     """Make each view of a gathered buffer one node. Let readers of a `detach` or a write's result read the argument.
 
-    After a write, compilers compute each view anew; for a part of a split, all n parts.
+    After a write, compilers compute each view anew; if it is one of n parts of a split, all n.
     """
     for gather in gathers(index(graph)):
         buffer = next(x for x in gather.views if is_call(x, "getitem") and x.args == (gather.start, 0))  # (n,)
@@ -96,14 +96,14 @@ def shorten(graph: fx.Graph) -> None:
                 view.args = (buffer, list(value.shape), list(value.stride()), value.storage_offset())
     for node in list(graph.nodes):
         if (written := returns_place(node)) or is_call(node, "detach", "alias"):
-            # a region returns a write's result as a copy, which later writes do not reach
+            # a region returns a copy of a write's result, without later writes
             also_results = written and node.args[0].op != "placeholder"
             node.replace_all_uses_with(node.args[0], lambda user, also=also_results: also or user.op != "output")
     _drop_unread(graph)
 
 
 def fix_places(graph: fx.Graph) -> None:
-    """Let each gather write to memory of the CUDA graph before it: CUDA graphs then read it without a copy."""
+    """Let each gather write to the previous CUDA graph's memory: later graphs read the result without a copy."""
     before = next(iter(graph.nodes))
     for node in list(graph.nodes):
         if is_call(node, "fshard.all_gather"):
@@ -155,7 +155,7 @@ def _has_element(node: fx.Node) -> bool:
 
 
 def chain(graph: fx.Graph) -> None:
-    """If a collective has no label or is an exchange, give each collective the ticket of the one before.
+    """If any collective has no label or is an exchange, give every collective the previous one's ticket.
 
     Compilers order independent nodes by their neighbours, which may differ between ranks.
     """
@@ -181,7 +181,7 @@ def _element(graph: fx.Graph, x: fx.Node, after: fx.Node) -> fx.Node:
 
 
 def _read_storages(graph: fx.Graph) -> set[int]:
-    """Return the storages of inputs, and those read by nodes other than waits and views, or by copies."""
+    """Return storages of inputs, of reads except by waits, views and copies, and of sources of copies to these."""
     read, copied = set[int](), dict[int, set[int]]()  # copied[s]: storages copied to s
     for node in graph.nodes:
         if node.op == "placeholder":
@@ -203,7 +203,7 @@ def _read_storages(graph: fx.Graph) -> set[int]:
 
 
 def materialize(graph: fx.Graph) -> None:
-    """Compute 0-d values before their pointwise readers: fused, they would be computed for each element."""
+    """Compute 0-d values before their pointwise readers: fused, a value would be computed for each element."""
     for node in [n for n in graph.nodes if _is_number(n) and torch.Tag.pointwise in getattr(n.target, "tags", ())]:
         readers = [user for user in node.users if values(user) and not _is_number(user)]
         if readers:
@@ -246,7 +246,7 @@ def sink(graph: fx.Graph, in_flight: int = 0, ahead: int = 1) -> None:
     moved = [gather for gather in read if not gather.fixed]
     for gather, early in zip(moved, _early(moved, order, in_flight, ahead), strict=True):
         shard, traced_at = arguments(gather.start)["x"], order[gather.start]  # shard: (n / W,)
-        # The shard must have its traced value: start between the last write before the traced start and the next.
+        # The shard must have its traced value: start between the last write before the traced start and the next write.
         ready = max((nodes.last_write([shard], traced_at), _AFTER), places.get(shard, (order[shard], _ITSELF)))
         changed = (nodes.first_write([shard], traced_at), _FIRST_START)
         start = max(min(early, changed), ready)
@@ -257,7 +257,7 @@ def sink(graph: fx.Graph, in_flight: int = 0, ahead: int = 1) -> None:
 
 
 def _early(moved: Sequence[GatherNodes], order: Mapping[fx.Node, int], in_flight: int, ahead: int) -> Iterator[_Place]:
-    """Yield the start of each gather: at the first reader of the last gather `ahead` units before.
+    """Yield the start of each gather: the first reader of the last gather `ahead` units earlier.
 
     With `in_flight` the start may be earlier, if the gathers from there to this one have at most `in_flight` bytes.
     """

@@ -31,7 +31,7 @@ from .pieces import Parts, Unreduced, device_of, layout_of, packed, pieces
 T = TypeVar("T")
 _BLOCK = 1 << 16  # elements of a block that fits a CPU's cache
 _SHORT = 1 << 12  # elements whose powers float32 sums accurately enough
-_UNITS = (1.5 * 2.0**30, 1.5 * 2.0**7)  # added and subtracted: round to 2^-22, 2^-45
+_UNITS = (1.5 * 2.0**30, 1.5 * 2.0**7)  # adding and subtracting them rounds to 2^-22, 2^-45
 
 
 def _scale(largest: Tensor) -> Tensor:
@@ -53,7 +53,7 @@ def _binned(x: Tensor, p: float, scale: Tensor) -> Tensor:
 
 
 def _unbinned(sums: Tensor, p: float, scale: Tensor, largest: Tensor) -> Tensor:
-    """Return the norm from sums of `_binned`, (..., 2), or a largest magnitude that is not finite."""
+    """Return the norm from sums of `_binned`, (..., 2); `largest` if not finite."""
     return torch.where(largest.isfinite(), sums.sum(-1) ** (1 / p) / scale, largest.double())
 
 
@@ -112,7 +112,7 @@ def leaf_norms(x: Tree, p: float = 2, layout: Layout | None = None, exact: bool 
 
 
 def _smooth_leaf_norms(x: Tree, p: float, layout: Layout) -> Tensor:
-    """Differentiable `leaf_norms`: `on_copies` brings leaves of other ranks here."""
+    """Differentiable `leaf_norms` of uncut leaves: `on_copies` makes cut leaves whole."""
     if any(row.over for row in layout.rows):
         refuse_derivative(x, "norms of leaves")
     zero = torch.zeros((), dtype=torch.float64, device=device_of(x))
@@ -179,7 +179,7 @@ def _product(x: Tensor, factor: Tensor) -> Tensor:
 
 
 def _at_leaves(value: Tensor, x: Tree) -> Tree:
-    """Return one value of the mesh for each leaf; its derivatives are added over cut axes."""
+    """Return one value of the mesh for each leaf; leaves' derivatives are added over cut axes."""
     known: dict[tuple[int, Axes], Tensor] = {}
 
     def varying(mesh: AnyMesh, axes: Axes) -> Tensor:
@@ -203,7 +203,7 @@ def _varying(x: Tensor, mesh: AnyMesh, axes: Axes) -> Tensor:
 
 
 def _total(x: Tensor, mesh: AnyMesh, axes: Axes, label: str, op: str = "sum") -> Tensor:
-    if op == "max":  # the maximum selects as a constant; several maxima share the derivative
+    if op == "max":  # a constant maximum selects elements; equal maxima share the derivative
         largest = x.detach()
         for axis in axes:
             largest = collectives.of_one("total", largest, mesh, axis, label, op)
@@ -239,9 +239,9 @@ def scale_leaves_(x: T, factors: Tensor, layout: Layout | None = None) -> T:
 def global_norm(x: Tree, p: float = 2, exact: bool = False) -> Tensor:
     """Return the p-norm of a whole tree `x`, plain or sharded or both: 0-d, from one collective.
 
-    A leaf on all ranks counts once. A derivative is that of each rank's own value along the axes that leaves are cut
-    over: divide it by the number of their ranks. With `exact`, two collectives give bits independent of the number of
-    ranks. `train_step(reduction="tree")` uses this, and asks it of optimizers by `exact_norms=True`.
+    A leaf on all ranks counts once. Along axes that cut leaves, each rank differentiates its own value: divide the
+    derivative by the number of ranks along these axes. With `exact`, two collectives give bits independent of the
+    number of ranks. `train_step(reduction="tree")` uses `exact`, and asks optimizers for it by `exact_norms=True`.
 
     >>> global_norm({"a": torch.tensor([3.0]), "b": torch.tensor(4.0)})
     tensor(5.)
@@ -267,7 +267,7 @@ def global_norm(x: Tree, p: float = 2, exact: bool = False) -> Tensor:
 
 
 def _norm_dtype(x: Tree) -> torch.dtype:
-    # also for ranks without tensors
+    # the same on ranks without tensors
     dtypes = {wide(dtype) for node in tree.tops(x, Parts) for dtype in _dtypes(node)}
     return torch.float64 if torch.float64 in dtypes else torch.float32
 
@@ -379,7 +379,7 @@ def _by_axes(x: Tree) -> list[tuple[AnyMesh, Axes, list[Tensor]]]:
     known: dict[tuple[int, Axes], tuple[AnyMesh, Axes, list[Tensor]]] = {(id(None), ()): (None, (), [])}
     for node in tree.tops(x, Parts):
         for axes in node.layout.cut_axes if isinstance(node, Parts) else ():
-            # also a rank without elements
+            # a rank without elements takes part
             known.setdefault((id(node.layout.mesh), axes), (node.layout.mesh, axes, []))
         for part, mesh, axes in _filled(node):
             known.setdefault((id(mesh), axes), (mesh, axes, []))[2].append(part)
@@ -389,7 +389,7 @@ def _by_axes(x: Tree) -> list[tuple[AnyMesh, Axes, list[Tensor]]]:
 def _filled(node: Parts | Tensor) -> Iterator[tuple[Tensor, AnyMesh, Axes]]:
     """Yield (tensor, mesh, axes) of the filled intervals: padding may hold any values.
 
-    An empty tensor gives an empty one: under vmap all ranks need results of one shape.
+    Without filled elements, yield an empty tensor: under vmap all ranks need results of one shape.
     """
     if not isinstance(node, Parts):
         yield node, None, ()

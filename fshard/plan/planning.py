@@ -61,15 +61,15 @@ def make_plan(
     - `params_over`, `grads_over`, `state_over`: the axes over which parameters, gradients and optimizer state are
       partitioned. Each must include the axes of the one before.
     - `regather`: True frees gathered parameters after the forward, and gathers them again in the backward; False keeps
-      them. With the last axes of `params_over`, a copy cut over these axes stays, and the backward gathers over these
-      alone: inside a host, say. A dict gives one of these to each unit, by names or patterns of units (`"(last)"`, say)
-      or of their subtrees; the first match counts, and other units have True.
+      them. The last axes of `params_over` (the axis inside a host, say) keep a copy cut over these axes, and the
+      backward gathers over these alone. A dict gives one of these to each unit, by names or patterns of units
+      (`"(last)"`, say) or of their subtrees; the first match counts, and other units have True.
 
-    Leaves with another treatment; `whole`, `frozen` and `offload` are each a pattern, several patterns, or a predicate.
-    Integer leaves are always frozen. If some leaves require a gradient, as in a module, parameters (`nn.Parameter`)
-    that do not are frozen. Plain tensors alone train; next to a module's parameters a plain tensor outside `frozen` is
-    a ValueError. Leaves with the same elements of the same memory (one tensor, its `.detach()` or `.data`) are tied:
-    they are stored once, and a selection of one place selects the leaf.
+    Leaves treated otherwise. `whole`, `frozen` and `offload` are each a pattern, several patterns, or a predicate.
+    Integer leaves are always frozen. If some leaves require a gradient, as in a module, each `nn.Parameter` without
+    `requires_grad` is frozen. A tree of plain tensors trains; next to a module's parameters a plain tensor outside
+    `frozen` is a ValueError. Leaves with the same elements of the same memory (one tensor, its `.detach()` or `.data`)
+    are tied: they are stored once, and selecting one path selects the leaf.
 
     - `whole`: these leaves stay whole on every rank.
     - `frozen`: these leaves get no gradient and no optimizer state.
@@ -77,9 +77,9 @@ def make_plan(
       updates them; the device of the mesh computes with them. The word "state" (unless a subtree has this name) keeps
       the optimizer state alone there: an update copies the state of one unit after the other to the device and back.
     - `split`: leaves with a different part on each rank along an axis, by pattern: (axis, dim), or (axis, dim, blocks)
-      if so many blocks lie end to end in this dim, each split by itself. `shard_params` takes and `gather_params` gives
-      the whole leaf. A loss sees this rank's part, cut as by `torch.chunk`. Gradients of split leaves are not summed
-      over the axis; all others are. An axis of one rank splits nothing.
+      for a dim of `blocks` blocks end to end, each split by itself. `shard_params` takes and `gather_params` gives the
+      whole leaf. A loss sees this rank's part, cut as by `torch.chunk`. Gradients of split leaves are not summed over
+      the axis; all others are. An axis of one rank splits nothing.
     - `data`: the axes along which batches differ. Default: all axes without split leaves.
     - `block`: leaves and shards start at multiples of `block` elements (for state in blocks).
 
@@ -90,10 +90,12 @@ def make_plan(
     - `together`: gather all dtypes of a unit in one message.
     - `gather`: an object that gathers the shards of parameters (`fshard.reduction.Gather`).
     - `prefetch`: the number of units gathered ahead of the unit in use, and of units reduced behind it. Each takes
-      memory. Default: one, or more small ones, up to the memory of two of the largest (Note [Two units] in `ahead.py`).
-    - `bucket`: join neighbouring units up to so many bytes; 0 joins none. A small unit costs a message, not bytes: join
-      units of some kilobytes up to 1 MiB (`1 << 20`). Joined units need two to three times the bucket in memory.
-    - `slices`: the number of slices, a power of two, of the batch of all ranks in a step with `reduction="tree"`.
+      memory. Default: one, or several small ones: with the unit in use, at most the memory of two of the largest (Note
+      [Two units] in `ahead.py`).
+    - `bucket`: join neighbouring units up to so many bytes; 0 joins none. A message costs more than a small unit's
+      bytes: join units of some kilobytes up to 1 MiB (`1 << 20`). Joined units need two to three times the bucket in
+      memory.
+    - `slices`: in a step with `reduction="tree"`, the number of slices of all ranks' batch, a power of two.
 
     On a mesh of processes the plans of all ranks are compared.
 
@@ -150,7 +152,7 @@ def _data_axes(
 ) -> Axes:
     """ValueError if splits and partitions do not decide the axes of batches."""
     if data is not None:
-        named = axes_of("data", data, sizes) if sizes else ()  # axes of one device have any names
+        named = axes_of("data", data, sizes) if sizes else ()  # on one device axes may have any names
         return tuple(axis for axis in sizes if axis in named)
     axes = {split.axis for split in splits}
     if both := [axis for axis in state_over if axis in axes]:
@@ -164,7 +166,7 @@ def _data_axes(
 
 
 def _padded(plan: Plan, multiples: Sequence[int]) -> Plan:
-    """Pad each kind's lengths for all ranks: an all-reduce over any axis is then even."""
+    """Pad each kind's lengths for all ranks: any all-reduce then has equal parts."""
     padded = (replace(unit, lengths=tuple(map(_rounded_up, unit.lengths, multiples))) for unit in plan.units)
     return replace(plan, units=tuple(padded))
 
@@ -197,7 +199,7 @@ def _kinds(
 ) -> dict[int, Kind]:
     """Return the kind of each leaf by its first place."""
     flat, spec = tree.flatten(params)
-    # the word, unless it is the name of a subtree
+    # the word "state", unless a subtree has this name
     if on_host := wheres["offload"] == "state" and "state" not in {path.split(".")[0] for path in tree.paths(spec)}:
         wheres = {**wheres, "offload": None}
     is_whole, is_frozen, is_host = (claim_leaves(params, spec, origins, where, name) for name, where in wheres.items())

@@ -29,7 +29,7 @@ class ReadsTape(Protocol):
     def plan(self) -> Plan: ...
 
     def enter(self, spec: tree.Spec, first: int) -> tuple[Tree, Sequence[Tree] | None]:
-        """Return a subtree, gathered, and its leaves; of several units, a lazy container and None."""
+        """Return a gathered subtree and its leaves; for several units, a lazy container and None."""
 
     @property
     def shown(self) -> Shown | None:
@@ -38,13 +38,13 @@ class ReadsTape(Protocol):
     def leaf(self, number: int) -> Tensor: ...
 
     def kind_of(self, x: Tensor) -> int | None:
-        """Return the kind of read leaves in the memory of a tensor."""
+        """Return the kind of read leaves that share a tensor's memory."""
 
     def slot_of(self, x: Tensor) -> Slot | None:
         """Return a tensor's leaf, if its unit is read now."""
 
     def like(self, number: int) -> Tensor:
-        """Return a tensor of a leaf's form."""
+        """Return a tensor with a leaf's shape and dtype."""
 
     def prefetch(self, patterns: Sequence[str]) -> None: ...
 
@@ -68,7 +68,7 @@ class Shown:
 
     def __init__(self) -> None:
         self._read: dict[tuple[int, int], _Read] = {}  # by id of `inside`, and position
-        self.lingers = False  # units already let go may be here
+        self.lingers = False  # may have containers of units let go
 
     def at(self, new: _Read) -> Tree:
         return self._read.setdefault((id(new.inside), new.position), new).container
@@ -86,7 +86,7 @@ class Shown:
         self.lingers = bool(self._read)
 
     def drop(self) -> None:
-        """Forget containers given up since: the next unit needs the memory."""
+        """Forget containers given up after `let_go`: the next unit needs the memory."""
         self.let_go()
         self.lingers = False
 
@@ -96,7 +96,7 @@ class Shown:
                 read.inside[read.position] = read.container
 
 
-# References to a container held by a list and the call alone, and by its parent as well. If Python counts more, a
+# References to a container: `_ALONE` by a list and the call, `_INSIDE` also by its parent. If Python counts more, a
 # unit stays in memory longer; if fewer, a change made after another unit was read is lost.
 _EXAMPLE: list[Tree] = [{}]
 _ALONE = sys.getrefcount(_EXAMPLE[0])
@@ -113,15 +113,15 @@ def _has_inside(container: Tree) -> bool:
 class Lazy(Branch, tree.StandIn):
     """A container of a loss's parameters: touching a unit in it gathers the unit.
 
-    Mapping over one returns another, without a tape, around a plain container (`held`). Each class of containers has a
-    class here: Python looks special methods up on the class.
+    A map over a stand-in returns a stand-in without a tape, around a plain container (`held`). Each container class has
+    a stand-in class: Python looks special methods up on the class.
     """
 
     __slots__ = ()
     _tape_: Any  # a ReadsTape, or None once the children are held
     _spec_: tree.Spec
     _first_: int
-    _inside_: dict[int, Tree]  # read lazy, and changed, children by position
+    _inside_: dict[int, Tree]  # by position: read lazy children, changed children
     _listed_: Container | None
 
     @property  # type: ignore[misc]
@@ -142,9 +142,9 @@ class Lazy(Branch, tree.StandIn):
             return self._inside_[index]
         tape, (spec, first) = self._tape_, self._container_().children[index]
         child, leaves = tape.enter(spec, self._first_ + first)
-        if index in self._inside_:  # `enter` let its unit go: a changed child is here
+        if index in self._inside_:  # `enter` let the unit go, and put a changed child here
             return self._inside_[index]
-        if leaves is None:  # lazy: a change of it is a change of this container
+        if leaves is None:  # a lazy child: changing it changes this container
             self._inside_[index] = child
         elif (shown := tape.shown) and not isinstance(child, Tensor):
             if type(child) is not dict or spec.num_nodes > len(leaves) + 1:  # a node's class may make tensors anew
@@ -207,7 +207,7 @@ class LazyContainer(Readable, Lazy):
         return self._settled_().__dict__
 
     def _pick_(self, index: int) -> Tree:
-        if self._tape_ is None or self._listed_ is None:  # held since a loop over this list began
+        if self._tape_ is None or self._listed_ is None:  # children are held since a loop began
             return self._held_[index]
         return super()._pick_(index)
 
@@ -285,7 +285,7 @@ class _LazyMapping(LazyContainer):
 
 @Sequence.register
 class _LazySequence(LazyContainer):
-    """A stand-in for a list or a tuple; a NamedTuple's fields may have these names."""
+    """A stand-in for a list or a tuple; a NamedTuple's fields may be called `keys`."""
 
     __slots__ = ()
     keys, values, items, get, copy = (
@@ -296,7 +296,7 @@ class _LazySequence(LazyContainer):
 class LazyObject(Lazy):
     """A stand-in for an object, of a derived class with properties that read the children.
 
-    Held children lie where the object has them.
+    Held children are the object's own attributes.
     """
 
     __slots__ = ()
@@ -327,7 +327,8 @@ class LazyObject(Lazy):
     def _of_children_(self, children: Sequence[Tree]) -> Tree:
         node: Any = object.__new__(self.__class__)
         self._attributes_.copy(self, node)
-        for name, child in zip(self._attributes_.children, children, strict=False):  # none if it holds them
+        # no children if the object holds them
+        for name, child in zip(self._attributes_.children, children, strict=False):
             object.__setattr__(node, name, child)
         return node
 
@@ -342,7 +343,7 @@ class LazyObject(Lazy):
 def lazy(tape: ReadsTape | None, spec: tree.Spec, first: int, held: Tree = None) -> Tree:
     """Return a stand-in for a container: of a tape, or around `held`.
 
-    If its class may compute with its children, return the container itself, of stand-ins.
+    If its class may compute with children, return a real container of stand-ins.
     """
     if spec.type in _PLAIN:
         return _stand_in(spec.type)._made_(tape, spec, first, held)
@@ -380,7 +381,7 @@ def placed(params: Tree) -> Tree:
 
 
 def prefetch(params: Tree, units: str | Sequence[str]) -> None:
-    """Start the gathers of units inside a loss, which reads them later: it computes with other units meanwhile.
+    """Start the gathers of units that a loss reads later; the loss computes with other units meanwhile.
 
     `params` are the loss's parameters, `units` names of units, or patterns of names. Reading a unit waits for its
     gather; a gather without a read is dropped when the loss returns. A gathered unit takes memory until it is read and

@@ -31,7 +31,7 @@ from ..update import kernels
 from ..update.base import FoundInf, Label, any_found, check_found
 from ..update.transforms import Labels, labeller
 
-# fields that torch.amp.GradScaler lacks, with the values at which both do the same
+# fields that torch.amp.GradScaler lacks, with values that make both scalers equal
 _BOUNDS = {"min_scale": 0.0, "max_scale": math.inf, "hysteresis": 1}
 
 T = TypeVar("T")
@@ -60,7 +60,7 @@ class Unscaled(Marked):
 
     @classmethod
     def __torch_function__(cls, fn: Operator, types: object, args: Args = (), kwargs: Kwargs = None) -> Tree:
-        # private, but in torch's notes on extending torch; else every result is an `Unscaled`
+        # private, but in torch's notes on extending torch; without it every result is an `Unscaled`
         with torch._C.DisableTorchFunctionSubclass():
             result = fn(*args, **(kwargs or {}))
         # nn.Parameter needs a `detach` that keeps the class
@@ -87,7 +87,7 @@ def _as_scale(scale: Number) -> Tensor:
         raise ValueError(f"a loss scale is a number or a 0-d tensor, got a tensor of shape {tuple(plain.shape)}")
     if not isinstance(scale, Tensor) and not 0 < scale < math.inf:
         raise ValueError(f"a loss scale is a finite number above 0, got {scale}")
-    return plain.detach().to(torch.float32, copy=True)  # the caller may write to its own
+    return plain.detach().to(torch.float32, copy=True)  # the caller may write to `scale`
 
 
 def _check_between(scale: Number, least: float, most: float) -> None:
@@ -145,7 +145,7 @@ def _not_finite_by(key: Callable[[Leaf], K], x: Tree, meshes: Sequence[AnyMesh])
             n: key(replace(leaf, path=tree.joined(path, leaf.path)))
             for n, leaf in ((n, layout.leaves[n]) for n in layout.numbers)
         }
-        # a flag for every key: ranks compare as many, in one order
+        # a flag for every key: all ranks compare the same keys, in one order
         for key_of_leaf in keys.values():
             flags.setdefault(key_of_leaf, [torch.zeros((), dtype=torch.float32, device=device)])
         for n, piece in pieces(node, layout):
@@ -156,14 +156,14 @@ def _not_finite_by(key: Callable[[Leaf], K], x: Tree, meshes: Sequence[AnyMesh])
 
 
 def _not_finite(x: Tensor) -> Tensor:
-    low, high = torch.aminmax(torch.view_as_real(x.resolve_conj()) if x.is_complex() else x)  # NaN if any is
+    low, high = torch.aminmax(torch.view_as_real(x.resolve_conj()) if x.is_complex() else x)  # NaN if any element is
     return (~(low.isfinite() & high.isfinite())).float()
 
 
 def nonfinite_leaves(x: Tree, mesh: AnyMesh = None) -> list[str]:
     """Return the paths of leaves that are not finite on some rank: one collective, and the host waits for it.
 
-    The ranks are those of the mesh of `x`, for a plain tree those of `mesh` (None: this rank), and get the same paths.
+    The ranks of the mesh of `x`, for a plain tree of `mesh` (None: this rank), all get the same paths.
 
     >>> nonfinite_leaves({"a": torch.tensor([1.0, torch.inf]), "b": torch.ones(2)})
     ['a']
@@ -229,7 +229,7 @@ class DynamicLossScale(StaticLossScale):
     - `min_scale`, `max_scale`: bounds of the scale; a `scale` outside is a ValueError.
     - `hysteresis`: the scale shrinks at the `hysteresis`-th overflow since it last grew, and at every later one (with
       1, at the first: torch.amp.GradScaler's rule).
-    - `hysteresis_tracker`: overflows left until then; by default `hysteresis`.
+    - `hysteresis_tracker`: overflows left until the scale shrinks; by default `hysteresis`.
 
     >>> scaler = DynamicLossScale(16.0, growth_interval=1)
     >>> scaler.adjust(torch.tensor(1.0)).value.item(), scaler.adjust(torch.tensor(0.0)).value.item()
@@ -284,7 +284,7 @@ class DynamicLossScale(StaticLossScale):
         vars(self).update(zip((f.name for f in fields(self)), values, strict=True))
 
     def adjust(self, found_inf: FoundInf, new_scale: Number | None = None) -> DynamicLossScale:
-        """Return the next step's scaler; with `new_scale` this scale and the same counts. No host read."""
+        """Return the next step's scaler; `new_scale` sets its scale and keeps its counts. No host read."""
         if new_scale is not None:
             _check_between(new_scale, self.min_scale, self.max_scale)
             return self._with(_as_scale(new_scale).to(self.value.device), self.growth_tracker, self.hysteresis_tracker)
@@ -311,7 +311,7 @@ class DynamicLossScale(StaticLossScale):
     def state_dict(self) -> dict[str, float]:
         """Return the state dict of torch.amp.GradScaler; the host waits. Dual: `load_state_dict`.
 
-        It has `min_scale`, `max_scale` and `hysteresis` if one is not its default.
+        It has `min_scale`, `max_scale` and `hysteresis` unless all three are defaults.
 
         >>> DynamicLossScale(8.0).state_dict()["scale"]
         8.0

@@ -42,7 +42,7 @@ from .base import (
 def chain(*txs: TransformLike) -> Transform:
     """Apply the transformations `txs` in sequence: each gets the updates of the previous one.
 
-    ValueError for `zero(grads="local")` after another one, because the first would get one rank's gradients.
+    ValueError for `zero(grads="local")` after another transformation, which would get one rank's gradients.
 
     >>> chain(clip(1.0), scale(-0.5)).update(torch.tensor(4.0), ((), ()))[0]
     tensor(-0.5000)
@@ -79,7 +79,7 @@ def chain(*txs: TransformLike) -> Transform:
     ) -> tuple[Tree, Tree]:
         updates, states = _all_but_last(grads, state, params, extra)
         states = choose(found_inf, list(state[:-1]), states)
-        if donate and any(tx.draws for tx in parts[:-1]):  # a user's state may be the old parameters
+        if donate and any(tx.draws for tx in parts[:-1]):  # a user's state may be the overwritten parameters
             states = aside(states, params)
         to_last = _not_own(extra) if states else extra
         params, last = parts[-1].step(updates, state[-1], params, found_inf, donate, **to_last)
@@ -90,7 +90,7 @@ def chain(*txs: TransformLike) -> Transform:
         init=lambda params: tuple(tx.init(params) for tx in parts),
         update=update,
         fused=fused,
-        over="elements" if all(tx.over == "elements" for tx in parts) else "tree",  # each part has its own
+        over="elements" if all(tx.over == "elements" for tx in parts) else "tree",  # parts apply their own `over`
         labelled=last.labelled and all(map(_is_bare, others)),
         mesh=parts[0].mesh,
         views=True,
@@ -140,7 +140,7 @@ def with_hyperparams(make: Callable[..., TransformLike], **hyperparams: object) 
 
     def begun(count: Tensor) -> dict[str, Tensor]:
         numbers = values | {name: at(schedule, count) for name, schedule in schedules.items()}
-        # a donated state is written to
+        # the step overwrites a donated state
         return {name: double(number).to(count.device, copy=True) for name, number in numbers.items()}
 
     def init(params: Tree) -> HyperState:
@@ -153,7 +153,7 @@ def with_hyperparams(make: Callable[..., TransformLike], **hyperparams: object) 
         scheduled = {name: double(at(schedule, state.count)) for name, schedule in schedules.items()}
         return {**old, **{name: value.to(old[name].device) for name, value in scheduled.items()}}
 
-    # `found_inf` may be among them
+    # `extra` may have `found_inf`
     def update(grads: Tree, state: HyperState, params: Tree = None, **extra: Any) -> tuple[Tree, HyperState]:
         now = current(state)
         updates, inner = built(now).update(grads, state.inner, params, **extra)
@@ -167,7 +167,7 @@ def with_hyperparams(make: Callable[..., TransformLike], **hyperparams: object) 
         count = state.count + num_made(found_inf)
         return params, HyperState(choose(found_inf, state.hyperparams, now), count, inner)
 
-    sample = built(begun(torch.zeros((), dtype=torch.float32, device="cpu")))  # every update has its flags
+    sample = built(begun(torch.zeros((), dtype=torch.float32, device="cpu")))  # with every update's flags
     # a schedule has one count for all labels
     labelled, over = sample.labelled and not schedules, "elements" if sample.over == "elements" else "tree"
     tx = Transform(init, update, fused, over, labelled, sample.mesh, views=True, draws=False)
@@ -223,7 +223,7 @@ def by_label(transforms: Mapping[Label, TransformLike], labels: Labels) -> Trans
             picked = None if params is None else packed(pick(params, part))
             new, new_state = txs[label].update(packed(pick(grads, part)), state.inner[label], picked, **extra)
             skip = _of_label(found_inf, label)
-            updates = tree.map(lambda u, new=new: depending(u, new), updates)  # `put` writes to it
+            updates = tree.map(lambda u, new=new: depending(u, new), updates)  # `put` writes to `updates`
             # p + -0.0 has the bits of p; p + 0.0 does not if p is -0.0
             updates = put(updates, choose(skip, tree.map(lambda u: -torch.zeros_like(u), new), new), part)
             inner[label] = choose(skip, state.inner[label], new_state)
@@ -237,13 +237,13 @@ def by_label(transforms: Mapping[Label, TransformLike], labels: Labels) -> Trans
         for label, part in _layouts(state, txs):
             picked, skip = pick(updated, part), _of_label(found_inf, label)
             new, inner[label] = txs[label].step(pick(grads, part), states[label], picked, skip, donate=True, **extra)
-            if differentiates(new):  # by a hyper-parameter alone; earlier labels may be written already
+            if differentiates(new):  # by a hyper-parameter alone; earlier labels may be written
                 if donate:
                     refuse_derivative(new, f"optim.by_label, label {label!r}, with donate=True")
                 params = packed(params)
                 updates, new_state = update(packed(grads), state, params, found_inf, **extra)
                 return apply_updates(params, updates), new_state
-            if txs[label].draws and isinstance(picked, Parts):  # a user's state may be old parameters
+            if txs[label].draws and isinstance(picked, Parts):  # as in `chain`
                 inner[label] = aside(inner[label], picked)
             write(picked, new)  # into `updated`, unless the step has written to `picked` itself
         return updated, LabelState(inner, state.layouts)
@@ -268,9 +268,10 @@ def masked(tx: TransformLike, mask: Labels) -> Transform:
 def resting(tx: TransformLike) -> Transform:
     """Apply `tx` to each leaf by itself, if its gradient is not zero; else the leaf and its state rest.
 
-    A leaf rests if all elements of its gradient are exactly zero on all ranks, even if the loss read it; in torch only
-    if the gradient is None. No host read, one small collective. Each leaf has its own state and count, so norms, means
-    and schedules in `tx` are those of single leaves. Put transformations of all leaves around this one, in a `chain`.
+    A leaf rests if all elements of its gradient are exactly zero on all ranks, even if the loss read it; torch skips a
+    leaf only if its gradient is None. No host read, one small collective. Each leaf has its own state and count, so
+    norms, means and schedules in `tx` are those of single leaves. Put transformations of all leaves before or after, in
+    a `chain`.
 
     >>> tx, params = resting(sgd(1.0, weight_decay=0.5)), {"a": torch.ones(1), "b": torch.ones(1)}
     >>> tx.step({"a": torch.ones(1), "b": torch.zeros(1)}, tx.init(params), params)[0]
@@ -377,7 +378,7 @@ def _check_patterns(layout: Layout, labels: Tree) -> None:
 def _check_ties(layout: Layout, labels: Tree) -> None:
     """Raise ValueError if a tied leaf has another label at a later path.
 
-    Ignored there: the pattern "**", and functions that look at the shape or do not know the path.
+    The check ignores "**", and functions that look at the shape or do not know the path.
     """
     paths = tree.paths(layout.spec)
     label_of = labeller(labels, paths)
@@ -394,7 +395,7 @@ def _check_ties(layout: Layout, labels: Tree) -> None:
 
 
 def _fits(path: Sequence[str], pattern: str, names: Container[str]) -> bool:
-    """True if a pattern matches a path, or one of a subtree around it."""
+    """True if a pattern matches a path, or the path of a subtree around it."""
     return any(tree.matches(path[:end], pattern, names) for end in range(len(path) + 1))
 
 
@@ -405,7 +406,7 @@ def check_labels(name: str, labels: Labels) -> None:
 
 
 def labeller(labels: Labels, paths: Iterable[str]) -> Callable[[Leaf], Label]:
-    """`paths` are the whole tree's. ValueError for a leaf without a label."""
+    """Return a function from leaf to label; `paths`: the whole tree's. ValueError for a leaf without a label."""
     if callable(labels):
         return lambda leaf: labels(leaf.path, torch.empty(leaf.shape, dtype=leaf.dtype, device="meta"))
     match_of = _matcher(labels, paths)

@@ -3,11 +3,12 @@
 Note [Several ranks and one device]
     1. Values of ranks and micro-batches combine to the value of one device: along each axis they are copies or pieces
        ("apart"), summands ("sum"), or values to average ("mean"). Pieces may lie along any dim, in blocks, in any order
-       (rows by class, heads among rows). So numbers are compared sorted; with copies, each repeats equally often.
+       (rows by class, heads among rows). So numbers are compared sorted; with copies, each number repeats equally
+       often.
     2. A difference begins where a wrong value is made of right ones. A right program may have wrong values without
        effect: row numbers of a rank, a subtracted maximum, logged values. So results decide: totals and counts,
        gradients, metrics, parameters. Wrong arguments lead from a wrong total back to the first wrong operator. Any
-       other wrong result is put down to the first operator wrong on one rank, with copies or pieces as arguments.
+       other wrong result is blamed on the first operator with copies or pieces as arguments that is wrong on one rank.
     3. Rounding is allowed relative to an operator's arguments, or to the largest gradient, in the lowest precision used
        so far. Parameters are compared where gradients agree and exceed rounding (Adam makes large updates of
        rounding), and may differ by a part of the largest update.
@@ -36,7 +37,7 @@ Key: TypeAlias = tuple[str, str | int]  # kind and name of a value; for an opera
 _KINDS = ("operator", GRADIENT, SUM, METRIC, PARAMETER)
 _SMALL = 2.0**-6  # values below this part of the arguments may be rounding
 _MOST_UPDATE = 2.0**-4  # agreeing gradients differ by at most this part; updates may differ four times as much
-_MOST_AXES = 6  # axes of several ranks; each triples the number of ways
+_MOST_AXES = 6  # axes of several ranks; each triples the ways
 _HALF = 2.0**-20
 
 
@@ -87,7 +88,7 @@ class _Value(NamedTuple):
 
 
 class _Run(dict[Key, list[_Value]]):
-    """By key: the values of each forward, or of the step."""
+    """Values by key: of each forward, or of the step."""
 
     def __init__(self, seen: Observed):
         super().__init__()
@@ -136,7 +137,7 @@ def first_difference(
 
     - Runs on equally many ranks are compared rank by rank: numbers must be equal, or within `rtol` times the largest.
     - A run on any number of ranks, in any number of micro-batches, is compared with a run on one device over the
-      batches of all ranks: its values must be copies, pieces or summands of the one device's, or average to it,
+      batches of all ranks: its values must be copies, pieces or summands of the one device's, or average to these,
       within `2**12` units in the last place by default (`2**4` for dtypes of 16 bits and fewer). Differences without
       effect on loss, gradients, metrics and new parameters do not count.
 
@@ -231,7 +232,7 @@ def _limit(key: Key, got: Sequence[_Value], want: _Run, rtol: float | None) -> f
 
 
 def _agreeing(key: Key, run: _Run, want: _Run, rtol: float | None) -> Tensor | None:
-    """Return a mask of a new parameter: gradients agree beyond rounding, and old values agree."""
+    """Return a new parameter's mask: True if gradients agree beyond rounding, and old values agree."""
     kind, path = key
     if kind != PARAMETER or rtol == 0 or any((kind, path) not in each for each in (run, want) for kind in (SUM, OLD)):
         return None
@@ -368,7 +369,7 @@ class _Ranks:
         self._states[number] = state
         if state == "wrong" and is_inexact(want[0].value) and not (self._is_split or given & {"wrong", "partial"}):
             difference = self._told(parts, want, limit)
-            is_certain = difference.rank is not None or given <= {"copies"}  # made of copies, a value is no row number
+            is_certain = difference.rank is not None or given <= {"copies"}  # a value made of copies is no row number
             self._operator = self._operator or (difference if is_certain else None)
 
     def _told(self, parts: Sequence[_Value], want: Sequence[_Value], limit: float) -> Difference:
