@@ -118,12 +118,14 @@ def oracle(
     def step(state: TrainState, batches: Sequence[Tree], *args: Tree) -> tuple[TrainState, dict[str, Tree]]:
         _check_batches(batches)
         whole = _whole(state.params, frozen, policy)
+        device = next((x.device for x in whole.values.values()), torch.device("cpu"))
 
         def forwards(rank: int, batch: Tree) -> list[_Out]:
             row, extra = list[_Out](), state.extra[rank] if with_extra else None
             for i, part in enumerate(_cut(batch, accumulate)):
                 loss_args = [*[extra] * with_extra, part, *args]
-                row.append(_forward(loss_fn, whole, loss_args, state, rank, i, policy, (has_aux, with_extra)))
+                with seeded(state.rng, state.step, rank, i, device):
+                    row.append(_forward(loss_fn, whole, loss_args, policy, (has_aux, with_extra)))
                 extra = row[-1].extra
             return row
 
@@ -165,20 +167,12 @@ def _cut(batch: Tree, num: int) -> list[Tree]:
 
 
 def _forward(
-    loss_fn: Callable[..., Tree],
-    whole: _Whole,
-    loss_args: Sequence[Tree],
-    state: TrainState,
-    rank: int,
-    part: int,
-    policy: Policy,
-    returns: tuple[bool, bool],
+    loss_fn: Callable[..., Tree], whole: _Whole, loss_args: Sequence[Tree], policy: Policy, returns: tuple[bool, bool]
 ) -> _Out:
     live = {path: x.detach().to(whole.precision[path].compute).clone() for path, x in whole.values.items()}
     for path in whole.trained:
         live[path].requires_grad_()
-    device = next((x.device for x in live.values()), torch.device("cpu"))
-    with torch.enable_grad(), seeded(state.rng, state.step, rank, part, device), loss_of(policy, None):
+    with torch.enable_grad(), loss_of(policy, None):
         out, (has_aux, with_extra) = loss_fn(whole.tree(live), *loss_args), returns
     loss, *more = out if has_aux or with_extra else (out,)  # (loss, extra, aux)
     extra = detached(more.pop(0)) if with_extra else None

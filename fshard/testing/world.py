@@ -203,9 +203,7 @@ def _on_rank(mesh: SimulatedMesh, fn: Callable[..., T], args: Sequence[object]) 
     return result
 
 
-def _on_ranks(
-    run: WorldRun, world: World, fn: Callable[..., T], args: Sequence[object]
-) -> tuple[dict[int, T], BaseException | None]:
+def _on_ranks(run: WorldRun, world: World, fn: Callable[..., T], args: Sequence[object]) -> dict[int, T]:
     results = dict[int, T]()
 
     def rank_main(rank: int) -> None:
@@ -239,8 +237,11 @@ def _on_ranks(
         with with_threads(world.threads):
             torch.func.jvp(all_ranks, (torch.zeros((), device="cpu"),), (torch.zeros((), device="cpu"),))
     finally:
-        run.generators.restore()
-    return results, run.failure
+        for generator in run.generators:
+            generator.restore()
+    if run.failure is not None:
+        raise run.failure
+    return results
 
 
 def _check_result(result: Tree, rank: int, run: WorldRun) -> None:
@@ -321,10 +322,8 @@ class World:
         if not callable(fn):
             raise TypeError(f"a simulated world: {wrong('fn', fn, 'fn(mesh, *args), a function')}")
         run = WorldRun(self.axes, numbered(self.device), self.faults)
-        results, failure = _on_ranks(run, self, fn, args)
         self.log = run.log
-        if failure is not None:
-            raise failure
+        results = _on_ranks(run, self, fn, args)
         return [results[rank] for rank in range(self.size)]
 
     def gather(self, results: Sequence[Tree]) -> Tree:
@@ -349,7 +348,4 @@ class World:
         for rank, result in enumerate(results):
             _check_result(result, rank, mesh.run)
         mesh.run.reopen()
-        wholes, failure = _on_ranks(mesh.run, self, lambda rank: gather_params(results[rank.get_rank()]), ())
-        if failure is not None:
-            raise failure
-        return wholes[0]
+        return _on_ranks(mesh.run, self, lambda rank: gather_params(results[rank.get_rank()]), ())[0]
