@@ -23,6 +23,7 @@ from typing import Any
 from ..comm.consensus import of_all, together
 from ..comm.mesh import AnyMesh, num_ranks, rank_in
 from ..core.arguments import check_path
+from ..files.foreign import require
 from ..files.places import LocalPlace, LocalReader, Place, place_of, read_bytes
 from .identity import FunctionIdentity
 from .program import Json, Program, UnsavableError, digest_of
@@ -143,11 +144,9 @@ def _read(path: Path) -> tuple[list[Any], dict[str, bytes]]:
     with zipfile.ZipFile(io.BytesIO(data)) as archive:
         parts = {member.filename: archive.read(member) for member in archive.infolist()}
     index = json.loads(parts.pop(_INDEX))
-    if index["format"] != _FORMAT:
-        raise ValueError(f"its format was {index['format']}, is {_FORMAT}")
-    torn = any(digest_of(part) != digest for digest, part in parts.items())
-    if torn or {*_used(index["programs"], parts)} - {*parts}:
-        raise ValueError("a part is not what was written")
+    require(index["format"] == _FORMAT, f"its format was {index['format']}, is {_FORMAT}")
+    is_whole = all(digest_of(part) == digest for digest, part in parts.items())
+    require(is_whole and {*_used(index["programs"], parts)} <= {*parts}, "a part is not what was written")
     return index["programs"], parts
 
 
