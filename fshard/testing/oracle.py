@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ..core import tree
-from ..core.arguments import check_whole, wrong
+from ..core.arguments import check_whole, expect, wrong
 from ..core.losses import Mean, Sum, added, averages, is_loss, local_sums, loss_of, put_averages, terms_of, value_dtype
 from ..core.random import seeded
 from ..core.scalars import double
@@ -265,7 +265,6 @@ def whole_state(state: TrainState) -> TrainState:
     >>> whole_state(init_state(shard_of({"w": torch.ones(2)}), tx)).opt_state
     {'count': tensor(0.), 'momentum.w': tensor([0., 0.])}
     """
-    if not isinstance(state, TrainState):
-        raise TypeError(f"whole_state: {wrong('state', state, 'a TrainState, as a step gives')}")
+    expect("whole_state: state", state, isinstance(state, TrainState), "a TrainState, as a step gives")
     params, opt_state = gather_params(state.params), gather_state(state.opt_state)
     return TrainState(params, opt_state, state.loss_scale, state.step, state.rng, state.extra)

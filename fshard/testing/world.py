@@ -23,7 +23,7 @@ from ..comm.primitives import fold, sum_dtype
 from ..comm.process_groups import outputs_of
 from ..comm.ranks import Arrived, Call, Exchange, MismatchError, differing_sizes
 from ..core import tree
-from ..core.arguments import call_site, check_flags, check_whole, wrong
+from ..core.arguments import call_site, check_flags, check_whole, expect, wrong
 from ..core.tree import Tree
 from ..layout.pieces import Parts, Unreduced, mesh_of
 from ..sharding.sharded import gather_params
@@ -310,8 +310,7 @@ class World:
         check_whole("a simulated world: threads", threads, what="a number of threads")
         num = math.prod(self.axes.values())
         for fault in faults:
-            if not isinstance(fault, Fault):
-                raise TypeError(f"a simulated world: {wrong('faults', fault, 'Dies, Garbage or Slow of a rank')}")
+            expect("a simulated world: faults", fault, isinstance(fault, Fault), "Dies, Garbage or Slow of a rank")
             if not 0 <= fault.rank < num or getattr(fault, "at", 0) < 0:
                 raise ValueError(f"{fault}: expected one of the {num} ranks, from 0, and a collective from 0 on")
         self.size, self.device, self.faults, self.late, self.threads = num, device, tuple(faults), late, threads
@@ -319,8 +318,7 @@ class World:
 
     def run(self, fn: Callable[..., T], *args: object) -> list[T]:
         """Call `fn(mesh, *args)` once for every rank, and return the results in rank order."""
-        if not callable(fn):
-            raise TypeError(f"a simulated world: {wrong('fn', fn, 'fn(mesh, *args), a function')}")
+        expect("a simulated world: fn", fn, callable(fn), "fn(mesh, *args), a function")
         run = WorldRun(self.axes, numbered(self.device), self.faults)
         self.log = run.log
         results = _on_ranks(run, self, fn, args)
