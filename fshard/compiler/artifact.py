@@ -18,7 +18,6 @@ import json
 import os
 import zipfile
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 from ..comm.consensus import of_all, together
 from ..comm.mesh import AnyMesh, num_ranks, rank_in
@@ -92,8 +91,8 @@ def save(path: Path, identity: FunctionIdentity, program: Program, mesh: AnyMesh
     together(mesh, lambda: None if rank else _write(path, entry, parts | others, identity))
 
 
-def _write(path: Path, entry: Mapping[str, Any], parts: Mapping[str, bytes], identity: FunctionIdentity) -> None:
-    def stays(old: Mapping[str, Any]) -> bool:
+def _write(path: Path, entry: Json, parts: Mapping[str, bytes], identity: FunctionIdentity) -> None:
+    def stays(old: Json) -> bool:
         texts, _ = _told(old, 0, before, identity)
         is_of_other = texts["code"].keys() != identity.code.keys()  # by names of functions
         return texts["where"] == identity.where and (is_of_other or texts["code"] == identity.code)
@@ -123,18 +122,18 @@ def _told(entry: Json, rank: int, parts: Mapping[str, bytes], now: FunctionIdent
     return texts, head
 
 
-def _used(index: Sequence[Mapping[str, Any]], parts: Mapping[str, bytes]) -> list[str]:
+def _used(index: Sequence[Json], parts: Mapping[str, bytes]) -> list[str]:
     named = dict.fromkeys(digest for entry in index for digest in (*entry["keys"], *entry["programs"]))
     heads = dict.fromkeys(digest for entry in index for digest in entry["programs"])
     return [*dict.fromkeys([*named, *(x for head in heads for x in _digests(json.loads(parts[head])))])]
 
 
-def _digests(head: Mapping[str, Any]) -> list[str]:
+def _digests(head: Json) -> list[str]:
     regions = [region["text"] for region in head["regions"]]
     return [head["driver"], *regions, *head["libraries"], *(digest for *_, digest in head["constants"].values())]
 
 
-def _read(path: Path) -> tuple[list[Any], dict[str, bytes]]:
+def _read(path: Path) -> tuple[list[Json], dict[str, bytes]]:
     """Return a file's programs, latest first, and its parts; any error means no whole artifact."""
     place, name = _place(path)
     with place.open(name) as file:
