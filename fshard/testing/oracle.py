@@ -140,16 +140,14 @@ def oracle(
             grads = {path: g * clip_factor(norm, clip_norm).to(g.real.dtype) for path, g in grads.items()}
         grads = {path: g.to(whole.values[path].dtype) for path, g in grads.items()}
         skip = None if isinstance(state.loss_scale, NoLossScale) else found_inf
-        trained = {path: whole.values[path] for path in whole.trained}
-        new, opt_state = tx.step(grads, state.opt_state, trained, skip)
+        new, opt_state = tx.step(grads, state.opt_state, {path: whole.values[path] for path in whole.trained}, skip)
         params, scaler = whole.tree({**whole.values, **new}), state.loss_scale.adjust(found_inf)
         any_inf = (~norm.isfinite()).float() if skip is None else any_found(skip)
         dtype = value_dtype(added(outs[0][0].terms).total, policy.output)
         metrics: dict[str, Tree] = {"loss": loss.to(dtype), "grad_norm": norm, "found_inf": any_inf}
         if has_aux:
             metrics["aux"] = _auxes(outs, policy)
-        skipped = skip is not None and bool(any_found(skip))
-        extra = [row[-1].extra for row in outs] if with_extra and not skipped else state.extra
+        extra = [row[-1].extra for row in outs] if with_extra and (skip is None or not any_inf) else state.extra
         return TrainState(params, opt_state, scaler, state.step + 1, state.rng, extra), metrics
 
     return Oracle(init, with_threads(threads)(step))

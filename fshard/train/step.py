@@ -404,18 +404,15 @@ def _rescale(grads: Sharded, factor: Tensor | None, clip_norm: float | None, exa
 
 
 def _updated_shards(
-    tx: Transform, grads: Sharded, state: TrainState, skip: FoundInf | None, donate: bool, exact_norms: bool
+    tx: Transform, grads: Sharded, state: TrainState, skip: FoundInf | None, donate: bool, exact: bool
 ) -> tuple[Sharded | Views, Tree]:
     """With `donate` in place."""
     plan, trained = state.params.plan, state.params.trainable
-    # this rank's shard to update, a view: (n / W_params,) -> (n / W_state,)
-    fine_params = refine(trained, plan.state_over)
     # a policy's `grads` may have another dtype
     grads = Sharded(grads.view, [g.to(p.dtype) for g, p in zip(grads.tensors, trained.tensors, strict=True)])
-    fine_grads = refine(grads, plan.state_over)
-    updated, new_state = tx.step(
-        fine_grads, state.opt_state, fine_params, skip, donate, own_grads=True, exact_norms=exact_norms
-    )
+    # this rank's shards to update, views: (n / W_params,) -> (n / W_state,)
+    fine, params = (refine(x, plan.state_over) for x in (grads, trained))
+    updated, new_state = tx.step(fine, state.opt_state, params, skip, donate, own_grads=True, exact_norms=exact)
     return refuse_derivative(updated, "train_step"), in_new_containers(new_state)
 
 
