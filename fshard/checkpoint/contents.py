@@ -80,13 +80,22 @@ def contents_of(state: Tree, function: str, mesh: AnyMesh) -> Contents:
             names += add_parts(contents, path, node)
         elif isinstance(node, Tensor):
             names.append(path)
-            _check_tensor(function, path, node)
+            if is_sharded(node):
+                raise ValueError(f"{function}: leaf {path!r}: expected a tensor or a Sharded, got {sharding(node)}")
+            if node.layout != torch.strided:
+                text = f"expected a dense tensor, got {node.layout}: call to_dense() on it"
+                raise ValueError(f"{function}: leaf {path!r}: {text}")
             contents.forms[path] = Form(tuple(node.shape), node.dtype)
             plain = node.detach().resolve_conj().resolve_neg().contiguous()  # so its bytes are its elements'
             contents.parts.append(SavedSpan(path, 0, plain, contents.rank, contents.ranks))
-        else:
+        elif isinstance(node, bool | int | float | str):
             names.append(path)
-            contents.values[path] = _value(function, path, node)
+            contents.values[path] = node
+        else:
+            raise TypeError(
+                f"{function}: leaf {path!r}: expected a tensor, a number or a string, got {shown(node)}. Nothing is "
+                "pickled: keep what describes it"
+            )
     check_fits(function, names, ((name, form.dtype) for name, form in contents.forms.items()))
     return contents
 
@@ -121,22 +130,6 @@ def _check_mesh(function: str, path: str, mesh: AnyMesh, whole: AnyMesh) -> None
             f"{function}: leaf {path!r}: expected all leaves on one mesh, {meshes[0]}, got a leaf on another, "
             f"{meshes[1]}: let the ranks of each mesh save in a directory of their own"
         )
-
-
-def _check_tensor(function: str, path: str, x: Tensor) -> None:
-    if is_sharded(x):
-        raise ValueError(f"{function}: leaf {path!r}: expected a tensor or a Sharded, got {sharding(x)}")
-    if x.layout != torch.strided:
-        raise ValueError(f"{function}: leaf {path!r}: expected a dense tensor, got {x.layout}: call to_dense() on it")
-
-
-def _value(function: str, path: str, value: object) -> Json:
-    if isinstance(value, bool | int | float | str):
-        return value
-    raise TypeError(
-        f"{function}: leaf {path!r}: expected a tensor, a number or a string, got {shown(value)}. Nothing is pickled: "
-        "keep what describes it"
-    )
 
 
 def contents_to_save(state: Tree, mesh: AnyMesh) -> Contents:

@@ -14,7 +14,7 @@ from torch import Tensor
 from ..comm import consensus
 from ..comm.mesh import rank_in
 from ..core import tree
-from ..core.arguments import check_path, check_whole, shown, wrong
+from ..core.arguments import check_path, check_whole, expect, shown
 from ..core.differences import Form, Wanted, differences, unreadable
 from ..core.storage import as_bytes
 from ..core.tree import Tree
@@ -56,8 +56,7 @@ def load_safetensors(path: str | os.PathLike[str], plan: Plan, rename: Rename | 
     >>> fshard.gather_params(loaded)
     {'w': tensor([1., 1.])}
     """
-    if not isinstance(plan, Plan):
-        raise TypeError(wrong("load_safetensors: plan", plan, "what fshard.make_plan gives"))
+    expect("load_safetensors: plan", plan, isinstance(plan, Plan), "what fshard.make_plan gives")
     mesh, sharded = plan.live_mesh(), empty_params(plan, plan.device)
     wanted = sharded.view.wanted()
     there, given = consensus.together(mesh, lambda: _entries(path, wanted.values(), rename), _REMEDY)
@@ -172,8 +171,7 @@ def _checked(
 def _buffers(buffers: Tree) -> list[tuple[str, Tensor]]:
     """Names may be equal: {"a": {"b": x}, "a.b": y}."""
     check_plain("save_safetensors: buffers", buffers)
-    leaves, spec = tree.flatten(buffers)
-    named = list(zip(tree.paths(spec), leaves, strict=True))
+    named = tree.paths_to(buffers, Tensor)
     for name, x in named:
         if not isinstance(x, Tensor):
             raise TypeError(f"save_safetensors: buffers: {name!r}: expected a tensor, got {shown(x)}")

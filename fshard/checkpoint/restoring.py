@@ -23,7 +23,7 @@ from ..core.differences import Form, equal_values, form_difference, name_differe
 from ..core.storage import from_bytes
 from ..core.tree import Tree
 from ..files.directory import at, finished, folder, index_at, links, no_checkpoint
-from ..files.foreign import legible
+from ..files.foreign import legible, require
 from ..files.index import CheckpointError, Index, IndexEntry, Piece, read_block
 from ..files.other_formats import Checkpoint, format_at, source_at
 from ..files.places import Place, Reader
@@ -251,8 +251,7 @@ def _origins(source: Checkpoint, wanted: Contents, rename: Rename | None) -> dic
     lacking = [name for name in (*wanted.forms, *wanted.values) if name not in origins]
     left_out = names_by_new(index.left_out, rename, index.names)
     differences += [f"{name!r}: {index.left_out[left_out[name][0]]}" for name in lacking if name in left_out]
-    if differences:
-        raise ValueError(f"restore: the checkpoint of {source.what} differs from `like`: " + "; ".join(differences))
+    require(not differences, f"restore: the checkpoint of {source.what} differs from `like`: {'; '.join(differences)}")
     return origins
 
 

@@ -30,6 +30,7 @@ import torch.distributed as dist
 
 import fshard
 
+from ..files.foreign import require
 from ..hosts.rendezvous import address_of
 from . import self_test
 from .output import FAULT, Line, report
@@ -109,8 +110,7 @@ def endpoint_of(env: Mapping[str, str], given: str | None) -> tuple[str, int] | 
     if not text:
         return None
     host, _, port = text.rpartition(":")
-    if not host or not port.isdigit():
-        raise ValueError(f"--endpoint {text}: expected HOST:PORT")
+    require(host and port.isdigit(), f"--endpoint {text}: expected HOST:PORT")
     return host.strip("[]"), int(port)
 
 
@@ -146,9 +146,8 @@ def _port(endpoint: tuple[str, int]) -> str:
 
 def two_processes() -> str:
     """Return the error of a step on two processes of this host, or "" if the step succeeds."""
-    env = {name: value for name, value in os.environ.items() if not name.startswith("PET_")}
+    env = {name: value for name, value in os.environ.items() if not name.startswith("PET_")} | {"OMP_NUM_THREADS": "1"}
     command = [sys.executable, *_SELF_TEST]
-    env |= {"OMP_NUM_THREADS": "1"}
     with subprocess.Popen(command, env=env, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True) as run:
         try:
             _, said = run.communicate(timeout=120)

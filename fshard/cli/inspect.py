@@ -18,6 +18,7 @@ from ..checkpoint import inspecting
 from ..checkpoint.comparing import compare
 from ..checkpoint.inspecting import contents_lines, overview, step_lines, verify
 from ..files.directory import at, finished, no_checkpoint, numbers
+from ..files.foreign import require
 from ..files.index import CheckpointError
 from ..files.other_formats import format_at, source_at
 from ..files.places import Place
@@ -34,8 +35,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    if args.at is not None and args.against is None:
-        raise ValueError(f"--at {args.at}: expected --against DIR besides")
+    require(args.at is None or args.against is not None, f"--at {args.at}: expected --against DIR besides")
     lines = (Line(line.text, line.data, FAULT if line.is_fault else OK) for line in _lines(args, at(args.dir)))
     return report(lines, args.json)
 

@@ -20,8 +20,7 @@ from ..compiler.trace import TraceError
 from . import compare, doctor, inspect, plan, replay
 from .output import ERROR, say
 
-_MODULES = (plan, inspect, replay, compare, doctor)
-COMMANDS: dict[str, ModuleType] = {module.__name__.rpartition(".")[2]: module for module in _MODULES}
+COMMANDS: dict[str, ModuleType] = {x.__name__.rpartition(".")[2]: x for x in (plan, inspect, replay, compare, doctor)}
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -18,11 +18,11 @@ import json
 import os
 import zipfile
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 from ..comm.consensus import of_all, together
 from ..comm.mesh import AnyMesh, num_ranks, rank_in
 from ..core.arguments import check_path
+from ..files.foreign import require
 from ..files.places import LocalPlace, LocalReader, Place, place_of, read_bytes
 from .identity import FunctionIdentity
 from .program import Json, Program, UnsavableError, digest_of
@@ -91,8 +91,8 @@ def save(path: Path, identity: FunctionIdentity, program: Program, mesh: AnyMesh
     together(mesh, lambda: None if rank else _write(path, entry, parts | others, identity))
 
 
-def _write(path: Path, entry: Mapping[str, Any], parts: Mapping[str, bytes], identity: FunctionIdentity) -> None:
-    def stays(old: Mapping[str, Any]) -> bool:
+def _write(path: Path, entry: Json, parts: Mapping[str, bytes], identity: FunctionIdentity) -> None:
+    def stays(old: Json) -> bool:
         texts, _ = _told(old, 0, before, identity)
         is_of_other = texts["code"].keys() != identity.code.keys()  # by names of functions
         return texts["where"] == identity.where and (is_of_other or texts["code"] == identity.code)
@@ -122,18 +122,18 @@ def _told(entry: Json, rank: int, parts: Mapping[str, bytes], now: FunctionIdent
     return texts, head
 
 
-def _used(index: Sequence[Mapping[str, Any]], parts: Mapping[str, bytes]) -> list[str]:
+def _used(index: Sequence[Json], parts: Mapping[str, bytes]) -> list[str]:
     named = dict.fromkeys(digest for entry in index for digest in (*entry["keys"], *entry["programs"]))
     heads = dict.fromkeys(digest for entry in index for digest in entry["programs"])
     return [*dict.fromkeys([*named, *(x for head in heads for x in _digests(json.loads(parts[head])))])]
 
 
-def _digests(head: Mapping[str, Any]) -> list[str]:
+def _digests(head: Json) -> list[str]:
     regions = [region["text"] for region in head["regions"]]
     return [head["driver"], *regions, *head["libraries"], *(digest for *_, digest in head["constants"].values())]
 
 
-def _read(path: Path) -> tuple[list[Any], dict[str, bytes]]:
+def _read(path: Path) -> tuple[list[Json], dict[str, bytes]]:
     """Return a file's programs, latest first, and its parts; any error means no whole artifact."""
     place, name = _place(path)
     with place.open(name) as file:
@@ -143,11 +143,9 @@ def _read(path: Path) -> tuple[list[Any], dict[str, bytes]]:
     with zipfile.ZipFile(io.BytesIO(data)) as archive:
         parts = {member.filename: archive.read(member) for member in archive.infolist()}
     index = json.loads(parts.pop(_INDEX))
-    if index["format"] != _FORMAT:
-        raise ValueError(f"its format was {index['format']}, is {_FORMAT}")
-    torn = any(digest_of(part) != digest for digest, part in parts.items())
-    if torn or {*_used(index["programs"], parts)} - {*parts}:
-        raise ValueError("a part is not what was written")
+    require(index["format"] == _FORMAT, f"its format was {index['format']}, is {_FORMAT}")
+    is_whole = all(digest_of(part) == digest for digest, part in parts.items())
+    require(is_whole and {*_used(index["programs"], parts)} <= {*parts}, "a part is not what was written")
     return index["programs"], parts
 
 

@@ -14,7 +14,6 @@ from ..core.storage import address
 from ..graph.dataflow import NodeIndex, computed, copied, index, repeated
 from .trace import Output, Trace
 
-_copy_ = torch.ops.aten.copy_.default
 _EMPTY = (torch.ops.aten.new_empty.default, torch.ops.aten.empty.memory_format, torch.ops.aten.empty_like.default)
 
 
@@ -98,7 +97,7 @@ def _write(graph: fx.Graph, moves: Sequence[_Move], inputs: Sequence[fx.Node], o
         anchors.append(in_order[min(max(ready + 1, len(inputs)), len(in_order) - 1)])
     for move, anchor in zip(moves, anchors, strict=True):
         with graph.inserting_before(anchor):
-            graph.call_function(_copy_, (inputs[move.input], outputs[move.output]))
+            graph.call_function(torch.ops.aten.copy_.default, (inputs[move.input], outputs[move.output]))
 
 
 def _first_argument(traced: Trace) -> tree.Spec:

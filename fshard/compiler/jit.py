@@ -12,7 +12,7 @@ import torch
 
 from ..comm.consensus import of_all, together
 from ..core import func_levels, tree
-from ..core.arguments import check_flags, check_whole, wrong
+from ..core.arguments import check_flags, check_whole, expect
 from ..core.losses import running
 from ..core.tracing import is_tracing
 from ..core.tree import tensors
@@ -199,15 +199,12 @@ def jit(
 
     Source: jax.jit; SimpleFSDP (Zhang et al., 2024) for the whole step as one graph.
     """
-    if not callable(fn) or isinstance(fn, type):
-        raise TypeError(f"jit: {wrong('fn', fn, 'a function of trees: a step, a loss, a gradient')}")
+    expect("jit: fn", fn, callable(fn) and not isinstance(fn, type), "a function of trees: a step, a loss, a gradient")
     check_flags(**{"jit: donate": donate})
-    if not isinstance(backend, str):
-        raise TypeError(f"jit: {wrong('backend', backend, 'the name of a backend of torch.compile')}")
+    expect("jit: backend", backend, isinstance(backend, str), "the name of a backend of torch.compile")
     check_whole("jit: in_flight", in_flight, least=0, what="a number of bytes")
     check_whole("jit: bucket", bucket, least=0, what="a number of bytes")
     if artifact is not None:
         artifact = file_at("jit: artifact", artifact)
-        if backend != "inductor":
-            raise TypeError(f"jit: artifact: {wrong('backend', backend, 'inductor, whose code can be saved')}")
+        expect("jit: artifact: backend", backend, backend == "inductor", "inductor, whose code can be saved")
     return Jitted(fn, backend, Options(donate, in_flight, bucket), artifact)

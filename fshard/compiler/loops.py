@@ -93,8 +93,7 @@ class _File:
         parts = [_part(name, argtypes, source) for (argtypes, source), name in self._sources.items()]
         includes = dict.fromkeys(line.strip() for part in parts for line in _INCLUDE.findall(part))
         bodies = [f"namespace loop{n} {{\n{_INCLUDE.sub('', part)}\n}}\n" for n, part in enumerate(parts)]
-        first = CppPythonBindingsCodeCache.load("\n".join([*includes, *bodies]))
-        self.path = first.__file__
+        self.path = CppPythonBindingsCodeCache.load("\n".join([*includes, *bodies])).__file__
         return {name: load(name, self.path) for name in self._sources.values()}
 
 

@@ -80,11 +80,8 @@ class Lowered:
     """The graph of a function for arguments of one signature."""
 
     traced: Trace
-    signature: Signature
-    donate: bool
-    captured: tuple[Capture, ...] = ()  # as in `Interface`
-    contents: Contents = ()
-    numbers: tuple[int, ...] = ()  # positions of `captured` among all variables of the function
+    interface: Interface
+    numbers: tuple[int, ...] = ()  # positions of the captured among all variables of the function
     identity: FunctionIdentity | None = None  # if the function may be saved
 
     @property
@@ -94,7 +91,7 @@ class Lowered:
 
     def as_text(self) -> str:
         """Return one line for each node: name, dtype and shape, operator, arguments."""
-        return inspect.as_text(self.graph, self._paths())
+        return "\n".join(inspect.lines(self.graph, self._paths()))
 
     def collectives(self) -> list[Traffic]:
         """Return the collectives by kind, unit and axis: their number, and the bytes that a rank sends."""
@@ -116,9 +113,9 @@ class Lowered:
         return [_purpose(path) for path in self._paths()]
 
     def _paths(self) -> list[str]:
-        paths, keys = tree.paths(self.traced.spec), self.signature.kinds
+        paths, keys = tree.paths(self.traced.spec), self.interface.signature.kinds
         named = [path for path, key in zip(paths, keys, strict=True) if isinstance(key, TensorKey)]
-        return named + [variable.name for variable in self.captured for _ in variable.tensors()]
+        return named + [variable.name for variable in self.interface.captured for _ in variable.tensors()]
 
     def compile(self, backend: str = "inductor") -> Compiled:
         """Compile the graph with a backend of torch.compile."""
@@ -137,11 +134,6 @@ class Lowered:
             fn = _compiled(backend, fx.GraphModule(module, graph))
             return Compiled(self.interface, fn, self.as_text(), saved)
 
-    @property
-    def interface(self) -> Interface:
-        result = self.traced.out_spec, self.traced.results, self.traced.has_gradient
-        return Interface(self.signature, self.donate, self.captured, self.contents, *result)
-
     def program(self, leaves: Sequence[object] = ()) -> Program:
         """Compile the graph with Inductor into data (Note [A program]). `leaves`: of the arguments.
 
@@ -156,7 +148,7 @@ class Lowered:
                     "jit: artifact: the graph stays whole: it draws from torch's generator, has values that are "
                     "conjugated lazily, or runs as a CUDA graph"
                 )
-            grids = [*self.signature.grids.values()]
+            grids = [*self.interface.signature.grids.values()]
             return record(self.traced, parts, partial(_compiled, "inductor"), grids, leaves, self.numbers)
 
 
@@ -360,9 +352,10 @@ def lower(fn: Callable[..., Tree], leaves: Sequence[object], spec: tree.Spec, op
         traced = donated(traced, leaves)
     places = [variable.identity for variable, _ in captured]
     numbers = tuple(places.index(variable.identity) for variable in variables)
-    lowered = Lowered(traced, key, options.donate, variables, contents(variables, inputs_of(variables)), numbers)
-    plans = [node.plan for node in tree.nodes(arguments, Sharded)]
-    setting = Setting(plans, options)
+    result = traced.out_spec, traced.results, traced.has_gradient
+    interface = Interface(key, options.donate, variables, contents(variables, inputs_of(variables)), *result)
+    lowered = Lowered(traced, interface, numbers)
+    setting = Setting([node.plan for node in tree.nodes(arguments, Sharded)], options)
     for each in PASSES:
         each.apply(lowered.graph, setting)
     lowered.graph.lint()

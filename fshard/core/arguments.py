@@ -41,6 +41,12 @@ def wrong(name: str, value: object, expected: str, remedy: str = "") -> str:
     return f"{name}={shown(value)}: expected {expected}" + f". {remedy}" * bool(remedy)
 
 
+def expect(name: str, value: object, is_right: object, expected: str, remedy: str = "") -> None:
+    """TypeError, about an argument, unless the argument is right."""
+    if not is_right:
+        raise TypeError(wrong(name, value, expected, remedy))
+
+
 def check_path(name: str, value: object, what: str = "the path of a folder") -> Path:
     if not isinstance(value, str | os.PathLike):
         raise TypeError(wrong(name, value, what))
@@ -51,8 +57,7 @@ def check_path(name: str, value: object, what: str = "the path of a folder") -> 
 
 def check_flags(**flags: object) -> None:
     for name, value in flags.items():
-        if not isinstance(value, bool):
-            raise TypeError(wrong(name, value, "True or False"))
+        expect(name, value, isinstance(value, bool), "True or False")
 
 
 def check_whole(

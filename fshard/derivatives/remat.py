@@ -28,7 +28,7 @@ from torch.overrides import _get_current_function_mode_stack as function_modes
 from torch.utils.checkpoint import checkpoint
 
 from ..core import func_levels, tree
-from ..core.arguments import wrong
+from ..core.arguments import expect
 from ..core.lazy import Branch
 from ..core.random import bookmark
 from ..core.storage import address, is_inexact, share_elements
@@ -68,8 +68,7 @@ def remat(fn: Callable[P, R]) -> Callable[P, R]:
 
     Source: Chen et al., Training Deep Nets with Sublinear Memory Cost, 2016.
     """
-    if not callable(fn):
-        raise TypeError(wrong("remat: fn", fn, "fn(*args, **kwargs), a function or a module"))
+    expect("remat: fn", fn, callable(fn), "fn(*args, **kwargs), a function or a module")
 
     def rematerialized(*args: P.args, **kwargs: P.kwargs) -> R:
         if torch.compiler.is_dynamo_compiling():  # dynamo knows torch's checkpoint

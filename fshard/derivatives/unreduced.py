@@ -44,8 +44,7 @@ def unreduced(grads: Tree, params: Sharded) -> Unreduced:
             f"unreduced: params: leaves are split over {axes[0]!r}: whether its ranks have equal gradients of the "
             "other leaves, or summands, cannot be told. Take them with value_and_grad(loss, reduce=False)"
         )
-    flat, spec = tree.flatten(grads)
-    by_name = dict(zip(tree.paths(spec), flat, strict=True))
+    by_name = dict(tree.paths_to(grads, torch.Tensor))
     if errors := [*_differences(params, by_name)]:
         raise ValueError("unreduced: " + "; ".join(errors))
     local = empty_grads(params, (), local=True)  # (n,) for each trainable kind

@@ -7,6 +7,8 @@ import math
 from collections.abc import Iterator, Sequence
 from operator import le
 
+from .foreign import require
+
 MOST_RUNS = 1 << 20  # of all boxes of a checkpoint
 
 
@@ -14,8 +16,7 @@ def check_box(name: str, shape: Sequence[int], offsets: Sequence[int], sizes: Se
     """ValueError, beginning with the tensor's name, unless a box is inside."""
     ends = [begin + size for begin, size in zip(offsets, sizes, strict=False)]
     is_inside = len(shape) == len(offsets) == len(sizes) and all(map(le, ends, shape))
-    if not is_inside:
-        raise ValueError(f"{name!r}: a chunk {[*sizes]} at {[*offsets]} is not inside the tensor {[*shape]}")
+    require(is_inside, f"{name!r}: a chunk {[*sizes]} at {[*offsets]} is not inside the tensor {[*shape]}")
 
 
 def num_runs(shape: Sequence[int], sizes: Sequence[int]) -> int:

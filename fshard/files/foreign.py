@@ -48,9 +48,13 @@ def read_text(path: str | os.PathLike[str]) -> bytes:
         return file.read(size)
 
 
+def require(condition: object, otherwise: str) -> None:
+    if not condition:
+        raise ValueError(otherwise)
+
+
 def check_size(size: int, where: object) -> None:
-    if size > MOST_BYTES:
-        raise ValueError(f"{where}: expected at most {MOST_BYTES:,} bytes, got {size:,}")
+    require(size <= MOST_BYTES, f"{where}: expected at most {MOST_BYTES:,} bytes, got {size:,}")
 
 
 def parsed(text: bytes, where: object, what: str = "it") -> dict[str, Any]:
@@ -62,10 +66,8 @@ def parsed(text: bytes, where: object, what: str = "it") -> dict[str, Any]:
 
     def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         values = dict(pairs)
-        if len(values) > MOST_ITEMS:
-            raise ValueError(f"{len(values):,} names in one object: expected at most {MOST_ITEMS:,}")
-        if len(values) < len(pairs):
-            raise ValueError("a name comes twice")
+        require(len(values) <= MOST_ITEMS, f"{len(values):,} names in one object: expected at most {MOST_ITEMS:,}")
+        require(len(values) == len(pairs), "a name comes twice")
         return values
 
     check_size(len(text), where)

@@ -36,7 +36,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .foreign import MOST_ITEMS, parsed
+from .foreign import MOST_ITEMS, parsed, require
 from .places import Reader
 from .safetensors_file import CHUNK, DTYPES, NAMES
 
@@ -289,11 +289,6 @@ def _count(number: Json) -> int:
     if type(number) is not int or not 0 <= number < 2**63:
         raise ValueError(f"expected a number of at least 0, got {reprlib.repr(number)}")
     return number
-
-
-def require(condition: object, otherwise: str) -> None:
-    if not condition:
-        raise ValueError(otherwise)
 
 
 def rank_key(name: str, rank: int) -> str:

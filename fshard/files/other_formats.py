@@ -14,7 +14,7 @@ from typing import Any
 
 from .boxes import MOST_RUNS, num_runs, runs_of
 from .directory import finished, read_all
-from .foreign import parsed
+from .foreign import parsed, require
 from .hugging_face import FILE, indexed
 from .hugging_face import INDEX as FILES
 from .index import CheckpointError, Index, IndexEntry, Piece, in_order
@@ -69,8 +69,7 @@ def source_at(path: str | os.PathLike[str], place: Place, kind: str) -> Checkpoi
         return Checkpoint(f"{place}", place, index, hashlib.sha256(data).hexdigest())
     folder = place_of(Path(path).parent) if os.path.isfile(path) else place
     try:
-        chunks = [chunk for file in _files(Path(path), folder) for chunk in file]
-        index = _index(chunks)
+        index = _index(_chunks_at(Path(path), folder))
     except (OSError, ValueError) as error:  # these begin with the path
         raise CheckpointError(str(error)) from error
     lines = [f"{name!r}: {entry}" for name, entry in index.leaves.items()]
@@ -80,20 +79,20 @@ def source_at(path: str | os.PathLike[str], place: Place, kind: str) -> Checkpoi
 _Chunk = tuple[FileEntry, tuple[int, ...] | None]  # a tensor of a file, and its beginning in the whole one
 
 
-def _files(path: Path, folder: Place) -> Iterator[list[_Chunk]]:
+def _chunks_at(path: Path, folder: Place) -> Iterator[_Chunk]:
     def read(name: str) -> dict[str, FileEntry]:
         return header_of(folder, name)[0]
 
     if os.path.isfile(path):
-        yield [(x, None) for x in read(path.name).values()]
+        yield from ((x, None) for x in read(path.name).values())
     elif folder.has(FILE):
-        yield [(x, None) for x in read(FILE).values()]  # as transformers: not the index
+        yield from ((x, None) for x in read(FILE).values())  # as transformers: not the index
     elif folder.has(FILES):
         where = f"{folder}/{FILES}"
-        yield [(x, None) for x in indexed(parsed(read_all(folder, FILES), where), where, read).values()]
+        yield from ((x, None) for x in indexed(parsed(read_all(folder, FILES), where), where, read).values())
     else:
         for name in filter(_SHARD.fullmatch, folder.names()):
-            yield [*_chunks(folder, name)]
+            yield from _chunks(folder, name)
 
 
 def header_of(folder: Place, name: str) -> tuple[dict[str, FileEntry], dict[str, Any]]:
@@ -130,8 +129,7 @@ def _index(chunks: Iterable[_Chunk]) -> Index:
             raise ValueError(f"{first.file}: {name!r}: other files have it with another dtype or other dimensions")
         shape = tuple(max(sizes) for sizes in zip(*(map(add, at, x.shape) for x, at in boxes), strict=True))
         left -= sum(num_runs(shape, x.shape) for x, _ in boxes)
-        if left < 0:
-            raise ValueError(f"{first.file}: {name!r}: it is cut so that there are more than {MOST_RUNS:,} runs")
+        require(left >= 0, f"{first.file}: {name!r}: it is cut so that there are more than {MOST_RUNS:,} runs")
         runs = ((x, *run) for x, offsets in boxes if x.num_bytes for run in runs_of(shape, offsets, x.shape))
         size = first.dtype.itemsize
         pieces = [Piece(x.file.name, x.start + begin * size, at, numel, ()) for x, begin, at, numel in runs]

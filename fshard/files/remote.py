@@ -16,6 +16,8 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
 
+from .foreign import require
+
 # Note [Objects appear whole]
 OBJECT_STORES = {"abfs", "abfss", "az", "gcs", "gs", "memory", "oci", "oss", "s3", "s3a", "tos"}
 # fsspec's errors often have no number
@@ -147,8 +149,7 @@ def remote_place(url: str) -> RemotePlace:
     >>> str(remote_place("memory://runs/1/"))
     'memory://runs/1'
     """
-    if "::" in url:
-        raise ValueError(f"dir={url!r}: expected one URL, got a chain: a cache does not show what others write")
+    require("::" not in url, f"dir={url!r}: expected one URL, got a chain: a cache does not show what others write")
     try:
         from fsspec.core import url_to_fs
     except ImportError as error:
@@ -160,6 +161,5 @@ def remote_place(url: str) -> RemotePlace:
         raise ImportError(f"dir={shown!r}: {error}") from error
     except Exception as error:  # each file system has options of its own
         raise ValueError(f"dir={shown!r}: expected a path, or a URL that fsspec opens: {error}") from error
-    if not path.strip("/"):
-        raise ValueError(f"dir={url!r}: expected a folder in the store, as in 's3://bucket/run'")
+    require(path.strip("/"), f"dir={url!r}: expected a folder in the store, as in 's3://bucket/run'")
     return RemotePlace(fs, path.rstrip("/"), shown)

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from ..core.storage import as_bytes, from_bytes
-from .foreign import open_file, parsed
+from .foreign import open_file, parsed, require
 from .places import LocalReader, Reader, read_bytes
 
 _LONGEST_HEADER = 100_000_000  # bytes; the library's own limit
@@ -122,7 +122,6 @@ def read_header(file: Reader, path: Path) -> tuple[dict[str, FileEntry], dict[st
     """Return the tensors and the metadata of a file. ValueError if it is in another format or not whole."""
     first, size = read_bytes(file, 0, 8), file.size
     length = int.from_bytes(first, "little")
-    is_wrong = len(first) < 8 or length > min(_LONGEST_HEADER, size - 8)
     # torch.save writes zip files, and wrote plain pickles; as lengths, their first bytes are absurd
     is_pickle = length > _LONGEST_HEADER and (first[:4] == b"PK\x03\x04" or first[:1] == b"\x80")
     if path.suffix in PICKLES or is_pickle:
@@ -130,10 +129,8 @@ def read_header(file: Reader, path: Path) -> tuple[dict[str, FileEntry], dict[st
             f"{path}: expected a .safetensors file, got a pickle, which may run any code when it is read. "
             "Let the library that wrote it write safetensors"
         )
-    if is_wrong:
-        raise ValueError(
-            f"{path}: not a safetensors file, or cut off: a header of {length:,} bytes in a file of {size:,}"
-        )
+    wrong = f"not a safetensors file, or cut off: a header of {length:,} bytes in a file of {size:,}"
+    require(len(first) == 8 and length <= min(_LONGEST_HEADER, size - 8), f"{path}: {wrong}")
     forms = parsed(read_bytes(file, 8, length), path, "its header")
     metadata = forms.pop(METADATA, {})
     entries = _entries(forms, 8 + length, path)
@@ -179,8 +176,7 @@ def read_chunks(file: FileIO, path: Path, start: int, num_bytes: int, dtype: tor
     reader, buffer, end = LocalReader(file), bytearray(min(num_bytes, CHUNK)), start + num_bytes
     for begin in range(start, end, CHUNK):
         view = memoryview(buffer)[: end - begin]
-        if reader.read_into(begin, view) < len(view):
-            raise ValueError(f"{path}: it ended while it was read")
+        require(reader.read_into(begin, view) == len(view), f"{path}: it ended while it was read")
         yield from_bytes(torch.frombuffer(view, dtype=torch.uint8), dtype)
 
 

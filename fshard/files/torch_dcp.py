@@ -23,7 +23,8 @@ import torch
 from ..core.arguments import shown
 from .boxes import MOST_RUNS, check_box, num_runs, runs_of
 from .directory import read_all
-from .index import CheckpointError, Index, IndexEntry, Json, Piece, in_order, require
+from .foreign import require
+from .index import CheckpointError, Index, IndexEntry, Json, Piece, in_order
 from .inert_pickle import PERSISTENT, PickleRecord, Plain, read_pickle
 from .places import Place, is_file_name
 from .safetensors_file import NAMES

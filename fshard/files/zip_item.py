@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import zipfile
 
-from .index import require
+from .foreign import require
 from .places import Reader, read_bytes
 
 _MOST_BYTES = 1 << 24  # of a directory (160 for each tensor), and of a member
@@ -59,14 +59,12 @@ class ZipItem:
 
 
 def _read(file: Reader, offset: int, num_bytes: int) -> bytes:
-    if num_bytes > _MOST_BYTES:
-        raise ValueError(f"expected at most {_MOST_BYTES:,} bytes, got {num_bytes:,}")
+    require(num_bytes <= _MOST_BYTES, f"expected at most {_MOST_BYTES:,} bytes, got {num_bytes:,}")
     try:
         data = read_bytes(file, offset, num_bytes)
     except OSError as error:  # zipfile takes an OSError for the end of the file
         raise ValueError(str(error)) from error
-    if len(data) < num_bytes:
-        raise ValueError(f"{num_bytes:,} bytes from byte {offset:,} on are beyond the end of the file")
+    require(len(data) == num_bytes, f"{num_bytes:,} bytes from byte {offset:,} on are beyond the end of the file")
     return data
 
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import operator as python
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import accumulate, pairwise
 from typing import Any
 
@@ -54,22 +55,19 @@ class _Bucket:
     nbytes: int
     limit: int
 
-    def add(self, collective: _FlatCollective, limit: int) -> None:
-        self.collectives.append(collective)
-        self.nbytes += collective.nbytes
-        self.limit = limit
-
 
 def bucket(graph: fx.Graph, nbytes: int) -> None:
     """Merge consecutive labelled collectives of one kind, of flat tensors, into collectives of up to `nbytes` bytes."""
     nodes = index(graph)
     order = dict(nodes.order)  # an inserted node gets the number of the node after it
-    dead = [x for group in _early(_gathers(nodes), nodes, nbytes) for x in _merge_gathers(graph, group, order)]
-    _erase(graph, dead)
+    early = [(x, order[x.start]) for x in _gathers(nodes)]
+    groups = _groups(early, nbytes, partial(_may_start_at, nodes))
+    _erase(graph, [x for group in groups for x in _merge_gathers(graph, group, order)])
     nodes = index(graph)  # anew: a merged gather may read the result of a reduction
     in_order = list(nodes.order)
-    late = _late(_reductions(nodes), nodes, nbytes)
-    _erase(graph, [x for group in late for x in _merge_reductions(graph, group, nodes, in_order)])
+    used = ((x, nodes.first_reader(x.wait), nodes.first_write([x.x], nodes.order[x.start])) for x in _reductions(nodes))
+    groups = _groups([(x, min(ends)) for x, *ends in used], nbytes, lambda x, end: nodes.order[x.start] < end)
+    _erase(graph, [x for group in groups for x in _merge_reductions(graph, group, nodes, in_order)])
 
 
 def _erase(graph: fx.Graph, nodes: Iterable[fx.Node]) -> None:
@@ -93,28 +91,20 @@ def _reductions(nodes: NodeIndex) -> Iterator[_FlatCollective]:
         yield _FlatCollective(start, wait, [arguments(start)["place"]])
 
 
-def _early(gathers: Iterable[_FlatCollective], nodes: NodeIndex, nbytes: int) -> list[Sequence[_FlatCollective]]:
-    open_buckets, buckets = dict[object, _Bucket](), list[_Bucket]()  # the last of each kind; all
-    for gather in filter(_may_merge, gathers):
-        start, bucket = nodes.order[gather.start], open_buckets.get(gather.kind)
-        fits = bucket is not None and bucket.nbytes + gather.nbytes <= nbytes
-        if bucket is None or not fits or not _may_start_at(bucket.limit, gather, nodes):
-            bucket = open_buckets[gather.kind] = _Bucket([], 0, start)
+def _groups(
+    limited: Iterable[tuple[_FlatCollective, int]], nbytes: int, joins: Callable[[_FlatCollective, int], bool]
+) -> list[Sequence[_FlatCollective]]:
+    """Return the collectives to merge. A bucket has the least of their limits, and `joins(collective, limit)` each."""
+    last, buckets = dict[object, _Bucket](), list[_Bucket]()  # the last of each kind; all
+    for collective, limit in ((x, limit) for x, limit in limited if _may_merge(x)):
+        bucket = last.get(collective.kind)
+        fits = bucket is not None and bucket.nbytes + collective.nbytes <= nbytes
+        if bucket is None or not fits or not joins(collective, bucket.limit):
+            bucket = last[collective.kind] = _Bucket([], 0, limit)
             buckets.append(bucket)
-        bucket.add(gather, bucket.limit)
-    return [bucket.collectives for bucket in buckets if len(bucket.collectives) > 1]
-
-
-def _late(reductions: Iterable[_FlatCollective], nodes: NodeIndex, nbytes: int) -> list[Sequence[_FlatCollective]]:
-    open_buckets, buckets = dict[object, _Bucket](), list[_Bucket]()
-    for reduction in filter(_may_merge, reductions):
-        start, bucket = nodes.order[reduction.start], open_buckets.get(reduction.kind)
-        fits = bucket is not None and bucket.nbytes + reduction.nbytes <= nbytes
-        if bucket is None or not fits or bucket.limit <= start:
-            bucket = open_buckets[reduction.kind] = _Bucket([], 0, len(nodes.order))
-            buckets.append(bucket)
-        used = min(nodes.first_reader(reduction.wait), nodes.first_write([reduction.x], start))
-        bucket.add(reduction, min(bucket.limit, used))
+        bucket.collectives.append(collective)
+        bucket.nbytes += collective.nbytes
+        bucket.limit = min(bucket.limit, limit)
     return [bucket.collectives for bucket in buckets if len(bucket.collectives) > 1]
 
 
@@ -122,7 +112,7 @@ def _may_merge(collective: _FlatCollective) -> bool:
     return values(collective.x)[0].dim() == 1 and collective.numel > 0 and not is_fixed(collective.start)
 
 
-def _may_start_at(first: int, gather: _FlatCollective, nodes: NodeIndex) -> bool:
+def _may_start_at(nodes: NodeIndex, gather: _FlatCollective, first: int) -> bool:
     exists = _is_there(gather.x, first, nodes.order)
     return exists and nodes.first_write([gather.x], first) > nodes.order[gather.start]
 

@@ -209,16 +209,14 @@ def copy(graph: fx.Graph, node: fx.Node, other: Mapping[fx.Node, fx.Node]) -> fx
 
 def computed(node: fx.Node) -> Any:
     args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda x: x.meta["val"])
-    with values(node)[0].fake_mode:  # type: ignore[attr-defined]
+    with next(x for n in node.all_input_nodes for x in values(n)).fake_mode:  # type: ignore[attr-defined]
         return node.target(*args, **kwargs)  # type: ignore[operator]
 
 
 def call(graph: fx.Graph, target: Callable[..., object], *args: Argument, **kwargs: Argument) -> fx.Node:
-    """Insert a node that calls `target`. Tensors must be in `args`."""
+    """Insert a node that calls `target`."""
     node = graph.call_function(target, args, kwargs)
-    fakes = fx.node.map_arg(args, lambda x: x.meta["val"])
-    with next(x for n in node.all_input_nodes for x in values(n)).fake_mode:  # type: ignore[attr-defined]
-        node.meta["val"] = target(*fakes, **kwargs)
+    node.meta["val"] = computed(node)
     return node
 
 

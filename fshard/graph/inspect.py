@@ -86,11 +86,7 @@ def flops(module: fx.GraphModule) -> int:
     return counter.get_total_flops()
 
 
-def as_text(graph: fx.Graph, names: Sequence[str]) -> str:
-    return "\n".join(_lines(graph, names))
-
-
-def _lines(graph: fx.Graph, names: Sequence[str]) -> Iterator[str]:
+def lines(graph: fx.Graph, names: Sequence[str]) -> Iterator[str]:
     inputs = iter(names)
     for node in graph.nodes:
         if node.op == "placeholder":

@@ -16,13 +16,9 @@ _AT = "str mesh, str axis, str label, int nbytes"
 Started = tuple[Tensor, Tensor]
 
 
-def _ticket() -> Tensor:
+def _ticket(*args: object) -> Tensor:
     """Return a tensor for its storage only: operators take tensors, not collectives."""
     return torch.empty(1, dtype=torch.uint8, device="cpu")
-
-
-def _ticket_of(*args: object) -> Tensor:
-    return _ticket()
 
 
 def _started(place: Tensor, pending: Pending) -> Started:
@@ -86,7 +82,7 @@ def _all_gather_into(place: Tensor, x: Tensor, mesh: str, axis: str, label: str,
     return _started(place, primitives.all_gather(x, _ranks(mesh, axis), label, place))[1]
 
 
-_define_start(f"all_gather_into(Tensor(a!) place, Tensor x, {_AT}) -> Tensor", _all_gather_into, _ticket_of)
+_define_start(f"all_gather_into(Tensor(a!) place, Tensor x, {_AT}) -> Tensor", _all_gather_into, _ticket)
 
 
 def _reduce_scatter(place: Tensor, x: Tensor, mesh: str, axis: str, label: str, nbytes: int, fast: bool) -> Tensor:
@@ -99,9 +95,9 @@ def _all_reduce(
     return _started(place, primitives.all_reduce(x, _ranks(mesh, axis), label, place, op=op, fast=fast, more=more))[1]
 
 
-_define_start(f"reduce_scatter(Tensor(a!) place, Tensor x, {_AT}, bool fast) -> Tensor", _reduce_scatter, _ticket_of)
+_define_start(f"reduce_scatter(Tensor(a!) place, Tensor x, {_AT}, bool fast) -> Tensor", _reduce_scatter, _ticket)
 _define_start(
-    f"all_reduce(Tensor(a!) place, Tensor x, {_AT}, str op, bool fast, str more) -> Tensor", _all_reduce, _ticket_of
+    f"all_reduce(Tensor(a!) place, Tensor x, {_AT}, str op, bool fast, str more) -> Tensor", _all_reduce, _ticket
 )
 define(
     "room(Tensor like, int numel, str mesh, str axis, bool lent) -> Tensor",

@@ -52,8 +52,6 @@ from .dataflow import (
 from .inspect import arguments, operator, starts, values
 from .memory import storages_of
 
-_get, _as_strided = python.getitem, torch.ops.aten.as_strided.default
-
 
 def _reaches_nothing(graph: fx.Graph) -> bool:
     """Return True if no parameter reaches the loss on this rank; peers still wait for this rank's gathers."""
@@ -92,7 +90,7 @@ def shorten(graph: fx.Graph) -> None:
             is_tensor = isinstance(value, torch.Tensor) and value.dtype == whole.dtype
             # else shape, strides and offset do not make the view
             if view is not buffer and is_tensor and not value.is_conj() and not value.is_neg():
-                view.target, view.kwargs = _as_strided, {}
+                view.target, view.kwargs = torch.ops.aten.as_strided.default, {}
                 view.args = (buffer, list(value.shape), list(value.stride()), value.storage_offset())
     for node in list(graph.nodes):
         if (written := returns_place(node)) or is_call(node, "detach", "alias"):
@@ -170,7 +168,7 @@ def _ticket_of(start: fx.Node) -> fx.Node:
         return start
     readers = [user for user in start.users if is_call(user, "getitem") and user.args[1] == 1]
     with start.graph.inserting_after(start):
-        return readers[0] if readers else call(start.graph, _get, start, 1)
+        return readers[0] if readers else call(start.graph, python.getitem, start, 1)
 
 
 def _element(graph: fx.Graph, x: fx.Node, after: fx.Node) -> fx.Node:

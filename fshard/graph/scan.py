@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ..core import tree
-from ..core.arguments import check_function, wrong
+from ..core.arguments import check_function, expect, wrong
 from ..core.tree import Tree
 from .replay import Repeated, can_record
 
@@ -56,8 +56,7 @@ def scan(body: Callable[..., Tree], carry: Carry, units: Sequence[Tree], xs: Tre
 def _rows(xs: Tree, count: int) -> Sequence[tuple[Tree, ...]]:
     leaves, spec = tree.flatten(xs)
     for path, x in zip(tree.paths(spec), leaves, strict=True):
-        if not isinstance(x, Tensor):
-            raise TypeError(wrong(f"scan: xs{_at(path)}", x, "a tensor with a row for each unit"))
+        expect(f"scan: xs{_at(path)}", x, isinstance(x, Tensor), "a tensor with a row for each unit")
         if not x.dim() or len(x) != count:
             raise ValueError(f"scan: xs{_at(path)}: shape {list(x.shape)}: expected {count} rows, one for each unit")
     columns = [x.unbind() for x in leaves]  # the derivative of `unbind` is one sum, not one for each row
@@ -86,8 +85,7 @@ def _stacked(ys: Sequence[Tree]) -> Tree:
     rest = [[leaf for _, leaf in tree.pairs("scan: y of a later unit", ys[0], y)[0]] for y in ys[1:]]
     columns = [*zip(leaves, *rest, strict=True)]
     for path, column in zip(tree.paths(spec), columns, strict=True):
-        if not all(isinstance(x, Tensor) for x in column):
-            raise TypeError(wrong(f"scan: y{_at(path)}", column[0], "a tensor for each unit"))
+        expect(f"scan: y{_at(path)}", column[0], all(isinstance(x, Tensor) for x in column), "a tensor for each unit")
         if len(shapes := dict.fromkeys(x.shape for x in column)) > 1:
             raise ValueError(f"scan: y{_at(path)}: shapes {[*map(list, shapes)]}: expected one shape for all units")
     return tree.unflatten(spec, [torch.stack(column) for column in columns])

@@ -65,11 +65,13 @@ def check_memory(module: nn.Module, tensors: Mapping[int, object]) -> None:
     memory: dict[int, list[tuple[str, Tensor]]] = {}
     parameters: list[tuple[str, str, Tensor]] = [("parameter", *pair) for pair in module.named_parameters()]
     for kind, path, tensor in [*parameters, *(("buffer", *pair) for pair in module.named_buffers())]:
-        if other := _take(memory, tensor, path):
+        if other := _sharing(memory, tensor):
             raise ValueError(
                 f"functionalize: {kind} {path!r} shares memory with {other!r}: .clone() it, or register one of them, "
                 "under both names"
             )
+        if _has_memory(tensor):
+            memory.setdefault(tensor.untyped_storage().data_ptr(), []).append((path, tensor))
     for where, name, x in _reached(module):
         if isinstance(x, Tensor) and id(x) not in tensors and (other := _sharing(memory, x)):
             raise ValueError(
@@ -115,14 +117,6 @@ def check_uncached(name: str) -> None:
             f"{name}: torch.nn.utils.parametrize.cached() keeps the weight of the first call for all others, whatever "
             "parameters they are given: leave it out"
         )
-
-
-def _take(memory: dict[int, list[tuple[str, Tensor]]], x: Tensor, path: str) -> str | None:
-    """Note a tensor's memory; return the path of an earlier tensor with common elements."""
-    other = _sharing(memory, x)
-    if _has_memory(x):
-        memory.setdefault(x.untyped_storage().data_ptr(), []).append((path, x))
-    return other
 
 
 def _sharing(memory: Mapping[int, list[tuple[str, Tensor]]], x: Tensor) -> str | None:

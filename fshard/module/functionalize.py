@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from ..core import tree
-from ..core.arguments import check_flags, wrong
+from ..core.arguments import check_flags, expect, wrong
 from ..core.losses import running
 from ..core.tree import Tree
 from ..layout.pieces import Parts
@@ -212,8 +212,7 @@ def functionalize(
     >>> grads["weight"]
     tensor([[3., 3.]])
     """
-    if not isinstance(module, nn.Module):
-        raise TypeError(f"functionalize: {wrong('module', module, 'a torch.nn.Module')}")
+    expect("functionalize: module", module, isinstance(module, nn.Module), "a torch.nn.Module")
     check_flags(sync_batch_norm=sync_batch_norm)
     params = in_tree_order(dict(module.named_parameters(remove_duplicate=False)))
     buffers = in_tree_order(dict(module.named_buffers(remove_duplicate=False)))

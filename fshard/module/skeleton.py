@@ -395,5 +395,4 @@ def nested(tensors: Mapping[str, Tensor]) -> dict[str, Any]:
 
 def in_tree_order(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Sort tensors as the leaves of `nested(tensors)`."""
-    root = nested(tensors)
-    return dict(zip(tree.paths(tree.flatten(root)[1]), tree.leaves(root), strict=True))
+    return dict(tree.paths_to(nested(tensors), Tensor))

@@ -168,10 +168,7 @@ def adafactor(
         rms_of_step, rms_of_params = (leaf_norms(x, layout=layout, exact=exact_norms) / sizes for x in (steps, params))
         alpha = rms_of_params.clamp(min=eps[1]) * torch.minimum(rate, t.rsqrt())
         steps = scale_leaves_(steps, -alpha / (rms_of_step / d).clamp(min=1.0), layout)
-        if is_zero(weight_decay):
-            return steps, state
-        decay = rate * weight_decay
-        return tree.map(lambda u, p: (u - beside(decay, p) * p).to(u.dtype), steps, params), state
+        return _decayed(steps, params, rate, weight_decay), state
 
     def on_vectors(
         grads: Tree, state: AdafactorState, params: Tree = None, exact_norms: bool = False, **extra: object
@@ -219,10 +216,9 @@ def _divided(grads: Tree, state: AdafactorState, layout: Layout, eps: float | No
 
 def _root_sizes(numels: Sequence[int], device: torch.device) -> Tensor:
     """Return square roots of the numbers, (leaves,) float64, cached by device because a copy would synchronize."""
-    if is_tracing() or torch.compiler.is_dynamo_compiling():
-        # a graph must not capture a cached tensor
-        return _made_roots(tuple(numels), device)
-    return _kept_roots(tuple(numels), device)
+    # a graph must not capture a cached tensor
+    make = _made_roots if is_tracing() or torch.compiler.is_dynamo_compiling() else _kept_roots
+    return make(tuple(numels), device)
 
 
 def _made_roots(numels: tuple[int, ...], device: torch.device) -> Tensor:
@@ -231,6 +227,13 @@ def _made_roots(numels: tuple[int, ...], device: torch.device) -> Tensor:
 
 
 _kept_roots = lru_cache(maxsize=64)(_made_roots)
+
+
+def _decayed(updates: Tree, params: Tree, rate: Number, weight_decay: Number) -> Tree:
+    if is_zero(weight_decay):
+        return updates
+    decay = rate * weight_decay
+    return tree.map(lambda u, p: (u - beside(decay, p) * p).to(u.dtype), updates, params)
 
 
 def _floor(eps: float | None, g: Tensor) -> float:
@@ -375,9 +378,7 @@ def muon(
         updates = tree.unflatten(tree.flatten(whole)[1], scaled)
         updates = updates if on_all else spread(updates, directions, "muon")
         updates = tree.map(lambda u: (beside(rate, u) * u).to(u.dtype), updates)
-        if not is_zero(weight_decay):
-            decay = rate * weight_decay
-            updates = tree.map(lambda u, p: (u - beside(decay, p) * p).to(u.dtype), updates, params)
+        updates = _decayed(updates, params, rate, weight_decay)
         return updates, MuonState(state.count + 1, new_momentum)
 
     fallback = adam_transform("adamw", lr, 0.9, 0.999, 1e-8, 0.01, decoupled=True) if rest is None else rest

@@ -54,9 +54,7 @@ def lbfgs(lr: Rate = 1.0, history_size: int = 10, max_iter: int = 1) -> Transfor
     check_whole("optim.lbfgs: max_iter", max_iter, what="a number of iterations")
 
     def init(params: Tree) -> LbfgsState:
-        def zeros() -> Tree:
-            return tree.map(torch.zeros_like, params)
-
+        zeros = partial(tree.map, torch.zeros_like, params)
         s, y = (tuple(zeros() for _ in range(history_size)) for _ in range(2))
         return LbfgsState(start_count(params), zeros(), zeros(), s, y)
 

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from ..core.arguments import check_whole, is_number, wrong
+from ..core.arguments import check_whole, expect, is_number, wrong
 from ..core.scalars import double
 
 Schedule = Callable[[Tensor], Tensor]
@@ -21,8 +21,7 @@ Schedule = Callable[[Tensor], Tensor]
 def _check(name: str, steps: object = 1, **numbers: object) -> None:
     check_whole(f"schedule {name}: steps", steps, what="a number of steps")
     for argument, value in numbers.items():
-        if not is_number(value) or not math.isfinite(value):
-            raise TypeError(f"schedule {name}: {wrong(argument, value, 'a finite number')}")
+        expect(f"schedule {name}: {argument}", value, is_number(value) and math.isfinite(value), "a finite number")
 
 
 def _share(count: Tensor, steps: int) -> Tensor:

@@ -202,12 +202,11 @@ def _by_row(state: TorchState, num_rows: int) -> list[Entry]:
 
 def _by_leaf(state: TorchState, layout: Layout) -> list[Entry]:
     """Return states in the order of the layout's rows."""
-    numbers = [s.leaf for s in layout.mine]
-    entries: dict[int, Entry] = {n: {} for n in numbers}
+    entries: dict[int, Entry] = {s.leaf: {} for s in layout.mine}
     for name, x in state.tensors.items():
         for number, leaf in pieces(x):
             entries[number][name] = leaf
-    return [entries[n] for n in numbers]
+    return [*entries.values()]
 
 
 def _of_user(cls: type[Optimizer], hyperparams: Settings) -> Transform:

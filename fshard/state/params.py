@@ -12,7 +12,7 @@ from torch import Tensor
 from ..comm import primitives
 from ..comm.consensus import check_same, together
 from ..comm.mesh import AnyMesh, num_ranks, rank_in
-from ..core.arguments import check_flags, check_whole, wrong
+from ..core.arguments import check_flags, check_whole, expect
 from ..core.differences import Form, Wanted, equal_values, name_differences, unfit
 from ..layout.pieces import device_of, pieces
 from ..plan.plan import Slot
@@ -183,8 +183,7 @@ def _source(
     paths: Mapping[str, str] | None,
 ) -> _Source:
     """ValueError lists all differences."""
-    if not isinstance(mapping, Mapping):
-        raise TypeError(f"load_state_dict: {wrong('mapping', mapping, 'a dict of tensors by dotted name')}")
+    expect("load_state_dict: mapping", mapping, isinstance(mapping, Mapping), "a dict of tensors by dotted name")
     new = renamed(mapping, rename)
     to_path = paths or {}
     names = {path: new[name] for path, name in renamed(new, lambda name: to_path.get(name, name)).items()}
@@ -209,8 +208,7 @@ def _raise_if_any(errors: Sequence[str]) -> None:
 
 
 def check_sharded(argument: str, x: object) -> None:
-    if not isinstance(x, Sharded):
-        raise TypeError(wrong(argument, x, "a Sharded", "fshard.shard_params and init_params make them"))
+    expect(argument, x, isinstance(x, Sharded), "a Sharded", "fshard.shard_params and init_params make them")
 
 
 def check_whole_tree(name: str, x: Sharded) -> None:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ..core import tree
-from ..core.arguments import is_number, wrong
+from ..core.arguments import expect, is_number, wrong
 from ..core.scalars import double
 from ..core.tree import Tree, joined
 from ..layout.layout import Layout
@@ -206,18 +206,16 @@ def read_saved(
     return whole, untouched
 
 
-def _check_saved(saved: object) -> None:
+def _check_saved(saved: Mapping[str, Tree]) -> None:
     order = "The order is load_state_dict(saved, like, params)"
-    if not isinstance(saved, Mapping):
-        raise TypeError(f"load_state_dict: {wrong('saved', saved, 'a dict in the format of torch.optim', order)}")
+    expect("load_state_dict: saved", saved, isinstance(saved, Mapping), "a dict in the format of torch.optim", order)
     if not isinstance(saved.get("state"), Mapping):
         names = ", ".join(map(repr, saved)) or "nothing"
         raise ValueError(f"load_state_dict: saved: expected a dict with 'state', there is {names}. {order}")
 
 
 def check_tensor(name: str, x: object, expected: str) -> None:
-    if not isinstance(x, Tensor) and not is_sharded(x):
-        raise TypeError(wrong(name, x, expected, "torch.from_numpy makes a tensor of an array"))
+    expect(name, x, isinstance(x, Tensor) or is_sharded(x), expected, "torch.from_numpy makes a tensor of an array")
 
 
 def _value(name: str, x: object) -> Tensor:

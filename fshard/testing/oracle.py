@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ..core import tree
-from ..core.arguments import check_whole, wrong
+from ..core.arguments import check_whole, expect, wrong
 from ..core.losses import Mean, Sum, added, averages, is_loss, local_sums, loss_of, put_averages, terms_of, value_dtype
 from ..core.random import seeded
 from ..core.scalars import double
@@ -118,12 +118,14 @@ def oracle(
     def step(state: TrainState, batches: Sequence[Tree], *args: Tree) -> tuple[TrainState, dict[str, Tree]]:
         _check_batches(batches)
         whole = _whole(state.params, frozen, policy)
+        device = next((x.device for x in whole.values.values()), torch.device("cpu"))
 
         def forwards(rank: int, batch: Tree) -> list[_Out]:
             row, extra = list[_Out](), state.extra[rank] if with_extra else None
             for i, part in enumerate(_cut(batch, accumulate)):
                 loss_args = [*[extra] * with_extra, part, *args]
-                row.append(_forward(loss_fn, whole, loss_args, state, rank, i, policy, (has_aux, with_extra)))
+                with seeded(state.rng, state.step, rank, i, device):
+                    row.append(_forward(loss_fn, whole, loss_args, policy, (has_aux, with_extra)))
                 extra = row[-1].extra
             return row
 
@@ -138,16 +140,14 @@ def oracle(
             grads = {path: g * clip_factor(norm, clip_norm).to(g.real.dtype) for path, g in grads.items()}
         grads = {path: g.to(whole.values[path].dtype) for path, g in grads.items()}
         skip = None if isinstance(state.loss_scale, NoLossScale) else found_inf
-        trained = {path: whole.values[path] for path in whole.trained}
-        new, opt_state = tx.step(grads, state.opt_state, trained, skip)
+        new, opt_state = tx.step(grads, state.opt_state, {path: whole.values[path] for path in whole.trained}, skip)
         params, scaler = whole.tree({**whole.values, **new}), state.loss_scale.adjust(found_inf)
         any_inf = (~norm.isfinite()).float() if skip is None else any_found(skip)
         dtype = value_dtype(added(outs[0][0].terms).total, policy.output)
         metrics: dict[str, Tree] = {"loss": loss.to(dtype), "grad_norm": norm, "found_inf": any_inf}
         if has_aux:
             metrics["aux"] = _auxes(outs, policy)
-        skipped = skip is not None and bool(any_found(skip))
-        extra = [row[-1].extra for row in outs] if with_extra and not skipped else state.extra
+        extra = [row[-1].extra for row in outs] if with_extra and (skip is None or not any_inf) else state.extra
         return TrainState(params, opt_state, scaler, state.step + 1, state.rng, extra), metrics
 
     return Oracle(init, with_threads(threads)(step))
@@ -165,20 +165,12 @@ def _cut(batch: Tree, num: int) -> list[Tree]:
 
 
 def _forward(
-    loss_fn: Callable[..., Tree],
-    whole: _Whole,
-    loss_args: Sequence[Tree],
-    state: TrainState,
-    rank: int,
-    part: int,
-    policy: Policy,
-    returns: tuple[bool, bool],
+    loss_fn: Callable[..., Tree], whole: _Whole, loss_args: Sequence[Tree], policy: Policy, returns: tuple[bool, bool]
 ) -> _Out:
     live = {path: x.detach().to(whole.precision[path].compute).clone() for path, x in whole.values.items()}
     for path in whole.trained:
         live[path].requires_grad_()
-    device = next((x.device for x in live.values()), torch.device("cpu"))
-    with torch.enable_grad(), seeded(state.rng, state.step, rank, part, device), loss_of(policy, None):
+    with torch.enable_grad(), loss_of(policy, None):
         out, (has_aux, with_extra) = loss_fn(whole.tree(live), *loss_args), returns
     loss, *more = out if has_aux or with_extra else (out,)  # (loss, extra, aux)
     extra = detached(more.pop(0)) if with_extra else None
@@ -271,7 +263,6 @@ def whole_state(state: TrainState) -> TrainState:
     >>> whole_state(init_state(shard_of({"w": torch.ones(2)}), tx)).opt_state
     {'count': tensor(0.), 'momentum.w': tensor([0., 0.])}
     """
-    if not isinstance(state, TrainState):
-        raise TypeError(f"whole_state: {wrong('state', state, 'a TrainState, as a step gives')}")
+    expect("whole_state: state", state, isinstance(state, TrainState), "a TrainState, as a step gives")
     params, opt_state = gather_params(state.params), gather_state(state.opt_state)
     return TrainState(params, opt_state, state.loss_scale, state.step, state.rng, state.extra)

@@ -15,7 +15,7 @@ from ..core.random import seeded
 from ..core.scalars import double
 from ..core.tree import Tree
 from ..grad.grad import value_and_grad
-from ..layout.pieces import LeafPlace, device_of, places
+from ..layout.pieces import device_of, places
 from ..sharding.sharded import Sharded
 from ..train.accumulate import rank_of
 from ..train.step import TrainState
@@ -122,7 +122,8 @@ def _again(mesh: AnyMesh, make: Make, recorded: RecordedStep) -> tuple[list[Find
     for i, (what, x, name) in enumerate([("metrics", metrics, "metrics"), ("the new state", after, "state")], start=3):
         nonfinite += [(i, finding) for finding in _nonfinite(rank, what, x)]
         if unlike := first_unlike(x, recorded.tree("after", name, x)):
-            different.append(_finding(rank, what, *unlike))
+            place, text = unlike
+            different.append(Finding(rank, what, place.path, place.unit, text))
     return different, nonfinite
 
 
@@ -147,8 +148,4 @@ def _nonfinite(rank: int, what: str, x: Tree) -> Iterator[Finding]:
         if isinstance(value, Tensor) and (bad := ~value.detach().isfinite()).any():
             first = int(bad.reshape(-1).int().argmax())
             text = f"element {first} is {value.detach().reshape(-1)[first].item()}, {int(bad.sum())} of {bad.numel()}"
-            yield _finding(rank, what, place, f"{text} are not finite")
-
-
-def _finding(rank: int, what: str, place: LeafPlace, text: str) -> Finding:
-    return Finding(rank, what, place.path, place.unit, text)
+            yield Finding(rank, what, place.path, place.unit, f"{text} are not finite")

@@ -113,31 +113,18 @@ class _Torch:
         self._set(self._before)
 
 
-class Generators:
-    """The random states of simulated ranks. The states of the process seed them."""
-
-    def __init__(self, num_ranks: int, device: torch.device):
-        host = torch.default_generator
-        self._kinds: list[_Torch | _Python | _Numpy] = [
-            _Torch(num_ranks, torch.device("cpu"), host.get_state, host.set_state),
-            _Python(num_ranks),
-        ]
-        np = sys.modules.get("numpy")
-        if np is not None and hasattr(np.random, "set_bit_generator"):
-            self._kinds.append(_Numpy(num_ranks, np))
-        if device.type != "cpu":
-            module = torch.get_device_module(device)
-            get, set_ = partial(module.get_rng_state, device), partial(module.set_rng_state, device=device)
-            self._kinds.append(_Torch(num_ranks, device, get, set_))
-
-    def bring(self, rank: int) -> None:
-        for kind in self._kinds:
-            kind.bring(rank)
-
-    def put_away(self, rank: int) -> None:
-        for kind in self._kinds:
-            kind.put_away(rank)
-
-    def restore(self) -> None:
-        for kind in self._kinds:
-            kind.restore()
+def generators_of(num_ranks: int, device: torch.device) -> list[_Torch | _Python | _Numpy]:
+    """Return the random states of simulated ranks. The states of the process seed them."""
+    host = torch.default_generator
+    kinds: list[_Torch | _Python | _Numpy] = [
+        _Torch(num_ranks, torch.device("cpu"), host.get_state, host.set_state),
+        _Python(num_ranks),
+    ]
+    np = sys.modules.get("numpy")
+    if np is not None and hasattr(np.random, "set_bit_generator"):
+        kinds.append(_Numpy(num_ranks, np))
+    if device.type != "cpu":
+        module = torch.get_device_module(device)
+        get, set_ = partial(module.get_rng_state, device), partial(module.set_rng_state, device=device)
+        kinds.append(_Torch(num_ranks, device, get, set_))
+    return kinds

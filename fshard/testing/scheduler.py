@@ -25,7 +25,7 @@ from torch import Tensor
 from ..comm.ranks import SAME_ORDER, Call, MismatchError
 from ..core.arguments import call_site
 from ..core.storage import as_bytes, from_bytes
-from .rng import Generators
+from .rng import generators_of
 
 
 @dataclass(frozen=True)
@@ -133,7 +133,7 @@ class WorldRun:
         self._batons = [threading.Lock() for _ in range(self.num_ranks)]
         for baton in self._batons:
             baton.acquire()
-        self.generators = Generators(self.num_ranks, device)
+        self.generators = generators_of(self.num_ranks, device)
         self._slow = {fault.rank for fault in faults if isinstance(fault, Slow)}
         self._faults = {(fault.rank, fault.at): fault for fault in faults if not isinstance(fault, Slow)}
         self._counts = [0] * self.num_ranks
@@ -149,7 +149,8 @@ class WorldRun:
         self._batons[rank].acquire()
         if self.failure is not None:
             raise Stopped
-        self.generators.bring(rank)
+        for generator in self.generators:
+            generator.bring(rank)
 
     def start(self) -> None:
         self._batons[self._after(self.num_ranks - 1)].release()
@@ -165,7 +166,8 @@ class WorldRun:
     def hand_over(self, rank: int) -> None:
         """Pass the baton on. If no rank can run, the run ends, or fails if ranks wait."""
         if self.failure is None:
-            self.generators.put_away(rank)
+            for generator in self.generators:
+                generator.put_away(rank)
         after = self._after(rank)
         if after < 0 and self._posts:
             self.failure = MismatchError(f"no rank can go on: {self._standing()}")

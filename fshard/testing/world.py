@@ -23,7 +23,7 @@ from ..comm.primitives import fold, sum_dtype
 from ..comm.process_groups import outputs_of
 from ..comm.ranks import Arrived, Call, Exchange, MismatchError, differing_sizes
 from ..core import tree
-from ..core.arguments import call_site, check_flags, check_whole, wrong
+from ..core.arguments import call_site, check_flags, check_whole, expect, wrong
 from ..core.tree import Tree
 from ..layout.pieces import Parts, Unreduced, mesh_of
 from ..sharding.sharded import gather_params
@@ -203,9 +203,7 @@ def _on_rank(mesh: SimulatedMesh, fn: Callable[..., T], args: Sequence[object]) 
     return result
 
 
-def _on_ranks(
-    run: WorldRun, world: World, fn: Callable[..., T], args: Sequence[object]
-) -> tuple[dict[int, T], BaseException | None]:
+def _on_ranks(run: WorldRun, world: World, fn: Callable[..., T], args: Sequence[object]) -> dict[int, T]:
     results = dict[int, T]()
 
     def rank_main(rank: int) -> None:
@@ -239,8 +237,11 @@ def _on_ranks(
         with with_threads(world.threads):
             torch.func.jvp(all_ranks, (torch.zeros((), device="cpu"),), (torch.zeros((), device="cpu"),))
     finally:
-        run.generators.restore()
-    return results, run.failure
+        for generator in run.generators:
+            generator.restore()
+    if run.failure is not None:
+        raise run.failure
+    return results
 
 
 def _check_result(result: Tree, rank: int, run: WorldRun) -> None:
@@ -309,8 +310,7 @@ class World:
         check_whole("a simulated world: threads", threads, what="a number of threads")
         num = math.prod(self.axes.values())
         for fault in faults:
-            if not isinstance(fault, Fault):
-                raise TypeError(f"a simulated world: {wrong('faults', fault, 'Dies, Garbage or Slow of a rank')}")
+            expect("a simulated world: faults", fault, isinstance(fault, Fault), "Dies, Garbage or Slow of a rank")
             if not 0 <= fault.rank < num or getattr(fault, "at", 0) < 0:
                 raise ValueError(f"{fault}: expected one of the {num} ranks, from 0, and a collective from 0 on")
         self.size, self.device, self.faults, self.late, self.threads = num, device, tuple(faults), late, threads
@@ -318,13 +318,10 @@ class World:
 
     def run(self, fn: Callable[..., T], *args: object) -> list[T]:
         """Call `fn(mesh, *args)` once for every rank, and return the results in rank order."""
-        if not callable(fn):
-            raise TypeError(f"a simulated world: {wrong('fn', fn, 'fn(mesh, *args), a function')}")
+        expect("a simulated world: fn", fn, callable(fn), "fn(mesh, *args), a function")
         run = WorldRun(self.axes, numbered(self.device), self.faults)
-        results, failure = _on_ranks(run, self, fn, args)
         self.log = run.log
-        if failure is not None:
-            raise failure
+        results = _on_ranks(run, self, fn, args)
         return [results[rank] for rank in range(self.size)]
 
     def gather(self, results: Sequence[Tree]) -> Tree:
@@ -349,7 +346,4 @@ class World:
         for rank, result in enumerate(results):
             _check_result(result, rank, mesh.run)
         mesh.run.reopen()
-        wholes, failure = _on_ranks(mesh.run, self, lambda rank: gather_params(results[rank.get_rank()]), ())
-        if failure is not None:
-            raise failure
-        return wholes[0]
+        return _on_ranks(mesh.run, self, lambda rank: gather_params(results[rank.get_rank()]), ())[0]

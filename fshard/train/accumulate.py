@@ -17,7 +17,7 @@ from ..comm.mesh import AnyMesh, Axes, ProcessMesh, adapted, axis_sizes, coordin
 from ..comm.ranks import MismatchError
 from ..comm.reduction import Reduction, TreeSums, is_idle
 from ..core import tree
-from ..core.arguments import wrong
+from ..core.arguments import expect, wrong
 from ..core.losses import Outcome, averaged
 from ..core.random import seeded
 from ..core.scalars import Number
@@ -287,8 +287,7 @@ def join_batches(data: Iterable[T], mesh: AnyMesh = None, like: T | None = None)
     >>> [(batch, weight.item()) for batch, weight in join_batches([1, 2])]
     [(1, 1.0), (2, 1.0)]
     """
-    if not isinstance(data, Iterable):
-        raise TypeError(f"join_batches: {wrong('data', data, 'batches to go through')}")
+    expect("join_batches: data", data, isinstance(data, Iterable), "batches to go through")
     axis_sizes(mesh)
     batches, batch = iter(data), like
     while True:

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from ..comm import consensus
 from ..comm.mesh import AnyMesh, axis_sizes
 from ..core import scalars, tree
-from ..core.arguments import check_whole, is_number, shown, wrong
+from ..core.arguments import check_whole, expect, is_number, shown
 from ..core.losses import is_loss
 from ..core.scalars import Number, double
 from ..core.storage import is_inexact
@@ -80,8 +80,7 @@ class Unscaled(Marked):
 
 
 def _as_scale(scale: Number) -> Tensor:
-    if not isinstance(scale, Tensor) and not is_number(scale):
-        raise TypeError(wrong("a loss scale", scale, "a number above 0, or a 0-d tensor"))
+    expect("a loss scale", scale, isinstance(scale, Tensor) or is_number(scale), "a number above 0, or a 0-d tensor")
     plain = scale.as_subclass(Tensor) if isinstance(scale, Tensor) else double(float(scale))
     if plain.dim():
         raise ValueError(f"a loss scale is a number or a 0-d tensor, got a tensor of shape {tuple(plain.shape)}")
@@ -262,8 +261,7 @@ class DynamicLossScale(StaticLossScale):
     ):
         factors = {"growth_factor": growth_factor, "backoff_factor": backoff_factor}
         for name, value in {**factors, "min_scale": min_scale, "max_scale": max_scale}.items():
-            if not is_number(value):
-                raise TypeError(f"DynamicLossScale: {wrong(name, value, 'a number')}")
+            expect(f"DynamicLossScale: {name}", value, is_number(value), "a number")
         check_whole("DynamicLossScale: growth_interval", growth_interval, what="a number of updates")
         check_whole("DynamicLossScale: hysteresis", hysteresis, what="a number of overflows")
         if growth_factor <= 1 or not 0 < backoff_factor < 1:

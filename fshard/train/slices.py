@@ -60,10 +60,7 @@ def gradients_of_slices(recipe: Recipe, state: Tree, batch: Tree, args: Sequence
         reduced = grads if len(slices) == 1 else None
         destinations = summed_locally(reduced, local, len(micro_batches), TREE)
         stream = rank * len(slices) + number  # the slice's number among all ranks'
-        micro_batches = [
-            tree.map_tops(lambda x: x if isinstance(x, Sharded) else copied(x), Sharded, micro_batch)
-            for micro_batch in micro_batches
-        ]
+        micro_batches = tree.map_tops(lambda x: x if isinstance(x, Sharded) else copied(x), Sharded, micro_batches)
         # `_over_ranks` sums the outcomes
         runs = run_each(recipe, state, micro_batches, args, destinations, stream, divisor, alone=True, whole=num == 1)
         outcomes.append(joined_outcomes([outcome for outcome, _ in runs]))
@@ -119,6 +116,4 @@ def _over_ranks(outcomes: Sequence[Outcome], plan: Plan) -> Outcome:
     local = tree_sum([torch.stack([*outcome.sums()]) for outcome in outcomes])
     old = COPIES.dual(plan.axis_names)
     sums = reshard(local, old, COPIES, plan.live_mesh(), "loss", by=TREE).wait().unbind()
-    return replace(
-        outcomes[0], sums=lambda: sums, weight=None, aux=[aux for outcome in outcomes for aux in outcome.aux]
-    )
+    return replace(outcomes[0], sums=lambda: sums, weight=None, aux=[x for outcome in outcomes for x in outcome.aux])

@@ -335,7 +335,7 @@ def _step_after_backward(
     if params.plan.state_crosses:
         new_params, opt_state = _update_from_host(tx, grads, state, skip, recipe.donate, in_slices)
     else:
-        updated, opt_state = _updated_shards(tx, grads, state.opt_state, params, skip, recipe.donate, in_slices)
+        updated, opt_state = _updated_shards(tx, grads, state, skip, recipe.donate, in_slices)
         del grads  # free for the gathers of new parameters
         new_params = _gathered(updated, params, recipe.donate)
     new_state = TrainState(new_params, opt_state, state.loss_scale.adjust(found_inf), state.step + 1, state.rng, extra)
@@ -404,24 +404,15 @@ def _rescale(grads: Sharded, factor: Tensor | None, clip_norm: float | None, exa
 
 
 def _updated_shards(
-    tx: Transform,
-    grads: Sharded,
-    opt_state: Tree,
-    params: Sharded,
-    skip: FoundInf | None,
-    donate: bool,
-    exact_norms: bool,
+    tx: Transform, grads: Sharded, state: TrainState, skip: FoundInf | None, donate: bool, exact: bool
 ) -> tuple[Sharded | Views, Tree]:
     """With `donate` in place."""
-    plan, trained = params.plan, params.trainable
-    # this rank's shard to update, a view: (n / W_params,) -> (n / W_state,)
-    fine_params = refine(trained, plan.state_over)
+    plan, trained = state.params.plan, state.params.trainable
     # a policy's `grads` may have another dtype
     grads = Sharded(grads.view, [g.to(p.dtype) for g, p in zip(grads.tensors, trained.tensors, strict=True)])
-    fine_grads = refine(grads, plan.state_over)
-    updated, new_state = tx.step(
-        fine_grads, opt_state, fine_params, skip, donate, own_grads=True, exact_norms=exact_norms
-    )
+    # this rank's shards to update, views: (n / W_params,) -> (n / W_state,)
+    fine, params = (refine(x, plan.state_over) for x in (grads, trained))
+    updated, new_state = tx.step(fine, state.opt_state, params, skip, donate, own_grads=True, exact_norms=exact)
     return refuse_derivative(updated, "train_step"), in_new_containers(new_state)
 
 
@@ -442,8 +433,9 @@ def _update_from_host(
         for place in (place for place, shard in updates.shards.items() if shard.numel()):
             updates.make(*place, grads.shard(*place))
         return Sharded(params.view, params.tensors), updates.finish()
-    there = map_parts(lambda x: x.to(device, non_blocking=True), state.opt_state)
-    updated, new = _updated_shards(tx, grads, there, params, skip, in_place, exact_norms)
+    opt_state = map_parts(lambda x: x.to(device, non_blocking=True), state.opt_state)
+    there = replace(state, params=params, opt_state=opt_state)
+    updated, new = _updated_shards(tx, grads, there, skip, in_place, exact_norms)
     back = map_parts(lambda old, x: old.copy_(x) if donate else ahead.to_host(x), state.opt_state, new)
     params.plan.crossings.down.settle()
     return _gathered(updated, params, in_place), in_new_containers(back)

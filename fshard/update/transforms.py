@@ -14,7 +14,7 @@ from torch import Tensor
 from ..comm import consensus
 from ..comm.mesh import AnyMesh, OnMesh, mesh_device
 from ..core import tree
-from ..core.arguments import shown, wrong
+from ..core.arguments import expect, shown, wrong
 from ..core.differences import listed
 from ..core.func_levels import depending, differentiates, refuse_derivative
 from ..core.scalars import double
@@ -206,8 +206,7 @@ def by_label(transforms: Mapping[Label, TransformLike], labels: Labels) -> Trans
     >>> tx.update(params, tx.init(params), params)[0]
     {'body': tensor([-0.1000]), 'head': tensor([-1.])}
     """
-    if not isinstance(transforms, Mapping):
-        raise TypeError(f"by_label: {wrong('transforms', transforms, 'a dict of an optimizer for each label')}")
+    expect("by_label: transforms", transforms, isinstance(transforms, Mapping), "a dict of an optimizer for each label")
     check_labels("by_label: labels", labels)
     txs = {label: as_transform(tx) for label, tx in transforms.items()}
 

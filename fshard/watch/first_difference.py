@@ -28,7 +28,7 @@ from torch import Tensor
 from ..core.arguments import is_number, wrong
 from ..core.storage import is_inexact
 from ..core.tracing import memo
-from ..files.index import require
+from ..files.foreign import require
 from .compare import form
 from .observed import GRADIENT, LOSS, METRIC, OLD, PARAMETER, SUM, Observed
 
@@ -315,17 +315,14 @@ class _Ranks:
             numbered = isinstance(key[1], int)
             if numbered and apart:
                 continue
-            if unlike := self._unlike(key):
+            each = (_unlike(key, run, self._one, rank) for rank, run in enumerate(self._got))
+            if unlike := next(filter(None, each), None):
                 if not (numbered and self._is_split):
                     return apart or unlike
                 apart = unlike
             elif difference := self._difference(key):
                 return apart or difference
         return None
-
-    def _unlike(self, key: Key) -> Difference | None:
-        each = (_unlike(key, run, self._one, rank) for rank, run in enumerate(self._got))
-        return next(filter(None, each), None)
 
     def _difference(self, key: Key) -> Difference | None:
         kind, number = key

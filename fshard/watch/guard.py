@@ -68,26 +68,23 @@ class Guarded:
 
     def _twice(self, state: TrainState, batch: Tree, *args: Tree) -> Result:
         number, mesh = int(state.step), state.params.plan.live_mesh()
-        what = f"guard: step {number}, rank {_rank(state)}"  # before the state is given away
+        what = f"guard: step {number}, rank {rank_in(mesh)}"  # before the state is given away
         _check_copies(state, {}, f"the state before step {number}")
-        again = tree.map(lambda x: x.clone() if isinstance(x, Tensor) else x, state) if self._donates else state
+        donates = not isinstance(self.__wrapped__, Step) or self.__wrapped__.donate  # unknown steps may
+        again = tree.map(lambda x: x.clone() if isinstance(x, Tensor) else x, state) if donates else state
         result, second = self._once(state, batch, *args), self._once(again, batch, *args)
         consensus.together(mesh, partial(_check_equal, result, second, what), _REMEDY)
         _check_copies(*result, f"step {number}")
         return result
-
-    @property
-    def _donates(self) -> bool:
-        """Return True for unknown steps, too, such as wrappers."""
-        return not isinstance(self.__wrapped__, Step) or self.__wrapped__.donate
 
     def _check_rest(self, state: TrainState, number: int) -> None:
         pairs = zip(self._resting, _resting(state), strict=False)
         same = [(before, now) for before, now in pairs if before.is_same(now)]
         if _differ(same):
             leaves = next(leaves for before, now in same if (leaves := before.turned(now)))
+            rank = rank_in(state.params.plan.live_mesh())
             raise MismatchError(
-                f"guard: the state before step {number}, rank {_rank(state)}, leaf {leaves}: its bits have changed "
+                f"guard: the state before step {number}, rank {rank}, leaf {leaves}: its bits have changed "
                 "since the step before returned it, and nothing that torch counts has written to it"
             )
 
@@ -118,10 +115,6 @@ def guard(step: Callable[..., Result], every: int = 100, *, at_rest: bool = Fals
     check_whole("guard: every", every, what="a number of steps")
     check_flags(**{"guard: at_rest": at_rest})
     return Guarded(step, every, at_rest)
-
-
-def _rank(state: TrainState) -> int:
-    return rank_in(state.params.plan.live_mesh())
 
 
 def _nodes(state: TrainState) -> list[tuple[str, Parts | Tensor]]:

@@ -36,8 +36,7 @@ from ..core.differences import lacking, unreadable
 from ..core.scalars import double
 from ..core.storage import DonatedError, from_bytes
 from ..core.tree import Tree, flatten, map, unflatten
-from ..files.foreign import MOST_ITEMS, legible, naming, open_file, parsed, read_text
-from ..files.index import require
+from ..files.foreign import MOST_ITEMS, legible, naming, open_file, parsed, read_text, require
 from ..files.inert_pickle import Plain, read_pickle
 from ..files.places import LocalReader
 from ..files.safetensors_file import CHUNK, read_chunks
@@ -284,8 +283,7 @@ def recorded_steps(folder: Path, at: int | None) -> dict[int, Path]:
         if not digits.isdecimal() or path != step_folder(folder, int(digits)):
             raise ValueError(f"{path}: expected the number of a step, as in {step_folder(folder, 12).name}")
         by_number[int(digits)] = path
-    if not by_number:
-        raise ValueError(f"{folder}: expected recorded steps (step-00000000, ...), found none")
+    require(by_number, f"{folder}: expected recorded steps (step-00000000, ...), found none")
     return dict(sorted(by_number.items()))
 
 
@@ -395,8 +393,7 @@ def read(folder: Path) -> list[RecordedStep]:
     """
     by_rank = [RecordedStep(path, _about(path)) for path in folder.glob("rank-*")]
     by_rank.sort(key=lambda recorded: recorded.about["rank"])  # as a number: the name "rank-10" sorts before "rank-2"
-    if not by_rank:
-        raise ValueError(f"{folder}: expected a recorded step (rank-0, ...), found none")
+    require(by_rank, f"{folder}: expected a recorded step (rank-0, ...), found none")
     for key in ("axes", "plan", "threads"):
         for recorded in by_rank:
             if recorded.about[key] != by_rank[0].about[key]:

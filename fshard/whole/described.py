@@ -75,8 +75,8 @@ def formed(init: Init, whole: Parts) -> list[Tree] | None:
                 two, single, *each = _made(init, everywhere, torch.device("meta"))
         except Exception:  # perhaps the user's function needs values
             two, single, *each = _made(init, everywhere, device)
-        pairs = zip(each, _leaves(everywhere), strict=True)
-        each = [_listed(x, two, single, on_rank(everywhere.pick([n]))) for x, n in pairs]
+        pairs = zip(each, everywhere.mine, strict=True)
+        each = [_listed(x, two, single, on_rank(everywhere.pick([span.leaf]))) for x, span in pairs]
         if num_ranks(whole.mesh) > 1:
             pair = _listed(two, two, single, layout_of([torch.empty(0, device="cpu")] * 2))
             for other in (pair, *each):
@@ -141,10 +141,6 @@ def _check_alike(init: Init, state: Tree, other: Tree) -> None:
     )
 
 
-def _leaves(everywhere: Layout) -> list[int]:
-    return [span.leaf for span in everywhere.mine]
-
-
 def _made(init: Init, everywhere: Layout, device: torch.device) -> list[Tree]:
     """The state of two leaves, of one, and of each leaf alone, made on `device`, then on meta."""
 
@@ -153,7 +149,7 @@ def _made(init: Init, everywhere: Layout, device: torch.device) -> list[Tree]:
         state = init(Parts(layout_of(xs), xs))
         return tree.map(lambda x: x.to("meta") if isinstance(x, Tensor) else x, state)
 
-    leaves = [everywhere.leaves[n] for n in _leaves(everywhere)]
+    leaves = [everywhere.leaves[span.leaf] for span in everywhere.mine]
     return [of(leaves[0], leaves[0]), of(leaves[0]), *map(of, leaves)]
 
 

@@ -209,6 +209,5 @@ def spread(x: Tree, like: T, label: str = "") -> T:
 
 def gathered(x: Tree) -> Tree:
     layout = layout_of(x)
-    whole = collect(x, on_rank(layout))
-    tensors = dict(pieces(whole))
+    tensors = dict(pieces(collect(x, on_rank(layout))))
     return tree.unflatten(layout.spec, [None if n is None else tensors.get(n) for n in layout.places])

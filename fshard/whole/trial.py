@@ -147,8 +147,7 @@ def _runs(
         scales = {s.leaf: scale if isfinite(scale) or s.leaf == bad else 1.0 for s in layout.mine}
         return Parts(layout, [values(layout.leaves[n], 8 * n + seed, x).to(device) for n, x in scales.items()])
 
-    params = made(0, 1.0)
-    state = init(params)
+    state = init(made(0, 1.0))
     for number, magnitude in enumerate(magnitudes):
         before = state
         updates, state = update(made(number + 1, magnitude), state, made(0, 1.0), **needed)

@@ -58,16 +58,17 @@ def _rows(plan: Plan) -> list[Row[Slot]]:
     return [*_view(plan).rows.values()]
 
 
-def _empty(plan: Plan, leaves: Mapping[Slot, Tensor]) -> Sharded:
+def _part(plan: Plan, leaves: Mapping[Slot, Tensor], local: bool = False) -> Sharded:
+    """`local` gradients are summed over ranks."""
     view, device = _view(plan), _device_of_leaves(plan, leaves)
     likes = [torch.empty(0, dtype=plan.kinds[kind].dtype, device=device) for kind in view.kinds]
-    return Sharded(view, [room(view, kind, like) for kind, like in zip(view.kinds, likes, strict=True)])
-
-
-def _part(plan: Plan, leaves: Mapping[Slot, Tensor]) -> Sharded:
-    part = _empty(plan, leaves)
-    for row in _rows(plan):
-        pack(leaves, plan, row, row.of(part.tensors))
+    part = Sharded(view, [room(view, kind, like) for kind, like in zip(view.kinds, likes, strict=True)])
+    if local:
+        for pending in _summing(plan, leaves, part).values():
+            pending.wait()
+    else:
+        for row in _rows(plan):
+            pack(leaves, plan, row, row.of(part.tensors))
     return part
 
 
@@ -93,16 +94,6 @@ def _bucket_of(leaves: Mapping[Slot, Tensor], plan: Plan, row: Row[Slot]) -> Ten
         for slot in row.leaves
     )
     return first.detach().as_strided((row.numel,), (1,), 0) if is_bucket else None  # from the storage's first element
-
-
-def _whole_part(plan: Plan, leaves: Mapping[Slot, Tensor], local: bool) -> Sharded:
-    """`local` gradients are summed over ranks."""
-    if not local:
-        return _part(plan, leaves)
-    part = _empty(plan, leaves)
-    for pending in _summing(plan, leaves, part).values():
-        pending.wait()
-    return part
 
 
 class _Buckets:
@@ -147,9 +138,9 @@ def flat_update(
     """Return whole updates: each rank computes its shards, and gathers the others."""
     plan = check_zero_state(state, Plan)
     if differentiates((grads, state, values(params), extra)):
-        return update_on_all(tx, _view(plan).layout, plan.live_mesh(), local, grads, state, params, extra)
+        return update_on_all(tx, _view(plan).layout, local, grads, state, params, extra)
     gradients = _by_slot(plan, grads, "gradients")
-    grads_part = _whole_part(plan, gradients, local)
+    grads_part = _part(plan, gradients, local)
     params_part = None if params is None else _part(plan, _by_slot(plan, params, "parameters"))
     updates, inner = tx.update(grads_part, state.inner, params_part, **extra)
     updated = _Buckets(plan, _device_of_leaves(plan, gradients)).gather_all(updates)
@@ -176,7 +167,7 @@ def flat_step(
         new_leaves = buckets.leaves()
     else:
         # both are copies, so the optimizer may overwrite them
-        grads_part, params_part = _whole_part(plan, gradients, local), _part(plan, old)
+        grads_part, params_part = _part(plan, gradients, local), _part(plan, old)
         new, inner = tx.step(grads_part, inner, params_part, found_inf, True, **extra | {"own_grads": True})
         new_leaves = buckets.gather_all(new)
     updated = old | new_leaves

@@ -98,7 +98,7 @@ def leaf_update(
     """Return whole updates: the owner of a leaf computes its update and sends it to all ranks."""
     parting = check_zero_state(state, Layout)
     if differentiates((grads, state, values(params), extra)):
-        return update_on_all(tx, parting, parting.mesh, local, grads, state, params, extra)
+        return update_on_all(tx, parting, local, grads, state, params, extra)
     owned_grads = _owned_grads(parting, grads, local)
     owned_params = None if params is None else _owned_leaves(parting, params, "parameters")
     updates, inner = tx.update(owned_grads, state.inner, owned_params, **extra)
@@ -126,14 +126,7 @@ def leaf_step(
 
 
 def update_on_all(
-    tx: Transform,
-    layout: Layout,
-    mesh: AnyMesh,
-    local: bool,
-    grads: Tree,
-    state: ZeroState,
-    params: Tree,
-    extra: Mapping[str, object],
+    tx: Transform, layout: Layout, local: bool, grads: Tree, state: ZeroState, params: Tree, extra: Mapping[str, object]
 ) -> tuple[Tree, ZeroState]:
     """Under a derivative, update all leaves with the whole state; keep this rank's part."""
     check_apart("zero", state.inner)
@@ -146,7 +139,7 @@ def update_on_all(
     def own(old: Tree, new: Tree) -> Tree:
         return own_part(new, old, given) if isinstance(old, Parts) else new
 
-    gradients = whole(grads)
+    gradients, mesh = whole(grads), layout.live_mesh()
     for axis in axis_sizes(mesh) if local else ():
         gradients = collectives.all_reduce(gradients, mesh, axis, label="gradients")
     inner = tree.map_tops(lambda x: copied_whole(x, given) if isinstance(x, Parts) else x, Parts, state.inner)

@@ -255,19 +255,13 @@ def test_a_world_on_a_device(name: str, number: int, monkeypatch: pytest.MonkeyP
     """All ranks of a world run on the named or current device: otherwise tensors would be made on another GPU."""
     module, seeded = Module(), list[torch.device]()
 
-    class Generators:
-        """A stand-in without random states, for the device does not exist."""
-
-        def __init__(self, num_ranks: int, device: torch.device):
-            seeded.append(device)
-
-        def bring(self, rank: int) -> None:
-            """Do nothing."""
-
-        put_away, restore = bring, lambda self: None
+    def none(num_ranks: int, device: torch.device) -> list[Any]:
+        """Make no random states, for the device does not exist."""
+        seeded.append(device)
+        return []
 
     monkeypatch.setattr(torch, "get_device_module", lambda device: module)
-    monkeypatch.setattr(scheduler, "Generators", Generators)
+    monkeypatch.setattr(scheduler, "generators_of", none)
 
     def of_rank(mesh: Any) -> tuple[Any, ...]:
         primitives.total(torch.ones(1), mesh, label="sum")

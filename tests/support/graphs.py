@@ -10,7 +10,7 @@ from torch import Tensor, fx
 
 import fshard
 from fshard import Sharded, gather_params, tree
-from fshard.compiler.lowered import Lowered
+from fshard.compiler.lowered import Interface, Lowered
 from fshard.compiler.signature import on_meshes, signature
 from fshard.compiler.trace import trace
 from fshard.graph.dataflow import gathers, index
@@ -74,7 +74,8 @@ def sharded(mesh: Any, seed: int = 0, widths: tuple[int, ...] = (8, 8, 8, 8), **
 def graph_of(fn: Callable[..., Any], *args: Any) -> Lowered:
     """What was traced, as it is."""
     leaves, spec = tree.flatten((args, {}))
-    return Lowered(trace(fn, leaves, spec), signature(leaves, spec, on_meshes(args)), donate=False)
+    traced, called = trace(fn, leaves, spec), signature(leaves, spec, on_meshes(args))
+    return Lowered(traced, Interface(called, False, (), (), traced.out_spec, traced.results, traced.has_gradient))
 
 
 def is_right(lowered: Lowered, fn: Callable[..., Any], *args: Any) -> None:
