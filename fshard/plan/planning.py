@@ -200,7 +200,7 @@ def _kinds(
     """Return the kind of each leaf by its first place."""
     flat, spec = tree.flatten(params)
     # the word "state", unless a subtree has this name
-    if on_host := wheres["offload"] == "state" and "state" not in {path.split(".")[0] for path in tree.paths(spec)}:
+    if on_host := wheres["offload"] == "state" and "state" not in map(str, tree.names(spec)):
         wheres = {**wheres, "offload": None}
     is_whole, is_frozen, is_host = (claim_leaves(params, spec, origins, where, name) for name, where in wheres.items())
     is_frozen = read_frozen(flat, origins, tree.paths(spec), is_frozen)

@@ -360,7 +360,7 @@ def gather_unit(x: Sharded, unit: int, kind: int) -> Tensor:
     plan, axes = x.plan, x.view.axes(kind)
     # the derivative of `to(copy=True)` brings gradients back to host memory
     full, label = x.shard(unit, kind), plan.units[unit].name
-    if plan.kinds[kind].host:
+    if _is_on_host(plan, kind, full):
         full = full.to(plan.device, copy=True)
     elif not axes:  # a copy, as a gather gives: a donated step writes to the parameters
         full = full.clone()
@@ -371,6 +371,10 @@ def gather_unit(x: Sharded, unit: int, kind: int) -> Tensor:
     for axis in reversed(axes):  # the last axis first: the first axis varies slowest in the buffer
         full = collectives.all_gather(full, plan.live_mesh(), axis, label)
     return full
+
+
+def _is_on_host(plan: Plan, kind: int, x: Tensor) -> bool:
+    return plan.kinds[kind].host or (plan.state_on_host and x.device == HOST)
 
 
 def whole_leaves(x: Sharded, unit: int, kind: int, parts: bool = False) -> dict[Slot, Tensor]:
@@ -434,7 +438,7 @@ def coarsen(x: Sharded | Views[Any], over: Axes, into: Sharded | None = None) ->
     started = []
     for (unit, kind), shard in ((place, shard) for place, shard in shards_of(x).items() if shard.numel()):
         whole, rule = into.shard(unit, kind), plan.rule(kind, further)
-        out = ahead.landing(whole, plan.device) if rule.over and plan.kinds[kind].host else whole
+        out = ahead.landing(whole, plan.device) if rule.over and _is_on_host(plan, kind, whole) else whole
         pending = reshard(shard.to(out.device), rule, COPIES, plan.live_mesh(), plan.units[unit].name, out)
         if out is whole:
             started.append(pending)

@@ -45,7 +45,7 @@ from ..sharding.schedule import View
 from ..sharding.sharded import Sharded, in_new_containers, refine, shards_of, whole_view
 from ..update.base import FoundInf, Label, Transform, clip_factor
 from ..update.elementwise import update_part
-from ..update.transforms import LabelState
+from ..update.transforms import LabelState, flags_of
 from .accumulate import Recipe, rank_of, run_each
 from .loss_scale import NoLossScale
 
@@ -226,7 +226,7 @@ class Updates:
             self._new = {None: update(self._tx, self._old, self._skip)}
         else:
             parts, inner, pairs = self._tx.parts, self._old.inner, self._old.layouts
-            skip = self._skip if isinstance(self._skip, Mapping) else dict.fromkeys(parts, self._skip)
+            skip = flags_of(self._skip, dict(pairs))
             self._new = {label: update(parts[label], inner[label], skip[label], at) for label, at in pairs}
         plan = self._params.plan
         further = plan.rule(kind, plan.state_over[len(plan.params_over) :]).over

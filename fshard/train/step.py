@@ -283,7 +283,7 @@ def train_step(
     named = reduction if isinstance(reduction, str | None) else type(reduction).__qualname__
     built = f", {describe(clip_norm=clip_norm, reduction=named, **how, tx=transform)}"
     if isinstance(by, TreeSums):  # fused kernels compute the last elements of a row otherwise
-        transform = transform.with_fields(fused=None)
+        transform = _unfused(transform)
 
     def run(state: TrainState, batch: Tree, *args: Tree) -> tuple[TrainState, dict[str, Tree]]:
         params = check_sharded(state.params)
@@ -354,6 +354,11 @@ def _seeded(tx: Transform, state: TrainState) -> Transform:
         return run
 
     return tx.with_fields(update=of(tx.update), fused=None if tx.fused is None else of(tx.fused))
+
+
+def _unfused(tx: Transform) -> Transform:
+    parts = None if tx.parts is None else {label: _unfused(part) for label, part in tx.parts.items()}
+    return tx.with_fields(fused=None, parts=parts)
 
 
 def _check_built(
@@ -433,12 +438,22 @@ def _update_from_host(
         for place in (place for place, shard in updates.shards.items() if shard.numel()):
             updates.make(*place, grads.shard(*place))
         return Sharded(params.view, params.tensors), updates.finish()
-    opt_state = map_parts(lambda x: x.to(device, non_blocking=True), state.opt_state)
-    there = replace(state, params=params, opt_state=opt_state)
-    updated, new = _updated_shards(tx, grads, there, skip, in_place, exact_norms)
-    back = map_parts(lambda old, x: old.copy_(x) if donate else ahead.to_host(x), state.opt_state, new)
+    old = state.opt_state
+    there = map_parts(lambda x: x.to(device, non_blocking=True), old)
+    if in_place and not donate:  # 0-d tensors, and all that lay on the device
+        there = tree.map(lambda x, before: x.clone() if x is before and isinstance(x, Tensor) else x, there, old)
+    state = replace(state, params=params, opt_state=there)
+    updated, new = _updated_shards(tx, grads, state, skip, in_place, exact_norms)
+    is_kept = donate and tree.flatten(old)[1] == tree.flatten(new)[1]
+    back = map_parts(_back_to, old, new) if is_kept else map_parts(ahead.to_host, new)
     params.plan.crossings.down.settle()
     return _gathered(updated, params, in_place), in_new_containers(back)
+
+
+def _back_to(old: Tensor, new: Tensor) -> Tensor:
+    """Copy to host memory: the old tensor's, if that fits."""
+    fits = (old.device, old.dtype, old.shape) == (HOST, new.dtype, new.shape)
+    return old.copy_(new) if fits else ahead.to_host(new)
 
 
 def _gathered(updated: Sharded | Views, params: Sharded, donate: bool) -> Sharded:

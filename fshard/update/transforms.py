@@ -217,11 +217,11 @@ def by_label(transforms: Mapping[Label, TransformLike], labels: Labels) -> Trans
     def update(
         grads: Tree, state: LabelState, params: Tree = None, found_inf: FoundInf | None = None, **extra: object
     ) -> tuple[Tree, LabelState]:
-        updates, inner = tree.map(torch.zeros_like, grads), {}
+        updates, inner, skips = tree.map(torch.zeros_like, grads), {}, flags_of(found_inf, dict(state.layouts))
         for label, part in _layouts(state, txs):
             picked = None if params is None else packed(pick(params, part))
             new, new_state = txs[label].update(packed(pick(grads, part)), state.inner[label], picked, **extra)
-            skip = _of_label(found_inf, label)
+            skip = skips[label]
             updates = tree.map(lambda u, new=new: depending(u, new), updates)  # `put` writes to `updates`
             # p + -0.0 has the bits of p; p + 0.0 does not if p is -0.0
             updates = put(updates, choose(skip, tree.map(lambda u: -torch.zeros_like(u), new), new), part)
@@ -232,9 +232,9 @@ def by_label(transforms: Mapping[Label, TransformLike], labels: Labels) -> Trans
         grads: Tree, state: LabelState, params: Tree, found_inf: FoundInf | None, donate: bool, **extra: object
     ) -> tuple[Tree, LabelState]:
         updated, states = (params, state.inner) if donate else (copied(params), copied(state.inner))
-        inner = {}
+        inner, skips = {}, flags_of(found_inf, dict(state.layouts))
         for label, part in _layouts(state, txs):
-            picked, skip = pick(updated, part), _of_label(found_inf, label)
+            picked, skip = pick(updated, part), skips[label]
             new, inner[label] = txs[label].step(pick(grads, part), states[label], picked, skip, donate=True, **extra)
             if differentiates(new):  # by a hyper-parameter alone; earlier labels may be written
                 if donate:
@@ -278,12 +278,14 @@ def resting(tx: TransformLike) -> Transform:
     """
     inner = as_transform(tx)
 
-    def of(paths: Iterable[Label]) -> Transform:
-        return by_label(dict.fromkeys(paths, inner), lambda path, leaf: path)
+    def of(paths: Iterable[Label], label: Callable[[str], Label] = str) -> Transform:
+        return by_label(dict.fromkeys(paths, inner), lambda path, leaf: label(path))
 
     def init(params: Tree) -> LabelState:
         layout = layout_of(params)
-        return of(layout.leaves[number].path for number in layout.numbers).init(params)
+        places = zip(tree.paths(layout.spec), layout.places, strict=True)
+        first = {path: path if number is None else layout.leaves[number].path for path, number in places}  # if tied
+        return of((layout.leaves[number].path for number in layout.numbers), first.__getitem__).init(params)
 
     def update(grads: Tree, state: LabelState, params: Tree = None, **extra: object) -> tuple[Tree, LabelState]:
         return of(state.inner).update(grads, state, params, found_inf=_unreached(grads, state), **extra)
@@ -399,7 +401,9 @@ def _fits(path: Sequence[str], pattern: str, names: Container[str]) -> bool:
 
 
 def check_labels(name: str, labels: Labels) -> None:
-    if isinstance(labels, type | str | bool | int | float | Tensor) or hasattr(labels, "named_parameters"):
+    if isinstance(labels, type | str | bool | int | float | set | frozenset | Tensor) or hasattr(
+        labels, "named_parameters"
+    ):
         expected = "a function (path, tensor) -> label, or a tree of labels whose keys may be patterns"
         raise TypeError(wrong(name, labels, expected))
 
@@ -434,12 +438,13 @@ def _matcher(labels: Tree, paths: Iterable[str]) -> Callable[[str], tuple[str, L
     return match_of
 
 
-def _of_label(found_inf: FoundInf | None, label: Label) -> Tensor | None:
+def flags_of(found_inf: FoundInf | None, labels: Iterable[Label]) -> Mapping[Label, Tensor | None]:
+    """Return the flag of each label. ValueError for a label without one, before anything is updated."""
     if not isinstance(found_inf, Mapping):
-        return found_inf
-    if label not in found_inf:
-        raise ValueError(f"optim.by_label: found_inf is for {', '.join(map(repr, found_inf))}, not for {label!r}")
-    return found_inf[label]
+        return dict.fromkeys(labels, found_inf)
+    if missing := [label for label in labels if label not in found_inf]:
+        raise ValueError(f"optim.by_label: found_inf is for {', '.join(map(repr, found_inf))}, not for {missing[0]!r}")
+    return found_inf
 
 
 def _layouts(state: LabelState, transforms: Mapping[Label, TransformLike]) -> tuple[tuple[Label, Layout], ...]:

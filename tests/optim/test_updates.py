@@ -597,3 +597,20 @@ def test_experts_that_were_not_chosen_rest_as_with_torch(options: dict[str, Any]
         reference.step()
     for params in simulated(run, shard=2):
         torch.testing.assert_close(fshard.tree.leaves(params), [x.detach() for x in leaves])
+
+
+@pytest.mark.parametrize("num", [1, 2])
+def test_tied_leaves_rest_together(num):
+    """`resting` would refuse a tied leaf by labels that the user never gave."""
+
+    def law(mesh: Any) -> Any:
+        whole = {"embed": (w := torch.ones(3)), "tied": w, "still": torch.ones(2)}
+        tx = optim.resting(optim.adamw(0.1))
+        state = fshard.init_state(fshard.shard_params(whole, fshard.make_plan(whole, mesh)), tx)
+        state, _ = fshard.train_step(lambda p, x: (p["embed"] * p["tied"]).sum(), tx)(state, torch.ones(1))
+        return fshard.gather_params(state.params)
+
+    for got in simulated(law, shard=num):
+        assert torch.equal(got["embed"], got["tied"])
+        assert got["still"].tolist() == [1, 1]
+        assert (got["embed"] < 0.95).all()

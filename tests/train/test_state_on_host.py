@@ -123,17 +123,81 @@ def test_it_trains_as_one_device(world, name, how):
         assert same_bits(opt_state, expected.opt_state)
 
 
+WITH_SCALAR = {"w": torch.arange(12.0).view(4, 3), "t": torch.tensor(2.0), "a": torch.ones(37)}
+
+
+def step_of_scalars(mesh: Any, host: Any, tx: Any, **how: Any) -> tuple[fshard.TrainState, Any]:
+    """A first state of leaves without dims among others, and a step."""
+    plan = fshard.make_plan(WITH_SCALAR, mesh, units=["w"], offload=host)
+    scale = DynamicLossScale(4.0) if "skip_labels" in how else None
+    state = fshard.init_state(fshard.shard_params(WITH_SCALAR, plan), tx, scale)
+    loss = lambda p, x: fshard.Mean((p["w"] * p["t"]).sin().sum() + (p["a"] * x.mean()).sum(), len(x))  # noqa: E731
+    return state, fshard.train_step(loss, tx, **how)
+
+
 @pytest.mark.usefixtures("crossing")
-@pytest.mark.parametrize("name", ["sgd", "adam", "label"])
+@pytest.mark.parametrize("name", [*OPTIMIZERS, "whole"])
 def test_a_step_changes_nothing_that_it_is_given(name):
-    """The state in host memory would be written to without `donate`."""
+    """The state in host memory would be written to without `donate`, or a part of it that is on the device."""
 
     def law(mesh: Any) -> None:
-        tx = OPTIMIZERS[name]()
-        state = begun(mesh, "state", tx, "full")
+        tx = optim.whole_leaves(optim.adamw(0.1)) if name == "whole" else OPTIMIZERS[name]()
+        state, step = step_of_scalars(mesh, "state", tx)
+        state, _ = step(state, torch.ones(2))
         before = tree.map(torch.clone, (state.params, state.opt_state))
-        fshard.train_step(mean_loss, tx)(state, lm_batch(0, mesh.get_rank()))
+        first, second = (step(state, torch.ones(2))[0] for _ in range(2))
         assert same_bits((state.params, state.opt_state), before)
+        assert same_bits(first.params, second.params)
+
+    simulated(law, shard=2)
+
+
+@pytest.mark.usefixtures("crossing")
+def test_sums_in_a_tree_are_those_of_one_rank():
+    """Parts of an optimizer by labels would run fused kernels, which round the last elements of a row otherwise."""
+
+    def law(mesh: Any, host: Any) -> Any:
+        tx = optim.by_label({"x": optim.adamw(1e-2), "y": optim.adamw(1e-3)}, {"a": "x", "**": "y"})
+        state, step = step_of_scalars(mesh, host, tx, reduction="tree")
+        for i in range(3):
+            state, _ = step(state, torch.linspace(0, 1 + i, 8).chunk(mesh.size())[mesh.get_rank()])
+        return fshard.gather_params(state.params)
+
+    (expected,) = simulated(law, None, shard=1)
+    for num in (1, 2, 4):
+        assert same_bits(simulated(law, "state", shard=num), [expected] * num)
+
+
+@pytest.mark.usefixtures("crossing")
+@pytest.mark.parametrize("donate", [False, True])
+@pytest.mark.parametrize(("form", "over"), [("later", "leaves"), ("bfloat16", "leaves"), ("bfloat16", "elements")])
+def test_a_state_may_take_another_form(form, over, donate):
+    """A state would be cast to the form of its first one, or refused without a word of it."""
+    first = {"later": lambda p: {"m": None}, "bfloat16": lambda p: {"m": tree.map(torch.zeros_like, p)}}[form]
+    to = {"later": lambda g: g.clone(), "bfloat16": lambda g: g.bfloat16()}[form]
+    update = lambda g, s, p=None, **_: (tree.map(lambda x: -0.1 * x, g), {"m": tree.map(to, g)})  # noqa: E731
+
+    def law(mesh: Any, host: Any) -> Any:
+        state, step = step_of_scalars(mesh, host, optim.Transform(first, update, over=over), donate=donate)
+        for _ in range(2):
+            state, _ = step(state, torch.ones(2))
+        return fshard.gather_params(state.params), tree.leaves(state.opt_state)
+
+    away, near = (simulated(law, host, shard=2) for host in ("state", None))
+    assert same_bits(away, near)
+
+
+@pytest.mark.usefixtures("crossing")
+@pytest.mark.parametrize("host", [None, "state"])
+def test_labels_of_another_optimizer_change_nothing(host):
+    """A step would update one label, and then raise: the donated state would be half a new one."""
+
+    def law(mesh: Any) -> None:
+        tx = optim.by_label({"x": optim.sgd(0.1), "y": optim.sgd(0.1)}, {"a": "x", "**": "y"})
+        state, step = step_of_scalars(mesh, host, tx, donate=True, skip_labels={"a": "x", "**": "z"})
+        with pytest.raises(ValueError, match="found_inf is for .*, not for 'y'"):
+            step(state, torch.ones(2))
+        assert same_bits(fshard.gather_params(state.params), WITH_SCALAR)
 
     simulated(law, shard=2)
 
