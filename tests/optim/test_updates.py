@@ -79,7 +79,8 @@ def by_update(tx: Any, grads: Sharded, state: Any, params: Sharded) -> tuple[Sha
 
 def updated(tx: Any, grads: Sharded, state: Any, params: Sharded, skip: Any, donate: bool) -> tuple[Sharded, Any]:
     """The parameters and the state after the update of a step."""
-    new, state = _updated_shards(tx, grads, state, params, skip, donate, exact_norms=False)
+    before = fshard.TrainState(params, state, None, None, None, None)
+    new, state = _updated_shards(tx, grads, before, skip, donate, exact=False)
     return _gathered(new, params, donate), state
 
 

@@ -195,7 +195,7 @@ def test_labels_of_another_optimizer_change_nothing(host):
     def law(mesh: Any) -> None:
         tx = optim.by_label({"x": optim.sgd(0.1), "y": optim.sgd(0.1)}, {"a": "x", "**": "y"})
         state, step = step_of_scalars(mesh, host, tx, donate=True, skip_labels={"a": "x", "**": "z"})
-        with pytest.raises(ValueError, match="found_inf is for .*, not for 'y'"):
+        with pytest.raises(ValueError, match=r"found_inf is for .*, not for 'y'"):
             step(state, torch.ones(2))
         assert same_bits(fshard.gather_params(state.params), WITH_SCALAR)
 
