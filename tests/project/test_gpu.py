@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import faults
 import pytest
 import torch
 
@@ -255,3 +256,9 @@ def test_cases_draw_on_the_cpu():
     """The case of `make gpu` with a default device would fail on GPUs, which take generators of their own alone."""
     done = ran("-c", DRAWS)
     assert done.returncode == 0, done.stderr
+
+
+def test_faults_for_the_checks_without_a_gpu_can_be_made():
+    """A fault whose text is gone would be no fault, and what finds it would not be checked."""
+    texts = {fault.name: (ROOT / "fshard" / fault.file).read_text().count(fault.old) for fault in faults.FAULTS}
+    assert {name: number for name, number in texts.items() if number != 1} == {}
