@@ -92,7 +92,7 @@ class Tape:
         may_send = self._schedule.sends if into is None else self._schedule.resends  # again, in the backward
         self._resends = self._makes_buffers and gathered is None and may_send
         # reads by checkpoints, in the forward
-        self._notes = self._regather or bool(self.plan.linked and self._schedule.sends)
+        self._notes = self._regather or bool(self.plan.linked and (self._schedule.sends or beside))
         self._arrivals = Arrivals(params, self._units, copied, gathered)
 
     def view(self) -> Tree:

@@ -163,3 +163,38 @@ def test_ranks_use_and_run_again_what_they_like_on_a_host_and_between_hosts() ->
     """Messages of one size would be taken for each other."""
     gloo(all_right, shard=2)
     gloo(between_hosts, all_right, shard=2)
+
+
+CUTS: dict[str, dict[str, Any]] = {
+    "zero3": {},
+    "zero2": {"params_over": ()},
+    "ddp": {"params_over": (), "grads_over": (), "state_over": ()},
+    "kept": {"regather": False},
+}
+
+
+@pytest.mark.parametrize("order", [(1, 2), (1, 0)])
+@pytest.mark.parametrize("teacher", ["zero3", "kept"])
+@pytest.mark.parametrize("strategy", CUTS)
+def test_a_teacher_in_a_checkpoint_that_a_rank_drops(strategy: str, teacher: str, order: tuple[int, int]) -> None:
+    """Parameters that nothing gathers would be reduced before a teacher is gathered that other ranks read again."""
+    whole, other = ([{"w": rand(3, 3, seed=seed + i)} for i in range(3)] for seed in (0, 5))
+
+    def loss(p: Any, x: Tensor, t: Any, rank: int) -> fshard.Sum:
+        inside = lambda y: torch.tanh(torch.tanh(y @ t[1]["w"]) @ p[order[0]]["w"])  # noqa: E731
+        dropped = checkpoint(inside, x, use_reentrant=False)
+        y = x @ p[order[1]]["w"]
+        return fshard.Sum((y + dropped if rank else y).square().sum())
+
+    def run(mesh: Any) -> Any:
+        params = fshard.shard_params(whole, fshard.make_plan(whole, mesh, units=["*"], **CUTS[strategy]))
+        beside = fshard.shard_params(other, fshard.make_plan(other, mesh, units=["*"], **CUTS[teacher]))
+        rank = mesh.get_rank()
+        return fshard.gather_params(fshard.value_and_grad(loss)(params, rand(4, 3, seed=rank + 20), beside, rank)[1])
+
+    leaves = fshard.tree.map(lambda x: x.clone().requires_grad_(), whole)
+    for rank in range(2):
+        loss(leaves, rand(4, 3, seed=rank + 20), other, rank).total.backward()
+    expected = [leaf["w"].grad if leaf["w"].grad is not None else torch.zeros_like(leaf["w"]) for leaf in leaves]
+    for got in simulated(run, shard=2):
+        torch.testing.assert_close([x["w"] for x in got], expected)
