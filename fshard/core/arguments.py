@@ -42,7 +42,7 @@ def wrong(name: str, value: object, expected: str, remedy: str = "") -> str:
 
 
 def expect(name: str, value: object, is_right: object, expected: str, remedy: str = "") -> None:
-    """TypeError, about an argument, unless the argument is right."""
+    """Raise TypeError unless an argument is right."""
     if not is_right:
         raise TypeError(wrong(name, value, expected, remedy))
 
@@ -81,7 +81,7 @@ def check_positive(name: str, value: object, tensors: bool = True) -> None:
         return
     if not is_number(value):
         raise TypeError(wrong(name, value, expected))
-    if not value > 0:  # true of NaN, too
+    if not value > 0:  # refuses NaN, too
         raise ValueError(wrong(name, value, expected))
 
 
@@ -128,7 +128,7 @@ def check_hyperparams(optimizer: str, rate: object = 0.0, **numbers: object) -> 
         expected += " (or a 0-d tensor, or a schedule)" if name == "lr" else " (or a 0-d tensor)"
         if not is_number(value):
             raise TypeError(f"optim.{optimizer}: {wrong(name, value, expected)}")
-        if not least <= value < below:  # true of NaN, too
+        if not least <= value < below:  # refuses NaN, too
             raise ValueError(f"optim.{optimizer}: {wrong(name, value, expected)}")
 
 
@@ -137,7 +137,7 @@ def check_rate(value: object) -> None:
         raise TypeError(f"a schedule gave {shown(value)}: expected a number or a 0-d tensor")
 
 
-# files that are not the user's: fshard, torch, generated code
+# not the user's files: fshard, torch, generated code
 CODE = (os.path.dirname(os.path.dirname(__file__)) + os.sep, os.path.dirname(torch.__file__) + os.sep, "<frozen ")
 NOT_THE_USER = (
     *CODE,

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from .arguments import shown
 
-# words that torch's wrappers put into names
+# words inserted into names by torch's wrappers
 WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.", "_fsdp_wrapped_module.")
 
 
@@ -73,7 +73,7 @@ def differences(wanted: Iterable[Wanted], given: Mapping[str, object]) -> Iterat
 
 
 def name_differences(expected: Iterable[Sequence[str]], given: Collection[str], of: str = "the plan") -> Iterator[str]:
-    """Say which names are missing or unknown, with the remedy; a leaf may have several names.
+    """Report missing and unknown names, with the remedy; a leaf may have several names.
 
     >>> list(name_differences([["w"]], ["v"]))
     ["it lacks 1 names: 'w'", "it has 1 names that the plan has not: 'v'"]
@@ -104,7 +104,7 @@ def _remedy(missing: Sequence[str], unknown: Sequence[str]) -> str:
 
 
 def _call(missing: Sequence[str], unknown: Sequence[str]) -> str:
-    """Return an expression that turns most unknown names into missing ones, or ""."""
+    """Return an expression to turn most unknown names into missing ones, or ""."""
     words = [word for word in WRAPPERS if any(word in name for name in unknown)]
     replaced = "name" + "".join(f".replace({word!r}, '')" for word in words)
     plain = [reduce(lambda rest, word: rest.replace(word, ""), words, name) for name in unknown]
@@ -120,7 +120,7 @@ def _call(missing: Sequence[str], unknown: Sequence[str]) -> str:
 
 
 def unfit(name: str, expected: Form, given: object) -> str:
-    """Say why a leaf cannot take a value, or its form; "" if it can.
+    """Say why a leaf cannot take a value, or a `Form`; "" if it can.
 
     >>> unfit("w", Form((2,), torch.float32), torch.zeros(3))
     "'w': expected a tensor [2], got one [3]"
@@ -152,7 +152,7 @@ def unreadable(name: str, value: object) -> str:
     >>> unreadable("w", torch.zeros(2, device="meta"))
     "'w': expected a tensor with values, got one on meta"
     """
-    if not isinstance(value, Tensor) or hasattr(value, "local_shards"):  # a ShardedTensor may have no part here
+    if not isinstance(value, Tensor) or hasattr(value, "local_shards"):  # a ShardedTensor may have no part on this rank
         return ""
     if value.layout != torch.strided:
         return f"{name!r}: expected a dense tensor, got {value.layout}: call to_dense() on it"

@@ -1,9 +1,9 @@
 """torch.func's interpreter stack, with one level for each running transform.
 
 Note [Gathers inside transforms]
-    A loss may read its parameters inside torch.func's transforms. A gathered parameter is a constant for these; only
-    the outer gradient differentiates by it. So the gather runs with an empty stack, where tensors have memory and
-    autograd records nodes for the outer gradient.
+    A loss may read its parameters inside torch.func's transforms. For the transforms, a gathered parameter is a
+    constant: only the outer gradient differentiates by it. So the gather runs with an empty stack, where tensors have
+    memory and autograd records nodes for the outer gradient.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from .tree import Tree
 
 T = TypeVar("T")
 
-_REFUSAL = "don't yet support saved tensor hooks"  # torch has no class for it
+_REFUSAL = "don't yet support saved tensor hooks"  # torch has no class for this error
 
 
 def inside() -> bool:
@@ -38,7 +38,7 @@ def inside() -> bool:
 
 
 def differentiates(x: Tree) -> bool:
-    """True if a derivative may pass: torch.func runs, or a leaf has a gradient or a tangent.
+    """True if a derivative may pass: torch.func runs, or a leaf requires a gradient or has a tangent.
 
     >>> differentiates([torch.ones(1), 2.0]), differentiates([torch.ones(1, requires_grad=True)])
     (False, True)
@@ -48,7 +48,7 @@ def differentiates(x: Tree) -> bool:
 
 
 def needs_gradient(x: object) -> bool:
-    """True for a tensor that requires a gradient, at any level.
+    """True if a tensor requires a gradient at any level.
 
     >>> torch.func.grad(lambda x: x * needs_gradient(2 * x))(torch.ones(()))
     tensor(1.)
@@ -59,19 +59,19 @@ def needs_gradient(x: object) -> bool:
 
 
 def depending(x: Tensor, on: Tree) -> Tensor:
-    """Return a tensor to write results from `on` into: a copy with its levels if a derivative may pass.
+    """Return `x` for results from `on`: a copy with the levels of `on` if a derivative may pass.
 
     >>> torch.func.vmap(lambda y: depending(torch.zeros(2), [y]).copy_(y))(torch.ones(1, 2))
     tensor([[1., 1.]])
     """
     if differentiates(on):
         for leaf in tree.tensors(tree.leaves(on)):
-            x = x + leaf.reshape(-1)[:0].abs().sum().to(x.dtype)  # zero, of every tensor of `on`
+            x = x + leaf.reshape(-1)[:0].abs().sum().to(x.dtype)  # zero, with the tensor's levels
     return x
 
 
 def refuse_derivative(x: T, what: str) -> T:
-    """Return `x`; TypeError if a derivative passes through it, because `what` would lose it."""
+    """Return `x`; TypeError if a derivative passes through `x`: `what` would lose the derivative."""
     if differentiates(x):
         raise TypeError(
             f"{what}: a derivative by a hyper-parameter alone (requires_grad) is seen too late here, and not on all "
@@ -95,7 +95,7 @@ def is_dual(x: object) -> bool:
     >>> is_dual(torch.zeros(2))
     False
     """
-    # private: unpacking takes longer (test_jit_derivatives.py)
+    # private: faster than unpacking (test_jit_derivatives.py)
     if forward_ad._current_level < 0 or not isinstance(x, Tensor) or x.layout is not torch.strided:
         return False  # torch has no sparse tangents
     return forward_ad.unpack_dual(x).tangent is not None
@@ -115,7 +115,7 @@ def unwrapped(x: Tensor) -> Tensor:
 
 
 def aside() -> AbstractContextManager[Sequence[object]]:
-    """Leave all transforms in the block; yields the levels for `again`.
+    """Leave all transforms in the block; yield their levels, for `again`.
 
     >>> def f(x):
     ...     with aside():
@@ -128,7 +128,7 @@ def aside() -> AbstractContextManager[Sequence[object]]:
 
 
 def again(levels: Sequence[object]) -> AbstractContextManager[None]:
-    """Return to the `levels` that `aside` left."""
+    """Return to the `levels` left by `aside`."""
     return temporarily_restore_interpreter_stack(list(levels))
 
 

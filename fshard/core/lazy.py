@@ -25,7 +25,7 @@ class Container:
     def __init__(self, spec: Spec):
         self.names: list[Hashable] = names(spec)
         self.positions: dict[Hashable, int] = {name: position for position, name in enumerate(self.names)}
-        # (structure, number of the first leaf in this container)
+        # (structure of a child, number of its first leaf in the container)
         self.children: list[tuple[Spec, int]] = list(children(spec))
         kind = spec.type or tuple
         self.is_mapping: bool = issubclass(kind, dict)
@@ -33,7 +33,7 @@ class Container:
 
 
 class Branch:
-    """A container that creates its children on access. Names are `_name_`, to leave all others to users."""
+    """A container with children created on access. Its own names are `_name_`: all other names are users'."""
 
     __slots__ = ()
 
@@ -96,7 +96,7 @@ class Readable(Branch):
 
 
 class _ChildValues(ValuesView[Tree]):
-    """Values that, as a dict's, can be iterated again and show later writes."""
+    """Like a dict's values: iterable more than once, with later writes."""
 
     _mapping: Tree  # a Readable
 
@@ -135,7 +135,7 @@ class Attributes:
 
 
 def child_names(spec: tree.Spec) -> tuple[str, ...] | None:
-    """Return the attributes that are a node's children; None if its class may compute them."""
+    """Return the attributes with a node's children; None if the node's class may compute children."""
     kind: Any = spec.type
     names, above = tree.child_fields(kind), kind.__mro__[:-1]
     if issubclass(kind, tuple):
@@ -150,7 +150,7 @@ def child_names(spec: tree.Spec) -> tuple[str, ...] | None:
 
 
 def _only_sets(classes: Iterable[type]) -> bool:
-    """True if only code that `dataclasses` made creates objects."""
+    """True if only code made by `dataclasses` creates objects."""
     made = [vars(base)[name] for base in classes for name in ("__post_init__", *_MAKERS) if name in vars(base)]
     return all(isinstance(x, FunctionType) and x.__code__.co_qualname.startswith("__create_fn__.") for x in made)
 
@@ -167,7 +167,7 @@ def special_names(kind: type) -> frozenset[str]:
 
 
 def forwarded(kind: type, name: str) -> property:
-    if name == "__call__":  # reads lazily; others may need the filled tuple
+    if name == "__call__":  # stays lazy; other methods may need the filled tuple
         return property(lambda x: inspect.getattr_static(kind, name).__get__(x, kind))
     return property(lambda x: getattr(x._filled_(), name))
 
@@ -182,7 +182,7 @@ class OfTuple(type):
 
 
 def stand_in_class(meta: type, kind: type, bases: tuple[type, ...], attributes: dict[str, Any]) -> type:
-    """Make a class of stand-ins; a call makes a real `kind`."""
+    """Make a class of stand-ins; calling the class makes a real `kind`."""
     named: dict[str, object] = {name: getattr(kind, name) for name in ("__module__", "__qualname__", "__doc__")}
     named |= {"__slots__": (), "__new__": lambda cls, *args, **kwargs: kind(*args, **kwargs)}
     # type.__new__ skips the metaclass's own code, which may register each new class
@@ -194,7 +194,7 @@ def object_class(base: type, kind: type, names: tuple[str, ...]) -> type:
     children = {name: _child(index, name, inspect.getattr_static(kind, name, None)) for index, name in enumerate(names)}
     # a class of two bases would get a second dict
     more = {"__slots__": STATE, "__dict__": vars(base)["__dict__"], "_attributes_": Attributes(kind, names), **children}
-    if getattr(getattr(kind, "__dataclass_params__", None), "frozen", False):  # it refuses with its exact class
+    if getattr(getattr(kind, "__dataclass_params__", None), "frozen", False):  # refuses objects of its exact class
         more["__setattr__"] = lambda x, *args: kind.__setattr__(object.__new__(x.__class__), *args)
     made = stand_in_class(type(kind), kind, (base, kind), more)
     object.__new__(made)

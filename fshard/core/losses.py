@@ -28,7 +28,7 @@ class Running(NamedTuple):
     policy: Any
     mesh: Any
     remarks: set[str]  # words for ranks to compare
-    lost: list[str]  # modules that updated running statistics
+    lost: list[str]  # modules with updated running statistics
     tapes: Sequence[Any]  # of this loss, then of the losses around it
 
 
@@ -57,7 +57,7 @@ def warn_of_lost() -> None:
 
 
 class _Summand:
-    """A loss with sums and products."""
+    """A loss with `+`, `-`, `*`, `/`."""
 
     def on_totals(self, fn: Callable[[Tensor], Tensor]) -> Self:
         return added([replace(x, total=fn(x.total)) for x in terms_of(self)])
@@ -86,17 +86,17 @@ class _Summand:
 
 @dataclass(frozen=True)
 class Mean(_Summand):
-    """A loss that is a mean: the sum of all totals over the sum of all counts, across ranks and micro-batches.
+    """A mean loss: the sum of all totals, divided by the sum of all counts, across ranks and micro-batches.
 
     - `total`: a 0-d tensor.
-    - `count`: a number or a 0-d tensor (of tokens, say). Some ranks or micro-batches may count 0; if all do, loss and
+    - `count`: a number (of tokens, say) or a 0-d tensor. Some ranks or micro-batches may count 0; if all do, loss and
       gradients are NaN (0 / 0), and a loss scaler skips the update. A negative number is a ValueError; a negative
-      tensor becomes NaN. A count that depends on the parameters is differentiated; with micro-batches or slices that is
-      a ValueError.
+      tensor becomes NaN. A count depending on the parameters is differentiated; with micro-batches or slices it is a
+      ValueError.
 
-    Losses can be added: in `Mean(t, c) + 0.1 * Mean(u, d) - Sum(v) / 2` each total is divided by its own summed counts.
-    A factor, a number or a 0-d tensor, multiplies this rank's total. Any other summand is a TypeError; with
-    micro-batches or slices, a `Mean` next to other terms is a ValueError.
+    Losses can be added: in `Mean(t, c) + 0.1 * Mean(u, d) - Sum(v) / 2` each `Mean` is divided by its own summed
+    counts. A factor, a number or a 0-d tensor, multiplies this rank's total. Adding anything but a loss is a TypeError;
+    with micro-batches or slices, a `Mean` next to other terms is a ValueError.
 
     >>> value_and_grad(lambda w: Mean((w * 3).sum(), 2))(shard_of(torch.ones(2)))[0]
     tensor(3.)
@@ -110,9 +110,9 @@ class Mean(_Summand):
 
 @dataclass(frozen=True)
 class Sum(_Summand):
-    """A loss that is a sum of all totals, across ranks and micro-batches. `total` is a 0-d tensor.
+    """A sum loss: the sum of all totals, across ranks and micro-batches. `total` is a 0-d tensor.
 
-    It adds and multiplies like a `Mean`.
+    It can be added and multiplied like a `Mean`.
 
     >>> value_and_grad(lambda w: Sum((w * 3).sum()))(shard_of(torch.ones(2)))[0]
     tensor(6.)
@@ -132,7 +132,7 @@ class Terms(_Summand):
         return reduce(add, [x.total for x in self.terms])
 
 
-# nodes, so that totals in an aux are detached
+# nodes of trees: totals in an aux get detached
 tree.register_fields(Mean, ("total", "count"))
 tree.register_fields(Sum, ("total",))
 tree.register_fields(Terms, ("terms",), names=("",))
@@ -165,7 +165,7 @@ def value_dtype(total: Tensor, output: object) -> torch.dtype:
 
 
 def averages(aux: Tree) -> dict[str, Mean | Sum]:
-    """Return the `Mean`s and `Sum`s by path, sorted; `Terms` are taken apart."""
+    """Return an aux's `Mean`s and `Sum`s by path, sorted; `Terms` are taken apart."""
     return dict(sorted((path, x) for path, x in tree.paths_to(aux, _is_term) if _is_term(x)))
 
 
@@ -193,7 +193,7 @@ def _check_count(loss: Mean | Sum, what: str) -> None:
 
 
 def read_loss(loss: Tree) -> tuple[Tree, type]:
-    """Return a loss and its class, Tensor for a plain scalar. ValueError for totals or counts that are not 0-d."""
+    """Return a loss and its class, Tensor for a plain scalar. ValueError unless totals and counts are 0-d."""
     if isinstance(loss, Terms):
         return Terms(tuple(read_loss(term)[0] for term in loss.terms)), Terms
     kind = type(loss) if isinstance(loss, Mean | Sum) else Tensor
@@ -210,7 +210,7 @@ def read_loss(loss: Tree) -> tuple[Tree, type]:
 
 
 def described(kind: type, dtype: torch.dtype, aux: Tree, output: object) -> tuple[str, int]:
-    """Return text of all sums, for ranks to compare, and its checksum, for ranks that compare no texts.
+    """Return a text of all sums, for ranks to compare, and its checksum, to compare in its place.
 
     For `Terms`, `aux` is [sum, aux].
     """
@@ -221,7 +221,7 @@ def described(kind: type, dtype: torch.dtype, aux: Tree, output: object) -> tupl
 
 
 def put_averages(aux: Tree, sums: Sequence[Tensor], output: object) -> Tree:
-    """Put values into an aux; `sums` has totals and counts in the order of `averages`."""
+    """Replace an aux's averages by values; `sums` has totals and counts in the order of `averages`."""
     pairs = dict(zip(averages(aux), zip(sums[::2], sums[1::2], strict=True), strict=True))
 
     def value(path: str, x: Tree) -> Tree:
@@ -242,7 +242,7 @@ def local_sums(losses: Iterable[Mean | Sum], device: torch.device) -> list[Tenso
 
 
 def _weight(loss: Mean | Sum, device: torch.device) -> Tensor:
-    """A negative count would train uphill: it becomes NaN."""
+    """Return the count, NaN if negative: training would go uphill."""
     if not isinstance(loss, Mean) or not isinstance(loss.count, Tensor):
         return on_device(loss.count if isinstance(loss, Mean) else 1, device)
     count = on_device(loss.count.detach(), device)
@@ -254,7 +254,7 @@ class Outcome:
     """The result of one forward: total and count over all ranks (0-d, float64), class and dtype.
 
     `sums` returns total and count, total and count of each average in `aux`, and the number of ranks with a gradient.
-    The first call waits for other ranks. `weight`: the count, known before for all losses but a `Mean`.
+    The first call waits for other ranks. `weight`: the count, if known before, as for all losses but a `Mean`.
     """
 
     sums: Callable[[], Sequence[Tensor]]
@@ -265,7 +265,7 @@ class Outcome:
     aux: Tree
     output: object = None  # the policy's dtype for Means and Sums in `aux`
     several: bool = False  # one `aux` for each micro-batch
-    parts: Sequence[Outcome] = ()  # of a sum's terms
+    parts: Sequence[Outcome] = ()  # outcomes of a sum's terms
 
     @property
     def total(self) -> Tensor:
@@ -281,7 +281,7 @@ class Outcome:
         return torch.ones_like(self.count) if self.kind is Sum else torch.where(self.count == 0, torch.nan, self.count)
 
     def shared(self, num: int) -> Tensor:
-        """Return the divisor of each of `num` micro-batches; a count of 0 is 1."""
+        """Return the divisor of each of `num` micro-batches, 1 in place of a count of 0."""
         return torch.ones_like(self.count) if self.kind is Sum else torch.where(self.count == 0, 1.0, self.count) * num
 
     def seeds(self, seed: Tensor) -> list[Tensor]:
@@ -301,7 +301,7 @@ class Outcome:
 
 
 def outcome_of_terms(outcome: Outcome, kinds: Sequence[type]) -> Outcome:
-    """Return the outcome of a sum, whose `sums` begin with each term's total and count; NaN if a term counts 0."""
+    """Return the outcome of a sum; `outcome.sums` begins with each term's total and count. NaN if a term counts 0."""
     later = [partial(lambda i: outcome.sums()[2 * i :], i) for i in range(len(kinds) + 1)]
     parts = [replace(outcome, kind=kind, sums=sums) for kind, sums in zip(kinds, later, strict=False)]
 

@@ -2,14 +2,15 @@
 
 Note [Random numbers in a graph]
     If a graph drew from torch's generators, its numbers would depend on earlier code. So each random operator is a node
-    that takes a generator's state and returns the next one, with the eager numbers. The seed of torch's generator is
-    the index of the next state: code that restores the generator (torch.utils.checkpoint) draws the same numbers again.
+    from a generator's state to the eager numbers and the next state. The seed of torch's generator is the index of the
+    next state: code restoring the generator (torch.utils.checkpoint) draws the same numbers again.
 
 Note [Beside other threads]
     All threads share torch's host generator, so other threads' draws would change an eager step's numbers. If there are
     other threads, a step draws from its own generator: a dispatch key, kept by torch for tests and on in the step's
-    thread alone, leads random operators here. As in a graph, the seed of torch's generator numbers the next state, and
-    no draw changes it. Another thread may draw, but must not seed or restore: a second step there is an error.
+    thread alone, leads random operators to this module. As in a graph, the seed of torch's generator is the index of
+    the next state. Other threads may draw, without changing the seed, but not seed or restore the generator: a second
+    step in another thread is an error.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ _STATE_BYTES = {"cpu": 5056}  # bytes of a generator's state; 16 on other device
 @contextmanager
 def seeded(seed: Tensor, step: Tensor, rank: int, part: int, device: torch.device) -> Iterator[None]:
     cuda = device.type == "cuda"
-    # a graph writes to the host's generator alone: the index of the next state
+    # a graph writes to the host's generator alone
     with torch.random.fork_rng([device] if cuda and not is_tracing() else _alone() if active_count() > 1 else []):
         if is_tracing():
             state = torch.ops.fshard.seeded(seed, step, rank, part, device)
@@ -60,18 +61,18 @@ def seeded(seed: Tensor, step: Tensor, rank: int, part: int, device: torch.devic
 
 _LOCK = Lock()  # held while operators are registered, once
 _KEY = "TESTING_ONLY_GenericMode"
-_TAG = 0xF5A7 << 48  # marks seeds that number states; seeds of other steps differ in the lower bits
+_TAG = 0xF5A7 << 48  # marks seeds used as indices of states; other steps' seeds differ in the lower bits
 _OWN_DRAWS: ContextVar[_OwnDraws | None] = ContextVar("fshard.core.random.own", default=None)  # of this thread's step
 
 
 class _OwnDraws(ExitStack):
-    """A block whose host operators draw from its own generator."""
+    """A block with its own generator for host operators."""
 
     def __enter__(self) -> Self:
         self.enter_context(assigned(_OWN_DRAWS, self))
         with _LOCK:
             key = _lead_here()
-            for op in _higher_order_ops.values():  # they have no fallback, and new ones may exist
+            for op in _higher_order_ops.values():  # higher-order operators have no fallback; new ones may exist
                 if op.non_fallthrough_keys.has(key):
                     op.fallthrough(key)
         self.enter_context(torch._C._IncludeDispatchKeyGuard(key))
@@ -80,7 +81,7 @@ class _OwnDraws(ExitStack):
     def manual_seed(self, seed: int) -> None:
         self._generator = torch.Generator().manual_seed(seed)
         self._seed = self._begin = _TAG | seed >> 40 << 24
-        self._states = {self._begin: self._generator.get_state()}  # by the numbering seed
+        self._states = {self._begin: self._generator.get_state()}  # by seed of torch's generator
         torch.default_generator.manual_seed(self._begin)
 
     @contextmanager
@@ -101,7 +102,7 @@ class _OwnDraws(ExitStack):
         torch.default_generator.manual_seed(self._seed)
 
     def _follow(self) -> None:
-        """Go to the state of torch's generator, if the loss restored or seeded it."""
+        """If the loss restored or seeded torch's generator, go to its state."""
         if (seed := torch.initial_seed()) != self._seed:
             if seed not in self._states:
                 _check_alone()
@@ -109,7 +110,7 @@ class _OwnDraws(ExitStack):
 
 
 def _alone() -> list[int]:
-    """Return no devices. RuntimeError if another thread runs a step."""
+    """Return no devices, for `fork_rng`; RuntimeError if another thread runs a step."""
     if _OWN_DRAWS.get() is None:
         _check_alone()
     return []
@@ -142,7 +143,7 @@ def _given(func: Operator, key: torch._C.DispatchKey, _: object, *args: Tree, **
     block, every = _OWN_DRAWS.get(), (*args, *kwargs.values())
     x = next(x for x in every if isinstance(x, Tensor))
     with torch._C._ExcludeDispatchKeyGuard(torch._C.DispatchKeySet(key)):
-        # traced code asks for numbers when it runs
+        # traced code draws when it runs
         is_real = x.device == HOST and not isinstance(x, FakeTensor | FunctionalTensor)
         if block is None or is_tracing() or not is_real or any(isinstance(x, torch.Generator) for x in every):
             return func(*args, **kwargs)
@@ -153,9 +154,9 @@ def _given(func: Operator, key: torch._C.DispatchKey, _: object, *args: Tree, **
 def _around_call(
     func: Operator, key: torch._C.DispatchKey, keys: torch._C.DispatchKeySet, *args: Tree, **kwargs: Tree
 ) -> Tree:
-    """Call an operator without a generator argument: its inner operators come here.
+    """Call an operator without a generator argument: its inner operators get the step's generator.
 
-    Under a dispatch mode they do not: then torch's generator gets the step's state.
+    Under a dispatch mode they do not, so torch's generator gets the step's state for the call.
     """
     block = _OWN_DRAWS.get()
     if block is None or is_tracing() or not torch._C._len_torch_dispatch_stack():
@@ -169,7 +170,7 @@ def _around_call(
 
 @dataclass(frozen=True)
 class Seeds:
-    """The origin of random numbers in an update. `following` numbers functions at one place, in the order of calls."""
+    """The origin of an update's random numbers. `following` seeds functions at one place, in the order of calls."""
 
     seed: Tensor
     step: Tensor
@@ -185,7 +186,7 @@ class Seeds:
 
     @contextmanager
     def block(self) -> Iterator[Callable[[], bool]]:
-        """Draw from these seeds; yields a function, True if the block drew."""
+        """Draw from these seeds; yield a function, True once the block has drawn."""
         part = -1  # a loss has parts from 0 on
         with seeded(self.seed, self.step, self.place, part, self.device), assigned(UPDATE, self):
             start = position(self.device)
@@ -197,7 +198,7 @@ UPDATE: ContextVar[Seeds | None] = ContextVar("fshard.core.random.update", defau
 
 
 def position(device: torch.device) -> Hashable:
-    """Return a value that changes with every draw."""
+    """Return a value changed by every draw."""
     if is_tracing() or _OWN_DRAWS.get() is not None:
         return torch.default_generator.initial_seed()  # the index of the next state
     return tuple(g.get_state().numpy().tobytes() for g in (torch.default_generator, _default_generator(device)))
@@ -205,7 +206,7 @@ def position(device: torch.device) -> Hashable:
 
 @contextmanager
 def seeded_by(seed: int, path: str, device: torch.device) -> Iterator[None]:
-    """Seed generators inside the block; restore them."""
+    """Seed the generators for the block, then restore them."""
     back, number = bookmark(device), _number(seed, path)
     try:
         torch.default_generator.manual_seed(number)
@@ -217,7 +218,7 @@ def seeded_by(seed: int, path: str, device: torch.device) -> Iterator[None]:
 
 
 def bookmark(*places: Place) -> Callable[[], None]:
-    """Return a function that restores the generators of the host and `places`.
+    """Return a function to restore the generators of the host and `places`.
 
     >>> back = bookmark()
     >>> a = torch.rand(2)
@@ -245,7 +246,7 @@ def bookmark_of(place: Place) -> Callable[[], object]:
 
 
 def accelerators() -> list[torch.device]:
-    """Return the accelerator's devices if the process has used one: asking would start it."""
+    """Return the accelerator's devices; none before its first use, as asking would start it."""
     if (kind := torch.accelerator.current_accelerator()) is None:
         return []
     module = torch.get_device_module(kind)
@@ -255,7 +256,7 @@ def accelerators() -> list[torch.device]:
 
 @contextmanager
 def forked(rank: int, device: torch.device) -> Iterator[None]:
-    """Draw from streams of the present state and `rank`; later draws depend neither on `rank` nor on the block."""
+    """Draw by the present state and `rank`; draws after the block depend neither on `rank` nor on the block."""
     if (draws := stream() or _OWN_DRAWS.get()) is not None:
         inside, after = torch.ops.fshard.forked(draws.state, rank, device)
         draws.go_on(after)
@@ -313,9 +314,9 @@ def drawn_like(how: str, like: Tensor) -> Tensor:
 def draw(
     state: Tensor, how: str, by: Sequence[Tensor], numbers: Sequence[float], like: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Return a tensor filled by the in-place method `how`, or "randperm", and the next state.
+    """Return a tensor, filled by the in-place method `how` or by "randperm", and the next state.
 
-    "native_dropout" returns the mask, by the operator itself: on a GPU `bernoulli_` draws other numbers.
+    "native_dropout": the operator itself draws the mask, as on a GPU `bernoulli_` draws other numbers.
     """
     if how == "native_dropout":
         back = bookmark(like.device)
@@ -336,7 +337,7 @@ def draw(
 
 
 class Stream(TorchDispatchMode):
-    """Record random operators as nodes that take and return a generator's state."""
+    """Record random operators as nodes from a generator's state to the next."""
 
     def __init__(self, state: Tensor, device: torch.device):
         super().__init__()
@@ -345,7 +346,7 @@ class Stream(TorchDispatchMode):
 
     @property
     def state(self) -> Tensor:
-        number = torch.default_generator.initial_seed()  # the index of the next state, unless the user has set a seed
+        number = torch.default_generator.initial_seed()
         if number >= len(self._states):
             raise RuntimeError("a seed was set (torch.manual_seed) inside the loss: a graph draws from the state alone")
         return self._states[number]
@@ -374,7 +375,7 @@ class Stream(TorchDispatchMode):
             mask = self._draw(name, x, [p])  # like `x`, bool
             # 1 / (1 - p) would be infinite, and give NaN
             return x * mask * (0.0 if p == 1 else 1 / (1 - p)), mask
-        if name == "bernoulli":  # torch.func decomposes dropout
+        if name == "bernoulli":  # torch.func decomposes dropout into this
             return self._draw("bernoulli_", args[0], args[1:], by=() if args[1:] else args)
         if name.endswith("_") and isinstance(args[0], Tensor) and not any(isinstance(a, Tensor) for a in args[1:]):
             numbers = _defaults(func, args)

@@ -11,7 +11,7 @@ Number = float | Tensor
 
 
 def double(x: Number) -> Tensor:
-    """Return a 0-d float64 tensor; of a number, on the CPU.
+    """Return a 0-d float64 tensor; for a number, on the CPU.
 
     >>> double(0.5)
     tensor(0.5000, dtype=torch.float64)
@@ -20,7 +20,7 @@ def double(x: Number) -> Tensor:
 
 
 def on_device(x: Number, device: torch.device) -> Tensor:
-    """Return a 0-d float64 tensor, filled by the device without a wait.
+    """Return a 0-d float64 tensor on the device; the host does not wait.
 
     >>> on_device(0.5, torch.device("cpu"))
     tensor(0.5000, dtype=torch.float64)
@@ -31,12 +31,12 @@ def on_device(x: Number, device: torch.device) -> Tensor:
 
 
 def wide(dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype of scalar factors."""
+    """Return the dtype of scalar factors for `dtype`."""
     return torch.float64 if dtype in (torch.float64, torch.complex128) else torch.float32
 
 
 def beside(number: object, x: Tensor) -> Any:  # a `Number` or None
-    # scalars of the CPU broadcast anywhere
+    # 0-d CPU tensors fit tensors of any device
     return number.to(x.device) if isinstance(number, Tensor) and x.device.type == "cpu" else number
 
 

@@ -16,9 +16,9 @@ from .tracing import define, is_tracing
 from .tree import Tree
 
 Static = TypeVar("Static", bound=Hashable)
-CACHED = 1 << 15  # elements that fit a CPU's cache, with moments
-_LARGE_BLOCK = 1 << 24  # elements that fill an accelerator
-MOST = 1 << 30  # elements in a foreach kernel or a reduction: some index with int32
+CACHED = 1 << 15  # elements fitting a CPU's cache, with moments
+_LARGE_BLOCK = 1 << 24  # elements filling an accelerator
+MOST = 1 << 30  # most elements of a foreach kernel or a reduction: some kernels index with int32
 
 
 def address(x: Tensor) -> int:
@@ -37,10 +37,10 @@ def _with_storage(x: Tree) -> Iterator[Tensor]:
 
 
 def span(storage: torch.UntypedStorage) -> range:
-    """Return a storage's addresses; without memory (meta, fake) a range of its identity."""
+    """Return a storage's addresses; without memory (meta, fake), its identity as a range."""
     try:
         start = 0 if storage.device.type == "meta" else storage.data_ptr()
-    except RuntimeError:  # since torch 2.15; before: 0
+    except RuntimeError:  # torch before 2.15 returns 0
         start = 0
     return range(start, start + storage.nbytes()) if start else range(storage._cdata, storage._cdata + 1)
 
@@ -69,7 +69,7 @@ class Places:
 
 
 def aside(x: Tree, written: Tree) -> Tree:
-    """Copy tensors in the memory of `written`, which will change."""
+    """Copy tensors sharing memory with `written`, soon to change."""
     memory = Places(written)
     return tree.map(lambda leaf: leaf.clone() if isinstance(leaf, Tensor) and memory.has(leaf) else leaf, x)
 
@@ -119,7 +119,7 @@ Held = Sequence[tuple[torch.dtype, int]]  # (dtype, number of elements) of packe
 
 
 def pack(tensors: Sequence[Tensor], out: Tensor | None = None) -> Tensor:
-    """Pack tensors into a flat uint8 tensor, zeros between them. Dual: `unpack`.
+    """Pack tensors into a flat uint8 tensor, with zeros between them. Dual: `unpack`.
 
     >>> unpack(pack([torch.ones(1), torch.tensor([2, 3])]), [(torch.float32, 1), (torch.int64, 2)])
     [tensor([1.]), tensor([2, 3])]
@@ -155,7 +155,7 @@ def bitcast(x: Tensor, dtype: torch.dtype) -> Tensor:
 
 def as_bytes(x: Tensor) -> Tensor:
     flat = x.detach().reshape(-1)
-    if flat.numel() < 2 and flat.stride() != (1,):  # any stride counts as contiguous
+    if flat.numel() < 2 and flat.stride() != (1,):  # then any stride counts as contiguous
         flat = flat.as_strided((flat.numel(),), (1,))
     return bitcast(torch.view_as_real(flat).reshape(-1) if flat.is_complex() else flat, torch.uint8)
 
@@ -171,7 +171,7 @@ def value_bytes(x: Tensor) -> Tensor:
 
 
 def words(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the 8-byte words, int64 (n,), and the rest, uint8."""
+    """Return a tensor's 8-byte words, int64 (n,), and the other bytes, uint8."""
     data = as_bytes(x)
     data = data.clone() if data.storage_offset() % 8 else data  # words must be aligned
     end = len(data) // 8 * 8
@@ -186,14 +186,14 @@ def from_bytes(data: Tensor, dtype: torch.dtype) -> Tensor:
 
 define(
     "bitcast(Tensor x, ScalarType dtype) -> Tensor",
-    # a copy has last stride 1: a compiler may give one element any stride
+    # the copy has last stride 1; a compiler may give a single element any stride
     lambda x, dtype: x.new_empty(x.numel()).copy_(x).view(dtype),
     lambda x, dtype: x.new_empty(x.nbytes // dtype.itemsize, dtype=dtype),
 )
 
 
 class DonatedError(RuntimeError):
-    """A value was used after a call that had taken it over."""
+    """A value was used after a call had taken it over."""
 
 
 @dataclass
@@ -203,7 +203,7 @@ class Life:
     given_away: bool = False
 
     def check(self, name: str, touched: str) -> None:
-        """Raise DonatedError if given away; `touched`: the attribute that was read."""
+        """Raise DonatedError if the value was given away; `touched`: the attribute read."""
         if self.given_away:
             raise DonatedError(
                 f"this {name} was given away: a step, or another call, with donate=True wrote to its tensors in place "
@@ -211,13 +211,13 @@ class Life:
             )
 
     def __getstate__(self) -> dict[str, object]:
-        self.check("value", "__getstate__")  # a copy or file would take the state as it is now
+        self.check("value", "__getstate__")  # a copy or file would get the later values
         return vars(self)
 
 
 @dataclass(frozen=True, eq=False)
 class Source(Generic[Static]):
-    """Metadata of a node that can be given away: `static` is compared, `of` is weak."""
+    """Metadata of a node with `give_away`: `static` is compared, `of` is a weak reference."""
 
     static: Static
     of: weakref.ref[Tree]

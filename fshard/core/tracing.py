@@ -30,7 +30,7 @@ class Rerun(Protocol):
     def unit(self, tape: Any, number: int) -> Sequence[Tensor]: ...
 
 
-RERUN: ContextVar[Rerun | None] = ContextVar("fshard.core.rerun", default=None)  # the innermost running one
+RERUN: ContextVar[Rerun | None] = ContextVar("fshard.core.rerun", default=None)  # the innermost running `Rerun`
 
 
 def is_tracing() -> bool:
@@ -69,7 +69,7 @@ _push_hooks = torch._C._autograd._push_saved_tensors_default_hooks
 
 @contextmanager
 def unhooked() -> Iterator[Sequence[tuple[Callable[..., object], Callable[..., object]]]]:
-    """Take saved-tensor hooks off; yields them, innermost first."""
+    """Take saved-tensor hooks off; yield them, innermost first."""
     hooks = []
     while top := _peek_hooks(True):
         hooks.append(top)
@@ -82,7 +82,7 @@ def unhooked() -> Iterator[Sequence[tuple[Callable[..., object], Callable[..., o
 
 
 class memo(cached_property[T]):
-    """A cached_property without lock: simulated ranks would wait, and dynamo cannot trace it."""
+    """A cached_property without a lock: simulated ranks would wait, and dynamo cannot trace locks."""
 
     def __init__(self, fn: Callable[[Any], T]):
         super().__init__(fn)
@@ -90,11 +90,11 @@ class memo(cached_property[T]):
 
 
 class Marked(Tensor):
-    """Base of classes that say how a tensor was made; in a graph, nodes are marked instead."""
+    """Base of classes for origins of tensors; in a graph, nodes are marked instead."""
 
 
 def mark(x: Tensor, kind: type[Tensor]) -> Tensor:
-    """Return `x` as this class, in the same memory; a traced tensor's node is marked."""
+    """Return `x` as a `kind`, in the same memory; if `x` is traced, mark its node."""
     if kind is Tensor:
         return x
     if not is_tracing() and not torch.compiler.is_compiling():
@@ -106,7 +106,7 @@ def mark(x: Tensor, kind: type[Tensor]) -> Tensor:
 
 
 def kind_of(x: Tensor) -> type[Tensor]:
-    """Return the class that marks a tensor or its node."""
+    """Return the class marking a tensor or its node."""
     if isinstance(x, Marked):
         return type(x)
     node = node_of(x) if is_tracing() else None
@@ -116,7 +116,7 @@ def kind_of(x: Tensor) -> type[Tensor]:
 
 
 def _renames(node: Node) -> bool:
-    """True for `detach` and in-place operators, which eagerly keep the class.
+    """True for `detach` and in-place operators: eagerly, they keep the class.
 
     torch 2.13 records `detach` as `aten.detach`, torch 2.14 as `aten.alias`, so the schema decides.
     """
@@ -146,8 +146,8 @@ def define(
     """Define `torch.ops.fshard.<name>`: `run` implements it, `shapes` returns fake results.
 
     Tags forbid compilers to merge equal calls, to run a call while compiling, to put it into a CUDA graph (a collective
-    would repeat without its Python), and to change an argument's layout, by a copy in each node. `exact`: arguments
-    keep strides. `captured`: a CUDA graph may contain the operator.
+    would repeat without its Python), and, in each node, to copy an argument into another layout. `exact`: arguments
+    keep their strides. `captured`: a CUDA graph may contain the operator.
     """
     layout = torch.Tag.needs_exact_strides if exact else torch.Tag.flexible_layout
     unsafe = [] if captured else [torch.Tag.cudagraph_unsafe]
@@ -161,7 +161,7 @@ _EVERY, _OF_TORCH = (torch.library.Library(name, "IMPL") for name in ("_", "aten
 
 
 def lead(key: str, functions: Mapping[str, Callable[..., object]]) -> None:
-    """Replace torch's operators under a dispatch key. Functions get the operators' keys first."""
+    """Replace torch's operators under a dispatch key. Functions take the keyset first."""
     _EVERY.fallback(torch.library.fallthrough_kernel, key)
     for name, run in functions.items():
         _OF_TORCH.impl(name, run, key, with_keyset=True)

@@ -1,8 +1,8 @@
 """Trees of tensors in the order of use: the only module that imports optree.
 
 Note [Order of use]
-    A plan needs the order in which a model uses its parameters: insertion order. optree sorts a dict's keys as strings
-    ('10' before '2'), except in torch's namespace, which also has every node type of `torch.utils._pytree`.
+    A plan needs the order of use of a model's parameters: insertion order. optree sorts a dict's keys as strings ('10'
+    before '2'), except in torch's namespace. This namespace also has every node type of `torch.utils._pytree`.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ CODE = (__file__, os.path.dirname(optree.__file__))
 
 
 def _mirror(kind: type) -> None:
-    """Register with optree a type that only `torch.utils._pytree` knows."""
+    """Register with optree a type known to `torch.utils._pytree` alone."""
     node = pytree.SUPPORTED_NODES[kind]
 
     def flatten(value: Tree) -> tuple[list[Tree], Metadata, tuple[Hashable, ...]]:
@@ -188,7 +188,7 @@ def map_tops(fn: Callable[..., Tree], stop: Stop, tree: Tree, *rest: Tree) -> Tr
 
 
 def detached(tree: T, stop: Stop = lambda x: False) -> T:
-    """Detach the leaves of `tree` that require a gradient; `stop` nodes stay as they are.
+    """Detach leaves requiring a gradient; `stop` nodes stay as they are.
 
     >>> tree.detached({"w": torch.ones(1, requires_grad=True)})
     {'w': tensor([1.])}
@@ -212,7 +212,7 @@ def register(cls: type, flatten: Callable[[Tree], tuple[Any, ...]], unflatten: C
     pytree.register_pytree_node(
         cls, lambda x: _without_names(flatten(x)), lambda children, metadata: unflatten(metadata, children)
     )
-    optree.unregister_pytree_node(cls, namespace=_NAMESPACE)  # torch's, where children would have no names
+    optree.unregister_pytree_node(cls, namespace=_NAMESPACE)  # torch's namespace: children would have no names
 
 
 class StandIn:
@@ -246,9 +246,9 @@ def opened(node: Tree) -> tuple[list[tuple[Hashable, Tree]] | None, Metadata]:
 
 
 def register_stand_in(cls: type, of: Callable[[Tree], Tree]) -> None:
-    """Register stand-ins for containers; `of(container)` wraps one that is there.
+    """Register a class of stand-ins; `of(container)` wraps an existing container.
 
-    Mapping returns the same class. Children come in each library's order (Note [Order of use]).
+    Mapping over a stand-in returns the same class. Children come in each library's order (Note [Order of use]).
     """
 
     def flatten_in(namespace: str) -> Callable[[Tree], tuple[list[Tree], Metadata, tuple[Hashable, ...] | None]]:
@@ -273,7 +273,7 @@ def register_stand_in(cls: type, of: Callable[[Tree], Tree]) -> None:
         lambda children, spec: unflatten_in(spec, children),
         flatten_with_keys_fn=flatten_with_keys,
     )
-    optree.unregister_pytree_node(cls, namespace=_NAMESPACE)  # torch's, where children would have no names
+    optree.unregister_pytree_node(cls, namespace=_NAMESPACE)  # torch's namespace: children would have no names
     optree.register_pytree_node(cls, ordered, unflatten_in, namespace=_NAMESPACE)
     everywhere = optree.registry.__GLOBAL_NAMESPACE
     optree.register_pytree_node(cls, flatten_in(""), unflatten_in, namespace=everywhere)
@@ -292,9 +292,9 @@ def register_fields(
 ) -> None:
     """Register a dataclass `cls` as a node: `children` are subtrees, `metadata` is part of the structure.
 
-    `names`: the children's names in paths; an empty name is left out. ValueError for a field that is neither child nor
-    metadata, and for a name without a field. Without a dataclass, slots and annotated attributes are fields, except
-    ClassVars.
+    `names`: the children's names in paths; an empty name is left out. ValueError for a field in neither `children` nor
+    `metadata`, and for a name without a field. If `cls` is no dataclass, slots and annotated attributes are fields,
+    except ClassVars.
 
     >>> from dataclasses import dataclass
     >>> @dataclass
@@ -348,7 +348,7 @@ def _fields(cls: type) -> list[str]:
 
 
 def give_away(tree: Tree) -> None:
-    """Call `give_away` of every outermost node: a later use is a DonatedError."""
+    """Call `give_away` of every outermost node: later uses are a DonatedError."""
     for node in tops(tree, lambda x: hasattr(x, "give_away")):
         if hasattr(node, "give_away"):
             node.give_away()
@@ -356,7 +356,7 @@ def give_away(tree: Tree) -> None:
 
 def constant(cls: type[T]) -> type[T]:
     """Register immutable values as constants for torch.compile."""
-    # Private: dynamo would rebuild frozen dataclasses, known by it, from their fields, and fail
+    # Private: dynamo knows frozen dataclasses by it, would rebuild them from fields, and fail
     if "__dataclass_params__" in vars(cls):
         del cls.__dataclass_params__  # type: ignore[attr-defined]
     pytree.register_constant(cls)
@@ -402,7 +402,7 @@ def paths(spec: Spec) -> list[str]:
 
 
 def pairs(what: str, expected: Tree, got: Tree) -> tuple[list[tuple[Tree, Tree]], Spec]:
-    """Return pairs of leaves, and the first's structure. ValueError, led by `what`, if structures differ.
+    """Return pairs of leaves, and the structure of `expected`. ValueError, beginning with `what`, if structures differ.
 
     >>> pairs("b is not like a", {"w": 1}, {"w": 2})[0]
     [(1, 2)]
@@ -415,7 +415,7 @@ def pairs(what: str, expected: Tree, got: Tree) -> tuple[list[tuple[Tree, Tree]]
 
 
 def difference(expected: Tree, got: Tree) -> str:
-    """Say how a tree's structure differs.
+    """Say how two trees' structures differ.
 
     >>> difference({"a": 1, "b": 2}, {"a": 1}), difference({"a": 1}, (1,))
     ("it lacks ['b'] and has nothing besides", 'expected a dict, got a tuple')
