@@ -18,7 +18,7 @@ from .tree import Tree
 Static = TypeVar("Static", bound=Hashable)
 CACHED = 1 << 15  # elements fitting a CPU's cache, with moments
 _LARGE_BLOCK = 1 << 24  # elements filling an accelerator
-MOST = 1 << 30  # most elements of a foreach kernel or a reduction: some kernels index with int32
+MOST = 1 << 30  # limit of elements in a foreach kernel or reduction: some kernels index with int32
 
 
 def address(x: Tensor) -> int:

@@ -188,7 +188,7 @@ def map_tops(fn: Callable[..., Tree], stop: Stop, tree: Tree, *rest: Tree) -> Tr
 
 
 def detached(tree: T, stop: Stop = lambda x: False) -> T:
-    """Detach leaves requiring a gradient; `stop` nodes stay as they are.
+    """Detach leaves of `tree` requiring a gradient; `stop` nodes stay as they are.
 
     >>> tree.detached({"w": torch.ones(1, requires_grad=True)})
     {'w': tensor([1.])}
