@@ -2,8 +2,8 @@
 
 Note [Collectives in a graph]
     A collective is two operators. The first starts it, and returns the tensor for the result (the place) and a ticket.
-    The second, `wait`, takes both, and the sent tensors: so no compiler reuses their memory earlier. Freeing the ticket
-    ends the collective. A mesh is passed by name: operators take no objects.
+    The second, `wait`, takes the place, the ticket and the sent tensors, so no compiler reuses sent memory earlier.
+    Freeing the ticket ends the collective. A mesh is passed by name: operators take no objects.
 """
 
 from __future__ import annotations
@@ -42,12 +42,12 @@ class Announced:
         self._ranks, self._exchange, self.announce = ranks, ranks.exchange, announce
 
     @property
-    def timeout(self) -> timedelta:  # a plan made in a checked call connects its mesh
+    def timeout(self) -> timedelta:  # read if a checked call makes a plan
         return message_timeout(self._ranks)
 
     def exchange(self, sends: Sequence[Tensor], recvs: Sequence[Tensor | None], call: Call) -> Exchange:
         self.announce(str(call))
-        if call.kind == "all_to_all":  # the text has no sizes, which may differ
+        if call.kind == "all_to_all":  # the text has no sizes: they differ between ranks
             self._compare_sizes(sends, recvs, call)
         return self._exchange(sends, recvs, call)
 
@@ -98,13 +98,13 @@ def announced(ranks: Ranks, mesh: Mesh) -> Ranks:
 
 
 class CallInBlocks(Protocol):
-    """Runs a function in the blocks of an earlier call."""
+    """The result of `kept`."""
 
     def __call__(self, fn: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R: ...
 
 
 def kept() -> CallInBlocks:
-    """Return `call(fn, *args)`: it runs `fn` in the blocks entered here. On a GPU autograd's thread lacks them."""
+    """Return `call(fn, *args)`, to run `fn` in the blocks around `kept()`: autograd's GPU threads lack these blocks."""
     context, thread = copy_context(), get_ident()
 
     def call(fn: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
@@ -139,7 +139,7 @@ class NodeRanks:
         self._mesh = MESHES.of(mesh)
 
     def empty(self, numel: int, like: Tensor, lent: bool) -> Tensor:
-        """If `lent` or large, the memory serves all steps."""
+        """If `lent` or large, all steps reuse the memory."""
         if not lent and numel * like.itemsize < _ROOM_BYTES:
             return like.new_empty(numel)
         return torch.ops.fshard.room(like, numel, self._mesh, self.axis, lent)

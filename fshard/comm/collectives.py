@@ -173,7 +173,7 @@ def _along(x: Tensor, collective: _Collective, dims: tuple[int, int], size: int)
         lost = x.new_ones((), dtype=torch.bool)
         return torch.where(lost, torch.zeros_like(x), x) if is_lost else x  # 0 * x would keep NaN
     split, join = (dim % max(1, x.dim()) for dim in dims)
-    if split != join:  # whole parts (W, ...)
+    if split != join:  # parts (W, ...)
         parts = x.unflatten(split, (size, x.shape[split] // size)).movedim(split, 0)
         return _applied(parts, collective).movedim(0, join).flatten(join, join + 1)
     return _applied(x.movedim(split, 0), collective).movedim(0, split) if split else _applied(x, collective)
@@ -237,7 +237,7 @@ def all_gather(x: T, mesh: AnyMesh, axis: str, label: str = "", *, dim: int = 0)
     - `x`: a tensor or a tree, of the same shapes on all ranks; a scalar counts as one row.
     - `mesh`, `axis`: the ranks; mesh=None is one rank, whatever the axis.
     - `label`: the name of the call in errors and in a `tally`.
-    - `dim`: a dim of every leaf (ValueError), from the end if negative; dim 0 needs no copy.
+    - `dim`: a dim of every leaf (ValueError), counted from the end if negative; dim 0 needs no copy.
 
     Transpose: `reduce_scatter`.
 
@@ -251,7 +251,7 @@ def all_gather(x: T, mesh: AnyMesh, axis: str, label: str = "", *, dim: int = 0)
 def reduce_scatter(x: T, mesh: AnyMesh, axis: str, label: str = "", *, dim: int = 0) -> T:
     """Sum over ranks, in rank order, and keep this rank's part: (W n, ...) -> (n, ...), partial -> varying.
 
-    `x`, `mesh`, `axis`, `label` and `dim` as for `all_gather`; `dim` must divide by W (ValueError). Transpose:
+    `x`, `mesh`, `axis`, `label` and `dim` as for `all_gather`; W must divide dim `dim` (ValueError). Transpose:
     `all_gather`.
 
     >>> from fshard.testing import simulate
@@ -264,8 +264,8 @@ def reduce_scatter(x: T, mesh: AnyMesh, axis: str, label: str = "", *, dim: int 
 def all_reduce(x: T, mesh: AnyMesh, axis: str, op: Literal["sum", "max", "min"] = "sum", label: str = "") -> T:
     """All-reduce in rank order: (...) -> (...), partial -> replicated.
 
-    `op` is "sum", "max" or "min"; `x`, `mesh`, `axis` and `label` as for `all_gather`. The sum is its own transpose;
-    max and min have no derivative (NotImplementedError).
+    `x`, `mesh`, `axis` and `label` as for `all_gather`. op="sum" is its own transpose; "max" and "min" have no
+    derivative (NotImplementedError).
 
     >>> from fshard.testing import simulate
     >>> simulate(lambda mesh: all_reduce(torch.tensor(1.5), mesh, "shard").item(), shard=2)
@@ -291,7 +291,7 @@ def _refuse_in_loss(kind: str, advice: str) -> None:
 
 
 def vary(x: T, mesh: AnyMesh, axis: str, label: str = "") -> T:
-    """Mark a replicated value as used differently by ranks: identity in the forward, sum in the backward.
+    """Mark an invariant value as used differently by ranks: identity in the forward, sum in the backward.
 
     invariant -> varying (JAX's pvary); `x`, `mesh`, `axis` and `label` as for `all_gather`. Transpose: `total`.
     RuntimeError inside the loss of a step, of `value_and_grad`, `evaluate` or `hvp`: parameters of a loss vary already.
@@ -326,11 +326,11 @@ def all_to_all(
 ) -> T:
     """Cut dim `split`, send part p to rank p, and concatenate received parts along `join`: varying -> varying.
 
-    `x`, `mesh`, `axis` and `label` as for `all_gather`. Parts are equal: dim `split` must divide by W (ValueError),
-    (s, h) -> (W s, h / W) for split=1, join=0. Transpose and inverse: `split` and `join` swapped.
+    `x`, `mesh`, `axis` and `label` as for `all_gather`. Parts are equal: W must divide dim `split` (ValueError).
+    For split=1, join=0: (s, h) -> (W s, h / W). Transpose and inverse: `split` and `join` swapped.
 
-    `sizes` = (sent, received) are the lengths of unequal parts, W each, zeros allowed; then `split` and `join` must be
-    one dim (ValueError). If ranks disagree, they get a MismatchError, over gloo's sockets only in checked calls
+    `sizes` = (sent, received) are the lengths of unequal parts, W lengths each, zeros allowed; then `split` and `join`
+    must be one dim (ValueError). Sizes that disagree are a MismatchError, over gloo's sockets only in checked calls
     (`fshard.check`). Transpose: sent and received swapped.
 
     >>> from fshard.testing import simulate

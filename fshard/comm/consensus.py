@@ -31,7 +31,7 @@ _UNEQUAL = (
 
 
 def check_same(mesh: AnyMesh, describe: str, what: str, remedy: str = _SAME_TREE) -> None:
-    """Raise `MismatchError` on every rank if `describe` differs; texts follow if digests differ."""
+    """Raise `MismatchError` on every rank if `describe` differs; ranks send texts if digests differ."""
     digests = of_all(_sha(describe), mesh)
     other_rank = next((rank for rank, text in enumerate(digests) if text != digests[0]), None)
     if other_rank is None:
@@ -44,7 +44,7 @@ def check_same(mesh: AnyMesh, describe: str, what: str, remedy: str = _SAME_TREE
 
 
 def differing_keys(texts: Mapping[str, str], mesh: AnyMesh) -> set[str]:
-    """All ranks have the same keys, and get the same result."""
+    """All ranks give the same keys, and get the same result."""
     digests = {key: _sha(text) for key, text in texts.items()}
     if len({*of_all(_sha(json.dumps(digests)), mesh)}) == 1:
         return set()
@@ -71,9 +71,9 @@ def together(
     remedy: str = "give all ranks the same arguments",
     kind: type[Exception] = MismatchError,
 ) -> T:
-    """Return `make()`, which must not communicate. Every rank must call; if `make` raises on one, every rank raises.
+    """Return `make()`, which must not communicate. All ranks must call; if `make` raises on one rank, all raise.
 
-    Other ranks raise `kind` with the first error's text, or an OSError with its number.
+    Other ranks raise `kind` with the first error's text, or an OSError with that error's number.
 
     >>> together(None, lambda: 1)
     1
@@ -90,7 +90,7 @@ def together(
     if rank is not None:
         number, _, text = texts[rank].partition(" ")
         if int(number):
-            raise OSError(int(number), f"rank {rank}: {text}")  # Python picks the number's class
+            raise OSError(int(number), f"rank {rank}: {text}")  # Python picks the subclass by number
         raise kind(f"rank {rank}: {text}. This rank has no such error: {remedy}")
     return result[0]
 
@@ -102,32 +102,32 @@ def _described(failure: Exception) -> str:
 
 
 def first_unlike(rows: Sequence[Tensor], mesh: AnyMesh, axes: Axes, label: str = "replicas") -> int | None:
-    """Return the first tensor with different bits along `axes`, the same on all ranks."""
+    """Return the index, equal on all ranks, of the first tensor with different bits along `axes`."""
     if not rows or not axes:
         return None
     local = digests(rows, mesh)
-    # ~x = -x - 1: one maximum gives both ends
+    # ~x = -x - 1: one maximum gives both extremes
     most, least = primitives.total(torch.stack([local, ~local]), mesh, axes, op="max", label=label).unbind()
-    # over all axes, so ranks whose own replicas agree hear of the others
+    # over all axes: ranks with equal replicas hear of unequal replicas
     unlike = primitives.total((most != ~least).long(), mesh, op="max", label=label)
     return next((number for number, differs in enumerate(unlike.tolist()) if differs), None)
 
 
 def digests(rows: Sequence[Tensor], mesh: AnyMesh) -> Tensor:
     """Sum the bits of contiguous tensors: int64, (number of tensors,)."""
-    # changing one bit changes a sum; integers narrower than words: 18 times slower
+    # changing one bit changes the sum; narrower integers take 18 times as long
     sums = (whole.sum() + rest.sum(dtype=torch.int64) for whole, rest in map(words, rows))
     return torch.stack([x.to(mesh_device(mesh)) for x in sums])
 
 
 def without_place(sums: Tensor, local: Tensor, mesh: AnyMesh) -> Tensor:
-    """Return all sums but the last. If ranks' last ones differ, the device stops with an error."""
+    """Return all sums but the last. If ranks' last sums differ, the device stops with an error."""
     torch._assert_async(sums[-1] == local[-1] * num_ranks(mesh), _UNEQUAL)  # private: no public name
     return sums[:-1]
 
 
 def any_rank(flags: T, mesh: AnyMesh) -> T:
-    """Return flags (0-d, 1 or 0), each 1 if 1 on any rank.
+    """Return flags (0-d, 1 or 0), each the maximum over ranks.
 
     >>> any_rank({"a": torch.tensor(1.0)}, None)
     {'a': tensor(1.)}
@@ -163,7 +163,7 @@ def of_all(text: str, mesh: AnyMesh) -> list[str]:
 
 def rows_of_bytes(data: bytes, ranks: Ranks) -> list[bytes]:
     """Return all ranks' bytes, of any lengths."""
-    # a row begins with its length, and is padded to the longest
+    # a row begins with its length, and is padded to the longest row
     data = len(data).to_bytes(8, "little") + data
     length = all_reduce(torch.tensor([len(data)], device=ranks.device), ranks, "bytes", op="max").wait()
     x = torch.frombuffer(bytearray(data.ljust(int(length), b"\0")), dtype=torch.uint8).to(ranks.device)

@@ -6,8 +6,8 @@ Users give a torch `DeviceMesh`, simulated ranks (`fshard.testing`), an `Abstrac
 Note [One handle for each mesh]
     All plans on a mesh share objects made once: process groups, connections of one host (the twin) and of checked
     calls, streams, and the mesh's name in graphs. `MESHES` finds the `ProcessMesh` of a DeviceMesh by identity: equal
-    meshes may have different process groups. A `ProcessMesh` does not refer to the DeviceMesh, nor its objects to it.
-    Without a cycle, connections close once the DeviceMesh and the last plan on it are deleted.
+    meshes may have different process groups. A `ProcessMesh` does not refer to the DeviceMesh, nor its objects to
+    the `ProcessMesh`. Without a cycle, connections close once the DeviceMesh and its last plan are deleted.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def digits(number: int, sizes: Sequence[int]) -> list[int]:
 
 
 def number_of(coordinates: Sequence[int], sizes: Sequence[int]) -> int:
-    """Return the number of a rank.
+    """Return a rank's number from coordinates.
 
     >>> number_of([1, 2], [2, 3])
     5
@@ -115,7 +115,7 @@ class Grid:
         return [*self._coordinates]
 
     def get_local_rank(self, axis: str | int | None = None) -> int:
-        """Return this rank's number along an axis (None: the only one, else a ValueError)."""
+        """Return this rank's number along an axis (None: the only axis, else a ValueError)."""
         if axis is None and self.ndim > 1:
             raise ValueError(f"get_local_rank: name one of the axes {self.mesh_dim_names}")
         return self._coordinates[self._number(axis or 0)]
@@ -138,8 +138,8 @@ class Grid:
 class AbstractMesh(Grid):
     """A mesh of any size without processes, for planning and for lowering functions, not for running them.
 
-    `axes` are sizes by name, the first varies slowest; `rank` is the number of this rank, `device` the kind of its
-    device. ValueError for "cuda" if torch is built for CPUs only.
+    `axes` are sizes by name, the first axis varies slowest; `rank` is this rank's number, `device` the kind of the
+    rank's device. ValueError for "cuda" if torch is built for CPUs only.
 
     >>> mesh = AbstractMesh(replicate=2, shard=64)
     >>> mesh.size(), mesh.get_local_rank("shard")
@@ -199,7 +199,7 @@ class ProcessMesh(Grid):
         self.members: tuple[int, ...] = tuple(mesh.mesh.flatten().tolist())
         self._groups = [weakref.ref(mesh.get_group(axis)) for axis in names]
         self._ranks: dict[str, Ranks] = {axis: GroupRanks(axis, mesh.get_group(axis), device) for axis in names}
-        self.twin: ProcessMesh | None = None  # this mesh with shared memory, once a plan connected it
+        self.twin: ProcessMesh | None = None  # this mesh with shared memory, once a plan connected ranks
         self.owners: dict[str, Owner] = {axis: MESHES.owner(mesh.get_group(axis)) for axis in names}
 
     def is_of(self, mesh: DeviceMesh) -> bool:
@@ -214,15 +214,15 @@ class ProcessMesh(Grid):
 
 
 class Meshes:
-    """Live meshes by identity of the DeviceMesh (ranks of one world may have equal ones), and by name."""
+    """Live meshes by identity of the DeviceMesh (ranks of one world may have equal DeviceMeshes), and by name."""
 
     def __init__(self) -> None:
         self._handles: MutableMapping[DeviceMesh, ProcessMesh] = WeakIdKeyDictionary()
         self._owners: MutableMapping[dist.ProcessGroup, Owner] = WeakIdKeyDictionary()
-        self._parents: dist.ProcessGroup | None = None  # in a forked process, the world of its parent
+        self._parents: dist.ProcessGroup | None = None  # in a forked process, the parent's world group
         self._names: MutableMapping[Mesh, str] = WeakIdKeyDictionary()
         self._meshes: weakref.WeakValueDictionary[str, Mesh] = weakref.WeakValueDictionary()
-        self._numbers = count()  # never reused: a graph of a deleted mesh finds no other
+        self._numbers = count()  # never reused: a deleted mesh's graph finds no other mesh
 
     def handle(self, mesh: DeviceMesh) -> ProcessMesh:
         handle = self._handles.get(mesh)
@@ -236,7 +236,7 @@ class Meshes:
         return self._owners[group]
 
     def inherit(self) -> None:
-        """Refuse all meshes of the parent."""
+        """Refuse all meshes of the parent process."""
         self._parents = dist.group.WORLD if dist.is_initialized() else None
         for owner in self._owners.values():
             owner.inherit()
@@ -281,8 +281,8 @@ def is_mesh(x: object) -> bool:
 def adapted(mesh: AnyMesh) -> Mesh | None:
     """Return a DeviceMesh as `ProcessMesh`, other meshes and None as they are.
 
-    Once a plan has connected the ranks of a DeviceMesh, return its twin, for a loss's collectives, too. TypeError if
-    `mesh` is no mesh; ValueError for a DeviceMesh without axis names, or without this rank.
+    Once a plan has connected the ranks of a DeviceMesh, return its twin; a loss's collectives use the twin, too.
+    TypeError if `mesh` is no mesh; ValueError for a DeviceMesh without axis names, or without this rank.
     """
     grid = unconnected(mesh)
     return grid if grid is mesh else getattr(grid, "twin", None) or grid
@@ -321,7 +321,7 @@ def axis_sizes(mesh: AnyMesh) -> dict[str, int]:
 
 
 def coordinate(mesh: AnyMesh, axes: Sequence[str]) -> int:
-    """Return this rank's number along axes, the first slowest."""
+    """Return this rank's number along axes, the first varying slowest."""
     if not axes:
         return 0
     grid = present(mesh)
@@ -329,7 +329,7 @@ def coordinate(mesh: AnyMesh, axes: Sequence[str]) -> int:
 
 
 def rank_in(mesh: AnyMesh) -> int:
-    """Return this rank's number in a mesh (0 for None), not the process's.
+    """Return this rank's number in a mesh (0 for None), not its global rank.
 
     >>> rank_in(AbstractMesh(shard=4, rank=3))
     3
@@ -338,10 +338,10 @@ def rank_in(mesh: AnyMesh) -> int:
 
 
 def rank_and_size(mesh: AnyMesh = None, axis: str | Sequence[str] | None = None) -> tuple[int, int]:
-    """Return the number of this rank, and the number of ranks, of `mesh` or along `axis`; (0, 1) for one device.
+    """Return this rank's number and the number of ranks, in `mesh` or along `axis`; (0, 1) for one device.
 
-    `axis` is a name, or several, the first slowest. ValueError for an axis that the mesh lacks; TypeError for a set,
-    which has no order.
+    `axis` is a name, or several, the first varying slowest. ValueError for an axis that the mesh lacks; TypeError for a
+    set, which has no order.
 
     >>> rank_and_size(None), rank_and_size(AbstractMesh(replicate=2, shard=4, rank=5))
     ((0, 1), (5, 8))
@@ -358,12 +358,12 @@ def rank_and_size(mesh: AnyMesh = None, axis: str | Sequence[str] | None = None)
 
 
 def process_rank() -> str:
-    """Return "rank of size"; "" without a world."""
+    """Return "rank of size"; "" without a process group."""
     return f"{dist.get_rank()} of {dist.get_world_size()}" if dist.is_available() and dist.is_initialized() else ""
 
 
 def mesh_device(mesh: AnyMesh) -> torch.device:
-    """Without a mesh, return torch's default device, or the CPU for meta."""
+    """Without a mesh, return torch's default device, or the CPU in place of meta."""
     if (grid := adapted(mesh)) is not None:
         return grid.device
     default = torch.get_default_device()

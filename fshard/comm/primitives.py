@@ -1,13 +1,13 @@
 """Asynchronous collectives over the ranks of one mesh axis, without derivatives.
 
 All are built from `exchange`, a message to and from every peer. On GPUs, and between more than a few CPU processes,
-torch's own collectives replace it if the bits are the same.
+torch's own collectives replace `exchange` if the bits are the same.
 
 Note [Sums in rank order]
     Reductions add the contributions of ranks 0, 1, 2 and so on. More than `GROUP` ranks are added in groups of `GROUP`
     consecutive ranks, then the groups' sums in the same way. The result depends neither on timing nor on buckets, and a
     simulated world has the same bits. `fold` defines the order. `fold_rows` has the same order in one buffer: each
-    kernel adds one rank of every group. If a group is a host, its sum can be taken there, with the same bits.
+    kernel adds one rank of every group. If a group is a host, its sum can be taken on the host, with the same bits.
 """
 
 from __future__ import annotations
@@ -58,16 +58,16 @@ def _counted(
 def _built_in(collective: Callable[..., dist.Work], ranks: Ranks, call: Call, *args: Tensor) -> Works:
     if isinstance(ranks, Announced):
         ranks.announce(str(call))
-    if not args[0].numel():  # no address
+    if not args[0].numel():  # empty: no address
         return Works([], [], call)
-    # with a timeout, `wait` would block the host on a device
+    # on a device, `wait` with a timeout would block the host
     timeout = message_timeout(ranks) if ranks.device.type == "cpu" else None
     return Works([collective(*args, group=ranks.built_in, async_op=True)], [], call, timeout)
 
 
 def _dealt(x: Tensor, ranks: Ranks, call: Call) -> tuple[Works, Tensor]:
     place = ranks.empty(x.numel(), x, lent=False).view(x.shape)  # (W n, ...)
-    # backends lack dtypes
+    # backends lack some dtypes
     return _built_in(dist.all_to_all_single, ranks, call, as_bytes(place), as_bytes(x)), place
 
 
@@ -110,7 +110,7 @@ def _combine(parts: Sequence[Tensor], op: str, total: Tensor) -> Tensor:
 
 
 def fold_rows(rows: Tensor, op: str, out: Tensor, group: int = GROUP) -> Tensor:
-    """`fold` of rows (W, ...), which are overwritten; in a tree if `group` is 2."""
+    """Fold rows (W, ...), and overwrite them; in a tree if `group` is 2."""
     while len(rows) > group:
         full = len(rows) // group
         total = rows[::group].to(_combined_dtype(op, rows.dtype))  # (groups, ...), in the memory of `rows` unless wider
@@ -165,7 +165,7 @@ def reduce_scatter(
     """Sum over ranks and keep this rank's part of dim 0: (W n, ...) -> (n, ...).
 
     Each rank sends W - 1 parts of `x`. The sum is in rank order, or with `fast` in the backend's. `label` names the
-    call in errors; `out`, if given, gets the sum, perhaps in a wider dtype. ValueError if `ranks` do not divide dim 0.
+    call in errors; `out`, if given, gets the sum, perhaps in a wider dtype. ValueError if W does not divide dim 0.
 
     >>> import fshard
     >>> start = lambda mesh: fshard.reduction.start_reduce_scatter(torch.tensor([1, 2]), mesh.ranks("shard"))
@@ -225,7 +225,7 @@ def check_divides(shape: Sequence[int], size: int, axis: str, dim: int = 0, leaf
 
 def _rank_parts(x: Tensor, ranks: Ranks) -> Sequence[Tensor]:
     check_divides(x.shape, ranks.size, ranks.axis)
-    # `chunk` gives one part of an empty tensor
+    # `chunk` cuts an empty tensor into one part
     return x.chunk(ranks.size) if x.numel() else [x[: x.shape[0] // ranks.size]] * ranks.size
 
 
@@ -244,9 +244,9 @@ def all_reduce(
     Each rank sends 2 (W - 1) / W of a large tensor, in two stages, and W - 1 copies of a small one.
 
     - `label`: the name of the call in errors; `more`: text that ranks compare in checked calls.
-    - `out`: the tensor for the result. If its dtype is wider, summed parts are gathered in it. If it is `x` itself, it
-      is replaced part by part, and this rank's part is summed aside, (numel / W,).
-    - `op`: "sum", "max" or "min" (ValueError for others; TypeError for a dtype without this reduction).
+    - `out`: the tensor for the result. If its dtype is wider, summed parts are gathered in this dtype. If it is `x`,
+      it is replaced part by part, and this rank's part is summed aside, (numel / W,).
+    - `op`: "sum", "max" or "min" (ValueError for other words; TypeError for a dtype without this reduction).
     - `fast`: the backend may choose the order of the sum.
 
     >>> import fshard
@@ -271,7 +271,7 @@ def all_reduce(
 
 def is_direct(x: Tensor, size: int, op: str) -> bool:
     """True if one stage sends whole tensors."""
-    # between two ranks both ways send as many bytes
+    # between two ranks both ways send equally many bytes
     if size <= 2 or x.nbytes * max(size, FEW) <= _SMALL * FEW:
         return True
     # copies from many ranks could fill the memory
@@ -279,7 +279,7 @@ def is_direct(x: Tensor, size: int, op: str) -> bool:
 
 
 def _is_place_of(out: Tensor | None, x: Tensor) -> bool:
-    # in a compiled graph `x` may be another object of the memory of `out`
+    # in a compiled graph `x` may be another object with the memory of `out`
     return out is x or (out is not None and not is_tracing() and out.data_ptr() == x.data_ptr() != 0)
 
 
@@ -318,7 +318,7 @@ def check_combines(kind: str, op: str, dtype: torch.dtype, leaf: str = "") -> No
 def all_to_all(x: Tensor, ranks: Ranks, label: str = "", kind: str = "all_to_all") -> Pending:
     """Send part p of dim 0 to rank p, which stores it at this rank's index: (W n, ...) -> (W n, ...).
 
-    `kind` is its name in the tally, `label` in errors. ValueError if `ranks` do not divide dim 0 of `x`.
+    `kind` names the call in the tally, `label` in errors. ValueError if W does not divide dim 0 of `x`.
 
     >>> import fshard
     >>> start = lambda mesh: fshard.reduction.start_all_to_all(torch.arange(2) + mesh.get_rank(), mesh.ranks("shard"))
@@ -348,16 +348,16 @@ def deal(
     kind: str = "all_to_all",
     more: str = ", sizes",
 ) -> Pending:
-    """Send `sizes[0][p]` rows to rank p, receive `sizes[1][p]`, into the first rows of `out`: (n, ...) -> (m, ...).
+    """Send `sizes[0][p]` rows to rank p, receive `sizes[1][p]` into the first rows of `out`: (n, ...) -> (m, ...).
 
-    Ranks compare the shape of one row, `kind` and `more`.
+    Ranks compare `kind`, `more` and the shape of one row.
     """
     x, (sent, received) = x.contiguous(), sizes
     nbytes = (sum(sent) - sent[ranks.rank]) * (x.nbytes // max(1, len(x)))
     call = _counted(kind, x, ranks, label, nbytes, x.shape[1:], more=more)
     with named(kind, label):
         out = x.new_empty(sum(received), *x.shape[1:]) if out is None else out
-        # a last part that is not sent: graphs have the same nodes
+        # a last part is not sent: ranks' graphs have the same nodes
         parts, recvs = (
             whole.split([*lengths, len(whole) - sum(lengths)])[:-1] for whole, lengths in ((x, sent), (out, received))
         )
@@ -367,18 +367,18 @@ def deal(
 
 
 def swap(sends: Sequence[Sequence[Tensor]], recvs: Sequence[Held], ranks: Ranks, label: str = "") -> list[list[Tensor]]:
-    """Send the flat tensors `sends[p]`, of any sizes and dtypes, to rank p; return those from each rank.
+    """Send the flat tensors `sends[p]`, of any sizes and dtypes, to rank p; return the received tensors by rank.
 
-    `recvs[p]` lists dtypes and sizes. This rank's own entries must be empty.
+    `recvs[p]`: dtypes and sizes from rank p. This rank's own entries must be empty.
     """
     nothing = torch.empty(0, dtype=torch.uint8, device=ranks.device)
     data = [nothing] * ranks.size
     for peer, xs in enumerate(sends):
         if xs:
             size = packed_size([(x.dtype, x.numel()) for x in xs])
-            # lent: nobody writes to it again
+            # lent: nobody writes to the message again
             data[peer] = pack([x.to(ranks.device) for x in xs], ranks.empty(size, nothing, lent=True))
-    # without sizes, which differ between ranks
+    # without sizes: they differ between ranks
     text = f"all_to_all(bytes, axis={ranks.axis!r}) for {label!r}"
     call = _counted("all_to_all", nothing, ranks, label, sum(x.numel() for x in data), text=text)
     places = [ranks.empty(packed_size(row), nothing, lent=False) for row in recvs]
@@ -413,7 +413,7 @@ def broadcast(x: Tensor, ranks: Ranks, src: int = 0, label: str = "") -> Pending
 
 
 def from_rank(x: Tensor, mesh: AnyMesh, src: int, label: str = "") -> Tensor:
-    """Other ranks give a tensor of the same form."""
+    """Ranks other than `src` give a tensor of the same form."""
     sizes = axis_sizes(mesh)
     # a rank without `x` yet receives it later, along another axis
     for axis in reversed(sizes):
@@ -437,7 +437,7 @@ def total(
 def start_total(
     x: Tensor, mesh: AnyMesh, axes: Axes | None = None, op: str = "sum", label: str = "", more: str = ""
 ) -> Pending:
-    """Start `total`: under way along the last axis, done along earlier ones."""
+    """Start `total`: done along all axes but the last."""
     sizes = axis_sizes(mesh)
     names = tuple(sizes) if axes is None else axes
     needed = [axis for axis in names if sizes[axis] > 1] or names[:1]

@@ -1,10 +1,10 @@
 """Ranks of torch's process groups: their messages and timeouts, and the host where ranks met.
 
 Note [One thread]
-    Messages between two ranks have no names, so two threads of a rank would receive each other's. So a process group,
-    and connections made for it, belong to the first thread that communicates over it, until this thread ends. Any other
-    thread, and a forked process, raises at once. Threads not started by Python are autograd's: they run the backward
-    while the calling thread waits.
+    Messages between two ranks have no names, so two threads of a rank would receive each other's messages. So a process
+    group and its connections belong to the first thread that communicates over the group, until this thread ends. Any
+    other thread, and a forked process, gets an error at once. Threads not started by Python are autograd's: they run
+    the backward while the calling thread waits.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from torch.distributed.constants import default_pg_nccl_timeout, default_pg_time
 from ..core.tracing import memo
 from .ranks import Call, MismatchError
 
-# dtypes of every backend
+# dtypes sent by every backend
 _SENT = frozenset(
     {
         *(torch.bool, torch.uint8, torch.int8, torch.int32, torch.int64),
@@ -33,7 +33,7 @@ _SENT = frozenset(
     }
 )
 
-# A message's tag is its size: gloo ends a process that is sent more bytes than it expects. MPI has tags to 32767.
+# A message's tag is its size: gloo ends a process that receives more bytes than expected. MPI has tags up to 32767.
 _TAGS = 32749  # a prime
 
 
@@ -72,7 +72,7 @@ class Owner:
             self._thread = thread
 
 
-FEW = 8  # CPU processes between which messages are faster than gloo's collectives
+FEW = 8  # between so few CPU processes messages are faster than gloo's collectives
 
 
 def first_of(module: object, *names: str) -> Callable[..., Any]:
@@ -85,7 +85,7 @@ def first_of(module: object, *names: str) -> Callable[..., Any]:
     return next(getattr(module, name) for name in names if hasattr(module, name))
 
 
-# torch 2.13 deprecates the old names, torch 2.11 has only the old ones
+# torch 2.13 deprecates the old names, torch 2.11 has only the old names
 all_gather_single = first_of(dist, "all_gather_single", "all_gather_into_tensor")
 reduce_scatter_single = first_of(dist, "reduce_scatter_single", "reduce_scatter_tensor")
 
@@ -111,7 +111,7 @@ class Works:
     works: Sequence[dist.Work]
     parts: Sequence[Tensor]
     call: Call | str = ""
-    timeout: timedelta | None = None  # None: that of the process group
+    timeout: timedelta | None = None  # None: the process group's
     peers: Sequence[str] = ()  # of each work, for errors
 
     def wait(self) -> Sequence[Tensor]:
@@ -127,7 +127,7 @@ class Works:
 
 @contextmanager
 def _answering(call: Call | str, peers: Sequence[str], works: Sequence[dist.Work] = ()) -> Iterator[None]:
-    """Turn a RuntimeError, unless of a device, into a MismatchError with the first peer, and those of late `works`."""
+    """Turn a RuntimeError, unless of a device, into a MismatchError with the first peer, and peers of late `works`."""
     try:
         yield
     except (torch.AcceleratorError, torch.OutOfMemoryError):
@@ -140,7 +140,7 @@ def _answering(call: Call | str, peers: Sequence[str], works: Sequence[dist.Work
         raise MismatchError(f"{first} {reason}, in {call}: {failure}") from failure
 
 
-def _is_late(work: dist.Work) -> bool:  # a message has not come, or not gone
+def _is_late(work: dist.Work) -> bool:  # the message has not arrived, or not left
     with suppress(RuntimeError):
         work.wait(timedelta(milliseconds=1))
         return False
@@ -169,7 +169,7 @@ class GroupRanks:
 
     @property
     def may_be_replaced(self) -> bool:
-        """True for torch's own CPU backends; others were registered on purpose."""
+        """True for torch's own CPU backends; other backends were registered on purpose."""
         backends = dict(pair.split(":") for pair in dist.get_backend_config(self._group).split(","))
         return backends.get(self.device.type) in (dist.Backend.GLOO, dist.Backend.MPI, dist.Backend.UCC)
 
@@ -183,7 +183,7 @@ class GroupRanks:
 
     @memo
     def _maker(self) -> Callable[..., Tensor] | None:
-        """Allocator of memory registered with NCCL, which then occupies less of the GPU, or None."""
+        """Allocator of memory registered with NCCL, so NCCL occupies less of the GPU, or None."""
         if self.built_in is None:
             return None
         backend = _backend(self._group, self.device)
@@ -200,11 +200,11 @@ class GroupRanks:
         return torch.zeros(2, 16, dtype=torch.uint8, device=self.device)  # kept: messages may be under way
 
     def exchange(self, sends: Sequence[Tensor], recvs: Sequence[Tensor | None], call: Call) -> Works:
-        """Send messages on CPUs, else one all-to-all: NCCL holds point-to-point messages until the device is done."""
+        """On CPUs send messages, else one all-to-all: NCCL holds point-to-point messages until the device is done."""
         parts = outputs_of(sends, recvs, self.rank)
         with _answering(call, peers := [*self._peers]):
             works = [] if self.size == 1 else self._start(sends, parts, peers)
-        # with a timeout, NCCL's `wait` would block the host; its watchdog applies the group's
+        # with a timeout, NCCL's `wait` would block the host; NCCL's watchdog applies the group's timeout
         return Works(works, parts, call, self.timeout if self._in_pairs else None, self._peers)
 
     def _start(self, sends: Sequence[Tensor], parts: Sequence[Tensor], peers: list[str]) -> list[dist.Work]:
@@ -227,7 +227,7 @@ class GroupRanks:
 
 def timeout_of(group: dist.ProcessGroup | None, device: torch.device) -> timedelta:
     timeout = _timeout(group, device)
-    # a mesh of several axes has the default, whatever `init_process_group` got
+    # groups of a mesh of several axes have the default, whatever `init_process_group` got
     unsaid = timeout in (default_pg_timeout, default_pg_nccl_timeout)
     return _timeout(dist.group.WORLD, device) if unsaid else timeout
 
@@ -241,7 +241,7 @@ def _timeout(group: dist.ProcessGroup | None, device: torch.device) -> timedelta
 
 def _backend(group: dist.ProcessGroup | None, device: torch.device) -> Any:  # stubs lack `options`
     # private, used by FSDP2 as well (test_process_groups.py)
-    with suppress(AttributeError, RuntimeError):  # none for the device
+    with suppress(AttributeError, RuntimeError):  # no backend for the device
         return None if group is None else group._get_backend(device)
     return None
 

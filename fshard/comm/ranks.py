@@ -1,17 +1,17 @@
 """Ranks along one mesh axis, results of collectives under way, and the tally of a rank's collectives.
 
 Note [Lent memory]
-    A collective copies what it sends, so the sender may write to it after its own wait. Lent memory is sent without a
-    copy: peers read it when they wait, perhaps later, and no message tells when all have read. So lent memory is
-    written once, before it is sent, and never again until it is freed. Only memory out of reach of other code is lent:
-    - buffers of gradients to be reduced, if the reduction is ours and no wire encodes them;
+    A collective copies sent tensors, so the sender may write to them after its own wait. Lent memory is sent without a
+    copy: peers read it in their own waits, perhaps later, and no message tells when all peers have read. So lent memory
+    is written once, before the send, and never again until freed. Only memory out of reach of other code is lent:
+    - buffers of gradients to be reduced, if the reduction is fshard's and no wire encodes gradients;
     - messages packed by `swap`;
     - the part that a rank sums aside in an all-reduce in place;
-    - buffers of units gathered for a loss, if no wire decodes them: a loss that writes to its parameters is an error,
+    - buffers of units gathered for a loss, if no wire decodes units: a loss writing to its parameters is an error,
       and parameters in its result are copied.
     Not lent are results for users, inputs of users' reductions, gathers and wires, and anything in a graph: a compiler
-    may reuse memory after its last reader. A backend's own collectives have read by the wait. A late world
-    (`testing/late.py`) raises an error for a write to lent memory after sending.
+    may reuse memory after its last reader. A backend's own collectives have read sent memory by the wait. A late
+    world (`testing/late.py`) raises an error for a write to lent memory after sending.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from ..core.tracing import assigned
 
 @dataclass(frozen=True, init=False)
 class Call:
-    """One collective of one rank, in errors named by `str`; all ranks must agree on all but the bytes.
+    """One collective of one rank, in errors named by `str`; ranks must agree on all fields but `nbytes`.
 
     `kind` is "all_gather", say, `axis` the axis, `label` the unit or the caller's word, `nbytes` the bytes sent.
     """
@@ -58,7 +58,7 @@ class Call:
         more: str = "",
         text: str = "",
     ):
-        # the method of a frozen dataclass takes three times as long
+        # a frozen dataclass's `__init__` takes three times as long
         vars(self).update(
             kind=kind, axis=axis, label=label, nbytes=nbytes, dtype=dtype, shape=shape, op=op, more=more, text=text
         )
@@ -131,9 +131,9 @@ class Pending:
         self._sent: Sequence[Tensor] = []
 
     def keeping(self, *sent: Tensor) -> Pending:
-        """Keep references to sent tensors outside host memory; return self.
+        """Keep references to sent tensors, except in host memory; return self.
 
-        torch drops its own once any stream has waited; another may still have to.
+        torch keeps its own references only until one stream has waited.
         """
         self._sent = [x for x in sent if x.device.type != "cpu"]
         return self
@@ -187,7 +187,7 @@ class Exchange(Protocol):
     def wait(self) -> Sequence[Tensor]:
         """Return all ranks' tensors in rank order.
 
-        A tensor received without a given place may be read until `done`.
+        A tensor received without a given place is valid until `done`.
         """
 
     def done(self) -> None:
@@ -206,7 +206,7 @@ class Arrived(NamedTuple):
 
 
 class OwnCollectives(Protocol):
-    """Ranks with their own gathers and reductions; waiting gives [result]."""
+    """Ranks with their own gathers and reductions; `wait` gives [result]."""
 
     def all_gather(self, x: Tensor, out: Tensor | None, lent: bool, call: Call) -> Exchange: ...
 
@@ -216,9 +216,9 @@ class OwnCollectives(Protocol):
 
 
 class Ranks(Protocol):
-    """The ranks along one axis of a mesh, as one of them sees them.
+    """The ranks along one axis of a mesh, as one rank sees them.
 
-    `axis` is its name, `rank` this rank's number along it, `size` the number of ranks, `device` that of received
+    `axis` is the axis's name, `rank` this rank's number, `size` the number of ranks, `device` the device of received
     tensors.
     """
 
@@ -236,7 +236,7 @@ class Ranks(Protocol):
         """These ranks, if they have their own gathers and reductions; else None."""
 
     def exchange(self, sends: Sequence[Tensor], recvs: Sequence[Tensor | None], call: Call) -> Exchange:
-        """Send `sends[p]` to rank p, and receive from it, into `recvs[p]` if not None."""
+        """Send `sends[p]` to rank p, and receive from rank p, into `recvs[p]` if not None."""
 
     def empty(self, numel: int, like: Tensor, lent: bool) -> Tensor:
         """Allocate a flat tensor; `lent`: sent without a copy (Note [Lent memory])."""
@@ -258,4 +258,4 @@ def differing_sizes(call: Call | str, sender: str, nbytes: int, expected: int) -
 
 
 class MismatchError(RuntimeError):
-    """Ranks that must call the same collectives, or have the same values, do not."""
+    """Ranks called different collectives, or have different values, where all must agree."""

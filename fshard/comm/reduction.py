@@ -2,9 +2,9 @@
 
 Note [The same bits on any number of ranks]
     A floating-point sum depends on the order of its terms. So a batch is cut into 2^s slices, whose gradients are added
-    in a balanced binary tree. With 2^r ranks, each adds the gradients of 2^(s - r) slices, a subtree, and a tree over
-    ranks completes the sum. Ranks are numbered over all axes, the last one the fastest, so sums are taken along the
-    last axis first. Partial sums are sent in the dtype of the sum: r decides which are sent, so rounding would show.
+    in a balanced binary tree. With 2^r ranks, each rank adds the gradients of 2^(s - r) slices, a subtree, and a tree
+    over ranks completes the sum. Ranks are numbered over all axes, the last axis the fastest, so sums are taken along
+    the last axis first. Partial sums are sent unrounded, in the dtype of the sum: r decides which are sent.
 """
 
 from __future__ import annotations
@@ -53,14 +53,14 @@ class Gather(Protocol):
     """Gathers of parameters along one axis. Make yours a frozen dataclass: ranks compare plans by its fields."""
 
     def all_gather(self, x: Tensor, ranks: Ranks, label: str) -> Pending:
-        """(n) on each rank -> (W n) on all, end to end. The result is only read."""
+        """(n) on each rank -> (W n) on all, end to end. Nobody writes to the result."""
 
 
 @dataclass(frozen=True)
 class Sums:
-    """Sums in rank order, or with `fast` in the backend's order; None: in rank order on CPUs alone.
+    """Sums in rank order, or with `fast` in the backend's order; fast=None: in rank order on CPUs alone.
 
-    A GPU backend's order is FSDP's: the same bits in every run on the same ranks.
+    A GPU backend's order, used by FSDP, gives the same bits in every run on the same ranks.
 
     >>> Sums().is_fast(torch.device("cpu")), Sums().is_fast(torch.device("cuda"))
     (False, True)
@@ -84,7 +84,7 @@ class Sums:
 def tree_sum(parts: Sequence[Tensor], out: Tensor | None = None) -> Tensor:
     """Narrow dtypes are summed in float32."""
     parts = [part.to(primitives.sum_dtype(part.dtype)) for part in parts]
-    while len(parts) > 1:  # the last of an odd number goes on alone
+    while len(parts) > 1:  # the last of an odd number of parts goes on alone
         parts = [*(a + b for a, b in zip(parts[::2], parts[1::2], strict=False)), *parts[len(parts) & ~1 :]]
     return parts[0] if out is None else out.copy_(parts[0])
 
@@ -115,7 +115,7 @@ DEFAULT, TREE = Sums(), TreeSums()
 
 
 def only_reads(by: Reduction) -> bool:
-    """True for reductions that only read (Note [Lent memory])."""
+    """True for reductions only reading their input (Note [Lent memory])."""
     return type(by) in (Sums, TreeSums)  # a user's subclass may write
 
 
