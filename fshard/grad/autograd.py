@@ -1,14 +1,14 @@
 """Autograd's part of a tape: anchors of units, and stand-ins for saved views.
 
 Note [Anchors]
-    The first touch of a unit in a tape makes an autograd node, the anchor, with the gathered leaves as outputs. A touch
-    after the unit was let go of makes another node, with an output of the anchor as input. So the anchor runs last, and
-    starts the unit's one reduction. The tape keeps one output of one element: no node keeps a buffer alive.
+    The first touch of a unit in a tape makes an autograd node, the anchor, with the gathered leaves as outputs. If the
+    unit was freed since, a touch makes another node, with an output of the anchor as input. So the anchor runs last,
+    and starts the unit's one reduction. Of an anchor the tape keeps a further output of one element, and no buffer.
 
 Note [One root]
-    A backward differentiates with respect to the root, a constant input of all anchors. So it also reaches leaves kept
-    from an earlier call: their closed tape raises, else the gradient would silently lack a part. A loss inside another
-    loss has its own root: there the outer parameters are constants.
+    A backward differentiates with respect to the root, a constant input of all anchors. So the backward also reaches
+    leaves kept from an earlier call, and their closed tape raises; else the gradient would silently lack a part. A loss
+    inside another loss has its own root: for the inner loss the outer parameters are constants.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from ..core.storage import address, span
 from ..core.tracing import assigned, unhooked
 
-OnGrads = Callable[[Any, Sequence[Tensor | None]], None]  # of a `TapeUnit`, and its gradients
+OnGrads = Callable[[Any, Sequence[Tensor | None]], None]  # takes a `TapeUnit` and its gradients
 Ctx = Any  # torch's context of a function
 
 
 def _new_root() -> Tensor:
-    # dtype and device are given: a user may have set other defaults
+    # a user may have set other defaults
     return torch.zeros((), dtype=torch.float32, device="cpu", requires_grad=True)
 
 
@@ -49,15 +49,15 @@ def another_root() -> AbstractContextManager[None]:
 class Anchor(torch.autograd.Function):
     """The node of one touch of a unit: its backward calls `take(unit, gradients)`.
 
-    `before`: an output of the unit's anchor at a further touch, else of the previous unit's anchor, or the root.
+    `before`: at a further touch, an output of the unit's anchor; else an output of the previous anchor, or the root.
     """
 
     @staticmethod
     def forward(ctx: Ctx, before: Tensor, touch: tuple[OnGrads, object, Sequence[Tensor]]) -> tuple[Tensor, ...]:
-        ctx.take, ctx.unit, leaves = touch  # one argument: torch inspects each in Python
-        # None, not zeros, for an unused leaf: the tape zeroes its part of the flat buffer
+        ctx.take, ctx.unit, leaves = touch  # one tuple: torch inspects each argument in Python
+        # None for unused leaves: the tape zeroes their slots
         ctx.set_materialize_grads(False)
-        # not `before.new_empty`: in a graph, `before` may be a tensor of no graph
+        # not `before.new_empty`: while a graph is traced, `before` may be a tensor outside it
         last = leaves[0].new_empty(()) if leaves else torch.empty((), dtype=torch.float32, device=before.device)
         return (*leaves, last)
 
@@ -81,7 +81,7 @@ def has_reentrant(outs: Sequence[Tensor]) -> bool:
 
 
 def check_reached(outs: Sequence[Tensor], hides: bool, reached: bool) -> None:
-    """Raise ValueError if a backward of `outs` has `reached` no parameter, or a reentrant checkpoint hides some.
+    """Raise ValueError if the backward of `outs` `reached` no parameter, or a reentrant checkpoint hides parameters.
 
     `hides`: some parameters lack gradients, or were read where gradients are off.
     """
@@ -97,14 +97,14 @@ def check_reached(outs: Sequence[Tensor], hides: bool, reached: bool) -> None:
         )
 
 
-# private: nothing public gives the hooks in force (test_prefetch.py notices when it goes)
+# private: no public function returns the hooks in force (tested by test_prefetch.py)
 _top_hooks = torch._C._autograd._top_saved_tensors_default_hooks
 
 
 class Block(NamedTuple):
-    """The outermost running checkpoint of torch, which runs again first."""
+    """The outermost running checkpoint of torch: the first to run again."""
 
-    hook: object  # its identity
+    hook: object  # identifies the checkpoint
     is_nested: bool
 
 
@@ -132,14 +132,13 @@ class Saves(Protocol):
 
     def again(self, unit: Any) -> object: ...
 
-    def pack(self, x: Tensor) -> object:
-        """Return a stand-in for autograd to save."""
+    def pack(self, x: Tensor) -> object: ...
 
     def unpack(self, saved: object) -> Tensor: ...
 
 
 class SavedView(NamedTuple):
-    """A stand-in of a view of a gathered buffer."""
+    """A stand-in for a view of a gathered buffer."""
 
     tape: Saves
     unit: int
@@ -161,7 +160,7 @@ class SavedView(NamedTuple):
 def saved_by(tapes: Sequence[Saves], x: Tensor) -> object:
     *others, last = tapes
     place = next((saved for tape in others if isinstance(saved := tape.pack(x), SavedView)), None)
-    # `hvp`: the last tape asks its tape of tangents
+    # in `hvp` the last tape also asks the tape of tangents
     return last.pack(x) if place is None else place
 
 
@@ -177,12 +176,12 @@ class SavedTensor(NamedTuple):
 
     @classmethod
     def of(cls, x: Tensor) -> SavedTensor:
-        """Save without the node: a result saved by its own node would form a cycle."""
-        # private, as in `storage.writes`; called for every saved tensor
+        """Save `x` without its node: a result saved by its own node would form a cycle."""
+        # private `_version`, as in `storage.writes`; called for every saved tensor
         return cls(x.detach() if x.requires_grad else x, x._version)
 
     def unchanged(self) -> Tensor:
-        """RuntimeError if the tensor was written to since: torch does not check this under hooks."""
+        """RuntimeError if the tensor was written to: torch does not check this under hooks."""
         x = self.tensor
         if x._version != self.version:
             raise RuntimeError(
@@ -199,7 +198,7 @@ class Owners:
     """The memory of a tape's leaves."""
 
     def __init__(self) -> None:
-        # by address: a reference to keep it taken, the kind, the buffer's first byte, the unit if gathered again
+        # by address: a reference (keeps the address taken), kind, the buffer's first byte, the unit if gathered again
         self._owners: dict[int, tuple[StorageWeakRef, int, int, int | None]] = {}
 
     def add(self, gathered: Tensor, unit: int, kind: int, regathers: bool) -> None:
@@ -214,7 +213,7 @@ class Owners:
         return self._owners[address(x)][1] if address(x) in self._owners else None
 
     def places(self) -> list[range]:
-        # private: nothing public turns the reference into a storage (test_tape.py notices when it goes)
+        # private: no public function turns the reference into a storage (tested by test_tape.py)
         storages = [torch.UntypedStorage._new_with_weak_ptr(ref.cdata) for ref, *_ in self._owners.values()]
         return [span(storage) for storage in storages if storage is not None]
 

@@ -6,25 +6,25 @@ Note [One order on all ranks]
     1. Anchors run in one order. With several ranks each anchor takes an output of the previous anchor, and the backward
        starts from the last anchor, too. So every anchor runs on every rank, last made first, with None for unused
        leaves. Units get anchors at their first reads: ranks must read gathered units in one order. If units are whole
-       on every rank, an eager step makes anchors in the order `Schedule.likely`; a skipped unit gets an empty anchor.
+       on every rank, an eager step makes anchors in the order `Schedule.likely`; an unread unit gets an empty anchor.
     2. Gathers run in the reverse order of the units' last saves, or reads by a checkpoint. All nodes made after an
-       anchor run before it, and gather their units. The anchor gathers the units of nodes unused by the loss.
+       anchor run before the anchor, and gather their units. The anchor gathers the units of nodes unused by the loss.
 
-    Ranks compare their saved units in the collective that sums the loss. If these differ, all ranks gather all read
-    units before the backward; on an accelerator the device stops with an error.
+    Ranks compare their saved units in the collective that sums the loss. If ranks saved different units, all gather all
+    read units before the backward; on an accelerator the device stops with an error.
 
-    Two exceptions. Units read where gradients are off, by a function with its own backward, are reduced after the
-    backward. Units read during a backward are not in the chain: their own backward must not run earlier anchors.
+    Units read where gradients are off, by a function with its own backward, are reduced after the backward. Units read
+    during a backward are not in the chain: their own backward must not run earlier anchors.
 
 Note [The table of a backward]
     The forward only records events: a saved view of a unit (`Due`), a read by a checkpoint (`Reread`), the use of the
     last saved view by a backward inside the loss (None). Then `backward_of` makes a `Due` for each unit:
 
-    1. Units are in the order of their last saves. A checkpoint runs again as before, so its units are reversed.
+    1. Units are in the order of their last saves. A checkpoint runs again forwards, so its units are reversed.
     2. A unit read by a checkpoint stays until an anchor runs. If the program asks for the unit, the checkpoint runs
        again: the unit stays until its own anchor (`until`). If an anchor asks, the checkpoint may run later: the unit
-       stays until the anchor made before the checkpoint (`early`). A unit gathered twice, or by several checkpoints,
-       stays as long. A frozen unit stays only in this case, or if also saved.
+       stays until the anchor made before the checkpoint (`early`). So does a unit gathered twice, or by several
+       checkpoints. A frozen unit waits for an anchor only if gathered so, or also saved.
     3. All other units stay until their last saved view was used.
 """
 
@@ -44,11 +44,11 @@ U = TypeVar("U")  # a `TapeUnit`, or anything hashable
 
 
 class Due(NamedTuple):
-    """One unit of a backward; in a record: a saved view."""
+    """One unit in the table of a backward; in a record: a view was saved."""
 
     tape: Saves
-    before: int  # gathered before an anchor with a lower number runs
-    until: int | None  # the last anchor to run while the unit stays; None: until its last view was used
+    before: int  # the unit is gathered before an anchor with a lower number runs
+    until: int | None  # the last anchor to run while the unit stays; None: it stays until its last view was used
     early: int  # `until`, if an anchor asks for the unit
 
 
@@ -57,8 +57,8 @@ class Reread(NamedTuple):
 
     tape: Saves
     before: int  # as in `Due`
-    checkpoint: tuple[int, int]  # its number, and that of the last anchor before it
-    is_nested: bool  # read by a checkpoint inside it
+    checkpoint: tuple[int, int]  # the checkpoint's number, and the number of the last anchor before it
+    is_nested: bool  # read by a checkpoint inside this one
     is_new: bool  # gathered for this read
 
 
@@ -68,9 +68,9 @@ Event: TypeAlias = tuple[U, Due | Reread | None]  # None: the last saved view wa
 class Backward(NamedTuple, Generic[U]):
     """The table of a backward."""
 
-    due: dict[U, Due]  # the first unit to be gathered last
+    due: dict[U, Due]  # the unit to be gathered first comes last
     reread: set[U]  # units that checkpoints read
-    tied: set[U]  # those that stay until an anchor runs
+    tied: set[U]  # units that stay until an anchor runs
 
 
 def backward_of(
@@ -78,10 +78,10 @@ def backward_of(
 ) -> Backward[U]:
     """Return the table of a record.
 
-    `numbers`: of the units' anchors; for a frozen unit, of the anchor before. `ends(unit)`: it has trainable leaves, or
-    saved views left.
+    `numbers`: the number of each unit's anchor; for a frozen unit, of the anchor before. `ends(unit)`: True if the unit
+    has trainable leaves, or saved views left.
     """
-    # `reads`: the last checkpoint, True if the unit is shared, the anchor before all its checkpoints
+    # `reads` by unit: its last checkpoint, True if it is shared, the anchor before all its checkpoints
     due, reads = dict[U, Any](), dict[U, tuple[tuple[int, int], bool, int]]()
     for unit, event in record:
         if type(event) is Reread:
@@ -116,18 +116,18 @@ def _put(due: dict[U, Any], unit: U, event: Reread) -> None:
 class Chain:
     """The anchors and the record of one forward, and the table of its backward.
 
-    `outputs`: the root, then one output of each anchor if there are several ranks. `planned` units get anchors in that
-    order, others when read.
+    `outputs`: the root, then one output of each anchor if there are several ranks. Units of `planned` get anchors in
+    its order, other units when read.
     """
 
     def __init__(self, root: Tensor, is_linked: bool, planned: Iterable[TapeUnit]):
         self.is_linked, self.outputs = is_linked, [root]
         self.gathered: list[tuple[int, int]] = []  # (tape, unit) of each gather, in order
-        self.numbers: dict[TapeUnit, int] = {}  # of its anchor, or of the last one before its first read
+        self.numbers: dict[TapeUnit, int] = {}  # of the unit's anchor, or of the last anchor before its first read
         self._record: list[Event[TapeUnit]] = []
         self.table: Backward[TapeUnit] = Backward({}, set(), set())
-        self._waiting: list[tuple[int, TapeUnit]] = []  # (anchor, unit): kept until it, or a lower one, runs
-        self._checkpoint: tuple[object, tuple[int, int]] = None, (0, 0)  # the last one's hook, and numbers
+        self._waiting: list[tuple[int, TapeUnit]] = []  # (anchor, unit): kept until that anchor, or a lower one, runs
+        self._checkpoint: tuple[object, tuple[int, int]] = None, (0, 0)  # the last checkpoint's hook, and numbers
         self._planned = iter(planned)
 
     def bind(self, unit: TapeUnit, take: OnGrads, leaves: Leaves) -> list[Tensor]:
@@ -146,7 +146,7 @@ class Chain:
         return bound
 
     def bind_late(self, unit: TapeUnit, take: OnGrads, leaves: Leaves) -> list[Tensor]:
-        """As `bind`, in the backward: outside the chain, `take` gets the gradients of this touch."""
+        """As `bind`, in the backward but outside the chain: `take` gets the gradients of this touch."""
         *bound, _ = Anchor.apply(self.outputs[0], (take, unit, leaves))
         return bound
 
@@ -163,7 +163,7 @@ class Chain:
 
     def rerun(self, unit: TapeUnit, tape: Saves, block: Block, is_new: bool) -> None:
         hook, (number, _) = self._checkpoint
-        if block.hook is not hook:  # the last output may be of this read
+        if block.hook is not hook:  # the last anchor may be of this read
             self._checkpoint = block.hook, (number + 1, len(self.outputs) - 2)
         read = Reread(tape, len(self.outputs), self._checkpoint[1], block.is_nested, is_new)
         self._record.append((unit, read))
@@ -187,7 +187,7 @@ class Chain:
     def reach(self, unit: TapeUnit) -> None:
         """Gather all units due before this one."""
         if unit in (rows := self.table.due):
-            # a kept unit may come at another time on other ranks
+            # other ranks may read a kept unit at another time
             if self.is_linked and next(reversed(rows)) is not unit and not unit.is_kept:
                 self._catch_up(-1, unit)
             if (until := rows.pop(unit).until) is not None:
@@ -195,7 +195,7 @@ class Chain:
                 self._waiting.append((until, unit))
 
     def anchor_ran(self, unit: TapeUnit) -> None:
-        """Called by an anchor: autograd runs no later node any more."""
+        """Called by the unit's anchor: no node made after the anchor runs any more."""
         rows, number = self.table.due, self.numbers[unit]
         if rows and rows[next(reversed(rows))].before > number:
             self._catch_up(number)
@@ -225,7 +225,7 @@ class Chain:
             self._waiting.append((row.early, last))
 
     def close(self) -> None:
-        """Drop all nodes: these hold tapes in a cycle unseen by Python's garbage collector."""
+        """Drop all nodes: nodes and tapes form a cycle unseen by Python's garbage collector."""
         for part in (self.outputs, self._record, self.numbers, self._waiting):
             part.clear()
         self._checkpoint, self.table = (None, (0, 0)), Backward({}, set(), set())

@@ -33,12 +33,12 @@ from .under_way import Gathered
 
 
 class Observer(Protocol):
-    """Makes the tapes of a block."""
+    """Makes the tapes of a `with` block."""
 
     def __call__(self, *args: object) -> Tape: ...
 
     def add_sums(self, grads: Sharded, share: Tensor | None, scaler: Tree) -> None:
-        """See gradients before unscaling; later they are multiplied by `share`."""
+        """See gradients before unscaling; the step multiplies them by `share` later."""
 
 
 # set by `fshard.testing.observed`
@@ -57,7 +57,7 @@ def _returned(out: Tree, has_aux: bool, with_extra: bool) -> tuple[Tree, Tree, T
 
 
 class _Returned(NamedTuple):
-    """The result of a loss function; `kind`: the user's class; `remarks`: of functions it called."""
+    """The result of a loss function; `kind`: the loss's class; `remarks`: text of functions it called."""
 
     loss: Mean | Sum | Terms
     kind: type
@@ -69,7 +69,7 @@ class _Returned(NamedTuple):
 def _local(loss: Mean | Sum | Terms) -> list[Tensor]:
     """The tensors to differentiate: this rank's total, and its count if it requires a gradient.
 
-    A sum of losses gives two for each term, a count without gradient as a constant.
+    A sum of losses gives two for each term; a constant stands in for a count without gradient.
     """
     if isinstance(loss, Terms):
         return [x for term in loss.terms for x in [*_local(term), term.total.detach()][:2]]
@@ -80,11 +80,11 @@ def _local(loss: Mean | Sum | Terms) -> list[Tensor]:
 def _start_sums(tape: Tape, returned: _Returned, mesh: AnyMesh, built: str = "", place: Number = 0) -> Pending:
     """Start the small collective of `Outcome.sums`: totals, counts, and the number of ranks with a gradient.
 
-    In it ranks also compare `place`, their kinds of loss, and their reads. With several axes all but the last have
-    ended.
+    Ranks also compare `place`, kinds of loss, and reads in it. If there are several axes, the sums along all but the
+    last have ended.
     """
     loss, kind, _, aux, words = returned
-    # a constant that requires a gradient has no parameter in it
+    # by `grad_fn`: a constant may require a gradient, and depends on no parameter
     device, output, trains = loss.total.device, tape.plan.policy.output, any(x.grad_fn for x in _local(loss))
     text, checksum = described(kind, value_dtype(loss.total, output), [loss, aux] if kind is Terms else aux, output)
     numbers = [on_device(x, device) for x in (trains, *(_numbers(tape, place + checksum) if mesh is not None else ()))]
@@ -135,7 +135,7 @@ def _called(
             losses.warn_of_lost()
             return _Returned(*losses.read_loss(loss), None, None, remarks())
         losses.check_averages(aux)
-        # the view of a `Sharded` ends with the tape
+        # back from views to each `Sharded`: views end with the tape
         extra = tree.map_tops(lambda x: sharded_of.get(id(x), x), lambda x: id(x) in sharded_of, extra)
         return _Returned(*losses.read_loss(loss), _leaving(tape, params, extra), _output(tape, params, aux), remarks())
 
@@ -210,7 +210,7 @@ def run(
 ) -> Outcome:
     """Run forward and backward: write the gradients of `scale(total / divisor)` to `into`.
 
-    `divisor`: of the outcome of all ranks, or with `alone` of this rank. `whole`: the step's only micro-batch.
+    `divisor` takes the outcome of all ranks, or with `alone` of this rank. `whole`: the step has one micro-batch.
     `place`: a whole number for ranks to compare.
     """
     _check_eager()
@@ -220,7 +220,7 @@ def run(
         with torch.enable_grad():
             returned = _called(tape, params, loss_fn, args, has_aux, with_extra)
         mesh = None if alone else params.plan.live_mesh()
-        # before `tape.end` starts a gather: this small collective would queue behind it
+        # before `tape.end`: this small collective would queue behind its gather
         sums = _start_sums(tape, returned, mesh, built, place)
         with _dropped_on_error(sums):
             outs, outcome = _local(returned.loss), _outcome(returned, sums, params.plan, mesh)
@@ -231,15 +231,15 @@ def run(
             tape.end()
             del returned
             _check_differentiable(outs, whole, outcome, alone, len(tape.chain.outputs) > 1)
-            seed = scale(divisor(outcome).reciprocal())  # 0-d, the gradient of the scaled loss in the total
+            seed = scale(divisor(outcome).reciprocal())  # 0-d, the derivative of the scaled loss by the total
             _backward(tape, outs, outcome.seeds(seed) if len(outs) > 1 else [seed])
-            outcome.sums()  # nothing of this forward is under way any more
+            outcome.sums()  # waits: no collective of the forward is left under way
     return outcome
 
 
 @contextmanager
 def _dropped_on_error(pending: Pending) -> Iterator[None]:
-    """After an error wait for a collective's messages, and drop them."""
+    """After an error, wait for a collective's messages, and drop them."""
     try:
         yield
     except BaseException:
@@ -250,11 +250,11 @@ def _dropped_on_error(pending: Pending) -> Iterator[None]:
 
 def _backward(tape: Tape, outs: Sequence[Tensor], seeds: Sequence[Tensor]) -> None:
     pairs = [(out, seed.to(out.dtype)) for out, seed in zip(outs, seeds, strict=True) if out.requires_grad]
-    if len(tape.chain.outputs) > 1 or not pairs:  # this output's gradient is not read
+    if len(tape.chain.outputs) > 1 or not pairs:  # the gradient of the chain's output is not read
         pairs.append((tape.chain.outputs[-1], tape.chain.outputs[-1].detach()))
-    # on this thread: the tally and simulated ranks belong to it
+    # on this thread: the tally and simulated ranks belong to the thread
     with torch.autograd.set_multithreading_enabled(False):
-        # the root gets no gradient: anchors give those of leaves to the tape
+        # the root gets None: anchors give the gradients of leaves to the tape
         outputs, seeds = zip(*pairs, strict=True)
         torch.autograd.grad(outputs, [tape.chain.outputs[0]], seeds, allow_unused=True)
     tape.check_reached([out for out in outs if out.grad_fn])
@@ -301,7 +301,7 @@ def check_loss(loss_fn: object) -> None:
 def empty_grads(params: Sharded, over: Axes, local: bool = False) -> Sharded:
     """Allocate the gradients of a whole tree, cut over some axes; if `local`, on the device."""
     plan, trained, axes = params.plan, params.trainable, params.plan.axis_names
-    view, rows = whole_view(plan, over, trained.view.kinds), []  # one of (n / W,) for each trainable kind
+    view, rows = whole_view(plan, over, trained.view.kinds), []  # (n / W,) for each trainable kind
     for kind, param_row in zip(trained.view.kinds, trained.tensors, strict=True):
         dtype, numel, host = plan.kinds[kind].precision.grads, view.numel(kind), plan.kinds[kind].host
         if host and not local:
@@ -389,10 +389,10 @@ def predict(fn: Callable[..., Tree]) -> Callable[..., Tree]:
     """`predicted(sharded, *args)`: this rank's result of any function of the parameters, without a gradient.
 
     `fn(params, *args)` is written for one device, as a loss: touching a unit of `params`, or of a `Sharded` among
-    `args`, gathers it. It returns any tree; floating tensors are cast to the policy's `output`. Nothing is summed or
-    averaged: ranks may give other rows, and other numbers of rows. A dataclass that is no tree node comes back as is,
-    and may share memory with parameters. If parameters are cut, all ranks make the call, and read the same units
-    (RuntimeError). For a module: `predict(lambda p, x: apply.eval(p, buffers, x)[0])`.
+    `args`, gathers it. `fn` returns any tree; floating tensors are cast to the policy's `output`. Nothing is summed or
+    averaged: ranks may give different numbers of rows. A dataclass that is no tree node comes back as is, and may share
+    memory with parameters. If parameters are cut, all ranks must make the call, and read the same units (else
+    RuntimeError). For a module: `predict(lambda p, x: apply.eval(p, buffers, x)[0])`.
 
     >>> predict(lambda w, x: x @ w)(shard_of(torch.tensor([1.0, 2.0])), torch.tensor([[3.0, 4.0]]))
     tensor([11.])
@@ -419,7 +419,7 @@ def _forward(params: Sharded, args: Tree) -> Iterator[Tape]:
 
 
 def reduce_grads(grads: Unreduced, reduction: str | Reduction | None = None) -> Sharded:
-    """Sum every rank's own gradients; the result is cut as the plan's `grads_over` says. TypeError for reduced ones.
+    """Sum every rank's own gradients; the result is cut over the plan's `grads_over`. TypeError for reduced gradients.
 
     `grads` are from `value_and_grad(reduce=False)`; `reduction` as for `train_step`.
 

@@ -4,7 +4,7 @@ Note [Tensors of a step]
     1. A `Tape` lives for one forward and one backward over one value of the parameters. All its gathers end with it.
     2. Touching a unit gathers it into a flat buffer; the leaves are views of the buffer.
     3. In the forward the buffers of the root, of the unit touched last, and of a unit of `Plan.lasting` gathered twice
-       stay. Others live as long as the user's function keeps a leaf of them.
+       stay. Other buffers live as long as the user's function keeps one of their leaves.
     4. For a view of a gathered buffer autograd saves a `SavedView`, so saving keeps no buffer alive. In the backward
        the first use of a unit's views gathers the unit again, and the last use drops it.
     5. The buffer of the unit needed first by the backward stays, if in memory when the forward ends. `regather=` may
@@ -14,7 +14,7 @@ Note [Tensors of a step]
 Note [Reverse mode inside a loss]
     torch.func.grad, vjp, jacrev and hessian refuse to start while hooks on saved tensors are on. If they do, the loss,
     a pure function, runs once more without hooks. The second run draws the same random numbers, gathers only units not
-    in memory, and keeps these for the backward, as `regather=False` does.
+    in memory, and keeps all units for the backward, as `regather=False` does.
 """
 
 from __future__ import annotations
@@ -76,9 +76,9 @@ class Tape:
         is_planned = self.plan.linked and self._schedule.any_whole and not is_tracing()  # all ranks trace one program
         planned = map(self._units.__getitem__, self._schedule.likely) if is_planned else ()
         self.chain = chain or Chain(autograd.root(), bool(self.plan.linked), planned)
-        self.index = index  # of the tapes of one chain
+        self.index = index  # in the chain
         self.beside = [(x, Tape(x, chain=self.chain, index=n)) for n, x in enumerate(beside, 2)]
-        self._here: list[TapeUnit] = []  # they stay at least until another unit is read
+        self._here: list[TapeUnit] = []  # units that stay at least until the next read
         self.shown: Shown | None = Shown()  # until the forward ends
         self._owners, self._writes = Owners(), Writes()
         self._reductions = Reductions(self.plan, into)
@@ -86,7 +86,7 @@ class Tape:
         self._backward = self._gradless = False  # the forward has ended; gradients were off at a read
         self._rows = {address(row): kind for kind, row in zip(params.view.kinds, params.tensors, strict=True)}
         self._touched: dict[int, bool] = {}  # by unit read: True if gradients were on at a read
-        self._reached: dict[int, bool] = {}  # by unit given gradients: True if of all its trainable leaves
+        self._reached: dict[int, bool] = {}  # by unit given gradients: True if all its trainable leaves got one
         self._makes_buffers = any(travel.is_buffer(params.view, kind, copied) for kind in params.view.kinds)
         self._regather = self._makes_buffers and self._schedule.regathers and gathered is None  # until the forward ends
         may_send = self._schedule.sends if into is None else self._schedule.resends  # again, in the backward
@@ -121,7 +121,6 @@ class Tape:
             return self.touch(unit)[place]
 
     def like(self, number: int) -> Tensor:
-        """A tensor of one element, expanded to a leaf's shape, in the dtype of computation."""
         slot = self.plan.slots[self.plan.leaves[number]]
         compute = self.plan.kinds[slot.kind].precision.compute
         return torch.empty((), dtype=compute, device=device_of(self._params)).expand(self.plan.local_shape(slot))
@@ -154,9 +153,9 @@ class Tape:
             unit.stays = True  # else it is gathered at each read
         if self.shown:
             self.shown.let_go()
-        # ranks may read units that do not lead in different orders: these must not change other buffers
+        # ranks may read non-leading units in different orders: these free no sent unit
         leads = unit.leads if self._backward else unit.entry.leads
-        # drop others before waiting for this buffer: both would be in memory at once
+        # free other units before waiting for this one: else both would be in memory at once
         here, self._here = self._here, [unit]
         for other in here:
             if other.stays or (other.entry.sent and not leads):
@@ -184,7 +183,7 @@ class Tape:
             or (self._into is not None and unit.entry.reduced)
         ):
             self._arrivals.keep(unit)
-            # later gathers are over fewer axes; ranks keep nothing of a unit read under no_grad alone
+            # ranks compare this: later gathers are over fewer axes, and a unit read only under no_grad is not kept
             self.chain.gathered += [(self.index, ~unit.entry.unit)] * (self._into is None)
 
     def prefetch(self, patterns: Sequence[str]) -> None:
@@ -327,12 +326,12 @@ class Tape:
                 self._arrivals.drop_held(unit)
         for unit in self._hidden():
             unit.gradients = "late"
-        # after the followers: no row will end these, used up in the forward and read by checkpoints
+        # once followers ended: units used up in the forward and read by checkpoints have no row
         for unit in self.chain.table.tied if self._into is not None else ():
             if unit.stays_for or unit not in self.chain.table.due:
                 unit.stays_for = "anchor"
         self._backward, self._regather, self._notes = True, False, False
-        # a buffer already here counts as one gather under way
+        # a buffer already in memory counts as one gather under way
         self._arrivals.ahead(first, islice(self._before(), self._arrivals.stages - len(self._here) or None))
 
     def _hooks(self) -> AbstractContextManager[None]:
@@ -341,7 +340,7 @@ class Tape:
             return nullcontext()
         if len(self.tapes) == 1:
             return torch.autograd.graph.saved_tensors_hooks(self.pack, self.unpack)
-        # torch calls the innermost pair of hooks alone, so all tapes share one
+        # torch calls the innermost pair of hooks alone, so all tapes share a pair
         unpack = partial(autograd.unpacked, self)
         return torch.autograd.graph.saved_tensors_hooks(partial(autograd.saved_by, regathering), unpack)
 
@@ -412,9 +411,9 @@ class Tape:
         if not unit.saved:
             if unit.held is not None:
                 self._arrivals.drop_held(unit)
-            unit.let_go()  # leaves of a checkpoint's second run
+            unit.let_go()  # of leaves of a checkpoint's second run
         self._reductions.make_room(number)
-        self._reductions.join()  # frees the buffers of earlier sums for the next one
+        self._reductions.join()  # frees the buffers of earlier sums for this sum
         for row, begin, end in unit.entry.reduced:
             reduce_scatter_input = into.filled(row, grads[begin:end], again)  # (n,)
             if pending := into.emit(number, row.kind, reduce_scatter_input):
@@ -435,7 +434,7 @@ class Tape:
 
     def _add_late(self, unit: TapeUnit, grads: Sequence[Tensor | None]) -> None:
         unit.check("reduce")
-        if unit.anchor is None:  # the program reads it in the backward alone
+        if unit.anchor is None:  # the program reads the unit in the backward alone
             unit.gradients = "late"
         self._reached.setdefault(unit.entry.unit, False)
         unit.add(grads)
@@ -461,11 +460,11 @@ class Tape:
     def close(self) -> None:
         """Drop all tensors, and wait for all collectives under way, also after an error.
 
-        No collective starts its next stage: other ranks may not have raised, and would take it for another collective.
+        No collective starts its next stage: other ranks may not have raised, and would match it with another collective.
         """
         for tape in self._followers:
             tape.close()
-        with suppress(MismatchError):  # only after an earlier error, and that one says more
+        with suppress(MismatchError):  # only after an earlier error: that one says more
             self._reductions.drop()
             self._arrivals.drop()
         self._here.clear()

@@ -12,12 +12,12 @@ Note [A row's ways]
     | `all_gather_input` (n / W,): cast, or encoded      | `reduce_scatter_output` (n / W,): decoded, added      |
     | sent: `reshard` from cut to copies, an all-gather  | sent: `reshard` from sum to cut, a reduce-scatter     |
     | `all_gather_output` (n,): what arrived, or decoded | `reduce_scatter_input` (n,): cast, or encoded         |
-    | `Row.views`: the leaves that the loss reads        | `filled` (`Row.put`): the gradients of these          |
+    | `Row.views`: the leaves that the loss reads        | `filled` (`Row.put`): the gradients of the leaves     |
 
     Dtypes are those of `Kind.precision`: `all_gather_*` in `compute`, `reduce_scatter_input` in `reduce`
     (`buffer_dtype`), `grad_shard` in `grads`. If gradients are cut over no axis, the sum is an all-reduce with the same
-    names. For small units the general way takes longer in Python than on the link: one collective, or none, starts
-    without it (`Gathers._plain`, `_PlainSum`).
+    names. For small units the general code takes longer in Python than the message: a way of one collective, or none,
+    skips the general code (`Gathers._plain`, `_PlainSum`).
 """
 
 from __future__ import annotations
@@ -48,15 +48,15 @@ from ..plan.precision import Precision
 from ..sharding.schedule import Entry, View
 from ..sharding.sharded import Sharded
 
-_LARGE = 1 << 20  # bytes of gradients that are summed in place: a second message is worth the memory
+_LARGE = 1 << 20  # bytes from which gradients are summed in place: the memory is worth a second message
 OnSum: TypeAlias = Callable[[int, int, Tensor], None]  # unit, kind, sum over ranks (n / W,)
-_Rows: TypeAlias = tuple[Mapping[tuple[int, int], Row[Slot]], Sequence[Tensor]]  # by unit and kind, and their tensors
+_Rows: TypeAlias = tuple[Mapping[tuple[int, int], Row[Slot]], Sequence[Tensor]]  # rows by unit and kind; tensors
 
 
 def is_buffer(view: View, kind: int, copied: bool) -> bool:
     """True if a kind's leaves have buffers of their own; else they are views of the parameters.
 
-    `copied`: all trainable leaves have: an optimizer writes to the parameters during the backward.
+    `copied`: all trainable leaves have buffers: an optimizer writes to the parameters during the backward.
     """
     row, axes = view.plan.kinds[kind], view.axes(kind)
     return (copied and row.trainable) or bool(axes) or row.host or row.precision.compute != row.dtype
@@ -72,7 +72,7 @@ class Gathers:
     def __init__(self, params: Sharded, copied: bool):
         plan, axes = params.plan, [axis for axis in params.view.over if axis in params.plan.linked]
         self._plan, self._tensors, self._copied = plan, params.tensors, copied
-        # a kind is at most one cast and one collective
+        # the gather of a kind is at most one cast and one collective
         special = plan.gather or plan.param_wire or plan.together or any(kind.host for kind in plan.kinds)
         self._is_plain = not special and len(axes) <= 1
         self._ranks = primitives.along(plan.live_mesh(), axes[0]) if self._is_plain and axes else None
@@ -170,7 +170,7 @@ class Gathers:
         self, name: str, axes: Axes, rows: Sequence[Row[Slot]], all_gather_inputs: Sequence[Tensor], encoded: bool
     ) -> dict[int, Pending]:
         forms = [(x.dtype, x.numel()) for x in all_gather_inputs]
-        # not lent with a wire: it may decode in place
+        # not lent with a wire: the wire may decode in place
         gather = self._over(axes, pack(all_gather_inputs), name, lent=not encoded)
         outputs = dict[int, Tensor]()
 
@@ -183,11 +183,11 @@ class Gathers:
         def after(kind: int) -> Pending:
             return Pending(None, lambda _: outputs[kind])
 
-        # only the first kind waits for the message, and splits it for the others
+        # only the first kind waits for the message, and splits it for all kinds
         return {rows[0].kind: gather.then(split)} | {row.kind: after(row.kind) for row in rows[1:]}
 
     def _decoded(self, row: Row[Slot], axes: Axes, encoded: bool, received: Tensor | Sequence[Tensor]) -> Tensor:
-        """The `all_gather_output` (n,); `received` from all ranks may be one tensor, end to end."""
+        """Return the `all_gather_output` (n,); `received`: one tensor by rank, or all end to end in one."""
         received = received.chunk(row.shards) if isinstance(received, Tensor) else received
         plan, wire = self._plan, _param_wire(self._plan, row.kind) if encoded else None
         like = received[0].new_empty(0, dtype=plan.kinds[row.kind].precision.compute)
@@ -210,12 +210,12 @@ def _unshared(numel: int, like: Tensor, lent: bool) -> Tensor:
 
 
 class _PlainSum(NamedTuple):
-    """One kind's gradients: one collective along `ranks`, or none."""
+    """The sum of one kind's gradients: one collective along `ranks`, or none."""
 
     empty: Callable[[int, Tensor, bool], Tensor]  # as `Ranks.empty`
     like: Tensor
     lent: bool
-    in_place: int = maxsize  # from this size on the input is its own `grad_shard`
+    in_place: int = maxsize  # from this number of elements on, the input is the `grad_shard`
     ranks: Ranks | None = None
     collective: Callable[..., Pending] | None = None  # a method of the reduction
     dtype: torch.dtype | None = None  # for sending; None: unchanged
@@ -228,7 +228,7 @@ class Gradients:
     Each unit's gradients are written to (`add`: added to) a `reduce_scatter_input`: a row of `local`, or a new tensor.
     With `reduced` the rows are then summed over ranks into shards of `reduced`.
 
-    `reduced` and `local` allocate at their first call alone: no gradients are in memory while activations take most.
+    `reduced` and `local` allocate at their first call: no gradients are in memory while activations take most of it.
     With `take`, `reduced` has no tensors.
     """
 
@@ -238,7 +238,7 @@ class Gradients:
     by: Reduction = DEFAULT
     later: Axes = ()  # axes left to `all_reduce_later`
     take: OnSum | None = None  # gets each sum (Note [Updates in a backward] in `in_backward.py`)
-    device: torch.device | None = None  # of sums, if `reduced` has no tensors
+    device: torch.device | None = None  # of sums, with `take`
 
     def by_plan(self, plan: Plan) -> Gradients:
         others = [x and (lambda x=x: x().by_plan(plan)) for x in (self.reduced, self.local)]
@@ -274,13 +274,13 @@ class Gradients:
         plan, axes, by = self._sums.plan, self._sums.view.axes(number), self.by
         kind, mesh = plan.kinds[number], plan.live_mesh()
         like = torch.empty(0, dtype=buffer_dtype(plan, number), device=self._device)
-        # on the first axis to send over peers may read a lent buffer
+        # peers along the first axis of the sum may read a lent buffer
         empty = next((primitives.along(mesh, axis).empty for axis in axes + plan.rest(axes, number)), _unshared)
         general = _PlainSum(empty, like, lent=plan.grad_wire is None and only_reads(by))
         if plan.grad_wire or kind.host or _is_split(kind.precision) or hasattr(by, "after"):
             return general
         old, new, along = self._route(number, axes)
-        is_last = like.dtype == kind.precision.grads and only_reads(by)  # the dtype of the sum is kept
+        is_last = like.dtype == kind.precision.grads and only_reads(by)  # the sum is not cast
         if is_last and plan.num_ranks(along) == 1:
             return general._replace(in_place=0)
         steps = route(old, new, along)
@@ -290,13 +290,13 @@ class Gradients:
         is_replaced = is_last and type(by) is Sums and steps[0].kind == "add"
         collective = by.reduce_scatter if steps[0].kind == "scatter" else by.all_reduce
         in_place = _LARGE // like.itemsize if is_replaced else maxsize
-        # a tree's sums travel in their own dtype
+        # `TreeSums` travel in their own dtype
         dtype = None if isinstance(by, TreeSums) else kind.precision.reduce
         ranks = primitives.along(mesh, steps[0].axis)
         return general._replace(in_place=in_place, ranks=ranks, collective=collective, dtype=dtype)
 
     def _route(self, kind: int, axes: Axes) -> tuple[Rule, Rule, Axes]:
-        """The rules before and after the sum of rows, to be cut over `axes`, and the axes of its steps.
+        """Return the rules before and after the sum of rows, then cut over `axes`, and the axes of the steps.
 
         On one rank a step remains, for a cast or the user's reduction.
         """
@@ -328,7 +328,7 @@ class Gradients:
         return reduce_scatter_input
 
     def emit(self, unit: int, kind: int, reduce_scatter_input: Tensor) -> Pending | None:
-        """Start the sum of a filled (n,) into its `grad_shard` (n / W,); None if it stays local."""
+        """Start the sum of a filled (n,) into its `grad_shard` (n / W,); None if the input stays local."""
         if self.reduced is None:
             return None
         plain, grad_shard = self._plain[kind], self._in_place.pop((unit, kind), None)
@@ -356,7 +356,6 @@ class Gradients:
         )
 
     def all_reduce_later(self, sums: Sharded, later: Axes) -> None:
-        """All-reduce `sums` over the axes `later` into `reduced`."""
         plan, by, started = sums.plan, self.by, list[Pending]()
         for row in (row for row in sums.view.rows.values() if row.numel):
             x, old = row.of(sums.tensors).to(self._device), Rule(row.rule.over, plan.rest(plan.rest(later), row.kind))
@@ -390,9 +389,9 @@ class Gradients:
             pending = self._sum_encoded(plan.grad_wire, row, reduce_scatter_input, new, along, reduce_scatter_output)
             return pending.then(partial(self._unpadded, row))
         mesh, precision, name = plan.live_mesh(), plan.kinds[row.kind].precision, plan.units[row.unit].name
-        # Each gradient was divided by W ranks: times about sqrt(W), small ones and sums stay in the range of float16.
-        # A power of two rounds nothing.
-        adds_up = isinstance(self.by, TreeSums)  # these travel in their own dtype
+        # Each gradient was divided by W, the number of ranks. Times about sqrt(W), small gradients and sums stay in the
+        # range of float16. A power of two rounds nothing.
+        adds_up = isinstance(self.by, TreeSums)  # `TreeSums` travel in their own dtype
         factor = 2.0 ** round(math.log2(num_ranks(mesh)) / 2) if _is_split(precision) and not adds_up else 1
         scaled = reduce_scatter_input if factor == 1 else reduce_scatter_input * factor
         sent = scaled if adds_up else scaled.to(precision.reduce)
@@ -404,7 +403,7 @@ class Gradients:
     ) -> Pending:
         plan, axes = self._sums.plan, new.over
         mesh, name, copies = plan.live_mesh(), plan.units[row.unit].name, partial(plan.rest, kind=row.kind)
-        # the first axis of several ranks among those cut; else the longest
+        # the first cut axis of several ranks, else the longest axis
         longest = max(axes or along, key=dict(plan.axes).__getitem__)
         axis = next((axis for axis in axes if axis in plan.linked), longest)
         ranks = primitives.along(mesh, axis)
@@ -449,7 +448,7 @@ def _added(wire: Wire, received: Sequence[Tensor], lengths: Sequence[int]) -> Te
 
 
 def as_read(params: Sharded, into: Gradients | None) -> tuple[Sharded, Gradients | None, bool]:
-    """Read by `Plan.as_read` where it applies; the third result says whether (not with `take`)."""
+    """Read by `Plan.as_read` where it applies (not with `take`); the third result is True then."""
     plan, whole = params.plan.as_read, params.view.units == (0, len(params.plan.units))
     if plan is None or not whole or is_tracing() or (into and (into.take or not only_reads(into.by))):
         return params, into, False

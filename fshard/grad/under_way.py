@@ -21,9 +21,9 @@ Note [What stays of a unit]
     The copy is made at a gather in the forward, in the dtype of computation; later gathers are from the copy, over its
     axes alone. Leaves whole on every rank are not copied.
 
-    All of a unit stays until its gradients have come. Frozen leaves have no gradients: of them only tensors saved by
-    autograd stay, unless ranks saved different units (Note [One order on all ranks] in `chain.py`). Copies stay until
-    the gradients have come and the last saved view was used.
+    A unit kept whole stays until its gradients have come. Frozen leaves have no gradients: they stay only in tensors
+    saved by autograd, unless ranks saved different units (Note [One order on all ranks] in `chain.py`). Copies stay
+    until the gradients have come and the last saved view was used.
 
 Note [Sums beside the computation]
     On an accelerator a second stream, `Plan.crossings.sums`, starts after the computation so far: it waits for a
@@ -142,7 +142,7 @@ class TapeUnit:
         return grads if added is None else [_sum(x, y) for x, y in zip(added, grads, strict=True)]
 
     def close(self) -> None:
-        """Drop all tensors: Python's garbage collector cannot see the cycle with autograd's nodes."""
+        """Drop all tensors, as `Chain.close` drops nodes."""
         self.let_go()
         self.buffers = self.held = self.coming = self.anchor = self._added = None
         self.gradients = "closed"
@@ -167,7 +167,6 @@ class _UnderWay:
         self._stepped: list[Pending] = []  # the side stream may still read their buffers
 
     def _beside(self, older: Iterable[Pending]) -> AbstractContextManager[None]:
-        """A block: `_side` waits for a stage of each collective, and starts the next stage."""
         if self._side is None:
             return nullcontext()
         self._stepped += older  # first: if a stage raises, the device may still read buffers
@@ -216,7 +215,7 @@ class Arrivals(_UnderWay):
         return primitives.buffer(self._plan.live_mesh(), axes, shard.numel(), shard, lent=False).copy_(shard)
 
     def following(self, schedule: Schedule, unit: int, read: Container[int]) -> Iterable[int]:
-        """Return the next units to gather; if some send, only sending units."""
+        """Return the next units to gather; if not all units send, only sending units."""
         if not schedule.mixed:
             return filterfalse(read.__contains__, range(unit + 1, min(unit + self.most, schedule.last) + 1))
         sent = (n for n in range(unit + 1, schedule.last + 1) if schedule.entries[n].sent and n not in read)
@@ -242,13 +241,13 @@ class Arrivals(_UnderWay):
 
     def ahead(self, current: TapeUnit | None, following: Iterable[int]) -> None:
         """Start the gathers of the next units, or take them one stage further."""
-        if self.most == 1:  # all units are equal
+        if self.most == 1:  # for units of any size
             for number in islice(following, 1):
                 if self._stages_of(unit := self._units[number]):
                     self.start(unit)
             return
         units = self._plan.ahead.gathers(None if current is None else current.entry.unit, following, self.stages)
-        last = max(0, len(units) - self.stages)  # each unit after `last` is one stage behind
+        last = max(0, len(units) - self.stages)  # units after `last` lag by a stage
         for place, number in enumerate(units):
             unit = self._units[number]
             stages, (started, gathers) = self._stages_of(unit) - max(0, place - last), unit.coming or (0, {})
@@ -284,7 +283,6 @@ class Arrivals(_UnderWay):
 
 
 def _stages(plan: Plan, axes: Axes) -> int:
-    """Count the axes of several ranks; at least 1."""
     return max(1, len({*axes}.intersection(plan.linked)))
 
 
@@ -294,16 +292,16 @@ class Reductions(_UnderWay):
     def __init__(self, plan: Plan, into: Gradients | None = None):
         super().__init__(plan, len(plan.linked), lambda streams: streams.sums)
         by = None if into is None or plan.grad_wire is not None else into.by
-        # else fshard adds the sums
+        # the backend adds the sums, not fshard
         self._is_fast = self._side is not None and type(by) is Sums and by.is_fast(plan.device)
-        self._under_way: list[tuple[int, Pending]] = []  # and the unit of each
+        self._under_way: list[tuple[int, Pending]] = []  # (unit, reduction)
 
     def add(self, unit: int, pending: Pending) -> None:
         self._under_way.append((unit, pending))
 
     def move_on(self, following: int) -> None:
         """Take older reductions one stage further, to make room for the gradients of `following`."""
-        if self._plan.ahead.number == 1:  # all units are equal
+        if self._plan.ahead.number == 1:  # for units of any size
             num = len(self._under_way)
             while num and self._under_way[num - 1][0] == self._under_way[-1][0]:
                 num -= 1

@@ -3,11 +3,11 @@
 Note [Writes in place]
     torch counts in-place operations on a tensor and its views. Each gathered buffer of trainable leaves, and each
     frozen leaf, gets a counter of its own. The tape keeps an alias without memory with the same counter, so watching
-    keeps no buffer alive. `batch_norm` updates running statistics without counting: frozen leaves as small as these are
-    copies, compared after the loss.
+    keeps no buffer alive. `batch_norm` updates running statistics without counting: so small frozen leaves are copies,
+    compared after the loss.
 
-    A write through `.data` to a larger or trainable leaf is not noticed. A leaf with a new `.data` lies in another
-    storage when the tape drops it. While a graph is traced a mode looks at the arguments of all writing operators.
+    A write through `.data` to a larger or trainable leaf is not noticed. A new `.data` is: the leaf lies in another
+    storage when the tape drops it. While a graph is traced, a mode looks at the arguments of all writing operators.
 """
 
 from __future__ import annotations
@@ -106,10 +106,10 @@ class Writes:
     def __init__(self) -> None:
         # aliases without memory, and the leaves of their counters
         self._watched: list[tuple[Tensor, Sequence[Slot], bool]] = []
-        # small frozen leaves end to end, (n,): the loss's, and as before
+        # small frozen leaves end to end, (n,): the loss's copy, and the values before the loss
         self._copies: list[tuple[Tensor, Tensor, Sequence[Slot], Sequence[int]]] = []
         self.bound: list[Entry] = []  # the units with anchors
-        self._nothing: Tensor | None = None  # (0,), of all aliases
+        self._nothing: Tensor | None = None  # (0,), the data of all aliases
         self._tracing = is_tracing()
         self._storages = set[int]()  # addresses; the tape keeps them taken
         self._frozen_leaves: list[tuple[Tensor, Slot]] = []  # while a graph is traced
@@ -136,14 +136,14 @@ class Writes:
                 "the loss function: it wrote in place to a view of a leaf it was given, or of one of several results "
                 f"of an operator. {_REMEDY}"
             )
-        # torch names the output of an `Anchor`, but no unit: the error names that leaf of each unit
+        # torch names the output of an `Anchor`, but no unit: the error names the leaf at this output in each unit
         output = int(number[1])
         slots = [entry.slots[entry.trained[output]] for entry in self.bound if output < len(entry.trained)]
         leaves = {slot.path: slot for slot in slots}
         return _written([(list(leaves.values()), False)])
 
     def watch(self, x: Tensor, slots: Sequence[Slot], is_callers: bool) -> Tensor:
-        """Return an alias of `x` with its own counter, for `check`. `is_callers`: of the passed parameters."""
+        """Return an alias of `x` with its own counter, for `check`. `is_callers`: of the passed parameters' memory."""
         x = x.data  # unlike `detach`, this starts a new counter
         counter = x.detach()  # shares the counter of the new `x`
         if not self._tracing:  # fake tensors have no memory to keep alive
@@ -191,7 +191,7 @@ class Writes:
 
 
 def _changed(now: Tensor, before: Tensor, slots: Sequence[Slot], sizes: Sequence[int]) -> list[Written]:
-    """The leaves of these sizes with other bytes. On an accelerator a device-side assertion."""
+    """Return the leaves with changed bytes; on an accelerator assert on the device that there are none."""
     if now.device.type != "cpu":  # the host does not wait: the device stops with these words
         words = f"the loss function: it wrote in place to a frozen leaf: work on a clone. Leaf {_named(slots)}"
         # CUDA's kernel takes fewer than 255 bytes
