@@ -460,7 +460,7 @@ class Tape:
     def close(self) -> None:
         """Drop all tensors, and wait for all collectives under way, also after an error.
 
-        No collective starts its next stage: other ranks may not have raised, and would match it with another collective.
+        No collective starts its next stage: other ranks may not have raised, and would match the stage to another.
         """
         for tape in self._followers:
             tape.close()

@@ -40,10 +40,10 @@ Later = Callable[[], Sharded]  # made at the first call
 
 @dataclass(frozen=True)
 class Recipe:
-    """The arguments of `train_step`, as text in `built`.
+    """The arguments of `train_step`.
 
-    `built` also has the state's step and seed, as has the number `stamp` (Note [Built alike] in `describe.py`).
-    `gathered` holds units until the last micro-batch has ended; it is None without `keep_gathered`.
+    `built` is their text, with the state's step and seed; the number `stamp` has both (Note [Built alike] in
+    `describe.py`). `gathered` holds units until the last micro-batch has ended; None without `keep_gathered`.
     """
 
     loss_fn: Callable[..., Tree]
@@ -63,8 +63,8 @@ class Recipe:
 class StepGradients(NamedTuple):
     """The results of a step's forwards and backwards.
 
-    `grads` are multiplied by the loss scale, and divided as if all micro-batches counted as the first: `share` (a 0-d
-    factor, or None for 1) corrects this.
+    `grads` are multiplied by the loss scale, and divided as if every micro-batch had the count of the first: `share` (a
+    0-d factor, or None for 1) corrects this.
     """
 
     grads: Sharded
@@ -151,7 +151,7 @@ def _versions(extra: Tree) -> list[int | None]:
 
 
 def _checked_extra(old: Tree, new: Tree, versions: Sequence[int | None]) -> Tree:
-    """ValueError if a loss wrote to its extra, or changed a structure, shape or dtype."""
+    """ValueError if a loss wrote to its extra, or changed its structure, a shape or a dtype."""
     for path, written in zip(tree.paths(tree.flatten(old)[1]), map(ne, versions, _versions(old)), strict=True):
         if written:
             raise ValueError(f"with_extra: extra leaf {path!r} was changed in place: write to a clone, and return that")
@@ -205,7 +205,7 @@ def _reduced_last(reduce_once: bool | str | tuple[str, ...], plan: Plan) -> Axes
     if isinstance(reduce_once, bool):
         return ()
     axes = (reduce_once,) if isinstance(reduce_once, str) else reduce_once
-    # raises for names without a meaning on one device
+    # on one device `axes_of` raises for names without a meaning
     for axis in axes if plan.axes else axes_of("reduce_once", reduce_once, {}):
         if axis in plan.grads_over or axis not in dict(plan.axes):
             others = ", ".join(map(repr, plan.rest(plan.grads_over))) or "none"
@@ -228,7 +228,7 @@ def _destinations(sums: Later, params: Sharded, recipe: Recipe, reduced_last: Ax
 
 
 def summed_locally(reduced: Later | None, local: Later, num: int, by: Reduction) -> Iterator[Gradients]:
-    """Whole gradients are added in `local`, and reduced with the last."""
+    """Whole gradients are added in `local`, and reduced with the last micro-batch."""
     return (Gradients(reduced if number == num - 1 else None, local, number > 0, by) for number in range(num))
 
 
@@ -246,12 +246,12 @@ def _check_equal_parts(outcome: Outcome, micro_batches: Sequence[Tree], params: 
 
 
 def rank_of(params: Sharded) -> int:
-    """Number among ranks with different batches."""
+    """The rank's number among ranks with different batches."""
     return coordinate(params.plan.live_mesh(), params.plan.data)
 
 
 def check_equal_batches(batch: Tree, plan: Plan) -> None:
-    """In checked calls, raise MismatchError if ranks along no axis of `data` differ in their batches."""
+    """In checked calls, raise MismatchError if batches differ along an axis outside `data`."""
     axes, grid = plan.rest(plan.data), adapted(plan.live_mesh())
     if not axes or grid is None or grid.abstract or is_tracing():
         return
@@ -278,11 +278,11 @@ def _numbered(x: Tree) -> Tensor:
 
 
 def join_batches(data: Iterable[T], mesh: AnyMesh = None, like: T | None = None) -> Iterator[tuple[T, Tensor]]:
-    """Yield `(batch, weight)` until all ranks' `data` are used up; a rank without more repeats its last, with weight 0.
+    """Yield `(batch, weight)` until all ranks' `data` end; a rank out of batches repeats its last one with weight 0.
 
-    Multiply total and count of a `Mean` by the weight (0-d, 1 or 0), a further argument of the step: the mean counts
-    real batches alone, and every rank takes part in every collective. This costs one small collective a batch, and one
-    at the end, over the ranks of `mesh`. `like` is a batch for ranks without any (ValueError if one is needed).
+    Give the weight (0-d, 1 or 0) to the step as a further argument, and multiply total and count of a `Mean` by it: the
+    mean counts real batches alone, and every rank takes part in every collective. Costs one small collective a batch,
+    and one at the end, over the ranks of `mesh`. `like` is a batch for ranks without any (else ValueError).
 
     >>> [(batch, weight.item()) for batch, weight in join_batches([1, 2])]
     [(1, 1.0), (2, 1.0)]
@@ -304,7 +304,7 @@ def join_batches(data: Iterable[T], mesh: AnyMesh = None, like: T | None = None)
 
 
 def cut(batch: Tree, num: int) -> list[Tree]:
-    """Return views along dim 0; of too few rows the last ones are empty."""
+    """Return views along dim 0; with too few rows the last views are empty."""
     if num == 1:  # uncut leaves need not have the same rows
         return [batch]
     num_rows(batch, num)
@@ -316,9 +316,9 @@ def cut(batch: Tree, num: int) -> list[Tree]:
 
 
 def num_rows(batch: Tree, num: int = 1) -> int:
-    """Return the rows of every leaf, 0 without leaves; 0-d tensors alone are one row if `num` is 1.
+    """Return the number of rows of each leaf: 0 without leaves, 1 if `num` is 1 and all are 0-d.
 
-    ValueError names a leaf with others.
+    ValueError names a leaf with another number.
     """
     leaves = tree.tops(batch, Sharded)
     if leaves and num == 1 and all(isinstance(x, Tensor) and not x.dim() for x in leaves):

@@ -6,10 +6,10 @@ Note [Built alike]
     strings, dtypes), by name. Users' functions are not looked into: they may hold values that rightly differ by rank (a
     path). Tensors are not read.
 
-    Ranks with states of different steps or seeds would compute with half of each, so the text has both. Without texts
+    Ranks with states of different steps or seeds would mix two states, so the text has step and seed. Without texts
     (over process groups, and in a graph, made once for all steps) the same collective sums a number made of both, the
-    stamp: the sum must be a rank's own stamp times the number of ranks. A stamp is a fifth power modulo a prime: of
-    steps 1, 2, 3 the second would be the mean, and its rank would have no error.
+    stamp: the sum must be a rank's own stamp times the number of ranks. A stamp is a fifth power modulo a prime: if
+    steps 1, 2, 3 were summed themselves, 2 would be the mean, and its rank would have no error.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def _words(name: str, value: object, seen: set[int]) -> Iterator[str]:
         yield from _words(key or name, inner, seen)
     if callable(value) and not isinstance(value, partial | tuple):
         qualname: str = getattr(value, "__qualname__", type(value).__qualname__)
-        # a function without values inside is its name; this package's private helpers are left out
+        # a function without plain values inside gives its name; private helpers of this package give nothing
         if not _is_of_fshard(value) or not (
             parts or isinstance(value, type) or qualname.startswith("_") or "<" in qualname
         ):
@@ -90,7 +90,7 @@ def _inner_values(value: object) -> list[tuple[str, object]]:
 def stamp_of(step: Tensor, seed: Tensor, device: torch.device) -> tuple[str, Number]:
     """Return step and seed as text, empty in a graph, and as a stamp below 2**31, so that sums are exact.
 
-    In a graph for an accelerator the stamp is 0: every run would copy step and seed there.
+    In a graph for an accelerator the stamp is 0: every run would copy step and seed to the device.
 
     >>> stamp_of(torch.tensor(3), torch.tensor(0), torch.device("cpu"))
     (', step=3, seed=0', 665346162)

@@ -2,18 +2,18 @@
 
 Note [Steps that update in the backward]
     `Updates` gets the sum of each unit (Note [Updates in a backward]), and runs the optimizer on this unit alone: on
-    its flat parameters, and the same shard of every tree in the state. The optimizer is elementwise, so the update is
-    the same.
+    its flat parameters, and the same shard of every tree in the state. The optimizer is elementwise, so a unit's update
+    is the same alone.
 
 Note [Updates in a backward]
-    `Gradients.take` hands each unit's sum over ranks to a function, which may write to the parameters of that unit.
+    `Gradients.take` hands each unit's sum over ranks to a function. The function may write to the unit's parameters.
     Then the sum's memory is free.
 
-    A unit must not be written to while the backward still reads it. Gathered buffers are memory of their own, so only a
-    later gather would read the unit. None comes: autograd runs the nodes made last first, and a unit's anchor is made
-    when the unit is first read (Note [Anchors] in `autograd.py`), so its gradients come after all nodes and checkpoints
-    that read it; else the tape raises an error. Leaves held whole by this rank are copied when read: else the loss, and
-    attributes unknown to autograd, would read them in place.
+    A unit's parameters must not be written to while the backward still reads them. Gathered buffers are memory of their
+    own, so only a later gather would read the parameters. No gather comes: autograd runs the nodes made last first, and
+    a unit's anchor is made when the unit is first read (Note [Anchors] in `autograd.py`), so the unit's gradients come
+    after all nodes and checkpoints reading it; else the tape raises an error. Leaves held whole by this rank are copied
+    when read: else the loss, and attributes unknown to autograd, would be the parameters themselves.
 """
 
 from __future__ import annotations
@@ -49,13 +49,11 @@ from ..update.transforms import LabelState, flags_of
 from .accumulate import Recipe, rank_of, run_each
 from .loss_scale import NoLossScale
 
-# by unit and kind: start and length of an interval in the shard, and the tensor and start of it in a state
+# by unit and kind: intervals as (start in the shard, length, tensor of a state, start in this tensor)
 Runs: TypeAlias = Mapping[tuple[int, int], Sequence[tuple[int, int, int, int]]]
 
 
 class Stepped(NamedTuple):
-    """New state, loss, gradient norm, and skipped updates."""
-
     state: Tree
     outcome: Outcome
     norm: Tensor
@@ -160,8 +158,8 @@ class Squares:
     def __init__(self, params: Sharded):
         self._plan = params.plan
         self._dtype = max((wide(row.dtype) for row in params.trainable.tensors), key=lambda dtype: dtype.itemsize)
-        # float64, 0-d, by the axes along which ranks hold other elements: copies count once. GPUs make square sums on
-        # the stream of sums, and would overwrite one dropped too early: all are kept.
+        # float64, 0-d, by the axes along which ranks hold different elements: copies count once. GPUs make square sums
+        # on the stream of sums, and would overwrite a tensor dropped too early: all are kept.
         none = torch.zeros((), dtype=torch.float64, device=device_of(params))
         kinds = params.trainable.view.kinds
         self._sums = {over: [none] for over in ((), *(self._plan.apart(k, self._plan.grads_over) for k in kinds))}
@@ -196,7 +194,7 @@ class Updates:
         fine = refine(state.params.trainable, state.params.plan.state_over)
         self._view, self.shards = fine.key, shards_of(fine)  # (n / W_state,): this rank updates them
         self._seeds = Seeds(state.rng, state.step, device_of(state.params)) if tx.draws else None
-        self._new: dict[Label, Tree] = {}  # the newest state by label, or None
+        self._new: dict[Label, Tree] = {}  # the newest state by label (None: of all leaves)
         self._gathers: list[Pending] = []
         self.begun = False
 
@@ -213,7 +211,7 @@ class Updates:
     def _made(self, unit: int, kind: int, total: Tensor) -> None:
         params, grads = self.shards[unit, kind], self._own(total, kind)  # (n / W_state,)
 
-        # layout: of a label's leaves
+        # `layout`: of one label's leaves
         def update(tx: Transform, state: Tree, skip: FoundInf | None, layout: Layout | None = None) -> Tree:
             if layout is None:  # the state is cut as parameters are
                 return update_part(tx, state, [params], [grads], lambda x: [x.shard(unit, kind)], skip, own_grads=True)
@@ -244,7 +242,7 @@ class Updates:
         return grads.to(plan.kinds[kind].dtype)
 
     def finish(self) -> Tree:
-        if not self.begun:  # no parameter has an element: the counts alone go on
+        if not self.begun:  # no parameter has an element: update the counts alone
             place, shard = next(iter(self.shards.items()))
             self.make(*place, shard)
         for pending in self._gathers:

@@ -31,7 +31,7 @@ from ..update import kernels
 from ..update.base import FoundInf, Label, any_found, check_found
 from ..update.transforms import Labels, labeller
 
-# fields that torch.amp.GradScaler lacks, with values that make both scalers equal
+# fields unknown to torch.amp.GradScaler, with values making both scalers equal
 _BOUNDS = {"min_scale": 0.0, "max_scale": math.inf, "hysteresis": 1}
 
 T = TypeVar("T")
@@ -39,7 +39,7 @@ K = TypeVar("K")
 
 
 def _scaled(x: Tree, scale: Tensor) -> Tree:
-    """Each leaf keeps its dtype; of losses, only totals are scaled."""
+    """Multiply leaves in their own dtypes; of losses, totals alone."""
 
     def times(path: str, leaf: Tree) -> Tree:
         if is_loss(leaf):
@@ -162,7 +162,7 @@ def _not_finite(x: Tensor) -> Tensor:
 def nonfinite_leaves(x: Tree, mesh: AnyMesh = None) -> list[str]:
     """Return the paths of leaves that are not finite on some rank: one collective, and the host waits for it.
 
-    The ranks of the mesh of `x`, for a plain tree of `mesh` (None: this rank), all get the same paths.
+    `mesh`: for a plain tree (None: this rank alone). All ranks get the same paths.
 
     >>> nonfinite_leaves({"a": torch.tensor([1.0, torch.inf]), "b": torch.ones(2)})
     ['a']
@@ -200,11 +200,11 @@ class StaticLossScale:
 
         - `found_inf` (float32, 0-d): 1 if the gradients of any rank are not finite, equal on all ranks of the mesh of
           sharded or unreduced gradients.
-        - `mesh`: for a plain tree; with None `found_inf` is this rank's alone.
+        - `mesh`: for a plain tree of gradients; with None `found_inf` is this rank's alone.
         - `labels` (`by_label`'s): `found_inf` is a dict with one tensor for each label, as for `by_label(...).step`.
         - `own`: the gradients may be overwritten, and are divided in place.
 
-        ValueError for gradients that were unscaled already.
+        ValueError for gradients unscaled already.
 
         >>> StaticLossScale(4.0).unscale({"w": torch.tensor([8.0, 4.0])})
         ({'w': Unscaled([2., 1.])}, tensor(0.))
@@ -224,7 +224,7 @@ class DynamicLossScale(StaticLossScale):
     - `scale`: the first scale; by default 2^16, or the nearest bound.
     - `growth_factor`, `backoff_factor`: factors of a growing and of a shrinking scale.
     - `growth_interval`: updates in a row without an overflow until the scale grows.
-    - `growth_tracker`: the number of these so far.
+    - `growth_tracker`: the number of such updates so far.
     - `min_scale`, `max_scale`: bounds of the scale; a `scale` outside is a ValueError.
     - `hysteresis`: the scale shrinks at the `hysteresis`-th overflow since it last grew, and at every later one (with
       1, at the first: torch.amp.GradScaler's rule).
@@ -243,8 +243,8 @@ class DynamicLossScale(StaticLossScale):
     min_scale: float
     max_scale: float
     hysteresis: int
-    growth_tracker: Tensor  # updates since the scale last changed, int32, 0-d
-    hysteresis_tracker: Tensor  # overflows left until the scale shrinks, int32, 0-d
+    growth_tracker: Tensor  # int32, 0-d
+    hysteresis_tracker: Tensor  # int32, 0-d
 
     def __init__(
         self,
@@ -309,7 +309,7 @@ class DynamicLossScale(StaticLossScale):
     def state_dict(self) -> dict[str, float]:
         """Return the state dict of torch.amp.GradScaler; the host waits. Dual: `load_state_dict`.
 
-        It has `min_scale`, `max_scale` and `hysteresis` unless all three are defaults.
+        The dict has `min_scale`, `max_scale` and `hysteresis` unless all three are defaults.
 
         >>> DynamicLossScale(8.0).state_dict()["scale"]
         8.0
@@ -324,7 +324,7 @@ class DynamicLossScale(StaticLossScale):
     def load_state_dict(self, saved: Mapping[str, Tree]) -> DynamicLossScale:  # values from a file, checked by __init__
         """Return the saved scaler. A state dict of torch.amp.GradScaler gets this scaler's bounds and hysteresis.
 
-        ValueError for a state dict that is empty or lacks a value.
+        ValueError if the state dict is empty or lacks a value.
 
         >>> DynamicLossScale().load_state_dict(torch.amp.GradScaler("cpu", init_scale=8.0).state_dict()).value.item()
         8.0
@@ -365,7 +365,7 @@ class NoLossScale:
         return self
 
     def scale(self, x: Tree) -> Tree:
-        """Return the tree times 1. TypeError for a leaf that is not a floating tensor."""
+        """Return the tree times 1. TypeError for any but floating tensors."""
         return _scaled(x, self.value)
 
     def unscale(

@@ -56,7 +56,7 @@ def gradients_of_slices(recipe: Recipe, state: Tree, batch: Tree, args: Sequence
     grads, counter, outcomes = later_grads(params, plan.grads_over), list[Sharded](), list[Outcome]()
     for number, micro_batches in enumerate(slices):
         local = later_grads(params, (), local=True)  # of one slice, (n,) for each kind
-        # an only slice is reduced in its backward; the sum of several, after the last
+        # an only slice is reduced in its backward; the sum of several slices, after the last
         reduced = grads if len(slices) == 1 else None
         destinations = summed_locally(reduced, local, len(micro_batches), TREE)
         stream = rank * len(slices) + number  # the slice's number among all ranks'
@@ -76,7 +76,7 @@ def _cut_slices(batch: Tree, accumulate: int, params: Sharded) -> list[list[Tree
     plan = params.plan
     ranks = plan.num_ranks(plan.data)
     rows = num_rows(batch) * ranks
-    num = min(plan.slices, rows & -rows)  # the largest power of two that divides it
+    num = min(plan.slices, rows & -rows)  # the largest power of two that divides `rows`
     if not num or num % ranks:
         raise ValueError(
             f"reduction='tree': expected {ranks} rank(s), a power of two, to share {plan.slices} slices of a batch "
@@ -87,10 +87,10 @@ def _cut_slices(batch: Tree, accumulate: int, params: Sharded) -> list[list[Tree
 
 
 def _count_of_first_slice(outcome: Outcome, recipe: Recipe, rows: int, plan: Plan, rank: int) -> Tensor:
-    """Return the count of rank 0's first micro-batch; NaN if ranks differ in their rows.
+    """Return the count of rank 0's first micro-batch; NaN if ranks differ in their number of rows.
 
-    One small collective has the rows, and on CPUs the number of threads, in its text. Without texts: n ranks have equal
-    rows exactly if n times the sum of squares is the square of the sum.
+    The text of one small collective has the number of rows, and on CPUs of threads. Without texts: n ranks have equally
+    many rows exactly if n times the sum of squares is the square of the sum.
     """
     count = outcome.shared(1) if rank == 0 else torch.zeros_like(outcome.count)
     text, checksum = described(outcome.kind, outcome.dtype, outcome.aux, outcome.output)
@@ -105,7 +105,7 @@ def _count_of_first_slice(outcome: Outcome, recipe: Recipe, rows: int, plan: Pla
 
 
 def _add_to_counter(counter: list[Sharded], number: int, grads: Sharded) -> None:
-    """Two sums of as many slices become one of twice as many, as a digit is carried."""
+    """Add two sums of equally many slices, as a digit is carried."""
     while number % 2:
         grads, number = tree.map(lambda a, b: tree_sum([a, b]), counter.pop(), grads), number // 2
     counter.append(grads)

@@ -78,7 +78,7 @@ class TrainState:
         return super().__reduce_ex__(protocol)
 
     def __getattr__(self, name: str) -> NoReturn:
-        if not vars(self) and not name.startswith("__"):  # copy and pickle ask for these
+        if not vars(self) and not name.startswith("__"):  # copy and pickle ask for dunder names
             Life(given_away=True).check(type(self).__name__, name)
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
@@ -96,8 +96,8 @@ def init_state(
     - `loss_scale`, `extra`: copied, because a donated state is written to. ValueError for a tensor on meta in `extra`.
     - `seed`: the seed of all random numbers of the steps.
 
-    Leaves of the optimizer's state in the memory of other leaves are copied, too. Every rank of the plan's mesh must
-    call this function: MismatchError if seeds, loss scales or copies of parameters differ between ranks.
+    Leaves of the optimizer's state are copied, too, if they share memory. Every rank of the plan's mesh must call this
+    function: MismatchError if seeds, loss scales or copies of parameters differ between ranks.
 
     >>> from fshard.optim import sgd
     >>> init_state(shard_of(torch.ones(2)), sgd(0.1)).step
@@ -112,7 +112,7 @@ def init_state(
     transform = as_transform(tx)
     trained = sharded.for_state  # (n / W_state,) for each kind
     device = device_of(sharded)
-    # elsewhere, a scaler would make every step wait for the device
+    # on another device, a scaler would make every step wait
     scaler = NoLossScale() if loss_scale is None else tree.map(lambda x: x.to(device, copy=True), loss_scale)
     empty = [path for path, x in tree.paths_to(extra, Sharded) if isinstance(x, Tensor) and x.is_meta]
     if empty and device.type != "meta" and not is_tracing():
@@ -125,7 +125,7 @@ def init_state(
         _check_alike(sharded, seed, scaler)
     # random numbers of a step are seeded on the host
     step, rng = (torch.tensor(number, device="cpu") for number in (0, seed))
-    if sharded.plan.state_crosses:  # the device may have no room for all of it
+    if sharded.plan.state_crosses:  # the device may have no room for the whole state
         trained = tree.map(lambda x: x.to(HOST), trained)
     opt_state = transform.init(trained)
     if sharded.plan.state_crosses:
@@ -153,7 +153,7 @@ def _check_alike(params: Sharded, seed: int, scaler: LossScale) -> None:
     values = [leaf.tolist() for leaf in leaves if isinstance(leaf, Tensor)]
     text = f"seed={seed}\nloss_scale={type(scaler).__name__} of {values}, {spec}"
     consensus.check_same(plan.mesh, text, "init_state: the first state", "Give init_state the same on all of them")
-    rests = {k: plan.rest(params.view.axes(k), k) for k in params.view.kinds}  # that have copies
+    rests = {k: plan.rest(params.view.axes(k), k) for k in params.view.kinds}  # axes of copies
     for axes in sorted(dict.fromkeys(rests.values()), key=len):  # a set's order differs between processes
         part = params.only(k for k in params.view.kinds if rests[k] == axes)
         if consensus.first_unlike(part.tensors, plan.mesh, axes) is None:
@@ -173,7 +173,7 @@ METRICS = ("loss", "grad_norm", "found_inf")  # 0-d, and equal on all ranks
 
 @tree.constant
 class Step:
-    """The result of `train_step`, for torch.compile one call (Note [torch.compile])."""
+    """The result of `train_step`; torch.compile takes it as one call (Note [torch.compile])."""
 
     def __init__(
         self,
@@ -220,14 +220,14 @@ def train_step(
 ) -> Step:
     """Build `step(state, batch, *args) -> (state, metrics)`: forward, backward, reduction, unscaling, clipping, update.
 
-    The loss is `loss_fn(params, batch, *args)`. `batch` is this rank's: any tree, or, if it is cut (`accumulate`,
-    `reduction="tree"`), tensors with its rows in dim 0 (ValueError). `args` go to the loss uncut, with every
-    micro-batch (class weights, a temperature); each `Sharded` among them (a teacher) gathers on access, and gets no
-    gradient.
+    The loss is `loss_fn(params, batch, *args)`. `batch` is this rank's, any tree; if the step cuts it (`accumulate`,
+    `reduction="tree"`), a tree of tensors with the rows in dim 0 (else ValueError). `args` go to the loss uncut, with
+    every micro-batch (class weights, a temperature); each `Sharded` among them (a teacher) gathers on access, and gets
+    no gradient.
 
     Gradients:
 
-    - `clip_norm`: the largest global 2-norm; larger gradients are scaled down to it. By default none are.
+    - `clip_norm`: the largest global 2-norm; larger gradients are scaled down to it. By default none.
     - `accumulate`: the number of micro-batches of a batch, cut along dim 0.
     - `reduction`: "exact" (sums in rank order), "fast" (the backend's order), None (exact on CPUs, fast on GPUs),
       "tree" (the same bits on 1, 2, 4, ... ranks with equally many threads: Note [Slices]), or an object with the
@@ -240,25 +240,25 @@ def train_step(
 
     Arguments and results of the loss:
 
-    - `has_aux`: it returns `(loss, aux)`; `metrics["aux"]` is this rank's aux (of several micro-batches a list). Each
-      `Mean` and `Sum` in it is replaced by its value over all ranks and micro-batches, from the loss's own collective.
-    - `with_extra`: it is `loss_fn(params, extra, batch, *args) -> (loss, extra)`, or `(loss, extra, aux)`.
-      `state.extra` goes from micro-batch to micro-batch, detached, and into the new state, and keeps structure, shapes
-      and dtypes (ValueError). It is each rank's own, unless the loss makes it equal. A skipped update keeps the old
-      extra.
+    - `has_aux`: the loss returns `(loss, aux)`; `metrics["aux"]` is this rank's aux (of several micro-batches a list).
+      Each `Mean` and `Sum` in aux becomes its value over all ranks and micro-batches, from the loss's own collective.
+    - `with_extra`: the loss is `loss_fn(params, extra, batch, *args) -> (loss, extra)`, or `(loss, extra, aux)`.
+      `state.extra` goes from micro-batch to micro-batch, detached, and into the new state. The loss must keep
+      structure, shapes and dtypes (else ValueError). Each rank has its own extra, unless the loss makes all equal. A
+      skipped update keeps the old extra.
 
     Memory:
 
-    - `donate`: the step takes the state over and updates it in place; touching it later raises DonatedError. ValueError
-      for a batch or `args` that share its memory. Leaves and views taken from it before (`tree.leaves`, `local_views`)
-      get the new values: clone them to keep the old. Without it no input is changed.
+    - `donate`: the step takes the state over and updates it in place; using the state later raises DonatedError.
+      ValueError for a batch or `args` in the state's memory. Leaves and views of the state (`tree.leaves`,
+      `local_views`) get the new values: clone them to keep the old values. Without `donate` no input changes.
     - `in_backward`: each unit is updated in the backward, as soon as its gradients are reduced, so gradients of two
       units are in memory. It needs `donate`, `accumulate=1`, an elementwise `tx` (ValueError) and a state without a
       loss scale. With `clip_norm` the forward and backward run twice, first for the norm. Leaves held whole by a rank
-      are copied when they are read. An error in the backward gives the state away. In a graph of `jit` the passes place
-      the updates.
-    - `keep_gathered`: a gathered unit stays in memory until the last micro-batch, so each is gathered once a step, and
-      all take memory. Results have the same bits.
+      are copied when read. An error in the backward gives the state away. In a graph of `jit` the passes place the
+      updates.
+    - `keep_gathered`: gathered units stay in memory until the last micro-batch: each is gathered once a step, and all
+      take memory. Results have the same bits.
 
     `metrics` has 0-d tensors, equal on all ranks: `loss`, `grad_norm` (before clipping) and `found_inf`. Random numbers
     drawn in the loss come from the state alone, differ by rank, step and micro-batch, and leave torch's generator as it
@@ -282,7 +282,7 @@ def train_step(
         check_in_backward(transform, by, donate, how)
     named = reduction if isinstance(reduction, str | None) else type(reduction).__qualname__
     built = f", {describe(clip_norm=clip_norm, reduction=named, **how, tx=transform)}"
-    if isinstance(by, TreeSums):  # fused kernels compute the last elements of a row otherwise
+    if isinstance(by, TreeSums):  # fused kernels compute the last elements of a row differently
         transform = _unfused(transform)
 
     def run(state: TrainState, batch: Tree, *args: Tree) -> tuple[TrainState, dict[str, Tree]]:
@@ -367,7 +367,7 @@ def _check_built(
     check_whole("accumulate", accumulate, what="a number of micro-batches")
     if clip_norm is not None:
         check_positive("clip_norm", clip_norm)
-        # read here once, never in a step
+        # the host reads the tensor here, never in a step
         if isinstance(clip_norm, Tensor) and not is_tracing() and not clip_norm > 0:
             raise ValueError(f"clip_norm={clip_norm.item()}: expected a number above 0 (or a 0-d tensor of one)")
     check_labels("skip_labels", skip_labels)
@@ -388,17 +388,17 @@ def _kept_extra(skip: FoundInf | None, old: Tree, new: Tree) -> Tree:
     if skip is None:
         return new
     skipped = any_found(skip)
-    # leaves of both need no `where`
+    # unchanged leaves need no `where`
     return tree.map_tops(
         lambda a, b: where(skipped, a, b) if isinstance(b, Tensor) and a is not b else b, Sharded, old, new
     )
 
 
 def _rescale(grads: Sharded, factor: Tensor | None, clip_norm: float | None, exact: bool) -> Tensor:
-    """Multiply gradients in place, and clip; return the norm before."""
+    """Multiply gradients in place, and clip; return the norm before clipping."""
     norm = global_norm(grads, exact=exact)
     if factor is not None:
-        norm = norm * factor.to(norm.dtype)  # without a second pass
+        norm = norm * factor.to(norm.dtype)  # no second pass over gradients
     if clip_norm is not None:
         clip = clip_factor(norm, clip_norm)
         factor = clip if factor is None else factor * clip
@@ -411,11 +411,11 @@ def _rescale(grads: Sharded, factor: Tensor | None, clip_norm: float | None, exa
 def _updated_shards(
     tx: Transform, grads: Sharded, state: TrainState, skip: FoundInf | None, donate: bool, exact: bool
 ) -> tuple[Sharded | Views, Tree]:
-    """With `donate` in place."""
+    """With `donate`, in place."""
     plan, trained = state.params.plan, state.params.trainable
-    # a policy's `grads` may have another dtype
+    # gradients may have another dtype: the policy's `grads`
     grads = Sharded(grads.view, [g.to(p.dtype) for g, p in zip(grads.tensors, trained.tensors, strict=True)])
-    # this rank's shards to update, views: (n / W_params,) -> (n / W_state,)
+    # views of the shards: (n / W_params,) -> (n / W_state,)
     fine, params = (refine(x, plan.state_over) for x in (grads, trained))
     updated, new_state = tx.step(fine, state.opt_state, params, skip, donate, own_grads=True, exact_norms=exact)
     return refuse_derivative(updated, "train_step"), in_new_containers(new_state)
@@ -424,7 +424,7 @@ def _updated_shards(
 def _update_from_host(
     tx: Transform, grads: Sharded, state: TrainState, skip: FoundInf | None, donate: bool, exact_norms: bool
 ) -> tuple[Sharded, Tree]:
-    """Make new parameters, and optimizer state in host memory; with `donate` in the old ones' memory.
+    """Make new parameters, and optimizer state in host memory; with `donate` in the memory of the old.
 
     The device has the state of one unit at a time if `tx` updates elements and draws no random numbers, else all of it.
     """
@@ -440,7 +440,7 @@ def _update_from_host(
         return Sharded(params.view, params.tensors), updates.finish()
     old = state.opt_state
     there = map_parts(lambda x: x.to(device, non_blocking=True), old)
-    if in_place and not donate:  # 0-d tensors, and all that lay on the device
+    if in_place and not donate:  # 0-d tensors, and tensors on the device, are not copied yet
         there = tree.map(lambda x, before: x.clone() if x is before and isinstance(x, Tensor) else x, there, old)
     state = replace(state, params=params, opt_state=there)
     updated, new = _updated_shards(tx, grads, state, skip, in_place, exact_norms)
@@ -451,7 +451,7 @@ def _update_from_host(
 
 
 def _back_to(old: Tensor, new: Tensor) -> Tensor:
-    """Copy to host memory: the old tensor's, if that fits."""
+    """Copy to host memory: into the old tensor if it fits."""
     fits = (old.device, old.dtype, old.shape) == (HOST, new.dtype, new.shape)
     return old.copy_(new) if fits else ahead.to_host(new)
 
