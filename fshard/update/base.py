@@ -49,7 +49,7 @@ FoundInf = Tensor | Mapping[Label, Tensor]
 
 
 class TransformLike(Protocol):
-    """An object with functions `init` and `update`: a `Transform`, or TorchOpt's."""
+    """An object with functions `init` and `update`: a `Transform`, or an optimizer of TorchOpt."""
 
     @property
     def init(self) -> Callable[[Tree], Tree]: ...
@@ -76,21 +76,21 @@ class Transform(_Fields):
     - `init(params) -> state`
     - `update(grads, state, params, **extra) -> (updates, state)`
     - `fused(grads, state, params, found_inf, donate, **extra) -> (params, state)`: `update` and `apply_updates` in one
-      kernel, in place on copies, or with `donate` on its arguments; it changes nothing if `found_inf` is 1
+      kernel, in place on copies, or with `donate` on the arguments; no change if `found_inf` is 1
     - `over`: the trees that `init` and `update` get for sharded parameters. "leaves" (default): whole leaves, each on
       one rank; `fused` is not called. "elements": flat rows of many leaves, for updates of each element by itself.
       "tree": the sharded tree; the norms and sums of `fshard.optim` work on it
-    - `labelled`: `found_inf` may be a dict by label, and `update` takes it by name (`by_label`)
+    - `labelled`: `found_inf` may be a dict by label, and is a keyword argument of `update` (`by_label`)
     - `mesh`: the mesh over which `step` combines `found_inf`
     - `views`: `fused` takes `Views` of parameters and gradients (`fshard.layout.pieces`) and writes to them; otherwise
       `fused` gets packed copies
     - `parts`: the transformation of each label, applied to its leaves alone (`by_label`)
-    - `draws`: the functions may draw random numbers, which a step seeds
+    - `draws`: the functions may draw random numbers, seeded by a step
     - `elementwise=True`: an older name of `over="elements"`
 
     `update` and `fused` ignore unknown arguments in `extra`. With `own_grads=True` they may overwrite the gradients;
     with `exact_norms=True` their norms must have the same bits on any number of ranks (`global_norm(tree,
-    exact=True)`). ValueError for another word in `over`, for an update that writes to its arguments, and from `init`
+    exact=True)`). ValueError for another word in `over`, for an update writing to its arguments, and from `init`
     over several ranks if the update of a leaf depends on other leaves and `over` does not say so.
 
     >>> by_norm = lambda grads, state, params=None, **extra: (tree.map(lambda g: g / g.norm(), grads), state)
@@ -124,7 +124,7 @@ class Transform(_Fields):
         elif draws:
             run = row_by_row if over == "elements" else at_once
             update, fused = run(update), None if fused is None else run(fused)
-            views = False  # random numbers are drawn tensor by tensor, and views are parts
+            views = False  # random numbers are drawn tensor by tensor, and views are parts of tensors
         return super().__new__(cls, init, update, fused, over, labelled, mesh, views, parts, draws)
 
     @property
@@ -133,11 +133,11 @@ class Transform(_Fields):
         return self.over == "elements"
 
     def _replace(self, **changes: Any) -> Self:
-        """Replace functions or flags by yours, which are checked."""
+        """Replace functions or flags by yours, checked."""
         return type(self)(**{**self._asdict(), "draws": True, **changes})
 
     def with_fields(self, **changes: Any) -> Self:
-        """Replace fields by functions of this package, which are not checked."""
+        """Replace fields by functions of this package, unchecked."""
         return super()._replace(**changes)
 
     def step(
@@ -149,11 +149,11 @@ class Transform(_Fields):
         donate: bool = False,
         **extra: object,
     ) -> tuple[Tree, Tree]:
-        """Return new parameters and state; the old ones where `found_inf` (0-d) is 1, without a host read.
+        """Return new parameters and state; if `found_inf` (0-d) is 1, the old ones, without a host read.
 
-        `found_inf` may be a dict of such tensors by label. A `labelled` transformation skips the labels whose tensor is
-        1; any other one skips the whole update if one of them is 1. With `donate`, params and state may be updated in
-        place, and must not be used again. If a derivative passes, a step is `update` and `apply_updates`.
+        `found_inf` may be a dict of such tensors by label. A `labelled` transformation skips the labels with a 1; any
+        other transformation skips the whole update if one tensor is 1. With `donate`, params and state may be updated
+        in place, and must not be used again. Under a derivative, a step is `update` and `apply_updates`.
 
         >>> from fshard.optim import sgd
         >>> tx = sgd(0.5)
@@ -174,7 +174,7 @@ class Transform(_Fields):
     def _applied(
         self, grads: Tree, state: Tree, params: Tree, found_inf: FoundInf | None, extra: Mapping[str, object]
     ) -> tuple[Tree, Tree]:
-        if isinstance(found_inf, Mapping):  # skips by label
+        if isinstance(found_inf, Mapping):  # `update` skips by label
             updates, new_state = self.update(grads, state, params, found_inf=found_inf, **extra)
             return apply_updates(params, updates), new_state
         updates, new_state = self.update(grads, state, params, **extra)
@@ -194,7 +194,7 @@ def _over(over: str | None, elementwise: bool | None) -> str:
 
 
 def choose(found_inf: FoundInf | None, old: T, new: T) -> T:
-    """Choose without a host read."""
+    """Return `old` if `found_inf` is 1, else `new`; no host read."""
     return new if found_inf is None else kernels.each_where(any_found(found_inf), old, new)
 
 
@@ -317,7 +317,7 @@ class Needs:
                 raise ValueError(f"optim.{self.name}: the gradient of leaf {path!r} {wrong}")
 
     def _wrong(self, g: Tree, p: Tree) -> str | None:
-        """Say how a leaf's gradient, or rows, do not fit, or None."""
+        """Return the misfit of a leaf's gradient (or rows), or None."""
         if isinstance(g, Parts | Views):
             runs = g.runs if isinstance(g, Views) else [g.tensors]
             has_complex = any(view.is_complex() for run in runs for view in run)
@@ -456,8 +456,8 @@ def clip_by(name: str, max_norm: Number, p: float, clipped: Callable[[Tree, bool
 def clip_by_global_norm(max_norm: Number, p: float = 2) -> Transform:
     """Multiply gradients by min(1, max_norm / (norm + 1e-6)), with the p-norm of the whole tree.
 
-    As torch.nn.utils.clip_grad_norm_, in one small collective. `p` is above 0, or inf. A leaf counts once if every rank
-    holds it.
+    As torch.nn.utils.clip_grad_norm_, in one small collective. `p` is above 0, or inf. A leaf held by every rank counts
+    once.
 
     >>> clip_by_global_norm(1.0).update(torch.tensor([3.0, 4.0]), ())[0]
     tensor([0.6000, 0.8000])

@@ -80,11 +80,11 @@ class UpdateRule:
     """An elementwise optimizer.
 
     - `state_type`: a NamedTuple of a `count` of updates and of moments, trees like `params`
-    - `reference(param, grad, moments, **constants) -> (update, new moments)`, on one tensor each
+    - `reference(param, grad, moments, **constants) -> (update, new moments)`, for one tensor of each
     - `constants(count)`: the next update's constants by name
     - `initial_moments`: the value of each moment's elements
     - `corrections(count)`: constants that the fused kernel computes itself
-    - `fused_kernel`: torch's fused twin, for which only the rate may be a tensor
+    - `fused_kernel`: torch's fused twin; of its constants only the rate may be a tensor
     """
 
     name: str
@@ -140,7 +140,7 @@ def _update(rule: UpdateRule, grads: Tree, state: State, params: Tree = None, **
     _check_moments(rule, state)
     constants = {**rule.constants(state.count), **rule.corrections(state.count)}
     flat, spec = tree.flatten(grads)
-    # a rule that does not read parameters gets the gradients in their place
+    # without parameters, a rule gets the gradients in their place
     columns = [flat if params is None else tree.leaves(params), flat, *map(tree.leaves, _moments_of(rule, state))]
     changes: list[kernels.Change] = []
     for p, g, *moments_of_row in zip(*columns, strict=True):
@@ -155,7 +155,7 @@ def _update(rule: UpdateRule, grads: Tree, state: State, params: Tree = None, **
 def _fused(
     rule: UpdateRule, grads: Tree, state: State, params: Tree, found_inf: Tensor | None, donate: bool, **extra: object
 ) -> tuple[Tree, State]:
-    """Update in place, or copies unless `donate`; nothing changes if `found_inf` is 1.
+    """Update in place with `donate`, else copies; no change if `found_inf` is 1.
 
     Rows are cut at the bounds of all `Views`, so all columns have equal sizes.
     """
@@ -200,9 +200,9 @@ def update_part(
     found_inf: FoundInf | None = None,
     **extra: object,
 ) -> Tree:
-    """Update some elements in place by an elementwise `tx`, while gradients of others are on their way.
+    """Update some elements in place by an elementwise `tx`, while other gradients are on their way.
 
-    `cut` gives this part's views of each tree in the state; those in host memory are copied to the device and back.
+    `cut` gives this part's views of each tree in the state; views in host memory are copied to the device and back.
     Only the 0-d tensors of the returned state are new. Every part starts from the counts before the step, so any part's
     new counts are the step's.
     """
@@ -228,13 +228,12 @@ def update_part(
 
 
 def near(x: Tensor, like: Tensor) -> Tensor:
-    """Return a tensor on the device of `like`: the tensor itself if it is there."""
     return x.to(like.device, non_blocking=True)
 
 
 def _put(pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
     into, new = [old for old, _ in pairs], [x for _, x in pairs]
-    # the new state may be old parameters, or another field's old values
+    # a field of the new state may be the old parameters, or the old values of another field
     for old, x in zip(into, aside(new, into), strict=True):
         old.copy_(x, non_blocking=True)
 

@@ -51,7 +51,7 @@ def _decayed(p: Tensor, g: Tensor, weight_decay: Number) -> Tensor:
 
 
 def root(x: Tensor) -> Tensor:
-    """The derivative at 0 is 0: x is a mean of g², and g / (|g| + eps) has a derivative at 0."""
+    """The square root, with derivative 0 at 0: x is a mean of g², and g / (|g| + eps) has a derivative at 0."""
     if not differentiates([x]):
         return x.sqrt()
     is_zero = x == 0
@@ -133,7 +133,7 @@ def lion(p: Tensor, g: Tensor, moments: Moments, *, lr: Number, b1: Number, b2: 
 
 
 def apply(reference: Reference, p: Tensor, g: Tensor, moments: Moments) -> Change:
-    """Complex tensors are run as real and imaginary parts."""
+    """Run a reference; complex tensors by real and imaginary parts."""
     if p.is_complex():
         # a lazily conjugated tensor (z.conj(), or a gradient through one) has no real view
         rp, rg, *rows = (torch.view_as_real(x.resolve_conj()) for x in (p, g, *moments))
@@ -150,9 +150,9 @@ def apply(reference: Reference, p: Tensor, g: Tensor, moments: Moments) -> Chang
 
 
 def in_blocks(reference: Reference, columns: Columns, skip: Tensor | None) -> None:
-    """Run a reference in place, block by block; nothing changes where `skip` is 1."""
+    """Run a reference in place, block by block; nothing changes if `skip` is 1."""
     for row in zip(*columns, strict=True):
-        # for an accelerator the compiler fuses these operators: no temporary is left
+        # in a graph for an accelerator, the compiler fuses these operators: no temporary is left
         cut = (row[0].device.type == "cpu" or not is_tracing()) and all(x.is_contiguous() for x in row)
         blocks = [x.view(-1).split(block_size(x, CACHED)) if cut else [x] for x in row]
         for p_block, g_block, *m_blocks in zip(*blocks, strict=True):
@@ -184,12 +184,12 @@ def portions(columns: Columns, most: int = MOST) -> list[list[Tensor]]:
 
 
 def _rate(lr: Number) -> Number:
-    """On an accelerator a fused kernel reads any tensor's bytes as float32."""
+    """Return a tensor as float32 on an accelerator: a fused kernel reads its bytes so."""
     return lr.float() if isinstance(lr, Tensor) and lr.device.type != "cpu" else lr
 
 
 def sgd_(columns: Columns, count: Tensor, skip: Tensor | None, constants: Constants, most: int = MOST) -> None:
-    """Run torch's fused `sgd` in place unless `skip` is 1; larger tensors than `most` are split."""
+    """Run torch's fused `sgd` in place unless `skip` is 1; tensors of more than `most` elements are split."""
     params, grads, *moments = portions(columns, most)
     _torch_sgd(
         params,
@@ -270,7 +270,7 @@ def unscale_(rows: Sequence[Tensor], inverse: Tensor, most: int = MOST) -> Tenso
 
 
 def each_where(condition: Tensor, old: Tree, new: Tree) -> Tree:
-    """ValueError names a leaf of another shape."""
+    """Apply `where` to leaves; ValueError names a leaf of another shape."""
     pairs, spec = tree.pairs(f"{_KEPT}. After an update", old, new)
     result: list[Tree] = []
     for a, b in pairs:
@@ -284,7 +284,7 @@ def each_where(condition: Tensor, old: Tree, new: Tree) -> Tree:
 def where(condition: Tensor, a: Any, b: Any) -> Any:
     """Return `a` if a condition is not zero, else `b`, without a host read; two unlike numbers become a tensor.
 
-    ValueError for two shapes, and for other types.
+    ValueError for different shapes, and for unlike objects of other types.
     """
     if not isinstance(a, Tensor) and not isinstance(b, Tensor) and a == b:
         return b

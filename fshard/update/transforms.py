@@ -42,7 +42,7 @@ from .base import (
 def chain(*txs: TransformLike) -> Transform:
     """Apply the transformations `txs` in sequence: each gets the updates of the previous one.
 
-    ValueError for `zero(grads="local")` after another transformation, which would get one rank's gradients.
+    ValueError for a transformation before `zero(grads="local")`: it would get one rank's gradients.
 
     >>> chain(clip(1.0), scale(-0.5)).update(torch.tensor(4.0), ((), ()))[0]
     tensor(-0.5000)
@@ -121,7 +121,7 @@ def with_hyperparams(make: Callable[..., TransformLike], **hyperparams: object) 
     """Return `make(**hyperparams)` with hyper-parameters as tensors in the state, to be changed between steps.
 
     Floats and tensors become 0-d tensors of the state. A schedule is evaluated at each update, and the state shows its
-    value. `make` gets any other value as it is. Changing a tensor does not make a compiled step compile again.
+    value. Any other value goes to `make` as it is. A compiled step does not compile again for a changed tensor.
 
     >>> tx = with_hyperparams(scale, factor=-1.0)
     >>> state = tx.init(torch.tensor(0.0))
@@ -140,7 +140,7 @@ def with_hyperparams(make: Callable[..., TransformLike], **hyperparams: object) 
 
     def begun(count: Tensor) -> dict[str, Tensor]:
         numbers = values | {name: at(schedule, count) for name, schedule in schedules.items()}
-        # the step overwrites a donated state
+        # copied: the step overwrites a donated state
         return {name: double(number).to(count.device, copy=True) for name, number in numbers.items()}
 
     def init(params: Tree) -> HyperState:
@@ -167,14 +167,14 @@ def with_hyperparams(make: Callable[..., TransformLike], **hyperparams: object) 
         count = state.count + num_made(found_inf)
         return params, HyperState(choose(found_inf, state.hyperparams, now), count, inner)
 
-    sample = built(begun(torch.zeros((), dtype=torch.float32, device="cpu")))  # with every update's flags
+    sample = built(begun(torch.zeros((), dtype=torch.float32, device="cpu")))  # for the flags of all updates
     # a schedule has one count for all labels
     labelled, over = sample.labelled and not schedules, "elements" if sample.over == "elements" else "tree"
     tx = Transform(init, update, fused, over, labelled, sample.mesh, views=True, draws=False)
     return checked(tx, Needs("with_hyperparams", HyperState, sparse=True)).with_fields(draws=sample.draws)
 
 
-# as `by_label` takes them
+# as for `by_label`
 Labels = Callable[[str, Tensor], Label] | Tree
 
 
@@ -236,7 +236,7 @@ def by_label(transforms: Mapping[Label, TransformLike], labels: Labels) -> Trans
         for label, part in _layouts(state, txs):
             picked, skip = pick(updated, part), skips[label]
             new, inner[label] = txs[label].step(pick(grads, part), states[label], picked, skip, donate=True, **extra)
-            if differentiates(new):  # by a hyper-parameter alone; earlier labels may be written
+            if differentiates(new):  # of a hyper-parameter; earlier labels may be written
                 if donate:
                     refuse_derivative(new, f"optim.by_label, label {label!r}, with donate=True")
                 params = packed(params)
@@ -252,9 +252,9 @@ def by_label(transforms: Mapping[Label, TransformLike], labels: Labels) -> Trans
 
 
 def masked(tx: TransformLike, mask: Labels) -> Transform:
-    """Apply `tx` to the leaves for which `mask` is true; return the gradients of the others unchanged.
+    """Apply `tx` to the leaves with a true `mask`; return the gradients of other leaves unchanged.
 
-    `mask` is a function or a tree, as the labels of `by_label`, of truth values.
+    `mask` is a function or a tree of truth values, as the labels of `by_label`.
 
     >>> tx = masked(scale(-1.0), lambda path, leaf: leaf.ndim > 0)
     >>> grads = {"w": torch.ones(1), "s": torch.tensor(1.0)}
@@ -269,8 +269,8 @@ def resting(tx: TransformLike) -> Transform:
 
     A leaf rests if all elements of its gradient are exactly zero on all ranks, even if the loss read it; torch skips a
     leaf only if its gradient is None. No host read, one small collective. Each leaf has its own state and count, so
-    norms, means and schedules in `tx` are those of single leaves. Put transformations of all leaves before or after, in
-    a `chain`.
+    norms, means and schedules in `tx` are those of single leaves. Put transformations of all leaves before or after
+    `resting`, in a `chain`.
 
     >>> tx, params = resting(sgd(1.0, weight_decay=0.5)), {"a": torch.ones(1), "b": torch.ones(1)}
     >>> tx.step({"a": torch.ones(1), "b": torch.zeros(1)}, tx.init(params), params)[0]
@@ -284,7 +284,8 @@ def resting(tx: TransformLike) -> Transform:
     def init(params: Tree) -> LabelState:
         layout = layout_of(params)
         places = zip(tree.paths(layout.spec), layout.places, strict=True)
-        first = {path: path if number is None else layout.leaves[number].path for path, number in places}  # if tied
+        # tied leaves rest together
+        first = {path: path if number is None else layout.leaves[number].path for path, number in places}
         return of((layout.leaves[number].path for number in layout.numbers), first.__getitem__).init(params)
 
     def update(grads: Tree, state: LabelState, params: Tree = None, **extra: object) -> tuple[Tree, LabelState]:
@@ -396,7 +397,6 @@ def _check_ties(layout: Layout, labels: Tree) -> None:
 
 
 def _fits(path: Sequence[str], pattern: str, names: Container[str]) -> bool:
-    """True if a pattern matches a path, or the path of a subtree around it."""
     return any(tree.matches(path[:end], pattern, names) for end in range(len(path) + 1))
 
 
