@@ -27,21 +27,21 @@ from ..update.base import FoundInf, Transform
 from ..update.elementwise import update_part
 from .leaf import ZeroState, check_zero_state, leaves_of, update_on_all, values
 
-# on a bucket's storage, because users hold views of it: else a user's tensor might look like a bucket
+# an attribute of a bucket's storage, as users hold views: else a user's tensor might look like a bucket
 _MARK = "fshard_bucket"
-_LARGE_PIECES = 1 << 16  # mean elements; larger pieces are read in place, not copied into one row
+_LARGE_PIECES = 1 << 16  # elements; pieces of a larger mean are read in place, not copied into one row
 
 
 def flat_init(tx: Transform, mesh: AnyMesh, axes: Axes, bucket: int, block: int, params: Tree) -> ZeroState:
     trained = [x for x in tree.leaves(params) if is_differentiable(x)]
-    # elements for `bucket` bytes in the mean of trained leaves' dtypes
+    # elements for `bucket` bytes, at the mean itemsize of trained leaves
     size = max(1, bucket * sum(x.numel() for x in trained) // max(1, sum(x.nbytes for x in trained)))
     plan = make_plan(params, mesh, units=size, params_over=(), grads_over=(), state_over=axes, block=block)
     return ZeroState(tx.init(_part(plan, _by_slot(plan, params, "parameters"))), plan)
 
 
 def _by_slot(plan: Plan, x: Tree, what: str) -> dict[Slot, Tensor]:
-    """Return whole leaves by slot; ValueError for a missing trainable one, or another shape."""
+    """Return whole leaves by slot; ValueError if a trainable leaf is missing, or has another form."""
     by_slot = dict(zip(plan.slots, leaves_of(x, plan.spec, what), strict=True))
     for slot, leaf in by_slot.items():
         difference = form_difference(slot.path, Form(slot.shape, slot.dtype), leaf)
@@ -59,7 +59,7 @@ def _rows(plan: Plan) -> list[Row[Slot]]:
 
 
 def _part(plan: Plan, leaves: Mapping[Slot, Tensor], local: bool = False) -> Sharded:
-    """`local` gradients are summed over ranks."""
+    """Return this rank's shards; sum `local` gradients over ranks."""
     view, device = _view(plan), _device_of_leaves(plan, leaves)
     likes = [torch.empty(0, dtype=plan.kinds[kind].dtype, device=device) for kind in view.kinds]
     part = Sharded(view, [room(view, kind, like) for kind, like in zip(view.kinds, likes, strict=True)])
@@ -157,7 +157,7 @@ def flat_step(
     donate: bool,
     **extra: object,
 ) -> tuple[Tree, ZeroState]:
-    """Return new parameters, views of buckets; for an elementwise `tx` each is gathered once updated."""
+    """Return new parameters, views of buckets; if `tx` is elementwise, each bucket is gathered when updated."""
     plan = check_zero_state(state, Plan)
     inner = state.inner if donate else copied(state.inner)
     old, gradients = _by_slot(plan, params, "parameters"), _by_slot(plan, grads, "gradients")
@@ -166,7 +166,7 @@ def flat_step(
         inner = _step_by_bucket(tx, gradients, local, inner, old, buckets, found_inf, extra)
         new_leaves = buckets.leaves()
     else:
-        # both are copies, so the optimizer may overwrite them
+        # both parts are copies: the optimizer may overwrite them
         grads_part, params_part = _part(plan, gradients, local), _part(plan, old)
         new, inner = tx.step(grads_part, inner, params_part, found_inf, True, **extra | {"own_grads": True})
         new_leaves = buckets.gather_all(new)
@@ -175,7 +175,7 @@ def flat_step(
 
 
 def _device_of_leaves(plan: Plan, leaves: Mapping[Slot, Tensor]) -> torch.device:
-    # a frozen gradient is None
+    # the gradient of a frozen leaf is None
     devices = (leaf.device for leaf in leaves.values() if isinstance(leaf, Tensor))
     return next(devices, mesh_device(plan.live_mesh()))
 
@@ -195,7 +195,7 @@ def _step_by_bucket(
     arriving, after = _summing(plan, gradients) if local else {}, inner
     for row, bucket in buckets.whole.items():
         shard = plan.within(bucket, row.kind, plan.state_over)  # (n / W,)
-        if row not in buckets.reused:  # it holds the parameters already
+        if row not in buckets.reused:  # reused buckets hold the parameters already
             pack(old, plan, row, shard)
         sources = [(0, arriving[row].wait())] if local else _sources(gradients, plan, row)
         grads, spans = [grad for _, grad in sources], [(start, grad.numel()) for start, grad in sources]

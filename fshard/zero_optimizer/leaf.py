@@ -34,7 +34,7 @@ P = TypeVar("P", Plan, Layout)
 
 @dataclass(frozen=True)
 class ZeroState(OnMesh):
-    """The optimizer's state for this rank's part, and the partition."""
+    """The optimizer's state of this rank's part, and the partition."""
 
     inner: Tree
     parting: Plan | Layout
@@ -49,9 +49,9 @@ tree.register_fields(ZeroState, ("inner",), ("parting",), names=("",))
 
 
 def leaves_of(x: Tree, spec: tree.Spec, what: str) -> list[Tree]:
-    """Return the leaves of parameters or gradients, detached; a frozen gradient may be None.
+    """Return the leaves of parameters or gradients, detached; gradients of frozen leaves may be None.
 
-    A subtree of `x` in place of a leaf is returned as it is.
+    A subtree of `x` in place of a leaf is returned.
     """
     try:
         flat = tree.flatten_up_to(spec, x)
@@ -64,7 +64,7 @@ def leaves_of(x: Tree, spec: tree.Spec, what: str) -> list[Tree]:
 
 
 def values(x: Tree) -> Tree:
-    """Return a tree with the values of parameters of modules."""
+    """Return a tree with each nn.Parameter detached."""
     return tree.map(lambda leaf: leaf.detach() if isinstance(leaf, nn.Parameter) else leaf, x)
 
 
@@ -82,7 +82,7 @@ def leaf_init(tx: Transform, mesh: AnyMesh, axes: Axes, params: Tree) -> ZeroSta
     layout, mesh = layout_of(params), one_host.connected(mesh)
     pairs = zip(layout.leaves, tree.leaves(params), strict=True)
     text = "\n".join(f"leaf {leaf.path!r} {leaf.dtype}{list(leaf.shape)} {x.requires_grad}" for leaf, x in pairs)
-    # with other trees, ranks would wait for leaves never sent
+    # with different trees, ranks would wait for leaves never sent
     consensus.check_same(mesh, text, "the tree of parameters")
     leaves, paths = tree.leaves(params), [leaf.path for leaf in layout.leaves]
     frozen = read_frozen(leaves, layout.numbers, paths, [False] * len(leaves))
@@ -119,7 +119,7 @@ def leaf_step(
     parting = check_zero_state(state, Layout)
     owned_grads = _owned_grads(parting, grads, local)
     owned_params = _owned_leaves(parting, params, "parameters")
-    if donate:  # of the state alone: parameters are copied
+    if donate:  # the state alone: parameters are copied
         owned_params = Parts(parting, [x.clone() for x in owned_params.tensors])
     new, inner = tx.step(owned_grads, state.inner, owned_params, found_inf, donate, **extra)
     return _given_to_all(new, params), ZeroState(inner, parting)
@@ -151,7 +151,7 @@ def update_on_all(
 
 def _owned_leaves(parting: Layout, x: Tree, what: str) -> Parts:
     flat = leaves_of(x, parting.spec, what)
-    # all leaves, owned or not, so that every rank raises
+    # check all leaves, owned or not: every rank raises
     for number in parting.numbers:
         leaf = parting.leaves[number]
         if difference := form_difference(leaf.path, Form(leaf.shape, leaf.dtype), flat[number]):
@@ -160,14 +160,14 @@ def _owned_leaves(parting: Layout, x: Tree, what: str) -> Parts:
 
 
 def _owned_grads(parting: Layout, grads: Tree, local: bool) -> Parts:
-    """Return gradients of this rank's leaves; local ones are summed, by axis in rank order."""
+    """Return gradients of this rank's leaves; sum local gradients, by axis in rank order."""
     owned_grads, mesh = _owned_leaves(parting, grads, "gradients"), parting.mesh
     if not local:
         return owned_grads
     outer, last = parting.axes[:-1], parting.axes[-1:]
     flat = leaves_of(grads, parting.spec, "gradients")
     sums = {n: parting.leaves[n].flat(flat[n]) for n in parting.numbers}  # by leaf, (numel,)
-    # whole along all axes but the last, where a leaf goes to its owner
+    # all ranks get sums along all axes but the last; along the last, each owner
     for axis in (*outer, *(name for name in axis_sizes(mesh) if name not in parting.axes)):
         sums = _all_reduced(sums, primitives.along(mesh, axis))
     for axis in last:

@@ -47,12 +47,12 @@ def zero(
     Arguments:
 
     - `partition`: "flat" cuts buckets of about `bucket` bytes into equal intervals (up to 16 bytes); an optimizer of
-      whole leaves sends them back and forth. "leaf" assigns whole leaves, the largest first, to the rank with the least
-      so far.
+      whole leaves sends leaves back and forth. "leaf" assigns whole leaves, the largest first, to the rank with the
+      fewest elements so far.
     - `grads`: "reduced" for gradients that are equal on all ranks (ZeRO-1). "local" for each rank's own gradients,
       summed over the whole mesh into each rank's part (ZeRO-2); all ranks skip an update if `found_inf` is 1 on any.
     - `over`: the mesh axes to partition along; by default "shard", or all axes if the mesh has no such axis.
-    - `bucket`: a number of bytes (the mean, if leaves have several dtypes), by default 16 MiB. A bucket ends with the
+    - `bucket`: a number of bytes (a mean, if leaves have several dtypes), by default 16 MiB. A bucket ends with the
       leaf that fills it.
     - `block`: a number of elements, as in `make_plan`.
 
@@ -81,7 +81,7 @@ def zero(
         fused=partial(step, inner, local),
         over="tree",
         labelled=inner.labelled,
-        mesh=mesh if local else None,  # ranks see different local gradients: they agree on whether to skip
+        mesh=mesh if local else None,  # ranks have different local gradients, and agree on skipping
         draws=False,
     )
 
@@ -109,7 +109,7 @@ def _refusing_draws(tx: Transform, mesh: AnyMesh) -> Transform:
 
 
 class _OfModules(Transform):
-    """A transformation that trains a module's own parameters, and so takes their values."""
+    """A transformation of a module's own parameters: `step` takes their values."""
 
     def step(self, grads: Tree, state: Tree, params: Tree, *how: Tree, **extra: Tree) -> tuple[Tree, Tree]:
         return super().step(grads, state, values(params), *how, **extra)
@@ -147,7 +147,7 @@ def _check_params(params: Tree) -> None:
     devices: dict[torch.device, str] = {}
     paths = tree.paths(spec)
     check_tensors(flat, paths)
-    for i, first in enumerate(first_places(flat, paths)):  # the first of the tied leaves
+    for i, first in enumerate(first_places(flat, paths)):
         if i != first:
             raise ValueError(
                 f"zero: leaves {paths[first]!r} and {paths[i]!r} are the same tensor, which would be updated twice: "
