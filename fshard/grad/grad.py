@@ -80,11 +80,11 @@ def _local(loss: Mean | Sum | Terms) -> list[Tensor]:
 def _start_sums(tape: Tape, returned: _Returned, mesh: AnyMesh, built: str = "", place: Number = 0) -> Pending:
     """Start the small collective of `Outcome.sums`: totals, counts, and the number of ranks with a gradient.
 
-    Ranks also compare `place`, kinds of loss, and reads in it. If there are several axes, the sums along all but the
-    last have ended.
+    In this collective ranks also compare `place`, kinds of loss, and reads. If there are several axes, the sums along
+    all but the last have ended.
     """
     loss, kind, _, aux, words = returned
-    # by `grad_fn`: a constant may require a gradient, and depends on no parameter
+    # a constant may require a gradient, and depends on no parameter
     device, output, trains = loss.total.device, tape.plan.policy.output, any(x.grad_fn for x in _local(loss))
     text, checksum = described(kind, value_dtype(loss.total, output), [loss, aux] if kind is Terms else aux, output)
     numbers = [on_device(x, device) for x in (trains, *(_numbers(tape, place + checksum) if mesh is not None else ()))]

@@ -330,7 +330,7 @@ class Reductions(_UnderWay):
             self._leave(max(0, self._plan.ahead.reductions(unit - 1, [*self._units(), unit], self.stages) - 1))
 
     def _step(self, num: int) -> None:
-        """Take reductions one stage further, the youngest first: it travels while the host waits for others."""
+        """Take reductions one stage further, the youngest first: it travels while the host waits for older ones."""
         if not num:
             return
         units, older = zip(*self._under_way[:num], strict=True)

@@ -117,7 +117,7 @@ def run_each(
     extra = state.extra
 
     def checked_divisor(outcome: Outcome) -> Tensor:
-        # before the backward: a rank that raised after it would lack the others' update
+        # before the backward: a rank raising after the backward would lack the update of other ranks
         _check_equal_parts(outcome, micro_batches, state.params)
         return divisor(outcome)
 
@@ -305,7 +305,7 @@ def join_batches(data: Iterable[T], mesh: AnyMesh = None, like: T | None = None)
 
 def cut(batch: Tree, num: int) -> list[Tree]:
     """Return views along dim 0; with too few rows the last views are empty."""
-    if num == 1:  # uncut leaves need not have the same rows
+    if num == 1:  # uncut leaves need not have equally many rows
         return [batch]
     num_rows(batch, num)
     leaves, spec = tree.flatten(batch)

@@ -97,7 +97,7 @@ def _check_between(scale: Number, least: float, most: float) -> None:
 def _unscale(grads: Tree, scale: Tensor, own: bool, labels: Labels, mesh: AnyMesh) -> tuple[Tree, FoundInf]:
     _check_grads(grads)
     sparse = any(row.layout is torch.sparse_coo for row in tree.leaves(grads))
-    if not own or sparse:  # `_values` makes a new tensor of an uncoalesced one
+    if not own or sparse:  # `_values` makes a new tensor of an uncoalesced tensor
         grads = tree.map(lambda row: (row.coalesce() if row.layout is torch.sparse_coo else row).clone(), grads)
     meshes, by_label = _meshes(grads, mesh), dict[Label, Tensor]()
     if labels is not None:  # before the division: a scale below 1 may make finite values overflow

@@ -105,7 +105,7 @@ def _count_of_first_slice(outcome: Outcome, recipe: Recipe, rows: int, plan: Pla
 
 
 def _add_to_counter(counter: list[Sharded], number: int, grads: Sharded) -> None:
-    """Add two sums of equally many slices, as a digit is carried."""
+    """Add sums of equally many slices, as a counter carries digits."""
     while number % 2:
         grads, number = tree.map(lambda a, b: tree_sum([a, b]), counter.pop(), grads), number // 2
     counter.append(grads)

@@ -48,7 +48,7 @@ class TrainState:
     - `loss_scale`: a scaler.
     - `step`: the number of steps made, skipped updates included (int64, on the host).
     - `rng`: the seed of all random numbers (int64, on the host).
-    - `extra`: any tree of yours; with `train_step(with_extra=True)` the loss's last one.
+    - `extra`: any tree of yours; with `train_step(with_extra=True)` the loss's last extra.
     """
 
     params: Sharded
@@ -336,7 +336,7 @@ def _step_after_backward(
         new_params, opt_state = _update_from_host(tx, grads, state, skip, recipe.donate, in_slices)
     else:
         updated, opt_state = _updated_shards(tx, grads, state, skip, recipe.donate, in_slices)
-        del grads  # free for the gathers of new parameters
+        del grads  # frees memory for the gathers of new parameters
         new_params = _gathered(updated, params, recipe.donate)
     new_state = TrainState(new_params, opt_state, state.loss_scale.adjust(found_inf), state.step + 1, state.rng, extra)
     found_inf = (~norm.isfinite()).float() if skip is None else any_found(skip)
@@ -426,7 +426,7 @@ def _update_from_host(
 ) -> tuple[Sharded, Tree]:
     """Make new parameters, and optimizer state in host memory; with `donate` in the memory of the old.
 
-    The device has the state of one unit at a time if `tx` updates elements and draws no random numbers, else all of it.
+    The device has the state of one unit at a time if `tx` updates elements and draws no random numbers, else all.
     """
     params, device = state.params, state.params.plan.device
     in_place = not is_tracing()
