@@ -48,7 +48,7 @@ class Due(NamedTuple):
 
     tape: Saves
     before: int  # the unit is gathered before an anchor with a lower number runs
-    until: int | None  # the last anchor to run while the unit stays; None: it stays until its last view was used
+    until: int | None  # the last anchor to run while the unit stays; None: until its last view was used
     early: int  # `until`, if an anchor asks for the unit
 
 
