@@ -19,8 +19,8 @@ BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 
 
 def synchronise(part: nn.Module, path: str, calls: Calls) -> None:
-    """Let a batch norm of a copy take its statistics over all ranks of the mesh of the call."""
-    # SyncBatchNorm would call the process groups of torch.distributed
+    """Let a copy's batch norm take statistics over all ranks of the call's mesh."""
+    # SyncBatchNorm.forward would call torch.distributed's process groups
     forward = super(nn.SyncBatchNorm, part).forward if isinstance(part, nn.SyncBatchNorm) else part.forward
 
     @functools.wraps(forward)
@@ -35,7 +35,7 @@ def synchronise(part: nn.Module, path: str, calls: Calls) -> None:
 
 
 def average(part: Any) -> None:
-    """Average statistics without momentum in a graph: torch's code reads a tensor's value."""
+    """In a graph, average statistics without momentum: torch's code would read a tensor's value."""
     forward = part.forward
 
     @functools.wraps(forward)
@@ -48,7 +48,7 @@ def average(part: Any) -> None:
         return out
 
     if part.momentum is None and part.training and part.track_running_stats:
-        part.momentum, part.forward = 1.0, averaged  # this batch's statistics
+        part.momentum, part.forward = 1.0, averaged  # 1.0: this batch's statistics
 
 
 class _Replaced(TorchFunctionMode):
@@ -92,9 +92,9 @@ def _batch_norm(
 
 
 def _statistics(x: Tensor, mesh: AnyMesh, label: str) -> tuple[Tensor, Tensor, Tensor]:
-    """Count per channel (1,), mean (C,), and sum of squares around it (C,), over all ranks' batches of any sizes.
+    """Count per channel (1,), mean (C,), and sum of squares around the mean (C,), over ranks' batches of any sizes.
 
-    Ranks gather means and squares: a sum of squares loses the variance far from zero (Chan, Golub and LeVeque, 1979).
+    Ranks gather means, too: a sum of squares loses the variance if a mean is large (Chan, Golub and LeVeque, 1979).
     """
     dims = [0, *range(2, x.dim())]
     local_count = x.numel() // max(1, x.shape[1])

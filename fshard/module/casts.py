@@ -3,12 +3,12 @@
 Note [Casts]
     1. A module casts its floating inputs when it is called, as in FSDP; a loss keeps targets in the dtypes of the
        batch. If the policy names neither `compute` nor `storage`, the module casts nothing.
-    2. A module's code does not know of submodules computed in another dtype, as norms in float32. The outermost
-       submodule with all parameters in one such dtype casts floating inputs to it, and floating outputs back. If all
-       parameters are computed in the module's own dtypes, no submodule casts.
-    3. The submodules in `cast_at` of a policy always cast inputs, and never outputs, as in FSDP.
+    2. A module's code does not know of submodules computed in another dtype, such as norms in float32. The
+       outermost submodule with all parameters in one such dtype casts floating inputs to this dtype, and floating
+       outputs back. If all parameters are computed in the module's own dtypes, no submodule casts.
+    3. Submodules in a policy's `cast_at` always cast inputs, and never outputs, as in FSDP.
 
-    `forward` is wrapped, not hooked: checkpoints of transformers call `forward` alone.
+    `forward` is wrapped, not hooked: activation checkpoints of transformers call `forward` alone.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from ..plan.precision import Policy, precision
 from .batch_norm import BATCH_NORMS
 from .skeleton import place_of, places_in
 
-# (path of a submodule, dtype of inputs, dtype of outputs or None if these are not cast).
+# (path of a submodule, dtype of inputs, dtype of outputs or None: not cast).
 Casts = tuple[tuple[str, torch.dtype, torch.dtype | None], ...]
 
 
@@ -45,9 +45,10 @@ def casts_of(
     """Return the casts of a module; `dtypes`: storage and computation of each parameter.
 
     - `paths`: submodules that cast their inputs in any case
-    - `unasked`: also cast in the module, and in submodules computed in another dtype
+    - `unasked`: the module, and submodules computed in another dtype, also cast
 
-    Outputs get the dtype of most elements by the policy without overrides; if it names none, the one of all parameters.
+    Outputs get the dtype of most elements by the policy without overrides; if it names none, the one dtype
+    of all parameters.
     """
     computed = [dtype for _, dtype in dtypes]
     if unasked:
@@ -67,7 +68,7 @@ def casts_of(
 
 
 def cast_paths(skeleton: nn.Module, policy: Policy, at: str, beside: Sequence[str]) -> Iterator[str]:
-    """Yield the paths of `cast_at` in this module. `beside`: paths of other leaves in its plan.
+    """Yield the paths of `cast_at` in this module. `beside`: paths of the plan's other leaves.
 
     In a plan of several modules, a path begins with `at` (the module's path and a dot), or is in one module alone.
     """
@@ -102,7 +103,7 @@ def _casting(
 ) -> Iterator[tuple[str, torch.dtype]]:
     """Yield (path, dtype) of the outermost called submodules computed in one dtype, not `around`."""
     used = _computed(part, dtypes)
-    if len(used) == 1 and type(part).forward is not nn.Module.forward:  # lists of modules have none
+    if len(used) == 1 and type(part).forward is not nn.Module.forward:  # a ModuleList has no forward
         (dtype,) = used
         if dtype != around:
             yield path, dtype
@@ -116,7 +117,7 @@ def _check_batch_norms(skeleton: nn.Module, dtypes: Sequence[torch.dtype], buffe
         if not isinstance(part, BATCH_NORMS):
             continue
         tensors: dict[str, Any] = dict(part.named_parameters(recurse=False)) | dict(part.named_buffers(recurse=False))
-        weight, mean = (tensors.get(name) for name in ("weight", "running_mean"))  # stands
+        weight, mean = (tensors.get(name) for name in ("weight", "running_mean"))  # each a `Stand`
         if weight is None or mean is None:
             continue
         computed, kept = dtypes[place_of(weight).number], buffers[place_of(mean).number]
@@ -138,7 +139,7 @@ def cast_around(part: nn.Module, dtype: torch.dtype, around: torch.dtype | None)
         return out if around is None else _cast(out, around)
 
     vars(part)["forward"] = casting
-    # without a hook, torch's transformer layers read parameters of submodules and do not call these
+    # without a hook, torch's transformer layers read submodules' parameters and do not call the submodules
     part.register_forward_pre_hook(lambda module, args: None)
 
 
@@ -146,7 +147,7 @@ def _cast(x: Any, dtype: torch.dtype) -> Any:
     """Cast floating tensors; return `x` itself if nothing changes."""
     if isinstance(x, Tensor):
         return x.to(dtype) if x.is_floating_point() else x
-    if is_dataclass(x) and not isinstance(x, type):  # outputs of transformers are no nodes of a tree
+    if is_dataclass(x) and not isinstance(x, type):  # a ModelOutput of transformers is no node of a tree
         values = {field.name: getattr(x, field.name) for field in fields(x) if field.init}
         cast = {name: _cast(value, dtype) for name, value in values.items()}
         changed = {name: value for name, value in cast.items() if value is not values[name]}
@@ -176,4 +177,4 @@ def explain(error: RuntimeError, name: str, module: nn.Module) -> None:
 
 
 def _stops(x: object) -> bool:
-    return isinstance(x, Branch) or is_dataclass(x)  # to flatten parameters would gather them
+    return isinstance(x, Branch) or is_dataclass(x)  # to flatten a `Branch` would gather parameters

@@ -27,7 +27,7 @@ def check_parameters(params: Mapping[str, Tensor]) -> None:
                 f"functionalize: {path!r} is of class {type(x).__name__}, and plans hold plain tensors: make it an "
                 "nn.Parameter (of the plain tensors in it, each by itself)"
             )
-        # Private, both: no public function tells if a tensor has hooks (test_module.py)
+        # Private, both: no public function tells if tensors have hooks (test_module.py)
         if x._backward_hooks or x._post_accumulate_grad_hooks:
             raise ValueError(
                 f"functionalize: {path!r} has hooks on its gradient, which would not run: remove them, and change the "
@@ -48,9 +48,9 @@ def check_references(skeleton: nn.Module, module: nn.Module) -> None:
 
 
 def check_memory(module: nn.Module, tensors: Mapping[int, object]) -> None:
-    """ValueError if tensors that a copy does not replace share elements with a parameter or buffer.
+    """ValueError if a parameter or buffer shares elements with another, or with a tensor not replaced in copies.
 
-    `tensors`: by identity, the replaced ones.
+    `tensors`: the replaced tensors, by id.
     """
     for path, part in module.named_modules():
         where = f"functionalize: {path or type(module).__name__!r}"
@@ -85,15 +85,15 @@ def is_compiled(part: nn.Module) -> bool:
 
 
 def check_graph(paths: Mapping[int, str], given: Tree, results: Tree, name: str) -> None:
-    """ValueError if the graph of a call ends at one of the module's own parameters (`paths` by identity).
+    """ValueError if the graph of a call ends at one of the module's own parameters (`paths` by id).
 
-    A function may find a tensor anywhere (a registry, a C extension), so this walks the graph from the results.
+    A function may find a tensor anywhere (a registry, a C extension), so the check walks the graph from the results.
     """
     seen = nodes_of(given)
     waiting = list(nodes_of(results) - seen)
     while waiting:
         node = waiting.pop()
-        leaf = getattr(node, "variable", None)  # of a node that accumulates a gradient
+        leaf = getattr(node, "variable", None)  # only an AccumulateGrad node has a `variable`
         path = paths.get(id(leaf))
         if path is not None:
             raise ValueError(
@@ -131,7 +131,7 @@ def _has_memory(x: Tensor) -> bool:
 
 
 def _reached(module: nn.Module) -> Iterator[tuple[str, str, object]]:
-    """Yield (submodule's path, name of its attribute, object) for all objects it refers to, also weakly."""
+    """Yield (submodule's path, name of its attribute, object) for all objects reached from attributes, also weakly."""
     parts = {id(part) for part in module.modules()}
     seen = set[int]()
     for path, part in module.named_modules():
@@ -148,7 +148,7 @@ def _reached(module: nn.Module) -> Iterator[tuple[str, str, object]]:
                 waiting += [vars(x)] if isinstance(x, Tensor) else _referents(x)
 
 
-# Globals are not searched: `check_graph` sees the used ones.
+# Globals are not searched: `check_graph` sees used globals.
 _NOT_ENTERED = (ModuleType, type, CodeType, FrameType, str, bytes, int, float, type(None))
 
 

@@ -2,9 +2,9 @@
 
 Note [Compiled submodules]
     The graph of `torch.compile(part)` holds the tensors of the part. A copy compiles a function of these tensors
-    instead, with the user's backend and options. Tensors are read before the graph runs, to keep gathers outside; the
-    graph writes to the call's buffers. The part runs uncompiled in a trace, and if its submodules cast or synchronise:
-    their forward belongs to the copy.
+    instead, with the user's backend and options. Tensors are read before the graph runs, so gathers stay outside of it;
+    the graph writes to the call's buffers. In a trace, and if submodules of the part cast or synchronise (their forward
+    belongs to the copy), the part runs uncompiled.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def compile_again(part: Any) -> None:
             return original(*args, **kwargs)
         given = {name: buffers[last] for name, (buffers, last) in slots.items()}
         read = {name: place_of(stand).read() for name, stand in params.items()}
-        # dynamo knows no classes of ours
+        # dynamo does not know `Weight`
         read = {name: x.as_subclass(Tensor) if isinstance(x, Weight) else x for name, x in read.items()}
         out, after = compiled(read, given, args, kwargs)
         for name, (buffers, last) in slots.items():

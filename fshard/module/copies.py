@@ -33,7 +33,7 @@ def _mode(module: nn.Module, name: str) -> str:
 class Copies:
     """Copies of a module without its tensors, each made when a call first needs it.
 
-    A copy keeps what a forward assigns to attributes, so each thread has its own. A call gets a new copy in a trace,
+    A copy keeps attributes assigned by a forward, so each thread has its own copies. A call gets a new copy in a trace,
     because the copy may keep fake tensors, and in evaluation if a submodule has its own `train()`.
     """
 
@@ -45,8 +45,8 @@ class Copies:
         calls: Calls,
         sync_batch_norm: bool,
     ):
-        # by mode, for calls side by side; True is the module's own mode
         check_memory(module, stands)
+        # by mode, as calls in both may run at once; True: the module's own mode
         self._skeletons = {True: skeleton(module, stands), False: in_eval_mode(skeleton(module, stands))}
         self.modes = {training: _mode(part, calls.name) for training, part in self._skeletons.items()}
         check_references(self.skeleton, module)
@@ -79,7 +79,7 @@ class Copies:
         return copies[training, casts]
 
     def check(self, copy: nn.Module, given: Tree, results: Tree) -> None:
-        """ValueError if a copy's first recorded call has computed with the module's own tensors, not in `given`."""
+        """ValueError if a copy's first recorded call computed with the module's tensors, unless `given` has them."""
         checked: weakref.WeakSet[nn.Module] = vars(self._of_thread).setdefault("checked", weakref.WeakSet())
         if copy in checked or not torch.is_grad_enabled() or func_levels.inside():
             return
@@ -108,7 +108,7 @@ class Copies:
     def _casts_of(self, call: ModuleCall) -> Casts:
         dtypes, policy = call.params.dtypes(), call.params.policy
         unasked = policy.cast_inputs and [computed for _, computed in dtypes] != self._dtypes
-        # a module with parameters in the dtypes of computation casts its own inputs alone
+        # a module with parameters in the dtypes of computation casts only its own inputs
         paths = (*[""] * (policy.cast_inputs and (policy.compute is not None or policy.stores)),)
         paths += tuple(cast_paths(self.skeleton, policy, *call.params.place())) if policy.cast_at else ()
         if not unasked and not paths:

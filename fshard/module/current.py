@@ -7,9 +7,9 @@ Note [The current call]
     of its nodes. The graph of its results keeps the call alive.
 
 Note [Hooks of a backward]
-    If a part of a forward runs again in the backward, its writes to buffers are dropped: the forward has made them. A
-    write by a hook of the backward would be lost, so it is an error. A hook is code that touches a buffer in the
-    backward, and touched none in the forward.
+    If a part of a forward runs again in the backward, its writes to buffers are dropped: the forward has made these
+    writes. A write by a hook would be lost, so it is an error. A hook is code that touches a buffer in the backward,
+    and touched none in the forward.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from ..core.tree import Tree
 from ..sharding.access import placed
 from .leaves import Leaves
 
-# by skeleton
+# the running call of each skeleton
 _RUNNING: ContextVar[dict[Calls, ModuleCall] | None] = ContextVar("fshard.module", default=None)
 
 
@@ -45,16 +45,16 @@ class ModuleCall:
     def __init__(self, params: Leaves, buffers: Sequence[Tensor]):
         self.params = params
         self.buffers = buffers
-        self.put: dict[tuple[int, str], tuple[Any, Any]] = {}  # places, and their new tensors
-        self._copies: dict[object, Tensor] = {}  # of read buffers
+        self.put: dict[tuple[int, str], tuple[Any, Any]] = {}  # assigned tensors: (place, tensor)
+        self._copies: dict[object, Tensor] = {}  # of buffers, made when first read
         self._after: dict[object, Tensor] = {}  # replaced buffers, after the call
-        self._touching = set[CodeType]()  # touched buffers in the forward
+        self._touching = set[CodeType]()  # code that touched buffers in the forward
         self._returned = False
-        self._nodes = (0, 0)  # numbers: first of the call, first after it
-        self.thread = get_ident()  # in a backward, its thread
+        self._nodes = (0, 0)  # the call's range of node numbers
+        self.thread = get_ident()  # in a backward, the backward's thread
 
     def buffer(self, number: int, path: str, where: tuple[int, str] | None = None) -> Tensor:
-        """Return a copy, for the module to write to."""
+        """Return the call's copy of a buffer, for the module to write to."""
         key, old = (where, self._after[where]) if where in self._after else (number, self.buffers[number])
         if self._is_hook():
             return self._read_only(old, path)
@@ -63,11 +63,11 @@ class ModuleCall:
         return self._copies[key]
 
     def set_buffer(self, where: tuple[int, str], place: Any, value: Tensor) -> None:
-        """Replace a buffer under one name; other names of a tied buffer keep the old one."""
+        """Replace a buffer under one name; other names of a tied buffer keep the old tensor."""
         if self._is_hook():
             _refuse(place.path)
         self.put[where] = place, value
-        if value is self._copies.get(place.number):  # functional_call puts the old one back
+        if value is self._copies.get(place.number):  # functional_call puts the old buffer back
             del self.put[where]
 
     def _is_hook(self) -> bool:
@@ -149,15 +149,15 @@ def _refuse(path: str) -> NoReturn:
 def nodes_of(results: Tree) -> set[Any]:
     """The last nodes of the results' graph, without gathering parameters."""
     leaves = tree.tops(placed(results), Branch)
-    # objects outside of trees
+    # tensors in objects outside of trees
     leaves += tree.leaves([vars(x) for x in leaves if not isinstance(x, Tensor) and hasattr(x, "__dict__")])
-    grad_fn: Any = Tensor.grad_fn  # the true one: a `Weight` says it is a leaf
+    grad_fn: Any = Tensor.grad_fn  # torch's own: in a `Weight` it is None
     nodes = [grad_fn.__get__(x) for x in leaves if isinstance(x, Tensor)]
     return {node for node in nodes if node is not None}
 
 
 class Calls:
-    """The calls of one skeleton while their graphs are alive; `ties` are those of its buffers."""
+    """The calls of one skeleton while their graphs are alive. `ties`: of its buffers."""
 
     def __init__(self, name: str, ties: Sequence[int]):
         self.name, self.ties = name, ties
@@ -183,7 +183,7 @@ class Calls:
 
     def found(self) -> ModuleCall | None:
         """As `current`; None outside of calls."""
-        # Private: nothing public tells a saved-tensor hook's node, or its number (test_module.py)
+        # Private: nothing public tells a saved-tensor hook's node, or the node's number (test_module.py)
         node: Any = torch._C._current_autograd_node()
         running = (_RUNNING.get() or {}).get(self)
         if node is None:

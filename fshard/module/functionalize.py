@@ -36,17 +36,17 @@ class ModuleFunction:
 
     Made by `functionalize`.
 
-    - `params`: a tree of tensors, or the parameters that a loss gets; the first read by a submodule gathers their unit
-    - `buffers`: not changed; new ones are returned, the same tensors if the module read nothing
+    - `params`: a tree of tensors, or the parameters of a loss; a submodule's first read of a leaf gathers its unit
+    - `buffers`: not changed; a call returns new buffers, or the same tensors if the module read none
 
-    Threads may call one function at the same time. Each thread keeps a copy of the module, with the attributes other
-    than buffers that a forward assigned. Weak references to calls with a living graph serve activation checkpointing.
+    Threads may call one function at the same time. Each thread keeps a copy of the module, with attributes (not
+    buffers) assigned by a forward. Weak references to calls with a living graph serve activation checkpointing.
     """
 
     def __init__(self, copies: Copies, training: bool, calls: Calls, params: tree.Spec, buffers: tree.Spec):
         self._copies, self._training, self._calls = copies, training, calls
         self._skeleton, self._params, self._buffers = copies.skeleton, params, buffers
-        self.__wrapped__ = copies.skeleton  # for `captures` of `compiler`
+        self.__wrapped__ = copies.skeleton  # `compiler/captures.py` reads it
 
     def __call__(self, params: Tree, buffers: Tree, /, *args: Any, **kwargs: Any) -> tuple[Any, Tree]:
         """Return the output of the module, and its buffers afterwards."""
@@ -87,9 +87,9 @@ class ModuleFunction:
         return new
 
     def _check_unwritten(self, call: ModuleCall, before: list[int | None]) -> None:
-        """ValueError if the forward set parameters or wrote to whole ones; a tape checks gathered ones."""
+        """ValueError if the forward set parameters or wrote to whole leaves; a tape checks gathered leaves."""
         done, after = [("set", path) for path in call.replaced()], call.params.versions()
-        if after != before:  # paths take longer than a small module's forward
+        if after != before:  # to make paths takes longer than a small module's forward
             named = zip(tree.paths(self._params), before, after, strict=True)
             done += [("wrote to", path) for path, first, last in named if first != last]
         for did, path in done:
@@ -103,7 +103,7 @@ class ModuleFunction:
 
     @property
     def eval(self) -> ModuleFunction:
-        """The same function in evaluation mode: no dropout; running statistics are used and not changed."""
+        """The same function in evaluation mode: no dropout; running statistics are used, not changed."""
         return ModuleFunction(self._copies, False, self._calls, self._params, self._buffers)
 
     def units(self, *which: type | str | int | Callable[[str, nn.Module], bool]) -> list[str]:
@@ -117,12 +117,12 @@ class ModuleFunction:
         return units_of(self._skeleton, which)
 
     def init(self, plan: Plan, seed: int = 0) -> Sharded:
-        """Make the parameters on a plan with the module's own initialization, as `init_params` does.
+        """Make parameters on a plan, as `init_params` does, with the module's own initialization.
 
         The module may be on meta. Each submodule with parameters is made once, with its own parameters alone. Its
         `reset_parameters` initializes them, then the module's `_init_weights` (as in transformers), with random numbers
         from `seed` and the submodule's path. ValueError for a parameter set by neither, or, as far as its values tell,
-        set otherwise by the module's own constructors.
+        set to other values by the module's constructors.
         """
         if plan.spec != self._params:
             expected = tree.unflatten(self._params, [0] * self._params.num_leaves)
@@ -131,7 +131,7 @@ class ModuleFunction:
         return init_params(plan, Initializer(self._skeleton, seed, plan.device, self._copies.own), seed)
 
     def init_buffers(self, device: torch.device | str = "cpu", seed: int = 0) -> Tree:
-        """Make the buffers of a module on meta on a device, as `init` makes parameters from the same `seed`."""
+        """Make, on a device, buffers of a module on meta, as `init` makes parameters from the same `seed`."""
         names = tree.paths(self._buffers)
         made = Initializer(self._skeleton, seed, torch.device(device), self._copies.own)
         return tree.unflatten(self._buffers, [made.buffer(name) for name in names])
@@ -141,8 +141,8 @@ class ModuleFunction:
     ) -> dict[str, Tensor]:
         """Return the module's own state dict, for `module.load_state_dict`: parameters, and the buffers it saves.
 
-        `params` and `buffers` as in a call, buffers of each rank; `rank` and `dtensors` as for `fshard.state_dict`.
-        Extra state of submodules (`get_extra_state`) is left out. Dual: `load_state_dict`.
+        `params` and `buffers` as in a call; each rank returns its own buffers. `rank` and `dtensors` as for
+        `fshard.state_dict`. Extra state of submodules (`get_extra_state`) is left out. Dual: `load_state_dict`.
         """
         names = StateDict(self._skeleton, self._params, self._buffers)
         return names.write(params, self._listed(buffers), rank, dtensors)
@@ -156,7 +156,7 @@ class ModuleFunction:
         src: int | None = None,
         strict: bool = True,
     ) -> tuple[Sharded, Tree]:
-        """Return parameters and buffers with the values of a module's state dict; `params` and `buffers` do not change.
+        """Return new parameters and buffers, with the values of a module's state dict.
 
         `mapping`, `rename`, `src` and `strict` as for `fshard.load_state_dict`. Buffers that the module does not save
         stay as they are. Dual: `state_dict`.
@@ -171,9 +171,9 @@ class ModuleFunction:
     def policy(self, policy: Policy | str | None = None, cast: Which | Sequence[Which] = ()) -> Policy:
         """Return a policy for `make_plan(policy=)` with batch norms in float32, as their running statistics.
 
-        It is `policy` with overrides for batch norms after its own. `cast` selects submodules, as `units` does or by
-        paths: each casts its floating arguments to `compute`, even those made inside the forward
-        (`cast_forward_inputs` of FSDP).
+        It is `policy` with overrides for batch norms after its own overrides. `cast` selects submodules, as `units`
+        does or by paths. Each selected submodule casts its floating arguments to `compute`, even arguments made inside
+        the forward (`cast_forward_inputs` of FSDP).
 
         >>> import torch, fshard
         >>> apply, _, _ = fshard.module.functionalize(torch.nn.Sequential(torch.nn.BatchNorm1d(2, bias=False)))
@@ -195,7 +195,7 @@ def functionalize(
 ) -> tuple[ModuleFunction, dict[str, Any], dict[str, Any]]:
     """Return `(apply, params, buffers)`: a module as a function, and its parameters and buffers as nested dicts.
 
-    `apply(params, buffers, *args, **kwargs)` returns `(out, buffers)`. The dicts are named like the submodules, and
+    `apply(params, buffers, *args, **kwargs)` returns `(out, buffers)`. The dicts nest like the submodules, and
     hold the module's own tensors; a tied parameter is one tensor under each of its names. `apply` works on a copy of
     the `module` without tensors, and neither changes nor uses the module itself.
 

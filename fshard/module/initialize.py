@@ -2,7 +2,8 @@
 
 Note [What constructors write]
     `init` does not repeat writes of a constructor to parameters of its children (`self.head.weight.zero_()`, or
-    `self.apply(fn)`). Unless the module is on meta, `init` compares with its values: their size, and if all are equal.
+    `self.apply(fn)`). Unless the module is on meta, `init` compares its values with the module's: norms, and
+    if only one of the two is constant.
     Torch's count of writes tells nothing: many constructors initialize a parameter twice.
 """
 
@@ -22,7 +23,7 @@ from .skeleton import ModulePlace, Slots, place_of
 
 
 class Initializer:
-    """`initializer(path, like)` returns an initialized parameter, and keeps its submodule for the next."""
+    """`initializer(path, like)` returns an initialized parameter, and keeps its submodule for the next parameter."""
 
     def __init__(self, skeleton: nn.Module, seed: int, device: torch.device, own: Mapping[str, ref[Tensor]]):
         self._skeleton, self._seed, self._device, self._own = skeleton, seed, device, own
@@ -46,12 +47,12 @@ class Initializer:
     def _tensor(self, path: str, kind: str) -> Tensor:
         owner, _, name = path.rpartition(".")
         if self._made is None or self._made[0] != owner:
-            self._made = None  # frees the last submodule first
+            self._made = None  # free the last submodule first
             self._made = owner, self._owner(owner, 0)
         value = vars(self._made[1])[kind][name].detach()
-        # an unset value is still NaN; an integer is 0, and 1 in another run
+        # an unset value is still NaN; an unset integer is `start`: 0, and 1 in a second run
         if is_inexact(value):
-            unset = torch.linalg.vector_norm(value, 1).isnan()  # NaN if any is; `isnan()` would take memory
+            unset = torch.linalg.vector_norm(value, 1).isnan()  # NaN if any value is; `isnan()` would take memory
         else:
             unset = value != vars(self._owner(owner, 1))[kind][name]
         if unset.any():
@@ -91,7 +92,7 @@ class Initializer:
         reset: Any = getattr(part, "reset_parameters", None) or getattr(part, "_reset_parameters", None)
         if callable(reset):
             reset()
-        if whole is not None:  # it may skip modules of some classes
+        if whole is not None:  # `_init_weights` may skip modules of some classes
             library: Any = whole
             library._init_weights(part)
 
@@ -101,7 +102,7 @@ def _is_other(x: Tensor, y: Tensor) -> bool:
     if (num := x.numel()) < 4:
         return False
     (size, is_constant), (other, is_also) = _moments(x), _moments(y)
-    by_chance = 0.0 if is_constant and is_also else 12 / math.sqrt(num)  # of the logarithm: 12 sigma, if normal
+    by_chance = 0.0 if is_constant and is_also else 12 / math.sqrt(num)  # log of a ratio: 12 sigma of normal values
     is_far = max(size, other) > min(size, other) * math.exp(0.1 + by_chance)
     return is_far or is_constant is not is_also
 

@@ -20,7 +20,7 @@ from ..sharding.access import At, ReadsTape, placed
 
 
 def _homes(x: At | Tensor, tapes: Sequence[ReadsTape]) -> list[tuple[Plan, Precision]]:
-    """The plan and dtypes of a leaf: several if plans share its memory, none for another tensor.
+    """(plan, dtypes) of a leaf: several pairs if plans share its memory, none for a tensor of no plan.
 
     The memory identifies a gathered leaf, also through a view or a transform.
     """
@@ -30,7 +30,7 @@ def _homes(x: At | Tensor, tapes: Sequence[ReadsTape]) -> list[tuple[Plan, Preci
     x = unwrapped(x)
     asked = tapes if x.layout is torch.strided else ()  # sparse tensors have no storage
     homes = [(tape, kind) for tape in asked if (kind := tape.kind_of(x)) is not None]
-    read = [home for home in homes if len(homes) > 1 and home[0].slot_of(x)]  # `with_policy` makes trees of one memory
+    read = [home for home in homes if len(homes) > 1 and home[0].slot_of(x)]  # trees of `with_policy` share memory
     return [(tape.plan, tape.plan.kinds[kind].precision) for tape, kind in read[:1] or homes]
 
 
@@ -52,15 +52,15 @@ def leaves_like(what: str, spec: tree.Spec, x: Tree) -> list[Any]:  # leaves of 
 
 
 class Leaves:
-    """The leaves of a loss's parameters by number: a read gathers the unit of its leaf alone.
+    """The leaves of a loss's parameters by number: a read gathers only the leaf's unit.
 
-    The caller's tensors are returned as views, which may get another class. `policy` and `mesh` are the plan's; without
-    a plan, the running loss's.
+    A read returns the caller's tensors as views, which may get another class. `policy` and `mesh` are the plan's;
+    without a plan, the running loss's.
     """
 
     def __init__(self, params: Tree, spec: tree.Spec, what: str):
         given: list[At | Tensor] = leaves_like(what, spec, placed(params))
-        with torch.enable_grad():  # reads under no_grad may be used outside of it
+        with torch.enable_grad():  # views made under no_grad may be used outside of it
             self._sources = [x if isinstance(x, At) else x[...] for x in given]
         self._given = given
         loss = running() or Running(Policy(), None, set(), [], ())
@@ -87,7 +87,7 @@ class Leaves:
         return source.tape.like(source.number) if isinstance(source, At) else source
 
     def dtypes(self) -> list[tuple[torch.dtype, torch.dtype]]:
-        """For each leaf (storage, computation), equal without a plan."""
+        """Dtypes (storage, computation) of each leaf, equal without a plan."""
         pairs = zip(self._homes, self._sources, strict=True)
         computed = [homes[0][1].compute if isinstance(x, At) else x.dtype for homes, x in pairs]
         return [(homes[0][1].storage if homes else x, x) for homes, x in zip(self._homes, computed, strict=True)]
@@ -106,10 +106,10 @@ class Leaves:
         return "", []
 
     def versions(self) -> list[int | None]:
-        """Numbers of writes; None for gathered leaves, or if torch does not count them."""
+        """Numbers of writes; None for gathered leaves, or if torch counts no writes."""
         return [None if isinstance(x, At) else writes(x) for x in self._sources]
 
     def remark(self, words: str) -> None:
-        """Let ranks compare these words if leaves are gathered; with whole leaves ranks may differ."""
+        """If leaves are gathered, let ranks compare these words; ranks with whole leaves may differ."""
         if self._is_cut:
             self._remarks.add(words)

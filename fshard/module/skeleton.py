@@ -37,7 +37,7 @@ _FORM |= {torch.is_floating_point, torch.is_complex, torch.numel}
 _DATA = Tensor.data.__get__  # type: ignore[attr-defined]
 _REQUIRES_GRAD = Tensor.requires_grad.__get__  # type: ignore[attr-defined]
 _SET_REQUIRES_GRAD = {Tensor.requires_grad_, Tensor.requires_grad.__set__}  # type: ignore[attr-defined]
-# as the original module's parameters
+# answers of the original module's parameters
 _OF_LEAVES = {getattr(Tensor, name).__get__: value for name, value in (("is_leaf", True), ("grad_fn", None))}
 _REFUSED: dict[Any, str] = {
     Tensor.data.__set__: "set the data of",  # type: ignore[attr-defined]
@@ -60,13 +60,13 @@ class ModulePlace:
         self.calls, self.path, self.number, self.is_buffer = calls, path, number, is_buffer
         self.form = torch.empty_like(x, device="meta")
         self.trains = x.requires_grad
-        self.attributes: dict[str, Any] = {}  # by the module's code
+        self.attributes: dict[str, Any] = {}
 
     def read(self) -> Tensor:
         return self.read_from(self.calls.current())
 
     def read_from(self, call: ModuleCall, where: tuple[int, str] | None = None) -> Tensor:
-        """Return the tensor of a call, gathering its unit. `where`: the name, if a tied buffer has several."""
+        """Return the tensor of a call, gathering its unit. `where`: the name, as a tied buffer has several."""
         if self.is_buffer:
             x = call.buffer(self.number, self.path, where)
             vars(x).update(self.attributes, of_call=True)
@@ -81,9 +81,9 @@ class ModulePlace:
         """Mark a call's tensor as this parameter. Return a view of a gathered leaf, kept while `x` lives, or `x`."""
         worn = x
         kind: Any = type(x)
-        rerun = RERUN.get() is not None  # `remat` gives its function tensors of its own
+        rerun = RERUN.get() is not None  # `remat` gives a function fresh tensors
         if (is_gathered and not rerun) or kind is FunctionalTensor:  # a view: other code may read `x` as a plain tensor
-            # a view made outside the level of a leaf's tangent (`hvp`) would have none
+            # a view made outside the level of a leaf's tangent (`hvp`) would have no tangent
             with nullcontext() if func_levels.is_wrapped(x) else func_levels.aside(), torch.enable_grad():
                 worn = x[...]  # `view_as` takes no sparse gradients
                 if kind is FunctionalTensor:
@@ -99,7 +99,7 @@ class ModulePlace:
         return call.buffers[self.number] if self.is_buffer else call.params.like(self.number)
 
     def train(self, x: Tensor, requires_grad: bool = True) -> Tensor:
-        """Return `x` if `requires_grad` is unchanged, as for a parametrization."""
+        """Return `x` if `requires_grad` is unchanged, as parametrizations need."""
         return x if requires_grad is self.trains else self.refuse("set requires_grad of")
 
     def refuse(self, done: str) -> NoReturn:
@@ -119,7 +119,7 @@ class Weight(nn.Parameter):
     """
 
     _place: ModulePlace
-    _plain: Tensor  # while torch.compile traces: in the class that operators accept
+    _plain: Tensor  # while torch.compile traces, the tensor in a class that operators accept
 
     is_leaf = property(lambda self: True)
     grad_fn = property(lambda self: None)
@@ -133,13 +133,13 @@ class Weight(nn.Parameter):
         return self._place.train(self, requires_grad)
 
     def set_(self, source: Any, *args: Any, **kwargs: Any) -> Any:
-        """Do nothing if `source` is this tensor, as for a parametrization."""
+        """Do nothing if `source` is this tensor, as parametrizations need."""
         return self if source is self else self._place.refuse("set the data of")
 
 
 @functools.cache
 def _weights(kind: type[Tensor]) -> type[Weight]:
-    """`kind`: in a trace, fake or functional tensors."""
+    """`kind`: in a trace, a class of fake or functional tensors."""
     more = {"__torch_function__": classmethod(_with_plain)} if kind is FunctionalTensor else {}
     return Weight if kind is Tensor else type(kind.__name__, (Weight, kind), more)
 
@@ -153,7 +153,7 @@ def _with_plain(cls: Any, func: Any, types: Any, args: Any = (), kwargs: Any = N
 class Stand(Tensor):
     """A tensor without memory in place of a parameter or buffer of the current call (Note [Stands])."""
 
-    reads_itself = True  # `remat` leaves it: operators get the call's tensor
+    reads_itself = True  # `remat` leaves a stand as it is: operators get the call's tensor
     _place: ModulePlace
 
     @staticmethod
@@ -193,7 +193,7 @@ class Stand(Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
-        """Replace stands if an operator skips `__torch_function__` (torch.vmap). ValueError if derivatives are lost."""
+        """Replace stands if an operator skips `__torch_function__` (torch.vmap); ValueError if it loses derivatives."""
         differentiated = torch.is_grad_enabled() and func is not torch.ops.aten.detach.default
 
         def current(x: Any) -> Any:
@@ -294,7 +294,7 @@ class Slots(dict[str, Any]):
 
 
 def stands_for(params: Mapping[str, Tensor], buffers: Mapping[str, Tensor], calls: Calls) -> dict[int, Stand]:
-    """Make stands by id, numbered in the order of the dicts; tied tensors share one."""
+    """Make stands by tensors' ids, numbered in the order of the dicts; tied tensors share a stand."""
     stands: dict[int, Stand] = {}
     for tensors, is_buffer in ((params, False), (buffers, True)):
         for number, (path, x) in enumerate(tensors.items()):
@@ -334,13 +334,13 @@ def in_eval_mode(skeleton: nn.Module) -> nn.Module:
 
 
 def copy_of(skeleton: nn.Module, calls: Calls) -> nn.Module:
-    # an RNN being copied reads its weights and keeps them: they must be stands
+    # a copied RNN reads its weights and keeps them: it must get stands
     with calls.during(ModuleCall(_Stands(skeleton), [])), _Constants() if is_tracing() else nullcontext():
         return _copy(skeleton, same_stands(skeleton))
 
 
 class _Constants(TorchFunctionMode):
-    """In a trace, copy tensors other than buffers as constants: in a skeleton nothing changes them."""
+    """In a trace, copy tensors other than buffers as constants: a skeleton's tensors never change."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         x: Any = args[0] if args else None
@@ -352,7 +352,7 @@ class _Constants(TorchFunctionMode):
 
 
 def same_stands(part: nn.Module) -> dict[int, Any]:
-    """The memo for copy.deepcopy."""
+    """Memo of copy.deepcopy: stands stay."""
     return {id(x): x for kind in (part.parameters(), part.buffers()) for x in kind}
 
 
@@ -394,5 +394,4 @@ def nested(tensors: Mapping[str, Tensor]) -> dict[str, Any]:
 
 
 def in_tree_order(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Sort tensors as the leaves of `nested(tensors)`."""
     return dict(tree.paths_to(nested(tensors), Tensor))

@@ -17,14 +17,14 @@ from .skeleton import Stand, place_of
 
 
 class StateDict:
-    """Leaves by their names in a module's own state dict: (True for a buffer, path)."""
+    """Leaves, as (True for a buffer, path), by name in a module's own state dict."""
 
     def __init__(self, skeleton: nn.Module, params: tree.Spec, buffers: tree.Spec):
         paths = tree.paths(params), tree.paths(buffers)
         # the module's own method omits unsaved buffers, and its hooks may change names
         state = skeleton.state_dict(keep_vars=True)
         places = {name: place_of(x) for name, x in state.items() if isinstance(x, Stand)}
-        # tied leaves have one place under several names
+        # tied leaves have one `ModulePlace` under several names
         of_stand = {name: (x.is_buffer, paths[x.is_buffer][x.number]) for name, x in places.items()}
         self.leaves = {n: (old, n if n in paths[old] else path) for n, (old, path) in of_stand.items()}
         self.buffers = buffers
@@ -33,7 +33,6 @@ class StateDict:
         self.hooks = [(path, hook) for path, hooks in by_part for hook in hooks]
 
     def write(self, params: Sharded, buffers: Sequence[Tensor], rank: int | None, dtensors: bool) -> dict[str, Tensor]:
-        """{} on ranks without a result."""
         whole = state_dict(params, rank, dtensors)
         if rank is not None and not whole:
             return {}
@@ -66,9 +65,9 @@ class StateDict:
         return loaded, tree.unflatten(self.buffers, [*(values | new).values()])
 
     def _hooked(self, mapping: Mapping[str, Tensor], rename: Rename | None, strict: bool) -> dict[str, Tensor]:
-        """The mapping under the module's names, after its hooks of `load_state_dict` have run.
+        """The mapping under the module's names, after the module's hooks of `load_state_dict`.
 
-        A rank with an empty mapping runs none.
+        A rank with an empty mapping runs no hooks.
         """
         state = {new: mapping[name] for new, name in renamed(mapping, rename).items()}
         reports = list[str]()

@@ -18,7 +18,6 @@ Which = type | str | int | Callable[[str, nn.Module], bool]
 
 
 def units_of(module: nn.Module, which: Sequence[Which]) -> list[str]:
-    """In the order of the module; submodules without parameters are left out."""
     paths = {path: part for path, part in module.named_modules() if path and any(True for _ in part.parameters())}
     picked = {path for selection in which for path in _picked(module, paths, selection)}
     return [path for path in paths if path in picked]
@@ -51,7 +50,7 @@ def _picked(module: nn.Module, paths: dict[str, nn.Module], selection: Which) ->
 
 
 def _full(module: nn.Module, path: str, size: int, seen: set[int]) -> tuple[list[str], int]:
-    """The units below a module, and its number of elements outside them; tied parameters count once."""
+    """The units in a module, and its number of elements outside of units; tied parameters count once."""
     units, left = list[str](), 0
     for _, x in module.named_parameters(recurse=False):
         left += place_of(x).form.numel() if id(x) not in seen else 0
@@ -63,7 +62,7 @@ def _full(module: nn.Module, path: str, size: int, seen: set[int]) -> tuple[list
 
 
 def policy_for(skeleton: nn.Module, policy: Policy | str | None) -> Policy:
-    """Add overrides for batch norms: computed and reduced in their own dtype, at least float32."""
+    """Add overrides: batch norms are computed and reduced in their own dtype, at least float32."""
     given, overrides = policy_of(policy), list[tuple[str, Policy]]()
     for path, part in skeleton.named_modules():
         for name, x in part.named_parameters(recurse=False) if isinstance(part, BATCH_NORMS) else []:
