@@ -1,9 +1,9 @@
 """Optimizers as pairs of pure functions over trees, in optax's shape.
 
 `init(params) -> state`; `update(grads, state, params, **extra) -> (updates, state)`; `apply_updates(params, updates)`;
-or in one, `tx.step(grads, state, params) -> (params, state)`. The state of `Sharded` parameters is partitioned like
-them; `fshard.zero` partitions the state of whole ones. Defaults are torch.optim's if it has the optimizer. `lr` is a
-number, a 0-d tensor, or a schedule: a function of the number of updates made.
+or both in one, `tx.step(grads, state, params) -> (params, state)`. The state of `Sharded` parameters is partitioned
+like them; `fshard.zero` partitions the state of whole parameters. Defaults are torch.optim's if it has the optimizer.
+`lr` is a number, a 0-d tensor, or a schedule: a function of the number of updates made.
 """
 
 from ..layout.norms import global_norm

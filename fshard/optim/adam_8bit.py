@@ -24,8 +24,8 @@ from ..update import kernels
 from ..update.base import Needs, Transform, checked, start_count
 from ..update.elementwise import Rate, adam_corrections, with_rate
 
-_CHUNK = 1 << 15  # elements, with their codes in a CPU's cache
-Books = tuple[Tensor, Tensor]  # of the first and of the second moment
+_CHUNK = 1 << 15  # elements; they and their codes fit a CPU's cache
+Books = tuple[Tensor, Tensor]  # code books of the first and the second moment
 
 
 class Quantised(NamedTuple):
@@ -46,7 +46,7 @@ class Adam8bitState(NamedTuple):
 def code_book(signed: bool) -> Tensor:
     """Return the 256 values of the codes, in [-1, 1] or [0, 1]; code 0 is zero.
 
-    Dynamic tree quantisation: seven decades, each divided evenly, the larger ones into more values.
+    Dynamic tree quantisation: seven decades, each divided evenly, larger decades into more values.
 
     >>> code_book(signed=False)[[0, 255]]
     tensor([0., 1.])
@@ -63,7 +63,7 @@ def code_book(signed: bool) -> Tensor:
 
 
 def encode(x: Tensor, book: Tensor) -> tuple[Tensor, Tensor]:
-    """(n, block) -> nearest codes (n, block), scales (n,), the largest magnitudes.
+    """(n, block) -> nearest codes (n, block), and scales (n,), the blocks' largest magnitudes.
 
     >>> codes, scales = encode(torch.tensor([[0.0, 4.0]]), code_book(signed=False))
     >>> codes, scales
@@ -94,7 +94,7 @@ def _of_scales(layout: Layout, block: int) -> Layout:
 
 
 def _check_blocks(layout: Layout, block: int) -> None:
-    """Raise ValueError if, on any number of ranks, a block would lie in two leaves or on two ranks."""
+    """ValueError if, on any number of ranks, a block would lie in two leaves or on two ranks."""
     numbers = [n for n in layout.numbers if layout.flat and layout.leaves[n].numel]
     in_tensor = Counter(layout.row_of[n].tensor for n in numbers)
     for number in numbers:
@@ -164,7 +164,7 @@ def adamw_8bit(
         _check_state(state, tree.leaves(params), block)
         constants = {**plain(state.count), **adam_corrections(state.count, b1, b2)}
         moments = [*state.mu, *state.nu]
-        rows_of_grads = tree.leaves(without_padding(grads))  # a NaN would be the scale of its block
+        rows_of_grads = tree.leaves(without_padding(grads))  # a NaN in padding would be its block's scale
         columns = zip(tree.leaves(params), rows_of_grads, *(m.tensors for m in moments), strict=True)
         rows = [_update_row(constants, _books(numbers, p.device), block, p, *others) for p, *others in columns]
         updates = tree.unflatten(tree.flatten(grads)[1], [row[0] for row in rows])
@@ -190,7 +190,7 @@ def _books(numbers: Sequence[Sequence[float]], device: torch.device) -> Books:
 
 
 def _blocks(x: Tensor, block: int, chunk: int) -> tuple[Tensor, ...]:
-    """Return blocks (at most `chunk`, block), the last one padded with zeros."""
+    """Return stacks (at most `chunk`, block) of blocks; zeros pad the last block."""
     flat = x.reshape(-1)
     return F.pad(flat, (0, -flat.numel() % block)).view(-1, block).split(chunk)
 
@@ -208,7 +208,7 @@ def _update_row(
     for p_part, g_part, mu, nu, mu_scale, nu_scale in zip(*wide, *codes, *scales, strict=True):
         old = decode(mu, mu_scale, books[0]), decode(nu, nu_scale, books[1])
         delta, new = change(p_part, g_part, old)
-        # a second moment of zero with another first moment would make a step of mu / eps
+        # with a nonzero first moment, a second moment of zero would make a step of mu / eps
         least = books[1][1] * new[1].amax(1, keepdim=True)
         pair = [*encode(new[0], books[0]), *encode(torch.where(new[1] > 0, new[1].maximum(least), new[1]), books[1])]
         for into, x in zip(results, (delta, *pair), strict=True):

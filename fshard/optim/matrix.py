@@ -1,6 +1,7 @@
 """Optimizers over leaves, not only elements: norms of leaves, rows and columns, whole matrices.
 
-One small collective adds up norms and sums of parts. Whole matrices go to ranks, balanced by cost, and results back.
+One small collective adds up the parts of norms and sums. Whole matrices go to ranks, balanced by cost, and results
+back.
 """
 
 from __future__ import annotations
@@ -55,7 +56,7 @@ def lamb(lr: Rate, b1: Number = 0.9, b2: Number = 0.999, eps: Number = 1e-6, wei
         layout = layout_of(steps)
         # (leaves,) float64 each
         param_norms, step_norms = (leaf_norms(x, layout=layout, exact=exact_norms) for x in (params, steps))
-        # a ratio by 0 would have a derivative of NaN, even if 1.0 is chosen
+        # a division by 0 would have a derivative of NaN, even if `where` chooses 1.0
         safe = torch.where(step_norms > 0, step_norms, 1.0)
         ratios = torch.where((param_norms > 0) & (step_norms > 0), param_norms / safe, 1.0)
         return scale_leaves_(steps, -rate * ratios, layout), state
@@ -87,14 +88,14 @@ class Factors(NamedTuple):
     turned: bool = False  # the matrix is stored by columns, as for a split along dim 1
 
     def fold(self, elements: Tensor, begin: int) -> tuple[Tensor, int, Tensor]:
-        """Return elements from `begin` on in whole rows (rows, m), zero-padded; number of row 0; matrix of each row."""
+        """Return zero-padded rows (rows, m) of elements from `begin` on, number of the first, matrix of each row."""
         first, last = begin // self.m, -(-(begin + elements.numel()) // self.m)
         rows = elements.new_zeros((last - first) * self.m)
         rows[begin - first * self.m :][: elements.numel()] = elements
         return rows.view(-1, self.m), first, torch.arange(first, last, device=elements.device) // self.n
 
     def add_by_matrix(self, sums: Tensor, rows: Tensor, first: int) -> None:
-        """Add rows to `sums` (matrices, m), in order: index_add_ on a GPU has none."""
+        """Add rows to `sums` (matrices, m), in order: index_add_ on a GPU has no order."""
         last = first + len(rows)
         begin, end = min(-(-first // self.n) * self.n, last), max(last // self.n * self.n, first)
         if begin < end:
@@ -173,7 +174,7 @@ def adafactor(
     def on_vectors(
         grads: Tree, state: AdafactorState, params: Tree = None, exact_norms: bool = False, **extra: object
     ) -> tuple[Tree, AdafactorState]:
-        """Update. For gradients in whole copies replace `state.vectors`, which names parts of the sharded layout."""
+        """Update; if gradients are whole copies, replace `state.vectors`, a part of the sharded layout."""
         cut, whole = state.vectors, layout_of(grads)
         if cut is None or whole.flat or not cut.flat:
             return update(grads, state, params, exact_norms)
@@ -215,14 +216,14 @@ def _divided(grads: Tree, state: AdafactorState, layout: Layout, eps: float | No
 
 
 def _root_sizes(numels: Sequence[int], device: torch.device) -> Tensor:
-    """Return square roots of the numbers, (leaves,) float64, cached by device because a copy would synchronize."""
+    """Return square roots of `numels`, (leaves,) float64, cached by device because a copy would synchronize."""
     # a graph must not capture a cached tensor
     make = _made_roots if is_tracing() or torch.compiler.is_dynamo_compiling() else _kept_roots
     return make(tuple(numels), device)
 
 
 def _made_roots(numels: tuple[int, ...], device: torch.device) -> Tensor:
-    with torch.inference_mode(False):  # a kept tensor may be differentiated through later
+    with torch.inference_mode(False):  # a derivative may pass through a kept tensor later
         return torch.tensor([math.sqrt(max(n, 1)) for n in numels], dtype=torch.float64, device=device)
 
 
@@ -250,7 +251,6 @@ def _row_and_column_means(grads: Tree, layout: Layout) -> tuple[dict[str, Tensor
         squares = {layout.leaves[n].path: g.double().square() for n, g in pieces(grads, layout) if n in factored}
         row = {path: x.mean(-1, keepdim=True) for path, x in squares.items()}
         return row, {path: x.mean(-2, keepdim=True) for path, x in squares.items()}
-    # all sums in one tensor: one collective
     sizes = [size for f in factored.values() for size in (f.leaf.numel // f.m, f.leaf.numel // f.n)]
     sums = torch.zeros(sum(sizes), dtype=torch.float64, device=device_of(grads))
     views = dict(zip(((n, k) for n in factored for k in (0, 1)), sums.split(sizes), strict=True))
@@ -284,7 +284,7 @@ def _scaled(g: Tensor, span: Span, factors: Factors, row: Tensor, col: Tensor, e
 def whole_leaves(tx: TransformLike) -> Transform:
     """Run `tx` on whole leaves: each sharded leaf is sent to one rank, balanced by size, and its update back.
 
-    A `Transform` without `over` runs on whole leaves anyway; use this for optimizers of `fshard.optim`, for example.
+    A `Transform` without `over` runs on whole leaves anyway; use `whole_leaves` for optimizers of `fshard.optim`.
     The state lies with the whole leaves.
 
     >>> tx = whole_leaves(sgd(1.0))
@@ -303,7 +303,7 @@ def whole_leaves(tx: TransformLike) -> Transform:
         if not layout_of(params).flat:
             return inner.step(grads, state, params, found_inf, donate, **extra)
         state = state if donate else copied(state)
-        # `bring` does not copy a leaf already whole here
+        # `bring` does not copy a leaf already whole on this rank
         whole_params = bring(params) if donate else tree.map(torch.clone, bring(params))
         new, state = inner.step(bring(grads), state, whole_params, found_inf, True, **extra)
         return back(new, params), state
@@ -339,10 +339,10 @@ def muon(
 
     - O: by `steps` Newton-Schulz iterations with `coefficients`, in `dtype`, on m divided by its norm (at least `eps`)
     - a: for a matrix (A, B), sqrt(max(1, A / B)), or 0.2 sqrt(max(A, B)) with `adjust_lr`="match_rms_adamw"; ValueError
-      for another word
+      for another `adjust_lr`
     - `rest`: updates leaves that are not matrices (default adamw(lr)); to give it embeddings too, use `by_label`
 
-    Each matrix cut over ranks is sent to one rank, balanced by cost: two all-to-alls for all of them.
+    Each matrix cut over ranks is sent to one rank, balanced by cost: two all-to-alls for all matrices.
 
     >>> tx = muon(0.1, weight_decay=0.0)
     >>> params = {"w": torch.eye(2), "b": torch.ones(2)}
@@ -371,7 +371,7 @@ def muon(
         rate = at(lr, state.count)
         layout = layout_of(directions)
         on_all = differentiates(directions) and not layout.flat and not any(row.over for row in layout.rows)
-        # (A, B), each on one rank
+        # matrices (A, B), each on one rank
         whole = directions if on_all else _to_owners(directions, layout)
         ways = (orthogonal(x, coefficients, eps, steps, dtype).to(x.dtype) for x in whole.tensors)
         scaled = [way * -_shape_factor(way, adjust_lr) for way in ways]
@@ -415,7 +415,7 @@ def orthogonal(
 
 
 def clip_by_leaf_norm(max_norm: Number, p: float = 2) -> Transform:
-    """Multiply each leaf by min(1, max_norm / (its p-norm + 1e-6)): one small collective for all.
+    """Multiply each leaf by min(1, max_norm / (its p-norm + 1e-6)): one small collective for all leaves.
 
     >>> clip_by_leaf_norm(1.0).update({"a": torch.tensor([3.0, 4.0]), "b": torch.tensor(0.5)}, ())[0]
     {'a': tensor([0.6000, 0.8000]), 'b': tensor(0.5000)}

@@ -36,10 +36,10 @@ class LbfgsState(NamedTuple):
 def lbfgs(lr: Rate = 1.0, history_size: int = 10, max_iter: int = 1) -> Transform:
     """Step along -H g, with the inverse Hessian H estimated from recent differences of parameters and gradients.
 
-    H by the two-loop recursion over the `history_size` latest pairs (s, y) with sᵀy > 1e-10. The step's length is `lr`,
-    in the first iteration min(1, 1 / |g|₁) lr. An update is one iteration; `update(grads, state, params, grad_fn=fn)`
-    makes `max_iter`, and calls `fn(params) -> grads` between two. As torch.optim.LBFGS, with `fn` as its closure,
-    without a line search or tolerances.
+    H comes from the two-loop recursion over the `history_size` latest pairs (s, y) with sᵀy > 1e-10. The step's length
+    is `lr`, in the first iteration min(1, 1 / |g|₁) lr. An update is one iteration; `update(grads, state, params,
+    grad_fn=fn)` makes `max_iter`, and calls `fn(params) -> grads` between them. As torch.optim.LBFGS, with `fn` as its
+    closure, without a line search or tolerances.
 
     >>> tx, w = lbfgs(max_iter=3), torch.tensor([3.0, -1.0])
     >>> updates, _ = tx.update(4 * w, tx.init(w), w, grad_fn=lambda w: 4 * w)
@@ -68,9 +68,9 @@ def lbfgs(lr: Rate = 1.0, history_size: int = 10, max_iter: int = 1) -> Transfor
         s, y = (tuple(tree.map(partial(where, keeps), x, old) for old, x in pairwise(xs)) for xs in (s, y))
         first = (1 / global_norm(grads, 1, exact_norms)).clamp(max=1.0)
         rate = at(lr, state.count) * torch.where(moved, 1.0, first)
-        weights = (_direction(_kept(products, keeps)) * rate).unbind()  # 2 m + 1 of them, 0-d
+        weights = (_direction(_kept(products, keeps)) * rate).unbind()  # 2 m + 1 weights, 0-d
         updates = tree.map(lambda *xs: _combined(weights, xs), *s, *y, grads)
-        here, slope = tree.map(torch.clone, (params, grads))  # the caller may write to these
+        here, slope = tree.map(torch.clone, (params, grads))  # the caller may write to its tensors
         return updates, LbfgsState(state.count + 1, here, slope, s, y)
 
     iteration = on_copies(iterate, "lbfgs", apart=False)
@@ -103,7 +103,7 @@ def _difference(new: Tree, old: Tree, moved: Tensor) -> Tree:
 
 
 def _kept(products: Tensor, keeps: Tensor) -> Tensor:
-    """Drop the oldest pair, or the newest."""
+    """Drop the oldest pair if `keeps`, else the newest."""
     m = len(products) // 2
     pairs = torch.arange(m - 1, device=products.device) + keeps.long()  # (m - 1,)
     index = torch.cat([pairs, pairs + m, torch.full_like(pairs[:1], 2 * m)])
@@ -114,8 +114,8 @@ def _direction(products: Tensor) -> Tensor:
     """Return -H g as weights of s, y and g (2 m + 1), from dot products."""
     m = len(products) // 2
     curvature = products.diagonal(m)[:m]  # sᵀy
-    used = curvature > _LEAST_CURVATURE  # False for zeros, too
-    rho = torch.where(used, 1 / torch.where(used, curvature, 1.0), 0.0)  # else 1 / 0 has a derivative of NaN
+    used = curvature > _LEAST_CURVATURE  # False for starting zeros, too
+    rho = torch.where(used, 1 / torch.where(used, curvature, 1.0), 0.0)  # 1 / 0 would have a derivative of NaN
     zero, scale = torch.zeros_like(curvature[0]), torch.ones_like(curvature[0])
     alphas: dict[int, Tensor] = {}  # torch.compile traces no call of `dict[...]`
     weights = [*[zero] * 2 * m, zero - 1]  # assignment by index on a GPU copies from the host

@@ -1,6 +1,6 @@
 """Schedules: functions from the number of updates so far (a 0-d tensor) to a value (a 0-d tensor).
 
-Any such function is a schedule; this module has the usual ones, without copies from the device to the host. Sources:
+Any such function is a schedule; the usual schedules here make no copies from device to host. Sources:
 torch.optim.lr_scheduler and optax.
 """
 
@@ -29,7 +29,7 @@ def _share(count: Tensor, steps: int) -> Tensor:
 
 
 def constant(value: float) -> Schedule:
-    """Return `value` at every step.
+    """Return a schedule of `value` at every step.
 
     >>> constant(0.1)(torch.tensor(5.0)).item()
     0.1

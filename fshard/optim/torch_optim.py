@@ -22,10 +22,10 @@ from ..state.torch_format import BEGUN, TorchState
 from ..update.base import Needs, Transform, checked, choose
 from .matrix import whole_leaves
 
-# act on each element by itself; all others get whole leaves
+# classes for single elements; all other classes get whole leaves
 _ELEMENTWISE = ("ASGD", "Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD")
 Entry = dict[str, Tensor]  # a torch optimizer's state of one parameter
-Numbers = dict[str, Tensor | float]  # of a user's class: numbers, too
+Numbers = dict[str, Tensor | float]  # an `Entry` of a user's class, with numbers
 Settings: TypeAlias = Mapping[str, Any]  # the class's own arguments
 # `run(grads, state, params, extra)`: the class's own step writes to `params`; returns the new state
 Run = Callable[[Tree, TorchState, Tree, Settings], TorchState]
@@ -38,7 +38,7 @@ def from_torch(cls: type[Optimizer], **hyperparams: object) -> Transform:
     dense gradients, and the class must keep only tensors and numbers of each parameter (`self.state[p]`). Your classes,
     and those of torch that look at whole leaves (Muon, Adafactor), get whole leaves, however the parameters are cut. If
     the class's step has further arguments, `update` passes them on by name. Trial steps, which show the class's state,
-    pass 1.0 for an argument without a default. For parameter groups, give `by_label` one of these each.
+    pass 1.0 for an argument without a default. For parameter groups, give `by_label` a `from_torch` for each.
 
     ValueError for a class that cannot be a pure function; for LBFGS use `lbfgs`.
 
@@ -102,7 +102,7 @@ def _stepped(
     """Step in place on `rows`; return each row's new state."""
     optimizer = cls(rows, **hyperparams)
     for row, g, entry in zip(rows, grads, entries, strict=True):
-        # torch takes real views of complex tensors; a lazily conjugated one (z.conj()) has none
+        # torch takes real views of complex tensors; a lazily conjugated one (z.conj()) has no real view
         row.grad = g.detach().to(row.dtype).resolve_conj()
         optimizer.state[row] = entry if entry.get(BEGUN, True) else {}
     optimizer.step()
@@ -111,7 +111,7 @@ def _stepped(
 
 
 def _adapted(cls: type[Optimizer], hyperparams: Settings, init: Callable[[Tree], TorchState], run: Run) -> Transform:
-    """`run` gets copies of parameters and state, unless donated."""
+    """`run` gets copies of parameters and state, unless these are donated."""
 
     def fused(
         grads: Tree, state: TorchState, params: Tree, found_inf: Tensor | None, donate: bool, **extra: object
@@ -156,7 +156,7 @@ def _begin(cls: type[Optimizer], hyperparams: Settings, row: Tensor) -> Entry:
     group = optimizer.param_groups[0]
     if cls.__name__ == "SGD" and group["momentum"]:
         entry["momentum_buffer"] = torch.zeros_like(row)  # the first update treats zeros as None
-        if group["dampening"]:  # torch must get None
+        if group["dampening"]:  # torch dampens the first gradient unless given None
             entry[BEGUN] = double(0.0)
     if strange := [name for name, x in entry.items() if not isinstance(x, Tensor)]:
         raise ValueError(f"from_torch: {cls.__name__} keeps {strange[0]!r}, which is no tensor: it cannot be a value")
@@ -171,7 +171,7 @@ def _like_params(entries: Sequence[Entry], params: Tree, first: Entry, scalars: 
 
 
 def _first_by_name(params: Tree, begin: Callable[[Tensor], Entry], device: str) -> dict[str, Parts]:
-    """Every rank makes the state of all leaves on `device` for its form, and keeps memory for its own leaves."""
+    """Every rank makes the state of all leaves on `device` for shapes and dtypes, and keeps state of its leaves."""
     rows, layout = tree.leaves(params), layout_of(params)
     leaves = {n: layout.leaves[n] for n in layout.numbers}
     shapes = {n: begin(torch.zeros(leaf.shape, dtype=leaf.dtype, device=device)) for n, leaf in leaves.items()}
@@ -187,7 +187,7 @@ def _next_by_name(state: TorchState, layout: Layout, entries: Sequence[Entry]) -
 
 
 def _pieces_of(name: str, layout: Layout, shapes: Mapping[int, Entry], local_entries: Mapping[int, Entry]) -> Parts:
-    """Leaves may lack this name, and states have any shapes."""
+    """Leaves may lack this name."""
     forms = {n: Form(tuple(entry[name].shape), entry[name].dtype) for n, entry in shapes.items() if name in entry}
     part = reshaped(layout, forms)
     return Parts(replace(part, source=(name, part.source)), [local_entries[s.leaf][name] for s in part.mine])
@@ -201,7 +201,6 @@ def _by_row(state: TorchState, num_rows: int) -> list[Entry]:
 
 
 def _by_leaf(state: TorchState, layout: Layout) -> list[Entry]:
-    """Return states in the order of the layout's rows."""
     entries: dict[int, Entry] = {s.leaf: {} for s in layout.mine}
     for name, x in state.tensors.items():
         for number, leaf in pieces(x):
@@ -210,7 +209,7 @@ def _by_leaf(state: TorchState, layout: Layout) -> list[Entry]:
 
 
 def _of_user(cls: type[Optimizer], hyperparams: Settings) -> Transform:
-    """A step with zero gradients shows the state; the first real step makes it."""
+    """A trial step with zero gradients shows the state's form; the first real step makes it."""
     _check_apart(cls, hyperparams)
     first = _first_step(cls, hyperparams, torch.zeros(2, 2, dtype=torch.float32, device="cpu"))
     # the state has 0-d tensors for Python numbers
@@ -235,7 +234,7 @@ def _of_user(cls: type[Optimizer], hyperparams: Settings) -> Transform:
         if rows:
             optimizer = cls(rows, **hyperparams)
             for row, g, entry in zip(rows, tree.leaves(grads), _by_leaf(state, layout), strict=True):
-                row.grad = g.detach().to(row.dtype, copy=True).resolve_conj()  # a class may write to it
+                row.grad = g.detach().to(row.dtype, copy=True).resolve_conj()  # a class may write to `grad`
                 if begun:  # the class expects no state at its first step
                     optimizer.state[row] = {n: numbers[n](x) if n in numbers else x for n, x in entry.items()}
             aliases = [row.detach() for row in rows]
@@ -259,7 +258,7 @@ def _needed(cls: type[Optimizer]) -> list[str]:
 
 
 def _try_step(optimizer: Optimizer) -> None:
-    """Each argument without a default is 1.0."""
+    """Pass 1.0 for each argument without a default."""
     cls, step = type(optimizer), cast("Callable[..., object]", optimizer.step)
     needed = _needed(cls)
     try:
@@ -274,7 +273,7 @@ def _try_step(optimizer: Optimizer) -> None:
 
 
 def _check_apart(cls: type[Optimizer], hyperparams: Settings) -> None:
-    """Raise ValueError if an update depends on the call's other parameters: ranks hold different ones."""
+    """ValueError if an update depends on the call's other parameters: ranks hold different parameters."""
 
     def stepped(*starts: Tensor) -> list[Tensor]:
         rows = [start.clone() for start in starts]
