@@ -1,7 +1,7 @@
 """Whole copies of leaves on all ranks, and the parts on this rank, with derivatives (`moves.py` has none).
 
-Each rank may use its copy differently: gradients of all copies are summed, as in `collectives.all_reduce`. Every rank
-takes part in that sum, so a part depends on all copies, even on a rank without elements (`func_levels.depending`).
+Each rank may use its copy differently, so gradients of all copies are summed, as in `collectives.all_reduce`. Every
+rank takes part in this sum: a part depends on all copies, even on a rank without elements (`func_levels.depending`).
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ Update = Callable[..., tuple[Tree, Tree]]
 def copied_whole(x: Parts, given: Tree, layout: Layout | None = None) -> Parts:
     """Return the whole leaves of `x` on every rank, in the order of `layout` (default: of `x`).
 
-    Takes memory for all leaves, and an all-reduce for each dtype and axes of cut leaves. `given` has tensors on every
+    It takes memory for all leaves, and an all-reduce for cut leaves of one dtype and axes. `given` has tensors on every
     rank: the derivative passes through these even on a rank without a part of `x`.
     """
     old, device, whole = typed(x), device_of(x), dict[int, Tensor]()
@@ -50,7 +50,7 @@ def copied_whole(x: Parts, given: Tree, layout: Layout | None = None) -> Parts:
 
 
 def own_part(whole: Parts, like: Parts, given: Sequence[Tree] = ()) -> Parts:
-    """Return this rank's part, laid out as `like`, with zero padding. Dual: `copied_whole`."""
+    """Return this rank's part of `whole`, laid out as `like`, with zero padding. Dual: `copied_whole`."""
     leaf_of = dict(zip(whole.layout.numbers, whole.tensors, strict=True))
     if not like.layout.flat:
         return Parts(like.layout, [leaf_of[span.leaf] for span in like.layout.mine])
@@ -66,8 +66,8 @@ def on_copies(
 ) -> Update:
     """Return `update`, run on whole copies if a derivative passes over ranks.
 
-    `through`: the layout of whole leaves on their owners, if the state was made for it. `apart`: leaves do not act on
-    each other.
+    `through`: gives the layout of whole leaves on owners, if the state has this layout. `apart`: True if no leaf acts
+    on others.
     """
 
     @wraps(update)
@@ -102,7 +102,7 @@ def on_copies(
 
 
 def check_cut_alike(name: str, layouts: Iterable[Layout]) -> None:
-    """TypeError for whole leaves beside cut ones: an update of all leaves counts whole ones once per rank."""
+    """TypeError for whole leaves next to cut leaves: an update of all would count whole leaves once per rank."""
     if len(_overs(layouts)) > 1:
         raise TypeError(
             f"{name}: where a derivative passes, expected leaves that are all cut alike, got whole ones, too: make the "

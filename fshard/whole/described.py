@@ -1,8 +1,8 @@
 """The state that a user's function makes of whole leaves, described so that every rank knows its form on other ranks.
 
-Each rank sees only the state of its own leaves. So the function also runs on meta tensors: of each leaf alone, for
+Each rank sees only the state of its own leaves, so the function also runs on meta tensors: of each leaf alone, for
 shapes and dtypes; of two leaves and of one, to find lists with an entry for each leaf (TorchOpt flattens trees). If it
-fails on meta, it runs on made-up values; if it fails on these, only the layout of parameters is known.
+fails on meta, it runs on made-up values; if it fails on these, ranks know only the layout of parameters.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ Init: TypeAlias = Callable[[Tree], Tree]
 
 
 class Communicated(Exception):
-    """A function called a collective: it knows that other ranks have other leaves."""
+    """A function called a collective, so it knows of other ranks' leaves."""
 
 
 class Alone(AbstractMesh):
-    """A mesh for trials without other ranks, which may not try the same."""
+    """A mesh for trials without other ranks: these may make no such trial."""
 
     def ranks(self, axis: str) -> NoReturn:
         """No rank would answer a message."""
@@ -48,7 +48,7 @@ def named(function: Callable[..., object]) -> str:
 
 @dataclass(frozen=True)
 class Flattened:
-    """A list or tuple with an entry for each leaf of the tree: one entry, with `Parts` in place of tensors."""
+    """A list or tuple with an entry for each leaf, as one entry with `Parts` in place of tensors."""
 
     entries: Tree
     kind: type
@@ -63,9 +63,9 @@ tree.register_fields(Flattened, ("entries",), ("kind",), names=("",))  # leaves 
 
 
 def formed(init: Init, whole: Parts) -> list[Tree] | None:
-    """The state of two leaves, of one, and of all, on meta; None if the function fails on made-up values.
+    """The states of two leaves, of one, and of all, on meta; None if the function fails on made-up values.
 
-    `Misplaced` on several ranks for tensors outside of trees that depend on the rank's leaves.
+    On several ranks, `Misplaced` if tensors outside of trees depend on the rank's leaves.
     """
     everywhere, device = on_rank(whole.layout), device_of(whole)
     restore = bookmark(device)
@@ -73,7 +73,7 @@ def formed(init: Init, whole: Parts) -> list[Tree] | None:
         try:
             with torch.device("meta"):
                 two, single, *each = _made(init, everywhere, torch.device("meta"))
-        except Exception:  # perhaps the user's function needs values
+        except Exception:  # perhaps the function needs values
             two, single, *each = _made(init, everywhere, device)
         pairs = zip(each, everywhere.mine, strict=True)
         each = [_listed(x, two, single, on_rank(everywhere.pick([span.leaf]))) for x, span in pairs]
@@ -84,14 +84,14 @@ def formed(init: Init, whole: Parts) -> list[Tree] | None:
         return [two, single, tree.map_tops(partial(_joined, everywhere), Parts, *each)]
     except Misplaced:
         raise
-    except Exception:  # needs other values
+    except Exception:  # the function needs other values
         return None
     finally:
         restore()
 
 
 def described(state: Tree, whole: Parts, formed: Sequence[Tree]) -> Tree:
-    """Return a state of whole leaves, with each tensor of a leaf in `Parts` of its own form."""
+    """Return a state of whole leaves, with leaves' tensors in `Parts` of their own forms."""
     two, single, of_all = formed
     try:
         listed = _listed(state, two, single, whole.layout)
@@ -103,7 +103,7 @@ def described(state: Tree, whole: Parts, formed: Sequence[Tree]) -> Tree:
 
 
 def check_told(init: Init, params: Tree, state: Tree) -> None:
-    """`Misplaced` for a state of flat tensors if tensors outside of trees grow with these."""
+    """`Misplaced` if a state's tensors outside of trees grow with the flat tensors of `params`."""
     nodes = tree.nodes(params, Parts)
     if not any(num_ranks(x.mesh) > 1 for x in nodes) or is_tracing() or torch.compiler.is_compiling():
         return
@@ -119,7 +119,7 @@ def check_told(init: Init, params: Tree, state: Tree) -> None:
 
 
 def _longer(x: Tree) -> Tree:
-    """One more element in each, on a mesh without other ranks."""
+    """Add an element to each tensor, on a mesh without other ranks."""
     if not isinstance(x, Parts):
         return x
     mesh = Alone("cpu", 0, **axis_sizes(x.mesh)) if x.mesh is not None else None
@@ -142,7 +142,7 @@ def _check_alike(init: Init, state: Tree, other: Tree) -> None:
 
 
 def _made(init: Init, everywhere: Layout, device: torch.device) -> list[Tree]:
-    """The state of two leaves, of one, and of each leaf alone, made on `device`, then on meta."""
+    """The states of two leaves, of one, and of each alone, made on `device`, moved to meta."""
 
     def of(*leaves: Leaf) -> Tree:
         xs = [_filled(leaf, number, device) for number, leaf in enumerate(leaves)]
@@ -164,18 +164,18 @@ def _filled(leaf: Leaf, place: int, device: torch.device) -> Tensor:
 
 
 def values(leaf: Leaf, place: int, scale: float) -> Tensor:
-    """Values like random ones of this magnitude, drawn from no generator."""
+    """Values of magnitude `scale`, like random numbers, but from no generator."""
     numbers = torch.arange(leaf.numel, dtype=torch.float64, device="cpu") + 1
     return (torch.sin(numbers * numbers + 1.7 * place) * scale).view(leaf.shape).to(leaf.dtype)
 
 
 def is_listed(x: Tree, y: Tree, num: int) -> bool:
-    """True if `x`, of `num` leaves, has an entry for each, and `y`, of one leaf, has one."""
+    """True if `x`, of `num` leaves, is a list with an entry for each, and `y`, of one leaf, with one entry."""
     return type(x) in (list, tuple) and type(x) is type(y) and (len(x), len(y)) == (num, 1)
 
 
 def _listed(state: Tree, two: Tree, one: Tree, layout: Layout) -> Tree:
-    """Put `Flattened` in place of lists with tensors of one structure for each leaf."""
+    """Replace lists with an entry for each leaf, all of one structure, by `Flattened`."""
     if is_listed(two, one, 2):
         entry = tree.flatten(two[0])[1]
         flat = [tree.flatten(x) for x in (*two, *one, *state)]
@@ -196,7 +196,7 @@ def _listed(state: Tree, two: Tree, one: Tree, layout: Layout) -> Tree:
 
 
 def _forms(x: Parts) -> dict[int, Form]:
-    """By number; {} if all are those of the parameters."""
+    """Forms by leaf number; {} if all are parameters' forms."""
     leaves, pairs = x.layout.leaves, zip(x.layout.mine, x.tensors, strict=True)
     forms = {span.leaf: Form(tuple(t.shape), t.dtype) for span, t in pairs}
     return forms if any((leaves[n].shape, leaves[n].dtype) != form for n, form in forms.items()) else {}
@@ -212,7 +212,7 @@ def _moved(x: Parts, layout: Layout) -> Parts:
 
 
 def undescribed(state: Tree, layout: Layout) -> Tree:
-    """Return the state as an update takes it: with the layout of the gradients, and with its lists. Dual: `again`."""
+    """Return the state as an update takes it: with the layout of the gradients, and plain lists. Dual: `again`."""
     numbers = {span.leaf for span in layout.mine}
 
     def plain(x: Tree) -> Tree:
@@ -226,7 +226,7 @@ def undescribed(state: Tree, layout: Layout) -> Tree:
 
 
 def again(new: Tree, state: Tree, layout: Layout) -> Tree:
-    """Return a new state in the old state's forms, or as it is if its structure differs. Dual: `undescribed`."""
+    """Return a new state in the old state's forms; other parts stay as they are. Dual: `undescribed`."""
     tops = tree.tops(state, _is_told)
     if not any(isinstance(x, Flattened) or (isinstance(x, Parts) and x.layout != layout) for x in tops):
         return new
@@ -243,7 +243,7 @@ def again(new: Tree, state: Tree, layout: Layout) -> Tree:
 
 
 def check_shapes(update: Callable[..., object], old: Tree, new: Tree) -> None:
-    """`Misplaced` if an update changed the shape of a tensor in a tree: other ranks do not know the new one."""
+    """`Misplaced` if an update changed the shape of a tensor in a tree: other ranks do not know the new shape."""
     pairs = [*zip(tree.tops(old, Parts), tree.tops(new, Parts), strict=False)]
     for a, b in ((a, b) for a, b in pairs if isinstance(a, Parts) and isinstance(b, Parts) and a.layout == b.layout):
         for number, (x, y) in enumerate(zip(a.tensors, b.tensors, strict=True)):

@@ -1,6 +1,6 @@
 """Move a tree from one layout to another between ranks: to owners of whole leaves, back, to all ranks, to one rank.
 
-Every rank knows both layouts, and so what it sends and receives. Along each axis over which the tree is sharded, a rank
+Every rank knows both layouts, hence its sends and receives. Along each axis over which the tree is sharded, a rank
 sends one message to every other rank, however many leaves move.
 """
 
@@ -67,7 +67,7 @@ def _whole(layout: Layout, rules: Sequence[Rule]) -> Layout:
 
 
 class Item(NamedTuple):
-    """Elements [begin, begin + numel) of a leaf that move between the ranks with these coordinates."""
+    """Elements [begin, begin + numel) of a leaf on their way between the ranks with these coordinates."""
 
     leaf: int
     begin: int
@@ -76,19 +76,19 @@ class Item(NamedTuple):
     numel: int
 
 
-Lists = list[list[Item]]  # by rank along an axis, this one included
+Lists = list[list[Item]]  # by rank along an axis, this rank included
 
 
 class Moves(NamedTuple):
-    """The items that this rank sends, receives or passes on between two layouts, in the order of sending."""
+    """Items sent, received or passed on by this rank between two layouts, in the order of sending."""
 
-    here: tuple[int, ...]  # coordinates
+    here: tuple[int, ...]  # this rank's coordinates
     items: list[Item]
-    stages: list[tuple[str, Lists, Lists]]  # an axis, sends and receives
+    stages: list[tuple[str, Lists, Lists]]  # (axis, sends, receives)
 
 
 def _moves(old: Layout, new: Layout) -> Moves:
-    if torch.compiler.is_compiling():  # dynamo cannot hash a layout, and traces this only once
+    if torch.compiler.is_compiling():  # dynamo cannot hash a layout, and traces this call only once
         return _find_moves(old, new)
     known = old.derived.moves
     if new.source not in known:
@@ -119,11 +119,11 @@ def _items(
 ) -> Iterator[Item]:
     """Yield the items of a leaf on this rank after the messages along the axes from number `k` on.
 
-    The last axis comes first: along axes before `k` an item has its source's coordinates, along others its target's. If
-    several ranks have a copy, the one with the target's other coordinates sends.
+    Messages go along the last axis first: along axes before `k` an item has its source's coordinates, along other axes
+    its target's. If several ranks have a copy, the one with the target's other coordinates sends.
     """
     source_row, target_row = old.row_of[leaf], new.row_of[leaf]
-    passed = [axis for axis in list(here)[:k] if axis in source_row.over]  # free coordinates of the target
+    passed = [axis for axis in list(here)[:k] if axis in source_row.over]  # along these axes, targets at any coordinate
     from_here = {axis: here[axis] for axis in list(here)[:k]}
     to_here = {axis: number for axis, number in here.items() if axis not in passed}
     if next(source_row.shards_of(leaf, sizes, from_here), None) is None:

@@ -1,7 +1,7 @@
 """Try on a small tree if an update of a leaf depends on other leaves: ranks that own leaves see no others.
 
-Clips act only above a threshold, so gradients have several magnitudes, and are not finite for one leaf. A trial misses
-an update that looks at other leaves only after many steps, or at other magnitudes.
+Clips act only above a threshold, so a trial's gradients have several magnitudes, and are not finite for one leaf. A
+trial misses an update that looks at other leaves only after many steps, or at other magnitudes.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from .moves import on_rank
 
 _MAGNITUDES = *((m, m, m) for m in (1.0, 1e-4, 1e4, 1e8)), (torch.inf, torch.nan, 1.0)  # of gradients
 _LEAVES = 6
-_LARGEST = 1 << 14  # elements of a leaf; each dim of a larger one is cut to `_SIDE`
+_LARGEST = 1 << 14  # elements of a leaf; each dim of a larger leaf is cut to `_SIDE`
 _SIDE = 8
 
 
@@ -39,15 +39,15 @@ class _Found(NamedTuple):
     drew: bool
     depends: bool
     communicated: bool = False
-    state: bool = False  # only the state depends
+    state: bool = False  # only the state depends on other leaves
     error: Exception | None = None
 
 
 def check_apart(init: Callable[[Tree], Tree], update: Callable[..., tuple[Tree, Tree]], nodes: Sequence[Parts]) -> None:
     """ValueError if the update of a leaf depends on other leaves, and other ranks own these.
 
-    On one rank it may, unless it draws random numbers: then leaves are updated one by one. An update that fails on the
-    whole tree here (because it needs arguments of its own, say) passes.
+    On one rank it may, unless it draws random numbers: then leaves are updated one by one. An update passes if it fails
+    on the trial's whole tree (because it needs arguments of its own, say).
     """
     device = device_of([*nodes])
     if is_tracing() or torch.compiler.is_compiling() or device.type == "meta":
@@ -86,7 +86,7 @@ def _tried(
                     together = [*runs(whole, magnitudes)]
                 except Misplaced:
                     raise
-                except Exception:  # no verdict by such gradients
+                except Exception:  # such gradients give no verdict
                     continue
                 for number, n in enumerate(span.leaf for span in whole.mine):
                     picked = whole.pick([n])
@@ -108,7 +108,7 @@ def _tried(
 
 
 def _chosen(leaves: Sequence[Leaf], numbers: Sequence[int]) -> dict[int, Form]:
-    """Some leaves, small ones first, of all numbers of dims; large ones are cut."""
+    """Choose up to `_LEAVES` leaves, the smallest of each number of dims first; cut large leaves."""
     by_dims: dict[int, list[int]] = {}
     order = sorted(zip(leaves, numbers, strict=True), key=lambda pair: (pair[0].numel, pair[1]))
     for leaf, n in order:
@@ -174,7 +174,7 @@ def _alike(x: Tree, y: Tree, number: int, num: int) -> bool:
 
 def _equal(x: Tree, y: Tree) -> bool:
     if not isinstance(x, Tensor) or not isinstance(y, Tensor):
-        return bool(x == y or (x != x and y != y))  # NaN is NaN
+        return bool(x == y or (x != x and y != y))  # NaN equals NaN
     x, y = unwrapped(x), unwrapped(y)  # functions may close over a batched rate
     if x.shape != y.shape or x.dtype != y.dtype or not (x.is_floating_point() or x.is_complex()):
         return x.dtype == y.dtype and torch.equal(x, y)

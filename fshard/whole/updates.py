@@ -2,9 +2,9 @@
 
 Note [Random numbers of an update]
     In a step random numbers come from the state's seed and step (`core.random.Seeds`), and from a place: a leaf's
-    number, or the numbers of a flat tensor and of this rank's shard. So ranks with copies draw the same, others do not.
-    Torch's generator depends on earlier draws: so an update that draws runs on one piece after another, seeded for
-    each.
+    number, or the numbers of a flat tensor and of this rank's shard. So ranks with copies draw the same numbers, other
+    ranks do not. Torch's generator depends on earlier draws, so a drawing update runs on one piece after another,
+    seeded for each.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from .moves import collect, on_rank, owned, spread
 from .trial import check_apart
 
 Update: TypeAlias = Callable[..., tuple[Tree, Tree]]
-Places: TypeAlias = Sequence[tuple[int, ...]]  # unlike those of other leaves and shards
+Places: TypeAlias = Sequence[tuple[int, ...]]  # distinct for leaves and shards
 
 
 def bring(x: Tree) -> Tree:
@@ -65,7 +65,7 @@ def back(x: Tree, like: Tree) -> Tree:
 
 
 def on_leaves(init: Init, update: Update) -> tuple[Init, Update]:
-    """Return `init` and `update` that get whole leaves wherever a tree is `Parts`.
+    """Wrap `init` and `update`: where a tree is `Parts`, both get whole leaves.
 
     ValueError from `init` if the update of a leaf depends on other leaves.
     """
@@ -100,9 +100,9 @@ def on_leaves(init: Init, update: Update) -> tuple[Init, Update]:
 
 
 def in_trees(init: Init, told: bool) -> Init:
-    """Return an `init` that raises `Misplaced` if fshard cannot see which tensors belong to which leaf.
+    """Make `init` raise `Misplaced` if fshard cannot see the leaf of a tensor.
 
-    `told`: also for tensors outside of trees that depend on the rank's elements.
+    `told`: also if tensors outside of trees depend on the rank's elements.
     """
 
     @wraps(init)
@@ -144,14 +144,14 @@ def _several(entry: Tree) -> str:
 
 
 def unwritten(update: Update) -> Update:
-    """Return an update that gets new containers; ValueError if it writes in place to a given tensor.
+    """Give `update` new containers; ValueError if it writes in place to a given tensor.
 
     With `own_grads` it may write to gradients.
     """
 
     @wraps(update)
     def run(*args: Any, **extra: object) -> tuple[Tree, Tree]:
-        if torch.compiler.is_compiling():  # its tensors count no writes
+        if torch.compiler.is_compiling():  # dynamo's tensors count no writes
             return update(*args, **extra)
         leaves, spec = tree.flatten(dict(zip(("gradients", "state", "params"), args, strict=False)) | extra)
         before = _num_writes(leaves)
@@ -180,7 +180,6 @@ def _check_written(paths: Sequence[str], update: Update, extra: Mapping[str, obj
 
 
 def _sent_back(update: Update, updates: Tree, whole: Tree, grads: Tree) -> Tree:
-    """Send the updates to where the gradients are."""
     given, got = ([getattr(x, "key", None) for x in tree.tops(t, Parts)] for t in (whole, updates))
     if given != got and tree.nodes(grads, Parts):
         raise ValueError(
@@ -191,7 +190,7 @@ def _sent_back(update: Update, updates: Tree, whole: Tree, grads: Tree) -> Tree:
 
 
 def _whole_tree(update: Update, *trees: Any, **extra: object) -> tuple[Tree, Tree]:
-    """Run an update once; in a step with random numbers of this place."""
+    """Run an update once; in a step, with this call's random numbers."""
     seeds = UPDATE.get()
     if seeds is None:
         return update(*trees, **extra)
@@ -200,11 +199,12 @@ def _whole_tree(update: Update, *trees: Any, **extra: object) -> tuple[Tree, Tre
 
 
 def _leaf_by_leaf(update: Update, grads: Parts, state: Tree, *more: Any, **extra: object) -> tuple[Tree, Tree]:
-    """Run an update of all whole leaves at once, or one by one if it draws random numbers in a step."""
+    """Run an update on all whole leaves at once, or leaf by leaf if it draws random numbers in a step."""
     seeds = UPDATE.get()
     if seeds is None:
         return update(grads, state, *more, **extra)
-    here, extra = seeds.following(), {name: x for name, x in extra.items() if name != "own_grads"}  # it may run twice
+    # the update may run twice
+    here, extra = seeds.following(), {name: x for name, x in extra.items() if name != "own_grads"}
     with here.block() as drew:
         updates, new = update(grads, state, *more, **extra)
         if not drew():
@@ -214,7 +214,7 @@ def _leaf_by_leaf(update: Update, grads: Parts, state: Tree, *more: Any, **extra
 
 
 def row_by_row(update: Update) -> Update:
-    """Return an update of elements, or its fused twin, that draws alike in a step for copies of a tensor."""
+    """Let an elementwise update, or its fused twin, draw equal numbers in a step for copies of a tensor."""
 
     def run(grads: Tree, state: Tree, params: Tree = None, *more: object, **extra: object) -> tuple[Tree, Tree]:
         given, seeds = (state, *[params] * (params is not None), *more), UPDATE.get()
@@ -232,7 +232,7 @@ def row_by_row(update: Update) -> Update:
 
 
 def at_once(update: Update) -> Update:
-    """Return an update of a whole tree, or its fused twin, that may draw random numbers on one rank alone."""
+    """Let an update of a whole tree, or its fused twin, draw random numbers on a mesh of one rank alone."""
 
     def run(grads: Tree, state: Tree, *more: Any, **extra: object) -> tuple[Tree, Tree]:
         if differentiates(grads):
@@ -255,14 +255,14 @@ def at_once(update: Update) -> Update:
 
 
 def _places(layout: Layout) -> Places:
-    """Numbers for each tensor: of a whole leaf; of a flat tensor and this rank's shard."""
+    """Numbers for each tensor: a whole leaf's number; a flat tensor's and this rank's shard's numbers."""
     if not layout.flat:
         return [(span.leaf,) for span in layout.mine]
     return [(n, coordinate(layout.live_mesh(), over)) for n, over in sorted(layout.cut_over.items())]
 
 
 def _piecewise(seeds: Seeds, update: Update, grads: Parts, *trees: Any, **extra: object) -> tuple[Tree, list[Tree]]:
-    """Run an update on each tensor of `Parts`, seeded by its place; return the updates, and each state."""
+    """Run an update on each tensor of `Parts`, seeded by its place; return the updates, and each run's state."""
 
     for x in tree.nodes(trees, Parts):
         if len(x.tensors) != len(grads.tensors):
@@ -284,7 +284,7 @@ def _cut(number: int) -> Callable[[Tree], Tree]:
 
 
 def _check_structure(update: Update, old: Tree, new: Tree) -> None:
-    """In another structure no tensor is known to belong to a leaf."""
+    """ValueError for another structure: the leaves of its tensors are not known."""
     if tree.flatten(old)[1] != tree.flatten(new)[1]:
         same = "a number or None has become a tree, or a list or dict has other entries"
         raise ValueError(
@@ -295,7 +295,7 @@ def _check_structure(update: Update, old: Tree, new: Tree) -> None:
 
 
 def _joined(like: Tree, states: Sequence[Tree]) -> Tree:
-    """The tensors of all states in `Parts`, and all else from `like`."""
+    """Return `like` with the tensors of all states in its `Parts`."""
 
     def put(x: Tree, *pieces: Tree) -> Tree:
         return tree.unflatten(tree.flatten(x)[1], [t for (t,) in pieces]) if isinstance(x, Parts) else x
@@ -317,10 +317,10 @@ def _check_passed(name: str, nodes: Sequence[Parts], state: Tree) -> None:
 
 
 def _begun(init: Init, whole: Tree) -> Tree:
-    """A rank without leaves may take the counts in the state of another leaf."""
+    """If `init` fails on a rank without leaves, take the counts in the state of a leaf of zeros."""
     try:
         return init(whole)
-    except Exception as failure:  # perhaps the user's function reads the first leaf
+    except Exception as failure:  # perhaps `init` reads the first leaf
         if isinstance(failure, MismatchError) or not isinstance(whole, Parts) or whole.tensors:
             raise
         stand_in = _stand_in(whole)
@@ -328,7 +328,7 @@ def _begun(init: Init, whole: Tree) -> Tree:
 
 
 def _on_none(init: Init, update: Update, grads: Parts, state: Tree, *more: Any, **extra: object) -> tuple[Tree, Tree]:
-    """If the update needs a leaf, run it on another, for counts alone."""
+    """If the update needs a leaf, run it on a leaf of zeros, for counts alone."""
     try:
         return _whole_tree(update, grads, state, *more, **extra)
     except MismatchError:
