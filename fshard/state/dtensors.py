@@ -14,7 +14,7 @@ from ..core.storage import as_bytes, from_bytes
 
 
 def is_sharded(x: object) -> bool:
-    """A ShardedTensor is FSDP1's without a DeviceMesh."""
+    """A ShardedTensor is FSDP1's, without a DeviceMesh."""
     return _is_dtensor(x) or hasattr(x, "local_shards")
 
 
@@ -23,7 +23,7 @@ def _is_dtensor(x: object) -> bool:
 
 
 def sharding(x: Any) -> str:  # a DTensor or ShardedTensor
-    """The same words on every rank."""
+    """Describe a tensor, equally on every rank."""
     if _is_dtensor(x):
         return f"a DTensor {x.dtype} {list(x.shape)} {x.placements} over {list(x.device_mesh.mesh.shape)} ranks"
     return f"a ShardedTensor {x.dtype} {list(x.size())}"
@@ -50,7 +50,7 @@ def whole_tensor(x: Any, mesh: AnyMesh, label: str) -> Tensor:
             f"{label}: {sharding(x)}: expected a plan on a mesh of all ranks that have a part of it, its mesh has "
             f"{count} of {len(is_here)} parts"
         )
-    # Parts of other ranks are zeros here, and replicas are equal: a maximum joins all; of bytes, to keep NaN.
+    # Parts of other ranks are zeros here, and replicas are equal, so a maximum of bytes joins all and keeps NaN.
     return from_bytes(primitives.total(as_bytes(full), mesh, op="max", label=label), x.dtype).view(full.shape)
 
 

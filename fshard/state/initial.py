@@ -18,7 +18,7 @@ Initialize = Callable[[str, Tensor], Tensor]
 def init_params(plan: Plan, fn: Initialize, seed: int = 0) -> Sharded:
     """Make sharded parameters: `fn(path, like)` returns the whole tensor of a leaf; each rank keeps its part.
 
-    - `fn`: called in the order of the leaves of `plan`, once for tied ones. `like` is a meta tensor with the shape of
+    - `fn`: called in the order of the leaves of `plan`, once for tied leaves. `like` is a meta tensor with the shape of
       the leaf and its dtype in storage
     - `seed`: torch's generators are seeded by (seed, path), so `fn` draws the same numbers on any number of ranks
 
@@ -53,6 +53,6 @@ def init_params(plan: Plan, fn: Initialize, seed: int = 0) -> Sharded:
 def filled(into: Sharded, read: Callable[[Slot], Tensor]) -> Sharded:
     for place in into.plan.rows:
         if row := into.view.rows.get(place):
-            # no variable holds the leaves: the next unit's would join them in memory
+            # no variable keeps the leaves in memory while the next unit's are made
             pack({slot: read(slot) for slot in row.leaves}, into.plan, row, into.shard(*place))
     return into

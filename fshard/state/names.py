@@ -29,7 +29,7 @@ def renamed(names: Iterable[str], rename: Rename | None = None) -> dict[str, str
 def origins(names: Iterable[str], rename: Rename | None = None, others: Iterable[str] = ()) -> dict[str, list[str]]:
     """As `renamed`, but several names may become one: map the plan's names to lists.
 
-    A dict may also have the names `others`.
+    A dict `rename` may also have the names in `others`.
 
     >>> origins(["a.step", "b.step"], lambda name: "step")
     {'step': ['a.step', 'b.step']}

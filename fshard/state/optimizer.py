@@ -1,7 +1,7 @@
 """The state of an optimizer: whole, by leaf path, on all ranks or on one; in torch's formats; partitions; new leaves.
 
 A whole state is a dict of tensors, by the path of the state's field and of the leaf: {"count": ..., "mu.head.w": ...}.
-It does not depend on ranks, plans or partitions, so any other can read it.
+It does not depend on ranks, plans or partitions, so any run can read it.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _OTHERS = "it has other leaves of the state"
 
 
 def _mesh(state: Tree, params: Tree = ()) -> AnyMesh:
-    """Without tensors of leaves, the mesh of labels' leaves or of the parameters, or None."""
+    """The mesh of the state, else of labels' leaves, else of the parameters, else None."""
     labels = (layout.mesh for node in tree.nodes(state, LabelState) for _, layout in node.layouts)
     return next((mesh for mesh in (mesh_of(state), *labels, mesh_of(params)) if mesh is not None), None)
 
@@ -69,7 +69,7 @@ def _chunks(layout: Layout) -> Iterator[list[int]]:
 def gather_state(state: Tree, rank: int | None = None) -> dict[str, Tensor]:
     """Return an optimizer's whole state by field and leaf path, on every rank, or on one in host memory.
 
-    With `rank`, only that rank of the mesh gets the `state`, the others {}; leaves travel a few at a time, and no
+    With `rank`, only that rank of the mesh gets the `state`, other ranks {}; leaves travel a few at a time, and no
     device holds more. Every rank must call it. A state of numbers alone (of `sgd` without momentum) has no mesh: every
     rank gets it. Dual: `shard_state`.
 
@@ -78,7 +78,7 @@ def gather_state(state: Tree, rank: int | None = None) -> dict[str, Tensor]:
     {'count': tensor(0.), 'momentum.w': tensor([0., 0.])}
     """
     _check_rank("gather_state: rank", _mesh(state), rank)
-    # copies, because the state may be given away
+    # copies, because a step may donate the state
     return _gathered(state, _mesh(state), rank, partial(_copy, rank))
 
 
@@ -108,7 +108,6 @@ def _check_tensors(nodes: Sequence[tuple[str, Tree]]) -> None:
 
 
 def _check_rank(name: str, mesh: AnyMesh, rank: int | None) -> None:
-    """Without a mesh any number is allowed."""
     if rank is not None:
         check_whole(name, rank, 0, torch.inf if mesh is None else num_ranks(mesh), "a rank of the state's mesh")
 
@@ -131,7 +130,7 @@ def _whole_leaves(x: Parts, rank: int | None) -> Iterator[tuple[str, Tensor]]:
 def shard_state(whole: Mapping[str, Tensor], like: Tree, src: int | None = None) -> Tree:
     """Return a whole state in the partition of `like`, a state of the same optimizer. Dual: `gather_state`.
 
-    - `whole`: the whole state on every rank, or with `src` on this rank of the mesh alone (else None)
+    - `whole`: the whole state on every rank, or with `src` on this rank of the mesh alone (None on others)
     - `like`: of any plan, partition and number of ranks; made by `init`, say
 
     Every rank must call it. A state of numbers alone has no mesh, and takes no `src`. ValueError names missing tensors
@@ -178,7 +177,7 @@ def _sharded(whole: Mapping[str, Tensor] | None, like: Tree, mesh: AnyMesh, src:
 
 
 def _check_plain(mesh: AnyMesh, nodes: Mapping[str, Tree], what: str, remedy: str) -> None:
-    """Raise MismatchError on every rank if a tensor outside of `Parts`, such as a count, differs between ranks."""
+    """MismatchError on every rank if a tensor outside of `Parts`, such as a count, differs between ranks."""
     if mesh is None or num_ranks(mesh) == 1:
         return
     plain = {path: x for path, x in nodes.items() if isinstance(x, Tensor)}
@@ -244,9 +243,10 @@ def extend(state: Tree, tx: TransformLike, params: Tree) -> Tree:
     """Return the state of `tx` over `params`: leaves in `state` go on, new ones begin.
 
     As torch's `add_param_group`. `tx` gives new leaves their own label, and so their own count: their bias correction
-    begins at 1, while that of others goes on. In `resting`, and in `from_torch` of Adafactor and Muon, no leaves share
-    a count, and new leaves need no label. Leaves keep their paths; plan, partition and labels may change. Every rank
-    must call it; the state passes through the host of rank 0. ValueError if new leaves would share a count with others.
+    begins at 1, while that of old leaves goes on. In `resting`, and in `from_torch` of Adafactor and Muon, no leaves
+    share a count, and new leaves need no label. Leaves keep their paths; plan, partition and labels may change. Every
+    rank must call it; the state passes through the host of rank 0. ValueError if new leaves would share a count with
+    old ones.
 
     >>> state = adamw(0.1).init({"w": torch.ones(1)})
     >>> tx = by_label({"old": adamw(0.1), "new": adamw(0.1)}, {"lora": "new", "**": "old"})
@@ -263,7 +263,7 @@ def extend(state: Tree, tx: TransformLike, params: Tree) -> Tree:
 
 
 def _origins(state: Tree, begun: Tree, params: Tree) -> dict[str, str]:
-    """Map keys of `begun` to keys of `state` to go on from."""
+    """Map keys of `begun` to the keys of `state` with their values."""
     before, fields = known(state, params).fields, known(begun, params).fields
     keys = {field.place: field.key for field in before}
     origins = {field.key: keys[field.place] for field in fields if not field.lone and field.place in keys}
@@ -306,8 +306,8 @@ def state_dict(
     - `dtensors`: tensors of a leaf's shape are DTensors, cut like the parameters, as in FSDP2's optimizers
 
     Each label of `by_label` has a parameter group, in order. Frozen leaves of `params` have a number and no state, as
-    in torch. With `params.trainable`, and with `by_label`, they have no number: then give torch's optimizer the trained
-    leaves. Dual: `load_state_dict`.
+    in torch. With `params.trainable`, or with `by_label`, frozen leaves have no number: then give torch's optimizer the
+    trained leaves. Dual: `load_state_dict`.
 
     >>> params = {"w": torch.ones(1)}
     >>> optim.state.state_dict(adamw(0.1).init(params), params)["state"]
@@ -340,7 +340,7 @@ def state_dict(
 
 
 def _chunked(state: Tree, params: Tree) -> Callable[[str, Tensor], Tensor]:
-    """Tensors of a leaf's shape become DTensors, cut like the leaf; others are copied."""
+    """Tensors of a leaf's shape become DTensors, cut like the leaf; other tensors are copied."""
     layout = layout_of(params)
     on = device_mesh(layout.mesh if layout.axes else _mesh(state, params), "state_dict: dtensors=True")
     leaves = ((n, layout.leaves[n]) for n in layout.numbers)
@@ -363,18 +363,18 @@ def load_state_dict(
 ) -> Tree:
     """Read a state in torch.optim's format, `saved`, into the partition of `like`.
 
-    - `saved`: from a torch optimizer, DDP, ZeroRedundancyOptimizer or FSDP, with leaves by path or by index. DTensors
-      and ShardedTensors are made whole, one at a time: then every rank passes its own
+    - `saved`: from a torch optimizer, DDP, ZeroRedundancyOptimizer or FSDP, with leaves by path or by index. Every
+      rank passes its own DTensors and ShardedTensors; one at a time is made whole
     - `params`: the parameters of `like`
     - `order`: for leaves by index, their paths in the order of torch's groups. By default the groups are those of
       `state_dict`, with or without frozen leaves; ValueError for groups of other sizes
-    - `src`: as for `shard_state`, also for numbers alone
+    - `src`: as for `shard_state`, also for states of numbers alone
     - `strict=False`: a leaf without a state (torch has none before its first gradient) stays as in `like`; entries
       without a place in `like` (the state of a frozen leaf, AMSGrad's maximum in `adamw`) are left out
 
-    Fields of `like` stay if torch does not keep them. Leaves that share a count must have equal steps (without a state,
-    the steps of `like`), or labels of their own (`by_label`). Settings of groups are left out, but those of
-    `with_hyperparams`. ValueError names a leaf, or the entry it lacks. Dual: `state_dict`.
+    Fields of `like` stay if torch does not keep them. Leaves that share a count must have equal steps (without a
+    state, the step of `like`), or labels of their own (`by_label`). Settings of groups are left out, except
+    hyper-parameters of `with_hyperparams`. ValueError names a leaf, or the entry it lacks. Dual: `state_dict`.
 
     >>> params = {"w": torch.ones(1)}
     >>> state = adamw(0.1).init(params)
@@ -385,7 +385,7 @@ def load_state_dict(
     _agree_on_source("load_state_dict", mesh, src, strict)
     read = partial(read_saved, saved, like, params, order, src, strict)
     whole, untouched = together(mesh, read if _holds(mesh, src) else lambda: ({}, set()))
-    if src is None:  # these determine the collectives that follow
+    if src is None:  # the text determines the next collectives
         lines = [f"{key!r}: {sharding(x)}" for key, x in whole.items() if is_sharded(x)]
         text = "\n".join([*lines, *(f"{key!r} keeps its state" for key in sorted(untouched))])
         check_same(mesh, text, "load_state_dict: saved", "Pass the state of the same optimizer on all ranks")
@@ -417,7 +417,7 @@ def torch_names(
 
     The program saved `{model: model_state, optim: optimizer_state}` with torch.distributed.checkpoint, with leaves by
     path (FSDP2, get_state_dict) or by number (DDP, `optimizer.state_dict()`; `order` as for `load_state_dict`).
-    ValueError if names of leaves may be numbers of others: give `order`, () for leaves by path. Restore the tree
+    ValueError if a leaf's name may be another leaf's number: give `order`, () for leaves by path. Restore the tree
     `{"params": params, "opt_state": state, "extra": buffers}`, with `buffers` as `functionalize` gives them. Settings
     of torch's parameter groups are left out, except hyper-parameters of `with_hyperparams`.
 

@@ -26,9 +26,9 @@ def state_dict(x: Sharded, rank: int | None = None, dtensors: bool = False) -> d
     """Return the whole leaves in host memory by their dotted names; one unit at a time is whole on the device.
 
     - `x`: the parameters of a whole plan
-    - `rank`: only this rank of the mesh gets them, the others an empty dict
+    - `rank`: only this rank of the mesh gets the leaves, other ranks an empty dict
     - `dtensors`: return DTensors on the plan's DeviceMesh, as FSDP2's `model.state_dict()`: `Shard(0)` along the axes
-      over which the tree is cut, `Replicate` along the others. Chunks are copies, in the memory of the leaves
+      over which the tree is cut, `Replicate` along the others. Chunks are copies on the shards' device
 
     Every rank must call it. Tied leaves are one tensor under each of their names. ValueError for a subtree, and for
     DTensors without a DeviceMesh. Dual: `load_state_dict`.
@@ -71,13 +71,13 @@ def load_state_dict(
     - `mapping`: whole tensors, DTensors or ShardedTensors, moved to the device, and cast among floating or among
       complex dtypes. A mapping may read a tensor only when asked for it. A tied leaf may have one of its names or all
     - `rename`: a function from a name to the plan's name, or a dict of the names that change; None leaves a name out
-    - `src`: only this rank of the mesh passes (whole) tensors, the others an empty mapping
+    - `src`: only this rank of the mesh passes (whole) tensors, other ranks an empty mapping
     - `strict=False`: leaves missing in the mapping keep the values of `x`, and unknown names are left out; a mapping
       without known names is an error
 
     Every rank must call it: each reads all names, one unit at a time, and keeps its part. ValueError lists every
-    difference (missing or unknown names, shapes, dtypes, unequal tied leaves), on all ranks if one has an error; also
-    for a subtree. Dual: `state_dict`.
+    difference (missing or unknown names, shapes, dtypes, unequal tied leaves), on all ranks if one finds any.
+    ValueError for a subtree. Dual: `state_dict`.
 
     >>> params = shard_params({"w": torch.ones(2)}, make_plan({"w": torch.ones(2)}))
     >>> gather_params(load_state_dict(params, {"module.w": torch.tensor([3.0, 4.0])}, {"module.w": "w"}))
@@ -115,7 +115,7 @@ def load_with_buffers(
     remedy = "Pass the same names, and whole tensors on all ranks or on none"
     check_same(mesh, source.described, "load_state_dict: mapping", remedy)
     is_there = torch.tensor([*map(source.has, wanted)], dtype=torch.uint8, device=x.plan.device)
-    if src is not None and wanted:  # only `src` knows
+    if src is not None and wanted:  # only `src` has the mapping
         is_there = primitives.from_rank(is_there, mesh, src, "load_state_dict")
     there = {leaf.names[0] for leaf, flag in zip(wanted, is_there.tolist(), strict=True) if flag}
     tied = [leaf for leaf in wanted if len(leaf.names) > 1]
@@ -148,7 +148,7 @@ def _keep(absent: Collection[Slot], x: Sharded, into: Sharded) -> None:
 class _Source(NamedTuple):
     mapping: Mapping[str, Tensor]
     names: Mapping[str, str]
-    described: str  # equal on all ranks
+    described: str  # must be equal on all ranks
 
     def has(self, leaf: Wanted) -> bool:
         return any(name in self.names for name in leaf.names)
@@ -162,7 +162,7 @@ class _Source(NamedTuple):
         return torch_sharded.whole_tensor(self.get(name), mesh, "state dict")
 
     def unequal(self, leaf: Wanted, mesh: AnyMesh) -> Iterator[str]:
-        """Every rank must call it, to its end."""
+        """Every rank must run it to its end."""
         first, *others = [name for name in leaf.names if name in self.names] or [""]
         for name in others:
             a, b = self.get(first), self.get(name)
@@ -182,7 +182,6 @@ def _source(
     strict: bool,
     paths: Mapping[str, str] | None,
 ) -> _Source:
-    """ValueError lists all differences."""
     expect("load_state_dict: mapping", mapping, isinstance(mapping, Mapping), "a dict of tensors by dotted name")
     new = renamed(mapping, rename)
     to_path = paths or {}
@@ -191,7 +190,7 @@ def _source(
     is_partial = not strict and (known or not names)
     errors = [] if is_partial else [*name_differences([leaf.names for leaf in wanted], names)]
     for name, form in known:
-        value = mapping[names[name]]  # one at a time: a mapping may read it from a file
+        value = mapping[names[name]]  # one tensor at a time: a mapping may read it from a file
         errors += filter(None, [unfit(name, form, value)])
         sharded += [f"{name!r}: {torch_sharded.sharding(value)}"] if torch_sharded.is_sharded(value) else []
     if sharded and src is not None:

@@ -36,7 +36,7 @@ class Field(NamedTuple):
     key: str
     path: str
     leaves: list[str]
-    lone: bool  # one tensor for all leaves, as `count`
+    lone: bool  # one tensor for all leaves, like `count`
 
     @property
     def place(self) -> str:
@@ -44,9 +44,9 @@ class Field(NamedTuple):
         return self.path if self.lone else joined(self.path, *self.leaves)
 
     def counts(self, other: Field) -> bool:
-        """True if `other` is of one of these leaves, in the same part of the state."""
+        """True if `other` belongs to one of this field's leaves, in the same part of the state."""
         *parents, _ = self.path.split(".")
-        if parents[-1:] == ["scalars"]:  # their trees are next to them in a TorchState
+        if parents[-1:] == ["scalars"]:  # a TorchState has its trees next to its scalars
             parents.pop()
         return not other.lone and other.path.split(".")[: len(parents)] == parents and other.leaves[0] in self.leaves
 
@@ -83,14 +83,14 @@ def _fields(state: Tree, leaves: list[str], spec: tree.Spec | None, key: str = "
 
 
 def _torch_names(fields: Sequence[Field], trained: Set[str]) -> dict[tuple[str, str], Field]:
-    """By (leaf, torch's name); of two with one name the innermost gets it."""
+    """Fields by (leaf, torch's name); of two with one name, the innermost field gets it."""
     named: dict[tuple[str, str], Field] = {}
     with_own = {leaf for field in fields if not field.lone for leaf in field.leaves}
     for field in (field for field in fields if field.hyperparam is None):
         *parents, last = field.path.split(".")
-        # a TorchState has the names of its class
+        # a TorchState has its class's names
         torchs = last if parents[-1:] in (["tensors"], ["scalars"]) else _TORCH.get(last, last)
-        # a count is of the leaves with moments; without moments, of all trained leaves
+        # a count belongs to the leaves with moments; without moments, to all trained leaves
         counted = [leaf for leaf in field.leaves if leaf in with_own] or [x for x in field.leaves if x in trained]
         for leaf in counted if field.lone else field.leaves:
             name = leaf, torchs
@@ -108,7 +108,7 @@ def _label_sets(state: Tree) -> Iterator[set[str]]:
 
 
 def _without_tensors(state: Tree, leaves: Sequence[str]) -> set[str]:
-    """As in SGD without momentum."""
+    """Leaves without tensors, as in SGD without momentum."""
     nodes = tree.tops(state, lambda x: isinstance(x, TorchState | LabelState))
     in_groups = {leaf for node in nodes if isinstance(node, TorchState) and node == ({}, {}) for leaf in leaves}
     labelled = [(node.inner[label], x) for node in nodes if isinstance(node, LabelState) for label, x in node.layouts]
@@ -133,9 +133,9 @@ class Known(NamedTuple):
 
     fields: list[Field]
     named: dict[tuple[str, str], Field]  # by leaf and torch's name
-    groups: list[list[str]]  # torch's parameter groups
-    trained: list[list[str]]  # the same without frozen leaves
-    leaves: list[str]  # of all parameters
+    groups: list[list[str]]
+    trained: list[list[str]]  # `groups` without frozen leaves
+    leaves: list[str]  # paths of all parameters
 
 
 def known(state: Tree, params: Tree) -> Known:
@@ -159,14 +159,14 @@ def _trainable(params: Tree) -> set[str]:
 def read_saved(
     saved: Mapping[str, Tree], like: Tree, params: Tree, order: Sequence[str] | None, src: int | None, strict: bool
 ) -> tuple[dict[str, Tensor], set[str]]:
-    """Read a whole state from torch's format, tensors as they are; also return the keys that stay as in `like`."""
+    """Read a whole state from torch's format, with tensors as they are; also return the keys that stay as in `like`."""
     _check_saved(saved)
     state = known(like, params)
     path_of = _path_of(saved, state, order)
     entries = _by_path(saved, path_of, state.leaves)
     whole = {path: node for path, node in tree.paths_to(like, Parts) if not isinstance(node, Parts)}
     untouched = set[str]()
-    # for numbers shared by leaves: values in `saved`, else of `like`
+    # numbers shared by leaves: `lone` from `saved`, else `kept` from `like`
     lone, kept = dict[str, dict[str, Tensor]](), dict[str, dict[str, Tensor]]()
     for (leaf, name), field in state.named.items():
         entry = entries.get(leaf, {})
@@ -252,7 +252,7 @@ def _check_used(entries: Mapping[str, Mapping[str, Tree]], named: Set[tuple[str,
 
 
 def _path_of(saved: Mapping[str, Tree], state: Known, order: Sequence[str] | None) -> Callable[[str | int], str]:
-    """Map torch's key of a leaf (its path, or the number of the parameter) to the path."""
+    """Map torch's key of a leaf (its path or number) to the path."""
     groups = [list(group["params"]) for group in saved["param_groups"]] if "param_groups" in saved else None
     keys = [*saved["state"], *chain.from_iterable(groups or ())]
     is_numbered = any(isinstance(key, int) for key in keys)
