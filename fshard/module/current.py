@@ -48,7 +48,7 @@ class ModuleCall:
         self.put: dict[tuple[int, str], tuple[Any, Any]] = {}  # assigned tensors: (place, tensor)
         self._copies: dict[object, Tensor] = {}  # of buffers, made when first read
         self._after: dict[object, Tensor] = {}  # replaced buffers, after the call
-        self._touching = set[CodeType]()  # code that touched buffers in the forward
+        self._touching = set[CodeType]()  # code of the forward with access to buffers
         self._returned = False
         self._nodes = (0, 0)  # the call's range of node numbers
         self.thread = get_ident()  # in a backward, the backward's thread
@@ -89,8 +89,8 @@ class ModuleCall:
     def new_buffers(self, ties: Sequence[int], replaced: Mapping[int, Tensor]) -> list[Tensor]:
         """Return the buffers after the call: the caller's own tensors if the module read and wrote nothing.
 
-        `ties`: for each buffer the number of the first one that is the same tensor. `replaced`: tensors that the module
-        set as buffers. A read copy counts as written: torch does not count batch norm's writes.
+        `ties`: for each buffer, the number of the first buffer with this tensor. `replaced`: tensors set as buffers by
+        the module. A read copy counts as written: torch does not count batch norm's writes.
         """
         kept = [self._copies.get(number, old) for number, old in zip(ties, self.buffers, strict=True)]
         self.buffers = [replaced.get(number, x) for number, x in enumerate(kept)]
