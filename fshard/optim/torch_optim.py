@@ -34,11 +34,11 @@ Run = Callable[[Tree, TorchState, Tree, Settings], TorchState]
 def from_torch(cls: type[Optimizer], **hyperparams: object) -> Transform:
     """Run an optimizer class of torch.optim, or one of yours, `cls(params, **hyperparams)`, as a transformation.
 
-    `step` gives exactly the parameters that the class would give. The class's own step must need no closure and take
+    `step` gives exactly the parameters of the class's own step. The class's own step must need no closure and take
     dense gradients, and the class must keep only tensors and numbers of each parameter (`self.state[p]`). Your classes,
-    and those of torch that look at whole leaves (Muon, Adafactor), get whole leaves, however the parameters are cut. If
-    the class's step has further arguments, `update` passes them on by name. Trial steps, which show the class's state,
-    pass 1.0 for an argument without a default. For parameter groups, give `by_label` a `from_torch` for each.
+    and non-elementwise classes of torch (Muon, Adafactor), get whole leaves, however the parameters are cut. If the
+    class's step has further arguments, `update` passes them on by name. Trial steps, which show the class's state, pass
+    1.0 for an argument without a default. For parameter groups, give `by_label` a `from_torch` for each.
 
     ValueError for a class that cannot be a pure function; for LBFGS use `lbfgs`.
 
