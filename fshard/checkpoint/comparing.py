@@ -24,7 +24,7 @@ _WINDOW = 1 << 18  # elements read and compared at a time
 def compare(place: Place, step: int, other_place: Place, other_step: int) -> Iterator[TextLine]:
     """Yield the differences of two checkpoints. CheckpointError if one of them is damaged.
 
-    Leaves cut alike with equal checksums count as equal; data of other leaves is read.
+    If two leaves have equal pieces and checksums, they count as equal; else their data is read.
     """
     index, other = index_at(place, step)[0], index_at(other_place, other_step)[0]
     for label, where, x in (("A", place, index), ("B", other_place, other)):
@@ -36,7 +36,7 @@ def compare(place: Place, step: int, other_place: Place, other_step: int) -> Ite
         a, b = (x.leaves.get(name, x.values.get(name)) for x in (index, other))
         if isinstance(a, IndexEntry) and isinstance(b, IndexEntry):
             text, gap = _of_leaf(here, a, there, b, name)
-        else:  # repr: nan is not equal to nan, and 1 not to 1.0
+        else:  # by repr, nan equals nan, and 1 differs from 1.0
             text, gap = "" if repr(a) == repr(b) else f"{_shown(a)} in A, {_shown(b)} in B", {}
         if text:
             num_different += 1
@@ -55,7 +55,7 @@ def _shown(x: object) -> str:
 def _of_leaf(
     place: Place, a: IndexEntry, other_place: Place, b: IndexEntry, name: str
 ) -> tuple[str, dict[str, object]]:
-    """Return the difference as text and data; empty if equal."""
+    """Return the difference as text and data; both are empty if the leaves are equal."""
     if a.shape != b.shape:
         return f"{_shown(a)} in A, {_shown(b)} in B", {}
     if a.dtype == b.dtype and (a.numel == 0 or _same_checksums(a, b)):
@@ -105,11 +105,11 @@ def _gap(x: Tensor, y: Tensor) -> _Gap:
 def _double(x: Tensor) -> Tensor:
     if x.is_complex():
         return x.to(torch.complex128)
-    return (x.float() if x.itemsize == 1 else x).double()  # float8 has no kernel to float64
+    return (x.float() if x.itemsize == 1 else x).double()  # torch cannot cast float8 to float64
 
 
 def _read(place: Place, entry: IndexEntry, begin: int, end: int, name: str) -> Tensor:
-    """Read elements [begin, end) in row-major order. In another order, everything between is read, too."""
+    """Read elements [begin, end) in row-major order. If the stored order differs, elements between are read, too."""
     if not entry.order:
         return elements(place, entry, begin, end, name)
     numbers = numbers_in(entry.order, entry.shape, (), begin, end - begin)
@@ -118,7 +118,7 @@ def _read(place: Place, entry: IndexEntry, begin: int, end: int, name: str) -> T
 
 
 def elements(place: Place, entry: IndexEntry, begin: int, end: int, name: str) -> Tensor:
-    """Read elements [begin, end), in the order of the leaf, to the host."""
+    """Read elements [begin, end), in the stored order, to the host."""
     size = entry.dtype.itemsize
     data = bytearray((end - begin) * size)
     for piece in entry.pieces:

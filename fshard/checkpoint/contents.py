@@ -24,14 +24,14 @@ from ..state.dtensors import is_sharded, sharding
 
 # a piece of a leaf: name of the leaf, first element, end, and tensors with the piece's bytes
 Named = tuple[str, int, int, list[Tensor]]
-_SMALL = 1 << 18  # elements: of equal copies each rank writes a share of larger parts
+_SMALL = 1 << 18  # elements; if several ranks have a larger part, each writes a share of it
 
 
 @dataclass(frozen=True)
 class SavedSpan:
-    """Elements of a leaf on this rank, from number `begin` in the leaf's order on; a view of the state if possible.
+    """Elements of a leaf on this rank, from element `begin` in the leaf's order on; a view of the state if possible.
 
-    This is copy number `holder` of `holders` equal ones.
+    `holders` ranks have a copy; this rank is number `holder` of them.
     """
 
     name: str
@@ -42,24 +42,24 @@ class SavedSpan:
     order: tuple[int, ...] = ()
 
     def share(self, number: int) -> tuple[int, int]:
-        """Return the elements [begin, end) to write of leaf `number`."""
+        """Return the range [begin, end) of these elements for this rank to write. `number`: of the leaf."""
         numel = self.elements.numel()
-        if numel <= _SMALL:  # one rank writes all: the holders take turns
+        if numel <= _SMALL:  # one rank writes all; the holders take turns by leaf
             return (0, numel) if number % self.holders == self.holder else (0, 0)
         return numel * self.holder // self.holders, numel * (self.holder + 1) // self.holders
 
 
 @dataclass(frozen=True)
 class Contents:
-    """A state as a rank sees it: the leaves (equal on all ranks), this rank's parts, and other values."""
+    """A state as a rank sees it: leaves' forms (equal on all ranks), this rank's parts, and other values."""
 
     mesh: AnyMesh
     forms: dict[str, Form] = field(default_factory=dict)
-    orders: dict[str, tuple[int, ...]] = field(default_factory=dict)  # of elements; missing leaves are row-major
+    orders: dict[str, tuple[int, ...]] = field(default_factory=dict)  # of elements; row-major if missing
     parts: list[SavedSpan] = field(default_factory=list)
     values: dict[str, Json] = field(default_factory=dict)
     plans: list[str] = field(default_factory=list)
-    aliases: dict[str, str] = field(default_factory=dict)  # other names of tied leaves
+    aliases: dict[str, str] = field(default_factory=dict)  # tied leaves: first name by other name
     threads: int = field(default_factory=torch.get_num_threads)
 
     @property
@@ -72,7 +72,7 @@ class Contents:
 
 
 def contents_of(state: Tree, function: str, mesh: AnyMesh) -> Contents:
-    """TypeError or ValueError, beginning with `function`, for other leaves."""
+    """TypeError or ValueError, beginning with `function`, for an unsupported leaf."""
     contents, names = Contents(mesh), list[str]()
     for path, node in tree.paths_to(state, Parts):
         if isinstance(node, Parts):
@@ -86,7 +86,7 @@ def contents_of(state: Tree, function: str, mesh: AnyMesh) -> Contents:
                 text = f"expected a dense tensor, got {node.layout}: call to_dense() on it"
                 raise ValueError(f"{function}: leaf {path!r}: {text}")
             contents.forms[path] = Form(tuple(node.shape), node.dtype)
-            plain = node.detach().resolve_conj().resolve_neg().contiguous()  # so its bytes are its elements'
+            plain = node.detach().resolve_conj().resolve_neg().contiguous()  # then its bytes are its elements in order
             contents.parts.append(SavedSpan(path, 0, plain, contents.rank, contents.ranks))
         elif isinstance(node, bool | int | float | str):
             names.append(path)
@@ -106,7 +106,7 @@ def add_parts(contents: Contents, path: str, node: Parts) -> list[str]:
     names = {number: tree.joined(path, layout.leaves[number].path) for number in layout.numbers}
     forms = {name: Form(layout.leaves[number].shape, layout.leaves[number].dtype) for number, name in names.items()}
     contents.forms.update(forms)
-    # whole leaves lie row-major, in whatever order they travel
+    # whole leaves are stored row-major, whatever their order in collectives
     orders = {name: layout.leaves[number].order if layout.flat else () for number, name in names.items()}
     contents.orders.update(orders)
     contents.plans.append(getattr(node.home, "fingerprint", ""))
@@ -115,7 +115,7 @@ def add_parts(contents: Contents, path: str, node: Parts) -> list[str]:
             contents.aliases.update({tree.joined(path, name): tree.joined(path, first) for name in same})
     for span, (number, piece) in zip(layout.mine, pieces(node), strict=True):
         over = layout.row_of[number].over
-        axes = [axis for axis in axis_sizes(contents.mesh) if axis not in over]  # ranks along these have copies
+        axes = [axis for axis in axis_sizes(contents.mesh) if axis not in over]  # ranks along these axes have copies
         holder, holders = coordinate(contents.mesh, axes), num_ranks(contents.mesh, axes)
         name = names[number]
         contents.parts.append(SavedSpan(name, span.begin, piece.detach(), holder, holders, orders[name]))
@@ -154,7 +154,7 @@ def check_same_call(contents: Contents, function: str, **arguments: object) -> N
 
 
 def differing(contents: Contents) -> set[str]:
-    """Return the names of leaves and values that every rank has, with different bits."""
+    """Return the names of leaves and values on every rank, with bits unequal between ranks."""
     texts = {name: repr(value) for name, value in contents.values.items()}
     for part in contents.parts if contents.ranks > 1 else ():
         if part.holders == contents.ranks:
@@ -170,13 +170,13 @@ def differing(contents: Contents) -> set[str]:
 
 
 def _digest(x: Tensor) -> str:
-    """An exchange of words in a block changes it."""
+    """If words in a block are swapped, the digest changes."""
     return "".join(f"{checksum(block):08x}{checksum(block, 1009):08x}" for block in as_bytes(x).split(CHUNK))
 
 
 def own_pieces(contents: Contents, by_rank: set[str]) -> Iterator[Named]:
-    """Yield the pieces that this rank writes; of leaves `by_rank` its own, with its number in the name."""
-    numbers = {name: number for number, name in enumerate(contents.forms)}  # alike on all ranks
+    """Yield the pieces for this rank to write. A leaf in `by_rank` is one piece, named with the rank's number."""
+    numbers = {name: number for number, name in enumerate(contents.forms)}  # equal on all ranks
     for part in contents.parts:
         begin, end = (0, part.elements.numel()) if part.name in by_rank else part.share(numbers[part.name])
         if begin < end:

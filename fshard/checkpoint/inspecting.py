@@ -26,7 +26,7 @@ _RANK = re.compile(r"-rank-(\d{1,9})(-\d+)?\.safetensors")
 _DAMAGED = "damaged"
 # errors for links, pipes, folders, sockets and impossible names
 _NO_FILE = (errno.ENOENT, errno.ELOOP, errno.EINVAL, errno.EISDIR, errno.ENXIO, errno.ENAMETOOLONG)
-_LEVELS = 16  # of a tree; deeper names are shown as one
+_LEVELS = 16  # of a tree; the rest of a deeper name is one level
 
 
 class TextLine(NamedTuple):
@@ -38,7 +38,7 @@ class TextLine(NamedTuple):
 
 
 def number(value: object) -> object:
-    """For JSON: nan and infinities as text."""
+    """Return nan and infinities as text, for JSON."""
     return repr(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
@@ -52,7 +52,7 @@ def overview(place: Place) -> Iterator[TextLine]:
 
 
 def _table(names: Sequence[str], rows: Sequence[Sequence[object]]) -> Iterator[TextLine]:
-    """The last cell of a row is a note, which tells damage."""
+    """The last cell of a row is a note; for damage, it begins with `_DAMAGED`."""
     titles = [*(name.replace("_", " ") for name in names[:-1]), ""]
     right = [n for n, name in enumerate(names) if name not in ("file", "note")]
     cells = [[f"{x:,}" if isinstance(x, int) else "" if x is None else printable(x, 2000) for x in row] for row in rows]
@@ -76,12 +76,12 @@ def _summary(place: Place, step: int) -> list[int | str | None]:
 
 
 def _left_over(there: Place, files: Mapping[str, int]) -> dict[str, int | None]:
-    """Sizes of files that the index does not name; None for anything but a regular file."""
+    """Return sizes of files not in the index; None for anything but a regular file."""
     return {name: _size(there, name) for name in there.names() if name != INDEX and name not in files}
 
 
 def _size(there: Place, name: str) -> int | None:
-    """None for anything but a regular file. OSError if a store does not answer."""
+    """OSError if a store does not answer."""
     try:
         with there.open(name) as file:
             return file.size
@@ -96,7 +96,7 @@ def step_lines(place: Place, step: int) -> Iterator[TextLine]:
     index, there = index_at(place, step)[0], folder(place, step)
     title = f"{place}: step {index.step:,}, saved by {index.ranks:,} rank(s)"
     yield TextLine(title, False, {"step": index.step, "ranks": index.ranks})
-    # once: parameters and optimizer state have the same plan
+    # each plan once: parameters and optimizer state have one plan
     yield from (TextLine(f"plan {printable(x)}", False, {"plan": x}) for x in dict.fromkeys(index.plans) if x)
     yield from contents_lines(index)
     yield TextLine("")
@@ -104,7 +104,6 @@ def step_lines(place: Place, step: int) -> Iterator[TextLine]:
 
 
 def contents_lines(index: Index) -> Iterator[TextLine]:
-    """Yield leaves as a tree, other values, and unreadable entries."""
     yield TextLine("")
     rows, leaves = zip((["leaf", "shape", "dtype", "bytes", "checksum", "on"], None), *_tree(index), strict=True)
     yield from (TextLine(text, False, leaf) for text, leaf in zip(aligned(rows, right={3}), leaves, strict=True))
@@ -118,7 +117,6 @@ def contents_lines(index: Index) -> Iterator[TextLine]:
 
 
 def _tree(index: Index) -> Iterator[tuple[list[str], dict[str, object] | None]]:
-    """Yield rows of subtrees and leaves, with the data of a leaf's row."""
     paths = {name: tuple(name.split(".", _LEVELS)) for name in index.leaves}
     sizes = Counter[tuple[str, ...]]()
     for name, path in paths.items():
@@ -131,7 +129,7 @@ def _tree(index: Index) -> Iterator[tuple[list[str], dict[str, object] | None]]:
             yield ["  " * depth + printable(path[depth]), "", "", f"{sizes[path[: depth + 1]]:,}", "", ""], None
         entry = index.leaves[name]
         label, size = "  " * (len(path) - 1) + printable(path[-1]), f"{entry.num_bytes:,}"
-        seals = (_digest(entry), _holders(entry)) if index.files else ("", "")  # other formats lack them
+        seals = (_digest(entry), _holders(entry)) if index.files else ("", "")  # other formats lack checksums and ranks
         data = {"name": name, "shape": [*entry.shape], "dtype": NAMES[entry.dtype], "bytes": entry.num_bytes}
         data |= {"checksum": seals[0] or None, "on": _ranks(entry)}
         yield [label, printable([*entry.shape]), NAMES[entry.dtype], size, *seals], data
@@ -139,7 +137,7 @@ def _tree(index: Index) -> Iterator[tuple[list[str], dict[str, object] | None]]:
 
 
 def _digest(entry: IndexEntry) -> str:
-    """The checksum of a leaf of one block; else the CRC-32 of its pieces' beginnings and checksums."""
+    """Return the checksum of a leaf of one block, else the CRC-32 of the beginnings and checksums of its pieces."""
     blocks = [(piece.begin, piece.checksums) for piece in entry.pieces]
     if len(blocks) == 1 and len(blocks[0][1]) == 1:
         return f"{blocks[0][1][0]:08x}"
@@ -147,17 +145,17 @@ def _digest(entry: IndexEntry) -> str:
 
 
 def _ranks(entry: IndexEntry) -> list[int] | None:
-    """The ranks that wrote a leaf; None if a file's name tells no rank."""
+    """Return the writers of a leaf; None if a file's name tells no rank."""
     matches = [_RANK.search(piece.file) for piece in entry.pieces]
     return sorted({int(match[1]) for match in matches if match}) if all(matches) else None
 
 
 def _holders(entry: IndexEntry) -> str:
-    """As "ranks 0-2, 5", or the number of files."""
+    """Return text such as "ranks 0-2, 5", or the number of files."""
     ranks = _ranks(entry)
     if ranks is None:
         return f"{len({piece.file for piece in entry.pieces}):,} files"
-    # consecutive ranks have the same difference to their index
+    # in a run of consecutive ranks, rank minus index is constant
     runs = [[rank for _, rank in run] for _, run in groupby(enumerate(ranks), lambda item: item[1] - item[0])]
     text = ", ".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else f"{run[0]}" for run in runs)
     return f"rank{'s' * (len(ranks) > 1)} {text}" if ranks else ""
@@ -228,11 +226,11 @@ def _file_faults(there: Place, name: str, size: int, pieces: Sequence[tuple[str,
 
 
 def _header_faults(there: Place, name: str, pieces: Sequence[tuple[str, IndexEntry, Piece]]) -> Iterator[str]:
-    """Other programs read the file's header: yield leaves with another name, dtype, shape or place there."""
+    """Yield leaves with another name, dtype, shape or place in the file's header: other programs read it."""
     said = {(x.name.rstrip("'"), x.dtype, x.shape, x.start) for x in header_of(there, name)[0].values()}
     for leaf, entry, x in pieces:
         is_whole = x.numel == entry.numel and not entry.order
-        piece = f"{leaf}[{x.begin}:{x.end}]", (x.numel,)  # in version 2 also whole leaves
+        piece = f"{leaf}[{x.begin}:{x.end}]", (x.numel,)  # whole leaves, too, in version 2
         titles = (piece, (leaf, entry.shape)) if is_whole else (piece,)
         if said.isdisjoint((title.rstrip("'"), *stored(shape, entry.dtype)[::-1], x.offset) for title, shape in titles):
             yield f"leaf {printable(leaf)!r}: the file's header has another name, dtype, shape or place for it"

@@ -1,4 +1,4 @@
-"""Sharded parameters from safetensors files, each rank reading its shards alone, and back to such files."""
+"""Sharded parameters from safetensors files, each rank reading only its shards, and back to such files."""
 
 from __future__ import annotations
 
@@ -38,14 +38,14 @@ def load_safetensors(path: str | os.PathLike[str], plan: Plan, rename: Rename | 
     """Make sharded parameters from a .safetensors file, or from a directory as Hugging Face writes it.
 
     - `path`: a file, or a directory with model.safetensors, or with model.safetensors.index.json and the files in it.
-      Each rank reads the headers, and the data of its own shards alone.
-    - `plan`: values move to `plan.device`, and are cast among floating dtypes. A tied leaf may be under one of its
-      names or under all.
+      Each rank reads all headers, but only the data of its own shards.
+    - `plan`: values move to `plan.device`, and are cast between floating dtypes. The files may have a tied leaf under
+      one of its names or under all.
     - `rename`: a function from a name in the file to the name in the plan, or a dict of the changed names; None instead
-      of a name leaves a tensor out.
+      of a name leaves the tensor out.
 
     If one rank has an error, all ranks raise. ValueError lists every difference (missing or unknown names, shapes,
-    dtypes, tied leaves that differ), or tells the fault of a file. FileNotFoundError; MismatchError if ranks have other
+    dtypes, unequal tied leaves), or tells the fault of a file. FileNotFoundError; MismatchError if ranks see different
     files. Pickles (.bin, .pt) are refused. Dual: `save_safetensors`.
 
     >>> import tempfile, fshard
@@ -75,7 +75,7 @@ _FILE = "the path of a file or directory"
 def _entries(
     path: str | os.PathLike[str], wanted: Iterable[Wanted], rename: Rename | None
 ) -> tuple[dict[str, FileEntry], dict[str, FileEntry]]:
-    """Return the files' tensors by the files' names, and the needed ones by the plan's names."""
+    """Return all tensors by the files' names, and the needed tensors by the plan's names."""
     folder = check_path("load_safetensors: path", path, _FILE)
     there = entries_at(folder)
     given = {name: there[origin] for name, origin in renamed(there, rename).items()}
@@ -86,13 +86,13 @@ def _entries(
 
 
 def _reads(into: Sharded, entries: Mapping[str, Sequence[FileEntry]]) -> Iterator[PieceRead]:
-    """Yield this rank's parts of all leaves, once for each name in the files."""
+    """Yield reads of this rank's parts of all leaves, for each name in the files."""
     contents = Contents(into.mesh)
     add_parts(contents, "", into)
     for part in contents.parts:
         first = entries[part.name][0]
         for x in entries[part.name]:
-            assert x.dtype is not None  # refused by `_entries`
+            assert x.dtype is not None  # `_entries` refuses None
             whole = IndexEntry(x.shape, x.dtype, (Piece(str(x.file), x.start, 0, math.prod(x.shape), ()),))
             yield from reads_of(part, whole, f"{x.name!r} and {first.name!r} are tied, but differ" * (x is not first))
 
@@ -117,17 +117,17 @@ def _read(reads: Sequence[PieceRead]) -> None:
 def save_safetensors(
     dir: str | os.PathLike[str], params: Sharded, buffers: Tree = None, max_bytes: int = 5_000_000_000
 ) -> None:
-    """Write `params` to model.safetensors in the directory `dir`, as transformers' `from_pretrained` reads them.
+    """Write `params` to model.safetensors in the directory `dir`, for transformers' `from_pretrained`.
 
     - `buffers`: whole tensors by name, or a tree of them (`apply.persistent`), written as well.
-    - `max_bytes`: if there is more, write several files and model.safetensors.index.json.
+    - `max_bytes`: if the data is larger, write several files and model.safetensors.index.json.
 
     A tied leaf is written once, under the first of its names. One unit at a time is whole in memory, and rank 0 writes
-    it; every rank must call, and if one rank has an error, all ranks raise. Whole new files replace the files of an
-    earlier save: after an error, or if the process is killed, the earlier ones are there.
+    it; every rank must call this, and if one rank has an error, all ranks raise. When all new files are whole, they
+    replace an earlier save's: after an error, or if the process is killed before, the earlier files are there.
 
-    OSError of rank 0, as for a full disk. ValueError for a subtree, duplicate names, dtypes that the format lacks, and
-    buffers without values. Dual: `load_safetensors`.
+    OSError if rank 0 cannot write (a full disk). ValueError for a subtree, duplicate names, dtypes unknown to the
+    format, and buffers without values. Dual: `load_safetensors`.
     """
     check_sharded("save_safetensors: params", params)
     mesh = params.mesh
@@ -139,7 +139,7 @@ def save_safetensors(
             raise failure
         if is_writer:
             for name, value in beside:
-                # the bits of a lazy view in memory are not its values'
+                # a lazy view (conj, neg) has other bits in memory than its values
                 put(entries[name], value.resolve_conj().resolve_neg().contiguous())
             finish(folder, entries)
 
@@ -155,7 +155,6 @@ def save_safetensors(
 def _checked(
     dir: str | os.PathLike[str], params: Sharded, buffers: Tree, max_bytes: int
 ) -> tuple[Path, list[list[Leaf]], list[tuple[str, Tensor]]]:
-    """Return the directory, the leaves of each file, and the buffers by name."""
     check_whole_tree("save_safetensors", params)
     check_whole("save_safetensors: max_bytes", max_bytes, what="a number of bytes")
     folder, beside = check_path("save_safetensors: dir", dir, _FILE), _buffers(buffers)
@@ -169,7 +168,7 @@ def _checked(
 
 
 def _buffers(buffers: Tree) -> list[tuple[str, Tensor]]:
-    """Names may be equal: {"a": {"b": x}, "a.b": y}."""
+    """Two buffers may have one name: {"a": {"b": x}, "a.b": y}."""
     check_plain("save_safetensors: buffers", buffers)
     named = tree.paths_to(buffers, Tensor)
     for name, x in named:
@@ -183,7 +182,7 @@ def _buffers(buffers: Tree) -> list[tuple[str, Tensor]]:
 
 
 def _put_units(params: Sharded, entries: Mapping[str, FileEntry]) -> Exception | None:
-    """Gather one unit after the other, and write it if there are `entries`; return the error.
+    """Gather unit after unit, and write each if there are `entries`; return the first error.
 
     After an error the gathers go on, because other ranks wait in them.
     """
@@ -207,7 +206,7 @@ def _put_unit(params: Sharded, row: Row[Slot], entry_of: Mapping[Slot, FileEntry
 
 
 def _rows(params: Sharded) -> list[Row[Slot]]:
-    """In the order of gathers."""
+    """Return rows in the order of gathers."""
     return [params.view.rows[place] for place in params.plan.rows if place in params.view.rows]
 
 

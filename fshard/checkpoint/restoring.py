@@ -42,9 +42,9 @@ _REMEDY = "let all ranks see the same files"
 def steps(dir: str | os.PathLike[str], mesh: AnyMesh = None) -> list[int]:
     """Return the steps with a whole checkpoint in the directory `dir`, the earliest first; [] if none.
 
-    With `mesh`, rank 0 looks, and every rank gets its result or its error; every rank must call. A job of several ranks
-    passes it: on a network file system other ranks may see fewer steps, and start at another. Links are not followed;
-    UserWarning for links named as steps.
+    With `mesh`, rank 0 looks, and every rank gets rank 0's result or error; every rank must call. A job of several
+    ranks passes `mesh`: on a network file system ranks may see different steps, and start at different ones. Links are
+    not followed; UserWarning for links named as steps.
 
     >>> steps("no/such/directory")
     []
@@ -61,7 +61,7 @@ def _finished(place: Place) -> list[int]:
 def latest(dir: str | os.PathLike[str], mesh: AnyMesh = None) -> int | None:
     """Return the last step with a whole checkpoint in the directory `dir`; None if there is none.
 
-    `mesh`: as for `steps`; a job of several ranks passes it.
+    `mesh`: as for `steps`.
 
     >>> latest("no/such/directory") is None
     True
@@ -70,7 +70,7 @@ def latest(dir: str | os.PathLike[str], mesh: AnyMesh = None) -> int | None:
 
 
 def _seen_by_first(mesh: AnyMesh, look: Callable[[], T]) -> T:
-    """Return the result (JSON) of rank 0 on every rank: object stores charge for each look."""
+    """Return rank 0's result (JSON) on every rank. Only rank 0 looks: object stores charge for each look."""
     seen = consensus.together(mesh, lambda: "" if rank_in(mesh) else json.dumps(look()), _REMEDY, CheckpointError)
     result: T = json.loads(consensus.of_first(seen, mesh))
     return result
@@ -93,15 +93,15 @@ def restore(
     and compares every block with its checksum.
 
     - `dir`: may also be a checkpoint of torch.distributed.checkpoint, a Hugging Face directory or a .safetensors file;
-      then `step` is None. Pickles in it are read as data: nothing is imported or called. `optim.state.torch_names`
-      renames.
+      then `step` must be None. Pickles are read as data: nothing is imported or called. `optim.state.torch_names`
+      returns the `rename` for torch's names.
     - `rename`: a function from a name in the checkpoint to the name in `like`, or a dict of the changed names; None in
       place of a name leaves a leaf out. To read a part:
       `restore(dir, {"params": params}, rename=lambda name: name if name.startswith("params.") else None)`.
-      If several names become one, their values must be equal (torch has a step for each parameter, and may have tied
-      leaves twice).
+      If several names become one, their values must be equal (torch saves a step for each parameter, and may save
+      tied leaves twice).
     - `fall_back=True`: if the checkpoint is damaged, restore the last whole one before it.
-    - `donate=True`: read into the memory of `like`, which is given away: no second state is in memory.
+    - `donate=True`: give `like` away, and read into its memory: no second state is needed.
     - `mesh`: the ranks that restore together, for a state without sharded leaves.
 
     If one rank has an error, all ranks raise, and nothing is restored. CheckpointError names the file and the leaf.
@@ -113,7 +113,7 @@ def restore(
         check_flags(fall_back=fall_back, donate=donate)
         place = at(dir)
         if step is not None:
-            folder(place, step)  # raises if `step` is no step, or a link
+            folder(place, step)  # raises if `step` is no step's number, or its folder a link
         return place, contents_of(like, "restore", mesh)
 
     place, wanted = consensus.together(mesh, checked)
@@ -174,11 +174,11 @@ def _matched(
 
 
 def _into(like: Tree, index: Index, origins: Mapping[str, Sequence[str]], wanted: Contents, donate: bool) -> Tree:
-    """Return a state like `like`: values of the checkpoint, and tensors to read into, those of `like` if donated."""
+    """Return a state like `like`: the checkpoint's values, and tensors to read into, from `like` if donated."""
     taken = set[int]()
 
     def memory(x: Tensor) -> Tensor:
-        has_memory = x.untyped_storage().device.type != "meta"  # of fake tensors, too
+        has_memory = x.untyped_storage().device.type != "meta"  # fake tensors have none, either
         # lazy views and tensors of inference mode cannot be written to
         if donate and has_memory and x.is_contiguous() and not (x.is_conj() or x.is_neg() or x.is_inference()):
             address = x.untyped_storage().data_ptr()
@@ -195,7 +195,7 @@ def _into(like: Tree, index: Index, origins: Mapping[str, Sequence[str]], wanted
         key = index.key(origins[path][0], wanted.rank)
         if key in index.values:
             return index.values[key]
-        # a number in `like`: a step that may be skipped makes it a tensor
+        # a number in `like`, saved as a tensor: a step with skips makes numbers tensors
         return torch.zeros((), dtype=index.leaves[key].dtype, device=mesh_device(wanted.mesh))
 
     nodes = [node_at(path, node) for path, node in tree.paths_to(like, Parts)]
@@ -245,7 +245,7 @@ def _origins(source: Checkpoint, wanted: Contents, rename: Rename | None) -> dic
         if name in wanted.forms or name in wanted.values:
             for origin in of_name:
                 differences += _differences(name, origin, index, wanted)
-            first, *others = of_name  # values; tensors are compared when they are read
+            first, *others = of_name  # compare values here; tensors are compared when read
             unlike = [other for other in others if index.values.get(first) != index.values.get(other)]
             differences += [f"{name!r}: {_differ(first, other)}" for other in unlike]
     lacking = [name for name in (*wanted.forms, *wanted.values) if name not in origins]
@@ -302,13 +302,12 @@ class PieceRead(NamedTuple):
     dtype: torch.dtype  # in the file
     begin: int
     numel: int
-    out: Tensor  # (numel,); with `picks` the whole part
-    unlike: str  # error for elements that differ from `out`; "" to read them
+    out: Tensor  # (numel,); with `picks`, all of the part
+    unlike: str  # error if elements differ from `out`; "": read them
     picks: Picks = None
 
 
 def reads_of(part: SavedSpan, entry: IndexEntry, unlike: str = "") -> Iterator[PieceRead]:
-    """Yield a read for each piece with elements of this rank's part."""
     out = part.elements.view(-1)
     if part.order != entry.order:
         yield from _in_order(part, entry, unlike)
@@ -324,19 +323,18 @@ def reads_of(part: SavedSpan, entry: IndexEntry, unlike: str = "") -> Iterator[P
 
 
 def _in_order(part: SavedSpan, entry: IndexEntry, unlike: str) -> Iterator[PieceRead]:
-    """As `reads_of`, for a leaf in another order in the checkpoint."""
+    """As `reads_of`, if the checkpoint has the leaf in another order."""
     out = part.elements.view(-1)
     picks = picks_in(entry.order, entry.shape, part.order, part.begin, len(out))
     for piece in entry.pieces:
         if picked := within(picks, piece.begin, piece.end):
-            numbers, places = picked  # from the beginning of the piece
+            numbers, places = picked  # numbers count from the piece's beginning
             begin, end = int(numbers[0]), int(numbers[-1]) + 1
             of_piece = numbers - begin, places
             yield PieceRead(part.name, piece, entry.dtype, begin, end - begin, out, unlike, of_piece)
 
 
 def _read_all(source: Checkpoint, reads: Sequence[PieceRead]) -> None:
-    """Read file after file, from beginning to end."""
     place, sizes = source.place, source.index.files
     pieces = located(place, [read.piece for read in reads])
     reads = [read._replace(piece=piece) for read, piece in zip(reads, pieces, strict=True)]
@@ -359,7 +357,6 @@ def _read_all(source: Checkpoint, reads: Sequence[PieceRead]) -> None:
 
 
 def _read(file: Reader, read: PieceRead, where: str, buffer: bytearray) -> None:
-    """Read the needed blocks of a piece, and compare each with its checksum."""
     piece, size = read.piece, read.dtype.itemsize
     first, last, end = read.begin * size, (read.begin + read.numel) * size, piece.numel * size  # bytes of the piece
     # blocks with a checksum are read whole

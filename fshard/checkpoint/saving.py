@@ -1,11 +1,11 @@
-"""`save`: one rank writes each element of a state, during training if wanted.
+"""`save`: each element of a state is written by one rank, during training if wanted.
 
 Note [The stages of a save]
     1. Ranks compare their states, and every rank finds its pieces.
     2. Every rank writes its pieces to a file of its own, flushes it, and writes a record of the pieces in it.
     3. Rank 0 reads the records of all ranks, and puts the index in place (Note [A checkpoint is its index]).
-    With `wait=False` threads do 2 and 3 from copies in host memory. They call no collective, which would mix with those
-    of the training: ranks meet in the folder.
+    With `wait=False`, threads do 2 and 3 from copies in host memory. Threads call no collectives, which would mix with
+    the training's: ranks meet in the folder.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _REMEDY = "see that all ranks can write there"
 
 @dataclass
 class _Writing:
-    """A save by threads. It does not refer to the mesh, whose handle keeps it."""
+    """A save by threads. It must not refer to the mesh, because the mesh keeps it (`_in_flight`)."""
 
     what: str
     stop: threading.Event
@@ -50,8 +50,8 @@ class _Writing:
     ended: bool = False
 
     def end(self, mesh: AnyMesh) -> None:
-        """CheckpointError on all ranks, once, if one has an error."""
-        if self.ended or self.process != os.getpid():  # a fork has no threads: the save goes on in its parent
+        """Wait for the save. If one rank has an error, all ranks raise CheckpointError, once."""
+        if self.ended or self.process != os.getpid():  # a fork lacks the threads: the parent goes on saving
             return
         self.ended = True
         try:
@@ -75,7 +75,7 @@ class InFlight:
     """The last save in the background: the next one begins when it has ended."""
 
     last: _Writing | None = None
-    # kept, because memory is slow at the first touch
+    # for copies; kept, because new memory is slow at the first touch
     memory: list[Tensor] = field(default_factory=list)
 
 
@@ -88,15 +88,15 @@ _ALONE = InFlight()  # for states without a mesh
 
 @dataclass(frozen=True)
 class Saving:
-    """A save under way: `wait()`, which every rank must call, returns when the checkpoint is whole."""
+    """A save under way. Every rank must call `wait()`; it returns when the checkpoint is whole."""
 
     mesh: AnyMesh
     writing: _Writing | None = field(repr=False)
 
     def wait(self) -> None:
-        """Wait until the checkpoint is whole. CheckpointError on all ranks if one could not save its part.
+        """Wait until the checkpoint is whole. If one rank could not save its part, all ranks raise CheckpointError.
 
-        This function or the next `save` raises an error, once.
+        The error comes once, here or in the next `save`.
         """
         if self.writing is not None:
             self.writing.end(self.mesh)
@@ -114,18 +114,18 @@ def save(
     """Save a state as the checkpoint of a step in a directory that all ranks see; every rank must call this.
 
     A state is a tree of `Sharded`, optimizer states, tensors, numbers and strings, as a `TrainState`. Each rank writes
-    its elements; one rank writes elements that several have, or, if they are many, each writes a part. Files are
-    safetensors and an index in JSON. The checkpoint appears as a whole, in place of an earlier one of this step, or not
-    at all. A leaf on every rank with differing values (a rank's position in its data) is saved for each rank.
+    its elements; if several ranks have the same elements, one of them writes all, or, if they are many, each a part.
+    Files are safetensors and an index in JSON. The checkpoint appears as a whole, in place of an earlier one of this
+    step, or not at all. If every rank has a leaf, with different values (a rank's position in its data), all are saved.
 
-    - `wait=False`: copy this rank's part to host memory, and write it during training; `wait()` of the result waits for
-      it. One save is under way at a time: the next `save` waits for it first.
-    - `keep_last`: then delete all earlier steps but the last ones, this included, and multiples of `keep_every`.
+    - `wait=False`: copy this rank's part to host memory, and write it during training; the result has `wait()`. One
+      save is under way at a time: the next `save` first waits for it.
+    - `keep_last`: then delete earlier checkpoints, except the last ones (this included) and multiples of `keep_every`.
     - `mesh`: the ranks that save together, for a state without sharded leaves. By default a process saves such a state
       alone.
 
-    CheckpointError if a rank could not save its part in the background, OSError on the spot (a full disk). TypeError
-    for other leaves, MismatchError if ranks have other leaves. Dual: `restore`.
+    If a rank cannot write (a full disk): OSError, or, in the background, CheckpointError. TypeError for other kinds of
+    leaves, MismatchError if leaves differ between ranks. Dual: `restore`.
 
     >>> import tempfile, fshard
     >>> with tempfile.TemporaryDirectory() as dir:
@@ -137,7 +137,7 @@ def save(
 
     def checked() -> tuple[Place, Contents]:
         _check_arguments(wait, keep_last, keep_every)
-        folder(place := at(dir), step)  # raises if `step` is no step, or a link
+        folder(place := at(dir), step)  # raises if `step` is no step's number, or its folder a link
         return place, contents_to_save(state, mesh)
 
     place, contents = consensus.together(mesh, checked)
@@ -180,7 +180,7 @@ def save(
 
 
 def _in_a_thread(task: Callable[[], None]) -> Future[None]:
-    """The process ends after the task."""
+    """The process does not end before the task."""
     done = Future[None]()
 
     def run() -> None:

@@ -58,7 +58,7 @@ def read_record(text: bytes, where: str) -> RankRecord:
 
 @dataclass(frozen=True)
 class Writer:
-    """One save of one rank. `by_rank`: names that differ between ranks; `token`: in file names of this save alone."""
+    """One save of one rank. `by_rank`: names with a value for each rank; `token`: this save's mark in file names."""
 
     directory: Place
     step: int
@@ -70,7 +70,6 @@ class Writer:
         return f"{self.token}-rank-{rank:05}"
 
     def write(self, pieces: Sequence[Named]) -> RankRecord:
-        """No pieces make no file."""
         if not pieces:
             return RankRecord()
         file, forms = f"{self._name(self.contents.rank)}.safetensors", self.contents.forms
@@ -97,7 +96,7 @@ class Writer:
         return RankRecord({file: len(head) + size}, by_leaf)
 
     def put(self, record: RankRecord) -> None:
-        """Call it when this rank's files are written."""
+        """Write the record, after `write`."""
         by_rank = {name: x for name, x in self.contents.values.items() if name in self.by_rank}
         values = {rank_key(name, self.contents.rank): x for name, x in by_rank.items()}
         text = RankRecord(record.files, record.pieces, values).to_json()
@@ -117,20 +116,20 @@ class Writer:
                 if written.size != size:
                     raise CheckpointError(f"{place}/{file}: expected {size:,} bytes, got {written.size:,}")
         text, old = index.to_json(), _files_at(self.directory, self.step)
-        read_index(text, f"{place}/{INDEX}")  # raises before an index that `restore` refuses is in place
+        read_index(text, f"{place}/{INDEX}")  # raises if `restore` would refuse the index, before it is in place
         place.put(INDEX, text)
-        # another job may have taken the files for leftovers of a killed save
+        # another job may have deleted the files as leftovers of a killed save
         lost = sorted({*index.files} - {*place.names()})
-        if lost and place.has(INDEX) and read_all(place, INDEX) == text:  # else a later save has taken its place
+        if lost and place.has(INDEX) and read_all(place, INDEX) == text:  # else a later save has replaced the index
             place.remove(INDEX)
             raise _deleted(place, lost[0])
         for name in (*names, *old):
             place.remove(name)
 
     def discard(self) -> None:
-        """Delete the files of all ranks, unless the index names them. Suppress errors: another one is raised.
+        """Delete the files of all ranks, unless the index names them. Suppress errors: the caller raises another.
 
-        Only rank 0 calls this, when it puts no index in place: other ranks cannot know.
+        Only rank 0 calls this, if it puts no index in place: other ranks cannot know of the index.
         """
         place = folder(self.directory, self.step)
         with suppress(OSError, ValueError):
@@ -167,7 +166,7 @@ def _shaped(name: str, piece: Named, forms: dict[str, Form]) -> tuple[str, tuple
 def _by_name_in_file(
     pieces: Sequence[Named], forms: dict[str, Form], orders: Mapping[str, tuple[int, ...]]
 ) -> dict[str, Named]:
-    """A whole, row-major leaf has its own name."""
+    """Name pieces: a whole, row-major leaf keeps its name."""
     by_name = dict[str, Named]()
     for leaf, begin, end, parts in pieces:
         is_whole = end - begin == _form(leaf, forms).numel and not orders.get(leaf)
@@ -183,14 +182,14 @@ def _deleted(place: Place, name: str) -> CheckpointError:
 
 
 def _await(place: Place, token: str, names: Sequence[str], patience: float, stop: threading.Event) -> None:
-    """CheckpointError at once if a file of this save is deleted."""
+    """Wait for `names`. CheckpointError at once if a file of this save is deleted."""
     deadline, (pause, longest) = time.monotonic() + patience, _PAUSES
     program, seen = threading.main_thread(), set[str]()
     while missing := sorted({*names} - (there := {name for name in place.names() if name.startswith(token)})):
         if lost := [name for name in sorted(seen - there) if not place.has(name)]:
             raise _deleted(place, lost[0])
         seen |= there
-        if not program.is_alive():  # ended, perhaps because the missing rank is gone
+        if not program.is_alive():  # the main thread ended, perhaps because a rank is gone
             program, deadline = threading.current_thread(), min(deadline, time.monotonic() + _AFTER_THE_PROGRAM)
         pause = min(1.5 * pause, longest)  # object stores charge for each look
         if stop.wait(pause) or time.monotonic() > deadline:
