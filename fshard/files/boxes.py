@@ -13,7 +13,7 @@ MOST_RUNS = 1 << 20  # of all boxes of a checkpoint
 
 
 def check_box(name: str, shape: Sequence[int], offsets: Sequence[int], sizes: Sequence[int]) -> None:
-    """ValueError, beginning with the tensor's name, unless a box is inside."""
+    """ValueError, beginning with the tensor's name, unless the box is inside the tensor."""
     ends = [begin + size for begin, size in zip(offsets, sizes, strict=False)]
     is_inside = len(shape) == len(offsets) == len(sizes) and all(map(le, ends, shape))
     require(is_inside, f"{name!r}: a chunk {[*sizes]} at {[*offsets]} is not inside the tensor {[*shape]}")
@@ -29,7 +29,7 @@ def num_runs(shape: Sequence[int], sizes: Sequence[int]) -> int:
 
 
 def _first_whole(shape: Sequence[int], sizes: Sequence[int]) -> int:
-    """Return the last dimension that a box cuts, or 0."""
+    """Return the last dimension cut by a box, or 0."""
     cut = [dim for dim, (whole, size) in enumerate(zip(shape, sizes, strict=True)) if whole != size]
     return max(cut, default=0)
 

@@ -5,8 +5,8 @@ Note [A checkpoint is its index]
        is no checkpoint.
     2. A save writes files under names that no other save uses, and flushes them. When every rank is done, the index is
        put in place. So if processes are killed at any time, the step has its earlier checkpoint or the new one.
-    3. Then the files of the replaced index are deleted. Of two saves of one step at once the last to finish counts.
-       Leftovers of a killed save are deleted with the checkpoint.
+    3. Then the files of the replaced index are deleted. If two saves of one step run at once, the last to finish
+       counts. Leftovers of a killed save are deleted with the step's checkpoint.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def folder(place: Place, step: int) -> Place:
 def delete(dir: str | os.PathLike[str], step: int) -> None:
     """Delete the checkpoint of a step in the directory `dir`. CheckpointError if there is none.
 
-    The index goes first, so a partly deleted checkpoint no longer counts. One process calls this.
+    The index goes first, so a partly deleted checkpoint no longer counts. Call this in one process.
 
     >>> import tempfile, fshard
     >>> with tempfile.TemporaryDirectory() as dir:
@@ -57,13 +57,13 @@ def remove(place: Place, step: int) -> None:
     there.remove(INDEX)
     for name in there.names():
         there.remove(name)
-    there.remove(INDEX)  # put there by another job's save, whose files are lost
+    there.remove(INDEX)  # if another job's save put one: its files are lost
     there.remove_folder()
 
 
 def prune(place: Place, step: int, keep_last: int, keep_every: int | None) -> None:
-    """Delete partial checkpoints up to `step`, and whole ones but the last and multiples of `keep_every`."""
-    # later steps stay: the run was resumed from an earlier step
+    """Delete steps up to `step`, but not the last `keep_last` whole ones and whole multiples of `keep_every`."""
+    # later steps stay: the run may have gone back to an earlier step
     earlier = [number for number in numbers(place, folders=True) if number <= step]
     kept = {number for number in finished(place) if number <= step}
     kept = {*sorted(kept)[-keep_last:], *(number for number in kept if keep_every and number % keep_every == 0)}
@@ -73,12 +73,11 @@ def prune(place: Place, step: int, keep_last: int, keep_every: int | None) -> No
 
 
 def finished(place: Place) -> list[int]:
-    """Return the steps with an index."""
     return [number for number in numbers(place, folders=True) if folder(place, number).has(INDEX)]
 
 
 def numbers(place: Place, folders: bool = False) -> list[int]:
-    """Return the steps with an entry; with `folders`, only a folder, whole or not."""
+    """Return the steps with an entry or, with `folders`, with a folder, whole or not."""
     return sorted(int(name.group(1)) for name in map(_STEP.fullmatch, place.names(folders)) if name)
 
 
@@ -87,7 +86,6 @@ def links(place: Place) -> list[str]:
 
 
 def index_at(place: Place, step: int) -> tuple[Index, bytes]:
-    """Return the index of a step's checkpoint, and its text."""
     there = folder(place, step)
     try:
         text = read_all(there, INDEX)

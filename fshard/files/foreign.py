@@ -21,22 +21,22 @@ _MEMORY = {b",": 64, b":": 200, b"[": 96, b"{": 160}
 
 
 def open_file(path: str | os.PathLike[str], follow: bool = True) -> FileIO:
-    """Open a regular file to read it (without `follow`: no link). OSError for others: a pipe would block."""
+    """Open a regular file for reading; without `follow`, no link. OSError for other kinds: a pipe would block."""
     flags = os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC
     number = os.open(path, flags if follow else flags | os.O_NOFOLLOW)
     if not stat.S_ISREG(os.fstat(number).st_mode):
         os.close(number)
         raise OSError(errno.EINVAL, "expected a regular file", os.fspath(path))
-    return FileIO(path, opener=lambda *_: number)  # named, for errors of a read
+    return FileIO(path, opener=lambda *_: number)  # with the path, for errors of reads
 
 
 @contextmanager
 def naming(path: str | os.PathLike[str]) -> Iterator[None]:
-    """Name the file in an OSError: Python leaves it out for a full disk."""
+    """Name the file in OSErrors: Python does not if the disk is full."""
     try:
         yield
     except OSError as error:
-        if error.errno is not None:  # else its text is all
+        if error.errno is not None:  # else the error has only a text
             error.filename = error.filename or os.fspath(path)
         raise
 
@@ -84,7 +84,7 @@ def parsed(text: bytes, where: object, what: str = "it") -> dict[str, Any]:
 
 def _memory(text: bytes) -> int:
     """Return an upper bound of the memory of a JSON text's objects."""
-    # one wide character makes all of a string take 4 bytes
+    # one wide character makes all characters of a string take 4 bytes
     per_byte = 3 if text.isascii() and b"\\u" not in text else 9
     return per_byte * len(text) + sum(number * text.count(kind) for kind, number in _MEMORY.items())
 
@@ -104,7 +104,7 @@ def printable(text: object, longest: int = 200) -> str:
 
 @contextmanager
 def legible() -> Iterator[None]:
-    r"""Make ValueErrors raised inside printable and bounded.
+    r"""Make the texts of ValueErrors raised inside printable and bounded.
 
     >>> with legible():
     ...     raise ValueError("a dtype \x1b[2J")
@@ -114,7 +114,7 @@ def legible() -> Iterator[None]:
     try:
         yield
     except ValueError as error:
-        cause: BaseException | None = error  # tracebacks show earlier ones, too
+        cause: BaseException | None = error  # tracebacks show causes, too
         while cause is not None:
             if isinstance(cause, ValueError):
                 cause.args = (printable(cause, _LONGEST),)

@@ -28,7 +28,7 @@ def entries_at(path: Path) -> dict[str, FileEntry]:
     if not path.is_dir():
         return read_entries(path)
     if (path / FILE).exists():
-        return read_entries(path / FILE)  # as transformers: not the index
+        return read_entries(path / FILE)  # as transformers does: no index
     if (path / INDEX).exists():
         raw = parsed(read_text(path / INDEX), path / INDEX)
         return indexed(raw, path / INDEX, lambda file: read_entries(path / file))
@@ -41,13 +41,13 @@ def entries_at(path: Path) -> dict[str, FileEntry]:
 
 
 def indexed(raw: Json, index: object, read: Callable[[str], dict[str, FileEntry]]) -> dict[str, FileEntry]:
-    """Return the tensors of the files in an index. `index`: its name in errors."""
+    """Return the tensors of the files in an index. `index`: the index's name in errors."""
     entries, names_of = dict[str, FileEntry](), dict[str, list[str]]()
     file_of = raw.get("weight_map")
     if not isinstance(file_of, dict) or not all(isinstance(file, str) for file in file_of.values()):
         raise ValueError(f"{index}: expected weight_map, a name of a file for every tensor")
     for name, file in file_of.items():
-        if not is_file_name(file):  # it may lead to another directory
+        if not is_file_name(file):  # a path may lead elsewhere
             raise ValueError(f"{index}: {name!r}: expected the name of a file beside the index, got {file!r}")
         names_of.setdefault(file, []).append(name)
     for file, listed in names_of.items():
@@ -57,7 +57,7 @@ def indexed(raw: Json, index: object, read: Callable[[str], dict[str, FileEntry]
     return entries
 
 
-Leaf = tuple[str, tuple[int, ...], torch.dtype]  # of a file: name, shape, dtype
+Leaf = tuple[str, tuple[int, ...], torch.dtype]  # in a file: name, shape, dtype
 
 
 def new_files(folder: Path, groups: Sequence[Sequence[Leaf]]) -> dict[str, FileEntry]:
@@ -80,7 +80,7 @@ def remove_partial(folder: Path) -> None:
 
 
 def _free_names(folder: Path, num_files: int) -> list[str]:
-    """Return unused names: an earlier index stays whole until it is replaced."""
+    """Return unused names: files of an earlier index stay until it is replaced."""
     if num_files == 1:
         return [FILE]
     stems = chain(["model"], (f"model-{number}" for number in count(2)))
@@ -94,11 +94,11 @@ def put(entry: FileEntry, value: Tensor) -> None:
 
 
 def finish(folder: Path, entries: Mapping[str, FileEntry]) -> None:
-    """Give files of `new_files`, when all are whole, their names, and remove files of an earlier save.
+    """When all files of `new_files` are whole, give them their names, and remove files of an earlier save.
 
-    The process may be killed between any two lines: then the earlier files are loaded, whole, or the new ones.
+    If the process is killed between any two lines, a load reads all the earlier files, or all the new ones.
     """
-    # also with transformers' names
+    # our names, and transformers'
     part = re.compile(r"model(-\d+)?-\d{5}-of-\d{5}\.safetensors")
     old = {path.name for path in folder.iterdir() if path.name in (FILE, INDEX) or part.fullmatch(path.name)}
     files = sorted(folder.glob(f"model*{PARTIAL}"))  # in the order of their numbers

@@ -13,11 +13,11 @@ An index is JSON:
 - A piece, [file, offset of its first byte, begin, number of elements, `checksum` of each `CHUNK` bytes], has the
   elements [begin, begin + number) of the flattened leaf.
 - "order", [dim] or [dim, blocks, parts]: the leaf's elements are counted as in Note [Order of a split leaf] in
-  `layout.py`. "version" is 3 then, so that older versions refuse it. Version 2 gave an order to whole leaves of
-  optimizer state, too, though these lie row-major.
+  `layout.py`. "version" is then 3, so older versions refuse the index. Version 2 gave an order to whole leaves of
+  optimizer state, too, though such leaves are row-major.
 - "by_rank": leaves or values that differ between ranks, with an entry for each rank.
 - "threads": torch's number of threads when the state was saved.
-- "checksum": the CRC-32 of the text without it.
+- "checksum": the CRC-32 of the text without this field.
 """
 
 from __future__ import annotations
@@ -40,22 +40,22 @@ from .foreign import MOST_ITEMS, parsed, require
 from .places import Reader
 from .safetensors_file import CHUNK, DTYPES, NAMES
 
-VERSIONS = (1, 2, 3)  # the first if all leaves are row-major, else the last
+VERSIONS = (1, 2, 3)  # to write: the first if all leaves are row-major, else the last
 _FILE = re.compile(r"[0-9A-Za-z_][0-9A-Za-z_.-]{,200}\.safetensors")
 _SEAL = re.compile(rb'\{"checksum": ([0-9]{1,10}), ')
 
-_COLUMNS = 8191  # a prime, so that swapped sectors or pages lie in other columns
+_COLUMNS = 8191  # a prime: swapped sectors or pages change columns
 
 Json = Any  # Python's types cannot describe JSON
 
 
 class CheckpointError(ValueError):
-    """A checkpoint is missing, not whole, or another than expected; or a save failed. Nothing was restored."""
+    """A checkpoint is missing, not whole, or not the expected one; or a save failed. Nothing was restored."""
 
 
 @dataclass(frozen=True)
 class Piece:
-    """Elements [begin, begin + numel) of a flattened leaf: place, and checksum of each `CHUNK` bytes."""
+    """Elements [begin, begin + numel) of a flattened leaf in a file, with a checksum of each `CHUNK` bytes."""
 
     file: str
     offset: int  # bytes from the beginning of the file
@@ -135,7 +135,7 @@ def piece_to_json(piece: Piece) -> Json:
 
 
 def read_index(text: bytes, where: str) -> Index:
-    """CheckpointError, beginning with `where`, for any other text."""
+    """CheckpointError, beginning with `where`, if the text is no index."""
     try:
         raw = parsed(text, "the text")
         head = (_field(raw, "format", str), _field(raw, "version", int))
@@ -162,7 +162,7 @@ def _index(raw: Json) -> Index:
         require(isinstance(value, bool | int | float | str), f"{name!r}: expected a tensor, a number or a string")
     _check_apart(leaves)
     _check_names(by_rank, ranks, leaves, values)
-    threads = _count(raw.get("threads", 0))  # older checkpoints lack it
+    threads = _count(raw.get("threads", 0))  # older checkpoints lack the field
     return Index(step, ranks, tuple(plans), files, leaves, values, frozenset(by_rank), threads=threads)
 
 
@@ -198,7 +198,7 @@ def _entry(name: str, raw: Json, files: Mapping[str, int]) -> IndexEntry:
 
 
 def _of_version_2(name: str, entry: IndexEntry, ranks: int) -> IndexEntry:
-    """Drop the order of a leaf in one piece: it was whole. ValueError if pieces fit a split and a whole leaf."""
+    """Drop the order of a leaf in one piece: it was whole. ValueError if pieces fit both a split and a whole leaf."""
     if not entry.order or len(entry.pieces) < 2:  # ranks that split a leaf wrote several pieces
         return replace(entry, order=())
     number, begins = len(entry.pieces), [piece.begin for piece in entry.pieces]
@@ -213,7 +213,6 @@ def _of_version_2(name: str, entry: IndexEntry, ranks: int) -> IndexEntry:
 
 
 def _order(raw: Json, shape: Sequence[int]) -> tuple[int, ...]:
-    """Return an order as in `Split.order`, or ()."""
     text = f"order: expected [dim] or [dim, blocks, parts] for shape {shape!r:.100}, got {reprlib.repr(raw)}"
     require(isinstance(raw, list) and len(raw) in (0, 1, 3), text)
     if raw:
@@ -260,7 +259,7 @@ def _check_names(by_rank: Sequence[str], ranks: int, leaves: Mapping[str, Json],
 
 
 def in_order(pieces: Iterable[Piece], numel: int, name: str) -> tuple[Piece, ...]:
-    """Sort pieces by beginning. ValueError unless they make up a leaf of `numel` elements, each once."""
+    """Sort pieces by beginning. ValueError unless each of the leaf's `numel` elements is in exactly one piece."""
     ordered, end = tuple(sorted(pieces, key=lambda piece: piece.begin)), 0
     for piece in ordered:
         if piece.begin != end or not piece.numel:
@@ -279,7 +278,7 @@ def read_piece(raw: Json) -> Piece:
 
 
 def _file_name(name: str) -> str:
-    # a separator may lead elsewhere; a listed `index.json` would be deleted with an older index's files
+    # a separator may lead elsewhere; the next save would delete a listed `index.json` with the old files
     if not _FILE.fullmatch(name):
         raise ValueError(f"expected the name of a safetensors file beside the index, got {reprlib.repr(name)}")
     return name
@@ -303,14 +302,14 @@ def rank_key(name: str, rank: int) -> str:
 def checksum(data: Tensor, columns: int = _COLUMNS) -> int:
     """Return the CRC-32 of column sums of 64-bit words, and of the bytes left over.
 
-    It is as fast as reading memory. For `block` (bytes), with numpy:
+    As fast as reading memory. For `block` (bytes), with numpy:
 
         end = len(block) // 65528 * 65528
         sums = np.frombuffer(block[:end], "<i8").reshape(-1, 8191).sum(0)
         zlib.crc32(block[end:], zlib.crc32(sums.tobytes()) if end else 0)
 
-    `data`: flat uint8, on any device; only its sums go to the host. Words moved by a multiple of `columns` stay
-    unnoticed.
+    `data`: flat uint8, on any device; only its sums go to the host. If words move by a multiple of `columns`, the
+    checksum does not change.
 
     >>> checksum(torch.tensor([49, 50, 51], dtype=torch.uint8)) == zlib.crc32(b"123")
     True
@@ -331,6 +330,6 @@ def read_block(file: Reader, offset: int, view: memoryview, expected: int | None
 
 def _bytes(x: Tensor) -> bytearray:
     memory = bytearray(len(x))
-    if memory:  # torch.frombuffer refuses an empty one
+    if memory:  # torch.frombuffer refuses empty memory
         torch.frombuffer(memory, dtype=torch.uint8).copy_(x)
     return memory

@@ -1,9 +1,9 @@
 """Pickles read as data: nothing is imported, called or built, except a record of each object.
 
 The standard library's unpickler is a stack machine, and its program may import and call any function. Here the program
-is first rewritten to the operations of plain data, or refused. Each expected name is a `PickleRecord`, and a call makes
-another. Every operation takes constant time and memory beyond its own bytes. The result may refer to one object from
-many places, or to itself: a walk over it must count its steps.
+is first rewritten to the operations of plain data, or refused. Each expected name becomes a `PickleRecord`; a call of a
+record makes another. Every operation takes constant time and memory beyond its own bytes. The result may refer to one
+object from many places, or to itself: a walk over it must count its steps.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class PickleRecord:
 
 
 class _Dict(dict[Plain, Plain]):
-    """Keys are strings and records: hashes of nested tuples take exponential time."""
+    """A dict with strings and records as keys: hashes of nested tuples take exponential time."""
 
     __slots__ = ()
 
@@ -75,7 +75,7 @@ class _Unpickler(pickle.Unpickler):
 
 
 def read_pickle(data: bytes, names: Set[str]) -> Plain:
-    """Return plain data of a pickle, and records for these dotted names of classes and functions.
+    """Return a pickle's plain data. `names`: dotted names of classes and functions, read as records.
 
     >>> import pickle
     >>> read_pickle(pickle.dumps({"lr": [0.5, None]}), set())
@@ -94,9 +94,9 @@ def read_pickle(data: bytes, names: Set[str]) -> Plain:
 
 
 def _inert(data: bytes) -> bytes:
-    """Rewrite a pickle's program to the operations of `_BY_CODE`. ValueError for others, and for too many."""
+    """Rewrite a pickle's program to the operations of `_BY_CODE`. ValueError for others, or too many."""
     file, program, copied, at = BytesIO(data), bytearray(), 0, 0
-    memory, left, num_remembered = 4 * len(data), MOST_OPERATIONS, 0  # memory of strings
+    memory, left, num_remembered = 4 * len(data), MOST_OPERATIONS, 0  # for strings: 4 bytes a byte
     while (code := data[at : at + 1]) != b".":
         if code not in _BY_CODE:
             raise ValueError(_refusal(code, at))
@@ -106,7 +106,7 @@ def _inert(data: bytes) -> bytes:
             most = f"{MOST_OPERATIONS:,} operations" if left < 0 else f"{MOST_MEMORY:,} bytes of memory"
             raise ValueError(f"a pickle that takes more than {most}")
         if read is not None:
-            # decoded only now: other operations' arguments may warn, or take long
+            # decode no other arguments: decoding may warn, or take long
             file.seek(begin + 1)
             argument, at = read(file), file.tell()
             # the unpickler's memo is a list as long as its largest number
@@ -129,7 +129,7 @@ def _refusal(code: bytes, position: int) -> str:
 
 
 def _skip_name(file: BytesIO) -> None:
-    """Skip a module and a name, a line each: pickletools would decode escapes, unlike Python."""
+    """Skip a module and a name, a line each: pickletools would decode escapes, unlike the unpickler."""
     file.readline()
     file.readline()
 
@@ -148,7 +148,7 @@ _MEMORY = {
     **dict.fromkeys(("PROTO", "FRAME", "NONE", "NEWTRUE", "NEWFALSE", "BININT1", "BINGET", "LONG_BINGET"), 16),
     **dict.fromkeys(("EMPTY_TUPLE", "APPEND", "APPENDS", "SETITEM", "SETITEMS", "BINPERSID", "BUILD"), 16),
 }
-# replacements: a call of the name _DICT; a call; and nothing, because lengths differ
+# replacements: a call of the name _DICT; a call; nothing, because the lengths of frames change
 _INSTEAD = {"EMPTY_DICT": b"c.\n.\n)R", "NEWOBJ": b"R", "FRAME": b""}
 _READERS = {"GLOBAL": _skip_name, "BINPUT": read_uint1, "LONG_BINPUT": read_uint4}
 # by the operation's byte: reader or size of its argument; replacement; bytes of memory

@@ -23,14 +23,14 @@ from .safetensors_file import PICKLES, FileEntry, are_counts, read_header
 from .torch_dcp import METADATA, index_of_dcp
 
 DCP, SAFETENSORS = "torch.distributed.checkpoint", "safetensors"
-# of torch's HuggingFaceStorageWriter with save_distributed=True: metadata tells where tensors begin in whole ones
+# of torch's HuggingFaceStorageWriter with save_distributed=True: metadata has each box's offsets in its tensor
 _SHARD = re.compile(r"shard-\d{5}-model-\d{5}-of-\d{5}\.safetensors")
 _SHARDING = "DCP_SHARDING_INFO"
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A checkpoint: its name in errors, the folder of its files, its index, and a text, equal on all ranks."""
+    """A checkpoint: its name in errors, the folder of its files, its index, and a text for ranks to compare."""
 
     what: str
     place: Place
@@ -70,13 +70,13 @@ def source_at(path: str | os.PathLike[str], place: Place, kind: str) -> Checkpoi
     folder = place_of(Path(path).parent) if os.path.isfile(path) else place
     try:
         index = _index(_chunks_at(Path(path), folder))
-    except (OSError, ValueError) as error:  # these begin with the path
+    except (OSError, ValueError) as error:  # their texts begin with the path
         raise CheckpointError(str(error)) from error
     lines = [f"{name!r}: {entry}" for name, entry in index.leaves.items()]
     return Checkpoint(f"{place}", folder, index, "\n".join(lines))
 
 
-_Chunk = tuple[FileEntry, tuple[int, ...] | None]  # a tensor of a file, and its beginning in the whole one
+_Chunk = tuple[FileEntry, tuple[int, ...] | None]  # a box of a tensor, and its offsets (None: the whole tensor)
 
 
 def _chunks_at(path: Path, folder: Place) -> Iterator[_Chunk]:
@@ -86,7 +86,7 @@ def _chunks_at(path: Path, folder: Place) -> Iterator[_Chunk]:
     if os.path.isfile(path):
         yield from ((x, None) for x in read(path.name).values())
     elif folder.has(FILE):
-        yield from ((x, None) for x in read(FILE).values())  # as transformers: not the index
+        yield from ((x, None) for x in read(FILE).values())  # as transformers does: no index
     elif folder.has(FILES):
         where = f"{folder}/{FILES}"
         yield from ((x, None) for x in indexed(parsed(read_all(folder, FILES), where), where, read).values())
@@ -114,7 +114,6 @@ def _chunks(folder: Place, name: str) -> Iterator[_Chunk]:
 
 
 def _index(chunks: Iterable[_Chunk]) -> Index:
-    """Make the index of tensors, each in one or several boxes."""
     by_name = dict[str, list[_Chunk]]()
     for chunk in chunks:
         by_name.setdefault(chunk[0].name, []).append(chunk)

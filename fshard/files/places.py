@@ -44,7 +44,7 @@ class LocalPlace:
         return LocalPlace(self._path / name)
 
     def names(self, folders: bool = False) -> list[str]:
-        """`folders`: names of folders, no links. [] if this folder is not there."""
+        """Return sorted names; with `folders`, only of folders, not links. [] if this folder is missing."""
         with suppress(FileNotFoundError), os.scandir(self._path) as entries:
             return sorted(x.name for x in entries if not folders or x.is_dir(follow_symlinks=False))
         return []
@@ -111,7 +111,7 @@ class LocalPlace:
 
     def _make(self) -> None:
         if not self._path.is_dir():
-            LocalPlace(self._path.parent)._make()  # each of them must outlive a loss of power
+            LocalPlace(self._path.parent)._make()  # each new folder must outlive a loss of power
             self._path.mkdir(exist_ok=True)
             flush(self._path.parent)
 
@@ -134,7 +134,7 @@ class LocalReader:
         return filled
 
     def check_safe(self) -> None:
-        """PermissionError for a file that another user than root may write to."""
+        """PermissionError if anyone but root and this user may write to the file."""
         status = os.fstat(self._file.fileno())
         if status.st_uid not in (0, os.geteuid()):
             raise PermissionError(errno.EACCES, f"it belongs to another user, {status.st_uid}", self._file.name)
@@ -148,7 +148,7 @@ def read_bytes(file: Reader, begin: int, size: int) -> bytes:
     return bytes(data[: file.read_into(begin, memoryview(data))])
 
 
-# a folder, which need not exist; `str` gives its name in errors
+# a folder, perhaps missing; `str` gives its name in errors
 Place: TypeAlias = LocalPlace | RemotePlace
 Reader: TypeAlias = LocalReader | RemoteReader  # an open file
 
@@ -177,7 +177,7 @@ def flush(path: Path) -> None:
 
 
 def is_file_name(name: str) -> bool:
-    """A foreign name with a separator may lead elsewhere.
+    """Return False for a foreign name with a separator: it may lead elsewhere.
 
     >>> is_file_name("model.safetensors"), is_file_name("../model.safetensors")
     (True, False)

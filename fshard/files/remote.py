@@ -3,8 +3,8 @@
 Note [Objects appear whole]
     An object store has no rename and needs none: an object is there as a whole when its upload ends, or not at all. So
     `put` is one upload. File systems behind a URL, such as sftp, show a file while it grows: there `put` writes a file
-    of another name and moves it into place, as atomically as their `mv` does. Before every look, fsspec's kept listings
-    are dropped, because other processes write to the same store.
+    of another name and moves it into place, as atomically as their `mv` does. Before every look, fsspec's cached
+    listings are dropped, because other processes write to the same store.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from .foreign import require
 
 # Note [Objects appear whole]
 OBJECT_STORES = {"abfs", "abfss", "az", "gcs", "gs", "memory", "oci", "oss", "s3", "s3a", "tos"}
-# fsspec's errors often have no number
+# fsspec's errors often have no errno
 _NUMBERS = {FileNotFoundError: errno.ENOENT, PermissionError: errno.EACCES, TimeoutError: errno.ETIMEDOUT}
 
 
@@ -38,13 +38,13 @@ class RemotePlace:
         return RemotePlace(self._fs, f"{self._path}/{name}", f"{self._url}/{name}")
 
     def names(self, folders: bool = False) -> list[str]:
-        """`folders`: names of folders. [] if only the bucket exists."""
+        """Return sorted names; with `folders`, only of folders. [] if only the bucket exists."""
         self._fs.invalidate_cache()
         try:
             with _naming(self._url):
                 entries = self._fs.ls(self._path, detail=True)
         except FileNotFoundError as error:
-            if "NoSuchBucket" in str(error.__cause__ and error.__cause__.__cause__):  # botocore's, under s3fs's
+            if "NoSuchBucket" in str(error.__cause__ and error.__cause__.__cause__):  # botocore's error, under s3fs's
                 raise
             return []
         paths = {x["name"].rstrip("/") for x in entries if not folders or x["type"] == "directory"}
@@ -54,16 +54,15 @@ class RemotePlace:
         return []
 
     def has(self, name: str) -> bool:
-        """OSError if the store does not answer: fsspec's isfile says False."""
+        """OSError if the store does not answer: fsspec's isfile would return False."""
         with suppress(FileNotFoundError):
             return self._info(name)["type"] == "file"
         return False
 
     def write(self, name: str, chunks: Iterable[memoryview]) -> None:
-        """When this returns, the store has the file."""
         path, url = f"{self._path}/{name}", f"{self._url}/{name}"
         with _naming(url):
-            if not self._is_store:  # with s3fs this would make a bucket
+            if not self._is_store:  # s3fs would make a bucket
                 self._fs.makedirs(self._path, exist_ok=True)
             file = self._fs.open(path, "wb")
         try:
@@ -74,7 +73,7 @@ class RemotePlace:
                 file.close()
         except BaseException:
             with suppress(Exception):
-                file.close()  # completes an upload under a name in no index
+                file.close()  # completes the upload; no index names the file
             with suppress(Exception):
                 self.remove(name)
             raise
@@ -101,7 +100,7 @@ class RemotePlace:
             self._fs.rm_file(f"{self._path}/{name}")
 
     def remove_folder(self) -> None:
-        """An object store's folder exists only with a file in it."""
+        """In an object store, a folder exists only with files."""
         if not self._is_store:
             with suppress(Exception):  # files of another save are in it
                 self._fs.rmdir(self._path)
@@ -123,7 +122,7 @@ class RemoteReader:
             return 0
         end = offset + len(view)
         with _naming(self._url):
-            # at the end ask for one byte more: a file put in its place may have it
+            # at the end ask for one byte more, to notice a longer file in its place
             data = self._fs.cat_file(self._path, start=offset, end=end + (end == self.size))
         if len(data) > len(view):
             raise OSError(errno.ESTALE, "another file took its place while it was read", self._url)
@@ -144,7 +143,7 @@ def _naming(url: str) -> Iterator[None]:
 
 
 def remote_place(url: str) -> RemotePlace:
-    """ImportError if a package is not installed, ValueError for another URL.
+    """ImportError if a package is not installed, ValueError if fsspec cannot open the URL.
 
     >>> str(remote_place("memory://runs/1/"))
     'memory://runs/1'

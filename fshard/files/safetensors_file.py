@@ -1,7 +1,7 @@
 """The safetensors format: 8 bytes with the length of a header, the header in JSON, then the data of all tensors.
 
-The library of that name reads whole rows of a tensor, and writes files with all tensors in memory. Here a rank reads
-its intervals, and writes one leaf at a time.
+The library safetensors reads whole rows of a tensor, and needs all tensors in memory to write a file. Here a rank
+reads its intervals, and writes one leaf at a time.
 """
 
 from __future__ import annotations
@@ -47,14 +47,14 @@ DTYPES = {
     "U8": torch.uint8,
     "BOOL": torch.bool,
     "C64": torch.complex64,
-    "C128": torch.complex128,  # in our indexes alone (`stored`)
+    "C128": torch.complex128,  # only in our indexes (`stored`)
 }
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
 @dataclass(frozen=True)
 class FileEntry:
-    """A tensor in a file: `start` is the offset of its first byte, from the first byte of all data."""
+    """A tensor in a file: `start` is the offset of its first byte, in all data (`laid_out`) or in the file."""
 
     name: str
     kind: str  # the format's name of the dtype
@@ -78,7 +78,7 @@ def stored(shape: tuple[int, ...], dtype: torch.dtype) -> tuple[tuple[int, ...],
 
 
 def laid_out(leaves: Iterable[tuple[str, tuple[int, ...], torch.dtype]], file: Path) -> list[FileEntry]:
-    """Largest elements first, so that tensors are aligned."""
+    """Place leaves with the largest elements first, to align tensors."""
     entries, start = [], 0
     for name, shape, dtype in sorted(leaves, key=lambda leaf: -leaf[2].itemsize):
         entries.append(FileEntry(name, NAMES[dtype], shape, start, math.prod(shape) * dtype.itemsize, file))
@@ -89,7 +89,7 @@ def laid_out(leaves: Iterable[tuple[str, tuple[int, ...], torch.dtype]], file: P
 def check_fits(
     function: str, names: Iterable[str], dtypes: Iterable[tuple[str, torch.dtype]], lacks: Sequence[torch.dtype] = ()
 ) -> None:
-    """ValueError for names and dtypes that the format lacks, or those in `lacks`."""
+    """ValueError for names and dtypes unfit for the format, or dtypes in `lacks`."""
     if twice := [name for name, number in Counter(names).items() if number > 1 or name == METADATA]:
         raise ValueError(f"{function}: names that come twice, or mean something else: {', '.join(map(repr, twice))}")
     dtypes = [*dtypes]
@@ -113,7 +113,7 @@ def header(entries: Iterable[FileEntry]) -> bytes:
 
 
 def read_entries(path: Path) -> dict[str, FileEntry]:
-    """Return a file's tensors by name, `start` from the first byte of the file; only the header is read."""
+    """Return a file's tensors by name; only the header is read."""
     with open_file(path) as file:
         return read_header(LocalReader(file), path)[0]
 
@@ -122,7 +122,7 @@ def read_header(file: Reader, path: Path) -> tuple[dict[str, FileEntry], dict[st
     """Return the tensors and the metadata of a file. ValueError if it is in another format or not whole."""
     first, size = read_bytes(file, 0, 8), file.size
     length = int.from_bytes(first, "little")
-    # torch.save writes zip files, and wrote plain pickles; as lengths, their first bytes are absurd
+    # torch.save writes zip files, or once plain pickles; read as a length, their first bytes are absurd
     is_pickle = length > _LONGEST_HEADER and (first[:4] == b"PK\x03\x04" or first[:1] == b"\x80")
     if path.suffix in PICKLES or is_pickle:
         raise ValueError(
@@ -150,7 +150,7 @@ def _entries(forms: Mapping[str, Any], begin: int, path: Path) -> list[FileEntry
 
 
 def are_counts(values: object) -> TypeGuard[list[int]]:
-    # few and small: their products take no time
+    # few and small, so their product takes no time
     return isinstance(values, list) and len(values) <= 64 and all(type(x) is int and 0 <= x < 1 << 63 for x in values)
 
 
@@ -172,7 +172,7 @@ def _check_data(entries: Iterable[FileEntry], begin: int, size: int, path: Path)
 
 
 def read_chunks(file: FileIO, path: Path, start: int, num_bytes: int, dtype: torch.dtype) -> Iterator[Tensor]:
-    """Yield these bytes as flat tensors in host memory, each valid until the next one."""
+    """Yield `num_bytes` bytes as flat tensors in host memory, each valid until the next one."""
     reader, buffer, end = LocalReader(file), bytearray(min(num_bytes, CHUNK)), start + num_bytes
     for begin in range(start, end, CHUNK):
         view = memoryview(buffer)[: end - begin]
@@ -188,6 +188,5 @@ def write_tensor(file: BufferedIOBase, start: int, value: Tensor) -> None:
 
 
 def copied_into(buffer: bytearray, data: Tensor) -> memoryview:
-    """Copy bytes (n,) to the beginning of a buffer."""
     torch.frombuffer(buffer, dtype=torch.uint8)[: data.numel()].copy_(data)
     return memoryview(buffer)[: data.numel()]

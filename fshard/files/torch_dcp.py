@@ -90,8 +90,8 @@ class ChunkRun(Piece):
 def index_of_dcp(place: Place) -> tuple[Index, bytes]:
     """Return the index of a checkpoint of torch.distributed.checkpoint, with `ChunkRun`s as pieces, and its text.
 
-    Numbers and strings, pickled one by one by torch, are values; in lists and tuples by name and number. Other objects
-    are left out.
+    Numbers and strings, pickled one by one by torch, are values, named by their path in lists, tuples and dicts. Other
+    objects are left out.
     """
     where = f"{place}/{METADATA}"
     try:
@@ -113,7 +113,7 @@ def index_of_dcp(place: Place) -> tuple[Index, bytes]:
 
 @contextmanager
 def _naming(where: str) -> Iterator[None]:
-    """Errors of damaged data become CheckpointErrors that begin with `where`."""
+    """Turn errors of damaged data into CheckpointErrors, beginning with `where`."""
     try:
         yield
     except CheckpointError:
@@ -188,7 +188,7 @@ def _leaves(forms: Plain, items: _Items) -> tuple[dict[str, IndexEntry], list[st
             box = _fields(chunk, f"{_OURS}ChunkStorageMetadata")
             offsets, sizes = (_counts(box[key], f"{name!r}: {key}") for key in ("offsets", "sizes"))
             if not math.prod(sizes):
-                continue  # of a rank without elements
+                continue  # the chunk of a rank without elements
             check_box(name, shape, offsets, sizes)
             require((name, offsets) in items, f"{name!r}: no file has the chunk at {offsets}")
             left -= num_runs(shape, sizes)
@@ -210,7 +210,7 @@ def _dtype(name: str, properties: Plain) -> torch.dtype:
 
 
 def located(place: Place, pieces: Sequence[Piece]) -> list[Piece]:
-    """Replace offsets of items by offsets of elements: this opens the items."""
+    """Open the items, and replace their offsets by offsets of elements."""
     items = {(piece.file, piece.offset): piece for piece in pieces if isinstance(piece, ChunkRun)}
     starts = dict[tuple[str, int], int]()
     for file, of_file in groupby(sorted(items), key=lambda item: item[0]):
@@ -244,7 +244,7 @@ def _start(item: ZipItem, run: ChunkRun) -> int:
 
 
 def stored_tensor(record: Plain) -> tuple[str, torch.dtype, int, tuple[int, ...], tuple[int, ...]]:
-    """Return a tensor's key of its storage, dtype, first element in it, sizes and strides.
+    """Return a tensor's key of its storage, dtype, first element in the storage, sizes and strides.
 
     `record`: read with the names `OF_TENSOR`.
     """
@@ -271,12 +271,12 @@ def _value(place: Place, file: str, offset: int, length: int) -> Plain:
 
 
 def _flat(name: str, value: Plain, most: int) -> dict[str, Json]:
-    """Return numbers and strings by dotted name. CheckpointError for other objects, or one that refers to itself."""
+    """Return numbers and strings by dotted name. CheckpointError for other objects, or a list that refers to itself."""
     values, waiting, steps = dict[str, Json](), [(name, value, 0)], 0
     while waiting:
         path, x, depth = waiting.pop()
         steps += 1
-        # one list may come many times, and in itself
+        # a list may be in many places, and in itself
         if steps > most or depth > _DEEPEST or len(path) > _LONGEST:
             raise CheckpointError(f"{name[:80]!r} has too many numbers, lists within lists, or too long names")
         if type(x) in (list, tuple):

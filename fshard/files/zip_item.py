@@ -14,7 +14,7 @@ _MOST_BYTES = 1 << 24  # of a directory (160 for each tensor), and of a member
 class ZipItem:
     """A zip file of `length` bytes at `offset` of a file, with all members in one folder and not compressed.
 
-    ValueError, zipfile.BadZipFile or struct.error for another one, in bounded time and memory.
+    ValueError, zipfile.BadZipFile or struct.error for other bytes, in bounded time and memory.
     """
 
     def __init__(self, file: Reader, offset: int, length: int):
@@ -31,7 +31,7 @@ class ZipItem:
         return name in self._members
 
     def check(self) -> None:
-        """Read all. ValueError for a member that is compressed or damaged, or if members overlap."""
+        """Read all members. ValueError if one is compressed or damaged, or if members overlap."""
         size = sum(self.data(name)[1] for name in self._members)
         require(size <= self._length, f"{size:,} bytes in a file of {self._length:,}")
         require(not (torn := self._zip.testzip()), f"{torn!r} is not what was written")
@@ -47,7 +47,7 @@ class ZipItem:
         head = _read(self._file, self._offset + member.header_offset, 30)
         is_member = head[:4] == b"PK\x03\x04"
         require(is_member, f"{name!r}: no member of a zip file begins at byte {member.header_offset:,}")
-        # lengths of name and extra field, not in the directory
+        # the header's own lengths of name and extra field: the directory's may differ
         start = member.header_offset + 30 + int.from_bytes(head[26:28], "little") + int.from_bytes(head[28:], "little")
         if start + member.file_size > self._length:
             raise ValueError(f"{name!r}: {member.file_size:,} bytes from byte {start:,} on are beyond the zip file")
