@@ -123,7 +123,7 @@ def _addresses(host: str) -> tuple[str, ...]:
 def _interfaces() -> dict[str, str]:
     addresses = {}
     for _, name in socket.if_nameindex():
-        with suppress(OSError):  # no address
+        with suppress(OSError):  # an interface without address
             addresses[name] = address_of(name)
     return addresses
 
@@ -152,7 +152,7 @@ def two_processes() -> str:
         try:
             _, said = run.communicate(timeout=120)
         except subprocess.TimeoutExpired:
-            run.terminate()  # not killed at once: torchrun ends its processes, in sessions of their own
+            run.terminate()  # not `kill`: torchrun must end its processes, in sessions of their own
             with suppress(subprocess.TimeoutExpired):
                 run.communicate(timeout=60)
             run.kill()

@@ -45,7 +45,7 @@ _OVERS = ("params_over", "grads_over", "state_over")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments. Those of `make_plan` have its names."""
+    """Add the arguments; options of `make_plan` keep their names."""
     parser.add_argument("model", help="MODULE:FUNCTION, or the path of a safetensors file or a folder of such files")
     parser.add_argument("--mesh", nargs="+", metavar="AXIS=SIZE", help="the axes of the mesh (one device)")
     parser.add_argument("--units", nargs="+", metavar="PATTERN", help='subtrees that are gathered together: "layers.*"')
@@ -75,7 +75,6 @@ def run(args: argparse.Namespace) -> int:
     nbytes = {
         "parameters": sum(share["parameters"].nbytes for share in shares),
         "gradients": sum(share["gradients"].nbytes for share in shares if "gradients" in share),
-        # the optimizer's state
         "optimizer_state": sum(x.nbytes for x in tree.leaves(state.opt_state) if isinstance(x, Tensor)),
     }
     said = ", ".join(f"{name.replace('_', ' ')} {size(number)}" for name, number in nbytes.items())
@@ -123,7 +122,7 @@ def _estimate(
 
 
 def _batch(texts: Sequence[str]) -> Tree:
-    """Return tensors on meta, by name, from shapes as text; one tensor if it has no name."""
+    """Return tensors on meta, by name, from shapes as text; one tensor if the shape has no name."""
     batch = {}
     for text in texts:
         name, _, form = text.rpartition("=")

@@ -1,4 +1,4 @@
-"""A step on the ranks of torchrun, and the same on one device. `fshard doctor` runs it on two processes."""
+"""A step on the ranks of torchrun, and the same step on one device. `fshard doctor` runs it on two processes."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def stepped(mesh: Any, rows: torch.Tensor) -> torch.Tensor:
 
 
 def main() -> None:
-    """Exit with a sentence if the ranks compute other bits than one device."""
+    """Exit with an error's text if ranks and one device compute different bits."""
     dist.init_process_group("gloo")
     rank, size = dist.get_rank(), dist.get_world_size()
     mesh = init_device_mesh("cpu", (size,), mesh_dim_names=("shard",))

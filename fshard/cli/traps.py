@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 SMALL_SHM = 1 << 30  # bytes
 FEW_FILES = 4096
-# variables in which launchers say how many hosts a job has
+# launchers' variables with a job's number of hosts
 HOSTS = ("PET_NNODES", "GROUP_WORLD_SIZE", "SLURM_NNODES", "SKYPILOT_NUM_NODES")
 
 
@@ -51,7 +51,7 @@ def is_loopback(host: str) -> bool:
 
 
 def worlds(facts: Facts) -> Iterator[Advice]:
-    """Every host its own world."""
+    """Each host forms its own world."""
     env, host = facts.env, (facts.endpoint or ("", 0))[0]
     head = "give all hosts the name of one: HEAD=$(scontrol show hostnames $SLURM_JOB_NODELIST | sed -n 1p)"
     if facts.several and is_loopback(host):
@@ -72,7 +72,7 @@ def worlds(facts: Facts) -> Iterator[Advice]:
 
 
 def own_name(facts: Facts) -> Iterator[Advice]:
-    """The host's own name is a loopback address."""
+    """The host's own name resolves to a loopback address."""
     if facts.several and "GLOO_SOCKET_IFNAME" not in facts.env and all(map(is_loopback, facts.addresses)):
         yield Advice(
             f"{facts.name} resolves to {', '.join(facts.addresses) or 'nothing'} here: gloo tells others that address",
@@ -148,7 +148,7 @@ def limits(facts: Facts) -> Iterator[Advice]:
 
 
 def rendezvous(facts: Facts) -> Iterator[Advice]:
-    """The port of the rendezvous is not reached."""
+    """The port of the rendezvous cannot be reached."""
     if facts.several and facts.endpoint is not None and facts.port not in ("open", "refused"):
         host, port = facts.endpoint
         yield Advice(
