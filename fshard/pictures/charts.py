@@ -37,7 +37,7 @@ def chart(lowered: Lowered) -> Picture:
 
 
 def _lines(memory: Footprint, sent: Sequence[Flight]) -> list[str]:
-    """Return tables for a screen: the peak by purpose, and the collectives of equal units."""
+    """Return tables: the peak by purpose, and collectives, grouped if units differ only in numbers."""
     by = sorted(memory.by.items(), key=lambda item: -item[1])
     head = f"{len(memory.nodes):,} nodes; the peak of memory is {size(memory.peak)}, at {memory.at}:"
     lines = [head, *aligned([[purpose, size(nbytes)] for purpose, nbytes in by], right={1})]
@@ -61,7 +61,7 @@ def _row(kind: str, axis: str, group: Sequence[Flight]) -> list[str]:
 
 
 def brief(unit: str, width: int) -> str:
-    """Return the name of a unit, or of several joined, in at most `width` characters.
+    """Return the name of one or several joined units in at most `width` characters.
 
     >>> brief("embed+layers.0+layers.1+layers.2", 28)
     'embed and 3 more'
@@ -74,7 +74,7 @@ def _svg(memory: Footprint, sent: Sequence[Flight]) -> str:
     from matplotlib import rc_context
 
     text = io.StringIO()
-    with rc_context({"svg.hashsalt": "fshard"}):  # the same text for the same numbers
+    with rc_context({"svg.hashsalt": "fshard"}):  # equal text for equal numbers
         figure(memory, sent).savefig(text, format="svg", metadata={"Date": None})
     return text.getvalue()
 
