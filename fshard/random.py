@@ -1,4 +1,4 @@
-"""Random numbers that differ along an axis of the mesh, where a step draws the same on all its ranks."""
+"""Random numbers that differ along an axis of the mesh, where a step draws equal ones on all ranks of the axis."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ __all__ = ["per"]
 
 @contextmanager
 def per(mesh: AnyMesh, axis: str) -> Iterator[None]:
-    """In a block, draw other random numbers on each rank along `axis`, by its number there.
+    """In a block, draw different random numbers on each rank along `axis`, by the rank's number there.
 
-    A step draws the same numbers on ranks with equal batches (`make_plan(data=)`). This is right for activations that
-    are equal on these ranks, and wrong for their parts: if a sequence is split, each rank must draw its own mask. Draws
+    A step draws equal numbers on ranks with equal batches (`make_plan(data=)`). Equal numbers are right for equal
+    activations, and wrong for parts of an activation: if a sequence is split, each rank must draw its own mask. Draws
     after the block are equal again, and do not depend on draws inside it. If `mesh` is None, or the axis has one rank,
-    nothing changes. In JAX, `axis_index` is folded into a key.
+    the block changes nothing. In JAX, fold `axis_index` into a key.
 
-    This holds for torch's generators of the host and of the mesh's device, not for generators of Python, numpy or your
-    own. Raises ValueError for an axis that the mesh lacks.
+    The block affects torch's generators of the host and of the mesh's device, not generators of Python, numpy or your
+    own. Raises ValueError if the mesh lacks the axis.
 
     >>> from fshard.testing import simulate
     >>> def drawn(mesh):

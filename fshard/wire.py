@@ -1,9 +1,9 @@
 """Encodings of a flat tensor for sending: casts, 8 bits, or your own.
 
 Note [Wires]
-    1. A `Wire` encodes a flat floating tensor as another flat tensor, and decodes that one.
+    1. A `Wire` encodes a flat floating tensor as another flat tensor, and decodes the result.
     2. `sizes`: the number of elements of each leaf in the tensor, in order, padding after the leaf included. All ranks
-       must send equally much, so the encoded length depends only on the sum and the number of `sizes`.
+       must send equally many bytes, so the encoded length depends only on the sum and the number of `sizes`.
     3. `make_plan(param_wire=...)`: every shard is encoded, all-gathered, and decoded into the compute dtype.
     4. `make_plan(grad_wire=...)`: each rank encodes its part of a gradient; the rank that sums it decodes all parts and
        adds them in float32, in rank order.
@@ -25,7 +25,7 @@ __all__ = ["Cast", "Float8", "Identity", "Int8", "Wire", "pack", "unpack"]
 
 
 def pack(*tensors: Tensor) -> Tensor:
-    """Pack flat tensors of any dtypes into one tensor of bytes. Each begins at a multiple of 16 bytes. Dual: `unpack`.
+    """Pack flat tensors of any dtypes into a tensor of bytes, each at a multiple of 16 bytes. Dual: `unpack`.
 
     >>> unpack(pack(torch.ones(1), torch.tensor([2, 3])), (torch.float32, 1), (torch.int64, 2))
     [tensor([1.]), tensor([2, 3])]
@@ -34,7 +34,7 @@ def pack(*tensors: Tensor) -> Tensor:
 
 
 def unpack(data: Tensor, *held: tuple[torch.dtype, int]) -> list[Tensor]:
-    """Return the tensors packed in `data`. `held`: dtype and number of elements of each. Dual: `pack`.
+    """Return the tensors packed in `data`. `held`: dtype and number of elements of each tensor. Dual: `pack`.
 
     >>> unpack(pack(torch.tensor([True])), (torch.bool, 1))
     [tensor([True])]
@@ -61,7 +61,7 @@ class Identity:
 
 @dataclass(frozen=True)
 class Cast:
-    """Send another dtype: bfloat16 is half the bytes of float32.
+    """Send tensors in another dtype: bfloat16 has half the bytes of float32.
 
     >>> Cast(torch.bfloat16).encode(torch.ones(1), [1])
     tensor([1.], dtype=torch.bfloat16)
@@ -138,7 +138,7 @@ class Float8:
         """Pack the scales, then the codes."""
         leaves = x.float().split(list(sizes))
         zero = x.new_zeros((), dtype=torch.float32)
-        # (leaves,); amin and amax, because `abs` of a leaf takes as much memory again
+        # (leaves,). No `abs`: it takes the memory of a leaf again
         top = torch.stack(
             [torch.maximum(leaf.amin().abs(), leaf.amax().abs()) if len(leaf) else zero for leaf in leaves]
         )
