@@ -1,16 +1,16 @@
 """Transfers next to the computation: units gathered ahead, reductions under way, rows in host memory.
 
 Note [Two units]
-    By default the unit in use and the units gathered ahead have together at most the bytes of two of the largest unit;
-    so have the unit with arriving gradients and the units being reduced. Next to a small unit several small ones
-    travel, so the link has work while a unit computes. At least one unit travels, and at most `_MOST`: more gained
-    nothing (docs/benchmarks.md). Collectives of several stages have only one unit in the first stage.
+    By default the unit in use and the units gathered ahead take together at most twice the bytes of the largest unit;
+    the unit with arriving gradients and the units being reduced likewise. While a small unit computes, several small
+    units travel, so the link has work. At least one unit travels, and at most `_MOST`: more units gained nothing
+    (docs/benchmarks.md). If collectives have several stages, only one unit is in the first stage.
 
 Note [Crossing over]
-    Each direction has its own stream. Its work waits for all earlier work of the computation, so that memory freed by
-    the computation is not overwritten too early. The computation waits for the stream before it uses a result. Memory
-    is pinned, so copies do not block the host. The host waits for the device (`Crossing.settle`) once for each
-    backward or update, before it reads rows.
+    Each direction has its own stream. A stream's work waits for all earlier work of the computation, so that memory
+    freed by the computation is not overwritten too early. The computation waits for the stream before it uses a result.
+    Host memory is pinned, so copies do not block the host. The host waits for the device (`Crossing.settle`) once for
+    each backward or update, before it reads rows.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Ahead:
 
     @memo
     def number(self) -> int | None:
-        """The number of units, if the same for all; else None."""
+        """The number of units, if equal next to every unit; else None."""
         if self.prefetch is not None:
             return self.prefetch
         smallest = sorted(size for size in self.sizes if size)[:3]
@@ -61,7 +61,7 @@ class Ahead:
         return _MOST if number is None else number + stages - 1 if number else 0
 
     def gathers(self, unit: int | None, following: Iterable[int], stages: int) -> list[int]:
-        """Return the first of `following` to gather while `unit` computes.
+        """Return the first units of `following`, to gather while `unit` computes.
 
         >>> Ahead((6, 1, 1, 6), None).gathers(1, [2, 3], 1), Ahead((6, 1, 1, 6), 1).gathers(1, [2, 3], 1)
         ([2, 3], [2])
@@ -70,7 +70,7 @@ class Ahead:
         return list(self._fitting(unit, following) if fits else islice(following, self.most(stages)))
 
     def reductions(self, unit: int, under_way: Sequence[int], stages: int) -> int:
-        """Return how many of the last `under_way` may stay in their first stage when `unit`'s gradients arrive.
+        """Return how many of the last units `under_way` may stay in their first stage when `unit`'s gradients arrive.
 
         >>> Ahead((6, 1, 1, 6), None).reductions(1, [3, 2], 1), Ahead((6, 1, 1, 6), 1).reductions(1, [3, 2], 1)
         (2, 1)
@@ -100,14 +100,14 @@ def pinned(row: Tensor, device: torch.device) -> Tensor:
 
 
 def to_host(x: Tensor) -> Tensor:
-    """Copy to pinned memory, which the host may read after `Crossing.settle`."""
+    """Copy to pinned memory: the host may read it after `Crossing.settle`."""
     if is_tracing():  # a graph chooses its memory
         return x.to(HOST)
     return torch.empty_like(x, device=HOST, pin_memory=True).copy_(x, non_blocking=True)
 
 
 def landing(row: Tensor, device: torch.device) -> Tensor:
-    """Return the tensor for the row's new values."""
+    """Return a tensor on `device` for the row's new values."""
     return row if row.device == device else torch.empty_like(row, device=device)
 
 
@@ -116,10 +116,10 @@ class _Arrival:
     """Copies under way."""
 
     crossing: Crossing
-    held: Sequence[Tensor]  # until the computation has waited
+    held: Sequence[Tensor]  # kept until the computation has waited
 
     def wait(self) -> Sequence[Tensor]:
-        """The computation's stream waits, not the host."""
+        """Make the computation's stream wait, not the host."""
         self.crossing.join()
         return self.held
 
@@ -162,7 +162,7 @@ class Crossing:
         return pending.then(arrived)
 
     def copied(self, x: Tensor, row: Tensor) -> Pending:
-        """Copy `x` to a row in host memory, which the host may read after `settle`."""
+        """Copy `x` to a row in host memory, readable after `settle`."""
         with self.ahead():
             row.copy_(x, non_blocking=True)
         return Pending(_Arrival(self, [x]), lambda _: row)

@@ -47,7 +47,7 @@ def first_places(flat: Sequence[Tensor], paths: Sequence[str]) -> list[int]:
     """
     first: dict[Hashable, int] = {}
     places = [first.setdefault(identity(leaf), i) for i, leaf in enumerate(flat)]
-    by_storage: dict[int, list[int]] = defaultdict(list)  # untied leaves: only these may overlap
+    by_storage: dict[int, list[int]] = defaultdict(list)  # first places alone: tied leaves share memory rightly
     for i in dict.fromkeys(places):
         if flat[i].numel():
             by_storage[address(flat[i])].append(i)
@@ -60,7 +60,7 @@ def identity(leaf: Tensor) -> Hashable:
     """Return a key, equal for living leaves with the same elements of the same memory."""
     if not leaf.numel():  # all empty tensors may have one storage
         return id(leaf)
-    # lazy bits: a conjugated view has the same memory and other values
+    # lazy bits: a conjugated view has its base's memory and other values
     bits = leaf.is_conj(), leaf.is_neg()
     # the stride of a dimension of size 1 means nothing
     strides = tuple(stride for size, stride in zip(leaf.shape, leaf.stride(), strict=True) if size > 1)
@@ -95,7 +95,8 @@ def read_frozen(
     If any floating leaf requires a gradient, the tree freezes parameters without `requires_grad` (a tied leaf if none
     of its places requires a gradient). Otherwise the tree freezes no leaf. Integer leaves never train.
 
-    ValueError for a plain tensor next to parameters, and for a picked leaf with `requires_grad` next to one without.
+    ValueError for an unpicked plain tensor next to parameters, and for a picked leaf with `requires_grad` next to a
+    parameter without.
     """
     says: dict[int, int] = {}  # by the first place of a leaf
     for leaf, place in zip(flat, places, strict=True):
@@ -119,7 +120,7 @@ def read_frozen(
     return [picked[i] or bool(trained and says.get(i) == _STILL) for i in places]
 
 
-_NOTHING, _STILL, _TRAINS = range(3)  # a leaf's own state
+_NOTHING, _STILL, _TRAINS = range(3)  # what a leaf itself says
 
 
 def _said(leaf: Tensor) -> int:

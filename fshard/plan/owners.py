@@ -24,7 +24,7 @@ class Share(NamedTuple):
 
 
 class TableLine(NamedTuple):
-    """Equal units, and their leaves of one kind: totals, and the holders in each of `shares`.
+    """A line for equal units and one kind: totals of leaves, and the holders of each share.
 
     `brief` tells the kind from the plan's other kinds.
     """
@@ -66,12 +66,12 @@ class Picture:
 
 
 def picture(title: Sequence[str], shares: Mapping[str, str], rows: Sequence[TableLine]) -> Picture:
-    """Return the picture of some rows. `shares`: name and description of each column."""
+    """`shares`: name and description of each column."""
     return Picture("\n".join([*title, *table([*shares], rows)]), rows, lambda: _svg(title, shares, rows))
 
 
 def span(first: str, last: str) -> str:
-    """Return the names of equal units, by the first and the last.
+    """Name equal units by the first and the last.
 
     >>> span("model.layers.0", "model.layers.31"), span("head", "head")
     ('model.layers.0 ... 31', 'head')
@@ -93,7 +93,7 @@ def shortened(name: str, width: int) -> str:
 
 
 def table(columns: Sequence[str], rows: Sequence[TableLine]) -> list[str]:
-    """Return lines for a screen of 80 x 24 characters: units without room are one line."""
+    """Return lines for a screen of 80 x 24 characters: too many units end in one common line."""
     regather = len({row.regather for row in rows}) > 1
     title = ["unit", "bytes", *columns, *["regather"] * regather]
     shown = rows if len(rows) <= _LINES else rows[: _LINES - 1]
@@ -160,7 +160,7 @@ def _bar(x: int, y: int, share: Share | None) -> list[str]:
         if len(said) * 6.2 + 4 < width:
             shapes.append(_text(left + width / 2, y + 14, said, small=True, anchor="middle"))
     said = f"{size(share.nbytes)} a rank" + f", 1/{num}" * (num > 1)
-    if len(shapes) < 2 * len(parts):  # shards without room for their ranks
+    if len(shapes) < 2 * len(parts):  # a shard lacks room for its ranks
         said += f", {sum(map(len, parts))} ranks"
     return [*shapes, _text(x, y + 29, said, small=True)]
 

@@ -11,11 +11,11 @@ from ..core.arguments import wrong
 from ..layout.rules import COPIES, Rule
 from .units import fitting, no_unit
 
-Regather = bool | str | Sequence[str]  # gather a unit again, or the axes over which a copy of it stays cut
+Regather = bool | str | Sequence[str]  # gather a unit again or not; or axes: keep a copy cut over them
 
 
 def partitions(sizes: dict[str, int], *overs: str | Sequence[str]) -> dict[str, Axes]:
-    """Return each partition's axes. ValueError unless each contains the axes of the one before."""
+    """Return each partition's axes. ValueError unless a partition contains the axes of the partition before."""
     result = dict[str, Axes]()
     before: Axes = ()
     for name, over in zip(("params_over", "grads_over", "state_over"), overs, strict=True):
@@ -33,7 +33,7 @@ def partitions(sizes: dict[str, int], *overs: str | Sequence[str]) -> dict[str, 
 def axes_of(name: str, over: object, sizes: Mapping[str, int]) -> Axes:
     """Return the axes in an argument; on one device "shard" and "replicate" give ().
 
-    Raises TypeError if `over` is neither a name nor several, ValueError for an axis not in the mesh.
+    Raises TypeError if `over` is neither a name nor several names, ValueError for an axis not in the mesh.
     """
     names = (over,) if isinstance(over, str) else over
     if not isinstance(names, list | tuple) or not all(isinstance(axis, str) for axis in names):
@@ -57,8 +57,8 @@ def keep_rules(
 ) -> list[Rule | None]:
     """Return each unit's `Unit.keep_rule`.
 
-    `units`: by unit, the names of its subtrees if it has several; patterns may name those. Raises TypeError for a value
-    of another type, ValueError for wrong axes and for a pattern without units.
+    `units`: by unit, the names of its subtrees if it has several; patterns may name units and subtrees. Raises
+    TypeError for a value of another type, ValueError for wrong axes and for a pattern without units.
     """
     if not isinstance(regather, Mapping):
         return [_keep_rule("regather", regather, sizes, over["params_over"])] * len(units)
@@ -82,7 +82,7 @@ def keep_rules(
 
 
 def _keep_rule(name: str, value: object, sizes: Mapping[str, int], params_over: Axes) -> Rule | None:
-    """None: nothing stays; copies: all stays; else the rule of a cut copy."""
+    """Return None if nothing stays, `COPIES` if all stays, else the rule of the cut copy."""
     if isinstance(value, bool):
         return None if value else COPIES
     if not isinstance(value, str | list | tuple):

@@ -4,9 +4,9 @@ Note [Flat buffers]
     Leaves are grouped in *units* (gathered together) and, inside a unit, by *kind* (dtype, trainable or frozen, sharded
     or whole, on the device or in host memory). The leaves of one unit and kind lie in one flat buffer, in the order of
     the tree. Every leaf starts at a multiple of 16 bytes in each dtype of the buffer: kernels load 16 bytes at once.
-    Zeros pad the end, so that a rank's smallest shard has such a length, too.
+    Zeros pad the end, so that a rank's smallest shard also has such a length.
 
-    A buffer is cut into equal intervals; rank r along the axes of a partition owns the r-th, its shard. A rank holds
+    A buffer is cut into equal intervals; rank r along the axes of a partition owns interval r, its shard. A rank holds
     one tensor for each kind: its shards of all units, end to end. Each of the three partitions (params, grads, state)
     has the axes of the one before and possibly more, and the first axis varies slowest. So a shard of a finer partition
     lies inside one shard of a coarser one.
@@ -45,9 +45,9 @@ from .precision import Policy, Precision
 from .units import ENDS, ROOT
 
 _ALIGN = 16  # bytes
-_BUCKET = 1 << 20  # bytes of units that cost by number, not by size
-_SMALL = 16 << 20  # bytes of all gradients, if these may wait for their joined units
-_MANY = 8  # enough messages for advice
+_BUCKET = 1 << 20  # bytes; smaller units cost by number, not by size
+_SMALL = 16 << 20  # most bytes of all gradients if they wait for joined units
+_MANY = 8  # saved messages worth advice
 
 Shares = Mapping[str, tuple[Axes, Sequence[int]]]
 
@@ -69,7 +69,7 @@ class Kind:
 
     @property
     def aligned(self) -> int:
-        """Elements in a multiple of 16 bytes, in each dtype."""
+        """Elements in 16 bytes of the narrowest dtype."""
         return max(1, _ALIGN // self.precision.itemsize)
 
     def __str__(self) -> str:
@@ -90,7 +90,7 @@ class Slot(Leaf):
     start: int
 
     def __hash__(self) -> int:
-        return hash((self.unit, self.kind, self.start))  # faster than all fields
+        return hash((self.unit, self.kind, self.start))  # faster than a hash of all fields
 
 
 @dataclass(frozen=True)
@@ -108,7 +108,7 @@ class Unit:
 
     @property
     def regather(self) -> str:
-        """The argument of `make_plan`."""
+        """The argument of `make_plan`, as text."""
         over = () if self.keep_rule is None else self.keep_rule.over
         return ", ".join(over) if over else str(self.keep_rule is None)
 
@@ -154,7 +154,7 @@ class Plan:
     mesh: AnyMesh = field(default=None, compare=False, repr=False)
 
     def __getstate__(self) -> dict[str, object]:
-        # without this rank's memos, and without the mesh
+        # without memos and mesh
         return {**{f.name: getattr(self, f.name) for f in fields(self)}, "mesh": None}
 
     def __deepcopy__(self, memo: dict[int, object]) -> Plan:
@@ -170,9 +170,9 @@ class Plan:
 
     @memo
     def lasting(self) -> frozenset[int]:
-        """The units that stay from their second gather in a forward to its end.
+        """The units that stay from their second gather in a forward to the forward's end.
 
-        Units between may read the ends, and a loss parts of several joined units in turn.
+        A loss may read the ends between other units, and parts of several joined units in turn.
         """
         return frozenset(number for number, unit in enumerate(self.units) if unit.name in ENDS or unit.joined)
 
@@ -210,7 +210,7 @@ class Plan:
 
     @memo
     def as_read(self) -> Plan | None:
-        """The plan for reads of an eager loss: fewer units, the same rows; None if any is sent or cast."""
+        """A plan of joined units over the same tensors, for an eager loss; None if the tree is large, sent or cast."""
         if self.gather or self.param_wire or self.grad_wire or self.num_ranks(self.axis_names) > 1:
             return None
         if sum(self.ahead.sizes) > _SMALL:
@@ -226,18 +226,18 @@ class Plan:
 
     @memo
     def axis_names(self) -> Axes:
-        """The names of all axes of the mesh."""
         return tuple(name for name, _ in self.axes)
 
     @memo
     def linked(self) -> Axes:
-        """The axes of several ranks: rows are cut over no other, except for the user's gather or wire."""
+        """The axes of several ranks. Rows are cut over these alone, unless the user gives a gather or a wire."""
         return tuple(axis for axis, size in self.axes if size > 1)
 
     def rule(self, kind: int, over: Axes) -> Rule:
-        """Return the rule of a kind in a tree cut over these axes, or over none.
+        """Return the rule of a kind in a tree cut over `over`.
 
-        Whole leaves are copies in any tree. Split leaves lie on ranks with the same part: the split's axis cuts none.
+        Whole leaves are copies in any tree. Split leaves are cut over ranks with the same part, not over the split's
+        axis.
         """
         if self.kinds[kind].whole:
             return COPIES
@@ -245,7 +245,7 @@ class Plan:
         return Rule(tuple(axis for axis in over if axis in cuts and axis != self.kinds[kind].split))
 
     def apart(self, kind: int, over: Axes) -> Axes:
-        """Return the axes along which ranks hold other elements, in a tree cut over `over`."""
+        """Return the axes along which ranks hold different elements, in a tree cut over `over`."""
         return (*self.splits([kind]), *self.rule(kind, over).over)
 
     def rest(self, axes: Axes, kind: int | None = None) -> Axes:
@@ -258,7 +258,6 @@ class Plan:
         return tuple(dict.fromkeys(split for kind in kinds if (split := self.kinds[kind].split) is not None))
 
     def num_ranks(self, axes: Axes) -> int:
-        """Return the number of ranks along these axes together."""
         sizes = dict(self.axes)
         return math.prod(sizes[axis] for axis in axes)
 
@@ -272,17 +271,17 @@ class Plan:
         return tuple(tree.paths(self.spec))
 
     def container(self, spec: tree.Spec, first: int) -> Container:
-        """Return the children of the container of this structure, with first leaf number `first`."""
-        # containers with the same first leaf are nested
+        """Return a container's children, by its structure and the number of its first leaf."""
+        # nested containers may have the same first leaf
         known, key = self._known.containers, (first, spec.num_nodes)
         if key not in known:
             known[key] = Container(spec)
         return known[key]
 
     def units_of(self, first: int, num_leaves: int) -> tuple[int, int]:
-        """Return the first unit of consecutive leaves, and one past the last."""
+        """Return the first unit of consecutive leaves, and one past their last unit."""
         known, key = self._known.units, (first, num_leaves)
-        if key not in known:  # tied leaves may be in distant units
+        if key not in known:  # a tied leaf may be in a distant unit
             units = [self.slots[n].unit for n in self.leaves[first : first + num_leaves]]
             known[key] = min(units), max(units) + 1
         return known[key]
@@ -389,7 +388,7 @@ class Plan:
         return tuple(tuple(by_shard[at]) for at in sorted(by_shard))
 
     def lines(self, shares: Shares, units: Iterable[int]) -> list[TableLine]:
-        """Return contents and holders of units, a line for each kind of units whose names differ in numbers alone.
+        """Return contents and holders of units: a line for each kind of units equal but for numbers in names.
 
         `shares`: by name, the axes of a cut, and the bytes of an element of each kind.
         """

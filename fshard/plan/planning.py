@@ -52,20 +52,20 @@ def make_plan(
 
     Units and axes:
 
-    - `units`: the subtrees that are gathered together. Give dotted path patterns (`*` one component, `**` any number;
+    - `units`: the subtrees to gather as one unit each. Give dotted path patterns (`*` one component, `**` any number;
       an existing path means itself), a predicate `(path, subtree) -> bool`, or a number of elements at which a unit is
-      full. A tuple of patterns in the list is one unit, adjacent or not (`[("embed", "head"), "blocks.*"]`); it stays
-      from its second gather to the end of the forward. Leaves before the first selected one are the unit `(first)`,
-      leaves after the last one the unit `(last)`. Other leaves, and leaves tied across these units, are the unit
-      `(root)`, gathered once for a forward.
+      full. A tuple of patterns in the list is one unit, adjacent or not (`[("embed", "head"), "blocks.*"]`): this unit
+      stays from its second gather to the end of the forward. Leaves before the first selected one are the unit
+      `(first)`, leaves after the last one the unit `(last)`. Other leaves, and leaves tied across these units, are the
+      unit `(root)`, gathered once for a forward.
     - `params_over`, `grads_over`, `state_over`: the axes over which parameters, gradients and optimizer state are
-      partitioned. Each must include the axes of the one before.
+      partitioned. Each must include the axes of the argument before.
     - `regather`: True frees gathered parameters after the forward, and gathers them again in the backward; False keeps
-      them. The last axes of `params_over` (the axis inside a host, say) keep a copy cut over these axes, and the
-      backward gathers over these alone. A dict gives one of these to each unit, by names or patterns of units
+      them. Names of the last axes of `params_over` (the axis inside a host, say) keep a copy cut over these axes, and
+      the backward gathers over these alone. A dict gives each unit its value, by names or patterns of units
       (`"(last)"`, say) or of their subtrees; the first match counts, and other units have True.
 
-    Leaves treated otherwise. `whole`, `frozen` and `offload` are each a pattern, several patterns, or a predicate.
+    Exceptions for leaves. `whole`, `frozen` and `offload` each take a pattern, several patterns, or a predicate.
     Integer leaves are always frozen. If some leaves require a gradient, as in a module, each `nn.Parameter` without
     `requires_grad` is frozen. A tree of plain tensors trains; next to a module's parameters a plain tensor outside
     `frozen` is a ValueError. Leaves with the same elements of the same memory (one tensor, its `.detach()` or `.data`)
@@ -75,13 +75,13 @@ def make_plan(
     - `frozen`: these leaves get no gradient and no optimizer state.
     - `offload`: parameters, gradients and optimizer state of these leaves lie in host memory, where the optimizer
       updates them; the device of the mesh computes with them. The word "state" (unless a subtree has this name) keeps
-      the optimizer state alone there: an update copies the state of one unit after the other to the device and back.
-    - `split`: leaves with a different part on each rank along an axis, by pattern: (axis, dim), or (axis, dim, blocks)
-      for a dim of `blocks` blocks end to end, each split by itself. `shard_params` takes and `gather_params` gives the
-      whole leaf. A loss sees this rank's part, cut as by `torch.chunk`. Gradients of split leaves are not summed over
-      the axis; all others are. An axis of one rank splits nothing.
+      only the optimizer state there: an update copies the state of one unit after the other to the device and back.
+    - `split`: leaves with a different part on each rank along an axis. A dict maps patterns to (axis, dim), or to
+      (axis, dim, blocks) for a dim of `blocks` blocks end to end, each split by itself. `shard_params` takes and
+      `gather_params` gives the whole leaf. A loss sees this rank's part, cut as by `torch.chunk`. Gradients of split
+      leaves are not summed over the axis; all other gradients are. An axis of one rank splits nothing.
     - `data`: the axes along which batches differ. Default: all axes without split leaves.
-    - `block`: leaves and shards start at multiples of `block` elements (for state in blocks).
+    - `block`: leaves and shards start at multiples of `block` elements (for optimizer state in blocks).
 
     Dtypes and messages:
 
@@ -89,12 +89,12 @@ def make_plan(
     - `param_wire`, `grad_wire`: the encodings of sent shards and gradients (`fshard.wire`).
     - `together`: gather all dtypes of a unit in one message.
     - `gather`: an object that gathers the shards of parameters (`fshard.reduction.Gather`).
-    - `prefetch`: the number of units gathered ahead of the unit in use, and of units reduced behind it. Each takes
-      memory. Default: one, or several small ones: with the unit in use, at most the memory of two of the largest (Note
+    - `prefetch`: the number of units gathered ahead of the unit in use, and of units reduced behind it. Default: one
+      unit, or several small units if these and the unit in use take at most twice the memory of the largest (Note
       [Two units] in `ahead.py`).
-    - `bucket`: join neighbouring units up to so many bytes; 0 joins none. A message costs more than a small unit's
-      bytes: join units of some kilobytes up to 1 MiB (`1 << 20`). Joined units need two to three times the bucket in
-      memory.
+    - `bucket`: join neighbouring units up to so many bytes; 0 joins none. For a small unit the message costs more than
+      its bytes: join units of some kilobytes up to 1 MiB (`1 << 20`). Joined units need two to three times the
+      bucket in memory.
     - `slices`: in a step with `reduction="tree"`, the number of slices of all ranks' batch, a power of two.
 
     On a mesh of processes the plans of all ranks are compared.
@@ -166,7 +166,7 @@ def _data_axes(
 
 
 def _padded(plan: Plan, multiples: Sequence[int]) -> Plan:
-    """Pad each kind's lengths for all ranks: any all-reduce then has equal parts."""
+    """Pad lengths to multiples for all ranks: any all-reduce then has equal parts."""
     padded = (replace(unit, lengths=tuple(map(_rounded_up, unit.lengths, multiples))) for unit in plan.units)
     return replace(plan, units=tuple(padded))
 
@@ -247,7 +247,7 @@ def _rounded_up(number: int, step: int) -> int:
 def with_policy(plan: Plan, policy: Policy | str | None) -> Plan:
     """Return the plan of the same shards under another policy.
 
-    ValueError if it changes a stored dtype, or has different dtypes for leaves of one flat buffer.
+    ValueError if the policy changes a stored dtype, or has different dtypes for leaves of one flat buffer.
     """
     policy = policy_of(policy)
     slots, first = [plan.slots[n] for n in plan.leaves], dict[int, int]()

@@ -28,15 +28,15 @@ class Policy:
     - `reduce`: the dtype of sent gradients (sums are taken in float32 at least). Default: `compute`.
     - `grads`: the dtype of reduced gradients until the update. Default: `storage`.
     - `output`: the dtype of the loss over all ranks, and of floating tensors in an aux. Totals and counts are not cast.
-      Default: float32 at least for a loss; an aux stays.
+      Default: float32 at least for a loss; an aux keeps its dtypes.
     - `buffers`: the dtype of `policy.cast(buffers, "buffers")` (running statistics, say).
     - `cast_inputs`: if True, a module casts floating tensors among its arguments to `compute` (`functionalize`).
       Arguments of a loss function, such as the batch, keep their dtypes: cast them in the loss with `x.to(w.dtype)`.
     - `cast_at`: paths of submodules that cast their floating inputs when they are called (`apply.policy(cast=)`).
-    - `overrides`: other dtypes for some leaves: pairs of a pattern, several patterns, or a predicate
-      `(path, subtree) -> bool`, and a policy whose dtypes replace these. The first pair that selects a leaf counts.
+    - `overrides`: other dtypes for some leaves, as pairs (leaves, policy). A pattern, several patterns, or a predicate
+      `(path, subtree) -> bool` select the leaves. The first pair that selects a leaf counts.
 
-    A dtype may be a name: f64, f32, bf16, f16, or torch's. Integer leaves stay as they are.
+    A dtype may be a name: f64, f32, bf16, f16, or torch's name. Integer leaves stay as they are.
 
     >>> Policy.parse("compute=bf16; **.norm: compute=f32")
     Policy('compute=bf16; **.norm: compute=f32')
@@ -95,7 +95,7 @@ class Policy:
         return f"Policy({str(self)!r})"
 
     def named(self) -> Policy:
-        """Return the policy with names for predicates, for comparison between ranks and for pickle."""
+        """Return the policy with names in place of predicates, for comparison between ranks and for pickle."""
         pairs = tuple((str(getattr(where, "__name__", where)), policy) for where, policy in self.overrides)
         return replace(self, overrides=pairs)
 
@@ -105,7 +105,7 @@ class Policy:
         return self.storage is not None or any(policy.stores for _, policy in self.overrides)
 
     def over(self, other: Policy) -> Policy:
-        """Return this policy, filled up with the dtypes of `other`."""
+        """Return this policy, with missing dtypes from `other`."""
         return replace(self, **{name: getattr(self, name) or getattr(other, name) for name in _DTYPES}, overrides=())
 
     def cast(self, x: Tree, to: str) -> Tree:
@@ -165,7 +165,7 @@ def _name(dtype: torch.dtype) -> str:
 
 
 def policy_of(policy: Policy | str | None) -> Policy:
-    """Return a policy from a policy, from text, or from None.
+    """Make a policy of text or None.
 
     >>> policy_of("compute=bf16").compute
     torch.bfloat16
@@ -205,7 +205,7 @@ class Precision:
 
 
 def precision(dtype: torch.dtype, policy: Policy) -> Precision:
-    """A leaf that is not real and floating keeps its dtype."""
+    """Return a leaf's dtypes: unless real and floating, its own."""
     if not dtype.is_floating_point:
         return Precision(dtype, dtype, dtype, dtype)
     storage = _or_default(policy.storage, dtype)

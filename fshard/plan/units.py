@@ -41,7 +41,7 @@ def _selector(params: Tree, spec: tree.Spec, where: Where, name: str) -> list[tu
         picked = fits = fitting([path for path, _, _ in nodes], patterns, spec)
         matched = set(chain.from_iterable(fits))
         for number, pattern in enumerate(patterns):
-            if number not in matched:  # subtrees without leaves match, too
+            if number not in matched:  # a pattern may match a subtree without leaves
                 word = _STATE * (name == "offload" and isinstance(where, str))
                 raise ValueError(f"{name}: the pattern {pattern!r} matches nothing; {_top(spec)}{word}")
     pairs = zip(nodes, picked, strict=True)
@@ -104,7 +104,7 @@ def claim_leaves(params: Tree, spec: tree.Spec, origins: Sequence[int], where: W
 def claim_splits(
     params: Tree, origins: Sequence[int], split: Mapping[str, Sequence[Any]], sizes: Mapping[str, int]
 ) -> dict[int, Split]:
-    """Return the splits of leaves, by the first place of each. An axis of one rank splits nothing.
+    """Return the splits by each leaf's first place. An axis of one rank splits nothing.
 
     Raises TypeError for anything but (axis, dim) or (axis, dim, blocks); ValueError for an unknown axis, dim or number
     of blocks, a pattern without leaves, and two splits of a leaf.
@@ -132,12 +132,12 @@ def claim_splits(
 
 
 def claim_policies(params: Tree, spec: tree.Spec, origins: Sequence[int], policy: Policy) -> list[Policy | None]:
-    """Return each leaf's policy: the first override of any place of the leaf, else None."""
+    """Return each leaf's policy: the first override of the leaf at any place, else None."""
     chosen: dict[int, Policy] = {}  # by the first place of a leaf
     dtypes, paths = [leaf.dtype for leaf in tree.leaves(params)], tree.paths(spec)
     for where, override in reversed(_grouped(policy)):  # the first override is set last
         for path, first, count in _selector(params, spec, where, "policy"):
-            # other leaves without a possible cast stay as they are
+            # integer leaves inside a selected subtree stay as they are
             if path == paths[first] and not dtypes[first].is_floating_point:
                 patterns = where if isinstance(where, list) else []
                 named = [patterns[number] for number in fitting([path.split(".")], patterns, spec)[0]] or [where]
@@ -149,7 +149,7 @@ def claim_policies(params: Tree, spec: tree.Spec, origins: Sequence[int], policy
 
 
 def _grouped(policy: Policy) -> list[tuple[Where, Policy]]:
-    """Join adjacent patterns with the same dtypes."""
+    """Join the patterns of adjacent, equal overrides."""
     groups = list[tuple[Where, Policy]]()
     for where, override in policy.overrides:
         patterns = groups[-1][0] if groups and groups[-1][1] == override else None
@@ -165,8 +165,8 @@ def claim_units(
 ) -> tuple[dict[str, tuple[str, ...]], list[int]]:
     """Return the units by name in the order of use, the root first, and the number of every leaf's unit.
 
-    A leaf belongs to the innermost subtree selected, else to `(first)`, `(last)` or the root. Tied leaves count once in
-    a size. A unit from a tuple of patterns has its subtrees' names.
+    A leaf belongs to the innermost subtree selected, else to `(first)`, `(last)` or the root. If `units` is a
+    number, tied leaves count once. A unit from a tuple of patterns has its subtrees' names.
     """
     owner, parts = [ROOT] * spec.num_leaves, dict[str, tuple[str, ...]]()
     if isinstance(units, int):
@@ -192,7 +192,7 @@ def _without_tuples(units: Any) -> tuple[Where, list[tuple[str, ...]]]:
 
 
 def _together(names: Sequence[str], tuples: Sequence[tuple[str, ...]], spec: tree.Spec) -> dict[str, tuple[str, ...]]:
-    """Return the names joined in one unit. ValueError if a name fits two tuples of patterns."""
+    """Return the names joined in each unit. ValueError if a name fits two tuples of patterns."""
     parts, paths = list[tuple[str, ...]](), [name.split(".") for name in names]
     for patterns in tuples:
         fits = fitting(paths, patterns, spec)
@@ -204,9 +204,9 @@ def _together(names: Sequence[str], tuples: Sequence[tuple[str, ...]], spec: tre
 
 
 def _with_ends(owner: Sequence[str], origins: Sequence[int]) -> list[str]:
-    """Cut the root at the first and at the last leaf claimed by a unit: else both ends would stay in memory all along.
+    """Take the leaves before the first and after the last claimed leaf out of the root: it stays in memory all along.
 
-    A tied leaf used on both sides, or next to a unit, stays in the root, gathered once.
+    A tied leaf used on both sides, or between units, stays in the root, gathered once.
     """
     claimed = [i for i, name in enumerate(owner) if name != ROOT]
     last_place = {origin: i for i, origin in enumerate(origins)}
@@ -232,7 +232,7 @@ def _fill_units(flat: Sequence[Tensor], origins: Sequence[int], size: int) -> li
 
 
 def select_units(units: Sequence[Sequence[str]], patterns: Sequence[str], spec: tree.Spec, what: str) -> list[int]:
-    """Return the units that fit. ValueError for a pattern without a unit."""
+    """Return the units selected by `patterns`. ValueError for a pattern without a unit."""
     owners, names = zip(*((unit, name) for unit, names in enumerate(units) for name in names), strict=True)
     fits = fitting([name.split(".") for name in names], patterns, spec)
     matched = set(chain.from_iterable(fits))
