@@ -36,7 +36,7 @@ class Derived:
 
     layouts: dict[Hashable, Layout] = field(default_factory=dict)  # by view, or by rank
     rows: dict[Hashable, Any] = field(default_factory=dict)  # by contents of a view
-    # types in later modules are `Any`
+    # `Any`: types of later modules
     runs: dict[Hashable, Any] = field(default_factory=dict)  # by contents of a view
     moves: dict[Hashable, Any] = field(default_factory=dict)  # by the target's `source`
     containers: dict[Hashable, Container] = field(default_factory=dict)  # by first leaf and nodes
@@ -81,12 +81,12 @@ class Split(NamedTuple):
         return (shape[self.dim], *shape[: self.dim], *shape[self.dim + 1 :])
 
     def bounds(self, shape: Sequence[int]) -> tuple[int, ...]:
-        """Return the parts' first elements, and the number of all."""
+        """Return each part's first element, and the number of all elements."""
         rest = math.prod(shape[: self.dim]) * math.prod(shape[self.dim + 1 :])
         return tuple(self.blocks * edge * rest for edge in self._edges(shape))
 
     def flat(self, x: Tensor) -> Tensor:
-        """Return a whole leaf's elements in order: (numel,). Dual: `shaped`."""
+        """Return a whole leaf's elements in `order`: (numel,). Dual: `shaped`."""
         rows = x.movedim(self.dim, 0)
         if self.blocks == 1:
             return rows.reshape(-1)
@@ -108,7 +108,7 @@ class Split(NamedTuple):
         return rows.movedim(0, self.dim).contiguous()
 
     def row_major(self, shape: Sequence[int], begin: int, numel: int) -> Tensor:
-        """Return row-major positions of elements in order. Dual: `numbers`."""
+        """Return the row-major positions of elements in `order`. Dual: `numbers`."""
         inner, rest = self._sizes(shape)
         number = torch.arange(begin, begin + numel, device="cpu")
         row, other = number // rest, number % rest
@@ -120,7 +120,7 @@ class Split(NamedTuple):
         return (other // inner * shape[self.dim] + row) * inner + other % inner
 
     def numbers(self, shape: Sequence[int], places: Tensor) -> Tensor:
-        """Return positions in order from row-major ones."""
+        """Return the positions in `order` of row-major positions."""
         inner, rest = self._sizes(shape)
         row, other = places // inner % shape[self.dim], places // (inner * shape[self.dim]) * inner + places % inner
         if self.blocks > 1:
@@ -140,7 +140,7 @@ Picks: TypeAlias = tuple[Tensor, Tensor] | None
 
 
 def numbers_in(other: Sequence[int], shape: Sequence[int], order: Sequence[int], begin: int, numel: int) -> Tensor:
-    """Return the numbers, in the order `other`, of elements in `order`: int64."""
+    """Return the numbers in `other` of elements in `order`: int64."""
     old, new = Split.of(order), Split.of(other)
     places = torch.arange(begin, begin + numel, device="cpu") if old is None else old.row_major(shape, begin, numel)
     return places if new is None else new.numbers(shape, places)
@@ -149,7 +149,7 @@ def numbers_in(other: Sequence[int], shape: Sequence[int], order: Sequence[int],
 def picks_in(
     other: Sequence[int], shape: Sequence[int], order: Sequence[int], begin: int, numel: int
 ) -> tuple[Tensor, Tensor]:
-    """Return `numbers_in`, rising, with the position of each."""
+    """Return sorted `numbers_in`, and their positions before sorting."""
     numbers, places = numbers_in(other, shape, order, begin, numel).sort()
     return numbers, places
 
@@ -201,7 +201,7 @@ class Layout:
     axes: Axes  # rows are cut over some of these
     packed: bool = False  # without padding
     origin: Layout | None = None  # the layout before `pick`
-    frozen: tuple[str, ...] = ()  # paths of leaves without training
+    frozen: tuple[str, ...] = ()  # paths
 
     def __eq__(self, other: object) -> bool:
         return self is other or (isinstance(other, Layout) and self.source == other.source)
@@ -233,7 +233,7 @@ class Layout:
             for row in self.rows
             for span in row.spans(numbers[row.over])
         ]
-        if not self.flat:  # a rank's tensors are numbered from 0
+        if not self.flat:  # a rank's whole leaves are its tensors from 0 on
             return tuple(span._replace(tensor=number) for number, span in enumerate(spans))
         spans.sort(key=lambda span: (span.tensor, span.start))
         return tuple(end_to_end(spans) if self.packed else spans)
@@ -270,7 +270,7 @@ class Layout:
 
     @memo
     def cut_axes(self) -> tuple[Axes, ...]:
-        """The axes of rows with elements, or of empty whole leaves: owners have tensors of these, too."""
+        """The axes of rows with elements, or of empty whole leaves: their owners have tensors, too."""
         overs = (row.over for row in self.rows if row.over and (row.has_elements or not self.flat))
         return tuple(dict.fromkeys(overs))
 
@@ -295,7 +295,7 @@ class Layout:
         return self
 
     def pick(self, numbers: Iterable[int]) -> Layout:
-        """Return a layout of some leaves. Flat tensors are packed; empty ones are dropped."""
+        """Return a layout of some leaves: flat tensors are packed, tensors without these leaves dropped."""
         keep = {number: number for number in numbers}
         there = dict.fromkeys(self.row_of[number] for number in sorted(keep))
         rows = [row.renamed(keep) for row in sorted(there, key=lambda row: (row.tensor, row.start))]
@@ -320,7 +320,7 @@ class Layout:
 
     @memo
     def runs(self) -> list[list[tuple[int, int, int]]]:
-        """The intervals (tensor, start, length) of `origin` in each tensor."""
+        """By tensor, its intervals (tensor, start, length) of `origin`."""
         assert self.origin is not None
         keep = set(self.numbers)
         spans = [s for s in self.origin.mine if s.leaf in keep]
@@ -329,7 +329,7 @@ class Layout:
         by_tensor: dict[int, list[tuple[int, int, int]]] = {tensor: [] for tensor in self.origin_tensors}
         for _, tensor, start, _, numel in spans:
             runs = by_tensor[tensor]
-            # adjacent spans make one interval: fewer kernels
+            # one interval: fewer kernels
             if runs and sum(runs[-1][1:]) == start:
                 _, start, before = runs.pop()
                 numel += before

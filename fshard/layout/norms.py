@@ -31,7 +31,7 @@ from .pieces import Parts, Unreduced, device_of, layout_of, packed, pieces
 T = TypeVar("T")
 _BLOCK = 1 << 16  # elements of a block that fits a CPU's cache
 _SHORT = 1 << 12  # elements whose powers float32 sums accurately enough
-_UNITS = (1.5 * 2.0**30, 1.5 * 2.0**7)  # adding and subtracting them rounds to 2^-22, 2^-45
+_UNITS = (1.5 * 2.0**30, 1.5 * 2.0**7)  # adding and subtracting one rounds to 2^-22, 2^-45
 
 
 def _scale(largest: Tensor) -> Tensor:
@@ -53,12 +53,12 @@ def _binned(x: Tensor, p: float, scale: Tensor) -> Tensor:
 
 
 def _unbinned(sums: Tensor, p: float, scale: Tensor, largest: Tensor) -> Tensor:
-    """Return the norm from sums of `_binned`, (..., 2); `largest` if not finite."""
+    """Return the norm from sums of `_binned`, (..., 2), or an infinite or NaN `largest`."""
     return torch.where(largest.isfinite(), sums.sum(-1) ** (1 / p) / scale, largest.double())
 
 
 def _power_sums(tensors: Sequence[Tensor], p: float, device: torch.device) -> Tensor:
-    """Return each tensor's sum (maximum for inf): float64, (tensors,)."""
+    """Return each tensor's sum of powers (maximum for inf): float64, (tensors,)."""
     norms = [
         _norm(x.reshape(-1), p) if x.numel() else torch.zeros((), dtype=torch.float64, device=device) for x in tensors
     ]
@@ -93,7 +93,7 @@ def _root(sums: Tensor, p: float) -> Tensor:
 def leaf_norms(x: Tree, p: float = 2, layout: Layout | None = None, exact: bool = False) -> Tensor:
     """Return the p-norm of each leaf: (leaves,), float64, the same on all ranks, from one collective.
 
-    With `exact`: two collectives, and bits independent of the number of ranks.
+    `exact` is as in `global_norm`.
     """
     layout, zero = layout or layout_of(x), torch.zeros((), dtype=torch.float64, device=device_of(x))
     if not layout.leaves:
@@ -131,7 +131,7 @@ def _smooth_sum(x: Tensor, p: float) -> Tensor:
 
 
 def _smooth_root(sums: Tensor, p: float) -> Tensor:
-    """The derivative at 0 is 0."""
+    """`_root` with the derivative 0 at 0."""
     if p == math.inf:
         return sums
     is_zero = sums == 0
@@ -143,7 +143,7 @@ def _by_leaf(numbers: Sequence[int], powers: Sequence[Tensor], op: str, layout: 
     of_leaf: list[list[Tensor]] = [[] for _ in layout.leaves]
     for number, power in zip(numbers, powers, strict=True):
         of_leaf[number].append(power)
-    # a scatter on a GPU adds in its own order
+    # no scatter: on GPUs its order of additions varies
     local = [_joined_pieces(values, op) if values else zero for values in of_leaf]
     if not layout.axes:
         return torch.stack(local)
@@ -165,7 +165,7 @@ def _op(p: float) -> str:
 
 
 def scaled_by_norm(x: T, p: float, to_factor: Callable[[Tensor], Tensor], exact: bool, own: bool) -> T:
-    """Multiply a tree by `to_factor` of its p-norm; also with a derivative."""
+    """Multiply a tree by `to_factor` of its p-norm; differentiable."""
     if differentiates(x):
         return tree.map(lambda leaf, norm: _product(leaf, to_factor(norm)), x, _at_leaves(_one_norm(x, p), x))
     factor = to_factor(global_norm(x, p, exact))
@@ -179,7 +179,7 @@ def _product(x: Tensor, factor: Tensor) -> Tensor:
 
 
 def _at_leaves(value: Tensor, x: Tree) -> Tree:
-    """Return one value of the mesh for each leaf; leaves' derivatives are added over cut axes."""
+    """Return one value of the mesh at each leaf; leaves' derivatives are added over cut axes."""
     known: dict[tuple[int, Axes], Tensor] = {}
 
     def varying(mesh: AnyMesh, axes: Axes) -> Tensor:
@@ -267,7 +267,7 @@ def global_norm(x: Tree, p: float = 2, exact: bool = False) -> Tensor:
 
 
 def _norm_dtype(x: Tree) -> torch.dtype:
-    # the same on ranks without tensors
+    # ranks without tensors have the same dtype
     dtypes = {wide(dtype) for node in tree.tops(x, Parts) for dtype in _dtypes(node)}
     return torch.float64 if torch.float64 in dtypes else torch.float32
 
@@ -337,7 +337,7 @@ def dot(x: Tree, y: Tree) -> Tensor:
         for axis in axes:
             product = collectives.of_one("total", product, mesh, axis, label="dot product")
         products.append(product)
-    # ranks without tensors must return the others' dtype
+    # ranks without tensors must return other ranks' dtype
     return torch.stack(products).sum().to(reduce(torch.promote_types, dtypes, torch.float32))
 
 
@@ -379,7 +379,7 @@ def _by_axes(x: Tree) -> list[tuple[AnyMesh, Axes, list[Tensor]]]:
     known: dict[tuple[int, Axes], tuple[AnyMesh, Axes, list[Tensor]]] = {(id(None), ()): (None, (), [])}
     for node in tree.tops(x, Parts):
         for axes in node.layout.cut_axes if isinstance(node, Parts) else ():
-            # a rank without elements takes part
+            # a rank without elements takes part in sums
             known.setdefault((id(node.layout.mesh), axes), (node.layout.mesh, axes, []))
         for part, mesh, axes in _filled(node):
             known.setdefault((id(mesh), axes), (mesh, axes, []))[2].append(part)

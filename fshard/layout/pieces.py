@@ -45,7 +45,7 @@ class Parts(OnMesh):
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
-        """The tensors; while a tree is mapped, the function's results."""
+        """The tensors; in a map over the tree, the function's results."""
         return self._tensors
 
     @property
@@ -53,7 +53,7 @@ class Parts(OnMesh):
         return self.layout.mesh
 
     @property
-    def home(self) -> Any:  # a Plan in a subclass
+    def home(self) -> Any:  # a subclass has a Plan
         return self.layout
 
     @property
@@ -83,7 +83,7 @@ tree.register(Parts, lambda x: (x.tensors, x.layout, x.layout.names), Parts)
 
 
 class Misplaced(TypeError):
-    """A state's trees lack one tensor for each leaf."""
+    """The tensors of a state's tree are not one for each leaf."""
 
 
 @dataclass(frozen=True)
@@ -114,9 +114,9 @@ def packed(x: Tree) -> Tree:
 
 
 def map_parts(fn: Callable[..., Tensor], x: T, *rest: Tree) -> T:
-    """Apply `fn` to each tensor with dims in the `Parts` of a tree, and to those at the same places in `rest`.
+    """Apply `fn` to each tensor with dims in the `Parts` of a tree, and to its counterparts in `rest`.
 
-    All else comes from the last tree.
+    Other leaves come from the last tree.
     """
 
     def mapped(*xs: Tree) -> Tree:
@@ -145,7 +145,7 @@ def device_of(x: Tree) -> torch.device:
 
 
 def layout_of(x: Tree) -> Layout:
-    """Return the layout; every rank holds a plain tree."""
+    """Return the layout; a plain tree is whole on every rank."""
     if isinstance(x, Parts):
         return x.layout
     tensors, spec = tree.flatten(x)
@@ -156,7 +156,7 @@ def layout_of(x: Tree) -> Layout:
 
 
 def typed(x: Tree) -> Layout:
-    """Return the layout of `x` with its tensors' dtypes: those of optimizer state may differ."""
+    """Return the layout of `x` with its tensors' dtypes: optimizer state may have other dtypes."""
     layout = layout_of(x)
     if not layout.flat:
         return layout
@@ -169,10 +169,10 @@ def typed(x: Tree) -> Layout:
 
 
 def reshaped(layout: Layout, forms: Mapping[int, Form]) -> Layout:
-    """Return the layout of whole leaves in new forms; others are left out."""
+    """Return the layout of whole leaves in new forms, without other leaves."""
     leaves = tuple(_as(leaf, forms.get(n)) for n, leaf in enumerate(layout.leaves))
     part = layout.pick(forms)
-    pairs = ((row, leaves[row.leaves[0]]) for row in part.rows)  # each of one whole leaf
+    pairs = ((row, leaves[row.leaves[0]]) for row in part.rows)  # each row has one whole leaf
     rows = tuple(replace(row, shapes=(leaf.shape,), numel=leaf.numel) for row, leaf in pairs)
     return replace(part, source=(*forms.items(), part.source), leaves=leaves, rows=rows, origin=None)
 
@@ -190,7 +190,7 @@ def structure(x: Tree) -> Hashable:
 def pieces(x: Tree, layout: Layout | None = None) -> list[tuple[int, Tensor]]:
     """Return this rank's pieces of leaves: (leaf number, flat view or whole leaf).
 
-    TypeError if a mapped function has put other than tensors into the tree.
+    TypeError if a mapped function has put anything but tensors into the tree.
     """
     layout = layout or layout_of(x)
     tensors = _entries(x, layout) if isinstance(x, Parts) else tree.leaves(x)
@@ -264,9 +264,9 @@ def pick(x: Tree, layout: Layout) -> Parts | Views[Any]:
     if not layout.flat:
         tensors = tree.leaves(x)
         return Parts(layout, [tensors[number] for ((number, _, _),) in layout.runs])
-    views = _runs(x)  # of each tensor of the origin
+    views = _runs(x)  # by tensor of the origin
     picked = [[view for number, *run in runs for view in _between(views[number], *run)] for runs in layout.runs]
-    # a tensor without elements here still has a view, for its dtype and device
+    # a tensor without elements on this rank still has a view, for its dtype and device
     empty = [views[tensor][0][:0] for tensor in layout.origin_tensors]
     return Views(Parts, layout, [runs or [nothing] for runs, nothing in zip(picked, empty, strict=True)])
 
@@ -282,7 +282,7 @@ def _between(views: Sequence[Tensor], start: int, numel: int) -> Iterator[Tensor
     ends = list(accumulate(view.numel() for view in views))
     number = bisect_right(ends, start)  # the first view with an end after `start`
     while numel:
-        begin = start - ends[number] + views[number].numel()  # in this view
+        begin = start - ends[number] + views[number].numel()  # start in this view
         view = views[number][begin : begin + numel]
         yield view
         start, numel, number = start + view.numel(), numel - view.numel(), number + 1
@@ -300,14 +300,13 @@ def put(x: T, part: Tree, layout: Layout) -> T:
 
 
 def write(into: Tree, x: Tree) -> None:
-    """Copy `x` into the tensors or views of `into`."""
     if into is not x:
         for to, new in zip(*aligned(into, x), strict=True):
             to.copy_(new)
 
 
 def aligned(*trees: Tree) -> list[list[Tensor]]:
-    """Return each tree's elements as views of sizes equal for all."""
+    """Return each tree's elements as views, equal in sizes for all trees."""
     result: list[list[Tensor]] = [[] for _ in trees]
     for groups in zip(*map(_runs, trees), strict=True):
         same = groups if all(len(group) == 1 for group in groups) else _cut_alike(groups)
@@ -317,7 +316,7 @@ def aligned(*trees: Tree) -> list[list[Tensor]]:
 
 
 def _cut_alike(groups: Sequence[Sequence[Tensor]]) -> list[Sequence[Tensor]]:
-    """Split tensors, each a list of 1-D views, at all boundaries."""
+    """Split tensors, each a list of 1-D views, at all their boundaries."""
     sizes = [[view.numel() for view in group] for group in groups]
     finest = max(sizes, key=len)
     if not all(len(lengths) == 1 or lengths == finest for lengths in sizes):
@@ -330,8 +329,8 @@ def _cut_alike(groups: Sequence[Sequence[Tensor]]) -> list[Sequence[Tensor]]:
 
 
 def _split(views: Sequence[Tensor], sizes: Sequence[int]) -> list[Tensor]:
-    """Split 1-D views, end to end; no size may cross a boundary."""
-    result, left = list[Tensor](), list(views)  # views not yet split, the first one cut at its begin
+    """Split 1-D views, end to end, into `sizes`; no size may cross a boundary."""
+    result, left = list[Tensor](), list(views)  # not yet split
     for size in sizes:
         while not left[0].numel():
             left.pop(0)
@@ -341,7 +340,7 @@ def _split(views: Sequence[Tensor], sizes: Sequence[int]) -> list[Tensor]:
 
 
 def clear_padding_(x: T) -> T:
-    """Zero the padding in place. The tree must own its tensors: padding of a subtree may be other leaves."""
+    """Zero the padding in place. The tree must own its tensors: other leaves may lie in a subtree's padding."""
     layout, tensors = layout_of(x), tree.leaves(x)
     for number, flat in enumerate(tensors if layout.flat else []):
         clear_outside_(flat, layout.filled.get(number, ()))

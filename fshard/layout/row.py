@@ -40,7 +40,7 @@ class Span(NamedTuple):
 
 
 class RowSplit(NamedTuple):
-    """The bounds of the parts in each leaf split along one axis, and the split dims."""
+    """The bounds of parts in leaves split over one axis, and the split dims."""
 
     axis: str
     bounds: tuple[tuple[int, ...], ...]  # by leaf
@@ -55,8 +55,8 @@ class Row(Generic[L]):
     """A flat buffer (numel,) of the leaves of one unit and kind, and its rule.
 
     Leaf number i begins at `starts[i]`; the rest is padding. The buffer is cut into `shards` equal intervals; a rank's
-    begins at `start` of its tensor `tensor`. If leaves are split, each rank along the axis of `split` has its own
-    buffer; shards are then numbered part by part.
+    interval begins at `start` of its tensor `tensor`. If leaves are split, each rank along the axis of `split`
+    has its own buffer; shards are then numbered part by part.
     """
 
     leaves: tuple[L, ...]  # in memory order
@@ -69,7 +69,7 @@ class Row(Generic[L]):
     shards: int = 1
     tensor: int = 0
     start: int = 0
-    block: int = 1  # elements: spans count blocks of optimizer state
+    block: int = 1  # elements of a block: spans of optimizer state count blocks
     split: RowSplit | None = None  # of split leaves
 
     @memo
@@ -82,7 +82,7 @@ class Row(Generic[L]):
 
     @memo
     def over(self) -> Axes:
-        """The axes along which ranks hold other elements."""
+        """The axes along which ranks hold different elements."""
         return self.rule.over if self.split is None else (self.split.axis, *self.rule.over)
 
     def number(self, mesh: AnyMesh) -> int:
@@ -118,16 +118,16 @@ class Row(Generic[L]):
 
     @memo
     def _others(self) -> list[tuple[int, tuple[int, ...]]]:
-        return [(number, shape) for number, shape in enumerate(self.shapes) if len(shape) != 1]  # no vectors
+        return [(number, shape) for number, shape in enumerate(self.shapes) if len(shape) != 1]  # not vectors
 
     @memo
     def _turned(self) -> list[tuple[int, int]]:
-        """(leaf, dim) of leaves with another dim first."""
+        """(leaf, dim) of leaves stored with dim `dim` first."""
         return [(i, dim) for i, dim in enumerate(self.split.dims) if dim] if self.split is not None else []
 
     def views(self, flat: Tensor) -> list[Tensor]:
         """Return the leaves as views of the buffer (numel,). Dual: `put`."""
-        # one split has one cat as derivative; each narrow has a buffer of zeros
+        # the derivative of one split is one cat; each narrow's is a buffer of zeros
         leaves = self._shaped(flat.split_with_sizes(self._sizes))
         for number, dim in self._turned:
             leaves[number] = leaves[number].movedim(0, dim)
@@ -140,7 +140,7 @@ class Row(Generic[L]):
         return leaves
 
     def put(self, flat: Tensor, leaves: list[Tensor], add: bool = False, most: int = MOST) -> None:
-        """Copy all leaves into the buffer and zero the gaps; `add` leaves the gaps."""
+        """Copy all leaves into the buffer and zero the gaps. With `add`, add them; gaps stay."""
         for number, dim in self._turned:
             leaves = [*leaves[:number], leaves[number].movedim(dim, 0), *leaves[number + 1 :]]
         # one node: Inductor would fuse copies into a kernel that searches each element's leaf
@@ -149,18 +149,18 @@ class Row(Generic[L]):
             return
         gaps = len(self._sizes) > len(self.starts)
         if not (add or gaps) and flat.device.type == "cpu" and all(map(Tensor.is_contiguous, leaves)):
-            # half the time of a copy for each leaf
+            # one cat takes half the time of leaf copies
             torch.cat([leaf if leaf.dim() == 1 else leaf.view(-1) for leaf in leaves], out=flat)
             return
         pieces = flat.split_with_sizes(self._sizes)
         into = self._shaped(pieces)  # views of `flat` in the leaves' shapes
-        # unlike strides cost a kernel for each pair; foreach kernels may index with int32
+        # pairs of unlike strides cost a kernel each; foreach kernels may index with int32
         fits = [self.numel <= most and x.stride() == y.stride() for x, y in zip(into, leaves, strict=True)]
         if not all(fits):
             for to, leaf in compress(zip(into, leaves, strict=True), map(not_, fits)):
                 to.add_(leaf) if add else to.copy_(leaf)
             into, leaves = [*compress(into, fits)], [*compress(leaves, fits)]
-        # Private: one call, and on a GPU one kernel, instead of one for each leaf (test_blocks.py notices when they go)
+        # Private: one call, and on a GPU one kernel, instead of one for each leaf (test_blocks.py fails without them)
         if into:
             (torch._foreach_add_ if add else torch._foreach_copy_)(into, leaves)
         if gaps and not add:
@@ -179,7 +179,7 @@ class Row(Generic[L]):
 
     def renamed(self, names: Mapping[L, M]) -> Row[M]:
         kept = [i for i, leaf in enumerate(self.leaves) if leaf in names]
-        leaves: Any = tuple(names[self.leaves[i]] for i in kept)  # of another type
+        leaves: Any = tuple(names[self.leaves[i]] for i in kept)  # leaves of another type
         starts, shapes = tuple(self.starts[i] for i in kept), tuple(self.shapes[i] for i in kept)
         split = self.split and self.split.of(kept)
         return replace(self, leaves=leaves, starts=starts, shapes=shapes, split=split)  # type: ignore[return-value]
@@ -188,7 +188,7 @@ class Row(Generic[L]):
         return (0, self.numels[i]) if self.split is None else self.split.bounds[i][part : part + 2]  # type: ignore[return-value]
 
     def _holding(self, i: int, part: int = 0) -> range:
-        """Return the shards, in a part, with elements of leaf i."""
+        """Return the shards of a part with elements of leaf i."""
         if self.rule.at is not None:
             return range(self.rule.at, self.rule.at + 1)
         length, start, (low, high) = max(self.length, 1), self.starts[i], self._bounds(i, part)
@@ -208,7 +208,7 @@ class Row(Generic[L]):
     def shards_of(
         self, leaf: L, sizes: Mapping[str, int], at: Mapping[str, int]
     ) -> Iterator[tuple[tuple[int, ...], Span]]:
-        """Yield (coordinates along `over`, span) of each shard at `at` with elements of a leaf."""
+        """Yield (coordinates along `over`, span) of each shard at coordinates `at` with elements of a leaf."""
         i, over, parts = self._number[leaf], self.rule.over, range(1)
         if self.split is not None:
             part = at.get(self.split.axis)
@@ -226,10 +226,10 @@ class Row(Generic[L]):
                 yield (*([part] * (self.split is not None)), *coordinates), self._span(i, number, part)
 
     def step(self, leaf: L, packed: bool) -> int:
-        """Return the common divisor of a leaf's span begins and, unless packed, of their starts."""
+        """Return the common divisor of the begins of a leaf's spans and, unless `packed`, of the spans' starts."""
         i = self._number[leaf]
         parts = range(1 if self.split is None else len(self.split.bounds[i]) - 1)
-        # later spans follow at the distance of the second and third
+        # later spans keep the distance from the second to the third
         spans = [self._span(i, number, part) for part in parts for number in self._holding(i, part)[:3]]
         return math.gcd(*(span.begin for span in spans), *(0 if packed else self.start + span.start for span in spans))
 

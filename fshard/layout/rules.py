@@ -2,18 +2,18 @@
 
 Note [Rules]
     Along each axis of the mesh a row, a flat buffer (n,), is *cut* into equal intervals (`over`, first axis slowest),
-    an outstanding *sum* (`sums`), or *copies* (all other axes). With `at` the ranks of number `at` along `over` have
-    all of the row, as owners of a leaf. A loss computes with copies.
+    an outstanding *sum* (`sums`), or *copies* (all other axes). With `at`, the ranks of number `at` along `over` have
+    the whole row, as owners of a leaf. A loss computes with copies.
 
 Note [Duals]
-    A linear map from one rule to another has a transpose, from the dual of the second to the dual of the first: copies
-    and sums change places, cut axes stay cut. So the transpose of a gather (cut -> copies) is a sum that is cut.
-    Values of a rule and its dual are paired by the sum over all ranks of their dot products.
+    A linear map from one rule to another has a transpose, from the dual of the second to the dual of the first rule:
+    copies and sums change places, cut axes stay cut. So the transpose of a gather (cut -> copies) is a scatter (sums ->
+    cut). Values of a rule and its dual are paired by the sum over all ranks of their dot products.
 
 Note [Routes]
     A row takes one step along each axis where two rules differ: a `view` (copies -> cut), a `scatter` (sum -> cut), an
     `add` (sum -> copies) or a `gather` (cut -> copies). Intervals are nested, so a route exists if one list of axes
-    begins with the other. Sums precede gathers: a rank then has the least.
+    begins with the other. Sums precede gathers: a rank then has the fewest elements.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Rule(NamedTuple):
 
     over: Axes = ()
     sums: Axes = ()
-    at: int | None = None  # number, along `over`, of the ranks with all of it
+    at: int | None = None  # number, along `over`, of the ranks with the whole row
 
     def dual(self, axes: Axes) -> Rule:
         """Return the rule of a backward's gradients, before any reduction.
@@ -54,7 +54,7 @@ COPIES = Rule()
 
 
 class RouteStep(NamedTuple):
-    """One step of a route. `to_cut`: the axes, with this one, still to be cut."""
+    """One step of a route. `to_cut`: the axes not cut before it."""
 
     kind: Literal["view", "scatter", "add", "gather"]
     axis: str
@@ -62,9 +62,9 @@ class RouteStep(NamedTuple):
 
 
 def route(old: Rule, new: Rule, order: Sequence[str], innermost_first: bool = False) -> list[RouteStep]:
-    """Return the steps from one rule to another along the axes in `order`; others have one rank (Note [Routes]).
+    """Return the steps from one rule to another along the axes in `order`; other axes have one rank (Note [Routes]).
 
-    Sums run along the axes of `new.over`, then along the others; with `innermost_first`, from the last axis in `order`.
+    Sums run along the axes of `new.over`, then along other axes; with `innermost_first`, from the last axis in `order`.
     ValueError if there is no route.
 
     >>> route(Rule((), ("replicate", "shard")), Rule(("shard",)), ("replicate", "shard"))
@@ -100,7 +100,7 @@ def reshard(
 ) -> Pending:
     """Start to move this rank's part of a row from one rule to another.
 
-    The last step writes to `out`, in another dtype if it is a sum. A sum travels on in the dtype of its result.
+    The last step writes to `out`; for a sum `out` may have another dtype. Later steps send a sum in its result's dtype.
     `along`: the axes with a step (None: axes of several ranks). `lent` is as in `primitives.all_gather`.
     """
     sizes, innermost_first = axis_sizes(mesh), isinstance(by, TreeSums)
