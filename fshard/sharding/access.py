@@ -38,7 +38,7 @@ class ReadsTape(Protocol):
     def leaf(self, number: int) -> Tensor: ...
 
     def kind_of(self, x: Tensor) -> int | None:
-        """Return the kind of read leaves that share a tensor's memory."""
+        """Return the kind of the read leaves in a tensor's memory."""
 
     def slot_of(self, x: Tensor) -> Slot | None:
         """Return a tensor's leaf, if its unit is read now."""
@@ -86,7 +86,7 @@ class Shown:
         self.lingers = bool(self._read)
 
     def drop(self) -> None:
-        """Forget containers given up after `let_go`: the next unit needs the memory."""
+        """Forget containers dropped by the program since `let_go`: the next unit needs the memory."""
         self.let_go()
         self.lingers = False
 
@@ -142,12 +142,12 @@ class Lazy(Branch, tree.StandIn):
             return self._inside_[index]
         tape, (spec, first) = self._tape_, self._container_().children[index]
         child, leaves = tape.enter(spec, self._first_ + first)
-        if index in self._inside_:  # `enter` let the unit go, and put a changed child here
+        if index in self._inside_:  # `enter` let a unit go, and put its changed child there
             return self._inside_[index]
         if leaves is None:  # a lazy child: changing it changes this container
             self._inside_[index] = child
         elif (shown := tape.shown) and not isinstance(child, Tensor):
-            if type(child) is not dict or spec.num_nodes > len(leaves) + 1:  # a node's class may make tensors anew
+            if type(child) is not dict or spec.num_nodes > len(leaves) + 1:  # a node's class may make new tensors
                 leaves = spec.flatten_up_to(child)
             child = shown.at(_Read(self._inside_, index, spec, child, leaves))
         return child
@@ -178,7 +178,7 @@ class Lazy(Branch, tree.StandIn):
 
 def _one_level(spec: tree.Spec) -> tree.Spec:
     level = spec.one_level()
-    assert level is not None  # a leaf has none
+    assert level is not None  # a leaf has no level
     return level
 
 
@@ -193,7 +193,7 @@ class LazyContainer(Readable, Lazy):
     A change of the container, or a method not written in Python, reads all children, and holds them.
     """
 
-    __slots__ = ("_first_", "_held_", "_inside_", "_listed_", "_spec_", "_tape_")  # `vars` gives what the container has
+    __slots__ = ("_first_", "_held_", "_inside_", "_listed_", "_spec_", "_tape_")  # `vars`: the container's attributes
 
     @classmethod
     def _made_(cls, tape: ReadsTape | None, spec: tree.Spec, first: int, held: Tree) -> LazyContainer:
@@ -207,7 +207,7 @@ class LazyContainer(Readable, Lazy):
         return self._settled_().__dict__
 
     def _pick_(self, index: int) -> Tree:
-        if self._tape_ is None or self._listed_ is None:  # children are held since a loop began
+        if self._tape_ is None or self._listed_ is None:  # a loop began before the children were held
             return self._held_[index]
         return super()._pick_(index)
 
@@ -261,7 +261,7 @@ class LazyContainer(Readable, Lazy):
     def copy(self) -> Tree:
         return copy.copy(self._filled_())
 
-    def __len__(self) -> int:  # a loop over a list calls it for each child
+    def __len__(self) -> int:  # a list's loop calls `len` for each child
         return len(self._listed_.children if self._tape_ is not None and self._listed_ is not None else self._held_)
 
     __getitem__, __iter__, __contains__ = map(_reading, ("__getitem__", "__iter__", "__contains__"))
@@ -278,7 +278,7 @@ class LazyContainer(Readable, Lazy):
 
 @Mapping.register
 class _LazyMapping(LazyContainer):
-    """A stand-in for a dict: `match` asks the class."""
+    """A stand-in for a dict: `match` asks for a `Mapping`."""
 
     __slots__ = ()
 
@@ -296,7 +296,7 @@ class _LazySequence(LazyContainer):
 class LazyObject(Lazy):
     """A stand-in for an object, of a derived class with properties that read the children.
 
-    Held children are the object's own attributes.
+    Held children are attributes of the stand-in.
     """
 
     __slots__ = ()
@@ -313,7 +313,7 @@ class LazyObject(Lazy):
         cls._attributes_.copy(like, self)
         state: tuple[Any, ...] = (tape, spec, first, {}, listed)
         for name, value in zip(containers.STATE, state, strict=True):
-            object.__setattr__(self, name, value)  # of a frozen dataclass, too
+            object.__setattr__(self, name, value)  # also if a dataclass is frozen
         return self
 
     @property
@@ -327,7 +327,7 @@ class LazyObject(Lazy):
     def _of_children_(self, children: Sequence[Tree]) -> Tree:
         node: Any = object.__new__(self.__class__)
         self._attributes_.copy(self, node)
-        # no children if the object holds them
+        # no children if the stand-in holds them
         for name, child in zip(self._attributes_.children, children, strict=False):
             object.__setattr__(node, name, child)
         return node
@@ -341,9 +341,9 @@ class LazyObject(Lazy):
 
 
 def lazy(tape: ReadsTape | None, spec: tree.Spec, first: int, held: Tree = None) -> Tree:
-    """Return a stand-in for a container: of a tape, or around `held`.
+    """Return a stand-in for a container: with a tape, or around `held`.
 
-    If its class may compute with children, return a real container of stand-ins.
+    If the container's class may compute with children, return a real container of stand-ins.
     """
     if spec.type in _PLAIN:
         return _stand_in(spec.type)._made_(tape, spec, first, held)
@@ -370,7 +370,7 @@ def _stand_in(kind: type, names: tuple[str, ...] = (), special: frozenset[str] =
     else:
         try:
             made = containers.object_class(LazyObject, kind, names)
-        except TypeError:  # an object with memory of its own
+        except TypeError:  # no subclass is possible
             return None
     tree.register_stand_in(made, Lazy._of_)
     return made
@@ -385,8 +385,8 @@ def prefetch(params: Tree, units: str | Sequence[str]) -> None:
 
     `params` are the loss's parameters, `units` names of units, or patterns of names. Reading a unit waits for its
     gather; a gather without a read is dropped when the loss returns. A gathered unit takes memory until it is read and
-    let go, so the loss decides how many gathers are under way. On plain tensors, and on parameters of one unit, this
-    does nothing. In a graph of `jit` the passes place gathers: use `in_flight` there.
+    let go, so the loss decides how many gathers are under way. On plain tensors, and on parameters of one unit, the
+    call does nothing. In a graph of `jit` the passes place gathers: use `in_flight` there.
 
     TypeError for a `Sharded` (nothing reads it outside a loss), ValueError for a pattern without a unit.
 

@@ -1,8 +1,8 @@
 """The reads of a sharded tree by a loss: leaves and units by number, where they lie, and in which order.
 
 Note [Computed once]
-    For small units the facts about gathering, splitting and reducing would cost more than the work on tensors. So they
-    are computed once for each `View` of a plan, and kept in `plan.derived`. A schedule refers to no plan, mesh or
+    For small units, to work out gathers, splits and reductions would take longer than the work on tensors. So a
+    schedule is computed once for each `View` of a plan, and kept in `plan.derived`. It refers to no plan, mesh or
     tensor.
 """
 
@@ -92,7 +92,7 @@ class View:
 
     @property
     def _key(self) -> tuple[Hashable, ...]:
-        """Everything that determines the layout, without the plan (no cycle)."""
+        """Everything the layout depends on, without the plan (no cycle)."""
         plan = self.plan
         return plan.fingerprint, plan.axes, self.over, self.kinds, self.spec, self.first, self.units
 
@@ -123,14 +123,14 @@ class Entry(NamedTuple):
     keep_rule: Rule | None  # as in `Unit`
     rows: tuple[Row[Slot], ...]
     slots: tuple[Slot, ...]  # of all leaves, row by row
-    trained: tuple[int, ...]  # numbers of the trainable leaves among them
+    trained: tuple[int, ...]  # numbers of trainable leaves in `slots`
     # trainable rows with elements, and the numbers [begin, end) of their leaves in `trained`
     reduced: tuple[tuple[Row[Slot], int, int], ...]
-    sent: bool  # ranks have shards of it
-    leads: bool  # its gather starts the next ones: it is sent, or none is
+    sent: bool  # ranks have shards of the unit
+    leads: bool  # its gather starts the next gathers: it is sent, or no unit is
 
 
-# The reads of a subtree: runs of adjacent leaves in a unit, as (unit, its leaves)
+# The reads of a subtree: runs of adjacent leaves in a unit, as (unit, slice of its leaves)
 Runs: TypeAlias = Sequence[tuple[int, slice]]
 
 
@@ -144,12 +144,12 @@ class Schedule:
         self.entries = {unit: e._replace(leads=e.sent or not self.sends) for unit, e in entries.items()}
         self.last = view.units[1] - 1  # the last unit
         self.regathers = any(unit.keep_rule != COPIES for unit in plan.units)
-        # a unit that stays does not hold frozen leaves for a checkpoint's second run
+        # frozen leaves alone are gathered again for a checkpoint's second run, even if their unit stays
         self.resends = any(e.sent and (e.keep_rule != COPIES or not e.reduced) for e in self.entries.values())
         self.mixed = self.sends and not all(e.sent for e in self.entries.values())
         self.any_whole = any(e.trained and not e.sent for e in self.entries.values())  # on every rank
         place_of = {slot: (e.unit, number) for e in self.entries.values() for number, slot in enumerate(e.slots)}
-        # by leaf number in the whole tree: (unit, number in it), or None; and its claim
+        # by leaf number in the whole tree: (unit, number in the unit), or None; and the leaf's claim
         self._slots = [place_of.get(plan.slots[number]) for number in plan.leaves]
         self._claims = _claims(plan)
         self._runs: dict[tuple[int, int], Runs | None] = {}
@@ -164,7 +164,7 @@ class Schedule:
         return sorted(self.entries, key=lambda unit: ends != [LAST] or self.entries[unit].name != LAST)
 
     def leaf(self, number: int) -> tuple[int, int]:
-        """Return (unit, number in it). KeyError if the view lacks its kind."""
+        """Return (unit, number in the unit). KeyError if the view lacks the leaf's kind."""
         place = self._slots[number]
         if place is None:
             raise KeyError(number)

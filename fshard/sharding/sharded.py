@@ -37,7 +37,7 @@ from .schedule import View
 
 
 class Sharded(Parts, Readable):
-    """A tree of parameters, gradients or optimizer state, of this rank's shards alone: a pytree node.
+    """This rank's shards of parameters, gradients or optimizer state: a pytree node.
 
     Its leaves are flat 1-D tensors, one for each kind (dtype, trainable or frozen, sharded or whole). Each consists of
     this rank's shards of all units, end to end, with their padding (zeros). `x["blocks"][3]` is a subtree, still
@@ -46,7 +46,7 @@ class Sharded(Parts, Readable):
 
     __getitem__, __getattr__ = Readable.__getitem__, Readable.__getattr__  # `Parts` refuses these
 
-    # while a tree is mapped, anything
+    # in a map, `tensors` may be anything
     def __init__(self, view: View, tensors: Sequence[Tensor], life: Life | None = None):
         self.view = view
         self._tensors = tuple(tensors)
@@ -54,7 +54,7 @@ class Sharded(Parts, Readable):
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
-        """The leaves, (n / W,) for each kind of the view. DonatedError once they were given away."""
+        """The leaves, (n / W,) for each kind of the view. DonatedError after they were given away."""
         self._life.check(type(self).__name__, "tensors")
         return self._tensors
 
@@ -94,7 +94,7 @@ class Sharded(Parts, Readable):
 
     @property
     def for_state(self) -> Sharded:
-        """The trainable kinds, cut over `state_over`: a copy if this cuts them further."""
+        """The trainable kinds, cut over `state_over`: a copy if `state_over` cuts them further."""
         return packed(refine(self.trainable, self.plan.state_over))
 
     def with_trained(self, fine: Sharded | Views[Any]) -> Sharded:
@@ -104,7 +104,7 @@ class Sharded(Parts, Readable):
     def with_policy(self, policy: Policy | str | None) -> Sharded:
         """Return the same tensors under another policy for computation: full precision to evaluate, say.
 
-        ValueError for a policy that stores leaves in other dtypes, or has several for leaves that lie together.
+        ValueError for a policy that stores leaves in other dtypes, or has several for leaves of one flat buffer.
 
         >>> plan = make_plan(torch.tensor([0.1]), policy="compute=bf16")
         >>> params = shard_params(torch.tensor([0.1]), plan)
@@ -118,7 +118,7 @@ class Sharded(Parts, Readable):
         return Sharded(replace(self.view, plan=plan, units=(0, len(plan.units))), self.tensors, self._life)
 
     def only(self, kinds: Iterable[int]) -> Sharded:
-        """Return some kinds: the same tensors, given away together."""
+        """Return some kinds: the same tensors, given away with this value."""
         keep = tuple(kinds)
         if keep == self.view.kinds:
             return self
@@ -126,7 +126,7 @@ class Sharded(Parts, Readable):
         return Sharded(replace(self.view, kinds=keep), [by_kind[k] for k in keep], self._life)
 
     def updated(self, new: Sharded) -> Sharded:
-        """Return these kinds, with the tensors of `new` for its kinds."""
+        """Return this tree, with the tensors of `new` for the kinds of `new`."""
         by_kind = dict(zip(self.view.kinds, self.tensors, strict=True))
         by_kind |= dict(zip(new.view.kinds, new.tensors, strict=True))
         return Sharded(self.view, [by_kind[k] for k in self.view.kinds])
@@ -138,9 +138,8 @@ class Sharded(Parts, Readable):
     def local_views(self) -> dict[str, Tensor]:
         """This rank's piece of every leaf, by path: 1-D views, empty if other ranks hold the whole leaf.
 
-        Ranks along axes over which the tree is not cut have the same pieces, so a sum over ranks counts some elements
-        several times. `optim.global_norm(x)` and `tree.dot`, of the tree, a subtree or a leaf (`x["head"]`), count each
-        element once.
+        Ranks along uncut axes have the same pieces, so a sum over ranks counts some elements several times.
+        `optim.global_norm(x)` and `tree.dot`, of the tree, a subtree or a leaf (`x["head"]`), count each element once.
 
         >>> grads = shard_of({"w": torch.ones(4), "head": torch.full((4,), 2.0)})
         >>> grads.local_views()["w"], optim.global_norm(grads["head"])
@@ -174,13 +173,13 @@ class Sharded(Parts, Readable):
         view = replace(self.view, spec=spec, first=first, units=self.plan.units_of(first, spec.num_leaves))
         parts = []
         for kind, x in zip(self.view.kinds, self.tensors, strict=True):
-            row = next((row for row in view.rows.values() if row.kind == kind), None)  # the first
+            row = next((row for row in view.rows.values() if row.kind == kind), None)  # the kind's first
             start = self.view.rows[row.unit, kind].start if row else 0
             parts.append(x[start : start + view.numel(kind)])
         return Sharded(view, parts, self._life)
 
     def picture(self) -> Picture:
-        """The ranks and what they hold of this tree, as `fshard.show` shows it."""
+        """The ranks and their parts of this tree, as `fshard.show` shows it."""
         sizes = [0] * len(self.plan.kinds)
         for kind, x in zip(self.view.kinds, self.tensors, strict=True):
             sizes[kind] = x.itemsize
@@ -205,7 +204,7 @@ def _flatten(x: Sharded) -> tuple[tuple[Tensor, ...], View | Source]:
 
 
 def _unflatten(source: View | Source, tensors: Iterable[Tensor]) -> Sharded:
-    """Make a `Sharded`, given away together with the value it came from."""
+    """Make a `Sharded`, given away with its source if they share trainable tensors."""
     view, old = (source.static, source.of()) if isinstance(source, Source) else (source, None)
     assert isinstance(view, View)
     new = tuple(tensors)
@@ -230,7 +229,7 @@ def whole_view(plan: Plan, over: Axes, kinds: Sequence[int]) -> View:
 def shard_params(params: Tree, plan: Plan, src: int | None = None) -> Sharded:
     """Cut `params`, a tree of whole tensors, into this rank's shards. Values are copied.
 
-    If `src` is a rank of the mesh, all ranks take its values, leaf by leaf, and the others' may be meta tensors.
+    If `src` is a rank of the mesh, all ranks take its values, leaf by leaf, and other ranks may pass meta tensors.
     Without `src` every rank passes the same values. ValueError if the tree, or a leaf's shape, dtype or device, is not
     the plan's. Dual: `gather_params`.
 
@@ -324,9 +323,9 @@ def _check_leaves(leaves: Sequence[Tensor], plan: Plan, src: int | None) -> torc
 def gather_params(x: Tree, *, parts: bool = False) -> Tree:
     """Gather the whole tensors of `x`, a `Sharded` or a subtree of one, as a plain tree; a plain tree stays as it is.
 
-    If `x` is a tree with `Sharded` nodes inside, they are gathered. Tied leaves come as one tensor, a frozen leaf of
-    gradients as None. With `parts`, a leaf split over an axis comes as this rank's part, as in a loss: a split program
-    needs this under torch.func. TypeError for a plan, and with `parts` for moments that lie by owners.
+    `Sharded` nodes inside a tree `x` are gathered. Tied leaves come as one tensor, a frozen leaf of gradients as None.
+    With `parts`, a leaf split over an axis comes as this rank's part, as in a loss: a split program needs this under
+    torch.func. TypeError for a plan, and with `parts` for moments held by owners.
 
     Differentiable to any order, under autograd and torch.func. The transpose reduce-scatters over the axes of the cut
     and sums over the rest of the mesh, so differentiating on every rank gives the gradient of the sum of all ranks'
@@ -366,7 +365,7 @@ def gather_unit(x: Sharded, unit: int, kind: int) -> Tensor:
         full = full.clone()
     if not full.numel():
         return full
-    for axis in plan.rest(axes, kind):  # changes no value; its transpose sums the ranks' gradients
+    for axis in plan.rest(axes, kind):  # `vary` changes no value; its transpose sums the ranks' gradients
         full = collectives.of_one("vary", full, plan.live_mesh(), axis, label)
     for axis in reversed(axes):  # the last axis first: the first axis varies slowest in the buffer
         full = collectives.all_gather(full, plan.live_mesh(), axis, label)
@@ -391,15 +390,15 @@ def whole_leaves(x: Sharded, unit: int, kind: int, parts: bool = False) -> dict[
 
 
 def refine(x: Sharded, over: Axes) -> Sharded | Views[Any]:
-    """Cut a whole tree over `over`, which extends its own axes: `Views`, or the same tensors if nothing is cut.
+    """Cut a whole tree over `over`, its own axes and more: return `Views`, or the same tensors if nothing is cut.
 
-    A unit's smaller shard lies inside its larger one: shards are not adjacent in a tensor.
+    A unit's new shard lies inside its old shard, so new shards are not adjacent in a tensor.
     """
     view = replace(x.view, over=over)
     if view == x.view:
         return x
     plan, further = x.plan, over[len(x.view.over) :]
-    if plan.num_ranks(further) == 1:  # nothing to cut
+    if plan.num_ranks(further) == 1:
         return Sharded(view, x.tensors, x._life)
     if differentiates(x):  # copies of one value become parts, each with derivatives of its own
         x = _of_one("vary", x, further)
@@ -458,7 +457,7 @@ def _of_one(way: str, x: Sharded, axes: Axes) -> Sharded:
 
 
 def _summed(x: Sharded | Views[Any], view: View, further: Axes) -> Sharded:
-    """`coarsen` with a derivative: a sum over ranks of shards in zeros."""
+    """Differentiable `coarsen`: the sum of ranks' shards in zeros."""
     shards, plan = shards_of(x), view.plan
     like = {kind: shard for (_, kind), shard in shards.items()}
     zeros = [torch.zeros_like(room(view, kind, like[kind])) for kind in view.kinds]
