@@ -21,7 +21,7 @@ R = TypeVar("R")
 
 
 class Checked(Generic[P, R]):
-    """A function returned by `check`, with the arguments of `run`."""
+    """A function returned by `check`, with the signature of `run`."""
 
     def __init__(self, run: Callable[P, R], mesh: AnyMesh | EllipsisType = ...):
         self.run: Callable[P, R] = run
@@ -29,7 +29,7 @@ class Checked(Generic[P, R]):
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
         call = partial(self.run, *args, **kwargs)
-        if is_tracing() or is_announcing():  # a graph's collectives are announced when it runs
+        if is_tracing() or is_announcing():  # a graph announces its collectives when it runs
             return call()
         mesh = adapted(_mesh_of(args, kwargs) if self._mesh is ... else self._mesh)
         lines = None if mesh is None else mesh.once(lines_of)
@@ -53,11 +53,11 @@ def check(fn: Callable[P, R], mesh: AnyMesh | EllipsisType = ...) -> Checked[P, 
     calls and their lines in your code. So the call returns on all ranks or on none. Each collective waits until all
     ranks of its axis begin it.
 
-    - `fn`: a step or any function, the outermost: `check(jit(step))`.
+    - `fn`: a step or any function; `check` goes outside: `check(jit(step))`.
     - `mesh`: the ranks; by default the mesh of the first `Sharded` among the arguments (TypeError without one).
       Collectives over other meshes are not compared.
 
-    Nothing is added on one device, nor on simulated ranks, which always compare. With FSHARD_CHECK=1 in the
+    `check` adds nothing on one device, nor on simulated ranks: these always compare. With FSHARD_CHECK=1 in the
     environment, every function returned by `train_step` and `jit` is checked.
 
     >>> check(evaluate(lambda w, x: (w * x).sum()))(shard_of(torch.ones(2)), torch.tensor([1.0, 2.0]))

@@ -1,11 +1,11 @@
 """Compare collectives between ranks in a checked call: each rank announces the next one, and the call's end.
 
 Note [Lines]
-    Each rank has a separate connection to every peer along every axis. Before a collective, a rank sends its name and
-    source line to the ranks of that axis, and reads theirs: data are sent only if all messages are equal. When the call
-    ends, a rank tells all its peers about the return or the error, and reads the peers' ends. With several axes this is
-    repeated, axis by axis, so a checked call returns on all ranks or on none. A rank blocked on a peer hears of its
-    end, raises, and so unblocks the ranks waiting for it.
+    Each rank has a separate connection to every peer along every axis. Before a collective, a rank sends its call
+    and source line to the ranks of the axis, and reads theirs: data are sent only if all calls are equal. When the call
+    ends, a rank tells all peers about the return or the error, and reads the peers' ends. With several axes ranks
+    repeat this, axis by axis, so a checked call returns on all ranks or on none. A rank blocked on a peer hears of the
+    peer's end, raises, and so unblocks ranks waiting for this rank.
 
     The connections are sockets: a socket wakes a rank that waits for any of several peers, and closes when a process
     dies. A torch `Store` does neither; messages of a process group cannot be received in order of arrival, nor left
@@ -58,7 +58,7 @@ class Lines:
         for axis in mesh.mesh_dim_names:
             self._link(along(mesh, axis))
         self._last = _Status(0, _WAITS, "", "")
-        self._ends: dict[int, _Status] = {}  # of each peer whose call has ended
+        self._ends: dict[int, _Status] = {}  # by peer, after its call's end
 
     def _link(self, ranks: Ranks) -> None:
         # `links_to` counts along this axis; errors and `_ends` name ranks of the mesh
@@ -86,7 +86,7 @@ class Lines:
         return result
 
     def _return(self, status: _Status) -> None:
-        """Tell the peers; MismatchError unless the call has returned on all."""
+        """Tell the peers; MismatchError unless the call has returned on all ranks."""
         self._end(status)
         try:
             for links in self._links.values():
@@ -102,7 +102,7 @@ class Lines:
             raise
 
     def _around(self, ranks: Ranks, mesh: Mesh) -> Ranks:
-        # other meshes have no connections here: their collectives are not compared
+        # lines connect one mesh: collectives of other meshes are not compared
         if mesh.likeness != self._likeness:
             return ranks
         return Announced(ranks, partial(self._announce, ranks.axis))
@@ -123,7 +123,7 @@ class Lines:
         """Read a message of every peer; MismatchError unless all agree."""
         statuses, awaited = {self._me: local}, dict(links)
         while True:
-            # data before messages: a peer announces a collective before it sends data
+            # data first: a peer announces a collective before it sends data
             ahead = [peer for peer in awaited if peer in data and data[peer].is_ahead()]
             for peer in ahead:
                 awaited[peer].drain()
@@ -132,7 +132,7 @@ class Lines:
                     statuses[peer] = status
                     del awaited[peer]
             # Stop if a call has ended: other peers may never announce anything. Stop if a peer sent data unannounced:
-            # these messages then raise an error with both calls.
+            # the messages so far raise an error with both calls.
             if not awaited or awaited.keys() & ahead or any(status.verb != local.verb for status in statuses.values()):
                 break
             # an ended peer closes its data links after telling its end
@@ -141,7 +141,7 @@ class Lines:
             raise MismatchError(f"{difference}. {SAME_ORDER}")
 
     def _next(self, peer: int, link: Link) -> _Status | None:
-        """Return a peer's next message; None if not arrived; the last one after its call's end."""
+        """Return a peer's next message, None before it arrives; after its call's end, the last."""
         while peer not in self._ends and (text := link.hear()) is not None:
             status = _read(text, peer)
             if status.number < self._last.number:
@@ -159,7 +159,7 @@ def _say(links: Mapping[int, Link], status: _Status) -> None:
 
 
 def _read(text: str, peer: int) -> _Status:
-    """MismatchError if no rank sends such a message."""
+    """MismatchError for a message of no rank."""
     with suppress(ValueError, TypeError, RecursionError):
         number, *words = json.loads(text)
         if isinstance(number, int) and [type(word) for word in words] == [str] * 3:

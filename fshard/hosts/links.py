@@ -43,13 +43,13 @@ class Segment:
 
 
 class SegmentPool:
-    """This rank's segments; one without tensor and unacknowledged messages is reused."""
+    """This rank's segments, reused without tensor and unacknowledged messages."""
 
     def __init__(self) -> None:
         self.segments: list[Segment] = []
 
     def free(self, size: int) -> Segment | None:
-        # a much larger one would be kept from large buffers
+        # much larger segments stay free for large buffers
         fits = [s for s in self.segments if not (s.used or s.readers) and size <= s.data.numel() <= 2 * size]
         return min(fits, key=lambda s: s.data.numel(), default=None)
 
@@ -71,7 +71,7 @@ class SegmentPool:
 
 
 def tensor_in(segment: Segment, size: int, lent: bool) -> Tensor:
-    """Return bytes (size,) in a segment, in use until the tensor is freed."""
+    """Return bytes (size,) in a segment, in use until this tensor is freed."""
     segment.used, segment.lent = True, lent
     # torch drops the array when it frees the storage
     array = (ctypes.c_char * size).from_buffer(segment.map)
@@ -102,7 +102,7 @@ def _sealed(size: int) -> int:
 
 
 def received(fd: int, number: int) -> Segment:
-    """Map a peer's segment and close `fd`. ValueError for no sealed memfd; OSError without room."""
+    """Map a peer's segment and close `fd`. ValueError unless it is a sealed memfd; OSError without room."""
     try:
         seals, size = fcntl.fcntl(fd, fcntl.F_GET_SEALS), os.fstat(fd).st_size
         if seals & _SEALS != _SEALS or not size:
@@ -117,7 +117,7 @@ def received(fd: int, number: int) -> Segment:
 
 
 def refusal() -> str:
-    """Return why segments cannot be allocated; "" also if only descriptors run out."""
+    """Return why segments cannot be allocated, or "": also if only descriptors ran out."""
     try:
         os.close(_sealed(mmap.PAGESIZE))
     except OSError as failure:
@@ -133,7 +133,7 @@ def reason(failure: Exception) -> str:
     return text
 
 
-_HEADER = struct.Struct("<BHIQQ")  # kind, length of the call's text, segment, offset there, bytes of data
+_HEADER = struct.Struct("<BHIQQ")  # kind, length of the call's text, segment, offset in it, bytes of data
 _INLINE, _SEGMENT, _NEW_SEGMENT, _ACKNOWLEDGED = range(4)
 SMALL = 1 << 15  # most bytes of data sent in the socket itself
 _LONGEST = (1 << 16) - 1  # bytes of a call's text
@@ -156,20 +156,20 @@ class _Message:
 
 @dataclass
 class Link:
-    """The socket to one peer. Without `memory` all messages must be small."""
+    """The socket to one peer. Without `memory` messages must be small."""
 
     socket: socket.socket
     peer: str
     timeout: float  # seconds
     memory: SegmentPool | None = None
-    beside: _Sockets = ()  # of all links of the mesh: they close together
+    beside: _Sockets = ()  # of the mesh's links: these close together
     num_expected: int = 0
     num_arrived: int = 0
     arrived: dict[int, _Message] = field(default_factory=dict)
     mapped: dict[int, Segment] = field(default_factory=dict)
     shown: set[int] = field(default_factory=set)
     is_open: bool = True  # until the end of the stream is read
-    reason: str = "its process ended, or it let go of its plan"  # why the peer has closed it
+    reason: str = "its process ended, or it let go of its plan"  # why the peer has closed the link
     stream: bytearray = field(default_factory=bytearray)
     fds: deque[int] = field(default_factory=deque)
 
@@ -221,14 +221,14 @@ class Link:
 
     def _gone(self, call: str) -> MismatchError:
         with suppress(MismatchError):
-            while self.drain():  # it may have said why
+            while self.drain():  # the peer may have said why
                 pass
         return self.fault(f"{self.peer} has gone ({self.reason}) before it took part in {call}")
 
     def fault(self, text: str) -> MismatchError:
         """Close the links of this rank's mesh, and tell their peers why; return the error to raise.
 
-        A frame may keep the error, and so the plan: nothing else would close the links.
+        A frame may keep the error, and so the plan: links would not close by themselves.
         """
         said = _sent(f"{_LEAVING}{text}")
         for peer in self.beside:
@@ -239,7 +239,7 @@ class Link:
         return MismatchError(text)
 
     def take(self, number: int, call: str) -> _Message:
-        """Wait for a message. MismatchError if it is of another call, or the peer is gone."""
+        """Wait for message `number`. MismatchError if it is of another call, or the peer is gone."""
         while number not in self.arrived:
             if planning := [n for n, x in self.arrived.items() if x.call == PLANS]:
                 number = planning[0]  # the peer has left out this call, and perhaps others
@@ -255,7 +255,7 @@ class Link:
         return message
 
     def plans(self) -> bool:
-        """Wait for the peer's `PLANS`; return False if something else came, or the peer is gone.
+        """Wait for the peer's `PLANS`; return False if other messages came before, or the peer is gone.
 
         If the peer waits for a collective, close the link and raise MismatchError.
         """
@@ -270,7 +270,7 @@ class Link:
             return False
         call = self.arrived.pop(numbers[0]).call
         if call != PLANS:
-            with suppress(OSError):  # the sent message must not answer a later plan
+            with suppress(OSError):  # this rank's `PLANS` must not answer a later plan
                 self.socket.shutdown(socket.SHUT_RDWR)
             raise MismatchError(
                 f"ranks called different collectives: this rank {PLANS}, {self.peer} {call.removeprefix(_REFUSES)}. "
@@ -286,7 +286,7 @@ class Link:
     def drain(self, call: str = "") -> bool:
         """Read arrived bytes, without waiting; return True if there were any.
 
-        MismatchError for bytes that no rank sends, or, with a `call`, for a closed link.
+        MismatchError for bytes of no rank, or, with a `call`, for a closed link.
         """
         try:
             data, fds, flags, _ = socket.recv_fds(self.socket, _READ, _MOST_FDS, _FD_FLAGS)
@@ -305,13 +305,13 @@ class Link:
         self.stream += data
         while self._parse():
             pass
-        # a descriptor comes with the first byte of its header, maybe before the rest
+        # a descriptor comes with the first byte of a header, maybe before the rest
         if len(self.fds) > (_MOST_FDS if self.stream and self.memory is not None else 0):
             raise self._refused(f"{len(self.fds)} descriptors of no segment")
         return True
 
     def _refused(self, what: str) -> MismatchError:
-        """Close a link after bytes that no rank sends."""
+        """Close the link; return the error to raise."""
         self.stream.clear()
         _close_all(self.fds)
         with suppress(OSError):

@@ -5,12 +5,12 @@ Note [Messages on one host]
     data lie in a memory segment mapped by both ranks (a memfd, without a name, freed with its last process). The
     receiver reads the segment when it waits for the message, and acknowledges; the sender may then reuse the segment.
     Sending never waits, so ranks may start any number of messages and wait for them in any order. Every header has the
-    text of its call: if two ranks call different collectives, the error names both, and no rank hangs.
+    text of its call: if two ranks call different collectives, the error names both calls, and no rank hangs.
 
-    Large flat buffers are allocated in segments (`empty`), so steps reuse their memory. A lent buffer is sent without a
+    Large flat buffers are allocated in segments (`empty`), so steps reuse memory. A lent buffer is sent without a
     copy (Note [Lent memory] in `ranks.py`).
 
-    Gloo's sockets need threads, and so processor time of the ranks (16 KiB on two cores: 0.3 ms, and 0.05 ms here).
+    Gloo's threads take processor time from the ranks (16 KiB on two cores: 0.3 ms by gloo, 0.05 ms by these sockets).
 """
 
 from __future__ import annotations
@@ -45,12 +45,12 @@ class _Exchange:
     links: dict[int, Link]
     numbers: dict[int, int]  # of the message expected from each peer
     recvs: list[Tensor | None]
-    like: Tensor  # this rank's own result, and the form of peers' without a place
+    like: Tensor  # this rank's own result; the form of results without `recvs`
     call: str
-    unread: list[tuple[Link, int]] = field(default_factory=list)  # segments readable until `done`
+    unread: list[tuple[Link, int]] = field(default_factory=list)  # segments to acknowledge in `done`
 
     def wait(self) -> list[Tensor]:
-        parts = [self.like if recv is None else recv for recv in self.recvs]  # those without a place are replaced below
+        parts = [self.like if recv is None else recv for recv in self.recvs]  # missing `recvs` are replaced below
         for peer, link in self.links.items():
             message = link.take(self.numbers[peer], self.call)
             recv = self.recvs[peer]
@@ -96,12 +96,12 @@ class _HostRanks:
         segment = self._memory.free(size)
         if segment is None:
             for link in self.links.values():
-                link.drain()  # acknowledgements may free one
+                link.drain()  # acknowledgements may free a segment
             segment = self._memory.free(size) or self._memory.new(size)
         return segment
 
     def _place(self, data: Tensor) -> tuple[Segment, int]:
-        """Return the data's own segment and offset if lent, else a copy's."""
+        """Return the data's segment and offset if lent, else a copy's."""
         if lent := self._memory.find(data):
             return lent
         segment = self._room(data.numel())
@@ -110,7 +110,7 @@ class _HostRanks:
 
     def exchange(self, sends: Sequence[Tensor], recvs: Sequence[Tensor | None], call: Call) -> _Exchange:
         text = str(call)
-        places: dict[int, tuple[Segment, int]] = {}  # by id of a tensor: one sent to every peer is copied once
+        places: dict[int, tuple[Segment, int]] = {}  # by id: a tensor sent to every peer is copied once
         numbers = {}
         for peer, link in self.links.items():
             x = sends[peer]
@@ -161,14 +161,14 @@ def _has_hosts(mesh: Mesh | None) -> TypeGuard[ProcessMesh]:
 def connected(mesh: AnyMesh) -> Mesh | None:
     """Return `connect(mesh)`, made once for a mesh and shared by all plans on it.
 
-    Every rank must call; if a connected rank is in a collective, both get a MismatchError. If a failed call left
+    Every rank must call; if a peer is in a collective instead, both ranks get a MismatchError. If a failed call left
     messages unread, all ranks connect again.
     """
     grid = unconnected(mesh)
     if not _has_hosts(grid):
         return grid
     for axis in grid.mesh_dim_names:
-        ranks = along(grid, axis)  # an error in a second thread
+        ranks = along(grid, axis)  # raises in a second thread
         if isinstance(ranks, Announced):
             ranks.announce(PLANS)
     is_missing = not (isinstance(grid.twin, HostMesh) and grid.twin.all_plan())
@@ -180,7 +180,7 @@ def connected(mesh: AnyMesh) -> Mesh | None:
 
 
 def connect(mesh: AnyMesh) -> Any:  # a Mesh, or None
-    """Connect CPU processes of one Linux host by shared memory, not with a registered backend. All ranks must call."""
+    """Connect CPU processes of a Linux host by shared memory, except with a registered backend. All ranks must call."""
     grid = unconnected(mesh)
     if not _has_hosts(grid):
         return grid
@@ -195,7 +195,7 @@ def _ranks(mesh: ProcessMesh, axis: str) -> Ranks:
 
 
 def _connected(ranks: Ranks) -> Ranks:
-    """Return `ranks` itself if on several hosts, or if any rank lacks shared memory."""
+    """Return `ranks` itself on several hosts, or if any rank lacks shared memory."""
     refusals = [row.decode() for row in rows_of_bytes(refusal().encode(), ranks)]
     if told := [f"rank {p} of axis {ranks.axis!r}: {text}" for p, text in enumerate(refusals) if text]:
         if ranks.rank == 0:

@@ -2,14 +2,14 @@
 
 Note [Who may connect]
     A link carries parameters, so only ranks may connect. Each rank of an axis draws a secret and sends it to the others
-    over the process group. The key joins all secrets, is never sent over a connection, and serves one meeting. It is
-    not in addresses: everybody on the machine can read addresses of Unix sockets (/proc/net/unix). The dialling rank
-    sends its number and a digest of the key and both ranks; the answering rank sends another digest. So each side knows
-    that the other has the key, and an intercepted digest is useless on another connection. On Unix sockets processes of
-    other users are rejected, too.
+    over the process group. The key joins all secrets, is never sent over a connection, and serves one meeting. Nor is
+    the key in addresses: everybody on the machine can read addresses of Unix sockets (/proc/net/unix). The dialling
+    rank sends its number and a digest of the key and both ranks; the answering rank sends another digest. So each side
+    knows that the other has the key, and an intercepted digest is useless on another connection. On Unix sockets
+    processes of other users are rejected, too.
 
-    Each rank dials every other rank, and each pair keeps one of its two connections, so a rank that waits for a peer
-    has a socket that breaks when the peer ends or gives up. A rank waits for all connections at once, strangers' silent
+    Each rank dials every other rank, and each pair keeps one of its two connections, so a rank waiting for a peer has
+    a socket, broken when the peer ends or gives up. A rank waits for all connections at once, strangers' silent
     ones included, with one deadline. Then ranks exchange results over the process group: all have links, or all raise.
 """
 
@@ -38,7 +38,7 @@ from ..comm.process_groups import meeting_host
 from ..comm.ranks import Ranks, message_timeout
 from .links import Link, reason
 
-_GREETING = struct.Struct("<I32s")  # rank and digest of the dialling one
+_GREETING = struct.Struct("<I32s")  # number and digest of the dialling rank
 _ANSWER = 32  # bytes
 _MOST_SILENT = 256  # strangers' connections kept without a greeting, in addition to one for each peer
 _RETRY = 0.01  # seconds until a full queue of connections is dialled again
@@ -96,7 +96,7 @@ def _on_all_ranks(ranks: Ranks, step: Callable[[], str]) -> list[str]:
     try:
         row = ["", step()]  # the error's type (or ""), and its text or the result
     except Exception as failure:  # the other ranks wait for this row
-        traceback.clear_frames(failure.__traceback__)  # closes connections of these frames alone
+        traceback.clear_frames(failure.__traceback__)  # closes connections held by these frames alone
         error, row = failure, [type(failure).__name__, reason(failure)]
     rows = [json.loads(text) for text in rows_of_bytes(json.dumps(row).encode(), ranks)]
     failed = [(kind, f"rank {p} of axis {ranks.axis!r}: {text}") for p, (kind, text) in enumerate(rows) if kind]
@@ -160,7 +160,7 @@ def _listening(stack: ExitStack, family: int, address: Address) -> socket.socket
 
 
 def _interface() -> str:
-    """Return the address of gloo's interface if named, else that of packets to the meeting host."""
+    """Return the address of gloo's interface if named, else the source address of packets to the meeting host."""
     if name := os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")[0]:
         return address_of(name)
     return _way_to(meeting_host())
@@ -179,7 +179,7 @@ def address_of(interface: str) -> str:
 
 
 def _way_to(target: str) -> str:
-    """Return a source address, "" without a route."""
+    """Return the source address to `target`, "" without a route."""
     with suppress(OSError):
         for family, kind, _, _, address in socket.getaddrinfo(target, 9, type=socket.SOCK_DGRAM) if target else []:
             with suppress(OSError), socket.socket(family, kind) as probe:
@@ -191,7 +191,7 @@ def _way_to(target: str) -> str:
 def _from_outside(local: str, seen: list[str]) -> str:
     """Return this host's address for other hosts; `seen` are all ranks' addresses.
 
-    `local` may be a loopback address: the meeting host's name may resolve to one there.
+    `local` may be a loopback address: on the meeting host, its name may resolve to one.
     """
 
     def inside(address: str) -> bool:
@@ -226,7 +226,7 @@ class _Meeting:
         self._peers = {*range(ranks.size)} - {ranks.rank}
         self._to_dial = set(self._peers)
         self._calls: dict[_Call, None] = {}
-        self._dialled: dict[int, _Call] = {}  # whose peers have answered
+        self._dialled: dict[int, _Call] = {}  # by peer, after its answer
         self._answered: dict[int, _Call] = {}
         self._selector = selectors.DefaultSelector()
 
@@ -237,7 +237,7 @@ class _Meeting:
     def __exit__(self, *failure: object) -> None:
         for call in (*self._calls, *self._dialled.values(), *self._answered.values()):
             call.socket.close()
-        self._listener.close()  # waiting callers stop
+        self._listener.close()  # callers stop waiting
         self._selector.close()
 
     def hold(self, seconds: float) -> dict[int, socket.socket]:
