@@ -120,7 +120,7 @@ def read_frozen(
     return [picked[i] or bool(trained and says.get(i) == _STILL) for i in places]
 
 
-_NOTHING, _STILL, _TRAINS = range(3)  # what a leaf itself says
+_NOTHING, _STILL, _TRAINS = range(3)  # a leaf's own word
 
 
 def _said(leaf: Tensor) -> int:

@@ -95,7 +95,7 @@ class Slot(Leaf):
 
 @dataclass(frozen=True)
 class Unit:
-    """Leaves that are gathered together: `lengths[k]` elements, with padding, in the flat buffer of kind k.
+    """Leaves gathered together: `lengths[k]` elements, with padding, in the flat buffer of kind k.
 
     `keep_rule`: the buffers kept by `regather=` from forward to backward: none (None), whole ones, or shards over the
     last axes of `params_over`. `joined`: the names of the units joined in this one.
@@ -127,7 +127,7 @@ def _joined(units: Sequence[Unit]) -> Unit:
 class Plan:
     """The layout of a tree over the axes of a mesh: immutable, hashable, picklable, the same on every rank.
 
-    `slots[leaves[i]]` is the position of leaf i. `claims[i]` is the unit that gathers it (after `join`, the joined
+    `slots[leaves[i]]` is the position of leaf i. `claims[i]` is the unit that gathers leaf i (after `join`, the joined
     unit). A tied leaf has the slot of its first occurrence, perhaps in another unit. Pickling drops the mesh:
     `plan.on(mesh)` sets it again.
     """

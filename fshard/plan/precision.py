@@ -34,7 +34,7 @@ class Policy:
       Arguments of a loss function, such as the batch, keep their dtypes: cast them in the loss with `x.to(w.dtype)`.
     - `cast_at`: paths of submodules that cast their floating inputs when they are called (`apply.policy(cast=)`).
     - `overrides`: other dtypes for some leaves, as pairs (leaves, policy). A pattern, several patterns, or a predicate
-      `(path, subtree) -> bool` select the leaves. The first pair that selects a leaf counts.
+      `(path, subtree) -> bool` selects the leaves. The first pair that selects a leaf counts.
 
     A dtype may be a name: f64, f32, bf16, f16, or torch's name. Integer leaves stay as they are.
 
