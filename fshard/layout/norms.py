@@ -389,7 +389,7 @@ def _by_axes(x: Tree) -> list[tuple[AnyMesh, Axes, list[Tensor]]]:
 def _filled(node: Parts | Tensor) -> Iterator[tuple[Tensor, AnyMesh, Axes]]:
     """Yield (tensor, mesh, axes) of the filled intervals: padding may hold any values.
 
-    Without filled elements, yield an empty tensor: under vmap all ranks need results of one shape.
+    If no elements are filled, yield an empty tensor: under vmap all ranks need results of one shape.
     """
     if not isinstance(node, Parts):
         yield node, None, ()

@@ -266,7 +266,7 @@ def pick(x: Tree, layout: Layout) -> Parts | Views[Any]:
         return Parts(layout, [tensors[number] for ((number, _, _),) in layout.runs])
     views = _runs(x)  # by tensor of the origin
     picked = [[view for number, *run in runs for view in _between(views[number], *run)] for runs in layout.runs]
-    # a tensor without elements on this rank still has a view, for its dtype and device
+    # a tensor without elements on this rank has a view, for dtype and device
     empty = [views[tensor][0][:0] for tensor in layout.origin_tensors]
     return Views(Parts, layout, [runs or [nothing] for runs, nothing in zip(picked, empty, strict=True)])
 
