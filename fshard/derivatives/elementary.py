@@ -1,11 +1,11 @@
-"""Operators with wrong second derivatives in torch: a loss of `hvp` computes layer norm from others, or raises.
+"""Operators with wrong second derivatives in torch: `hvp` computes layer norm from other operators, or raises.
 
 Note [Second derivatives that torch lacks]
     For some operators, torch's directional derivative reads values saved by the forward: the mean and rstd of
     layer_norm and batch_norm, the decomposition in det and linalg.solve. Saved values carry no derivative, so second
-    derivatives lack terms, silently. So a loss of `hvp` computes layer_norm from other operators (transformers need
-    it); the others raise. A function mode sees calls from Python, not the inside of a graph compiled earlier.
-    test_elementary.py fails when torch mends an operator.
+    derivatives silently lack terms. So `hvp` computes a loss's layer_norm from other operators (transformers need
+    layer_norm); other operators raise. A function mode sees calls from Python, not the inside of a graph compiled
+    earlier. test_elementary.py fails when torch mends an operator.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from torch.overrides import TorchFunctionMode
 from ..core.tracing import Args, Kwargs, Operator
 
 _Outputs = Tensor | tuple[Tensor, ...]
-_aten = torch.ops.aten  # called by graphs
+_aten = torch.ops.aten  # graphs call these
 _LAYER_NORMS = {
     *(functional.layer_norm, torch.layer_norm, _aten.layer_norm, _aten.layer_norm.default),
     *(torch.native_layer_norm, _aten.native_layer_norm, _aten.native_layer_norm.default),
@@ -30,7 +30,7 @@ _WRONG = re.compile(
     r"(layer|instance)_norm|batch_norm(?!.*no_training)|(linalg_|^)(det|slogdet|logdet|solve)$"
     r"|linalg_(solve_ex|tensorsolve|householder)|orgqr|cholesky_inverse"
 )
-# by their sixth argument
+# if their sixth argument is False
 _OF_STATISTICS = ("batch_norm", "native_batch_norm", "instance_norm")
 
 
@@ -53,7 +53,7 @@ class Elementary(TorchFunctionMode):
 
 
 def _uses_running_statistics(name: str, args: Sequence[object], options: Mapping[str, object]) -> bool:
-    """True if a norm uses running statistics: it is then linear in the input."""
+    """True if a norm uses running statistics, and so is linear in its input."""
     default = options.get("training", options.get("use_input_stats", name == "instance_norm"))
     return name in _OF_STATISTICS and not [*args[5:6], default][0]
 
@@ -67,7 +67,7 @@ def _layer_norm(
     eps: float = 1e-5,
     cudnn_enable: bool = True,
 ) -> _Outputs:
-    # torch's own checks arguments, and gives dtype and statistics
+    # torch's layer norm checks arguments, and gives dtype and statistics
     with torch.no_grad():
         values = [None if x is None else x.detach() for x in (weight, bias)]
         torchs = func(input.detach(), normalized_shape, *values, eps)

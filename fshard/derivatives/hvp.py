@@ -30,14 +30,14 @@ from .elementary import Elementary
 
 @dataclass(frozen=True)
 class _OfTangents:
-    saved: object  # from `pack` of the tangents' tape
+    saved: object  # by `pack` of the tangents' tape
 
 
 class _Duals(Tape):
     def __init__(self, params: Sharded, tangents: Sharded, into: Gradients, beside: Sequence[Sharded]):
         super().__init__(params, into, beside)
         self._tangents = Tape(tangents, chain=self.chain, index=2 + len(beside))
-        self._levels: Sequence[object] = ()  # around the tangents, innermost first
+        self._levels: Sequence[object] = ()  # of torch.func around the tangents, innermost first
 
     @property
     def _followers(self) -> list[Tape]:
@@ -48,7 +48,7 @@ class _Duals(Tape):
         return self
 
     def duals(self) -> Tree:
-        """Tangents get the current torch.func level."""
+        """Return parameters with tangents of the current torch.func level."""
         with func_levels.aside() as levels:
             self._levels = levels
         return super().view()
@@ -58,7 +58,7 @@ class _Duals(Tape):
             return reads.unit(self, unit)
         leaves, tangents = list(super().touch(unit)), self._tangents.touch(unit)
         trained = schedule(self._params.view).entries[unit].trained
-        # gradients on: leaves read under no_grad may be used outside it
+        # gradients on: no_grad may end before a leaf is used
         with func_levels.again(self._levels), torch.enable_grad():
             for number, tangent in zip(trained, tangents, strict=True):
                 leaves[number] = make_dual(leaves[number], tangent)
@@ -79,7 +79,7 @@ def hvp(loss_fn: Callable[..., Tree]) -> Callable[..., Sharded]:
     the parameters or like gradients; the product is cut like gradients, so it can be the next `v`.
 
     Touching a unit gathers the unit and its tangent, and the backward gathers both again. Operators of the loss need
-    forward derivatives (attention: under sdpa_kernel(SDPBackend.MATH)). LayerNorm is computed from other operators.
+    forward derivatives (for attention: sdpa_kernel(SDPBackend.MATH)). LayerNorm is computed from other operators.
 
     ValueError for other operators with wrong second derivatives in torch (BatchNorm in training, det, solve), for a `v`
     of another plan, for a count that depends on parameters, and if `param_wire` would round the tangent.
@@ -99,15 +99,15 @@ def hvp(loss_fn: Callable[..., Tree]) -> Callable[..., Sharded]:
             with Elementary():
                 returned.append(read_loss(loss_fn(tape.duals(), *args)))
             terms = terms_of(returned[-1][0])
-            # counts leave as jvp's aux, because torch.func unwraps aux
+            # counts are jvp's aux, because torch.func unwraps aux
             return tuple(x.total for x in terms), [x.count for x in terms if _has_tensor(x)]
 
         # jvp only opens a level of forward mode: the tangents come from the tape
         number = torch.zeros((), dtype=torch.float32, device="cpu")
-        # totals of the loss's terms, and their derivatives, 0-d
+        # totals of the loss's terms, their derivatives: 0-d
         values, changes, counts = torch.func.jvp(totals, (number,), (number,), has_aux=True)  # type: ignore[misc]
         ((loss, kind),) = returned
-        # a linear loss has product zero, and must still depend on the parameters
+        # a linear loss has product zero: its change must still depend on the parameters
         changes = [c if c.requires_grad else c + 0 * value for value, c in zip(values, changes, strict=True)]
         if kind is Tensor:
             return changes[0]
@@ -132,7 +132,7 @@ def _has_tensor(x: Tree) -> bool:
 
 
 def _constant(count: Tensor) -> Tensor:
-    """Its own derivative would be missing."""
+    """The count's derivative would be missing."""
     if count.requires_grad:
         raise ValueError(
             "hvp: the count of the loss's fshard.Mean depends on parameters: detach it, or return fshard.Sum"

@@ -1,15 +1,15 @@
 """The reads of a function that `remat` runs: tensors from outside, and the inputs that stand for them.
 
 Note [Reads]
-    1. Derivatives of a function that runs again are derivatives by its inputs, so each tensor it reads becomes an
-       input. Units of parameters report their reads (`Reads.unit`). A function mode sees other tensors when an operator
-       gets them, and knows them by identity. Inside a user's `torch.autograd.Function` or torch.jit it sees nothing:
-       the result then has a gradient though no input has one, and `remat` raises.
+    1. A rerun function is differentiated by its inputs, so each tensor it reads becomes an input. Units of parameters
+       report their reads (`Reads.unit`). A function mode sees any other tensor in an operator's arguments, and knows
+       the tensor by identity. Inside a user's `torch.autograd.Function` or torch.jit the mode sees nothing: if a result
+       then has a gradient and no input has one, `remat` raises.
     2. The first run computes without derivatives. A computed tensor kept outside the results would lack its gradient:
-       the run watches tensors computed from inputs, and raises if one lives on.
+       the run watches tensors computed from inputs, and raises if one outlives the run.
     3. A tensor from outside without a derivative is a constant. A later run may read the first run's constants, unless
        written to since, and tensors made by a run (a cache). If the function makes tensors unseen by modes
-       (torch.from_numpy), unknown constants pass: they cannot be told apart.
+       (torch.from_numpy), any unknown constant passes: it may be such a tensor.
 """
 
 from __future__ import annotations
@@ -36,32 +36,32 @@ from ..sharding.access import Shown
 
 # Private, here and below: no public function unwraps tensors of a transform (test_remat.py notices a removal)
 _functorch = torch._C._functorch
-_IN_PLACE = re.compile(r"[^_]_$|^__(setitem|i\w+)__$")  # functions that write to their first argument
+_IN_PLACE = re.compile(r"[^_]_$|^__(setitem|i\w+)__$")  # write to their first argument
 _CUTS = {Tensor.detach, torch.detach, Tensor.data.__get__}  # type: ignore[attr-defined]
 Positions = dict[Hashable, range]
-Known = dict[int, weakref.ref[Tensor]]  # by identity
+Known = dict[int, weakref.ref[Tensor]]  # by `id`
 Constants = dict[int, tuple[weakref.ref[Tensor], int | None]]
 _AS_ARGUMENT = "give it to the function as an argument"
 
 
 class Reads(TorchFunctionMode):
-    """One run of a function, which gets `given` for the tensors it reads (Note [Reads])."""
+    """One run of a function. It gets `given` in place of the tensors it reads (Note [Reads])."""
 
     def __init__(self, given: Sequence[Tensor], outer: Reads | None = None):
         super().__init__()
         self.given = list(given)  # arguments, then tensors read
-        # in `given`, by identity of a tensor, or (tape, number) of a unit
+        # in `given`, by `id` of a tensor, or (tape, number) of a unit
         self.positions: Positions = {}
-        self.outer = outer  # of a function around this one
-        self.depth = _functorch.current_level() if func_levels.inside() else 0  # of torch.func
-        # from outside, and at the end made by the run; with `writes`
+        self.outer = outer  # reads of a function around this one
+        self.depth = _functorch.current_level() if func_levels.inside() else 0  # of torch.func, around the run
+        # with `writes`: tensors from outside, later also tensors made by the run
         self.constants: Constants = {}
         self.made: Known = {}
-        self._memory = set[int]()  # addresses made in torch.func, where some tensors come from no operator
+        self._memory = set[int]()  # addresses of tensors made in torch.func: some come from no operator
         self._watched: Known = {}  # computed from inputs with derivatives
         for x in self.given:
             self._add(x)
-        # each with a function to restore its first state
+        # by generator: a function to restore its first state
         self.generators: dict[Place, Callable[[], object]] = {}
         self._shown: dict[Tape, Shown | None] = {}
 
@@ -78,7 +78,7 @@ class Reads(TorchFunctionMode):
                 self._shown.clear()
 
     def unit(self, tape: Tape, number: int) -> Sequence[Tensor]:
-        if tape not in self._shown:  # containers read by others would have other leaves
+        if tape not in self._shown:  # containers read outside this run have other leaves
             self._shown[tape] = tape.shown
             if tape.shown:
                 tape.shown.let_go()
@@ -96,7 +96,7 @@ class Reads(TorchFunctionMode):
         refuse_other_reads()
 
     def __torch_function__(self, func: Operator, types: object, args: Args = (), kwargs: Kwargs = None) -> Any:
-        if RERUN.get() is not self:  # another function inside has replaced its reads
+        if RERUN.get() is not self:  # an inner `remat` replaces the reads
             return func(*args, **(kwargs or {}))
         args, kwargs = self._replaced(args), self._replaced(kwargs or {})
         if kwargs.get("generator") is not None:
@@ -165,7 +165,7 @@ class Reads(TorchFunctionMode):
         return _functorch._add_batch_dim(instead, _functorch.maybe_get_bdim(x), _functorch.maybe_get_level(x))
 
     def knows(self, x: Tensor) -> bool:
-        """True if this function, or one around it, has read a tensor, perhaps of an ended level."""
+        """True if this function, or one around it, has read a tensor, even of an ended level."""
         return id(x) in self.positions or (self.outer is not None and self.outer.knows(x))
 
     def _from_outside(self, x: Tensor) -> Tensor:
@@ -180,11 +180,11 @@ class FirstReads(Reads):
         self.inputs = [x if outer is None else outer.instead_of(x) for x in args]
         super().__init__([stripped(x) for x in self.inputs], outer)
         self._had_forward_mode = forward_ad._is_fwd_grad_enabled()
-        self.kept: list[Tensor] = []  # so no other tensor gets their ids
+        self.kept: list[Tensor] = []  # alive, so no other tensor gets their ids
         self._versions = [writes(x) for x in map(func_levels.unwrapped, self.inputs)]
         for x, given in zip(self.inputs, self.given, strict=True):
             self._add(given, is_active(x))
-        # all devices: the function may draw on any of them
+        # the function may draw on any device
         for device in (HOST, *accelerators()):
             self._note_generator(device)
 
@@ -220,12 +220,12 @@ class FirstReads(Reads):
         return watched
 
     def _in_function(self) -> bool:
-        """In a torch.autograd.Function's forward gradients are off, but results have one."""
-        # Private: there torch switches forward mode off too, unlike under no_grad (test_remat.py notices a change)
+        """True in a torch.autograd.Function's forward: gradients are off, but results have gradients."""
+        # Private: unlike no_grad, torch also switches forward mode off (test_remat.py notices a change)
         return self._had_forward_mode and not (forward_ad._is_fwd_grad_enabled() or torch.is_inference_mode_enabled())
 
     def _note_write(self, x: object) -> None:
-        """Watch a written tensor. One from outside would lose its gradient."""
+        """Watch a written tensor. A tensor from outside would lose its gradient."""
         for target in _tensors(x):
             base = target if target._base is None else target._base
             if not (self._is_made(base) or self._is_made(target)):
@@ -238,11 +238,11 @@ class FirstReads(Reads):
     def end(self, others: Sequence[object]) -> tuple[Positions, Constants, bool]:
         """Return (positions, constants, is_blind) for later runs.
 
-        Call it when results are dropped, except `others`, those without derivatives.
+        Before, drop all results but `others`, the results without derivatives.
         """
         self.given.clear()
         if self._left():
-            gc.collect()  # cycles of a recursive function, or of a caught exception
+            gc.collect()  # cycles of a recursive function or a caught exception
             for x in self._left():
                 raise RuntimeError(
                     f"fshard.remat: the function keeps {_form(x)}, which it has computed, beside its results (in a "
@@ -258,7 +258,7 @@ class FirstReads(Reads):
                     "so again when it runs again: clone it first, and return the new value as a result (buffers of a "
                     "module: fshard.module.functionalize)"
                 )
-        # if gone, or a result, the function made the constant, unseen by any mode
+        # if a constant is gone, or a result, the function made it, unseen by any mode
         is_blind = any(x is None or any(x is y for y in others) for x, _ in read)
         living = self._living()
         self.constants |= living
@@ -335,7 +335,6 @@ def _form(x: Tensor) -> str:
 
 
 def _levels(x: Tensor) -> Iterator[Tensor]:
-    """Yield a tensor, then each tensor wrapped inside."""
     yield x
     while func_levels.is_wrapped(x):
         x = _functorch.get_unwrapped(x)
@@ -348,15 +347,15 @@ def _memory(x: Tensor) -> int:
 
 
 def is_active(x: Tensor) -> bool:
-    """True for a gradient or a tangent, at any level of torch.func."""
+    """True if a tensor has a gradient or a tangent, at any level of torch.func."""
     if not is_inexact(x):
         return False
-    # unseen: else a trace takes unknown values of a scan's body for constants
+    # unseen: a trace would take unknown values of a scan's body for constants
     with unseen() if is_tracing() else nullcontext(), func_levels.aside() as levels:
         for y in _levels(x):
             level = _functorch.maybe_get_level(y)
             with func_levels.again(levels[len(levels) - level :] if level > 0 else ()):
-                # of the class Tensor: a module's parameter always claims to require a gradient
+                # Tensor's getter: a module's parameter always claims to require a gradient
                 if Tensor.requires_grad.__get__(y) or (  # type: ignore[attr-defined]
                     not _functorch.is_batchedtensor(y) and forward_ad.unpack_dual(y).tangent is not None
                 ):

@@ -1,10 +1,11 @@
 """`remat`: autograd keeps only the arguments of a function, and derivatives of any kind run the function again.
 
 Note [Remat]
-    torch.utils.checkpoint hooks into saved tensors, which torch.func forbids. Here the function runs without
-    derivatives at any level. The results pass through the identity, a `torch.autograd.Function` with rules for `vjp`,
-    `jvp` and `vmap`. Each rule runs the function again, with all tensors read as inputs (Note [Reads] in `reads.py`),
-    and is rematerialized itself. So derivatives of any order run again, and torch.func.grad keeps only the arguments.
+    torch.utils.checkpoint hooks into saved tensors, but torch.func forbids hooks. `remat` runs the function without
+    derivatives at any level. The results pass through the identity, a `torch.autograd.Function` with rules for
+    `vjp`, `jvp` and `vmap`. Each rule runs the function again, with all read tensors as inputs (Note [Reads] in
+    `reads.py`), and is rematerialized itself. So derivatives of any order run it again, and torch.func.grad keeps only
+    arguments.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from typing import Any, ParamSpec, TypeVar, cast
 import torch
 from torch import Tensor
 
-# Private, parts of a vmap rule: nothing public runs a function for one level as torch's own rules do
+# Private: nothing public runs a function for one level, as torch's vmap rules do
 from torch._functorch.autograd_function import unwrap_batched, wrap_batched
 from torch._functorch.pyfunctorch import VmapInterpreter, coerce_cinterpreter, retrieve_current_functorch_interpreter
 from torch.autograd import forward_ad
@@ -39,22 +40,22 @@ from .reads import FirstReads, Reads, SecondReads, is_active, stripped
 P = ParamSpec("P")
 R = TypeVar("R")
 Ctx = Any
-_Again = Callable[..., tuple[Tensor, ...]]  # tensors to tensors
+_Again = Callable[..., tuple[Tensor, ...]]
 _Tensors = Sequence[Tensor]
 _Levels = Sequence[tuple[object, ...]]  # of torch.func
 _NUM_OTHERS = 3  # arguments of `_Rules` before the tensors
 
 
 def remat(fn: Callable[P, R]) -> Callable[P, R]:
-    """Return `fn`, with equal values and derivatives, keeping only its arguments: derivatives run `fn` again.
+    """Return a function with `fn`'s values and derivatives. Autograd keeps only arguments: derivatives run `fn` again.
 
     `fn(*args, **kwargs) -> results`: trees of tensors and other objects.
 
     - Derivatives of any order are right, in backward and torch.func (grad, vjp, jvp, vmap, hessian), with respect to
       arguments, tensors from outside, and parameters. The backward gathers parameters again.
     - `fn` draws the same random numbers when it runs again.
-    - If `fn` reads several units, all are in memory together. `torch.utils.checkpoint` works unit by unit, for
-      torch.autograd alone.
+    - If `fn` reads several units, all are in memory together. `torch.utils.checkpoint` works unit by unit, only with
+      torch.autograd.
 
     RuntimeError if a gradient would be lost or wrong: `fn` writes to an argument or to a tensor from outside (batch
     norm in training); stores a computed tensor outside its results; reads other tensors or values when it runs again;
@@ -74,7 +75,7 @@ def remat(fn: Callable[P, R]) -> Callable[P, R]:
         if torch.compiler.is_dynamo_compiling():  # dynamo knows torch's checkpoint
             return cast(R, checkpoint(lambda *xs: fn(*xs, **kwargs), *args, use_reentrant=False))
         outer = cast("Reads | None", RERUN.get())
-        with assigned(RERUN, None):  # a `remat` around must not see inside
+        with assigned(RERUN, None):  # an outer `remat` must not see inside
             return _rematerialized(fn, args, kwargs, outer)
 
     return functools.update_wrapper(rematerialized, fn, updated=())
@@ -100,7 +101,7 @@ class _Rematerialized:
         self._fn, self._spec = fn, spec
         self._leaves = [_TENSOR if isinstance(x, Tensor) else x for x in leaves]
         self._kept = reads.kept
-        # such as a module's parameters
+        # context variables, such as a module's parameters
         self._context = copy_context()
         self._modes = [mode for mode in function_modes() if not isinstance(mode, Reads)]
         accelerator = torch.accelerator.current_accelerator()
@@ -113,7 +114,7 @@ class _Rematerialized:
         return reads.run(functools.partial(self._fn, *args, **kwargs))
 
     def first(self, reads: FirstReads) -> tuple[list[Tensor], list[object], tree.Spec]:
-        """Return (floating results, all leaves with `_TENSOR` for these, structure), without derivatives."""
+        """Return (floating results, leaves with `_TENSOR` for floating results, structure), without derivatives."""
         leaves, form = tree.flatten(self._run(reads))
         out = [reads.instead_of(x) if isinstance(x, Tensor) and is_active(x) else x for x in leaves]
         if active := [x for x in out if isinstance(x, Tensor) and is_active(x)]:
@@ -123,7 +124,7 @@ class _Rematerialized:
                 "function as an argument"
             )
         others = [_TENSOR if is_inexact(x) else x for x in out]
-        # new tensors in the same memory: `reads.end` checks that the function's are gone
+        # new tensors in the same memory: `reads.end` looks for living tensors of the function
         results = [stripped(x) for x in out if is_inexact(x)]
         del leaves, out
         self._known = reads.end(others)
@@ -131,7 +132,7 @@ class _Rematerialized:
         return results, others, form
 
     def again(self, *inputs: Tensor) -> tuple[Tensor, ...]:
-        """`inputs`: all reads of the first run. Return floating results."""
+        """Return floating results for `inputs`, all reads of the first run."""
         reads = SecondReads(inputs, *self._known)
         casts = [torch.autocast(kind, dtype, on, cache_enabled=False) for kind, dtype, on in self._casts]
         active = function_modes()
@@ -158,7 +159,7 @@ class _Rematerialized:
 
 
 def _levels() -> _Levels:
-    """Kind, level, and for `vmap` randomness of each active transform."""
+    """Return kind and level of each active transform, for `vmap` with randomness."""
     return [coerce_cinterpreter(x).get_state() for x in torch._C._functorch.get_interpreter_stack() or ()]
 
 
@@ -167,9 +168,9 @@ def _ruled(again: _Again, levels: _Levels, inputs: _Tensors, now: _Again | None 
 
 
 def _ruled_by(again: _Again, levels: _Levels, results: _Tensors, inputs: _Tensors) -> tuple[Tensor, ...]:
-    """Give `results` of `again(*inputs)` derivatives.
+    """Return `results` of `again(*inputs)` with derivatives.
 
-    `levels`: of the first run; random numbers may differ along these.
+    `levels`: transforms around the first run; random numbers may differ along these.
     """
     return _Rules.apply(again, levels, len(results), *results, *inputs) if results else ()
 
@@ -190,14 +191,14 @@ def _drawn_once(again: _Again, levels: _Levels, inputs: Sequence[Tensor]) -> tup
 
 def _mapped(again: _Again, size: int, dims: Sequence[int | None], randomness: str) -> _Again:
     def mapped(*inputs: Tensor) -> tuple[Tensor, ...]:
-        rows = torch.empty(size, 0, dtype=torch.float32, device="cpu")  # for vmap to cut
+        rows = torch.empty(size, 0, dtype=torch.float32, device="cpu")  # vmap's batch size
         return torch.func.vmap(lambda _, *x: again(*x), (0, *dims), randomness=randomness)(rows, *inputs)
 
     return mapped
 
 
 class _Rules(torch.autograd.Function):
-    """The identity of the first `num` tensors, the results, with the derivatives of `again(*others)`."""
+    """The identity of the first `num` tensors, the results; derivatives are of `again`, by the other tensors."""
 
     @staticmethod
     def forward(again: _Again, levels: _Levels, num: int, *tensors: Tensor) -> tuple[Tensor, ...]:
@@ -206,7 +207,7 @@ class _Rules(torch.autograd.Function):
             others.setdefault(_address(x), []).append(x)
         for x in tensors[:num]:
             beside = others.setdefault(_address(x), [])
-            # the program may write to it; `data`, because torch forbids writes to one of several views
+            # the program may write to a result; `data`: torch forbids writes to one of several views
             results.append(x.clone() if any(share_elements(x, y) for y in beside) else x.data)
             beside.append(x)
         return tuple(results)
@@ -216,7 +217,7 @@ class _Rules(torch.autograd.Function):
         ctx.again, ctx.levels, ctx.num, *tensors = inputs
         ctx.save_for_backward(*tensors[ctx.num :])
         ctx.save_for_forward(*tensors[ctx.num :])
-        ctx.set_materialize_grads(False)  # unused results have no derivative: zero times infinity would be NaN
+        ctx.set_materialize_grads(False)  # None for unused results: zero times infinity would be NaN
 
     @staticmethod
     def backward(ctx: Ctx, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
@@ -229,13 +230,13 @@ class _Rules(torch.autograd.Function):
 
     @staticmethod
     def jvp(ctx: Ctx, _again: None, _levels: None, _num: None, *tangents: Tensor | None) -> tuple[Tensor, ...]:
-        # torch switches forward mode off here: operators would lose tangents, silently (test_remat.py notices).
-        # Private: nothing public switches it on
+        # torch switches off forward mode in a rule: operators would silently lose tangents. Private: nothing public
+        # switches forward mode on (test_remat.py notices a change)
         with forward_ad._set_fwd_grad_enabled(True):
             inputs = [forward_ad.unpack_dual(x).primal for x in ctx.saved_tensors]
             along = {n: x for n, x in enumerate(tangents[ctx.num :]) if x is not None}
             tensors = [*inputs, *along.values()]
-            # outside torch.func the level is that of forward_ad, and may be over when `later` runs
+            # outside torch.func the level is forward_ad's, and may be over when `later` runs
             now, later = (_push(ctx.again, [*along], len(inputs), x) for x in (func_levels.inside(), True))
             return _ruled(later, ctx.levels, tensors, now)
 
@@ -256,19 +257,19 @@ def _address(x: Tensor) -> int:
 
 
 def _leaf(x: Tensor) -> Tensor:
-    """A new tensor even if `x` is given twice. `detach` would drop a tangent."""
+    """Return a new leaf, even if `x` is given twice. `detach` would drop a tangent."""
     return (x.view_as(x) if x.requires_grad or x.layout is torch.strided else x.detach()).requires_grad_()
 
 
 def _pull(again: _Again, which: Sequence[int], used: Sequence[int], num: int) -> _Again:
-    """Map all inputs and cotangents to the vjp of results `used` to inputs `which`."""
+    """Map all inputs and cotangents to the vjp of results `used` by inputs `which`."""
 
     def pulled(*tensors: Tensor) -> tuple[Tensor, ...]:
         inputs, grads = tensors[:num], tensors[num:]
         if func_levels.inside():
             pull = torch.func.vjp(_part(again, inputs, which, used), *[inputs[n] for n in which])[1]
             return pull(grads, retain_graph=False)
-        # without torch.func, which is slower and refuses torch.utils.checkpoint
+        # torch.func is slower, and refuses torch.utils.checkpoint
         with torch.enable_grad():
             is_differentiated = any(x.requires_grad for x in tensors)
             leaves = [_leaf(inputs[n]) for n in which]
@@ -287,12 +288,12 @@ def _pull(again: _Again, which: Sequence[int], used: Sequence[int], num: int) ->
 def _push(again: _Again, which: Sequence[int], num: int, nested: bool) -> _Again:
     """Map all `num` inputs and tangents to the jvp along inputs `which`.
 
-    `nested`: in a level of its own, else in that of forward_ad.
+    `nested`: the jvp opens a level, else uses forward_ad's.
     """
 
     def pushed(*tensors: Tensor) -> tuple[Tensor, ...]:
         inputs, along = tensors[:num], tensors[num:]
-        # torch writes to a tangent, which has its primal's strides: expanded elements would share memory
+        # torch writes to a tangent with its primal's strides: expanded elements would share memory
         is_packed = [inputs[n].is_contiguous() and not func_levels.is_wrapped(inputs[n]) for n in which]
         pairs = zip([inputs[n] for n in which], is_packed, strict=True)
         primals = [x if packed else x.clone(memory_format=torch.contiguous_format) for x, packed in pairs]

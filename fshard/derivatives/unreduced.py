@@ -21,7 +21,7 @@ def unreduced(grads: Tree, params: Sharded) -> Unreduced:
 
     `grads` is a tree of whole tensors with the paths of the parameters, such as sums over this rank's samples.
     `reduce_grads` divides by no count. A frozen leaf is None or left out. Gradients of a tied leaf are summed over its
-    places; some may be None or left out. Values are copied unit by unit, and cast to the dtype of gradients.
+    paths; some paths may be None or left out. Values are copied unit by unit, and cast to the dtype of gradients.
 
     ValueError lists each missing, unknown or frozen leaf, and each wrong shape or dtype. ValueError if the plan splits
     leaves.
