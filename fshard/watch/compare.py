@@ -17,7 +17,7 @@ from ..core.storage import as_bytes
 from ..core.tree import Tree
 from ..layout.pieces import LeafPlace, Parts, places
 
-_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes
+_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by size in bytes
 
 
 class Gap(NamedTuple):
@@ -28,7 +28,7 @@ class Gap(NamedTuple):
     got: Any  # numbers if `ulps` is finite
     expected: Any
     ulps: float  # in units in the last place, or infinite
-    num_wrong: int  # of `numel`
+    num_wrong: int  # elements, of `numel`
     numel: int
 
     def __str__(self) -> str:
@@ -48,10 +48,10 @@ class Gap(NamedTuple):
 def assert_trees_equal(got: Tree, expected: Tree, *, ulps: int = 0) -> None:
     """Raise AssertionError unless `got` has the structure, dtypes, shapes, devices and values of `expected`.
 
-    Bits of values are compared: 0.0 and -0.0 differ, and NaNs are equal only with equal bits. With `ulps`,
-    floating-point values may differ by so many units in the last place: 0.0 and -0.0 are one unit apart, two different
-    NaNs as well; infinities are not close to finite numbers. The error names the worst leaf and element. Leaves may be
-    of any type. For a `Sharded` this rank's pieces are compared, with padding, by path.
+    Bits of values are compared: 0.0 and -0.0 differ, and NaNs are equal only with equal bits. Floating-point values may
+    differ by `ulps` units in the last place: 0.0 and -0.0 are one unit apart, and so are two different NaNs; infinities
+    are not close to finite numbers. The error names the worst leaf and element. Leaves may be of any type. In a
+    `Sharded`, this rank's pieces and padding are compared, by path.
 
     >>> assert_trees_equal({"w": torch.ones(2)}, {"w": torch.ones(2)})
     >>> assert_trees_equal({"w": torch.tensor([1.0, 2.5])}, {"w": torch.tensor([1.0, 2.0])})
@@ -104,15 +104,15 @@ def form(x: object) -> str:
 
 
 def first_unlike(got: Tree, expected: Tree) -> tuple[LeafPlace, str] | None:
-    """Return the first leaf of `got` with another path, form or bits, and the difference; or None.
+    """Return the first leaf of `got` with path, form or bits unlike `expected`, and the difference; or None.
 
-    For a node of `Parts` the leaf is this rank's piece, or padding.
+    A leaf of `Parts` is this rank's piece, or padding.
 
     >>> first_unlike({"w": torch.ones(2)}, {"w": torch.ones(3)})[1]
     'got torch.float32[2], expected torch.float32[3]'
     """
     a, b = tree.leaves(got), tree.leaves(expected)
-    if len(a) == len(b) and all(map(_same, a, b)):  # few large tensors
+    if len(a) == len(b) and all(map(_same, a, b)):  # fast for large tensors
         return None
     nothing = LeafPlace("(nothing)", None, None)
     for x, y in zip_longest(places(got), places(expected), fillvalue=nothing):
@@ -157,20 +157,20 @@ def gap(path: str, got: object, expected: object, ulps: int = 0) -> Gap:
 def distance(got: Tensor, expected: Tensor) -> Tensor:
     """Return the distance of two tensors of one shape and dtype, in units in the last place.
 
-    The result is flat, float64, on the CPU: 0 for equal bits, infinite for bits without such a distance (integers,
-    infinities, NaN and a number).
+    The result is flat, float64, on the CPU: 0 for equal bits, else infinite for integers, an infinity, or NaN and
+    a number.
 
     >>> distance(torch.tensor([1.0, 0.0, 3.0]), torch.tensor([1.0, -0.0, torch.inf]))
     tensor([0., 1., inf], dtype=torch.float64)
     """
     x, y = (_dense(leaf).cpu().reshape(-1) for leaf in (got, expected))  # (n,)
-    if x.is_complex():  # (n, 2) -> (2n,) -> (n,): the larger of real and imaginary part
+    if x.is_complex():  # (n, 2) -> (2n,) -> (n,): the larger of two distances, real and imaginary
         return distance(torch.view_as_real(x), torch.view_as_real(y)).reshape(-1, 2).amax(1)
     same = x.view(_INTEGERS[x.element_size()]) == y.view(_INTEGERS[y.element_size()])
     far = torch.full(x.shape, math.inf, dtype=torch.float64, device="cpu")
     if x.is_floating_point():
         a, b = _ordered(x), _ordered(y)
-        # steps over adjacent floating-point numbers; in float64 for two signs: int64 could overflow
+        # steps over adjacent floating-point numbers; for two signs in float64: int64 could overflow
         steps = torch.where((a < 0) == (b < 0), (a - b).double(), a.double() - b.double()).abs()
         # in float64: torch has no isfinite for float8_e4m3fn
         far = torch.where(x.double().isfinite() & y.double().isfinite(), steps, far)

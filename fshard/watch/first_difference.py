@@ -3,14 +3,13 @@
 Note [Several ranks and one device]
     1. Values of ranks and micro-batches combine to the value of one device: along each axis they are copies or pieces
        ("apart"), summands ("sum"), or values to average ("mean"). Pieces may lie along any dim, in blocks, in any order
-       (rows by class, heads among rows). So numbers are compared sorted; with copies, each number repeats equally
-       often.
-    2. A difference begins where a wrong value is made of right ones. A right program may have wrong values without
+       (rows by class, heads among rows). So numbers are compared sorted; copies repeat each number equally often.
+    2. A difference begins where a wrong value is made of right values. A right program may have wrong values without
        effect: row numbers of a rank, a subtracted maximum, logged values. So results decide: totals and counts,
        gradients, metrics, parameters. Wrong arguments lead from a wrong total back to the first wrong operator. Any
-       other wrong result is blamed on the first operator with copies or pieces as arguments that is wrong on one rank.
-    3. Rounding is allowed relative to an operator's arguments, or to the largest gradient, in the lowest precision used
-       so far. Parameters are compared where gradients agree and exceed rounding (Adam makes large updates of
+       other wrong result is blamed on the first operator wrong on one rank with copies or pieces as arguments.
+    3. Values may differ by rounding in the lowest precision used so far, relative to an operator's arguments or the
+       largest gradient. Parameters are compared where gradients agree and exceed rounding (Adam makes large updates of
        rounding), and may differ by a part of the largest update.
 """
 
@@ -37,7 +36,7 @@ Key: TypeAlias = tuple[str, str | int]  # kind and name of a value; for an opera
 _KINDS = ("operator", GRADIENT, SUM, METRIC, PARAMETER)
 _SMALL = 2.0**-6  # values below this part of the arguments may be rounding
 _MOST_UPDATE = 2.0**-4  # agreeing gradients differ by at most this part; updates may differ four times as much
-_MOST_AXES = 6  # axes of several ranks; each triples the ways
+_MOST_AXES = 6  # axes of several ranks: each triples ways
 _HALF = 2.0**-20
 
 
@@ -77,7 +76,7 @@ class _Value(NamedTuple):
 
     @property
     def rtol(self) -> float:
-        """Allow 2**12 units in the last place, 2**4 for few bits, at most 1/8."""
+        """Allow 2**12 units in the last place, 2**4 for 16 bits and fewer, at most 1/8."""
         return min(self.eps * (2**12 if self.eps < _HALF else 2**4), max(self.eps, 2.0**-3))
 
     def differs(self, rank: int | None, text: str) -> Difference:
@@ -88,7 +87,7 @@ class _Value(NamedTuple):
 
 
 class _Run(dict[Key, list[_Value]]):
-    """Values by key: of each forward, or of the step."""
+    """Values by key, one for each forward or one for the step."""
 
     def __init__(self, seen: Observed):
         super().__init__()
@@ -133,16 +132,16 @@ class _Run(dict[Key, list[_Value]]):
 def first_difference(
     got: Sequence[Observed], expected: Sequence[Observed], rtol: float | None = None
 ) -> Difference | None:
-    """Return the first value in which runs of observed steps differ, or None. `got`, `expected`: `seen` of each rank.
+    """Return the first different value of two observed runs, or None. `got`, `expected`: `seen` of each rank.
 
     - Runs on equally many ranks are compared rank by rank: numbers must be equal, or within `rtol` times the largest.
     - A run on any number of ranks, in any number of micro-batches, is compared with a run on one device over the
-      batches of all ranks: its values must be copies, pieces or summands of the one device's, or average to these,
-      within `2**12` units in the last place by default (`2**4` for dtypes of 16 bits and fewer). Differences without
+      batches of all ranks: ranks' values must be copies, pieces or summands of the one device's, or average to these,
+      within `2**12` units in the last place by default (`2**4` for 16 bits and fewer). Differences without
       effect on loss, gradients, metrics and new parameters do not count.
 
-    ValueError if numbers of ranks or micro-batches differ, unless one device is expected and all ranks of `got` have
-    equally many micro-batches; and for anything but results of observed steps.
+    ValueError if numbers of ranks or micro-batches differ, unless `expected` is of one device and all ranks of `got`
+    have equally many micro-batches; and for anything but results of observed steps.
 
     >>> from fshard.testing import observed
     >>> def run(fn):
@@ -175,7 +174,7 @@ def _read(name: str, by_rank: Sequence[Observed]) -> list[_Run]:
         sizes = [size for size in runs[0].sizes if size != 1]
         require(len(sizes) <= _MOST_AXES, f"more than {_MOST_AXES} axes of several ranks")
         ranks = math.prod(sizes) if all(run.forwards and run.end for run in runs) else 0
-    except Exception as error:  # of many types, for foreign data
+    except Exception as error:  # foreign data raise errors of many types
         expected = "what observed(step) returns beside its results, by rank"
         raise ValueError(f"first_difference: {name}: expected {expected}: {error}") from error
     if len(runs) != ranks:
@@ -196,7 +195,7 @@ def _unlike(key: Key, run: _Run, want: _Run, rank: int) -> Difference | None:
         return None
     value = a or b
     assert value is not None
-    if a is None and key[0] == "operator":  # the program ends here
+    if a is None and key[0] == "operator":  # `run` ends before this operator
         value = value._replace(line=run.end)
     some = ", not in all micro-batches" * is_partial
     return value.differs(rank, f"expected {b or 'nothing more'}, got {a or 'nothing more'}{some}")
@@ -232,7 +231,7 @@ def _limit(key: Key, got: Sequence[_Value], want: _Run, rtol: float | None) -> f
 
 
 def _agreeing(key: Key, run: _Run, want: _Run, rtol: float | None) -> Tensor | None:
-    """Return a new parameter's mask: True if gradients agree beyond rounding, and old values agree."""
+    """Return a new parameter's mask: True where gradients agree beyond rounding, and old values agree."""
     kind, path = key
     if kind != PARAMETER or rtol == 0 or any((kind, path) not in each for each in (run, want) for kind in (SUM, OLD)):
         return None
@@ -293,7 +292,7 @@ def _alike(got: Sequence[Tensor], want: Sequence[Tensor], limit: float) -> bool:
 def _pieces(values: Sequence[Tensor], wanted: Sequence[Tensor]) -> Iterator[Sequence[Tensor]]:
     """Yield, for each dim along which the parts fit together, the expected piece for each part."""
     for dim in range(wanted[0].dim()):
-        with suppress(RuntimeError):  # other shapes
+        with suppress(RuntimeError):  # shapes do not fit
             x, y = torch.cat([*values], dim), torch.cat([*wanted], dim)
             if x.shape == y.shape:
                 yield y.split([part.shape[dim] for part in values], dim)
@@ -307,10 +306,10 @@ class _Ranks:
         self._num, self._is_split = len(runs[0].forwards), runs[0].forwards[0].unit == "split"
         self._states = {-1: "pieces"}  # by number of operator: "copies", "pieces", "partial" or "wrong"
         self._operator: Difference | None = None  # the first operator wrong on one rank, maybe without effect
-        self._ways = set[tuple[Way, Way]]()  # ways in which the last total is right
+        self._ways = set[tuple[Way, Way]]()  # right ways of the last total
 
     def first(self) -> Difference | None:
-        apart: Difference | None = None  # the first place where ranks of split leaves run other operators
+        apart: Difference | None = None  # the first unlike operator, if leaves are split
         for key in _keys([*self._got, self._one]):
             numbered = isinstance(key[1], int)
             if numbered and apart:
@@ -347,7 +346,7 @@ class _Ranks:
         self, parts: Sequence[_Value], want: Sequence[_Value], limit: float, words: Sequence[str] = ()
     ) -> Iterator[tuple[Way, Way]]:
         sizes, sizes_of_one = self._got[0].sizes, list[int]()
-        if len(parts) > len(self._got) or len(want) > 1:  # by micro-batch
+        if len(parts) > len(self._got) or len(want) > 1:  # values by micro-batch
             sizes, sizes_of_one = [*sizes, self._num], [len(want)]
         words = words or ("apart", "sum", "mean")
         for of_ranks, of_one in product(_ways(sizes, words), _ways(sizes_of_one, words)):
@@ -358,7 +357,7 @@ class _Ranks:
 
     def _note(self, number: int, parts: Sequence[_Value], want: Sequence[_Value], limit: float) -> None:
         state, given = "wrong", {self._states[n] for n in want[0].inputs}
-        words = ("apart",) if given <= {"copies"} and not self._is_split else ()  # copies make copies
+        words = ("apart",) if given <= {"copies"} and not self._is_split else ()  # copies in, copies out
         if ways := next(self._right(parts, want, limit, words), None):
             state = "pieces" if {*ways[0], *ways[1]} <= {"apart"} else "partial"
             if state == "pieces" and not any(x.value.shape != y.value.shape for x in parts for y in want):

@@ -1,9 +1,9 @@
 """A guard while training: some steps run twice, and results are compared, on a rank and between ranks.
 
 Note [Two runs]
-    A step is a function, so a second run has the same bits. If not, a fault (of memory, a processor, a message)
-    disturbed one run, or an operator is not deterministic. If both runs are wrong alike, another rank's copy shows it:
-    a permanent fault stays unseen in values without copies.
+    A step is a function, so a second run has the same bits. If bits differ, a fault (of memory, a processor, a message)
+    disturbed one run, or an operator is not deterministic. If both runs are wrong alike, another rank's copy shows the
+    fault: a permanent fault stays unseen in values without copies.
 """
 
 from __future__ import annotations
@@ -37,15 +37,15 @@ _REMEDY = "that rank's memory, processor or network may be faulty, or an operato
 
 
 class Guarded:
-    """The step that `guard` returns, with the arguments of the original step."""
+    """The result of `guard`: a step with the arguments of the original step."""
 
     def __init__(self, step: Callable[..., Result], every: int, at_rest: bool):
         self.__wrapped__, self._every, self._at_rest = step, every, at_rest
         self.with_extra: bool = getattr(step, "with_extra", False)
-        self._resting: list[_Rest] = []  # with `at_rest`: the last returned state
+        self._resting: list[_Rest] = []  # with `at_rest`: tensors of the last returned state
 
     def __call__(self, state: TrainState, batch: Tree, *args: Tree) -> Result:
-        """Call the step. MismatchError on all ranks if bits differ."""
+        """MismatchError on all ranks if bits differ."""
         if is_tracing() or torch.compiler.is_compiling():
             raise TypeError("guard: a graph runs its step once: guard the outermost function, as in guard(jit(step))")
         if not isinstance(state, TrainState):
@@ -68,9 +68,9 @@ class Guarded:
 
     def _twice(self, state: TrainState, batch: Tree, *args: Tree) -> Result:
         number, mesh = int(state.step), state.params.plan.live_mesh()
-        what = f"guard: step {number}, rank {rank_in(mesh)}"  # before the state is given away
+        what = f"guard: step {number}, rank {rank_in(mesh)}"  # first: the step may donate the state
         _check_copies(state, {}, f"the state before step {number}")
-        donates = not isinstance(self.__wrapped__, Step) or self.__wrapped__.donate  # unknown steps may
+        donates = not isinstance(self.__wrapped__, Step) or self.__wrapped__.donate  # an unknown step may
         again = tree.map(lambda x: x.clone() if isinstance(x, Tensor) else x, state) if donates else state
         result, second = self._once(state, batch, *args), self._once(again, batch, *args)
         consensus.together(mesh, partial(_check_equal, result, second, what), _REMEDY)
@@ -92,16 +92,16 @@ class Guarded:
 def guard(step: Callable[..., Result], every: int = 100, *, at_rest: bool = False) -> Guarded:
     """Return `step` with a guard: one step in `every` runs twice, and values that must be equal are compared.
 
-    A step with `(state.step + 1) % every == 0` runs twice from the same state and batch: on each rank the new state,
+    If `(state.step + 1) % every == 0`, the step runs twice from the same state and batch: on each rank, the new states,
     with `extra`, and the metrics must have the same bits. Copies on several ranks must have the same bits before and
-    after the step: leaves, along axes that neither cut nor split them; numbers of the optimizer, loss scale, step,
-    seed, loss, norm and `found_inf`. If bits differ, every rank raises MismatchError with the step, the leaf or metric,
-    and the rank, if one differs from two or more.
+    after the step: leaves, along axes that neither cut nor split them; numbers of the optimizer, loss scale,
+    step, seed, loss, norm and `found_inf`. If bits differ, every rank raises MismatchError with the step, the leaf or
+    metric, and the rank, if one differs from two or more.
 
     `at_rest`: every call also compares digests of parameters and optimizer state with digests from the end of the last
-    step, for tensors not written to since: this finds a bit that turned in memory.
+    step, for tensors not written to since: it finds a bit turned in memory.
 
-    A step that donates gets a copy: one more state in memory, at these steps alone. Guard the outermost function:
+    If a step donates its state and runs twice, one more state is in memory. Guard the outermost function:
     `guard(jit(step))`, `guard(torch.compile(step))`; `check` goes around the guard. A loss that counts or prints does
     so twice. TypeError for anything but a step, and in a graph. ValueError for `every` below 1.
 
@@ -131,7 +131,7 @@ class _Rest(NamedTuple):
     number: int
     tensor: weakref.ref[Tensor]
     num_writes: int | None
-    sums: Tensor  # of its blocks
+    sums: Tensor  # of the tensor's blocks
 
     def is_same(self, now: _Rest) -> bool:
         return self.tensor() is now.tensor() and self.num_writes == now.num_writes
@@ -153,7 +153,7 @@ class _Rest(NamedTuple):
 
 
 def _differ(pairs: Sequence[tuple[_Rest, _Rest]]) -> bool:
-    """Compare sums; the host waits once for each device."""
+    """True if sums differ. The host waits once for each device."""
     flags: dict[torch.device, list[Tensor]] = {}
     for a, b in pairs:
         flags.setdefault(a.sums.device, []).append((a.sums != b.sums).any())
@@ -170,7 +170,7 @@ def _resting(state: TrainState) -> list[_Rest]:
 
 
 def _sums(x: Tensor) -> Tensor:
-    """Return sums of blocks of bits: int64, (n,), the last sum of the remainder."""
+    """Return sums of blocks of bits, last the remainder's: int64, (n,)."""
     whole, rest = words(bits(x))
     end = len(whole) // _BLOCK * _BLOCK
     last = whole[end:].sum() + rest.sum(dtype=torch.int64)
@@ -180,7 +180,7 @@ def _sums(x: Tensor) -> Tensor:
 class _Copy(NamedTuple):
     path: str
     tensors: Sequence[Tensor]
-    leaves: Callable[[], list[tuple[str, Tensor]]]  # same names on all ranks; empty for another rank's leaf
+    leaves: Callable[[], list[tuple[str, Tensor]]]  # equal names on all ranks; another rank's leaf is empty
 
 
 def _digests(tensors: Sequence[Tensor], mesh: AnyMesh) -> Tensor:
@@ -189,7 +189,7 @@ def _digests(tensors: Sequence[Tensor], mesh: AnyMesh) -> Tensor:
 
 
 def _copies(state: TrainState, metrics: Mapping[str, Tree]) -> dict[Axes, list[_Copy]]:
-    """Return this rank's copies, by the axes along which they must be equal."""
+    """Return this rank's copies, by axes: along these, copies must be equal."""
     plan, result = state.params.plan, dict[Axes, list[_Copy]]()
 
     def add(over: Axes, copy: _Copy) -> None:
@@ -246,7 +246,7 @@ def _told(digests: str, axes: Axes, plan: Plan) -> str:
 
 
 def _check_equal(first: Result, second: Result, what: str) -> None:
-    # metrics last: a leaf may be the reason
+    # metrics last: a wrong leaf may make a metric wrong
     for kind, *runs in zip(("leaf", "metric"), second, first, strict=True):
         if unlike := first_unlike(*map(_numbers, runs)):
             place, text = unlike

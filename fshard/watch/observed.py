@@ -1,13 +1,13 @@
 """All values that an observed step computes: results of its loss's operators, gradients, metrics and new parameters.
 
 Note [Names of values]
-    1. A name has five fields, separated by tabs: kind, name, unit, line of the user's code, and inputs: for an operator
-       the numbers of the operators that made its arguments, without leaves; "?" for other tensors (the batch).
+    1. A name has five fields, separated by tabs: kind, name, unit, line of the user's code, and inputs. An operator's
+       inputs: for each argument the number of its operator, or "?" (the batch); leaves are left out.
     2. Operators are numbered from 0 in each forward. An empty value of the kind "forward" begins a forward (of a
-       micro-batch or a slice): its name is the sizes of the mesh's axes, its unit "split" if leaves are split.
+       micro-batch or a slice): its name has the sizes of the mesh's axes, its unit is "split" if leaves are split.
     3. Operators are calls by the program. Not recorded: calls by this library or autograd, calls without tensors (a
-       rank's row numbers), memory without values, and calls of compiled functions.
-    4. Old parameters tell how far the step moved them.
+       rank's row numbers), memory without values, and calls in compiled functions.
+    4. Old parameters show how far the step moved a parameter.
 """
 
 from __future__ import annotations
@@ -48,10 +48,10 @@ def observed(
 
     `seen` is {"names": list of str, "values": list of tensors}, in the program's order: results of the operators called
     by the loss, gradients of each leaf on this rank and summed over ranks, metrics, parameters. `torch.save` takes it.
-    The bits are those of an eager `step`. All values stay in memory, and parameters and gradients are gathered once
-    more: all ranks observe, or none.
+    The bits are an eager `step`'s. All values stay in memory, and parameters and gradients are gathered once more: all
+    ranks must observe, or none.
 
-    A graph is observed as `jit(observed(step))`. TypeError for `observed(jit(step))`, and for anything but a step of
+    For a graph write `jit(observed(step))`. TypeError for `observed(jit(step))`, and for anything but a step of
     `train_step`.
 
     >>> step = observed(train_step(lambda w, x: (w * x).sum(), sgd(0.5)))
@@ -63,7 +63,7 @@ def observed(
 
     def run(state: TrainState, batch: Tree, *args: Tree) -> tuple[tuple[TrainState, dict[str, Tree]], Observed]:
         seen, before = Seen(), Seen()
-        before.add_leaves(OLD, state.params)  # before the step, which may donate them
+        before.add_leaves(OLD, state.params)  # first: the step may donate parameters
         with assigned(OBSERVER, seen):
             after, metrics = step(state, batch, *args)
         seen.check()
@@ -86,7 +86,7 @@ class Seen:
 
     def __call__(self, *args: Any) -> Tape:
         is_here = is_tracing() == self._traced and not torch.compiler.is_compiling()
-        return _ObservedTape(self, *args) if is_here else Tape(*args)  # not inside a graph that the step makes
+        return _ObservedTape(self, *args) if is_here else Tape(*args)  # not inside a graph made by the step
 
     def check(self) -> None:
         if not self.names:
@@ -125,7 +125,7 @@ class Seen:
 
 
 def backwards(plan: Plan) -> Iterator[Slot]:
-    """Return the leaves of a plan, last unit first, as gradients come."""
+    """Return the leaves of a plan in the order of gradients, last unit first."""
     return iter(sorted(plan.slots, key=lambda slot: -slot.unit))
 
 
@@ -136,19 +136,19 @@ class _ObservedTape(Tape):
         self._gradients: dict[str, Tensor] = {}
         self._sums = empty_grads(params, plan.grads_over) if into.take else None
         if into.take:
-            seen.forget(0)  # a step that clips and updates in the backward runs twice
+            seen.forget(0)  # if a step clips and updates in the backward, its loss runs twice
         super().__init__(params, into, *others)
 
     def forward_once(self, loss: Callable[[Tree], Any]) -> Any:
         seen, plan = self._seen, self._whole
-        seen.forget(self._known)  # left by a run that torch.func refused
+        seen.forget(self._known)  # values of a run refused by torch.func
         sizes = "x".join(str(size) for _, size in plan.axes)
         is_split = any(slot.split is not None for slot in plan.slots)
         seen.add("forward", sizes, torch.empty(0, device=device_of(self._params)), "split" * is_split)
         self._operators = _Operators(seen)
 
         def watched(view: Tree) -> Any:
-            # part of the loss
+            # inner losses are part of the loss
             with assigned(OBSERVER, None), assigned(UNROLLS, True), self._operators:
                 return loss(view)
 
@@ -172,7 +172,7 @@ class _ObservedTape(Tape):
             self._operators.read(leaf, self._whole.units[unit].name)
 
     def reduce(self, unit: TapeUnit, grads: Sequence[Tensor | None]) -> None:
-        if unit.gradients != "late":  # else kept until all have come
+        if unit.gradients != "late":  # late gradients wait until all have come
             grads = unit.total(grads)
             for row, begin, end in unit.entry.reduced:
                 for slot, grad in zip(row.leaves, grads[begin:end], strict=True):
@@ -203,7 +203,7 @@ class _Operators(TorchFunctionMode):
     def __init__(self, seen: Seen):
         super().__init__()
         self._seen, self._unit, self._line, self._count = seen, "", "", 0
-        # by identity of a tensor: the operator that made it (a number), or the unit of a leaf
+        # by `id` of a tensor: the number of its operator, or a leaf's unit
         self._origins: dict[int, tuple[weakref.ref[Tensor], int | str]] = {}
 
     def read(self, leaf: Tensor, unit: str) -> None:
@@ -218,7 +218,7 @@ class _Operators(TorchFunctionMode):
         if torch.compiler.is_dynamo_compiling():  # else torch.compile would compile operator by operator
             return out
         name = getattr(func, "__name__", str(func))
-        if name == "__get__":  # x.T
+        if name == "__get__":  # an attribute, as x.T
             name = getattr(func.__self__, "__name__", name)
         given = [x for x in tree.leaves((args, dict(kwargs or {}))) if isinstance(x, Tensor)]
         results = given[:1] if name == "__setitem__" else out if isinstance(out, tuple | list) else (out,)
@@ -251,7 +251,7 @@ class _Operators(TorchFunctionMode):
 
 
 def _is_library(frame: Any) -> bool:
-    """Return True if this library called the operator itself. Modules of torch belong to the program."""
+    """True if this library called the operator; torch's modules belong to the program."""
     while frame.f_code.co_filename.startswith(CODE[1]) and "modules" not in frame.f_code.co_filename:
         frame = frame.f_back
     return frame.f_code.co_filename.startswith(CODE[0])

@@ -6,7 +6,7 @@ Note [Recorded steps]
     1. `before.pt`: tensors of state, batch and further arguments.
     2. `after.pt`: tensors of the new state, the metrics, and the values of an observed step.
     3. `about.json`: leaf paths, leaves other than tensors, mesh axes, plan, and two influences on an operator's bits:
-       the number of threads, and where in memory the tensors of before.pt started.
+       the number of threads, and the starts in memory of the tensors of before.pt.
 
     Every rank renames its folder last, so a folder `rank-N` is complete. A leaf is stored by its number in the order of
     `tree.flatten`; the replaying code builds the tree structure.
@@ -50,12 +50,12 @@ Step = Callable[..., tuple[Any, Any]]  # step(state, batch, *args) -> (state, me
 Steps = Collection[int] | Callable[[int], bool] | None
 Json: TypeAlias = dict[str, Any]
 _FORMAT = 3
-_ALIGN = 64  # bytes: new tensors start at multiples of it
+_ALIGN = 64  # bytes: new tensors start at multiples of 64
 _MOST = 1 << 20  # ranks
 _MOST_THREADS = 1 << 10
 _MOST_AXES = 16
-_MOST_EQUAL = 64  # tensors of a compiled step in one memory: a result, its view
-_MOST_SHOWN = 60  # of a value in an error
+_MOST_EQUAL = 64  # tensors in one memory, as a compiled step's result and its views
+_MOST_SHOWN = 60  # characters of a value in an error
 
 
 def step_folder(folder: Path, number: int) -> Path:
@@ -74,15 +74,15 @@ def record(
     """Return `step` with recording: chosen steps write their arguments, the new state and the metrics to `dir`.
 
     - `steps`: record these (numbers, or a predicate of the number `state.step`).
-    - `nonfinite`: also record steps with a loss that is not finite, or a `found_inf` other than 0, while `dir` has
+    - `nonfinite`: also record steps with a non-finite loss, or a `found_inf` other than 0, while `dir` has
       fewer than `keep` steps (None: no limit).
-    - `donate`: pass True for a step that donates its state: the state is then copied before each step that may be
-      recorded (with `nonfinite`, every step).
+    - `donate`: True for a step that donates its state: before each step that may be recorded (with `nonfinite`, every
+      step) the state is copied.
 
-    Reading number and metrics synchronizes with the device. `fshard replay` runs recorded steps again. The values of an
+    Reading step number and metrics waits for the device. `fshard replay` runs recorded steps again. The values of an
     observed step (`record(observed(step), dir)`) are written, too, for `fshard compare`.
 
-    TypeError, before the step, for a leaf other than a number, a string, None or a dense tensor of a dtype of files.
+    TypeError, before the step, for a leaf other than a number, a string, None or a dense tensor of a dtype in files.
 
     >>> import tempfile
     >>> tx, w = sgd(0.5), torch.ones(2)
@@ -105,11 +105,11 @@ def record(
         if chosen or nonfinite:
             for what, x in arguments.items():
                 _filed(what, x)
-        # first: a step that donates overwrites `state`
+        # copied first: a step that donates overwrites `state`
         is_copied = donate and (chosen or nonfinite)
         before = map(lambda x: x.clone() if isinstance(x, Tensor) else x, state) if is_copied else state
         result = step(state, batch, *args)
-        # of an observed step: ((state, metrics), seen)
+        # an observed step returns ((state, metrics), seen)
         (after, metrics), *seen = result if isinstance(result[0], tuple) else (result,)
         if chosen or (nonfinite and _went_nonfinite(metrics) and _has_room(folder, number, keep)):
             results = {"state": after, "metrics": metrics} | ({"seen": seen[0]} if seen else {})
@@ -149,10 +149,10 @@ def _write(folder: Path, before: dict[str, Tree], after: dict[str, Tree]) -> Non
     try:
         with naming(writing):
             _write_files(writing, before, after, origin)
-            writing.rename(target)  # last: a folder of this name is complete
+            writing.rename(target)  # last: see Note
     except BaseException:
         shutil.rmtree(writing, ignore_errors=True)
-        with suppress(OSError):  # other ranks have written there
+        with suppress(OSError):  # fails if other ranks have written there
             folder.rmdir()
         raise
 
@@ -213,8 +213,8 @@ class RecordedStep:
     def tree(self, name: str, what: str, like: Tree) -> Tree:
         """Read a recorded tree, with structure and devices of `like`. ValueError if leaf paths differ.
 
-        `name`: "before" or "after"; `what`: such as "state". Tensors from before the step start in memory as then,
-        modulo 64 bytes.
+        `name`: "before" or "after"; `what`: such as "state". Tensors from before the step start in memory as
+        recorded, modulo 64 bytes.
         """
         leaves, spec = flatten(like)
         paths, wanted = tree.paths(spec), self.about[f"{name} {what}"]["paths"]
@@ -299,9 +299,9 @@ def _placed(value: object, like: object, start: int) -> object:
 
 @contextmanager
 def _opened(path: Path, expected: str, most: int = 1) -> Iterator[tuple[Plain, Callable[[str, object], Tensor]]]:
-    """Open a file of torch.save. Yields its pickle, read as data, and a function that loads a tensor on the CPU.
+    """Open a file of torch.save. Yields its pickle, read as data, and a function to load a tensor on the CPU.
 
-    Runs no code of the file, and allocates no more than its size. At most `most` tensors share memory.
+    Runs no code of the file, and allocates no more than the file's size. At most `most` tensors share memory.
     """
     try:
         with open_file(path) as file:
@@ -309,7 +309,7 @@ def _opened(path: Path, expected: str, most: int = 1) -> Iterator[tuple[Plain, C
             item.check()
             require(item.read("byteorder") == b"little", "expected little-endian numbers")
             yield read_pickle(item.read("data.pkl"), OF_TENSOR), partial(_tensor, file, item, {}, most)
-    except Exception as wrong:  # of many types, for corrupt files
+    except Exception as wrong:  # corrupt files raise errors of many types
         raise ValueError(f"{path}: expected {expected}: {wrong}") from wrong
 
 
@@ -338,7 +338,7 @@ def _tensor(
 
 
 def _is_number(x: object, least: int, most: int) -> bool:
-    return type(x) is int and least <= x <= most  # not isinstance: JSON's true is not a number
+    return type(x) is int and least <= x <= most  # `isinstance` would take JSON's true
 
 
 def _are_sizes(x: dict[str, object]) -> bool:
