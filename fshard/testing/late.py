@@ -9,7 +9,7 @@ Note [Late collectives]
     2. At the wait, input and output must be unchanged; the output gets the result.
     3. When a rank ends, it must have waited for all its collectives.
     4. Peers may read lent memory (Note [Lent memory] in `comm/ranks.py`) after this rank's own wait. So data sent from
-       it must be unchanged when the memory is freed, or when the rank ends.
+       lent memory must be unchanged when the memory is freed, or when the rank ends.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from torch import Tensor
 from ..comm.ranks import Call
 from ..core.storage import as_bytes, from_bytes
 
-_ALIGNED = 64  # bytes, as torch aligns: the bits of a matrix product may depend on it
+_ALIGNED = 64  # bytes, as torch aligns: the bits of a matrix product may depend on alignment
 
 
 class InFlightError(RuntimeError):
@@ -49,7 +49,7 @@ class Late:
     call: Call
     where: str  # line of user code
     sends: Sequence[Tensor]
-    reads: Sequence[Tensor]  # `sends`; in a gather without this rank's own, a part of `writes`
+    reads: Sequence[Tensor]  # `sends`, without this rank's part if `writes` has it (gather)
     writes: Sequence[Tensor]
     results: Sequence[Tensor]
     parts: Sequence[Tensor]  # the result of `wait`
@@ -92,7 +92,7 @@ class Lent:
     """One rank's lent memory."""
 
     def __init__(self) -> None:
-        self._memories: dict[int, _Memory] = {}  # by address; kept until a finalizer has compared them
+        self._memories: dict[int, _Memory] = {}  # by address, until a finalizer has compared data
         self._changed: list[str] = []  # collectives with changed data in freed memory
 
     def empty(self, numel: int, like: Tensor) -> Tensor:
@@ -100,7 +100,7 @@ class Lent:
         if not size or like.device.type != "cpu":
             return like.new_empty(numel)
         memory = _Memory(size)
-        array = (ctypes.c_char * size).from_buffer(memory.bytes)  # torch frees it with the storage
+        array = (ctypes.c_char * size).from_buffer(memory.bytes)  # torch frees `array` with the storage
         x = torch.frombuffer(array, dtype=torch.uint8)  # (bytes,)
         self._memories[x.data_ptr()] = memory
         weakref.finalize(array, self._freed, x.data_ptr()).atexit = False
@@ -133,7 +133,7 @@ class UnderWay:
         self.lent = Lent()
 
     def start(self, work: Late) -> Late:
-        """Fill `writes` with poison. InFlightError if an unfinished collective uses the memory."""
+        """Fill `writes` with poison. InFlightError if another unfinished collective uses the memory."""
         if any(_overlap(x, work.writes) for x in work.reads):
             raise InFlightError(f"{work.call} at {work.where} would send from memory that it receives into")
         for other in self._works:

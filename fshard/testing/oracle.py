@@ -37,8 +37,8 @@ class Oracle(NamedTuple):
       path.
     - `batches`: one batch for each rank, in rank order.
     - `args`: the same for all ranks, with a whole tree for each `Sharded` argument of the step.
-    - `metrics`: as the step's, but `aux` is a list with one item for each rank; with `with_extra`, so is the state's
-      `extra`.
+    - `metrics`: as the step's, but `aux` is a list with one item for each rank; with `with_extra`, the state's
+      `extra` is, too.
     """
 
     init: Callable[..., TrainState]
@@ -70,7 +70,7 @@ def _whole(params: Tree, frozen: Where, policy: Policy) -> _Whole:
 
 
 class _Out(NamedTuple):
-    terms: Sequence[Mean | Sum]  # a plain scalar is a Mean that counts 1
+    terms: Sequence[Mean | Sum]  # a plain scalar is a Mean of count 1
     live: dict[str, Tensor]  # the loss's parameters by path
     extra: Tree
     aux: Tree
@@ -92,12 +92,12 @@ def oracle(
     """Return a reference for `train_step`, valid for any plan and mesh, without shards and collectives.
 
     `loss_fn`, `tx`, `clip_norm`, `accumulate`, `skip_labels`, `has_aux` and `with_extra` are the step's, `frozen` and
-    `policy` the plan's, `threads` the `World`'s; other arguments change no value. Compare the resulting state with
-    `whole_state` of the sharded state.
+    `policy` the plan's, `threads` the `World`'s; its other arguments change no value. Compare the resulting state
+    with `whole_state` of the sharded state.
 
-    Sums are in rank order, as in a step, but over all ranks at once and of whole tensors. So these may differ from a
-    step's in the last bits: sums over two mesh axes, over micro-batches or for a norm, and values that overflow in one
-    micro-batch in half precision. Lossy wire formats are not modelled.
+    Sums are in rank order, as in a step, but over all ranks at once and of whole tensors. So sums over two mesh
+    axes, over micro-batches or for a norm may differ from a step's in the last bits, and so may values that overflow in
+    one micro-batch in half precision. Lossy wires are not modelled.
 
     >>> plain = oracle(lambda w, x: Mean((w * x).sum(), len(x)), sgd(0.5))
     >>> state, metrics = plain.step(plain.init(torch.ones(1)), [torch.tensor([1.0]), torch.tensor([2.0, 3.0])])
@@ -187,7 +187,7 @@ def _auxes(outs: Sequence[Sequence[_Out]], policy: Policy) -> list[Tree]:
 
 
 def _loss(outs: Sequence[Sequence[_Out]], scale: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor, list[Tensor]]:
-    """Return (loss over all ranks and micro-batches, 1 or NaN if all counts of a term are 0, seeds).
+    """Return (loss over all ranks and micro-batches, 1 (NaN if a term's counts sum to 0), seeds).
 
     Seeds: for each term, gradients of the scaled loss by total and by count.
     """
@@ -212,7 +212,7 @@ def _count(x: Mean | Sum) -> Tensor:
 def _gradients(outs: Sequence[Sequence[_Out]], whole: _Whole, seeds: Sequence[Tensor]) -> dict[str, Tensor]:
     """Return gradients by path, summed over ranks, then over micro-batches.
 
-    Each rank's gradient is rounded to `reduce`; sums over ranks are at least in float32.
+    Each rank's gradient is rounded to `precision.reduce`; sums over ranks are at least in float32.
     """
     sums = dict[str, Tensor]()
     for part in range(len(outs[0])):
@@ -221,7 +221,7 @@ def _gradients(outs: Sequence[Sequence[_Out]], whole: _Whole, seeds: Sequence[Te
             precision = whole.precision[path]
             rows = [grads[path].to(precision.reduce) for grads in by_rank]
             total = rows[0].to(torch.promote_types(precision.reduce, torch.float32))
-            for row in rows[1:]:  # one after the other: the sum of a stack may be in another order
+            for row in rows[1:]:  # one by one: torch may sum a stack in another order
                 total = total + row
             sums[path] = total.to(precision.grads) + sums[path] if part else total.to(precision.grads)
     return sums
@@ -238,7 +238,7 @@ def _backward(out: _Out, whole: _Whole, seeds: Sequence[Tensor]) -> dict[str, Te
 
 def _nonfinite(grads: Mapping[str, Tensor], whole: _Whole, labels: Labels) -> FoundInf:
     label_of = None if labels is None else labeller(labels, whole.values)
-    leaves = dict[Label | None, list[Tensor]]()  # by label: () for each leaf
+    leaves = dict[Label | None, list[Tensor]]()  # by label, a flag () for each leaf
     for path, g in grads.items():
         leaf = Leaf(path, tuple(g.shape), whole.values[path].dtype)
         label = None if label_of is None else label_of(leaf)
@@ -257,7 +257,7 @@ def _norm(grads: Mapping[str, Tensor], whole: _Whole) -> Tensor:
 def whole_state(state: TrainState) -> TrainState:
     """Gather a sharded state: return whole parameters and whole optimizer state (by field and leaf path).
 
-    Every rank must call this function. States of an oracle get the same form.
+    Every rank must call this function. An oracle's state gets the same form.
 
     >>> tx = sgd(0.1, momentum=0.9)
     >>> whole_state(init_state(shard_of({"w": torch.ones(2)}), tx)).opt_state

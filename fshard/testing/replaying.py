@@ -49,7 +49,7 @@ class Finding:
 
 @dataclass(frozen=True)
 class Replayed:
-    """The result of a replayed step: the first leaf that differs, and the first that is not finite, or None."""
+    """The result of a replayed step: the first different leaf and the first non-finite leaf, or None."""
 
     number: int
     num_ranks: int
@@ -65,16 +65,17 @@ class Replayed:
 
 
 def replay(dir: str | Path, make: Make, at: int | None = None) -> list[Replayed]:
-    """Run all steps that `fshard.testing.record` wrote to `dir` again, or only step `at`, and compare every bit.
+    """Run again all steps written to `dir` by `fshard.testing.record`, or only step `at`, and compare every bit.
 
     `make(mesh)` is called on every simulated rank, with a mesh of the recorded sizes (None for plain parameters). It
     returns `(step, state, batch)`, `(step, state, batch, loss_fn)` or, for a step with further arguments, `(step,
-    state, batch, loss_fn, *args)`. Recorded leaves replace theirs. With a `loss_fn`, each rank's local gradients, times
-    the loss scale, are checked as well; the loss function of a step `with_extra` gets the recorded extra.
+    state, batch, loss_fn, *args)`. Recorded values replace all leaves. With a `loss_fn`, each rank's local gradients,
+    times the loss scale, are also searched for non-finite values; the loss of a step `with_extra` gets the recorded
+    extra.
 
-    Differing values are searched rank by rank, in the metrics and then in the new state; values that are not finite on
-    all ranks in batch, old state, gradients, metrics and new state, in this order. ValueError for steps that cannot be
-    replayed: other leaves, another plan, missing ranks, or files not by `record`.
+    Different values are searched rank by rank, in the metrics, then in the new state. Non-finite values are searched on
+    all ranks, in batch, then old state, gradients, metrics and new state. ValueError for steps that cannot be replayed:
+    other leaves, another plan, missing ranks, or files not by `record`.
 
     >>> import tempfile
     >>> from fshard.testing import record
@@ -100,7 +101,7 @@ def _replayed(number: int, recorded: Sequence[RecordedStep], make: Make) -> Repl
         by_rank = [with_threads(threads)(_again)(None, make, recorded[0])]
     different = [finding for findings, _ in by_rank for finding in findings]
     nonfinite = [pair for _, pairs in by_rank for pair in pairs]
-    _, first = min(nonfinite, key=lambda pair: pair[0], default=(0, None))  # of the earliest stage, then rank
+    _, first = min(nonfinite, key=lambda pair: pair[0], default=(0, None))  # earliest stage, then lowest rank
     return Replayed(number, len(recorded), next(iter(different), None), first)
 
 
@@ -115,7 +116,7 @@ def _again(mesh: AnyMesh, make: Make, recorded: RecordedStep) -> tuple[list[Find
     if loss_fn is not None:
         loss_args = [*[state.extra] * getattr(step, "with_extra", False), batch, *args]
         stages.append(("gradients", _gradients(loss_fn, state, loss_args)))
-    # before the step, which may update its state in place
+    # first: the step may update its state in place
     nonfinite = [(i, finding) for i, (what, x) in enumerate(stages) for finding in _nonfinite(rank, what, x)]
     after, metrics = step(state, batch, *args)
     different = list[Finding]()

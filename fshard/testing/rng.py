@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-_MT19937 = 2500  # bytes of its state: 624 words and a position
+_MT19937 = 2500  # bytes of a generator's state: 624 words and a position
 
 
 @contextmanager
@@ -31,8 +31,8 @@ def with_threads(number: int) -> Iterator[None]:
 class _Python:
     """The generator of the `random` module.
 
-    Reading its state takes longer than the rest of a turn. So `put_away` draws one word: if it is the expected one, the
-    rank has drawn nothing; else `put_away` reads the state, and moves its position back by one.
+    Reading the state takes longer than the rest of a turn. So `put_away` draws one word: if it is as expected, the rank
+    has drawn nothing; else `put_away` reads the state, and moves the position back by one.
     """
 
     def __init__(self, num_ranks: int):
@@ -61,7 +61,7 @@ class _Python:
 class _Numpy:
     """The global generator of numpy, if numpy was imported before the run.
 
-    numpy also caches a normal number: saving it takes long, so this is done only for ranks that have drawn.
+    numpy also caches a normal number: saving it takes long, so `put_away` saves it only for ranks that have drawn.
     """
 
     def __init__(self, num_ranks: int, np: ModuleType):
@@ -74,7 +74,7 @@ class _Numpy:
         self._states = dict[int, object]()  # of ranks that have drawn
 
     @staticmethod
-    def _words(bits: Any) -> bytes:  # a bit generator of numpy, which mypy may not know
+    def _words(bits: Any) -> bytes:  # of a generator of numpy, unknown to mypy
         # faster than `bits.state`
         return ctypes.string_at(bits.ctypes.state_address, _MT19937)
 

@@ -3,8 +3,8 @@
 Note [The baton]
     Every rank is a thread, and only the thread with the baton (a lock) runs. A rank passes the baton on when it waits
     in a collective; the last rank to arrive copies the data for all. So the order is deterministic. Threads share
-    random states, so each pass saves and restores them. After a failure every other rank gets the baton once more, and
-    stops.
+    random states, so each pass of the baton saves and restores them. After a failure every other rank gets the baton
+    once more, and stops.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from .rng import generators_of
 class Collective:
     """A collective of a simulated world: kind, unit, mesh axis and participating ranks.
 
-    `nbytes`: bytes sent by one rank, the maximum over the ranks.
+    `nbytes`: bytes sent by one rank, the maximum over ranks.
     """
 
     kind: str
@@ -44,7 +44,7 @@ class Collective:
 
 @dataclass(frozen=True)
 class Dies:
-    """A fault: the rank raises RankDied at its collective number `at`, from 0. No fault if it issues fewer.
+    """A fault: the rank raises RankDied at its collective number `at`, from 0. No fault if the rank issues fewer.
 
     >>> from fshard.testing import World
     >>> try:
@@ -62,7 +62,7 @@ class Dies:
 class Garbage:
     """A fault: the rank's collective number `at`, from 0, sends every byte changed, alike in every run.
 
-    The rank's own tensors are not changed.
+    The rank's own tensors do not change.
 
     >>> from fshard.testing import World
     >>> def job(mesh):
@@ -102,12 +102,12 @@ class Stopped(BaseException):
 
 @dataclass
 class Post:
-    """One rank's tensors in a collective; `act` moves the data of all."""
+    """One rank's tensors in a collective; `act` moves the data of all ranks."""
 
     rank: int
     call: Call
     own: Sequence[Tensor]
-    places: Sequence[Tensor]  # results are written to these
+    places: Sequence[Tensor]  # for results
     act: Callable[[list[Post]], None]
     sent: Sequence[Tensor] = ()  # `own`, or garbled copies
 
@@ -138,7 +138,7 @@ class WorldRun:
         self._faults = {(fault.rank, fault.at): fault for fault in faults if not isinstance(fault, Slow)}
         self._counts = [0] * self.num_ranks
         self._posts: dict[int, Post] = {}  # of waiting ranks
-        self._meetings: dict[tuple[int, ...], list[Post]] = {}  # by group: ranks that arrived
+        self._meetings: dict[tuple[int, ...], list[Post]] = {}  # of arrived ranks, by group
         self._ended: set[int] = set()
 
     def reopen(self) -> None:
@@ -199,7 +199,7 @@ class WorldRun:
         arrived.append(post)
         if len(arrived) == len(group):
             self._complete(group, sorted(self._meetings.pop(group), key=lambda p: p.rank))
-            arrived.clear()  # waiting ranks hold this list, with the results of all ranks
+            arrived.clear()  # waiting ranks hold this list, and so all ranks' results
         else:
             self.hand_over(rank)
             self.begin(rank)  # returns when the outputs are filled

@@ -43,14 +43,14 @@ def same_loss(
 
     - `split(mesh)`: the loss for a mesh; `plain`: the loss of one device. Both are called with (params, batch, *args),
       and return no aux.
-    - `params`: whole, on the host; tried as given, and with other values nearby.
+    - `params`: whole, on the host; losses are compared for given values, and for values nearby.
     - `batch`: equal on all ranks, but cut in dim 0 (`torch.tensor_split`) over the axes in `data`.
     - `leaves`, `data`: `make_plan`'s `split=` and `data=`.
-    - `sizes`: numbers of simulated ranks to try along the axes in `leaves` and `data`; several axes get unlike ones.
-    - `rtol`: allowed difference, times the largest number of the leaf. Floating-point tensors are cast to float64.
+    - `sizes`: numbers of simulated ranks to try along the axes in `leaves` and `data`; several axes get unlike sizes.
+    - `rtol`: allowed difference, as a part of the leaf's largest number. Floating-point tensors are cast to float64.
 
-    Ranks with equal batches draw equal random numbers, without `data` the plain loss's. Gradients show faults of your
-    own backward, or of another library's collective. ValueError if nothing would be compared.
+    Ranks with equal batches draw equal random numbers; without `data`, the plain loss draws them, too. Gradients show
+    faults of your own backward, or of another library's collective. ValueError if nothing would be compared.
 
     >>> def loss(mesh):
     ...     return lambda p, x: all_reduce((x @ p["up"]) @ p["down"], mesh, "tensor").sum()
@@ -87,7 +87,7 @@ def same_loss(
 
 
 def _double(x: Tree, by: float = 0.0) -> Tree:
-    """Return a leaf in float64 or complex128: times 1 + `by` to 1 + 2 `by`, zeros moved by as much."""
+    """Return a leaf in float64 or complex128: times 1 + `by` to 1 + 2 `by`; zeros become `by` to 2 `by`."""
     if not is_inexact(x):
         return x
     x = x.to(torch.complex128 if x.is_complex() else torch.float64)
@@ -98,7 +98,7 @@ def _double(x: Tree, by: float = 0.0) -> Tree:
 
 def _compare(where: str, got: dict[str, Tensor], expected: dict[str, Tensor], rtol: float) -> None:
     largest = {name: float(wanted.abs().max()) if wanted.numel() else 0.0 for name, wanted in expected.items()}
-    least = 1e-6 * max(largest.values())  # zeros are rounded, too
+    least = 1e-6 * max(largest.values())  # zeros have rounding errors, too
     for name, wanted in expected.items():
         far = (got[name] - wanted).abs()
         if far.numel() and not far.max() <= rtol * max(largest[name], least):

@@ -2,7 +2,7 @@
 
 Note [One for all]
     The last rank to arrive at a gather or a reduction computes the result once: work grows with W, not with W². Each
-    rank gets a copy, so that later writes of one rank stay its own.
+    rank gets a copy, so later writes of one rank change no other copy.
 """
 
 from __future__ import annotations
@@ -96,9 +96,9 @@ class SimulatedMesh(Grid):
 
     def __init__(self, run: WorldRun, rank: int, under_way: UnderWay | None = None):
         super().__init__(run.sizes, rank, digits(rank, [*run.sizes.values()]), run.device)
-        self.run, self.under_way = run, under_way  # only in a late world
+        self.run, self.under_way = run, under_way  # `under_way`: only in a late world
         self._ranks: dict[str, _SimulatedRanks] = {}
-        self._root: SimulatedMesh | None = None  # the mesh that this one is a part of
+        self._root: SimulatedMesh | None = None  # the mesh of all axes
 
     def __getitem__(self, names: str | tuple[str, ...]) -> SimulatedMesh:
         """Return the mesh of some axes, in this mesh's order."""
@@ -112,7 +112,7 @@ class SimulatedMesh(Grid):
         return part
 
     def ranks(self, axis: str) -> _SimulatedRanks:
-        """Return the ranks along one axis, which run the collectives of `fshard.comm`."""
+        """Return the ranks along one axis, to run the collectives of `fshard.comm`."""
         if axis not in self._ranks:
             self._ranks[axis] = _SimulatedRanks(self._root or self, self.run, axis)
         return self._ranks[axis]
@@ -146,7 +146,7 @@ class _SimulatedRanks:
         if self.size == 1:  # a rank's message to itself is in place
             return Arrived(into)
         post = Post(self._me, call, sends, into, act, sends)
-        # the last rank to arrive copies all data on its own stream
+        # synchronize: the last rank to arrive copies all data on its own stream
         asynchronous = self.device.type != "cpu"
         if asynchronous:
             torch.get_device_module(self.device).synchronize()
@@ -171,7 +171,7 @@ class _SimulatedRanks:
         if self.size > 1:
             return self._meet(call, [x], [place], act)
         with torch.no_grad() if torch.is_grad_enabled() else nullcontext():
-            return Arrived([place.copy_(x)])  # in the dtype of its place
+            return Arrived([place.copy_(x)])  # in the dtype of `place`
 
     def all_gather(self, x: Tensor, out: Tensor | None, lent: bool, call: Call) -> Exchange:
         # new memory even if `lent`, as in a process
@@ -213,7 +213,7 @@ def _on_ranks(run: WorldRun, world: World, fn: Callable[..., T], args: Sequence[
             torch.set_num_threads(world.threads)
             if run.device.type != "cpu":  # a new thread has device 0
                 torch.get_device_module(run.device).set_device(run.device)
-            # CUDA has one backward thread per device, in which ranks would wait for each other
+            # CUDA has one backward thread per device: in it, ranks would wait for each other
             with torch.autograd.set_multithreading_enabled(False):
                 results[rank] = _on_rank(SimulatedMesh(run, rank, UnderWay() if world.late else None), fn, args)
         except Stopped as stopped:
@@ -260,10 +260,10 @@ def _check_result(result: Tree, rank: int, run: WorldRun) -> None:
 
 
 class World:
-    """Simulated ranks: `run(fn, *args)` calls `fn(mesh, *args)` once per rank in this process; returns the results.
+    """Simulated ranks: `run(fn, *args)` calls `fn(mesh, *args)` once per rank in this process, and returns results.
 
     - `axes`: sizes by name of mesh axis, slowest-varying first, in place of `replicate` and `shard`.
-    - `device`: all ranks compute there.
+    - `device`: the device of all ranks.
     - `faults`: faults to inject: `Dies`, `Garbage`, `Slow`.
     - `late=True`: collectives behave as on a GPU: `wait` delivers the result, and until then outputs hold NaN
       (integers: bytes 0xA5). InFlightError for a write to a tensor under way, and for a collective never waited for.
@@ -272,7 +272,7 @@ class World:
       sets the order of sums. The caller's number is restored after the run.
 
     Ranks run in a fixed order, and reductions add in rank order. Each rank has its own random states of python, numpy
-    (if imported before) and torch, seeded from the caller's. The run restores the caller's.
+    (if imported before) and torch, seeded from the caller's states. The run restores the caller's states.
 
     The first exception of any rank stops all ranks and is raised, with a note of the rank. MismatchError names both
     sides if ranks call different collectives or one rank returns early. `log` lists each collective of the latest run
