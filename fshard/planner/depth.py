@@ -1,14 +1,14 @@
 """Lowering a step with a few of its equal units, to compute the figures of all.
 
 Note [Depth]
-    The time to lower a step grows with its units. Most networks read equal units in a loop. Such a step is lowered
-    three times with a few units. The figures of the whole graph follow under two conditions; otherwise the whole graph
-    is lowered.
+    The time to lower a step grows with its number of units. Most networks read equal units in a loop. Such a step is
+    lowered three times with a few units. If two conditions hold, the figures of the whole graph follow; otherwise the
+    whole graph is lowered.
 
     1. With each further unit, forward and backward of the loss repeat one group of calls, a period, once more. Calls
        are recorded on meta tensors. A record has operator, shapes, numbers, and the age of the memory read, so special
        treatment of the last units is noticed.
-    2. After all passes, the graphs differ only by whole periods at the same places. The bytes at each node grow
+    2. After all compiler passes, graphs differ only by whole periods at the same places. The bytes at each node grow
        linearly with the number of units, and from period to period. So the peak is at a node of the smallest graph, or
        at a copy of this node in the first or last periods.
 """
@@ -38,7 +38,7 @@ from ..train.accumulate import cut
 from ..train.step import Step
 
 _STANDARD = os.path.dirname(os.__file__) + os.sep  # Python's own library
-_NEAR = 16  # operators; memory written earlier has no age
+_NEAR = 16  # operators: memory written longer ago has no age
 Key = Hashable
 
 
@@ -95,7 +95,7 @@ def _equal_units(plan: Plan, spec: tree.Spec, first: int) -> tuple[tuple[str, ..
 def depths_of(plan: Plan, stack: Stack) -> tuple[int, int, int]:
     """Return three numbers of units, enough to see the memory near the first and the last unit.
 
-    More are needed if several units are gathered ahead (Note [Two units] in `ahead.py`).
+    The numbers are larger if several units are gathered ahead (Note [Two units] in `ahead.py`).
     """
     names, sizes = {*chain(*stack.units)}, plan.ahead.sizes
     unit = min(size for size, unit in zip(sizes, plan.units, strict=True) if unit.name in names)
@@ -154,18 +154,18 @@ def _bare(x: object) -> object:
 class _Recorder(TorchDispatchMode):
     """Record calls: operator, forms of tensors, other arguments, and the age of the memory read.
 
-    Known results are made without running the operator, in a tenth of the time.
+    A call with known results runs no operator, in a tenth of the time.
     """
 
     def __init__(self, results: Results) -> None:
         super().__init__()
         self.keys: list[Key] = []
         self._results = results
-        self._written: dict[int, int] = {}  # number of the operator, by address
+        self._written: dict[int, int] = {}  # number of the last writer, by address
 
     def __torch_dispatch__(self, func: Operator, types: object, args: Args = (), kwargs: Kwargs = None) -> object:
         inputs = tree.leaves((args, kwargs or {}))
-        if any(isinstance(x, Tensor) and not x.is_meta for x in inputs):  # from a closure
+        if any(isinstance(x, Tensor) and not x.is_meta for x in inputs):  # a closure's tensor
             args, kwargs = tree.map(_bare, (args, kwargs or {}))
         key = func, *(_form(x) if isinstance(x, Tensor) else repr(x) for x in inputs)
         ago = [len(self.keys) - self._written.get(address(x), 0) for x in inputs if isinstance(x, Tensor)]
@@ -191,7 +191,7 @@ class Origin(NamedTuple):
 
 
 class _Origins(TorchDispatchMode):
-    """Put an `Origin` into `meta` of each node. `caller` is the line that asks for the trace."""
+    """Put an `Origin` into `meta` of each node. `caller`: the line that asks for the trace."""
 
     supports_higher_order_operators = True
 
@@ -250,7 +250,7 @@ Runs = list[tuple[int, int]]  # of each run of equal periods: end in the shorter
 def runs(short: Sequence[Key], long: Sequence[Key]) -> Runs | None:
     """Return the places where the longer list has one period more; None if the lists differ otherwise.
 
-    If several periods fit at a place, take the one after which the lists agree for longest.
+    If several periods fit at a place, take the period with the longest agreement after it.
     """
     places: Runs = []
     at = there = 0
@@ -287,10 +287,10 @@ Rows = Sequence[Mapping[str, int]]  # bytes by purpose, for each node of a graph
 
 
 def images(graphs: Sequence[Rows], short: Sequence[Key], places: Runs, times: Sequence[int]) -> list[list[int]] | None:
-    """Return the nodes that may decide the maximum, each by its numbers in the graphs.
+    """Return images (numbers in the graphs) of all nodes that may have the most bytes.
 
     A node of a run has two images, counted from the run's beginning and from its end. From each end, return images
-    while bytes grow linearly with the graph's periods. Return None if bytes between these do not.
+    while bytes grow linearly with the graph's periods. Return None if bytes between them grow otherwise.
     """
     inside = {at for end, period in places for at in range(_begin(short, end, period), end)}
     outside = [at for at in range(len(short)) if at not in inside]

@@ -27,7 +27,7 @@ from ..sharding.sharded import Sharded
 from ..train.step import Step
 from .depth import Key, Results, Stack, calls, depths_of, expanded, images, noted, runs, stack_of, with_few, with_plan
 
-MOST = 10  # listed tensors of the peak
+MOST = 10  # listed tensors at the peak
 
 
 class Interval(NamedTuple):
@@ -65,7 +65,7 @@ class Tensors(NamedTuple):
 
 @dataclass(frozen=True)
 class Peak:
-    """The most bytes in memory: the node's operator, unit, phase and line, and the largest tensors there."""
+    """The most bytes in memory; the operator, unit, phase and line of the peak's node; the largest tensors then."""
 
     bytes: int
     operator: str
@@ -89,7 +89,7 @@ class Device:
     def fits(self, capacity: int) -> str:
         """Return "yes" if a device of `capacity` bytes has room, "no" if not, "likely" if it is between the bounds.
 
-        The bounds leave out the items of `unknown`: leave room for them.
+        The bounds do not count `unknown`: leave room for these items.
         """
         check_whole("fits: capacity", capacity, what="a number of bytes")
         return "yes" if self.total.high <= capacity else "no" if self.total.low > capacity else "likely"
@@ -124,15 +124,15 @@ class Estimate:
 
 
 def estimate(step: Callable[..., Tree], state: Tree, batch: Tree, *args: Tree) -> Estimate:
-    """Estimate what `step(state, batch, *args)` needs on one rank, without running it: memory, traffic, GPU room.
+    """Estimate memory, traffic and GPU room of `step(state, batch, *args)` on one rank, without running the step.
 
     - `step`: the result of `train_step`, `jit` of it, or any pure function. A step that is not jitted counts as
       `jit(step)`.
-    - `state`, `batch`, `args`: real, on meta, or from `eval_shape`; on an `AbstractMesh`, with any number of ranks.
+    - `state`, `batch`, `args`: real, on meta, or from `eval_shape`; an `AbstractMesh` gives any number of ranks.
 
-    The figures are those of the step's graph, after `jit`'s passes with its options. If the state has a list of equal
-    units, such as the layers of a network, and all figures follow from a few of them, only a few are lowered (Note
-    [Depth]); `graph` says so. Raises TraceError if `jit` cannot trace the step.
+    The figures are of the step's graph, after `jit`'s passes with its options. If the state has a list of equal units,
+    such as the layers of a network, and all figures follow from a few units, only a few units are lowered (Note
+    [Depth]); `graph` says so. TraceError if `jit` cannot trace the step.
 
     >>> plan = make_plan({"w": torch.empty(512, 512, device="meta")}, AbstractMesh(shard=4))
     >>> tx = optim.adamw(1e-3)
@@ -197,7 +197,7 @@ def _has_state_on_host(given: Sequence[Tree]) -> bool:
 def _of_few(
     fn: Callable[..., Tree], options: Options, given: Sequence[Tree], plan: Plan, stack: Stack
 ) -> tuple[_Figures | None, str]:
-    """Return figures that follow from few units; or None, and why the whole graph is needed."""
+    """Return (figures by few units, description), or (None, the reason for the whole graph)."""
     name, depths = f"{stack.depth} equal units {stack.path}.*", depths_of(plan, stack)
     if stack.depth <= depths[-1] + 1:
         return None, f"few units, {name}"
@@ -236,13 +236,13 @@ class _Uneven(Exception): ...
 
 
 class _Growth(NamedTuple):
-    """The numbers of units in the graphs read, and the number of all. One graph stands for itself."""
+    """The numbers of units in the read graphs, and the number of all units. A single graph is the whole."""
 
     depths: tuple[int, ...]
     depth: int
 
     def bounded(self, numbers: Sequence[int]) -> tuple[int, bool]:
-        """Return (value for all units, True) of a linear function; (bound, False) of others, as sums of a norm."""
+        """Return (value for all units, True) if numbers grow linearly; else (bound, False), as for a norm's sums."""
         if len(numbers) == 1:
             return numbers[0], True
         near, far, further = (depth - self.depths[0] for depth in (*self.depths[1:], self.depth))
@@ -273,8 +273,8 @@ class _Site(NamedTuple):
     starts: str | None
 
     def key(self, sizes: Collection[int]) -> Key:
-        """Return a key, the same in other units and larger graphs. Only bytes in `sizes` count."""
-        known = sizes if self.phase != "update" else ()  # updates compute with rows, which grow with the units
+        """Return a key, equal for other units and larger graphs. Only bytes in `sizes` count."""
+        known = sizes if self.phase != "update" else ()  # updates use rows: these grow with the units
         return *self[1:5], self.starts, *((dtype, n if n in known else None) for dtype, n in self.forms)
 
 
@@ -347,7 +347,7 @@ def _figures(
 
 
 def _sent_by_all(readings: Sequence[_Reading], all_of: _Growth, stack: Stack | None) -> _Sent:
-    """Return (bytes, number) by collective. A stack's units must be equal, except the first and last."""
+    """Return (bytes, number) by collective. All units of a stack but the first and last must send alike."""
     if len(readings) == 1 or stack is None:
         return readings[0].sent
     outside = [{key: x for key, x in r.sent.items() if not stack.place(key[1])} for r in readings]
@@ -357,7 +357,7 @@ def _sent_by_all(readings: Sequence[_Reading], all_of: _Growth, stack: Stack | N
     of_few = [*zip(readings, all_of.depths, strict=True)]
     for kind, number, axis in inside:
         rows = [[r.sent.get((kind, names[number], axis), (0, 0)) for names in stack.units[:n]] for r, n in of_few]
-        # another tree may have units of these names, or of names only in the whole graph
+        # another tree may have units of these names, or of names in the whole graph alone
         others = {r.sent.get((kind, names[number], axis)) for r, n in of_few for names in stack.units[n:]}
         if len({(row[0], *{*row[1:-1]}, row[-1]) for row in rows}) > 1 or len({*rows[-1][1:-1]}) > 1 or len(others) > 1:
             raise _Uneven("what ranks send")
