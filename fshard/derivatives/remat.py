@@ -202,7 +202,7 @@ class _Rules(torch.autograd.Function):
 
     @staticmethod
     def forward(again: _Again, levels: _Levels, num: int, *tensors: Tensor) -> tuple[Tensor, ...]:
-        results, others = list[Tensor](), dict[int, list[Tensor]]()  # by address
+        results, others = list[Tensor](), dict[int, list[Tensor]]()  # `others` by address
         for x in tensors[num:]:
             others.setdefault(_address(x), []).append(x)
         for x in tensors[:num]:
@@ -236,7 +236,7 @@ class _Rules(torch.autograd.Function):
             inputs = [forward_ad.unpack_dual(x).primal for x in ctx.saved_tensors]
             along = {n: x for n, x in enumerate(tangents[ctx.num :]) if x is not None}
             tensors = [*inputs, *along.values()]
-            # outside torch.func the level is forward_ad's, and may be over when `later` runs
+            # outside torch.func the level is forward_ad's, maybe over when `later` runs
             now, later = (_push(ctx.again, [*along], len(inputs), x) for x in (func_levels.inside(), True))
             return _ruled(later, ctx.levels, tensors, now)
 
