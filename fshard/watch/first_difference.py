@@ -36,7 +36,7 @@ Key: TypeAlias = tuple[str, str | int]  # kind and name of a value; for an opera
 _KINDS = ("operator", GRADIENT, SUM, METRIC, PARAMETER)
 _SMALL = 2.0**-6  # values below this part of the arguments may be rounding
 _MOST_UPDATE = 2.0**-4  # agreeing gradients differ by at most this part; updates may differ four times as much
-_MOST_AXES = 6  # axes of several ranks: each triples ways
+_MOST_AXES = 6  # axes of several ranks: each triples the ways
 _HALF = 2.0**-20
 
 
@@ -137,8 +137,8 @@ def first_difference(
     - Runs on equally many ranks are compared rank by rank: numbers must be equal, or within `rtol` times the largest.
     - A run on any number of ranks, in any number of micro-batches, is compared with a run on one device over the
       batches of all ranks: ranks' values must be copies, pieces or summands of the one device's, or average to these,
-      within `2**12` units in the last place by default (`2**4` for 16 bits and fewer). Differences without
-      effect on loss, gradients, metrics and new parameters do not count.
+      within `2**12` units in the last place by default (`2**4` for 16 bits and fewer). Differences without effect on
+      loss, gradients, metrics and new parameters do not count.
 
     ValueError if numbers of ranks or micro-batches differ, unless `expected` is of one device and all ranks of `got`
     have equally many micro-batches; and for anything but results of observed steps.

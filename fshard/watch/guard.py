@@ -94,12 +94,12 @@ def guard(step: Callable[..., Result], every: int = 100, *, at_rest: bool = Fals
 
     If `(state.step + 1) % every == 0`, the step runs twice from the same state and batch: on each rank, the new states,
     with `extra`, and the metrics must have the same bits. Copies on several ranks must have the same bits before and
-    after the step: leaves, along axes that neither cut nor split them; numbers of the optimizer, loss scale,
-    step, seed, loss, norm and `found_inf`. If bits differ, every rank raises MismatchError with the step, the leaf or
-    metric, and the rank, if one differs from two or more.
+    after the step: leaves, along axes that neither cut nor split them; numbers of the optimizer, loss scale, step,
+    seed, loss, norm and `found_inf`. If bits differ, every rank raises MismatchError with the step, the leaf or metric,
+    and the rank, if one differs from two or more.
 
     `at_rest`: every call also compares digests of parameters and optimizer state with digests from the end of the last
-    step, for tensors not written to since: it finds a bit turned in memory.
+    step, for tensors not written to since, to find bits turned in memory.
 
     If a step donates its state and runs twice, one more state is in memory. Guard the outermost function:
     `guard(jit(step))`, `guard(torch.compile(step))`; `check` goes around the guard. A loss that counts or prints does

@@ -149,7 +149,7 @@ def _write(folder: Path, before: dict[str, Tree], after: dict[str, Tree]) -> Non
     try:
         with naming(writing):
             _write_files(writing, before, after, origin)
-            writing.rename(target)  # last: see Note
+            writing.rename(target)  # last: now complete
     except BaseException:
         shutil.rmtree(writing, ignore_errors=True)
         with suppress(OSError):  # fails if other ranks have written there
