@@ -4,8 +4,8 @@ Note [Late collectives]
     A collective on a GPU reads input and writes output at any time between start and wait. Simulated collectives finish
     at once, so a program that uses the memory too early is right by chance. A late world finds such uses:
 
-    1. At the start, a collective must not read or write the outputs of an unfinished one, nor write its inputs. It
-       keeps its result aside, and fills its output with `poison`.
+    1. At the start, a collective must not read or write outputs of an unfinished collective, nor write its inputs.
+       The started one keeps its result aside, and fills its output with `poison`.
     2. At the wait, input and output must be unchanged; the output gets the result.
     3. When a rank ends, it must have waited for all its collectives.
     4. Peers may read lent memory (Note [Lent memory] in `comm/ranks.py`) after this rank's own wait. So data sent from

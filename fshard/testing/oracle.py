@@ -92,12 +92,12 @@ def oracle(
     """Return a reference for `train_step`, valid for any plan and mesh, without shards and collectives.
 
     `loss_fn`, `tx`, `clip_norm`, `accumulate`, `skip_labels`, `has_aux` and `with_extra` are the step's, `frozen` and
-    `policy` the plan's, `threads` the `World`'s; its other arguments change no value. Compare the resulting state
-    with `whole_state` of the sharded state.
+    `policy` the plan's, `threads` the `World`'s; a step's other arguments change no value. Compare the new state with
+    `whole_state` of the sharded state.
 
-    Sums are in rank order, as in a step, but over all ranks at once and of whole tensors. So sums over two mesh
-    axes, over micro-batches or for a norm may differ from a step's in the last bits, and so may values that overflow in
-    one micro-batch in half precision. Lossy wires are not modelled.
+    Sums are in rank order, as in a step, but over all ranks at once and of whole tensors. So sums over two mesh axes,
+    over micro-batches or for a norm may differ from a step's in the last bits, and so may values that overflow in one
+    micro-batch in half precision. Lossy wires are not modelled.
 
     >>> plain = oracle(lambda w, x: Mean((w * x).sum(), len(x)), sgd(0.5))
     >>> state, metrics = plain.step(plain.init(torch.ones(1)), [torch.tensor([1.0]), torch.tensor([2.0, 3.0])])

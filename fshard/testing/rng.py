@@ -19,7 +19,7 @@ _MT19937 = 2500  # bytes of a generator's state: 624 words and a position
 
 @contextmanager
 def with_threads(number: int) -> Iterator[None]:
-    """Set torch's number of threads in a block: the bits of sums depend on it."""
+    """Set torch's number of threads in a block: the bits of sums depend on the number."""
     before = torch.get_num_threads()
     torch.set_num_threads(number)
     try:
@@ -114,7 +114,7 @@ class _Torch:
 
 
 def generators_of(num_ranks: int, device: torch.device) -> list[_Torch | _Python | _Numpy]:
-    """Return the random states of simulated ranks. The states of the process seed them."""
+    """Return the random states of simulated ranks, seeded from the process's states."""
     host = torch.default_generator
     kinds: list[_Torch | _Python | _Numpy] = [
         _Torch(num_ranks, torch.device("cpu"), host.get_state, host.set_state),

@@ -60,7 +60,7 @@ def _fill(place: Tensor, xs: list[Tensor]) -> None:
 
 
 def _gather(posts: list[Post]) -> None:
-    # into one rank's output, then copy: a new tensor would count as memory of the last rank
+    # fill one rank's output, then copy it: a new tensor would count as memory of the last rank
     filled = None
     for post in posts:
         (place,) = post.places
@@ -72,7 +72,7 @@ def _gather(posts: list[Post]) -> None:
 
 
 def _sums(posts: list[Post], op: str) -> list[tuple[Tensor, Tensor]]:
-    """Return (output, total) of each rank. If `Garbage` garbles a rank's part, only its own total is right."""
+    """Return (output, total) of each rank. If `Garbage` garbles a rank's part, only this rank's total is right."""
     x = posts[0].own[0]
     dtype = sum_dtype(x.dtype) if op == "sum" else x.dtype
     common = fold([p.sent[0] for p in posts], op, torch.empty_like(x, dtype=dtype))
@@ -132,7 +132,7 @@ class _SimulatedRanks:
 
     @property
     def whole(self) -> _SimulatedRanks | None:
-        # a late world composes gathers and sums of exchanges, as process groups do
+        # a late world composes gathers and sums from exchanges, as process groups do
         return self if self._under_way is None else None
 
     def empty(self, numel: int, like: Tensor, lent: bool) -> Tensor:
@@ -188,7 +188,7 @@ class _SimulatedRanks:
 
 
 def _load_forward_mode() -> None:
-    # torch 2.11 for CUDA without a GPU ties a setup to the thread of the first fake tensors: later ones would crash
+    # torch 2.11 for CUDA without a GPU ties a setup to the first fake tensors' thread: later fake tensors would crash
     with FakeTensorMode() if torch.version.cuda and not torch.cuda.is_available() else nullcontext():
         pass
     with warnings.catch_warnings():  # torch scripts some formulas at the first use, and warns about it
@@ -267,7 +267,7 @@ class World:
     - `faults`: faults to inject: `Dies`, `Garbage`, `Slow`.
     - `late=True`: collectives behave as on a GPU: `wait` delivers the result, and until then outputs hold NaN
       (integers: bytes 0xA5). InFlightError for a write to a tensor under way, and for a collective never waited for.
-      `log` then has the messages of a gather or a sum.
+      `log` then lists a gather or a sum as messages.
     - `threads`: threads of each rank's operators (`torch.set_num_threads`): 1 by default, as under torchrun. The number
       sets the order of sums. The caller's number is restored after the run.
 
@@ -328,7 +328,7 @@ class World:
         """Return rank 0's result, with each `Sharded` made whole from all ranks' results; optimizer states as well.
 
         `results` are of one run of a world with these axes, in rank order. ValueError for other results; TypeError if
-        nothing in them is sharded, or gradients are not reduced.
+        nothing in `results` is sharded, or gradients are not reduced.
 
         >>> from fshard import make_plan, shard_params
         >>> world, params = World(shard=2), {"w": torch.arange(3.0)}
