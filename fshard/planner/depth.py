@@ -56,7 +56,7 @@ class Stack:
         return len(self.units)
 
     def place(self, unit: str) -> tuple[int, int] | None:
-        """Return (child, number in the child) of a unit; None for a unit outside."""
+        """Return (child, number in the child) of a unit; None for a unit outside the stack."""
         pairs = ((child, names.index(unit)) for child, names in enumerate(self.units) if unit in names)
         return next(pairs, None)
 
@@ -93,9 +93,9 @@ def _equal_units(plan: Plan, spec: tree.Spec, first: int) -> tuple[tuple[str, ..
 
 
 def depths_of(plan: Plan, stack: Stack) -> tuple[int, int, int]:
-    """Return three numbers of units, enough to see the memory near the first and the last unit.
+    """Return three numbers of units, enough to see memory near the first and last units.
 
-    The numbers are larger if several units are gathered ahead (Note [Two units] in `ahead.py`).
+    They are larger if several units are gathered ahead (Note [Two units] in `ahead.py`).
     """
     names, sizes = {*chain(*stack.units)}, plan.ahead.sizes
     unit = min(size for size, unit in zip(sizes, plan.units, strict=True) if unit.name in names)
@@ -205,7 +205,7 @@ class _Origins(TorchDispatchMode):
         if nodes and "origin" not in nodes[0].meta:
             line = call_site()
             line = "" if line == self._caller or line.startswith(_STANDARD) else line
-            # Private: torch has no public way to ask whether autograd runs (test_estimate.py notices when it goes).
+            # Private: torch has no public way to ask whether autograd runs (test_estimate.py notices a removal).
             origin = Origin(line, torch._C._current_autograd_node() is not None)
             for node in nodes:
                 node.meta["origin"] = origin
