@@ -1,13 +1,13 @@
 """A file of compiled programs, which later processes load instead of tracing.
 
 Note [An artifact]
-    1. An artifact is a zip file of parts, named by digest, and an index: for each program and rank the texts to compare
-       (Note [What another process compares]) and the program. Equal parts, as of ranks of an even plan, are stored
-       once.
+    1. An artifact is a zip file of parts, named by digest, and an index. For each program and rank, the index names
+       the texts to compare (Note [What another process compares]) and the program. Equal parts, as ranks of an even
+       plan have, are stored once.
     2. A rank loads its program if all texts are equal: tracing would give the same program and collectives. Texts and
        digests are compared before anything runs.
-    3. Rank 0 writes the whole file (Note [A file is whole or not there]), with the parts of other ranks. Programs for
-       other arguments stay; programs of other code, versions or machines go.
+    3. Rank 0 writes the whole file (Note [A file is whole or not there]), with the parts of other ranks. Old programs
+       for other arguments stay; old programs of other code, versions or machines go.
 """
 
 from __future__ import annotations
@@ -64,10 +64,7 @@ def find(path: Path, identity: FunctionIdentity, mesh: AnyMesh) -> Program | str
 
 
 def save(path: Path, identity: FunctionIdentity, program: Program, mesh: AnyMesh) -> None:
-    """Add the programs of all ranks to the file at `path`. All ranks call this; rank 0 writes.
-
-    If the file cannot be written, all ranks raise OSError and the old file stays.
-    """
+    """Add the programs of all ranks to the file at `path`. All ranks call this; rank 0 writes."""
 
     def check() -> None:
         if identity.unknown:
@@ -82,9 +79,9 @@ def save(path: Path, identity: FunctionIdentity, program: Program, mesh: AnyMesh
     places = [json.loads(text) for text in of_all(json.dumps([digest_of(key), digest_of(head), *parts]), mesh)]
     entry = {"keys": [place[0] for place in places], "programs": [place[1] for place in places]}
     rank = rank_in(mesh)
-    there = {digest for place in places[:rank] for digest in place}  # on an earlier rank
+    there = {digest for place in places[:rank] for digest in place}  # parts of earlier ranks
     sent = {digest: base64.b64encode(parts[digest]).decode() for digest in parts if digest not in there}
-    # parts that rank 0 lacks: none for an even plan
+    # rank 0 lacks a part: never for an even plan
     is_needed = any({*place} - {*places[0]} for place in places[1:])
     received = of_all(json.dumps(sent if rank else {}), mesh) if is_needed else []
     others = {digest: base64.b64decode(data) for text in received for digest, data in json.loads(text).items()}
@@ -94,7 +91,7 @@ def save(path: Path, identity: FunctionIdentity, program: Program, mesh: AnyMesh
 def _write(path: Path, entry: Json, parts: Mapping[str, bytes], identity: FunctionIdentity) -> None:
     def stays(old: Json) -> bool:
         texts, _ = _told(old, 0, before, identity)
-        is_of_other = texts["code"].keys() != identity.code.keys()  # by names of functions
+        is_of_other = texts["code"].keys() != identity.code.keys()  # names of functions differ
         return texts["where"] == identity.where and (is_of_other or texts["code"] == identity.code)
 
     try:
@@ -115,7 +112,7 @@ def _write(path: Path, entry: Json, parts: Mapping[str, bytes], identity: Functi
 
 
 def _told(entry: Json, rank: int, parts: Mapping[str, bytes], now: FunctionIdentity) -> tuple[Json, Json]:
-    """Return texts and head. Without C++ loops any processor will do, so the text names this one."""
+    """Return texts and head. Without C++ loops any processor will do, so the texts get this one."""
     texts, head = (json.loads(parts[entry[name][rank]]) for name in ("keys", "programs"))
     if not head["libraries"]:
         texts["where"].update({name: now.where[name] for name in ("the processor", "the number of threads")})
@@ -134,10 +131,10 @@ def _digests(head: Json) -> list[str]:
 
 
 def _read(path: Path) -> tuple[list[Json], dict[str, bytes]]:
-    """Return a file's programs, latest first, and its parts; any error means no whole artifact."""
+    """Return a file's programs, latest first, and its parts; any error means a damaged file."""
     place, name = _place(path)
     with place.open(name) as file:
-        if isinstance(file, LocalReader):  # a writer of this file can run any program here
+        if isinstance(file, LocalReader):  # a writer of the file can run any program in this process
             file.check_safe()
         data = read_bytes(file, 0, file.size)
     with zipfile.ZipFile(io.BytesIO(data)) as archive:

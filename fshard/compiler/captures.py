@@ -30,23 +30,23 @@ from ..core.arguments import CODE
 from ..core.tracing import Marked
 
 LIBRARIES = (*CODE, *(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")))
-LIBRARIES += tuple(path for path in sys.path if path.endswith(("site-packages", "dist-packages")))  # of other prefixes
-_Path = tuple[str, ...]  # variable, attribute, its attribute, ...
+LIBRARIES += tuple(path for path in sys.path if path.endswith(("site-packages", "dist-packages")))  # other prefixes
+_Path = tuple[str, ...]  # ("a", "b", "c") for `a.b.c`
 
 
 class Capture(NamedTuple):
     """A variable read by a function: its name in errors, and where its value is stored."""
 
     name: str
-    # A closure cell, globals (a dict), or the owner of an attribute. With a special key: an object itself (`_ITSELF`),
-    # a function (its code; "": its defaults), a class ("": its methods). Any: mypy takes a function here for a bound
-    # method.
+    # A closure cell, a dict of globals, or an attribute's owner. With a special key: an object itself (`_ITSELF`), a
+    # torch module (`_PARTS`), a function ("__code__"; "": its defaults), a class ("": its methods). Any: mypy takes a
+    # function in a field for a bound method.
     place: Any
     key: str
     is_input: bool = False  # its tensors are inputs of a graph
     of_tensors: bool = False  # only its tensors are compared: tracing changed the rest
-    by_name: bool = False  # only attributes are read, which are variables of their own
-    is_part: bool = False  # it belongs to an object in another variable
+    by_name: bool = False  # code reads only attributes, each a capture of its own
+    is_part: bool = False  # part of an object in another variable
 
     @property
     def identity(self) -> tuple[int, str]:
@@ -54,7 +54,6 @@ class Capture(NamedTuple):
 
     @property
     def is_code(self) -> bool:
-        """True for the code of a function, the methods of a class, and the parts of a torch module."""
         return self.key in ("__code__", _PARTS) or (not self.key and isinstance(self.place, type))
 
     def tensors(self) -> list[Tensor]:
@@ -68,7 +67,7 @@ class Capture(NamedTuple):
         return [x for x in tree.leaves(value) if _is_plain(x)]
 
     def read(self) -> object:
-        """Return the current value, None if not assigned yet; for a computed attribute its method, not called."""
+        """Return the current value; None for an unassigned variable, the uncalled method for a computed attribute."""
         if type(self.place) is dict:
             return self.place.get(self.key)
         if isinstance(self.place, CellType):
@@ -146,13 +145,13 @@ def _is_plain(x: object) -> bool:
 
 
 def captures(fn: object) -> Iterator[Capture]:
-    """Yield the variables that `fn` reads, and recursively those of functions among their values.
+    """Yield the variables read by `fn`, and recursively by functions among their values.
 
     For a library's function (torch, the standard library, installed packages) only its closure counts. If the user's
     object, class or module is passed on, as in `penalty(w, config)`, attributes count if any function reads their name.
     """
     seen, known, inside = dict[object, object](), dict[tuple[int, str], Capture](), dict[int, object]()
-    names, objects = dict[str, None](), list[object]()  # attributes read by code; passed on
+    names, objects = dict[str, None](), list[object]()  # names of read attributes; objects passed on
     unseen: Iterator[Capture] = _captures(fn, seen)
     while new := [*unseen]:
         yield from new
@@ -170,7 +169,7 @@ def captures(fn: object) -> Iterator[Capture]:
 
 
 def _attributes_in(code: Any) -> Iterator[str]:
-    """Yield attributes that code or an `attrgetter` reads; any string may be a name for `getattr`."""
+    """Yield names of attributes read by code or an `attrgetter`; any string may be a name for `getattr`."""
     if isinstance(code, CodeType):
         yield from (x.argval for x in dis.get_instructions(code) if x.opname in ("LOAD_ATTR", "LOAD_METHOD"))
     for x in code.co_consts if isinstance(code, CodeType) else code.__reduce__()[1]:
@@ -180,7 +179,7 @@ def _attributes_in(code: Any) -> Iterator[str]:
             yield from x.split(".")
 
 
-# compared by their items
+# classes compared by items
 _CONTAINERS: tuple[Any, ...] = (dict, list, tuple, set, frozenset, deque, UserDict, UserList, ChainMap, ContextVar)
 _CONTAINERS += (types.SimpleNamespace, types.MappingProxyType)
 
@@ -206,7 +205,7 @@ def _fields(x: Any) -> Collection[str]:
 
 
 def _read_of(x: object, names: Collection[str]) -> Iterator[Capture]:
-    """Yield an object's attributes with these names, except tensors: a trace refuses them."""
+    """Yield an object's attributes with these names, except tensors, refused by a trace."""
     kinds = x.__mro__ if isinstance(x, type) else (x, *type(x).__mro__)
     stored = {name: None for y in kinds for name in getattr(y, "__dict__", ()) if name in names}
     owner = getattr(x, "__name__", "") if isinstance(x, type | ModuleType) else ""
@@ -220,14 +219,14 @@ def _read_of(x: object, names: Collection[str]) -> Iterator[Capture]:
 
 
 def _captures(fn: object, seen: dict[object, object], is_whole: bool = True) -> Iterator[Capture]:
-    """Yield as `captures`, without attributes of objects passed on.
+    """Yield the variables of `captures`, without attributes of objects passed on.
 
-    `seen` keeps visited objects alive, so no other object gets their ids. Without `is_whole`, attributes of `fn` are
-    variables of their own.
+    `seen` keeps visited objects alive, so no other object gets their ids. `is_whole`: False if code reads only
+    attributes of `fn`, each a variable of its own.
     """
     for function in _functions(fn, seen, is_whole):
         key: object = id(function)
-        if isinstance(function, MethodType):  # a new object at each read
+        if isinstance(function, MethodType):  # each read makes a new method object
             key = id(function.__func__), id(function.__self__)
         if key in seen:
             continue
@@ -241,7 +240,7 @@ _Function = Any  # a user's function, bound method, partial or class, or a torch
 
 
 def _functions(x: Any, seen: dict[Any, object], is_whole: bool = True) -> Iterator[_Function]:
-    """Yield functions, partials and classes that a program with `x`, or with items of `x`, may run."""
+    """Yield functions, partials and classes of `x` and of its items: a program with `x` may run them."""
     while _is_ours(x) and hasattr(x, "run"):  # a train step, perhaps checked
         x = x.run
     if is_dataclass(x) and not isinstance(x, type) and (_is_ours(x) or not is_of_library(type(x))):
@@ -250,7 +249,7 @@ def _functions(x: Any, seen: dict[Any, object], is_whole: bool = True) -> Iterat
             yield from _functions(fn, seen)
     if isinstance(x, partial | dict | list | tuple | set | frozenset | deque) and id(x) not in seen:
         if isinstance(x, partial):
-            yield x  # `captures` adds it to `seen`
+            yield x  # `_captures` adds the partial to `seen`
         seen[id(x)] = x
         parts = (x.func, *x.args, *x.keywords.values()) if isinstance(x, partial) else x
         for part in x.values() if isinstance(x, dict) else parts:
@@ -259,14 +258,14 @@ def _functions(x: Any, seen: dict[Any, object], is_whole: bool = True) -> Iterat
         yield from (*_functions(x.__func__, seen), *_methods(x.__self__), *([x] if is_users(x.__func__) else []))
     elif x is not None:
         yield from [x] if inspect.isfunction(x) else _methods(x, is_whole)
-        # jitted functions have it, too; `hasattr` would run `__getattr__`
+        # jitted functions have `__wrapped__`, too; `hasattr` would run `__getattr__`
         if not inspect.isclass(x) and inspect.getattr_static(x, "__wrapped__", None) is not None:
-            # `__wrapped__` may be a module's copy: nobody sets attributes of that
+            # `__wrapped__` may be a module's copy: nobody sets attributes of the copy
             yield from _functions(x.__wrapped__, seen, is_whole=not _is_module(x.__wrapped__))
 
 
 def _methods(x: object, is_whole: bool = False) -> Iterator[_Function]:
-    """Yield the user's classes of an object, or of a module's parts, and their functions."""
+    """Yield the user's classes of an object or of a module's parts, and the classes' functions."""
     parts: Any = x.modules() if _is_module(x) else [x]  # type: ignore[attr-defined]
     if is_whole and _is_module(x):
         yield x
@@ -282,19 +281,19 @@ def _methods(x: object, is_whole: bool = False) -> Iterator[_Function]:
             fn = _function_of(method)
             if inspect.isfunction(fn):
                 yield from _functions(fn, {})
-                # an instance of a class may be asked for any method
+                # code may call any method of a class's instance
                 is_called = inspect.isclass(x) or name == "forward" or name[:2] == name[-2:] == "__"
                 if is_whole and is_called and name not in _SHOWS and is_users(fn):
                     yield from (MethodType(fn, part) for part in objects)
 
 
-# methods that make, show or compare an object, or look up a name, and compute nothing
+# methods to make, show or compare an object or to look up a name: they compute nothing
 _SHOWS = {"__init__", "__new__", "__post_init__", "__repr__", "__str__", "__eq__", "__hash__", "__del__"}
 _SHOWS |= {"__getattr__", "__setattr__", "__getstate__", "__setstate__", "__reduce__", "__replace__"}
 
 
 def variables(fn: _Function) -> Iterator[Capture]:
-    """Yield the variables that one function, method, class, partial or module reads itself."""
+    """Yield the variables read by one function, method, class, partial or module itself."""
     if isinstance(fn, MethodType):
         yield from _of_owner(fn.__func__, fn.__self__)
         return
@@ -313,7 +312,7 @@ def variables(fn: _Function) -> Iterator[Capture]:
         yield _variable(fn, cell, (name,), paths)
     if is_own:
         yield Capture(f"the code of {fn.__qualname__}", fn, "__code__")
-    if is_own or "<locals>" in fn.__qualname__:  # a library made it for the user
+    if is_own or "<locals>" in fn.__qualname__:  # a library made `fn` for the user
         yield Capture(f"a default of {fn.__qualname__}", fn, "")
     for path in paths:
         place = cells.get(path[0], fn.__globals__)
@@ -346,10 +345,10 @@ def _variable(fn: FunctionType, place: Any, path: _Path, paths: Collection[_Path
 def _attributes(
     fn: FunctionType, value: Any, path: _Path, paths: Collection[_Path], start: int = 1, around: tuple[int, ...] = ()
 ) -> Iterator[Capture]:
-    """Yield the attributes that a path of names reads, from `start` on, of a user's value.
+    """Yield the attributes of a user's value read along a path of names, from `path[start]` on.
 
-    If a method computes an attribute, the path goes on in values that the method may return. `around`: ids of objects
-    of such methods.
+    If a method computes an attribute, the path goes on in the possible results of the method. `around`: ids of the
+    objects of such methods.
     """
     for k, name in enumerate(path[start:], start):
         if is_of_library(value) if isinstance(value, type | ModuleType) else not _has(value, name):
@@ -357,7 +356,7 @@ def _attributes(
         yield (variable := _variable(fn, value, path[: k + 1], paths))
         owner, value = value, variable.read()
         if isinstance(value, MethodType) and value == _getter(owner, name):
-            if value.__self__ is not owner:  # a descriptor may read any attribute
+            if value.__self__ is not owner:  # a descriptor may read any attribute of `owner`
                 yield Capture(f"an attribute of a {type(owner).__qualname__}", owner, "__dict__")
             k += value.__func__.__name__ != "__getattr__"
             for inner in _handed_on(value) if id(owner) not in around else ():
@@ -366,14 +365,14 @@ def _attributes(
 
 
 def _handed_on(method: MethodType) -> list[object]:
-    """Return the values that a method reads as wholes and may return, and those in dicts."""
+    """Return the values read by a method as wholes, and values in such dicts: the method may return any."""
     read = [x.read() for x in variables(method) if not x.by_name and x.key != _ITSELF]
     return [y for x in read for y in (x.values() if isinstance(x, dict) else [x])]
 
 
 def _has(x: object, name: str) -> bool:
-    """Return True if an attribute is stored, or made by the user's code: others may run a library's code."""
-    value, of_class = (inspect.getattr_static(y, name, _has) for y in (x, type(x)))  # `_has`: absent
+    """Return True if an attribute is stored or the user's code computes it: a library's code must not run."""
+    value, of_class = (inspect.getattr_static(y, name, _has) for y in (x, type(x)))  # `_has` if absent
     if value is not of_class or isinstance(value, MemberDescriptorType) or not hasattr(type(value), "__get__"):
         return True
     if (value is not _has and is_users(_function_of(value))) or _getter(x, name) is not None:
@@ -381,13 +380,13 @@ def _has(x: object, name: str) -> bool:
     return name in ("__dict__", "__class__") and not is_of_library(type(x))
 
 
-# Instructions that load a variable outliving the call. LOAD_NAME is in bodies of classes.
+# Instructions to load a global or a closure's variable. LOAD_NAME is in bodies of classes.
 _KINDS = ("GLOBAL", "NAME", "DEREF", "CLASSDEREF", "FROM_DICT_OR_GLOBALS", "FROM_DICT_OR_DEREF")
 _LOADS = {f"LOAD_{kind}" for kind in _KINDS}
 
 
 def _names_in(code: CodeType, first: str = "") -> Iterator[tuple[str, ...]]:
-    """Yield the paths of names that code reads, as `("module", "attribute")`, also of its argument `first`."""
+    """Yield the paths of names read by code, as `("module", "attribute")`, also from its argument `first`."""
     path: tuple[str, ...] = ()
     for instruction in dis.get_instructions(code):
         if path and instruction.opname in ("LOAD_ATTR", "LOAD_METHOD"):
@@ -406,7 +405,7 @@ def _names_in(code: CodeType, first: str = "") -> Iterator[tuple[str, ...]]:
 
 
 def _generators(root: object, seen: dict[int, object]) -> Iterator[Any]:  # Any: numpy may be absent
-    """Yield the random generators of Python and numpy reachable from an object. `seen`: objects by id."""
+    """Yield the random generators of Python and numpy reachable from an object."""
     np = sys.modules.get("numpy")
     kinds = (random.Random, *(() if np is None else (np.random.Generator, np.random.RandomState)))
     unseen = [root]
@@ -422,13 +421,13 @@ def _generators(root: object, seen: dict[int, object]) -> Iterator[Any]:  # Any:
         elif isinstance(x, type | ModuleType):
             unseen += [] if is_of_library(x) else vars(x).values()
         elif _is_ours(x):
-            unseen += _functions(x, {})  # a step, an optimizer: not through a mesh into the world
+            unseen += _functions(x, {})  # functions of a step: not through a mesh into the world
         elif not issubclass(type(x), Tensor):
             unseen += gc.get_referents(x)
 
 
 def generators(fn: object, leaves: Sequence[object]) -> list[tuple[str, Any]]:
-    """Return (class, generator). The class is "" for those of `random` and `numpy.random`."""
+    """Return (class, generator). The class is "" for the generators of `random` and `numpy.random`."""
     np = sys.modules.get("numpy")
     methods: list[Any] = [random.random, *([] if np is None else [np.random.rand])]
     shared = [method.__self__ for method in methods]
@@ -437,7 +436,7 @@ def generators(fn: object, leaves: Sequence[object]) -> list[tuple[str, Any]]:
     return [*(("", x) for x in shared), *((f"{type(x).__module__}.{type(x).__qualname__}", x) for x in others)]
 
 
-def state_of(generator: Any) -> object:  # Any: numpy has no common class
+def state_of(generator: Any) -> object:  # Any: numpy's generators have no common class
     if isinstance(generator, random.Random):
         return None if isinstance(generator, random.SystemRandom) else generator.getstate()
     # as text: arrays have no truth value for ==

@@ -19,13 +19,13 @@ _EMPTY = (torch.ops.aten.new_empty.default, torch.ops.aten.empty.memory_format, 
 
 @dataclass(frozen=True)
 class Input:
-    """A placeholder for input number `number` of a graph, which holds a result."""
+    """A placeholder for a result: a graph writes it to input number `number`."""
 
     number: int
 
 
 class _Move(NamedTuple):
-    """A result written to an input: numbers of the leaf, the graph's input and its output."""
+    """A result written to an input, by numbers."""
 
     leaf: int
     input: int
@@ -44,8 +44,8 @@ def donated(traced: Trace, leaves: Sequence[object]) -> Trace:
     old = repeated(graph, {_storage(inputs[move.input]) for move in moves})
     others = _place(graph, moves, inputs, outputs)
     with graph.inserting_before(output):
-        # An output may be (a view of) a written input, as in a swap of two leaves, and is copied first. Inductor would
-        # turn a clone into a read after the write.
+        # If an output is (a view of) a written input, as in a swap of two leaves, copy it first. Inductor would turn a
+        # clone into a read after the write.
         outputs = [copied(graph, node) if _storage(node) in old else node for node in outputs]
     _write(graph, others, inputs, outputs)
     for move in moves:
@@ -59,7 +59,7 @@ def donated(traced: Trace, leaves: Sequence[object]) -> Trace:
 def _place(
     graph: fx.Graph, moves: Sequence[_Move], inputs: Sequence[fx.Node], outputs: Sequence[fx.Node]
 ) -> list[_Move]:
-    """Gather or reduce into inputs directly, if nothing reads the input by then; return the other moves."""
+    """If a collective fills a result after the input's last read, let it fill the input; return other moves."""
     nodes, storages, others = index(graph), [_storage(node) for node in outputs], list[_Move]()
     for move in moves:
         value, place = outputs[move.output], inputs[move.input]
@@ -69,7 +69,7 @@ def _place(
             views = nodes.returned[_storage(value)][1:]
             value.replace_all_uses_with(place)
             graph.erase_node(value)
-            for view in views:  # their fake values, now in the input's memory
+            for view in views:  # the views are now in the input's memory
                 view.meta["val"] = computed(view)
         else:
             others.append(move)
@@ -93,7 +93,7 @@ def _write(graph: fx.Graph, moves: Sequence[_Move], inputs: Sequence[fx.Node], o
     for move in moves:
         value, place = outputs[move.output], inputs[move.input]
         ready = max(nodes.order[value], nodes.last_write([value], len(in_order)), _last_use(place, nodes))
-        # after all inputs, before the output
+        # copy after all inputs, before the output node
         anchors.append(in_order[min(max(ready + 1, len(inputs)), len(in_order) - 1)])
     for move, anchor in zip(moves, anchors, strict=True):
         with graph.inserting_before(anchor):
@@ -117,8 +117,8 @@ def _first_argument(traced: Trace) -> tree.Spec:
 
 
 def _moves(leaves: Sequence[object], results: Sequence[object]) -> Iterator[_Move]:
-    number = 0  # of the input: each tensor leaf is an input
-    for i, (leaf, result) in enumerate(zip(leaves, results, strict=False)):  # further elements follow
+    number = 0  # number of the input: each tensor leaf is an input
+    for i, (leaf, result) in enumerate(zip(leaves, results, strict=False)):  # `results` may be longer
         if isinstance(leaf, Tensor):
             if isinstance(result, Output):
                 yield _Move(i, number, result.number)

@@ -6,7 +6,7 @@ Note [What another process compares]
     - numbers and strings as they are;
     - tensors by shape, strides, dtype and device;
     - functions and classes by name; the user's also by a digest of their code;
-    - containers and objects by what `pickle` would save; objects of the user's classes with all attributes;
+    - containers and objects by their state for `pickle`; objects of the user's classes also by all attributes;
     - an object met before, by number, so cycles end;
     - libraries by the versions of Python, torch and fshard.
 
@@ -45,14 +45,14 @@ Texts = dict[str, str]
 _SIMPLE = {int, float, bool, complex, str, type(None), type(...), torch.dtype, torch.device, torch.layout}
 _SIMPLE |= {torch.memory_format, torch.Size, torch.finfo, torch.iinfo, range, slice}
 _LONG = 1000  # characters; longer texts are compared by digest
-# read by Inductor and g++
+# prefixes of variables read by Inductor and g++
 _VARIABLES = ("TORCHINDUCTOR_", "TORCH_COMPILE_", "CXX", "CPATH", "TRITON_")
 _NO_MATTER = {"TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR", "TORCHINDUCTOR_FORCE_DISABLE_CACHES"}
 
 
 @dataclass(frozen=True)
 class FunctionIdentity:
-    """A function as another process knows it, by named texts.
+    """A function as named texts, comparable between processes.
 
     - `where`: versions, machine and settings.
     - `code`: the user's functions.
@@ -76,7 +76,7 @@ class FunctionIdentity:
 
 def identity(fn: object, called: Signature, options: object) -> FunctionIdentity:
     writer, what, tensors = _Writer([*called.grids.values()]), {"jit's options": str(options)}, list[Tensor]()
-    for variable in (x for x in captures(fn) if not (x.is_code or x.is_part)):  # parts come with their object
+    for variable in (x for x in captures(fn) if not (x.is_code or x.is_part)):  # an object's text has its parts
         _add(what, variable.name, writer.read(variable, variable.name))
         tensors += variable.tensors()
     first: dict[int, int] = {}
@@ -90,12 +90,12 @@ def identity(fn: object, called: Signature, options: object) -> FunctionIdentity
 
 
 def structure(spec: tree.Spec) -> str:
-    """Return the text of a structure. Unlike ==, texts tell 1 from True."""
+    """Return a structure's text. Unlike ==, texts tell 1 from True."""
     return _Writer(()).text(spec)
 
 
 def _add(texts: Texts, name: str, text: str) -> None:
-    """Join texts of one name, as of two closures of one function."""
+    """Join texts of one name: two closures of one function have one name."""
     texts[name] = f"{texts[name]}, {text}" if name in texts else text
 
 
@@ -106,7 +106,7 @@ def _of_arguments(called: Signature, writer: _Writer) -> Iterator[tuple[str, str
     yield "the structure of the arguments", writer.named("the arguments", called.spec)
     yield "which arguments are one", str(called.trained)
     grids = [*map(called.grids.__getitem__, filter(None, called.meshes))]
-    # each rank of the first mesh has its own program, without a mesh each process
+    # each rank of the first mesh has its own program; without a mesh, each process has one
     yield "the meshes of the arguments", writer.text(grids) if grids else f"none, process {process_rank()}"
     yield "the processes of the mesh", _short(str(grids[0].likeness if grids else ()))
     for name, value in zip(Ambient._fields, called.ambient, strict=True):
@@ -130,12 +130,12 @@ def _machine(called: Signature) -> Texts:
 
 
 def _settings(by_variables: bool) -> str:
-    """Return changed settings of Inductor. Its import takes seconds; before it, all are defaults."""
+    """Return Inductor's changed settings. Its import takes seconds; before the import, all are defaults."""
     if "torch._inductor.config" not in sys.modules and not by_variables:
         return "{}"
     from torch._inductor import config
 
-    # private: torch has no public way to ask for a default (test_artifact.py notices when it goes)
+    # private: torch has no public way to ask for a default (test_artifact.py fails if torch changes this)
     now, default_of = config.get_config_copy(), config._config  # type: ignore[attr-defined]
     return str({name: now[name] for name in sorted(now) if now[name] != default_of[name].default})
 
@@ -156,7 +156,7 @@ def _processor() -> str:
 
 @cache
 def _digest_of_package() -> str:
-    """Digest fshard's files: its version may stay the same while they change."""
+    """Digest fshard's files: they may change under one version."""
     root = Path(__file__).parents[1]
     return _digest(*(f"{path.relative_to(root)} {path.read_text()}" for path in sorted(root.rglob("*.py"))))
 
@@ -175,13 +175,13 @@ def _digest_of_code(code: CodeType) -> str:
 
 
 class _Writer:
-    """A writer of values as texts that are equal in all processes."""
+    """A writer of texts, equal in all processes."""
 
     def __init__(self, meshes: Sequence[Mesh]) -> None:
-        self.unknown, self.functions = "", list[FunctionType]()  # of the user
+        self.unknown, self.functions = "", list[FunctionType]()  # the user's functions
         self._meshes = [mesh.likeness for mesh in meshes]
-        self._texts: dict[int, tuple[object, str]] = {}  # with the object, to keep its id
-        self._around: list[object] = []  # enclosing objects
+        self._texts: dict[int, tuple[object, str]] = {}  # keeps objects alive, for their ids
+        self._around: list[object] = []  # objects being written, outermost first
 
     def named(self, name: str, x: object) -> str:
         try:
@@ -202,13 +202,13 @@ class _Writer:
             return _short(repr(x))
         if id(x) not in self._texts:
             self._around.append(x)
-            self._texts[id(x)] = x, f"^{len(self._texts)}"  # for references from inside
+            self._texts[id(x)] = x, f"^{len(self._texts)}"  # for references from inside the object
             self._texts[id(x)] = x, _short(self._written(x) + self._own(x))
             self._around.pop()
         return self._texts[id(x)][1]
 
     def _apart(self, x: Any) -> str:
-        """Return the text of a value; later texts do not refer to it."""
+        """Return a value's text. Later texts refer to no object in it."""
         before, text = len(self._texts), self.text(x)
         while len(self._texts) > before:
             self._texts.popitem()
@@ -218,14 +218,14 @@ class _Writer:
         return ", ".join(map(self.text, values))
 
     def _own(self, x: Any) -> str:
-        """Write the attributes of a user's object: `pickle` may leave some out."""
+        """Write a user's object's attributes: `pickle` may leave some out."""
         return "" if isinstance(x, type) or is_of_library(type(x)) else self.text(object.__getstate__(x))
 
     def _written(self, x: Any) -> str:
         if type(x) in ProxyTypes:
             return f"weak {self.text(x.__repr__.__self__)}"
         if isinstance(x, Tensor):
-            if type(x).__module__.startswith("fshard.module."):  # stands for a parameter, without memory
+            if type(x).__module__.startswith("fshard.module."):  # such a tensor stands for a parameter, without memory
                 return f"{_name(type(x))} {self.text(vars(x))}"
             form = words(key_of(resolved(x))) if x.layout is torch.strided else f"{x.layout} {x.dtype}"
             return f"{_name(type(x))} {form} {self.text(vars(x))}"
@@ -234,14 +234,14 @@ class _Writer:
         if is_mesh(x):
             return self._mesh(x)
         if isinstance(x, tree.Spec):
-            # its nodes: types, ordered keys, metadata
+            # the structure's nodes: types, ordered keys, metadata
             return self.text(x.__getstate__()[0])  # type: ignore[index]  # a tuple
         if type(x) is dict:
             return f"{{{', '.join(f'{self.text(k)}: {self.text(v)}' for k, v in x.items())}}}"
         if type(x) in (list, tuple):
             return f"{type(x).__name__} [{self._all(x)}]"
         if isinstance(x, set | frozenset):
-            # the order of objects without a value changes with the process
+            # the order of objects hashed by identity changes with the process
             if any(y.__hash__() == object.__hash__(y) for y in x):
                 raise TypeError("a set of objects")
             return f"{self.text(type(x))} {{{', '.join(sorted(map(self._apart, x)))}}}"
@@ -257,7 +257,7 @@ class _Writer:
         if type(x).__module__ == "torch._ops":
             return str(x)
         if isinstance(x, ReferenceType):
-            # no graph reads this tensor
+            # no graph reads a tensor through a weak reference
             return f"weak {'' if isinstance(x(), Tensor) else self.text(x())}"
         if isinstance(x, WeakKeyDictionary | WeakValueDictionary):
             # entries by class or jitted function are caches of `singledispatch` and of plans
@@ -313,7 +313,7 @@ class _Writer:
 
 
 def _parts_of(x: object) -> tuple[str, ...]:
-    """Return the attributes that are written in place of `pickle`'s state."""
+    """Return the names of attributes written in place of `pickle`'s state."""
     of_ours = ("run", "__wrapped__") if type(x).__module__.startswith("fshard.") else ()
     of_kinds: list[tuple[type | tuple[type, ...], tuple[str, ...]]] = [
         (MethodType, ("__func__", "__self__")),
@@ -329,12 +329,12 @@ def _parts_of(x: object) -> tuple[str, ...]:
     return tuple(name for name in names if hasattr(x, name))
 
 
-# added to a class by Python
+# attributes added to a class by Python
 _KEPT = {"__module__", "__qualname__", "__dict__", "__weakref__", "__doc__", "__annotations__", "__firstlineno__"}
 _KEPT |= {"__static_attributes__", "__dataclass_fields__", "__dataclass_params__", "__abstractmethods__"}
 _KEPT |= {"__orig_bases__", "__parameters__", "__type_params__", "__slotnames__"}
 _KEPT |= {"__annotate__", "__annotate_func__", "__annotations_cache__"}
-# numbers of this process: attrs' hash, and pydantic's results from compared fields
+# different in each process: attrs' hash, and objects made by pydantic from compared fields
 _KEPT |= {"__hash__", "__pydantic_core_schema__", "__pydantic_validator__", "__pydantic_serializer__"}
 
 

@@ -40,12 +40,12 @@ _CASTS = (
     "it is written. Jit the function that takes the derivative, fshard.predict(fn) or fshard.evaluate(fn)"
 )
 
-# Bytes. A smaller collective costs its start, not its bytes; two units of a large model are far larger.
+# Bytes. A smaller collective costs its start, not its bytes. Units of a large model are far larger: none are merged.
 _SMALL = 1 << 20
 
 
 class Jitted(Generic[P, R]):
-    """A function returned by `jit`. Its calls take the arguments of the original function."""
+    """A function returned by `jit`."""
 
     def __init__(self, fn: Callable[P, R], backend: str, options: Options, path: str | None):
         self._fn, self._backend, self._path = fn, backend, path
@@ -53,7 +53,7 @@ class Jitted(Generic[P, R]):
         self.__wrapped__ = fn  # read by `captures`
         self._graphs: dict[_CacheKey, _Graph] = {}  # graphs for arguments without a mesh
         self._captures: list[Capture] = []
-        self._inputs = set[tuple[int, str]]()  # variables whose tensors are inputs of any graph
+        self._inputs = set[tuple[int, str]]()  # variables with tensors among any graph's inputs
         self._reasons: list[str] = []
         self._checked = is_wanted()
 
@@ -64,12 +64,12 @@ class Jitted(Generic[P, R]):
         return replace(lower(self._fn, leaves, spec, self.options), identity=known)
 
     def explain(self) -> str:
-        """Return one line for each trace, with the reason for it."""
+        """Return one line for each trace, with its reason."""
         return "\n".join(self._reasons) or "not traced yet"
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
-        """Call the function. A new signature is traced and compiled first."""
-        # inside a larger graph or a transform, which does not see through a compiled graph
+        """Call the function. For a new signature, trace and compile it first."""
+        # a larger graph or transform around the call does not see through a compiled graph
         if is_tracing() or torch.compiler.is_compiling() or func_levels.inside():
             return self._fn(*args, **kwargs)
         checked = self._checked and tree.nodes((args, kwargs), Sharded)
@@ -105,7 +105,7 @@ class Jitted(Generic[P, R]):
             lowered = lower(self._fn, leaves, called.spec, self.options)
             compiled, how = (None, "") if lowered.traced.has_gradient else (lowered.compile(self._backend), "")
         self._inputs |= {variable.identity for variable in (compiled.interface.captured if compiled else ())}
-        # If tracing changes a variable, such as a counter of traces, only tensors are compared, and only inputs.
+        # If tracing changes a variable, such as a counter of traces, compare only its tensors, if they are inputs.
         compared = zip(variables, before, contents(variables, {}), strict=True)
         known = [v._replace(is_input=v.identity in self._inputs, of_tensors=old != new) for v, old, new in compared]
         self._captures = [variable for variable in known if variable.is_input or not variable.of_tensors]
@@ -115,7 +115,7 @@ class Jitted(Generic[P, R]):
         self, path: str, leaves: list[object], called: Signature, variables: list[Capture]
     ) -> tuple[_Graph, str]:
         known, mesh, first = identity(self._fn, called, self.options), called.mesh, not self._reasons
-        # later calls may have new arguments on some ranks only
+        # at a later call, some ranks alone may have new arguments
         others = mesh if first else None
         program, how = together(others, lambda: artifacts.find(path, known, mesh)), f"loaded from {path}"
         reasons = of_all(program if isinstance(program, str) else "", others)
@@ -143,7 +143,7 @@ class Jitted(Generic[P, R]):
 
 
 def _in_loss_with_policy() -> bool:
-    """Return True inside a loss with a policy, which knows leaves by memory: a graph has other tensors."""
+    """Return True inside a loss with a policy: a policy knows leaves by memory, and a graph has other tensors."""
     return any(plan.policy != Policy() for plan in _plans_of_loss())
 
 
@@ -177,22 +177,22 @@ def jit(
 
     Arguments:
 
-    - `donate`: reuse the memory of the first argument for the first result, of the same structure.
+    - `donate`: reuse the memory of the first argument for the first result; both have one structure.
     - `backend`: the name of a backend of torch.compile.
     - `in_flight`: start gathers of parameters up to this many bytes ahead; 0 means one unit ahead.
     - `bucket`: merge consecutive collectives of one kind, up to this many bytes (default 1 MiB); 0 merges none. Merged
       buffers are in memory together. Results have the same bits.
-    - `artifact`: a file of compiled functions. The first call loads `fn` from the file. If the file lacks it, ranks
-      trace it and rank 0 adds it; `.explain()` gives the reason. All ranks must see the file, and make the first call
-      together. An artifact is a program: load none that you would not run.
+    - `artifact`: a file of compiled functions. The first call loads `fn` from the file. If the file lacks `fn`, ranks
+      trace `fn` and rank 0 adds it; `.explain()` gives the reason. All ranks must see the file, and make the first call
+      together. An artifact is a program: load only a file you would run.
 
-    A graph passes no gradient on: put the gradient inside. If a result requires a gradient, or a transform of
+    A graph passes no gradient on: take the gradient inside `fn`. If a result requires a gradient, or a transform of
     torch.func runs, `fn` itself is called and nothing is compiled.
 
     Raises TraceError if `fn` depends on the value of a tensor, uses a tensor other than its arguments, assigns to
     attributes of its arguments, seeds or uses a random generator of its own, makes sparse tensors, or returns a leaf
-    other than a tensor, number, string or None. Raises TypeError for arguments that cannot be compared with those of a
-    later call, and for tensors of classes other than Tensor and Parameter.
+    other than a tensor, number, string or None. Raises TypeError if an argument cannot be compared with a later call's,
+    or is a tensor of a class other than Tensor and Parameter.
 
     >>> jit(lambda x: {"y": 2 * x}, backend="eager")(torch.tensor(1.0))
     {'y': tensor(2.)}

@@ -1,10 +1,10 @@
 """The C++ loops of one graph, compiled as one file.
 
 Note [Loops in one file]
-    Inductor writes one file for each fused loop. g++ takes 0.6 s for an empty file, and a tenth for a loop, so its runs
+    Inductor writes one file for each fused loop. g++ takes 0.6 s for an empty file, about 0.1 s for a loop: its runs
     dominate a graph's first step. fshard collects the loops of a graph's regions and compiles them as one file, each in
-    a namespace, with Inductor's bindings and flags. The bits are the same. Each loop is a Python module in that
-    library. torch caches the library as usual.
+    a namespace, with Inductor's bindings and flags. Results have the same bits. The library has a Python module for
+    each loop. torch caches the library as usual.
 """
 
 from __future__ import annotations
@@ -29,17 +29,17 @@ _DIRECTIVE = re.compile(r"^[ \t]*#[ \t]*(?!include\b|pragma\b)", re.MULTILINE)
 
 @contextmanager
 def in_one_file(settings: Mapping[str, object]) -> Iterator[None]:
-    """Compile the loops of this thread's graphs as one file, with these settings of Inductor, in a block."""
+    """In a block, compile the loops of this thread's graphs as one file, with these settings of Inductor."""
     from torch._inductor import config
 
-    # locked: settings and methods of torch are replaced until the end
+    # locked: the block replaces settings and methods of torch
     with _ONE_AT_A_TIME, config.patch({**settings}):
         yield from _collected()
 
 
 def _collected() -> Iterator[None]:
-    # Private: Inductor has no public place for this. Without these names torch writes a file for each loop
-    # (test_loops.py notices when they go).
+    # Private API: Inductor has no public hook. Without these names torch writes a file for each loop (test_loops.py
+    # fails if torch removes them).
     try:
         from torch._inductor.async_compile import AsyncCompile, get_compile_threads
         from torch._inductor.codecache import LambdaFuture
@@ -51,7 +51,7 @@ def _collected() -> Iterator[None]:
     thread, files, waiting = threading.get_ident(), [_File()], list[Callable[[], object]]()
 
     def collected(compiler: Any, argtypes: list[str], source: str) -> object:
-        # with one thread torch does not wait for background results
+        # with one compile thread, torch does not wait for background results
         if threading.get_ident() != thread or get_compile_threads() <= 1 or _DIRECTIVE.search(source):
             return alone(compiler, argtypes, source)
         if files[-1].loops is not None:
@@ -75,9 +75,9 @@ def _collected() -> Iterator[None]:
 
 class _File:
     def __init__(self) -> None:
-        self._sources: dict[tuple[tuple[str, ...], str], str] = {}  # names of loops
-        self.loops: dict[str, Loop] | None = None  # by name, once compiled
-        self.path = ""  # of the compiled library
+        self._sources: dict[tuple[tuple[str, ...], str], str] = {}  # names by (types, source)
+        self.loops: dict[str, Loop] | None = None  # by name; None before compilation
+        self.path = ""  # path of the library
 
     def add(self, argtypes: Sequence[str], source: str) -> str:
         return self._sources.setdefault((tuple(argtypes), source), f"kernel{len(self._sources) or ''}")
@@ -107,7 +107,7 @@ def _part(name: str, argtypes: Sequence[str], source: str) -> str:
 
 
 def load(name: str, path: str) -> Loop:
-    # private: torch's bindings in the library read tensor memory through this address (test_loops.py)
+    # private (test_loops.py): torch's bindings in the library find tensor memory by the function at this address
     place = torch._C._dynamo.guards._torchinductor_pyobject_tensor_data_ptr  # type: ignore[attr-defined]
     os.environ["_TORCHINDUCTOR_PYOBJECT_TENSOR_DATA_PTR"] = str(place)
     spec = importlib.util.spec_from_file_location(name, path)

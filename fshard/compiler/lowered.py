@@ -51,25 +51,25 @@ from .trace import Output, Trace, TraceError, input_paths, resolved, trace
 
 Graph = Callable[..., Sequence[Tensor]]  # a compiled graph: from its inputs to its outputs
 
-_PURPOSES = {"opt_state": "optimizer", "params": "parameters"}  # by field in an input's path
+_PURPOSES = {"opt_state": "optimizer", "params": "parameters"}  # of inputs, by a field in their paths
 
-# With these Inductor keeps the order of nodes, and so the peak of memory. It recomputes no value: recomputing from
-# parameters would keep the forward's gathered buffers until the backward. It folds no constants: folding would return
-# one tensor for `x` and `x + zeros`, and a write to one would change both.
+# With these settings, Inductor keeps the order of nodes, and so the peak of memory. It recomputes no value: recomputing
+# from parameters would keep the forward's gathered buffers until the backward. It folds no constants: folding would
+# return one tensor for `x` and `x + zeros`, and a write to one would change both.
 _INDUCTOR = {"reorder_for_peak_memory": False, "realize_reads_threshold": 0, "joint_graph_constant_folding": False}
-# A compiler of C++20 knows AVX2 and AVX-512, so skip Inductor's trial of them: it takes longer than compiling a graph.
+# A C++20 compiler knows AVX2 and AVX-512, so skip Inductor's trial of them: the trial takes longer than a compilation.
 # Inductor still tries newer instructions (VNNI, bfloat16, AMX), with small programs.
 _UNTRIED = {"cpp.vec_isa_ok": True}
-_OF_REGIONS = ("inductor", "aot_eager")  # backends that compile each distinct region of a graph
+_OF_REGIONS = ("inductor", "aot_eager")  # with these backends, each distinct region is compiled once
 
 
 class Interface(NamedTuple):
-    """The way to call a graph: signature, captured variables, and the source of each leaf of the result."""
+    """The way to call a graph."""
 
     signature: Signature
     donate: bool
     captured: tuple[Capture, ...]  # their tensors are inputs after the arguments
-    contents: Contents  # of `captured`
+    contents: Contents  # values of `captured`
     out_spec: tree.Spec
     results: tuple[object, ...]  # as in `Trace`
     has_gradient: bool = False
@@ -81,8 +81,8 @@ class Lowered:
 
     traced: Trace
     interface: Interface
-    numbers: tuple[int, ...] = ()  # positions of the captured among all variables of the function
-    identity: FunctionIdentity | None = None  # if the function may be saved
+    numbers: tuple[int, ...] = ()  # positions of captured variables among the function's
+    identity: FunctionIdentity | None = None  # set by `Jitted.lower`, for `save`
 
     @property
     def graph(self) -> fx.Graph:
@@ -94,7 +94,7 @@ class Lowered:
         return "\n".join(inspect.lines(self.graph, self._paths()))
 
     def collectives(self) -> list[Traffic]:
-        """Return the collectives by kind, unit and axis: their number, and the bytes that a rank sends."""
+        """Return the collectives by kind, unit and axis."""
         return inspect.collectives(self.graph)
 
     def flops(self) -> int:
@@ -127,7 +127,7 @@ class Lowered:
             if are_alike(parts):
                 calls = driver(module, parts, partial(_compiled, backend))
                 return Compiled(self.interface, calls.forward, as_text(calls), saved)
-            # a copy: backends change the graph, and this one stays for inspection
+            # a copy for the backend to change: `self.graph` stays for inspection
             graph = copy.deepcopy(self.graph)
             if is_captured:
                 passes.fix_places(graph)
@@ -135,9 +135,9 @@ class Lowered:
             return Compiled(self.interface, fn, self.as_text(), saved)
 
     def program(self, leaves: Sequence[object] = ()) -> Program:
-        """Compile the graph with Inductor into data (Note [A program]). `leaves`: of the arguments.
+        """Compile the graph with Inductor into data (Note [A program]). `leaves`: leaves of the arguments.
 
-        Raises UnsavableError for a graph that stays whole, and with CUDA graphs, which contain addresses.
+        Raises UnsavableError if the graph stays whole, or for CUDA graphs, because they contain addresses.
         """
         if self.traced.has_gradient:
             raise UnsavableError("jit: artifact: the result requires a gradient, which a graph does not pass on")
@@ -155,8 +155,8 @@ class Lowered:
 def _compiled(
     backend: str, module: fx.GraphModule, inner: InnerCompile | None = None
 ) -> Callable[..., Sequence[Tensor]]:
-    # Private API, used in torch's guide to backends: there is no public lookup by name (test_jit.py fails if it
-    # changes). Imported here, as the import takes seconds.
+    # Private API, used in torch's guide to backends: no public lookup by name (test_jit.py fails if torch changes it).
+    # Imported here, as the import takes seconds.
     from torch._dynamo import lookup_backend
 
     fakes = [node.meta["val"] for node in module.graph.nodes if node.op == "placeholder"]
@@ -164,7 +164,7 @@ def _compiled(
 
 
 def _has_cuda_graphs() -> bool:
-    # private: Inductor's options have no public place (test_jit.py notices when it goes)
+    # private: Inductor's options have no public place (test_jit.py fails if torch moves them)
     import torch._inductor
 
     return torch._inductor.config.triton.cudagraphs
@@ -180,32 +180,32 @@ def _compiling(backend: str) -> Iterator[None]:
 
 
 def _settings() -> dict[str, object]:
-    """Return Inductor's settings; a user's choice about vector instructions wins."""
+    """Return Inductor's settings; the user's choice of vector instructions stays."""
     return {**_INDUCTOR, **(_UNTRIED if torch._inductor.config.cpp.vec_isa_ok is None else {})}
 
 
 def _purpose(path: str) -> str:
-    parts = path.split(".") if path.startswith("0.0.") else []  # the first argument is a state
+    parts = path.split(".") if path.startswith("0.0.") else []  # "0.0.": a state, the first argument
     return next((purpose for field, purpose in _PURPOSES.items() if field in parts), "arguments")
 
 
 @dataclass(frozen=True)
 class Compiled:
-    """A compiled function for arguments of one signature. Call it like the original function."""
+    """A compiled function for arguments of one signature."""
 
     interface: Interface
     fn: Graph
     _text: str
-    _lowered: Lowered | None = None  # if it can be saved
+    _lowered: Lowered | None = None  # None: cannot be saved
 
     def as_text(self) -> str:
         """Return the code that runs: the driver of the regions, or the graph if it was compiled whole."""
         return self._text
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Add the function to the artifact at `path`, for `jit(fn, artifact=path)`. All ranks call it.
+        """Add the function to the artifact at `path`, for `jit(fn, artifact=path)`. All ranks call `save`.
 
-        Raises TypeError for a function that cannot be saved. If the file cannot be written, all ranks raise OSError and
+        Raises TypeError if the function cannot be saved. If the file cannot be written, all ranks raise OSError and
         the old file stays.
         """
         mesh = self.interface.signature.mesh
@@ -281,7 +281,7 @@ class Options:
 
 @dataclass(frozen=True)
 class Setting:
-    """Values that a pass reads: options and plans."""
+    """Input of passes: plans and options."""
 
     plans: Sequence[Plan]
     options: Options
@@ -310,7 +310,7 @@ class Pass(NamedTuple):
     apply: Callable[[fx.Graph, Setting], None]
 
 
-# All passes, in order. `test_pass_laws.py` checks each against Note [What a pass must keep] of `passes.py`.
+# `test_pass_laws.py` checks each pass against Note [What a pass must keep] of `passes.py`.
 PASSES = (
     Pass("drop_dead", lambda graph, _: passes.drop_dead(graph)),
     Pass("shorten", lambda graph, _: passes.shorten(graph)),
@@ -324,7 +324,7 @@ PASSES = (
 
 
 _aten = torch.ops.aten
-# for operators that change shape or strides in place, those that return a view
+# by in-place operator on shape or strides: the operator returning a view
 _VIEWS: dict[object, object] = {
     _aten.t_.default: _aten.t.default,
     _aten.transpose_.default: _aten.transpose.int,
@@ -340,12 +340,12 @@ def lower(fn: Callable[..., Tree], leaves: Sequence[object], spec: tree.Spec, op
     arguments = tree.unflatten(spec, leaves)
     key = signature(leaves, spec, on_meshes(arguments))
     captured = [(variable, variable.tensors()) for variable in captures(fn)]
-    contents([variable for variable, _ in captured], {})  # names new meshes, which a trace cannot
+    contents([variable for variable, _ in captured], {})  # names new meshes before the trace, which cannot
     traced = trace(fn, leaves, spec, [x for _, values in captured for x in values])
     names = [variable.name for variable, values in captured for _ in values]
     _check_unchanged(traced, leaves, names)  # before `donated` adds writes
     for node in traced.module.graph.nodes:
-        # compilers need a view; later readers read this node
+        # compilers need views; later nodes read this node already
         node.target = _VIEWS.get(node.target, node.target)
     variables = _used(traced, captured)
     if options.donate:
@@ -363,10 +363,10 @@ def lower(fn: Callable[..., Tree], leaves: Sequence[object], spec: tree.Spec, op
 
 
 def _used(traced: Trace, captured: Sequence[tuple[Capture, Sequence[Tensor]]]) -> tuple[Capture, ...]:
-    """Return the variables whose tensors the graph reads; erase the inputs of others."""
+    """Return the variables with tensors read by the graph; erase the inputs of other variables."""
     graph, values = traced.module.graph, [x for _, of_one in captured for x in of_one]
     nodes = [node for node in graph.nodes if node.op == "placeholder"]
-    places = dict(zip(map(id, reversed(values)), reversed(nodes), strict=False))  # by tensor, its first input
+    places = dict(zip(map(id, reversed(values)), reversed(nodes), strict=False))  # first input of each tensor
     used = [(v, of_one, any(places[id(x)].users for x in of_one)) for v, of_one in captured]
     unread = [is_used for _, of_one, is_used in used for _ in of_one]
     for node, is_used in zip(nodes[len(nodes) - len(values) :], unread, strict=True):
@@ -386,7 +386,7 @@ def _check_unchanged(traced: Trace, leaves: Sequence[object], captured: Sequence
 
 
 def _check_apart(inputs: Sequence[Tensor], num_donated: int) -> None:
-    ends = [0, 0]  # highest address so far: of all tensors, of donated ones
+    ends = [0, 0]  # highest address so far of any tensor, of a donated one
     numbered = [(x, number < num_donated) for number, x in enumerate(inputs) if x.numel()]
     for x, is_donated in sorted(numbered, key=lambda pair: pair[0].data_ptr()):
         # `last`: offset of the last element, so tensors interleaved by strides count as overlapping

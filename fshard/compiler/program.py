@@ -2,10 +2,10 @@
 
 Note [A program]
     A program is Inductor's output: code of the driver and of each distinct region as text, and loops of all regions as
-    libraries. A region's text is cut to its needs, so a region of loops and torch operators imports nothing of
-    Inductor. Meshes have other names in another process: the driver calls them `mesh_0`, `mesh_1`, in the order of the
-    arguments. Subtrees of the arguments and Python's containers describe the result's structure. Nothing is pickled,
-    but a program is a program: it runs.
+    libraries. A region's text has only the statements a call needs, so a region of loops and torch operators imports
+    nothing of Inductor. Meshes have other names in another process, so the driver calls them `mesh_0`, `mesh_1`, in the
+    order of the arguments. Subtrees of the arguments and Python's containers describe the result's structure. Nothing
+    is pickled, but loading a program runs its code.
 """
 
 from __future__ import annotations
@@ -42,12 +42,12 @@ InnerCompile = Callable[..., Any]  # compiles one graph
 
 _CONTAINERS: dict[str, Any] = {kind.__name__: kind for kind in (dict, list, tuple, OrderedDict)}
 _NAMES = {"torch": torch, "device": torch.device, "inf": float("inf"), "nan": float("nan"), "boxed": boxed}
-_PREFIX = f"{boxed.__module__.replace('.', '_')}_"  # this package's names in graph code
+_PREFIX = f"{boxed.__module__.replace('.', '_')}_"  # of names of `regions` in graph code
 _MESH = re.compile(r"'mesh_(\d+) of the arguments'")
 
 
 class UnsavableError(TypeError):
-    """Raised for a function that cannot be given to another process."""
+    """Raised if a function cannot be given to another process."""
 
 
 @dataclass(frozen=True)
@@ -77,9 +77,9 @@ def record(
     leaves: Sequence[object],
     captured: Sequence[int],
 ) -> Program:
-    """Compile a graph with these parts as a program. `compile(region, inner)` lets Inductor compile one region.
+    """Compile a graph, cut into `nodes`, as a program. `compile(region, inner)` lets Inductor compile one region.
 
-    `captured`: numbers of variables with tensors as inputs.
+    `captured`: numbers of the variables with input tensors.
     """
     wrappers, parts = list[Any](), _Parts()
     calls = _compiled(traced.module, nodes, compile, wrappers)
@@ -109,7 +109,7 @@ def _compiled(
     module: fx.GraphModule, nodes: Sequence[fx.Node | Region], compile: Any, wrappers: list[Any]
 ) -> fx.GraphModule:
     """Append Inductor's result for each region to `wrappers`."""
-    # Private: Inductor's results have no public place, and its autograd cache would bypass `inner` (test_artifact.py).
+    # Private (test_artifact.py): no public function gives Inductor's results. Its autograd cache would bypass `inner`.
     from torch._functorch import config
     from torch._inductor.compile_fx import compile_fx_inner
 
@@ -121,7 +121,7 @@ def _compiled(
     def compiled(region: fx.GraphModule) -> Callable[..., Sequence[Tensor]]:
         expected, before = _ends(region), len(ends)
         fn = compile(region, inner)
-        # AOTAutograd may add results, as for written inputs; only its own functions undo this
+        # AOTAutograd may add results, as for written inputs; only its own functions remove them
         if ends[before:] != [expected] or wrappers[-1].constants:
             raise UnsavableError("jit: artifact: Inductor compiled a part of the graph in another form than it has")
         return fn
@@ -139,7 +139,7 @@ def _ends(graph: fx.GraphModule) -> tuple[int, int]:
 def _driver_text(calls: fx.GraphModule, meshes: Sequence[Mesh]) -> str:
     for node in calls.graph.nodes:
         if operator(node).startswith("fshard.") and "mesh" in (named := arguments(node)):
-            likeness = MESHES.find(named["mesh"]).likeness  # finds a mesh's connected twin, too
+            likeness = MESHES.find(named["mesh"]).likeness  # a mesh and its connected twin have one likeness
             numbers = [number for number, mesh in enumerate(meshes) if mesh.likeness == likeness]
             if not numbers:
                 raise UnsavableError("jit: artifact: the function communicates on a mesh that no argument lies on")
@@ -157,7 +157,7 @@ def _driver_text(calls: fx.GraphModule, meshes: Sequence[Mesh]) -> str:
 
 
 def _needed(source: str) -> tuple[str, list[tuple[str, list[str], str]]]:
-    """Cut the source of an Inductor wrapper to what a call runs; return its loops too: name, types, source."""
+    """Cut an Inductor wrapper's source to the statements of a call; return its loops too: name, types, source."""
     body, kept, loops = ast.parse(source).body, list[ast.stmt](), list[tuple[str, list[str], str]]()
     for statement in body:
         match statement:
@@ -173,7 +173,7 @@ def _needed(source: str) -> tuple[str, list[tuple[str, list[str], str]]]:
         for statement in kept:
             if names & _bound(statement):
                 names |= {node.id for node in ast.walk(statement) if isinstance(node, ast.Name)}
-    # GPU kernels are compiled when the text runs; the statement that awaits them binds no name
+    # GPU kernels are compiled when the text runs; the statement awaiting them binds no name
     rest = ast.Expr | ast.Delete if "async_compile" in names else ()
     body = [x for x in kept if names & _bound(x) or isinstance(x, rest)]
     return ast.unparse(ast.Module(body, [])), loops
@@ -214,7 +214,7 @@ def run(program: Program, meshes: Sequence[str]) -> tuple[Callable[..., Sequence
     constants = {}
     for name, (dtype, shape, device, digest) in head["constants"].items():
         data = torch.empty(len(parts[digest]), dtype=torch.uint8, device="cpu")
-        if parts[digest]:  # empty buffers make no tensor
+        if parts[digest]:  # `frombuffer` refuses empty buffers
             data = torch.frombuffer(bytearray(parts[digest]), dtype=torch.uint8)
         constants[name] = from_bytes(data, getattr(torch, dtype)).view(shape).to(device)
     scope: dict[str, Any] = {**_NAMES, **{f"region_{n}": fn for n, fn in enumerate(regions)}}
@@ -230,7 +230,7 @@ def _region(region: Json, parts: Mapping[str, bytes], paths: Sequence[Path]) -> 
     exec(parts[region["text"]].decode(), scope)
     if not region["aligned"]:
         return scope["call"]
-    # private: Inductor's own function for inputs that GPU kernels expect at multiples of 16 bytes
+    # private: Inductor's function aligns inputs to 16 bytes, as GPU kernels expect
     from torch._inductor.utils import align_inputs_from_check_idxs
 
     written: Any = {*region["written"]}
@@ -271,11 +271,11 @@ def result_of(program: Program, leaves: Sequence[object], spec: tree.Spec) -> tu
 
 
 def _named_tuple(module: str, name: str) -> Any:
-    """Find a class, which must be a named tuple: nothing else is called."""
+    """Find the class of a named tuple. Raises TypeError for others: a program calls none."""
     kind: Any = sys.modules.get(module)
     for part in name.split("."):
         kind = getattr(kind, part, None)
-    fields = hasattr(kind, "_fields") or hasattr(kind, "n_fields")  # torch's, as `topk` returns
+    fields = hasattr(kind, "_fields") or hasattr(kind, "n_fields")  # torch's named tuples, as `topk` returns
     if not (isinstance(kind, type) and issubclass(kind, tuple) and fields):
         raise TypeError(f"expected a named tuple, got {kind!r}")
     return kind

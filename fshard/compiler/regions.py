@@ -5,11 +5,11 @@ Note [Regions]
        between two collectives. Equal layers have equal regions: the same operators, numbers, shapes, wiring and order.
        Each distinct region is compiled once.
     2. The driver is a graph of collectives and calls of regions. Python runs its code (`Compiled.as_text`).
-    3. A region gets whole buffers and makes views of them. The driver makes views of the graph's inputs, because their
-       offsets differ between layers; a region that writes to an input gets all of it.
+    3. A region gets whole buffers and makes views of them. The driver makes the views of the graph's inputs, because
+       their offsets differ between layers; a region writing to an input gets the whole input.
     4. A region takes a list and empties it, so a value is freed in the region of its last reader, as in one graph.
-    5. A graph stays whole if no two regions are equal; if it draws from torch's generator, as regions would draw other
-       numbers; or if it has lazily conjugated or negated values, as a region reads plain memory.
+    5. A graph stays whole if no two regions are equal; if it draws from torch's generator, because regions would draw
+       other numbers; or if it has lazily conjugated or negated values, because a region reads plain memory.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from .trace import alone
 Boxed = Callable[[list[Tensor]], Sequence[Tensor]]  # empties its list of arguments
 Compile = Callable[[fx.GraphModule], Callable[..., Sequence[Tensor]]]
 
-# computing operators, which move no data between ranks
+# operators of fshard without communication
 _COMPUTES = ("fshard.materialize", "fshard.draw", "fshard.forked", "fshard.seeded", "fshard.bitcast")
 
 
@@ -61,7 +61,7 @@ class Region:
 
 
 def regions(module: fx.GraphModule) -> list[fx.Node | Region]:
-    """Return the parts in order; [] for a graph that must stay whole."""
+    """Return regions and other nodes in order; [] if the graph must stay whole."""
     if any(_keeps_whole(module, node) for node in module.graph.nodes):
         return []
     runs = _runs(module.graph)
@@ -118,7 +118,7 @@ def _is_memory(node: fx.Node) -> bool:
 def _is_view(node: fx.Node) -> bool:
     if not _is_computed(node) or writes(node) or not values(node):
         return False
-    if is_call(node, "getitem"):  # an element of several results, or of views
+    if is_call(node, "getitem"):
         return _is_view(node.args[0])  # type: ignore[arg-type]
     return {*storages_of(node)} <= {storage for x in node.all_input_nodes for storage in storages_of(x)}
 
@@ -145,11 +145,11 @@ def _runs(graph: fx.Graph) -> list[list[fx.Node]]:
 
 
 def _read(run: Sequence[fx.Node]) -> list[fx.Node]:
-    """Return the nodes that a run reads: of a view its base, unless it is a view of an unwritten input."""
+    """Return the nodes read by a run; for a view its base, unless the base is an input that the run only reads."""
     memory = written(run)
 
     def read(node: fx.Node, parts: bool) -> Iterator[fx.Node]:
-        parts = parts and "as_strided" not in operator(node)  # its offset counts from the whole
+        parts = parts and "as_strided" not in operator(node)  # its offset counts from the whole buffer's start
         for x in node.all_input_nodes:
             nodes = [*read(x, parts)] if _is_view(x) else [x]
             is_part = parts and all(y.op == "placeholder" for y in nodes) and memory.isdisjoint(storages_of(x))
@@ -173,12 +173,12 @@ def _region(run: Sequence[fx.Node], read: Sequence[fx.Node], needed: set[fx.Node
 
 
 def boxed(*values: Tensor) -> list[Tensor]:
-    """Return a list, so that nothing else holds the values."""
+    """Return a list: nothing else then holds the values."""
     return [*values]
 
 
 def _boxed(fn: Callable[..., Sequence[Tensor]]) -> Boxed:
-    """Return a function of one list, from inside `fn` if possible: `fn` holds arguments to the end."""
+    """Return a function of one list, if possible the one inside `fn`: `fn` itself holds arguments to the end."""
     inner = inspect.unwrap(fn, stop=_takes_one)
     return inner if _takes_one(inner) else lambda args: fn(*args)
 

@@ -3,10 +3,10 @@
 Note [What a graph depends on]
     A graph reads tensor arguments at each run. Tracing fixes everything else, so the cache key has:
     - tree structures, shapes, marks (`core.tracing.Marked`), and arguments other than tensors;
-    - meshes; each rank has its own;
+    - meshes: each rank has a mesh of its own;
     - torch's global settings, such as autocast;
     - numbers, strings, arrays, functions and shapes of tensors in closures, globals and defaults, also inside Python's
-      containers. Attributes of other objects are compared if a path of names leads to them (`captures.py`).
+      containers. Attributes of other objects are compared if code names them, as in `a.b.c` (`captures.py`).
 
     An object in the metadata of a tree's node is compared by all attributes (`Structure`).
 """
@@ -39,11 +39,11 @@ from .captures import Capture, is_of_library, is_users
 from .trace import kind_in_key, resolved
 
 Key = tuple[type, *tuple[object, ...]]  # type of a value, and its compared parts
-Contents = tuple[tuple[str, object], ...]  # of captured variables: name, key of the value
+Contents = tuple[tuple[str, object], ...]  # (name, key of the value) of each captured variable
 
 
 class Ambient(NamedTuple):
-    """Torch's global settings that change the operators of a function or their compilation."""
+    """Torch's global settings with an effect on a function's operators or their compilation."""
 
     grad_mode: bool
     inference_mode: bool
@@ -71,7 +71,7 @@ class Signature(NamedTuple):
 
     structure: Structure
     kinds: tuple[TensorKey | Key, ...]  # one for each leaf
-    trained: tuple[tuple[object, ...], ...]  # leaves with a gradient that share memory
+    trained: tuple[tuple[object, ...], ...]  # aliases among leaves with a gradient
     meshes: tuple[str, ...]
     ambient: Ambient
 
@@ -133,7 +133,7 @@ def _orders(x: Tree) -> tuple[object, ...]:
 
 
 def signature(leaves: Sequence[object], spec: tree.Spec, nodes: Sequence[OnMesh] = ()) -> Signature:
-    """Return the signature of a call. `nodes`: the arguments' nodes on a mesh."""
+    """Return a call's signature. `nodes`: the arguments' nodes on a mesh."""
     try:
         structure, kinds = Structure(spec), tuple(map(key_of, leaves))
         _check_classes({key.kind for key in kinds if isinstance(key, TensorKey)})
@@ -146,7 +146,7 @@ def signature(leaves: Sequence[object], spec: tree.Spec, nodes: Sequence[OnMesh]
 
 
 def _trained(leaves: Sequence[object]) -> tuple[tuple[object, ...], ...]:
-    """Return the aliases among leaves with a gradient: autograd sums over all views of a tensor."""
+    """Return the aliases among leaves with a gradient: autograd sums the gradients of all views."""
     first: dict[int, int] = {}  # by id of the tensor, or address of its storage
     return tuple(
         (first.setdefault(id(x), i), first.setdefault(address(x), i), x.storage_offset(), x.is_leaf)
@@ -165,7 +165,7 @@ def key_of(leaf: object) -> TensorKey | Key:
     if isinstance(leaf, Tensor):
         if leaf.layout is not torch.strided:
             raise TypeError(f"a tensor of layout {leaf.layout}")
-        device = torch.get_default_device() if leaf.device.type == "meta" else leaf.device  # as in `trace`
+        device = torch.get_default_device() if leaf.device.type == "meta" else leaf.device  # as `trace` does
         return TensorKey(leaf.shape, leaf.stride(), leaf.dtype, device, leaf.requires_grad, kind_in_key(leaf))
     return fixed(leaf)
 
@@ -174,7 +174,7 @@ _VALUES = (Number, str, bytes, list, tuple, set, frozenset)
 
 
 def fixed(x: Any) -> Key:  # Any: mypy does not narrow by `is_mesh`
-    """Return a key. The keys of 1, 1.0 and True differ, as do those of 0.0 and -0.0; two NaNs are equal."""
+    """Return a value's key: different for 1, 1.0 and True, and for 0.0 and -0.0; equal for NaNs."""
     kind: Any = type(x)
     attributes = getattr(x, "__dict__", None)
     more = [_content(attributes, {})] if attributes and isinstance(x, _VALUES) else []
@@ -186,7 +186,7 @@ def fixed(x: Any) -> Key:  # Any: mypy does not narrow by `is_mesh`
         return kind, *(fixed(getattr(x, field.name)) for field in fields(x))
     if is_mesh(x):  # not ==: meshes of different ranks or simulated worlds may be equal
         return kind, MESHES.of(x)
-    # objects equal only to themselves, and their methods
+    # by content: objects equal only to themselves, and their methods
     inside = parts if isinstance(x, FunctionType | MethodType) else static
     return kind, _content(x, {}, inside) if kind.__hash__ in _BY_IDENTITY else x, *more
 
@@ -197,7 +197,7 @@ _BY_IDENTITY = (object.__hash__, BuiltinFunctionType.__hash__, ContextVar.__hash
 class Structure:
     """A structure, compared by its nodes and by their metadata at the time of construction.
 
-    optree compares metadata as it is now, and takes 1, 1.0 and True for one.
+    optree's == sees later changes of metadata, and takes 1, 1.0 and True for equal.
     """
 
     def __init__(self, spec: tree.Spec, seen: _Seen | None = None):
@@ -211,11 +211,11 @@ class Structure:
         return isinstance(other, Structure) and self._nodes == other._nodes
 
     def __hash__(self) -> int:
-        return hash(self.spec)  # without metadata of registered classes
+        return hash(self.spec)  # optree hashes no metadata of registered classes
 
 
 def _nodes(spec: tree.Spec) -> Any:  # optree shows metadata only in pickles
-    """Return a structure's nodes: kind, number of children, metadata, and in place 4 the registered class."""
+    """Return a structure's nodes as tuples: kind, number of children, metadata; at index 4 the registered class."""
     return spec.__getstate__()[0]  # type: ignore[index]  # a tuple
 
 
@@ -233,7 +233,7 @@ def _carried(x: Any, is_registered: bool, seen: _Seen) -> object:
 
 
 def _of_metadata(x: object, seen: _Seen) -> object:
-    if type(x) in (int, str, type(None)):  # these never equal keys of other types
+    if type(x) in (int, str, type(None)):  # such values equal no key of another type
         return x
     try:
         return _content(x, seen, static)
@@ -243,7 +243,7 @@ def _of_metadata(x: object, seen: _Seen) -> object:
 
 class _Same:
     def __init__(self, value: object):
-        self.value = value  # keeps its id
+        self.value = value  # alive, so no other object gets its id
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, _Same) and self.value is other.value
@@ -253,7 +253,7 @@ class _Same:
 
 
 _Seen = dict[int, tuple[int, object]]  # objects met before in one variable, by id: (number, object)
-Inside = Callable[[Any], Iterable[object] | None]  # as `parts` and `static`
+Inside = Callable[[Any], Iterable[object] | None]  # `parts` or `static`
 
 
 Inputs = dict[tuple[int, str], list[Tensor]]  # by `Capture.identity`
@@ -264,7 +264,7 @@ def inputs_of(variables: Sequence[Capture]) -> Inputs:
 
 
 def contents(variables: Sequence[Capture], inputs: Inputs) -> Contents:
-    """Return (name, key of the value) of captured variables, and which inputs are one tensor."""
+    """Return (name, key of the value) of captured variables, and the aliases among `inputs`."""
     first: dict[int, int] = {}
     same = tuple(first.setdefault(id(x), i) for i, x in enumerate(chain(*inputs.values())))
     known = ((variable.name, _compared(variable)) for variable in variables)
@@ -277,7 +277,7 @@ def _compared(variable: Capture) -> object:
     value = variable.read()
     if variable.is_code or (type(value) is tuple and not value):
         return value
-    # An unread attribute may change at each call, unless the object is frozen.
+    # If code reads only attributes, unread ones may change: compare a mutable object by identity.
     params = getattr(type(value), "__dataclass_params__", None)
     changes = isinstance(value, SimpleNamespace) if params is None else not params.frozen
     try:
@@ -286,13 +286,13 @@ def _compared(variable: Capture) -> object:
         return _Same(value)
 
 
-# Modules of values: Python's containers and buffers, dates, paths, partials, numpy's arrays.
+# Modules with classes of values: Python's containers and buffers, dates, paths, partials, numpy's arrays.
 _OF_VALUES = {"_ctypes", "_io", "array", "builtins", "collections", "functools", "numpy", "types"}
 _OF_VALUES |= {"datetime", "pathlib", "pathlib._local", "uuid"}
 
 
 def parts(x: Any) -> Iterable[object] | None:
-    """Return the compared parts of an object: fields, or what `pickle` saves. None: compared by identity."""
+    """Return the compared parts of an object: fields, or its state for `pickle`. None: compare its identity."""
     if is_dataclass(x) and not isinstance(x, type) and not is_of_library(type(x)):
         return [getattr(x, field.name, None) for field in fields(x)]
     if isinstance(x, ContextVar):
@@ -311,7 +311,7 @@ def parts(x: Any) -> Iterable[object] | None:
 
 
 def static(x: Any) -> Iterable[object] | None:
-    """Return the compared parts of metadata: as `parts`; of other objects all attributes."""
+    """Return the compared parts of an object in metadata: those of `parts`, or else all attributes."""
     if isinstance(x, FunctionType):
         cells = [Capture("", cell, "").read() for cell in x.__closure__ or ()]
         return [_Same(x), x.__code__, x.__defaults__, x.__kwdefaults__, vars(x), *cells]
@@ -323,7 +323,7 @@ def static(x: Any) -> Iterable[object] | None:
         return None
     if (of_value := parts(x)) is not None:
         return of_value
-    if is_dataclass(x) and hasattr(x, "__dataclass_params__"):  # torch's, around constants of fshard
+    if is_dataclass(x) and hasattr(x, "__dataclass_params__"):  # torch's dataclasses around constants of fshard
         return [getattr(x, field.name, None) for field in fields(x)]
     package = type(x).__module__.partition(".")[0]
     is_own = package == "torch" or (package in sys.stdlib_module_names and package != "argparse")
@@ -340,7 +340,7 @@ def _of_ours(x: Any, seen: _Seen) -> object:
     home = x.plan if isinstance(x, View) else x
     if not isinstance(home, Plan | Layout) or not (more := _changing(home)):
         return x
-    # a plan with arrays has no ==; a subtree's position stands for its structure
+    # compare a plan by identity: arrays in it have no ==; a subtree's position stands for its structure
     place = x if not isinstance(x, View) else (_Same(home), x.over, x.kinds, x.first, x.spec.num_nodes, x.units)
     return place, *(_content(y, seen, static) for y in more)
 
@@ -352,12 +352,12 @@ def _changing(home: Plan | Layout) -> tuple[object, ...]:
     return known.changing
 
 
-_NO_OBJECTS = (type(None), type, ModuleType)  # owners of C functions
+_NO_OBJECTS = (type(None), type, ModuleType)  # `__self__` of C functions, unless an object's methods
 _FIXED = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size)
 
 
 def _is_fixed(x: Any) -> bool:
-    """Return True if a value cannot change in place, at any depth."""
+    """Return True if a value and all its parts are immutable."""
     if type(x) in (tuple, frozenset):
         return all(map(_is_fixed, x))
     if isinstance(x, FunctionType | BuiltinFunctionType):
@@ -370,7 +370,7 @@ def _is_fixed(x: Any) -> bool:
 
 def _content(value: Any, seen: _Seen, inside: Inside = parts) -> object:
     if type(value) in (FunctionType, ModuleType, CodeType) and (inside is parts or not is_users(value)):
-        return value  # compared by ==; most captured values are these
+        return value  # compared by ==: the most frequent values
     if type(value) is MethodType and inside is parts:
         return MethodType, value.__func__, _Same(value.__self__)
     if value is None or isinstance(value, Number | str | bytes | torch.device):
@@ -378,9 +378,9 @@ def _content(value: Any, seen: _Seen, inside: Inside = parts) -> object:
     if isinstance(value, Tensor):
         try:
             key = key_of(value) if value.layout is torch.strided else (Tensor, value.shape, value.dtype, value.device)
-        except RuntimeError:  # nested or uninitialized: no shape
+        except RuntimeError:  # a nested or uninitialized tensor has no shape
             return _Same(value)
-        return key, value.is_conj(), value.is_neg()  # these decide its layout when resolved
+        return key, value.is_conj(), value.is_neg()  # both bits decide the layout after `resolved`
     if isinstance(value, dict | list | tuple) and not (flat := tree.flatten(value))[1].is_leaf():
         return Structure(flat[1], seen), _orders(value), *(_content(x, seen, inside) for x in flat[0])
     if isinstance(value, set | frozenset):
@@ -391,7 +391,7 @@ def _content(value: Any, seen: _Seen, inside: Inside = parts) -> object:
         return _of_ours(value, seen)
     if id(value) in seen:
         return seen[id(value)][0]
-    seen[id(value)] = len(seen), value  # keeps its id
+    seen[id(value)] = len(seen), value  # alive, as in `_Same`
     compared = inside(value)
     return _Same(value) if compared is None else (type(value), *(_content(x, seen, inside) for x in compared))
 

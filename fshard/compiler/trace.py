@@ -43,26 +43,26 @@ R = TypeVar("R")
 _Identity = tuple[int, torch.Size, Tensor | None]  # storage, shape, gradient
 
 _UNLIKELY = 0x6A17_C0DE_5EED
-_OF_THE_CACHE = "has_fw_view"  # torch 2.13: a cached view cannot be the primal of forward mode
+_OF_THE_CACHE = "has_fw_view"  # in torch 2.13's error: a cached view cannot be the primal of forward mode
 
 
 class TraceError(RuntimeError):
-    """Raised for a function that cannot be traced. The message names the operation and the line of the user's code."""
+    """Raised if a function cannot be traced. The message names the operation and the line of the user's code."""
 
 
 @dataclass(frozen=True)
 class Trace:
     """A traced graph, with the structures of the function's arguments (`spec`) and of its result (`out_spec`).
 
-    Inputs and outputs of `module` are the tensors among the leaves. `results` has for each leaf of the result an
-    `Output` or, if it is no tensor, its value.
+    Inputs and outputs of `module` are the tensors among the leaves. `results` has an `Output` for each tensor of the
+    result, and the value of each other leaf.
     """
 
     module: fx.GraphModule
     spec: tree.Spec
     out_spec: tree.Spec
     results: tuple[object, ...]
-    has_gradient: bool = False  # a result requires a gradient, which the graph does not pass on
+    has_gradient: bool = False  # a result requires a gradient; the graph passes none on
 
 
 @dataclass(frozen=True)
@@ -74,21 +74,21 @@ class Output:
 
 
 def resolved(x: Tensor) -> Tensor:
-    """Resolve conjugate and negative bits, unseen by graphs; return the base of a module's parameter."""
+    """Resolve conjugate and negative bits, unseen by graphs; return a module's parameter as a plain tensor."""
     if type(x) is not Tensor:
-        if is_lazy(x):  # refused by a signature
+        if is_lazy(x):  # `signature` refuses lazy tensors
             return x
         x = x.view_as(x) if type(x).__module__.startswith("fshard.module.") else x
     return x.resolve_conj().resolve_neg() if x.is_conj() or x.is_neg() else x
 
 
 def trace(fn: Callable[..., Tree], leaves: Sequence[object], spec: tree.Spec, captured: Sequence[Tensor] = ()) -> Trace:
-    """Trace `fn(*args, **kwargs)`. `captured`: tensors of its closures and globals, further inputs."""
+    """Trace `fn(*args, **kwargs)`. `captured`: tensors of its closures and globals, as further inputs."""
     out_spec: tree.Spec
     results: list[object] = []
     has_gradient = False
     caches = True
-    zeros: list[object] | None = []  # calls for zero tangents without memory; None: give them memory
+    zeros: list[object] | None = []  # calls for zero tangents without memory; None: give tangents memory
 
     def flat(*inputs: Tensor) -> list[Tensor]:
         nonlocal out_spec, has_gradient
@@ -178,9 +178,9 @@ def eval_shape(fn: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
 
 @contextmanager
 def _alone() -> Iterator[None]:
-    """Hide a block from a checkpoint or `remat` around the call, which may run it again.
+    """Hide a block from a checkpoint or `remat` around the call: those may run the call again.
 
-    In it, functions decorated by torch.compile run as written.
+    In the block, functions decorated by torch.compile run as written.
     """
     inlined = torch._dynamo.config.patch(error_on_nested_fx_trace=False)
     with assigned(RERUN, None), unhooked(), inlined, warnings.catch_warnings():
@@ -194,7 +194,7 @@ def _mode_of(leaves: Sequence[object], caches: bool, takes_real: bool = False) -
     """Yield the mode of fake tensors. `caches` halves the time; with `takes_real`, real tensors become fake."""
     # Two modes cannot meet in one operator, so fake arguments decide the mode.
     fakes = [leaf for leaf in leaves if isinstance(leaf, FakeTensor)]
-    # Refuses shapes that depend on values. Inductor uses its cache only with a ShapeEnv.
+    # This ShapeEnv refuses shapes from values. Inductor uses its cache only with a ShapeEnv.
     shapes = ShapeEnv(allow_scalar_outputs=False, allow_dynamic_output_shape_ops=False)
     mode = fakes[0].fake_mode if fakes else FakeTensorMode(shape_env=shapes)
     before = mode.cache_enabled, mode.allow_non_fake_inputs
@@ -214,7 +214,7 @@ def _fake(mode: FakeTensorMode, leaf: Tensor) -> Tensor:
 
 
 def kind_in_key(x: Tensor) -> type:
-    """Return the class that `isinstance` sees, also for fake tensors."""
+    """Return a tensor's class for `isinstance`, also for fake tensors."""
     kind = type(x)
     if kind is Tensor or issubclass(kind, FakeTensor):
         return nn.Parameter if getattr(x, "_is_param", False) else nn.Buffer if hasattr(x, "_is_buffer") else Tensor
@@ -238,11 +238,11 @@ def alone(x: Tensor, mode: FakeTensorMode | None = None) -> Tensor:
 
 
 def _fakes(mode: FakeTensorMode, leaves: Iterable[Tensor]) -> Iterator[Tensor]:
-    """Yield a fake tensor for each leaf; a tensor given twice, or two views of one, become two.
+    """Yield a fake tensor for each leaf. A tensor given twice, or two views of one, become two fake tensors.
 
-    A later call may have different ones. Tensors with a gradient stay one: autograd sums over all places and views.
+    A later call may have two tensors. A tensor with a gradient stays one: autograd sums over all places and views.
     """
-    seen = set[int]()  # of storages
+    seen = set[int]()  # addresses of storages
     for leaf in leaves:
         memory = address(leaf)
         is_apart = memory in seen and not leaf.requires_grad
@@ -255,8 +255,8 @@ def input_paths(leaves: Sequence[object], spec: tree.Spec) -> list[str]:
 
 
 def _identity(x: Tensor) -> _Identity:
-    """Return properties of a tensor that only assignments to `x.data` or `x.grad` change."""
-    return address(x), x.shape, x.grad if x.is_leaf else None  # a non-leaf's .grad warns
+    """Return the properties of a tensor changed only by assignments to `x.data` or `x.grad`."""
+    return address(x), x.shape, x.grad if x.is_leaf else None  # reading a non-leaf's .grad warns
 
 
 def _check_same(inputs: Sequence[Tensor], before: Sequence[_Identity], paths: Sequence[str]) -> None:
@@ -276,7 +276,7 @@ _CONSTANTS = (Tensor, Number, str, bytes, type(None), torch.dtype, torch.device,
 
 
 def _check_constants(out: Sequence[object], spec: tree.Spec, leaves: Sequence[object]) -> None:
-    argument_ids = {id(leaf) for leaf in leaves}  # any type: the cache key has these leaves
+    argument_ids = {id(leaf) for leaf in leaves}  # the cache key has arguments of any type
     for path, leaf in zip(tree.paths(spec), out, strict=True):
         if not isinstance(leaf, _CONSTANTS) and id(leaf) not in argument_ids:
             at = f" at {path!r}" if path else ""
@@ -294,10 +294,10 @@ _SET_DATA = Tensor.data.__set__  # type: ignore[attr-defined]
 
 
 class _Captured(TorchFunctionMode):
-    """Replace captured tensors by fake ones, also where no operator is called: in `.tolist()`, `.data`.
+    """Replace captured tensors by fake ones, also in `.tolist()` and `.data`: these call no operator.
 
-    Raise TraceError for questions about an input's offset in its storage, which may change, and for writes to `.data`
-    of another tensor, which no operator records.
+    Raise TraceError if the function asks for an input's offset in its storage (a later call's may differ), or assigns
+    to `.data` of another tensor (no operator records this).
     """
 
     def __init__(self, fake_of: Mapping[int, Tensor], inputs: Sequence[Tensor]) -> None:
@@ -306,7 +306,7 @@ class _Captured(TorchFunctionMode):
 
     def __torch_function__(self, func: Operator, types: object, args: Args = (), kwargs: Kwargs = None) -> object:
         args, kwargs = _put(self._fake_of, (args, kwargs or {})) if self._fake_of else (args, kwargs or {})
-        if func == _SET_DATA and id(args[0]) not in self._inputs:  # for inputs, `_check_same` knows the path
+        if func == _SET_DATA and id(args[0]) not in self._inputs:  # for inputs, `_check_same` names the path
             raise TraceError(
                 f"jit: the function assigns to .data of a tensor at {call_site()}, which no graph has: give the new "
                 "tensor a name of its own, or write into this one with .copy_() in torch.no_grad()"
@@ -314,16 +314,16 @@ class _Captured(TorchFunctionMode):
         asks = func is Tensor.storage_offset and address(args[0]) in self._inputs.values()
         if asks and not sys._getframe(1).f_code.co_filename.startswith(NOT_THE_USER):
             raise TraceError(f"jit: storage_offset() of an argument at {call_site()}: pass that number as an argument")
-        if func in (Tensor.tolist, torch.tensor):  # these read real memory without an operator
+        if func in (Tensor.tolist, torch.tensor):  # both read real memory without an operator
             tree.map(lambda x: torch.detach(x) if isinstance(x, Tensor) else x, args)
         return func(*args, **kwargs)
 
 
-_LIFTS = {torch.ops.aten.lift.default, torch.ops.aten.lift_fresh.default}  # on results of `torch.tensor`
+_LIFTS = {torch.ops.aten.lift.default, torch.ops.aten.lift_fresh.default}  # called by `torch.tensor` on its result
 
 
 class _Watch(TorchDispatchMode):
-    """Raise TraceError for random numbers that a graph would repeat in every call, and for sparse tensors.
+    """Raise TraceError for sparse tensors, and for random numbers if a graph would repeat them in every call.
 
     Before each draw, torch's generator gets a new seed. If the function restores an earlier state (fork_rng,
     set_rng_state, torch.utils.checkpoint), the next draw finds another seed, and `check` raises. A step draws from the
@@ -341,19 +341,19 @@ class _Watch(TorchDispatchMode):
         super().__init__()
         self._fake_of, self._zeros = fake_of, zeros
         self._seed = _UNLIKELY
-        # A seed that users hardly set: a call of manual_seed with the old seed is noticed, too.
+        # Users hardly set this seed, so `check` notices even manual_seed with the old seed.
         torch.default_generator.manual_seed(_UNLIKELY)
 
     def __torch_dispatch__(self, func: Operator, types: object, args: Args = (), kwargs: Kwargs = None) -> object:
         kwargs = kwargs or {}
         if self._fake_of:
-            args, kwargs = _put(self._fake_of, (args, kwargs))  # calls without a Python name
+            args, kwargs = _put(self._fake_of, (args, kwargs))  # calls unseen by `_Captured`
         if func is torch.ops.aten._efficientzerotensor.default:
             if self._zeros is None:
                 return torch.zeros(*args, **kwargs)
             self._zeros.append(func)
         if any(isinstance(x, Tensor) and not isinstance(x, FakeTensor) for x in args) and func not in _LIFTS:
-            # torch's own message; torch lets tensors of one element pass
+            # torch's message; torch itself lets a tensor of one element pass
             raise RuntimeError("convert all Tensors to FakeTensors")
         if draws(func, args, kwargs):
             if any(isinstance(value, torch.Generator) for value in (*args, *kwargs.values())):
@@ -409,7 +409,7 @@ def _undrawn(fn: Callable[..., Tree], leaves: Sequence[object]) -> Iterator[None
 
 
 def _let_go(failure: BaseException | None) -> None:
-    """Clear variables in tracebacks: a dispatch guard that is freed later would change the thread's dispatch keys."""
+    """Clear variables in tracebacks: a dispatch guard freed later would change the thread's dispatch keys."""
     while failure is not None:
         traceback.clear_frames(failure.__traceback__)
         failure = failure.__context__
@@ -418,7 +418,7 @@ def _let_go(failure: BaseException | None) -> None:
 def _explained(failure: Exception, fn: Callable[..., Tree]) -> TraceError:
     text, where = str(failure), _site(failure)
     frames = traceback.extract_tb(failure.__traceback__)
-    # Under forward-mode AD, on for simulated ranks, torch raises while it formats its message.
+    # Under forward-mode AD, always on for simulated ranks, torch raises while formatting its message.
     refused = any(f.name == "validate" and f.filename.endswith("fake_tensor.py") for f in frames)
     if refused or "convert all Tensors to FakeTensors" in text:
         read = [(c.name, value if isinstance(value := c.read(), tuple) else (value,)) for c in captures(fn)]
