@@ -47,8 +47,8 @@ class _FlatCollective:
 class _Bucket:
     """Collectives to merge, and their bytes.
 
-    All gathers must have their inputs at `limit`, the first start. All reductions must start before `limit`, the first
-    reader of a result or the first write to a sent buffer.
+    `limit` of gathers is the first start: all inputs must exist there. `limit` of reductions is the first reader of a
+    result or first write to a sent buffer: all must start before it.
     """
 
     collectives: list[_FlatCollective]
@@ -63,7 +63,7 @@ def bucket(graph: fx.Graph, nbytes: int) -> None:
     early = [(x, order[x.start]) for x in _gathers(nodes)]
     groups = _groups(early, nbytes, partial(_may_start_at, nodes))
     _erase(graph, [x for group in groups for x in _merge_gathers(graph, group, order)])
-    nodes = index(graph)  # anew: a merged gather may read the result of a reduction
+    nodes = index(graph)  # again: a merged gather may read the result of a reduction
     in_order = list(nodes.order)
     used = ((x, nodes.first_reader(x.wait), nodes.first_write([x.x], nodes.order[x.start])) for x in _reductions(nodes))
     groups = _groups([(x, min(ends)) for x, *ends in used], nbytes, lambda x, end: nodes.order[x.start] < end)
@@ -71,7 +71,7 @@ def bucket(graph: fx.Graph, nbytes: int) -> None:
 
 
 def _erase(graph: fx.Graph, nodes: Iterable[fx.Node]) -> None:
-    """Erase nodes, readers before values. Only at the end of a pass: until then they mark places."""
+    """Erase nodes, readers before values. Call it after all merges: until then, nodes mark places."""
     for node in nodes:
         graph.erase_node(node)
 
@@ -94,8 +94,8 @@ def _reductions(nodes: NodeIndex) -> Iterator[_FlatCollective]:
 def _groups(
     limited: Iterable[tuple[_FlatCollective, int]], nbytes: int, joins: Callable[[_FlatCollective, int], bool]
 ) -> list[Sequence[_FlatCollective]]:
-    """Return the collectives to merge. A bucket has the least of their limits, and `joins(collective, limit)` each."""
-    last, buckets = dict[object, _Bucket](), list[_Bucket]()  # the last of each kind; all
+    """Return groups to merge. A collective joins a group if `joins(collective, the least limit in the group)`."""
+    last, buckets = dict[object, _Bucket](), list[_Bucket]()  # last bucket of each kind; all buckets
     for collective, limit in ((x, limit) for x, limit in limited if _may_merge(x)):
         bucket = last.get(collective.kind)
         fits = bucket is not None and bucket.nbytes + collective.nbytes <= nbytes
@@ -183,8 +183,8 @@ def _merge_reductions(
 ) -> list[fx.Node]:
     """Reduce all inputs in one collective at the last start, and return the nodes to erase.
 
-    Reduction i has a result of m_i elements; m is their sum. An input is viewed as one row for an all-reduce, and as W
-    rows, one for each rank, for a reduce-scatter.
+    Reduction i has a result of m_i elements; m is their sum. Inputs become one row for an all-reduce, and W rows, one
+    for each rank, for a reduce-scatter.
     """
     size = values(group[0].x)[0].numel() // group[0].numel  # W or 1
     ends = _ends(group, 1)

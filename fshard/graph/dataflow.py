@@ -18,18 +18,18 @@ from .inspect import arguments, operator, values
 from .memory import storages_of
 
 REDUCTIONS = ("fshard.reduce_scatter", "fshard.all_reduce")
-PLACED = (*REDUCTIONS, "fshard.all_gather_into")  # take memory for the result, return a ticket
+PLACED = (*REDUCTIONS, "fshard.all_gather_into")  # these take memory for the result and return a ticket
 VIEWS = (
     *("getitem", "detach", "alias", "view", "_unsafe_view", "reshape", "split_with_sizes", "split", "slice", "select"),
     *("unbind", "as_strided", "expand", "t", "transpose", "permute", "unsqueeze", "squeeze"),
 )
-# A result may equal an argument, and Inductor then reads the argument instead.
+# If a result equals an argument, Inductor reads the argument instead.
 REPEATING = (
     *("clone", "copy_", "_to_copy", "cat", "stack", "repeat", "constant_pad_nd", "slice_scatter", "view_copy", "pow"),
     *("ceil", "floor", "round", "trunc", "rot90"),
 )
 
-# These write to running statistics; their schemas do not say so.
+# These operators write to running statistics; their schemas do not say so.
 _UNMARKED = ("native_batch_norm", "cudnn_batch_norm", "miopen_batch_norm")
 
 
@@ -39,7 +39,7 @@ def is_call(node: fx.Node, *names: str) -> bool:
 
 @dataclass(frozen=True)
 class GatherNodes:
-    """The nodes of an all-gather. `views` return its buffer or a view of it."""
+    """The nodes of an all-gather. `views` return the gathered buffer or a view of it."""
 
     start: fx.Node
     ticket: fx.Node  # the start's result for `wait`
@@ -75,7 +75,7 @@ def has_effect(node: fx.Node) -> bool:
     target = node.target
     if not isinstance(target, torch._ops.OpOverload):
         return node.is_impure()
-    # a tag decides `is_impure`; attention without dropout and all operators of fshard have it
+    # a tag for randomness decides `is_impure`; attention without dropout and all operators of fshard have the tag
     is_random = draws(target, node.args, node.kwargs)
     return is_random or writes(node) or not target._schema.returns or node.is_impure(impure_random=False)
 
@@ -87,7 +87,7 @@ def writes(node: fx.Node) -> bool:
 
 
 def returns_place(node: fx.Node) -> bool:
-    """Return True if a node writes to its first argument and returns the same form, unlike `t_`."""
+    """Return True if a node writes to its first argument and returns it in the old form, unlike `t_`."""
     if not writes(node) or not node.args or not isinstance(node.args[0], fx.Node):
         return False
     pair = (values(each) for each in (node, node.args[0]))
@@ -105,7 +105,7 @@ def written(nodes: Iterable[fx.Node]) -> set[int]:
 
 
 def repeated(graph: fx.Graph, memory: set[int]) -> set[int]:
-    """Add storages that may hold equal values."""
+    """Add storages of possible copies to `memory`, and drop overwritten ones."""
     memory = {*memory}
     for node in graph.nodes:
         read = node.all_input_nodes[-1:] if is_call(node, "copy_") else node.all_input_nodes
@@ -128,10 +128,10 @@ def _written_by(node: fx.Node) -> list[fx.Node]:
 
 @dataclass(frozen=True)
 class NodeIndex:
-    """The number of each node, and by storage the nodes that touch it, in order.
+    """The number of each node, and by storage the nodes with access to it, in order.
 
-    `returned` nodes return the storage, `written` ones write to it, `read` ones read it after a write. An index does
-    not follow changes of its graph. One serves all collectives: one scan for each would take quadratic time.
+    `returned`: nodes returning the storage; `written`: writes to it; `read`: reads after a write. An index does not
+    follow changes of its graph. One index serves all collectives: a scan for each would take quadratic time.
     """
 
     order: Mapping[fx.Node, int]
@@ -158,7 +158,7 @@ class NodeIndex:
 
 
 def index(graph: fx.Graph) -> NodeIndex:
-    order, memory = dict[fx.Node, int](), dict[fx.Node, set[int]]()  # memory: storages that a node returns
+    order, memory = dict[fx.Node, int](), dict[fx.Node, set[int]]()  # memory: storages of a node's result
     returned = defaultdict[int, list[fx.Node]](list)
     written, read = (defaultdict[int, list[int]](list) for _ in range(2))
     for number, node in enumerate(graph.nodes):
@@ -182,9 +182,9 @@ def gathers(nodes: NodeIndex) -> list[GatherNodes]:
     for start in (node for node in order if is_call(node, "fshard.all_gather")):
         same = [node for node in nodes.returned[next(storages_of(start))] if node is not start]
         first = min((order[node] for node in same if writes(node)), default=len(order))
-        views = [node for node in same if order[node] < first]  # after the first write, nodes are readers
+        views = [node for node in same if order[node] < first]  # nodes after the first write count as readers
         users = {user for node in [start, *views] for user in node.users}
-        # a collective that sends this buffer also has a wait here
+        # also waits of collectives sending this buffer
         waits = {user for user in users if is_call(user, "fshard.wait")}
         (ticket,) = (user for user in start.users if is_call(user, "getitem") and user.args[1] == 1)
         (wait,) = (user for user in waits if arguments(user)["ticket"] is ticket)
@@ -194,7 +194,7 @@ def gathers(nodes: NodeIndex) -> list[GatherNodes]:
 
 
 def read_by(node: fx.Node) -> list[fx.Node]:
-    """Return the arguments read. A start does not read the place; a wait reads nothing."""
+    """Return the arguments read. A start does not read its place; a wait reads nothing."""
     name = operator(node)
     return [] if name == "fshard.wait" else [arguments(node)["x"]] if name in PLACED else node.all_input_nodes
 
@@ -214,12 +214,12 @@ def computed(node: fx.Node) -> Any:
 
 
 def call(graph: fx.Graph, target: Callable[..., object], *args: Argument, **kwargs: Argument) -> fx.Node:
-    """Insert a node that calls `target`."""
+    """Insert a call of `target`."""
     node = graph.call_function(target, args, kwargs)
     node.meta["val"] = computed(node)
     return node
 
 
 def copied(graph: fx.Graph, x: fx.Node) -> fx.Node:
-    """Insert a copy that no compiler can leave out."""
+    """Insert a copy; no compiler can leave it out."""
     return call(graph, torch.ops.fshard.materialize.default, x)

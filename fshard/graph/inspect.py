@@ -44,7 +44,7 @@ def starts(graph: fx.Graph) -> list[fx.Node]:
 
 
 class Flight(NamedTuple):
-    """One collective: the bytes that a rank sends, and the numbers of its start and wait nodes."""
+    """One collective: the bytes sent by a rank, and the numbers of its start and wait nodes."""
 
     kind: str
     unit: str
@@ -57,7 +57,7 @@ class Flight(NamedTuple):
 def flights(graph: fx.Graph) -> list[Flight]:
     order = {node: number for number, node in enumerate(graph.nodes)}
     tickets = {arguments(node)["ticket"]: number for node, number in order.items() if operator(node) == "fshard.wait"}
-    # the ticket is an element of the result, or all of it
+    # the ticket is an element of the start's result, or the whole result
     waits = {ticket.args[0] if operator(ticket) == "getitem" else ticket: n for ticket, n in tickets.items()}
     result = []
     for node in starts(graph):

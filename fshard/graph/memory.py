@@ -6,7 +6,7 @@ Note [Memory of a graph]
     2. A fused value does not count: an elementwise value without readers after the next barrier (matrix product,
        attention, collective).
     3. One loop writes all elementwise values of one size between two barriers, so its inputs stay until the last value.
-    4. A value may be written over an input of its size at the input's last use. Both count once.
+    4. A value may be written over an input of its size at the input's last use. The two count once.
     5. An exact sum on an accelerator, or between more than a few hosts, receives all ranks' parts in a buffer outside
        the graph. The buffer counts from start to wait.
 """
@@ -29,7 +29,7 @@ from ..core.storage import address
 from .inspect import arguments, operator, values
 
 _MADE = {"fshard.all_gather": "gathered", "fshard.room": "gradients"}
-# Compilers fuse these, but never write them over their inputs.
+# Compilers fuse these, but never write a result over an input.
 _DECOMPOSED = (
     *("_softmax", "_softmax_backward_data", "_log_softmax", "_log_softmax_backward_data"),
     *("nll_loss_forward", "nll_loss_backward"),
@@ -68,13 +68,13 @@ class Footprint:
 
 @dataclass
 class MemorySpan:
-    """Memory that `node` allocates, in use from node `first` to node `last`."""
+    """Memory allocated by `node`, in use from node number `first` to `last`."""
 
     node: fx.Node
     value: torch.Tensor
     what: str  # purpose
     nbytes: int
-    first: int  # numbers of nodes
+    first: int
     last: int
 
 
@@ -90,7 +90,7 @@ def footprint(graph: fx.Graph, inputs: Sequence[str]) -> Footprint:
 
 
 def rows(counted: Iterable[MemorySpan], number: int) -> list[dict[str, int]]:
-    # changes[i]: bytes new at node i, less those last needed at node i - 1
+    # changes[i]: new bytes at node i, less bytes last needed at node i - 1
     changes: list[Counter[str]] = [Counter() for _ in range(number + 2)]
     for s in counted:
         changes[s.first][s.what] += s.nbytes
@@ -140,9 +140,9 @@ def _received(node: fx.Node) -> int:
 
 
 def _in_place(barriers: Sequence[int], counted: Sequence[_Storage], storages: dict[int, _Storage]) -> set[int]:
-    """Return the storages that a value of their size may overwrite; each then ends one node earlier.
+    """Return the storages to be overwritten at their last use by a value of their size: each ends a node earlier.
 
-    The value must be the last use, and the only one in its loops.
+    The last use must be the only one between two barriers.
     """
     counted_ids, reused = {id(s) for s in counted}, set[int]()
     uses = {(key, bisect(barriers, s.first), s.first) for s in storages.values() for key in s.sources}
@@ -181,7 +181,7 @@ def _storages(nodes: Sequence[fx.Node], inputs: Sequence[str]) -> dict[int, _Sto
 
 
 def storages_of(node: fx.Node) -> Iterator[int]:
-    """Yield a number for each tensor, equal for tensors of one storage."""
+    """Yield a number for each tensor of a node, equal for tensors of one storage."""
     return map(address, values(node))
 
 

@@ -17,7 +17,7 @@ Started = tuple[Tensor, Tensor]
 
 
 def _ticket(*args: object) -> Tensor:
-    """Return a tensor for its storage only: operators take tensors, not collectives."""
+    """Return a tensor to hold a pending collective on its storage: operators take only tensors."""
     return torch.empty(1, dtype=torch.uint8, device="cpu")
 
 
@@ -31,7 +31,7 @@ def _started(place: Tensor, pending: Pending) -> Started:
 def _wait(place: Tensor, ticket: Tensor, sent: Sequence[Tensor]) -> None:
     # popped, to free the sent tensors now
     result = vars(ticket.untyped_storage()).pop("under_way").wait()
-    if result.data_ptr() != place.data_ptr():  # a compiler has copied it
+    if result.data_ptr() != place.data_ptr():  # a compiler has copied `place`
         place.copy_(result.view(place.shape))
 
 
@@ -48,7 +48,7 @@ def _define_start(schema: str, run: Callable[..., object], shapes: Callable[...,
 
 
 def _room(ranks: Ranks, numel: int, like: Tensor, lent: bool) -> Tensor:
-    """Return a flat tensor, lent only if collectives have read it by the end of their waits.
+    """Return a flat tensor. Its memory is lent only if collectives have read it by the end of their waits.
 
     A compiler reuses memory after the last reader (Note [Lent memory] in `ranks.py`).
     """
@@ -70,7 +70,7 @@ _define_start(f"all_gather(Tensor x, {_AT}, bool lent) -> (Tensor, Tensor)", _al
 
 def _place(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
     place = torch.empty(shape, dtype=dtype, device=device)
-    place.view(-1)[:1].zero_()  # torch warns of a CUDA graph without a kernel
+    place.view(-1)[:1].zero_()  # a kernel: torch warns of a CUDA graph without one
     return place
 
 

@@ -2,14 +2,15 @@
 
 Note [Order of a graph]
     The order of nodes decides memory use and the overlap of collectives with computation. A step's graph has a good
-    order; `regather` and `sink` reorder others, such as a torch.func gradient of a loss that gathers all units first.
+    order; `regather` and `sink` reorder other graphs, such as the torch.func gradient of a loss that gathers all units
+    first.
 
 Note [What a pass must keep]
     1. Values: outputs have the same bits.
-    2. Collectives: all ranks issue the same ones in the same order. A pass may drop, move and merge labelled ones, such
-       as gathers of units, because all ranks read their results in the same order. An unlabelled collective may have
-       other readers on other ranks. So no pass moves or merges an unlabelled collective, or moves another because of
-       these readers. A pass may move an unlabelled wait, unless it starts the second stage of an all-reduce.
+    2. Collectives: all ranks issue equal collectives in one order. A pass may drop, move and merge labelled
+       collectives, such as gathers of units, because all ranks read the results in one order. The readers of an
+       unlabelled collective may differ between ranks, so no pass moves or merges it, or moves another because of
+       such readers. A pass may move an unlabelled wait, unless the wait starts the second stage of an all-reduce.
     3. Waits: every collective has one `fshard.wait`, before the first reader of its result.
     4. Writes: no node moves past a write to memory it reads, or past a reader of memory it writes to (`NodeIndex` of
        `dataflow.py`).
@@ -62,7 +63,7 @@ def drop_dead(graph: fx.Graph) -> None:
     """Erase nodes without readers, and gathers of unused leaves unless `_reaches_nothing`."""
     _drop_unread(graph)
     kept = _reaches_nothing(graph)
-    # again: a dropped gather may have been another one's last reader
+    # repeat: a dropped gather may have been the last reader of another
     while dead := [gather for gather in gathers(index(graph)) if not (gather.readers or gather.fixed or kept)]:
         for gather in dead:
             for node in (gather.wait, *reversed(gather.views), gather.ticket, gather.start):  # readers before values
@@ -73,14 +74,14 @@ def drop_dead(graph: fx.Graph) -> None:
 def _drop_unread(graph: fx.Graph) -> None:
     for node in reversed(graph.nodes):
         unread = node.op in ("call_function", "get_attr") and not node.users and not acts(node)
-        if unread and not is_call(node, "fshard.exchange"):  # peers wait for what this rank sends
+        if unread and not is_call(node, "fshard.exchange"):  # peers wait for this rank's messages
             graph.erase_node(node)
 
 
 def shorten(graph: fx.Graph) -> None:
-    """Make each view of a gathered buffer one node. Let readers of a `detach` or a write's result read the argument.
+    """Make each view of a gathered buffer one node. Let readers of a `detach` or a write's result read its argument.
 
-    After a write, compilers compute each view anew; if it is one of n parts of a split, all n.
+    After a write, compilers compute each view anew; for one of n parts of a split, they compute all n.
     """
     for gather in gathers(index(graph)):
         buffer = next(x for x in gather.views if is_call(x, "getitem") and x.args == (gather.start, 0))  # (n,)
@@ -88,20 +89,20 @@ def shorten(graph: fx.Graph) -> None:
         for view in gather.views:
             value = view.meta["val"]
             is_tensor = isinstance(value, torch.Tensor) and value.dtype == whole.dtype
-            # else shape, strides and offset do not make the view
+            # other views need more than shape, strides and offset
             if view is not buffer and is_tensor and not value.is_conj() and not value.is_neg():
                 view.target, view.kwargs = torch.ops.aten.as_strided.default, {}
                 view.args = (buffer, list(value.shape), list(value.stride()), value.storage_offset())
     for node in list(graph.nodes):
         if (written := returns_place(node)) or is_call(node, "detach", "alias"):
-            # a region returns a copy of a write's result, without later writes
+            # a region returns a write's result as a copy, without later writes
             also_results = written and node.args[0].op != "placeholder"
             node.replace_all_uses_with(node.args[0], lambda user, also=also_results: also or user.op != "output")
     _drop_unread(graph)
 
 
 def fix_places(graph: fx.Graph) -> None:
-    """Let each gather write to the previous CUDA graph's memory: later graphs read the result without a copy."""
+    """Let each gather write to the previous CUDA graph's memory: later CUDA graphs read the result without a copy."""
     before = next(iter(graph.nodes))
     for node in list(graph.nodes):
         if is_call(node, "fshard.all_gather"):
@@ -126,12 +127,12 @@ def _fix_place(graph: fx.Graph, start: fx.Node, before: fx.Node) -> None:
 
 
 def keep_unread(graph: fx.Graph) -> None:
-    """Return one element of each unread result that a compiler must compute, as last outputs.
+    """Append one element of each unread result of a collective or another library's operator to the outputs.
 
-    These are results of collectives (peers wait for them) and of other libraries' operators.
+    Compilers then compute these results: peers wait for collectives.
     """
     output, read = graph.output_node(), _read_storages(graph)
-    if _reaches_nothing(graph):  # compilers would drop gathers whose shape alone is read
+    if _reaches_nothing(graph):  # compilers would drop a gather with only its shape read
         read -= {next(storages_of(gather.start)) for gather in gathers(index(graph))}
     kept: list[fx.Node] = []
     for node in list(graph.nodes):
@@ -139,7 +140,7 @@ def keep_unread(graph: fx.Graph) -> None:
             # compilers keep only the overload with a message
             node.target, node.args = torch.ops.aten._assert_async.msg, (*node.args, "a condition is false")
         elif is_call(node, "fshard.wait") and next(storages_of(arguments(node)["place"])) not in read:
-            # an exchange that receives nothing has no element, and needs no wait
+            # an exchange without received elements needs no wait
             place, ticket, *_ = node.args
             kept.append(_element(graph, place, node) if _has_element(place) else ticket)
         elif node.op == "call_function" and not node.users and not has_effect(node) and acts(node):
@@ -179,7 +180,7 @@ def _element(graph: fx.Graph, x: fx.Node, after: fx.Node) -> fx.Node:
 
 
 def _read_storages(graph: fx.Graph) -> set[int]:
-    """Return storages of inputs, of reads except by waits, views and copies, and of sources of copies to these."""
+    """Return storages of inputs, storages read except by waits, views and copies, and sources of copies to any."""
     read, copied = set[int](), dict[int, set[int]]()  # copied[s]: storages copied to s
     for node in graph.nodes:
         if node.op == "placeholder":
@@ -201,7 +202,7 @@ def _read_storages(graph: fx.Graph) -> set[int]:
 
 
 def materialize(graph: fx.Graph) -> None:
-    """Compute 0-d values before their pointwise readers: fused, a value would be computed for each element."""
+    """Compute 0-d values before their pointwise readers: if fused, a value would be computed for each element."""
     for node in [n for n in graph.nodes if _is_number(n) and torch.Tag.pointwise in getattr(n.target, "tags", ())]:
         readers = [user for user in node.users if values(user) and not _is_number(user)]
         if readers:
@@ -231,9 +232,9 @@ def _arrange(graph: fx.Graph, places: Mapping[fx.Node, _Place]) -> None:
 
 
 def sink(graph: fx.Graph, in_flight: int = 0, ahead: int = 1) -> None:
-    """Start each gather `ahead` units before its first reader, and wait for it right before that reader.
+    """Start each gather `ahead` units before its first reader, and wait right before the reader.
 
-    With `in_flight`, gathers start earlier and waits for reductions come later, for up to that many bytes under way.
+    With `in_flight`, gathers start earlier and waits for reductions come later, with up to `in_flight` bytes under way.
     """
     nodes, places = index(graph), dict[fx.Node, _Place]()
     order, read = nodes.order, [gather for gather in gathers(nodes) if gather.readers]
@@ -244,7 +245,7 @@ def sink(graph: fx.Graph, in_flight: int = 0, ahead: int = 1) -> None:
     moved = [gather for gather in read if not gather.fixed]
     for gather, early in zip(moved, _early(moved, order, in_flight, ahead), strict=True):
         shard, traced_at = arguments(gather.start)["x"], order[gather.start]  # shard: (n / W,)
-        # The shard must have its traced value: start between the last write before the traced start and the next write.
+        # The shard must have its traced value: start between the writes before and after the traced start.
         ready = max((nodes.last_write([shard], traced_at), _AFTER), places.get(shard, (order[shard], _ITSELF)))
         changed = (nodes.first_write([shard], traced_at), _FIRST_START)
         start = max(min(early, changed), ready)
@@ -257,13 +258,13 @@ def sink(graph: fx.Graph, in_flight: int = 0, ahead: int = 1) -> None:
 def _early(moved: Sequence[GatherNodes], order: Mapping[fx.Node, int], in_flight: int, ahead: int) -> Iterator[_Place]:
     """Yield the start of each gather: the first reader of the last gather `ahead` units earlier.
 
-    With `in_flight` the start may be earlier, if the gathers from there to this one have at most `in_flight` bytes.
+    With `in_flight`, the start may be earlier if gathers from that start to this one have at most `in_flight` bytes.
     """
     heads = [order[gather.readers[0]] for gather in moved]
     ends = list(accumulate((gather.nbytes for gather in moved), initial=0))  # ends[i]: bytes of gathers before i
     units = list(accumulate(a.unit != b.unit for a, b in pairwise([*moved[:1], *moved])))  # numbers of units, by gather
     for gather, head, unit in zip(moved, heads, units, strict=True):
-        before = bisect_left(heads, head)  # gathers with an earlier reader
+        before = bisect_left(heads, head)  # number of gathers with an earlier reader
         if not (before and (ahead or in_flight)):
             yield head, _FIRST_START
         else:
@@ -304,7 +305,7 @@ def _has_second_stage(start: fx.Node) -> bool:
 
 
 def regather(graph: fx.Graph, units: Iterable[str], lasting: Collection[str] = ENDS) -> None:
-    """Free a buffer of these units and gather it again if another unit is gathered between two readers.
+    """Free a buffer of these units and gather it again if another unit is gathered between two of its readers.
 
     A unit of `lasting` stays if it would be gathered more than twice (`Plan.lasting`).
     """

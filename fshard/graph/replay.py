@@ -1,21 +1,21 @@
 """Copies of a traced function, put into the graph for other tensors of the same shapes.
 
 Note [Replays]
-    1. `RecordedCall` traces a function on fake tensors unknown to the graph, into a piece of its own.
-    2. A replay copies the nodes of the piece into the traced graph, as one node of autograd. Its backward copies the
-       nodes of the derivative, traced from the tensors that autograd saved, once for each combination of present
-       gradients and their strides.
+    1. `RecordedCall` traces a function on fake tensors unknown to the graph, into a graph of its own, the piece.
+    2. A replay copies the nodes of the piece into the traced graph, as one node of autograd. This node's backward
+       copies the nodes of the derivative, traced from the tensors saved by autograd, once for each combination of
+       present gradients and their strides.
     3. So a replay keeps the order of nodes, and runs no Python of the function. Saved tensors pass through the active
        hooks: a loss gathers its units again as always.
     4. A random operator has one more argument and result, states of a stream (Note [Random numbers in a graph] in
        `random.py`).
 
-    A call is not recorded if a copy could differ:
-    - the function changes between calls, or talks to other ranks;
-    - it writes to its arguments, or returns them or views of them;
-    - it asks autograd about an argument (a derivative, a hook, `is_leaf`);
-    - forward mode, autocast or a mode of others is on;
-    - it reads twice a tensor that others may read: autograd would add gradients in another order.
+    A call is not recorded if a copy could differ, because the function
+    - changes between calls, or talks to other ranks;
+    - writes to its arguments, or returns them or views of them;
+    - asks autograd about an argument (a derivative, a hook, `is_leaf`);
+    - runs in forward mode, autocast or another library's mode;
+    - reads twice a tensor with possible readers outside: autograd would add gradients in another order.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ import torch
 from torch import Tensor, fx
 from torch.autograd import forward_ad
 
-# Experimental in torch: to trace inside of a trace, and to make a tensor one of a graph's (test_scan.py notices).
+# Experimental in torch (test_scan.py): functions to trace inside a trace, and to add a tensor to a graph.
 from torch.fx.experimental.proxy_tensor import (
     get_proxy_mode,
     get_proxy_slot,
@@ -49,12 +49,12 @@ from ..core.tree import Tree, tensors, with_tensors
 from .dataflow import written
 from .inspect import operator as name_of
 
-Ctx = Any  # torch's context of a function, on which forward sets any attributes for backward
+Ctx = Any  # torch's context of a function: forward sets any attributes for backward
 _NUMBERS = (bool, int, float, complex, str, bytes, type(None))
 _OWN = ("fshard.draw", "fshard.forked", "fshard.materialize")  # operators of fshard without effects
 
 
-# These show how a tensor was computed, and answer differently for traced arguments.
+# These functions show a tensor's computation, and answer differently for traced arguments.
 _ASKS = (
     *(torch.autograd.grad, Tensor.register_hook, Tensor.register_post_accumulate_grad_hook, Tensor.retain_grad),
     *(Tensor.is_leaf.__get__, Tensor.grad_fn.__get__),  # type: ignore[attr-defined, union-attr]
@@ -65,25 +65,25 @@ def can_record() -> bool:
     is_cast = any(map(torch.is_autocast_enabled, ("cpu", "cuda")))
     if not is_tracing() or get_proxy_mode() is None or func_levels.inside() or is_cast or UNROLLS.get():
         return False
-    # a mode of others may change the function's operators
+    # another library's mode may change the function's operators
     kinds = [type(mode).__module__ for mode in get_torch_dispatch_modes()]
     return all(kind.startswith(("fshard.", "torch._subclasses.", "torch.fx.")) for kind in kinds)
 
 
 class Repeated:
-    """A function that a trace calls several times: two calls run, later ones are copies (Note [Replays]).
+    """A function called several times in a trace: two calls run, later calls are copies.
 
-    Others may read the tensors of its first argument and of its closure.
+    Code outside may read the tensors of its first argument and of its closure.
     """
 
     def __init__(self, fn: Callable[..., Tree]):
         self._fn, self._count = fn, 0
-        self._seen: list[Tree] = []  # of the first two calls
+        self._seen: list[Tree] = []  # leaves of the first two calls' units
         self._is_steady = False  # the last call changed nothing, and did not talk to other ranks
         self._recorded: RecordedCall | None = None
 
     def __call__(self, *args: Tree) -> Tree:
-        if tree.nodes(args, tree.StandIn):  # several units: only a call decides when each is gathered
+        if tree.nodes(args, tree.StandIn):  # several units: only a call decides when to gather each
             return self._fn(*args)
         self._count += 1
         if self._count == 3 and self._is_steady:
@@ -100,7 +100,7 @@ class Repeated:
 
 
 def _surroundings(fn: object) -> list[object]:
-    """Return the outside objects that a function may change."""
+    """Return the objects outside a function: a call may change them."""
     read, waiting = list[object](), [fn]
     while waiting:
         x = waiting.pop()
@@ -164,10 +164,10 @@ def _is_plain(x: Tensor) -> bool:
 
 
 class _Piece:
-    """A function of fake tensors as nodes of its own graph, unread ones included."""
+    """A function of fake tensors as nodes of its own graph, unread nodes included."""
 
     def __init__(self, run: Callable[..., Sequence[Tensor | None]], inputs: Sequence[Tensor]):
-        self.copies: dict[fx.Node, fx.Node] = {}  # by the tracer's nodes; the tracer drops some
+        self.copies: dict[fx.Node, fx.Node] = {}  # of the tracer's nodes; the tracer drops some
 
         def traced(*inputs: Tensor) -> list[Tensor]:
             self._tracer = _tracer()
@@ -195,7 +195,7 @@ class _Piece:
         return next(read, None) if slot is None else self.copies[slot.proxy.node]
 
     def insert(self, values: dict[fx.Node, Tensor]) -> dict[fx.Node, fx.Node]:
-        """Copy the calls into the traced graph, and return its nodes. Adds results to `values`."""
+        """Copy the calls into the traced graph; return the copies. Adds results to `values`."""
         values.update((node, x) for node, x in self.others.items() if node not in values)
         nodes, tracer = {node: _traced(x) for node, x in values.items()}, _tracer()
         with unrecorded(), torch.no_grad():
@@ -222,11 +222,11 @@ def _traced(x: Tensor) -> fx.Node:
 
 class _Derivative(NamedTuple):
     piece: _Piece
-    reads: dict[fx.Node, fx.Node]  # inputs other than gradients, and the call's nodes for them
+    reads: dict[fx.Node, fx.Node]  # from inputs other than gradients to the call's nodes
 
 
 class _Instead(TorchFunctionMode):
-    """Replace tensors, given by identity, wherever they are read."""
+    """Replace tensors, given by id, at each read."""
 
     def __init__(self, instead: Mapping[int, Tensor], refuses: bool):
         super().__init__()
@@ -243,16 +243,16 @@ class _Instead(TorchFunctionMode):
 
 
 class RecordedCall:
-    """A function of trees whose calls become copies (Note [Replays]), for trees like `args`."""
+    """A recorded function of trees: calls with trees like `args` become copies."""
 
     def __init__(self, fn: Callable[..., Tree], args: Sequence[Tree]):
         self._leaves, self._spec = tree.flatten(args)
         self._forms, self._stream = [*map(_form, self._leaves)], stream()
-        self._saves: list[fx.Node]  # saved by autograd
-        self._keeps: list[fx.Node] = []  # further ones that the derivative reads
+        self._saves: list[fx.Node]  # nodes of tensors saved by autograd
+        self._keeps: list[fx.Node] = []  # further nodes read by the derivative
         self._draws_late = False  # the derivative draws random numbers
         self._trace(fn, [])
-        # A tensor from outside that requires grad becomes an argument, so that the derivative ends there.
+        # If a tensor from outside requires grad, it becomes an argument: the derivative ends there.
         if read := [x for x in self._read.values() if x.requires_grad]:
             self._trace(fn, read)
         if any(out.requires_grad for out in self._outs):
@@ -296,7 +296,7 @@ class RecordedCall:
         if node not in self._saved:
             with unrecorded():
                 alias = x.detach()
-            # read if the function itself differentiates
+            # derivatives inside the function read the alias
             self._saved[node] = _known(alias, node)
         return self._saved[node]
 
@@ -323,12 +323,12 @@ class RecordedCall:
         return self._derivatives[key]
 
     def is_faithful(self, shared: Container[int]) -> bool:
-        """Return True if a copy does what a call does. `shared`: ids of arguments that others read too."""
+        """Return True if a copy equals a call. `shared`: ids of arguments with readers outside."""
         return self._is_plain() and self._is_apart() and self._adds_once(shared)
 
     def _is_plain(self) -> bool:
         pieces = [(self._call, self._read), *((d.piece, d.reads) for d in self._derivatives.values())]
-        # a fake tensor that neither trace knows comes from another trace
+        # a fake tensor unknown to both traces comes from another trace
         constants = [x for piece, known in pieces for node, x in piece.others.items() if node not in known]
         return (
             not self._draws_late
@@ -373,7 +373,7 @@ class RecordedCall:
         values = dict(zip([*self._call.inputs, *self._read], inputs, strict=True))
         known = dict(values)
         nodes = self._call.insert(values)
-        # with memory of their own: torch refuses writes to views made in an autograd node
+        # give results their own memory: torch refuses writes to views made in an autograd node
         known.update((node, _known(_alone(values[node]), nodes[node])) for node in self._call.made)
         rest = (node for node in (*self._saves, *self._keeps) if node not in known)
         known.update((node, _known(values[node], nodes[node])) for node in rest)

@@ -21,19 +21,19 @@ def scan(body: Callable[..., Tree], carry: Carry, units: Sequence[Tree], xs: Tre
     """Call a body for each unit and pass its carry on: a loop over layers that `jit` traces once for equal layers.
 
     Rule: for each unit, `carry, y = body(unit, carry)`, or `body(unit, carry, x)` with `x` a row of `xs`. Returns the
-    last carry, and all `y` stacked.
+    last carry, and `ys`, all `y` stacked.
 
-    - `body`: returns the new carry, or (carry, y). It must be pure: it returns what others read, takes numbers that
-      change with the unit from `xs`, and does not compare tensors by identity.
-    - `carry`: a tree; it keeps its structure.
+    - `body`: returns the new carry, or (carry, y). It must be pure: it returns all values read outside, takes a unit's
+      own numbers from `xs`, and does not compare tensors by identity.
+    - `carry`: a tree; the body keeps its structure.
     - `units`: a list of trees, such as `params["blocks"]` in a loss, where the plan gathers each unit.
-    - `xs`: a tree of tensors (len(units), ...), as are the stacked `ys`; `ys` is None without `y` or units.
+    - `xs`: a tree of tensors (len(units), ...). `ys` is such a tree, too, or None without `y` or units.
 
-    Eagerly, `scan` is the loop. `jit` calls the body for two units, traces it, and copies that trace for all units of
+    Eagerly, `scan` is the loop. `jit` calls the body for two units, traces it, and copies the trace for all units of
     the same structure, shapes, dtypes and numbers. Values, derivatives and random numbers have the loop's bits.
 
     Raises TypeError if a result has another structure, or a `y` is no tensor; ValueError unless `xs` has a row for each
-    unit; under `jit`, TraceError for a `torch.autograd.grad(create_graph=True)` around it.
+    unit; under `jit`, TraceError for a `torch.autograd.grad(create_graph=True)` around `scan`.
 
     >>> layers = [{"w": torch.full((1,), 2.0)}, {"w": torch.full((1,), 3.0)}]
     >>> scan(lambda layer, x: (layer["w"] * x, x), torch.ones(1), layers)
@@ -59,7 +59,7 @@ def _rows(xs: Tree, count: int) -> Sequence[tuple[Tree, ...]]:
         expect(f"scan: xs{_at(path)}", x, isinstance(x, Tensor), "a tensor with a row for each unit")
         if not x.dim() or len(x) != count:
             raise ValueError(f"scan: xs{_at(path)}: shape {list(x.shape)}: expected {count} rows, one for each unit")
-    columns = [x.unbind() for x in leaves]  # the derivative of `unbind` is one sum, not one for each row
+    columns = [x.unbind() for x in leaves]  # the derivative of `unbind` is one operator, not a sum for each row
     return [() if xs is None else (tree.unflatten(spec, [x[n] for x in columns]),) for n in range(count)]
 
 
