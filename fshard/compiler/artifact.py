@@ -112,7 +112,7 @@ def _write(path: Path, entry: Json, parts: Mapping[str, bytes], identity: Functi
 
 
 def _told(entry: Json, rank: int, parts: Mapping[str, bytes], now: FunctionIdentity) -> tuple[Json, Json]:
-    """Return texts and head. Without C++ loops any processor will do, so the texts get this one."""
+    """Return texts and head. Without C++ loops any processor will do, so the texts get the current one."""
     texts, head = (json.loads(parts[entry[name][rank]]) for name in ("keys", "programs"))
     if not head["libraries"]:
         texts["where"].update({name: now.where[name] for name in ("the processor", "the number of threads")})

@@ -365,7 +365,7 @@ def _attributes(
 
 
 def _handed_on(method: MethodType) -> list[object]:
-    """Return the values read by a method as wholes, and values in such dicts: the method may return any."""
+    """Return the values read whole by a method, and the values of dicts among them: the method may return any."""
     read = [x.read() for x in variables(method) if not x.by_name and x.key != _ITSELF]
     return [y for x in read for y in (x.values() if isinstance(x, dict) else [x])]
 

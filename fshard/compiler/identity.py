@@ -2,7 +2,7 @@
 
 Note [What another process compares]
     One process finds a graph by values and objects (Note [What a graph depends on]). In another process the objects
-    differ, so each becomes text:
+    differ, so each value becomes text:
     - numbers and strings as they are;
     - tensors by shape, strides, dtype and device;
     - functions and classes by name; the user's also by a digest of their code;

@@ -177,7 +177,7 @@ def jit(
 
     Arguments:
 
-    - `donate`: reuse the memory of the first argument for the first result; both have one structure.
+    - `donate`: reuse the memory of the first argument for the first result; both have the same structure.
     - `backend`: the name of a backend of torch.compile.
     - `in_flight`: start gathers of parameters up to this many bytes ahead; 0 means one unit ahead.
     - `bucket`: merge consecutive collectives of one kind, up to this many bytes (default 1 MiB); 0 merges none. Merged

@@ -77,7 +77,7 @@ class _File:
     def __init__(self) -> None:
         self._sources: dict[tuple[tuple[str, ...], str], str] = {}  # names by (types, source)
         self.loops: dict[str, Loop] | None = None  # by name; None before compilation
-        self.path = ""  # path of the library
+        self.path = ""  # of the library
 
     def add(self, argtypes: Sequence[str], source: str) -> str:
         return self._sources.setdefault((tuple(argtypes), source), f"kernel{len(self._sources) or ''}")

@@ -191,7 +191,7 @@ def _bound(statement: ast.stmt) -> set[str]:
 
 
 def _are_torchs(body: Iterable[ast.stmt]) -> bool:
-    """Return True if all `extern_kernels` that are called are torch's functions of the same names."""
+    """Return True if all called `extern_kernels` are torch's functions of the same names."""
     from torch._inductor.select_algorithm import extern_kernels
 
     nodes = [node for x in body for node in ast.walk(x) if isinstance(node, ast.Attribute)]
@@ -271,7 +271,7 @@ def result_of(program: Program, leaves: Sequence[object], spec: tree.Spec) -> tu
 
 
 def _named_tuple(module: str, name: str) -> Any:
-    """Find the class of a named tuple. Raises TypeError for others: a program calls none."""
+    """Find the class of a named tuple. Raises TypeError for other objects: a program calls none."""
     kind: Any = sys.modules.get(module)
     for part in name.split("."):
         kind = getattr(kind, part, None)

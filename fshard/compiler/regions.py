@@ -149,7 +149,7 @@ def _read(run: Sequence[fx.Node]) -> list[fx.Node]:
     memory = written(run)
 
     def read(node: fx.Node, parts: bool) -> Iterator[fx.Node]:
-        parts = parts and "as_strided" not in operator(node)  # its offset counts from the whole buffer's start
+        parts = parts and "as_strided" not in operator(node)  # an `as_strided` offset counts from the buffer's start
         for x in node.all_input_nodes:
             nodes = [*read(x, parts)] if _is_view(x) else [x]
             is_part = parts and all(y.op == "placeholder" for y in nodes) and memory.isdisjoint(storages_of(x))

@@ -70,7 +70,7 @@ class Signature(NamedTuple):
     """The part of the cache key from arguments and torch's settings (Note [What a graph depends on])."""
 
     structure: Structure
-    kinds: tuple[TensorKey | Key, ...]  # one for each leaf
+    kinds: tuple[TensorKey | Key, ...]  # one key for each leaf
     trained: tuple[tuple[object, ...], ...]  # aliases among leaves with a gradient
     meshes: tuple[str, ...]
     ambient: Ambient

@@ -178,7 +178,7 @@ def eval_shape(fn: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
 
 @contextmanager
 def _alone() -> Iterator[None]:
-    """Hide a block from a checkpoint or `remat` around the call: those may run the call again.
+    """Hide a block from a checkpoint or `remat` around the call: both may run the call again.
 
     In the block, functions decorated by torch.compile run as written.
     """
