@@ -47,8 +47,8 @@ class _FlatCollective:
 class _Bucket:
     """Collectives to merge, and their bytes.
 
-    `limit` of gathers is the first start: all inputs must exist there. `limit` of reductions is the first reader of a
-    result or first write to a sent buffer: all must start before it.
+    Gathers: `limit` is the first start, and all inputs must exist there. Reductions: all must start before `limit`, the
+    first reader of a result or the first write to a sent buffer.
     """
 
     collectives: list[_FlatCollective]

@@ -130,8 +130,9 @@ def _written_by(node: fx.Node) -> list[fx.Node]:
 class NodeIndex:
     """The number of each node, and by storage the nodes with access to it, in order.
 
-    `returned`: nodes returning the storage; `written`: writes to it; `read`: reads after a write. An index does not
-    follow changes of its graph. One index serves all collectives: a scan for each would take quadratic time.
+    `returned`: nodes returning the storage; `written`: numbers of writes; `read`: numbers of reads after a write. An
+    index does not follow changes of its graph. One index serves all collectives: a scan for each would take quadratic
+    time.
     """
 
     order: Mapping[fx.Node, int]

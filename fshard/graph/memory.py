@@ -6,7 +6,7 @@ Note [Memory of a graph]
     2. A fused value does not count: an elementwise value without readers after the next barrier (matrix product,
        attention, collective).
     3. One loop writes all elementwise values of one size between two barriers, so its inputs stay until the last value.
-    4. A value may be written over an input of its size at the input's last use. The two count once.
+    4. A value may be written over an input of its size at the input's last use. The pair counts once.
     5. An exact sum on an accelerator, or between more than a few hosts, receives all ranks' parts in a buffer outside
        the graph. The buffer counts from start to wait.
 """
@@ -29,7 +29,7 @@ from ..core.storage import address
 from .inspect import arguments, operator, values
 
 _MADE = {"fshard.all_gather": "gathered", "fshard.room": "gradients"}
-# Compilers fuse these, but never write a result over an input.
+# Compilers fuse these operators, but never write a result over an input.
 _DECOMPOSED = (
     *("_softmax", "_softmax_backward_data", "_log_softmax", "_log_softmax_backward_data"),
     *("nll_loss_forward", "nll_loss_backward"),

@@ -2,7 +2,7 @@
 
 Note [Replays]
     1. `RecordedCall` traces a function on fake tensors unknown to the graph, into a graph of its own, the piece.
-    2. A replay copies the nodes of the piece into the traced graph, as one node of autograd. This node's backward
+    2. A replay copies the nodes of the piece into the traced graph, as one node of autograd. The node's backward
        copies the nodes of the derivative, traced from the tensors saved by autograd, once for each combination of
        present gradients and their strides.
     3. So a replay keeps the order of nodes, and runs no Python of the function. Saved tensors pass through the active
