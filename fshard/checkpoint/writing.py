@@ -105,7 +105,8 @@ class Writer:
     def finish(self, patience: float, stop: threading.Event) -> None:
         """Read the records of all ranks, put the index in place, and delete the files of the replaced index.
 
-        CheckpointError if a record is missing after `patience` seconds or when `stop` is set, or if files are deleted.
+        CheckpointError if a record is missing after `patience` seconds or when `stop` is set, or if another job
+        deleted files of this save.
         """
         place, names = folder(self.directory, self.step), [f"{self._name(r)}.json" for r in range(self.contents.ranks)]
         _await(place, self.token, names, patience, stop)
@@ -129,7 +130,7 @@ class Writer:
     def discard(self) -> None:
         """Delete the files of all ranks, unless the index names them. Suppress errors: the caller raises another.
 
-        Only rank 0 calls this, if it puts no index in place: other ranks cannot know of the index.
+        Only rank 0 calls this, and puts no index in place afterwards: other ranks do not know what rank 0 still does.
         """
         place = folder(self.directory, self.step)
         with suppress(OSError, ValueError):
@@ -155,7 +156,7 @@ class Writer:
 
 
 def _form(leaf: str, forms: dict[str, Form]) -> Form:
-    return forms[leaf] if leaf in forms else forms[leaf.rpartition("@")[0]]  # a leaf that differs between ranks
+    return forms[leaf] if leaf in forms else forms[leaf.rpartition("@")[0]]  # else name@rank, see `rank_key`
 
 
 def _shaped(name: str, piece: Named, forms: dict[str, Form]) -> tuple[str, tuple[int, ...], torch.dtype]:

@@ -6,12 +6,13 @@ Note [Lent memory]
     is written once, before the send, and never again until freed. Only memory out of reach of other code is lent:
     - buffers of gradients to be reduced, if the reduction is fshard's and no wire encodes gradients;
     - messages packed by `swap`;
-    - the part that a rank sums aside in an all-reduce in place;
+    - in an all-reduce into its own input, the buffer of this rank's part of the sum;
     - buffers of units gathered for a loss, if no wire decodes units: a loss writing to its parameters is an error,
       and parameters in its result are copied.
-    Not lent are results for users, inputs of users' reductions, gathers and wires, and anything in a graph: a compiler
-    may reuse memory after its last reader. A backend's own collectives have read sent memory by the wait. A late
-    world (`testing/late.py`) raises an error for a write to lent memory after sending.
+    Other memory is not lent: results for users; inputs of wires, and of reductions and gathers written by users; any
+    memory in a graph, as a compiler may reuse it after its last reader. Collectives of a backend need no lending:
+    their wait ends after sent memory was read. A late world (`testing/late.py`) raises an error for a write to lent
+    memory after sending.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from ..core.tracing import assigned
 
 @dataclass(frozen=True, init=False)
 class Call:
-    """One collective of one rank, in errors named by `str`; ranks must agree on all fields but `nbytes`.
+    """One collective of one rank. Ranks must agree on all fields but `nbytes`; `str` is the text in errors.
 
     `kind` is "all_gather", say, `axis` the axis, `label` the unit or the caller's word, `nbytes` the bytes sent.
     """
@@ -43,7 +44,7 @@ class Call:
     dtype: torch.dtype | None = field(default=None, compare=False, repr=False)
     shape: Sequence[int] = field(default=(), compare=False, repr=False)
     op: str = field(default="sum", compare=False, repr=False)
-    more: str = field(default="", compare=False, repr=False)  # for ranks to compare
+    more: str = field(default="", compare=False, repr=False)  # more arguments in `str`: a broadcast's sender, say
     text: str = field(default="", compare=False, repr=False)  # if not empty, the text of `str`
 
     def __init__(
@@ -144,7 +145,7 @@ class Pending:
             return self._finish([])
         if self._error:  # waiting again for received messages would never end
             raise MismatchError(self._error)
-        self._taken = True  # before an interrupt can come: see above
+        self._taken = True  # before an interrupt can come: else `drop` would wait again, without end
         try:
             received = self._exchange.wait()
             result = self._finish(received)
@@ -187,7 +188,7 @@ class Exchange(Protocol):
     def wait(self) -> Sequence[Tensor]:
         """Return all ranks' tensors in rank order.
 
-        A tensor received without a given place is valid until `done`.
+        If `Ranks.exchange` got None in `recvs` for a tensor, the tensor is valid until `done`.
         """
 
     def done(self) -> None:
@@ -206,7 +207,7 @@ class Arrived(NamedTuple):
 
 
 class OwnCollectives(Protocol):
-    """Ranks with their own gathers and reductions; `wait` gives [result]."""
+    """Ranks with their own gathers and reductions; `wait` of a returned `Exchange` gives [result]."""
 
     def all_gather(self, x: Tensor, out: Tensor | None, lent: bool, call: Call) -> Exchange: ...
 

@@ -1,30 +1,36 @@
 """One order on all ranks: the anchors of a forward, and the table of its backward.
 
 Note [One order on all ranks]
-    Ranks may compute different things, as a branch depends on the batch. Two rules keep collectives equal:
+    Ranks may compute different things, for example in a branch on the batch. Two rules keep collectives equal:
 
     1. Anchors run in one order. With several ranks each anchor takes an output of the previous anchor, and the backward
-       starts from the last anchor, too. So every anchor runs on every rank, last made first, with None for unused
-       leaves. Units get anchors at their first reads: ranks must read gathered units in one order. If units are whole
-       on every rank, an eager step makes anchors in the order `Schedule.likely`; an unread unit gets an empty anchor.
-    2. Gathers run in the reverse order of the units' last saves, or reads by a checkpoint. All nodes made after an
-       anchor run before the anchor, and gather their units. The anchor gathers the units of nodes unused by the loss.
+       starts from the loss and the last anchor. So every anchor runs on every rank, last made first, with None for
+       unused leaves. Units get anchors at their first reads: ranks must read gathered units in one order. If units are
+       whole on every rank, an eager step makes anchors in the order `Schedule.likely`; an unread unit gets an empty
+       anchor.
+    2. The backward gathers units in the reverse order of their last saves, or reads by a checkpoint. Nodes made after
+       an anchor run before the anchor, and gather the units of their saved views. If the loss does not use a node on
+       this rank, the node never runs, and the anchor gathers the node's units.
 
-    Ranks compare their saved units in the collective that sums the loss. If ranks saved different units, all gather all
-    read units before the backward; on an accelerator the device stops with an error.
+    Ranks compare their saved units in the collective that sums the loss. If ranks saved different units, every
+    rank gathers all read units before the backward. On an accelerator the host does not wait for the comparison:
+    different units are an error there, and the device stops.
 
-    Units read where gradients are off, by a function with its own backward, are reduced after the backward. Units read
-    during a backward are not in the chain: their own backward must not run earlier anchors.
+    A unit read only while gradients are off, as inside a torch.autograd.Function, is reduced after the backward. A unit
+    read during the backward gets an anchor outside the chain: an inner backward through this anchor must not run the
+    anchors of the chain.
 
 Note [The table of a backward]
     The forward only records events: a saved view of a unit (`Due`), a read by a checkpoint (`Reread`), the use of the
     last saved view by a backward inside the loss (None). Then `backward_of` makes a `Due` for each unit:
 
     1. Units are in the order of their last saves. A checkpoint runs again forwards, so its units are reversed.
-    2. A unit read by a checkpoint stays until an anchor runs. If the program asks for the unit, the checkpoint runs
-       again: the unit stays until its own anchor (`until`). If an anchor asks, the checkpoint may run later: the unit
-       stays until the anchor made before the checkpoint (`early`). So does a unit gathered twice, or by several
-       checkpoints. A frozen unit waits for an anchor only if gathered so, or also saved.
+    2. A unit read by a checkpoint stays until an anchor runs. There are two cases. If the program reads the unit in the
+       backward, the checkpoint is running again: the unit stays until its own anchor (`until`). If an anchor gathers
+       the unit, the checkpoint may run again later: the unit stays until the anchor made before the checkpoint
+       (`early`). In both cases a unit gathered twice, or by several checkpoints, stays until the earlier anchor. A
+       frozen unit waits for an anchor only if gathered twice or by several checkpoints, or if views of the unit were
+       also saved.
     3. All other units stay until their last saved view was used.
 """
 
@@ -49,7 +55,7 @@ class Due(NamedTuple):
     tape: Saves
     before: int  # the unit is gathered before an anchor with a lower number runs
     until: int | None  # the last anchor to run while the unit stays; None: until its last view was used
-    early: int  # `until`, if an anchor asks for the unit
+    early: int  # `until`, if an anchor gathers the unit
 
 
 class Reread(NamedTuple):
@@ -78,10 +84,11 @@ def backward_of(
 ) -> Backward[U]:
     """Return the table of a record.
 
-    `numbers`: the number of each unit's anchor; for a frozen unit, of the anchor before. `ends(unit)`: True if the unit
-    has trainable leaves, or saved views left.
+    `numbers`: the number of each unit's anchor; for a frozen unit, of the last anchor before its first read.
+    `ends(unit)`: True if the unit has trainable leaves, or saved views left.
     """
-    # `reads` by unit: its last checkpoint, True if it is shared, the anchor before all its checkpoints
+    # `reads` by unit: its last checkpoint; True if gathered twice, or by several checkpoints (`is_shared`); the last
+    # anchor made before all its checkpoints
     due, reads = dict[U, Any](), dict[U, tuple[tuple[int, int], bool, int]]()
     for unit, event in record:
         if type(event) is Reread:
@@ -116,8 +123,8 @@ def _put(due: dict[U, Any], unit: U, event: Reread) -> None:
 class Chain:
     """The anchors and the record of one forward, and the table of its backward.
 
-    `outputs`: the root, then one output of each anchor if there are several ranks. Units of `planned` get anchors in
-    its order, other units when read.
+    `outputs`: the root (Note [One root] in `autograd.py`), then one output of each anchor if there are several ranks.
+    Units of `planned` get anchors in its order, other units when read.
     """
 
     def __init__(self, root: Tensor, is_linked: bool, planned: Iterable[TapeUnit]):
@@ -151,7 +158,7 @@ class Chain:
         return bound
 
     def link(self, stop: TapeUnit | None, take: OnGrads) -> None:
-        """Give an empty anchor to each planned unit before `stop` without one."""
+        """Before `stop` in the planned order, give an empty anchor to each unit lacking an anchor."""
         for unit in self._planned:
             if unit is stop:
                 return
@@ -163,7 +170,7 @@ class Chain:
 
     def rerun(self, unit: TapeUnit, tape: Saves, block: Block, is_new: bool) -> None:
         hook, (number, _) = self._checkpoint
-        if block.hook is not hook:  # the last anchor may be of this read
+        if block.hook is not hook:  # - 2: the last anchor may be this unit's, made by this read
             self._checkpoint = block.hook, (number + 1, len(self.outputs) - 2)
         read = Reread(tape, len(self.outputs), self._checkpoint[1], block.is_nested, is_new)
         self._record.append((unit, read))
@@ -187,7 +194,7 @@ class Chain:
     def reach(self, unit: TapeUnit) -> None:
         """Gather all units due before this one."""
         if unit in (rows := self.table.due):
-            # other ranks may read a kept unit at another time
+            # a kept unit starts no gathers: other ranks may read it at another time
             if self.is_linked and next(reversed(rows)) is not unit and not unit.is_kept:
                 self._catch_up(-1, unit)
             if (until := rows.pop(unit).until) is not None:

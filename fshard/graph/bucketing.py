@@ -63,7 +63,7 @@ def bucket(graph: fx.Graph, nbytes: int) -> None:
     early = [(x, order[x.start]) for x in _gathers(nodes)]
     groups = _groups(early, nbytes, partial(_may_start_at, nodes))
     _erase(graph, [x for group in groups for x in _merge_gathers(graph, group, order)])
-    nodes = index(graph)  # again: a merged gather may read the result of a reduction
+    nodes = index(graph)  # again: the first reader of a reduction may now be a merged gather
     in_order = list(nodes.order)
     used = ((x, nodes.first_reader(x.wait), nodes.first_write([x.x], nodes.order[x.start])) for x in _reductions(nodes))
     groups = _groups([(x, min(ends)) for x, *ends in used], nbytes, lambda x, end: nodes.order[x.start] < end)
@@ -71,7 +71,7 @@ def bucket(graph: fx.Graph, nbytes: int) -> None:
 
 
 def _erase(graph: fx.Graph, nodes: Iterable[fx.Node]) -> None:
-    """Erase nodes, readers before values. Call it after all merges: until then, nodes mark places."""
+    """Erase nodes, readers before values. Call it after all merges: a merge may insert before one of these nodes."""
     for node in nodes:
         graph.erase_node(node)
 

@@ -45,7 +45,7 @@ class _Exchange:
     links: dict[int, Link]
     numbers: dict[int, int]  # of the message expected from each peer
     recvs: list[Tensor | None]
-    like: Tensor  # this rank's own result; the form of results without `recvs`
+    like: Tensor  # this rank's own result; results without `recvs` have its dtype and shape
     call: str
     unread: list[tuple[Link, int]] = field(default_factory=list)  # segments to acknowledge in `done`
 
@@ -126,7 +126,7 @@ class HostMesh(ProcessMesh):
     """A `ProcessMesh` with shared memory along each axis on one host."""
 
     def __init__(self, mesh: ProcessMesh, ranks: dict[str, Ranks]):
-        # without results of `once`, which may refer to old ranks
+        # `_kept` begins empty: kept results of `once` may refer to old ranks
         self.__dict__.update(vars(mesh))
         self._ranks, self._kept, self.twin = ranks, {}, None
         links = [link for each in ranks.values() if isinstance(each, _HostRanks) for link in each.links.values()]
@@ -168,7 +168,7 @@ def connected(mesh: AnyMesh) -> Mesh | None:
     if not _has_hosts(grid):
         return grid
     for axis in grid.mesh_dim_names:
-        ranks = along(grid, axis)  # raises in a second thread
+        ranks = along(grid, axis)  # RuntimeError if called in a second thread
         if isinstance(ranks, Announced):
             ranks.announce(PLANS)
     is_missing = not (isinstance(grid.twin, HostMesh) and grid.twin.all_plan())
@@ -180,7 +180,7 @@ def connected(mesh: AnyMesh) -> Mesh | None:
 
 
 def connect(mesh: AnyMesh) -> Any:  # a Mesh, or None
-    """Connect CPU processes of a Linux host by shared memory, except with a registered backend. All ranks must call."""
+    """Connect CPU processes of a Linux host by shared memory, along axes of gloo, MPI or UCC. All ranks must call."""
     grid = unconnected(mesh)
     if not _has_hosts(grid):
         return grid
@@ -195,7 +195,7 @@ def _ranks(mesh: ProcessMesh, axis: str) -> Ranks:
 
 
 def _connected(ranks: Ranks) -> Ranks:
-    """Return `ranks` itself on several hosts, or if any rank lacks shared memory."""
+    """Connect ranks by shared memory. On several hosts, or if any rank lacks it, return `ranks` itself."""
     refusals = [row.decode() for row in rows_of_bytes(refusal().encode(), ranks)]
     if told := [f"rank {p} of axis {ranks.axis!r}: {text}" for p, text in enumerate(refusals) if text]:
         if ranks.rank == 0:

@@ -1,8 +1,8 @@
 """Rows: flat buffers of leaves, their elements in each shard, and the ranks of each leaf.
 
 Note [One rank's spans]
-    A tree has a span for almost every leaf on every rank: 664,000 spans for a model of 70B parameters on 8192 ranks. A
-    step needs this rank's spans alone, so a row computes spans by arithmetic.
+    The spans of all ranks are too many for a list: 664,000 for a model of 70B parameters on 8192 ranks. A step needs
+    this rank's spans alone, so a row computes spans by arithmetic.
 """
 
 from __future__ import annotations
@@ -27,9 +27,10 @@ M = TypeVar("M")
 
 
 class Span(NamedTuple):
-    """Elements [begin, begin + numel) of a leaf, in its order of elements, from `start` on in tensor number `tensor`.
+    """Elements [begin, begin + numel) of a leaf, in the leaf's own order, and their place in this rank's tensors.
 
-    In a row's spans `start` counts from the beginning of the shard.
+    The elements lie in tensor number `tensor`, from element `start` on. In a row's spans `start` counts from the
+    beginning of the shard.
     """
 
     leaf: Any  # a number, or a `Slot` of a plan, as in the row
@@ -69,7 +70,7 @@ class Row(Generic[L]):
     shards: int = 1
     tensor: int = 0
     start: int = 0
-    block: int = 1  # elements of a block: spans of optimizer state count blocks
+    block: int = 1  # elements in a block; if over 1 (scales of 8-bit moments), spans count blocks
     split: RowSplit | None = None  # of split leaves
 
     @memo
@@ -143,7 +144,7 @@ class Row(Generic[L]):
         """Copy all leaves into the buffer and zero the gaps. With `add`, add them; gaps stay."""
         for number, dim in self._turned:
             leaves = [*leaves[:number], leaves[number].movedim(dim, 0), *leaves[number + 1 :]]
-        # one node: Inductor would fuse copies into a kernel that searches each element's leaf
+        # one node: Inductor would fuse copies into one kernel, and search in it for the leaf of each element
         if is_tracing():
             torch.ops.fshard.put(flat, leaves, self.starts, add)
             return
@@ -188,7 +189,7 @@ class Row(Generic[L]):
         return (0, self.numels[i]) if self.split is None else self.split.bounds[i][part : part + 2]  # type: ignore[return-value]
 
     def _holding(self, i: int, part: int = 0) -> range:
-        """Return the shards of a part with elements of leaf i."""
+        """Return the numbers of shards, within a part, holding elements of leaf i."""
         if self.rule.at is not None:
             return range(self.rule.at, self.rule.at + 1)
         length, start, (low, high) = max(self.length, 1), self.starts[i], self._bounds(i, part)
@@ -208,7 +209,7 @@ class Row(Generic[L]):
     def shards_of(
         self, leaf: L, sizes: Mapping[str, int], at: Mapping[str, int]
     ) -> Iterator[tuple[tuple[int, ...], Span]]:
-        """Yield (coordinates along `over`, span) of each shard at coordinates `at` with elements of a leaf."""
+        """For each shard at coordinates `at` holding elements of a leaf, yield (coordinates along `over`, span)."""
         i, over, parts = self._number[leaf], self.rule.over, range(1)
         if self.split is not None:
             part = at.get(self.split.axis)
@@ -229,7 +230,7 @@ class Row(Generic[L]):
         """Return the common divisor of the begins of a leaf's spans and, unless `packed`, of the spans' starts."""
         i = self._number[leaf]
         parts = range(1 if self.split is None else len(self.split.bounds[i]) - 1)
-        # later spans keep the distance from the second to the third
+        # three spans are enough: from the second on, begins grow by one shard's length
         spans = [self._span(i, number, part) for part in parts for number in self._holding(i, part)[:3]]
         return math.gcd(*(span.begin for span in spans), *(0 if packed else self.start + span.start for span in spans))
 

@@ -45,7 +45,7 @@ class ModuleCall:
     def __init__(self, params: Leaves, buffers: Sequence[Tensor]):
         self.params = params
         self.buffers = buffers
-        self.put: dict[tuple[int, str], tuple[Any, Any]] = {}  # assigned tensors: (place, tensor)
+        self.put: dict[tuple[int, str], tuple[Any, Any]] = {}  # assigned tensors, by (`Slots` id, name)
         self._copies: dict[object, Tensor] = {}  # of buffers, made when first read
         self._after: dict[object, Tensor] = {}  # replaced buffers, after the call
         self._touching = set[CodeType]()  # code of the forward with access to buffers
@@ -78,7 +78,7 @@ class ModuleCall:
         return code not in self._touching
 
     def _read_only(self, buffer: Tensor, path: str) -> Tensor:
-        """Copy a new buffer; ValueError at the end of the backward if code wrote to the copy."""
+        """Return a copy of `buffer` for a hook. ValueError at the end of the backward if the hook wrote to the copy."""
         read = buffer.clone()
         version = writes(read)
         # Private: nothing public runs at the end of a backward (test_module_code.py)
@@ -122,7 +122,7 @@ class ModuleCall:
         self.thread = get_ident()
 
 
-# Code to skip: dicts and stands of a copy, `__getattr__` of torch and of its tracer.
+# Files between a buffer and the code touching it, to skip: `Slots`, `Stand`, `__getattr__` of torch and its tracer.
 _FOR_OTHERS = (
     os.path.join(os.path.dirname(__file__), "current.py"),
     os.path.join(os.path.dirname(__file__), "skeleton.py"),
@@ -151,7 +151,7 @@ def nodes_of(results: Tree) -> set[Any]:
     leaves = tree.tops(placed(results), Branch)
     # tensors in objects outside of trees
     leaves += tree.leaves([vars(x) for x in leaves if not isinstance(x, Tensor) and hasattr(x, "__dict__")])
-    grad_fn: Any = Tensor.grad_fn  # torch's own: in a `Weight` it is None
+    grad_fn: Any = Tensor.grad_fn  # by torch's own descriptor: `Weight.grad_fn` is None
     nodes = [grad_fn.__get__(x) for x in leaves if isinstance(x, Tensor)]
     return {node for node in nodes if node is not None}
 

@@ -94,7 +94,7 @@ def _of_scales(layout: Layout, block: int) -> Layout:
 
 
 def _check_blocks(layout: Layout, block: int) -> None:
-    """ValueError if, on any number of ranks, a block would lie in two leaves or on two ranks."""
+    """ValueError if a block would lie in two leaves or on two ranks. Checked on one rank as on many."""
     numbers = [n for n in layout.numbers if layout.flat and layout.leaves[n].numel]
     in_tensor = Counter(layout.row_of[n].tensor for n in numbers)
     for number in numbers:

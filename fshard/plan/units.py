@@ -104,7 +104,7 @@ def claim_leaves(params: Tree, spec: tree.Spec, origins: Sequence[int], where: W
 def claim_splits(
     params: Tree, origins: Sequence[int], split: Mapping[str, Sequence[Any]], sizes: Mapping[str, int]
 ) -> dict[int, Split]:
-    """Return the splits by each leaf's first place. An axis of one rank splits nothing.
+    """Return {leaf number: split}; a tied leaf has its first occurrence's number. An axis of one rank splits nothing.
 
     Raises TypeError for anything but (axis, dim) or (axis, dim, blocks); ValueError for an unknown axis, dim or number
     of blocks, a pattern without leaves, and two splits of a leaf.
@@ -132,7 +132,7 @@ def claim_splits(
 
 
 def claim_policies(params: Tree, spec: tree.Spec, origins: Sequence[int], policy: Policy) -> list[Policy | None]:
-    """Return each leaf's policy: the first override of the leaf at any place, else None."""
+    """Return each leaf's policy, or None: the first override selecting the leaf; for a tied leaf, any occurrence."""
     chosen: dict[int, Policy] = {}  # by the first place of a leaf
     dtypes, paths = [leaf.dtype for leaf in tree.leaves(params)], tree.paths(spec)
     for where, override in reversed(_grouped(policy)):  # the first override is set last
@@ -166,7 +166,8 @@ def claim_units(
     """Return the units by name in the order of use, the root first, and the number of every leaf's unit.
 
     A leaf belongs to the innermost subtree selected, else to `(first)`, `(last)` or the root. If `units` is a
-    number, tied leaves count once. A unit from a tuple of patterns has its subtrees' names.
+    number, tied leaves count once. The value of a name: the subtrees' names if the
+    unit joins several, else ().
     """
     owner, parts = [ROOT] * spec.num_leaves, dict[str, tuple[str, ...]]()
     if isinstance(units, int):

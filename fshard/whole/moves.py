@@ -117,13 +117,13 @@ def _find_moves(old: Layout, new: Layout) -> Moves:
 def _items(
     old: Layout, new: Layout, leaf: int, here: Mapping[str, int], sizes: Mapping[str, int], k: int
 ) -> Iterator[Item]:
-    """Yield the items of a leaf on this rank after the messages along the axes from number `k` on.
+    """Yield the leaf's items held by this rank when messages along axes number `k`, `k + 1`, ... have arrived.
 
     Messages go along the last axis first: along axes before `k` an item has its source's coordinates, along other axes
-    its target's. If several ranks have a copy, the one with the target's other coordinates sends.
+    its target's. If ranks along an axis have copies, the rank at the target's coordinate sends.
     """
     source_row, target_row = old.row_of[leaf], new.row_of[leaf]
-    passed = [axis for axis in list(here)[:k] if axis in source_row.over]  # along these axes, targets at any coordinate
+    passed = [axis for axis in list(here)[:k] if axis in source_row.over]  # no message along these yet: any target
     from_here = {axis: here[axis] for axis in list(here)[:k]}
     to_here = {axis: number for axis, number in here.items() if axis not in passed}
     if next(source_row.shards_of(leaf, sizes, from_here), None) is None:
@@ -182,7 +182,7 @@ def _along(
 
 
 def collect(x: Tree, layout: Layout, label: str = "") -> Parts:
-    """Return leaves whole on the ranks in `layout`, on the device. Dual: `spread`."""
+    """Return whole leaves, on the device of `x`; `layout` says on which ranks. Dual: `spread`."""
     arrived = _moved(x, layout, label)
     tensors, device = [], device_of(x)
     for span in layout.mine:
