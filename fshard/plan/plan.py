@@ -258,6 +258,7 @@ class Plan:
         return tuple(dict.fromkeys(split for kind in kinds if (split := self.kinds[kind].split) is not None))
 
     def num_ranks(self, axes: Axes) -> int:
+        """Return the number of ranks along these axes together."""
         sizes = dict(self.axes)
         return math.prod(sizes[axis] for axis in axes)
 

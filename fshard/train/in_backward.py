@@ -54,6 +54,8 @@ Runs: TypeAlias = Mapping[tuple[int, int], Sequence[tuple[int, int, int, int]]]
 
 
 class Stepped(NamedTuple):
+    """The results of one step."""
+
     state: Tree
     outcome: Outcome
     norm: Tensor

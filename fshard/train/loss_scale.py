@@ -162,7 +162,8 @@ def _not_finite(x: Tensor) -> Tensor:
 def nonfinite_leaves(x: Tree, mesh: AnyMesh = None) -> list[str]:
     """Return the paths of leaves that are not finite on some rank: one collective, and the host waits for it.
 
-    `mesh`: for a plain tree (None: this rank alone). All ranks get the same paths.
+    `x`: a tree of tensors, plain or sharded. `mesh`: for a plain tree (None: this rank alone). All ranks get the same
+    paths.
 
     >>> nonfinite_leaves({"a": torch.tensor([1.0, torch.inf]), "b": torch.ones(2)})
     ['a']
