@@ -11,9 +11,9 @@ from torch import Tensor
 
 from ..core.storage import as_bytes, from_bytes
 from ..files.directory import folder, index_at
+from ..files.folders import Folder
 from ..files.foreign import printable
 from ..files.index import CheckpointError, IndexEntry
-from ..files.places import Place
 from ..files.safetensors_file import NAMES
 from ..layout.layout import numbers_in
 from .inspecting import TextLine, number
@@ -21,7 +21,7 @@ from .inspecting import TextLine, number
 _WINDOW = 1 << 18  # elements read and compared at a time
 
 
-def compare(place: Place, step: int, other_place: Place, other_step: int) -> Iterator[TextLine]:
+def compare(place: Folder, step: int, other_place: Folder, other_step: int) -> Iterator[TextLine]:
     """Yield the differences of two checkpoints. CheckpointError if one of them is damaged.
 
     If two leaves have equal pieces and checksums, they count as equal; else their data is read.
@@ -53,7 +53,7 @@ def _shown(x: object) -> str:
 
 
 def _of_leaf(
-    place: Place, a: IndexEntry, other_place: Place, b: IndexEntry, name: str
+    place: Folder, a: IndexEntry, other_place: Folder, b: IndexEntry, name: str
 ) -> tuple[str, dict[str, object]]:
     """Return the difference as text and data; both are empty if the leaves are equal."""
     if a.shape != b.shape:
@@ -108,7 +108,7 @@ def _double(x: Tensor) -> Tensor:
     return (x.float() if x.itemsize == 1 else x).double()  # torch cannot cast float8 to float64
 
 
-def _read(place: Place, entry: IndexEntry, begin: int, end: int, name: str) -> Tensor:
+def _read(place: Folder, entry: IndexEntry, begin: int, end: int, name: str) -> Tensor:
     """Read elements [begin, end) in row-major order. If the stored order differs, elements between are read, too."""
     if not entry.order:
         return elements(place, entry, begin, end, name)
@@ -117,7 +117,7 @@ def _read(place: Place, entry: IndexEntry, begin: int, end: int, name: str) -> T
     return elements(place, entry, low, high, name)[numbers - low]
 
 
-def elements(place: Place, entry: IndexEntry, begin: int, end: int, name: str) -> Tensor:
+def elements(place: Folder, entry: IndexEntry, begin: int, end: int, name: str) -> Tensor:
     """Read elements [begin, end), in the stored order, to the host."""
     size = entry.dtype.itemsize
     data = bytearray((end - begin) * size)

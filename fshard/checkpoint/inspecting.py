@@ -15,10 +15,10 @@ from itertools import groupby
 from typing import NamedTuple
 
 from ..files.directory import INDEX, folder, index_at, numbers
+from ..files.folders import Folder
 from ..files.foreign import printable
 from ..files.index import CheckpointError, Index, IndexEntry, Piece, read_block
 from ..files.other_formats import header_of
-from ..files.places import Place
 from ..files.safetensors_file import CHUNK, NAMES, stored
 from ..plan.owners import aligned
 
@@ -42,7 +42,7 @@ def number(value: object) -> object:
     return repr(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def overview(place: Place) -> Iterator[TextLine]:
+def overview(place: Folder) -> Iterator[TextLine]:
     """Yield a table of the steps, with sizes and leftovers of killed saves."""
     steps = numbers(place)
     if not steps:
@@ -62,7 +62,7 @@ def _table(names: Sequence[str], rows: Sequence[Sequence[object]]) -> Iterator[T
         yield TextLine(text, str(row[-1]).startswith(_DAMAGED), dict(zip(names, row, strict=True)))
 
 
-def _summary(place: Place, step: int) -> list[int | str | None]:
+def _summary(place: Folder, step: int) -> list[int | str | None]:
     try:
         there = folder(place, step)
         index = index_at(place, step)[0] if there.has(INDEX) else None
@@ -75,12 +75,12 @@ def _summary(place: Place, step: int) -> list[int | str | None]:
     return [step, len(index.leaves), size, index.ranks, len(index.files), left_over, ""]
 
 
-def _left_over(there: Place, files: Mapping[str, int]) -> dict[str, int | None]:
+def _left_over(there: Folder, files: Mapping[str, int]) -> dict[str, int | None]:
     """Return sizes of files not in the index; None for anything but a regular file."""
     return {name: _size(there, name) for name in there.names() if name != INDEX and name not in files}
 
 
-def _size(there: Place, name: str) -> int | None:
+def _size(there: Folder, name: str) -> int | None:
     """OSError if a store does not answer."""
     try:
         with there.open(name) as file:
@@ -91,7 +91,7 @@ def _size(there: Place, name: str) -> int | None:
         return None
 
 
-def step_lines(place: Place, step: int) -> Iterator[TextLine]:
+def step_lines(place: Folder, step: int) -> Iterator[TextLine]:
     """Yield leaves as a tree, values, files, and leftovers of killed saves."""
     index, there = index_at(place, step)[0], folder(place, step)
     title = f"{place}: step {index.step:,}, saved by {index.ranks:,} rank(s)"
@@ -161,7 +161,7 @@ def _holders(entry: IndexEntry) -> str:
     return f"rank{'s' * (len(ranks) > 1)} {text}" if ranks else ""
 
 
-def _file_lines(there: Place, index: Index) -> Iterator[TextLine]:
+def _file_lines(there: Folder, index: Index) -> Iterator[TextLine]:
     pieces = Counter(piece.file for entry in index.leaves.values() for piece in entry.pieces)
     sizes = {name: _size(there, name) for name in index.files}
     rows = [[name, size, pieces[name], _fault(sizes[name], size)] for name, size in index.files.items()]
@@ -180,7 +180,7 @@ def _fault(size: int | None, expected: int) -> str:
     return "" if size == expected else f"{_DAMAGED}: it has {size:,} bytes"
 
 
-def verify(place: Place, step: int) -> Iterator[TextLine]:
+def verify(place: Folder, step: int) -> Iterator[TextLine]:
     """Read all data of a checkpoint. Yield damage, by leaf and file, or the amount of data."""
     try:
         index, there = index_at(place, step)[0], folder(place, step)
@@ -206,7 +206,7 @@ def verify(place: Place, step: int) -> Iterator[TextLine]:
         yield TextLine(text, False, data)
 
 
-def _file_faults(there: Place, name: str, size: int, pieces: Sequence[tuple[str, IndexEntry, Piece]]) -> Iterator[str]:
+def _file_faults(there: Folder, name: str, size: int, pieces: Sequence[tuple[str, IndexEntry, Piece]]) -> Iterator[str]:
     buffer = bytearray(CHUNK)
     try:
         with there.open(name) as file:
@@ -225,7 +225,7 @@ def _file_faults(there: Place, name: str, size: int, pieces: Sequence[tuple[str,
         yield f"{printable(error, 2000)}. It has leaf {printable(pieces[0][0])!r}"
 
 
-def _header_faults(there: Place, name: str, pieces: Sequence[tuple[str, IndexEntry, Piece]]) -> Iterator[str]:
+def _header_faults(there: Folder, name: str, pieces: Sequence[tuple[str, IndexEntry, Piece]]) -> Iterator[str]:
     """Yield leaves with another name, dtype, shape or place in the file's header: other programs read it."""
     said = {(x.name.rstrip("'"), x.dtype, x.shape, x.start) for x in header_of(there, name)[0].values()}
     for leaf, entry, x in pieces:

@@ -23,10 +23,10 @@ from ..core.differences import Form, equal_values, form_difference, name_differe
 from ..core.storage import from_bytes
 from ..core.tree import Tree
 from ..files.directory import at, finished, folder, index_at, links, no_checkpoint
+from ..files.folders import Folder, Reader
 from ..files.foreign import legible, require
 from ..files.index import CheckpointError, Index, IndexEntry, Piece, read_block
 from ..files.other_formats import Checkpoint, format_at, source_at
-from ..files.places import Place, Reader
 from ..files.safetensors_file import CHUNK
 from ..files.torch_dcp import located
 from ..layout.layout import Picks, picks_in, within
@@ -52,7 +52,7 @@ def steps(dir: str | os.PathLike[str], mesh: AnyMesh = None) -> list[int]:
     return _seen_by_first(mesh, lambda: _finished(at(dir)))
 
 
-def _finished(place: Place) -> list[int]:
+def _finished(place: Folder) -> list[int]:
     if names := links(place):
         warnings.warn(f"{place}: passed over, because they are symbolic links: {', '.join(names[-8:])}", stacklevel=2)
     return finished(place)
@@ -109,7 +109,7 @@ def restore(
     """
     mesh = mesh_of(like) if mesh is None else mesh
 
-    def checked() -> tuple[Place, Contents]:
+    def checked() -> tuple[Folder, Contents]:
         check_flags(fall_back=fall_back, donate=donate)
         place = at(dir)
         if step is not None:
@@ -141,7 +141,7 @@ def restore(
     raise AssertionError("unreachable")
 
 
-def _check_one(place: Place, kind: str, step: int | None, fall_back: bool) -> None:
+def _check_one(place: Folder, kind: str, step: int | None, fall_back: bool) -> None:
     if step is not None or fall_back:
         raise ValueError(
             f"restore: step={step}, fall_back={fall_back}: expected None and False, because {place} has one checkpoint "
@@ -149,14 +149,14 @@ def _check_one(place: Place, kind: str, step: int | None, fall_back: bool) -> No
         )
 
 
-def _candidates(place: Place, step: int | None, fall_back: bool) -> list[int]:
+def _candidates(place: Folder, step: int | None, fall_back: bool) -> list[int]:
     if step is not None and not fall_back:
         return [step]
     numbers = [number for number in reversed(_finished(place)) if step is None or number <= step]
     return numbers if fall_back else numbers[:1]
 
 
-def _of_step(place: Place, step: int) -> Checkpoint:
+def _of_step(place: Folder, step: int) -> Checkpoint:
     index, text = index_at(place, step)
     return Checkpoint(f"step {step} in {place}", folder(place, step), index, text.decode(errors="replace"))
 

@@ -25,8 +25,8 @@ from ..comm.mesh import AnyMesh, Mesh, adapted
 from ..core.arguments import check_flags, check_whole
 from ..core.tree import Tree
 from ..files.directory import at, folder, prune
+from ..files.folders import Folder
 from ..files.index import CheckpointError
-from ..files.places import Place
 from ..layout.pieces import mesh_of
 from .contents import Contents, check_same_call, contents_to_save, differing, own_pieces
 from .host_copies import snapshot
@@ -135,7 +135,7 @@ def save(
     """
     mesh = mesh_of(state) if mesh is None else mesh
 
-    def checked() -> tuple[Place, Contents]:
+    def checked() -> tuple[Folder, Contents]:
         _check_arguments(wait, keep_last, keep_every)
         folder(place := at(dir), step)  # raises if `step` is no step's number, or its folder a link
         return place, contents_to_save(state, mesh)

@@ -14,6 +14,7 @@ import torch
 
 from ..core.differences import Form
 from ..files.directory import INDEX, folder, index_at, read_all
+from ..files.folders import Folder
 from ..files.foreign import parsed
 from ..files.index import (
     CheckpointError,
@@ -28,7 +29,6 @@ from ..files.index import (
     read_index,
     read_piece,
 )
-from ..files.places import Place
 from ..files.safetensors_file import CHUNK, copied_into, header, laid_out, stored
 from .contents import Contents, Named
 from .host_copies import in_host_memory
@@ -60,7 +60,7 @@ def read_record(text: bytes, where: str) -> RankRecord:
 class Writer:
     """One save of one rank. `by_rank`: names with a value for each rank; `token`: this save's mark in file names."""
 
-    directory: Place
+    directory: Folder
     step: int
     token: str
     contents: Contents
@@ -178,11 +178,11 @@ def _by_name_in_file(
     return by_name
 
 
-def _deleted(place: Place, name: str) -> CheckpointError:
+def _deleted(place: Folder, name: str) -> CheckpointError:
     return CheckpointError(f"{place}/{name}: deleted meanwhile: expected one job at a time in a directory")
 
 
-def _await(place: Place, token: str, names: Sequence[str], patience: float, stop: threading.Event) -> None:
+def _await(place: Folder, token: str, names: Sequence[str], patience: float, stop: threading.Event) -> None:
     """Wait for `names`. CheckpointError at once if a file of this save is deleted."""
     deadline, (pause, longest) = time.monotonic() + patience, _PAUSES
     program, seen = threading.main_thread(), set[str]()
@@ -200,7 +200,7 @@ def _await(place: Place, token: str, names: Sequence[str], patience: float, stop
             )
 
 
-def _files_at(directory: Place, step: int) -> Iterable[str]:
+def _files_at(directory: Folder, step: int) -> Iterable[str]:
     if folder(directory, step).has(INDEX):
         with suppress(CheckpointError):  # damaged
             return index_at(directory, step)[0].files

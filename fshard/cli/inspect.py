@@ -18,10 +18,10 @@ from ..checkpoint import inspecting
 from ..checkpoint.comparing import compare
 from ..checkpoint.inspecting import contents_lines, overview, step_lines, verify
 from ..files.directory import at, finished, no_checkpoint, numbers
+from ..files.folders import Folder
 from ..files.foreign import require
 from ..files.index import CheckpointError
 from ..files.other_formats import format_at, source_at
-from ..files.places import Place
 from .output import FAULT, OK, Line, report
 
 
@@ -40,7 +40,7 @@ def run(args: argparse.Namespace) -> int:
     return report(lines, args.json)
 
 
-def _lines(args: argparse.Namespace, place: Place) -> Iterator[inspecting.TextLine]:
+def _lines(args: argparse.Namespace, place: Folder) -> Iterator[inspecting.TextLine]:
     if args.against is not None:
         other = at(args.against)
         return compare(place, _steps(place, args.step)[-1], other, _steps(other, args.at)[-1])
@@ -57,7 +57,7 @@ def _lines(args: argparse.Namespace, place: Place) -> Iterator[inspecting.TextLi
     return overview(place)
 
 
-def _steps(place: Place, step: int | None) -> list[int]:
+def _steps(place: Folder, step: int | None) -> list[int]:
     steps = finished(place) if step is None else [step]
     if not steps:
         raise CheckpointError(no_checkpoint(place, None))

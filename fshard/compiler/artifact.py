@@ -22,8 +22,8 @@ from collections.abc import Mapping, Sequence
 from ..comm.consensus import of_all, together
 from ..comm.mesh import AnyMesh, num_ranks, rank_in
 from ..core.arguments import check_path
+from ..files.folders import Folder, LocalFolder, LocalReader, folder_of, read_bytes
 from ..files.foreign import require
-from ..files.places import LocalPlace, LocalReader, Place, place_of, read_bytes
 from .identity import FunctionIdentity
 from .program import Json, Program, UnsavableError, digest_of
 
@@ -106,7 +106,7 @@ def _write(path: Path, entry: Json, parts: Mapping[str, bytes], identity: Functi
         for digest in _used(programs, parts):
             archive.writestr(digest, parts[digest])
     place, name = _place(path)
-    if isinstance(place, LocalPlace):
+    if isinstance(place, LocalFolder):
         place.sweep(name)
     place.put(name, file.getvalue())
 
@@ -146,6 +146,6 @@ def _read(path: Path) -> tuple[list[Json], dict[str, bytes]]:
     return index["programs"], parts
 
 
-def _place(path: Path) -> tuple[Place, str]:
+def _place(path: Path) -> tuple[Folder, str]:
     folder, _, name = os.fspath(path).rpartition("/")
-    return place_of(folder), name
+    return folder_of(folder), name

@@ -15,21 +15,21 @@ import os
 import re
 
 from ..core.arguments import check_path, check_whole
+from .folders import Folder, folder_of, read_bytes
 from .foreign import check_size
 from .index import CheckpointError, Index, read_index
-from .places import Place, place_of, read_bytes
 
 INDEX = "index.json"
 LAST_STEP = 10**12
 _STEP = re.compile(r"step-([0-9]{12})")
 
 
-def at(directory: str | os.PathLike[str]) -> Place:
+def at(directory: str | os.PathLike[str]) -> Folder:
     check_path("dir", directory, "the path of a directory")
-    return place_of(directory)
+    return folder_of(directory)
 
 
-def folder(place: Place, step: int) -> Place:
+def folder(place: Folder, step: int) -> Folder:
     check_whole("step", step, 0, LAST_STEP, "the number of a step")
     return place.inside(f"step-{step:012}")
 
@@ -52,7 +52,7 @@ def delete(dir: str | os.PathLike[str], step: int) -> None:
     remove(place, step)
 
 
-def remove(place: Place, step: int) -> None:
+def remove(place: Folder, step: int) -> None:
     there = folder(place, step)
     there.remove(INDEX)
     for name in there.names():
@@ -61,7 +61,7 @@ def remove(place: Place, step: int) -> None:
     there.remove_folder()
 
 
-def prune(place: Place, step: int, keep_last: int, keep_every: int | None) -> None:
+def prune(place: Folder, step: int, keep_last: int, keep_every: int | None) -> None:
     """Delete steps up to `step`, but not the last `keep_last` whole ones and whole multiples of `keep_every`."""
     # later steps stay: the run may have gone back to an earlier step
     earlier = [number for number in numbers(place, folders=True) if number <= step]
@@ -72,20 +72,20 @@ def prune(place: Place, step: int, keep_last: int, keep_every: int | None) -> No
             remove(place, number)
 
 
-def finished(place: Place) -> list[int]:
+def finished(place: Folder) -> list[int]:
     return [number for number in numbers(place, folders=True) if folder(place, number).has(INDEX)]
 
 
-def numbers(place: Place, folders: bool = False) -> list[int]:
+def numbers(place: Folder, folders: bool = False) -> list[int]:
     """Return the steps with an entry or, with `folders`, with a folder, whole or not."""
     return sorted(int(name.group(1)) for name in map(_STEP.fullmatch, place.names(folders)) if name)
 
 
-def links(place: Place) -> list[str]:
+def links(place: Folder) -> list[str]:
     return [name for name in place.links() if _STEP.fullmatch(name)]
 
 
-def index_at(place: Place, step: int) -> tuple[Index, bytes]:
+def index_at(place: Folder, step: int) -> tuple[Index, bytes]:
     there = folder(place, step)
     try:
         text = read_all(there, INDEX)
@@ -99,7 +99,7 @@ def index_at(place: Place, step: int) -> tuple[Index, bytes]:
     return index, text
 
 
-def read_all(place: Place, name: str) -> bytes:
+def read_all(place: Folder, name: str) -> bytes:
     with place.open(name) as file:
         try:
             check_size(file.size, f"{place}/{name}")
@@ -108,6 +108,6 @@ def read_all(place: Place, name: str) -> bytes:
         return read_bytes(file, 0, file.size)
 
 
-def no_checkpoint(place: Place, step: int | None) -> str:
+def no_checkpoint(place: Folder, step: int | None) -> str:
     there = ", ".join(map(str, finished(place)[-8:])) or "none"
     return f"{place}: no checkpoint{'' if step is None else f' of step {step}'}; the last ones are: {there}"

@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 from ..core.differences import lacking
+from .folders import flush, is_file_name
 from .foreign import naming, parsed, read_text
 from .index import Json
-from .places import flush, is_file_name
 from .safetensors_file import PICKLES, FileEntry, header, laid_out, read_entries, write_tensor
 
 FILE, INDEX, PARTIAL = "model.safetensors", "model.safetensors.index.json", ".partial"

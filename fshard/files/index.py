@@ -36,8 +36,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .folders import Reader
 from .foreign import MOST_ITEMS, parsed, require
-from .places import Reader
 from .safetensors_file import CHUNK, DTYPES, NAMES
 
 VERSIONS = (1, 2, 3)  # to write: the first if all leaves are row-major, else the last

@@ -14,11 +14,11 @@ from typing import Any
 
 from .boxes import MOST_RUNS, num_runs, runs_of
 from .directory import finished, read_all
+from .folders import Folder, folder_of
 from .foreign import parsed, require
 from .hugging_face import FILE, indexed
 from .hugging_face import INDEX as FILES
 from .index import CheckpointError, Index, IndexEntry, Piece, in_order
-from .places import Place, place_of
 from .safetensors_file import PICKLES, FileEntry, are_counts, read_header
 from .torch_dcp import METADATA, index_of_dcp
 
@@ -33,12 +33,12 @@ class Checkpoint:
     """A checkpoint: its name in errors, the folder of its files, its index, and a text for ranks to compare."""
 
     what: str
-    place: Place
+    place: Folder
     index: Index
     text: str
 
 
-def format_at(path: str | os.PathLike[str], place: Place) -> str:
+def format_at(path: str | os.PathLike[str], place: Folder) -> str:
     """Return the format at a path; "" for a directory of `save`, even an empty one."""
     if os.path.isfile(path) and Path(path).suffix in (".safetensors", *PICKLES):
         return SAFETENSORS
@@ -63,11 +63,11 @@ def format_at(path: str | os.PathLike[str], place: Place) -> str:
     return ""
 
 
-def source_at(path: str | os.PathLike[str], place: Place, kind: str) -> Checkpoint:
+def source_at(path: str | os.PathLike[str], place: Folder, kind: str) -> Checkpoint:
     if kind == DCP:
         index, data = index_of_dcp(place)
         return Checkpoint(f"{place}", place, index, hashlib.sha256(data).hexdigest())
-    folder = place_of(Path(path).parent) if os.path.isfile(path) else place
+    folder = folder_of(Path(path).parent) if os.path.isfile(path) else place
     try:
         index = _index(_chunks_at(Path(path), folder))
     except (OSError, ValueError) as error:  # their texts begin with the path
@@ -79,7 +79,7 @@ def source_at(path: str | os.PathLike[str], place: Place, kind: str) -> Checkpoi
 _Chunk = tuple[FileEntry, tuple[int, ...] | None]  # a box of a tensor, and its offsets (None: the whole tensor)
 
 
-def _chunks_at(path: Path, folder: Place) -> Iterator[_Chunk]:
+def _chunks_at(path: Path, folder: Folder) -> Iterator[_Chunk]:
     def read(name: str) -> dict[str, FileEntry]:
         return header_of(folder, name)[0]
 
@@ -95,12 +95,12 @@ def _chunks_at(path: Path, folder: Place) -> Iterator[_Chunk]:
             yield from _chunks(folder, name)
 
 
-def header_of(folder: Place, name: str) -> tuple[dict[str, FileEntry], dict[str, Any]]:
+def header_of(folder: Folder, name: str) -> tuple[dict[str, FileEntry], dict[str, Any]]:
     with folder.open(name) as file:
         return read_header(file, Path(f"{folder}/{name}"))
 
 
-def _chunks(folder: Place, name: str) -> Iterator[_Chunk]:
+def _chunks(folder: Folder, name: str) -> Iterator[_Chunk]:
     """Yield the tensors of a HuggingFaceStorageWriter's file."""
     entries, metadata = header_of(folder, name)
     where = f"{folder}/{name}"

@@ -24,7 +24,7 @@ OBJECT_STORES = {"abfs", "abfss", "az", "gcs", "gs", "memory", "oci", "oss", "s3
 _NUMBERS = {FileNotFoundError: errno.ENOENT, PermissionError: errno.EACCES, TimeoutError: errno.ETIMEDOUT}
 
 
-class RemotePlace:
+class RemoteFolder:
     """A folder of a remote store. It must not outlive a fork: connections belong to a process."""
 
     def __init__(self, fs: Any, path: str, url: str):
@@ -34,8 +34,8 @@ class RemotePlace:
     def __str__(self) -> str:
         return self._url
 
-    def inside(self, name: str) -> RemotePlace:
-        return RemotePlace(self._fs, f"{self._path}/{name}", f"{self._url}/{name}")
+    def inside(self, name: str) -> RemoteFolder:
+        return RemoteFolder(self._fs, f"{self._path}/{name}", f"{self._url}/{name}")
 
     def names(self, folders: bool = False) -> list[str]:
         """Return sorted names; with `folders`, only of folders. [] if only the bucket exists."""
@@ -142,7 +142,7 @@ def _naming(url: str) -> Iterator[None]:
         raise OSError(number, f"{type(error).__name__}: {error}", url) from error
 
 
-def remote_place(url: str) -> RemotePlace:
+def remote_place(url: str) -> RemoteFolder:
     """ImportError if a package is not installed, ValueError if fsspec cannot open the URL.
 
     >>> str(remote_place("memory://runs/1/"))
@@ -161,4 +161,4 @@ def remote_place(url: str) -> RemotePlace:
     except Exception as error:  # each file system has options of its own
         raise ValueError(f"dir={shown!r}: expected a path, or a URL that fsspec opens: {error}") from error
     require(path.strip("/"), f"dir={url!r}: expected a folder in the store, as in 's3://bucket/run'")
-    return RemotePlace(fs, path.rstrip("/"), shown)
+    return RemoteFolder(fs, path.rstrip("/"), shown)

@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 
 from ..core.storage import as_bytes, from_bytes
+from .folders import LocalReader, Reader, read_bytes
 from .foreign import open_file, parsed, require
-from .places import LocalReader, Reader, read_bytes
 
 _LONGEST_HEADER = 100_000_000  # bytes; the library's own limit
 CHUNK = 1 << 22  # bytes read, written and checked at a time
@@ -78,7 +78,7 @@ def stored(shape: tuple[int, ...], dtype: torch.dtype) -> tuple[tuple[int, ...],
 
 
 def laid_out(leaves: Iterable[tuple[str, tuple[int, ...], torch.dtype]], file: Path) -> list[FileEntry]:
-    """Place leaves with the largest elements first, to align tensors."""
+    """Folder leaves with the largest elements first, to align tensors."""
     entries, start = [], 0
     for name, shape, dtype in sorted(leaves, key=lambda leaf: -leaf[2].itemsize):
         entries.append(FileEntry(name, NAMES[dtype], shape, start, math.prod(shape) * dtype.itemsize, file))

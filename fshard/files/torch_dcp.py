@@ -23,10 +23,10 @@ import torch
 from ..core.arguments import shown
 from .boxes import MOST_RUNS, check_box, num_runs, runs_of
 from .directory import read_all
+from .folders import Folder, is_file_name
 from .foreign import require
 from .index import CheckpointError, Index, IndexEntry, Json, Piece, in_order
 from .inert_pickle import PERSISTENT, PickleRecord, Plain, read_pickle
-from .places import Place, is_file_name
 from .safetensors_file import NAMES
 from .zip_item import ZipItem
 
@@ -87,7 +87,7 @@ class ChunkRun(Piece):
     first: int  # elements of the chunk before the run
 
 
-def index_of_dcp(place: Place) -> tuple[Index, bytes]:
+def index_of_dcp(place: Folder) -> tuple[Index, bytes]:
     """Return the index of a checkpoint of torch.distributed.checkpoint, with `ChunkRun`s as pieces, and its text.
 
     Numbers and strings, pickled one by one by torch, are values, named by their path in lists, tuples and dicts. Other
@@ -209,7 +209,7 @@ def _dtype(name: str, properties: Plain) -> torch.dtype:
     return _DTYPES[dtype.name]
 
 
-def located(place: Place, pieces: Sequence[Piece]) -> list[Piece]:
+def located(place: Folder, pieces: Sequence[Piece]) -> list[Piece]:
     """Open the items, and replace their offsets by offsets of elements."""
     items = {(piece.file, piece.offset): piece for piece in pieces if isinstance(piece, ChunkRun)}
     starts = dict[tuple[str, int], int]()
@@ -265,7 +265,7 @@ def stored_tensor(record: Plain) -> tuple[str, torch.dtype, int, tuple[int, ...]
     return key, dtype, first, sizes, strides
 
 
-def _value(place: Place, file: str, offset: int, length: int) -> Plain:
+def _value(place: Folder, file: str, offset: int, length: int) -> Plain:
     with _naming(f"{place}/{file}: the item at byte {offset:,}"), place.open(file) as reader:
         return read_pickle(ZipItem(reader, offset, length).read("data.pkl"), set())
 

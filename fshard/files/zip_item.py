@@ -5,8 +5,8 @@ from __future__ import annotations
 import io
 import zipfile
 
+from .folders import Reader, read_bytes
 from .foreign import require
-from .places import Reader, read_bytes
 
 _MOST_BYTES = 1 << 24  # of a directory (160 for each tensor), and of a member
 

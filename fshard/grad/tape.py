@@ -46,7 +46,7 @@ from . import autograd, travel
 from .autograd import Owners, SavedTensor, SavedView, in_checkpoint
 from .chain import Chain
 from .travel import Gradients, settle
-from .under_way import Arrivals, Buffers, Gathered, Leaves, Reductions, TapeUnit
+from .under_way import Buffers, Gathered, GathersUnderWay, Leaves, Reductions, TapeUnit
 from .writes import Writes
 
 T = TypeVar("T")
@@ -93,7 +93,7 @@ class Tape:
         self._resends = self._makes_buffers and gathered is None and may_send
         # reads by checkpoints, in the forward
         self._notes = self._regather or bool(self.plan.linked and (self._schedule.sends or beside))
-        self._arrivals = Arrivals(params, self._units, copied, gathered)
+        self._gathers = GathersUnderWay(params, self._units, copied, gathered)
 
     def view(self) -> Tree:
         return self.enter(self._params.view.spec, self._params.view.first)[0]
@@ -171,18 +171,14 @@ class Tape:
         if self._into is None:
             self._keep(unit)
         if leads and self._makes_buffers and not self._backward:
-            self._arrivals.ahead(unit, self._arrivals.following(self._schedule, number, self._touched))
+            self._gathers.ahead(unit, self._gathers.following(self._schedule, number, self._touched))
         return leaves
 
     def _keep(self, unit: TapeUnit) -> None:
         if unit.keep_rule is None or unit.held is not None or self._backward or not is_grad_enabled():
             return
-        if (
-            unit.keep_rule.over
-            or self._arrivals.gathered is not None
-            or (self._into is not None and unit.entry.reduced)
-        ):
-            self._arrivals.keep(unit)
+        if unit.keep_rule.over or self._gathers.gathered is not None or (self._into is not None and unit.entry.reduced):
+            self._gathers.keep(unit)
             # ranks compare this: later gathers are over fewer axes, and a unit read only under no_grad is not kept
             self.chain.gathered += [(self.index, ~unit.entry.unit)] * (self._into is None)
 
@@ -195,7 +191,7 @@ class Tape:
                 if unit.buffers is None:
                     unit.check("gather")
                     self.chain.gathered += [(self.index, -1 - unit.entry.unit)] * unit.entry.sent
-                    self._arrivals.start(unit)
+                    self._gathers.start(unit)
 
     def _before(self) -> Iterator[int]:
         return (unit.entry.unit for unit in self._due() if unit.buffers is None)
@@ -299,8 +295,8 @@ class Tape:
             for number, unit in tape._units.items():
                 # a frozen unit is not held yet, and a checkpoint's second run would gather it
                 if number in tape._touched and not unit.is_kept:
-                    buffers, unit.keep_rule = tape._arrivals.take(unit), COPIES
-                    tape._arrivals.hold(unit, buffers)
+                    buffers, unit.keep_rule = tape._gathers.take(unit), COPIES
+                    tape._gathers.hold(unit, buffers)
 
     def end(self) -> None:
         """End the forward: drop all buffers but the backward's first, and start the next gather."""
@@ -319,11 +315,11 @@ class Tape:
                 unit.let_go()
         self._writes.check()
         self._here = [unit for unit in self._here if unit is first]
-        self._arrivals.drop()
+        self._gathers.drop()
         for unit in self._units.values():
             unit.gradients = "due"
             if self._into is None and not (unit.saved or unit in self.chain.table.reread):  # no gradients will come
-                self._arrivals.drop_held(unit)
+                self._gathers.drop_held(unit)
         for unit in self._hidden():
             unit.gradients = "late"
         # once followers ended: units used up in the forward and read by checkpoints have no row
@@ -332,7 +328,7 @@ class Tape:
                 unit.stays_for = "anchor"
         self._backward, self._regather, self._notes = True, False, False
         # a buffer already in memory counts as one gather under way
-        self._arrivals.ahead(first, islice(self._before(), self._arrivals.stages - len(self._here) or None))
+        self._gathers.ahead(first, islice(self._before(), self._gathers.stages - len(self._here) or None))
 
     def _hooks(self) -> AbstractContextManager[None]:
         regathering = [tape for tape in reversed(self.tapes) if self._into is not None and tape._regather]
@@ -376,7 +372,7 @@ class Tape:
             if unit.leaves is None:
                 unit.buffers = None
             if not (unit.anchor is not None and unit.gradients in ("forward", "due", "late")):
-                self._arrivals.drop_held(unit)
+                self._gathers.drop_held(unit)
 
     def again(self, unit: TapeUnit) -> Buffers:
         """Return a unit's buffers; they stay until the last saved view was used."""
@@ -389,9 +385,9 @@ class Tape:
         return unit.buffers
 
     def _next(self, unit: TapeUnit) -> Buffers:
-        buffers = self._arrivals.take(unit)
+        buffers = self._gathers.take(unit)
         if self._backward and unit.leads:
-            self._arrivals.ahead(unit, self._before())
+            self._gathers.ahead(unit, self._before())
         return buffers
 
     def reduce(self, unit: TapeUnit, grads: Sequence[Tensor | None]) -> None:
@@ -410,7 +406,7 @@ class Tape:
             self._reached[number] = num == len(grads)
         if not unit.saved:
             if unit.held is not None:
-                self._arrivals.drop_held(unit)
+                self._gathers.drop_held(unit)
             unit.let_go()  # of leaves of a checkpoint's second run
         self._reductions.make_room(number)
         self._reductions.join()  # frees the buffers of earlier sums for this sum
@@ -466,7 +462,7 @@ class Tape:
             tape.close()
         with suppress(MismatchError):  # only after an earlier error: that one says more
             self._reductions.drop()
-            self._arrivals.drop()
+            self._gathers.drop()
         self._here.clear()
         for unit in self._units.values():
             unit.close()

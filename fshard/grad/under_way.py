@@ -178,7 +178,7 @@ class _UnderWay:
             self._stepped.clear()
 
 
-class Arrivals(_UnderWay):
+class GathersUnderWay(_UnderWay):
     """Gathers of one `Sharded` under way. `copied`: as in `is_buffer`. `gathered`: as in `Tape`.
 
     Each further stage puts one more unit under way, one stage behind the previous unit.
@@ -211,7 +211,7 @@ class Arrivals(_UnderWay):
             unit.held = None
 
     def _copy(self, all_gather_output: Tensor, kind: int, axes: Axes) -> Tensor:
-        shard = self._plan.within(all_gather_output, kind, axes)
+        shard = self._plan.shard_of(all_gather_output, kind, axes)
         return primitives.buffer(self._plan.live_mesh(), axes, shard.numel(), shard, lent=False).copy_(shard)
 
     def following(self, schedule: Schedule, unit: int, read: Container[int]) -> Iterable[int]:

@@ -193,7 +193,7 @@ class Layout:
 
     source: tuple[Hashable, ...]  # determines the other fields
     spec: tree.Spec
-    places: tuple[int | None, ...]  # leaf by position; None: left out
+    leaf_at: tuple[int | None, ...]  # leaf by position; None: left out
     leaves: tuple[Leaf, ...]
     rows: tuple[Row[int], ...]  # of leaf indices
     flat: bool  # True: 1-D tensors of many leaves; False: whole leaves
@@ -285,7 +285,7 @@ class Layout:
 
     @memo
     def numbers(self) -> tuple[int, ...]:
-        return tuple(dict.fromkeys(n for n in self.places if n is not None))
+        return tuple(dict.fromkeys(n for n in self.leaf_at if n is not None))
 
     def prepared(self) -> Layout:
         """Fill every memo now: torch.compile recompiles for new attributes."""
@@ -304,7 +304,7 @@ class Layout:
             self,
             source=(self.source, tuple(sorted(keep))),
             rows=tuple(replace(row, tensor=tensors[row.tensor]) for row in rows),
-            places=tuple(n if n in keep else None for n in self.places),
+            leaf_at=tuple(n if n in keep else None for n in self.leaf_at),
             packed=self.flat,
             origin=self,
         )

@@ -220,7 +220,7 @@ def _entries(x: Parts, layout: Layout) -> Sequence[Tensor]:
     return x.tensors
 
 
-class LeafPlace(NamedTuple):
+class NamedLeaf(NamedTuple):
     """A leaf, or this rank's piece of it: path, unit that gathers it (or None), value."""
 
     path: str
@@ -228,25 +228,25 @@ class LeafPlace(NamedTuple):
     value: object
 
 
-def places(x: Tree) -> list[LeafPlace]:
+def named_leaves(x: Tree) -> list[NamedLeaf]:
     """Return the leaves in order. A node of `Parts` gives this rank's pieces, and the padding."""
-    result = list[LeafPlace]()
+    result = list[NamedLeaf]()
     for path, node in tree.paths_to(x, Parts):
-        result += _places_of(path, node) if isinstance(node, Parts) else [LeafPlace(path, None, node)]
+        result += _named_leaves_of(path, node) if isinstance(node, Parts) else [NamedLeaf(path, None, node)]
     return result
 
 
-def _places_of(path: str, x: Parts) -> Iterator[LeafPlace]:
+def _named_leaves_of(path: str, x: Parts) -> Iterator[NamedLeaf]:
     plan, layout = getattr(x, "plan", None), x.layout
     units = {} if plan is None else {slot.path: plan.units[slot.unit].name for slot in plan.slots}
     for number, piece in pieces(x, layout):
         leaf = layout.leaves[number].path
-        yield LeafPlace(tree.joined(path, leaf), units.get(leaf), piece)
+        yield NamedLeaf(tree.joined(path, leaf), units.get(leaf), piece)
     for number, row in enumerate(tree.leaves(x) if layout.flat else []):
         covered = torch.zeros(len(row), dtype=torch.bool, device=row.device)  # (n / W,)
         for start, stop in layout.filled.get(number, ()):
             covered[start:stop] = True  # not padding
-        yield LeafPlace(tree.joined(path, f"(padding of row {number})"), None, row[~covered])
+        yield NamedLeaf(tree.joined(path, f"(padding of row {number})"), None, row[~covered])
 
 
 def elements(x: Tree, layout: Layout | None = None) -> Iterator[tuple[Span, Tensor]]:

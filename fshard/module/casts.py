@@ -28,7 +28,7 @@ from ..core import tree
 from ..core.lazy import Branch
 from ..plan.precision import Policy, precision
 from .batch_norm import BATCH_NORMS
-from .skeleton import place_of, places_in
+from .skeleton import member_of, places_in
 
 # (path of a submodule, dtype of inputs, dtype of outputs or None: not cast).
 Casts = tuple[tuple[str, torch.dtype, torch.dtype | None], ...]
@@ -120,7 +120,7 @@ def _check_batch_norms(skeleton: nn.Module, dtypes: Sequence[torch.dtype], buffe
         weight, mean = (tensors.get(name) for name in ("weight", "running_mean"))  # each a `Stand`
         if weight is None or mean is None:
             continue
-        computed, kept = dtypes[place_of(weight).number], buffers[place_of(mean).number]
+        computed, kept = dtypes[member_of(weight).number], buffers[member_of(mean).number]
         if computed != kept:
             raise ValueError(
                 f"batch norm {path!r} would be computed in {computed}, and its running statistics are {kept}: "

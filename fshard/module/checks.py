@@ -14,7 +14,7 @@ from torch.nn.utils import parametrize
 from ..core.storage import runs_meet
 from ..core.tree import Tree
 from .current import nodes_of
-from .skeleton import Stand, place_of
+from .skeleton import Stand, member_of
 
 _OLD_HOOKS = [f"torch.nn.utils.{name}" for name in ("spectral_norm", "weight_norm", "prune")]
 _AS_IT_IS = "which a copy does not replace: make it a method, or give it these as arguments"
@@ -102,7 +102,7 @@ def check_graph(paths: Mapping[int, str], given: Tree, results: Tree, name: str)
             )
         if isinstance(leaf, Stand):
             raise ValueError(
-                f"{name}: an autograd function was given {place_of(leaf).path!r} from parameters(), a list or a "
+                f"{name}: an autograd function was given {member_of(leaf).path!r} from parameters(), a list or a "
                 "closure, where a copy holds no values: give it the attribute (self.weight)"
             )
         following = {after for after, _ in node.next_functions if after is not None} - seen

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from ..core.tracing import is_tracing
-from .skeleton import Slots, Stand, Weight, place_of, same_stands
+from .skeleton import Slots, Stand, Weight, member_of, same_stands
 
 Tensors = dict[str, Tensor]
 
@@ -35,7 +35,7 @@ def compile_again(part: Any) -> None:
         if is_tracing():
             return original(*args, **kwargs)
         given = {name: buffers[last] for name, (buffers, last) in slots.items()}
-        read = {name: place_of(stand).read() for name, stand in params.items()}
+        read = {name: member_of(stand).read() for name, stand in params.items()}
         # dynamo does not know `Weight`
         read = {name: x.as_subclass(Tensor) if isinstance(x, Weight) else x for name, x in read.items()}
         out, after = compiled(read, given, args, kwargs)
@@ -66,5 +66,5 @@ def _without_stands(module: nn.Module) -> nn.Module:
     for part in copied.modules():
         for kind in ("_parameters", "_buffers"):
             stands = vars(part)[kind].stands.items()
-            vars(part)[kind] = {name: None if x is None else place_of(x).form for name, x in stands}
+            vars(part)[kind] = {name: None if x is None else member_of(x).form for name, x in stands}
     return copied

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from ..core.random import seeded_by
 from ..core.storage import is_inexact
-from .skeleton import ModulePlace, Slots, place_of
+from .skeleton import Member, Slots, member_of
 
 
 class Initializer:
@@ -66,7 +66,7 @@ class Initializer:
     def _owner(self, path: str, start: int) -> nn.Module:
         """Copy a submodule, initialized by itself and by the modules around it."""
 
-        def empty(place: ModulePlace) -> Tensor:
+        def empty(place: Member) -> Tensor:
             fill = torch.nan if is_inexact(place.form) else start
             return torch.full(place.form.shape, fill, dtype=place.form.dtype, device=self._device)
 
@@ -112,22 +112,22 @@ def _moments(x: Tensor) -> tuple[float, bool]:
     return float(torch.linalg.vector_norm(x)), bool((x == x.flatten()[:1]).all())
 
 
-def _with_tensors(part: nn.Module, make: Callable[[ModulePlace], Tensor]) -> nn.Module:
+def _with_tensors(part: nn.Module, make: Callable[[Member], Tensor]) -> nn.Module:
     """Copy a submodule with tensors from `make`; submodules inside get meta tensors."""
     made = object.__new__(type(part))
     vars(made).update(vars(part))
     for kind in ("_parameters", "_buffers"):
         slots: Slots = vars(part)[kind]
-        vars(made)[kind] = {name: x if x is None else _made(place_of(x), make) for name, x in slots.stands.items()}
+        vars(made)[kind] = {name: x if x is None else _made(member_of(x), make) for name, x in slots.stands.items()}
     inside = {name: child if child is None else _with_tensors(child, _form) for name, child in part._modules.items()}
     vars(made)["_modules"] = inside
     return made
 
 
-def _made(place: ModulePlace, make: Callable[[ModulePlace], Tensor]) -> Tensor:
+def _made(place: Member, make: Callable[[Member], Tensor]) -> Tensor:
     x = make(place)
     return x if place.is_buffer else nn.Parameter(x, requires_grad=place.trains)
 
 
-def _form(place: ModulePlace) -> Tensor:
+def _form(place: Member) -> Tensor:
     return place.form

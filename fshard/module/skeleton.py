@@ -53,7 +53,7 @@ _REMEDIES = {
 }
 
 
-class ModulePlace:
+class Member:
     """A parameter or buffer of the original module, with attributes set by code. A stand replaces it in the copy."""
 
     def __init__(self, calls: Calls, path: str, number: int, is_buffer: bool, x: Tensor):
@@ -118,7 +118,7 @@ class Weight(nn.Parameter):
     into other modules. `.data` is a view, and autograd notices writes to it.
     """
 
-    _place: ModulePlace
+    _place: Member
     _plain: Tensor  # while torch.compile traces, the tensor in a class that operators accept
 
     is_leaf = property(lambda self: True)
@@ -154,10 +154,10 @@ class Stand(Tensor):
     """A tensor without memory in place of a parameter or buffer of the current call (Note [Stands])."""
 
     reads_itself = True  # `remat` leaves a stand as it is: operators get the call's tensor
-    _place: ModulePlace
+    _place: Member
 
     @staticmethod
-    def of(place: ModulePlace, x: Tensor) -> Stand:
+    def of(place: Member, x: Tensor) -> Stand:
         """`x`: the module's tensor."""
         # A torch.autograd.Function takes the stand itself; `checks.py` finds it at the end of the result's graph
         requires_grad = place.trains and not place.is_buffer
@@ -218,8 +218,8 @@ class Stand(Tensor):
         self._place.refuse("copied (copy.deepcopy)")
 
 
-def place_of(stand: Any) -> ModulePlace:
-    place: ModulePlace = stand._place
+def member_of(stand: Any) -> Member:
+    place: Member = stand._place
     return place
 
 
@@ -298,7 +298,7 @@ def stands_for(params: Mapping[str, Tensor], buffers: Mapping[str, Tensor], call
     stands: dict[int, Stand] = {}
     for tensors, is_buffer in ((params, False), (buffers, True)):
         for number, (path, x) in enumerate(tensors.items()):
-            stands.setdefault(id(x), Stand.of(ModulePlace(calls, path, number, is_buffer, x), x))
+            stands.setdefault(id(x), Stand.of(Member(calls, path, number, is_buffer, x), x))
     for x in (*params.values(), *buffers.values()):
         stands[id(x)].know(vars(x), stands)
     return stands
@@ -310,9 +310,9 @@ def ties(tensors: Mapping[str, Tensor]) -> list[int]:
     return [first.setdefault(id(x), number) for number, x in enumerate(tensors.values())]
 
 
-def places_in(part: nn.Module) -> list[ModulePlace]:
+def places_in(part: nn.Module) -> list[Member]:
     """Tied parameters count once."""
-    return [place_of(x) for x in part.parameters() if isinstance(x, Stand)]
+    return [member_of(x) for x in part.parameters() if isinstance(x, Stand)]
 
 
 def skeleton(module: nn.Module, stands: Mapping[int, Stand]) -> nn.Module:
@@ -368,13 +368,13 @@ def _copy(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
 
 class _Stands(Leaves):
     def __init__(self, skeleton: nn.Module):
-        self._stands = {place_of(stand).number: stand for stand in skeleton.parameters()}
+        self._stands = {member_of(stand).number: stand for stand in skeleton.parameters()}
 
     def read(self, number: int) -> Tensor:
         return self._stands[number]
 
     def like(self, number: int) -> Tensor:
-        return place_of(self._stands[number]).form
+        return member_of(self._stands[number]).form
 
 
 def nested(tensors: Mapping[str, Tensor]) -> dict[str, Any]:

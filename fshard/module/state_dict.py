@@ -13,7 +13,7 @@ from ..core.tree import Tree
 from ..sharding.sharded import Sharded
 from ..state.names import Rename, renamed
 from ..state.params import load_with_buffers, state_dict
-from .skeleton import Stand, place_of
+from .skeleton import Stand, member_of
 
 
 class StateDict:
@@ -23,8 +23,8 @@ class StateDict:
         paths = tree.paths(params), tree.paths(buffers)
         # the module's own method omits unsaved buffers, and its hooks may change names
         state = skeleton.state_dict(keep_vars=True)
-        places = {name: place_of(x) for name, x in state.items() if isinstance(x, Stand)}
-        # tied leaves have one `ModulePlace` under several names
+        places = {name: member_of(x) for name, x in state.items() if isinstance(x, Stand)}
+        # tied leaves have one `Member` under several names
         of_stand = {name: (x.is_buffer, paths[x.is_buffer][x.number]) for name, x in places.items()}
         self.leaves = {n: (old, n if n in paths[old] else path) for n, (old, path) in of_stand.items()}
         self.buffers = buffers

@@ -12,7 +12,7 @@ from ..core import tree
 from ..core.arguments import check_whole, wrong
 from ..plan.precision import Policy, policy_of
 from .batch_norm import BATCH_NORMS
-from .skeleton import place_of
+from .skeleton import member_of
 
 Which = type | str | int | Callable[[str, nn.Module], bool]
 
@@ -53,7 +53,7 @@ def _full(module: nn.Module, path: str, size: int, seen: set[int]) -> tuple[list
     """The units in a module, and its number of elements outside of units; tied parameters count once."""
     units, left = list[str](), 0
     for _, x in module.named_parameters(recurse=False):
-        left += place_of(x).form.numel() if id(x) not in seen else 0
+        left += member_of(x).form.numel() if id(x) not in seen else 0
         seen.add(id(x))
     for name, child in module.named_children():
         inside, more = _full(child, f"{path}.{name}".removeprefix("."), size, seen)
@@ -66,6 +66,6 @@ def policy_for(skeleton: nn.Module, policy: Policy | str | None) -> Policy:
     given, overrides = policy_of(policy), list[tuple[str, Policy]]()
     for path, part in skeleton.named_modules():
         for name, x in part.named_parameters(recurse=False) if isinstance(part, BATCH_NORMS) else []:
-            dtype = torch.promote_types(place_of(x).form.dtype, torch.float32)
+            dtype = torch.promote_types(member_of(x).form.dtype, torch.float32)
             overrides.append((f"{path}.{name}".removeprefix("."), Policy(compute=dtype, reduce=dtype)))
     return replace(given, overrides=(*given.overrides, *overrides))

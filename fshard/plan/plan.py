@@ -262,7 +262,7 @@ class Plan:
         sizes = dict(self.axes)
         return math.prod(sizes[axis] for axis in axes)
 
-    def within(self, x: Tensor, kind: int, axes: Axes) -> Tensor:
+    def shard_of(self, x: Tensor, kind: int, axes: Axes) -> Tensor:
         """Return this rank's shard (n / W,) of a tensor (n,) of one kind: a view."""
         return interval(x, self.live_mesh(), self.rule(kind, axes).over)
 

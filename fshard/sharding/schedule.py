@@ -105,7 +105,7 @@ class View:
         return Layout(
             source=self._key,
             spec=self.spec,
-            places=tuple(index.get(n) for n in numbers),
+            leaf_at=tuple(index.get(n) for n in numbers),
             leaves=tuple(plan.slots[n] for n in order),
             rows=tuple(row for row in rows if row.leaves),
             flat=True,
@@ -148,9 +148,9 @@ class Schedule:
         self.resends = any(e.sent and (e.keep_rule != COPIES or not e.reduced) for e in self.entries.values())
         self.mixed = self.sends and not all(e.sent for e in self.entries.values())
         self.any_whole = any(e.trained and not e.sent for e in self.entries.values())  # on every rank
-        place_of = {slot: (e.unit, number) for e in self.entries.values() for number, slot in enumerate(e.slots)}
+        folder_of = {slot: (e.unit, number) for e in self.entries.values() for number, slot in enumerate(e.slots)}
         # by leaf number in the whole tree: (unit, number in the unit), or None; and the leaf's claim
-        self._slots = [place_of.get(plan.slots[number]) for number in plan.leaves]
+        self._slots = [folder_of.get(plan.slots[number]) for number in plan.leaves]
         self._claims = _claims(plan)
         self._runs: dict[tuple[int, int], Runs | None] = {}
 

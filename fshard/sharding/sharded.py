@@ -147,7 +147,7 @@ class Sharded(Parts, Readable):
         """
         layout, views = self.layout, {}
         names = self.plan.paths[self.view.first :][: self.view.spec.num_leaves]
-        for path, number in zip(names, layout.places, strict=True):
+        for path, number in zip(names, layout.leaf_at, strict=True):
             if number is not None:
                 span = layout.span_of.get(number) or Span(number, layout.row_of[number].tensor, 0, 0, 0)
                 views[path] = self.tensors[span.tensor][span.start : span.start + span.numel]
@@ -404,7 +404,7 @@ def refine(x: Sharded, over: Axes) -> Sharded | Views[Any]:
         x = _of_one("vary", x, further)
     # by kind, the views of all units, (n / W,) each, W the number of ranks along `over`
     shards = ([(kind, row.of(x.tensors)) for row in x.view.of_kind(kind)] for kind in view.kinds)
-    runs = [[plan.within(shard, kind, further) for kind, shard in of_kind] for of_kind in shards]
+    runs = [[plan.shard_of(shard, kind, further) for kind, shard in of_kind] for of_kind in shards]
     return Views(Sharded, view, runs)
 
 
@@ -463,5 +463,5 @@ def _summed(x: Sharded | Views[Any], view: View, further: Axes) -> Sharded:
     zeros = [torch.zeros_like(room(view, kind, like[kind])) for kind in view.kinds]
     into = Sharded(view, [depending(x, [*shards.values()]) for x in zeros])
     for (unit, kind), shard in shards.items():
-        plan.within(into.shard(unit, kind), kind, further).copy_(shard)
+        plan.shard_of(into.shard(unit, kind), kind, further).copy_(shard)
     return _of_one("total", into, further)

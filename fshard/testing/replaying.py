@@ -15,7 +15,7 @@ from ..core.random import seeded
 from ..core.scalars import double
 from ..core.tree import Tree
 from ..grad.grad import value_and_grad
-from ..layout.pieces import device_of, places
+from ..layout.pieces import device_of, named_leaves
 from ..sharding.sharded import Sharded
 from ..train.accumulate import rank_of
 from ..train.step import TrainState
@@ -142,7 +142,7 @@ def _gradients(loss_fn: Callable[..., Tree], state: TrainState, args: Sequence[T
 
 
 def _nonfinite(rank: int, what: str, x: Tree) -> Iterator[Finding]:
-    for place in places(x):
+    for place in named_leaves(x):
         value = double(place.value) if isinstance(place.value, float) else place.value
         if isinstance(value, Tensor) and value.is_floating_point() and value.itemsize == 1:
             value = value.float()  # torch has no isfinite of float8

@@ -238,7 +238,7 @@ class Updates:
     def _own(self, total: Tensor, kind: int) -> Tensor:
         """Return gradients, (n / W_state,), in the parameters' dtype."""
         plan = self._params.plan
-        grads = plan.within(total, kind, plan.state_over[len(plan.grads_over) :])
+        grads = plan.shard_of(total, kind, plan.state_over[len(plan.grads_over) :])
         if self._factor is not None:
             grads.mul_(beside(self._factor.to(wide(grads.dtype)), grads))
         return grads.to(plan.kinds[kind].dtype)

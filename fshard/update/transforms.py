@@ -283,7 +283,7 @@ def resting(tx: TransformLike) -> Transform:
 
     def init(params: Tree) -> LabelState:
         layout = layout_of(params)
-        places = zip(tree.paths(layout.spec), layout.places, strict=True)
+        places = zip(tree.paths(layout.spec), layout.leaf_at, strict=True)
         # tied leaves rest together
         first = {path: path if number is None else layout.leaves[number].path for path, number in places}
         return of((layout.leaves[number].path for number in layout.numbers), first.__getitem__).init(params)
@@ -385,7 +385,7 @@ def _check_ties(layout: Layout, labels: Tree) -> None:
     paths = tree.paths(layout.spec)
     label_of = labeller(labels, paths)
     match_of = partial(_label_by_path, labels) if callable(labels) else _matcher(labels, paths)
-    for path, number in zip(paths, layout.places, strict=True):
+    for path, number in zip(paths, layout.leaf_at, strict=True):
         if number is None or path == (leaf := layout.leaves[number]).path:
             continue
         match, first = match_of(path), label_of(leaf)

@@ -15,7 +15,7 @@ from ..core.differences import lacking
 from ..core.scalars import double
 from ..core.storage import as_bytes
 from ..core.tree import Tree
-from ..layout.pieces import LeafPlace, Parts, places
+from ..layout.pieces import NamedLeaf, Parts, named_leaves
 
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by size in bytes
 
@@ -60,7 +60,7 @@ def assert_trees_equal(got: Tree, expected: Tree, *, ulps: int = 0) -> None:
     """
     __tracebackhide__ = True
     _check_structure(got, expected)
-    pairs = list(zip(places(got), places(expected), strict=True))
+    pairs = list(zip(named_leaves(got), named_leaves(expected), strict=True))
     for place, wanted in pairs:
         if (kind := _kind(place.value)) != (expected_kind := _kind(wanted.value)):
             raise AssertionError(f"leaf {place.path!r}: expected {expected_kind}, got {kind}")
@@ -103,7 +103,7 @@ def form(x: object) -> str:
     return f"{x.dtype}{list(x.shape)}" if isinstance(x, Tensor) else type(x).__name__
 
 
-def first_unlike(got: Tree, expected: Tree) -> tuple[LeafPlace, str] | None:
+def first_unlike(got: Tree, expected: Tree) -> tuple[NamedLeaf, str] | None:
     """Return the first leaf of `got` with path, form or bits unlike `expected`, and the difference; or None.
 
     A leaf of `Parts` is this rank's piece, or padding.
@@ -114,8 +114,8 @@ def first_unlike(got: Tree, expected: Tree) -> tuple[LeafPlace, str] | None:
     a, b = tree.leaves(got), tree.leaves(expected)
     if len(a) == len(b) and all(map(_same, a, b)):  # fast for large tensors
         return None
-    nothing = LeafPlace("(nothing)", None, None)
-    for x, y in zip_longest(places(got), places(expected), fillvalue=nothing):
+    nothing = NamedLeaf("(nothing)", None, None)
+    for x, y in zip_longest(named_leaves(got), named_leaves(expected), fillvalue=nothing):
         if (x.path, form(x.value)) != (y.path, form(y.value)):
             forms = (f"{place.path!r} " * (x.path != y.path) + form(place.value) for place in (x, y))
             return (y if x is nothing else x), "got {}, expected {}".format(*forms)

@@ -36,9 +36,9 @@ from ..core.differences import lacking, unreadable
 from ..core.scalars import double
 from ..core.storage import DonatedError, from_bytes
 from ..core.tree import Tree, flatten, map, unflatten
+from ..files.folders import LocalReader
 from ..files.foreign import MOST_ITEMS, legible, naming, open_file, parsed, read_text, require
 from ..files.inert_pickle import Plain, read_pickle
-from ..files.places import LocalReader
 from ..files.safetensors_file import CHUNK, read_chunks
 from ..files.torch_dcp import OF_TENSOR, READABLE, stored_tensor
 from ..files.zip_item import ZipItem

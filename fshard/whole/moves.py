@@ -210,4 +210,4 @@ def spread(x: Tree, like: T, label: str = "") -> T:
 def gathered(x: Tree) -> Tree:
     layout = layout_of(x)
     tensors = dict(pieces(collect(x, on_rank(layout))))
-    return tree.unflatten(layout.spec, [None if n is None else tensors.get(n) for n in layout.places])
+    return tree.unflatten(layout.spec, [None if n is None else tensors.get(n) for n in layout.leaf_at])

@@ -194,7 +194,7 @@ def _step_by_bucket(
     plan = buckets.plan
     arriving, after = _summing(plan, gradients) if local else {}, inner
     for row, bucket in buckets.whole.items():
-        shard = plan.within(bucket, row.kind, plan.state_over)  # (n / W,)
+        shard = plan.shard_of(bucket, row.kind, plan.state_over)  # (n / W,)
         if row not in buckets.reused:  # reused buckets hold the parameters already
             pack(old, plan, row, shard)
         sources = [(0, arriving[row].wait())] if local else _sources(gradients, plan, row)

@@ -133,7 +133,7 @@ def update_on_all(
     given = (grads, state, params)
 
     def whole(x: Tree) -> Parts:
-        leaf_of = dict(zip(layout.places, tree.flatten_up_to(layout.spec, x), strict=True))
+        leaf_of = dict(zip(layout.leaf_at, tree.flatten_up_to(layout.spec, x), strict=True))
         return Parts(on_rank(layout), [leaf_of[number] for number in layout.numbers])
 
     def own(old: Tree, new: Tree) -> Tree:
@@ -146,7 +146,7 @@ def update_on_all(
     updates, new = tx.update(gradients, inner, None if params is None else whole(params), **extra)
     leaf_of = dict(zip(layout.numbers, tree.leaves(updates), strict=True))
     new_state = ZeroState(tree.map_tops(own, Parts, state.inner, new), state.parting)
-    return tree.unflatten(layout.spec, [None if n is None else leaf_of.get(n) for n in layout.places]), new_state
+    return tree.unflatten(layout.spec, [None if n is None else leaf_of.get(n) for n in layout.leaf_at]), new_state
 
 
 def _owned_leaves(parting: Layout, x: Tree, what: str) -> Parts:

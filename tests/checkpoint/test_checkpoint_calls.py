@@ -19,8 +19,8 @@ import fshard
 from fshard import checkpoint, tree
 from fshard.checkpoint import CheckpointError
 from fshard.checkpoint.writing import Writer
+from fshard.files.folders import LocalFolder
 from fshard.files.index import sealed
-from fshard.files.places import LocalPlace
 from fshard.testing import World
 
 
@@ -177,26 +177,26 @@ def trained(mesh: Any, dir: Path, how: str, is_changed: threading.Event) -> None
 @pytest.mark.parametrize("shard", [1, 2])
 def test_a_state_may_be_changed_at_once(tmp_path, monkeypatch, how, shard):
     """A checkpoint would have values of a later step, if training goes on while threads write."""
-    write, is_changed = LocalPlace.write, threading.Event()
+    write, is_changed = LocalFolder.write, threading.Event()
 
-    def late(place: LocalPlace, name: str, chunks: Any) -> None:
+    def late(place: LocalFolder, name: str, chunks: Any) -> None:
         is_changed.wait(60)
         write(place, name, chunks)
 
-    monkeypatch.setattr(LocalPlace, "write", late)
+    monkeypatch.setattr(LocalFolder, "write", late)
     simulated(trained, tmp_path, how, is_changed, shard=shard)
 
 
 def fails_on(rank: int, monkeypatch: Any) -> Callable[[bool], None]:
     """A switch: files of a rank cannot be written."""
-    write, is_on = LocalPlace.write, [False]
+    write, is_on = LocalFolder.write, [False]
 
-    def fails(place: LocalPlace, name: str, chunks: Any) -> None:
+    def fails(place: LocalFolder, name: str, chunks: Any) -> None:
         if is_on[0] and f"rank-{rank:05}" in name:
             raise OSError(28, "No space left on device", name)
         write(place, name, chunks)
 
-    monkeypatch.setattr(LocalPlace, "write", fails)
+    monkeypatch.setattr(LocalFolder, "write", fails)
     return lambda on: is_on.__setitem__(0, on)
 
 
@@ -361,15 +361,15 @@ def test_ranks_that_call_otherwise(tmp_path, monkeypatch, function, otherwise, l
 
 def waits_for_rank_1(mesh: Any, dir: str) -> str:
     """A save in the background that fails on rank 1 alone, and one that works."""
-    write, calls = LocalPlace.write, [0]
+    write, calls = LocalFolder.write, [0]
 
-    def fails(place: LocalPlace, name: str, chunks: Any) -> None:
+    def fails(place: LocalFolder, name: str, chunks: Any) -> None:
         calls[0] += 1
         if mesh.get_rank() == 1 and calls[0] == 1:
             raise OSError(28, "No space left on device", name)
         write(place, name, chunks)
 
-    LocalPlace.write = fails  # type: ignore[method-assign]
+    LocalFolder.write = fails  # type: ignore[method-assign]
     saving = save(mesh, Path(dir), 1, wait=False)
     try:
         saving.wait()

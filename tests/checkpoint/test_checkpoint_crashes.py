@@ -24,7 +24,7 @@ from fshard import checkpoint
 from fshard.checkpoint import CheckpointError, saving
 from fshard.checkpoint.writing import Writer
 from fshard.files import directory
-from fshard.files.places import LocalPlace
+from fshard.files.folders import LocalFolder
 
 
 @pytest.fixture
@@ -48,14 +48,14 @@ LIKE |= {"mu": torch.zeros(4, dtype=torch.int64), "step": 0, "version": 0}
 
 def test_files_that_another_job_deletes_are_an_error_at_once(tmp_path, monkeypatch):
     """A save in the background would wait for an hour, in silence, for a record that `keep_last` of a job deleted."""
-    put, names, looked = Writer.put, LocalPlace.names, threading.Event()
+    put, names, looked = Writer.put, LocalFolder.names, threading.Event()
 
     def prunes(self: Writer, record: Any) -> None:
         put(self, record) if self.contents.rank == 0 else looked.wait(60)
         if self.contents.rank:
             directory.remove(self.directory, self.step)
 
-    def looks(self: LocalPlace, folders: bool = False) -> list[str]:
+    def looks(self: LocalFolder, folders: bool = False) -> list[str]:
         there = names(self, folders)
         if any(name.endswith("rank-00000.json") and name[0] != "." for name in there):
             looked.set()
@@ -68,7 +68,7 @@ def test_files_that_another_job_deletes_are_an_error_at_once(tmp_path, monkeypat
 
     monkeypatch.setattr(saving, "_WRITTEN", 20.0)
     monkeypatch.setattr(Writer, "put", prunes)
-    monkeypatch.setattr(LocalPlace, "names", looks)
+    monkeypatch.setattr(LocalFolder, "names", looks)
     simulated(job, shard=2)
 
 

@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import fshard
 from fshard import checkpoint
-from fshard.files.places import LocalPlace
+from fshard.files.folders import LocalFolder
 from fshard.testing import simulate
 
 
@@ -81,7 +81,7 @@ def test_the_working_directory_may_change(tmp_path, monkeypatch):
 def test_a_save_that_fails_leaves_no_files(wait, tmp_path, monkeypatch):
     """The files of the other ranks would fill the disk, or those of the earlier checkpoint be deleted."""
     params, folder = {"w": torch.arange(60_000.0)}, tmp_path / "step-000000000001"
-    write = LocalPlace.write
+    write = LocalFolder.write
 
     def sharded(mesh):
         return fshard.shard_params(params, fshard.make_plan(params, mesh))
@@ -98,7 +98,7 @@ def test_a_save_that_fails_leaves_no_files(wait, tmp_path, monkeypatch):
     simulate(lambda mesh: checkpoint.save(tmp_path, sharded(mesh), 1), shard=2)
     names = sorted(os.listdir(folder))
     with monkeypatch.context() as patch:
-        patch.setattr(LocalPlace, "write", full)
+        patch.setattr(LocalFolder, "write", full)
         simulate(fails, shard=2)
     assert sorted(os.listdir(folder)) == names
     restored = simulate(lambda mesh: fshard.gather_params(checkpoint.restore(tmp_path, sharded(mesh))), shard=2)

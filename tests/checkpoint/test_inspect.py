@@ -22,8 +22,8 @@ import fshard
 from fshard import checkpoint
 from fshard.__main__ import main
 from fshard.checkpoint.comparing import compare
+from fshard.files.folders import folder_of
 from fshard.files.index import sealed
-from fshard.files.places import place_of
 from fshard.files.safetensors_file import CHUNK, DTYPES, NAMES
 
 
@@ -345,7 +345,7 @@ def test_the_largest_difference_of_every_dtype(dtype, tmp_path):
     x, y = (value.to(torch.float32).to(dtype) for value in values)
     checkpoint.save(tmp_path, {"x": x}, 1)
     checkpoint.save(tmp_path, {"x": y}, 2)
-    place = place_of(tmp_path)
+    place = folder_of(tmp_path)
     lines = [line.text for line in compare(place, 1, place, 2)][2:]
     if dtype == torch.bool:
         assert lines == ["0 of 1 leaves and values differ"]

@@ -28,7 +28,7 @@ from torch import Tensor, nn
 import fshard
 from fshard import checkpoint, optim
 from fshard.files import inert_pickle
-from fshard.files.places import LocalPlace
+from fshard.files.folders import LocalFolder
 from fshard.files.safetensors_file import DTYPES
 from fshard.module import functionalize
 from fshard.testing import simulate
@@ -360,7 +360,7 @@ class Counted:
 @pytest.mark.parametrize("kind", ["Hugging Face", "torch"])
 def test_a_rank_reads_what_it_needs(tmp_path, kind):
     """Every rank would read the whole checkpoint: on a thousand ranks that is the data a thousand times."""
-    values, num_bytes, opened = {"w": rand(1000, 64, seed=1), "v": rand(100_000, seed=2)}, list[int](), LocalPlace.open
+    values, num_bytes, opened = {"w": rand(1000, 64, seed=1), "v": rand(100_000, seed=2)}, list[int](), LocalFolder.open
     if kind == "torch":
         saved(tmp_path, values)
     else:
@@ -371,7 +371,7 @@ def test_a_rank_reads_what_it_needs(tmp_path, kind):
         with opened(place, name) as file:
             yield Counted(file, num_bytes)
 
-    with mock.patch.object(LocalPlace, "open", counted):
+    with mock.patch.object(LocalFolder, "open", counted):
         for whole in simulate(lambda mesh: restored(mesh, tmp_path, values), shard=4):
             assert same_bits(whole, values)
     size = sum(x.nbytes for x in values.values())
@@ -523,7 +523,7 @@ def test_what_is_refused_and_why(tmp_path):
 @pytest.mark.parametrize("file", [".metadata", "__0_0.distcp"])
 def test_every_rank_raises_if_one_cannot_read(tmp_path, file):
     """A rank that does not see a file would let the others wait, or they would go on with another state."""
-    values, blind, opened = saved(tmp_path, {"w": rand(4, 2, seed=1)}), set[int](), LocalPlace.open
+    values, blind, opened = saved(tmp_path, {"w": rand(4, 2, seed=1)}), set[int](), LocalFolder.open
 
     def seen(place: Any, name: str) -> Any:
         if name == file and threading.get_ident() in blind:
@@ -537,7 +537,7 @@ def test_every_rank_raises_if_one_cannot_read(tmp_path, file):
             restored(mesh, tmp_path, values)
         return str(failure.value)
 
-    with mock.patch.object(LocalPlace, "open", seen):
+    with mock.patch.object(LocalFolder, "open", seen):
         first, second = simulate(read, shard=2)
     assert f"{tmp_path}/{file}: " in second
     assert f"rank 1: {second}" in first or second in first

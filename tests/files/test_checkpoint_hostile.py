@@ -25,8 +25,8 @@ import fshard
 from fshard import checkpoint
 from fshard.checkpoint import CheckpointError
 from fshard.files import foreign
+from fshard.files.folders import flush
 from fshard.files.index import sealed
-from fshard.files.places import flush
 
 STEP = "step-000000000007"
 

@@ -18,7 +18,7 @@ from support.worlds import gloo, simulated
 
 import fshard
 from fshard import checkpoint
-from fshard.files.places import LocalPlace, place_of
+from fshard.files.folders import LocalFolder, folder_of
 from fshard.files.remote import OBJECT_STORES
 
 REMOTE = ["memory", "s3", "disk"]
@@ -169,7 +169,7 @@ def test_a_file_that_was_not_written_to_its_end_is_deleted(kind, url):
         yield memoryview(b"0123456789")
         raise KeyboardInterrupt
 
-    place = place_of(url).inside("step")
+    place = folder_of(url).inside("step")
     with pytest.raises(KeyboardInterrupt):
         place.write("data", chunks())
     assert files(url) == []
@@ -273,7 +273,7 @@ def sharded(mesh: Any, x: torch.Tensor) -> fshard.Sharded:
 @pytest.mark.parametrize("kind", ["memory", "s3"])
 def test_an_index_that_is_replaced_while_it_is_read(kind, url):
     """A part of a new index would be read as the old one."""
-    place = place_of(url)
+    place = folder_of(url)
     place.put("index.json", b"short")
     with place.open("index.json") as file:
         other_store(url).pipe_file(f"{url}/index.json", b"something longer")
@@ -284,7 +284,7 @@ def test_an_index_that_is_replaced_while_it_is_read(kind, url):
 
 def test_a_file_system_shows_a_file_when_it_is_whole(tmp_path, monkeypatch):
     """An index would be read while it grows, where a store shows files that are being written."""
-    place, moves = place_of(f"disk://{tmp_path}/run"), list[tuple[str, str]]()
+    place, moves = folder_of(f"disk://{tmp_path}/run"), list[tuple[str, str]]()
     move = Disk.mv
 
     def mv(self: Any, source: str, target: str, **options: Any) -> None:
@@ -422,5 +422,5 @@ def test_packages_that_are_not_installed(monkeypatch):
 
 def test_names_of_places(tmp_path):
     """A password would be in an error; or `file://` would go through fsspec, which flushes nothing."""
-    assert isinstance(place_of(f"file://{tmp_path}"), LocalPlace)
-    assert str(place_of("memory://user:secret@runs/1/")) == "memory://user@runs/1"
+    assert isinstance(folder_of(f"file://{tmp_path}"), LocalFolder)
+    assert str(folder_of("memory://user:secret@runs/1/")) == "memory://user@runs/1"

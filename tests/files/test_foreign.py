@@ -26,8 +26,8 @@ from fshard import checkpoint
 from fshard.__main__ import main
 from fshard.cli.main import COMMANDS
 from fshard.files import foreign, hugging_face, index, inert_pickle, zip_item
+from fshard.files.folders import LocalReader
 from fshard.files.index import sealed
-from fshard.files.places import LocalReader
 from fshard.files.safetensors_file import FileEntry
 from fshard.testing import first_difference, observed, record, replay
 from fshard.watch import recording

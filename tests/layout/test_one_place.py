@@ -107,7 +107,7 @@ def on_last(x: Any) -> tuple[bool, Any]:
     last = math.prod(axis_sizes(layout.mesh)[axis] for axis in layout.axes) - 1
     owned = moves.collect(x, moves.on_rank(layout, last))
     leaves = dict(zip((span.leaf for span in owned.layout.mine), owned.tensors, strict=True))
-    whole = tree.unflatten(layout.spec, [None if n is None else leaves.get(n) for n in layout.places])
+    whole = tree.unflatten(layout.spec, [None if n is None else leaves.get(n) for n in layout.leaf_at])
     return coordinate(layout.mesh, layout.axes) == last, whole
 
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-from fshard.files import places
+from fshard.files import folders
 
 
 def seen(root: Path) -> list[tuple[str, int, int]]:
@@ -33,7 +33,7 @@ def traced(at_line: Callable[[], None]) -> Iterator[None]:
         return local
 
     before = sys.gettrace()
-    sys.settrace(lambda frame, *_: local if frame.f_code.co_filename == places.__file__ else None)
+    sys.settrace(lambda frame, *_: local if frame.f_code.co_filename == folders.__file__ else None)
     try:
         yield
     finally:

@@ -22,14 +22,14 @@ from typing import TypeAlias
 
 from ..core.arguments import check_path
 from .foreign import naming, open_file
-from .remote import RemotePlace, RemoteReader, remote_place
+from .remote import RemoteFolder, RemoteReader, remote_place
 
 _DAY = 86_400  # seconds
 _LONGEST_NAME = 255  # of a file, on any file system
 _CANNOT_FLUSH = (errno.EINVAL, errno.EBADF, errno.ENOTSUP, errno.ENOSYS)
 
 
-class LocalPlace:
+class LocalFolder:
     """A folder of a local disk. Symbolic links in it are refused: they may lead out of the folder."""
 
     def __init__(self, path: str | os.PathLike[str]):
@@ -38,10 +38,10 @@ class LocalPlace:
     def __str__(self) -> str:
         return str(self._path)
 
-    def inside(self, name: str) -> LocalPlace:
+    def inside(self, name: str) -> LocalFolder:
         if (self._path / name).is_symlink():
             raise OSError(errno.ELOOP, "expected a folder, got a symbolic link", str(self._path / name))
-        return LocalPlace(self._path / name)
+        return LocalFolder(self._path / name)
 
     def names(self, folders: bool = False) -> list[str]:
         """Return sorted names; with `folders`, only of folders, not links. [] if this folder is missing."""
@@ -111,7 +111,7 @@ class LocalPlace:
 
     def _make(self) -> None:
         if not self._path.is_dir():
-            LocalPlace(self._path.parent)._make()  # each new folder must outlive a loss of power
+            LocalFolder(self._path.parent)._make()  # each new folder must outlive a loss of power
             self._path.mkdir(exist_ok=True)
             flush(self._path.parent)
 
@@ -149,7 +149,7 @@ def read_bytes(file: Reader, begin: int, size: int) -> bytes:
 
 
 # a folder, perhaps missing; `str` gives its name in errors
-Place: TypeAlias = LocalPlace | RemotePlace
+Folder: TypeAlias = LocalFolder | RemoteFolder
 Reader: TypeAlias = LocalReader | RemoteReader  # an open file
 
 
@@ -185,10 +185,10 @@ def is_file_name(name: str) -> bool:
     return name not in ("", ".", "..") and len(name) <= _LONGEST_NAME and not {*name} & {"/", "\\", ":", "\0"}
 
 
-def place_of(directory: str | os.PathLike[str]) -> Place:
+def folder_of(directory: str | os.PathLike[str]) -> Folder:
     """Return the folder that a user names: a path, or a URL for fsspec.
 
-    >>> str(place_of("/runs/1")), str(place_of("file:///runs/1")), str(place_of("memory://runs/1"))
+    >>> str(folder_of("/runs/1")), str(folder_of("file:///runs/1")), str(folder_of("memory://runs/1"))
     ('/runs/1', '/runs/1', 'memory://runs/1')
     """
     text = os.fsdecode(directory)
@@ -196,6 +196,6 @@ def place_of(directory: str | os.PathLike[str]) -> Place:
         raise ValueError(f"dir={directory!r}: expected a URL as a string: a path has lost a slash of it")
     scheme, is_url, path = text.partition("://")
     if not is_url:
-        return LocalPlace(text)
+        return LocalFolder(text)
     is_local = scheme in ("file", "local")
-    return LocalPlace(check_path("dir", path, f"a path after {scheme}://")) if is_local else remote_place(text)
+    return LocalFolder(check_path("dir", path, f"a path after {scheme}://")) if is_local else remote_place(text)
