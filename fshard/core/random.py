@@ -35,7 +35,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from .tracing import Args, Kwargs, Operator, assigned, define, is_tracing, lead
 from .tree import Tree
 
-Folder = torch.device | torch.Generator
+Place = torch.device | torch.Generator
 HOST = torch.device("cpu")
 _aten = torch.ops.aten
 _STATE_BYTES = {"cpu": 5056}  # bytes of a generator's state; 16 on other devices
@@ -217,7 +217,7 @@ def seeded_by(seed: int, path: str, device: torch.device) -> Iterator[None]:
         back()
 
 
-def bookmark(*places: Folder) -> Callable[[], None]:
+def bookmark(*places: Place) -> Callable[[], None]:
     """Return a function to restore the generators of the host and `places`.
 
     >>> back = bookmark()
@@ -234,7 +234,7 @@ def _restore(backs: Sequence[Callable[[], object]]) -> None:
         back()
 
 
-def bookmark_of(place: Folder) -> Callable[[], object]:
+def bookmark_of(place: Place) -> Callable[[], object]:
     if place == HOST:  # while a graph is traced, the index of the next state
         return partial(torch.set_rng_state, torch.get_rng_state())
     if isinstance(place, torch.Generator):

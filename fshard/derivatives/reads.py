@@ -28,7 +28,7 @@ from torch.autograd import forward_ad
 from torch.overrides import TorchFunctionMode
 
 from ..core import func_levels
-from ..core.random import HOST, Folder, accelerators, bookmark_of
+from ..core.random import HOST, Place, accelerators, bookmark_of
 from ..core.storage import address, is_inexact, writes
 from ..core.tracing import RERUN, Args, Kwargs, Operator, assigned, is_tracing, unseen
 from ..grad.tape import Tape
@@ -62,7 +62,7 @@ class Reads(TorchFunctionMode):
         for x in self.given:
             self._add(x)
         # by generator: a function to restore its first state
-        self.generators: dict[Folder, Callable[[], object]] = {}
+        self.generators: dict[Place, Callable[[], object]] = {}
         self._shown: dict[Tape, Shown | None] = {}
 
     def run(self, fn: Callable[[], Any]) -> Any:
@@ -105,7 +105,7 @@ class Reads(TorchFunctionMode):
         self.note(func, args, kwargs, out)
         return out
 
-    def _note_generator(self, place: Folder) -> None:
+    def _note_generator(self, place: Place) -> None:
         if place not in self.generators:
             with func_levels.aside():
                 self.generators[place] = bookmark_of(place)

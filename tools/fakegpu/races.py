@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 Clock = dict[str, int]
-Folder = tuple[int, int]  # an address, and a number of bytes
+Place = tuple[int, int]  # an address, and a number of bytes
 HOST, COMPUTATION = "host", "0x0"  # the default stream
 PAGE = 14  # bits of an address inside a page: accesses are looked up by page
 
@@ -219,7 +219,7 @@ class Races:
         self._under_way.append(Access(stream, self.clocks[stream][stream], kind, 0, 0, True))
 
 
-def _places(text: str) -> list[Folder]:
+def _places(text: str) -> list[Place]:
     return [(int(begin), int(size)) for begin, _, size in (part.partition("+") for part in text.split(",") if part)]
 
 
