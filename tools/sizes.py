@@ -50,15 +50,20 @@ def _parsed(source: str) -> ast.Module:
     return ast.parse(source)
 
 
+def documented(source: str) -> list[ast.Module | ast.ClassDef | ast.FunctionDef]:
+    """The module and what is defined in it, each with a docstring."""
+    nodes = [x for x in ast.walk(_parsed(source)) if isinstance(x, ast.Module | ast.ClassDef | ast.FunctionDef)]
+    return [x for x in nodes if ast.get_docstring(x) is not None]
+
+
 @functools.cache
 def code_lines(source: str) -> frozenset[int]:
     """The lines of a module that are code: not blank, no comment, no docstring."""
-    documented = set[int]()
-    for node in ast.walk(_parsed(source)):
-        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef) and ast.get_docstring(node) is not None:
-            documented.update(range(node.body[0].lineno, (node.body[0].end_lineno or 0) + 1))
+    texts = {
+        line for node in documented(source) for line in range(node.body[0].lineno, (node.body[0].end_lineno or 0) + 1)
+    }
     tokens = [token for token in tokenize.generate_tokens(io.StringIO(source).readline) if token.type not in NO_CODE]
-    return frozenset(line for token in tokens for line in range(token.start[0], token.end[0] + 1)) - documented
+    return frozenset(line for token in tokens for line in range(token.start[0], token.end[0] + 1)) - texts
 
 
 def longest(source: str) -> tuple[int, str]:

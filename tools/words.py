@@ -11,13 +11,12 @@ import tokenize
 from pathlib import Path
 from typing import NamedTuple
 
-from sizes import code_lines
+from sizes import code_lines, documented
 
 RELATIVE = re.compile(r"\b(that|which|what|whose|whom|those)\b")
 QUESTION = re.compile(r"(What|Which|Where|How|Whether|Who|Of|That|Those)\b")
 EXAMPLE = re.compile(r"(?s)>>>.*?(\n\n|\Z)")
 ORDERS = ("#!", "# type", "# noqa")  # comments for programs
-DOCUMENTED = ast.Module | ast.ClassDef | ast.FunctionDef
 
 
 class Words(NamedTuple):
@@ -26,12 +25,6 @@ class Words(NamedTuple):
     a_line: float  # words for each line of code
     relative: float  # words in 100
     questions: int  # docstrings that begin with a question word
-
-
-def docstrings(source: str) -> list[str]:
-    """All docstrings of a file."""
-    found = [ast.get_docstring(x) for x in ast.walk(ast.parse(source)) if isinstance(x, DOCUMENTED)]
-    return [x for x in found if x]
 
 
 def comments(source: str) -> list[str]:
@@ -54,7 +47,7 @@ def relative(text: str) -> float:
 def counted(files: list[Path]) -> Words:
     """The prose of these files; examples are code."""
     sources = [path.read_text() for path in files]
-    documents = [text for source in sources for text in docstrings(source)]
+    documents = [ast.get_docstring(x) or "" for source in sources for x in documented(source)]
     text = "\n".join([*(EXAMPLE.sub("", x) for x in documents), *(x for y in sources for x in comments(y))])
     lines = sum(len(code_lines(source)) for source in sources)
     return Words(len(text.split()) / max(1, lines), relative(text), sum(map(bool, map(QUESTION.match, documents))))

@@ -43,8 +43,9 @@ def differentiates(x: Tree) -> bool:
     >>> differentiates([torch.ones(1), 2.0]), differentiates([torch.ones(1, requires_grad=True)])
     (False, True)
     """
-    leaves = () if inside() else tree.tensors(tree.leaves(x))
-    return inside() or any((x.requires_grad and torch.is_grad_enabled()) or is_dual(x) for x in leaves)
+    if inside():
+        return True
+    return any((x.requires_grad and torch.is_grad_enabled()) or is_dual(x) for x in tree.tensors(tree.leaves(x)))
 
 
 def needs_gradient(x: object) -> bool:

@@ -126,11 +126,10 @@ def init_state(
     # random numbers of a step are seeded on the host
     step, rng = (torch.tensor(number, device="cpu") for number in (0, seed))
     if sharded.plan.state_crosses:  # the device may have no room for the whole state
-        trained = tree.map(lambda x: x.to(HOST), trained)
-    opt_state = transform.init(trained)
-    if sharded.plan.state_crosses:
-        opt_state = map_parts(ahead.to_host, opt_state)
+        opt_state = map_parts(ahead.to_host, transform.init(tree.map(lambda x: x.to(HOST), trained)))
         sharded.plan.crossings.down.settle()
+    else:
+        opt_state = transform.init(trained)
     return TrainState(sharded, _of_its_own(opt_state, sharded.tensors), scaler, step, rng, extra)
 
 
