@@ -22,7 +22,7 @@ from typing import TypeAlias
 
 from ..core.arguments import check_path
 from .foreign import naming, open_file
-from .remote import RemoteFolder, RemoteReader, remote_place
+from .remote import RemoteFolder, RemoteReader, remote_folder
 
 _DAY = 86_400  # seconds
 _LONGEST_NAME = 255  # of a file, on any file system
@@ -198,4 +198,4 @@ def folder_of(directory: str | os.PathLike[str]) -> Folder:
     if not is_url:
         return LocalFolder(text)
     is_local = scheme in ("file", "local")
-    return LocalFolder(check_path("dir", path, f"a path after {scheme}://")) if is_local else remote_place(text)
+    return LocalFolder(check_path("dir", path, f"a path after {scheme}://")) if is_local else remote_folder(text)

@@ -142,10 +142,10 @@ def _naming(url: str) -> Iterator[None]:
         raise OSError(number, f"{type(error).__name__}: {error}", url) from error
 
 
-def remote_place(url: str) -> RemoteFolder:
+def remote_folder(url: str) -> RemoteFolder:
     """ImportError if a package is not installed, ValueError if fsspec cannot open the URL.
 
-    >>> str(remote_place("memory://runs/1/"))
+    >>> str(remote_folder("memory://runs/1/"))
     'memory://runs/1'
     """
     require("::" not in url, f"dir={url!r}: expected one URL, got a chain: a cache does not show what others write")
