@@ -1,9 +1,9 @@
-"""Ranks that announce each collective to their peers, or record it as nodes of a graph.
+"""Ranks that announce each collective to their peers, or record each collective as nodes of a graph.
 
 Note [Collectives in a graph]
-    A collective is two operators. The first starts it, and returns the tensor for the result (the place) and a ticket.
-    The second, `wait`, takes the place, the ticket and the sent tensors, so no compiler reuses sent memory earlier.
-    Freeing the ticket ends the collective. A mesh is passed by name: operators take no objects.
+    A collective is two operators. The first starts the collective, and returns the result's tensor, `place`, and a
+    ticket with the `Pending` on its storage. The second, `wait`, takes `place`, the ticket and the sent tensors, so
+    no compiler reuses sent memory before `wait`. Operators take a mesh by name.
 """
 
 from __future__ import annotations
@@ -37,17 +37,17 @@ class Announced:
 
     def __init__(self, ranks: Ranks, announce: Callable[[str], None]):
         self.axis, self.rank, self.size, self.device = ranks.axis, ranks.rank, ranks.size, ranks.device
-        # without `whole` every collective is announced, as an `exchange` or `built_in`
+        # `whole` would not announce its collectives
         self.built_in, self.whole, self.empty = ranks.built_in, None, ranks.empty
         self._ranks, self._exchange, self.announce = ranks, ranks.exchange, announce
 
     @property
-    def timeout(self) -> timedelta:  # read if a checked call makes a plan
+    def timeout(self) -> timedelta:  # for a plan made in a checked call
         return message_timeout(self._ranks)
 
     def exchange(self, sends: Sequence[Tensor], recvs: Sequence[Tensor | None], call: Call) -> Exchange:
         self.announce(str(call))
-        if call.kind == "all_to_all":  # the text has no sizes: they differ between ranks
+        if call.kind == "all_to_all":  # ranks' sizes differ: the text has none
             self._compare_sizes(sends, recvs, call)
         return self._exchange(sends, recvs, call)
 
@@ -104,7 +104,7 @@ class CallInBlocks(Protocol):
 
 
 def kept() -> CallInBlocks:
-    """Return `call(fn, *args)`, to run `fn` in the blocks around `kept()`: autograd's GPU threads lack these blocks."""
+    """Return `call(fn, *args)`, to run `fn` with the context variables of now: autograd's GPU threads lack them."""
     context, thread = copy_context(), get_ident()
 
     def call(fn: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
@@ -117,7 +117,7 @@ def kept() -> CallInBlocks:
 
 
 class StartedNode:
-    """A collective under way in a graph."""
+    """A collective started in a graph."""
 
     def __init__(self, node: tuple[Tensor, Tensor], sent: Sequence[Tensor]):
         (self._place, self._ticket), self._sent = node, sent
@@ -130,7 +130,7 @@ class StartedNode:
 
 
 class NodeRanks:
-    """Ranks in a trace."""
+    """Ranks in a trace: their collectives become nodes of the graph."""
 
     built_in = None
 
@@ -139,7 +139,7 @@ class NodeRanks:
         self._mesh = MESHES.of(mesh)
 
     def empty(self, numel: int, like: Tensor, lent: bool) -> Tensor:
-        """If `lent` or large, all steps reuse the memory."""
+        """Return (numel,); if lent or large, in memory reused by all steps."""
         if not lent and numel * like.itemsize < _ROOM_BYTES:
             return like.new_empty(numel)
         return torch.ops.fshard.room(like, numel, self._mesh, self.axis, lent)

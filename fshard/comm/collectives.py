@@ -1,6 +1,6 @@
 """Differentiable collectives over a mesh axis, closed under torch.func: grad, vjp, jvp, vmap, to any order.
 
-A collective is a linear map on the stack of all ranks' values; its derivative is the adjoint. So differentiating on
+A collective is a linear map on the stack of all ranks' values; its backward is the adjoint map. So differentiating on
 every rank gives the gradient of the *sum of all ranks' outputs*. For the gradient of one replicated number, divide by
 the number of ranks, or return `fshard.Mean` from the loss.
 
@@ -18,7 +18,7 @@ Along an axis a value is *replicated* (equal on all ranks; each rank holds one s
 | shift | varying -> varying | shift by -`by` |
 | broadcast | varying -> replicated | reduce to the source |
 
-`dim`, `split` and `join` count dims of a leaf inside the user's function.
+`dim`, `split` and `join` do not count the batch dims of vmap.
 
 Sources: JAX's shard_map design (jep/17111); Griewank and Walther, Evaluating Derivatives, on adjoints.
 """
@@ -74,13 +74,13 @@ class _Collective:
     def run(self, x: Tensor) -> Tensor:
         ranks = primitives.along(self.mesh, self.axis)
         if self.kind == "vary":
-            return x.view_as(x)  # autograd does not accept `x` itself as result
-        x = x.resolve_conj().resolve_neg()  # memory of lazy views has other bits
+            return x.view_as(x)  # an autograd function must not return its input
+        x = x.resolve_conj().resolve_neg()  # a lazy view's memory has the old bits
         if self.kind == "broadcast":
             return primitives.broadcast(x, ranks, self.src, self.label).wait()
         if self.kind == "reduce":
             reduced = primitives.all_reduce(x, ranks, self.label).wait()
-            # without `if`, graphs of ranks differ in constants alone
+            # an `if` would give ranks different graphs
             is_source = torch.full((), ranks.rank == self.src, dtype=torch.bool, device=reduced.device)
             return torch.where(is_source, reduced, torch.zeros_like(reduced))  # NaN stays on the source
         if self.kind == "shift":
@@ -107,14 +107,14 @@ def _shifted(x: Tensor, ranks: Ranks, shift: _Collective) -> Tensor:
         is_there = shift.wrap or 0 <= peer < ranks.size
         return [int(is_there and rank == peer % ranks.size) for rank in range(ranks.size)]
 
-    # ranks without a sender get zeros; all ranks allocate zeros: equal graphs
+    # for ranks without a sender; all allocate zeros: equal graphs
     place = x.new_empty(x.shape) if shift.wrap else x.new_zeros(x.shape)
     sizes, words = (rows(ranks.rank + shift.by), rows(ranks.rank - shift.by)), f", by={shift.by}, wrap={shift.wrap}"
     primitives.deal(x[None], sizes, ranks, shift.label, place[None], "shift", words).wait()
     return place
 
 
-class _Context(Protocol):  # of autograd
+class _Context(Protocol):  # autograd's
     collective: _Collective
     call: CallInBlocks
 
@@ -139,17 +139,17 @@ class _Apply(torch.autograd.Function):
 
     @staticmethod
     def vmap(info: object, in_dims: tuple[int, None], x: Tensor, collective: _Collective) -> tuple[Tensor, int]:
-        # (..., batch): collectives act along dim 0
+        # batch last: collectives act along dim 0
         return _Apply.apply(x.movedim(in_dims[0], -1), collective), -1
 
 
 def _mapped(x: T, collective: _Collective, split: int = 0, join: int | None = None) -> T:
     """Apply a collective along `split` to every leaf; concatenate along `join` (None: `split`).
 
-    All checks come first: if a rank raised later, other ranks would wait.
+    All checks come first: if a rank raised after a collective, other ranks would wait for it.
     """
     kind, dims = collective.kind, (split, split if join is None else join)
-    collective = replace(collective, mesh=adapted(collective.mesh))  # once, so that the backward has the same ranks
+    collective = replace(collective, mesh=adapted(collective.mesh))  # once: forward and backward use the same ranks
     ranks = None if collective.mesh is None else primitives.along(collective.mesh, collective.axis)
     rank, size = (0, 1) if ranks is None else (ranks.rank, ranks.size)
     for dim in dims:
@@ -180,7 +180,7 @@ def _along(x: Tensor, collective: _Collective, dims: tuple[int, int], size: int)
 
 
 def _applied(x: Tensor, collective: _Collective) -> Tensor:
-    # torch hides autograd functions from the function mode of `remat`
+    # the TorchFunctionMode of `remat` sees this call, but no autograd function
     if has_torch_function((None,)):
         return handle_torch_function(_applied, (), x, collective)
     return _Apply.apply(x, collective)
@@ -237,7 +237,7 @@ def all_gather(x: T, mesh: AnyMesh, axis: str, label: str = "", *, dim: int = 0)
     - `x`: a tensor or a tree, of the same shapes on all ranks; a scalar counts as one row.
     - `mesh`, `axis`: the ranks; mesh=None is one rank, whatever the axis.
     - `label`: the name of the call in errors and in a `tally`.
-    - `dim`: a dim of every leaf (ValueError), counted from the end if negative; dim 0 needs no copy.
+    - `dim`: a dim of every leaf (else a ValueError), counted from the end if negative; dim 0 needs no copy.
 
     Transpose: `reduce_scatter`.
 
@@ -251,8 +251,7 @@ def all_gather(x: T, mesh: AnyMesh, axis: str, label: str = "", *, dim: int = 0)
 def reduce_scatter(x: T, mesh: AnyMesh, axis: str, label: str = "", *, dim: int = 0) -> T:
     """Sum over ranks, in rank order, and keep this rank's part: (W n, ...) -> (n, ...), partial -> varying.
 
-    `x`, `mesh`, `axis`, `label` and `dim` as for `all_gather`; W must divide dim `dim` (ValueError). Transpose:
-    `all_gather`.
+    Arguments as for `all_gather`; W must divide dim `dim` (ValueError). Transpose: `all_gather`.
 
     >>> from fshard.testing import simulate
     >>> simulate(lambda mesh: reduce_scatter(torch.tensor([1, 2]), mesh, "shard").tolist(), shard=2)
@@ -264,8 +263,8 @@ def reduce_scatter(x: T, mesh: AnyMesh, axis: str, label: str = "", *, dim: int 
 def all_reduce(x: T, mesh: AnyMesh, axis: str, op: Literal["sum", "max", "min"] = "sum", label: str = "") -> T:
     """All-reduce in rank order: (...) -> (...), partial -> replicated.
 
-    `x`, `mesh`, `axis` and `label` as for `all_gather`. op="sum" is its own transpose; "max" and "min" have no
-    derivative (NotImplementedError).
+    Other arguments as for `all_gather`. op="sum" is its own transpose; "max" and "min" have no derivative
+    (NotImplementedError).
 
     >>> from fshard.testing import simulate
     >>> simulate(lambda mesh: all_reduce(torch.tensor(1.5), mesh, "shard").item(), shard=2)
@@ -293,8 +292,8 @@ def _refuse_in_loss(kind: str, advice: str) -> None:
 def vary(x: T, mesh: AnyMesh, axis: str, label: str = "") -> T:
     """Mark an invariant value as used differently by ranks: identity in the forward, sum in the backward.
 
-    invariant -> varying (JAX's pvary); `x`, `mesh`, `axis` and `label` as for `all_gather`. Transpose: `total`.
-    RuntimeError inside the loss of a step, of `value_and_grad`, `evaluate` or `hvp`: parameters of a loss vary already.
+    invariant -> varying (JAX's pvary). Arguments as for `all_gather`. Transpose: `total`.
+    RuntimeError in the loss of a step, of `value_and_grad`, `evaluate` or `hvp`: a loss's parameters are varying.
 
     >>> from fshard.testing import simulate
     >>> def grad_of_sum(mesh):
@@ -310,8 +309,8 @@ def vary(x: T, mesh: AnyMesh, axis: str, label: str = "") -> T:
 def total(x: T, mesh: AnyMesh, axis: str, label: str = "") -> T:
     """Sum over ranks to one value, shared by all ranks: (...) -> (...), varying -> invariant (JAX's psum).
 
-    `all_reduce` sums the gradients of all ranks' results; the result of `total` has one gradient. RuntimeError in a
-    loss, as for `vary`. Transpose: `vary`.
+    The backward of `all_reduce` sums the gradients of all ranks' results; the result of `total` has one gradient.
+    RuntimeError in a loss, as for `vary`. Transpose: `vary`.
 
     >>> from fshard.testing import simulate
     >>> simulate(lambda mesh: total(torch.tensor(1.5), mesh, "shard").item(), shard=2)
@@ -326,11 +325,11 @@ def all_to_all(
 ) -> T:
     """Cut dim `split`, send part p to rank p, and concatenate received parts along `join`: varying -> varying.
 
-    `x`, `mesh`, `axis` and `label` as for `all_gather`. Parts are equal: W must divide dim `split` (ValueError).
+    Other arguments as for `all_gather`. Parts are equal: W must divide dim `split` (ValueError).
     For split=1, join=0: (s, h) -> (W s, h / W). Transpose and inverse: `split` and `join` swapped.
 
     `sizes` = (sent, received) are the lengths of unequal parts, W lengths each, zeros allowed; then `split` and `join`
-    must be one dim (ValueError). Sizes that disagree are a MismatchError, over gloo's sockets only in checked calls
+    must be one dim (ValueError). MismatchError if ranks' sizes disagree, over gloo's sockets only in checked calls
     (`fshard.check`). Transpose: sent and received swapped.
 
     >>> from fshard.testing import simulate
@@ -353,8 +352,8 @@ def all_to_all(
 def shift(x: T, mesh: AnyMesh, axis: str, by: int = 1, *, wrap: bool = True, label: str = "") -> T:
     """Send the tensor of rank r to rank r + `by`: (...) -> (...), varying -> varying (JAX's ppermute by a constant).
 
-    `by` is any whole number; `x`, `mesh`, `axis` and `label` as for `all_gather`. Ranks are a ring, or with wrap=False
-    a line: ranks without a sender get zeros. Transpose: `shift` by -`by`.
+    Other arguments as for `all_gather`. Ranks are a ring, or with wrap=False a line: ranks without a sender get zeros.
+    Transpose: `shift` by -`by`.
 
     >>> from fshard.testing import simulate
     >>> simulate(lambda mesh: shift(torch.tensor(mesh.get_rank() + 1), mesh, "shard").item(), shard=3)
@@ -370,7 +369,7 @@ def shift(x: T, mesh: AnyMesh, axis: str, by: int = 1, *, wrap: bool = True, lab
 def broadcast(x: T, mesh: AnyMesh, axis: str, src: int = 0, label: str = "") -> T:
     """Copy the tensor of rank `src` to all ranks of the axis: (...) -> (...), varying -> replicated.
 
-    `x`, `mesh`, `axis` and `label` as for `all_gather`. Transpose: the sum over ranks on `src`, zeros on other ranks.
+    Other arguments as for `all_gather`. Transpose: the sum over ranks for `src`, zeros for the others.
 
     >>> from fshard.testing import simulate
     >>> simulate(lambda mesh: broadcast(torch.tensor(mesh.get_rank()), mesh, "shard", src=1).item(), shard=2)

@@ -1,4 +1,4 @@
-"""Compare values between ranks, and share flags and errors of any rank."""
+"""Compare values between ranks, and tell all ranks of a flag or an error on any rank."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from .ranks import MismatchError, Ranks
 T = TypeVar("T")
 _SAME_TREE = "Build the same tree, in the same order, on all of them"
 _QUOTED = 200  # characters
-# under 255 bytes: CUDA takes no more
+# under 255 bytes: CUDA's assertions take no more
 _UNEQUAL = (
     "ranks have states of different steps or seeds: restore the same; or losses of other classes or dtypes: return the "
     "same; or read different units: read the same, with an empty batch, or params_over=(); or, if some use a unit, "
@@ -31,12 +31,12 @@ _UNEQUAL = (
 
 
 def check_same(mesh: AnyMesh, describe: str, what: str, remedy: str = _SAME_TREE) -> None:
-    """Raise `MismatchError` on every rank if `describe` differs; ranks send texts if digests differ."""
+    """Raise `MismatchError` on every rank if `describe` differs. Ranks send its text only if digests differ."""
     digests = of_all(_sha(describe), mesh)
     other_rank = next((rank for rank, text in enumerate(digests) if text != digests[0]), None)
     if other_rank is None:
         return
-    texts = of_all(describe, mesh)  # all ranks come here, or none
+    texts = of_all(describe, mesh)  # all ranks send, or none
     sentence = f"rank 0 has {{}}; rank {other_rank} has {{}}"
     raise MismatchError(
         f"{what} differs between ranks: {first_difference(texts[0], texts[other_rank], sentence)}. {remedy}."
@@ -44,7 +44,7 @@ def check_same(mesh: AnyMesh, describe: str, what: str, remedy: str = _SAME_TREE
 
 
 def differing_keys(texts: Mapping[str, str], mesh: AnyMesh) -> set[str]:
-    """All ranks give the same keys, and get the same result."""
+    """Return the keys of texts unlike between ranks. All ranks must give the same keys."""
     digests = {key: _sha(text) for key, text in texts.items()}
     if len({*of_all(_sha(json.dumps(digests)), mesh)}) == 1:
         return set()
@@ -73,7 +73,7 @@ def together(
 ) -> T:
     """Return `make()`, which must not communicate. All ranks must call; if `make` raises on one rank, all raise.
 
-    Other ranks raise `kind` with the first error's text, or an OSError with that error's number.
+    Other ranks raise `kind` with the first failed rank's text, or an OSError if that rank's error has a number.
 
     >>> together(None, lambda: 1)
     1
@@ -102,26 +102,26 @@ def _described(failure: Exception) -> str:
 
 
 def first_unlike(rows: Sequence[Tensor], mesh: AnyMesh, axes: Axes, label: str = "replicas") -> int | None:
-    """Return the index, equal on all ranks, of the first tensor with different bits along `axes`."""
+    """Return the number of the first tensor with different bits along `axes`, on all ranks."""
     if not rows or not axes:
         return None
     local = digests(rows, mesh)
-    # ~x = -x - 1: one maximum gives both extremes
+    # ~x = -x - 1: one maximum finds both extremes
     most, least = primitives.total(torch.stack([local, ~local]), mesh, axes, op="max", label=label).unbind()
-    # over all axes: ranks with equal replicas hear of unequal replicas
+    # over all axes: ranks with equal replicas return the same number
     unlike = primitives.total((most != ~least).long(), mesh, op="max", label=label)
     return next((number for number, differs in enumerate(unlike.tolist()) if differs), None)
 
 
 def digests(rows: Sequence[Tensor], mesh: AnyMesh) -> Tensor:
     """Sum the bits of contiguous tensors: int64, (number of tensors,)."""
-    # changing one bit changes the sum; narrower integers take 18 times as long
+    # changing one bit changes the sum; sums of bytes would take 18 times as long
     sums = (whole.sum() + rest.sum(dtype=torch.int64) for whole, rest in map(words, rows))
     return torch.stack([x.to(mesh_device(mesh)) for x in sums])
 
 
 def without_place(sums: Tensor, local: Tensor, mesh: AnyMesh) -> Tensor:
-    """Return all sums but the last. If ranks' last sums differ, the device stops with an error."""
+    """Return all sums but the last. If ranks added different last numbers, the device stops with an error."""
     torch._assert_async(sums[-1] == local[-1] * num_ranks(mesh), _UNEQUAL)  # private: no public name
     return sums[:-1]
 
@@ -155,7 +155,7 @@ def of_all(text: str, mesh: AnyMesh) -> list[str]:
     grid = adapted(mesh)
     if grid is None or grid.abstract:
         return [text]
-    data, end = text.encode(errors="surrogatepass"), b"\x1e"  # file names may have surrogates
+    data, end = text.encode(errors="surrogatepass"), b"\x1e"  # surrogates: of file names
     for axis in reversed(axis_sizes(mesh)):
         data = end.join(rows_of_bytes(data, along(mesh, axis)))
     return [row.decode(errors="surrogatepass") for row in data.split(end)]
@@ -173,7 +173,7 @@ def rows_of_bytes(data: bytes, ranks: Ranks) -> list[bytes]:
 
 
 def first_difference(a: str, b: str, sentence: str) -> str:
-    """`sentence` has two `{}`."""
+    """Fill the two `{}` of `sentence` with the first unlike lines."""
     end = "nothing more"
     pairs = zip_longest(a.splitlines(), b.splitlines(), fillvalue=end)
     x, y = next(((x, y) for x, y in pairs if x != y), (end, end))

@@ -4,10 +4,11 @@ Users give a torch `DeviceMesh`, simulated ranks (`fshard.testing`), an `Abstrac
 `adapted` makes a `ProcessMesh` of a DeviceMesh, so every mesh in this package is a `Grid`.
 
 Note [One handle for each mesh]
-    All plans on a mesh share objects made once: process groups, connections of one host (the twin) and of checked
-    calls, streams, and the mesh's name in graphs. `MESHES` finds the `ProcessMesh` of a DeviceMesh by identity: equal
-    meshes may have different process groups. A `ProcessMesh` does not refer to the DeviceMesh, nor its objects to
-    the `ProcessMesh`. Without a cycle, connections close once the DeviceMesh and its last plan are deleted.
+    All plans on a mesh share objects made once: process groups, the twin (the mesh with shared memory on one host),
+    connections of checked calls, streams, and the name in graphs. `MESHES` finds the `ProcessMesh` of a
+    DeviceMesh by identity: equal meshes may have different process groups. A `ProcessMesh` does not refer to the
+    DeviceMesh, nor shared objects to the `ProcessMesh`: without a cycle, connections close once the DeviceMesh and its
+    last plan are deleted.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ T = TypeVar("T")
 
 
 def digits(number: int, sizes: Sequence[int]) -> list[int]:
-    """Return coordinates; the first varies slowest. Dual: `number_of`.
+    """Return a rank's coordinates; the first varies slowest. Dual: `number_of`.
 
     >>> digits(5, [2, 3])
     [1, 2]
@@ -69,7 +70,7 @@ class Mesh(Protocol):
 
     @property
     def likeness(self) -> tuple[object, ...]:
-        """Equal for a mesh and its connected twin."""
+        """A value equal for a mesh and its twin (`adapted`)."""
 
     def size(self, axis: str | None = None) -> int:
         """Number of ranks along an axis (None: of the mesh)."""
@@ -87,7 +88,7 @@ AnyMesh = DeviceMesh | Mesh | None
 
 
 class Grid:
-    """A mesh; `place` has this rank's coordinates."""
+    """A mesh; `place`: this rank's coordinates."""
 
     abstract = False
     members: tuple[int, ...] = ()
@@ -129,17 +130,17 @@ class Grid:
         raise NotImplementedError
 
     def once(self, make: Callable[[Self], T]) -> T:
-        """The result must not refer to this mesh."""
+        """Return `make(self)`, made once; it must not refer to this mesh."""
         if make not in self._kept:
             self._kept[make] = make(self)
         return self._kept[make]
 
 
 class AbstractMesh(Grid):
-    """A mesh of any size without processes, for planning and for lowering functions, not for running them.
+    """A mesh of any size without processes, to plan and to lower functions, not to run them.
 
-    `axes` are sizes by name, the first axis varies slowest; `rank` is this rank's number, `device` the kind of the
-    rank's device. ValueError for "cuda" if torch is built for CPUs only.
+    `axes` are sizes by name, the first axis varies slowest; `rank` is this rank's number, `device` a kind of device.
+    ValueError for "cuda" if torch is built for CPUs only.
 
     >>> mesh = AbstractMesh(replicate=2, shard=64)
     >>> mesh.size(), mesh.get_local_rank("shard")
@@ -164,7 +165,7 @@ class AbstractMesh(Grid):
                 f"AbstractMesh: device={device!r}: expected a kind of device that this torch is built for, got CUDA "
                 "and a build for CPUs alone. Use a CUDA build, which needs no GPU for this, or leave `device` out"
             )
-        # with an index, as real meshes have
+        # with a device index, as on real meshes
         of_rank = torch.device("cpu") if kind.type == "cpu" else torch.device(kind.type, kind.index or 0)
         super().__init__(axes, rank, digits(rank, [*axes.values()]), of_rank)
 
@@ -190,7 +191,7 @@ class _AbstractRanks:
 
 
 class ProcessMesh(Grid):
-    """The mesh of a DeviceMesh (Note [One handle for each mesh])."""
+    """A mesh over the process groups of a DeviceMesh (Note [One handle for each mesh])."""
 
     def __init__(self, mesh: DeviceMesh):
         names, device = mesh.mesh_dim_names or (), numbered(mesh.device_type)
@@ -199,7 +200,7 @@ class ProcessMesh(Grid):
         self.members: tuple[int, ...] = tuple(mesh.mesh.flatten().tolist())
         self._groups = [weakref.ref(mesh.get_group(axis)) for axis in names]
         self._ranks: dict[str, Ranks] = {axis: GroupRanks(axis, mesh.get_group(axis), device) for axis in names}
-        self.twin: ProcessMesh | None = None  # this mesh with shared memory, once a plan connected ranks
+        self.twin: ProcessMesh | None = None  # with shared memory, once a plan has connected the ranks
         self.owners: dict[str, Owner] = {axis: MESHES.owner(mesh.get_group(axis)) for axis in names}
 
     def is_of(self, mesh: DeviceMesh) -> bool:
@@ -208,13 +209,13 @@ class ProcessMesh(Grid):
         )
 
     def ranks(self, axis: str) -> Ranks:
-        """RuntimeError in a second thread (Note [One thread])."""
+        """RuntimeError in a second thread (Note [One thread] in `process_groups.py`)."""
         self.owners[axis].check(axis)
         return self._ranks[axis]
 
 
 class Meshes:
-    """Live meshes by identity of the DeviceMesh (ranks of one world may have equal DeviceMeshes), and by name."""
+    """Live meshes by identity of the DeviceMesh (ranks of a world may have equal ones), and by name in graphs."""
 
     def __init__(self) -> None:
         self._handles: MutableMapping[DeviceMesh, ProcessMesh] = WeakIdKeyDictionary()
@@ -263,7 +264,7 @@ class Meshes:
 
 
 MESHES = Meshes()
-if hasattr(os, "register_at_fork"):  # cheaper than asking for the process's number at each collective
+if hasattr(os, "register_at_fork"):  # cheaper than `os.getpid` at each collective
     os.register_at_fork(after_in_child=MESHES.inherit)
 Axes = tuple[str, ...]
 
@@ -281,7 +282,7 @@ def is_mesh(x: object) -> bool:
 def adapted(mesh: AnyMesh) -> Mesh | None:
     """Return a DeviceMesh as `ProcessMesh`, other meshes and None as they are.
 
-    Once a plan has connected the ranks of a DeviceMesh, return its twin; a loss's collectives use the twin, too.
+    If a plan has connected a DeviceMesh's ranks by shared memory, return the connected mesh, its twin.
     TypeError if `mesh` is no mesh; ValueError for a DeviceMesh without axis names, or without this rank.
     """
     grid = unconnected(mesh)
@@ -289,7 +290,7 @@ def adapted(mesh: AnyMesh) -> Mesh | None:
 
 
 def unconnected(mesh: AnyMesh) -> Mesh | None:
-    """Return the mesh over process groups, without a twin."""
+    """Return the mesh over process groups, not its twin."""
     if not isinstance(mesh, DeviceMesh):
         if mesh is None or is_mesh(mesh):
             return mesh
@@ -315,7 +316,7 @@ def present(mesh: AnyMesh) -> Mesh:
 
 
 def axis_sizes(mesh: AnyMesh) -> dict[str, int]:
-    """Return sizes, outermost first; {} for None."""
+    """Return the number of ranks by axis, outermost first; {} for None."""
     grid = adapted(mesh)
     return {} if grid is None else {name: grid.size(name) for name in grid.mesh_dim_names}
 
@@ -340,8 +341,8 @@ def rank_in(mesh: AnyMesh) -> int:
 def rank_and_size(mesh: AnyMesh = None, axis: str | Sequence[str] | None = None) -> tuple[int, int]:
     """Return this rank's number and the number of ranks, in `mesh` or along `axis`; (0, 1) for one device.
 
-    `axis` is a name, or several, the first varying slowest. ValueError for an axis that the mesh lacks; TypeError for a
-    set, which has no order.
+    `axis` is a name, or a list or tuple of names, the first varying slowest. ValueError for an axis that the mesh
+    lacks; TypeError for a set.
 
     >>> rank_and_size(None), rank_and_size(AbstractMesh(replicate=2, shard=4, rank=5))
     ((0, 1), (5, 8))
@@ -363,7 +364,7 @@ def process_rank() -> str:
 
 
 def mesh_device(mesh: AnyMesh) -> torch.device:
-    """Without a mesh, return torch's default device, or the CPU in place of meta."""
+    """Return the mesh's device; without a mesh, torch's default device, or the CPU in place of meta."""
     if (grid := adapted(mesh)) is not None:
         return grid.device
     default = torch.get_default_device()
@@ -371,7 +372,7 @@ def mesh_device(mesh: AnyMesh) -> torch.device:
 
 
 def numbered(name: str) -> torch.device:
-    """Return a device; "cuda" gets the current index.
+    """Return the device of a name; "cuda" gets the current index.
 
     >>> numbered("cpu"), numbered("cuda:1")
     (device(type='cpu'), device(type='cuda', index=1))
@@ -394,5 +395,5 @@ class OnMesh(ABC):
 
     @property
     @abstractmethod
-    def home(self) -> Any:  # a Plan or a Layout, which import this folder
+    def home(self) -> Any:  # a Plan or a Layout: their modules import this folder
         ...

@@ -1,13 +1,14 @@
 """Asynchronous collectives over the ranks of one mesh axis, without derivatives.
 
-All are built from `exchange`, a message to and from every peer. On GPUs, and between more than a few CPU processes,
-torch's own collectives replace `exchange` if the bits are the same.
+All are built from `Ranks.exchange`, a message to and a message from every peer. On GPUs, and between more than `FEW`
+CPU processes, torch's own collectives replace `exchange`, with the same bits unless `fast`. `label` names a call in
+errors.
 
 Note [Sums in rank order]
-    Reductions add the contributions of ranks 0, 1, 2 and so on. More than `GROUP` ranks are added in groups of `GROUP`
-    consecutive ranks, then the groups' sums in the same way. The result depends neither on timing nor on buckets, and a
-    simulated world has the same bits. `fold` defines the order. `fold_rows` has the same order in one buffer: each
-    kernel adds one rank of every group. If a group is a host, its sum can be taken on the host, with the same bits.
+    Reductions add the tensors of ranks 0, 1, 2 and so on, in this order. More than `GROUP` ranks are added in groups of
+    `GROUP` consecutive ranks, then the groups' sums in the same way. The result depends neither on timing nor on
+    buckets, and a simulated world has the same bits. `fold` defines the order. `fold_rows` adds in the same order in
+    one buffer: each kernel adds one rank of every group. A group may be one host.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from .process_groups import FEW, Works, all_gather_single, as_real, as_sent, red
 from .ranks import Call, Pending, Ranks, message_timeout, note
 
 GROUP = 8
-# a smaller tensor goes whole to every rank, in one message with the same bits
+# an all-reduce sends smaller tensors whole: one stage, the same bits
 _SMALL = 1 << 14  # bytes
 _only = itemgetter(0)
 _COMBINE: dict[str, Callable[..., Tensor]] = {"sum": torch.add, "max": torch.maximum, "min": torch.minimum}
@@ -37,7 +38,7 @@ _ORDERED = frozenset({*_INTEGER_DTYPES, torch.float16, torch.bfloat16, torch.flo
 
 
 def along(mesh: AnyMesh, axis: str) -> Ranks:
-    """In a trace, the ranks add nodes. ValueError for unknown axes."""
+    """Return the ranks along an axis (ValueError if unknown); in a trace, ranks that add nodes."""
     grid = adapted(mesh)
     if grid is None or axis not in grid.mesh_dim_names:
         names = ", ".join(map(repr, axis_sizes(mesh)))
@@ -50,7 +51,7 @@ def _counted(
     kind: str, x: Tensor, ranks: Ranks, label: str, nbytes: int, shape: Sequence[int] | None = None, **more: str
 ) -> Call:
     call = Call(kind, ranks.axis, label, nbytes, x.dtype, x.shape if shape is None else shape, **more)
-    if not isinstance(ranks, NodeRanks):  # a graph counts when it runs
+    if not isinstance(ranks, NodeRanks):  # a graph's collectives count when it runs
         note(call)
     return call
 
@@ -58,16 +59,16 @@ def _counted(
 def _built_in(collective: Callable[..., dist.Work], ranks: Ranks, call: Call, *args: Tensor) -> Works:
     if isinstance(ranks, Announced):
         ranks.announce(str(call))
-    if not args[0].numel():  # empty: no address
+    if not args[0].numel():  # no elements, no message
         return Works([], [], call)
-    # on a device, `wait` with a timeout would block the host
+    # on a GPU, `wait` with a timeout would block the host
     timeout = message_timeout(ranks) if ranks.device.type == "cpu" else None
     return Works([collective(*args, group=ranks.built_in, async_op=True)], [], call, timeout)
 
 
 def _dealt(x: Tensor, ranks: Ranks, call: Call) -> tuple[Works, Tensor]:
     place = ranks.empty(x.numel(), x, lent=False).view(x.shape)  # (W n, ...)
-    # backends lack some dtypes
+    # bytes: backends lack some dtypes
     return _built_in(dist.all_to_all_single, ranks, call, as_bytes(place), as_bytes(x)), place
 
 
@@ -82,7 +83,7 @@ def _combined_dtype(op: str, dtype: torch.dtype) -> torch.dtype:
 def fold(parts: Sequence[Tensor], op: str, out: Tensor) -> Tensor:
     """Reduce all ranks' tensors into `out` (Note [Sums in rank order])."""
     dtype = _combined_dtype(op, parts[0].dtype)
-    total = out if out.dtype == dtype else torch.empty_like(parts[0], dtype=dtype)  # rounded once, at the end
+    total = out if out.dtype == dtype else torch.empty_like(parts[0], dtype=dtype)  # rounded once
     _fold(parts, op, total)
     return out if total is out else out.copy_(total)
 
@@ -104,13 +105,13 @@ def _fold(parts: Sequence[Tensor], op: str, total: Tensor) -> Tensor:
 
 def _combine(parts: Sequence[Tensor], op: str, total: Tensor) -> Tensor:
     for part in parts:
-        # converted while adding; torch does not promote float8
+        # the kernel converts a part while adding, but no float8
         _COMBINE[op](total, part if part.dtype.itemsize > 1 else part.to(total.dtype), out=total)
     return total
 
 
 def fold_rows(rows: Tensor, op: str, out: Tensor, group: int = GROUP) -> Tensor:
-    """Fold rows (W, ...), and overwrite them; in a tree if `group` is 2."""
+    """Reduce rows (W, ...), overwriting them, in the order of `fold`; in a binary tree if `group` is 2."""
     while len(rows) > group:
         full = len(rows) // group
         total = rows[::group].to(_combined_dtype(op, rows.dtype))  # (groups, ...), in the memory of `rows` unless wider
@@ -124,8 +125,8 @@ def fold_rows(rows: Tensor, op: str, out: Tensor, group: int = GROUP) -> Tensor:
 def all_gather(x: Tensor, ranks: Ranks, label: str = "", out: Tensor | None = None, *, lent: bool = False) -> Pending:
     """Concatenate the tensors of all ranks along dim 0: (n, ...) -> (W n, ...).
 
-    Each rank sends `x` W - 1 times. `label` names the call in errors; `out`, if given, gets the result. `lent` promises
-    that nobody writes to the result, so peers may read this rank's part from its memory.
+    Each rank sends `x` W - 1 times. `out`, if given, gets the result. `lent` promises that nobody writes to the result,
+    so peers may read this rank's part from the result's memory.
 
     >>> import fshard
     >>> start = lambda mesh: fshard.reduction.start_all_gather(torch.ones(1), mesh.ranks("shard"))
@@ -145,7 +146,7 @@ def _start_gather(x: Tensor, ranks: Ranks, out: Tensor | None, call: Call, lent:
         out = ranks.empty(ranks.size * x.numel(), x, lent).view(ranks.size * x.shape[0], *x.shape[1:])
     full = out
     if ranks.built_in is not None and ranks.device.type == "cpu":
-        # gloo's all-gather takes W - 1 rounds
+        # all-to-all of copies: gloo's all-gather takes W - 1 rounds
         work = _built_in(dist.all_to_all_single, ranks, call, as_bytes(full), as_bytes(x).repeat(ranks.size))
         return Pending(work, lambda _: full)
     if ranks.built_in is not None:
@@ -154,7 +155,7 @@ def _start_gather(x: Tensor, ranks: Ranks, out: Tensor | None, call: Call, lent:
     local = sent = parts[ranks.rank]  # (n, ...), a view of `full`
     if local.data_ptr() != x.data_ptr():
         local.copy_(x)
-        sent = local if lent else x  # an `x` in lent memory is not copied again
+        sent = local if lent else x  # `exchange` copies no `x` in lent memory
     sends = [local if p == ranks.rank else sent for p in range(ranks.size)]
     return Pending(ranks.exchange(sends, parts, call), lambda _: full)
 
@@ -164,8 +165,8 @@ def reduce_scatter(
 ) -> Pending:
     """Sum over ranks and keep this rank's part of dim 0: (W n, ...) -> (n, ...).
 
-    Each rank sends W - 1 parts of `x`. The sum is in rank order, or with `fast` in the backend's. `label` names the
-    call in errors; `out`, if given, gets the sum, perhaps in a wider dtype. ValueError if W does not divide dim 0.
+    Each rank sends W - 1 parts of `x`. The sum is in rank order, or with `fast` in the backend's. `out`, if
+    given, gets the sum, perhaps in a wider dtype. ValueError if W does not divide dim 0.
 
     >>> import fshard
     >>> start = lambda mesh: fshard.reduction.start_reduce_scatter(torch.tensor([1, 2]), mesh.ranks("shard"))
@@ -202,7 +203,7 @@ def scatter(
 ) -> Pending:
     """Send `sends[p]` to rank p; the result is `finish(received)`, of all ranks' tensors in rank order.
 
-    All tensors have the same number of elements; `label` names the call in errors.
+    All tensors have the same number of elements.
 
     >>> import fshard
     >>> start = lambda mesh: fshard.reduction.start_scatter([torch.ones(1), torch.zeros(1)], mesh.ranks("shard"), sum)
@@ -241,12 +242,12 @@ def all_reduce(
 ) -> Pending:
     """All-reduce by sum, max or min: (...) -> (...).
 
-    Each rank sends 2 (W - 1) / W of a large tensor, in two stages, and W - 1 copies of a small one.
+    Each rank sends 2 (W - 1) / W of a large tensor, in two stages, or W - 1 copies of a small tensor.
 
-    - `label`: the name of the call in errors; `more`: text that ranks compare in checked calls.
-    - `out`: the tensor for the result. If its dtype is wider, summed parts are gathered in this dtype. If it is `x`,
-      it is replaced part by part, and this rank's part is summed aside, (numel / W,).
-    - `op`: "sum", "max" or "min" (ValueError for other words; TypeError for a dtype without this reduction).
+    - `more`: more text of the call, which ranks compare.
+    - `out`: the tensor for the result. If the dtype of `out` is wider, the sums are gathered in this dtype. If `out` is
+      `x`, the result replaces `x` part by part, and this rank's part is summed in a buffer, (numel / W,).
+    - `op`: "sum", "max" or "min" (else a ValueError; TypeError for a dtype without this reduction).
     - `fast`: the backend may choose the order of the sum.
 
     >>> import fshard
@@ -271,10 +272,10 @@ def all_reduce(
 
 def is_direct(x: Tensor, size: int, op: str) -> bool:
     """True if one stage sends whole tensors."""
-    # between two ranks both ways send equally many bytes
+    # between two ranks, two stages would send as many bytes
     if size <= 2 or x.nbytes * max(size, FEW) <= _SMALL * FEW:
         return True
-    # copies from many ranks could fill the memory
+    # whole tensors from many ranks could fill the memory
     return size <= FEW and (op != "sum" or x.numel() % size != 0)
 
 
@@ -300,7 +301,7 @@ def _in_two_stages(x: Tensor, ranks: Ranks, result: Tensor, call: Call) -> Pendi
     if gap:
         flat, into = torch.cat([flat, flat.new_zeros(gap)]), into.new_empty(into.numel() + gap)
     local = into.view(ranks.size, -1)[ranks.rank]
-    if _is_place_of(result, x):  # the sum reads this rank's part of `x`
+    if _is_place_of(result, x):  # else the sum would overwrite this rank's part of `x`
         local = ranks.empty(local.numel(), local, lent=True)
     scattered = _start_scatter(flat, ranks, local, call.of(flat), fast=False)
     gathered = scattered.then(lambda part: _start_gather(part, ranks, into, call.of(part)).keeping(part))
@@ -310,7 +311,7 @@ def _in_two_stages(x: Tensor, ranks: Ranks, result: Tensor, call: Call) -> Pendi
 def check_combines(kind: str, op: str, dtype: torch.dtype, leaf: str = "") -> None:
     if op not in _COMBINE:
         raise ValueError(f"{kind} knows op={', '.join(map(repr, _COMBINE))}, not {op!r}")
-    sums = op == "sum" and (dtype.is_complex or dtype.is_floating_point)  # float8 in float32
+    sums = op == "sum" and (dtype.is_complex or dtype.is_floating_point)  # float8: summed in float32
     if dtype not in _ORDERED and not sums:
         raise TypeError(f"{kind}{leaf}: torch has no {op} of {dtype}: convert it first, or use all_gather")
 
@@ -318,7 +319,7 @@ def check_combines(kind: str, op: str, dtype: torch.dtype, leaf: str = "") -> No
 def all_to_all(x: Tensor, ranks: Ranks, label: str = "", kind: str = "all_to_all") -> Pending:
     """Send part p of dim 0 to rank p, which stores it at this rank's index: (W n, ...) -> (W n, ...).
 
-    `kind` names the call in the tally, `label` in errors. ValueError if W does not divide dim 0 of `x`.
+    `kind` names the call in the tally. ValueError if W does not divide dim 0 of `x`.
 
     >>> import fshard
     >>> start = lambda mesh: fshard.reduction.start_all_to_all(torch.arange(2) + mesh.get_rank(), mesh.ranks("shard"))
@@ -357,7 +358,7 @@ def deal(
     call = _counted(kind, x, ranks, label, nbytes, x.shape[1:], more=more)
     with named(kind, label):
         out = x.new_empty(sum(received), *x.shape[1:]) if out is None else out
-        # a last part is not sent: ranks' graphs have the same nodes
+        # the rest is a last part, not sent, on all ranks: equal graphs
         parts, recvs = (
             whole.split([*lengths, len(whole) - sum(lengths)])[:-1] for whole, lengths in ((x, sent), (out, received))
         )
@@ -369,7 +370,7 @@ def deal(
 def swap(sends: Sequence[Sequence[Tensor]], recvs: Sequence[Held], ranks: Ranks, label: str = "") -> list[list[Tensor]]:
     """Send the flat tensors `sends[p]`, of any sizes and dtypes, to rank p; return the received tensors by rank.
 
-    `recvs[p]`: dtypes and sizes from rank p. This rank's own entries must be empty.
+    `recvs[p]`: dtypes and sizes of tensors from rank p. This rank's own entries must be empty.
     """
     nothing = torch.empty(0, dtype=torch.uint8, device=ranks.device)
     data = [nothing] * ranks.size
@@ -378,7 +379,7 @@ def swap(sends: Sequence[Sequence[Tensor]], recvs: Sequence[Held], ranks: Ranks,
             size = packed_size([(x.dtype, x.numel()) for x in xs])
             # lent: nobody writes to the message again
             data[peer] = pack([x.to(ranks.device) for x in xs], ranks.empty(size, nothing, lent=True))
-    # without sizes: they differ between ranks
+    # the text has no sizes: they differ between ranks
     text = f"all_to_all(bytes, axis={ranks.axis!r}) for {label!r}"
     call = _counted("all_to_all", nothing, ranks, label, sum(x.numel() for x in data), text=text)
     places = [ranks.empty(packed_size(row), nothing, lent=False) for row in recvs]
@@ -390,7 +391,7 @@ def swap(sends: Sequence[Sequence[Tensor]], recvs: Sequence[Held], ranks: Ranks,
 def broadcast(x: Tensor, ranks: Ranks, src: int = 0, label: str = "") -> Pending:
     """Send rank `src`'s tensor to all ranks: `src` sends W - 1 copies; other ranks' values are ignored.
 
-    `x` has the same shape on all ranks; `label` names the call in errors. ValueError if `src` is no rank of the axis.
+    `x` has the same shape on all ranks. ValueError if `src` is no rank of the axis.
 
     >>> import fshard
     >>> start = lambda mesh: fshard.reduction.start_broadcast(torch.tensor(mesh.get_rank()), mesh.ranks("shard"), src=1)
@@ -413,9 +414,9 @@ def broadcast(x: Tensor, ranks: Ranks, src: int = 0, label: str = "") -> Pending
 
 
 def from_rank(x: Tensor, mesh: AnyMesh, src: int, label: str = "") -> Tensor:
-    """Ranks other than `src` give a tensor of the same form."""
+    """Return the tensor of rank `src` of the mesh; `x` has the same shape and dtype on all ranks."""
     sizes = axis_sizes(mesh)
-    # a rank without `x` yet receives it later, along another axis
+    # ranks not in line with `src` receive along a later axis
     for axis in reversed(sizes):
         src, coordinate = divmod(src, sizes[axis])
         x = broadcast(x, along(mesh, axis), coordinate, label).wait()
@@ -423,7 +424,7 @@ def from_rank(x: Tensor, mesh: AnyMesh, src: int, label: str = "") -> Tensor:
 
 
 def buffer(mesh: AnyMesh, axes: Sequence[str], numel: int, like: Tensor, *, lent: bool) -> Tensor:
-    """`lent`: filled once, then sent along the first axis."""
+    """Return a flat tensor; `lent`: written once, then sent along the first of `axes`."""
     return along(mesh, axes[0]).empty(numel, like, lent) if axes else like.new_empty(numel)
 
 
@@ -437,7 +438,7 @@ def total(
 def start_total(
     x: Tensor, mesh: AnyMesh, axes: Axes | None = None, op: str = "sum", label: str = "", more: str = ""
 ) -> Pending:
-    """Start `total`: done along all axes but the last."""
+    """Start `total`, and wait along all axes but the last."""
     sizes = axis_sizes(mesh)
     names = tuple(sizes) if axes is None else axes
     needed = [axis for axis in names if sizes[axis] > 1] or names[:1]

@@ -1,10 +1,10 @@
-"""Ranks of torch's process groups: their messages and timeouts, and the host where ranks met.
+"""Ranks of torch's process groups: their messages and timeouts, and the host of their store.
 
 Note [One thread]
-    Messages between two ranks have no names, so two threads of a rank would receive each other's messages. So a process
+    Messages between two ranks have no names: two threads of a rank would receive each other's messages. So a process
     group and its connections belong to the first thread that communicates over the group, until this thread ends. Any
-    other thread, and a forked process, gets an error at once. Threads not started by Python are autograd's: they run
-    the backward while the calling thread waits.
+    other thread, and a forked process, gets an error at once. Threads not started by Python are autograd's, and
+    allowed: autograd runs the backward while the calling thread waits.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class Owner:
             self._thread = thread
 
 
-FEW = 8  # between so few CPU processes messages are faster than gloo's collectives
+FEW = 8  # up to 8 CPU processes: messages are faster than gloo's collectives
 
 
 def first_of(module: object, *names: str) -> Callable[..., Any]:
@@ -95,7 +95,7 @@ def as_real(x: Tensor) -> Tensor:
 
 
 def as_sent(x: Tensor, dtypes: Collection[torch.dtype] = _SENT) -> Tensor:
-    """Return a view for backends: flat bytes if they lack the dtype.
+    """Return a view for backends to send: flat bytes if `dtypes` lacks the dtype.
 
     >>> as_sent(torch.ones(2, dtype=torch.int16))
     tensor([1, 0, 1, 0], dtype=torch.uint8)
@@ -111,8 +111,8 @@ class Works:
     works: Sequence[dist.Work]
     parts: Sequence[Tensor]
     call: Call | str = ""
-    timeout: timedelta | None = None  # None: the process group's
-    peers: Sequence[str] = ()  # of each work, for errors
+    timeout: timedelta | None = None  # None: that of the process group
+    peers: Sequence[str] = ()  # by work, for errors
 
     def wait(self) -> Sequence[Tensor]:
         """MismatchError if a peer is gone or does not answer."""
@@ -127,7 +127,7 @@ class Works:
 
 @contextmanager
 def _answering(call: Call | str, peers: Sequence[str], works: Sequence[dist.Work] = ()) -> Iterator[None]:
-    """Turn a RuntimeError, unless of a device, into a MismatchError with the first peer, and peers of late `works`."""
+    """Turn a RuntimeError, but a device's, into a MismatchError with the first peer, and the peers of late `works`."""
     try:
         yield
     except (torch.AcceleratorError, torch.OutOfMemoryError):
@@ -140,7 +140,7 @@ def _answering(call: Call | str, peers: Sequence[str], works: Sequence[dist.Work
         raise MismatchError(f"{first} {reason}, in {call}: {failure}") from failure
 
 
-def _is_late(work: dist.Work) -> bool:  # the message has not arrived, or not left
+def _is_late(work: dist.Work) -> bool:  # the message has not arrived, or has not been sent
     with suppress(RuntimeError):
         work.wait(timedelta(milliseconds=1))
         return False
@@ -149,13 +149,13 @@ def _is_late(work: dist.Work) -> bool:  # the message has not arrived, or not le
 
 def outputs_of(sends: Sequence[Tensor], recvs: Sequence[Tensor | None], rank: int) -> list[Tensor]:
     local, missing = sends[rank], sum(recv is None for peer, recv in enumerate(recvs) if peer != rank)
-    new_rows = iter(local.new_empty(missing, *local.shape)) if missing else iter(())  # (peers without a place, ...)
+    new_rows = iter(local.new_empty(missing, *local.shape)) if missing else iter(())  # (missing, ...)
     new = (local if peer == rank else next(new_rows) if recv is None else recv for peer, recv in enumerate(recvs))
     return [place if recv is None else recv for recv, place in zip(recvs, new, strict=True)]
 
 
 class GroupRanks:
-    """The ranks of a process group; up to `few` CPU processes send messages in pairs."""
+    """The ranks of a process group; up to `few` CPU processes send messages, others call torch's collectives."""
 
     whole = None
 
@@ -164,12 +164,12 @@ class GroupRanks:
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
         self._in_pairs = device.type == "cpu"  # gloo has no all-to-all of different sizes
         others = [p for p in range(self.size if self._in_pairs else 0) if p != self.rank]
-        self._peers = [f"rank {p} of axis {axis!r}" for p in others for _ in range(2)]  # of each message
+        self._peers = [f"rank {p} of axis {axis!r}" for p in others for _ in range(2)]  # by message
         self.built_in = None if self.size == 1 or (device.type == "cpu" and self.size <= few) else group
 
     @property
     def may_be_replaced(self) -> bool:
-        """True for torch's own CPU backends; other backends were registered on purpose."""
+        """True for torch's CPU backends: shared memory replaces no backend registered by a user."""
         backends = dict(pair.split(":") for pair in dist.get_backend_config(self._group).split(","))
         return backends.get(self.device.type) in (dist.Backend.GLOO, dist.Backend.MPI, dist.Backend.UCC)
 
@@ -183,7 +183,7 @@ class GroupRanks:
 
     @memo
     def _maker(self) -> Callable[..., Tensor] | None:
-        """Allocator of memory registered with NCCL, so NCCL occupies less of the GPU, or None."""
+        """Allocator of memory registered with NCCL, or None; NCCL then needs fewer multiprocessors."""
         if self.built_in is None:
             return None
         backend = _backend(self._group, self.device)
@@ -196,11 +196,11 @@ class GroupRanks:
 
     @memo
     def _spare(self) -> Tensor:
-        """Places (2, bytes) for an exchange of nothing: NCCL_CHECK_POINTERS=1 refuses empty tensors."""
-        return torch.zeros(2, 16, dtype=torch.uint8, device=self.device)  # kept: messages may be under way
+        """Bytes (2, n) in place of empty tensors, refused by NCCL_CHECK_POINTERS=1."""
+        return torch.zeros(2, 16, dtype=torch.uint8, device=self.device)  # memoized: messages may be under way
 
     def exchange(self, sends: Sequence[Tensor], recvs: Sequence[Tensor | None], call: Call) -> Works:
-        """On CPUs send messages, else one all-to-all: NCCL holds point-to-point messages until the device is done."""
+        """On CPUs send messages, on GPUs one all-to-all: NCCL would hold messages' memory until the device is done."""
         parts = outputs_of(sends, recvs, self.rank)
         with _answering(call, peers := [*self._peers]):
             works = [] if self.size == 1 else self._start(sends, parts, peers)
@@ -208,7 +208,7 @@ class GroupRanks:
         return Works(works, parts, call, self.timeout if self._in_pairs else None, self._peers)
 
     def _start(self, sends: Sequence[Tensor], parts: Sequence[Tensor], peers: list[str]) -> list[dist.Work]:
-        """Start messages; take started peers off `peers`."""
+        """Start messages with each peer; then take the peer off `peers`."""
         sends, parts = [as_sent(x) for x in sends], [as_sent(x) for x in parts]
         if not self._in_pairs:
             spare = self._spare.view(sends[0].dtype)
@@ -227,7 +227,7 @@ class GroupRanks:
 
 def timeout_of(group: dist.ProcessGroup | None, device: torch.device) -> timedelta:
     timeout = _timeout(group, device)
-    # groups of a mesh of several axes have the default, whatever `init_process_group` got
+    # groups of a mesh of several axes have torch's default, whatever `init_process_group` got
     unsaid = timeout in (default_pg_timeout, default_pg_nccl_timeout)
     return _timeout(dist.group.WORLD, device) if unsaid else timeout
 
@@ -247,7 +247,7 @@ def _backend(group: dist.ProcessGroup | None, device: torch.device) -> Any:  # s
 
 
 def meeting_host() -> str:
-    """Return the host where all ranks met, or ""."""
+    """Return the host of the process group's store (MASTER_ADDR), or ""."""
     store: object = dist.group.WORLD.get_group_store() if dist.group.WORLD is not None else None
     while hasattr(store, "underlying_store"):
         store = store.underlying_store

@@ -2,17 +2,17 @@
 
 Note [Lent memory]
     A collective copies sent tensors, so the sender may write to them after its own wait. Lent memory is sent without a
-    copy: peers read it in their own waits, perhaps later, and no message tells when all peers have read. So lent memory
-    is written once, before the send, and never again until freed. Only memory out of reach of other code is lent:
+    copy: peers read it in their own waits, perhaps later, and no message tells when all have read. So
+    lent memory is written once, before the send, and never again until freed. Only memory hidden from other code is
+    lent:
     - buffers of gradients to be reduced, if the reduction is fshard's and no wire encodes gradients;
-    - messages packed by `swap`;
-    - in an all-reduce into its own input, the buffer of this rank's part of the sum;
+    - messages packed by `primitives.swap`;
+    - in an all-reduce into its input, the buffer of this rank's part of the sum;
     - buffers of units gathered for a loss, if no wire decodes units: a loss writing to its parameters is an error,
       and parameters in its result are copied.
-    Other memory is not lent: results for users; inputs of wires, and of reductions and gathers written by users; any
-    memory in a graph, as a compiler may reuse it after its last reader. Collectives of a backend need no lending:
-    their wait ends after sent memory was read. A late world (`testing/late.py`) raises an error for a write to lent
-    memory after sending.
+    Not lent are results for users; inputs of wires, and of reductions and gathers written by users; any memory in a
+    graph, as a compiler may reuse memory after its last reader. Collectives of a backend need no lending: a backend's
+    wait ends after sent memory was read. Simulated ranks of `testing/late.py` raise if lent memory is written after sending.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from ..core.tracing import assigned
 class Call:
     """One collective of one rank. Ranks must agree on all fields but `nbytes`; `str` is the text in errors.
 
-    `kind` is "all_gather", say, `axis` the axis, `label` the unit or the caller's word, `nbytes` the bytes sent.
+    `kind`: the collective, such as "all_gather"; `label`: the unit or the caller's word; `nbytes`: the bytes sent.
     """
 
     kind: str
@@ -44,8 +44,8 @@ class Call:
     dtype: torch.dtype | None = field(default=None, compare=False, repr=False)
     shape: Sequence[int] = field(default=(), compare=False, repr=False)
     op: str = field(default="sum", compare=False, repr=False)
-    more: str = field(default="", compare=False, repr=False)  # more arguments in `str`: a broadcast's sender, say
-    text: str = field(default="", compare=False, repr=False)  # if not empty, the text of `str`
+    more: str = field(default="", compare=False, repr=False)  # arguments as text, such as a broadcast's sender
+    text: str = field(default="", compare=False, repr=False)  # if not empty, the result of `str`
 
     def __init__(
         self,
@@ -70,7 +70,7 @@ class Call:
 
     def agrees(self, other: Call) -> bool:
         """True if two ranks call the same collective."""
-        # a graph's collective has only the text
+        # a call from a graph has only its text
         return self._agreed == other._agreed or str(self) == str(other)
 
     @property
@@ -192,7 +192,7 @@ class Exchange(Protocol):
         """
 
     def done(self) -> None:
-        """Tell that the received tensors have been read."""
+        """Tell the senders that their tensors have been read."""
 
 
 class Arrived(NamedTuple):
@@ -219,8 +219,7 @@ class OwnCollectives(Protocol):
 class Ranks(Protocol):
     """The ranks along one axis of a mesh, as one rank sees them.
 
-    `axis` is the axis's name, `rank` this rank's number, `size` the number of ranks, `device` the device of received
-    tensors.
+    `rank` is this rank's number along `axis`, `size` the number of ranks, `device` that of received tensors.
     """
 
     axis: str
@@ -244,7 +243,7 @@ class Ranks(Protocol):
 
 
 def message_timeout(ranks: Ranks) -> timedelta:
-    return ranks.timeout  # type: ignore[attr-defined]  # simulated and abstract ranks have none, and connect to nobody
+    return ranks.timeout  # type: ignore[attr-defined]  # other ranks (simulated, abstract) never connect
 
 
 SAME_ORDER = (

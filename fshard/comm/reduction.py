@@ -4,7 +4,7 @@ Note [The same bits on any number of ranks]
     A floating-point sum depends on the order of its terms. So a batch is cut into 2^s slices, whose gradients are added
     in a balanced binary tree. With 2^r ranks, each rank adds the gradients of 2^(s - r) slices, a subtree, and a tree
     over ranks completes the sum. Ranks are numbered over all axes, the last axis the fastest, so sums are taken along
-    the last axis first. Partial sums are sent unrounded, in the dtype of the sum: r decides which are sent.
+    the last axis first. Partial sums are sent unrounded: r decides which sums are sent, so rounding would depend on r.
 """
 
 from __future__ import annotations
@@ -53,12 +53,12 @@ class Gather(Protocol):
     """Gathers of parameters along one axis. Make yours a frozen dataclass: ranks compare plans by its fields."""
 
     def all_gather(self, x: Tensor, ranks: Ranks, label: str) -> Pending:
-        """(n) on each rank -> (W n) on all, end to end. Nobody writes to the result."""
+        """(n) on each rank -> (W n) on all, end to end. Callers do not write to the result."""
 
 
 @dataclass(frozen=True)
 class Sums:
-    """Sums in rank order, or with `fast` in the backend's order; fast=None: in rank order on CPUs alone.
+    """Sums in rank order, or with `fast` in the backend's order; fast=None is fast on GPUs.
 
     A GPU backend's order, used by FSDP, gives the same bits in every run on the same ranks.
 
@@ -69,7 +69,7 @@ class Sums:
     fast: bool | None = None
 
     def is_fast(self, device: torch.device) -> bool:
-        """True if the backend chooses the order on such devices."""
+        """True if the backend chooses the order of sums on `device`."""
         return device.type != "cpu" if self.fast is None else self.fast
 
     def reduce_scatter(self, x: Tensor, ranks: Ranks, label: str, out: Tensor | None) -> Pending:
@@ -82,9 +82,9 @@ class Sums:
 
 
 def tree_sum(parts: Sequence[Tensor], out: Tensor | None = None) -> Tensor:
-    """Narrow dtypes are summed in float32."""
+    """Add tensors in a balanced binary tree, narrow dtypes in float32."""
     parts = [part.to(primitives.sum_dtype(part.dtype)) for part in parts]
-    while len(parts) > 1:  # the last of an odd number of parts goes on alone
+    while len(parts) > 1:  # an odd last part goes up a level alone
         parts = [*(a + b for a, b in zip(parts[::2], parts[1::2], strict=False)), *parts[len(parts) & ~1 :]]
     return parts[0] if out is None else out.copy_(parts[0])
 
@@ -94,7 +94,7 @@ class TreeSums:
     """Sums in a tree (Note [The same bits on any number of ranks])."""
 
     def reduce_scatter(self, x: Tensor, ranks: Ranks, label: str, out: Tensor | None) -> Pending:
-        if ranks.built_in is not None:  # one call, and log2 W kernels
+        if ranks.built_in is not None:  # one collective, and log2 W kernels
             numel, dtype = x.numel() // ranks.size, primitives.sum_dtype(x.dtype)
             into = x.new_empty(numel, dtype=dtype) if out is None else out
             sent = primitives.all_to_all(x, ranks, label, kind="reduce_scatter")
@@ -115,12 +115,12 @@ DEFAULT, TREE = Sums(), TreeSums()
 
 
 def only_reads(by: Reduction) -> bool:
-    """True for reductions only reading their input (Note [Lent memory])."""
+    """True for reductions never writing to their input (Note [Lent memory] in `ranks.py`)."""
     return type(by) in (Sums, TreeSums)  # a user's subclass may write
 
 
 def is_idle(by: Reduction, axes: Sequence[object]) -> bool:
-    """True if a reduction changes nothing: one device, and no hook `after`."""
+    """True if a reduction changes nothing: no axes, and no method `after`."""
     return not axes and not hasattr(by, "after")
 
 
