@@ -12,7 +12,7 @@ Note [Lent memory]
       and parameters in its result are copied.
     Not lent are results for users; inputs of wires, and of reductions and gathers written by users; any memory in a
     graph, as a compiler may reuse memory after its last reader. Collectives of a backend need no lending: a backend's
-    wait ends after sent memory was read. Simulated ranks of `testing/late.py` raise if lent memory is written after sending.
+    wait ends after sent memory was read. Ranks of `testing/late.py` raise if lent memory is written after sending.
 """
 
 from __future__ import annotations

@@ -47,13 +47,13 @@ def _mesh_of(*args: Tree) -> AnyMesh:
 
 
 def check(fn: Callable[P, R], mesh: AnyMesh | EllipsisType = ...) -> Checked[P, R]:
-    """Return `fn` with every collective compared between ranks before it starts.
+    """Return `fn` with every collective compared between ranks before the collective starts.
 
-    If a rank calls another collective, returns early or raises, every rank raises a MismatchError with both ranks'
-    calls and their lines in your code. So the call returns on all ranks or on none. Each collective waits until all
-    ranks of its axis begin it.
+    If a rank calls another collective, returns early or raises, every rank raises a MismatchError with two ranks' calls
+    and their lines in your code. So a call of `fn` returns on all ranks or on none. Each collective waits until all
+    ranks of its axis begin the collective.
 
-    - `fn`: a step or any function; `check` goes outside: `check(jit(step))`.
+    - `fn`: a step or any function; `jit` goes inside: `check(jit(step))`.
     - `mesh`: the ranks; by default the mesh of the first `Sharded` among the arguments (TypeError without one).
       Collectives over other meshes are not compared.
 

@@ -1,15 +1,15 @@
-"""Compare collectives between ranks in a checked call: each rank announces the next one, and the call's end.
+"""Compare collectives between ranks in a checked call: each rank announces its next collective, and its end.
 
 Note [Lines]
-    Each rank has a separate connection to every peer along every axis. Before a collective, a rank sends its call
-    and source line to the ranks of the axis, and reads theirs: data are sent only if all calls are equal. When the call
-    ends, a rank tells all peers about the return or the error, and reads the peers' ends. With several axes ranks
-    repeat this, axis by axis, so a checked call returns on all ranks or on none. A rank blocked on a peer hears of the
-    peer's end, raises, and so unblocks ranks waiting for this rank.
+    A line is a connection for announcements alone. Each rank has a line to every peer along every axis. Before a
+    collective, a rank announces the collective and its source line to the axis, and reads the peers' announcements:
+    data are sent only if all agree. At the end of the checked call, a rank tells all peers of the return or error, and
+    reads theirs. With several axes, ranks repeat this axis by axis, so a checked call returns on all ranks or on none.
+    A rank blocked on a peer hears of the peer's end, raises, and so unblocks other ranks.
 
-    The connections are sockets: a socket wakes a rank that waits for any of several peers, and closes when a process
-    dies. A torch `Store` does neither; messages of a process group cannot be received in order of arrival, nor left
-    unread. Every message has the number of the checked call, so a call skips messages of an earlier, failed one.
+    Lines are sockets: a socket wakes a rank that waits for any of several peers, and closes when a process dies. A
+    torch `Store` does neither; messages of a process group cannot be received in order of arrival, nor left unread.
+    Every message has the number of its checked call, so a call skips messages of an earlier, failed call.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class _Status(NamedTuple):
 
 
 class Lines:
-    """Connections to peers along every axis of a mesh. All ranks must construct it together."""
+    """Connections to peers along every axis of a mesh. All ranks must construct `Lines`."""
 
     def __init__(self, mesh: ProcessMesh):
         # no reference to the mesh, which keeps these lines
@@ -58,7 +58,7 @@ class Lines:
         for axis in mesh.mesh_dim_names:
             self._link(along(mesh, axis))
         self._last = _Status(0, _WAITS, "", "")
-        self._ends: dict[int, _Status] = {}  # by peer, after its call's end
+        self._ends: dict[int, _Status] = {}  # by peer: the end of its call
 
     def _link(self, ranks: Ranks) -> None:
         # `links_to` counts along this axis; errors and `_ends` name ranks of the mesh
@@ -71,7 +71,7 @@ class Lines:
         self._data[ranks.axis] = {numbers[peer]: link for peer, link in getattr(ranks, "links", {}).items()}
 
     def run(self, call: Callable[[], T]) -> T:
-        """Announce the collectives of `call` to the peers. MismatchError if ranks differ, or if a peer raises."""
+        """Run `call`, and announce its collectives to peers. MismatchError if ranks differ, or if a peer raises."""
         for axis, owner in self._owners.items():
             owner.check(axis)
         # unread messages of failed calls have smaller numbers
@@ -86,7 +86,7 @@ class Lines:
         return result
 
     def _return(self, status: _Status) -> None:
-        """Tell the peers; MismatchError unless the call has returned on all ranks."""
+        """Tell the peers of the return. MismatchError unless the call has returned on all ranks."""
         self._end(status)
         try:
             for links in self._links.values():
@@ -108,7 +108,7 @@ class Lines:
         return Announced(ranks, partial(self._announce, ranks.axis))
 
     def _announce(self, axis: str, call: str) -> None:
-        """Wait until all ranks announce the same collective."""
+        """Announce a collective; wait until all ranks announce the same."""
         self._last = self._last._replace(what=call[:_LONGEST], site=call_site())
         _say(self._links[axis], self._last)
         self._compare(self._links[axis], self._last, self._data[axis])
@@ -123,7 +123,7 @@ class Lines:
         """Read a message of every peer; MismatchError unless all agree."""
         statuses, awaited = {self._me: local}, dict(links)
         while True:
-            # data first: a peer announces a collective before it sends data
+            # data links first: a peer announces a collective before sending data
             ahead = [peer for peer in awaited if peer in data and data[peer].is_ahead()]
             for peer in ahead:
                 awaited[peer].drain()
@@ -132,7 +132,7 @@ class Lines:
                     statuses[peer] = status
                     del awaited[peer]
             # Stop if a call has ended: other peers may never announce anything. Stop if a peer sent data unannounced:
-            # the messages so far raise an error with both calls.
+            # `Link.take` then compares the calls.
             if not awaited or awaited.keys() & ahead or any(status.verb != local.verb for status in statuses.values()):
                 break
             # an ended peer closes its data links after telling its end
@@ -141,11 +141,11 @@ class Lines:
             raise MismatchError(f"{difference}. {SAME_ORDER}")
 
     def _next(self, peer: int, link: Link) -> _Status | None:
-        """Return a peer's next message, None before it arrives; after its call's end, the last."""
+        """Return a peer's next message, None before it arrives; after the peer's call has ended, its last."""
         while peer not in self._ends and (text := link.hear()) is not None:
             status = _read(text, peer)
             if status.number < self._last.number:
-                continue  # left unread by a failed call
+                continue  # of an earlier, failed call
             if status.verb == _WAITS:
                 return status
             self._ends[peer] = status
@@ -154,12 +154,12 @@ class Lines:
 
 def _say(links: Mapping[int, Link], status: _Status) -> None:
     for link in links.values():
-        with suppress(MismatchError):  # a closed peer's reason is read next
+        with suppress(MismatchError):  # `_compare` reads why a peer closed
             link.say(json.dumps(status))
 
 
 def _read(text: str, peer: int) -> _Status:
-    """MismatchError for a message of no rank."""
+    """Parse a message; MismatchError unless a rank's."""
     with suppress(ValueError, TypeError, RecursionError):
         number, *words = json.loads(text)
         if isinstance(number, int) and [type(word) for word in words] == [str] * 3:

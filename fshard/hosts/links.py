@@ -43,7 +43,7 @@ class Segment:
 
 
 class SegmentPool:
-    """This rank's segments, reused without tensor and unacknowledged messages."""
+    """This rank's segments, reused if free: without a tensor and unacknowledged messages."""
 
     def __init__(self) -> None:
         self.segments: list[Segment] = []
@@ -71,7 +71,7 @@ class SegmentPool:
 
 
 def tensor_in(segment: Segment, size: int, lent: bool) -> Tensor:
-    """Return bytes (size,) in a segment, in use until this tensor is freed."""
+    """Return bytes (size,) in a segment, in use until these bytes are freed."""
     segment.used, segment.lent = True, lent
     # torch drops the array when it frees the storage
     array = (ctypes.c_char * size).from_buffer(segment.map)
@@ -117,7 +117,7 @@ def received(fd: int, number: int) -> Segment:
 
 
 def refusal() -> str:
-    """Return why segments cannot be allocated, or "": also if only descriptors ran out."""
+    """Return why segments cannot be allocated, or ""; "" also if only descriptors ran out."""
     try:
         os.close(_sealed(mmap.PAGESIZE))
     except OSError as failure:
@@ -133,7 +133,7 @@ def reason(failure: Exception) -> str:
     return text
 
 
-_HEADER = struct.Struct("<BHIQQ")  # kind, length of the call's text, segment, offset in it, bytes of data
+_HEADER = struct.Struct("<BHIQQ")  # kind, length of the call's text, segment, offset in the segment, bytes of data
 _INLINE, _SEGMENT, _NEW_SEGMENT, _ACKNOWLEDGED = range(4)
 SMALL = 1 << 15  # most bytes of data sent in the socket itself
 _LONGEST = (1 << 16) - 1  # bytes of a call's text
@@ -156,13 +156,13 @@ class _Message:
 
 @dataclass
 class Link:
-    """The socket to one peer. Without `memory` messages must be small."""
+    """The socket to one peer. Without `memory`, messages have at most `SMALL` bytes."""
 
     socket: socket.socket
     peer: str
     timeout: float  # seconds
     memory: SegmentPool | None = None
-    beside: _Sockets = ()  # of the mesh's links: these close together
+    beside: _Sockets = ()  # of all the mesh's links, closed by `fault`
     num_expected: int = 0
     num_arrived: int = 0
     arrived: dict[int, _Message] = field(default_factory=dict)
@@ -177,7 +177,7 @@ class Link:
         weakref.finalize(self, _close_all, self.fds)
 
     def send(self, call: str, data: Tensor, place: tuple[Segment, int] | None) -> None:
-        """Send data, or only their `place` in a segment."""
+        """Send data, or only `place`: their segment and offset."""
         text, size = _sent(call), data.numel()
         if place is None:
             payload = ctypes.string_at(data.data_ptr(), size) if size else b""
@@ -206,7 +206,7 @@ class Link:
             self._write(_HEADER.pack(_ACKNOWLEDGED, 0, segment, 0, 0), [], "an acknowledgement")
 
     def _write(self, data: bytes, fds: list[int], call: str) -> None:
-        """File descriptors go with the first byte."""
+        """Write all of `data`; file descriptors go with the first byte."""
         view = memoryview(data)
         while view:
             try:
@@ -228,7 +228,7 @@ class Link:
     def fault(self, text: str) -> MismatchError:
         """Close the links of this rank's mesh, and tell their peers why; return the error to raise.
 
-        A frame may keep the error, and so the plan: links would not close by themselves.
+        A traceback may keep the plan alive, so links would not close by themselves.
         """
         said = _sent(f"{_LEAVING}{text}")
         for peer in self.beside:
@@ -239,7 +239,7 @@ class Link:
         return MismatchError(text)
 
     def take(self, number: int, call: str) -> _Message:
-        """Wait for message `number`. MismatchError if it is of another call, or the peer is gone."""
+        """Wait for message `number`. MismatchError if the message is of another call, or the peer is gone."""
         while number not in self.arrived:
             if planning := [n for n, x in self.arrived.items() if x.call == PLANS]:
                 number = planning[0]  # the peer has left out this call, and perhaps others
@@ -279,14 +279,14 @@ class Link:
         return numbers[0] == number
 
     def is_ahead(self) -> bool:
-        """True if the peer has sent a message not expected yet."""
+        """True if the peer has sent a message not yet expected."""
         self.drain()
         return self.num_arrived > self.num_expected
 
     def drain(self, call: str = "") -> bool:
         """Read arrived bytes, without waiting; return True if there were any.
 
-        MismatchError for bytes of no rank, or, with a `call`, for a closed link.
+        MismatchError for bytes that no rank sends, and with a `call`, for a closed link.
         """
         try:
             data, fds, flags, _ = socket.recv_fds(self.socket, _READ, _MOST_FDS, _FD_FLAGS)
@@ -335,7 +335,7 @@ class Link:
             self.reason = call.removeprefix(_LEAVING)
             return True
         if kind == _ACKNOWLEDGED:
-            self.memory.segments[number].readers -= 1  # type: ignore[union-attr]  # checked by _fault
+            self.memory.segments[number].readers -= 1  # type: ignore[union-attr]  # `_fault` has checked
             return True
         if kind == _INLINE:
             nothing = torch.empty(0, dtype=torch.uint8, device="cpu")
@@ -348,7 +348,7 @@ class Link:
         return True
 
     def _fault(self, kind: int, number: int, offset: int, size: int) -> str:
-        """Describe a wrong header, before memory of its size is allocated."""
+        """Describe a wrong header, or ""; before memory of its size is allocated."""
         if kind == _INLINE:
             return f"a message of {size:,} bytes (at most {SMALL:,})" if size > SMALL else ""
         if self.memory is None or kind > _ACKNOWLEDGED:
@@ -371,7 +371,7 @@ class Link:
             if offset + size > data.numel():
                 raise ValueError(f"bytes {offset:,} to {offset + size:,} of segment {number}, of {data.numel():,}")
         except OSError as lack:
-            self._refused("")  # without this message no later one is right
+            self._refused("")  # later messages would have wrong numbers
             raise OSError(lack.errno, f"this rank lacks room for memory of {self.peer}: {reason(lack)}") from lack
         except ValueError as wrong:
             raise self._refused(str(wrong)) from wrong

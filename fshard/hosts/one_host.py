@@ -1,16 +1,17 @@
 """Ranks as processes of one host: messages through shared memory, without extra threads or a network.
 
 Note [Messages on one host]
-    Each pair of ranks has a Unix socket for small messages. For a large one the socket carries only a header, and the
-    data lie in a memory segment mapped by both ranks (a memfd, without a name, freed with its last process). The
-    receiver reads the segment when it waits for the message, and acknowledges; the sender may then reuse the segment.
+    Each pair of ranks has a Unix socket for small messages. For a large message the socket carries only a header, and
+    the data lie in a memory segment mapped by both ranks (a memfd, without a name, freed with its last process). The
+    receiver reads the segment when it waits for the message, then acknowledges; the sender may reuse the segment.
     Sending never waits, so ranks may start any number of messages and wait for them in any order. Every header has the
     text of its call: if two ranks call different collectives, the error names both calls, and no rank hangs.
 
     Large flat buffers are allocated in segments (`empty`), so steps reuse memory. A lent buffer is sent without a
     copy (Note [Lent memory] in `ranks.py`).
 
-    Gloo's threads take processor time from the ranks (16 KiB on two cores: 0.3 ms by gloo, 0.05 ms by these sockets).
+    Gloo's threads take processor time from the ranks: on two cores 16 KiB take 0.3 ms by gloo, 0.05 ms by these
+    sockets.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ _SEGMENT_BYTES = 1 << 20  # buffers of this size or larger lie in a segment
 @dataclass
 class _Exchange:
     links: dict[int, Link]
-    numbers: dict[int, int]  # of the message expected from each peer
+    numbers: dict[int, int]  # by peer, of the expected message
     recvs: list[Tensor | None]
     like: Tensor  # this rank's own result; results without `recvs` have its dtype and shape
     call: str
@@ -80,7 +81,7 @@ class _HostRanks:
 
     def __init__(self, ranks: Ranks, links: dict[int, Link]):
         self.axis, self.rank, self.size = ranks.axis, ranks.rank, ranks.size
-        # no cycle: the memory does not refer to links
+        # no cycle: the pool does not refer to links
         self._memory, self.links, self.timeout = SegmentPool(), links, message_timeout(ranks)
         for link in links.values():
             link.memory = self._memory
@@ -101,7 +102,7 @@ class _HostRanks:
         return segment
 
     def _place(self, data: Tensor) -> tuple[Segment, int]:
-        """Return the data's segment and offset if lent, else a copy's."""
+        """Return the segment and offset of lent data, else of a copy."""
         if lent := self._memory.find(data):
             return lent
         segment = self._room(data.numel())
@@ -123,18 +124,18 @@ class _HostRanks:
 
 
 class HostMesh(ProcessMesh):
-    """A `ProcessMesh` with shared memory along each axis on one host."""
+    """A `ProcessMesh` with shared memory along axes of one host."""
 
     def __init__(self, mesh: ProcessMesh, ranks: dict[str, Ranks]):
-        # `_kept` begins empty: kept results of `once` may refer to old ranks
+        # `_kept` begins empty: old results of `once` may refer to old ranks
         self.__dict__.update(vars(mesh))
         self._ranks, self._kept, self.twin = ranks, {}, None
         links = [link for each in ranks.values() if isinstance(each, _HostRanks) for link in each.links.values()]
         for link in links:
-            link.beside = [each.socket for each in links]  # sockets: links would be a cycle
+            link.beside = [each.socket for each in links]  # sockets: links would form a cycle
 
     def all_plan(self) -> bool:
-        """Wait until all peers make a plan; return True if links are open and nothing is unread.
+        """Wait until all peers make a plan; return True if links are open and no message is unread.
 
         MismatchError if a peer is in a collective instead.
         """
@@ -161,8 +162,8 @@ def _has_hosts(mesh: Mesh | None) -> TypeGuard[ProcessMesh]:
 def connected(mesh: AnyMesh) -> Mesh | None:
     """Return `connect(mesh)`, made once for a mesh and shared by all plans on it.
 
-    Every rank must call; if a peer is in a collective instead, both ranks get a MismatchError. If a failed call left
-    messages unread, all ranks connect again.
+    Every rank must call; if a peer is in a collective instead, both ranks get a MismatchError. If a failed collective
+    left messages unread, all ranks connect again.
     """
     grid = unconnected(mesh)
     if not _has_hosts(grid):
@@ -174,7 +175,7 @@ def connected(mesh: AnyMesh) -> Mesh | None:
     is_missing = not (isinstance(grid.twin, HostMesh) and grid.twin.all_plan())
     missing = torch.tensor(is_missing, dtype=torch.uint8, device=grid.device)
     if primitives.total(missing, grid, op="max", label="connections").item():
-        grid.twin = None  # first: no rank keeps its old twin if `connect` fails on any
+        grid.twin = None  # first: if `connect` fails on any rank, no rank keeps its old twin
         grid.twin = connect(grid)
     return grid.twin
 

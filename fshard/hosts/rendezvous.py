@@ -1,16 +1,16 @@
 """Connect ranks to each other: both sides authenticate, and either all ranks get links or all raise an error.
 
 Note [Who may connect]
-    A link carries parameters, so only ranks may connect. Each rank of an axis draws a secret and sends it to the others
-    over the process group. The key joins all secrets, is never sent over a connection, and serves one meeting. Nor is
-    the key in addresses: everybody on the machine can read addresses of Unix sockets (/proc/net/unix). The dialling
-    rank sends its number and a digest of the key and both ranks; the answering rank sends another digest. So each side
-    knows that the other has the key, and an intercepted digest is useless on another connection. On Unix sockets
-    processes of other users are rejected, too.
+    A link carries parameters, so only ranks may connect. Each rank of an axis draws a secret and sends the secret to
+    the others over the process group. The key joins all secrets, is never sent over a connection, and serves once.
+    Addresses lack the key: everybody on the machine can read addresses of Unix sockets (/proc/net/unix). The dialling
+    rank sends its number and a digest of the key and both numbers; the answering rank sends another digest. So each
+    side knows that the other has the key, and an intercepted digest is useless on another connection. On Unix sockets,
+    ranks reject other users' processes, too.
 
-    Each rank dials every other rank, and each pair keeps one of its two connections, so a rank waiting for a peer has
-    a socket, broken when the peer ends or gives up. A rank waits for all connections at once, strangers' silent
-    ones included, with one deadline. Then ranks exchange results over the process group: all have links, or all raise.
+    Each rank dials every other rank: the socket breaks if the other rank ends or gives up. Each pair keeps one of its
+    two connections. A rank waits for all connections at once, strangers' included, with one deadline. Then ranks
+    exchange results over the process group: all have links, or all raise.
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ from .links import Link, reason
 
 _GREETING = struct.Struct("<I32s")  # number and digest of the dialling rank
 _ANSWER = 32  # bytes
-_MOST_SILENT = 256  # strangers' connections kept without a greeting, in addition to one for each peer
-_RETRY = 0.01  # seconds until a full queue of connections is dialled again
+_MOST_SILENT = 256  # connections kept without a greeting, in addition to one for each peer
+_RETRY = 0.01  # seconds until a peer with a full queue is dialled again
 _SOMEWHERE = "192.0.2.1"  # an address that no host has (RFC 5737)
 
-Address: TypeAlias = str | tuple[str, int]  # of a Unix socket; host and port
+Address: TypeAlias = str | tuple[str, int]  # a Unix socket's address; host and port
 Door: TypeAlias = tuple[socket.socket, Sequence[Address], bytes]  # listening socket, all addresses, key
 
 
@@ -53,7 +53,7 @@ class UnreachableError(ConnectionError):
 
 
 class _LeftError(ConnectionError):
-    """A rank ended or gave up; its own error is raised instead, if reported."""
+    """A rank ended or gave up; the rank's own error, if reported, is raised instead."""
 
 
 def links_to(ranks: Ranks, anywhere: bool = False) -> dict[int, Link] | None:
@@ -76,7 +76,7 @@ def _met(ranks: Ranks, listening: Callable[[Ranks], AbstractContextManager[Door]
         sockets: dict[int, socket.socket] = {}
 
         def meet() -> str:
-            # if this rank gives up, the listener closes, which breaks waiting connections
+            # if this rank gives up, the listener closes, which breaks peers' connections
             with listener, _Meeting(ranks, listener, addresses, key) as meeting:
                 sockets.update(meeting.hold(message_timeout(ranks).total_seconds()))
             return ""
@@ -91,7 +91,7 @@ def _met(ranks: Ranks, listening: Callable[[Ranks], AbstractContextManager[Door]
 
 
 def _on_all_ranks(ranks: Ranks, step: Callable[[], str]) -> list[str]:
-    """Return all ranks' results. ConnectionError on all if any fails."""
+    """Return all ranks' results. ConnectionError on all ranks if any fails."""
     error: Exception | None = None
     try:
         row = ["", step()]  # the error's type (or ""), and its text or the result
@@ -115,7 +115,7 @@ def _on_all_ranks(ranks: Ranks, step: Callable[[], str]) -> list[str]:
 def _on_one_host(ranks: Ranks) -> Iterator[Door]:
     """UnreachableError if hosts differ."""
     with ExitStack() as stack:
-        # an abstract address leaves no file; everybody can read it, so the secret is another
+        # an abstract address leaves no file; everybody can read it, so it is not the secret
         address, listeners = f"\0fshard-{secrets.token_hex(16)}", list[socket.socket]()
 
         def offer() -> str:
@@ -136,7 +136,7 @@ def _between_hosts(ranks: Ranks) -> Iterator[Door]:
 
         def offer() -> str:
             host = _from_outside(interfaces[ranks.rank], interfaces)
-            # port 0: any free one
+            # port 0: any free port
             listeners.append(_listening(stack, socket.AF_INET6 if ":" in host else socket.AF_INET, (host, 0)))
             return json.dumps([*listeners[0].getsockname()[:2], secrets.token_hex()])
 
@@ -167,7 +167,7 @@ def _interface() -> str:
 
 
 def address_of(interface: str) -> str:
-    """OSError without an IPv4 or IPv6 address."""
+    """Return an interface's address; OSError without an IPv4 or IPv6 address."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe, suppress(OSError):
         request = struct.pack("256s", interface.encode()[:15])
         return socket.inet_ntoa(fcntl.ioctl(probe, 0x8915, request)[20:24])  # SIOCGIFADDR
@@ -191,7 +191,7 @@ def _way_to(target: str) -> str:
 def _from_outside(local: str, seen: list[str]) -> str:
     """Return this host's address for other hosts; `seen` are all ranks' addresses.
 
-    `local` may be a loopback address: on the meeting host, its name may resolve to one.
+    `local` may be a loopback address: on the meeting host, the host's name may resolve to 127.0.0.1.
     """
 
     def inside(address: str) -> bool:
@@ -213,7 +213,7 @@ class _Call:
         """True if `size` bytes have arrived. ConnectionError for a closed connection."""
         with suppress(BlockingIOError):
             while len(self.heard) < size:
-                data = self.socket.recv(size - len(self.heard))  # no further: later bytes are for the link
+                data = self.socket.recv(size - len(self.heard))  # not more: later bytes are for the link
                 if not data:
                     raise ConnectionResetError("the connection was closed")
                 self.heard += data
@@ -241,7 +241,7 @@ class _Meeting:
         self._selector.close()
 
     def hold(self, seconds: float) -> dict[int, socket.socket]:
-        """Return all connections. ConnectionError if a peer fails; TimeoutError."""
+        """Return all connections. ConnectionError if a peer fails; TimeoutError after `seconds`."""
         until = time.monotonic() + seconds
         while missing := self._peers - (self._dialled.keys() & self._answered.keys()):
             for peer in sorted(self._to_dial):
@@ -256,7 +256,7 @@ class _Meeting:
         return {p: _quick(call.socket) for p, call in calls.items()}
 
     def _serve(self, call: _Call | None, events: int) -> None:
-        """`call` is None for the listener."""
+        """Serve a connection; the listener if `call` is None."""
         if call is None:
             self._accept()
         elif call not in self._calls:
@@ -315,12 +315,12 @@ class _Meeting:
         self._settle(peer)
 
     def _settle(self, peer: int) -> None:
-        """Stop watching a peer: later bytes are for the link."""
+        """Stop watching a peer with both connections: later bytes are for the link."""
         if peer in self._answered and peer in self._dialled:
             self._let_go(self._dialled[peer])
 
     def _accept(self) -> None:
-        """Past the limit, close the oldest silent connection."""
+        """Accept a connection; if too many are silent, close the oldest."""
         with suppress(BlockingIOError, ConnectionAbortedError):
             connection, _ = self._listener.accept()
             connection.setblocking(False)
