@@ -117,7 +117,7 @@ def received(fd: int, number: int) -> Segment:
 
 
 def refusal() -> str:
-    """Return why segments cannot be allocated, or ""; "" also if only descriptors ran out."""
+    """Return why segments cannot be allocated; "" if they can, or if only descriptors ran out."""
     try:
         os.close(_sealed(mmap.PAGESIZE))
     except OSError as failure:
@@ -162,7 +162,7 @@ class Link:
     peer: str
     timeout: float  # seconds
     memory: SegmentPool | None = None
-    beside: _Sockets = ()  # of all the mesh's links, closed by `fault`
+    beside: _Sockets = ()  # of all the mesh's links: `fault` closes these
     num_expected: int = 0
     num_arrived: int = 0
     arrived: dict[int, _Message] = field(default_factory=dict)
@@ -371,7 +371,7 @@ class Link:
             if offset + size > data.numel():
                 raise ValueError(f"bytes {offset:,} to {offset + size:,} of segment {number}, of {data.numel():,}")
         except OSError as lack:
-            self._refused("")  # later messages would have wrong numbers
+            self._refused("")  # else later messages would have wrong numbers
             raise OSError(lack.errno, f"this rank lacks room for memory of {self.peer}: {reason(lack)}") from lack
         except ValueError as wrong:
             raise self._refused(str(wrong)) from wrong

@@ -2,7 +2,7 @@
 
 Note [Who may connect]
     A link carries parameters, so only ranks may connect. Each rank of an axis draws a secret and sends the secret to
-    the others over the process group. The key joins all secrets, is never sent over a connection, and serves once.
+    the others over the process group. The key joins all secrets, is never sent over a connection, and is used once.
     Addresses lack the key: everybody on the machine can read addresses of Unix sockets (/proc/net/unix). The dialling
     rank sends its number and a digest of the key and both numbers; the answering rank sends another digest. So each
     side knows that the other has the key, and an intercepted digest is useless on another connection. On Unix sockets,

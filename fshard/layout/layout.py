@@ -1,14 +1,14 @@
 """Layouts: where each element of each leaf lies, in a tensor of this rank or on other ranks.
 
 Note [Layouts]
-    A rank holds a tree as a few tensors: flat ones, with shards of many rows end to end, or whole leaves. An optimizer
-    derives norms of leaves, leaves of one label and whole matrices from the `Layout` alone, so it depends neither on
-    cuts nor on the number of ranks. Ranks with the same coordinates along a row's cut axes have copies of one shard.
+    A rank holds a tree as a few tensors: flat tensors, with shards of many rows end to end, or whole leaves. From the
+    `Layout` alone an optimizer derives norms of leaves, leaves of one label and whole matrices, so it depends neither
+    on cuts nor on the number of ranks. Ranks with the same coordinates along a row's cut axes have copies of one shard.
 
 Note [Order of a split leaf]
-    A leaf split along dim d is stored in the order of `movedim(d, 0)`, part by part, so a rank's share is one interval.
-    A loss sees its part as a strided view. If a leaf has several blocks end to end (gate and up in one matrix), each
-    part has its rows of every block. Parts are as by `torch.chunk`: the last may be shorter, or empty.
+    A leaf split along dim d is stored in the order of `movedim(d, 0)`, part by part, so a rank's part is one interval.
+    A loss sees its rank's part as a strided view. If a leaf has several blocks end to end (gate and up in one matrix),
+    each part has rows of every block. Parts have the sizes of `torch.chunk`: the last may be shorter, or empty.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ class Derived:
 
     layouts: dict[Hashable, Layout] = field(default_factory=dict)  # by view, or by rank
     rows: dict[Hashable, Any] = field(default_factory=dict)  # by contents of a view
-    # `Any`: types of later modules
+    # `Any`: types of modules that import this one
     runs: dict[Hashable, Any] = field(default_factory=dict)  # by contents of a view
     moves: dict[Hashable, Any] = field(default_factory=dict)  # by the target's `source`
-    containers: dict[Hashable, Container] = field(default_factory=dict)  # by first leaf and nodes
-    units: dict[Hashable, tuple[int, int]] = field(default_factory=dict)  # by leaves
+    containers: dict[Hashable, Container] = field(default_factory=dict)  # by first leaf and number of nodes
+    units: dict[Hashable, tuple[int, int]] = field(default_factory=dict)  # by first leaf and number of leaves
     schedules: dict[Hashable, Any] = field(default_factory=dict)  # by contents of a view
-    changing: tuple[object, ...] | None = None  # mutable values in nodes; None until asked
+    changing: tuple[object, ...] | None = None  # mutable values in the tree's nodes; None until asked
     graphs: WeakKeyDictionary[object, dict[Any, Any]] = field(default_factory=WeakKeyDictionary)  # by `jit`
 
 
@@ -56,7 +56,7 @@ class Split(NamedTuple):
 
     @property
     def order(self) -> tuple[int, ...]:
-        """The order of elements: () is row-major, else (dim,), or (dim, blocks, parts)."""
+        """The order of elements: () for row-major, (dim,) for one block, else (dim, blocks, parts)."""
         return (self.dim, self.blocks, self.parts) if self.blocks > 1 else (self.dim,) * (self.dim > 0)
 
     @staticmethod
@@ -81,7 +81,7 @@ class Split(NamedTuple):
         return (shape[self.dim], *shape[: self.dim], *shape[self.dim + 1 :])
 
     def bounds(self, shape: Sequence[int]) -> tuple[int, ...]:
-        """Return each part's first element, and the number of all elements."""
+        """Return the number of each part's first element, and the number of all elements."""
         rest = math.prod(shape[: self.dim]) * math.prod(shape[self.dim + 1 :])
         return tuple(self.blocks * edge * rest for edge in self._edges(shape))
 
@@ -120,7 +120,7 @@ class Split(NamedTuple):
         return (other // inner * shape[self.dim] + row) * inner + other % inner
 
     def numbers(self, shape: Sequence[int], places: Tensor) -> Tensor:
-        """Return the positions in `order` of row-major positions."""
+        """Return the positions in `order` of elements at row-major `places`."""
         inner, rest = self._sizes(shape)
         row, other = places // inner % shape[self.dim], places // (inner * shape[self.dim]) * inner + places % inner
         if self.blocks > 1:
@@ -135,12 +135,12 @@ class Split(NamedTuple):
         return inner, inner * math.prod(shape[: self.dim])
 
 
-# element numbers, rising, and their positions; None: element n is at position n
+# (sorted numbers of elements, their positions); None: element n is at position n
 Picks: TypeAlias = tuple[Tensor, Tensor] | None
 
 
 def numbers_in(other: Sequence[int], shape: Sequence[int], order: Sequence[int], begin: int, numel: int) -> Tensor:
-    """Return the numbers in `other` of elements in `order`: int64."""
+    """Return the positions in order `other` of elements of `order`: int64."""
     old, new = Split.of(order), Split.of(other)
     places = torch.arange(begin, begin + numel, device="cpu") if old is None else old.row_major(shape, begin, numel)
     return places if new is None else new.numbers(shape, places)
@@ -164,7 +164,7 @@ def within(picks: Picks, start: int, stop: int) -> tuple[Any, Any] | None:
 
 @dataclass(frozen=True)
 class Leaf:
-    """A leaf before it is cut. Intervals of elements are in the order of `flat`."""
+    """A leaf before any cut. Intervals count elements in the order of `flat`."""
 
     path: str
     shape: tuple[int, ...]
@@ -189,19 +189,19 @@ class Leaf:
 @tree.constant
 @dataclass(frozen=True, eq=False)
 class Layout:
-    """The places of a tree's elements. Layouts are equal if their `source` is equal."""
+    """The ranks and tensors of a tree's elements. Layouts are equal if their `source` is equal."""
 
     source: tuple[Hashable, ...]  # determines the other fields
     spec: tree.Spec
-    leaf_at: tuple[int | None, ...]  # leaf by position; None: left out
+    leaf_at: tuple[int | None, ...]  # leaf's number by position in the tree; None: left out
     leaves: tuple[Leaf, ...]
-    rows: tuple[Row[int], ...]  # of leaf indices
+    rows: tuple[Row[int], ...]  # of leaf numbers
     flat: bool  # True: 1-D tensors of many leaves; False: whole leaves
     mesh: AnyMesh
     axes: Axes  # rows are cut over some of these
-    packed: bool = False  # without padding
+    packed: bool = False  # flat tensors without padding
     origin: Layout | None = None  # the layout before `pick`
-    frozen: tuple[str, ...] = ()  # paths
+    frozen: tuple[str, ...] = ()  # paths of frozen leaves
 
     def __eq__(self, other: object) -> bool:
         return self is other or (isinstance(other, Layout) and self.source == other.source)
@@ -233,7 +233,7 @@ class Layout:
             for row in self.rows
             for span in row.spans(numbers[row.over])
         ]
-        if not self.flat:  # a rank's whole leaves are its tensors from 0 on
+        if not self.flat:  # whole leaves: tensors are numbered from 0
             return tuple(span._replace(tensor=number) for number, span in enumerate(spans))
         spans.sort(key=lambda span: (span.tensor, span.start))
         return tuple(end_to_end(spans) if self.packed else spans)
@@ -270,13 +270,13 @@ class Layout:
 
     @memo
     def cut_axes(self) -> tuple[Axes, ...]:
-        """The axes of rows with elements, or of empty whole leaves: their owners have tensors, too."""
+        """The axes of rows with elements, or of empty whole leaves: an owner has a tensor for an empty leaf."""
         overs = (row.over for row in self.rows if row.over and (row.has_elements or not self.flat))
         return tuple(dict.fromkeys(overs))
 
     @memo
     def filled(self) -> dict[int, list[tuple[int, int]]]:
-        """The merged intervals [start, stop) of leaves in this rank's flat tensors."""
+        """By tensor, the merged intervals [start, stop) of leaves in this rank's flat tensors."""
         by_tensor: dict[int, list[tuple[int, int]]] = {}
         for span in (s for s in self.mine if s.numel):
             runs = by_tensor.setdefault(span.tensor, [])
@@ -295,7 +295,7 @@ class Layout:
         return self
 
     def pick(self, numbers: Iterable[int]) -> Layout:
-        """Return a layout of some leaves: flat tensors are packed, tensors without these leaves dropped."""
+        """Return a layout of some leaves: flat tensors lose padding; tensors without these leaves are dropped."""
         keep = {number: number for number in numbers}
         there = dict.fromkeys(self.row_of[number] for number in sorted(keep))
         rows = [row.renamed(keep) for row in sorted(there, key=lambda row: (row.tensor, row.start))]
@@ -320,7 +320,7 @@ class Layout:
 
     @memo
     def runs(self) -> list[list[tuple[int, int, int]]]:
-        """By tensor, its intervals (tensor, start, length) of `origin`."""
+        """By tensor, its intervals in `origin`: (tensor of `origin`, start, length)."""
         assert self.origin is not None
         keep = set(self.numbers)
         spans = [s for s in self.origin.mine if s.leaf in keep]
@@ -329,7 +329,7 @@ class Layout:
         by_tensor: dict[int, list[tuple[int, int, int]]] = {tensor: [] for tensor in self.origin_tensors}
         for _, tensor, start, _, numel in spans:
             runs = by_tensor[tensor]
-            # one interval: fewer kernels
+            # adjacent intervals are merged: fewer kernels
             if runs and sum(runs[-1][1:]) == start:
                 _, start, before = runs.pop()
                 numel += before

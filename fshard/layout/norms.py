@@ -2,9 +2,9 @@
 
 Note [Exact sums]
     With `exact=True` the bits of a norm depend on the elements alone, neither on their order nor on their ranks.
-    Elements are scaled below 1; each power is rounded to a multiple of 2^-22 and its remainder to a multiple of 2^-45.
-    float64 adds both without rounding below 2^30 (Demmel and Nguyen, Fast Reproducible Floating-Point Summation, 2013).
-    This costs a second pass.
+    A first pass finds the largest element, by which all are scaled below 1. Each power is rounded to a multiple of
+    2^-22 and its remainder to a multiple of 2^-45. float64 adds such multiples without rounding while the sum is below
+    2^30 (Demmel and Nguyen, Fast Reproducible Floating-Point Summation, 2013).
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ from .pieces import Parts, Unreduced, device_of, layout_of, packed, pieces
 
 T = TypeVar("T")
 _BLOCK = 1 << 16  # elements of a block that fits a CPU's cache
-_SHORT = 1 << 12  # elements whose powers float32 sums accurately enough
-_UNITS = (1.5 * 2.0**30, 1.5 * 2.0**7)  # adding and subtracting one rounds to 2^-22, 2^-45
+_SHORT = 1 << 12  # elements; float32 sums their powers accurately enough
+_UNITS = (1.5 * 2.0**30, 1.5 * 2.0**7)  # adding, then subtracting a unit rounds to multiples of 2^-22, 2^-45
 
 
 def _scale(largest: Tensor) -> Tensor:
@@ -53,12 +53,12 @@ def _binned(x: Tensor, p: float, scale: Tensor) -> Tensor:
 
 
 def _unbinned(sums: Tensor, p: float, scale: Tensor, largest: Tensor) -> Tensor:
-    """Return the norm from sums of `_binned`, (..., 2), or an infinite or NaN `largest`."""
+    """Return the norm from sums of `_binned`, (..., 2); an infinite or NaN `largest` is the norm."""
     return torch.where(largest.isfinite(), sums.sum(-1) ** (1 / p) / scale, largest.double())
 
 
 def _power_sums(tensors: Sequence[Tensor], p: float, device: torch.device) -> Tensor:
-    """Return each tensor's sum of powers (maximum for inf): float64, (tensors,)."""
+    """Return each tensor's sum of p-th powers (maximum for inf): float64, (tensors,)."""
     norms = [
         _norm(x.reshape(-1), p) if x.numel() else torch.zeros((), dtype=torch.float64, device=device) for x in tensors
     ]
@@ -112,7 +112,7 @@ def leaf_norms(x: Tree, p: float = 2, layout: Layout | None = None, exact: bool 
 
 
 def _smooth_leaf_norms(x: Tree, p: float, layout: Layout) -> Tensor:
-    """Differentiable `leaf_norms` of uncut leaves: `on_copies` makes cut leaves whole."""
+    """Differentiable `leaf_norms` of uncut leaves; `on_copies` (`whole/copies.py`) makes cut leaves whole."""
     if any(row.over for row in layout.rows):
         refuse_derivative(x, "norms of leaves")
     zero = torch.zeros((), dtype=torch.float64, device=device_of(x))
@@ -139,11 +139,11 @@ def _smooth_root(sums: Tensor, p: float) -> Tensor:
 
 
 def _by_leaf(numbers: Sequence[int], powers: Sequence[Tensor], op: str, layout: Layout, zero: Tensor) -> Tensor:
-    """Combine the values of pieces over all ranks: (leaves, ...)."""
+    """Combine values of each leaf's pieces over all ranks: (leaves, ...)."""
     of_leaf: list[list[Tensor]] = [[] for _ in layout.leaves]
     for number, power in zip(numbers, powers, strict=True):
         of_leaf[number].append(power)
-    # no scatter: on GPUs its order of additions varies
+    # no `scatter_add`: on GPUs its order of additions varies
     local = [_joined_pieces(values, op) if values else zero for values in of_leaf]
     if not layout.axes:
         return torch.stack(local)
@@ -179,7 +179,7 @@ def _product(x: Tensor, factor: Tensor) -> Tensor:
 
 
 def _at_leaves(value: Tensor, x: Tree) -> Tree:
-    """Return one value of the mesh at each leaf; leaves' derivatives are added over cut axes."""
+    """Return `value` at each leaf; derivatives at leaves are added over cut axes."""
     known: dict[tuple[int, Axes], Tensor] = {}
 
     def varying(mesh: AnyMesh, axes: Axes) -> Tensor:
@@ -203,7 +203,7 @@ def _varying(x: Tensor, mesh: AnyMesh, axes: Axes) -> Tensor:
 
 
 def _total(x: Tensor, mesh: AnyMesh, axes: Axes, label: str, op: str = "sum") -> Tensor:
-    if op == "max":  # a constant maximum selects elements; equal maxima share the derivative
+    if op == "max":  # the maximum, a constant, selects elements; equal maxima share the derivative
         largest = x.detach()
         for axis in axes:
             largest = collectives.of_one("total", largest, mesh, axis, label, op)
@@ -219,7 +219,7 @@ def scaled(x: T, factor: Tensor, own: bool = False) -> T:
 
     def multiplied(x: Tensor) -> Tensor:
         by = beside(factor.to(wide(x.dtype)), x)
-        # reused memory: page faults cost more than the product
+        # reused memory: page faults of new memory cost more than the product
         out = x if own else primitives.buffer(mesh, axes, x.numel(), x, lent=False).view(x.shape)
         return torch.mul(x, by, out=out)
 
@@ -239,9 +239,9 @@ def scale_leaves_(x: T, factors: Tensor, layout: Layout | None = None) -> T:
 def global_norm(x: Tree, p: float = 2, exact: bool = False) -> Tensor:
     """Return the p-norm of a whole tree `x`, plain or sharded or both: 0-d, from one collective.
 
-    A leaf on all ranks counts once. Along axes that cut leaves, each rank differentiates its own value: divide the
-    derivative by the number of ranks along these axes. With `exact`, two collectives give bits independent of the
-    number of ranks. `train_step(reduction="tree")` uses `exact`, and asks optimizers for it by `exact_norms=True`.
+    A leaf on all ranks counts once. The derivative is of the sum of all ranks' results along axes that cut leaves:
+    divide by the number of ranks along these axes. With `exact`, two collectives give bits independent of the number
+    of ranks. `train_step(reduction="tree")` uses `exact`, and passes `exact_norms=True` to optimizers.
 
     >>> global_norm({"a": torch.tensor([3.0]), "b": torch.tensor(4.0)})
     tensor(5.)
@@ -267,7 +267,7 @@ def global_norm(x: Tree, p: float = 2, exact: bool = False) -> Tensor:
 
 
 def _norm_dtype(x: Tree) -> torch.dtype:
-    # ranks without tensors have the same dtype
+    # ranks without tensors return the same dtype
     dtypes = {wide(dtype) for node in tree.tops(x, Parts) for dtype in _dtypes(node)}
     return torch.float64 if torch.float64 in dtypes else torch.float32
 
@@ -275,7 +275,7 @@ def _norm_dtype(x: Tree) -> torch.dtype:
 def _norm_of_rank(x: Tree, p: float) -> Tensor:
     """Differentiable `global_norm`: along cut axes each rank has its own value."""
     norm = _one_norm(x, p)
-    known: dict[tuple[int, str], AnyMesh] = {}  # torch.compile traces no call of `dict[...]`
+    known: dict[tuple[int, str], AnyMesh] = {}  # annotated: torch.compile traces no call of `dict[...]`
     for mesh, axes, _ in _by_axes(x):
         known |= {(id(mesh), axis): mesh for axis in axes}
     for (_, axis), mesh in known.items():
@@ -374,7 +374,7 @@ def _kind(x: Parts | Tensor) -> str:
 
 
 def _by_axes(x: Tree) -> list[tuple[AnyMesh, Axes, list[Tensor]]]:
-    """Return (mesh, cut axes, tensors); whole tensors come first."""
+    """Return (mesh, axes, tensors cut over these axes); uncut tensors come first."""
     # by identity: a user's mesh may have no hash
     known: dict[tuple[int, Axes], tuple[AnyMesh, Axes, list[Tensor]]] = {(id(None), ()): (None, (), [])}
     for node in tree.tops(x, Parts):

@@ -45,7 +45,7 @@ class Parts(OnMesh):
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
-        """The tensors; in a map over the tree, the function's results."""
+        """The tensors; after a map over the tree, the results of the mapped function."""
         return self._tensors
 
     @property
@@ -83,14 +83,14 @@ tree.register(Parts, lambda x: (x.tensors, x.layout, x.layout.names), Parts)
 
 
 class Misplaced(TypeError):
-    """The tensors of a state's tree are not one for each leaf."""
+    """An optimizer's state has tensors or shapes unknown to other ranks."""
 
 
 @dataclass(frozen=True)
 class Views(Generic[Key]):
-    """Parts in tensors of another tree: the views `runs[i]` together are tensor i.
+    """`Parts` as views of another tree's tensors: the views `runs[i]`, end to end, are tensor i.
 
-    No pytree node, so a function over leaves fails instead of using copies.
+    `Views` is no pytree node, so a function over leaves fails instead of writing to copies.
     """
 
     make: Callable[[Key, Sequence[Tensor]], Parts]  # (key, tensors) -> the tree with tensors of its own
@@ -100,12 +100,12 @@ class Views(Generic[Key]):
 
 @dataclass(frozen=True)
 class Unreduced:
-    """Whole gradients of this rank alone. They can be added; `reduce_grads` sums them over the mesh, once."""
+    """Whole gradients of this rank alone. Unreduced gradients can be added; `reduce_grads` sums over the mesh, once."""
 
     local: Tree
 
 
-tree.register_fields(Unreduced, ("local",), names=("",))  # leaves then have the paths of the parameters
+tree.register_fields(Unreduced, ("local",), names=("",))  # no name: leaves have the paths of the parameters
 
 
 def packed(x: Tree) -> Tree:
@@ -114,7 +114,7 @@ def packed(x: Tree) -> Tree:
 
 
 def map_parts(fn: Callable[..., Tensor], x: T, *rest: Tree) -> T:
-    """Apply `fn` to each tensor with dims in the `Parts` of a tree, and to its counterparts in `rest`.
+    """Apply `fn` to each tensor of one dim or more in the `Parts` of a tree, and to its counterparts in `rest`.
 
     Other leaves come from the last tree.
     """
@@ -128,7 +128,7 @@ def map_parts(fn: Callable[..., Tensor], x: T, *rest: Tree) -> T:
 
 
 def copied(x: T) -> T:
-    """Return a copy to write to. `Views` keep their boundaries: kernels then round alike."""
+    """Return a copy to write to. Copied `Views` have the same boundaries, so kernels round alike."""
     if not isinstance(x, Views):
         return tree.map(lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf, x)
     return replace(x, runs=[torch.cat(list(run)).split([view.numel() for view in run]) for run in x.runs])
@@ -145,7 +145,7 @@ def device_of(x: Tree) -> torch.device:
 
 
 def layout_of(x: Tree) -> Layout:
-    """Return the layout; a plain tree is whole on every rank."""
+    """Return the layout of a tree; a plain tree is whole on every rank."""
     if isinstance(x, Parts):
         return x.layout
     tensors, spec = tree.flatten(x)
@@ -169,7 +169,7 @@ def typed(x: Tree) -> Layout:
 
 
 def reshaped(layout: Layout, forms: Mapping[int, Form]) -> Layout:
-    """Return the layout of whole leaves in new forms, without other leaves."""
+    """Return the layout of the whole leaves in `forms`, in their new forms."""
     leaves = tuple(_as(leaf, forms.get(n)) for n, leaf in enumerate(layout.leaves))
     part = layout.pick(forms)
     pairs = ((row, leaves[row.leaves[0]]) for row in part.rows)  # each row has one whole leaf
@@ -229,7 +229,7 @@ class NamedLeaf(NamedTuple):
 
 
 def named_leaves(x: Tree) -> list[NamedLeaf]:
-    """Return the leaves in order. A node of `Parts` gives this rank's pieces, and the padding."""
+    """Return the leaves in order. `Parts` give this rank's pieces, and each row's padding."""
     result = list[NamedLeaf]()
     for path, node in tree.paths_to(x, Parts):
         result += _named_leaves_of(path, node) if isinstance(node, Parts) else [NamedLeaf(path, None, node)]
@@ -264,9 +264,9 @@ def pick(x: Tree, layout: Layout) -> Parts | Views[Any]:
     if not layout.flat:
         tensors = tree.leaves(x)
         return Parts(layout, [tensors[number] for ((number, _, _),) in layout.runs])
-    views = _runs(x)  # by tensor of the origin
+    views = _runs(x)  # by tensor of `layout.origin`
     picked = [[view for number, *run in runs for view in _between(views[number], *run)] for runs in layout.runs]
-    # a tensor without elements on this rank has a view, for dtype and device
+    # a tensor without elements on this rank has an empty view
     empty = [views[tensor][0][:0] for tensor in layout.origin_tensors]
     return Views(Parts, layout, [runs or [nothing] for runs, nothing in zip(picked, empty, strict=True)])
 
@@ -306,7 +306,7 @@ def write(into: Tree, x: Tree) -> None:
 
 
 def aligned(*trees: Tree) -> list[list[Tensor]]:
-    """Return each tree's elements as views, equal in sizes for all trees."""
+    """Return each tree's elements as views; view i has one size in all trees."""
     result: list[list[Tensor]] = [[] for _ in trees]
     for groups in zip(*map(_runs, trees), strict=True):
         same = groups if all(len(group) == 1 for group in groups) else _cut_alike(groups)
@@ -330,7 +330,7 @@ def _cut_alike(groups: Sequence[Sequence[Tensor]]) -> list[Sequence[Tensor]]:
 
 def _split(views: Sequence[Tensor], sizes: Sequence[int]) -> list[Tensor]:
     """Split 1-D views, end to end, into `sizes`; no size may cross a boundary."""
-    result, left = list[Tensor](), list(views)  # not yet split
+    result, left = list[Tensor](), list(views)  # `left`: not yet split
     for size in sizes:
         while not left[0].numel():
             left.pop(0)
@@ -340,7 +340,7 @@ def _split(views: Sequence[Tensor], sizes: Sequence[int]) -> list[Tensor]:
 
 
 def clear_padding_(x: T) -> T:
-    """Zero the padding in place. The tree must own its tensors: other leaves may lie in a subtree's padding."""
+    """Zero the padding in place. `x` must be no subtree: other leaves lie in a subtree's gaps."""
     layout, tensors = layout_of(x), tree.leaves(x)
     for number, flat in enumerate(tensors if layout.flat else []):
         clear_outside_(flat, layout.filled.get(number, ()))
@@ -348,7 +348,7 @@ def clear_padding_(x: T) -> T:
 
 
 def without_padding(x: T) -> T:
-    """Zero the padding: a user's function (`g / |g|`) may have made it NaN."""
+    """Return `x` with zero padding: a user's function (`g / |g|`) may have made padding NaN."""
     if not isinstance(x, Parts) or not x.layout.flat:
         return x
     (tensors, spec), filled = tree.flatten(x), x.layout.filled

@@ -27,13 +27,13 @@ M = TypeVar("M")
 
 
 class Span(NamedTuple):
-    """Elements [begin, begin + numel) of a leaf, in the leaf's own order, and their place in this rank's tensors.
+    """Elements [begin, begin + numel) of a leaf, in the order of `Leaf.flat`, and their position in a rank's tensors.
 
-    The elements lie in tensor number `tensor`, from element `start` on. In a row's spans `start` counts from the
+    The elements lie in tensor number `tensor`, from element `start` on. In spans of a `Row`, `start` counts from the
     beginning of the shard.
     """
 
-    leaf: Any  # a number, or a `Slot` of a plan, as in the row
+    leaf: Any  # a number, or a `Slot` of a plan, as in `Row.leaves`
     tensor: int
     start: int
     begin: int
@@ -41,7 +41,7 @@ class Span(NamedTuple):
 
 
 class RowSplit(NamedTuple):
-    """The bounds of parts in leaves split over one axis, and the split dims."""
+    """The parts' bounds and the split dim of each leaf split over one axis."""
 
     axis: str
     bounds: tuple[tuple[int, ...], ...]  # by leaf
@@ -103,7 +103,7 @@ class Row(Generic[L]):
 
     @memo
     def _cuts(self) -> list[tuple[int, bool]]:
-        """(size, is_leaf) of gaps and leaves, without empty gaps."""
+        """(size, is_leaf) of leaves and gaps, in memory order, without empty gaps."""
         ends = [start + numel for start, numel in zip(self.starts, self.numels, strict=True)]
         edges = [0, *(edge for pair in zip(self.starts, ends, strict=True) for edge in pair), self.numel]
         sizes = [(end - start, number % 2 == 1) for number, (start, end) in enumerate(pairwise(edges))]
@@ -128,7 +128,7 @@ class Row(Generic[L]):
 
     def views(self, flat: Tensor) -> list[Tensor]:
         """Return the leaves as views of the buffer (numel,). Dual: `put`."""
-        # the derivative of one split is one cat; each narrow's is a buffer of zeros
+        # the backward of one split is one cat; of each narrow, a buffer of zeros
         leaves = self._shaped(flat.split_with_sizes(self._sizes))
         for number, dim in self._turned:
             leaves[number] = leaves[number].movedim(0, dim)
@@ -141,10 +141,10 @@ class Row(Generic[L]):
         return leaves
 
     def put(self, flat: Tensor, leaves: list[Tensor], add: bool = False, most: int = MOST) -> None:
-        """Copy all leaves into the buffer and zero the gaps. With `add`, add them; gaps stay."""
+        """Copy all leaves into the buffer and zero the gaps. With `add`, add leaves, and keep gaps."""
         for number, dim in self._turned:
             leaves = [*leaves[:number], leaves[number].movedim(dim, 0), *leaves[number + 1 :]]
-        # one node: Inductor would fuse copies into one kernel, and search in it for the leaf of each element
+        # one node: Inductor would fuse copies into one kernel, searching for each element's leaf
         if is_tracing():
             torch.ops.fshard.put(flat, leaves, self.starts, add)
             return
@@ -155,13 +155,13 @@ class Row(Generic[L]):
             return
         pieces = flat.split_with_sizes(self._sizes)
         into = self._shaped(pieces)  # views of `flat` in the leaves' shapes
-        # pairs of unlike strides cost a kernel each; foreach kernels may index with int32
+        # foreach kernels copy pairs of unlike strides one by one, and may index with int32
         fits = [self.numel <= most and x.stride() == y.stride() for x, y in zip(into, leaves, strict=True)]
         if not all(fits):
             for to, leaf in compress(zip(into, leaves, strict=True), map(not_, fits)):
                 to.add_(leaf) if add else to.copy_(leaf)
             into, leaves = [*compress(into, fits)], [*compress(leaves, fits)]
-        # Private: one call, and on a GPU one kernel, instead of one for each leaf (test_blocks.py fails without them)
+        # Private: one call, and on a GPU one kernel, instead of one for each leaf (tested in test_blocks.py)
         if into:
             (torch._foreach_add_ if add else torch._foreach_copy_)(into, leaves)
         if gaps and not add:
@@ -227,10 +227,10 @@ class Row(Generic[L]):
                 yield (*([part] * (self.split is not None)), *coordinates), self._span(i, number, part)
 
     def step(self, leaf: L, packed: bool) -> int:
-        """Return the common divisor of the begins of a leaf's spans and, unless `packed`, of the spans' starts."""
+        """Return the greatest common divisor of `begin` in a leaf's spans and, unless `packed`, of `start`."""
         i = self._number[leaf]
         parts = range(1 if self.split is None else len(self.split.bounds[i]) - 1)
-        # three spans are enough: from the second on, begins grow by one shard's length
+        # three spans are enough: from the second on, `begin` grows by one shard's length
         spans = [self._span(i, number, part) for part in parts for number in self._holding(i, part)[:3]]
         return math.gcd(*(span.begin for span in spans), *(0 if packed else self.start + span.start for span in spans))
 

@@ -1,9 +1,9 @@
 """Rules: the placement of a row on the ranks of a mesh, and the collectives from one rule to another.
 
 Note [Rules]
-    Along each axis of the mesh a row, a flat buffer (n,), is *cut* into equal intervals (`over`, first axis slowest),
-    an outstanding *sum* (`sums`), or *copies* (all other axes). With `at`, the ranks of number `at` along `over` have
-    the whole row, as owners of a leaf. A loss computes with copies.
+    A row is a flat buffer (n,). Along each axis of the mesh a row is *cut* into equal intervals (`over`, first axis
+    slowest), a *sum* not yet taken (`sums`: each rank has a summand), or *copies* (all other axes). With `at`, the row
+    is whole on ranks of number `at` along `over`, the owners of a leaf. A loss computes with copies.
 
 Note [Duals]
     A linear map from one rule to another has a transpose, from the dual of the second to the dual of the first rule:
@@ -12,8 +12,8 @@ Note [Duals]
 
 Note [Routes]
     A row takes one step along each axis where two rules differ: a `view` (copies -> cut), a `scatter` (sum -> cut), an
-    `add` (sum -> copies) or a `gather` (cut -> copies). Intervals are nested, so a route exists if one list of axes
-    begins with the other. Sums precede gathers: a rank then has the fewest elements.
+    `add` (sum -> copies) or a `gather` (cut -> copies). Intervals are nested, so a route exists if one `over` begins
+    with the other. Sums precede gathers: a rank has fewer elements before a gather.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Rule(NamedTuple):
     at: int | None = None  # number, along `over`, of the ranks with the whole row
 
     def dual(self, axes: Axes) -> Rule:
-        """Return the rule of a backward's gradients, before any reduction.
+        """Return the rule of gradients in a backward, before any reduction along `axes`.
 
         >>> Rule(("shard",)).dual(("replicate", "shard"))
         Rule(over=('shard',), sums=('replicate',), at=None)
@@ -54,7 +54,7 @@ COPIES = Rule()
 
 
 class RouteStep(NamedTuple):
-    """One step of a route. `to_cut`: the axes not cut before it."""
+    """One step of a route. `to_cut`: the axes still to be cut, from this step on."""
 
     kind: Literal["view", "scatter", "add", "gather"]
     axis: str
@@ -100,7 +100,7 @@ def reshard(
 ) -> Pending:
     """Start to move this rank's part of a row from one rule to another.
 
-    The last step writes to `out`; for a sum `out` may have another dtype. Later steps send a sum in its result's dtype.
+    The last step writes to `out`; for a sum `out` may have another dtype. Steps after a sum send in the sum's dtype.
     `along`: the axes with a step (None: axes of several ranks). `lent` is as in `primitives.all_gather`.
     """
     sizes, innermost_first = axis_sizes(mesh), isinstance(by, TreeSums)
@@ -142,7 +142,7 @@ def arrived(x: Tensor, out: Tensor | None = None) -> Pending:
 
 
 def _parts_first(x: Tensor, step: RouteStep, sizes: Mapping[str, int]) -> Tensor:
-    """Put the parts for the ranks along a step's axis end to end."""
+    """Put the parts for the ranks along the axis of `step` end to end."""
     if not step.to_cut or step.axis == step.to_cut[0] or step.kind == "add":
         return x
     parts = x.view(*(sizes[axis] for axis in step.to_cut), -1)  # (ranks along each axis, numel of a part)
