@@ -239,7 +239,7 @@ def scale_leaves_(x: T, factors: Tensor, layout: Layout | None = None) -> T:
 def global_norm(x: Tree, p: float = 2, exact: bool = False) -> Tensor:
     """Return the p-norm of a whole tree `x`, plain or sharded or both: 0-d, from one collective.
 
-    A leaf on all ranks counts once. The derivative is of the sum of all ranks' results along axes that cut leaves:
+    A leaf on all ranks counts once. The derivative is that of the sum of all ranks' results along axes that cut leaves:
     divide by the number of ranks along these axes. With `exact`, two collectives give bits independent of the number
     of ranks. `train_step(reduction="tree")` uses `exact`, and passes `exact_norms=True` to optimizers.
 

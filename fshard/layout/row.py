@@ -128,7 +128,7 @@ class Row(Generic[L]):
 
     def views(self, flat: Tensor) -> list[Tensor]:
         """Return the leaves as views of the buffer (numel,). Dual: `put`."""
-        # the backward of one split is one cat; of each narrow, a buffer of zeros
+        # the backward of one split is one cat; that of each narrow fills a buffer of zeros
         leaves = self._shaped(flat.split_with_sizes(self._sizes))
         for number, dim in self._turned:
             leaves[number] = leaves[number].movedim(0, dim)

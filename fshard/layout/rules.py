@@ -12,8 +12,8 @@ Note [Duals]
 
 Note [Routes]
     A row takes one step along each axis where two rules differ: a `view` (copies -> cut), a `scatter` (sum -> cut), an
-    `add` (sum -> copies) or a `gather` (cut -> copies). Intervals are nested, so a route exists if one `over` begins
-    with the other. Sums precede gathers: a rank has fewer elements before a gather.
+    `add` (sum -> copies) or a `gather` (cut -> copies). Intervals are nested, so a route exists if one rule's `over`
+    begins with the other's. Sums precede gathers: a rank has fewer elements before a gather.
 """
 
 from __future__ import annotations
