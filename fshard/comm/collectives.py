@@ -251,7 +251,8 @@ def all_gather(x: T, mesh: AnyMesh, axis: str, label: str = "", *, dim: int = 0)
 def reduce_scatter(x: T, mesh: AnyMesh, axis: str, label: str = "", *, dim: int = 0) -> T:
     """Sum over ranks, in rank order, and keep this rank's part: (W n, ...) -> (n, ...), partial -> varying.
 
-    Arguments as for `all_gather`; W must divide dim `dim` (ValueError). Transpose: `all_gather`.
+    `x`, `mesh`, `axis`, `label` and `dim` as for `all_gather`; W must divide dim `dim` (ValueError). Transpose:
+    `all_gather`.
 
     >>> from fshard.testing import simulate
     >>> simulate(lambda mesh: reduce_scatter(torch.tensor([1, 2]), mesh, "shard").tolist(), shard=2)
@@ -263,8 +264,8 @@ def reduce_scatter(x: T, mesh: AnyMesh, axis: str, label: str = "", *, dim: int 
 def all_reduce(x: T, mesh: AnyMesh, axis: str, op: Literal["sum", "max", "min"] = "sum", label: str = "") -> T:
     """All-reduce in rank order: (...) -> (...), partial -> replicated.
 
-    Other arguments as for `all_gather`. op="sum" is its own transpose; "max" and "min" have no derivative
-    (NotImplementedError).
+    `x`, `mesh`, `axis` and `label` as for `all_gather`. op="sum" is its own transpose; "max" and "min" have no
+    derivative (NotImplementedError).
 
     >>> from fshard.testing import simulate
     >>> simulate(lambda mesh: all_reduce(torch.tensor(1.5), mesh, "shard").item(), shard=2)
@@ -292,7 +293,7 @@ def _refuse_in_loss(kind: str, advice: str) -> None:
 def vary(x: T, mesh: AnyMesh, axis: str, label: str = "") -> T:
     """Mark an invariant value as used differently by ranks: identity in the forward, sum in the backward.
 
-    invariant -> varying (JAX's pvary). Arguments as for `all_gather`. Transpose: `total`.
+    invariant -> varying (JAX's pvary); `x`, `mesh`, `axis` and `label` as for `all_gather`. Transpose: `total`.
     RuntimeError in the loss of a step, of `value_and_grad`, `evaluate` or `hvp`: a loss's parameters are varying.
 
     >>> from fshard.testing import simulate
@@ -325,7 +326,7 @@ def all_to_all(
 ) -> T:
     """Cut dim `split`, send part p to rank p, and concatenate received parts along `join`: varying -> varying.
 
-    Other arguments as for `all_gather`. Parts are equal: W must divide dim `split` (ValueError).
+    `x`, `mesh`, `axis` and `label` as for `all_gather`. Parts are equal: W must divide dim `split` (ValueError).
     For split=1, join=0: (s, h) -> (W s, h / W). Transpose and inverse: `split` and `join` swapped.
 
     `sizes` = (sent, received) are the lengths of unequal parts, W lengths each, zeros allowed; then `split` and `join`
@@ -352,8 +353,8 @@ def all_to_all(
 def shift(x: T, mesh: AnyMesh, axis: str, by: int = 1, *, wrap: bool = True, label: str = "") -> T:
     """Send the tensor of rank r to rank r + `by`: (...) -> (...), varying -> varying (JAX's ppermute by a constant).
 
-    Other arguments as for `all_gather`. Ranks are a ring, or with wrap=False a line: ranks without a sender get zeros.
-    Transpose: `shift` by -`by`.
+    `by` is any whole number; `x`, `mesh`, `axis` and `label` as for `all_gather`. Ranks are a ring, or with wrap=False
+    a line: ranks without a sender get zeros. Transpose: `shift` by -`by`.
 
     >>> from fshard.testing import simulate
     >>> simulate(lambda mesh: shift(torch.tensor(mesh.get_rank() + 1), mesh, "shard").item(), shard=3)
@@ -369,7 +370,7 @@ def shift(x: T, mesh: AnyMesh, axis: str, by: int = 1, *, wrap: bool = True, lab
 def broadcast(x: T, mesh: AnyMesh, axis: str, src: int = 0, label: str = "") -> T:
     """Copy the tensor of rank `src` to all ranks of the axis: (...) -> (...), varying -> replicated.
 
-    Other arguments as for `all_gather`. Transpose: the sum over ranks for `src`, zeros for the others.
+    `x`, `mesh`, `axis` and `label` as for `all_gather`. Transpose: the sum over ranks for `src`, zeros for the others.
 
     >>> from fshard.testing import simulate
     >>> simulate(lambda mesh: broadcast(torch.tensor(mesh.get_rank()), mesh, "shard", src=1).item(), shard=2)

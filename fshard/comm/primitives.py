@@ -1,8 +1,7 @@
 """Asynchronous collectives over the ranks of one mesh axis, without derivatives.
 
 All are built from `Ranks.exchange`, a message to and a message from every peer. On GPUs, and between more than `FEW`
-CPU processes, torch's own collectives replace `exchange`, with the same bits unless `fast`. `label` names a call in
-errors.
+CPU processes, torch's own collectives replace `exchange`, with the same bits unless `fast`.
 
 Note [Sums in rank order]
     Reductions add the tensors of ranks 0, 1, 2 and so on, in this order. More than `GROUP` ranks are added in groups of
@@ -125,8 +124,8 @@ def fold_rows(rows: Tensor, op: str, out: Tensor, group: int = GROUP) -> Tensor:
 def all_gather(x: Tensor, ranks: Ranks, label: str = "", out: Tensor | None = None, *, lent: bool = False) -> Pending:
     """Concatenate the tensors of all ranks along dim 0: (n, ...) -> (W n, ...).
 
-    Each rank sends `x` W - 1 times. `out`, if given, gets the result. `lent` promises that nobody writes to the result,
-    so peers may read this rank's part from the result's memory.
+    Each rank sends `x` W - 1 times. `label` names the call in errors; `out`, if given, gets the result. `lent` promises
+    that nobody writes to the result, so peers may read this rank's part from the result's memory.
 
     >>> import fshard
     >>> start = lambda mesh: fshard.reduction.start_all_gather(torch.ones(1), mesh.ranks("shard"))
@@ -165,8 +164,8 @@ def reduce_scatter(
 ) -> Pending:
     """Sum over ranks and keep this rank's part of dim 0: (W n, ...) -> (n, ...).
 
-    Each rank sends W - 1 parts of `x`. The sum is in rank order, or with `fast` in the backend's. `out`, if
-    given, gets the sum, perhaps in a wider dtype. ValueError if W does not divide dim 0.
+    Each rank sends W - 1 parts of `x`. The sum is in rank order, or with `fast` in the backend's. `label` names the
+    call in errors; `out`, if given, gets the sum, perhaps in a wider dtype. ValueError if W does not divide dim 0.
 
     >>> import fshard
     >>> start = lambda mesh: fshard.reduction.start_reduce_scatter(torch.tensor([1, 2]), mesh.ranks("shard"))
@@ -203,7 +202,7 @@ def scatter(
 ) -> Pending:
     """Send `sends[p]` to rank p; the result is `finish(received)`, of all ranks' tensors in rank order.
 
-    All tensors have the same number of elements.
+    All tensors have the same number of elements; `label` names the call in errors.
 
     >>> import fshard
     >>> start = lambda mesh: fshard.reduction.start_scatter([torch.ones(1), torch.zeros(1)], mesh.ranks("shard"), sum)
@@ -244,7 +243,7 @@ def all_reduce(
 
     Each rank sends 2 (W - 1) / W of a large tensor, in two stages, or W - 1 copies of a small tensor.
 
-    - `more`: more text of the call, which ranks compare.
+    - `label`: the name of the call in errors; `more`: more text of the call, which ranks compare.
     - `out`: the tensor for the result. If the dtype of `out` is wider, the sums are gathered in this dtype. If `out` is
       `x`, the result replaces `x` part by part, and this rank's part is summed in a buffer, (numel / W,).
     - `op`: "sum", "max" or "min" (else a ValueError; TypeError for a dtype without this reduction).
@@ -319,7 +318,7 @@ def check_combines(kind: str, op: str, dtype: torch.dtype, leaf: str = "") -> No
 def all_to_all(x: Tensor, ranks: Ranks, label: str = "", kind: str = "all_to_all") -> Pending:
     """Send part p of dim 0 to rank p, which stores it at this rank's index: (W n, ...) -> (W n, ...).
 
-    `kind` names the call in the tally. ValueError if W does not divide dim 0 of `x`.
+    `kind` names the call in the tally, `label` in errors. ValueError if W does not divide dim 0 of `x`.
 
     >>> import fshard
     >>> start = lambda mesh: fshard.reduction.start_all_to_all(torch.arange(2) + mesh.get_rank(), mesh.ranks("shard"))
@@ -391,7 +390,7 @@ def swap(sends: Sequence[Sequence[Tensor]], recvs: Sequence[Held], ranks: Ranks,
 def broadcast(x: Tensor, ranks: Ranks, src: int = 0, label: str = "") -> Pending:
     """Send rank `src`'s tensor to all ranks: `src` sends W - 1 copies; other ranks' values are ignored.
 
-    `x` has the same shape on all ranks. ValueError if `src` is no rank of the axis.
+    `x` has the same shape on all ranks; `label` names the call in errors. ValueError if `src` is no rank of the axis.
 
     >>> import fshard
     >>> start = lambda mesh: fshard.reduction.start_broadcast(torch.tensor(mesh.get_rank()), mesh.ranks("shard"), src=1)
