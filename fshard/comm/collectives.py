@@ -149,7 +149,7 @@ def _mapped(x: T, collective: _Collective, split: int = 0, join: int | None = No
     All checks come first: if a rank raised after a collective, other ranks would wait for it.
     """
     kind, dims = collective.kind, (split, split if join is None else join)
-    collective = replace(collective, mesh=adapted(collective.mesh))  # once: forward and backward use the same ranks
+    collective = replace(collective, mesh=adapted(collective.mesh))  # once, for the backward, too
     ranks = None if collective.mesh is None else primitives.along(collective.mesh, collective.axis)
     rank, size = (0, 1) if ranks is None else (ranks.rank, ranks.size)
     for dim in dims:

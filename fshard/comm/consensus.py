@@ -155,7 +155,7 @@ def of_all(text: str, mesh: AnyMesh) -> list[str]:
     grid = adapted(mesh)
     if grid is None or grid.abstract:
         return [text]
-    data, end = text.encode(errors="surrogatepass"), b"\x1e"  # surrogates: of file names
+    data, end = text.encode(errors="surrogatepass"), b"\x1e"
     for axis in reversed(axis_sizes(mesh)):
         data = end.join(rows_of_bytes(data, along(mesh, axis)))
     return [row.decode(errors="surrogatepass") for row in data.split(end)]

@@ -165,7 +165,6 @@ class AbstractMesh(Grid):
                 f"AbstractMesh: device={device!r}: expected a kind of device that this torch is built for, got CUDA "
                 "and a build for CPUs alone. Use a CUDA build, which needs no GPU for this, or leave `device` out"
             )
-        # with a device index, as on real meshes
         of_rank = torch.device("cpu") if kind.type == "cpu" else torch.device(kind.type, kind.index or 0)
         super().__init__(axes, rank, digits(rank, [*axes.values()]), of_rank)
 
@@ -364,7 +363,7 @@ def process_rank() -> str:
 
 
 def mesh_device(mesh: AnyMesh) -> torch.device:
-    """Return the mesh's device; without a mesh, torch's default device, or the CPU in place of meta."""
+    """Return the mesh's device; without a mesh, torch's default device (for meta, the CPU)."""
     if (grid := adapted(mesh)) is not None:
         return grid.device
     default = torch.get_default_device()

@@ -7,7 +7,7 @@ Note [Sums in rank order]
     Reductions add the tensors of ranks 0, 1, 2 and so on, in this order. More than `GROUP` ranks are added in groups of
     `GROUP` consecutive ranks, then the groups' sums in the same way. The result depends neither on timing nor on
     buckets, and a simulated world has the same bits. `fold` defines the order. `fold_rows` adds in the same order in
-    one buffer: each kernel adds one rank of every group. A group may be one host.
+    one buffer: each kernel adds one rank of every group.
 """
 
 from __future__ import annotations
