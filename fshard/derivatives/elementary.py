@@ -4,8 +4,8 @@ Note [Second derivatives that torch lacks]
     For some operators, torch's directional derivative reads values saved by the forward: the mean and rstd of
     layer_norm and batch_norm, the decomposition in det and linalg.solve. Saved values carry no derivative, so second
     derivatives silently lack terms. So `hvp` computes a loss's layer_norm from other operators (transformers need
-    layer_norm); other operators raise. A function mode sees calls from Python, not inside graphs compiled earlier.
-    test_elementary.py fails when torch mends an operator.
+    layer_norm), and raises for the others. A function mode sees calls from Python, but none inside graphs compiled
+    earlier. test_elementary.py fails when torch mends an operator.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _WRONG = re.compile(
     r"(layer|instance)_norm|batch_norm(?!.*no_training)|(linalg_|^)(det|slogdet|logdet|solve)$"
     r"|linalg_(solve_ex|tensorsolve|householder)|orgqr|cholesky_inverse"
 )
-# use running statistics if their sixth argument is False
+# norms that use running statistics if their sixth argument is False
 _OF_STATISTICS = ("batch_norm", "native_batch_norm", "instance_norm")
 
 

@@ -3,7 +3,7 @@
 Note [Reverse over forward]
     The loss runs in forward mode along the tangent v. The directional derivative <gradient, v> is then differentiated
     like the loss of a step, and its gradient is the product. Forward mode is torch.func.jvp, so a loss may use other
-    transforms inside. Tangents belong to the level of this jvp, wherever a unit is touched.
+    transforms inside. All tangents belong to the level of this jvp, even if a unit is touched inside another transform.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from .elementary import Elementary
 
 @dataclass(frozen=True)
 class _OfTangents:
-    saved: object  # by `pack` of the tangents' tape
+    saved: object  # returned by `pack` of the tangents' tape
 
 
 class _Duals(Tape):
@@ -44,7 +44,7 @@ class _Duals(Tape):
         return [*super()._followers, self._tangents]
 
     def view(self) -> Tree:
-        """The loss calls `duals` inside the jvp."""
+        """Return the tape itself: `hvp` calls `duals` inside the jvp."""
         return self
 
     def duals(self) -> Tree:
@@ -58,7 +58,7 @@ class _Duals(Tape):
             return reads.unit(self, unit)
         leaves, tangents = list(super().touch(unit)), self._tangents.touch(unit)
         trained = schedule(self._params.view).entries[unit].trained
-        # gradients on: no_grad may end before a leaf is used
+        # gradients on: a leaf read under no_grad may be used after the block
         with func_levels.again(self._levels), torch.enable_grad():
             for number, tangent in zip(trained, tangents, strict=True):
                 leaves[number] = make_dual(leaves[number], tangent)
@@ -99,12 +99,12 @@ def hvp(loss_fn: Callable[..., Tree]) -> Callable[..., Sharded]:
             with Elementary():
                 returned.append(read_loss(loss_fn(tape.duals(), *args)))
             terms = terms_of(returned[-1][0])
-            # counts are jvp's aux, because torch.func unwraps aux
+            # counts are the aux of jvp, because torch.func unwraps aux
             return tuple(x.total for x in terms), [x.count for x in terms if _has_tensor(x)]
 
         # jvp only opens a level of forward mode: the tangents come from the tape
         number = torch.zeros((), dtype=torch.float32, device="cpu")
-        # totals of the loss's terms, their derivatives: 0-d
+        # totals of the loss's terms, and their derivatives along v: 0-d
         values, changes, counts = torch.func.jvp(totals, (number,), (number,), has_aux=True)  # type: ignore[misc]
         ((loss, kind),) = returned
         # a linear loss has product zero: its change must still depend on the parameters
@@ -132,7 +132,7 @@ def _has_tensor(x: Tree) -> bool:
 
 
 def _constant(count: Tensor) -> Tensor:
-    """The count's derivative would be missing."""
+    """Return a count; ValueError if it has a derivative: the product would lack it."""
     if count.requires_grad:
         raise ValueError(
             "hvp: the count of the loss's fshard.Mean depends on parameters: detach it, or return fshard.Sum"

@@ -1,14 +1,14 @@
-"""The reads of a function that `remat` runs: tensors from outside, and the inputs that stand for them.
+"""The reads of a function under `remat`: tensors from outside, and the inputs that stand for these tensors.
 
 Note [Reads]
-    1. A rerun function is differentiated by its inputs, so each tensor it reads becomes an input. Units of parameters
-       report their reads (`Reads.unit`). A function mode sees any other tensor in an operator's arguments, and knows
-       the tensor by identity. Inside a user's `torch.autograd.Function` or torch.jit the mode sees nothing: if a result
-       then has a gradient and no input has one, `remat` raises.
+    1. `remat` differentiates a function with respect to its inputs, so each tensor that the function reads becomes an
+       input. Units of parameters report their reads (`Reads.unit`). A function mode sees any other tensor in an
+       operator's arguments, and knows the tensor by identity. Inside a user's `torch.autograd.Function` or torch.jit
+       the mode sees nothing: if a result of the first run then has a gradient, `remat` raises.
     2. The first run computes without derivatives. A computed tensor kept outside the results would lack its gradient:
        the run watches tensors computed from inputs, and raises if one outlives the run.
     3. A tensor from outside without a derivative is a constant. A later run may read the first run's constants, unless
-       written to since, and tensors made by a run (a cache). If the function makes tensors unseen by modes
+       written to since, and tensors made by an earlier run (a cache). If the function makes tensors unseen by modes
        (torch.from_numpy), any unknown constant passes: it may be such a tensor.
 """
 
@@ -36,7 +36,7 @@ from ..sharding.access import Shown
 
 # Private, here and below: no public function unwraps tensors of a transform (test_remat.py notices a removal)
 _functorch = torch._C._functorch
-_IN_PLACE = re.compile(r"[^_]_$|^__(setitem|i\w+)__$")  # write to their first argument
+_IN_PLACE = re.compile(r"[^_]_$|^__(setitem|i\w+)__$")  # functions writing to their first argument
 _CUTS = {Tensor.detach, torch.detach, Tensor.data.__get__}  # type: ignore[attr-defined]
 Positions = dict[Hashable, range]
 Known = dict[int, weakref.ref[Tensor]]  # by `id`
@@ -45,28 +45,28 @@ _AS_ARGUMENT = "give it to the function as an argument"
 
 
 class Reads(TorchFunctionMode):
-    """One run of a function. It gets `given` in place of the tensors it reads (Note [Reads])."""
+    """One run of a function. The function gets `given` in place of the tensors it reads (Note [Reads])."""
 
     def __init__(self, given: Sequence[Tensor], outer: Reads | None = None):
         super().__init__()
         self.given = list(given)  # arguments, then tensors read
-        # in `given`, by `id` of a tensor, or (tape, number) of a unit
+        # positions in `given`, by `id` of a tensor, or (tape, number) of a unit
         self.positions: Positions = {}
         self.outer = outer  # reads of a function around this one
-        self.depth = _functorch.current_level() if func_levels.inside() else 0  # of torch.func, around the run
-        # with `writes`: tensors from outside, later also tensors made by the run
+        self.depth = _functorch.current_level() if func_levels.inside() else 0  # levels of torch.func around the run
+        # tensors from outside, each with its `writes`; after the run also tensors made by the run
         self.constants: Constants = {}
         self.made: Known = {}
-        self._memory = set[int]()  # addresses of tensors made in torch.func: some come from no operator
-        self._watched: Known = {}  # computed from inputs with derivatives
+        self._memory = set[int]()  # addresses of tensors made in torch.func, some of them by no operator
+        self._watched: Known = {}  # tensors computed from inputs with derivatives
         for x in self.given:
             self._add(x)
-        # by generator: a function to restore its first state
+        # by generator: a function to restore the state before the run
         self.generators: dict[Place, Callable[[], object]] = {}
         self._shown: dict[Tape, Shown | None] = {}
 
     def run(self, fn: Callable[[], Any]) -> Any:
-        """Run `fn`; then restore containers of units."""
+        """Run `fn`; then restore the containers that units showed before."""
         with assigned(RERUN, self), self:
             try:
                 return fn()
@@ -78,7 +78,7 @@ class Reads(TorchFunctionMode):
                 self._shown.clear()
 
     def unit(self, tape: Tape, number: int) -> Sequence[Tensor]:
-        if tape not in self._shown:  # containers read outside this run have other leaves
+        if tape not in self._shown:  # containers read before this run have other leaves
             self._shown[tape] = tape.shown
             if tape.shown:
                 tape.shown.let_go()
@@ -96,7 +96,7 @@ class Reads(TorchFunctionMode):
         refuse_other_reads()
 
     def __torch_function__(self, func: Operator, types: object, args: Args = (), kwargs: Kwargs = None) -> Any:
-        if RERUN.get() is not self:  # an inner `remat` replaces the reads
+        if RERUN.get() is not self:  # an inner `remat` runs, with reads of its own
             return func(*args, **(kwargs or {}))
         args, kwargs = self._replaced(args), self._replaced(kwargs or {})
         if kwargs.get("generator") is not None:
@@ -145,7 +145,7 @@ class Reads(TorchFunctionMode):
         return {name: self._replaced(y) for name, y in x.items()} if type(x) is dict else x
 
     def instead_of(self, x: Tensor) -> Tensor:
-        """Return the input for a tensor from outside with derivatives; any other tensor itself."""
+        """Return the input for a tensor from outside with derivatives; return any other tensor itself."""
         if id(x) in self.positions:
             return self._at(id(x))[0]
         if getattr(type(x), "reads_itself", False) or self._is_made(x):
@@ -153,7 +153,7 @@ class Reads(TorchFunctionMode):
         is_known = self.outer is not None and self.outer.knows(x)
         if is_known or _functorch.maybe_get_level(x) <= self.depth:
             return self._from_outside(x)
-        inner = _functorch.get_unwrapped(x)  # of a transform inside the function
+        inner = _functorch.get_unwrapped(x)  # `x` belongs to a transform inside the function
         instead = self.instead_of(inner)
         if instead is inner:
             return x
@@ -165,7 +165,7 @@ class Reads(TorchFunctionMode):
         return _functorch._add_batch_dim(instead, _functorch.maybe_get_bdim(x), _functorch.maybe_get_level(x))
 
     def knows(self, x: Tensor) -> bool:
-        """True if this function, or one around it, has read a tensor, even of an ended level."""
+        """True if this function, or a function around it, has read a tensor, even of an ended level."""
         return id(x) in self.positions or (self.outer is not None and self.outer.knows(x))
 
     def _from_outside(self, x: Tensor) -> Tensor:
@@ -173,14 +173,14 @@ class Reads(TorchFunctionMode):
 
 
 class FirstReads(Reads):
-    """The first run. `inputs`: the arguments, then all reads, with their derivatives."""
+    """The first run. `inputs`: the arguments, then all tensors read, with their derivatives."""
 
     def __init__(self, args: Iterable[Tensor], outer: Reads | None):
         # an outer function's mode does not see the arguments of `remat`
         self.inputs = [x if outer is None else outer.instead_of(x) for x in args]
         super().__init__([stripped(x) for x in self.inputs], outer)
         self._had_forward_mode = forward_ad._is_fwd_grad_enabled()
-        self.kept: list[Tensor] = []  # alive, so no other tensor gets their ids
+        self.kept: list[Tensor] = []  # kept alive, so no other tensor gets their ids
         self._versions = [writes(x) for x in map(func_levels.unwrapped, self.inputs)]
         for x, given in zip(self.inputs, self.given, strict=True):
             self._add(given, is_active(x))
@@ -225,7 +225,7 @@ class FirstReads(Reads):
         return self._had_forward_mode and not (forward_ad._is_fwd_grad_enabled() or torch.is_inference_mode_enabled())
 
     def _note_write(self, x: object) -> None:
-        """Watch a written tensor. A tensor from outside would lose its gradient."""
+        """Watch a written tensor; RuntimeError for a tensor from outside: it would lose its gradient."""
         for target in _tensors(x):
             base = target if target._base is None else target._base
             if not (self._is_made(base) or self._is_made(target)):
@@ -236,9 +236,9 @@ class FirstReads(Reads):
             self._watched |= {id(x): self.made[id(x)] for x in (target, base) if _knows(self.made, x)}
 
     def end(self, others: Sequence[object]) -> tuple[Positions, Constants, bool]:
-        """Return (positions, constants, is_blind) for later runs.
+        """Return (positions, constants, is_blind) for later runs. `is_blind`: modes missed some tensors.
 
-        Before, drop all results but `others`, the results without derivatives.
+        Before the call, drop all results but `others`, the results without derivatives.
         """
         self.given.clear()
         if self._left():
@@ -258,7 +258,7 @@ class FirstReads(Reads):
                     "so again when it runs again: clone it first, and return the new value as a result (buffers of a "
                     "module: fshard.module.functionalize)"
                 )
-        # if a constant is gone, or a result, the function made it, unseen by any mode
+        # if a constant is gone, or is a result, the function made this constant unseen by modes
         is_blind = any(x is None or any(x is y for y in others) for x, _ in read)
         living = self._living()
         self.constants |= living
@@ -350,7 +350,7 @@ def is_active(x: Tensor) -> bool:
     """True if a tensor has a gradient or a tangent, at any level of torch.func."""
     if not is_inexact(x):
         return False
-    # unseen: a trace would take unknown values of a scan's body for constants
+    # `unseen`, as a trace would take unknown values in a scan's body for constants
     with unseen() if is_tracing() else nullcontext(), func_levels.aside() as levels:
         for y in _levels(x):
             level = _functorch.maybe_get_level(y)

@@ -4,8 +4,8 @@ Note [Remat]
     torch.utils.checkpoint hooks into saved tensors, but torch.func forbids hooks. `remat` runs the function without
     derivatives at any level. The results pass through the identity, a `torch.autograd.Function` with rules for
     `vjp`, `jvp` and `vmap`. Each rule runs the function again, with all read tensors as inputs (Note [Reads] in
-    `reads.py`), and is rematerialized itself. So derivatives of any order run it again, and torch.func.grad keeps only
-    arguments.
+    `reads.py`), and is itself rematerialized. So derivatives of any order run the function again, and torch.func.grad
+    keeps only arguments.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def remat(fn: Callable[P, R]) -> Callable[P, R]:
     - Derivatives of any order are right, in backward and torch.func (grad, vjp, jvp, vmap, hessian), with respect to
       arguments, tensors from outside, and parameters. The backward gathers parameters again.
     - `fn` draws the same random numbers when it runs again.
-    - If `fn` reads several units, all are in memory together. `torch.utils.checkpoint` works unit by unit, only with
+    - If `fn` reads several units, all are in memory at once. `torch.utils.checkpoint` works unit by unit, but only with
       torch.autograd.
 
     RuntimeError if a gradient would be lost or wrong: `fn` writes to an argument or to a tensor from outside (batch
@@ -101,7 +101,7 @@ class _Rematerialized:
         self._fn, self._spec = fn, spec
         self._leaves = [_TENSOR if isinstance(x, Tensor) else x for x in leaves]
         self._kept = reads.kept
-        # context variables, such as a module's parameters
+        # context variables for later runs, such as a module's parameters
         self._context = copy_context()
         self._modes = [mode for mode in function_modes() if not isinstance(mode, Reads)]
         accelerator = torch.accelerator.current_accelerator()
@@ -132,7 +132,7 @@ class _Rematerialized:
         return results, others, form
 
     def again(self, *inputs: Tensor) -> tuple[Tensor, ...]:
-        """Return floating results for `inputs`, all reads of the first run."""
+        """Return floating results for `inputs`, in place of all tensors read by the first run."""
         reads = SecondReads(inputs, *self._known)
         casts = [torch.autocast(kind, dtype, on, cache_enabled=False) for kind, dtype, on in self._casts]
         active = function_modes()
@@ -170,13 +170,13 @@ def _ruled(again: _Again, levels: _Levels, inputs: _Tensors, now: _Again | None 
 def _ruled_by(again: _Again, levels: _Levels, results: _Tensors, inputs: _Tensors) -> tuple[Tensor, ...]:
     """Return `results` of `again(*inputs)` with derivatives.
 
-    `levels`: transforms around the first run; random numbers may differ along these.
+    `levels`: transforms around the first run; along these vmaps random numbers may differ.
     """
     return _Rules.apply(again, levels, len(results), *results, *inputs) if results else ()
 
 
 def _drawn_once(again: _Again, levels: _Levels, inputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    """A vmap outside `levels` draws once for all rows, as the first run did."""
+    """Call `again`; a vmap outside `levels` draws random numbers once for all rows, as the first run did."""
     if all(level in levels or level[0] != "Vmap" or level[-1] == "same" for level in _levels()):
         return again(*inputs)
     top = retrieve_current_functorch_interpreter()
@@ -198,7 +198,7 @@ def _mapped(again: _Again, size: int, dims: Sequence[int | None], randomness: st
 
 
 class _Rules(torch.autograd.Function):
-    """The identity of the first `num` tensors, the results; derivatives are of `again`, by the other tensors."""
+    """The identity of `num` tensors, the results, with derivatives of `again` by the other tensors."""
 
     @staticmethod
     def forward(again: _Again, levels: _Levels, num: int, *tensors: Tensor) -> tuple[Tensor, ...]:
@@ -207,7 +207,7 @@ class _Rules(torch.autograd.Function):
             others.setdefault(_address(x), []).append(x)
         for x in tensors[:num]:
             beside = others.setdefault(_address(x), [])
-            # the program may write to a result; `data`: torch forbids writes to one of several views
+            # a clone, as the program may write to a result; `data`, as torch forbids writes to one of several views
             results.append(x.clone() if any(share_elements(x, y) for y in beside) else x.data)
             beside.append(x)
         return tuple(results)
@@ -236,7 +236,7 @@ class _Rules(torch.autograd.Function):
             inputs = [forward_ad.unpack_dual(x).primal for x in ctx.saved_tensors]
             along = {n: x for n, x in enumerate(tangents[ctx.num :]) if x is not None}
             tensors = [*inputs, *along.values()]
-            # outside torch.func the level is forward_ad's, maybe over when `later` runs
+            # outside torch.func the level is forward_ad's, and may have ended when `later` runs
             now, later = (_push(ctx.again, [*along], len(inputs), x) for x in (func_levels.inside(), True))
             return _ruled(later, ctx.levels, tensors, now)
 
@@ -262,7 +262,7 @@ def _leaf(x: Tensor) -> Tensor:
 
 
 def _pull(again: _Again, which: Sequence[int], used: Sequence[int], num: int) -> _Again:
-    """Map all inputs and cotangents to the vjp of results `used` by inputs `which`."""
+    """Return a function of all inputs and cotangents: the vjp of results `used`, with respect to inputs `which`."""
 
     def pulled(*tensors: Tensor) -> tuple[Tensor, ...]:
         inputs, grads = tensors[:num], tensors[num:]
@@ -286,9 +286,9 @@ def _pull(again: _Again, which: Sequence[int], used: Sequence[int], num: int) ->
 
 
 def _push(again: _Again, which: Sequence[int], num: int, nested: bool) -> _Again:
-    """Map all `num` inputs and tangents to the jvp along inputs `which`.
+    """Return a function of all `num` inputs and tangents: the jvp along inputs `which`.
 
-    `nested`: the jvp opens a level, else uses forward_ad's.
+    `nested`: the jvp opens its own level; else it uses forward_ad's level.
     """
 
     def pushed(*tensors: Tensor) -> tuple[Tensor, ...]:

@@ -1,14 +1,14 @@
 """Autograd's part of a tape: anchors of units, and stand-ins for saved views.
 
 Note [Anchors]
-    The first touch of a unit in a tape makes an autograd node, the anchor, with the gathered leaves as outputs. If the
-    unit was freed since, a touch makes another node, with an output of the anchor as input. So the anchor runs last,
-    and starts the unit's one reduction. Of an anchor the tape keeps a further output of one element, and no buffer.
+    The first touch of a unit makes an autograd node, the anchor, with the gathered leaves as outputs. If the unit was
+    freed since, a touch makes another node, with an output of the anchor as input. So the anchor's backward runs last,
+    and starts the unit's only reduction. The tape keeps a further output of the anchor, one element, and no buffer.
 
 Note [One root]
-    A backward differentiates with respect to the root, a constant input of all anchors. So the backward also reaches
-    leaves kept from an earlier call, and their closed tape raises; else the gradient would silently lack a part. A loss
-    inside another loss has its own root: for the inner loss the outer parameters are constants.
+    All anchors take one constant as input, the root, and a backward differentiates with respect to the root. So the
+    backward also reaches leaves from an earlier call, and their closed tape raises; else the gradient would silently
+    lack a part. A loss inside another loss has its own root: for the inner loss the outer parameters are constants.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ Ctx = Any  # torch's context of a function
 
 
 def _new_root() -> Tensor:
-    # a user may have set other defaults
+    # a user may have set another default dtype or device
     return torch.zeros((), dtype=torch.float32, device="cpu", requires_grad=True)
 
 
@@ -49,15 +49,15 @@ def another_root() -> AbstractContextManager[None]:
 class Anchor(torch.autograd.Function):
     """The node of one touch of a unit: its backward calls `take(unit, gradients)`.
 
-    `before`: at a further touch, an output of the unit's anchor; else an output of the previous anchor, or the root.
+    `before`: at the first touch, an output of the previous anchor, or the root; later, an output of the unit's anchor.
     """
 
     @staticmethod
     def forward(ctx: Ctx, before: Tensor, touch: tuple[OnGrads, object, Sequence[Tensor]]) -> tuple[Tensor, ...]:
-        ctx.take, ctx.unit, leaves = touch  # one tuple: torch inspects each argument in Python
+        ctx.take, ctx.unit, leaves = touch  # one tuple saves time: torch inspects each argument in Python
         # None for unused leaves: the tape zeroes their slots
         ctx.set_materialize_grads(False)
-        # not `before.new_empty`: while a graph is traced, `before` may be a tensor outside it
+        # not `before.new_empty`: while a graph is traced, `before` may be a tensor outside the graph
         last = leaves[0].new_empty(()) if leaves else torch.empty((), dtype=torch.float32, device=before.device)
         return (*leaves, last)
 
@@ -83,7 +83,7 @@ def has_reentrant(outs: Sequence[Tensor]) -> bool:
 def check_reached(outs: Sequence[Tensor], hides: bool, reached: bool) -> None:
     """Raise ValueError if the backward of `outs` `reached` no parameter, or a reentrant checkpoint hides parameters.
 
-    `hides`: some parameters lack gradients, or were read where gradients are off.
+    `hides`: True if some parameters lack gradients, or were read while gradients were off.
     """
     if hides and has_reentrant(outs):
         raise ValueError(
@@ -97,19 +97,19 @@ def check_reached(outs: Sequence[Tensor], hides: bool, reached: bool) -> None:
         )
 
 
-# private: no public function returns the hooks in force (tested by test_prefetch.py)
+# private: no public function returns the current saved-tensor hooks (tested by test_prefetch.py)
 _top_hooks = torch._C._autograd._top_saved_tensors_default_hooks
 
 
 class Block(NamedTuple):
-    """The outermost running checkpoint of torch: the first to run again."""
+    """The outermost running torch checkpoint: the backward first runs this one again."""
 
     hook: object  # identifies the checkpoint
-    is_nested: bool
+    is_nested: bool  # True if another checkpoint runs inside
 
 
 def in_checkpoint() -> Block | None:
-    """Return the running checkpoint if its hooks on saved tensors are on top."""
+    """Return the outermost running checkpoint if the innermost saved-tensor hooks are a checkpoint's."""
     hooks = _top_hooks(True)
     return _outermost() if hooks and _is_checkpoint(hooks[0]) else None
 
@@ -126,7 +126,7 @@ def _outermost() -> Block:
 
 
 class Saves(Protocol):
-    """The part of a `Tape` for saved tensors."""
+    """The methods of a `Tape` for tensors saved by autograd."""
 
     index: int
 
@@ -146,9 +146,9 @@ class SavedView(NamedTuple):
     size: torch.Size
     stride: tuple[int, ...]
     offset: int  # in the buffer, in elements of `dtype`
-    dtype: torch.dtype  # perhaps not the buffer's
-    conj: bool  # torch applies `conj` and `neg` when it reads elements
-    neg: bool
+    dtype: torch.dtype  # the view's; the buffer may have another
+    conj: bool  # torch's lazy conjugation
+    neg: bool  # torch's lazy negation
 
     def view_of(self, gathered: Tensor) -> Tensor:
         buffer = gathered if gathered.dtype == self.dtype else gathered.view(self.dtype)
@@ -160,7 +160,7 @@ class SavedView(NamedTuple):
 def saved_by(tapes: Sequence[Saves], x: Tensor) -> object:
     *others, last = tapes
     place = next((saved for tape in others if isinstance(saved := tape.pack(x), SavedView)), None)
-    # in `hvp` the last tape also asks the tape of tangents
+    # last: in `hvp` this tape's `pack` also asks the tape of tangents
     return last.pack(x) if place is None else place
 
 
@@ -169,7 +169,7 @@ def unpacked(tape: Saves, saved: object) -> Tensor:
 
 
 class SavedTensor(NamedTuple):
-    """A saved tensor outside gathered buffers, with its number of writes."""
+    """A saved tensor outside gathered buffers, with the number of writes so far."""
 
     tensor: Tensor
     version: int
@@ -177,11 +177,11 @@ class SavedTensor(NamedTuple):
     @classmethod
     def of(cls, x: Tensor) -> SavedTensor:
         """Save `x` without its node: a result saved by its own node would form a cycle."""
-        # private `_version`, as in `storage.writes`; called for every saved tensor
+        # private `_version`: a call of `storage.writes` would take longer
         return cls(x.detach() if x.requires_grad else x, x._version)
 
     def unchanged(self) -> Tensor:
-        """RuntimeError if the tensor was written to: torch does not check this under hooks."""
+        """RuntimeError if the tensor was written to since: under hooks torch does not check."""
         x = self.tensor
         if x._version != self.version:
             raise RuntimeError(
@@ -195,10 +195,10 @@ _NOWHERE = None, 0, 0, None
 
 
 class Owners:
-    """The memory of a tape's leaves."""
+    """The memory of a tape's leaves, by address."""
 
     def __init__(self) -> None:
-        # by address: a reference (keeps the address taken), kind, the buffer's first byte, the unit if gathered again
+        # weak reference (keeps the address from reuse), kind, first byte of the buffer, unit if gathered again
         self._owners: dict[int, tuple[StorageWeakRef, int, int, int | None]] = {}
 
     def add(self, gathered: Tensor, unit: int, kind: int, regathers: bool) -> None:
@@ -218,7 +218,7 @@ class Owners:
         return [span(storage) for storage in storages if storage is not None]
 
     def place(self, x: Tensor) -> tuple[int, int, torch.Size, tuple[int, ...], int, torch.dtype, bool, bool] | None:
-        """Return the fields of a `SavedView` after `tape`, if the tensor's buffer is gathered again."""
+        """Return the fields of a `SavedView` after `tape`; None if the backward gathers no buffer for this tensor."""
         owner = self._owners.get(address(x)) if x.layout is torch.strided else None
         _, kind, first_byte, unit = owner or _NOWHERE
         if unit is None:

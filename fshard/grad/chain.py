@@ -1,37 +1,42 @@
-"""One order on all ranks: the anchors of a forward, and the table of its backward.
+"""One order of collectives on all ranks: the anchors of a forward, and the table of its backward.
 
 Note [One order on all ranks]
-    Ranks may compute different things, for example in a branch on the batch. Two rules keep collectives equal:
+    Ranks may compute different things, for example in a branch on the batch, yet must start the same collectives in one
+    order. Two rules ensure this:
 
-    1. Anchors run in one order. With several ranks each anchor takes an output of the previous anchor, and the backward
-       starts from the loss and the last anchor. So every anchor runs on every rank, last made first, with None for
-       unused leaves. Units get anchors at their first reads: ranks must read gathered units in one order. If units are
-       whole on every rank, an eager step makes anchors in the order `Schedule.likely`; an unread unit gets an empty
-       anchor.
-    2. The backward gathers units in the reverse order of their last saves, or reads by a checkpoint. Nodes made after
-       an anchor run before the anchor, and gather the units of their saved views. If the loss does not use a node on
-       this rank, the node never runs, and the anchor gathers the node's units.
+    1. On several ranks each anchor takes an output of the previous anchor as input, and the backward starts from the
+       loss and the last anchor. So every rank runs all anchors, the last made first. A unit gets its anchor at its
+       first read, so ranks must read gathered units in one order. Units whole on every rank may be read in any order:
+       for these an eager step makes anchors in the order `Schedule.likely`, and a skipped unit's anchor has no leaves.
+    2. The backward first gathers the unit last saved, or last read by a checkpoint. Autograd nodes made after an anchor
+       run before the anchor, and gather the units of their saved views. If the loss does not use a node on this rank,
+       the node never runs, and the anchor gathers the node's units.
 
     Ranks compare their saved units in the collective that sums the loss. If ranks saved different units, every
     rank gathers all read units before the backward. On an accelerator the host does not wait for the comparison:
     different units are an error there, and the device stops.
 
     A unit read only while gradients are off, as inside a torch.autograd.Function, is reduced after the backward. A unit
-    read during the backward gets an anchor outside the chain: an inner backward through this anchor must not run the
+    read during the backward gets an anchor outside the chain: `torch.autograd.grad` inside a backward must not run the
     anchors of the chain.
 
 Note [The table of a backward]
-    The forward only records events: a saved view of a unit (`Due`), a read by a checkpoint (`Reread`), the use of the
-    last saved view by a backward inside the loss (None). Then `backward_of` makes a `Due` for each unit:
+    The forward only records events: autograd saves a view of a unit (`Due`), a checkpoint reads a unit (`Reread`), or a
+    backward inside the loss uses a unit's last saved view (None). Then `backward_of` makes a `Due` for each unit:
 
-    1. Units are in the order of their last saves. A checkpoint runs again forwards, so its units are reversed.
-    2. A unit read by a checkpoint stays until an anchor runs. There are two cases. If the program reads the unit in the
-       backward, the checkpoint is running again: the unit stays until its own anchor (`until`). If an anchor gathers
-       the unit, the checkpoint may run again later: the unit stays until the anchor made before the checkpoint
-       (`early`). In both cases a unit gathered twice, or by several checkpoints, stays until the earlier anchor. A
-       frozen unit waits for an anchor only if gathered twice or by several checkpoints, or if views of the unit were
-       also saved.
-    3. All other units stay until their last saved view was used.
+    1. Units are in the order of their last events, and gathered from the end. A checkpoint runs again from its
+       beginning, so its units are in reverse order.
+    2. A unit stays until its last saved view was used. But inside a checkpoint autograd saves no views, so a unit read
+       by a checkpoint stays until an anchor runs:
+
+       - If the program reads the unit in the backward, the checkpoint is running again: `until` is the unit's anchor.
+       - If `Chain` gathers the unit in advance, the checkpoint may run later: `early` is the last anchor made before
+         the checkpoint.
+       - If the unit was gathered twice or by several checkpoints, or saved after its last checkpoint, `until` is
+         `early`.
+
+       A frozen unit has no anchor. It stays until another unit's anchor only if gathered twice or by several
+       checkpoints, or with saved views left.
 """
 
 from __future__ import annotations
@@ -50,31 +55,31 @@ U = TypeVar("U")  # a `TapeUnit`, or anything hashable
 
 
 class Due(NamedTuple):
-    """One unit in the table of a backward; in a record: a view was saved."""
+    """A unit in the table of a backward. As an event: autograd saved a view of the unit."""
 
     tape: Saves
-    before: int  # the unit is gathered before an anchor with a lower number runs
-    until: int | None  # the last anchor to run while the unit stays; None: until its last view was used
-    early: int  # `until`, if an anchor gathers the unit
+    before: int  # number of the next anchor then: the unit is gathered before any lower anchor runs
+    until: int | None  # the unit stays until this anchor runs; None: until its last saved view was used
+    early: int  # replaces `until` if the chain gathers the unit before the program reads it
 
 
 class Reread(NamedTuple):
-    """In a record: a checkpoint reads a unit."""
+    """An event: a checkpoint reads a unit."""
 
     tape: Saves
     before: int  # as in `Due`
-    checkpoint: tuple[int, int]  # the checkpoint's number, and the number of the last anchor before it
-    is_nested: bool  # read by a checkpoint inside this one
-    is_new: bool  # gathered for this read
+    checkpoint: tuple[int, int]  # number of the checkpoint, and of the last anchor made before this checkpoint
+    is_nested: bool  # True if a checkpoint inside this one reads the unit
+    is_new: bool  # True if this read gathered the unit
 
 
-Event: TypeAlias = tuple[U, Due | Reread | None]  # None: the last saved view was used
+Event: TypeAlias = tuple[U, Due | Reread | None]  # None: no saved view is left to use
 
 
 class Backward(NamedTuple, Generic[U]):
     """The table of a backward."""
 
-    due: dict[U, Due]  # the unit to be gathered first comes last
+    due: dict[U, Due]  # the last unit is gathered first
     reread: set[U]  # units that checkpoints read
     tied: set[U]  # units that stay until an anchor runs
 
@@ -82,13 +87,13 @@ class Backward(NamedTuple, Generic[U]):
 def backward_of(
     record: Iterable[Event[U]], numbers: Mapping[U, int], ends: Callable[[U], bool], is_linked: bool
 ) -> Backward[U]:
-    """Return the table of a record.
+    """Return the table of a record of events.
 
-    `numbers`: the number of each unit's anchor; for a frozen unit, of the last anchor before its first read.
-    `ends(unit)`: True if the unit has trainable leaves, or saved views left.
+    `numbers`: by unit, the number of its anchor; of a frozen unit, the number of the last anchor made before the first
+    read. `ends(unit)`: True if the unit has trainable leaves, or saved views left. `is_linked`: as in `Chain`.
     """
-    # `reads` by unit: its last checkpoint; True if gathered twice, or by several checkpoints (`is_shared`); the last
-    # anchor made before all its checkpoints
+    # `reads[unit]`: its last checkpoint; True if gathered twice or by several checkpoints; the last anchor made before
+    # all these checkpoints
     due, reads = dict[U, Any](), dict[U, tuple[tuple[int, int], bool, int]]()
     for unit, event in record:
         if type(event) is Reread:
@@ -123,22 +128,22 @@ def _put(due: dict[U, Any], unit: U, event: Reread) -> None:
 class Chain:
     """The anchors and the record of one forward, and the table of its backward.
 
-    `outputs`: the root (Note [One root] in `autograd.py`), then one output of each anchor if there are several ranks.
-    Units of `planned` get anchors in its order, other units when read.
+    `is_linked`: True on several ranks. `outputs`: the root (Note [One root] in `autograd.py`), then, if linked, one
+    output of each anchor. Units of `planned` get anchors in the order of `planned`, other units when read.
     """
 
     def __init__(self, root: Tensor, is_linked: bool, planned: Iterable[TapeUnit]):
         self.is_linked, self.outputs = is_linked, [root]
-        self.gathered: list[tuple[int, int]] = []  # (tape, unit) of each gather, in order
-        self.numbers: dict[TapeUnit, int] = {}  # of the unit's anchor, or of the last anchor before its first read
+        self.gathered: list[tuple[int, int]] = []  # (tape, unit) of each gather; ~unit if prefetched or kept
+        self.numbers: dict[TapeUnit, int] = {}  # as in `backward_of`
         self._record: list[Event[TapeUnit]] = []
         self.table: Backward[TapeUnit] = Backward({}, set(), set())
-        self._waiting: list[tuple[int, TapeUnit]] = []  # (anchor, unit): kept until that anchor, or a lower one, runs
-        self._checkpoint: tuple[object, tuple[int, int]] = None, (0, 0)  # the last checkpoint's hook, and numbers
+        self._waiting: list[tuple[int, TapeUnit]] = []  # (number, unit): stays until this or a lower anchor runs
+        self._checkpoint: tuple[object, tuple[int, int]] = None, (0, 0)  # the last: (`Block.hook`, `Reread.checkpoint`)
         self._planned = iter(planned)
 
     def bind(self, unit: TapeUnit, take: OnGrads, leaves: Leaves) -> list[Tensor]:
-        """Return the leaves as outputs of an anchor. `take` gets the sum of their gradients over all touches."""
+        """Return the leaves as outputs of an anchor. In the backward `take` is called once, after all touches."""
         if unit.anchor is not None:
             *bound, _ = Anchor.apply(unit.anchor, (TapeUnit.add, unit, leaves))
             return bound
@@ -153,12 +158,12 @@ class Chain:
         return bound
 
     def bind_late(self, unit: TapeUnit, take: OnGrads, leaves: Leaves) -> list[Tensor]:
-        """As `bind`, in the backward but outside the chain: `take` gets the gradients of this touch."""
+        """Bind a unit read in the backward, outside the chain: `take` receives the gradients of this touch alone."""
         *bound, _ = Anchor.apply(self.outputs[0], (take, unit, leaves))
         return bound
 
     def link(self, stop: TapeUnit | None, take: OnGrads) -> None:
-        """Before `stop` in the planned order, give an empty anchor to each unit lacking an anchor."""
+        """Give an anchor without leaves to planned trainable units before `stop` that have none."""
         for unit in self._planned:
             if unit is stop:
                 return
@@ -170,7 +175,7 @@ class Chain:
 
     def rerun(self, unit: TapeUnit, tape: Saves, block: Block, is_new: bool) -> None:
         hook, (number, _) = self._checkpoint
-        if block.hook is not hook:  # - 2: the last anchor may be this unit's, made by this read
+        if block.hook is not hook:  # - 2: this read itself may have made the last anchor
             self._checkpoint = block.hook, (number + 1, len(self.outputs) - 2)
         read = Reread(tape, len(self.outputs), self._checkpoint[1], block.is_nested, is_new)
         self._record.append((unit, read))
@@ -192,9 +197,9 @@ class Chain:
         return backward_of(self._record, self.numbers, lambda x: bool(x.entry.trained or x.saved), self.is_linked)
 
     def reach(self, unit: TapeUnit) -> None:
-        """Gather all units due before this one."""
+        """Gather all units that come before this unit in the backward's order."""
         if unit in (rows := self.table.due):
-            # a kept unit starts no gathers: other ranks may read it at another time
+            # ranks may read a kept unit at different times, so reading it gathers no others
             if self.is_linked and next(reversed(rows)) is not unit and not unit.is_kept:
                 self._catch_up(-1, unit)
             if (until := rows.pop(unit).until) is not None:
@@ -202,7 +207,7 @@ class Chain:
                 self._waiting.append((until, unit))
 
     def anchor_ran(self, unit: TapeUnit) -> None:
-        """Called by the unit's anchor: no node made after the anchor runs any more."""
+        """Gather units and free units when an anchor runs: all nodes made after this anchor have run by then."""
         rows, number = self.table.due, self.numbers[unit]
         if rows and rows[next(reversed(rows))].before > number:
             self._catch_up(number)
@@ -213,7 +218,7 @@ class Chain:
             self._waiting = [(until, other) for until, other in self._waiting if until < number]
 
     def settle(self) -> None:
-        """End the forward. Views saved before the first anchor will not be used."""
+        """End the forward. Remove units saved before the first anchor: the backward runs no node made before it."""
         rows = self.end_record().due
         while self.is_linked and rows and rows[first := next(iter(rows))].before == 1:
             del rows[first]
@@ -232,7 +237,7 @@ class Chain:
             self._waiting.append((row.early, last))
 
     def close(self) -> None:
-        """Drop all nodes: nodes and tapes form a cycle unseen by Python's garbage collector."""
+        """Drop all autograd nodes: nodes and tapes form cycles that Python's garbage collector cannot see."""
         for part in (self.outputs, self._record, self.numbers, self._waiting):
             part.clear()
         self._checkpoint, self.table = (None, (0, 0)), Backward({}, set(), set())

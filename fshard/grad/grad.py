@@ -33,12 +33,12 @@ from .under_way import Gathered
 
 
 class Observer(Protocol):
-    """Makes the tapes of a `with` block."""
+    """Makes the tapes in a `with` block."""
 
     def __call__(self, *args: object) -> Tape: ...
 
     def add_sums(self, grads: Sharded, share: Tensor | None, scaler: Tree) -> None:
-        """See gradients before unscaling; the step multiplies them by `share` later."""
+        """Receive gradients before the step unscales them, and multiplies them by `share`."""
 
 
 # set by `fshard.testing.observed`
@@ -57,7 +57,7 @@ def _returned(out: Tree, has_aux: bool, with_extra: bool) -> tuple[Tree, Tree, T
 
 
 class _Returned(NamedTuple):
-    """The result of a loss function; `kind`: the loss's class; `remarks`: text of functions it called."""
+    """The result of a loss function. `kind`: the loss's class. `remarks`: more text for ranks to compare."""
 
     loss: Mean | Sum | Terms
     kind: type
@@ -69,7 +69,7 @@ class _Returned(NamedTuple):
 def _local(loss: Mean | Sum | Terms) -> list[Tensor]:
     """The tensors to differentiate: this rank's total, and its count if it requires a gradient.
 
-    A sum of losses gives two for each term; a constant stands in for a count without gradient.
+    A sum of losses gives two tensors for each term; a constant stands in for a count without gradient.
     """
     if isinstance(loss, Terms):
         return [x for term in loss.terms for x in [*_local(term), term.total.detach()][:2]]
@@ -80,11 +80,11 @@ def _local(loss: Mean | Sum | Terms) -> list[Tensor]:
 def _start_sums(tape: Tape, returned: _Returned, mesh: AnyMesh, built: str = "", place: Number = 0) -> Pending:
     """Start the small collective of `Outcome.sums`: totals, counts, and the number of ranks with a gradient.
 
-    In this collective ranks also compare `place`, kinds of loss, and reads. If there are several axes, the sums along
-    all but the last have ended.
+    In this collective ranks also compare `place`, kinds of loss, and reads. With several axes, the call waits for the
+    sums along all axes but the last.
     """
     loss, kind, _, aux, words = returned
-    # a constant may require a gradient, and depends on no parameter
+    # not `requires_grad`: a constant may require a gradient, yet depends on no parameter
     device, output, trains = loss.total.device, tape.plan.policy.output, any(x.grad_fn for x in _local(loss))
     text, checksum = described(kind, value_dtype(loss.total, output), [loss, aux] if kind is Terms else aux, output)
     numbers = [on_device(x, device) for x in (trains, *(_numbers(tape, place + checksum) if mesh is not None else ()))]
@@ -97,7 +97,7 @@ def _numbers(tape: Tape, place: Number) -> list[Number]:
     gathered, saved = tape.reads()
     if tape.is_compared and not is_tracing():
         return [place + gathered, saved]
-    return [place + gathered + saved] + [0] * tape.is_compared  # a graph sends what the eager step sends
+    return [place + gathered + saved] + [0] * tape.is_compared  # as many numbers as an eager step sends
 
 
 def _alike(tape: Tape, local: Tensor, mesh: AnyMesh, sums: Tensor) -> Tensor:
@@ -117,7 +117,7 @@ def _compare_alone(tape: Tape, mesh: AnyMesh, device: torch.device, label: str =
 
 def _outcome(returned: _Returned, sums: Pending, plan: Plan, mesh: AnyMesh) -> Outcome:
     loss, kind, extra, aux, _ = returned
-    # every rank's loss counts 1, unless it is a Mean
+    # every rank's loss counts 1, unless the loss has its own counts
     weight = None if kind in (Mean, Terms) else loss.total.new_full((), num_ranks(mesh), dtype=torch.float64)
     dtype = value_dtype(loss.total, plan.policy.output)
     outcome = Outcome(cache(lambda: sums.wait().unbind()), weight, kind, dtype, extra, aux, plan.policy.output)
@@ -135,7 +135,7 @@ def _called(
             losses.warn_of_lost()
             return _Returned(*losses.read_loss(loss), None, None, remarks())
         losses.check_averages(aux)
-        # back from views to each `Sharded`: views end with the tape
+        # replace each view by its `Sharded`: views end with the tape
         extra = tree.map_tops(lambda x: sharded_of.get(id(x), x), lambda x: id(x) in sharded_of, extra)
         return _Returned(*losses.read_loss(loss), _leaving(tape, params, extra), _output(tape, params, aux), remarks())
 
@@ -143,7 +143,7 @@ def _called(
 
 
 def _viewed(tape: Tape, args: Tree) -> tuple[Tree, dict[int, Sharded]]:
-    """Return the arguments with a view of each `Sharded`, and the `Sharded` by its view's identity."""
+    """Return the arguments with views in place of each `Sharded`, and each `Sharded` by its view's `id`."""
     others = [(sharded, other.view()) for sharded, other in tape.beside]
     views = (view for _, view in others)  # in the order of `args`
     arguments = [next(views) if isinstance(x, Sharded) else x for x in tree.tops(args, Sharded)]
@@ -172,7 +172,7 @@ def _plain(x: Tree) -> Tree:
 
 
 def apart(x: Tree, held: Sequence[Tree], places: Iterable[range] = ()) -> Tree:
-    """Copy leaves in the memory of `held` or in `places`: a step may write there. Each `Sharded` stays."""
+    """Copy leaves in the memory of `held` or in `places`: a step may write there. `Sharded` nodes are not copied."""
     memory = Places(held)
     for place in places:
         memory.add(place)
@@ -210,8 +210,8 @@ def run(
 ) -> Outcome:
     """Run forward and backward: write the gradients of `scale(total / divisor)` to `into`.
 
-    `divisor` takes the outcome of all ranks, or with `alone` of this rank. `whole`: the step has one micro-batch.
-    `place`: a whole number for ranks to compare.
+    `divisor` takes the outcome of all ranks, or, with `alone`, of this rank. `whole`: True if the step has one
+    micro-batch. `place`: a whole number for ranks to compare.
     """
     _check_eager()
     tape = tape or (OBSERVER.get() or Tape)(params, into, tree.nodes(args, Sharded), gathered)
@@ -220,7 +220,7 @@ def run(
         with torch.enable_grad():
             returned = _called(tape, params, loss_fn, args, has_aux, with_extra)
         mesh = None if alone else params.plan.live_mesh()
-        # before `tape.end`: this small collective would queue behind its gather
+        # before `tape.end` starts a gather: this small collective would queue behind it
         sums = _start_sums(tape, returned, mesh, built, place)
         with _dropped_on_error(sums):
             outs, outcome = _local(returned.loss), _outcome(returned, sums, params.plan, mesh)
@@ -231,9 +231,9 @@ def run(
             tape.end()
             del returned
             _check_differentiable(outs, whole, outcome, alone, len(tape.chain.outputs) > 1)
-            seed = scale(divisor(outcome).reciprocal())  # 0-d, the derivative of the scaled loss by the total
+            seed = scale(divisor(outcome).reciprocal())  # 0-d, the scaled loss's derivative with respect to its total
             _backward(tape, outs, outcome.seeds(seed) if len(outs) > 1 else [seed])
-            outcome.sums()  # waits: no collective of the forward is left under way
+            outcome.sums()  # waits: afterwards no collective of the forward is under way
     return outcome
 
 
@@ -250,11 +250,11 @@ def _dropped_on_error(pending: Pending) -> Iterator[None]:
 
 def _backward(tape: Tape, outs: Sequence[Tensor], seeds: Sequence[Tensor]) -> None:
     pairs = [(out, seed.to(out.dtype)) for out, seed in zip(outs, seeds, strict=True) if out.requires_grad]
-    if len(tape.chain.outputs) > 1 or not pairs:  # the gradient of the chain's output is not read
+    if len(tape.chain.outputs) > 1 or not pairs:  # no anchor reads this seed's value
         pairs.append((tape.chain.outputs[-1], tape.chain.outputs[-1].detach()))
-    # on this thread: the tally and simulated ranks belong to the thread
+    # run the backward on this thread: the tally and simulated ranks belong to the thread
     with torch.autograd.set_multithreading_enabled(False):
-        # the root gets None: anchors give the gradients of leaves to the tape
+        # returns None for the root: anchors give the gradients of leaves to the tape
         outputs, seeds = zip(*pairs, strict=True)
         torch.autograd.grad(outputs, [tape.chain.outputs[0]], seeds, allow_unused=True)
     tape.check_reached([out for out in outs if out.grad_fn])
@@ -262,7 +262,7 @@ def _backward(tape: Tape, outs: Sequence[Tensor], seeds: Sequence[Tensor]) -> No
 
 
 def _check_differentiable(outs: Sequence[Tensor], whole: bool, outcome: Outcome, alone: bool, may_wait: bool) -> None:
-    if not any(x.grad_fn for x in outs):  # if other ranks have a gradient, this rank's is zero
+    if not any(x.grad_fn for x in outs):  # zero on this rank if other ranks have a gradient
         if not (may_wait and outs[0].device.type == "cpu" if is_tracing() else alone or outcome.sums()[-1]):
             raise ValueError(losses.NO_GRADIENT)
         torch._assert_async(outcome.sums()[-1] + alone, losses.NO_GRADIENT)  # private, as in `consensus`
@@ -299,7 +299,7 @@ def check_loss(loss_fn: object) -> None:
 
 
 def empty_grads(params: Sharded, over: Axes, local: bool = False) -> Sharded:
-    """Allocate the gradients of a whole tree, cut over some axes; if `local`, on the device."""
+    """Allocate the gradients of a whole tree, cut over `over`; if `local`, on the device, not in host memory."""
     plan, trained, axes = params.plan, params.trainable, params.plan.axis_names
     view, rows = whole_view(plan, over, trained.view.kinds), []  # (n / W,) for each trainable kind
     for kind, param_row in zip(trained.view.kinds, trained.tensors, strict=True):
@@ -308,7 +308,7 @@ def empty_grads(params: Sharded, over: Axes, local: bool = False) -> Sharded:
             rows.append(ahead.host_row(numel, dtype, plan.device))
         else:
             like = torch.empty(0, dtype=dtype, device=plan.device if host else param_row.device)
-            # the mesh allocates: perhaps in shared memory
+            # the mesh may allocate in shared memory
             rows.append(primitives.buffer(plan.live_mesh(), axes, numel, like, lent=False))
     return Sharded(view, rows)
 
@@ -337,9 +337,9 @@ def value_and_grad(
 ) -> Callable[..., tuple[Tree, Tree]]:
     """`fn(sharded, *args) -> (value, grads)`, or `((value, aux), grads)`: the loss over all ranks, and its gradient.
 
-    `loss_fn(params, *args)` is written for one device. Touching a unit of `params` gathers it; so does touching a unit
-    of a `Sharded` among `args` (say a teacher's), without a gradient. The loss is `Mean(total, count)`, `Sum(total)`, a
-    sum of these, or a plain 0-d tensor: the mean of equally weighted ranks. Gradients are cut over `grads_over`; with
+    `loss_fn(params, *args)` is written for one device. Touching a unit of `params` gathers the unit; so does touching a
+    unit of a `Sharded` among `args` (say a teacher's), without a gradient. The loss is `Mean(total, count)`,
+    `Sum(total)`, a sum of these, or a plain 0-d tensor, averaged over ranks. Gradients are cut over `grads_over`; with
     `reduce=False` they are this rank's own, as `Unreduced`. Unused leaves get zeros. With `has_aux` the loss returns
     `(loss, aux)`; `reduction` as for `train_step`. Inside torch.func's transforms call `gather_params` in the
     differentiated function instead.
@@ -367,7 +367,7 @@ def value_and_grad(
 def evaluate(loss_fn: Callable[..., Tree], has_aux: bool = False) -> Callable[..., Tree]:
     """`fn(sharded, *args) -> value`, or `(value, aux)`: the loss over all ranks, without a gradient.
 
-    `loss_fn` and `has_aux` as for `value_and_grad`. Random numbers, as of dropout, are drawn from torch's generator.
+    `loss_fn` and `has_aux` as for `value_and_grad`. Dropout and other random operators use torch's generator.
 
     >>> evaluate(lambda w: (w * w).sum())(shard_of(torch.tensor([1.0, 2.0])))
     tensor(5.)
@@ -443,7 +443,7 @@ def reduce_all(local: Sharded, reduced: Sharded, by: Reduction) -> None:
     plan, into = local.plan, Gradients(lambda: reduced, lambda: local, by=by)
     # every rank must start the same collectives in the same order
     rows = (row for row in local.view.rows.values() if row.numel)
-    started = [into.emit(row.unit, row.kind, row.of(local.tensors)) for row in rows]  # of (n,) buffers
+    started = [into.emit(row.unit, row.kind, row.of(local.tensors)) for row in rows]  # each sums an (n,) buffer
     for pending in started:
         if pending is not None:
             pending.wait()

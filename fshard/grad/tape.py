@@ -1,20 +1,20 @@
 """One eager forward and backward: gather on access, gather again in the backward, reduce unit by unit.
 
 Note [Tensors of a step]
-    1. A `Tape` lives for one forward and one backward over one value of the parameters. All its gathers end with it.
-    2. Touching a unit gathers it into a flat buffer; the leaves are views of the buffer.
-    3. In the forward the buffers of the root, of the unit touched last, and of a unit of `Plan.lasting` gathered twice
-       stay. Other buffers live as long as the user's function keeps one of their leaves.
+    1. A `Tape` lives for one forward and one backward over one value of the parameters. Gathers end with their tape.
+    2. Touching a unit gathers the unit into flat buffers; the leaves are views of the buffers.
+    3. In the forward the tape keeps the buffers of the root, of the unit touched last, and of a unit of `Plan.lasting`
+       after its second gather. Other buffers live as long as the user's function keeps one of their leaves.
     4. For a view of a gathered buffer autograd saves a `SavedView`, so saving keeps no buffer alive. In the backward
-       the first use of a unit's views gathers the unit again, and the last use drops it.
-    5. The buffer of the unit needed first by the backward stays, if in memory when the forward ends. `regather=` may
+       the first use of a unit's saved views gathers the unit again, and the last use frees it.
+    5. If the unit that the backward needs first is in memory when the forward ends, its buffers stay. `regather=` may
        keep more (Note [What stays of a unit] in `under_way.py`).
-    6. The program alone decides which collectives run, not the time at which memory is freed.
+    6. Collectives depend on the program alone, not on the time at which Python frees memory.
 
 Note [Reverse mode inside a loss]
-    torch.func.grad, vjp, jacrev and hessian refuse to start while hooks on saved tensors are on. If they do, the loss,
-    a pure function, runs once more without hooks. The second run draws the same random numbers, gathers only units not
-    in memory, and keeps all units for the backward, as `regather=False` does.
+    torch.func.grad, vjp, jacrev and hessian refuse to start under saved-tensor hooks. If a loss calls one of these, the
+    tape runs the loss, a pure function, again without hooks. The second run draws the same random numbers, gathers only
+    units not in memory, and keeps all units for the backward, as `regather=False` does.
 """
 
 from __future__ import annotations
@@ -50,14 +50,14 @@ from .under_way import Buffers, Gathered, GathersUnderWay, Leaves, Reductions, T
 from .writes import Writes
 
 T = TypeVar("T")
-_BITS = (1 << 31) - 1  # sums of such numbers over ranks are exact in float64
+_BITS = (1 << 31) - 1  # masks hashes: their sums over ranks are exact in float64
 
 
 class Tape:
     """The gathers and reductions of one forward and backward over one `Sharded`; without `into`, of a forward alone.
 
-    `beside`: other `Sharded` the loss reads, without gradients, each with a tape. `gathered`: all units stay there, for
-    the next tape over these parameters.
+    `beside`: other `Sharded` read by the loss, without gradients; each gets a tape. `gathered` keeps all units for the
+    next tape over these parameters.
     """
 
     def __init__(
@@ -69,29 +69,29 @@ class Tape:
         chain: Chain | None = None,
         index: int = 1,
     ):
-        params, into, self._adds = travel.as_read(params, into)  # `_adds`: gradients may come twice, and are added
+        params, into, self._adds = travel.as_read(params, into)  # `_adds`: a unit's gradients may come twice
         self._params, self.plan, self._into = params, params.plan, into
         self._schedule = schedule(params.view)
         self._units = {n: TapeUnit(entry, stays=n == self.plan.root) for n, entry in self._schedule.entries.items()}
         is_planned = self.plan.linked and self._schedule.any_whole and not is_tracing()  # all ranks trace one program
         planned = map(self._units.__getitem__, self._schedule.likely) if is_planned else ()
         self.chain = chain or Chain(autograd.root(), bool(self.plan.linked), planned)
-        self.index = index  # in the chain
+        self.index = index  # among the chain's tapes
         self.beside = [(x, Tape(x, chain=self.chain, index=n)) for n, x in enumerate(beside, 2)]
-        self._here: list[TapeUnit] = []  # units that stay at least until the next read
-        self.shown: Shown | None = Shown()  # until the forward ends
+        self._here: list[TapeUnit] = []  # units that stay at least until the next gather
+        self.shown: Shown | None = Shown()  # None after the forward
         self._owners, self._writes = Owners(), Writes()
         self._reductions = Reductions(self.plan, into)
-        copied = into is not None and into.take is not None  # `take` writes to the parameters
-        self._backward = self._gradless = False  # the forward has ended; gradients were off at a read
+        copied = into is not None and into.take is not None  # `take` overwrites the parameters
+        self._backward = self._gradless = False  # True after the forward; True if gradients were off at a read
         self._rows = {address(row): kind for kind, row in zip(params.view.kinds, params.tensors, strict=True)}
-        self._touched: dict[int, bool] = {}  # by unit read: True if gradients were on at a read
-        self._reached: dict[int, bool] = {}  # by unit given gradients: True if all its trainable leaves got one
+        self._touched: dict[int, bool] = {}  # by number of a read unit: True if gradients were on at a read
+        self._reached: dict[int, bool] = {}  # by number of a unit with gradients: True if all trainable leaves got one
         self._makes_buffers = any(travel.is_buffer(params.view, kind, copied) for kind in params.view.kinds)
-        self._regather = self._makes_buffers and self._schedule.regathers and gathered is None  # until the forward ends
-        may_send = self._schedule.sends if into is None else self._schedule.resends  # again, in the backward
+        self._regather = self._makes_buffers and self._schedule.regathers and gathered is None  # in the forward
+        may_send = self._schedule.sends if into is None else self._schedule.resends
         self._resends = self._makes_buffers and gathered is None and may_send
-        # reads by checkpoints, in the forward
+        # True if the forward records reads by checkpoints
         self._notes = self._regather or bool(self.plan.linked and (self._schedule.sends or beside))
         self._gathers = GathersUnderWay(params, self._units, copied, gathered)
 
@@ -99,7 +99,7 @@ class Tape:
         return self.enter(self._params.view.spec, self._params.view.first)[0]
 
     def enter(self, spec: tree.Spec, first: int) -> tuple[Tree, Leaves | None]:
-        """Return a subtree of one unit, gathered, and its leaves; a lazy container for several units."""
+        """Gather a subtree, and return it with its leaves; of several units, return a lazy container and None."""
         runs = self._schedule.runs(first, spec.num_leaves)
         if runs is None:
             return lazy(self, spec, first), None
@@ -137,7 +137,7 @@ class Tape:
             else:
                 self._gradless = True
             if unit.bound is None:
-                with torch.enable_grad():  # leaves read under no_grad may be used outside of it
+                with torch.enable_grad():  # leaves read under no_grad may be used after the block
                     self._keep(unit)
                     unit.bound = self._bind(unit, leaves)
             leaves = unit.bound
@@ -150,12 +150,12 @@ class Tape:
         if self._backward:
             self.chain.reach(unit)
         elif number in self._touched and number in self.plan.lasting:
-            unit.stays = True  # else it is gathered at each read
+            unit.stays = True  # else each further read would gather the unit
         if self.shown:
             self.shown.let_go()
-        # ranks may read non-leading units in different orders: these free no sent unit
+        # ranks may read units that do not lead in different orders, so reading such a unit frees no sent unit
         leads = unit.leads if self._backward else unit.entry.leads
-        # free other units before waiting for this one: else both would be in memory at once
+        # free other units before waiting for this unit: else all would be in memory at once
         here, self._here = self._here, [unit]
         for other in here:
             if other.stays or (other.entry.sent and not leads):
@@ -179,7 +179,7 @@ class Tape:
             return
         if unit.keep_rule.over or self._gathers.gathered is not None or (self._into is not None and unit.entry.reduced):
             self._gathers.keep(unit)
-            # ranks compare this: later gathers are over fewer axes, and a unit read only under no_grad is not kept
+            # ranks compare kept units: a rank that read a unit only under no_grad does not keep it
             self.chain.gathered += [(self.index, ~unit.entry.unit)] * (self._into is None)
 
     def prefetch(self, patterns: Sequence[str]) -> None:
@@ -197,14 +197,14 @@ class Tape:
         return (unit.entry.unit for unit in self._due() if unit.buffers is None)
 
     def _due(self) -> Iterator[TapeUnit]:
-        """The units that the backward will gather again, the next one first."""
+        """The units that the backward will gather again, in order."""
         return (unit for unit, row in reversed(self.chain.table.due.items()) if row.tape is self and unit.entry.leads)
 
     def _leaves(self, unit: TapeUnit, buffers: Buffers) -> Leaves:
         leaves: list[Tensor] = []
         for row in unit.entry.rows:
             all_gather_output = buffers[row.kind]
-            is_callers = address(all_gather_output) in self._rows  # the parameters themselves
+            is_callers = address(all_gather_output) in self._rows  # True if the buffer is the caller's shard
             if not is_callers:
                 self._owners.add(all_gather_output, unit.entry.unit, row.kind, unit.keep_rule != COPIES)
             if self.plan.kinds[row.kind].trainable:
@@ -271,7 +271,7 @@ class Tape:
 
     @property
     def is_compared(self) -> bool:
-        """True if the host waits before the backward to compare the units to gather again."""
+        """True if the host waits before the backward: ranks compare the units to gather again."""
         return not (self._into is None or self.plan.has_streams) and any(x._resends for x in [self, *self._followers])
 
     @property
@@ -279,7 +279,7 @@ class Tape:
         return any(tape._schedule.sends for tape in [self, *self._followers])
 
     def reads(self) -> list[int]:
-        """Return hashes of the reads, and of the backward's gathers, for ranks to compare."""
+        """Return two hashes for ranks to compare: of the forward's gathers, and of the backward's."""
         rows = self.chain.end_record().due.items()
         due = [(row.tape.index, x.entry.unit, row.before) for x, row in rows if x.entry.sent and x.leads]
         gathered = *self.chain.gathered, *(unit.entry.unit for unit in self._hidden())
@@ -290,16 +290,16 @@ class Tape:
         return [unit for unit in units if unit.anchor is not None and not self._touched.get(unit.entry.unit, True)]
 
     def keep_read(self) -> None:
-        """Gather and keep all units read in the forward: the backward sends nothing for them."""
+        """Gather and keep all units read in the forward: the backward then sends no parameters."""
         for tape in [self, *self._followers]:
             for number, unit in tape._units.items():
-                # a frozen unit is not held yet, and a checkpoint's second run would gather it
+                # frozen units are not held yet, and a checkpoint's second run would gather them
                 if number in tape._touched and not unit.is_kept:
                     buffers, unit.keep_rule = tape._gathers.take(unit), COPIES
                     tape._gathers.hold(unit, buffers)
 
     def end(self) -> None:
-        """End the forward: drop all buffers but the backward's first, and start the next gather."""
+        """End the forward: keep only the buffers that the backward needs first, and start its next gathers."""
         if self._into is not None:
             self.chain.link(None, self.reduce)
         self.chain.settle()
@@ -318,11 +318,11 @@ class Tape:
         self._gathers.drop()
         for unit in self._units.values():
             unit.gradients = "due"
-            if self._into is None and not (unit.saved or unit in self.chain.table.reread):  # no gradients will come
+            if self._into is None and not (unit.saved or unit in self.chain.table.reread):  # not used again
                 self._gathers.drop_held(unit)
         for unit in self._hidden():
             unit.gradients = "late"
-        # once followers ended: units used up in the forward and read by checkpoints have no row
+        # after the followers ended: the table has their units. `tied` units with all views used are not in `due`
         for unit in self.chain.table.tied if self._into is not None else ():
             if unit.stays_for or unit not in self.chain.table.due:
                 unit.stays_for = "anchor"
@@ -336,7 +336,7 @@ class Tape:
             return nullcontext()
         if len(self.tapes) == 1:
             return torch.autograd.graph.saved_tensors_hooks(self.pack, self.unpack)
-        # torch calls the innermost pair of hooks alone, so all tapes share a pair
+        # torch calls only the innermost pair of hooks, so all tapes share one pair
         unpack = partial(autograd.unpacked, self)
         return torch.autograd.graph.saved_tensors_hooks(partial(autograd.saved_by, regathering), unpack)
 
@@ -375,7 +375,7 @@ class Tape:
                 self._gathers.drop_held(unit)
 
     def again(self, unit: TapeUnit) -> Buffers:
-        """Return a unit's buffers; they stay until the last saved view was used."""
+        """Return a unit's buffers; the buffers stay until the last saved view was used."""
         if not unit.stays_for or unit.buffers is None:
             if self._backward:
                 self.chain.reach(unit)
@@ -407,9 +407,9 @@ class Tape:
         if not unit.saved:
             if unit.held is not None:
                 self._gathers.drop_held(unit)
-            unit.let_go()  # of leaves of a checkpoint's second run
+            unit.let_go()  # frees leaves of a checkpoint's second run
         self._reductions.make_room(number)
-        self._reductions.join()  # frees the buffers of earlier sums for this sum
+        self._reductions.join()  # frees buffers of earlier sums for this sum
         for row, begin, end in unit.entry.reduced:
             reduce_scatter_input = into.filled(row, grads[begin:end], again)  # (n,)
             if pending := into.emit(number, row.kind, reduce_scatter_input):
@@ -430,7 +430,7 @@ class Tape:
 
     def _add_late(self, unit: TapeUnit, grads: Sequence[Tensor | None]) -> None:
         unit.check("reduce")
-        if unit.anchor is None:  # the program reads the unit in the backward alone
+        if unit.anchor is None:  # the program reads the unit only in the backward
             unit.gradients = "late"
         self._reached.setdefault(unit.entry.unit, False)
         unit.add(grads)
@@ -456,11 +456,11 @@ class Tape:
     def close(self) -> None:
         """Drop all tensors, and wait for all collectives under way, also after an error.
 
-        No collective starts its next stage: other ranks may not have raised, and would match the stage to another.
+        No collective starts its next stage: a rank without the error would take the stage for another collective.
         """
         for tape in self._followers:
             tape.close()
-        with suppress(MismatchError):  # only after an earlier error: that one says more
+        with suppress(MismatchError):  # only after an earlier error, and the earlier one says more
             self._reductions.drop()
             self._gathers.drop()
         self._here.clear()

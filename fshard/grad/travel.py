@@ -16,8 +16,8 @@ Note [A row's ways]
 
     Dtypes are those of `Kind.precision`: `all_gather_*` in `compute`, `reduce_scatter_input` in `reduce`
     (`buffer_dtype`), `grad_shard` in `grads`. If gradients are cut over no axis, the sum is an all-reduce with the same
-    names. For small units the general code takes longer in Python than the message: a way of one collective, or none,
-    skips the general code (`Gathers._plain`, `_PlainSum`).
+    names. A way of at most one collective skips the general code (`Gathers._plain`, `_PlainSum`): for small units it
+    takes longer in Python than the message.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ from ..plan.precision import Precision
 from ..sharding.schedule import Entry, View
 from ..sharding.sharded import Sharded
 
-_LARGE = 1 << 20  # bytes from which gradients are summed in place: the memory is worth a second message
+_LARGE = 1 << 20  # bytes: larger gradients are summed in place, with less memory but one message more
 OnSum: TypeAlias = Callable[[int, int, Tensor], None]  # unit, kind, sum over ranks (n / W,)
 _Rows: TypeAlias = tuple[Mapping[tuple[int, int], Row[Slot]], Sequence[Tensor]]  # rows by unit and kind; tensors
 
@@ -56,7 +56,7 @@ _Rows: TypeAlias = tuple[Mapping[tuple[int, int], Row[Slot]], Sequence[Tensor]] 
 def is_buffer(view: View, kind: int, copied: bool) -> bool:
     """True if a kind's leaves have buffers of their own; else they are views of the parameters.
 
-    `copied`: all trainable leaves have buffers: an optimizer writes to the parameters during the backward.
+    `copied`: trainable leaves always have buffers, as an optimizer writes to the parameters during the backward.
     """
     row, axes = view.plan.kinds[kind], view.axes(kind)
     return (copied and row.trainable) or bool(axes) or row.host or row.precision.compute != row.dtype
@@ -72,7 +72,7 @@ class Gathers:
     def __init__(self, params: Sharded, copied: bool):
         plan, axes = params.plan, [axis for axis in params.view.over if axis in params.plan.linked]
         self._plan, self._tensors, self._copied = plan, params.tensors, copied
-        # the gather of a kind is at most one cast and one collective
+        # plain: the gather of a kind takes at most one cast and one collective
         special = plan.gather or plan.param_wire or plan.together or any(kind.host for kind in plan.kinds)
         self._is_plain = not special and len(axes) <= 1
         self._ranks = primitives.along(plan.live_mesh(), axes[0]) if self._is_plain and axes else None
@@ -83,7 +83,7 @@ class Gathers:
             return {row.kind: self._plain(entry.name, row) for row in rows}
         if not any(self._plan.kinds[row.kind].host for row in rows):
             return self._general(entry.name, rows)
-        up = self._plan.crossings.up  # shards in host memory go to the device beside the computation
+        up = self._plan.crossings.up  # shards in host memory go to the device while the computation runs
         with up.ahead():
             gathers = self._general(entry.name, rows)
         return {kind: up.joined(gather) for kind, gather in gathers.items()}
@@ -118,12 +118,12 @@ class Gathers:
         return x.clone() if address(x) == address(self._tensors[row.tensor]) else x
 
     def _on_device(self, row: Row[Slot]) -> Tensor:
-        """A shard (n / W,) on the device; the host does not wait."""
+        """(n / W,); the host does not wait."""
         shard = row.of(self._tensors)
         return shard.to(self._plan.device, non_blocking=True) if self._plan.kinds[row.kind].host else shard
 
     def _cast(self, row: Row[Slot]) -> Tensor:
-        """A shard (n / W,) on the device in the dtype of computation."""
+        """(n / W,) on the device, in the dtype of computation."""
         shard, compute = self._on_device(row), self._plan.kinds[row.kind].precision.compute
         if shard.dtype == compute:
             return shard
@@ -134,14 +134,14 @@ class Gathers:
         wire, mesh = _param_wire(self._plan, row.kind), self._plan.live_mesh()
         if wire is None:
             return self._cast(row)
-        # the zeros between leaves may have become NaN, and a wire's scale spans several elements
+        # zero the padding: a NaN there would spoil the scale that a wire computes over several elements
         shard = cleared_outside(self._on_device(row), row.filled(row.number(mesh)))
         return wire.encode(shard, row.lengths(row.rule.number(mesh), row.shards))
 
     def _gather(
         self, name: str, cut: Iterable[tuple[Axes, Row[Slot]]], make: Callable[[Row[Slot]], Tensor], encoded: bool
     ) -> dict[int, Pending]:
-        """Start the gathers of rows cut over axes. `make(row)`: the `all_gather_input`. `encoded`: by the plan's wire.
+        """Start gathers of rows cut over axes. `make(row)`: the `all_gather_input`, `encoded` by a wire or not.
 
         With `Plan.together` rows cut over the same axes travel in one message.
         """
@@ -153,7 +153,7 @@ class Gathers:
                 gathers |= self._in_one_message(name, axes, group, [*map(make, group)], encoded)
                 continue
             (row,) = group
-            lent = not encoded or _param_wire(self._plan, row.kind) is None  # a wire may decode in place
+            lent = not encoded or _param_wire(self._plan, row.kind) is None  # a wire may overwrite what arrived
             gather = self._over(axes, make(row), name, lent)
             if self._copied or not lent:
                 gather = gather.then(partial(self._own_memory, row))
@@ -170,7 +170,7 @@ class Gathers:
         self, name: str, axes: Axes, rows: Sequence[Row[Slot]], all_gather_inputs: Sequence[Tensor], encoded: bool
     ) -> dict[int, Pending]:
         forms = [(x.dtype, x.numel()) for x in all_gather_inputs]
-        # not lent with a wire: the wire may decode in place
+        # not lent with a wire: decoding may overwrite what arrived
         gather = self._over(axes, pack(all_gather_inputs), name, lent=not encoded)
         outputs = dict[int, Tensor]()
 
@@ -187,7 +187,7 @@ class Gathers:
         return {rows[0].kind: gather.then(split)} | {row.kind: after(row.kind) for row in rows[1:]}
 
     def _decoded(self, row: Row[Slot], axes: Axes, encoded: bool, received: Tensor | Sequence[Tensor]) -> Tensor:
-        """Return the `all_gather_output` (n,); `received`: one tensor by rank, or all end to end in one."""
+        """Return the `all_gather_output` (n,). `received`: one tensor from each rank, or all joined in one."""
         received = received.chunk(row.shards) if isinstance(received, Tensor) else received
         plan, wire = self._plan, _param_wire(self._plan, row.kind) if encoded else None
         like = received[0].new_empty(0, dtype=plan.kinds[row.kind].precision.compute)
@@ -215,7 +215,7 @@ class _PlainSum(NamedTuple):
     empty: Callable[[int, Tensor, bool], Tensor]  # as `Ranks.empty`
     like: Tensor
     lent: bool
-    in_place: int = maxsize  # from this number of elements on, the input is the `grad_shard`
+    in_place: int = maxsize  # from this number of elements on, the `grad_shard` is also the input
     ranks: Ranks | None = None
     collective: Callable[..., Pending] | None = None  # a method of the reduction
     dtype: torch.dtype | None = None  # for sending; None: unchanged
@@ -223,20 +223,20 @@ class _PlainSum(NamedTuple):
 
 @dataclass(frozen=True)
 class Gradients:
-    """The way back: the destination of a backward's gradients, and their sums over ranks.
+    """The way back: sums a backward's gradients over ranks, into shards.
 
     Each unit's gradients are written to (`add`: added to) a `reduce_scatter_input`: a row of `local`, or a new tensor.
     With `reduced` the rows are then summed over ranks into shards of `reduced`.
 
-    `reduced` and `local` allocate at their first call: no gradients are in memory while activations take most of it.
-    With `take`, `reduced` has no tensors.
+    `reduced` and `local` allocate at their first call, after the forward: by then the backward frees activations. With
+    `take`, `reduced` has no tensors.
     """
 
     reduced: Callable[[], Sharded] | None
     local: Callable[[], Sharded] | None = None
     add: bool = False
     by: Reduction = DEFAULT
-    later: Axes = ()  # axes left to `all_reduce_later`
+    later: Axes = ()  # `all_reduce_later` sums along these axes
     take: OnSum | None = None  # gets each sum (Note [Updates in a backward] in `in_backward.py`)
     device: torch.device | None = None  # of sums, with `take`
 
@@ -263,7 +263,7 @@ class Gradients:
 
     @memo
     def _in_place(self) -> dict[tuple[int, int], Tensor]:
-        """By unit and kind: inputs in a shard of `reduced`, until summed."""
+        """By unit and kind: inputs in a shard of `reduced`, until `emit`."""
         return {}
 
     @memo
@@ -274,19 +274,19 @@ class Gradients:
         plan, axes, by = self._sums.plan, self._sums.view.axes(number), self.by
         kind, mesh = plan.kinds[number], plan.live_mesh()
         like = torch.empty(0, dtype=buffer_dtype(plan, number), device=self._device)
-        # peers along the first axis of the sum may read a lent buffer
+        # the mesh allocates: peers along the first axis of the sum may read a lent buffer
         empty = next((primitives.along(mesh, axis).empty for axis in axes + plan.rest(axes, number)), _unshared)
         general = _PlainSum(empty, like, lent=plan.grad_wire is None and only_reads(by))
         if plan.grad_wire or kind.host or _is_split(kind.precision) or hasattr(by, "after"):
             return general
         old, new, along = self._route(number, axes)
-        is_last = like.dtype == kind.precision.grads and only_reads(by)  # the sum is not cast
+        is_last = like.dtype == kind.precision.grads and only_reads(by)  # the sum needs no cast
         if is_last and plan.num_ranks(along) == 1:
             return general._replace(in_place=0)
         steps = route(old, new, along)
         if len(steps) > 1 or not steps:
             return general
-        # the sum replaces whole gradients
+        # an all-reduce can write its sum over the gradients
         is_replaced = is_last and type(by) is Sums and steps[0].kind == "add"
         collective = by.reduce_scatter if steps[0].kind == "scatter" else by.all_reduce
         in_place = _LARGE // like.itemsize if is_replaced else maxsize
@@ -296,7 +296,7 @@ class Gradients:
         return general._replace(in_place=in_place, ranks=ranks, collective=collective, dtype=dtype)
 
     def _route(self, kind: int, axes: Axes) -> tuple[Rule, Rule, Axes]:
-        """Return the rules before and after the sum of rows, then cut over `axes`, and the axes of the steps.
+        """Return (rule before the sum, rule after the sum, axes of the steps). Then rows are cut over `axes`.
 
         On one rank a step remains, for a cast or the user's reduction.
         """
@@ -307,7 +307,7 @@ class Gradients:
         return COPIES.dual(along + new.sums), new, along
 
     def buffer(self, unit: int, kind: int) -> Tensor:
-        """Allocate a unit's `reduce_scatter_input` (n,), if possible in its `grad_shard`."""
+        """Allocate a unit's `reduce_scatter_input` (n,), in the memory of its `grad_shard` if possible."""
         if self._local_rows is not None:
             rows, tensors = self._local_rows
             return rows[unit, kind].of(tensors)
@@ -328,7 +328,7 @@ class Gradients:
         return reduce_scatter_input
 
     def emit(self, unit: int, kind: int, reduce_scatter_input: Tensor) -> Pending | None:
-        """Start the sum of a filled (n,) into its `grad_shard` (n / W,); None if the input stays local."""
+        """Start the sum of a `filled` buffer (n,) into its `grad_shard` (n / W,); None if gradients stay local."""
         if self.reduced is None:
             return None
         plain, grad_shard = self._plain[kind], self._in_place.pop((unit, kind), None)
@@ -343,7 +343,7 @@ class Gradients:
         return plain.collective(sent, plain.ranks, self._sums.view.plan.units[unit].name, grad_shard).keeping(sent)
 
     def untouched(self, unit: int, kind: int) -> Pending | None:
-        """As `emit`, for a unit and kind without gradients: zeros, or the sum so far if `add`."""
+        """As `emit`, for a unit and kind without gradients: zeros or, with `add`, the sum so far."""
         if self.add:
             return self.emit(unit, kind, self.buffer(unit, kind)) if self.local else None
         if self.local is not None:
@@ -365,7 +365,7 @@ class Gradients:
             pending.wait()
 
     def _landed(self, row: Row[Slot], grad_shard: Tensor, start: Callable[[Tensor], Pending]) -> Pending:
-        """Start a sum, and call the hook `after`. The output is on the device, the `grad_shard` perhaps not."""
+        """Start a sum on the device; then call the hook `after`, then copy to host memory."""
         plan, is_host = self._sums.plan, self._sums.plan.kinds[row.kind].host
         reduce_scatter_output = ahead.landing(grad_shard, self._device) if is_host else grad_shard
         pending = start(reduce_scatter_output)
@@ -389,8 +389,8 @@ class Gradients:
             pending = self._sum_encoded(plan.grad_wire, row, reduce_scatter_input, new, along, reduce_scatter_output)
             return pending.then(partial(self._unpadded, row))
         mesh, precision, name = plan.live_mesh(), plan.kinds[row.kind].precision, plan.units[row.unit].name
-        # Each gradient was divided by W, the number of ranks. Times about sqrt(W), small gradients and sums stay in the
-        # range of float16. A power of two rounds nothing.
+        # Each gradient was divided by W, the number of ranks. Multiplied by about sqrt(W), small gradients and sums
+        # stay in the range of float16. The factor is a power of two: it rounds nothing.
         adds_up = isinstance(self.by, TreeSums)  # `TreeSums` travel in their own dtype
         factor = 2.0 ** round(math.log2(num_ranks(mesh)) / 2) if _is_split(precision) and not adds_up else 1
         scaled = reduce_scatter_input if factor == 1 else reduce_scatter_input * factor
@@ -403,11 +403,11 @@ class Gradients:
     ) -> Pending:
         plan, axes = self._sums.plan, new.over
         mesh, name, copies = plan.live_mesh(), plan.units[row.unit].name, partial(plan.rest, kind=row.kind)
-        # the first cut axis of several ranks, else the longest axis
+        # encode along the first cut axis with several ranks, else along the longest axis
         longest = max(axes or along, key=dict(plan.axes).__getitem__)
         axis = next((axis for axis in axes if axis in plan.linked), longest)
         ranks = primitives.along(mesh, axis)
-        lengths = [row.lengths(number, ranks.size) for number in range(ranks.size)]  # of each rank's sum
+        lengths = [row.lengths(number, ranks.size) for number in range(ranks.size)]  # by rank
         parts = zip(reduce_scatter_input.chunk(ranks.size), lengths, strict=True)
         sends = [wire.encode(part, of_leaves) for part, of_leaves in parts]
         added = primitives.scatter(sends, ranks, lambda received: _added(wire, received, lengths[ranks.rank]), name)
@@ -426,7 +426,7 @@ class Gradients:
         return primitives.buffer(plan.live_mesh(), plan.axis_names, row.length, like, lent=False)
 
     def _unpadded(self, row: Row[Slot], total: Tensor) -> Tensor:
-        """Zero a shard's padding: unscaling would take NaN of a wire or hook for overflow."""
+        """Zero a shard's padding: a wire or hook may leave NaN there, and unscaling would take NaN for overflow."""
         return clear_outside_(total, row.filled(row.number(self._sums.plan.live_mesh())))
 
 
@@ -448,7 +448,7 @@ def _added(wire: Wire, received: Sequence[Tensor], lengths: Sequence[int]) -> Te
 
 
 def as_read(params: Sharded, into: Gradients | None) -> tuple[Sharded, Gradients | None, bool]:
-    """Read by `Plan.as_read` where it applies (not with `take`); the third result is True then."""
+    """Return both by the joined units of `Plan.as_read`, and True; unchanged, and False, if it does not apply."""
     plan, whole = params.plan.as_read, params.view.units == (0, len(params.plan.units))
     if plan is None or not whole or is_tracing() or (into and (into.take or not only_reads(into.by))):
         return params, into, False

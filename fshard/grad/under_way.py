@@ -1,39 +1,39 @@
 """The units of one forward and backward: their memory, gathers and gradients.
 
 Note [A unit's life]
-    A unit is in memory while the program reads its leaves, and in the backward until `stays_for` ends. `held` stays
-    even then: a gather from `held` sends less, or nothing.
+    A unit is in memory while the program reads its leaves, and in the backward until `stays_for` ends. `held` buffers
+    stay longer: a gather from these sends less, or nothing.
 
-    A unit's gradients come once, after the forward, and go to a reduction, which ends about one unit later
-    (`Reductions.move_on`). With `Gradients.take` an optimizer takes the sum, and writes to the parameters:
+    A unit's gradients arrive once, after the forward, and start a reduction, which ends about one unit later
+    (`Reductions.move_on`). With `Gradients.take` an optimizer then takes the sum, and writes to the parameters.
+    `TapeUnit.gradients` decides:
 
-    | gradients | are reduced      | the unit is gathered |
-    |-----------|------------------|----------------------|
-    | forward   | error            | allowed              |
-    | due       | become summing   | allowed              |
-    | late      | are added up     | allowed              |
-    | summing   | error            | allowed              |
-    | taken     | error            | error                |
-    | closed    | error            | error                |
+    | gradients | a gradient arrives   | the unit is gathered |
+    |-----------|----------------------|----------------------|
+    | forward   | error                | allowed              |
+    | due       | now `summing`        | allowed              |
+    | late      | is added up          | allowed              |
+    | summing   | error                | allowed              |
+    | taken     | error                | error                |
+    | closed    | error                | error                |
 
 Note [What stays of a unit]
     `Unit.keep_rule`, set by `regather=`, keeps all gathered buffers of a unit, a copy cut over some axes, or nothing.
     The copy is made at a gather in the forward, in the dtype of computation; later gathers are from the copy, over its
     axes alone. Leaves whole on every rank are not copied.
 
-    A unit kept whole stays until its gradients have come. Frozen leaves have no gradients: they stay only in tensors
-    saved by autograd, unless ranks saved different units (Note [One order on all ranks] in `chain.py`). Copies stay
-    until the gradients have come and the last saved view was used.
+    A unit kept whole stays until its gradients have arrived. Frozen leaves have no gradients: they stay only in tensors
+    saved by autograd, unless ranks saved different units (Note [One order on all ranks] in `chain.py`). A copy stays
+    until the gradients have arrived and the last saved view was used.
 
 Note [Sums beside the computation]
-    On an accelerator a second stream, `Plan.crossings.sums`, starts after the computation so far: it waits for a
-    reduction's messages, adds, and runs later stages and hooks. The computation waits for the stream once a unit,
-    before it allocates the next unit's gradients, and after the last reduction. If the messages leave nothing to add,
-    the computation waits for the previous unit's sums.
+    On an accelerator a second stream, `Plan.crossings.sums`, waits for a reduction's messages, adds, and runs later
+    stages and hooks. The computation waits for this stream once a unit, before it allocates the next unit's gradients,
+    and after the last reduction. If the backend adds, the next unit's gradients reuse the memory of older sums.
 
-    Buffers sent and received belong to the computation's stream: if the host freed one, its memory might be given away
-    while the second stream reads it. So each reduction (`Pending`) is kept until the computation has waited. With
-    `Tensor.record_stream` the peak would depend on the device's timing. Without streams nothing is kept.
+    Buffers sent and received belong to the computation's stream: if the host freed a buffer, torch might reuse its
+    memory while the second stream reads it. So each reduction (`Pending`) is kept until the computation has waited.
+    With `Tensor.record_stream` peak memory would depend on the device's timing.
 """
 
 from __future__ import annotations
@@ -84,22 +84,22 @@ class TapeUnit:
     buffers: Buffers | None = None  # while in memory
     leaves: Leaves | None = None  # views, while the program reads them
     bound: Leaves | None = None  # leaves, trainable ones as outputs of an anchor
-    coming: tuple[int, dict[int, Pending]] | None = None  # stages started; gathers by kind
+    coming: tuple[int, dict[int, Pending]] | None = None  # (stages started, gathers by kind)
     held: Buffers | None = None  # kept by `keep_rule`
-    stays_for: Literal["", "places", "anchor"] = ""  # until the last saved view is used, or the anchor runs
-    saved = 0  # saved views not used yet
+    stays_for: Literal["", "places", "anchor"] = ""  # until the last saved view is used; until an anchor runs
+    saved = 0  # number of saved views not used yet
     gradients: Literal["forward", "due", "late", "summing", "taken", "closed"] = "forward"
     anchor: Tensor | None = None  # the last output of its anchor (Note [Anchors] in `autograd.py`)
     _added: Sequence[Tensor | None] | None = None  # gradients of later touches, until the anchor runs
 
     def __init__(self, entry: Entry, stays: bool):
         self.entry = entry
-        self.keep_rule = entry.keep_rule  # of `regather=`
-        self.stays = stays  # until the forward ends
+        self.keep_rule = entry.keep_rule  # set by `regather=`
+        self.stays = stays  # in memory until the forward ends
 
     def keep_from(self, gathered: Gathered) -> None:
         self.keep_rule, self.held = COPIES, gathered.get(self.entry.unit)
-        if is_tracing():  # a new label: a graph may gather other units again
+        if is_tracing():  # in a graph, kept units have a label of their own
             self.entry = self.entry._replace(name=f"{self.entry.name} (kept)")
 
     def check(self, event: Literal["reduce", "gather"]) -> None:
@@ -128,7 +128,7 @@ class TapeUnit:
     def leads(self) -> bool:
         """True if the unit's gather in the backward starts the next gathers.
 
-        Ranks may read non-leading units at any time.
+        Ranks may read units that do not lead at different times.
         """
         return self.entry.leads and (self.held is None or self.keep_rule != COPIES)
 
@@ -136,13 +136,12 @@ class TapeUnit:
         self._added = self.total(grads)
 
     def total(self, grads: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
-        """Return the sum over all touches by leaf. An empty anchor has no `grads`."""
+        """Return each leaf's gradient, summed over all touches. An anchor without leaves passes no `grads`."""
         grads = grads or [None] * len(self.entry.trained)
         added, self._added = self._added, None
         return grads if added is None else [_sum(x, y) for x, y in zip(added, grads, strict=True)]
 
     def close(self) -> None:
-        """Drop all tensors, as `Chain.close` drops nodes."""
         self.let_go()
         self.buffers = self.held = self.coming = self.anchor = self._added = None
         self.gradients = "closed"
@@ -156,9 +155,9 @@ def _sum(x: Tensor | None, y: Tensor | None) -> Tensor | None:
 
 
 class _UnderWay:
-    """Collectives of units under way, as in Note [Two units] in `ahead.py`.
+    """Collectives under way, as many as Note [Two units] in `plan/ahead.py` allows.
 
-    A collective has a stage for each axis. On an accelerator a stream, `side`, waits for a stage and starts the next.
+    A collective has a stage for each axis. On an accelerator the stream `side` waits for a stage and starts the next.
     """
 
     def __init__(self, plan: Plan, stages: int, side: Callable[[Crossings], Crossing]):
@@ -169,7 +168,7 @@ class _UnderWay:
     def _beside(self, older: Iterable[Pending]) -> AbstractContextManager[None]:
         if self._side is None:
             return nullcontext()
-        self._stepped += older  # first: if a stage raises, the device may still read buffers
+        self._stepped += older  # before any stage: if a stage raises, the device may still read buffers
         return self._side.ahead()
 
     def join(self) -> None:
@@ -181,7 +180,7 @@ class _UnderWay:
 class GathersUnderWay(_UnderWay):
     """Gathers of one `Sharded` under way. `copied`: as in `is_buffer`. `gathered`: as in `Tape`.
 
-    Each further stage puts one more unit under way, one stage behind the previous unit.
+    Each stage after the first puts one more unit under way, one stage behind the unit before.
     """
 
     def __init__(self, params: Sharded, units: Mapping[int, TapeUnit], copied: bool, gathered: Gathered | None):
@@ -215,7 +214,7 @@ class GathersUnderWay(_UnderWay):
         return primitives.buffer(self._plan.live_mesh(), axes, shard.numel(), shard, lent=False).copy_(shard)
 
     def following(self, schedule: Schedule, unit: int, read: Container[int]) -> Iterable[int]:
-        """Return the next units to gather; if not all units send, only sending units."""
+        """Return the next units to gather, without units whole on every rank, unless all are."""
         if not schedule.mixed:
             return filterfalse(read.__contains__, range(unit + 1, min(unit + self.most, schedule.last) + 1))
         sent = (n for n in range(unit + 1, schedule.last + 1) if schedule.entries[n].sent and n not in read)
@@ -240,14 +239,14 @@ class GathersUnderWay(_UnderWay):
         unit.coming = 1, gathers
 
     def ahead(self, current: TapeUnit | None, following: Iterable[int]) -> None:
-        """Start the gathers of the next units, or take them one stage further."""
-        if self.most == 1:  # for units of any size
+        """Start the gathers of the next units, or take gathers under way one stage further."""
+        if self.most == 1:  # one unit, of any size
             for number in islice(following, 1):
                 if self._stages_of(unit := self._units[number]):
                     self.start(unit)
             return
         units = self._plan.ahead.gathers(None if current is None else current.entry.unit, following, self.stages)
-        last = max(0, len(units) - self.stages)  # units after `last` lag by a stage
+        last = max(0, len(units) - self.stages)  # each unit after `last` lags by one stage more
         for place, number in enumerate(units):
             unit = self._units[number]
             stages, (started, gathers) = self._stages_of(unit) - max(0, place - last), unit.coming or (0, {})
@@ -292,7 +291,7 @@ class Reductions(_UnderWay):
     def __init__(self, plan: Plan, into: Gradients | None = None):
         super().__init__(plan, len(plan.linked), lambda streams: streams.sums)
         by = None if into is None or plan.grad_wire is not None else into.by
-        # the backend adds the sums, not fshard
+        # True if the backend adds, not fshard
         self._is_fast = self._side is not None and type(by) is Sums and by.is_fast(plan.device)
         self._under_way: list[tuple[int, Pending]] = []  # (unit, reduction)
 
@@ -300,8 +299,8 @@ class Reductions(_UnderWay):
         self._under_way.append((unit, pending))
 
     def move_on(self, following: int) -> None:
-        """Take older reductions one stage further, to make room for the gradients of `following`."""
-        if self._plan.ahead.number == 1:  # for units of any size
+        """Take older reductions one stage further: the gradients of unit `following` need room."""
+        if self._plan.ahead.number == 1:  # one unit, of any size
             num = len(self._under_way)
             while num and self._under_way[num - 1][0] == self._under_way[-1][0]:
                 num -= 1
@@ -312,7 +311,7 @@ class Reductions(_UnderWay):
         return list(dict.fromkeys(unit for unit, _ in self._under_way))
 
     def _leave(self, number: int) -> None:
-        """Take all reductions one stage further, except those of the last units."""
+        """Take reductions one stage further, except the last `number` units'."""
         units = self._units()
         older = units[: max(0, len(units) - number)]
         self._step(sum(unit in older for unit, _ in self._under_way))
@@ -320,17 +319,17 @@ class Reductions(_UnderWay):
     def make_room(self, unit: int) -> None:
         """Wait for reductions until a unit's gradients have room.
 
-        The backend's own sums are done by now: their buffers are free. Sums in rank order still need theirs.
+        Sums added by the backend are done by now, so their buffers are free. Sums in rank order still need buffers.
         """
         if self.stages > 1:
             return
         if self._plan.ahead.number is None:
             self.move_on(unit)
-        if self._is_fast:  # this unit's buffer takes the place of older buffers
+        if self._is_fast:  # this unit's buffer reuses the memory of older buffers
             self._leave(max(0, self._plan.ahead.reductions(unit - 1, [*self._units(), unit], self.stages) - 1))
 
     def _step(self, num: int) -> None:
-        """Take reductions one stage further, the youngest first: it travels while the host waits for older ones."""
+        """Take reductions one stage further, the youngest first: it travels while the host waits for the others."""
         if not num:
             return
         units, older = zip(*self._under_way[:num], strict=True)

@@ -2,12 +2,12 @@
 
 Note [Writes in place]
     torch counts in-place operations on a tensor and its views. Each gathered buffer of trainable leaves, and each
-    frozen leaf, gets a counter of its own. The tape keeps an alias without memory with the same counter, so watching
-    keeps no buffer alive. `batch_norm` updates running statistics without counting: so small frozen leaves are copies,
-    compared after the loss.
+    frozen leaf, gets its own counter. The tape keeps an alias with the same counter but without memory, so watching
+    keeps no buffer alive. `batch_norm` updates running statistics without counting. So a loss gets copies of small
+    frozen leaves, and the copies' values are compared after the loss.
 
-    A write through `.data` to a larger or trainable leaf is not noticed. A new `.data` is: the leaf lies in another
-    storage when the tape drops it. While a graph is traced, a mode looks at the arguments of all writing operators.
+    fshard does not notice a write through `.data` to a larger or trainable leaf. It notices an assignment to `.data`:
+    the leaf then lies in another storage. While a graph is traced, a mode looks at the arguments of writing operators.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ from ..plan.plan import Slot
 from ..sharding.schedule import Entry
 from .under_way import TapeUnit
 
-# leaves of one counter; True if their memory is the passed parameters'
+# leaves that share a counter; True if they lie in the passed parameters' memory
 Written: TypeAlias = tuple[Sequence[Slot], bool]
-_ADDRESS = operator.attrgetter("_cdata")  # of storages, as `address` of tensors
+_ADDRESS = operator.attrgetter("_cdata")  # of a storage; `address` takes tensors
 _SET_DATA = Tensor.data.__set__  # type: ignore[attr-defined]
 _SMALL = 1 << 16  # elements: running statistics and counters have fewer
 _REMEDY = (
@@ -42,14 +42,14 @@ _REMEDY = (
     "have it in the next step, as extra (train_step(..., with_extra=True))."
 )
 
-# torch's words for a write to a view from an autograd function
+# in torch's errors about a write to a view that an autograd function returned
 _VIEWS = ("was created inside a custom Function", "is the output of a function that returns multiple views")
 _OF_LEAVES = re.compile(r"Output (\d+) of _?Anchor(?:Backward)? is")
 _CHANGED = " The parameters that were passed are changed by it: do not use them again."
 
 
 class _Refusing(TorchFunctionMode):
-    """Raise ValueError for `x.data = y`, or batch_norm's write to a leaf: a tracer sees neither."""
+    """Raise ValueError for `x.data = y`, or batch_norm's write to a leaf: a tracer sees neither write."""
 
     def __init__(self, frozen: Sequence[tuple[Tensor, Slot]]):
         super().__init__()
@@ -101,17 +101,17 @@ def _statistics(func: Callable[..., object], args: Sequence[object], kwargs: Map
 
 
 class Writes:
-    """Watches the leaves of a loss, and raises if the loss wrote to one."""
+    """Watches the leaves of a loss."""
 
     def __init__(self) -> None:
-        # aliases without memory, and the leaves of their counters
+        # (alias without memory, leaves of its counter, `is_callers`)
         self._watched: list[tuple[Tensor, Sequence[Slot], bool]] = []
         # small frozen leaves end to end, (n,): the loss's copy, and the values before the loss
         self._copies: list[tuple[Tensor, Tensor, Sequence[Slot], Sequence[int]]] = []
         self.bound: list[Entry] = []  # the units with anchors
         self._nothing: Tensor | None = None  # (0,), the data of all aliases
         self._tracing = is_tracing()
-        self._storages = set[int]()  # addresses; the tape keeps them taken
+        self._storages = set[int]()  # addresses of storages
         self._frozen_leaves: list[tuple[Tensor, Slot]] = []  # while a graph is traced
 
     @contextmanager
@@ -143,7 +143,7 @@ class Writes:
         return _written([(list(leaves.values()), False)])
 
     def watch(self, x: Tensor, slots: Sequence[Slot], is_callers: bool) -> Tensor:
-        """Return an alias of `x` with its own counter, for `check`. `is_callers`: of the passed parameters' memory."""
+        """Return an alias of `x` with its own counter. `is_callers`: True if `x` is memory of the passed parameters."""
         x = x.data  # unlike `detach`, this starts a new counter
         counter = x.detach()  # shares the counter of the new `x`
         if not self._tracing:  # fake tensors have no memory to keep alive
@@ -155,7 +155,7 @@ class Writes:
         return x
 
     def frozen(self, leaves: Sequence[Tensor], slots: Sequence[Slot], is_callers: bool) -> list[Tensor]:
-        """Return frozen leaves, each watched by itself; small ones are copies."""
+        """Return frozen leaves, each with its own counter; small leaves are copied."""
         visible, small = list(leaves), [n for n, x in enumerate(leaves) if _is_small(x)]
         if self._tracing:
             self._frozen_leaves += zip(visible, slots, strict=True)

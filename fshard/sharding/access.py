@@ -38,10 +38,10 @@ class ReadsTape(Protocol):
     def leaf(self, number: int) -> Tensor: ...
 
     def kind_of(self, x: Tensor) -> int | None:
-        """Return the kind of the read leaves in a tensor's memory."""
+        """Return the kind of the leaves in a tensor's memory; None if the loss read none there."""
 
     def slot_of(self, x: Tensor) -> Slot | None:
-        """Return a tensor's leaf, if its unit is read now."""
+        """Return the slot of a leaf; None if its unit is not in use."""
 
     def like(self, number: int) -> Tensor:
         """Return a tensor with a leaf's shape and dtype."""
@@ -62,21 +62,21 @@ class _Read(NamedTuple):
 class Shown:
     """The plain containers that a loss reads: a second read returns the same container, with the loss's changes.
 
-    A changed container stays in its lazy parent. An unchanged one is forgotten when its unit is let go, unless the
-    program still has it.
+    A changed container stays in its lazy parent. An unchanged container is forgotten when its unit is freed, unless the
+    program still refers to it.
     """
 
     def __init__(self) -> None:
         self._read: dict[tuple[int, int], _Read] = {}  # by id of `inside`, and position
-        self.lingers = False  # may have containers of units let go
+        self.lingers = False  # True if containers of freed units may be left
 
     def at(self, new: _Read) -> Tree:
         return self._read.setdefault((id(new.inside), new.position), new).container
 
     def let_go(self) -> None:
-        """Forget the containers neither changed nor in use by the program."""
+        """Forget containers that the program no longer uses; put changed containers into their lazy parents."""
         for key, read in [*self._read.items()]:
-            # a container of leaves alone has no container inside
+            # False for a container of leaves alone
             nests = read.spec.num_nodes > read.spec.num_leaves + 1
             if sys.getrefcount(read.container) > _ALONE or (nests and _has_inside(read.container)):
                 continue
@@ -96,8 +96,8 @@ class Shown:
                 read.inside[read.position] = read.container
 
 
-# References to a container: `_ALONE` by a list and the call, `_INSIDE` also by its parent. If Python counts more, a
-# unit stays in memory longer; if fewer, a change made after another unit was read is lost.
+# Reference counts of an unused container: `_ALONE` by a list and the call, `_INSIDE` also by its parent. If Python
+# counted more, a unit would stay in memory longer; if fewer, a change after another unit's read would be lost.
 _EXAMPLE: list[Tree] = [{}]
 _ALONE = sys.getrefcount(_EXAMPLE[0])
 _INSIDE = _ALONE + 1
@@ -105,7 +105,7 @@ _INSIDE = _ALONE + 1
 
 def _has_inside(container: Tree) -> bool:
     children = tree.one_level(container)[0]
-    # by index: a variable would be a reference
+    # by index: a variable would be one more reference
     containers = [i for i, x in enumerate(children) if not (isinstance(x, Tensor) or x is None or x == ())]
     return any(sys.getrefcount(children[i]) > _INSIDE or _has_inside(children[i]) for i in containers)
 
@@ -114,14 +114,14 @@ class Lazy(Branch, tree.StandIn):
     """A container of a loss's parameters: touching a unit in it gathers the unit.
 
     A map over a stand-in returns a stand-in without a tape, around a plain container (`held`). Each container class has
-    a stand-in class: Python looks special methods up on the class.
+    its stand-in class, because Python looks up special methods on the class.
     """
 
     __slots__ = ()
     _tape_: Any  # a ReadsTape, or None once the children are held
     _spec_: tree.Spec
     _first_: int
-    _inside_: dict[int, Tree]  # by position: read lazy children, changed children
+    _inside_: dict[int, Tree]  # by position: lazy children once read, and changed children
     _listed_: Container | None
 
     @property  # type: ignore[misc]
@@ -134,7 +134,7 @@ class Lazy(Branch, tree.StandIn):
         return container if spec.is_leaf() else lazy(None, spec, 0, container)
 
     def _container_(self) -> Container:
-        assert self._listed_  # else the children are held
+        assert self._listed_  # None only if the children are held
         return self._listed_
 
     def _pick_(self, index: int) -> Tree:
@@ -142,12 +142,12 @@ class Lazy(Branch, tree.StandIn):
             return self._inside_[index]
         tape, (spec, first) = self._tape_, self._container_().children[index]
         child, leaves = tape.enter(spec, self._first_ + first)
-        if index in self._inside_:  # `enter` let a unit go, and put its changed child there
+        if index in self._inside_:  # `enter` freed a unit, and put its changed container there
             return self._inside_[index]
         if leaves is None:  # a lazy child: changing it changes this container
             self._inside_[index] = child
         elif (shown := tape.shown) and not isinstance(child, Tensor):
-            if type(child) is not dict or spec.num_nodes > len(leaves) + 1:  # a node's class may make new tensors
+            if type(child) is not dict or spec.num_nodes > len(leaves) + 1:  # a node's class may return new tensors
                 leaves = spec.flatten_up_to(child)
             child = shown.at(_Read(self._inside_, index, spec, child, leaves))
         return child
@@ -170,7 +170,7 @@ class Lazy(Branch, tree.StandIn):
             return tree.unflatten(child, [At(tape, first + start + i) for i in range(child.num_leaves)])
 
         if tape.shown:
-            tape.shown.settle()  # changed children are in `_inside_` now
+            tape.shown.settle()  # puts changed children in `_inside_`
         children = enumerate(self._container_().children)
         parts = [placed(self._inside_[i]) if i in self._inside_ else at(*child) for i, child in children]
         return self._of_children_(parts)
@@ -190,10 +190,10 @@ def _reading(name: str) -> Callable[..., Any]:
 class LazyContainer(Readable, Lazy):
     """A stand-in for a dict, a list, a tuple or a NamedTuple.
 
-    A change of the container, or a method not written in Python, reads all children, and holds them.
+    Changing the container, or calling a method not written in Python, reads and holds all children.
     """
 
-    __slots__ = ("_first_", "_held_", "_inside_", "_listed_", "_spec_", "_tape_")  # `vars`: the container's attributes
+    __slots__ = ("_first_", "_held_", "_inside_", "_listed_", "_spec_", "_tape_")  # no `__dict__`: a property below
 
     @classmethod
     def _made_(cls, tape: ReadsTape | None, spec: tree.Spec, first: int, held: Tree) -> LazyContainer:
@@ -261,7 +261,7 @@ class LazyContainer(Readable, Lazy):
     def copy(self) -> Tree:
         return copy.copy(self._filled_())
 
-    def __len__(self) -> int:  # a list's loop calls `len` for each child
+    def __len__(self) -> int:  # a loop over a list calls `len` for each child
         return len(self._listed_.children if self._tape_ is not None and self._listed_ is not None else self._held_)
 
     __getitem__, __iter__, __contains__ = map(_reading, ("__getitem__", "__iter__", "__contains__"))
@@ -294,7 +294,7 @@ class _LazySequence(LazyContainer):
 
 
 class LazyObject(Lazy):
-    """A stand-in for an object, of a derived class with properties that read the children.
+    """A stand-in for an object: its class is derived from the object's, with properties that read the children.
 
     Held children are attributes of the stand-in.
     """
@@ -303,7 +303,7 @@ class LazyObject(Lazy):
     _attributes_: containers.Attributes
 
     def __init_subclass__(cls, **kwargs: object) -> None:
-        """Run no hook of the object's class."""
+        """Do not call `__init_subclass__` of the object's class."""
 
     @classmethod
     def _made_(cls, tape: ReadsTape | None, spec: tree.Spec, first: int, held: Tree) -> LazyObject:
@@ -327,7 +327,7 @@ class LazyObject(Lazy):
     def _of_children_(self, children: Sequence[Tree]) -> Tree:
         node: Any = object.__new__(self.__class__)
         self._attributes_.copy(self, node)
-        # no children if the stand-in holds them
+        # `children` is empty if the stand-in holds its children
         for name, child in zip(self._attributes_.children, children, strict=False):
             object.__setattr__(node, name, child)
         return node
@@ -343,7 +343,7 @@ class LazyObject(Lazy):
 def lazy(tape: ReadsTape | None, spec: tree.Spec, first: int, held: Tree = None) -> Tree:
     """Return a stand-in for a container: with a tape, or around `held`.
 
-    If the container's class may compute with children, return a real container of stand-ins.
+    If the container's class may compute with its children, return a real container, with stand-ins as children.
     """
     if spec.type in _PLAIN:
         return _stand_in(spec.type)._made_(tape, spec, first, held)
@@ -362,7 +362,7 @@ _PLAIN = (dict, list, tuple, OrderedDict, defaultdict, deque)
 
 @cache
 def _stand_in(kind: type, names: tuple[str, ...] = (), special: frozenset[str] = frozenset()) -> Any:
-    """Return the class of stand-ins for a class, if there can be one."""
+    """Return the stand-in class of a class; None if Python allows none."""
     if kind in _PLAIN or issubclass(kind, tuple):
         base = _LazyMapping if issubclass(kind, Mapping) else _LazySequence
         methods = {name: containers.forwarded(kind, name) for name in special}

@@ -1,9 +1,9 @@
-"""The reads of a sharded tree by a loss: leaves and units by number, where they lie, and in which order.
+"""The schedule of a loss's reads: units and leaves by number, their positions, and their likely order.
 
 Note [Computed once]
-    For small units, to work out gathers, splits and reductions would take longer than the work on tensors. So a
-    schedule is computed once for each `View` of a plan, and kept in `plan.derived`. It refers to no plan, mesh or
-    tensor.
+    For small units, working out gathers, splits and reductions would take longer than the work on tensors. So a
+    schedule is computed once for each `View` of a plan, and stored in `plan.derived`. The schedule refers to no plan,
+    mesh or tensor.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class View:
         return [self.plan.slots[n] for n in numbers]
 
     def names(self) -> dict[Slot, list[str]]:
-        """The dotted names of each held leaf."""
+        """The dotted names of each leaf whose kind the view has."""
         names: dict[Slot, list[str]] = {}
         for name, slot in zip(self.plan.paths[self.first :][: self.spec.num_leaves], self.slots(), strict=True):
             if slot.kind in self.kinds:
@@ -70,7 +70,7 @@ class View:
 
     def _rows(self) -> dict[tuple[int, int], Row[Slot]]:
         plan, sizes, rows = self.plan, dict(self.plan.axes), dict[tuple[int, int], Row[Slot]]()
-        ends = [0] * len(self.kinds)  # of the rows so far, by tensor
+        ends = [0] * len(self.kinds)  # by tensor, where its next row begins
         for unit, (tensor, kind) in product(range(*self.units), enumerate(self.kinds)):
             if row := plan.rows.get((unit, kind)):
                 rows[unit, kind] = row.at(plan.rule(kind, self.over), sizes, tensor, ends[tensor])
@@ -92,7 +92,7 @@ class View:
 
     @property
     def _key(self) -> tuple[Hashable, ...]:
-        """Everything the layout depends on, without the plan (no cycle)."""
+        """Everything the layout depends on, but no plan: plan and layout would form a cycle."""
         plan = self.plan
         return plan.fingerprint, plan.axes, self.over, self.kinds, self.spec, self.first, self.units
 
@@ -127,7 +127,7 @@ class Entry(NamedTuple):
     # trainable rows with elements, and the numbers [begin, end) of their leaves in `trained`
     reduced: tuple[tuple[Row[Slot], int, int], ...]
     sent: bool  # ranks have shards of the unit
-    leads: bool  # its gather starts the next gathers: it is sent, or no unit is
+    leads: bool  # its gather starts the next gathers: the unit is sent, or no unit of the view is
 
 
 # The reads of a subtree: runs of adjacent leaves in a unit, as (unit, slice of its leaves)
@@ -144,12 +144,12 @@ class Schedule:
         self.entries = {unit: e._replace(leads=e.sent or not self.sends) for unit, e in entries.items()}
         self.last = view.units[1] - 1  # the last unit
         self.regathers = any(unit.keep_rule != COPIES for unit in plan.units)
-        # frozen leaves alone are gathered again for a checkpoint's second run, even if their unit stays
+        # a checkpoint's second run gathers units of frozen leaves again, even if kept
         self.resends = any(e.sent and (e.keep_rule != COPIES or not e.reduced) for e in self.entries.values())
         self.mixed = self.sends and not all(e.sent for e in self.entries.values())
-        self.any_whole = any(e.trained and not e.sent for e in self.entries.values())  # on every rank
+        self.any_whole = any(e.trained and not e.sent for e in self.entries.values())  # whole on every rank
         folder_of = {slot: (e.unit, number) for e in self.entries.values() for number, slot in enumerate(e.slots)}
-        # by leaf number in the whole tree: (unit, number in the unit), or None; and the leaf's claim
+        # by leaf number in the whole tree: (unit, number in the unit), or None for other kinds; the leaf's claim
         self._slots = [folder_of.get(plan.slots[number]) for number in plan.leaves]
         self._claims = _claims(plan)
         self._runs: dict[tuple[int, int], Runs | None] = {}
@@ -158,7 +158,7 @@ class Schedule:
     def likely(self) -> list[int]:
         """The units in the likely order of their first reads.
 
-        A single unit after the layers may be an embedding, read first.
+        If the unit after the layers is the only end, it comes first: it may be an embedding.
         """
         ends = [e.name for e in self.entries.values() if e.name in ENDS]
         return sorted(self.entries, key=lambda unit: ends != [LAST] or self.entries[unit].name != LAST)
@@ -171,7 +171,7 @@ class Schedule:
         return place
 
     def runs(self, first: int, num: int) -> Runs | None:
-        """Return the reads of `num` leaves from `first` on; None if several units claim them."""
+        """Return the reads of `num` leaves from leaf `first` on; None if several units claim these leaves."""
         try:
             return self._runs[first, num]
         except KeyError:
@@ -195,7 +195,7 @@ def _runs(places: Iterable[tuple[int, int]]) -> Runs:
 def _claims(plan: Plan) -> list[tuple[int, str]]:
     """Return each leaf's unit, and in a joined unit the name of the unit that claimed it.
 
-    Lazy containers depend on the units asked for, not on joins.
+    Lazy containers follow the units that the user named, not joined units.
     """
     joined = [set(unit.joined) for unit in plan.units]
 

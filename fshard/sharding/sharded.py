@@ -39,14 +39,13 @@ from .schedule import View
 class Sharded(Parts, Readable):
     """This rank's shards of parameters, gradients or optimizer state: a pytree node.
 
-    Its leaves are flat 1-D tensors, one for each kind (dtype, trainable or frozen, sharded or whole). Each consists of
-    this rank's shards of all units, end to end, with their padding (zeros). `x["blocks"][3]` is a subtree, still
-    sharded.
+    The node's leaves are flat 1-D tensors, one for each kind (dtype, trainable or frozen, sharded or whole): this
+    rank's shards of all units, end to end, padded with zeros. `x["blocks"][3]` is a subtree, still sharded.
     """
 
     __getitem__, __getattr__ = Readable.__getitem__, Readable.__getattr__  # `Parts` refuses these
 
-    # in a map, `tensors` may be anything
+    # while a tree is mapped, `tensors` may be anything
     def __init__(self, view: View, tensors: Sequence[Tensor], life: Life | None = None):
         self.view = view
         self._tensors = tuple(tensors)
@@ -60,7 +59,7 @@ class Sharded(Parts, Readable):
 
     @property
     def key(self) -> View:
-        """The view: two values with one view can be combined."""
+        """The view: two `Sharded` with equal views can be combined."""
         return self.view
 
     def give_away(self) -> None:
@@ -98,13 +97,13 @@ class Sharded(Parts, Readable):
         return packed(refine(self.trainable, self.plan.state_over))
 
     def with_trained(self, fine: Sharded | Views[Any]) -> Sharded:
-        """Return these parameters with trainable kinds gathered from `fine`, cut over `state_over`."""
+        """Return these parameters with trainable kinds gathered from `fine`, a tree cut over `state_over`."""
         return self.updated(coarsen(fine, self.plan.params_over))
 
     def with_policy(self, policy: Policy | str | None) -> Sharded:
-        """Return the same tensors under another policy for computation: full precision to evaluate, say.
+        """Return the same tensors under another policy for computation, for example full precision to evaluate.
 
-        ValueError for a policy that stores leaves in other dtypes, or has several for leaves of one flat buffer.
+        ValueError if the policy stores other dtypes, or has different dtypes for leaves of one flat buffer.
 
         >>> plan = make_plan(torch.tensor([0.1]), policy="compute=bf16")
         >>> params = shard_params(torch.tensor([0.1]), plan)
@@ -118,7 +117,7 @@ class Sharded(Parts, Readable):
         return Sharded(replace(self.view, plan=plan, units=(0, len(plan.units))), self.tensors, self._life)
 
     def only(self, kinds: Iterable[int]) -> Sharded:
-        """Return some kinds: the same tensors, given away with this value."""
+        """Return the tree of some kinds, with the same tensors: both trees are given away together."""
         keep = tuple(kinds)
         if keep == self.view.kinds:
             return self
@@ -159,7 +158,7 @@ class Sharded(Parts, Readable):
         # sorted: ranks start the same gathers in one order
         for unit, kind in sorted({(s.unit, s.kind) for s in slots if s.kind in self.view.kinds}):
             whole.update(whole_leaves(self, unit, kind, parts))
-        # None for a missing kind, as frozen leaves among gradients
+        # None for a leaf of a missing kind: a frozen leaf among gradients
         return tree.unflatten(self.view.spec, [whole.get(slot) for slot in slots])
 
     def _container_(self) -> Container:
@@ -173,7 +172,7 @@ class Sharded(Parts, Readable):
         view = replace(self.view, spec=spec, first=first, units=self.plan.units_of(first, spec.num_leaves))
         parts = []
         for kind, x in zip(self.view.kinds, self.tensors, strict=True):
-            row = next((row for row in view.rows.values() if row.kind == kind), None)  # the kind's first
+            row = next((row for row in view.rows.values() if row.kind == kind), None)  # the kind's first row
             start = self.view.rows[row.unit, kind].start if row else 0
             parts.append(x[start : start + view.numel(kind)])
         return Sharded(view, parts, self._life)
@@ -193,7 +192,7 @@ class Sharded(Parts, Readable):
 
     def __repr__(self) -> str:
         tensors = ", ".join(
-            f"{self.plan.kinds[k]}{list(getattr(x, 'shape', ['?']))}"  # no tensor while a tree is mapped
+            f"{self.plan.kinds[k]}{list(getattr(x, 'shape', ['?']))}"  # `x` may be no tensor while a tree is mapped
             for k, x in zip(self.view.kinds, self.tensors, strict=True)
         )
         return f"Sharded({self.view.spec.num_leaves} leaves over {self.view.over or 'no axis'}: {tensors})"
@@ -218,7 +217,7 @@ tree.register(Sharded, _flatten, _unflatten)
 
 
 def in_new_containers(x: Tree) -> Tree:
-    """Return the same tensors in other `Sharded`, not given away together."""
+    """Return the same tensors in new `Sharded`, given away separately."""
     return tree.map_tops(lambda top: Sharded(top.view, top.tensors) if isinstance(top, Sharded) else top, Sharded, x)
 
 
@@ -229,7 +228,7 @@ def whole_view(plan: Plan, over: Axes, kinds: Sequence[int]) -> View:
 def shard_params(params: Tree, plan: Plan, src: int | None = None) -> Sharded:
     """Cut `params`, a tree of whole tensors, into this rank's shards. Values are copied.
 
-    If `src` is a rank of the mesh, all ranks take its values, leaf by leaf, and other ranks may pass meta tensors.
+    If `src` is a rank of the mesh, all ranks receive this rank's values, leaf by leaf; others may pass meta tensors.
     Without `src` every rank passes the same values. ValueError if the tree, or a leaf's shape, dtype or device, is not
     the plan's. Dual: `gather_params`.
 
@@ -361,7 +360,7 @@ def gather_unit(x: Sharded, unit: int, kind: int) -> Tensor:
     full, label = x.shard(unit, kind), plan.units[unit].name
     if _is_on_host(plan, kind, full):
         full = full.to(plan.device, copy=True)
-    elif not axes:  # a copy, as a gather gives: a donated step writes to the parameters
+    elif not axes:  # a copy, as a gather returns: a donated step overwrites the parameters
         full = full.clone()
     if not full.numel():
         return full
@@ -390,7 +389,7 @@ def whole_leaves(x: Sharded, unit: int, kind: int, parts: bool = False) -> dict[
 
 
 def refine(x: Sharded, over: Axes) -> Sharded | Views[Any]:
-    """Cut a whole tree over `over`, its own axes and more: return `Views`, or the same tensors if nothing is cut.
+    """Cut a whole tree over its axes and more, `over`: return `Views`, or the same tensors if nothing is cut.
 
     A unit's new shard lies inside its old shard, so new shards are not adjacent in a tensor.
     """
@@ -400,7 +399,7 @@ def refine(x: Sharded, over: Axes) -> Sharded | Views[Any]:
     plan, further = x.plan, over[len(x.view.over) :]
     if plan.num_ranks(further) == 1:
         return Sharded(view, x.tensors, x._life)
-    if differentiates(x):  # copies of one value become parts, each with derivatives of its own
+    if differentiates(x):  # ranks' copies of one value become parts with different derivatives
         x = _of_one("vary", x, further)
     # by kind, the views of all units, (n / W,) each, W the number of ranks along `over`
     shards = ([(kind, row.of(x.tensors)) for row in x.view.of_kind(kind)] for kind in view.kinds)
@@ -457,7 +456,7 @@ def _of_one(way: str, x: Sharded, axes: Axes) -> Sharded:
 
 
 def _summed(x: Sharded | Views[Any], view: View, further: Axes) -> Sharded:
-    """Differentiable `coarsen`: the sum of ranks' shards in zeros."""
+    """Differentiable `coarsen`: each rank writes its shards into zeros, and ranks sum these tensors."""
     shards, plan = shards_of(x), view.plan
     like = {kind: shard for (_, kind), shard in shards.items()}
     zeros = [torch.zeros_like(room(view, kind, like[kind])) for kind in view.kinds]

@@ -27,9 +27,9 @@ from ..update.base import FoundInf, Transform
 from ..update.elementwise import update_part
 from .leaf import ZeroState, check_zero_state, leaves_of, update_on_all, values
 
-# an attribute of a bucket's storage, as users hold views: else a user's tensor might look like a bucket
+# attribute of a bucket's storage, since users have views of it: without it a user's tensor might pass for a bucket
 _MARK = "fshard_bucket"
-_LARGE_PIECES = 1 << 16  # elements; pieces of a larger mean are read in place, not copied into one row
+_LARGE_PIECES = 1 << 16  # elements: if a row's pieces are larger on average, they are not copied into one tensor
 
 
 def flat_init(tx: Transform, mesh: AnyMesh, axes: Axes, bucket: int, block: int, params: Tree) -> ZeroState:
@@ -59,7 +59,7 @@ def _rows(plan: Plan) -> list[Row[Slot]]:
 
 
 def _part(plan: Plan, leaves: Mapping[Slot, Tensor], local: bool = False) -> Sharded:
-    """Return this rank's shards; sum `local` gradients over ranks."""
+    """Return this rank's shards; if `local`, of gradients summed over ranks."""
     view, device = _view(plan), _device_of_leaves(plan, leaves)
     likes = [torch.empty(0, dtype=plan.kinds[kind].dtype, device=device) for kind in view.kinds]
     part = Sharded(view, [room(view, kind, like) for kind, like in zip(view.kinds, likes, strict=True)])
@@ -73,7 +73,7 @@ def _part(plan: Plan, leaves: Mapping[Slot, Tensor], local: bool = False) -> Sha
 
 
 def _summing(plan: Plan, leaves: Mapping[Slot, Tensor], into: Sharded | None = None) -> dict[Row[Slot], Pending]:
-    """Start the sums of gradients: this rank's shards (n / W,), in `into` or new."""
+    """Start sums of gradients. The results are this rank's shards (n / W,), in `into` or new."""
     mesh, old, started = plan.live_mesh(), COPIES.dual(plan.axis_names), {}
     for row in _rows(plan):  # the same order on every rank
         whole = primitives.buffer(mesh, plan.axis_names, row.numel, leaves[row.leaves[0]], lent=True)  # (n,)
@@ -166,7 +166,7 @@ def flat_step(
         inner = _step_by_bucket(tx, gradients, local, inner, old, buckets, found_inf, extra)
         new_leaves = buckets.leaves()
     else:
-        # both parts are copies: the optimizer may overwrite them
+        # copies: the optimizer may overwrite both
         grads_part, params_part = _part(plan, gradients, local), _part(plan, old)
         new, inner = tx.step(grads_part, inner, params_part, found_inf, True, **extra | {"own_grads": True})
         new_leaves = buckets.gather_all(new)
@@ -209,7 +209,7 @@ def _step_by_bucket(
 
 
 def _sources(leaves: Mapping[Slot, Tensor], plan: Plan, row: Row[Slot]) -> list[tuple[int, Tensor]]:
-    """Return gradients in this rank's shard: views with offsets if large, else one copy."""
+    """Return (offset, gradient) pairs for this rank's shard: views if these are large, else one copy."""
     spans = (span for span in row.spans(row.number(plan.live_mesh())) if span.numel)
     views = [(x.start, x.leaf.flat(leaves[x.leaf].detach())[x.begin : x.begin + x.numel]) for x in spans]
     if views and sum(view.numel() for _, view in views) >= _LARGE_PIECES * len(views):

@@ -34,7 +34,7 @@ P = TypeVar("P", Plan, Layout)
 
 @dataclass(frozen=True)
 class ZeroState(OnMesh):
-    """The optimizer's state of this rank's part, and the partition."""
+    """The optimizer's state for this rank's part, and the partition."""
 
     inner: Tree
     parting: Plan | Layout
@@ -51,7 +51,7 @@ tree.register_fields(ZeroState, ("inner",), ("parting",), names=("",))
 def leaves_of(x: Tree, spec: tree.Spec, what: str) -> list[Tree]:
     """Return the leaves of parameters or gradients, detached; gradients of frozen leaves may be None.
 
-    A subtree of `x` in place of a leaf is returned.
+    If `x` has a subtree in place of a leaf, the subtree is returned.
     """
     try:
         flat = tree.flatten_up_to(spec, x)
@@ -69,7 +69,7 @@ def values(x: Tree) -> Tree:
 
 
 def check_zero_state(state: object, kind: type[P]) -> P:
-    """ValueError for a state of another optimizer or partition."""
+    """Return the partition; ValueError for a state of another optimizer or partition."""
     if not isinstance(state, ZeroState) or not isinstance(state.parting, kind):
         raise ValueError(
             f"zero: expected the state of its own init, of this partition, got {type(state).__name__}: "
@@ -119,7 +119,7 @@ def leaf_step(
     parting = check_zero_state(state, Layout)
     owned_grads = _owned_grads(parting, grads, local)
     owned_params = _owned_leaves(parting, params, "parameters")
-    if donate:  # the state alone: parameters are copied
+    if donate:  # donates the state alone: parameters are copied
         owned_params = Parts(parting, [x.clone() for x in owned_params.tensors])
     new, inner = tx.step(owned_grads, state.inner, owned_params, found_inf, donate, **extra)
     return _given_to_all(new, params), ZeroState(inner, parting)
@@ -151,7 +151,7 @@ def update_on_all(
 
 def _owned_leaves(parting: Layout, x: Tree, what: str) -> Parts:
     flat = leaves_of(x, parting.spec, what)
-    # check all leaves, owned or not: every rank raises
+    # check leaves of other owners, so that every rank raises
     for number in parting.numbers:
         leaf = parting.leaves[number]
         if difference := form_difference(leaf.path, Form(leaf.shape, leaf.dtype), flat[number]):
@@ -160,14 +160,14 @@ def _owned_leaves(parting: Layout, x: Tree, what: str) -> Parts:
 
 
 def _owned_grads(parting: Layout, grads: Tree, local: bool) -> Parts:
-    """Return gradients of this rank's leaves; sum local gradients, by axis in rank order."""
+    """Return gradients of this rank's leaves; if `local`, summed along one axis after the other, in rank order."""
     owned_grads, mesh = _owned_leaves(parting, grads, "gradients"), parting.mesh
     if not local:
         return owned_grads
     outer, last = parting.axes[:-1], parting.axes[-1:]
     flat = leaves_of(grads, parting.spec, "gradients")
     sums = {n: parting.leaves[n].flat(flat[n]) for n in parting.numbers}  # by leaf, (numel,)
-    # all ranks get sums along all axes but the last; along the last, each owner
+    # along all axes but the last of the partition, all ranks get the sums; along the last, only owners
     for axis in (*outer, *(name for name in axis_sizes(mesh) if name not in parting.axes)):
         sums = _all_reduced(sums, primitives.along(mesh, axis))
     for axis in last:

@@ -3,8 +3,8 @@
 Note [A step of ZeRO]
     Every rank has all parameters and a part of the optimizer's state. A rank updates its part of the parameters and
     gathers the other parts. With partition="flat" parts are shards of flat buckets of leaves, laid out by a plan with
-    sharded state and whole parameters; with "leaf" they are whole leaves. Local gradients are reduce-scattered, so a
-    rank gets the sum for its part (ZeRO-2); of reduced gradients a rank reads its part (ZeRO-1).
+    sharded state and whole parameters; with "leaf" parts are whole leaves. Local gradients are reduce-scattered, so
+    each rank gets the sum for its part (ZeRO-2). If gradients are reduced already, each rank reads its part (ZeRO-1).
 """
 
 from __future__ import annotations
@@ -46,11 +46,12 @@ def zero(
 
     Arguments:
 
-    - `partition`: "flat" cuts buckets of about `bucket` bytes into equal intervals (up to 16 bytes); an optimizer of
-      whole leaves sends leaves back and forth. "leaf" assigns whole leaves, the largest first, to the rank with the
-      fewest elements so far.
+    - `partition`: "flat" cuts buckets of about `bucket` bytes into intervals, equal within 16 bytes; if an optimizer
+      needs whole leaves, ranks send leaves back and forth. "leaf" assigns whole leaves, the largest first, to the rank
+      with the fewest elements so far.
     - `grads`: "reduced" for gradients that are equal on all ranks (ZeRO-1). "local" for each rank's own gradients,
-      summed over the whole mesh into each rank's part (ZeRO-2); all ranks skip an update if `found_inf` is 1 on any.
+      summed over the whole mesh into each rank's part (ZeRO-2); if `found_inf` is 1 on a rank, all ranks skip the
+      update.
     - `over`: the mesh axes to partition along; by default "shard", or all axes if the mesh has no such axis.
     - `bucket`: a number of bytes (a mean, if leaves have several dtypes), by default 16 MiB. A bucket ends with the
       leaf that fills it.
@@ -81,13 +82,13 @@ def zero(
         fused=partial(step, inner, local),
         over="tree",
         labelled=inner.labelled,
-        mesh=mesh if local else None,  # ranks have different local gradients, and agree on skipping
+        mesh=mesh if local else None,  # local gradients differ between ranks: ranks agree on skipping
         draws=False,
     )
 
 
 def _refusing_draws(tx: Transform, mesh: AnyMesh) -> Transform:
-    """Refuse random numbers over several ranks: they would differ between copies."""
+    """Raise ValueError if updates on several ranks draw random numbers: ranks' copies would differ."""
     if not tx.draws or num_ranks(mesh) == 1:
         return tx
 
@@ -109,7 +110,7 @@ def _refusing_draws(tx: Transform, mesh: AnyMesh) -> Transform:
 
 
 class _OfModules(Transform):
-    """A transformation of a module's own parameters: `step` takes their values."""
+    """A transformation that accepts a module's nn.Parameters: `step` detaches them."""
 
     def step(self, grads: Tree, state: Tree, params: Tree, *how: Tree, **extra: Tree) -> tuple[Tree, Tree]:
         return super().step(grads, state, values(params), *how, **extra)
