@@ -3,7 +3,7 @@
 Note [Reverse over forward]
     The loss runs in forward mode along the tangent v. The directional derivative <gradient, v> is then differentiated
     like the loss of a step, and its gradient is the product. Forward mode is torch.func.jvp, so a loss may use other
-    transforms inside. All tangents belong to the level of this jvp, even if a unit is touched inside another transform.
+    transforms inside. Tangents belong to the level of this jvp, even if a unit is touched inside another transform.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from .elementary import Elementary
 
 @dataclass(frozen=True)
 class _OfTangents:
-    saved: object  # returned by `pack` of the tangents' tape
+    saved: object  # by `pack` of the tangents' tape
 
 
 class _Duals(Tape):
@@ -99,7 +99,7 @@ def hvp(loss_fn: Callable[..., Tree]) -> Callable[..., Sharded]:
             with Elementary():
                 returned.append(read_loss(loss_fn(tape.duals(), *args)))
             terms = terms_of(returned[-1][0])
-            # counts are the aux of jvp, because torch.func unwraps aux
+            # counts as aux: torch.func unwraps aux
             return tuple(x.total for x in terms), [x.count for x in terms if _has_tensor(x)]
 
         # jvp only opens a level of forward mode: the tangents come from the tape
@@ -132,7 +132,7 @@ def _has_tensor(x: Tree) -> bool:
 
 
 def _constant(count: Tensor) -> Tensor:
-    """Return a count; ValueError if it has a derivative: the product would lack it."""
+    """ValueError if the count has a derivative: the product would lack it."""
     if count.requires_grad:
         raise ValueError(
             "hvp: the count of the loss's fshard.Mean depends on parameters: detach it, or return fshard.Sum"

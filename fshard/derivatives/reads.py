@@ -1,4 +1,4 @@
-"""The reads of a function under `remat`: tensors from outside, and the inputs that stand for these tensors.
+"""The reads of a function under `remat`: tensors from outside, and the inputs in their place.
 
 Note [Reads]
     1. `remat` differentiates a function with respect to its inputs, so each tensor that the function reads becomes an
@@ -54,10 +54,10 @@ class Reads(TorchFunctionMode):
         self.positions: Positions = {}
         self.outer = outer  # reads of a function around this one
         self.depth = _functorch.current_level() if func_levels.inside() else 0  # levels of torch.func around the run
-        # tensors from outside, each with its `writes`; after the run also tensors made by the run
+        # tensors from outside with `writes`; after the run also tensors made by the run
         self.constants: Constants = {}
         self.made: Known = {}
-        self._memory = set[int]()  # addresses of tensors made in torch.func, some of them by no operator
+        self._memory = set[int]()  # addresses of tensors made in torch.func, some by no operator
         self._watched: Known = {}  # tensors computed from inputs with derivatives
         for x in self.given:
             self._add(x)
@@ -66,7 +66,7 @@ class Reads(TorchFunctionMode):
         self._shown: dict[Tape, Shown | None] = {}
 
     def run(self, fn: Callable[[], Any]) -> Any:
-        """Run `fn`; then restore the containers that units showed before."""
+        """Run `fn`; then restore containers read before."""
         with assigned(RERUN, self), self:
             try:
                 return fn()
@@ -96,7 +96,7 @@ class Reads(TorchFunctionMode):
         refuse_other_reads()
 
     def __torch_function__(self, func: Operator, types: object, args: Args = (), kwargs: Kwargs = None) -> Any:
-        if RERUN.get() is not self:  # an inner `remat` runs, with reads of its own
+        if RERUN.get() is not self:  # an inner `remat` runs
             return func(*args, **(kwargs or {}))
         args, kwargs = self._replaced(args), self._replaced(kwargs or {})
         if kwargs.get("generator") is not None:
@@ -145,7 +145,7 @@ class Reads(TorchFunctionMode):
         return {name: self._replaced(y) for name, y in x.items()} if type(x) is dict else x
 
     def instead_of(self, x: Tensor) -> Tensor:
-        """Return the input for a tensor from outside with derivatives; return any other tensor itself."""
+        """Return the input for a tensor from outside with derivatives; any other tensor itself."""
         if id(x) in self.positions:
             return self._at(id(x))[0]
         if getattr(type(x), "reads_itself", False) or self._is_made(x):
@@ -225,7 +225,7 @@ class FirstReads(Reads):
         return self._had_forward_mode and not (forward_ad._is_fwd_grad_enabled() or torch.is_inference_mode_enabled())
 
     def _note_write(self, x: object) -> None:
-        """Watch a written tensor; RuntimeError for a tensor from outside: it would lose its gradient."""
+        """Watch a written tensor; RuntimeError if from outside: its gradient would be lost."""
         for target in _tensors(x):
             base = target if target._base is None else target._base
             if not (self._is_made(base) or self._is_made(target)):
@@ -258,7 +258,7 @@ class FirstReads(Reads):
                     "so again when it runs again: clone it first, and return the new value as a result (buffers of a "
                     "module: fshard.module.functionalize)"
                 )
-        # if a constant is gone, or is a result, the function made this constant unseen by modes
+        # if a constant is gone, or is a result, the function made it unseen by modes
         is_blind = any(x is None or any(x is y for y in others) for x, _ in read)
         living = self._living()
         self.constants |= living

@@ -54,7 +54,7 @@ def remat(fn: Callable[P, R]) -> Callable[P, R]:
     - Derivatives of any order are right, in backward and torch.func (grad, vjp, jvp, vmap, hessian), with respect to
       arguments, tensors from outside, and parameters. The backward gathers parameters again.
     - `fn` draws the same random numbers when it runs again.
-    - If `fn` reads several units, all are in memory at once. `torch.utils.checkpoint` works unit by unit, but only with
+    - If `fn` reads several units, all are in memory at once. `torch.utils.checkpoint` works unit by unit, only with
       torch.autograd.
 
     RuntimeError if a gradient would be lost or wrong: `fn` writes to an argument or to a tensor from outside (batch
@@ -101,7 +101,7 @@ class _Rematerialized:
         self._fn, self._spec = fn, spec
         self._leaves = [_TENSOR if isinstance(x, Tensor) else x for x in leaves]
         self._kept = reads.kept
-        # context variables for later runs, such as a module's parameters
+        # context variables, such as a module's parameters
         self._context = copy_context()
         self._modes = [mode for mode in function_modes() if not isinstance(mode, Reads)]
         accelerator = torch.accelerator.current_accelerator()
@@ -132,7 +132,7 @@ class _Rematerialized:
         return results, others, form
 
     def again(self, *inputs: Tensor) -> tuple[Tensor, ...]:
-        """Return floating results for `inputs`, in place of all tensors read by the first run."""
+        """Return floating results for `inputs`, in place of the first run's reads."""
         reads = SecondReads(inputs, *self._known)
         casts = [torch.autocast(kind, dtype, on, cache_enabled=False) for kind, dtype, on in self._casts]
         active = function_modes()
@@ -176,7 +176,7 @@ def _ruled_by(again: _Again, levels: _Levels, results: _Tensors, inputs: _Tensor
 
 
 def _drawn_once(again: _Again, levels: _Levels, inputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    """Call `again`; a vmap outside `levels` draws random numbers once for all rows, as the first run did."""
+    """Call `again`; a vmap outside `levels` draws once for all rows, as the first run did."""
     if all(level in levels or level[0] != "Vmap" or level[-1] == "same" for level in _levels()):
         return again(*inputs)
     top = retrieve_current_functorch_interpreter()
@@ -207,7 +207,7 @@ class _Rules(torch.autograd.Function):
             others.setdefault(_address(x), []).append(x)
         for x in tensors[:num]:
             beside = others.setdefault(_address(x), [])
-            # a clone, as the program may write to a result; `data`, as torch forbids writes to one of several views
+            # clone: the program may write to a result; `data`: torch forbids writes to one of several views
             results.append(x.clone() if any(share_elements(x, y) for y in beside) else x.data)
             beside.append(x)
         return tuple(results)
@@ -262,7 +262,7 @@ def _leaf(x: Tensor) -> Tensor:
 
 
 def _pull(again: _Again, which: Sequence[int], used: Sequence[int], num: int) -> _Again:
-    """Return a function of all inputs and cotangents: the vjp of results `used`, with respect to inputs `which`."""
+    """Return the vjp of results `used` by inputs `which`, as a function of all inputs and cotangents."""
 
     def pulled(*tensors: Tensor) -> tuple[Tensor, ...]:
         inputs, grads = tensors[:num], tensors[num:]
@@ -286,9 +286,9 @@ def _pull(again: _Again, which: Sequence[int], used: Sequence[int], num: int) ->
 
 
 def _push(again: _Again, which: Sequence[int], num: int, nested: bool) -> _Again:
-    """Return a function of all `num` inputs and tangents: the jvp along inputs `which`.
+    """Return the jvp along inputs `which`, as a function of all `num` inputs and tangents.
 
-    `nested`: the jvp opens its own level; else it uses forward_ad's level.
+    `nested`: the jvp opens a level; else it uses forward_ad's.
     """
 
     def pushed(*tensors: Tensor) -> tuple[Tensor, ...]:

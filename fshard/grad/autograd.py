@@ -26,7 +26,7 @@ from ..core.storage import address, span
 from ..core.tracing import assigned, unhooked
 
 OnGrads = Callable[[Any, Sequence[Tensor | None]], None]  # takes a `TapeUnit` and its gradients
-Ctx = Any  # torch's context of a function
+Ctx = Any  # torch's `ctx`
 
 
 def _new_root() -> Tensor:
@@ -109,7 +109,7 @@ class Block(NamedTuple):
 
 
 def in_checkpoint() -> Block | None:
-    """Return the outermost running checkpoint if the innermost saved-tensor hooks are a checkpoint's."""
+    """Return the outermost checkpoint if the innermost hooks are a checkpoint's."""
     hooks = _top_hooks(True)
     return _outermost() if hooks and _is_checkpoint(hooks[0]) else None
 

@@ -1,8 +1,8 @@
 """One order of collectives on all ranks: the anchors of a forward, and the table of its backward.
 
 Note [One order on all ranks]
-    Ranks may compute different things, for example in a branch on the batch, yet must start the same collectives in one
-    order. Two rules ensure this:
+    Ranks may compute different things, as in a branch on the batch, yet must start the same collectives in one order.
+    Two rules ensure this:
 
     1. On several ranks each anchor takes an output of the previous anchor as input, and the backward starts from the
        loss and the last anchor. So every rank runs all anchors, the last made first. A unit gets its anchor at its
@@ -13,8 +13,8 @@ Note [One order on all ranks]
        the node never runs, and the anchor gathers the node's units.
 
     Ranks compare their saved units in the collective that sums the loss. If ranks saved different units, every
-    rank gathers all read units before the backward. On an accelerator the host does not wait for the comparison:
-    different units are an error there, and the device stops.
+    rank gathers all read units before the backward. An accelerator's host does not wait for the comparison: there the
+    device stops.
 
     A unit read only while gradients are off, as inside a torch.autograd.Function, is reduced after the backward. A unit
     read during the backward gets an anchor outside the chain: `torch.autograd.grad` inside a backward must not run the
@@ -30,8 +30,8 @@ Note [The table of a backward]
        by a checkpoint stays until an anchor runs:
 
        - If the program reads the unit in the backward, the checkpoint is running again: `until` is the unit's anchor.
-       - If `Chain` gathers the unit in advance, the checkpoint may run later: `early` is the last anchor made before
-         the checkpoint.
+       - If `Chain` gathers the unit in advance, the checkpoint may run later: `early` is the unit's anchor or the last
+         anchor before the checkpoint, whichever was made first.
        - If the unit was gathered twice or by several checkpoints, or saved after its last checkpoint, `until` is
          `early`.
 
@@ -207,7 +207,7 @@ class Chain:
                 self._waiting.append((until, unit))
 
     def anchor_ran(self, unit: TapeUnit) -> None:
-        """Gather units and free units when an anchor runs: all nodes made after this anchor have run by then."""
+        """Gather units of nodes that never ran, and free waiting units: no node made after this anchor runs later."""
         rows, number = self.table.due, self.numbers[unit]
         if rows and rows[next(reversed(rows))].before > number:
             self._catch_up(number)

@@ -233,7 +233,7 @@ def run(
             _check_differentiable(outs, whole, outcome, alone, len(tape.chain.outputs) > 1)
             seed = scale(divisor(outcome).reciprocal())  # 0-d, the scaled loss's derivative with respect to its total
             _backward(tape, outs, outcome.seeds(seed) if len(outs) > 1 else [seed])
-            outcome.sums()  # waits: afterwards no collective of the forward is under way
+            outcome.sums()  # waits for the forward's last collective
     return outcome
 
 
@@ -299,7 +299,7 @@ def check_loss(loss_fn: object) -> None:
 
 
 def empty_grads(params: Sharded, over: Axes, local: bool = False) -> Sharded:
-    """Allocate the gradients of a whole tree, cut over `over`; if `local`, on the device, not in host memory."""
+    """Allocate the gradients of a whole tree, cut over `over`; if `local`, always on the device."""
     plan, trained, axes = params.plan, params.trainable, params.plan.axis_names
     view, rows = whole_view(plan, over, trained.view.kinds), []  # (n / W,) for each trainable kind
     for kind, param_row in zip(trained.view.kinds, trained.tensors, strict=True):
@@ -443,7 +443,7 @@ def reduce_all(local: Sharded, reduced: Sharded, by: Reduction) -> None:
     plan, into = local.plan, Gradients(lambda: reduced, lambda: local, by=by)
     # every rank must start the same collectives in the same order
     rows = (row for row in local.view.rows.values() if row.numel)
-    started = [into.emit(row.unit, row.kind, row.of(local.tensors)) for row in rows]  # each sums an (n,) buffer
+    started = [into.emit(row.unit, row.kind, row.of(local.tensors)) for row in rows]  # (n,) each
     for pending in started:
         if pending is not None:
             pending.wait()

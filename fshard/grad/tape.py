@@ -9,7 +9,7 @@ Note [Tensors of a step]
        the first use of a unit's saved views gathers the unit again, and the last use frees it.
     5. If the unit that the backward needs first is in memory when the forward ends, its buffers stay. `regather=` may
        keep more (Note [What stays of a unit] in `under_way.py`).
-    6. Collectives depend on the program alone, not on the time at which Python frees memory.
+    6. Collectives depend on the program alone, not on when Python frees memory.
 
 Note [Reverse mode inside a loss]
     torch.func.grad, vjp, jacrev and hessian refuse to start under saved-tensor hooks. If a loss calls one of these, the
@@ -69,7 +69,7 @@ class Tape:
         chain: Chain | None = None,
         index: int = 1,
     ):
-        params, into, self._adds = travel.as_read(params, into)  # `_adds`: a unit's gradients may come twice
+        params, into, self._adds = travel.as_read(params, into)  # `_adds`: a joined unit's gradients may come twice
         self._params, self.plan, self._into = params, params.plan, into
         self._schedule = schedule(params.view)
         self._units = {n: TapeUnit(entry, stays=n == self.plan.root) for n, entry in self._schedule.entries.items()}
@@ -153,9 +153,9 @@ class Tape:
             unit.stays = True  # else each further read would gather the unit
         if self.shown:
             self.shown.let_go()
-        # ranks may read units that do not lead in different orders, so reading such a unit frees no sent unit
+        # ranks may read non-leading units in different orders, so such a read frees no sent unit
         leads = unit.leads if self._backward else unit.entry.leads
-        # free other units before waiting for this unit: else all would be in memory at once
+        # free other units before waiting for this unit: else all would be in memory
         here, self._here = self._here, [unit]
         for other in here:
             if other.stays or (other.entry.sent and not leads):
@@ -197,7 +197,6 @@ class Tape:
         return (unit.entry.unit for unit in self._due() if unit.buffers is None)
 
     def _due(self) -> Iterator[TapeUnit]:
-        """The units that the backward will gather again, in order."""
         return (unit for unit, row in reversed(self.chain.table.due.items()) if row.tape is self and unit.entry.leads)
 
     def _leaves(self, unit: TapeUnit, buffers: Buffers) -> Leaves:
@@ -271,7 +270,7 @@ class Tape:
 
     @property
     def is_compared(self) -> bool:
-        """True if the host waits before the backward: ranks compare the units to gather again."""
+        """True if the host waits before the backward, while ranks compare the units to gather again."""
         return not (self._into is None or self.plan.has_streams) and any(x._resends for x in [self, *self._followers])
 
     @property

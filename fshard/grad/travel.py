@@ -16,8 +16,8 @@ Note [A row's ways]
 
     Dtypes are those of `Kind.precision`: `all_gather_*` in `compute`, `reduce_scatter_input` in `reduce`
     (`buffer_dtype`), `grad_shard` in `grads`. If gradients are cut over no axis, the sum is an all-reduce with the same
-    names. A way of at most one collective skips the general code (`Gathers._plain`, `_PlainSum`): for small units it
-    takes longer in Python than the message.
+    names. A way of at most one collective skips the general code (`Gathers._plain`, `_PlainSum`): for small units this
+    code would take longer than the message.
 """
 
 from __future__ import annotations
@@ -118,12 +118,12 @@ class Gathers:
         return x.clone() if address(x) == address(self._tensors[row.tensor]) else x
 
     def _on_device(self, row: Row[Slot]) -> Tensor:
-        """(n / W,); the host does not wait."""
+        """The shard (n / W,); the host does not wait."""
         shard = row.of(self._tensors)
         return shard.to(self._plan.device, non_blocking=True) if self._plan.kinds[row.kind].host else shard
 
     def _cast(self, row: Row[Slot]) -> Tensor:
-        """(n / W,) on the device, in the dtype of computation."""
+        """The shard (n / W,) on the device, in the dtype of computation."""
         shard, compute = self._on_device(row), self._plan.kinds[row.kind].precision.compute
         if shard.dtype == compute:
             return shard
@@ -296,7 +296,7 @@ class Gradients:
         return general._replace(in_place=in_place, ranks=ranks, collective=collective, dtype=dtype)
 
     def _route(self, kind: int, axes: Axes) -> tuple[Rule, Rule, Axes]:
-        """Return (rule before the sum, rule after the sum, axes of the steps). Then rows are cut over `axes`.
+        """Return (rule before the sum, rule after the sum: cut over `axes`, axes of the steps between).
 
         On one rank a step remains, for a cast or the user's reduction.
         """
@@ -350,7 +350,7 @@ class Gradients:
             self.buffer(unit, kind).zero_()
         if self.reduced is None:
             return None
-        row = self._reduced_rows[0][unit, kind]  # no rank has read the unit: nothing is sent
+        row = self._reduced_rows[0][unit, kind]  # no rank read the unit
         return self._landed(
             row, self._grad_shard(row), lambda reduce_scatter_output: arrived(reduce_scatter_output.zero_())
         )
@@ -391,7 +391,7 @@ class Gradients:
         mesh, precision, name = plan.live_mesh(), plan.kinds[row.kind].precision, plan.units[row.unit].name
         # Each gradient was divided by W, the number of ranks. Multiplied by about sqrt(W), small gradients and sums
         # stay in the range of float16. The factor is a power of two: it rounds nothing.
-        adds_up = isinstance(self.by, TreeSums)  # `TreeSums` travel in their own dtype
+        adds_up = isinstance(self.by, TreeSums)
         factor = 2.0 ** round(math.log2(num_ranks(mesh)) / 2) if _is_split(precision) and not adds_up else 1
         scaled = reduce_scatter_input if factor == 1 else reduce_scatter_input * factor
         sent = scaled if adds_up else scaled.to(precision.reduce)
@@ -426,7 +426,7 @@ class Gradients:
         return primitives.buffer(plan.live_mesh(), plan.axis_names, row.length, like, lent=False)
 
     def _unpadded(self, row: Row[Slot], total: Tensor) -> Tensor:
-        """Zero a shard's padding: a wire or hook may leave NaN there, and unscaling would take NaN for overflow."""
+        """Zero a shard's padding: unscaling would take a NaN from a wire or hook for overflow."""
         return clear_outside_(total, row.filled(row.number(self._sums.plan.live_mesh())))
 
 

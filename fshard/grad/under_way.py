@@ -1,8 +1,8 @@
 """The units of one forward and backward: their memory, gathers and gradients.
 
 Note [A unit's life]
-    A unit is in memory while the program reads its leaves, and in the backward until `stays_for` ends. `held` buffers
-    stay longer: a gather from these sends less, or nothing.
+    A unit is in memory while the program reads its leaves, and in the backward while `stays_for` is set. `held`
+    buffers stay longer: a gather from these sends less, or nothing.
 
     A unit's gradients arrive once, after the forward, and start a reduction, which ends about one unit later
     (`Reductions.move_on`). With `Gradients.take` an optimizer then takes the sum, and writes to the parameters.
@@ -23,8 +23,8 @@ Note [What stays of a unit]
     axes alone. Leaves whole on every rank are not copied.
 
     A unit kept whole stays until its gradients have arrived. Frozen leaves have no gradients: they stay only in tensors
-    saved by autograd, unless ranks saved different units (Note [One order on all ranks] in `chain.py`). A copy stays
-    until the gradients have arrived and the last saved view was used.
+    saved by autograd, unless ranks saved different units (`Tape.keep_read`). A copy stays until the gradients have
+    arrived and the last saved view was used.
 
 Note [Sums beside the computation]
     On an accelerator a second stream, `Plan.crossings.sums`, waits for a reduction's messages, adds, and runs later
@@ -86,7 +86,7 @@ class TapeUnit:
     bound: Leaves | None = None  # leaves, trainable ones as outputs of an anchor
     coming: tuple[int, dict[int, Pending]] | None = None  # (stages started, gathers by kind)
     held: Buffers | None = None  # kept by `keep_rule`
-    stays_for: Literal["", "places", "anchor"] = ""  # until the last saved view is used; until an anchor runs
+    stays_for: Literal["", "places", "anchor"] = ""  # "places": until all saved views were used
     saved = 0  # number of saved views not used yet
     gradients: Literal["forward", "due", "late", "summing", "taken", "closed"] = "forward"
     anchor: Tensor | None = None  # the last output of its anchor (Note [Anchors] in `autograd.py`)
@@ -128,7 +128,7 @@ class TapeUnit:
     def leads(self) -> bool:
         """True if the unit's gather in the backward starts the next gathers.
 
-        Ranks may read units that do not lead at different times.
+        Ranks may read non-leading units at different times.
         """
         return self.entry.leads and (self.held is None or self.keep_rule != COPIES)
 
@@ -214,7 +214,7 @@ class GathersUnderWay(_UnderWay):
         return primitives.buffer(self._plan.live_mesh(), axes, shard.numel(), shard, lent=False).copy_(shard)
 
     def following(self, schedule: Schedule, unit: int, read: Container[int]) -> Iterable[int]:
-        """Return the next units to gather, without units whole on every rank, unless all are."""
+        """Return the next units to gather: not those whole on every rank, unless all units are."""
         if not schedule.mixed:
             return filterfalse(read.__contains__, range(unit + 1, min(unit + self.most, schedule.last) + 1))
         sent = (n for n in range(unit + 1, schedule.last + 1) if schedule.entries[n].sent and n not in read)

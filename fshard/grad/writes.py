@@ -4,7 +4,7 @@ Note [Writes in place]
     torch counts in-place operations on a tensor and its views. Each gathered buffer of trainable leaves, and each
     frozen leaf, gets its own counter. The tape keeps an alias with the same counter but without memory, so watching
     keeps no buffer alive. `batch_norm` updates running statistics without counting. So a loss gets copies of small
-    frozen leaves, and the copies' values are compared after the loss.
+    frozen leaves, and fshard compares these with the originals after the loss.
 
     fshard does not notice a write through `.data` to a larger or trainable leaf. It notices an assignment to `.data`:
     the leaf then lies in another storage. While a graph is traced, a mode looks at the arguments of writing operators.
@@ -42,7 +42,7 @@ _REMEDY = (
     "have it in the next step, as extra (train_step(..., with_extra=True))."
 )
 
-# in torch's errors about a write to a view that an autograd function returned
+# in torch's errors about a write to an autograd function's view
 _VIEWS = ("was created inside a custom Function", "is the output of a function that returns multiple views")
 _OF_LEAVES = re.compile(r"Output (\d+) of _?Anchor(?:Backward)? is")
 _CHANGED = " The parameters that were passed are changed by it: do not use them again."
@@ -111,7 +111,7 @@ class Writes:
         self.bound: list[Entry] = []  # the units with anchors
         self._nothing: Tensor | None = None  # (0,), the data of all aliases
         self._tracing = is_tracing()
-        self._storages = set[int]()  # addresses of storages
+        self._storages = set[int]()  # addresses of watched storages
         self._frozen_leaves: list[tuple[Tensor, Slot]] = []  # while a graph is traced
 
     @contextmanager
@@ -191,7 +191,7 @@ class Writes:
 
 
 def _changed(now: Tensor, before: Tensor, slots: Sequence[Slot], sizes: Sequence[int]) -> list[Written]:
-    """Return the leaves with changed bytes; on an accelerator assert on the device that there are none."""
+    """Return the leaves with changed bytes; on an accelerator assert that there are none."""
     if now.device.type != "cpu":  # the host does not wait: the device stops with these words
         words = f"the loss function: it wrote in place to a frozen leaf: work on a clone. Leaf {_named(slots)}"
         # CUDA's kernel takes fewer than 255 bytes

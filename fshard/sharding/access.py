@@ -114,7 +114,7 @@ class Lazy(Branch, tree.StandIn):
     """A container of a loss's parameters: touching a unit in it gathers the unit.
 
     A map over a stand-in returns a stand-in without a tape, around a plain container (`held`). Each container class has
-    its stand-in class, because Python looks up special methods on the class.
+    its stand-in class: Python looks up special methods on the class.
     """
 
     __slots__ = ()
@@ -384,8 +384,8 @@ def prefetch(params: Tree, units: str | Sequence[str]) -> None:
     """Start the gathers of units that a loss reads later; the loss computes with other units meanwhile.
 
     `params` are the loss's parameters, `units` names of units, or patterns of names. Reading a unit waits for its
-    gather; a gather without a read is dropped when the loss returns. A gathered unit takes memory until it is read and
-    let go, so the loss decides how many gathers are under way. On plain tensors, and on parameters of one unit, the
+    gather; a gather without a read is dropped when the loss returns. A gathered unit takes memory until read and freed,
+    so the loss decides how many gathers are under way. On plain tensors, and on parameters of one unit, the
     call does nothing. In a graph of `jit` the passes place gathers: use `in_flight` there.
 
     TypeError for a `Sharded` (nothing reads it outside a loss), ValueError for a pattern without a unit.

@@ -171,7 +171,7 @@ class Schedule:
         return place
 
     def runs(self, first: int, num: int) -> Runs | None:
-        """Return the reads of `num` leaves from leaf `first` on; None if several units claim these leaves."""
+        """Return the reads of `num` leaves from leaf `first` on; None if several units claim the leaves."""
         try:
             return self._runs[first, num]
         except KeyError:

@@ -101,7 +101,7 @@ class Sharded(Parts, Readable):
         return self.updated(coarsen(fine, self.plan.params_over))
 
     def with_policy(self, policy: Policy | str | None) -> Sharded:
-        """Return the same tensors under another policy for computation, for example full precision to evaluate.
+        """Return the same tensors under another policy for computation, such as full precision to evaluate.
 
         ValueError if the policy stores other dtypes, or has different dtypes for leaves of one flat buffer.
 
