@@ -1,4 +1,4 @@
-"""State to files and back: checkpoints of whole runs, and parameters in Hugging Face's safetensors files."""
+"""Save and restore: checkpoints of a run's state, and parameters in Hugging Face's safetensors files."""
 
 from ..files.directory import delete
 from ..files.index import CheckpointError

@@ -1,4 +1,4 @@
-"""The difference of two checkpoints: names, shapes, dtypes, values, and leaves with different bits."""
+"""The differences of two checkpoints: in names, shapes, dtypes, numbers, strings, and elements of leaves."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _WINDOW = 1 << 18  # elements read and compared at a time
 def compare(place: Folder, step: int, other_place: Folder, other_step: int) -> Iterator[TextLine]:
     """Yield the differences of two checkpoints. CheckpointError if one of them is damaged.
 
-    If two leaves have equal pieces and checksums, they count as equal; else their data is read.
+    Leaves with equal pieces and checksums count as equal; other leaves are read and compared.
     """
     index, other = index_at(place, step)[0], index_at(other_place, other_step)[0]
     for label, where, x in (("A", place, index), ("B", other_place, other)):
@@ -36,7 +36,7 @@ def compare(place: Folder, step: int, other_place: Folder, other_step: int) -> I
         a, b = (x.leaves.get(name, x.values.get(name)) for x in (index, other))
         if isinstance(a, IndexEntry) and isinstance(b, IndexEntry):
             text, gap = _of_leaf(here, a, there, b, name)
-        else:  # by repr, nan equals nan, and 1 differs from 1.0
+        else:  # compared by repr, nan equals nan, and 1 differs from 1.0
             text, gap = "" if repr(a) == repr(b) else f"{_shown(a)} in A, {_shown(b)} in B", {}
         if text:
             num_different += 1
@@ -55,7 +55,7 @@ def _shown(x: object) -> str:
 def _of_leaf(
     place: Folder, a: IndexEntry, other_place: Folder, b: IndexEntry, name: str
 ) -> tuple[str, dict[str, object]]:
-    """Return the difference as text and data; both are empty if the leaves are equal."""
+    """Return the difference as text, and as data for `--json`; both are empty if the leaves are equal."""
     if a.shape != b.shape:
         return f"{_shown(a)} in A, {_shown(b)} in B", {}
     if a.dtype == b.dtype and (a.numel == 0 or _same_checksums(a, b)):
@@ -84,7 +84,7 @@ def _same_checksums(a: IndexEntry, b: IndexEntry) -> bool:
 
 
 class _Gap(NamedTuple):
-    """The number of differing elements, the largest absolute difference, and its index in the flattened leaf."""
+    """The number of differing elements, the largest absolute difference, and its element's index, flattened."""
 
     num: int = 0
     largest: float = 0.0
@@ -97,7 +97,7 @@ def _gap(x: Tensor, y: Tensor) -> _Gap:
     else:
         differs = _double(x) != _double(y)
     far = (_double(x) - _double(y)).abs().nan_to_num(nan=math.inf, posinf=math.inf)
-    far = torch.where(differs, far, 0.0)  # the difference of two infinities is nan
+    far = torch.where(differs, far, 0.0)  # 0 for equal elements: inf - inf is nan, now inf
     place = int(far.argmax())
     return _Gap(int(differs.sum()), float(far[place]), place)
 
@@ -109,7 +109,7 @@ def _double(x: Tensor) -> Tensor:
 
 
 def _read(place: Folder, entry: IndexEntry, begin: int, end: int, name: str) -> Tensor:
-    """Read elements [begin, end) in row-major order. If the stored order differs, elements between are read, too."""
+    """Read elements [begin, end), counted row-major. In another stored order, read elements between as well."""
     if not entry.order:
         return elements(place, entry, begin, end, name)
     numbers = numbers_in(entry.order, entry.shape, (), begin, end - begin)
@@ -118,7 +118,7 @@ def _read(place: Folder, entry: IndexEntry, begin: int, end: int, name: str) -> 
 
 
 def elements(place: Folder, entry: IndexEntry, begin: int, end: int, name: str) -> Tensor:
-    """Read elements [begin, end), in the stored order, to the host."""
+    """Read elements [begin, end), counted in the stored order, into host memory."""
     size = entry.dtype.itemsize
     data = bytearray((end - begin) * size)
     for piece in entry.pieces:

@@ -1,4 +1,4 @@
-"""The contents of a state, leaf by leaf: this rank's elements, and those that it writes."""
+"""The contents of a state, leaf by leaf: this rank's elements, and the pieces that this rank writes."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ from ..layout.pieces import Parts, pieces, typed
 from ..sharding.sharded import Sharded
 from ..state.dtensors import is_sharded, sharding
 
-# a piece of a leaf: name of the leaf, first element, end, and tensors with the piece's bytes
+# a piece of a leaf: the leaf's name, first element, end, and tensors with the piece's bytes, end to end
 Named = tuple[str, int, int, list[Tensor]]
-_SMALL = 1 << 18  # elements; if several ranks have a larger part, each writes a share of it
+_SMALL = 1 << 18  # elements; if several ranks have copies of a larger span, each writes a share of the span
 
 
 @dataclass(frozen=True)
 class SavedSpan:
-    """Elements of a leaf on this rank, from element `begin` in the leaf's order on; a view of the state if possible.
+    """Elements of a leaf on this rank, from number `begin` on, counted in `order`; a view of the state if possible.
 
-    `holders` ranks have a copy; this rank is number `holder` of them.
+    `holders` ranks have copies; this rank is number `holder` of these ranks.
     """
 
     name: str
@@ -42,24 +42,24 @@ class SavedSpan:
     order: tuple[int, ...] = ()
 
     def share(self, number: int) -> tuple[int, int]:
-        """Return the range [begin, end) of these elements for this rank to write. `number`: of the leaf."""
+        """Return the range [begin, end) of `elements` for this rank to write. `number`: the leaf's number."""
         numel = self.elements.numel()
-        if numel <= _SMALL:  # one rank writes all; the holders take turns by leaf
+        if numel <= _SMALL:  # one holder writes all; the leaf's number says who
             return (0, numel) if number % self.holders == self.holder else (0, 0)
         return numel * self.holder // self.holders, numel * (self.holder + 1) // self.holders
 
 
 @dataclass(frozen=True)
 class Contents:
-    """A state as a rank sees it: leaves' forms (equal on all ranks), this rank's parts, and other values."""
+    """A state as a rank sees it: forms of leaves (equal on all ranks), this rank's spans, numbers and strings."""
 
     mesh: AnyMesh
     forms: dict[str, Form] = field(default_factory=dict)
-    orders: dict[str, tuple[int, ...]] = field(default_factory=dict)  # of elements; row-major if missing
+    orders: dict[str, tuple[int, ...]] = field(default_factory=dict)  # of a leaf's elements; row-major if missing
     parts: list[SavedSpan] = field(default_factory=list)
     values: dict[str, Json] = field(default_factory=dict)
     plans: list[str] = field(default_factory=list)
-    aliases: dict[str, str] = field(default_factory=dict)  # tied leaves: first name by other name
+    aliases: dict[str, str] = field(default_factory=dict)  # of tied leaves: other names to the first name
     threads: int = field(default_factory=torch.get_num_threads)
 
     @property
@@ -72,7 +72,7 @@ class Contents:
 
 
 def contents_of(state: Tree, function: str, mesh: AnyMesh) -> Contents:
-    """TypeError or ValueError, beginning with `function`, for an unsupported leaf."""
+    """Return the contents. TypeError or ValueError, beginning with `function`, for an unsupported leaf."""
     contents, names = Contents(mesh), list[str]()
     for path, node in tree.paths_to(state, Parts):
         if isinstance(node, Parts):
@@ -86,7 +86,7 @@ def contents_of(state: Tree, function: str, mesh: AnyMesh) -> Contents:
                 text = f"expected a dense tensor, got {node.layout}: call to_dense() on it"
                 raise ValueError(f"{function}: leaf {path!r}: {text}")
             contents.forms[path] = Form(tuple(node.shape), node.dtype)
-            plain = node.detach().resolve_conj().resolve_neg().contiguous()  # then its bytes are its elements in order
+            plain = node.detach().resolve_conj().resolve_neg().contiguous()  # then the bytes are the values, row-major
             contents.parts.append(SavedSpan(path, 0, plain, contents.rank, contents.ranks))
         elif isinstance(node, bool | int | float | str):
             names.append(path)
@@ -101,12 +101,12 @@ def contents_of(state: Tree, function: str, mesh: AnyMesh) -> Contents:
 
 
 def add_parts(contents: Contents, path: str, node: Parts) -> list[str]:
-    """Add the leaves of a sharded node, and this rank's parts; return the names of the leaves."""
+    """Add the leaves of `node`, and this rank's spans; return the leaves' names."""
     layout = typed(node)
     names = {number: tree.joined(path, layout.leaves[number].path) for number in layout.numbers}
     forms = {name: Form(layout.leaves[number].shape, layout.leaves[number].dtype) for number, name in names.items()}
     contents.forms.update(forms)
-    # whole leaves are stored row-major, whatever their order in collectives
+    # files have whole leaves row-major, even if collectives use another order
     orders = {name: layout.leaves[number].order if layout.flat else () for number, name in names.items()}
     contents.orders.update(orders)
     contents.plans.append(getattr(node.home, "fingerprint", ""))
@@ -141,7 +141,7 @@ def contents_to_save(state: Tree, mesh: AnyMesh) -> Contents:
 
 
 def check_same_call(contents: Contents, function: str, **arguments: object) -> None:
-    """MismatchError on every rank if leaves or arguments differ."""
+    """MismatchError on every rank if leaves or arguments differ between ranks."""
     lines = [f"{name}={value!s}" for name, value in arguments.items()]
     forms = ((name, form, contents.orders.get(name) or "") for name, form in contents.forms.items())
     lines += [f"{name!r} {form.dtype} {list(form.shape)}{order}" for name, form, order in forms]
@@ -154,7 +154,7 @@ def check_same_call(contents: Contents, function: str, **arguments: object) -> N
 
 
 def differing(contents: Contents) -> set[str]:
-    """Return the names of leaves and values on every rank, with bits unequal between ranks."""
+    """Return the names of leaves and values that every rank has whole, but with different bits."""
     texts = {name: repr(value) for name, value in contents.values.items()}
     for part in contents.parts if contents.ranks > 1 else ():
         if part.holders == contents.ranks:
@@ -170,7 +170,7 @@ def differing(contents: Contents) -> set[str]:
 
 
 def _digest(x: Tensor) -> str:
-    """If words in a block are swapped, the digest changes."""
+    """Return two checksums of each block: swapped words change at least one."""
     return "".join(f"{checksum(block):08x}{checksum(block, 1009):08x}" for block in as_bytes(x).split(CHUNK))
 
 

@@ -1,4 +1,4 @@
-"""Tensors of a device in host memory, to be written from there: the host waits for many copies at once."""
+"""Copy tensors from a device to host memory for writing: the host waits once for many copies."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from ..files.safetensors_file import CHUNK
 from ..plan.ahead import host_row
 
 T = TypeVar("T")
-_BLOCK = 1 << 30  # bytes of one allocation: torch rounds pinned memory up to a power of two, and keeps it
+_BLOCK = 1 << 30  # bytes of an allocation: torch rounds pinned memory up to a power of two, and caches it
 
 
 def snapshot(tensors: Sequence[Tensor], blocks: list[Tensor]) -> list[list[Tensor]]:
-    """Copy tensors to blocks of host memory (pinned, for a device); return the bytes of each, in parts of `CHUNK`.
+    """Copy tensors to `blocks` of host memory, pinned for a device; return each tensor's bytes, in parts of `CHUNK`.
 
-    If a block (bytes,) is missing or too small, it is made anew. The host waits once.
+    Blocks, (bytes,), that are missing or too small are made anew. The host waits once for all copies.
     """
     copies: list[list[Tensor]] = [[] for _ in tensors]
     for number, batch in enumerate(_batches(enumerate(tensors), _BLOCK)):
@@ -34,9 +34,9 @@ def snapshot(tensors: Sequence[Tensor], blocks: list[Tensor]) -> list[list[Tenso
 
 
 def in_host_memory(tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-    """Yield named tensors as bytes (n,) in host memory, at most `CHUNK` at a time, valid until the next.
+    """Yield named tensors as bytes in host memory, (n,), in parts of at most `CHUNK`, each valid until the next part.
 
-    While the caller works on a part, the next one is copied.
+    While the caller uses one part, later parts are copied.
     """
     memory, arrived = list[Tensor](), list[tuple[str, Tensor]]()
     for number, batch in enumerate(_batches(tensors, CHUNK)):
@@ -51,7 +51,7 @@ def in_host_memory(tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str,
 
 
 def _started(batch: Sequence[tuple[T, Tensor]], memory: Tensor) -> list[tuple[T, Tensor]]:
-    """Start to copy tensors to host memory (bytes,), end to end."""
+    """Start to copy tensors, end to end, into `memory`, (bytes,), on the host."""
     sizes = [aligned(x.nbytes) for _, x in batch]
     places = memory[: sum(sizes)].split(sizes)
     return [(name, to[: x.nbytes].copy_(x, non_blocking=True)) for (name, x), to in zip(batch, places, strict=True)]
@@ -67,7 +67,7 @@ def _device_of(tensors: Iterable[Tensor]) -> torch.device:
 
 
 def _batches(tensors: Iterable[tuple[T, Tensor]], size: int) -> Iterator[list[tuple[T, Tensor]]]:
-    """Cut tensors into parts of at most `CHUNK` bytes, in lists of at most `size` bytes."""
+    """Cut tensors into parts of at most `CHUNK` bytes; yield lists of parts, at most `size` bytes a list."""
     batch, end = list[tuple[T, Tensor]](), 0
     for name, part in ((name, part) for name, x in tensors for part in as_bytes(x).split(CHUNK)):
         if batch and end + part.nbytes > size:

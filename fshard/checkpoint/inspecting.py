@@ -1,6 +1,6 @@
 """Describe a directory of checkpoints line by line, for people and programs: `fshard inspect`.
 
-Anyone may have written the files: unprintable characters in names are escaped.
+Unprintable characters in names are escaped: anyone may have written the files.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from ..plan.owners import aligned
 
 _RANK = re.compile(r"-rank-(\d{1,9})(-\d+)?\.safetensors")
 _DAMAGED = "damaged"
-# errors for links, pipes, folders, sockets and impossible names
+# error numbers of opening links, pipes, folders, sockets and impossible names
 _NO_FILE = (errno.ENOENT, errno.ELOOP, errno.EINVAL, errno.EISDIR, errno.ENXIO, errno.ENAMETOOLONG)
-_LEVELS = 16  # of a tree; the rest of a deeper name is one level
+_LEVELS = 16  # of the printed tree; the rest of a deeper name is one level
 
 
 class TextLine(NamedTuple):
-    """A line to print. `is_fault`: it reports damage or a difference. `data`: the line for `--json`."""
+    """A line to print. `is_fault`: the line reports damage or a difference. `data`: the line for `--json`."""
 
     text: str
     is_fault: bool = False
@@ -43,7 +43,7 @@ def number(value: object) -> object:
 
 
 def overview(place: Folder) -> Iterator[TextLine]:
-    """Yield a table of the steps, with sizes and leftovers of killed saves."""
+    """Yield a table of the steps, with sizes, and the bytes left over by killed saves."""
     steps = numbers(place)
     if not steps:
         raise CheckpointError(f"{place}: there is no checkpoint, nor a part of one")
@@ -52,7 +52,7 @@ def overview(place: Folder) -> Iterator[TextLine]:
 
 
 def _table(names: Sequence[str], rows: Sequence[Sequence[object]]) -> Iterator[TextLine]:
-    """The last cell of a row is a note; for damage, it begins with `_DAMAGED`."""
+    """Yield a table. The last cell of a row is a note; a note of damage begins with `_DAMAGED`."""
     titles = [*(name.replace("_", " ") for name in names[:-1]), ""]
     right = [n for n, name in enumerate(names) if name not in ("file", "note")]
     cells = [[f"{x:,}" if isinstance(x, int) else "" if x is None else printable(x, 2000) for x in row] for row in rows]
@@ -76,12 +76,12 @@ def _summary(place: Folder, step: int) -> list[int | str | None]:
 
 
 def _left_over(there: Folder, files: Mapping[str, int]) -> dict[str, int | None]:
-    """Return sizes of files not in the index; None for anything but a regular file."""
+    """Return the sizes of files not in the index; None for anything but a regular file."""
     return {name: _size(there, name) for name in there.names() if name != INDEX and name not in files}
 
 
 def _size(there: Folder, name: str) -> int | None:
-    """OSError if a store does not answer."""
+    """Return None if there is no regular file. OSError if a store does not answer."""
     try:
         with there.open(name) as file:
             return file.size
@@ -92,11 +92,11 @@ def _size(there: Folder, name: str) -> int | None:
 
 
 def step_lines(place: Folder, step: int) -> Iterator[TextLine]:
-    """Yield leaves as a tree, values, files, and leftovers of killed saves."""
+    """Yield the leaves as a tree, then numbers and strings, files, and leftovers of killed saves."""
     index, there = index_at(place, step)[0], folder(place, step)
     title = f"{place}: step {index.step:,}, saved by {index.ranks:,} rank(s)"
     yield TextLine(title, False, {"step": index.step, "ranks": index.ranks})
-    # each plan once: parameters and optimizer state have one plan
+    # show a plan once: parameters and optimizer state have the same
     yield from (TextLine(f"plan {printable(x)}", False, {"plan": x}) for x in dict.fromkeys(index.plans) if x)
     yield from contents_lines(index)
     yield TextLine("")
@@ -137,7 +137,7 @@ def _tree(index: Index) -> Iterator[tuple[list[str], dict[str, object] | None]]:
 
 
 def _digest(entry: IndexEntry) -> str:
-    """Return the checksum of a leaf of one block, else the CRC-32 of the beginnings and checksums of its pieces."""
+    """Return the checksum of a leaf of one block, else the CRC-32 of its pieces' beginnings and checksums."""
     blocks = [(piece.begin, piece.checksums) for piece in entry.pieces]
     if len(blocks) == 1 and len(blocks[0][1]) == 1:
         return f"{blocks[0][1][0]:08x}"
@@ -145,17 +145,17 @@ def _digest(entry: IndexEntry) -> str:
 
 
 def _ranks(entry: IndexEntry) -> list[int] | None:
-    """Return the writers of a leaf; None if a file's name tells no rank."""
+    """Return the ranks that wrote a leaf; None if the name of a file has no rank."""
     matches = [_RANK.search(piece.file) for piece in entry.pieces]
     return sorted({int(match[1]) for match in matches if match}) if all(matches) else None
 
 
 def _holders(entry: IndexEntry) -> str:
-    """Return text such as "ranks 0-2, 5", or the number of files."""
+    """Return text such as "ranks 0-2, 5"; if ranks are unknown, the number of files."""
     ranks = _ranks(entry)
     if ranks is None:
         return f"{len({piece.file for piece in entry.pieces}):,} files"
-    # in a run of consecutive ranks, rank minus index is constant
+    # among consecutive ranks, rank minus index is constant
     runs = [[rank for _, rank in run] for _, run in groupby(enumerate(ranks), lambda item: item[1] - item[0])]
     text = ", ".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else f"{run[0]}" for run in runs)
     return f"rank{'s' * (len(ranks) > 1)} {text}" if ranks else ""
@@ -181,7 +181,7 @@ def _fault(size: int | None, expected: int) -> str:
 
 
 def verify(place: Folder, step: int) -> Iterator[TextLine]:
-    """Read all data of a checkpoint. Yield damage, by leaf and file, or the amount of data."""
+    """Read all data of a checkpoint. Yield each fault, or, without faults, the number of bytes."""
     try:
         index, there = index_at(place, step)[0], folder(place, step)
     except (CheckpointError, OSError) as error:
@@ -226,11 +226,11 @@ def _file_faults(there: Folder, name: str, size: int, pieces: Sequence[tuple[str
 
 
 def _header_faults(there: Folder, name: str, pieces: Sequence[tuple[str, IndexEntry, Piece]]) -> Iterator[str]:
-    """Yield leaves with another name, dtype, shape or place in the file's header: other programs read it."""
+    """Yield leaves with another name, dtype, shape or offset in the file's header, for other programs."""
     said = {(x.name.rstrip("'"), x.dtype, x.shape, x.start) for x in header_of(there, name)[0].values()}
     for leaf, entry, x in pieces:
         is_whole = x.numel == entry.numel and not entry.order
-        piece = f"{leaf}[{x.begin}:{x.end}]", (x.numel,)  # whole leaves, too, in version 2
+        piece = f"{leaf}[{x.begin}:{x.end}]", (x.numel,)  # version 2 could name whole leaves so
         titles = (piece, (leaf, entry.shape)) if is_whole else (piece,)
         if said.isdisjoint((title.rstrip("'"), *stored(shape, entry.dtype)[::-1], x.offset) for title, shape in titles):
             yield f"leaf {printable(leaf)!r}: the file's header has another name, dtype, shape or place for it"

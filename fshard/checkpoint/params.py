@@ -1,4 +1,4 @@
-"""Sharded parameters from safetensors files, each rank reading only its shards, and back to such files."""
+"""Load sharded parameters from safetensors files (each rank reads only its shards), and save them."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ from .restoring import PieceRead, reads_of
 def load_safetensors(path: str | os.PathLike[str], plan: Plan, rename: Rename | None = None) -> Sharded:
     """Make sharded parameters from a .safetensors file, or from a directory as Hugging Face writes it.
 
-    - `path`: a file, or a directory with model.safetensors, or with model.safetensors.index.json and the files in it.
+    - `path`: a file, or a directory with model.safetensors, or with model.safetensors.index.json and its files.
       Each rank reads all headers, but only the data of its own shards.
     - `plan`: values move to `plan.device`, and are cast between floating dtypes. The files may have a tied leaf under
       one of its names or under all.
@@ -45,8 +45,8 @@ def load_safetensors(path: str | os.PathLike[str], plan: Plan, rename: Rename | 
       of a name leaves the tensor out.
 
     If one rank has an error, all ranks raise. ValueError lists every difference (missing or unknown names, shapes,
-    dtypes, unequal tied leaves), or tells the fault of a file. FileNotFoundError; MismatchError if ranks see different
-    files. Pickles (.bin, .pt) are refused. Dual: `save_safetensors`.
+    dtypes, unequal tied leaves), or tells the fault of a file. FileNotFoundError if files are missing; MismatchError
+    if ranks see different files. Pickles (.bin, .pt) are refused. Dual: `save_safetensors`.
 
     >>> import tempfile, fshard
     >>> params = fshard.shard_params({"w": torch.ones(2)}, fshard.make_plan({"w": torch.ones(2)}))
@@ -75,7 +75,7 @@ _FILE = "the path of a file or directory"
 def _entries(
     path: str | os.PathLike[str], wanted: Iterable[Wanted], rename: Rename | None
 ) -> tuple[dict[str, FileEntry], dict[str, FileEntry]]:
-    """Return all tensors by the files' names, and the needed tensors by the plan's names."""
+    """Return all tensors by their names in the files, and the renamed ones by their names in the plan."""
     folder = check_path("load_safetensors: path", path, _FILE)
     there = entries_at(folder)
     given = {name: there[origin] for name, origin in renamed(there, rename).items()}
@@ -86,7 +86,7 @@ def _entries(
 
 
 def _reads(into: Sharded, entries: Mapping[str, Sequence[FileEntry]]) -> Iterator[PieceRead]:
-    """Yield reads of this rank's parts of all leaves, for each name in the files."""
+    """Yield reads of this rank's elements. Of a tied leaf, the first name is read, other names are compared."""
     contents = Contents(into.mesh)
     add_parts(contents, "", into)
     for part in contents.parts:
@@ -119,15 +119,15 @@ def save_safetensors(
 ) -> None:
     """Write `params` to model.safetensors in the directory `dir`, for transformers' `from_pretrained`.
 
-    - `buffers`: whole tensors by name, or a tree of them (`apply.persistent`), written as well.
+    - `buffers`: whole tensors by name (as `apply.persistent` returns), or a tree of tensors, written as well.
     - `max_bytes`: if the data is larger, write several files and model.safetensors.index.json.
 
-    A tied leaf is written once, under the first of its names. One unit at a time is whole in memory, and rank 0 writes
-    it; every rank must call this, and if one rank has an error, all ranks raise. When all new files are whole, they
-    replace an earlier save's: after an error, or if the process is killed before, the earlier files are there.
+    A tied leaf is written once, under the first of its names. Ranks gather one unit at a time, and rank 0 writes the
+    unit. Every rank must call this; if one rank has an error, all ranks raise. New files replace an earlier save's
+    files when all are whole: after an error, or if the process is killed before, the earlier files are there.
 
-    OSError if rank 0 cannot write (a full disk). ValueError for a subtree, duplicate names, dtypes unknown to the
-    format, and buffers without values. Dual: `load_safetensors`.
+    OSError if rank 0 cannot write (a full disk). ValueError for a subtree of the parameters, duplicate names, dtypes
+    unknown to the format, and buffers without values. Dual: `load_safetensors`.
     """
     check_sharded("save_safetensors: params", params)
     mesh = params.mesh
@@ -168,7 +168,7 @@ def _checked(
 
 
 def _buffers(buffers: Tree) -> list[tuple[str, Tensor]]:
-    """Two buffers may have one name: {"a": {"b": x}, "a.b": y}."""
+    """Return a list: two buffers may have one name: {"a": {"b": x}, "a.b": y}."""
     check_plain("save_safetensors: buffers", buffers)
     named = tree.paths_to(buffers, Tensor)
     for name, x in named:
@@ -182,7 +182,7 @@ def _buffers(buffers: Tree) -> list[tuple[str, Tensor]]:
 
 
 def _put_units(params: Sharded, entries: Mapping[str, FileEntry]) -> Exception | None:
-    """Gather unit after unit, and write each if there are `entries`; return the first error.
+    """Gather unit after unit; with `entries` (on rank 0), write each. Return the first error.
 
     After an error the gathers go on, because other ranks wait in them.
     """
@@ -206,7 +206,7 @@ def _put_unit(params: Sharded, row: Row[Slot], entry_of: Mapping[Slot, FileEntry
 
 
 def _rows(params: Sharded) -> list[Row[Slot]]:
-    """Return rows in the order of gathers."""
+    """Return the tree's rows in the order of gathers."""
     return [params.view.rows[place] for place in params.plan.rows if place in params.view.rows]
 
 

@@ -42,9 +42,9 @@ _REMEDY = "let all ranks see the same files"
 def steps(dir: str | os.PathLike[str], mesh: AnyMesh = None) -> list[int]:
     """Return the steps with a whole checkpoint in the directory `dir`, the earliest first; [] if none.
 
-    With `mesh`, rank 0 looks, and every rank gets rank 0's result or error; every rank must call. A job of several
-    ranks passes `mesh`: on a network file system ranks may see different steps, and start at different ones. Links are
-    not followed; UserWarning for links named as steps.
+    With `mesh`, only rank 0 looks, and every rank gets rank 0's result or error; every rank must call this. Pass `mesh`
+    in a job of several ranks: on a network file system, ranks may see, and restore, different steps. Links are not
+    followed; UserWarning for links named as steps.
 
     >>> steps("no/such/directory")
     []
@@ -70,7 +70,7 @@ def latest(dir: str | os.PathLike[str], mesh: AnyMesh = None) -> int | None:
 
 
 def _seen_by_first(mesh: AnyMesh, look: Callable[[], T]) -> T:
-    """Return rank 0's result (JSON) on every rank. Only rank 0 looks: object stores charge for each look."""
+    """Call `look` on rank 0 alone, because object stores charge for it; return the result (JSON) on every rank."""
     seen = consensus.together(mesh, lambda: "" if rank_in(mesh) else json.dumps(look()), _REMEDY, CheckpointError)
     result: T = json.loads(consensus.of_first(seen, mesh))
     return result
@@ -88,20 +88,20 @@ def restore(
 ) -> Tree:
     """Read the checkpoint of a step (None: the last one) into a state like `like`; every rank must call this.
 
-    `like` gives tree, plan, dtypes and devices; its values are not used, and may be on meta. Number of ranks, mesh,
-    units, strategy and floating dtypes may differ from the saved state's: each rank reads the elements that it needs,
-    and compares every block with its checksum.
+    `like` gives the tree, plan, dtypes and devices; its values are not used, so its tensors may be on meta. Number
+    of ranks, mesh, units, strategy and floating dtypes may differ from the saved state's: each rank reads the elements
+    that it needs, and compares every block with its checksum.
 
     - `dir`: may also be a checkpoint of torch.distributed.checkpoint, a Hugging Face directory or a .safetensors file;
       then `step` must be None. Pickles are read as data: nothing is imported or called. `optim.state.torch_names`
       returns the `rename` for torch's names.
     - `rename`: a function from a name in the checkpoint to the name in `like`, or a dict of the changed names; None in
-      place of a name leaves a leaf out. To read a part:
+      place of a name leaves a leaf out. To read only the parameters:
       `restore(dir, {"params": params}, rename=lambda name: name if name.startswith("params.") else None)`.
       If several names become one, their values must be equal (torch saves a step for each parameter, and may save
       tied leaves twice).
     - `fall_back=True`: if the checkpoint is damaged, restore the last whole one before it.
-    - `donate=True`: give `like` away, and read into its memory: no second state is needed.
+    - `donate=True`: give `like` away, and read into its memory, without memory for a second state.
     - `mesh`: the ranks that restore together, for a state without sharded leaves.
 
     If one rank has an error, all ranks raise, and nothing is restored. CheckpointError names the file and the leaf.
@@ -113,7 +113,7 @@ def restore(
         check_flags(fall_back=fall_back, donate=donate)
         place = at(dir)
         if step is not None:
-            folder(place, step)  # raises if `step` is no step's number, or its folder a link
+            folder(place, step)  # raises if `step` is no step's number, or its folder is a link
         return place, contents_of(like, "restore", mesh)
 
     place, wanted = consensus.together(mesh, checked)
@@ -135,7 +135,7 @@ def restore(
             if rename is None and wanted.rank == 0:
                 _tell_threads(source, like)
             return like
-        except CheckpointError:  # other errors are differences from `like`: try no other step
+        except CheckpointError:  # other errors are differences from `like`: try no earlier step
             if read is readers[-1]:
                 raise
     raise AssertionError("unreachable")
@@ -174,15 +174,15 @@ def _matched(
 
 
 def _into(like: Tree, index: Index, origins: Mapping[str, Sequence[str]], wanted: Contents, donate: bool) -> Tree:
-    """Return a state like `like`: the checkpoint's values, and tensors to read into, from `like` if donated."""
+    """Return a state like `like`: the checkpoint's plain values, and tensors to read into, from `like` if donated."""
     taken = set[int]()
 
     def memory(x: Tensor) -> Tensor:
-        has_memory = x.untyped_storage().device.type != "meta"  # fake tensors have none, either
-        # lazy views and tensors of inference mode cannot be written to
+        has_memory = x.untyped_storage().device.type != "meta"  # fake tensors have no memory, either
+        # lazy views (conj, neg) and inference tensors cannot be written to
         if donate and has_memory and x.is_contiguous() and not (x.is_conj() or x.is_neg() or x.is_inference()):
             address = x.untyped_storage().data_ptr()
-            # leaves may share memory, as parameters and their first average
+            # parameters and their first average may share memory, but get different values
             if address not in taken:
                 taken.add(address)
                 return x.detach()
@@ -195,7 +195,7 @@ def _into(like: Tree, index: Index, origins: Mapping[str, Sequence[str]], wanted
         key = index.key(origins[path][0], wanted.rank)
         if key in index.values:
             return index.values[key]
-        # a number in `like`, saved as a tensor: a step with skips makes numbers tensors
+        # a number in `like`, saved as a 0-d tensor
         return torch.zeros((), dtype=index.leaves[key].dtype, device=mesh_device(wanted.mesh))
 
     nodes = [node_at(path, node) for path, node in tree.paths_to(like, Parts)]
@@ -221,7 +221,7 @@ def _read_state(source: Checkpoint, origins: Mapping[str, Sequence[str]], into: 
 
 
 def _tell_threads(source: Checkpoint, state: Tree) -> None:
-    """Warn if a run on CPUs goes on with another number of threads."""
+    """Warn if a state on CPUs was saved with another number of threads."""
     devices = {x.device.type for x in tree.leaves(state) if isinstance(x, Tensor)}
     saved, now = source.index.threads, torch.get_num_threads()
     if saved not in (0, now) and devices == {"cpu"}:
@@ -245,7 +245,7 @@ def _origins(source: Checkpoint, wanted: Contents, rename: Rename | None) -> dic
         if name in wanted.forms or name in wanted.values:
             for origin in of_name:
                 differences += _differences(name, origin, index, wanted)
-            first, *others = of_name  # compare values here; tensors are compared when read
+            first, *others = of_name  # compare numbers and strings here, tensors when read
             unlike = [other for other in others if index.values.get(first) != index.values.get(other)]
             differences += [f"{name!r}: {_differ(first, other)}" for other in unlike]
     lacking = [name for name in (*wanted.forms, *wanted.values) if name not in origins]
@@ -302,8 +302,8 @@ class PieceRead(NamedTuple):
     dtype: torch.dtype  # in the file
     begin: int
     numel: int
-    out: Tensor  # (numel,); with `picks`, all of the part
-    unlike: str  # error if elements differ from `out`; "": read them
+    out: Tensor  # (numel,); with `picks`, all elements of the span
+    unlike: str  # error's text if elements differ from `out`; "": read them
     picks: Picks = None
 
 
@@ -344,7 +344,7 @@ def _read_all(source: Checkpoint, reads: Sequence[PieceRead]) -> None:
         first, *others = of_file
         try:
             with place.open(name) as file:
-                if file.size != sizes.get(name, file.size):  # other formats tell no size
+                if file.size != sizes.get(name, file.size):  # indexes of other formats have no sizes
                     why = "cut off" if file.size < sizes[name] else "too long"
                     raise CheckpointError(
                         f"{place}/{name}: expected {sizes[name]:,} bytes, got {file.size:,}: it is {why}, or another "

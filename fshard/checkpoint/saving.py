@@ -1,11 +1,11 @@
 """`save`: each element of a state is written by one rank, during training if wanted.
 
 Note [The stages of a save]
-    1. Ranks compare their states, and every rank finds its pieces.
-    2. Every rank writes its pieces to a file of its own, flushes it, and writes a record of the pieces in it.
+    1. Ranks compare their states, and every rank finds the pieces to write.
+    2. Every rank writes its pieces to a file of its own, flushes the file, and writes a record of the file's pieces.
     3. Rank 0 reads the records of all ranks, and puts the index in place (Note [A checkpoint is its index]).
     With `wait=False`, threads do 2 and 3 from copies in host memory. Threads call no collectives, which would mix with
-    the training's: ranks meet in the folder.
+    the training's: rank 0 waits for the records to appear in the folder.
 """
 
 from __future__ import annotations
@@ -32,35 +32,35 @@ from .contents import Contents, check_same_call, contents_to_save, differing, ow
 from .host_copies import snapshot
 from .writing import Writer
 
-_SEEN = 60.0  # seconds until every rank must see a written file: network file systems are late
+_SEEN = 60.0  # seconds that rank 0 waits for written records: network file systems are late
 _WRITTEN = 3600.0  # seconds that rank 0 waits in the background for slower ranks
 _REMEDY = "see that all ranks can write there"
 
 
 @dataclass
 class _Writing:
-    """A save by threads. It must not refer to the mesh, because the mesh keeps it (`_in_flight`)."""
+    """A save by threads. It must not refer to the mesh, which keeps it (`_in_flight`): else connections stay open."""
 
     what: str
     stop: threading.Event
-    written: Future[None]  # this rank's files
-    finished: Future[None] | None  # the index, on rank 0
+    written: Future[None]  # when this rank's files are written
+    finished: Future[None] | None  # when the index is in place; on rank 0 only
     discard: Callable[[], None]  # delete the files of all ranks
     process: int = field(default_factory=os.getpid)
     ended: bool = False
 
     def end(self, mesh: AnyMesh) -> None:
         """Wait for the save. If one rank has an error, all ranks raise CheckpointError, once."""
-        if self.ended or self.process != os.getpid():  # a fork lacks the threads: the parent goes on saving
+        if self.ended or self.process != os.getpid():  # a forked process has no threads: its parent goes on saving
             return
         self.ended = True
         try:
             consensus.together(mesh, partial(self._check, self.written), _REMEDY, CheckpointError)
             consensus.together(mesh, partial(self._check, self.finished), _REMEDY, CheckpointError)
-        except BaseException:  # a rank failed or is gone: rank 0 waits for its record in vain
+        except BaseException:  # rank 0 waits in vain for the record of a rank that failed or is gone
             self.stop.set()
             if self.finished is not None:
-                self.finished.exception()  # wait: no index is put in place afterwards
+                self.finished.exception()  # wait: no index may appear later
                 self.discard()
             raise
 
@@ -72,10 +72,10 @@ class _Writing:
 
 @dataclass
 class InFlight:
-    """The last save in the background: the next one begins when it has ended."""
+    """The last save in the background: the next save begins when this has ended."""
 
     last: _Writing | None = None
-    # for copies; kept, because new memory is slow at the first touch
+    # of copies, kept for the next save: new memory is slow at the first touch
     memory: list[Tensor] = field(default_factory=list)
 
 
@@ -88,7 +88,7 @@ _ALONE = InFlight()  # for states without a mesh
 
 @dataclass(frozen=True)
 class Saving:
-    """A save under way. Every rank must call `wait()`; it returns when the checkpoint is whole."""
+    """A save under way. Every rank must call `wait()`, which returns when the checkpoint is whole."""
 
     mesh: AnyMesh
     writing: _Writing | None = field(repr=False)
@@ -96,7 +96,7 @@ class Saving:
     def wait(self) -> None:
         """Wait until the checkpoint is whole. If one rank could not save its part, all ranks raise CheckpointError.
 
-        The error comes once, here or in the next `save`.
+        The error is raised once, by `wait` or by the next `save`.
         """
         if self.writing is not None:
             self.writing.end(self.mesh)
@@ -114,17 +114,19 @@ def save(
     """Save a state as the checkpoint of a step in a directory that all ranks see; every rank must call this.
 
     A state is a tree of `Sharded`, optimizer states, tensors, numbers and strings, as a `TrainState`. Each rank writes
-    its elements; if several ranks have the same elements, one of them writes all, or, if they are many, each a part.
+    its elements; if several ranks have the same elements, one rank writes all, or, if they are many, each a share.
     Files are safetensors and an index in JSON. The checkpoint appears as a whole, in place of an earlier one of this
-    step, or not at all. If every rank has a leaf, with different values (a rank's position in its data), all are saved.
+    step, or not at all. If ranks have different values of an unsharded leaf (a rank's position in its data), all values
+    are saved.
 
-    - `wait=False`: copy this rank's part to host memory, and write it during training; the result has `wait()`. One
-      save is under way at a time: the next `save` first waits for it.
-    - `keep_last`: then delete earlier checkpoints, except the last ones (this included) and multiples of `keep_every`.
+    - `wait=False`: copy this rank's elements to host memory, and write them during training; the result has
+      `wait()`. The next `save` first waits for this one.
+    - `keep_last`: after the save, delete checkpoints of steps up to this one, except the last `keep_last` and
+      multiples of `keep_every`.
     - `mesh`: the ranks that save together, for a state without sharded leaves. By default a process saves such a state
       alone.
 
-    If a rank cannot write (a full disk): OSError, or, in the background, CheckpointError. TypeError for other kinds of
+    OSError if a rank cannot write (a full disk); in the background, CheckpointError. TypeError for other kinds of
     leaves, MismatchError if leaves differ between ranks. Dual: `restore`.
 
     >>> import tempfile, fshard
@@ -137,7 +139,7 @@ def save(
 
     def checked() -> tuple[Folder, Contents]:
         _check_arguments(wait, keep_last, keep_every)
-        folder(place := at(dir), step)  # raises if `step` is no step's number, or its folder a link
+        folder(place := at(dir), step)  # raises if `step` is no step's number, or its folder is a link
         return place, contents_to_save(state, mesh)
 
     place, contents = consensus.together(mesh, checked)
@@ -180,18 +182,18 @@ def save(
 
 
 def _in_a_thread(task: Callable[[], None]) -> Future[None]:
-    """The process does not end before the task."""
+    """Run a task in a thread. The process does not end before the task."""
     done = Future[None]()
 
     def run() -> None:
         try:
             task()
-        except BaseException as error:  # for whoever waits
+        except BaseException as error:  # for the caller that waits
             done.set_exception(error)
         else:
             done.set_result(None)
 
-    # no ThreadPoolExecutor: its threads would be joined while the main thread still counts as alive
+    # no ThreadPoolExecutor: Python joins its threads while the main thread is_alive(), which `_await` asks
     threading.Thread(target=run, name="fshard.checkpoint").start()
     return done
 

@@ -1,4 +1,4 @@
-"""The files of one save: this rank's, and on rank 0 the index. Nothing here calls a collective."""
+"""The files of one save: this rank's files, and on rank 0 the index. Nothing in this file calls a collective."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ from ..files.safetensors_file import CHUNK, copied_into, header, laid_out, store
 from .contents import Contents, Named
 from .host_copies import in_host_memory
 
-_PAUSES = 0.01, 1.0  # seconds between looks for records: first and longest
+_PAUSES = 0.01, 1.0  # seconds between looks for records: at first, at most
 _AFTER_THE_PROGRAM = 30.0  # seconds to wait for slower ranks when this rank's program has ended
 
 
 @dataclass(frozen=True)
 class RankRecord:
-    """A rank's record of its writes: sizes of files, pieces of each leaf, values that differ between ranks."""
+    """A rank's record of its writes: sizes of files, pieces of each leaf, and values that differ between ranks."""
 
     files: dict[str, int] = field(default_factory=dict)
     pieces: dict[str, list[Piece]] = field(default_factory=dict)
@@ -58,7 +58,7 @@ def read_record(text: bytes, where: str) -> RankRecord:
 
 @dataclass(frozen=True)
 class Writer:
-    """One save of one rank. `by_rank`: names with a value for each rank; `token`: this save's mark in file names."""
+    """One save of one rank. `by_rank`: names with a value for each rank; `token`: begins this save's file names."""
 
     directory: Folder
     step: int
@@ -96,7 +96,7 @@ class Writer:
         return RankRecord({file: len(head) + size}, by_leaf)
 
     def put(self, record: RankRecord) -> None:
-        """Write the record, after `write`."""
+        """Write the record to the folder, after `write`."""
         by_rank = {name: x for name, x in self.contents.values.items() if name in self.by_rank}
         values = {rank_key(name, self.contents.rank): x for name, x in by_rank.items()}
         text = RankRecord(record.files, record.pieces, values).to_json()
@@ -128,9 +128,9 @@ class Writer:
             place.remove(name)
 
     def discard(self) -> None:
-        """Delete the files of all ranks, unless the index names them. Suppress errors: the caller raises another.
+        """Delete the files of all ranks, unless the index names them. Suppress errors: the caller raises its own.
 
-        Only rank 0 calls this, and puts no index in place afterwards: other ranks do not know what rank 0 still does.
+        Only rank 0 calls this: other ranks do not know if rank 0 still puts the index in place.
         """
         place = folder(self.directory, self.step)
         with suppress(OSError, ValueError):
@@ -156,7 +156,7 @@ class Writer:
 
 
 def _form(leaf: str, forms: dict[str, Form]) -> Form:
-    return forms[leaf] if leaf in forms else forms[leaf.rpartition("@")[0]]  # else name@rank, see `rank_key`
+    return forms[leaf] if leaf in forms else forms[leaf.rpartition("@")[0]]  # else name@rank (`rank_key`)
 
 
 def _shaped(name: str, piece: Named, forms: dict[str, Form]) -> tuple[str, tuple[int, ...], torch.dtype]:
@@ -167,7 +167,7 @@ def _shaped(name: str, piece: Named, forms: dict[str, Form]) -> tuple[str, tuple
 def _by_name_in_file(
     pieces: Sequence[Named], forms: dict[str, Form], orders: Mapping[str, tuple[int, ...]]
 ) -> dict[str, Named]:
-    """Name pieces: a whole, row-major leaf keeps its name."""
+    """Name the pieces in the file: a whole, row-major leaf keeps its name."""
     by_name = dict[str, Named]()
     for leaf, begin, end, parts in pieces:
         is_whole = end - begin == _form(leaf, forms).numel and not orders.get(leaf)
@@ -183,7 +183,7 @@ def _deleted(place: Folder, name: str) -> CheckpointError:
 
 
 def _await(place: Folder, token: str, names: Sequence[str], patience: float, stop: threading.Event) -> None:
-    """Wait for `names`. CheckpointError at once if a file of this save is deleted."""
+    """Wait until the folder has `names`. CheckpointError at once if a file of this save is deleted."""
     deadline, (pause, longest) = time.monotonic() + patience, _PAUSES
     program, seen = threading.main_thread(), set[str]()
     while missing := sorted({*names} - (there := {name for name in place.names() if name.startswith(token)})):
@@ -202,6 +202,6 @@ def _await(place: Folder, token: str, names: Sequence[str], patience: float, sto
 
 def _files_at(directory: Folder, step: int) -> Iterable[str]:
     if folder(directory, step).has(INDEX):
-        with suppress(CheckpointError):  # damaged
+        with suppress(CheckpointError):  # a damaged index
             return index_at(directory, step)[0].files
     return ()
