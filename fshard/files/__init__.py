@@ -1,1 +1,1 @@
-"""Files and folders of checkpoints, local and remote, and their formats; nothing here knows of ranks."""
+"""Files and folders of checkpoints, local and remote, and their formats; no file of this folder knows of ranks."""

@@ -1,4 +1,4 @@
-"""Boxes of a tensor, as ranks write them: the runs of elements of a box in the flattened tensor."""
+"""Boxes of a tensor, as other libraries write them, and their runs: consecutive elements of the flattened tensor."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from operator import le
 
 from .foreign import require
 
-MOST_RUNS = 1 << 20  # of all boxes of a checkpoint
+MOST_RUNS = 1 << 20  # runs of all boxes of a checkpoint
 
 
 def check_box(name: str, shape: Sequence[int], offsets: Sequence[int], sizes: Sequence[int]) -> None:
@@ -29,13 +29,13 @@ def num_runs(shape: Sequence[int], sizes: Sequence[int]) -> int:
 
 
 def _first_whole(shape: Sequence[int], sizes: Sequence[int]) -> int:
-    """Return the last dimension cut by a box, or 0."""
+    """Return the last dim in which the box is smaller than the tensor, or 0."""
     cut = [dim for dim, (whole, size) in enumerate(zip(shape, sizes, strict=True)) if whole != size]
     return max(cut, default=0)
 
 
 def runs_of(shape: Sequence[int], offsets: Sequence[int], sizes: Sequence[int]) -> Iterator[tuple[int, int, int]]:
-    """Yield the runs of a box: first element in the box and in the tensor, both flattened, and number of elements.
+    """Yield the runs of a box: first element in the flattened box, in the flattened tensor, and number of elements.
 
     >>> [*runs_of((4, 6), (0, 3), (2, 3))]
     [(0, 3, 3), (3, 9, 3)]

@@ -3,10 +3,10 @@
 Note [A checkpoint is its index]
     1. DIR/step-000000000100 has a file of each rank, and `index.json`, which names the files. Without an index a folder
        is no checkpoint.
-    2. A save writes files under names that no other save uses, and flushes them. When every rank is done, the index is
-       put in place. So if processes are killed at any time, the step has its earlier checkpoint or the new one.
-    3. Then the files of the replaced index are deleted. If two saves of one step run at once, the last to finish
-       counts. Leftovers of a killed save are deleted with the step's checkpoint.
+    2. A save writes files under names that no other save uses, and flushes them. When every rank is done, rank 0
+       puts the index in place. If processes are killed at any time, the step has its earlier checkpoint or the new one.
+    3. Then the files of the replaced index are deleted. If two saves of one step run at once, the step has the
+       checkpoint of the last to finish. Leftovers of a killed save are deleted with the step's checkpoint.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def folder(place: Folder, step: int) -> Folder:
 def delete(dir: str | os.PathLike[str], step: int) -> None:
     """Delete the checkpoint of a step in the directory `dir`. CheckpointError if there is none.
 
-    The index goes first, so a partly deleted checkpoint no longer counts. Call this in one process.
+    The index is deleted first, so a partly deleted checkpoint does not count. Call this in one process.
 
     >>> import tempfile, fshard
     >>> with tempfile.TemporaryDirectory() as dir:
@@ -57,13 +57,13 @@ def remove(place: Folder, step: int) -> None:
     there.remove(INDEX)
     for name in there.names():
         there.remove(name)
-    there.remove(INDEX)  # if another job's save put one: its files are lost
+    there.remove(INDEX)  # if another job's save put an index: that save's files are lost
     there.remove_folder()
 
 
 def prune(place: Folder, step: int, keep_last: int, keep_every: int | None) -> None:
-    """Delete steps up to `step`, but not the last `keep_last` whole ones and whole multiples of `keep_every`."""
-    # later steps stay: the run may have gone back to an earlier step
+    """Delete checkpoints up to `step`, except the last `keep_last` whole ones and multiples of `keep_every`."""
+    # later checkpoints stay: the run may have gone back to an earlier one
     earlier = [number for number in numbers(place, folders=True) if number <= step]
     kept = {number for number in finished(place) if number <= step}
     kept = {*sorted(kept)[-keep_last:], *(number for number in kept if keep_every and number % keep_every == 0)}
@@ -77,7 +77,7 @@ def finished(place: Folder) -> list[int]:
 
 
 def numbers(place: Folder, folders: bool = False) -> list[int]:
-    """Return the steps with an entry or, with `folders`, with a folder, whole or not."""
+    """Return the steps with an entry in `place`, whole or not; with `folders`, only a folder counts."""
     return sorted(int(name.group(1)) for name in map(_STEP.fullmatch, place.names(folders)) if name)
 
 

@@ -1,9 +1,9 @@
-"""Folders of checkpoint files: on a local disk here, on other file systems in `remote`.
+"""Folders of checkpoint files: on a local disk in this file, on remote stores in `remote.py`.
 
 Note [A file is whole or not there]
     `put` makes a file appear as a whole. On a disk, the data goes to a file of another name, which is flushed; then one
-    rename gives the file its name, then the folder is flushed. `write` makes no such promise: its files count once an
-    index names them.
+    rename gives the file its name, then the folder is flushed. `write` makes no such promise: a written file
+    counts once an index names the file.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from .foreign import naming, open_file
 from .remote import RemoteFolder, RemoteReader, remote_folder
 
 _DAY = 86_400  # seconds
-_LONGEST_NAME = 255  # of a file, on any file system
+_LONGEST_NAME = 255  # characters of a file's name, on any file system
 _CANNOT_FLUSH = (errno.EINVAL, errno.EBADF, errno.ENOTSUP, errno.ENOSYS)
 
 
@@ -44,7 +44,7 @@ class LocalFolder:
         return LocalFolder(self._path / name)
 
     def names(self, folders: bool = False) -> list[str]:
-        """Return sorted names; with `folders`, only of folders, not links. [] if this folder is missing."""
+        """Return sorted names; with `folders`, only of folders, and not of links. [] if this folder is missing."""
         with suppress(FileNotFoundError), os.scandir(self._path) as entries:
             return sorted(x.name for x in entries if not folders or x.is_dir(follow_symlinks=False))
         return []
@@ -60,7 +60,7 @@ class LocalFolder:
         return False
 
     def write(self, name: str, chunks: Iterable[memoryview]) -> None:
-        """Write a new file, safe from a loss of power; make the folder if need be."""
+        """Write a new file that outlives a loss of power; make the folder if it is missing."""
         self._write(name, chunks)
         flush(self._path)
 
@@ -76,7 +76,7 @@ class LocalFolder:
         flush(self._path)
 
     def sweep(self, name: str) -> None:
-        """Delete leftovers of killed `put`s, at least a day old: younger ones may be in use."""
+        """Delete leftovers of killed `put`s, at least a day old: a younger file may be in use."""
         for path in (self._path / x for x in self.names() if x.startswith(f".{name}.")):
             with suppress(FileNotFoundError):
                 if time.time() - path.lstat().st_mtime > _DAY:
@@ -84,7 +84,7 @@ class LocalFolder:
 
     def _write(self, name: str, chunks: Iterable[memoryview], mode: int = 0o666) -> None:
         self._make()
-        # O_EXCL: never over an existing file, nor through a link
+        # O_EXCL: never write over an existing file, or through a link
         number = os.open(self._path / name, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode)
         try:
             with open(number, "wb", buffering=0) as file, naming(self._path / name):
@@ -123,7 +123,7 @@ class LocalReader:
         self._file, self.size = file, os.fstat(file.fileno()).st_size
 
     def read_into(self, offset: int, view: memoryview) -> int:
-        """Return the number of bytes read, smaller at the file's end."""
+        """Fill `view`; return the number of bytes read, fewer at the file's end."""
         filled = 0
         while filled < len(view):  # one read may return less than asked for
             with naming(self._file.name):
@@ -148,7 +148,7 @@ def read_bytes(file: Reader, begin: int, size: int) -> bytes:
     return bytes(data[: file.read_into(begin, memoryview(data))])
 
 
-# a folder, perhaps missing; `str` gives its name in errors
+# a folder, perhaps missing; errors name it by `str`
 Folder: TypeAlias = LocalFolder | RemoteFolder
 Reader: TypeAlias = LocalReader | RemoteReader  # an open file
 
@@ -158,12 +158,12 @@ def _write_chunk(file: FileIO, chunk: memoryview) -> None:
     while chunk:  # one write may take less than all
         chunk = chunk[file.write(chunk) :]
     if hasattr(os, "posix_fadvise"):
-        # Linux writes these bytes to the disk during the next chunk
+        # this makes Linux write the bytes to the disk during the next chunk
         os.posix_fadvise(file.fileno(), begin, size, os.POSIX_FADV_DONTNEED)
 
 
 def flush(path: Path) -> None:
-    """Flush a file, or the names in a folder, against a loss of power."""
+    """Flush a file, or a folder's list of names, against a loss of power."""
     number = os.open(path, os.O_RDONLY)
     try:
         with naming(path):
@@ -177,7 +177,7 @@ def flush(path: Path) -> None:
 
 
 def is_file_name(name: str) -> bool:
-    """Return False for a foreign name with a separator: it may lead elsewhere.
+    """True if a foreign name has no separator, and cannot lead out of the folder.
 
     >>> is_file_name("model.safetensors"), is_file_name("../model.safetensors")
     (True, False)

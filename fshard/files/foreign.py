@@ -1,4 +1,4 @@
-"""Read foreign files: regular files, JSON in bounded memory, and errors with printable quotes."""
+"""Read files that anyone may have written: regular files, JSON in bounded memory, errors with printable quotes."""
 
 from __future__ import annotations
 
@@ -11,28 +11,28 @@ from contextlib import contextmanager
 from io import FileIO
 from typing import Any
 
-MOST_BYTES = 1 << 27  # of a text
+MOST_BYTES = 1 << 27  # bytes of one text
 MOST_MEMORY = 1 << 30  # bytes of the objects of one text or pickle
-MOST_OPERATIONS = 1 << 24  # of a pickle: torch's `.metadata` has 70 a chunk, and reaches MOST_MEMORY first
+MOST_OPERATIONS = 1 << 24  # of a pickle: torch's `.metadata` has 70 for a chunk, and reaches MOST_MEMORY first
 MOST_ITEMS = 400_000  # leaves, tensors, values or files of one text
 _LONGEST = 10_000  # characters of an error
-# upper bounds of memory for each byte of JSON (measured by `test_foreign.py`)
+# bytes of memory, at most, for each such character of JSON (measured by `test_foreign.py`)
 _MEMORY = {b",": 64, b":": 200, b"[": 96, b"{": 160}
 
 
 def open_file(path: str | os.PathLike[str], follow: bool = True) -> FileIO:
-    """Open a regular file for reading; without `follow`, no link. OSError for other kinds: a pipe would block."""
+    """Open a regular file for reading; without `follow`, no link. OSError for other files: a pipe would block."""
     flags = os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC
     number = os.open(path, flags if follow else flags | os.O_NOFOLLOW)
     if not stat.S_ISREG(os.fstat(number).st_mode):
         os.close(number)
         raise OSError(errno.EINVAL, "expected a regular file", os.fspath(path))
-    return FileIO(path, opener=lambda *_: number)  # with the path, for errors of reads
+    return FileIO(path, opener=lambda *_: number)  # errors of reads name the path
 
 
 @contextmanager
 def naming(path: str | os.PathLike[str]) -> Iterator[None]:
-    """Name the file in OSErrors: Python does not if the disk is full."""
+    """Name the file in OSErrors: Python names none if the disk is full."""
     try:
         yield
     except OSError as error:
@@ -83,7 +83,7 @@ def parsed(text: bytes, where: object, what: str = "it") -> dict[str, Any]:
 
 
 def _memory(text: bytes) -> int:
-    """Return an upper bound of the memory of a JSON text's objects."""
+    """Return the most bytes that a JSON text's objects may take."""
     # one wide character makes all characters of a string take 4 bytes
     per_byte = 3 if text.isascii() and b"\\u" not in text else 9
     return per_byte * len(text) + sum(number * text.count(kind) for kind, number in _MEMORY.items())
@@ -114,7 +114,7 @@ def legible() -> Iterator[None]:
     try:
         yield
     except ValueError as error:
-        cause: BaseException | None = error  # tracebacks show causes, too
+        cause: BaseException | None = error  # tracebacks show the causes' texts, too
         while cause is not None:
             if isinstance(cause, ValueError):
                 cause.args = (printable(cause, _LONGEST),)

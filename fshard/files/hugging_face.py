@@ -1,4 +1,4 @@
-"""Directories as Hugging Face writes them: one file, or several with an index by tensor."""
+"""Directories as Hugging Face writes them: one file, or several files and an index of their tensors."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def entries_at(path: Path) -> dict[str, FileEntry]:
     if not path.is_dir():
         return read_entries(path)
     if (path / FILE).exists():
-        return read_entries(path / FILE)  # as transformers does: no index
+        return read_entries(path / FILE)  # transformers reads this file first, too
     if (path / INDEX).exists():
         raw = parsed(read_text(path / INDEX), path / INDEX)
         return indexed(raw, path / INDEX, lambda file: read_entries(path / file))
@@ -47,7 +47,7 @@ def indexed(raw: Json, index: object, read: Callable[[str], dict[str, FileEntry]
     if not isinstance(file_of, dict) or not all(isinstance(file, str) for file in file_of.values()):
         raise ValueError(f"{index}: expected weight_map, a name of a file for every tensor")
     for name, file in file_of.items():
-        if not is_file_name(file):  # a path may lead elsewhere
+        if not is_file_name(file):  # a path may lead out of the directory
             raise ValueError(f"{index}: {name!r}: expected the name of a file beside the index, got {file!r}")
         names_of.setdefault(file, []).append(name)
     for file, listed in names_of.items():
@@ -57,13 +57,13 @@ def indexed(raw: Json, index: object, read: Callable[[str], dict[str, FileEntry]
     return entries
 
 
-Leaf = tuple[str, tuple[int, ...], torch.dtype]  # in a file: name, shape, dtype
+Leaf = tuple[str, tuple[int, ...], torch.dtype]  # name in the file, shape, dtype
 
 
 def new_files(folder: Path, groups: Sequence[Sequence[Leaf]]) -> dict[str, FileEntry]:
-    """Make the files of groups of leaves under temporary names; return each leaf's place."""
+    """Make a file for each group of leaves, under a temporary name; return each leaf's entry."""
     folder.mkdir(parents=True, exist_ok=True)
-    remove_partial(folder)  # of a killed save
+    remove_partial(folder)  # left by a killed save
     entries: dict[str, FileEntry] = {}
     for name, leaves in zip(_free_names(folder, len(groups)), groups, strict=True):
         group = laid_out(leaves, folder / (name + PARTIAL))
@@ -80,7 +80,7 @@ def remove_partial(folder: Path) -> None:
 
 
 def _free_names(folder: Path, num_files: int) -> list[str]:
-    """Return unused names: files of an earlier index stay until it is replaced."""
+    """Return unused names: an earlier save's files stay until the new index replaces theirs."""
     if num_files == 1:
         return [FILE]
     stems = chain(["model"], (f"model-{number}" for number in count(2)))
@@ -94,11 +94,11 @@ def put(entry: FileEntry, value: Tensor) -> None:
 
 
 def finish(folder: Path, entries: Mapping[str, FileEntry]) -> None:
-    """When all files of `new_files` are whole, give them their names, and remove files of an earlier save.
+    """When all files of `new_files` are whole, give them their final names, and remove an earlier save's files.
 
     If the process is killed between any two lines, a load reads all the earlier files, or all the new ones.
     """
-    # our names, and transformers'
+    # names that fshard and transformers give
     part = re.compile(r"model(-\d+)?-\d{5}-of-\d{5}\.safetensors")
     old = {path.name for path in folder.iterdir() if path.name in (FILE, INDEX) or part.fullmatch(path.name)}
     files = sorted(folder.glob(f"model*{PARTIAL}"))  # in the order of their numbers
@@ -106,7 +106,7 @@ def finish(folder: Path, entries: Mapping[str, FileEntry]) -> None:
     new = {*names.values()}
     for file in files:
         flush(file)
-        os.replace(file, folder / names[file])  # one new file is loaded from here on
+        os.replace(file, folder / names[file])  # loads read a single new file from here on
     if len(files) > 1:
         size = sum(x.num_bytes for x in entries.values())
         index = {"metadata": {"total_size": size}, "weight_map": {x.name: names[x.file] for x in entries.values()}}
@@ -117,5 +117,5 @@ def finish(folder: Path, entries: Mapping[str, FileEntry]) -> None:
         os.replace(partial, folder / INDEX)
         new.add(INDEX)
     flush(folder)
-    for name in sorted(old - new):  # a single earlier file is loaded until it is gone
+    for name in sorted(old - new):  # loads read an earlier FILE until it is gone
         (folder / name).unlink(missing_ok=True)

@@ -1,4 +1,4 @@
-"""The index of a checkpoint: its leaves, the files with their elements, and checksums.
+"""The index of a checkpoint: leaves, files with their elements, and checksums.
 
 An index is JSON:
 
@@ -13,9 +13,9 @@ An index is JSON:
 - A piece, [file, offset of its first byte, begin, number of elements, `checksum` of each `CHUNK` bytes], has the
   elements [begin, begin + number) of the flattened leaf.
 - "order", [dim] or [dim, blocks, parts]: the leaf's elements are counted as in Note [Order of a split leaf] in
-  `layout.py`. "version" is then 3, so older versions refuse the index. Version 2 gave an order to whole leaves of
-  optimizer state, too, though such leaves are row-major.
-- "by_rank": leaves or values that differ between ranks, with an entry for each rank.
+  `layout.py`. "version" is then 3, so older fshards refuse the index. Version 2 gave an order even to whole leaves
+  of optimizer state, though these are row-major.
+- "by_rank": leaves or values that differ between ranks: each rank has an entry, name@rank.
 - "threads": torch's number of threads when the state was saved.
 - "checksum": the CRC-32 of the text without this field.
 """
@@ -40,11 +40,11 @@ from .folders import Reader
 from .foreign import MOST_ITEMS, parsed, require
 from .safetensors_file import CHUNK, DTYPES, NAMES
 
-VERSIONS = (1, 2, 3)  # to write: the first if all leaves are row-major, else the last
+VERSIONS = (1, 2, 3)  # that are read; a save writes 1 if all leaves are row-major, else 3
 _FILE = re.compile(r"[0-9A-Za-z_][0-9A-Za-z_.-]{,200}\.safetensors")
 _SEAL = re.compile(rb'\{"checksum": ([0-9]{1,10}), ')
 
-_COLUMNS = 8191  # a prime: swapped sectors or pages change columns
+_COLUMNS = 8191  # a prime: words of swapped sectors or pages change columns
 
 Json = Any  # Python's types cannot describe JSON
 
@@ -61,7 +61,7 @@ class Piece:
     offset: int  # bytes from the beginning of the file
     begin: int
     numel: int
-    checksums: tuple[int, ...]  # () in other formats
+    checksums: tuple[int, ...]  # () for files of other libraries
 
     @property
     def end(self) -> int:
@@ -135,7 +135,7 @@ def piece_to_json(piece: Piece) -> Json:
 
 
 def read_index(text: bytes, where: str) -> Index:
-    """CheckpointError, beginning with `where`, if the text is no index."""
+    """Read the text of an index. CheckpointError, beginning with `where`, for another text."""
     try:
         raw = parsed(text, "the text")
         head = (_field(raw, "format", str), _field(raw, "version", int))
@@ -198,11 +198,11 @@ def _entry(name: str, raw: Json, files: Mapping[str, int]) -> IndexEntry:
 
 
 def _of_version_2(name: str, entry: IndexEntry, ranks: int) -> IndexEntry:
-    """Drop the order of a leaf in one piece: it was whole. ValueError if pieces fit both a split and a whole leaf."""
-    if not entry.order or len(entry.pieces) < 2:  # ranks that split a leaf wrote several pieces
+    """Drop the order of a whole leaf. ValueError if the pieces fit a split and a whole leaf."""
+    if not entry.order or len(entry.pieces) < 2:  # each rank of a split leaf writes a piece
         return replace(entry, order=())
     number, begins = len(entry.pieces), [piece.begin for piece in entry.pieces]
-    # a large whole leaf is written in equal pieces, by fewer than all ranks
+    # a large whole leaf has equal pieces, fewer than there are ranks
     is_even = begins == [entry.numel * n // number for n in range(number)]
     require(
         number == ranks or entry.numel <= 1 << 18 or not is_even,
@@ -222,7 +222,7 @@ def _order(raw: Json, shape: Sequence[int]) -> tuple[int, ...]:
 
 
 def _numel(shape: Sequence[int]) -> int:
-    """ValueError from 2**63 on: multiplying a million sizes would take hours."""
+    """Return the product of sizes. ValueError from 2**63 on: multiplying a million sizes would take hours."""
     numel = int(0 not in shape)
     for size in shape:
         numel *= size
@@ -278,7 +278,7 @@ def read_piece(raw: Json) -> Piece:
 
 
 def _file_name(name: str) -> str:
-    # a separator may lead elsewhere; the next save would delete a listed `index.json` with the old files
+    # a separator may lead out of the folder; the next save deletes listed files, so `index.json` must not be one
     if not _FILE.fullmatch(name):
         raise ValueError(f"expected the name of a safetensors file beside the index, got {reprlib.repr(name)}")
     return name
@@ -308,8 +308,8 @@ def checksum(data: Tensor, columns: int = _COLUMNS) -> int:
         sums = np.frombuffer(block[:end], "<i8").reshape(-1, 8191).sum(0)
         zlib.crc32(block[end:], zlib.crc32(sums.tobytes()) if end else 0)
 
-    `data`: flat uint8, on any device; only its sums go to the host. If words move by a multiple of `columns`, the
-    checksum does not change.
+    `data`: flat uint8, on any device; only sums and bytes left over go to the host. If words move by a multiple of
+    `columns`, the checksum does not change.
 
     >>> checksum(torch.tensor([49, 50, 51], dtype=torch.uint8)) == zlib.crc32(b"123")
     True
@@ -322,7 +322,7 @@ def checksum(data: Tensor, columns: int = _COLUMNS) -> int:
 
 
 def read_block(file: Reader, offset: int, view: memoryview, expected: int | None) -> bool:
-    """Fill `view` from byte `offset`. False for a short file or another checksum (None: any)."""
+    """Fill `view` from byte `offset` on. False for a short file, or a checksum other than `expected` (None: any)."""
     if file.read_into(offset, view) != len(view):
         return False
     return expected is None or checksum(torch.frombuffer(view, dtype=torch.uint8)) == expected

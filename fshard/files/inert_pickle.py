@@ -1,9 +1,10 @@
 """Pickles read as data: nothing is imported, called or built, except a record of each object.
 
-The standard library's unpickler is a stack machine, and its program may import and call any function. Here the program
-is first rewritten to the operations of plain data, or refused. Each expected name becomes a `PickleRecord`; a call of a
-record makes another. Every operation takes constant time and memory beyond its own bytes. The result may refer to one
-object from many places, or to itself: a walk over it must count its steps.
+A pickle is a program for the standard library's unpickler, a stack machine, and may import and call any function.
+`read_pickle` first rewrites the program to operations of plain data, or refuses it. Each expected name of a class or
+function becomes a `PickleRecord`; a call of a record makes another record. Every operation takes constant time and
+memory beyond its own bytes. The result may have a list in many lists, or in itself: a walk over the result must count
+its steps.
 """
 
 from __future__ import annotations
@@ -17,8 +18,8 @@ from typing import Any
 
 from .foreign import MOST_MEMORY, MOST_OPERATIONS
 
-PERSISTENT = "a persistent id"  # name of records of objects outside the pickle
-_DICT = "..."  # the name of `_Dict` in programs
+PERSISTENT = "a persistent id"  # the name of a record for an object outside the pickle
+_DICT = "..."  # the name of `_Dict` in rewritten programs
 
 Plain = Any  # None, numbers, strings, lists, tuples, dicts, and records
 
@@ -27,7 +28,7 @@ Plain = Any  # None, numbers, strings, lists, tuples, dicts, and records
 class PickleRecord:
     """An object in a pickle: its class or function, the arguments of the call, and its state.
 
-    `args` is None for a class or function itself.
+    `args` is None for a class or function that is not called.
     """
 
     name: str
@@ -44,7 +45,7 @@ class PickleRecord:
 
 
 class _Dict(dict[Plain, Plain]):
-    """A dict with strings and records as keys: hashes of nested tuples take exponential time."""
+    """A dict with only strings and records as keys: hashes of nested tuples may take exponential time."""
 
     __slots__ = ()
 
@@ -94,9 +95,9 @@ def read_pickle(data: bytes, names: Set[str]) -> Plain:
 
 
 def _inert(data: bytes) -> bytes:
-    """Rewrite a pickle's program to the operations of `_BY_CODE`. ValueError for others, or too many."""
+    """Rewrite a pickle's program to the operations of `_BY_CODE`. ValueError for other operations, or too many."""
     file, program, copied, at = BytesIO(data), bytearray(), 0, 0
-    memory, left, num_remembered = 4 * len(data), MOST_OPERATIONS, 0  # for strings: 4 bytes a byte
+    memory, left, num_remembered = 4 * len(data), MOST_OPERATIONS, 0  # a character of a string takes up to 4 bytes
     while (code := data[at : at + 1]) != b".":
         if code not in _BY_CODE:
             raise ValueError(_refusal(code, at))
@@ -106,10 +107,10 @@ def _inert(data: bytes) -> bytes:
             most = f"{MOST_OPERATIONS:,} operations" if left < 0 else f"{MOST_MEMORY:,} bytes of memory"
             raise ValueError(f"a pickle that takes more than {most}")
         if read is not None:
-            # decode no other arguments: decoding may warn, or take long
+            # skip all other arguments: decoding may warn, or take long
             file.seek(begin + 1)
             argument, at = read(file), file.tell()
-            # the unpickler's memo is a list as long as its largest number
+            # the unpickler's memo is as long as its largest number: allow no gaps
             if isinstance(argument, int):
                 most_number = num_remembered if code in b"qr" else (1 << 63) - 1
                 _require(-(1 << 63) <= argument <= most_number, f"has a number above {most_number}")
@@ -129,7 +130,7 @@ def _refusal(code: bytes, position: int) -> str:
 
 
 def _skip_name(file: BytesIO) -> None:
-    """Skip a module and a name, a line each: pickletools would decode escapes, unlike the unpickler."""
+    """Skip two lines, a module and a name: pickletools would decode escapes in them, unlike the unpickler."""
     file.readline()
     file.readline()
 
@@ -139,7 +140,7 @@ def _require(condition: object, otherwise: str) -> None:
         raise ValueError(f"a pickle that {otherwise}: it is damaged, or was made to do harm. Nothing of it was run")
 
 
-# upper bounds of bytes for an operation, with its entries in a dict or the memo
+# bytes of memory, at most, for an operation, with its entries in a dict or the memo
 _MEMORY = {
     **dict.fromkeys(("BINUNICODE", "SHORT_BINUNICODE", "GLOBAL", "STACK_GLOBAL", "REDUCE", "NEWOBJ"), 160),
     "EMPTY_DICT": 160,
@@ -148,7 +149,7 @@ _MEMORY = {
     **dict.fromkeys(("PROTO", "FRAME", "NONE", "NEWTRUE", "NEWFALSE", "BININT1", "BINGET", "LONG_BINGET"), 16),
     **dict.fromkeys(("EMPTY_TUPLE", "APPEND", "APPENDS", "SETITEM", "SETITEMS", "BINPERSID", "BUILD"), 16),
 }
-# replacements: a call of the name _DICT; a call; nothing, because the lengths of frames change
+# replacements: a call of the name _DICT; a call; nothing, because a frame's length would be wrong
 _INSTEAD = {"EMPTY_DICT": b"c.\n.\n)R", "NEWOBJ": b"R", "FRAME": b""}
 _READERS = {"GLOBAL": _skip_name, "BINPUT": read_uint1, "LONG_BINPUT": read_uint4}
 # by the operation's byte: reader or size of its argument; replacement; bytes of memory

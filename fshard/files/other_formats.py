@@ -23,7 +23,7 @@ from .safetensors_file import PICKLES, FileEntry, are_counts, read_header
 from .torch_dcp import METADATA, index_of_dcp
 
 DCP, SAFETENSORS = "torch.distributed.checkpoint", "safetensors"
-# of torch's HuggingFaceStorageWriter with save_distributed=True: metadata has each box's offsets in its tensor
+# files of torch's HuggingFaceStorageWriter(save_distributed=True): metadata has each box's offsets in its tensor
 _SHARD = re.compile(r"shard-\d{5}-model-\d{5}-of-\d{5}\.safetensors")
 _SHARDING = "DCP_SHARDING_INFO"
 
@@ -70,7 +70,7 @@ def source_at(path: str | os.PathLike[str], place: Folder, kind: str) -> Checkpo
     folder = folder_of(Path(path).parent) if os.path.isfile(path) else place
     try:
         index = _index(_chunks_at(Path(path), folder))
-    except (OSError, ValueError) as error:  # their texts begin with the path
+    except (OSError, ValueError) as error:  # the errors' texts begin with the path
         raise CheckpointError(str(error)) from error
     lines = [f"{name!r}: {entry}" for name, entry in index.leaves.items()]
     return Checkpoint(f"{place}", folder, index, "\n".join(lines))
@@ -86,7 +86,7 @@ def _chunks_at(path: Path, folder: Folder) -> Iterator[_Chunk]:
     if os.path.isfile(path):
         yield from ((x, None) for x in read(path.name).values())
     elif folder.has(FILE):
-        yield from ((x, None) for x in read(FILE).values())  # as transformers does: no index
+        yield from ((x, None) for x in read(FILE).values())  # transformers reads this file first, too
     elif folder.has(FILES):
         where = f"{folder}/{FILES}"
         yield from ((x, None) for x in indexed(parsed(read_all(folder, FILES), where), where, read).values())
@@ -101,7 +101,7 @@ def header_of(folder: Folder, name: str) -> tuple[dict[str, FileEntry], dict[str
 
 
 def _chunks(folder: Folder, name: str) -> Iterator[_Chunk]:
-    """Yield the tensors of a HuggingFaceStorageWriter's file."""
+    """Yield the boxes in a file of torch's HuggingFaceStorageWriter."""
     entries, metadata = header_of(folder, name)
     where = f"{folder}/{name}"
     places = parsed(str(metadata.get(_SHARDING)).encode(), where, _SHARDING)

@@ -2,8 +2,8 @@
 
 Note [Objects appear whole]
     An object store has no rename and needs none: an object is there as a whole when its upload ends, or not at all. So
-    `put` is one upload. File systems behind a URL, such as sftp, show a file while it grows: there `put` writes a file
-    of another name and moves it into place, as atomically as their `mv` does. Before every look, fsspec's cached
+    `put` is one upload. File systems behind a URL, such as sftp, show a file while it grows: to these, `put` writes a
+    file of another name and renames the file, as atomically as fsspec's `mv` does. Before every look, fsspec's cached
     listings are dropped, because other processes write to the same store.
 """
 
@@ -25,7 +25,7 @@ _NUMBERS = {FileNotFoundError: errno.ENOENT, PermissionError: errno.EACCES, Time
 
 
 class RemoteFolder:
-    """A folder of a remote store. It must not outlive a fork: connections belong to a process."""
+    """A folder of a remote store. Forked processes must not use it: its connections belong to one process."""
 
     def __init__(self, fs: Any, path: str, url: str):
         self._fs, self._path, self._url = fs, path, url
@@ -38,13 +38,14 @@ class RemoteFolder:
         return RemoteFolder(self._fs, f"{self._path}/{name}", f"{self._url}/{name}")
 
     def names(self, folders: bool = False) -> list[str]:
-        """Return sorted names; with `folders`, only of folders. [] if only the bucket exists."""
+        """Return sorted names; with `folders`, only of folders. [] for a missing folder, OSError without the bucket."""
         self._fs.invalidate_cache()
         try:
             with _naming(self._url):
                 entries = self._fs.ls(self._path, detail=True)
         except FileNotFoundError as error:
-            if "NoSuchBucket" in str(error.__cause__ and error.__cause__.__cause__):  # botocore's error, under s3fs's
+            # the cause of s3fs's error is botocore's
+            if "NoSuchBucket" in str(error.__cause__ and error.__cause__.__cause__):
                 raise
             return []
         paths = {x["name"].rstrip("/") for x in entries if not folders or x["type"] == "directory"}
@@ -62,7 +63,7 @@ class RemoteFolder:
     def write(self, name: str, chunks: Iterable[memoryview]) -> None:
         path, url = f"{self._path}/{name}", f"{self._url}/{name}"
         with _naming(url):
-            if not self._is_store:  # s3fs would make a bucket
+            if not self._is_store:  # s3fs's makedirs would make a bucket
                 self._fs.makedirs(self._path, exist_ok=True)
             file = self._fs.open(path, "wb")
         try:
@@ -100,7 +101,7 @@ class RemoteFolder:
             self._fs.rm_file(f"{self._path}/{name}")
 
     def remove_folder(self) -> None:
-        """In an object store, a folder exists only with files."""
+        """Remove an empty folder. Object stores have none."""
         if not self._is_store:
             with suppress(Exception):  # files of another save are in it
                 self._fs.rmdir(self._path)
@@ -122,7 +123,7 @@ class RemoteReader:
             return 0
         end = offset + len(view)
         with _naming(self._url):
-            # at the end ask for one byte more, to notice a longer file in its place
+            # at the end ask for one byte more, to notice that a longer file replaced this
             data = self._fs.cat_file(self._path, start=offset, end=end + (end == self.size))
         if len(data) > len(view):
             raise OSError(errno.ESTALE, "another file took its place while it was read", self._url)
@@ -143,7 +144,7 @@ def _naming(url: str) -> Iterator[None]:
 
 
 def remote_folder(url: str) -> RemoteFolder:
-    """ImportError if a package is not installed, ValueError if fsspec cannot open the URL.
+    """Return a URL's folder. ImportError if a package is missing, ValueError if fsspec cannot open the URL.
 
     >>> str(remote_folder("memory://runs/1/"))
     'memory://runs/1'
@@ -158,7 +159,7 @@ def remote_folder(url: str) -> RemoteFolder:
         fs, path = url_to_fs(url)
     except ImportError as error:
         raise ImportError(f"dir={shown!r}: {error}") from error
-    except Exception as error:  # each file system has options of its own
+    except Exception as error:  # each file system raises its own errors
         raise ValueError(f"dir={shown!r}: expected a path, or a URL that fsspec opens: {error}") from error
     require(path.strip("/"), f"dir={url!r}: expected a folder in the store, as in 's3://bucket/run'")
     return RemoteFolder(fs, path.rstrip("/"), shown)

@@ -1,7 +1,7 @@
 """The safetensors format: 8 bytes with the length of a header, the header in JSON, then the data of all tensors.
 
-The library safetensors reads whole rows of a tensor, and needs all tensors in memory to write a file. Here a rank
-reads its intervals, and writes one leaf at a time.
+The library safetensors reads whole rows of a tensor, and needs all tensors in memory to write a file. This module
+reads intervals of elements, and writes one leaf at a time.
 """
 
 from __future__ import annotations
@@ -47,14 +47,14 @@ DTYPES = {
     "U8": torch.uint8,
     "BOOL": torch.bool,
     "C64": torch.complex64,
-    "C128": torch.complex128,  # only in our indexes (`stored`)
+    "C128": torch.complex128,  # only in fshard's indexes: files have pairs of F64 (`stored`)
 }
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
 @dataclass(frozen=True)
 class FileEntry:
-    """A tensor in a file: `start` is the offset of its first byte, in all data (`laid_out`) or in the file."""
+    """A tensor in a file: `start` is its offset in bytes, from the data's beginning (`laid_out`) or the file's."""
 
     name: str
     kind: str  # the format's name of the dtype
@@ -65,7 +65,7 @@ class FileEntry:
 
     @property
     def dtype(self) -> torch.dtype | None:
-        """None for a dtype that torch lacks."""
+        """The dtype in torch; None if torch lacks it."""
         return DTYPES.get(self.kind)
 
     def __str__(self) -> str:
@@ -73,12 +73,12 @@ class FileEntry:
 
 
 def stored(shape: tuple[int, ...], dtype: torch.dtype) -> tuple[tuple[int, ...], torch.dtype]:
-    """Return shape and dtype in a file, for other programs: pairs of float64 for complex128."""
+    """Return shape and dtype in a file: pairs of float64 for complex128, which the format lacks."""
     return ((*shape, 2), torch.float64) if dtype == torch.complex128 else (shape, dtype)
 
 
 def laid_out(leaves: Iterable[tuple[str, tuple[int, ...], torch.dtype]], file: Path) -> list[FileEntry]:
-    """Place leaves with the largest elements first, to align tensors."""
+    """Lay leaves end to end, largest elements first, to align tensors."""
     entries, start = [], 0
     for name, shape, dtype in sorted(leaves, key=lambda leaf: -leaf[2].itemsize):
         entries.append(FileEntry(name, NAMES[dtype], shape, start, math.prod(shape) * dtype.itemsize, file))
@@ -103,7 +103,7 @@ def check_fits(
 
 
 def header(entries: Iterable[FileEntry]) -> bytes:
-    """Return the bytes before the data. Dual: `read_entries`."""
+    """Return a file's bytes before the data. Dual: `read_entries`."""
     ends = ((x, [x.start, x.start + x.num_bytes]) for x in entries)
     forms = {x.name: {"dtype": x.kind, "shape": list(x.shape), "data_offsets": offsets} for x, offsets in ends}
     # transformers refuses files without this metadata
@@ -122,7 +122,7 @@ def read_header(file: Reader, path: Path) -> tuple[dict[str, FileEntry], dict[st
     """Return the tensors and the metadata of a file. ValueError if it is in another format or not whole."""
     first, size = read_bytes(file, 0, 8), file.size
     length = int.from_bytes(first, "little")
-    # torch.save writes zip files, or once plain pickles; read as a length, their first bytes are absurd
+    # torch.save writes zip files, once plain pickles: read as a length, their first bytes are absurd
     is_pickle = length > _LONGEST_HEADER and (first[:4] == b"PK\x03\x04" or first[:1] == b"\x80")
     if path.suffix in PICKLES or is_pickle:
         raise ValueError(
@@ -150,7 +150,7 @@ def _entries(forms: Mapping[str, Any], begin: int, path: Path) -> list[FileEntry
 
 
 def are_counts(values: object) -> TypeGuard[list[int]]:
-    # few and small, so their product takes no time
+    # few and small numbers: their product takes no time
     return isinstance(values, list) and len(values) <= 64 and all(type(x) is int and 0 <= x < 1 << 63 for x in values)
 
 
@@ -172,7 +172,7 @@ def _check_data(entries: Iterable[FileEntry], begin: int, size: int, path: Path)
 
 
 def read_chunks(file: FileIO, path: Path, start: int, num_bytes: int, dtype: torch.dtype) -> Iterator[Tensor]:
-    """Yield `num_bytes` bytes as flat tensors in host memory, each valid until the next one."""
+    """Yield `num_bytes` bytes as flat tensors in host memory, each valid until the next tensor."""
     reader, buffer, end = LocalReader(file), bytearray(min(num_bytes, CHUNK)), start + num_bytes
     for begin in range(start, end, CHUNK):
         view = memoryview(buffer)[: end - begin]

@@ -1,10 +1,10 @@
 """Checkpoints of torch.distributed.checkpoint, read as data: `.metadata`, and the items of its files.
 
 Note [A checkpoint of torch]
-    `.metadata` is a pickle: shape and dtype of each tensor, the boxes that ranks wrote of it (chunks), and the item of
-    each chunk: a file, an offset, a length. An item is a zip file from `torch.save`: a pickle, and the elements as in
-    memory. So a chunk is runs of elements of the flattened tensor. All pickles are read as data (`inert_pickle`). Names
-    and shapes come from `.metadata` alone; a rank opens the items of chunks that it needs.
+    `.metadata` is a pickle: shape and dtype of each tensor, the boxes of the tensor that ranks wrote (chunks), and the
+    item of each chunk: a file, an offset, a length. An item is a zip file from `torch.save`: a pickle, and the elements
+    as in memory. A chunk's elements are runs of the flattened tensor (`boxes.py`). All pickles are read as data
+    (`inert_pickle.py`). Names and shapes come from `.metadata` alone; a rank opens the items of chunks that it needs.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ from .safetensors_file import NAMES
 from .zip_item import ZipItem
 
 METADATA = ".metadata"
-_MOST_VALUES = 1 << 18  # numbers and strings of all items
+_MOST_VALUES = 1 << 18  # numbers and strings of all items, together
 _MOST_DIMS = 64  # of a tensor, as in torch
-_DEEPEST = 32  # lists within lists
+_DEEPEST = 32  # levels of lists within lists
 _LONGEST = 4096  # characters of a name
 
 _OURS = "torch.distributed.checkpoint.metadata."
@@ -67,7 +67,7 @@ _OF_METADATA = {
 }
 OF_TENSOR = {
     "torch._utils._rebuild_tensor_v2",
-    "torch._utils._rebuild_tensor_v3",  # for dtypes without a class of storages
+    "torch._utils._rebuild_tensor_v3",  # for dtypes without a storage class
     "torch.storage.UntypedStorage",
     "collections.OrderedDict",
     PERSISTENT,
@@ -78,7 +78,7 @@ OF_TENSOR = {
 
 @dataclass(frozen=True)
 class ChunkRun(Piece):
-    """A run of elements of a chunk: `offset` and `length` are of the chunk's item, not of the elements."""
+    """A run of elements of a chunk: `offset` and `length` are of the chunk's item, in bytes."""
 
     leaf: str
     dtype: torch.dtype
@@ -88,10 +88,10 @@ class ChunkRun(Piece):
 
 
 def index_of_dcp(place: Folder) -> tuple[Index, bytes]:
-    """Return the index of a checkpoint of torch.distributed.checkpoint, with `ChunkRun`s as pieces, and its text.
+    """Return the index of a checkpoint of torch, with `ChunkRun`s as pieces, and the bytes of `.metadata`.
 
-    Numbers and strings, pickled one by one by torch, are values, named by their path in lists, tuples and dicts. Other
-    objects are left out.
+    torch pickles each object that is no tensor. Numbers and strings in such an object become values, named by
+    path; other objects are left out.
     """
     where = f"{place}/{METADATA}"
     try:
@@ -150,8 +150,8 @@ def _counts(x: Plain, name: str) -> tuple[int, ...]:
     return counts
 
 
-_Item = tuple[str, int, int]  # file, offset and length of a torch.save
-_Items = dict[tuple[str, tuple[int, ...] | None], _Item]  # by name and the offset of a chunk
+_Item = tuple[str, int, int]  # file, offset and length of an item, in bytes
+_Items = dict[tuple[str, tuple[int, ...] | None], _Item]  # by name and offsets of a chunk; None for objects
 
 
 def _items(storage_data: Plain) -> _Items:
@@ -210,7 +210,7 @@ def _dtype(name: str, properties: Plain) -> torch.dtype:
 
 
 def located(place: Folder, pieces: Sequence[Piece]) -> list[Piece]:
-    """Open the items, and replace their offsets by offsets of elements."""
+    """Open the items; replace each `ChunkRun` by a piece with the offset of its elements."""
     items = {(piece.file, piece.offset): piece for piece in pieces if isinstance(piece, ChunkRun)}
     starts = dict[tuple[str, int], int]()
     for file, of_file in groupby(sorted(items), key=lambda item: item[0]):
@@ -244,9 +244,9 @@ def _start(item: ZipItem, run: ChunkRun) -> int:
 
 
 def stored_tensor(record: Plain) -> tuple[str, torch.dtype, int, tuple[int, ...], tuple[int, ...]]:
-    """Return a tensor's key of its storage, dtype, first element in the storage, sizes and strides.
+    """Return a tensor's storage key, dtype, first element in the storage, sizes and strides.
 
-    `record`: read with the names `OF_TENSOR`.
+    `record`: of a pickle read with the names `OF_TENSOR`.
     """
     require(type(record) is PickleRecord and record.args is not None, f"expected a tensor, got {_kind(record)}")
     args, is_typed = record.args, record.name == "torch._utils._rebuild_tensor_v2"
@@ -276,7 +276,7 @@ def _flat(name: str, value: Plain, most: int) -> dict[str, Json]:
     while waiting:
         path, x, depth = waiting.pop()
         steps += 1
-        # a list may be in many places, and in itself
+        # a list may be in many lists, and in itself
         if steps > most or depth > _DEEPEST or len(path) > _LONGEST:
             raise CheckpointError(f"{name[:80]!r} has too many numbers, lists within lists, or too long names")
         if type(x) in (list, tuple):

@@ -1,4 +1,4 @@
-"""A zip file inside a larger file: the places of its members. Nothing is decompressed."""
+"""A zip file inside a larger file: the offsets of its members. Nothing is decompressed."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import zipfile
 from .folders import Reader, read_bytes
 from .foreign import require
 
-_MOST_BYTES = 1 << 24  # of a directory (160 for each tensor), and of a member
+_MOST_BYTES = 1 << 24  # of the zip's directory (160 for each tensor), or of a member to read
 
 
 class ZipItem:
@@ -47,7 +47,7 @@ class ZipItem:
         head = _read(self._file, self._offset + member.header_offset, 30)
         is_member = head[:4] == b"PK\x03\x04"
         require(is_member, f"{name!r}: no member of a zip file begins at byte {member.header_offset:,}")
-        # the header's own lengths of name and extra field: the directory's may differ
+        # the header's lengths of name and extra field: the directory's may differ
         start = member.header_offset + 30 + int.from_bytes(head[26:28], "little") + int.from_bytes(head[28:], "little")
         if start + member.file_size > self._length:
             raise ValueError(f"{name!r}: {member.file_size:,} bytes from byte {start:,} on are beyond the zip file")
@@ -62,14 +62,14 @@ def _read(file: Reader, offset: int, num_bytes: int) -> bytes:
     require(num_bytes <= _MOST_BYTES, f"expected at most {_MOST_BYTES:,} bytes, got {num_bytes:,}")
     try:
         data = read_bytes(file, offset, num_bytes)
-    except OSError as error:  # zipfile takes an OSError for the end of the file
+    except OSError as error:  # zipfile would take an OSError for the file's end
         raise ValueError(str(error)) from error
     require(len(data) == num_bytes, f"{num_bytes:,} bytes from byte {offset:,} on are beyond the end of the file")
     return data
 
 
 class _View(io.RawIOBase):
-    """Bytes of a file as a file of their own, for zipfile."""
+    """A part of a file, as a whole file for zipfile."""
 
     def __init__(self, file: Reader, offset: int, length: int):
         self._file, self._offset, self._length, self._position = file, offset, length, 0
