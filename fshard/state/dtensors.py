@@ -14,7 +14,7 @@ from ..core.storage import as_bytes, from_bytes
 
 
 def is_sharded(x: object) -> bool:
-    """A ShardedTensor is FSDP1's, without a DeviceMesh."""
+    """True for a DTensor, or FSDP1's ShardedTensor, without a DeviceMesh."""
     return _is_dtensor(x) or hasattr(x, "local_shards")
 
 
@@ -22,17 +22,17 @@ def _is_dtensor(x: object) -> bool:
     return hasattr(x, "full_tensor")
 
 
-def sharding(x: Any) -> str:  # a DTensor or ShardedTensor
-    """Describe a tensor, equally on every rank."""
+def sharding(x: Any) -> str:
+    """Describe a DTensor or ShardedTensor by the same text on every rank."""
     if _is_dtensor(x):
         return f"a DTensor {x.dtype} {list(x.shape)} {x.placements} over {list(x.device_mesh.mesh.shape)} ranks"
     return f"a ShardedTensor {x.dtype} {list(x.size())}"
 
 
 def whole_tensor(x: Any, mesh: AnyMesh, label: str) -> Tensor:
-    """Return a tensor whole and without a graph; for a DTensor or ShardedTensor every rank must call this."""
+    """Return the whole tensor, detached; for a DTensor or ShardedTensor, every rank must call this."""
     if _is_dtensor(x):
-        # on the mesh's device: its group may not send host memory
+        # to the mesh's device: the mesh's process group may not send host memory
         return x.detach().to(x.device_mesh.device_type).full_tensor()
     if not is_sharded(x):
         return x.detach()
@@ -50,7 +50,7 @@ def whole_tensor(x: Any, mesh: AnyMesh, label: str) -> Tensor:
             f"{label}: {sharding(x)}: expected a plan on a mesh of all ranks that have a part of it, its mesh has "
             f"{count} of {len(is_here)} parts"
         )
-    # Parts of other ranks are zeros here, and replicas are equal, so a maximum of bytes joins all and keeps NaN.
+    # `full` has zeros for other ranks' shards, and replicas are equal: a maximum of bytes joins all, and keeps NaN
     return from_bytes(primitives.total(as_bytes(full), mesh, op="max", label=label), x.dtype).view(full.shape)
 
 

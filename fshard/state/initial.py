@@ -1,4 +1,4 @@
-"""Sharded parameters made unit by unit by a function of leaves, so that no rank ever holds the whole."""
+"""Make sharded parameters unit by unit with a function of leaves: no rank ever has the whole tree."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ Initialize = Callable[[str, Tensor], Tensor]
 def init_params(plan: Plan, fn: Initialize, seed: int = 0) -> Sharded:
     """Make sharded parameters: `fn(path, like)` returns the whole tensor of a leaf; each rank keeps its part.
 
-    - `fn`: called in the order of the leaves of `plan`, once for tied leaves. `like` is a meta tensor with the shape of
-      the leaf and its dtype in storage
+    - `fn`: called unit by unit, once for a tied leaf. `like` is a meta tensor with the leaf's shape, and its dtype in
+      storage
     - `seed`: torch's generators are seeded by (seed, path), so `fn` draws the same numbers on any number of ranks
 
-    Results of `fn` are moved to `plan.device` and cast. The leaves of one unit are in memory at the same time.
-    ValueError names a leaf of another shape.
+    Results of `fn` are moved to `plan.device` and cast. One unit's leaves are whole in memory at a time.
+    ValueError names a leaf to which `fn` gives another shape.
 
     >>> plan = make_plan({"w": torch.empty(2, 2, device="meta"), "b": torch.empty(2, device="meta")})
     >>> params = init_params(plan, lambda path, like: torch.full(like.shape, len(path)))

@@ -11,10 +11,10 @@ Rename = Callable[[str], str | None] | Mapping[str, str | None]
 
 
 def renamed(names: Iterable[str], rename: Rename | None = None) -> dict[str, str]:
-    """Map the plan's names to the given `names`, in their order.
+    """Map the plan's names to the given `names`, in the order of `names`.
 
     `rename` is a function from a name to the plan's name, or a dict of changed names; None leaves a name out.
-    ValueError for two names of one leaf, and for unknown names in the dict.
+    ValueError if two names become one, and for unknown names in the dict.
 
     >>> renamed(["module.w", "module.step"], lambda name: name.removeprefix("module.") if "step" not in name else None)
     {'w': 'module.w'}
@@ -27,9 +27,9 @@ def renamed(names: Iterable[str], rename: Rename | None = None) -> dict[str, str
 
 
 def origins(names: Iterable[str], rename: Rename | None = None, others: Iterable[str] = ()) -> dict[str, list[str]]:
-    """As `renamed`, but several names may become one: map the plan's names to lists.
+    """As `renamed`, but several names may become one: map each of the plan's names to a list.
 
-    A dict `rename` may also have the names in `others`.
+    A dict `rename` may also change names in `others`.
 
     >>> origins(["a.step", "b.step"], lambda name: "step")
     {'step': ['a.step', 'b.step']}

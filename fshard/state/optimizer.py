@@ -1,6 +1,6 @@
 """The state of an optimizer: whole, by leaf path, on all ranks or on one; in torch's formats; partitions; new leaves.
 
-A whole state is a dict of tensors, by the path of the state's field and of the leaf: {"count": ..., "mu.head.w": ...}.
+A whole state is a dict of tensors, by the paths of the state's field and of the leaf: {"count": ..., "mu.head.w": ...}.
 It does not depend on ranks, plans or partitions, so any run can read it.
 """
 
@@ -31,7 +31,7 @@ from ..whole.moves import collect, on_rank
 from .dtensors import check_no_rank, device_mesh, dtensor_of, is_sharded, sharding, whole_tensor
 from .torch_format import BEGUN, check_tensor, known, read_saved
 
-_CHUNK = 1 << 24  # elements at a time
+_CHUNK = 1 << 24  # elements gathered at a time
 _LABEL = "optimizer state"
 _ONE_FOR_EACH = (
     "A list or dict that a transformation makes of the leaves it is given has those of one rank: keep a tensor for "
@@ -42,13 +42,13 @@ _OTHERS = "it has other leaves of the state"
 
 
 def _mesh(state: Tree, params: Tree = ()) -> AnyMesh:
-    """The mesh of the state, else of labels' leaves, else of the parameters, else None."""
+    """The mesh of the state, else of a `LabelState`'s leaves, else of the parameters, else None."""
     labels = (layout.mesh for node in tree.nodes(state, LabelState) for _, layout in node.layouts)
     return next((mesh for mesh in (mesh_of(state), *labels, mesh_of(params)) if mesh is not None), None)
 
 
 def _along(layout: Layout, rank: int) -> int:
-    """The number of a rank of the mesh along a layout's axes."""
+    """The number of a rank of the mesh along a layout's axes, as one coordinate."""
     sizes = axis_sizes(layout.mesh)
     at = dict(zip(sizes, digits(rank, [*sizes.values()]), strict=True))
     return number_of([at[axis] for axis in layout.axes], [sizes[axis] for axis in layout.axes])
@@ -69,9 +69,9 @@ def _chunks(layout: Layout) -> Iterator[list[int]]:
 def gather_state(state: Tree, rank: int | None = None) -> dict[str, Tensor]:
     """Return an optimizer's whole state by field and leaf path, on every rank, or on one in host memory.
 
-    With `rank`, only that rank of the mesh gets the `state`, other ranks {}; leaves travel a few at a time, and no
-    device holds more. Every rank must call it. A state of numbers alone (of `sgd` without momentum) has no mesh: every
-    rank gets it. Dual: `shard_state`.
+    With `rank`, only this rank of the mesh gets the state, other ranks {}; leaves are sent a few at a time, and no
+    device has more of them whole. Every rank must call this. A state of numbers alone (of `sgd` without momentum) has
+    no mesh: every rank gets the state. Dual: `shard_state`.
 
     >>> params = {"w": torch.ones(2)}
     >>> optim.state.gather_state(sgd(0.1, momentum=0.9).init(params))
@@ -130,11 +130,11 @@ def _whole_leaves(x: Parts, rank: int | None) -> Iterator[tuple[str, Tensor]]:
 def shard_state(whole: Mapping[str, Tensor], like: Tree, src: int | None = None) -> Tree:
     """Return a whole state in the partition of `like`, a state of the same optimizer. Dual: `gather_state`.
 
-    - `whole`: the whole state on every rank, or with `src` on this rank of the mesh alone (None on others)
-    - `like`: of any plan, partition and number of ranks; made by `init`, say
+    - `whole`: the whole state on every rank, or, with `src`, on this rank of the mesh alone (None on others)
+    - `like`: a state of any plan, partition and number of ranks, as `init` makes it
 
-    Every rank must call it. A state of numbers alone has no mesh, and takes no `src`. ValueError names missing tensors
-    and other shapes; MismatchError a count that differs between ranks.
+    Every rank must call this. For a state of numbers alone, which has no mesh, `src` must be None. ValueError names
+    missing tensors and wrong shapes; MismatchError names a count that differs between ranks.
 
     >>> like = sgd(0.1, momentum=0.9).init({"w": torch.zeros(2)})
     >>> optim.state.shard_state({"count": torch.tensor(3.0), "momentum.w": torch.ones(2)}, like)
@@ -240,13 +240,13 @@ def _cut(whole: Mapping[str, Tensor], path: str, like: Parts, mesh: AnyMesh, src
 
 
 def extend(state: Tree, tx: TransformLike, params: Tree) -> Tree:
-    """Return the state of `tx` over `params`: leaves in `state` go on, new ones begin.
+    """Return the state of `tx` over `params`: leaves in `state` keep their state, new leaves begin a new one.
 
-    As torch's `add_param_group`. `tx` gives new leaves their own label, and so their own count: their bias correction
-    begins at 1, while that of old leaves goes on. In `resting`, and in `from_torch` of Adafactor and Muon, no leaves
-    share a count, and new leaves need no label. Leaves keep their paths; plan, partition and labels may change. Every
-    rank must call it; the state passes through the host of rank 0. ValueError if new leaves would share a count with
-    old ones.
+    Compare torch's `add_param_group`. `tx` must give new leaves a label (`by_label`), and with the label a count: the bias
+    correction of new leaves begins at step 1, and old leaves go on. In `resting`, and in `from_torch` of Adafactor and
+    Muon, no leaves share a count, and new leaves need no label. Old leaves keep their paths; plan, partition and labels
+    may change. Every rank must call this; the state passes through the host of rank 0. ValueError if new leaves would
+    share a count with old ones.
 
     >>> state = adamw(0.1).init({"w": torch.ones(1)})
     >>> tx = by_label({"old": adamw(0.1), "new": adamw(0.1)}, {"lora": "new", "**": "old"})
@@ -263,7 +263,7 @@ def extend(state: Tree, tx: TransformLike, params: Tree) -> Tree:
 
 
 def _origins(state: Tree, begun: Tree, params: Tree) -> dict[str, str]:
-    """Map keys of `begun` to the keys of `state` with their values."""
+    """Map keys of `begun` to the keys of their values in `state`."""
     before, fields = known(state, params).fields, known(begun, params).fields
     keys = {field.place: field.key for field in before}
     origins = {field.key: keys[field.place] for field in fields if not field.lone and field.place in keys}
@@ -303,11 +303,11 @@ def state_dict(
     - `key`: "path" (leaves as FSDP names them) or "index" (as DDP and ZeRO do)
     - `rank`: as for `gather_state`
     - `groups`: more entries for each parameter group, such as hyper-parameters beyond those of `with_hyperparams`
-    - `dtensors`: tensors of a leaf's shape are DTensors, cut like the parameters, as in FSDP2's optimizers
+    - `dtensors`: tensors of a leaf's shape become DTensors, cut like the parameters, as in FSDP2's optimizers
 
-    Each label of `by_label` has a parameter group, in order. Frozen leaves of `params` have a number and no state, as
-    in torch. With `params.trainable`, or with `by_label`, frozen leaves have no number: then give torch's optimizer the
-    trained leaves. Dual: `load_state_dict`.
+    Each label of `by_label` has a parameter group, in the order of labels. Frozen leaves of `params` have a number and
+    no state, as in torch. With `params.trainable`, or with `by_label`, frozen leaves have no number: then give torch's
+    optimizer only the trained leaves. Dual: `load_state_dict`.
 
     >>> params = {"w": torch.ones(1)}
     >>> optim.state.state_dict(adamw(0.1).init(params), params)["state"]
@@ -328,7 +328,7 @@ def state_dict(
     for (leaf, name), field in torchs.named.items():
         # a copy for each leaf, because torch updates `step` in place
         entries[leaf][name] = whole[field.key].clone() if field.lone else whole[field.key]
-    # torch has no entry before the first step, and no name for BEGUN
+    # torch has no entry before the first step, and no field BEGUN
     entries = {leaf: entry if entry.pop(BEGUN, True) else {} for leaf, entry in entries.items()}
     names: dict[str, str | int] = {leaf: leaf if key == "path" else i for i, leaf in enumerate(entries)}
     param_groups = []
@@ -370,10 +370,10 @@ def load_state_dict(
       `state_dict`, with or without frozen leaves; ValueError for groups of other sizes
     - `src`: as for `shard_state`, also for states of numbers alone
     - `strict=False`: a leaf without a state (torch has none before its first gradient) stays as in `like`; entries
-      without a place in `like` (the state of a frozen leaf, AMSGrad's maximum in `adamw`) are left out
+      missing in `like` (the state of a frozen leaf, AMSGrad's maximum in `adamw`) are left out
 
-    Fields of `like` stay if torch does not keep them. Leaves that share a count must have equal steps (without a
-    state, the step of `like`), or labels of their own (`by_label`). Settings of groups are left out, except
+    Fields of `like` unknown to torch stay as they are. Leaves with one count must have equal steps (a leaf without a
+    state has the step of `like`); if steps differ, give labels (`by_label`). Settings of groups are left out, except
     hyper-parameters of `with_hyperparams`. ValueError names a leaf, or the entry it lacks. Dual: `state_dict`.
 
     >>> params = {"w": torch.ones(1)}
@@ -385,7 +385,7 @@ def load_state_dict(
     _agree_on_source("load_state_dict", mesh, src, strict)
     read = partial(read_saved, saved, like, params, order, src, strict)
     whole, untouched = together(mesh, read if _holds(mesh, src) else lambda: ({}, set()))
-    if src is None:  # the text determines the next collectives
+    if src is None:  # the text determines this rank's next collectives
         lines = [f"{key!r}: {sharding(x)}" for key, x in whole.items() if is_sharded(x)]
         text = "\n".join([*lines, *(f"{key!r} keeps its state" for key in sorted(untouched))])
         check_same(mesh, text, "load_state_dict: saved", "Pass the state of the same optimizer on all ranks")
@@ -413,15 +413,16 @@ def torch_names(
     optim: str = "optim",
     order: Sequence[str] | None = None,
 ) -> Callable[[str], str | None]:
-    """Return the `rename` for `checkpoint.restore` of a torch program's checkpoint: from its names to fshard's.
+    """Return the `rename` for `checkpoint.restore` of a torch program's checkpoint: from torch's names to fshard's.
 
     The program saved `{model: model_state, optim: optimizer_state}` with torch.distributed.checkpoint, with leaves by
     path (FSDP2, get_state_dict) or by number (DDP, `optimizer.state_dict()`; `order` as for `load_state_dict`).
-    ValueError if a leaf's name may be another leaf's number: give `order`, () for leaves by path. Restore the tree
-    `{"params": params, "opt_state": state, "extra": buffers}`, with `buffers` as `functionalize` gives them. Settings
-    of torch's parameter groups are left out, except hyper-parameters of `with_hyperparams`.
+    ValueError if a leaf's name may be another leaf's number: then give `order`, or () if leaves are by path. Restore
+    the tree `{"params": params, "opt_state": state, "extra": buffers}`, with `buffers` as `functionalize` gives them.
+    Settings of torch's parameter groups are left out, except hyper-parameters of `with_hyperparams`.
 
-    torch's SGD does not count its steps: restore `{"opt_state": {"momentum": state.momentum}}`, and set the count.
+    torch's SGD does not count its steps: restore `{"opt_state": {"momentum": state.momentum}}`, and set the count
+    yourself.
 
     >>> params = {"w": torch.ones(1)}
     >>> rename = optim.state.torch_names(adamw(0.1).init(params), params)

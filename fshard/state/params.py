@@ -30,7 +30,7 @@ def state_dict(x: Sharded, rank: int | None = None, dtensors: bool = False) -> d
     - `dtensors`: return DTensors on the plan's DeviceMesh, as FSDP2's `model.state_dict()`: `Shard(0)` along the axes
       over which the tree is cut, `Replicate` along the others. Chunks are copies on the shards' device
 
-    Every rank must call it. Tied leaves are one tensor under each of their names. ValueError for a subtree, and for
+    Every rank must call this. Tied leaves are one tensor under each of their names. ValueError for a subtree, and for
     DTensors without a DeviceMesh. Dual: `load_state_dict`.
 
     >>> plan = make_plan({"a": {"w": torch.ones(2)}})
@@ -69,14 +69,14 @@ def load_state_dict(
 
     - `x`: the parameters of a whole plan
     - `mapping`: whole tensors, DTensors or ShardedTensors, moved to the device, and cast among floating or among
-      complex dtypes. A mapping may read a tensor only when asked for it. A tied leaf may have one of its names or all
+      complex dtypes. A mapping may read each tensor when asked for it. A tied leaf may have one of its names or all
     - `rename`: a function from a name to the plan's name, or a dict of the names that change; None leaves a name out
     - `src`: only this rank of the mesh passes (whole) tensors, other ranks an empty mapping
-    - `strict=False`: leaves missing in the mapping keep the values of `x`, and unknown names are left out; a mapping
+    - `strict=False`: leaves missing in the mapping keep the values of `x`, and unknown names are ignored; a mapping
       without known names is an error
 
-    Every rank must call it: each reads all names, one unit at a time, and keeps its part. ValueError lists every
-    difference (missing or unknown names, shapes, dtypes, unequal tied leaves), on all ranks if one finds any.
+    Every rank must call this. A rank reads all tensors, one unit at a time, and keeps its shards. ValueError lists
+    every difference (missing or unknown names, shapes, dtypes, unequal tied leaves), on all ranks if one finds any.
     ValueError for a subtree. Dual: `state_dict`.
 
     >>> params = shard_params({"w": torch.ones(2)}, make_plan({"w": torch.ones(2)}))
@@ -95,9 +95,9 @@ def load_with_buffers(
     strict: bool = True,
     paths: Mapping[str, str] | None = None,
 ) -> tuple[Sharded, dict[str, Tensor]]:
-    """As `load_state_dict`, also for whole `buffers` by name, each on its own device.
+    """As `load_state_dict`, also for `buffers`, whole tensors by name; each stays on its buffer's device.
 
-    `paths`: from names after `rename` to names in the plan and in `buffers`, if different.
+    `paths`: from names after `rename` to different names in the plan or in `buffers`.
     """
     check_sharded("load_state_dict: x", x)
     mesh, device, slots = x.plan.live_mesh(), device_of(x), x.view.wanted()
@@ -115,7 +115,7 @@ def load_with_buffers(
     remedy = "Pass the same names, and whole tensors on all ranks or on none"
     check_same(mesh, source.described, "load_state_dict: mapping", remedy)
     is_there = torch.tensor([*map(source.has, wanted)], dtype=torch.uint8, device=x.plan.device)
-    if src is not None and wanted:  # only `src` has the mapping
+    if src is not None and wanted:  # only rank `src` has the mapping
         is_there = primitives.from_rank(is_there, mesh, src, "load_state_dict")
     there = {leaf.names[0] for leaf, flag in zip(wanted, is_there.tolist(), strict=True) if flag}
     tied = [leaf for leaf in wanted if len(leaf.names) > 1]
@@ -157,12 +157,12 @@ class _Source(NamedTuple):
         return self.mapping[self.names[name]]
 
     def read(self, leaf: Wanted, mesh: AnyMesh) -> Tensor:
-        """Return a leaf whole; every rank must call it."""
+        """Return the whole leaf; every rank must call this."""
         name = next(filter(self.names.__contains__, leaf.names))
         return torch_sharded.whole_tensor(self.get(name), mesh, "state dict")
 
     def unequal(self, leaf: Wanted, mesh: AnyMesh) -> Iterator[str]:
-        """Every rank must run it to its end."""
+        """Yield the names of a tied leaf with unequal values. Every rank must iterate to the end, through collectives."""
         first, *others = [name for name in leaf.names if name in self.names] or [""]
         for name in others:
             a, b = self.get(first), self.get(name)

@@ -18,13 +18,13 @@ from ..layout.pieces import Parts, layout_of
 from ..update.transforms import LabelState
 from .dtensors import is_sharded, sharding
 
-BEGUN = "begun"  # 1 after the first update; before it a class expects no state
+BEGUN = "begun"  # in a TorchState: 1 after the first update; before, torch's class expects no state
 # torch.optim's names for fields of fshard's states
 _TORCH = {"count": "step", "mu": "exp_avg", "nu": "exp_avg_sq", "momentum": "momentum_buffer"}
 
 
 class TorchState(NamedTuple):
-    """A class's state by torch's names: trees of the structure of the parameters, and 0-d tensors for all rows."""
+    """The state of a torch.optim class, by torch's names: trees like the parameters, and 0-d tensors for all leaves."""
 
     tensors: dict[str, Tree]
     scalars: dict[str, Tensor]
@@ -44,9 +44,9 @@ class Field(NamedTuple):
         return self.path if self.lone else joined(self.path, *self.leaves)
 
     def counts(self, other: Field) -> bool:
-        """True if `other` belongs to one of this field's leaves, in the same part of the state."""
+        """True if `other` belongs to one of this count's leaves, below the same path."""
         *parents, _ = self.path.split(".")
-        if parents[-1:] == ["scalars"]:  # a TorchState has its trees next to its scalars
+        if parents[-1:] == ["scalars"]:  # a TorchState has counts in `scalars`, trees in `tensors`
             parents.pop()
         return not other.lone and other.path.split(".")[: len(parents)] == parents and other.leaves[0] in self.leaves
 
@@ -83,12 +83,12 @@ def _fields(state: Tree, leaves: list[str], spec: tree.Spec | None, key: str = "
 
 
 def _torch_names(fields: Sequence[Field], trained: Set[str]) -> dict[tuple[str, str], Field]:
-    """Fields by (leaf, torch's name); of two with one name, the innermost field gets it."""
+    """Fields by (leaf, torch's name). If two fields have one name, the inner one gets it, the outer its path."""
     named: dict[tuple[str, str], Field] = {}
     with_own = {leaf for field in fields if not field.lone for leaf in field.leaves}
     for field in (field for field in fields if field.hyperparam is None):
         *parents, last = field.path.split(".")
-        # a TorchState has its class's names
+        # a TorchState has torch's names already
         torchs = last if parents[-1:] in (["tensors"], ["scalars"]) else _TORCH.get(last, last)
         # a count belongs to the leaves with moments; without moments, to all trained leaves
         counted = [leaf for leaf in field.leaves if leaf in with_own] or [x for x in field.leaves if x in trained]
@@ -108,7 +108,7 @@ def _label_sets(state: Tree) -> Iterator[set[str]]:
 
 
 def _without_tensors(state: Tree, leaves: Sequence[str]) -> set[str]:
-    """Leaves without tensors, as in SGD without momentum."""
+    """Leaves of a torch class without tensors, as SGD without momentum."""
     nodes = tree.tops(state, lambda x: isinstance(x, TorchState | LabelState))
     in_groups = {leaf for node in nodes if isinstance(node, TorchState) and node == ({}, {}) for leaf in leaves}
     labelled = [(node.inner[label], x) for node in nodes if isinstance(node, LabelState) for label, x in node.layouts]
@@ -159,14 +159,14 @@ def _trainable(params: Tree) -> set[str]:
 def read_saved(
     saved: Mapping[str, Tree], like: Tree, params: Tree, order: Sequence[str] | None, src: int | None, strict: bool
 ) -> tuple[dict[str, Tensor], set[str]]:
-    """Read a whole state from torch's format, with tensors as they are; also return the keys that stay as in `like`."""
+    """Return a whole state from torch's format, its tensors unchanged, and the keys that stay as in `like`."""
     _check_saved(saved)
     state = known(like, params)
     path_of = _path_of(saved, state, order)
     entries = _by_path(saved, path_of, state.leaves)
     whole = {path: node for path, node in tree.paths_to(like, Parts) if not isinstance(node, Parts)}
     untouched = set[str]()
-    # numbers shared by leaves: `lone` from `saved`, else `kept` from `like`
+    # numbers that leaves share: `lone` from `saved`, else `kept` from `like`
     lone, kept = dict[str, dict[str, Tensor]](), dict[str, dict[str, Tensor]]()
     for (leaf, name), field in state.named.items():
         entry = entries.get(leaf, {})
@@ -227,7 +227,7 @@ def _value(name: str, x: object) -> Tensor:
 def _agreed(key: str, name: str, values: Mapping[str, Tensor], kept: Mapping[str, Tensor]) -> Tensor:
     (leaf, value), *others = {**values, **kept}.items()
     for other, its in others:
-        # a DTensor's value is known only to all ranks together
+        # no single rank knows a DTensor's value
         if not is_sharded(value) and not is_sharded(its) and not torch.equal(value.cpu().double(), its.cpu().double()):
             none = f"none for leaf {other!r}, which would keep the {its.tolist()} of `like`"
             there = none if other in kept else f"{its.tolist()} for leaf {other!r}"
@@ -261,7 +261,7 @@ def _path_of(saved: Mapping[str, Tree], state: Known, order: Sequence[str] | Non
     elif is_numbered:
         order = _in_groups(groups, state)
     paths = order or ()
-    # torch matches parameters by place in the groups, not by number
+    # torch matches parameters by their position in the groups, not by number
     numbers = range(len(paths)) if groups is None else chain.from_iterable(groups)
     path_at = dict(zip(numbers, paths, strict=False)) if is_numbered else {}
 
