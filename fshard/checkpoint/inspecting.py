@@ -81,7 +81,7 @@ def _left_over(there: Folder, files: Mapping[str, int]) -> dict[str, int | None]
 
 
 def _size(there: Folder, name: str) -> int | None:
-    """Return None if there is no regular file. OSError if a store does not answer."""
+    """Return a file's size; None without a regular file. OSError if a store does not answer."""
     try:
         with there.open(name) as file:
             return file.size

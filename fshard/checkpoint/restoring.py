@@ -303,7 +303,7 @@ class PieceRead(NamedTuple):
     begin: int
     numel: int
     out: Tensor  # (numel,); with `picks`, all elements of the span
-    unlike: str  # error's text if elements differ from `out`; "": read them
+    unlike: str  # error if elements differ from `out`; "": read them
     picks: Picks = None
 
 
