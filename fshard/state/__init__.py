@@ -1,1 +1,1 @@
-"""State out and in: parameters and optimizer state by name, whole or as DTensors, and parameters made anew."""
+"""State dicts of parameters and of optimizers, whole or as DTensors, and new parameters made by a function."""

@@ -242,7 +242,7 @@ def _cut(whole: Mapping[str, Tensor], path: str, like: Parts, mesh: AnyMesh, src
 def extend(state: Tree, tx: TransformLike, params: Tree) -> Tree:
     """Return the state of `tx` over `params`: leaves in `state` keep their state, new leaves begin a new one.
 
-    Compare torch's `add_param_group`. `tx` must give new leaves a label (`by_label`), and with the label a count: the bias
+    Compare torch's `add_param_group`. `tx` must give new leaves a label (`by_label`), and with the label a count: bias
     correction of new leaves begins at step 1, and old leaves go on. In `resting`, and in `from_torch` of Adafactor and
     Muon, no leaves share a count, and new leaves need no label. Old leaves keep their paths; plan, partition and labels
     may change. Every rank must call this; the state passes through the host of rank 0. ValueError if new leaves would

@@ -162,7 +162,7 @@ class _Source(NamedTuple):
         return torch_sharded.whole_tensor(self.get(name), mesh, "state dict")
 
     def unequal(self, leaf: Wanted, mesh: AnyMesh) -> Iterator[str]:
-        """Yield the names of a tied leaf with unequal values. Every rank must iterate to the end, through collectives."""
+        """Yield the unequal names of a tied leaf. Every rank must iterate to the end: this calls collectives."""
         first, *others = [name for name in leaf.names if name in self.names] or [""]
         for name in others:
             a, b = self.get(first), self.get(name)
