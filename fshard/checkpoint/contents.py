@@ -22,7 +22,7 @@ from ..layout.pieces import Parts, pieces, typed
 from ..sharding.sharded import Sharded
 from ..state.dtensors import is_sharded, sharding
 
-# a piece of a leaf: the leaf's name, first element, end, and tensors with the piece's bytes, end to end
+# a piece of a leaf: the leaf's name, first element, end, and tensors with the piece's bytes
 Named = tuple[str, int, int, list[Tensor]]
 _SMALL = 1 << 18  # elements; if several ranks have copies of a larger span, each writes a share of the span
 

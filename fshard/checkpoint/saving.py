@@ -193,7 +193,7 @@ def _in_a_thread(task: Callable[[], None]) -> Future[None]:
         else:
             done.set_result(None)
 
-    # no ThreadPoolExecutor: Python joins its threads while the main thread is_alive(), which `_await` asks
+    # no ThreadPoolExecutor: at exit Python joins its threads while the main thread is alive, as `_await` sees it
     threading.Thread(target=run, name="fshard.checkpoint").start()
     return done
 

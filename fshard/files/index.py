@@ -13,8 +13,8 @@ An index is JSON:
 - A piece, [file, offset of its first byte, begin, number of elements, `checksum` of each `CHUNK` bytes], has the
   elements [begin, begin + number) of the flattened leaf.
 - "order", [dim] or [dim, blocks, parts]: the leaf's elements are counted as in Note [Order of a split leaf] in
-  `layout.py`. "version" is then 3, so older fshards refuse the index. Version 2 gave an order even to whole leaves
-  of optimizer state, though these are row-major.
+  `layout.py`. "version" is then 3, so older versions of fshard refuse the index. Version 2 gave an order even to whole
+  leaves of optimizer state, though these are row-major.
 - "by_rank": leaves or values that differ between ranks: each rank has an entry, name@rank.
 - "threads": torch's number of threads when the state was saved.
 - "checksum": the CRC-32 of the text without this field.
@@ -278,7 +278,7 @@ def read_piece(raw: Json) -> Piece:
 
 
 def _file_name(name: str) -> str:
-    # a separator may lead out of the folder; the next save deletes listed files, so `index.json` must not be one
+    # a separator may lead out of the folder; the next save deletes listed files, so `index.json` is refused
     if not _FILE.fullmatch(name):
         raise ValueError(f"expected the name of a safetensors file beside the index, got {reprlib.repr(name)}")
     return name
@@ -302,7 +302,7 @@ def rank_key(name: str, rank: int) -> str:
 def checksum(data: Tensor, columns: int = _COLUMNS) -> int:
     """Return the CRC-32 of column sums of 64-bit words, and of the bytes left over.
 
-    As fast as reading memory. For `block` (bytes), with numpy:
+    It is as fast as reading memory. For `block` (bytes), with numpy:
 
         end = len(block) // 65528 * 65528
         sums = np.frombuffer(block[:end], "<i8").reshape(-1, 8191).sum(0)

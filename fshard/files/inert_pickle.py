@@ -107,7 +107,7 @@ def _inert(data: bytes) -> bytes:
             most = f"{MOST_OPERATIONS:,} operations" if left < 0 else f"{MOST_MEMORY:,} bytes of memory"
             raise ValueError(f"a pickle that takes more than {most}")
         if read is not None:
-            # skip all other arguments: decoding may warn, or take long
+            # skip arguments without a reader: decoding may warn, or take long
             file.seek(begin + 1)
             argument, at = read(file), file.tell()
             # the unpickler's memo is as long as its largest number: allow no gaps
