@@ -1,13 +1,13 @@
-"""A file of compiled programs, which later processes load instead of tracing.
+"""A file of compiled programs, for later processes to load instead of tracing.
 
 Note [An artifact]
-    1. An artifact is a zip file of parts, named by digest, and an index. For each program and rank, the index names
-       the texts to compare (Note [What another process compares]) and the program. Equal parts, as ranks of an even
-       plan have, are stored once.
-    2. A rank loads its program if all texts are equal: tracing would give the same program and collectives. Texts and
-       digests are compared before anything runs.
-    3. Rank 0 writes the whole file (Note [A file is whole or not there]), with the parts of other ranks. Old programs
-       for other arguments stay; old programs of other code, versions or machines go.
+    1. An artifact is a zip file of an index and of parts, named by digest. For each program and rank, the index names
+       the texts to compare (Note [What another process compares] in `identity.py`) and the program. Equal parts are
+       stored once: ranks with equal shards have equal parts.
+    2. A rank loads its program if all texts are equal: tracing would give the same program and collectives. fshard
+       compares texts and digests before it runs loaded code.
+    3. Rank 0 receives other ranks' parts and writes the file (Note [A file is whole or not there] in `folders.py`). Old
+       programs of other functions or arguments stay; programs of changed code, versions or machines go.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def find(path: Path, identity: FunctionIdentity, mesh: AnyMesh) -> Program | str
     """Return this rank's program, or the reason why the file has none."""
     try:
         programs, parts = _read(path)
-        rank, reasons = rank_in(mesh), dict[int, str]()  # by the number of differences
+        rank, reasons = rank_in(mesh), dict[int, str]()  # one difference, by the number of differences
         for entry in programs:
             if len(entry["keys"]) != num_ranks(mesh):
                 reasons[_MOST] = f"the number of ranks was {len(entry['keys'])}, is {num_ranks(mesh)}"
@@ -59,12 +59,12 @@ def find(path: Path, identity: FunctionIdentity, mesh: AnyMesh) -> Program | str
         return str(error.strerror)
     except OSError:
         raise
-    except Exception as error:  # any error: the bytes are not the written ones
+    except Exception as error:  # of any type: the file may have any bytes
         return f"it is damaged, or no artifact: {type(error).__name__}: {error}"
 
 
 def save(path: Path, identity: FunctionIdentity, program: Program, mesh: AnyMesh) -> None:
-    """Add the programs of all ranks to the file at `path`. All ranks call this; rank 0 writes."""
+    """Add the programs of all ranks to the file at `path`. All ranks call `save`; rank 0 writes."""
 
     def check() -> None:
         if identity.unknown:
@@ -79,9 +79,9 @@ def save(path: Path, identity: FunctionIdentity, program: Program, mesh: AnyMesh
     places = [json.loads(text) for text in of_all(json.dumps([digest_of(key), digest_of(head), *parts]), mesh)]
     entry = {"keys": [place[0] for place in places], "programs": [place[1] for place in places]}
     rank = rank_in(mesh)
-    there = {digest for place in places[:rank] for digest in place}  # parts of earlier ranks
+    there = {digest for place in places[:rank] for digest in place}  # earlier ranks send these parts
     sent = {digest: base64.b64encode(parts[digest]).decode() for digest in parts if digest not in there}
-    # rank 0 lacks a part: never for an even plan
+    # rank 0 lacks a part of another rank: never if shards are equal
     is_needed = any({*place} - {*places[0]} for place in places[1:])
     received = of_all(json.dumps(sent if rank else {}), mesh) if is_needed else []
     others = {digest: base64.b64decode(data) for text in received for digest, data in json.loads(text).items()}
@@ -91,13 +91,13 @@ def save(path: Path, identity: FunctionIdentity, program: Program, mesh: AnyMesh
 def _write(path: Path, entry: Json, parts: Mapping[str, bytes], identity: FunctionIdentity) -> None:
     def stays(old: Json) -> bool:
         texts, _ = _told(old, 0, before, identity)
-        is_of_other = texts["code"].keys() != identity.code.keys()  # names of functions differ
+        is_of_other = texts["code"].keys() != identity.code.keys()  # of other functions
         return texts["where"] == identity.where and (is_of_other or texts["code"] == identity.code)
 
     try:
         programs, before = _read(path)
         programs = [old for old in programs if old["keys"] != entry["keys"] and stays(old)]
-    except Exception:  # absent, or damaged
+    except Exception:  # the file is absent or damaged
         programs, before = [], {}
     programs, parts = [entry, *programs], {**before, **parts}
     file = io.BytesIO()
@@ -112,7 +112,7 @@ def _write(path: Path, entry: Json, parts: Mapping[str, bytes], identity: Functi
 
 
 def _told(entry: Json, rank: int, parts: Mapping[str, bytes], now: FunctionIdentity) -> tuple[Json, Json]:
-    """Return texts and head. Without C++ loops any processor will do, so the texts get the current one."""
+    """Return a program's texts and head. If the program has no C++ loops, its texts get the current processor."""
     texts, head = (json.loads(parts[entry[name][rank]]) for name in ("keys", "programs"))
     if not head["libraries"]:
         texts["where"].update({name: now.where[name] for name in ("the processor", "the number of threads")})
@@ -131,10 +131,10 @@ def _digests(head: Json) -> list[str]:
 
 
 def _read(path: Path) -> tuple[list[Json], dict[str, bytes]]:
-    """Return a file's programs, latest first, and its parts; any error means a damaged file."""
+    """Return a file's programs, latest first, and its parts. Errors but OSError mean a damaged file."""
     place, name = _place(path)
     with place.open(name) as file:
-        if isinstance(file, LocalReader):  # a writer of the file can run any program in this process
+        if isinstance(file, LocalReader):  # whoever may write to the file can run any code here
             file.check_safe()
         data = read_bytes(file, 0, file.size)
     with zipfile.ZipFile(io.BytesIO(data)) as archive:

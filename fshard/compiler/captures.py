@@ -1,4 +1,4 @@
-"""The variables that a function reads besides its arguments, and its random generators."""
+"""The variables that a function reads besides its arguments, and the random generators that it can reach."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from ..core.arguments import CODE
 from ..core.tracing import Marked
 
 LIBRARIES = (*CODE, *(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")))
-LIBRARIES += tuple(path for path in sys.path if path.endswith(("site-packages", "dist-packages")))  # other prefixes
+LIBRARIES += tuple(path for path in sys.path if path.endswith(("site-packages", "dist-packages")))  # of any prefix
 _Path = tuple[str, ...]  # ("a", "b", "c") for `a.b.c`
 
 
@@ -38,15 +38,15 @@ class Capture(NamedTuple):
     """A variable read by a function: its name in errors, and where its value is stored."""
 
     name: str
-    # A closure cell, a dict of globals, or an attribute's owner. With a special key: an object itself (`_ITSELF`), a
-    # torch module (`_PARTS`), a function ("__code__"; "": its defaults), a class ("": its methods). Any: mypy takes a
-    # function in a field for a bound method.
+    # The owner of the value: a closure cell, a dict of globals, or an object with the attribute `key`. Special keys
+    # read the object itself (`_ITSELF`), the parts of a torch module (`_PARTS`), the code ("__code__") or defaults ("")
+    # of a function, or the methods of a class (""). Typed `Any`: mypy takes a function in a field for a bound method.
     place: Any
     key: str
-    is_input: bool = False  # its tensors are inputs of a graph
-    of_tensors: bool = False  # only its tensors are compared: tracing changed the rest
-    by_name: bool = False  # code reads only attributes, each a capture of its own
-    is_part: bool = False  # part of an object in another variable
+    is_input: bool = False  # its tensors are inputs of the graph
+    of_tensors: bool = False  # compare only its tensors: tracing changed its other values
+    by_name: bool = False  # code reads only attributes of the value; each attribute is another `Capture`
+    is_part: bool = False  # reached through an object in another variable
 
     @property
     def identity(self) -> tuple[int, str]:
@@ -57,7 +57,7 @@ class Capture(NamedTuple):
         return self.key in ("__code__", _PARTS) or (not self.key and isinstance(self.place, type))
 
     def tensors(self) -> list[Tensor]:
-        """Return tensors fit for inputs of a graph: dense, plain, without a gradient."""
+        """Return the value's tensors fit for inputs of a graph: dense, Tensor or Parameter, no gradient required."""
         value = self.read()
         try:
             if not isinstance(value, Tensor | dict | list | tuple) or tree.nodes(value, OnMesh):
@@ -67,13 +67,13 @@ class Capture(NamedTuple):
         return [x for x in tree.leaves(value) if _is_plain(x)]
 
     def read(self) -> object:
-        """Return the current value; None for an unassigned variable, the uncalled method for a computed attribute."""
+        """Return the current value; None if unassigned; for an attribute computed by a method, the uncalled method."""
         if type(self.place) is dict:
             return self.place.get(self.key)
         if isinstance(self.place, CellType):
             try:
                 return self.place.cell_contents
-            except ValueError:  # an empty cell: assigned later
+            except ValueError:  # an empty cell, assigned later
                 return None
         if self.key == "__code__":
             return self.place.__code__
@@ -87,8 +87,8 @@ class Capture(NamedTuple):
         return *(self.place.__defaults__ or ()), *named, *named.values()
 
 
-_ITSELF = " "  # key of an object that a method reads as a whole
-_PARTS = "  "  # key of a torch module with all its parts
+_ITSELF = " "  # key of a method's object, if the method uses the object other than by attribute
+_PARTS = "  "  # key of a torch module's submodules, with their settings
 _METHODS = (FunctionType, property, staticmethod, classmethod, cached_property)
 
 
@@ -141,14 +141,15 @@ def _is_plain(x: object) -> bool:
     dense = isinstance(x, Tensor) and not isinstance(x, FakeTensor | Marked) and x.layout is torch.strided
     if not dense or type(x) not in (Tensor, nn.Parameter) or func_levels.is_dual(x):
         return False
-    return not x.requires_grad and not x.is_nested  # type: ignore[attr-defined]  # mypy does not see what `dense` implies
+    return not x.requires_grad and not x.is_nested  # type: ignore[attr-defined]  # `dense` implies Tensor
 
 
 def captures(fn: object) -> Iterator[Capture]:
-    """Yield the variables read by `fn`, and recursively by functions among their values.
+    """Yield the variables read by `fn` and, recursively, by functions in the values of these variables.
 
-    For a library's function (torch, the standard library, installed packages) only its closure counts. If the user's
-    object, class or module is passed on, as in `penalty(w, config)`, attributes count if any function reads their name.
+    A library's function (torch, the standard library, installed packages) counts only with its closure. If code passes
+    the user's object, class or module to a function, as in `penalty(w, config)`, an attribute of the object counts if
+    any function reads an attribute of that name.
     """
     seen, known, inside = dict[object, object](), dict[tuple[int, str], Capture](), dict[int, object]()
     names, objects = dict[str, None](), list[object]()  # names of read attributes; objects passed on
@@ -169,7 +170,7 @@ def captures(fn: object) -> Iterator[Capture]:
 
 
 def _attributes_in(code: Any) -> Iterator[str]:
-    """Yield names of attributes read by code or an `attrgetter`; any string may be a name for `getattr`."""
+    """Yield names of attributes read by code or an `attrgetter`, and all strings: `getattr` may take any string."""
     if isinstance(code, CodeType):
         yield from (x.argval for x in dis.get_instructions(code) if x.opname in ("LOAD_ATTR", "LOAD_METHOD"))
     for x in code.co_consts if isinstance(code, CodeType) else code.__reduce__()[1]:
@@ -179,7 +180,7 @@ def _attributes_in(code: Any) -> Iterator[str]:
             yield from x.split(".")
 
 
-# classes compared by items
+# compared item by item
 _CONTAINERS: tuple[Any, ...] = (dict, list, tuple, set, frozenset, deque, UserDict, UserList, ChainMap, ContextVar)
 _CONTAINERS += (types.SimpleNamespace, types.MappingProxyType)
 
@@ -205,7 +206,7 @@ def _fields(x: Any) -> Collection[str]:
 
 
 def _read_of(x: object, names: Collection[str]) -> Iterator[Capture]:
-    """Yield an object's attributes with these names, except tensors, refused by a trace."""
+    """Yield an object's attributes with these names, except tensors: a trace refuses tensors in objects."""
     kinds = x.__mro__ if isinstance(x, type) else (x, *type(x).__mro__)
     stored = {name: None for y in kinds for name in getattr(y, "__dict__", ()) if name in names}
     owner = getattr(x, "__name__", "") if isinstance(x, type | ModuleType) else ""
@@ -219,14 +220,14 @@ def _read_of(x: object, names: Collection[str]) -> Iterator[Capture]:
 
 
 def _captures(fn: object, seen: dict[object, object], is_whole: bool = True) -> Iterator[Capture]:
-    """Yield the variables of `captures`, without attributes of objects passed on.
+    """Yield the variables of `captures`, without attributes of objects passed to functions.
 
-    `seen` keeps visited objects alive, so no other object gets their ids. `is_whole`: False if code reads only
-    attributes of `fn`, each a variable of its own.
+    `seen` keeps visited objects alive, so no new object gets an id in `seen`. `is_whole`: False if code reads only
+    attributes of `fn`, each with its own `Capture`.
     """
     for function in _functions(fn, seen, is_whole):
         key: object = id(function)
-        if isinstance(function, MethodType):  # each read makes a new method object
+        if isinstance(function, MethodType):  # each read makes a new method object, with a new id
             key = id(function.__func__), id(function.__self__)
         if key in seen:
             continue
@@ -240,8 +241,8 @@ _Function = Any  # a user's function, bound method, partial or class, or a torch
 
 
 def _functions(x: Any, seen: dict[Any, object], is_whole: bool = True) -> Iterator[_Function]:
-    """Yield functions, partials and classes of `x` and of its items: a program with `x` may run them."""
-    while _is_ours(x) and hasattr(x, "run"):  # a train step, perhaps checked
+    """Yield the functions, partials and classes in `x` and its items: code with access to `x` may call any of them."""
+    while _is_ours(x) and hasattr(x, "run"):  # a train step, or a `Checked` around a step
         x = x.run
     if is_dataclass(x) and not isinstance(x, type) and (_is_ours(x) or not is_of_library(type(x))):
         values = [getattr(x, field.name, None) for field in fields(x)]
@@ -249,7 +250,7 @@ def _functions(x: Any, seen: dict[Any, object], is_whole: bool = True) -> Iterat
             yield from _functions(fn, seen)
     if isinstance(x, partial | dict | list | tuple | set | frozenset | deque) and id(x) not in seen:
         if isinstance(x, partial):
-            yield x  # `_captures` adds the partial to `seen`
+            yield x  # before it is in `seen`: `_captures` skips those
         seen[id(x)] = x
         parts = (x.func, *x.args, *x.keywords.values()) if isinstance(x, partial) else x
         for part in x.values() if isinstance(x, dict) else parts:
@@ -258,14 +259,14 @@ def _functions(x: Any, seen: dict[Any, object], is_whole: bool = True) -> Iterat
         yield from (*_functions(x.__func__, seen), *_methods(x.__self__), *([x] if is_users(x.__func__) else []))
     elif x is not None:
         yield from [x] if inspect.isfunction(x) else _methods(x, is_whole)
-        # jitted functions have `__wrapped__`, too; `hasattr` would run `__getattr__`
+        # jitted functions, too, have `__wrapped__`; `hasattr` would run the user's `__getattr__`
         if not inspect.isclass(x) and inspect.getattr_static(x, "__wrapped__", None) is not None:
-            # `__wrapped__` may be a module's copy: nobody sets attributes of the copy
+            # a module in `__wrapped__` may be a copy, with attributes that nobody sets
             yield from _functions(x.__wrapped__, seen, is_whole=not _is_module(x.__wrapped__))
 
 
 def _methods(x: object, is_whole: bool = False) -> Iterator[_Function]:
-    """Yield the user's classes of an object or of a module's parts, and the classes' functions."""
+    """Yield the user's classes of an object or of a module's submodules, and the functions of these classes."""
     parts: Any = x.modules() if _is_module(x) else [x]  # type: ignore[attr-defined]
     if is_whole and _is_module(x):
         yield x
@@ -281,19 +282,19 @@ def _methods(x: object, is_whole: bool = False) -> Iterator[_Function]:
             fn = _function_of(method)
             if inspect.isfunction(fn):
                 yield from _functions(fn, {})
-                # code may call any method of a class's instance
+                # if `x` is a class, code may call any method of an instance
                 is_called = inspect.isclass(x) or name == "forward" or name[:2] == name[-2:] == "__"
                 if is_whole and is_called and name not in _SHOWS and is_users(fn):
                     yield from (MethodType(fn, part) for part in objects)
 
 
-# methods to make, show or compare an object or to look up a name: they compute nothing
+# methods to make, show, compare or save an object, or to look up an attribute: they compute nothing
 _SHOWS = {"__init__", "__new__", "__post_init__", "__repr__", "__str__", "__eq__", "__hash__", "__del__"}
 _SHOWS |= {"__getattr__", "__setattr__", "__getstate__", "__setstate__", "__reduce__", "__replace__"}
 
 
 def variables(fn: _Function) -> Iterator[Capture]:
-    """Yield the variables read by one function, method, class, partial or module itself."""
+    """Yield the variables read directly by one function, method, class, partial or module."""
     if isinstance(fn, MethodType):
         yield from _of_owner(fn.__func__, fn.__self__)
         return
@@ -312,7 +313,7 @@ def variables(fn: _Function) -> Iterator[Capture]:
         yield _variable(fn, cell, (name,), paths)
     if is_own:
         yield Capture(f"the code of {fn.__qualname__}", fn, "__code__")
-    if is_own or "<locals>" in fn.__qualname__:  # a library made `fn` for the user
+    if is_own or "<locals>" in fn.__qualname__:  # or a library's function made `fn` for the user
         yield Capture(f"a default of {fn.__qualname__}", fn, "")
     for path in paths:
         place = cells.get(path[0], fn.__globals__)
@@ -345,10 +346,10 @@ def _variable(fn: FunctionType, place: Any, path: _Path, paths: Collection[_Path
 def _attributes(
     fn: FunctionType, value: Any, path: _Path, paths: Collection[_Path], start: int = 1, around: tuple[int, ...] = ()
 ) -> Iterator[Capture]:
-    """Yield the attributes of a user's value read along a path of names, from `path[start]` on.
+    """Yield the attributes `a`, `b` and `c` read by `value.a.b.c`: their names are `path[start:]`.
 
-    If a method computes an attribute, the path goes on in the possible results of the method. `around`: ids of the
-    objects of such methods.
+    If a method computes an attribute, go on with every value that the method may return. `around`: ids of such methods'
+    owners, so that recursion ends.
     """
     for k, name in enumerate(path[start:], start):
         if is_of_library(value) if isinstance(value, type | ModuleType) else not _has(value, name):
@@ -365,7 +366,7 @@ def _attributes(
 
 
 def _handed_on(method: MethodType) -> list[object]:
-    """Return the values read whole by a method, and the values of dicts among them: the method may return any."""
+    """Return a method's possible results: values used other than by attribute, and values of dicts among them."""
     read = [x.read() for x in variables(method) if not x.by_name and x.key != _ITSELF]
     return [y for x in read for y in (x.values() if isinstance(x, dict) else [x])]
 
@@ -380,13 +381,13 @@ def _has(x: object, name: str) -> bool:
     return name in ("__dict__", "__class__") and not is_of_library(type(x))
 
 
-# Instructions to load a global or a closure's variable. LOAD_NAME is in bodies of classes.
+# LOAD_NAME is in bodies of classes.
 _KINDS = ("GLOBAL", "NAME", "DEREF", "CLASSDEREF", "FROM_DICT_OR_GLOBALS", "FROM_DICT_OR_DEREF")
 _LOADS = {f"LOAD_{kind}" for kind in _KINDS}
 
 
 def _names_in(code: CodeType, first: str = "") -> Iterator[tuple[str, ...]]:
-    """Yield the paths of names read by code, as `("module", "attribute")`, also from its argument `first`."""
+    """Yield `("module", "attribute")` for each `module.attribute` read by code, also for its argument `first`."""
     path: tuple[str, ...] = ()
     for instruction in dis.get_instructions(code):
         if path and instruction.opname in ("LOAD_ATTR", "LOAD_METHOD"):
@@ -396,7 +397,7 @@ def _names_in(code: CodeType, first: str = "") -> Iterator[tuple[str, ...]]:
             yield path
         names = instruction.argval if isinstance(instruction.argval, tuple) else (instruction.argval,)
         loads = instruction.opname in _LOADS or ("LOAD_FAST" in instruction.opname and first in names)
-        path = (names[-1],) if loads else ()  # Python 3.13 may load two variables at once
+        path = (names[-1],) if loads else ()  # an instruction of Python 3.13 may load two variables
         if loads and len(names) == 2 and names[0] == first:
             yield names[:1]
     for inner in code.co_consts:
@@ -405,7 +406,6 @@ def _names_in(code: CodeType, first: str = "") -> Iterator[tuple[str, ...]]:
 
 
 def _generators(root: object, seen: dict[int, object]) -> Iterator[Any]:  # Any: numpy may be absent
-    """Yield the random generators of Python and numpy reachable from an object."""
     np = sys.modules.get("numpy")
     kinds = (random.Random, *(() if np is None else (np.random.Generator, np.random.RandomState)))
     unseen = [root]
@@ -421,13 +421,13 @@ def _generators(root: object, seen: dict[int, object]) -> Iterator[Any]:  # Any:
         elif isinstance(x, type | ModuleType):
             unseen += [] if is_of_library(x) else vars(x).values()
         elif _is_ours(x):
-            unseen += _functions(x, {})  # functions of a step: not through a mesh into the world
+            unseen += _functions(x, {})  # only functions: a step's mesh leads to a simulated world
         elif not issubclass(type(x), Tensor):
             unseen += gc.get_referents(x)
 
 
 def generators(fn: object, leaves: Sequence[object]) -> list[tuple[str, Any]]:
-    """Return (class, generator). The class is "" for the generators of `random` and `numpy.random`."""
+    """Return (class name, generator). The name is "" for the global generators of `random` and `numpy.random`."""
     np = sys.modules.get("numpy")
     methods: list[Any] = [random.random, *([] if np is None else [np.random.rand])]
     shared = [method.__self__ for method in methods]
@@ -439,7 +439,7 @@ def generators(fn: object, leaves: Sequence[object]) -> list[tuple[str, Any]]:
 def state_of(generator: Any) -> object:  # Any: numpy's generators have no common class
     if isinstance(generator, random.Random):
         return None if isinstance(generator, random.SystemRandom) else generator.getstate()
-    # as text: arrays have no truth value for ==
+    # as text: == of states with arrays gives no bool
     return str(generator.bit_generator.state if hasattr(generator, "bit_generator") else generator.get_state())
 
 

@@ -19,13 +19,13 @@ _EMPTY = (torch.ops.aten.new_empty.default, torch.ops.aten.empty.memory_format, 
 
 @dataclass(frozen=True)
 class Input:
-    """A placeholder for a result: a graph writes it to input number `number`."""
+    """A placeholder for a result that the graph writes over input number `number`."""
 
     number: int
 
 
 class _Move(NamedTuple):
-    """A result written to an input, by numbers."""
+    """The numbers of a leaf, and of the input and output with its old and new value."""
 
     leaf: int
     input: int
@@ -33,7 +33,7 @@ class _Move(NamedTuple):
 
 
 def donated(traced: Trace, leaves: Sequence[object]) -> Trace:
-    """Write each tensor of the first result to the same leaf of the first argument. Changes the graph in place."""
+    """Change a graph to write each tensor of its first result over the same leaf of the first argument."""
     first = _first_argument(traced)
     graph, results = traced.module.graph, list(traced.results)
     inputs, output = [node for node in graph.nodes if node.op == "placeholder"], graph.output_node()
@@ -44,8 +44,8 @@ def donated(traced: Trace, leaves: Sequence[object]) -> Trace:
     old = repeated(graph, {_storage(inputs[move.input]) for move in moves})
     others = _place(graph, moves, inputs, outputs)
     with graph.inserting_before(output):
-        # If an output is (a view of) a written input, as in a swap of two leaves, copy it first. Inductor would turn a
-        # clone into a read after the write.
+        # If an output is an input to be overwritten, or a view of one, as in a swap of two leaves, copy the output
+        # first. Inductor would replace a clone by a read after the write, so `copied` makes none.
         outputs = [copied(graph, node) if _storage(node) in old else node for node in outputs]
     _write(graph, others, inputs, outputs)
     for move in moves:
@@ -59,7 +59,10 @@ def donated(traced: Trace, leaves: Sequence[object]) -> Trace:
 def _place(
     graph: fx.Graph, moves: Sequence[_Move], inputs: Sequence[fx.Node], outputs: Sequence[fx.Node]
 ) -> list[_Move]:
-    """If a collective fills a result after the input's last read, let it fill the input; return other moves."""
+    """If a collective fills a result after the input's last read, let the collective fill the input.
+
+    Return the other moves.
+    """
     nodes, storages, others = index(graph), [_storage(node) for node in outputs], list[_Move]()
     for move in moves:
         value, place = outputs[move.output], inputs[move.input]
@@ -69,7 +72,7 @@ def _place(
             views = nodes.returned[_storage(value)][1:]
             value.replace_all_uses_with(place)
             graph.erase_node(value)
-            for view in views:  # the views are now in the input's memory
+            for view in views:  # now in the input's memory
                 view.meta["val"] = computed(view)
         else:
             others.append(move)
@@ -81,19 +84,19 @@ def _last_use(x: fx.Node, nodes: NodeIndex) -> int:
 
 
 def _is_alike(a: fx.Node, b: fx.Node) -> bool:
-    """Return True if two values fill their memory in the same order."""
+    """Return True if two values are contiguous, in storages of one size."""
     x, y = a.meta["val"], b.meta["val"]
     return x.is_contiguous() and y.is_contiguous() and x.untyped_storage().nbytes() == y.untyped_storage().nbytes()
 
 
 def _write(graph: fx.Graph, moves: Sequence[_Move], inputs: Sequence[fx.Node], outputs: Sequence[fx.Node]) -> None:
-    """Copy each output to its input as early as possible: a compiler then frees the value early."""
+    """Copy each output to its input as early as possible: the compiler then frees the output early."""
     nodes, anchors = index(graph), list[fx.Node]()
     in_order = list(nodes.order)
     for move in moves:
         value, place = outputs[move.output], inputs[move.input]
         ready = max(nodes.order[value], nodes.last_write([value], len(in_order)), _last_use(place, nodes))
-        # copy after all inputs, before the output node
+        # copy after all placeholders, before the output node
         anchors.append(in_order[min(max(ready + 1, len(inputs)), len(in_order) - 1)])
     for move, anchor in zip(moves, anchors, strict=True):
         with graph.inserting_before(anchor):
@@ -118,7 +121,7 @@ def _first_argument(traced: Trace) -> tree.Spec:
 
 def _moves(leaves: Sequence[object], results: Sequence[object]) -> Iterator[_Move]:
     number = 0  # number of the input: each tensor leaf is an input
-    for i, (leaf, result) in enumerate(zip(leaves, results, strict=False)):  # `results` may be longer
+    for i, (leaf, result) in enumerate(zip(leaves, results, strict=False)):  # `results` may have more
         if isinstance(leaf, Tensor):
             if isinstance(result, Output):
                 yield _Move(i, number, result.number)

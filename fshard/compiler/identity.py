@@ -1,17 +1,17 @@
 """A compiled function's identity: named texts, the same in another process with the same function.
 
 Note [What another process compares]
-    One process finds a graph by values and objects (Note [What a graph depends on]). In another process the objects
-    differ, so each value becomes text:
+    Inside a process, fshard finds a graph by values and objects (Note [What a graph depends on] in `signature.py`).
+    Another process has other objects, so each value becomes text:
     - numbers and strings as they are;
     - tensors by shape, strides, dtype and device;
-    - functions and classes by name; the user's also by a digest of their code;
+    - functions and classes by name; functions of the user also by a digest of their code;
     - containers and objects by their state for `pickle`; objects of the user's classes also by all attributes;
-    - an object met before, by number, so cycles end;
+    - an object inside itself by a number, so cycles end;
     - libraries by the versions of Python, torch and fshard.
 
-    Texts are compared, never unpickled. If a function reads an object without a text (a lock, a file, a generator), it
-    cannot be saved.
+    fshard compares texts and never unpickles them. A function that reads an object without a text (a lock, a file, a
+    generator) cannot be saved.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ Texts = dict[str, str]
 
 _SIMPLE = {int, float, bool, complex, str, type(None), type(...), torch.dtype, torch.device, torch.layout}
 _SIMPLE |= {torch.memory_format, torch.Size, torch.finfo, torch.iinfo, range, slice}
-_LONG = 1000  # characters; longer texts are compared by digest
-# prefixes of variables read by Inductor and g++
+_LONG = 1000  # characters; a longer text is cut, and gets a digest
+# prefixes of environment variables read by Inductor, Triton and g++
 _VARIABLES = ("TORCHINDUCTOR_", "TORCH_COMPILE_", "CXX", "CPATH", "TRITON_")
 _NO_MATTER = {"TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR", "TORCHINDUCTOR_FORCE_DISABLE_CACHES"}
 
@@ -55,7 +55,7 @@ class FunctionIdentity:
     """A function as named texts, comparable between processes.
 
     - `where`: versions, machine and settings.
-    - `code`: the user's functions.
+    - `code`: digests of the user's functions.
     - `what`: arguments and variables.
     - `unknown`: the first value without a text, or "".
     """
@@ -90,12 +90,12 @@ def identity(fn: object, called: Signature, options: object) -> FunctionIdentity
 
 
 def structure(spec: tree.Spec) -> str:
-    """Return a structure's text. Unlike ==, texts tell 1 from True."""
+    """Return the text of a tree structure. Unlike ==, texts tell 1 from True."""
     return _Writer(()).text(spec)
 
 
 def _add(texts: Texts, name: str, text: str) -> None:
-    """Join texts of one name: two closures of one function have one name."""
+    """Add a text, joined to an earlier text of its name: two closures of one function have one name."""
     texts[name] = f"{texts[name]}, {text}" if name in texts else text
 
 
@@ -106,7 +106,7 @@ def _of_arguments(called: Signature, writer: _Writer) -> Iterator[tuple[str, str
     yield "the structure of the arguments", writer.named("the arguments", called.spec)
     yield "which arguments are one", str(called.trained)
     grids = [*map(called.grids.__getitem__, filter(None, called.meshes))]
-    # each rank of the first mesh has its own program; without a mesh, each process has one
+    # without a mesh, name the process: each process has its own program
     yield "the meshes of the arguments", writer.text(grids) if grids else f"none, process {process_rank()}"
     yield "the processes of the mesh", _short(str(grids[0].likeness if grids else ()))
     for name, value in zip(Ambient._fields, called.ambient, strict=True):
@@ -130,12 +130,12 @@ def _machine(called: Signature) -> Texts:
 
 
 def _settings(by_variables: bool) -> str:
-    """Return Inductor's changed settings. Its import takes seconds; before the import, all are defaults."""
+    """Return Inductor's changed settings. Before its import, which takes seconds, only variables can change them."""
     if "torch._inductor.config" not in sys.modules and not by_variables:
         return "{}"
     from torch._inductor import config
 
-    # private: torch has no public way to ask for a default (test_artifact.py fails if torch changes this)
+    # Private API: torch shows defaults in no public way (test_artifact.py fails if torch changes this).
     now, default_of = config.get_config_copy(), config._config  # type: ignore[attr-defined]
     return str({name: now[name] for name in sorted(now) if now[name] != default_of[name].default})
 
@@ -156,7 +156,7 @@ def _processor() -> str:
 
 @cache
 def _digest_of_package() -> str:
-    """Digest fshard's files: they may change under one version."""
+    """Digest fshard's files: in development, files change and the version does not."""
     root = Path(__file__).parents[1]
     return _digest(*(f"{path.relative_to(root)} {path.read_text()}" for path in sorted(root.rglob("*.py"))))
 
@@ -175,18 +175,18 @@ def _digest_of_code(code: CodeType) -> str:
 
 
 class _Writer:
-    """A writer of texts, equal in all processes."""
+    """A writer of texts that are equal in all processes."""
 
     def __init__(self, meshes: Sequence[Mesh]) -> None:
-        self.unknown, self.functions = "", list[FunctionType]()  # the user's functions
+        self.unknown, self.functions = "", list[FunctionType]()  # functions: the user's
         self._meshes = [mesh.likeness for mesh in meshes]
-        self._texts: dict[int, tuple[object, str]] = {}  # keeps objects alive, for their ids
+        self._texts: dict[int, tuple[object, str]] = {}  # by id: (object, text); a live object keeps its id
         self._around: list[object] = []  # objects being written, outermost first
 
     def named(self, name: str, x: object) -> str:
         try:
             return self.text(x)
-        except Exception:  # an object may raise any error
+        except Exception:  # an object's methods may raise any error
             self.unknown = self.unknown or f"{name} has a {_name(type([x, *self._around][-1]))}"
             self._around = []
             return "?"
@@ -208,7 +208,7 @@ class _Writer:
         return self._texts[id(x)][1]
 
     def _apart(self, x: Any) -> str:
-        """Return a value's text. Later texts refer to no object in it."""
+        """Return a set item's text. Other items' texts refer to no object in it, because their order varies."""
         before, text = len(self._texts), self.text(x)
         while len(self._texts) > before:
             self._texts.popitem()
@@ -218,14 +218,14 @@ class _Writer:
         return ", ".join(map(self.text, values))
 
     def _own(self, x: Any) -> str:
-        """Write a user's object's attributes: `pickle` may leave some out."""
+        """Write all attributes of an object of the user's class: `pickle` may leave some out."""
         return "" if isinstance(x, type) or is_of_library(type(x)) else self.text(object.__getstate__(x))
 
     def _written(self, x: Any) -> str:
         if type(x) in ProxyTypes:
             return f"weak {self.text(x.__repr__.__self__)}"
         if isinstance(x, Tensor):
-            if type(x).__module__.startswith("fshard.module."):  # such a tensor stands for a parameter, without memory
+            if type(x).__module__.startswith("fshard.module."):  # it stands for a parameter, without memory
                 return f"{_name(type(x))} {self.text(vars(x))}"
             form = words(key_of(resolved(x))) if x.layout is torch.strided else f"{x.layout} {x.dtype}"
             return f"{_name(type(x))} {form} {self.text(vars(x))}"
@@ -234,14 +234,13 @@ class _Writer:
         if is_mesh(x):
             return self._mesh(x)
         if isinstance(x, tree.Spec):
-            # the structure's nodes: types, ordered keys, metadata
             return self.text(x.__getstate__()[0])  # type: ignore[index]  # a tuple
         if type(x) is dict:
             return f"{{{', '.join(f'{self.text(k)}: {self.text(v)}' for k, v in x.items())}}}"
         if type(x) in (list, tuple):
             return f"{type(x).__name__} [{self._all(x)}]"
         if isinstance(x, set | frozenset):
-            # the order of objects hashed by identity changes with the process
+            # objects hashed by identity have another order in each process
             if any(y.__hash__() == object.__hash__(y) for y in x):
                 raise TypeError("a set of objects")
             return f"{self.text(type(x))} {{{', '.join(sorted(map(self._apart, x)))}}}"
@@ -260,13 +259,13 @@ class _Writer:
             # no graph reads a tensor through a weak reference
             return f"weak {'' if isinstance(x(), Tensor) else self.text(x())}"
         if isinstance(x, WeakKeyDictionary | WeakValueDictionary):
-            # entries by class or jitted function are caches of `singledispatch` and of plans
+            # entries with a class or an object of fshard as key are caches of `singledispatch` and of plans
             kept = {k: v for k, v in x.items() if not (isinstance(k, type) or type(k).__module__.startswith("fshard."))}
             return f"weak {self.text(kept)}"
         if names := _parts_of(x):
             return f"{self.text(type(x))} of {self._all(getattr(x, name) for name in names)}"
         if is_dataclass(x) and type(x).__module__.startswith("fshard."):
-            # fields only: caches belong to this process
+            # fields only: other attributes are caches
             return f"{_name(type(x))} {self.text({field.name: getattr(x, field.name, None) for field in fields(x)})}"
         return self._saved(x)
 
@@ -293,7 +292,7 @@ class _Writer:
         return f"module {x.__name__} {self.text(values)}"
 
     def _mesh(self, x: Any) -> str:
-        # each rank of the first mesh has its own program; the rank on another mesh is fixed in the trace
+        # each rank of the first mesh has its own program; a trace fixes the rank on another mesh
         likeness = present(x).likeness
         number = self._meshes.index(likeness) if likeness in self._meshes else -1
         at = f", rank {rank_in(x)} of {likeness}" if number else ""
@@ -329,12 +328,12 @@ def _parts_of(x: object) -> tuple[str, ...]:
     return tuple(name for name in names if hasattr(x, name))
 
 
-# attributes added to a class by Python
+# attributes that Python adds to a class
 _KEPT = {"__module__", "__qualname__", "__dict__", "__weakref__", "__doc__", "__annotations__", "__firstlineno__"}
 _KEPT |= {"__static_attributes__", "__dataclass_fields__", "__dataclass_params__", "__abstractmethods__"}
 _KEPT |= {"__orig_bases__", "__parameters__", "__type_params__", "__slotnames__"}
 _KEPT |= {"__annotate__", "__annotate_func__", "__annotations_cache__"}
-# different in each process: attrs' hash, and objects made by pydantic from compared fields
+# different in each process: attrs' hash, and objects that pydantic makes from compared fields
 _KEPT |= {"__hash__", "__pydantic_core_schema__", "__pydantic_validator__", "__pydantic_serializer__"}
 
 

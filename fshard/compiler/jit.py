@@ -40,7 +40,7 @@ _CASTS = (
     "it is written. Jit the function that takes the derivative, fshard.predict(fn) or fshard.evaluate(fn)"
 )
 
-# Bytes. A smaller collective costs its start, not its bytes. Units of a large model are far larger: none are merged.
+# Bytes. Below, the start of a collective takes most of its time. Units of a large model are far larger.
 _SMALL = 1 << 20
 
 
@@ -53,7 +53,7 @@ class Jitted(Generic[P, R]):
         self.__wrapped__ = fn  # read by `captures`
         self._graphs: dict[_CacheKey, _Graph] = {}  # graphs for arguments without a mesh
         self._captures: list[Capture] = []
-        self._inputs = set[tuple[int, str]]()  # variables with tensors among any graph's inputs
+        self._inputs = set[tuple[int, str]]()  # `Capture.identity` of inputs of any graph
         self._reasons: list[str] = []
         self._checked = is_wanted()
 
@@ -69,7 +69,7 @@ class Jitted(Generic[P, R]):
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
         """Call the function. For a new signature, trace and compile it first."""
-        # a larger graph or transform around the call does not see through a compiled graph
+        # a trace or transform around the call cannot see into a compiled graph
         if is_tracing() or torch.compiler.is_compiling() or func_levels.inside():
             return self._fn(*args, **kwargs)
         checked = self._checked and tree.nodes((args, kwargs), Sharded)
@@ -82,7 +82,7 @@ class Jitted(Generic[P, R]):
             return self._fn(*args, **kwargs)
         homes = [node.home for node in nodes if node.home is not None]
         homes = homes or [plan for plan in _plans_of_loss() if plan.mesh]
-        # graphs for a mesh are kept in the arguments' layout, and freed with it
+        # the arguments' plan or layout keeps these graphs, and frees them with itself
         graphs = homes[0].derived.graphs.setdefault(self, {}) if homes else self._graphs
         called, variables = signature(leaves, spec, nodes), self._captures
         inputs = inputs_of(variables)
@@ -105,7 +105,7 @@ class Jitted(Generic[P, R]):
             lowered = lower(self._fn, leaves, called.spec, self.options)
             compiled, how = (None, "") if lowered.traced.has_gradient else (lowered.compile(self._backend), "")
         self._inputs |= {variable.identity for variable in (compiled.interface.captured if compiled else ())}
-        # If tracing changes a variable, such as a counter of traces, compare only its tensors, if they are inputs.
+        # If tracing changed a variable, such as a counter of traces, compare only its input tensors, or nothing.
         compared = zip(variables, before, contents(variables, {}), strict=True)
         known = [v._replace(is_input=v.identity in self._inputs, of_tensors=old != new) for v, old, new in compared]
         self._captures = [variable for variable in known if variable.is_input or not variable.of_tensors]
@@ -115,7 +115,7 @@ class Jitted(Generic[P, R]):
         self, path: str, leaves: list[object], called: Signature, variables: list[Capture]
     ) -> tuple[_Graph, str]:
         known, mesh, first = identity(self._fn, called, self.options), called.mesh, not self._reasons
-        # at a later call, some ranks alone may have new arguments
+        # later, only some ranks may have new arguments, so no rank waits for others
         others = mesh if first else None
         program, how = together(others, lambda: artifacts.find(path, known, mesh)), f"loaded from {path}"
         reasons = of_all(program if isinstance(program, str) else "", others)
@@ -143,7 +143,7 @@ class Jitted(Generic[P, R]):
 
 
 def _in_loss_with_policy() -> bool:
-    """Return True inside a loss with a policy: a policy knows leaves by memory, and a graph has other tensors."""
+    """Return True inside a loss with a policy: a policy finds leaves by their memory, and a graph has other memory."""
     return any(plan.policy != Policy() for plan in _plans_of_loss())
 
 
@@ -169,7 +169,7 @@ def jit(
 
     `fn` is traced again if one of these changes; `.explain()` gives the reason:
 
-    - structure, shapes, strides, dtypes, devices, mesh or rank of the arguments, or a value other than a tensor;
+    - structure, shapes, strides, dtypes, devices, mesh or rank of the arguments, or an argument other than a tensor;
     - torch's settings: autocast, default dtype and device, grad mode, deterministic algorithms, precision of matrix
       products, enabled attention kernels;
     - a number, string, array or function read from a closure, a global, a default, an argument of a partial, or by name
@@ -179,12 +179,12 @@ def jit(
 
     - `donate`: reuse the memory of the first argument for the first result; both have the same structure.
     - `backend`: the name of a backend of torch.compile.
-    - `in_flight`: start gathers of parameters up to this many bytes ahead; 0 means one unit ahead.
-    - `bucket`: merge consecutive collectives of one kind, up to this many bytes (default 1 MiB); 0 merges none. Merged
-      buffers are in memory together. Results have the same bits.
+    - `in_flight`: start gathers of parameters up to this many bytes ahead; 0 means the plan's `prefetch`, or one unit.
+    - `bucket`: merge consecutive collectives of one kind, up to this many bytes (default 1 MiB); 0 merges none. All
+      merged buffers are in memory at once. Results have the same bits.
     - `artifact`: a file of compiled functions. The first call loads `fn` from the file. If the file lacks `fn`, ranks
       trace `fn` and rank 0 adds it; `.explain()` gives the reason. All ranks must see the file, and make the first call
-      together. An artifact is a program: load only a file you would run.
+      together. Loading an artifact runs its code: load only a file that you trust.
 
     A graph passes no gradient on: take the gradient inside `fn`. If a result requires a gradient, or a transform of
     torch.func runs, `fn` itself is called and nothing is compiled.

@@ -1,10 +1,9 @@
 """The C++ loops of one graph, compiled as one file.
 
 Note [Loops in one file]
-    Inductor writes one file for each fused loop. g++ takes 0.6 s for an empty file, about 0.1 s for a loop: its runs
-    dominate a graph's first step. fshard collects the loops of a graph's regions and compiles them as one file, each in
-    a namespace, with Inductor's bindings and flags. Results have the same bits. The library has a Python module for
-    each loop. torch caches the library as usual.
+    Inductor writes one file for each fused loop. g++ takes 0.6 s for an empty file and about 0.1 s more for a loop, so
+    many files dominate a graph's first step. fshard compiles all loops of a graph's regions as one file, each in a
+    namespace, with Inductor's bindings and flags. Results have the same bits. torch caches the library as usual.
 """
 
 from __future__ import annotations
@@ -29,17 +28,16 @@ _DIRECTIVE = re.compile(r"^[ \t]*#[ \t]*(?!include\b|pragma\b)", re.MULTILINE)
 
 @contextmanager
 def in_one_file(settings: Mapping[str, object]) -> Iterator[None]:
-    """In a block, compile the loops of this thread's graphs as one file, with these settings of Inductor."""
+    """In a block, compile the loops of this thread's graphs as one file, with these Inductor settings."""
     from torch._inductor import config
 
-    # locked: the block replaces settings and methods of torch
+    # locked: the block replaces torch's settings and methods in all threads
     with _ONE_AT_A_TIME, config.patch({**settings}):
         yield from _collected()
 
 
 def _collected() -> Iterator[None]:
-    # Private API: Inductor has no public hook. Without these names torch writes a file for each loop (test_loops.py
-    # fails if torch removes them).
+    # Private API: Inductor has no public hook. Without these names, torch compiles each loop (test_loops.py fails).
     try:
         from torch._inductor.async_compile import AsyncCompile, get_compile_threads
         from torch._inductor.codecache import LambdaFuture
@@ -77,7 +75,7 @@ class _File:
     def __init__(self) -> None:
         self._sources: dict[tuple[tuple[str, ...], str], str] = {}  # names by (types, source)
         self.loops: dict[str, Loop] | None = None  # by name; None before compilation
-        self.path = ""  # of the library
+        self.path = ""  # of the compiled library
 
     def add(self, argtypes: Sequence[str], source: str) -> str:
         return self._sources.setdefault((tuple(argtypes), source), f"kernel{len(self._sources) or ''}")
@@ -107,7 +105,7 @@ def _part(name: str, argtypes: Sequence[str], source: str) -> str:
 
 
 def load(name: str, path: str) -> Loop:
-    # private (test_loops.py): torch's bindings in the library find tensor memory by the function at this address
+    # Private API (test_loops.py): torch's bindings in the library call this address to find a tensor's memory.
     place = torch._C._dynamo.guards._torchinductor_pyobject_tensor_data_ptr  # type: ignore[attr-defined]
     os.environ["_TORCHINDUCTOR_PYOBJECT_TENSOR_DATA_PTR"] = str(place)
     spec = importlib.util.spec_from_file_location(name, path)
@@ -119,10 +117,10 @@ def load(name: str, path: str) -> Loop:
 
 
 def libraries(loops: Sequence[tuple[Sequence[str], str]]) -> tuple[list[str], list[tuple[int, str]]]:
-    """Compile loops (types of arguments, source). Return paths of libraries, and each loop's library and name."""
+    """Compile loops: (types of arguments, source). Return the libraries' paths, and (library, name) of each loop."""
     files, places = dict[str, _File](), list[tuple[int, str]]()
     for argtypes, source in loops:
-        apart = source if _DIRECTIVE.search(source) else ""  # a macro must change no other loop
+        apart = source if _DIRECTIVE.search(source) else ""  # a macro could change other loops
         file = files.setdefault(apart, _File())
         places.append(([*files].index(apart), file.add(argtypes, source)))
     for file in files.values():

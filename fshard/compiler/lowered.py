@@ -49,27 +49,27 @@ from .signature import (
 )
 from .trace import Output, Trace, TraceError, input_paths, resolved, trace
 
-Graph = Callable[..., Sequence[Tensor]]  # a compiled graph: from its inputs to its outputs
+Graph = Callable[..., Sequence[Tensor]]  # a compiled graph: a function from inputs to outputs
 
-_PURPOSES = {"opt_state": "optimizer", "params": "parameters"}  # of inputs, by a field in their paths
+_PURPOSES = {"opt_state": "optimizer", "params": "parameters"}  # an input's, by a field in its path
 
-# With these settings, Inductor keeps the order of nodes, and so the peak of memory. It recomputes no value: recomputing
-# from parameters would keep the forward's gathered buffers until the backward. It folds no constants: folding would
-# return one tensor for `x` and `x + zeros`, and a write to one would change both.
+# With these settings, Inductor keeps the order of nodes, and so the peak of memory. Inductor recomputes no value:
+# otherwise the forward's gathered buffers would stay until the backward. Inductor folds no constants: `x` and
+# `x + zeros` would become one tensor, and a write to one would change both.
 _INDUCTOR = {"reorder_for_peak_memory": False, "realize_reads_threshold": 0, "joint_graph_constant_folding": False}
-# A C++20 compiler knows AVX2 and AVX-512, so skip Inductor's trial of them: the trial takes longer than a compilation.
-# Inductor still tries newer instructions (VNNI, bfloat16, AMX), with small programs.
+# Every C++20 compiler knows AVX2 and AVX-512, so skip Inductor's test for both: it takes longer than a compilation.
+# Inductor still tests newer instructions (VNNI, bfloat16, AMX).
 _UNTRIED = {"cpp.vec_isa_ok": True}
 _OF_REGIONS = ("inductor", "aot_eager")  # with these backends, each distinct region is compiled once
 
 
 class Interface(NamedTuple):
-    """The way to call a graph."""
+    """A call of a graph: arguments to inputs, outputs to result."""
 
     signature: Signature
     donate: bool
     captured: tuple[Capture, ...]  # their tensors are inputs after the arguments
-    contents: Contents  # values of `captured`
+    contents: Contents  # keys of the values of `captured`
     out_spec: tree.Spec
     results: tuple[object, ...]  # as in `Trace`
     has_gradient: bool = False
@@ -81,7 +81,7 @@ class Lowered:
 
     traced: Trace
     interface: Interface
-    numbers: tuple[int, ...] = ()  # positions of captured variables among the function's
+    numbers: tuple[int, ...] = ()  # positions in `captures(fn)` of the graph's variables
     identity: FunctionIdentity | None = None  # set by `Jitted.lower`, for `save`
 
     @property
@@ -105,7 +105,7 @@ class Lowered:
         return inspect.flops(self.traced.module)
 
     def memory(self) -> Footprint:
-        """Estimate the memory of this rank at each node, by purpose (Note [Memory of a graph])."""
+        """Estimate the memory of this rank at each node, by purpose (Note [Memory of a graph] in `memory.py`)."""
         return footprint(self.graph, self.holds())
 
     def holds(self) -> list[str]:
@@ -127,7 +127,7 @@ class Lowered:
             if are_alike(parts):
                 calls = driver(module, parts, partial(_compiled, backend))
                 return Compiled(self.interface, calls.forward, as_text(calls), saved)
-            # a copy for the backend to change: `self.graph` stays for inspection
+            # the backend changes a copy: `self.graph` stays
             graph = copy.deepcopy(self.graph)
             if is_captured:
                 passes.fix_places(graph)
@@ -135,7 +135,7 @@ class Lowered:
             return Compiled(self.interface, fn, self.as_text(), saved)
 
     def program(self, leaves: Sequence[object] = ()) -> Program:
-        """Compile the graph with Inductor into data (Note [A program]). `leaves`: leaves of the arguments.
+        """Compile the graph with Inductor into data (Note [A program] in `program.py`). `leaves`: of the arguments.
 
         Raises UnsavableError if the graph stays whole, or for CUDA graphs, because they contain addresses.
         """
@@ -155,8 +155,7 @@ class Lowered:
 def _compiled(
     backend: str, module: fx.GraphModule, inner: InnerCompile | None = None
 ) -> Callable[..., Sequence[Tensor]]:
-    # Private API, used in torch's guide to backends: no public lookup by name (test_jit.py fails if torch changes it).
-    # Imported here, as the import takes seconds.
+    # Private API from torch's guide to backends (test_jit.py fails if torch changes it). The import takes seconds.
     from torch._dynamo import lookup_backend
 
     fakes = [node.meta["val"] for node in module.graph.nodes if node.op == "placeholder"]
@@ -164,7 +163,7 @@ def _compiled(
 
 
 def _has_cuda_graphs() -> bool:
-    # private: Inductor's options have no public place (test_jit.py fails if torch moves them)
+    # Private API: Inductor's options (test_jit.py fails if torch moves them).
     import torch._inductor
 
     return torch._inductor.config.triton.cudagraphs
@@ -174,7 +173,7 @@ def _has_cuda_graphs() -> bool:
 def _compiling(backend: str) -> Iterator[None]:
     block = in_one_file(_settings()) if backend == "inductor" else nullcontext()
     with torch.no_grad(), warnings.catch_warnings(), block:
-        # torch scripts functions at the first use of inductor, and warns about its own call
+        # Inductor's first use calls torch.jit.script, which warns
         warnings.filterwarnings("ignore", message=".*torch.jit.script")
         yield
 
@@ -185,7 +184,7 @@ def _settings() -> dict[str, object]:
 
 
 def _purpose(path: str) -> str:
-    parts = path.split(".") if path.startswith("0.0.") else []  # "0.0.": a state, the first argument
+    parts = path.split(".") if path.startswith("0.0.") else []  # "0.0.": in a state, the first argument
     return next((purpose for field, purpose in _PURPOSES.items() if field in parts), "arguments")
 
 
@@ -241,14 +240,14 @@ class Compiled:
             (donated_spec, *_), _ = (part.children() for part in self.interface.signature.spec.children())
             _check_apart(inputs, len(tensors(leaves[: donated_spec.num_leaves])))
         with ExitStack() as stack:
-            # else autograd would record a second backward for the graph
+            # the graph contains its backward: autograd must record no other
             stack.enter_context(torch.no_grad())
-            for device, dtype in self.interface.signature.ambient.autocast:  # the graph has the casts
+            for device, dtype in self.interface.signature.ambient.autocast:  # the graph contains autocast's casts
                 stack.enter_context(torch.autocast(device, dtype, enabled=False))
             outputs = self.fn(*inputs)
         results = [_result(result, inputs, outputs) for result in self.interface.results]
         if self.interface.donate:
-            # the graph writes to every tensor of its first argument, also in a state's `extra`
+            # the graph has overwritten every tensor of its first argument, also in a state's `extra`
             for node in tree.nodes(args[0], Sharded):
                 node.give_away()
             tree.give_away(args[0])
@@ -281,8 +280,6 @@ class Options:
 
 @dataclass(frozen=True)
 class Setting:
-    """Input of passes: plans and options."""
-
     plans: Sequence[Plan]
     options: Options
 
@@ -298,7 +295,7 @@ class Setting:
     def ahead(self) -> int:
         """The number of units gathered ahead of the one in use: the largest `prefetch` of the plans, 1 if unset.
 
-        An eager step's number (Note [Two units] in `ahead.py`) would raise a graph's peak.
+        The default of an eager step (Note [Two units] in `ahead.py`) would raise a graph's peak of memory.
         """
         return max((1 if plan.prefetch is None else plan.prefetch for plan in self.plans), default=1)
 
@@ -310,7 +307,7 @@ class Pass(NamedTuple):
     apply: Callable[[fx.Graph, Setting], None]
 
 
-# `test_pass_laws.py` checks each pass against Note [What a pass must keep] of `passes.py`.
+# Each pass obeys Note [What a pass must keep] of `passes.py`.
 PASSES = (
     Pass("drop_dead", lambda graph, _: passes.drop_dead(graph)),
     Pass("shorten", lambda graph, _: passes.shorten(graph)),
@@ -324,7 +321,7 @@ PASSES = (
 
 
 _aten = torch.ops.aten
-# by in-place operator on shape or strides: the operator returning a view
+# the operator that returns a view, by the in-place operator on shape or strides
 _VIEWS: dict[object, object] = {
     _aten.t_.default: _aten.t.default,
     _aten.transpose_.default: _aten.transpose.int,
@@ -340,12 +337,12 @@ def lower(fn: Callable[..., Tree], leaves: Sequence[object], spec: tree.Spec, op
     arguments = tree.unflatten(spec, leaves)
     key = signature(leaves, spec, on_meshes(arguments))
     captured = [(variable, variable.tensors()) for variable in captures(fn)]
-    contents([variable for variable, _ in captured], {})  # names new meshes before the trace, which cannot
+    contents([variable for variable, _ in captured], {})  # names new meshes: a trace cannot
     traced = trace(fn, leaves, spec, [x for _, values in captured for x in values])
     names = [variable.name for variable, values in captured for _ in values]
     _check_unchanged(traced, leaves, names)  # before `donated` adds writes
     for node in traced.module.graph.nodes:
-        # compilers need views; later nodes read this node already
+        # compilers need an operator that returns a view; later nodes read its result already
         node.target = _VIEWS.get(node.target, node.target)
     variables = _used(traced, captured)
     if options.donate:
@@ -386,7 +383,7 @@ def _check_unchanged(traced: Trace, leaves: Sequence[object], captured: Sequence
 
 
 def _check_apart(inputs: Sequence[Tensor], num_donated: int) -> None:
-    ends = [0, 0]  # highest address so far of any tensor, of a donated one
+    ends = [0, 0]  # highest address so far: of all tensors, of donated tensors
     numbered = [(x, number < num_donated) for number, x in enumerate(inputs) if x.numel()]
     for x, is_donated in sorted(numbered, key=lambda pair: pair[0].data_ptr()):
         # `last`: offset of the last element, so tensors interleaved by strides count as overlapping

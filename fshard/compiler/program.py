@@ -4,8 +4,8 @@ Note [A program]
     A program is Inductor's output: code of the driver and of each distinct region as text, and loops of all regions as
     libraries. A region's text has only the statements a call needs, so a region of loops and torch operators imports
     nothing of Inductor. Meshes have other names in another process, so the driver calls them `mesh_0`, `mesh_1`, in the
-    order of the arguments. Subtrees of the arguments and Python's containers describe the result's structure. Nothing
-    is pickled, but loading a program runs its code.
+    order of the arguments. The result's structure is stored as subtrees of the arguments and Python's containers.
+    Nothing is pickled, but loading a program runs its code.
 """
 
 from __future__ import annotations
@@ -37,17 +37,17 @@ from .loops import libraries, load
 from .regions import Region, boxed, driver
 from .trace import Output, Trace
 
-Json: TypeAlias = Any  # read by `json`
-InnerCompile = Callable[..., Any]  # compiles one graph
+Json: TypeAlias = Any  # any value of `json`
+InnerCompile = Callable[..., Any]  # in place of Inductor's `compile_fx_inner`
 
 _CONTAINERS: dict[str, Any] = {kind.__name__: kind for kind in (dict, list, tuple, OrderedDict)}
 _NAMES = {"torch": torch, "device": torch.device, "inf": float("inf"), "nan": float("nan"), "boxed": boxed}
-_PREFIX = f"{boxed.__module__.replace('.', '_')}_"  # of names of `regions` in graph code
+_PREFIX = f"{boxed.__module__.replace('.', '_')}_"  # torch.fx puts it before names of `regions`
 _MESH = re.compile(r"'mesh_(\d+) of the arguments'")
 
 
 class UnsavableError(TypeError):
-    """Raised if a function cannot be given to another process."""
+    """Raised if a function cannot be saved for another process."""
 
 
 @dataclass(frozen=True)
@@ -79,7 +79,7 @@ def record(
 ) -> Program:
     """Compile a graph, cut into `nodes`, as a program. `compile(region, inner)` lets Inductor compile one region.
 
-    `captured`: numbers of the variables with input tensors.
+    `captured`: positions in `captures(fn)` of the variables with input tensors.
     """
     wrappers, parts = list[Any](), _Parts()
     calls = _compiled(traced.module, nodes, compile, wrappers)
@@ -108,8 +108,8 @@ def record(
 def _compiled(
     module: fx.GraphModule, nodes: Sequence[fx.Node | Region], compile: Any, wrappers: list[Any]
 ) -> fx.GraphModule:
-    """Append Inductor's result for each region to `wrappers`."""
-    # Private (test_artifact.py): no public function gives Inductor's results. Its autograd cache would bypass `inner`.
+    """Return the driver. Append Inductor's result for each region to `wrappers`."""
+    # Private API (test_artifact.py): Inductor's results are not public. AOTAutograd's cache would bypass `inner`.
     from torch._functorch import config
     from torch._inductor.compile_fx import compile_fx_inner
 
@@ -121,7 +121,7 @@ def _compiled(
     def compiled(region: fx.GraphModule) -> Callable[..., Sequence[Tensor]]:
         expected, before = _ends(region), len(ends)
         fn = compile(region, inner)
-        # AOTAutograd may add results, as for written inputs; only its own functions remove them
+        # AOTAutograd may add outputs, as for written inputs; a program lacks the code that removes them
         if ends[before:] != [expected] or wrappers[-1].constants:
             raise UnsavableError("jit: artifact: Inductor compiled a part of the graph in another form than it has")
         return fn
@@ -139,7 +139,7 @@ def _ends(graph: fx.GraphModule) -> tuple[int, int]:
 def _driver_text(calls: fx.GraphModule, meshes: Sequence[Mesh]) -> str:
     for node in calls.graph.nodes:
         if operator(node).startswith("fshard.") and "mesh" in (named := arguments(node)):
-            likeness = MESHES.find(named["mesh"]).likeness  # a mesh and its connected twin have one likeness
+            likeness = MESHES.find(named["mesh"]).likeness  # equal for a mesh and its twin with shared memory
             numbers = [number for number, mesh in enumerate(meshes) if mesh.likeness == likeness]
             if not numbers:
                 raise UnsavableError("jit: artifact: the function communicates on a mesh that no argument lies on")
@@ -157,7 +157,7 @@ def _driver_text(calls: fx.GraphModule, meshes: Sequence[Mesh]) -> str:
 
 
 def _needed(source: str) -> tuple[str, list[tuple[str, list[str], str]]]:
-    """Cut an Inductor wrapper's source to the statements of a call; return its loops too: name, types, source."""
+    """Return the statements of an Inductor wrapper's source that a call needs, and its loops: name, types, source."""
     body, kept, loops = ast.parse(source).body, list[ast.stmt](), list[tuple[str, list[str], str]]()
     for statement in body:
         match statement:
@@ -173,7 +173,7 @@ def _needed(source: str) -> tuple[str, list[tuple[str, list[str], str]]]:
         for statement in kept:
             if names & _bound(statement):
                 names |= {node.id for node in ast.walk(statement) if isinstance(node, ast.Name)}
-    # GPU kernels are compiled when the text runs; the statement awaiting them binds no name
+    # the statement that waits for compilation of GPU kernels binds no name
     rest = ast.Expr | ast.Delete if "async_compile" in names else ()
     body = [x for x in kept if names & _bound(x) or isinstance(x, rest)]
     return ast.unparse(ast.Module(body, [])), loops
@@ -230,7 +230,7 @@ def _region(region: Json, parts: Mapping[str, bytes], paths: Sequence[Path]) -> 
     exec(parts[region["text"]].decode(), scope)
     if not region["aligned"]:
         return scope["call"]
-    # private: Inductor's function aligns inputs to 16 bytes, as GPU kernels expect
+    # Private API: Inductor's function aligns inputs to 16 bytes, as GPU kernels expect.
     from torch._inductor.utils import align_inputs_from_check_idxs
 
     written: Any = {*region["written"]}
@@ -271,7 +271,7 @@ def result_of(program: Program, leaves: Sequence[object], spec: tree.Spec) -> tu
 
 
 def _named_tuple(module: str, name: str) -> Any:
-    """Find the class of a named tuple. Raises TypeError for other objects: a program calls none."""
+    """Find the class of a named tuple. Raises TypeError for any other object: a program may call no other."""
     kind: Any = sys.modules.get(module)
     for part in name.split("."):
         kind = getattr(kind, part, None)

@@ -5,11 +5,11 @@ Note [Regions]
        between two collectives. Equal layers have equal regions: the same operators, numbers, shapes, wiring and order.
        Each distinct region is compiled once.
     2. The driver is a graph of collectives and calls of regions. Python runs its code (`Compiled.as_text`).
-    3. A region gets whole buffers and makes views of them. The driver makes the views of the graph's inputs, because
-       their offsets differ between layers; a region writing to an input gets the whole input.
-    4. A region takes a list and empties it, so a value is freed in the region of its last reader, as in one graph.
+    3. A region gets whole buffers and makes views of them. The driver makes only views of the graph's inputs, because
+       their offsets differ between layers; a region that writes to an input gets the whole input.
+    4. A region takes its arguments as a list and empties the list, so a value is freed after its last reader.
     5. A graph stays whole if no two regions are equal; if it draws from torch's generator, because regions would draw
-       other numbers; or if it has lazily conjugated or negated values, because a region reads plain memory.
+       other numbers; or if it has lazily conjugated or negated values, because regions do not see these bits.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from ..graph.inspect import operator, values
 from ..graph.memory import storages_of
 from .trace import alone
 
-Boxed = Callable[[list[Tensor]], Sequence[Tensor]]  # empties its list of arguments
+Boxed = Callable[[list[Tensor]], Sequence[Tensor]]  # a function that empties its list of arguments
 Compile = Callable[[fx.GraphModule], Callable[..., Sequence[Tensor]]]
 
 # operators of fshard without communication
@@ -145,11 +145,11 @@ def _runs(graph: fx.Graph) -> list[list[fx.Node]]:
 
 
 def _read(run: Sequence[fx.Node]) -> list[fx.Node]:
-    """Return the nodes read by a run; for a view its base, unless the base is an input that the run only reads."""
+    """Return the nodes that `run` reads. For a view return its base, unless `run` only reads a view of an input."""
     memory = written(run)
 
     def read(node: fx.Node, parts: bool) -> Iterator[fx.Node]:
-        parts = parts and "as_strided" not in operator(node)  # an `as_strided` offset counts from the buffer's start
+        parts = parts and "as_strided" not in operator(node)  # `as_strided` counts from the buffer's start
         for x in node.all_input_nodes:
             nodes = [*read(x, parts)] if _is_view(x) else [x]
             is_part = parts and all(y.op == "placeholder" for y in nodes) and memory.isdisjoint(storages_of(x))
@@ -173,12 +173,12 @@ def _region(run: Sequence[fx.Node], read: Sequence[fx.Node], needed: set[fx.Node
 
 
 def boxed(*values: Tensor) -> list[Tensor]:
-    """Return a list: nothing else then holds the values."""
+    """Return a list of values, for a region to empty."""
     return [*values]
 
 
 def _boxed(fn: Callable[..., Sequence[Tensor]]) -> Boxed:
-    """Return a function of one list, if possible the one inside `fn`: `fn` itself holds arguments to the end."""
+    """Return a function of one list, if possible the one inside `fn`, because `fn` holds arguments to its end."""
     inner = inspect.unwrap(fn, stop=_takes_one)
     return inner if _takes_one(inner) else lambda args: fn(*args)
 
@@ -197,7 +197,7 @@ def _named(fn: Boxed, name: str) -> Boxed:
 
 
 class _Copies:
-    """Copies of nodes in a new graph. Views and new memory are copied at their first reader."""
+    """Copies of nodes in a new graph. A view or an allocation is copied before its first reader."""
 
     def __init__(self) -> None:
         self.graph, self.of = fx.Graph(), dict[fx.Node, fx.Node]()

@@ -1,12 +1,12 @@
 """The cache key of a traced graph: calls with equal signatures run the same graph.
 
 Note [What a graph depends on]
-    A graph reads tensor arguments at each run. Tracing fixes everything else, so the cache key has:
-    - tree structures, shapes, marks (`core.tracing.Marked`), and arguments other than tensors;
-    - meshes: each rank has a mesh of its own;
+    A graph reads the values of tensor arguments at each call. Tracing fixes everything else, so the cache key has:
+    - tree structures, shapes and classes (`core.tracing.Marked`) of arguments, and arguments other than tensors;
+    - meshes: each simulated rank of a process has its own mesh object;
     - torch's global settings, such as autocast;
     - numbers, strings, arrays, functions and shapes of tensors in closures, globals and defaults, also inside Python's
-      containers. Attributes of other objects are compared if code names them, as in `a.b.c` (`captures.py`).
+      containers. Of another object, the key has the attributes that code names, as in `a.b.c` (`captures.py`).
 
     An object in the metadata of a tree's node is compared by all attributes (`Structure`).
 """
@@ -39,11 +39,11 @@ from .captures import Capture, is_of_library, is_users
 from .trace import kind_in_key, resolved
 
 Key = tuple[type, *tuple[object, ...]]  # type of a value, and its compared parts
-Contents = tuple[tuple[str, object], ...]  # (name, key of the value) of each captured variable
+Contents = tuple[tuple[str, object], ...]  # (name, key of the value) for each captured variable
 
 
 class Ambient(NamedTuple):
-    """Torch's global settings with an effect on a function's operators or their compilation."""
+    """Torch's global settings that change operators or their compilation."""
 
     grad_mode: bool
     inference_mode: bool
@@ -56,7 +56,7 @@ class Ambient(NamedTuple):
 
 
 class TensorKey(NamedTuple):
-    """The properties of a tensor in a key."""
+    """The properties of a tensor that two calls must share."""
 
     shape: torch.Size
     stride: tuple[int, ...]
@@ -71,7 +71,7 @@ class Signature(NamedTuple):
 
     structure: Structure
     kinds: tuple[TensorKey | Key, ...]  # one key for each leaf
-    trained: tuple[tuple[object, ...], ...]  # aliases among leaves with a gradient
+    trained: tuple[tuple[object, ...], ...]  # shared memory of leaves that require a gradient
     meshes: tuple[str, ...]
     ambient: Ambient
 
@@ -122,7 +122,7 @@ def on_meshes(x: Tree) -> list[OnMesh]:
 
 
 def _order(x: Tree) -> tuple[object, ...]:
-    """Return the keys if `move_to_end` has changed their order: optree keeps the order of insertion."""
+    """Return an OrderedDict's keys if `move_to_end` has changed their order, unseen by optree; else ()."""
     if not isinstance(x, OrderedDict) or [*x] == [*dict.keys(x)]:
         return ()
     return *x, *(_orders(value) for value in x.values())
@@ -146,8 +146,8 @@ def signature(leaves: Sequence[object], spec: tree.Spec, nodes: Sequence[OnMesh]
 
 
 def _trained(leaves: Sequence[object]) -> tuple[tuple[object, ...], ...]:
-    """Return the aliases among leaves with a gradient: autograd sums the gradients of all views."""
-    first: dict[int, int] = {}  # by id of the tensor, or address of its storage
+    """Return the shared memory of leaves that require a gradient: autograd sums the gradients of all views."""
+    first: dict[int, int] = {}  # first leaf, by id of the tensor or address of its storage
     return tuple(
         (first.setdefault(id(x), i), first.setdefault(address(x), i), x.storage_offset(), x.is_leaf)
         for i, x in enumerate(leaves)
@@ -184,9 +184,9 @@ def fixed(x: Any) -> Key:  # Any: mypy does not narrow by `is_mesh`
         return kind, *map(fixed, x), *more
     if is_dataclass(x) and not isinstance(x, type):
         return kind, *(fixed(getattr(x, field.name)) for field in fields(x))
-    if is_mesh(x):  # not ==: meshes of different ranks or simulated worlds may be equal
+    if is_mesh(x):  # by name: meshes of different ranks or simulated worlds may be equal by ==
         return kind, MESHES.of(x)
-    # by content: objects equal only to themselves, and their methods
+    # by content, if the object equals only itself
     inside = parts if isinstance(x, FunctionType | MethodType) else static
     return kind, _content(x, {}, inside) if kind.__hash__ in _BY_IDENTITY else x, *more
 
@@ -195,9 +195,9 @@ _BY_IDENTITY = (object.__hash__, BuiltinFunctionType.__hash__, ContextVar.__hash
 
 
 class Structure:
-    """A structure, compared by its nodes and by their metadata at the time of construction.
+    """A tree structure, compared by its nodes and their metadata as of construction.
 
-    optree's == sees later changes of metadata, and takes 1, 1.0 and True for equal.
+    optree's == compares metadata as changed later, and takes 1, 1.0 and True for equal.
     """
 
     def __init__(self, spec: tree.Spec, seen: _Seen | None = None):
@@ -211,11 +211,11 @@ class Structure:
         return isinstance(other, Structure) and self._nodes == other._nodes
 
     def __hash__(self) -> int:
-        return hash(self.spec)  # optree hashes no metadata of registered classes
+        return hash(self.spec)  # does not change: optree hashes no metadata of registered classes
 
 
 def _nodes(spec: tree.Spec) -> Any:  # optree shows metadata only in pickles
-    """Return a structure's nodes as tuples: kind, number of children, metadata; at index 4 the registered class."""
+    """Return a tuple for each node: kind, number of children, metadata, and, at index 4, the registered class."""
     return spec.__getstate__()[0]  # type: ignore[index]  # a tuple
 
 
@@ -224,7 +224,7 @@ _LEAF = _nodes(tree.flatten(0)[1])[0][0]
 
 def _carried(x: Any, is_registered: bool, seen: _Seen) -> object:
     if not is_registered:
-        keys = x[1] if isinstance(x, tuple) else x  # a defaultdict has (default_factory, keys)
+        keys = x[1] if isinstance(x, tuple) else x  # a defaultdict's metadata is (default_factory, keys)
         if not isinstance(keys, list):
             return x
         named = tuple(k if type(k) in (str, int) else fixed(k) for k in keys)
@@ -233,7 +233,7 @@ def _carried(x: Any, is_registered: bool, seen: _Seen) -> object:
 
 
 def _of_metadata(x: object, seen: _Seen) -> object:
-    if type(x) in (int, str, type(None)):  # such values equal no key of another type
+    if type(x) in (int, str, type(None)):  # such a value equals no other key
         return x
     try:
         return _content(x, seen, static)
@@ -252,7 +252,7 @@ class _Same:
         return id(self.value)
 
 
-_Seen = dict[int, tuple[int, object]]  # objects met before in one variable, by id: (number, object)
+_Seen = dict[int, tuple[int, object]]  # (number, object) by id, for objects met before in one variable
 Inside = Callable[[Any], Iterable[object] | None]  # `parts` or `static`
 
 
@@ -264,7 +264,7 @@ def inputs_of(variables: Sequence[Capture]) -> Inputs:
 
 
 def contents(variables: Sequence[Capture], inputs: Inputs) -> Contents:
-    """Return (name, key of the value) of captured variables, and the aliases among `inputs`."""
+    """Return the keys of captured variables, and which of `inputs` are one tensor."""
     first: dict[int, int] = {}
     same = tuple(first.setdefault(id(x), i) for i, x in enumerate(chain(*inputs.values())))
     known = ((variable.name, _compared(variable)) for variable in variables)
@@ -277,22 +277,22 @@ def _compared(variable: Capture) -> object:
     value = variable.read()
     if variable.is_code or (type(value) is tuple and not value):
         return value
-    # If code reads only attributes, unread ones may change: compare a mutable object by identity.
+    # If code reads only attributes of a mutable object, unread ones may change: compare its identity.
     params = getattr(type(value), "__dataclass_params__", None)
     changes = isinstance(value, SimpleNamespace) if params is None else not params.frozen
     try:
         return _Same(value) if changes and variable.by_name else _content(value, {})
-    except RecursionError:  # a list in itself, or a long chain of objects
+    except RecursionError:  # a list contains itself, or a chain of objects is long
         return _Same(value)
 
 
-# Modules with classes of values: Python's containers and buffers, dates, paths, partials, numpy's arrays.
+# Modules of classes compared by value: Python's containers and buffers, dates, paths, partials, numpy's arrays.
 _OF_VALUES = {"_ctypes", "_io", "array", "builtins", "collections", "functools", "numpy", "types"}
 _OF_VALUES |= {"datetime", "pathlib", "pathlib._local", "uuid"}
 
 
 def parts(x: Any) -> Iterable[object] | None:
-    """Return the compared parts of an object: fields, or its state for `pickle`. None: compare its identity."""
+    """Return an object's parts to compare: its fields, or its state for `pickle`. None: compare its identity."""
     if is_dataclass(x) and not isinstance(x, type) and not is_of_library(type(x)):
         return [getattr(x, field.name, None) for field in fields(x)]
     if isinstance(x, ContextVar):
@@ -305,13 +305,13 @@ def parts(x: Any) -> Iterable[object] | None:
         return list(x)
     try:
         saved = x.__reduce_ex__(4)
-    except Exception:  # a lock, a generator
+    except Exception:  # `pickle` refuses a lock, a generator
         return None
     return None if isinstance(saved, str) else [list(y) if isinstance(y, Iterator) else y for y in saved]
 
 
 def static(x: Any) -> Iterable[object] | None:
-    """Return the compared parts of an object in metadata: those of `parts`, or else all attributes."""
+    """Return the parts to compare of an object in metadata: the result of `parts`, or else all attributes."""
     if isinstance(x, FunctionType):
         cells = [Capture("", cell, "").read() for cell in x.__closure__ or ()]
         return [_Same(x), x.__code__, x.__defaults__, x.__kwdefaults__, vars(x), *cells]
@@ -323,7 +323,7 @@ def static(x: Any) -> Iterable[object] | None:
         return None
     if (of_value := parts(x)) is not None:
         return of_value
-    if is_dataclass(x) and hasattr(x, "__dataclass_params__"):  # torch's dataclasses around constants of fshard
+    if is_dataclass(x) and hasattr(x, "__dataclass_params__"):  # a dataclass of torch around a constant of fshard
         return [getattr(x, field.name, None) for field in fields(x)]
     package = type(x).__module__.partition(".")[0]
     is_own = package == "torch" or (package in sys.stdlib_module_names and package != "argparse")
@@ -340,7 +340,7 @@ def _of_ours(x: Any, seen: _Seen) -> object:
     home = x.plan if isinstance(x, View) else x
     if not isinstance(home, Plan | Layout) or not (more := _changing(home)):
         return x
-    # compare a plan by identity: arrays in it have no ==; a subtree's position stands for its structure
+    # Compare a plan by identity: == of its arrays gives no bool. A subtree's position stands for its structure.
     place = x if not isinstance(x, View) else (_Same(home), x.over, x.kinds, x.first, x.spec.num_nodes, x.units)
     return place, *(_content(y, seen, static) for y in more)
 
@@ -352,7 +352,7 @@ def _changing(home: Plan | Layout) -> tuple[object, ...]:
     return known.changing
 
 
-_NO_OBJECTS = (type(None), type, ModuleType)  # `__self__` of C functions, unless an object's methods
+_NO_OBJECTS = (type(None), type, ModuleType)  # types of `__self__` of C functions; methods of objects have others
 _FIXED = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size)
 
 
@@ -370,7 +370,7 @@ def _is_fixed(x: Any) -> bool:
 
 def _content(value: Any, seen: _Seen, inside: Inside = parts) -> object:
     if type(value) in (FunctionType, ModuleType, CodeType) and (inside is parts or not is_users(value)):
-        return value  # compared by ==: the most frequent values
+        return value  # == compares these, the most frequent values
     if type(value) is MethodType and inside is parts:
         return MethodType, value.__func__, _Same(value.__self__)
     if value is None or isinstance(value, Number | str | bytes | torch.device):
@@ -380,7 +380,7 @@ def _content(value: Any, seen: _Seen, inside: Inside = parts) -> object:
             key = key_of(value) if value.layout is torch.strided else (Tensor, value.shape, value.dtype, value.device)
         except RuntimeError:  # a nested or uninitialized tensor has no shape
             return _Same(value)
-        return key, value.is_conj(), value.is_neg()  # both bits decide the layout after `resolved`
+        return key, value.is_conj(), value.is_neg()  # both bits decide the strides after `resolved`
     if isinstance(value, dict | list | tuple) and not (flat := tree.flatten(value))[1].is_leaf():
         return Structure(flat[1], seen), _orders(value), *(_content(x, seen, inside) for x in flat[0])
     if isinstance(value, set | frozenset):

@@ -43,38 +43,38 @@ R = TypeVar("R")
 _Identity = tuple[int, torch.Size, Tensor | None]  # storage, shape, gradient
 
 _UNLIKELY = 0x6A17_C0DE_5EED
-_OF_THE_CACHE = "has_fw_view"  # in torch 2.13's error: a cached view cannot be the primal of forward mode
+_OF_THE_CACHE = "has_fw_view"  # in torch 2.13's error, if forward mode gets a view from the cache of fake tensors
 
 
 class TraceError(RuntimeError):
-    """Raised if a function cannot be traced. The message names the operation and the line of the user's code."""
+    """Raised if a function cannot be traced. The message names the operation and the user's line."""
 
 
 @dataclass(frozen=True)
 class Trace:
     """A traced graph, with the structures of the function's arguments (`spec`) and of its result (`out_spec`).
 
-    Inputs and outputs of `module` are the tensors among the leaves. `results` has an `Output` for each tensor of the
-    result, and the value of each other leaf.
+    `module` takes the tensors of the arguments, then captured tensors, and returns the result's tensors.
+    `results` has an `Output` for each tensor of the result, and each other leaf itself.
     """
 
     module: fx.GraphModule
     spec: tree.Spec
     out_spec: tree.Spec
     results: tuple[object, ...]
-    has_gradient: bool = False  # a result requires a gradient; the graph passes none on
+    has_gradient: bool = False  # a result requires a gradient
 
 
 @dataclass(frozen=True)
 class Output:
-    """A placeholder for output number `number` of a graph, with the class of the result: a `Marked`, or `Tensor`."""
+    """A placeholder for output number `number` of a graph. `kind`: the result's class, Tensor or a `Marked`."""
 
     number: int
     kind: type[Tensor]
 
 
 def resolved(x: Tensor) -> Tensor:
-    """Resolve conjugate and negative bits, unseen by graphs; return a module's parameter as a plain tensor."""
+    """Resolve conjugate and negative bits, unseen by graphs. Make a module's parameter a plain tensor."""
     if type(x) is not Tensor:
         if is_lazy(x):  # `signature` refuses lazy tensors
             return x
@@ -83,12 +83,12 @@ def resolved(x: Tensor) -> Tensor:
 
 
 def trace(fn: Callable[..., Tree], leaves: Sequence[object], spec: tree.Spec, captured: Sequence[Tensor] = ()) -> Trace:
-    """Trace `fn(*args, **kwargs)`. `captured`: tensors of its closures and globals, as further inputs."""
+    """Trace `fn(*args, **kwargs)`. `captured`: tensors of closures and globals, as further inputs of the graph."""
     out_spec: tree.Spec
     results: list[object] = []
     has_gradient = False
     caches = True
-    zeros: list[object] | None = []  # calls for zero tangents without memory; None: give tangents memory
+    zeros: list[object] | None = []  # calls that made zero tangents without memory; None: make zeros with memory
 
     def flat(*inputs: Tensor) -> list[Tensor]:
         nonlocal out_spec, has_gradient
@@ -111,8 +111,8 @@ def trace(fn: Callable[..., Tree], leaves: Sequence[object], spec: tree.Spec, ca
 
     def traced() -> fx.GraphModule:
         results.clear()
-        # Private API: dispatch keys have no public save and restore. An error inside a transform of torch.func may
-        # leave its keys set, so later transforms fail. test_func_losses.py fails if torch removes the guard.
+        # Private API: torch has no public way to restore dispatch keys. An error inside a transform of torch.func may
+        # leave its keys set, so later transforms fail (test_func_losses.py).
         with _mode_of(leaves, caches) as mode, torch._C._PreserveDispatchKeyGuard(), _alone():
             fakes = list(_fakes(mode, [*tensors(leaves), *map(resolved, captured)]))
             try:
@@ -130,7 +130,7 @@ def trace(fn: Callable[..., Tree], leaves: Sequence[object], spec: tree.Spec, ca
             except (RuntimeError, AssertionError) as failure:
                 if caches and _OF_THE_CACHE in str(failure):
                     caches = False
-                elif zeros and not isinstance(failure, TraceError):  # views of zero tangents are no fake tensors
+                elif zeros and not isinstance(failure, TraceError):  # a view of a zero tangent is no fake tensor
                     zeros = None
                 else:
                     raise
@@ -178,23 +178,23 @@ def eval_shape(fn: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
 
 @contextmanager
 def _alone() -> Iterator[None]:
-    """Hide a block from a checkpoint or `remat` around the call: both may run the call again.
+    """Hide a block from a checkpoint or `remat` around it, for both may run their function again.
 
     In the block, functions decorated by torch.compile run as written.
     """
     inlined = torch._dynamo.config.patch(error_on_nested_fx_trace=False)
     with assigned(RERUN, None), unhooked(), inlined, warnings.catch_warnings():
-        # torch reads `.grad` of results, and hides its warning unless warnings are errors
+        # torch reads `.grad` of results, and hides the warning unless warnings are errors
         warnings.filterwarnings("ignore", message="The .grad attribute of a Tensor that is not a leaf")
         yield
 
 
 @contextmanager
 def _mode_of(leaves: Sequence[object], caches: bool, takes_real: bool = False) -> Iterator[FakeTensorMode]:
-    """Yield the mode of fake tensors. `caches` halves the time; with `takes_real`, real tensors become fake."""
-    # Two modes cannot meet in one operator, so fake arguments decide the mode.
+    """Yield a mode for fake tensors. Its cache halves the time. `takes_real`: operators take real tensors, too."""
+    # An operator takes fake tensors of one mode only: if arguments are fake, use their mode.
     fakes = [leaf for leaf in leaves if isinstance(leaf, FakeTensor)]
-    # This ShapeEnv refuses shapes from values. Inductor uses its cache only with a ShapeEnv.
+    # This ShapeEnv refuses shapes that depend on values. Without a ShapeEnv, Inductor does not use its cache.
     shapes = ShapeEnv(allow_scalar_outputs=False, allow_dynamic_output_shape_ops=False)
     mode = fakes[0].fake_mode if fakes else FakeTensorMode(shape_env=shapes)
     before = mode.cache_enabled, mode.allow_non_fake_inputs
@@ -214,7 +214,7 @@ def _fake(mode: FakeTensorMode, leaf: Tensor) -> Tensor:
 
 
 def kind_in_key(x: Tensor) -> type:
-    """Return a tensor's class for `isinstance`, also for fake tensors."""
+    """Return a tensor's class as `isinstance` sees it; for a fake tensor, the class that it stands for."""
     kind = type(x)
     if kind is Tensor or issubclass(kind, FakeTensor):
         return nn.Parameter if getattr(x, "_is_param", False) else nn.Buffer if hasattr(x, "_is_buffer") else Tensor
@@ -231,18 +231,18 @@ def _of_kind(leaf: Tensor, fake: Tensor) -> Tensor:
 
 
 def alone(x: Tensor, mode: FakeTensorMode | None = None) -> Tensor:
-    """Return a fake tensor like `x` with its own memory."""
+    """Return a fake tensor like `x`, in new memory."""
     device = torch.get_default_device() if x.device.type == "meta" else x.device
     with mode or x.fake_mode:  # type: ignore[attr-defined]
         return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=device)
 
 
 def _fakes(mode: FakeTensorMode, leaves: Iterable[Tensor]) -> Iterator[Tensor]:
-    """Yield a fake tensor for each leaf. A tensor given twice, or two views of one, become two fake tensors.
+    """Yield a fake tensor for each leaf, without shared memory: a later call may have separate tensors.
 
-    A later call may have two tensors. A tensor with a gradient stays one: autograd sums over all places and views.
+    Leaves that require a gradient still share memory: autograd sums the gradients of all views.
     """
-    seen = set[int]()  # addresses of storages
+    seen = set[int]()  # storages
     for leaf in leaves:
         memory = address(leaf)
         is_apart = memory in seen and not leaf.requires_grad
@@ -255,7 +255,7 @@ def input_paths(leaves: Sequence[object], spec: tree.Spec) -> list[str]:
 
 
 def _identity(x: Tensor) -> _Identity:
-    """Return the properties of a tensor changed only by assignments to `x.data` or `x.grad`."""
+    """Return the properties of a tensor that only assignments to `x.data` or `x.grad` change."""
     return address(x), x.shape, x.grad if x.is_leaf else None  # reading a non-leaf's .grad warns
 
 
@@ -271,12 +271,12 @@ def _check_same(inputs: Sequence[Tensor], before: Sequence[_Identity], paths: Se
             )
 
 
-# Types of a result's leaves: immutable, because every call returns the traced call's values.
+# Types of a result's leaves: immutable, because every call returns the objects of the traced call.
 _CONSTANTS = (Tensor, Number, str, bytes, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format)
 
 
 def _check_constants(out: Sequence[object], spec: tree.Spec, leaves: Sequence[object]) -> None:
-    argument_ids = {id(leaf) for leaf in leaves}  # the cache key has arguments of any type
+    argument_ids = {id(leaf) for leaf in leaves}  # may have any type: the cache key has them
     for path, leaf in zip(tree.paths(spec), out, strict=True):
         if not isinstance(leaf, _CONSTANTS) and id(leaf) not in argument_ids:
             at = f" at {path!r}" if path else ""
@@ -294,10 +294,10 @@ _SET_DATA = Tensor.data.__set__  # type: ignore[attr-defined]
 
 
 class _Captured(TorchFunctionMode):
-    """Replace captured tensors by fake ones, also in `.tolist()` and `.data`: these call no operator.
+    """Replace captured tensors by fake tensors, also in `.tolist()` and `.data`, which call no operator.
 
-    Raise TraceError if the function asks for an input's offset in its storage (a later call's may differ), or assigns
-    to `.data` of another tensor (no operator records this).
+    Raise TraceError if the function asks for an input's offset in its storage (a later input may have another), or
+    assigns to `.data` of a tensor other than an input (no operator records the assignment).
     """
 
     def __init__(self, fake_of: Mapping[int, Tensor], inputs: Sequence[Tensor]) -> None:
@@ -306,7 +306,7 @@ class _Captured(TorchFunctionMode):
 
     def __torch_function__(self, func: Operator, types: object, args: Args = (), kwargs: Kwargs = None) -> object:
         args, kwargs = _put(self._fake_of, (args, kwargs or {})) if self._fake_of else (args, kwargs or {})
-        if func == _SET_DATA and id(args[0]) not in self._inputs:  # for inputs, `_check_same` names the path
+        if func == _SET_DATA and id(args[0]) not in self._inputs:  # for inputs, `_check_same` raises, with the path
             raise TraceError(
                 f"jit: the function assigns to .data of a tensor at {call_site()}, which no graph has: give the new "
                 "tensor a name of its own, or write into this one with .copy_() in torch.no_grad()"
@@ -314,7 +314,7 @@ class _Captured(TorchFunctionMode):
         asks = func is Tensor.storage_offset and address(args[0]) in self._inputs.values()
         if asks and not sys._getframe(1).f_code.co_filename.startswith(NOT_THE_USER):
             raise TraceError(f"jit: storage_offset() of an argument at {call_site()}: pass that number as an argument")
-        if func in (Tensor.tolist, torch.tensor):  # both read real memory without an operator
+        if func in (Tensor.tolist, torch.tensor):  # both read memory without an operator: let `_Watch` see the tensors
             tree.map(lambda x: torch.detach(x) if isinstance(x, Tensor) else x, args)
         return func(*args, **kwargs)
 
@@ -323,37 +323,37 @@ _LIFTS = {torch.ops.aten.lift.default, torch.ops.aten.lift_fresh.default}  # cal
 
 
 class _Watch(TorchDispatchMode):
-    """Raise TraceError for sparse tensors, and for random numbers if a graph would repeat them in every call.
+    """Raise TraceError for sparse tensors, and for random numbers that a graph would repeat in every call.
 
-    Before each draw, torch's generator gets a new seed. If the function restores an earlier state (fork_rng,
-    set_rng_state, torch.utils.checkpoint), the next draw finds another seed, and `check` raises. A step draws from the
-    train state instead (Note [Random numbers in a graph] in `random.py`).
+    Before each draw, torch's generator gets a new seed. If the function seeds it or restores a state (fork_rng,
+    set_rng_state, torch.utils.checkpoint), `check` finds another seed and raises. A step draws from the train state
+    instead (Note [Random numbers in a graph] in `random.py`).
     """
 
     supports_higher_order_operators = True
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
-        """Return True: functions compiled inside the traced one (flex_attention) still compile."""
+        """Return True, so torch.compile inside the traced function (flex_attention) still compiles."""
         return True
 
     def __init__(self, fake_of: Mapping[int, Tensor], zeros: list[object] | None) -> None:
         super().__init__()
         self._fake_of, self._zeros = fake_of, zeros
         self._seed = _UNLIKELY
-        # Users hardly set this seed, so `check` notices even manual_seed with the old seed.
+        # no user sets this seed, so `check` notices any manual_seed
         torch.default_generator.manual_seed(_UNLIKELY)
 
     def __torch_dispatch__(self, func: Operator, types: object, args: Args = (), kwargs: Kwargs = None) -> object:
         kwargs = kwargs or {}
         if self._fake_of:
-            args, kwargs = _put(self._fake_of, (args, kwargs))  # calls unseen by `_Captured`
+            args, kwargs = _put(self._fake_of, (args, kwargs))  # `_Captured` does not see every call
         if func is torch.ops.aten._efficientzerotensor.default:
             if self._zeros is None:
                 return torch.zeros(*args, **kwargs)
             self._zeros.append(func)
         if any(isinstance(x, Tensor) and not isinstance(x, FakeTensor) for x in args) and func not in _LIFTS:
-            # torch's message; torch itself lets a tensor of one element pass
+            # torch raises this itself, but not for a tensor of one element
             raise RuntimeError("convert all Tensors to FakeTensors")
         if draws(func, args, kwargs):
             if any(isinstance(value, torch.Generator) for value in (*args, *kwargs.values())):
@@ -418,7 +418,7 @@ def _let_go(failure: BaseException | None) -> None:
 def _explained(failure: Exception, fn: Callable[..., Tree]) -> TraceError:
     text, where = str(failure), _site(failure)
     frames = traceback.extract_tb(failure.__traceback__)
-    # Under forward-mode AD, always on for simulated ranks, torch raises while formatting its message.
+    # In forward-mode AD (always, for simulated ranks) torch fails to format its message: look at the frames.
     refused = any(f.name == "validate" and f.filename.endswith("fake_tensor.py") for f in frames)
     if refused or "convert all Tensors to FakeTensors" in text:
         read = [(c.name, value if isinstance(value := c.read(), tuple) else (value,)) for c in captures(fn)]
