@@ -45,10 +45,10 @@ class _FlatCollective:
 
 @dataclass
 class _Bucket:
-    """Collectives to merge, and their bytes.
+    """Collectives to merge, their bytes, and `limit`, the number of a node.
 
-    Gathers: `limit` is the first start, and all inputs must exist there. Reductions: all must start before `limit`, the
-    first reader of a result or the first write to a sent buffer.
+    Gathers: all inputs must exist at `limit`, the first start. Reductions: all must start before `limit`, the first
+    node that reads a result or writes to a sent buffer.
     """
 
     collectives: list[_FlatCollective]
@@ -57,13 +57,13 @@ class _Bucket:
 
 
 def bucket(graph: fx.Graph, nbytes: int) -> None:
-    """Merge consecutive labelled collectives of one kind, of flat tensors, into collectives of up to `nbytes` bytes."""
+    """Merge consecutive collectives of one kind, with labels and flat tensors, up to `nbytes` bytes each."""
     nodes = index(graph)
     order = dict(nodes.order)  # an inserted node gets the number of the node after it
     early = [(x, order[x.start]) for x in _gathers(nodes)]
     groups = _groups(early, nbytes, partial(_may_start_at, nodes))
     _erase(graph, [x for group in groups for x in _merge_gathers(graph, group, order)])
-    nodes = index(graph)  # again: the first reader of a reduction may now be a merged gather
+    nodes = index(graph)  # anew: the first reader of a reduction may now be a merged gather
     in_order = list(nodes.order)
     used = ((x, nodes.first_reader(x.wait), nodes.first_write([x.x], nodes.order[x.start])) for x in _reductions(nodes))
     groups = _groups([(x, min(ends)) for x, *ends in used], nbytes, lambda x, end: nodes.order[x.start] < end)
@@ -71,7 +71,7 @@ def bucket(graph: fx.Graph, nbytes: int) -> None:
 
 
 def _erase(graph: fx.Graph, nodes: Iterable[fx.Node]) -> None:
-    """Erase nodes, readers before values. Call it after all merges: a merge may insert before one of these nodes."""
+    """Erase nodes; readers come before values. Call this after all merges: a merge may insert before such a node."""
     for node in nodes:
         graph.erase_node(node)
 
@@ -94,7 +94,7 @@ def _reductions(nodes: NodeIndex) -> Iterator[_FlatCollective]:
 def _groups(
     limited: Iterable[tuple[_FlatCollective, int]], nbytes: int, joins: Callable[[_FlatCollective, int], bool]
 ) -> list[Sequence[_FlatCollective]]:
-    """Return groups to merge. A collective joins a group if `joins(collective, the least limit in the group)`."""
+    """Return groups to merge. A collective may join a group if `joins(collective, the group's least limit)`."""
     last, buckets = dict[object, _Bucket](), list[_Bucket]()  # last bucket of each kind; all buckets
     for collective, limit in ((x, limit) for x, limit in limited if _may_merge(x)):
         bucket = last.get(collective.kind)
@@ -136,7 +136,7 @@ def _start(graph: fx.Graph, group: Sequence[_FlatCollective], place: Sequence[fx
 def _merge_gathers(graph: fx.Graph, group: Sequence[_FlatCollective], order: dict[fx.Node, int]) -> list[fx.Node]:
     """Gather all shards in one collective at the first start, and return the nodes to erase.
 
-    A shard gathered twice is sent once. Gather i has n_i elements; n is their sum. Adds the results to `order`.
+    A shard gathered twice is sent once. n: elements of all distinct results. Adds the results to `order`.
     """
     by_source = dict[object, _FlatCollective]()
     for collective in group:
@@ -155,7 +155,7 @@ def _merge_gathers(graph: fx.Graph, group: Sequence[_FlatCollective], order: dic
         rows = call(graph, _aten.view.default, place, [size, -1])  # (W, n / W): each rank's shards
         ends = dict(zip(by_source, _ends(sent, size), strict=True))
         parts = [call(graph, _aten.slice.Tensor, rows, 1, *ends[_source(collective.x)]) for collective in group]
-        # copies: readers may write to a result, or read its strides and its offset in a buffer
+        # copy each result: readers may write to it, or use its strides and storage offset
         whole = {"memory_format": torch.contiguous_format}
         parts = [call(graph, _aten.clone.default, part, **whole) for part in parts]
         parts = [call(graph, _aten.view.default, part, [-1]) for part in parts]
@@ -183,8 +183,8 @@ def _merge_reductions(
 ) -> list[fx.Node]:
     """Reduce all inputs in one collective at the last start, and return the nodes to erase.
 
-    Reduction i has a result of m_i elements; m is their sum. Inputs become one row for an all-reduce, and W rows, one
-    for each rank, for a reduce-scatter.
+    The result of reduction i has m_i elements; m is their sum. An all-reduce views each input as one row, a
+    reduce-scatter as W rows, one for each rank.
     """
     size = values(group[0].x)[0].numel() // group[0].numel  # W or 1
     ends = _ends(group, 1)

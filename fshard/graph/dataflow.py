@@ -18,12 +18,12 @@ from .inspect import arguments, operator, values
 from .memory import storages_of
 
 REDUCTIONS = ("fshard.reduce_scatter", "fshard.all_reduce")
-PLACED = (*REDUCTIONS, "fshard.all_gather_into")  # these take memory for the result and return a ticket
+PLACED = (*REDUCTIONS, "fshard.all_gather_into")  # these take memory for the result, and return a ticket for `wait`
 VIEWS = (
     *("getitem", "detach", "alias", "view", "_unsafe_view", "reshape", "split_with_sizes", "split", "slice", "select"),
     *("unbind", "as_strided", "expand", "t", "transpose", "permute", "unsqueeze", "squeeze"),
 )
-# If a result equals an argument, Inductor reads the argument instead.
+# If the result of such an operator equals an argument, Inductor reads the argument in place of the result.
 REPEATING = (
     *("clone", "copy_", "_to_copy", "cat", "stack", "repeat", "constant_pad_nd", "slice_scatter", "view_copy", "pow"),
     *("ceil", "floor", "round", "trunc", "rot90"),
@@ -42,7 +42,7 @@ class GatherNodes:
     """The nodes of an all-gather. `views` return the gathered buffer or a view of it."""
 
     start: fx.Node
-    ticket: fx.Node  # the start's result for `wait`
+    ticket: fx.Node  # the result of `start` for `wait`
     wait: fx.Node
     views: list[fx.Node]
     readers: list[fx.Node]
@@ -61,12 +61,12 @@ class GatherNodes:
 
 
 def is_fixed(start: fx.Node) -> bool:
-    """Return True if a collective has no label (Note [What a pass must keep] in `passes.py`)."""
+    """Return True if a collective has no label, so no pass moves it (Note [What a pass must keep] in `passes.py`)."""
     return not arguments(start)["label"]
 
 
 def acts(node: fx.Node) -> bool:
-    """Return True if a call must run even without a reader. Other libraries' operators may have any effect."""
+    """Return True if a call must run even without a reader: another library's operator may have any effect."""
     namespace = getattr(node.target, "namespace", "aten")
     return namespace not in ("aten", "prims", "fshard", "higher_order") or has_effect(node)
 
@@ -75,7 +75,7 @@ def has_effect(node: fx.Node) -> bool:
     target = node.target
     if not isinstance(target, torch._ops.OpOverload):
         return node.is_impure()
-    # a tag for randomness decides `is_impure`; attention without dropout and all operators of fshard have the tag
+    # `is_impure` counts all operators tagged as random, also attention without dropout and all of fshard's
     is_random = draws(target, node.args, node.kwargs)
     return is_random or writes(node) or not target._schema.returns or node.is_impure(impure_random=False)
 
@@ -87,7 +87,7 @@ def writes(node: fx.Node) -> bool:
 
 
 def returns_place(node: fx.Node) -> bool:
-    """Return True if a node writes to its first argument and returns it in the old form, unlike `t_`."""
+    """Return True if a node writes to its first argument and returns it with its shape and strides, unlike `t_`."""
     if not writes(node) or not node.args or not isinstance(node.args[0], fx.Node):
         return False
     pair = (values(each) for each in (node, node.args[0]))
@@ -105,7 +105,7 @@ def written(nodes: Iterable[fx.Node]) -> set[int]:
 
 
 def repeated(graph: fx.Graph, memory: set[int]) -> set[int]:
-    """Add storages of possible copies to `memory`, and drop overwritten ones."""
+    """Follow a graph: add storages of possible copies of `memory`, and drop overwritten storages."""
     memory = {*memory}
     for node in graph.nodes:
         read = node.all_input_nodes[-1:] if is_call(node, "copy_") else node.all_input_nodes
@@ -128,10 +128,10 @@ def _written_by(node: fx.Node) -> list[fx.Node]:
 
 @dataclass(frozen=True)
 class NodeIndex:
-    """The number of each node, and by storage the nodes with access to it, in order.
+    """The number of each node (`order`), and the nodes with access to each storage, in order.
 
-    `returned`: nodes returning the storage; `written`: numbers of writes; `read`: numbers of reads after a write. An
-    index does not follow changes of its graph. One index serves all collectives: a scan for each would take quadratic
+    `returned`: nodes returning a storage; `written`: numbers of writes to it; `read`: numbers of reads after a write.
+    If the graph changes, its index does not. One index serves all collectives: a scan for each would take quadratic
     time.
     """
 
@@ -141,11 +141,11 @@ class NodeIndex:
     read: Mapping[int, Sequence[int]]
 
     def first_write(self, values: Iterable[fx.Node], after: int) -> int:
-        """Return the first number after `after` of a write to `values`; else the number of nodes."""
+        """Return the number of the first node after `after` that writes to `values`; else the number of nodes."""
         return self._first(self.written, values, after)
 
     def last_write(self, values: Iterable[fx.Node], before: int) -> int:
-        """Return the last number before `before` of a write to `values`; else -1."""
+        """Return the number of the last node before `before` that writes to `values`; else -1."""
         numbers = [self.written.get(storage, ()) for value in values for storage in storages_of(value)]
         return max((at[i - 1] for at in numbers if (i := bisect_left(at, before))), default=-1)
 
@@ -171,7 +171,7 @@ def index(graph: fx.Graph) -> NodeIndex:
             for storage in memory[x]:
                 if storage in written and (is_writer or storage not in made):  # a view reads nothing
                     read[storage].append(number)
-        for x in _written_by(node) if is_writer else ():  # a wait writes to the place
+        for x in _written_by(node) if is_writer else ():  # a wait writes to the result
             for storage in memory[x]:
                 written[storage].append(number)
     return NodeIndex(order, returned, written, read)
@@ -185,7 +185,7 @@ def gathers(nodes: NodeIndex) -> list[GatherNodes]:
         first = min((order[node] for node in same if writes(node)), default=len(order))
         views = [node for node in same if order[node] < first]  # nodes after the first write count as readers
         users = {user for node in [start, *views] for user in node.users}
-        # also waits of collectives sending this buffer
+        # among these: waits of collectives that send this buffer
         waits = {user for user in users if is_call(user, "fshard.wait")}
         (ticket,) = (user for user in start.users if is_call(user, "getitem") and user.args[1] == 1)
         (wait,) = (user for user in waits if arguments(user)["ticket"] is ticket)
@@ -195,7 +195,7 @@ def gathers(nodes: NodeIndex) -> list[GatherNodes]:
 
 
 def read_by(node: fx.Node) -> list[fx.Node]:
-    """Return the arguments read. A start does not read its place; a wait reads nothing."""
+    """Return the arguments that a node reads. A start does not read its result's memory; a wait reads nothing."""
     name = operator(node)
     return [] if name == "fshard.wait" else [arguments(node)["x"]] if name in PLACED else node.all_input_nodes
 
@@ -203,7 +203,7 @@ def read_by(node: fx.Node) -> list[fx.Node]:
 def copy(graph: fx.Graph, node: fx.Node, other: Mapping[fx.Node, fx.Node]) -> fx.Node:
     new = graph.node_copy(node, lambda x: other.get(x, x))
     if values(node):
-        # the original's storage is not the copy's
+        # anew: the copy has another storage
         new.meta["val"] = computed(new)
     return new
 
@@ -215,12 +215,11 @@ def computed(node: fx.Node) -> Any:
 
 
 def call(graph: fx.Graph, target: Callable[..., object], *args: Argument, **kwargs: Argument) -> fx.Node:
-    """Insert a call of `target`."""
     node = graph.call_function(target, args, kwargs)
     node.meta["val"] = computed(node)
     return node
 
 
 def copied(graph: fx.Graph, x: fx.Node) -> fx.Node:
-    """Insert a copy; no compiler can leave it out."""
+    """Insert a copy that compilers keep."""
     return call(graph, torch.ops.fshard.materialize.default, x)

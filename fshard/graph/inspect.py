@@ -17,7 +17,7 @@ _COLLECTIVES = tuple(f"fshard.{kind}" for kind in _KINDS)
 
 
 class Traffic(NamedTuple):
-    """All collectives of one kind, unit and axis: `count` of them; a rank sends `bytes` in all."""
+    """All collectives of one kind, unit and axis: their number, and the bytes sent by a rank."""
 
     kind: str
     unit: str
@@ -27,7 +27,7 @@ class Traffic(NamedTuple):
 
 
 def operator(node: fx.Node) -> str:
-    """Return a node's operator without overload, such as `mm`, or `LIBRARY.NAME` for other libraries."""
+    """Return the name of a node's operator without overload: `mm` for aten's, `LIBRARY.NAME` for others."""
     target = node.target
     if not isinstance(target, torch._ops.OpOverload):
         return getattr(target, "__name__", str(target))
@@ -62,7 +62,7 @@ def flights(graph: fx.Graph) -> list[Flight]:
     result = []
     for node in starts(graph):
         by_name = arguments(node)
-        # only an exchange has an argument `kind`: several collectives are made of exchanges
+        # only an exchange has an argument `kind`, the collective made of it
         kind = by_name.get("kind", operator(node).removeprefix("fshard.").removesuffix("_into"))
         at = by_name["label"], by_name["axis"], by_name["nbytes"]
         result.append(Flight(kind, *at, order[node], waits[node]))

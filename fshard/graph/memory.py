@@ -3,12 +3,13 @@
 Note [Memory of a graph]
     1. A storage counts from its creation to its last reader, an output to the end. An input always counts: the caller
        holds it.
-    2. A fused value does not count: an elementwise value without readers after the next barrier (matrix product,
-       attention, collective).
-    3. One loop writes all elementwise values of one size between two barriers, so its inputs stay until the last value.
-    4. A value may be written over an input of its size at the input's last use. The pair counts once.
-    5. An exact sum on an accelerator, or between more than a few hosts, receives all ranks' parts in a buffer outside
-       the graph. The buffer counts from start to wait.
+    2. A fused value does not count. Elementwise values are fused if nothing reads them after the next barrier (matrix
+       product, attention, collective).
+    3. One loop computes all elementwise values of one size between two barriers, so the loop's inputs stay until its
+       last value.
+    4. A value may overwrite an input of its size at the input's last use: the two count once.
+    5. An exact sum on an accelerator, or of more than 8 CPU ranks on several hosts, receives all ranks' parts in a
+       buffer outside the graph. The buffer counts from start to wait.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from ..core.storage import address
 from .inspect import arguments, operator, values
 
 _MADE = {"fshard.all_gather": "gathered", "fshard.room": "gradients"}
-# Compilers fuse these operators, but never write a result over an input.
+# Compilers fuse these operators, but never write their results over inputs.
 _DECOMPOSED = (
     *("_softmax", "_softmax_backward_data", "_log_softmax", "_log_softmax_backward_data"),
     *("nll_loss_forward", "nll_loss_backward"),
@@ -123,7 +124,7 @@ def spans(graph: fx.Graph, inputs: Sequence[str]) -> list[MemorySpan]:
 
 
 def _received(node: fx.Node) -> int:
-    """Return the bytes of the buffer for peers' parts of an exact sum; 0 for parts in shared memory."""
+    """Return the bytes of the buffer for other ranks' parts of an exact sum; 0 if shared memory has the parts."""
     if operator(node) not in ("fshard.reduce_scatter", "fshard.all_reduce"):
         return 0
     by_name = arguments(node)
@@ -140,9 +141,9 @@ def _received(node: fx.Node) -> int:
 
 
 def _in_place(barriers: Sequence[int], counted: Sequence[_Storage], storages: dict[int, _Storage]) -> set[int]:
-    """Return the storages to be overwritten at their last use by a value of their size: each ends a node earlier.
+    """Return the storages that a value of their size overwrites at their last use: each ends a node earlier.
 
-    The last use must be the only one between two barriers.
+    The last use must be the only use between two barriers.
     """
     counted_ids, reused = {id(s) for s in counted}, set[int]()
     uses = {(key, bisect(barriers, s.first), s.first) for s in storages.values() for key in s.sources}
@@ -167,12 +168,12 @@ def _storages(nodes: Sequence[fx.Node], inputs: Sequence[str]) -> dict[int, _Sto
                 key, _Storage(node, value, what, value.untyped_storage().nbytes(), i, i, _is_fusible(node), sources)
             )
             storage.last = max([storage.last, *(numbers[user] for user in node.users)])
-            # writes to parts of a storage are not fused
+            # compilers fuse no write to a part of a storage
             storage.fusible &= not (operator(node).endswith("_") and value.nbytes < storage.nbytes)
             if node.op == "placeholder" or any(user.op == "output" for user in node.users):
                 storage.last, storage.fusible = len(nodes), False
                 storage.what = "results" if storage.what == "activations" else storage.what
-        # buffers of packed and reduced gradients
+        # a reduce-scatter's buffers of packed and of reduced gradients
         names = ("place", "x") if operator(node) == "fshard.reduce_scatter" else ()
         for name in names:
             for key in storages_of(arguments(node)[name]):

@@ -17,7 +17,7 @@ Started = tuple[Tensor, Tensor]
 
 
 def _ticket(*args: object) -> Tensor:
-    """Return a tensor to hold a pending collective on its storage: operators take only tensors."""
+    """Return a tensor whose storage will hold a pending collective: operators take only tensors."""
     return torch.empty(1, dtype=torch.uint8, device="cpu")
 
 
@@ -48,9 +48,9 @@ def _define_start(schema: str, run: Callable[..., object], shapes: Callable[...,
 
 
 def _room(ranks: Ranks, numel: int, like: Tensor, lent: bool) -> Tensor:
-    """Return a flat tensor. Its memory is lent only if collectives have read it by the end of their waits.
+    """Return a flat tensor. Its memory is lent (Note [Lent memory] in `ranks.py`) only to a backend's collectives.
 
-    A compiler reuses memory after the last reader (Note [Lent memory] in `ranks.py`).
+    Peers of other collectives may read it after this rank's wait, when a compiler may have reused it.
     """
     return ranks.empty(numel, like, lent and ranks.built_in is not None)
 
@@ -70,11 +70,11 @@ _define_start(f"all_gather(Tensor x, {_AT}, bool lent) -> (Tensor, Tensor)", _al
 
 def _place(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
     place = torch.empty(shape, dtype=dtype, device=device)
-    place.view(-1)[:1].zero_()  # a kernel: torch warns of a CUDA graph without one
+    place.view(-1)[:1].zero_()  # run a kernel: torch warns of CUDA graphs without kernels
     return place
 
 
-# compilers move allocations by aten's operators to the first use, perhaps outside a CUDA graph
+# not aten's: compilers move aten's allocations to the first use, perhaps out of a CUDA graph
 define("place(int[] shape, ScalarType dtype, Device device) -> Tensor", _place, _place, captured=True)
 
 
@@ -114,7 +114,7 @@ def _exchange(
     place, _ = _exchanged(sends, numels)  # (sum(numels),): all peers' messages
     exchange = ranks.exchange([x.reshape(-1) for x in sends], list(place.split(list(numels))), called)
     if not place.numel():
-        # without a result, a compiler would drop `wait` and reuse the sent memory too early
+        # wait now: a compiler would drop the `wait` of an empty result, and reuse sent memory too early
         exchange.wait()
         exchange.done()
         return _started(place, Pending(None, lambda _: place))

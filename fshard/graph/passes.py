@@ -7,14 +7,14 @@ Note [Order of a graph]
 
 Note [What a pass must keep]
     1. Values: outputs have the same bits.
-    2. Collectives: all ranks issue equal collectives in one order. A pass may drop, move and merge labelled
-       collectives, such as gathers of units, because all ranks read the results in one order. The readers of an
-       unlabelled collective may differ between ranks, so no pass moves or merges it, or moves another because of
-       such readers. A pass may move an unlabelled wait, unless the wait starts the second stage of an all-reduce.
+    2. Collectives: all ranks issue equal collectives in one order. A pass may drop, move and merge collectives with a
+       label, such as gathers of units, because all ranks read the results in one order. The readers of a collective
+       without a label may differ between ranks, so no pass moves or merges it, or places another by such readers. A
+       pass may move its wait, unless the wait starts the second stage of an all-reduce.
     3. Waits: every collective has one `fshard.wait`, before the first reader of its result.
     4. Writes: no node moves past a write to memory it reads, or past a reader of memory it writes to (`NodeIndex` of
        `dataflow.py`).
-    5. Fake values: `call` and `copy` give each new node a `meta["val"]` with true storages.
+    5. Fake values: `call` and `copy` give each new node a fake tensor, `meta["val"]`; views share its storage.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def drop_dead(graph: fx.Graph) -> None:
     """Erase nodes without readers, and gathers of unused leaves unless `_reaches_nothing`."""
     _drop_unread(graph)
     kept = _reaches_nothing(graph)
-    # repeat: a dropped gather may have been the last reader of another
+    # repeat: a dropped gather may have been the last reader of another gather
     while dead := [gather for gather in gathers(index(graph)) if not (gather.readers or gather.fixed or kept)]:
         for gather in dead:
             for node in (gather.wait, *reversed(gather.views), gather.ticket, gather.start):  # readers before values
@@ -79,9 +79,9 @@ def _drop_unread(graph: fx.Graph) -> None:
 
 
 def shorten(graph: fx.Graph) -> None:
-    """Make each view of a gathered buffer one node. Let readers of a `detach` or a write's result read its argument.
+    """Make each view of a gathered buffer one node. Let readers of a `detach` or a write read its argument instead.
 
-    After a write, compilers compute each view anew; for one of n parts of a split, they compute all n.
+    After a write, compilers compute each view anew, and for one part of a split all parts.
     """
     for gather in gathers(index(graph)):
         buffer = next(x for x in gather.views if is_call(x, "getitem") and x.args == (gather.start, 0))  # (n,)
@@ -95,7 +95,7 @@ def shorten(graph: fx.Graph) -> None:
                 view.args = (buffer, list(value.shape), list(value.stride()), value.storage_offset())
     for node in list(graph.nodes):
         if (written := returns_place(node)) or is_call(node, "detach", "alias"):
-            # a region returns a write's result as a copy, without later writes
+            # a region would return a write's result as a copy, without later writes
             also_results = written and node.args[0].op != "placeholder"
             node.replace_all_uses_with(node.args[0], lambda user, also=also_results: also or user.op != "output")
     _drop_unread(graph)
@@ -129,10 +129,10 @@ def _fix_place(graph: fx.Graph, start: fx.Node, before: fx.Node) -> None:
 def keep_unread(graph: fx.Graph) -> None:
     """Append one element of each unread result of a collective or another library's operator to the outputs.
 
-    Compilers then compute these results: peers wait for collectives.
+    Compilers then keep the operator. Peers wait for a collective.
     """
     output, read = graph.output_node(), _read_storages(graph)
-    if _reaches_nothing(graph):  # compilers would drop a gather with only its shape read
+    if _reaches_nothing(graph):  # compilers drop a gather if only its shape is read
         read -= {next(storages_of(gather.start)) for gather in gathers(index(graph))}
     kept: list[fx.Node] = []
     for node in list(graph.nodes):
@@ -154,9 +154,9 @@ def _has_element(node: fx.Node) -> bool:
 
 
 def chain(graph: fx.Graph) -> None:
-    """If any collective has no label or is an exchange, give every collective the previous one's ticket.
+    """If any collective has no label or is an exchange, pass every collective the previous collective's ticket.
 
-    Compilers order independent nodes by their neighbours, which may differ between ranks.
+    Without tickets, compilers order collectives by neighbouring nodes, which may differ between ranks.
     """
     all_starts = starts(graph)
     if any(is_fixed(start) or is_call(start, "fshard.exchange") for start in all_starts):
@@ -180,7 +180,7 @@ def _element(graph: fx.Graph, x: fx.Node, after: fx.Node) -> fx.Node:
 
 
 def _read_storages(graph: fx.Graph) -> set[int]:
-    """Return storages of inputs, storages read except by waits, views and copies, and sources of copies to any."""
+    """Return the storages of inputs and of read values. Waits and views read nothing; a read copy reads its source."""
     read, copied = set[int](), dict[int, set[int]]()  # copied[s]: storages copied to s
     for node in graph.nodes:
         if node.op == "placeholder":
@@ -202,7 +202,7 @@ def _read_storages(graph: fx.Graph) -> set[int]:
 
 
 def materialize(graph: fx.Graph) -> None:
-    """Compute 0-d values before their pointwise readers: if fused, a value would be computed for each element."""
+    """Compute 0-d values before their pointwise readers: fused, a 0-d value would be computed for each element."""
     for node in [n for n in graph.nodes if _is_number(n) and torch.Tag.pointwise in getattr(n.target, "tags", ())]:
         readers = [user for user in node.users if values(user) and not _is_number(user)]
         if readers:
@@ -219,7 +219,7 @@ def _is_number(node: fx.Node) -> bool:
 
 _Place = tuple[int, int]  # number of a node, side
 
-# The sides of a node, in order: three before the node, the node itself, after the node.
+# Sides of a node, in order: three before it, the node itself, after it.
 _FIRST_START, _WAIT, _START, _ITSELF, _AFTER = range(-3, 2)
 
 
@@ -234,7 +234,7 @@ def _arrange(graph: fx.Graph, places: Mapping[fx.Node, _Place]) -> None:
 def sink(graph: fx.Graph, in_flight: int = 0, ahead: int = 1) -> None:
     """Start each gather `ahead` units before its first reader, and wait right before the reader.
 
-    With `in_flight`, gathers start earlier and waits for reductions come later, with up to `in_flight` bytes under way.
+    With `in_flight`, gathers start earlier and reductions end later, each with up to `in_flight` bytes under way.
     """
     nodes, places = index(graph), dict[fx.Node, _Place]()
     order, read = nodes.order, [gather for gather in gathers(nodes) if gather.readers]
@@ -256,15 +256,15 @@ def sink(graph: fx.Graph, in_flight: int = 0, ahead: int = 1) -> None:
 
 
 def _early(moved: Sequence[GatherNodes], order: Mapping[fx.Node, int], in_flight: int, ahead: int) -> Iterator[_Place]:
-    """Yield the start of each gather: the first reader of the last gather `ahead` units earlier.
+    """Yield the place of each gather's start: before the first reader of the last gather `ahead` units earlier.
 
-    With `in_flight`, the start may be earlier if gathers from that start to this one have at most `in_flight` bytes.
+    With `in_flight`, the place may be earlier if gathers from there to this gather have at most `in_flight` bytes.
     """
     heads = [order[gather.readers[0]] for gather in moved]
     ends = list(accumulate((gather.nbytes for gather in moved), initial=0))  # ends[i]: bytes of gathers before i
     units = list(accumulate(a.unit != b.unit for a, b in pairwise([*moved[:1], *moved])))  # numbers of units, by gather
     for gather, head, unit in zip(moved, heads, units, strict=True):
-        before = bisect_left(heads, head)  # number of gathers with an earlier reader
+        before = bisect_left(heads, head)  # number of gathers with an earlier first reader
         if not (before and (ahead or in_flight)):
             yield head, _FIRST_START
         else:
@@ -290,7 +290,7 @@ def _delay(graph: fx.Graph, in_flight: int) -> None:
         if _has_second_stage(arguments(wait)["ticket"]):
             places[wait] = (order[wait], _ITSELF)
             continue
-        # before the first reader of the result or write to the sent buffer
+        # wait before the first reader of the result and the first write to the sent buffer
         sent: list[fx.Node] = arguments(wait)["sent"]
         needed = min(nodes.first_reader(wait), nodes.first_write(sent, order[wait]))
         places[wait] = max((order[wait], _ITSELF), min(latest, (needed, _WAIT)))
@@ -305,7 +305,7 @@ def _has_second_stage(start: fx.Node) -> bool:
 
 
 def regather(graph: fx.Graph, units: Iterable[str], lasting: Collection[str] = ENDS) -> None:
-    """Free a buffer of these units and gather it again if another unit is gathered between two of its readers.
+    """Free a unit's buffer, and gather it again, if another unit is gathered between two of the buffer's readers.
 
     A unit of `lasting` stays if it would be gathered more than twice (`Plan.lasting`).
     """

@@ -1,21 +1,21 @@
-"""Copies of a traced function, put into the graph for other tensors of the same shapes.
+"""Copies of the nodes of a traced function, for calls with other tensors of the same shapes.
 
 Note [Replays]
-    1. `RecordedCall` traces a function on fake tensors unknown to the graph, into a graph of its own, the piece.
-    2. A replay copies the nodes of the piece into the traced graph, as one node of autograd. The node's backward
-       copies the nodes of the derivative, traced from the tensors saved by autograd, once for each combination of
-       present gradients and their strides.
-    3. So a replay keeps the order of nodes, and runs no Python of the function. Saved tensors pass through the active
-       hooks: a loss gathers its units again as always.
+    1. `RecordedCall` traces a function on new fake tensors, into a graph of its own, a `_Piece`.
+    2. A replay copies the nodes of the piece into the traced graph, inside one autograd node. The autograd node's
+       backward copies the nodes of the derivative, which is traced from the tensors saved by autograd, once for each
+       combination of present gradients and their strides.
+    3. A replay keeps a call's order of nodes, without running the function. Saved tensors pass through the active
+       saved-tensor hooks, so a loss gathers its units again as always.
     4. A random operator has one more argument and result, states of a stream (Note [Random numbers in a graph] in
        `random.py`).
 
-    A call is not recorded if a copy could differ, because the function
-    - changes between calls, or talks to other ranks;
+    A call is not recorded if a copy could differ from a call, because the function
+    - changes variables outside, or calls collectives;
     - writes to its arguments, or returns them or views of them;
     - asks autograd about an argument (a derivative, a hook, `is_leaf`);
     - runs in forward mode, autocast or another library's mode;
-    - reads twice a tensor with possible readers outside: autograd would add gradients in another order.
+    - reads a tensor twice that code outside may read as well: autograd would add gradients in another order.
 """
 
 from __future__ import annotations
@@ -49,12 +49,12 @@ from ..core.tree import Tree, tensors, with_tensors
 from .dataflow import written
 from .inspect import operator as name_of
 
-Ctx = Any  # torch's context of a function: forward sets any attributes for backward
+Ctx = Any  # of torch.autograd.Function: forward sets attributes for backward
 _NUMBERS = (bool, int, float, complex, str, bytes, type(None))
 _OWN = ("fshard.draw", "fshard.forked", "fshard.materialize")  # operators of fshard without effects
 
 
-# These functions show a tensor's computation, and answer differently for traced arguments.
+# These functions ask autograd about a tensor. For the arguments of a recorded call, answers would differ.
 _ASKS = (
     *(torch.autograd.grad, Tensor.register_hook, Tensor.register_post_accumulate_grad_hook, Tensor.retain_grad),
     *(Tensor.is_leaf.__get__, Tensor.grad_fn.__get__),  # type: ignore[attr-defined, union-attr]
@@ -71,19 +71,16 @@ def can_record() -> bool:
 
 
 class Repeated:
-    """A function called several times in a trace: two calls run, later calls are copies.
-
-    Code outside may read the tensors of its first argument and of its closure.
-    """
+    """A function called several times in a trace: two calls run, later calls are copies."""
 
     def __init__(self, fn: Callable[..., Tree]):
         self._fn, self._count = fn, 0
         self._seen: list[Tree] = []  # leaves of the first two calls' units
-        self._is_steady = False  # the last call changed nothing, and did not talk to other ranks
+        self._is_steady = False  # the last call changed no variable, and called no collective
         self._recorded: RecordedCall | None = None
 
     def __call__(self, *args: Tree) -> Tree:
-        if tree.nodes(args, tree.StandIn):  # several units: only a call decides when to gather each
+        if tree.nodes(args, tree.StandIn):  # they are several units: only a call decides when to gather each
             return self._fn(*args)
         self._count += 1
         if self._count == 3 and self._is_steady:
@@ -100,7 +97,7 @@ class Repeated:
 
 
 def _surroundings(fn: object) -> list[object]:
-    """Return the objects outside a function: a call may change them."""
+    """Return the objects in a function's closure and globals: a call may change them."""
     read, waiting = list[object](), [fn]
     while waiting:
         x = waiting.pop()
@@ -167,7 +164,7 @@ class _Piece:
     """A function of fake tensors as nodes of its own graph, unread nodes included."""
 
     def __init__(self, run: Callable[..., Sequence[Tensor | None]], inputs: Sequence[Tensor]):
-        self.copies: dict[fx.Node, fx.Node] = {}  # of the tracer's nodes; the tracer drops some
+        self.copies: dict[fx.Node, fx.Node] = {}  # by nodes of the tracer, which later drops some
 
         def traced(*inputs: Tensor) -> list[Tensor]:
             self._tracer = _tracer()
@@ -176,7 +173,7 @@ class _Piece:
             graph, read = fx.Graph(), dict[object, fx.Node]()
             for node in self._tracer.graph.nodes:
                 copied = graph.node_copy(node, self.copies.__getitem__)
-                # the tracer makes a node at each read of a tensor
+                # the tracer makes a new node at each read of an outside tensor
                 self.copies[node] = read.setdefault(node.target, copied) if node.op == "get_attr" else copied
             self.results = [None if node is None else self.copies[node] for node in nodes]
             return [x for x in results if x is not None]
@@ -186,7 +183,7 @@ class _Piece:
         self.inputs = [node for node in nodes if node.op == "placeholder"]
         self.calls = [node for node in nodes if node.op == "call_function"]
         self.made = [node for node in self.results if node is not None]
-        # tensors other than the inputs
+        # outside tensors: read, and no inputs
         self.others = {node: getattr(self._tracer.root, str(node.target)) for node in nodes if node.op == "get_attr"}
 
     def at(self, x: Tensor) -> fx.Node | None:
@@ -195,7 +192,7 @@ class _Piece:
         return next(read, None) if slot is None else self.copies[slot.proxy.node]
 
     def insert(self, values: dict[fx.Node, Tensor]) -> dict[fx.Node, fx.Node]:
-        """Copy the calls into the traced graph; return the copies. Adds results to `values`."""
+        """Copy the calls into the traced graph; return the copies. Add the results of calls to `values`."""
         values.update((node, x) for node, x in self.others.items() if node not in values)
         nodes, tracer = {node: _traced(x) for node, x in values.items()}, _tracer()
         with unrecorded(), torch.no_grad():
@@ -216,17 +213,17 @@ def _known(x: Tensor, node: fx.Node) -> Tensor:
 
 
 def _traced(x: Tensor) -> fx.Node:
-    """Return a tensor's node; an unknown tensor becomes a constant."""
+    """Return a tensor's node; a tensor without a node becomes a constant."""
     return node_of(x) or _tracer().create_arg(x)
 
 
 class _Derivative(NamedTuple):
     piece: _Piece
-    reads: dict[fx.Node, fx.Node]  # from inputs other than gradients to the call's nodes
+    reads: dict[fx.Node, fx.Node]  # nodes of the call, by inputs other than gradients
 
 
 class _Instead(TorchFunctionMode):
-    """Replace tensors, given by id, at each read."""
+    """Replace tensors, found by id, in arguments of torch functions."""
 
     def __init__(self, instead: Mapping[int, Tensor], refuses: bool):
         super().__init__()
@@ -252,12 +249,12 @@ class RecordedCall:
         self._keeps: list[fx.Node] = []  # further nodes read by the derivative
         self._draws_late = False  # the derivative draws random numbers
         self._trace(fn, [])
-        # If a tensor from outside requires grad, it becomes an argument: the derivative ends there.
+        # An outside tensor that requires grad becomes an argument, because the derivative ends at arguments.
         if read := [x for x in self._read.values() if x.requires_grad]:
             self._trace(fn, read)
         if any(out.requires_grad for out in self._outs):
             reads = self._derivative([out if out.requires_grad else None for out in self._outs]).reads
-            # a checkpoint inside reads further values when it runs again
+            # a checkpoint in the function reads more than saved values when it runs again
             self._keeps = [node for node in dict.fromkeys(reads.values()) if node not in self._saves]
 
     def _trace(self, fn: Callable[..., Tree], read: Sequence[Tensor]) -> None:
@@ -285,13 +282,13 @@ class RecordedCall:
             if self._stream is not None and start is not None:
                 self._stream.go_on(start)
         self._outs = tensors(self._result)
-        # no constants; the state of the stream changes with each call
+        # outside tensors, no constants; the stream's state is another in each call
         self._read = {node: x for node, x in self._call.others.items() if node_of(x) is not None}
         self._is_start = [x is start for x in self._read.values()]
         self._saves = [self._call.copies[node] for node in self._saved]
 
     def _pack(self, x: Tensor) -> Tensor:
-        """Replace a saved tensor by one without derivatives, to trace a derivative."""
+        """Replace a saved tensor by an alias without derivatives, to trace the derivative from the alias."""
         node = _traced(x)
         if node not in self._saved:
             with unrecorded():
@@ -308,7 +305,7 @@ class RecordedCall:
             wanted = [x for x in self._inputs if x.requires_grad]
 
             def run(*inputs: Tensor) -> Sequence[Tensor | None]:
-                # on this thread, the owner of the traces
+                # autograd must run on this thread, the owner of the traces
                 with torch.autograd.set_multithreading_enabled(False), _Instead(self._instead, False):
                     return torch.autograd.grad(outs, wanted, inputs[: len(outs)], retain_graph=True, allow_unused=True)
 
@@ -323,12 +320,12 @@ class RecordedCall:
         return self._derivatives[key]
 
     def is_faithful(self, shared: Container[int]) -> bool:
-        """Return True if a copy equals a call. `shared`: ids of arguments with readers outside."""
+        """Return True if a copy equals a call. `shared`: ids of arguments that other code may read."""
         return self._is_plain() and self._is_apart() and self._adds_once(shared)
 
     def _is_plain(self) -> bool:
         pieces = [(self._call, self._read), *((d.piece, d.reads) for d in self._derivatives.values())]
-        # a fake tensor unknown to both traces comes from another trace
+        # a fake tensor without a node in either trace belongs to another trace
         constants = [x for piece, known in pieces for node, x in piece.others.items() if node not in known]
         return (
             not self._draws_late
@@ -402,7 +399,7 @@ class RecordedCall:
 def _recorded(fn: Callable[..., Tree], args: Sequence[Tree], shared: Container[int]) -> RecordedCall | None:
     try:
         recorded = RecordedCall(fn, args)
-    except Exception:  # the next call raises the function's own errors
+    except Exception:  # the call itself then raises the function's errors
         return None
     return recorded if recorded.is_faithful(shared) else None
 

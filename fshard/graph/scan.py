@@ -14,26 +14,26 @@ from ..core.tree import Tree
 from .replay import Repeated, can_record
 
 Carry = TypeVar("Carry")
-_FEW = 3  # a trace calls the body for this many units
+_FEW = 3  # with more units, a trace copies the body
 
 
 def scan(body: Callable[..., Tree], carry: Carry, units: Sequence[Tree], xs: Tree = None) -> tuple[Carry, Tree]:
-    """Call a body for each unit and pass its carry on: a loop over layers that `jit` traces once for equal layers.
+    """Call `body` for each unit with the carry of the last call: a loop that `jit` traces once for equal layers.
 
     Rule: for each unit, `carry, y = body(unit, carry)`, or `body(unit, carry, x)` with `x` a row of `xs`. Returns the
     last carry, and `ys`, all `y` stacked.
 
-    - `body`: returns the new carry, or (carry, y). It must be pure: it returns all values read outside, takes a unit's
-      own numbers from `xs`, and does not compare tensors by identity.
+    - `body`: returns the new carry, or (carry, y). It must be pure: it returns all values that other code reads, takes
+      numbers that differ between units from `xs`, and does not compare tensors by identity.
     - `carry`: a tree; the body keeps its structure.
     - `units`: a list of trees, such as `params["blocks"]` in a loss, where the plan gathers each unit.
-    - `xs`: a tree of tensors (len(units), ...). `ys` is such a tree, too, or None without `y` or units.
+    - `xs`: a tree of tensors (len(units), ...). `ys` is such a tree, or None without units or `y`.
 
     Eagerly, `scan` is the loop. `jit` calls the body for two units, traces it, and copies the trace for all units of
     the same structure, shapes, dtypes and numbers. Values, derivatives and random numbers have the loop's bits.
 
-    Raises TypeError if a result has another structure, or a `y` is no tensor; ValueError unless `xs` has a row for each
-    unit; under `jit`, TraceError for a `torch.autograd.grad(create_graph=True)` around `scan`.
+    Raises TypeError if a new carry has another structure, or a `y` is no tensor; ValueError unless `xs` has a row for
+    each unit; under `jit`, TraceError for a `torch.autograd.grad(create_graph=True)` around `scan`.
 
     >>> layers = [{"w": torch.full((1,), 2.0)}, {"w": torch.full((1,), 3.0)}]
     >>> scan(lambda layer, x: (layer["w"] * x, x), torch.ones(1), layers)
