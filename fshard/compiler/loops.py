@@ -2,7 +2,7 @@
 
 Note [Loops in one file]
     Inductor writes one file for each fused loop. g++ takes 0.6 s for an empty file and about 0.1 s more for a loop, so
-    many files dominate a graph's first step. fshard compiles all loops of a graph's regions as one file, each in a
+    g++ dominates a graph's first step. fshard compiles all loops of a graph's regions as one file, each in a
     namespace, with Inductor's bindings and flags. Results have the same bits. torch caches the library as usual.
 """
 

@@ -5,7 +5,7 @@ Note [Regions]
        between two collectives. Equal layers have equal regions: the same operators, numbers, shapes, wiring and order.
        Each distinct region is compiled once.
     2. The driver is a graph of collectives and calls of regions. Python runs its code (`Compiled.as_text`).
-    3. A region gets whole buffers and makes views of them. The driver makes only views of the graph's inputs, because
+    3. A region gets whole buffers and makes views of them. The driver makes the views of the graph's inputs, because
        their offsets differ between layers; a region that writes to an input gets the whole input.
     4. A region takes its arguments as a list and empties the list, so a value is freed after its last reader.
     5. A graph stays whole if no two regions are equal; if it draws from torch's generator, because regions would draw
