@@ -130,7 +130,7 @@ def _machine(called: Signature) -> Texts:
 
 
 def _settings(by_variables: bool) -> str:
-    """Return Inductor's changed settings. Before its import, which takes seconds, only environment variables change any."""
+    """Return Inductor's changed settings. Its import takes seconds; before, only environment variables change any."""
     if "torch._inductor.config" not in sys.modules and not by_variables:
         return "{}"
     from torch._inductor import config

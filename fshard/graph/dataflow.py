@@ -105,7 +105,7 @@ def written(nodes: Iterable[fx.Node]) -> set[int]:
 
 
 def repeated(graph: fx.Graph, memory: set[int]) -> set[int]:
-    """Follow a graph: add storages of possible copies of `memory`, and drop overwritten storages."""
+    """Follow the contents of `memory` through a graph: add storages of possible copies, drop overwritten ones."""
     memory = {*memory}
     for node in graph.nodes:
         read = node.all_input_nodes[-1:] if is_call(node, "copy_") else node.all_input_nodes
