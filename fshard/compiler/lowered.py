@@ -54,7 +54,7 @@ Graph = Callable[..., Sequence[Tensor]]  # a compiled graph: a function from inp
 _PURPOSES = {"opt_state": "optimizer", "params": "parameters"}  # an input's, by a field in its path
 
 # With these settings, Inductor keeps the order of nodes, and so the peak of memory. Inductor recomputes no value:
-# otherwise the forward's gathered buffers would stay until the backward. Inductor folds no constants: `x` and
+# a recomputation would need the forward's gathered buffers in the backward. Inductor folds no constants: `x` and
 # `x + zeros` would become one tensor, and a write to one would change both.
 _INDUCTOR = {"reorder_for_peak_memory": False, "realize_reads_threshold": 0, "joint_graph_constant_folding": False}
 # Every C++20 compiler knows AVX2 and AVX-512, so skip Inductor's test for both: it takes longer than a compilation.
