@@ -40,10 +40,11 @@ Later = Callable[[], Sharded]  # made at the first call
 
 @dataclass(frozen=True)
 class Recipe:
-    """The arguments of `train_step`.
+    """The arguments of `train_step`, and three values of one step.
 
-    `built` is their text, with the state's step and seed; the number `stamp` has both (Note [Built alike] in
-    `describe.py`). `gathered` holds units until the last micro-batch has ended; None without `keep_gathered`.
+    - `built`: the arguments as text, with the state's step and seed.
+    - `stamp`: a number made of step and seed (Note [Built alike] in `describe.py`).
+    - `gathered`: with `keep_gathered`, gathered units until the last micro-batch ends; else None.
     """
 
     loss_fn: Callable[..., Tree]
@@ -63,8 +64,8 @@ class Recipe:
 class StepGradients(NamedTuple):
     """The results of a step's forwards and backwards.
 
-    `grads` are multiplied by the loss scale, and divided as if every micro-batch had the count of the first: `share` (a
-    0-d factor, or None for 1) corrects this.
+    - `grads`: gradients of the scaled loss, divided as if every micro-batch had the first micro-batch's count.
+    - `share`: the factor of `grads` that corrects this divisor (0-d; None: 1).
     """
 
     grads: Sharded
@@ -79,7 +80,7 @@ def gradients_of_micro_batches(recipe: Recipe, state: Tree, batch: Tree, args: S
     outcomes: list[Outcome] = []
 
     def divisor(outcome: Outcome) -> Tensor:
-        # one divisor for all micro-batches, known at the first; `share` corrects it
+        # later counts are not known yet: divide by the first micro-batch's count, and correct with `share`
         return outcome.divisor if num == 1 else (outcomes or [outcome])[0].shared(num)
 
     grads = later_grads(params, plan.grads_over)
@@ -117,7 +118,7 @@ def run_each(
     extra = state.extra
 
     def checked_divisor(outcome: Outcome) -> Tensor:
-        # before the backward: a rank raising after the backward would lack the update of other ranks
+        # before the backward: if a rank raised an error later, other ranks would update without this rank
         _check_equal_parts(outcome, micro_batches, state.params)
         return divisor(outcome)
 
@@ -205,7 +206,7 @@ def _reduced_last(reduce_once: bool | str | tuple[str, ...], plan: Plan) -> Axes
     if isinstance(reduce_once, bool):
         return ()
     axes = (reduce_once,) if isinstance(reduce_once, str) else reduce_once
-    # on one device `axes_of` raises for names without a meaning
+    # on one device `axes_of` raises for names other than "shard" and "replicate"
     for axis in axes if plan.axes else axes_of("reduce_once", reduce_once, {}):
         if axis in plan.grads_over or axis not in dict(plan.axes):
             others = ", ".join(map(repr, plan.rest(plan.grads_over))) or "none"
@@ -228,7 +229,7 @@ def _destinations(sums: Later, params: Sharded, recipe: Recipe, reduced_last: Ax
 
 
 def summed_locally(reduced: Later | None, local: Later, num: int, by: Reduction) -> Iterator[Gradients]:
-    """Whole gradients are added in `local`, and reduced with the last micro-batch."""
+    """Add up whole gradients in `local`, and reduce the sum with the last micro-batch."""
     return (Gradients(reduced if number == num - 1 else None, local, number > 0, by) for number in range(num))
 
 
@@ -246,18 +247,18 @@ def _check_equal_parts(outcome: Outcome, micro_batches: Sequence[Tree], params: 
 
 
 def rank_of(params: Sharded) -> int:
-    """The rank's number among ranks with different batches."""
+    """Return this rank's number along the axes of `plan.data`, among ranks with different batches."""
     return coordinate(params.plan.live_mesh(), params.plan.data)
 
 
 def check_equal_batches(batch: Tree, plan: Plan) -> None:
-    """In checked calls, raise MismatchError if batches differ along an axis outside `data`."""
+    """In checked calls and simulated worlds, raise MismatchError if batches differ along an axis not in `plan.data`."""
     axes, grid = plan.rest(plan.data), adapted(plan.live_mesh())
     if not axes or grid is None or grid.abstract or is_tracing():
         return
-    if isinstance(grid, ProcessMesh) and not is_announcing():  # simulated ranks always compare
+    if isinstance(grid, ProcessMesh) and not is_announcing():
         return
-    comparable = Tensor | str | int | float  # and numpy's arrays; a Sharded differs by rank
+    comparable = Tensor | str | int | float  # and numpy's arrays, below; not a Sharded, whose shards differ by rank
     leaves = tree.paths_to(batch, Sharded)
     named = [(path, x) for path, x in leaves if isinstance(x, comparable) or hasattr(x, "__array__")]
     number = consensus.first_unlike([_numbered(x) for _, x in named], grid, axes)
@@ -270,7 +271,7 @@ def check_equal_batches(batch: Tree, plan: Plan) -> None:
 
 
 def _numbered(x: Tree) -> Tensor:
-    """Return integers that tell elements, shape and order apart."""
+    """Return integers whose sum shows a change of elements, their order, shape or dtype."""
     text = f"{x.dtype}{[*x.shape]}" if isinstance(x, Tensor) else repr(getattr(x, "tolist", lambda: x)())
     words = torch.tensor([*text.encode()], device="cpu")
     words = torch.cat([words.to(x.device), value_bytes(x).long()]) if isinstance(x, Tensor) else words
@@ -280,9 +281,9 @@ def _numbered(x: Tree) -> Tensor:
 def join_batches(data: Iterable[T], mesh: AnyMesh = None, like: T | None = None) -> Iterator[tuple[T, Tensor]]:
     """Yield `(batch, weight)` until all ranks' `data` end; a rank out of batches repeats its last one with weight 0.
 
-    Give the weight (0-d, 1 or 0) to the step as a further argument, and multiply total and count of a `Mean` by it: the
-    mean counts real batches alone, and every rank takes part in every collective. Costs one small collective a batch,
-    and one at the end, over the ranks of `mesh`. `like` is a batch for ranks without any (else ValueError).
+    Give the weight (0-d, 1 or 0) to the step as one of `args`, and multiply total and count of the loss's `Mean` by the
+    weight: repeated batches count nothing, and every rank takes part in every collective. Each batch, and the end,
+    costs a small collective over the ranks of `mesh`. A rank without any batch repeats `like` (ValueError if None).
 
     >>> [(batch, weight.item()) for batch, weight in join_batches([1, 2])]
     [(1, 1.0), (2, 1.0)]
@@ -291,10 +292,10 @@ def join_batches(data: Iterable[T], mesh: AnyMesh = None, like: T | None = None)
     axis_sizes(mesh)
     batches, batch = iter(data), like
     while True:
-        following = [*islice(batches, 1)]  # none at the end
+        following = [*islice(batches, 1)]  # empty when `data` has ended
         weight = torch.full((), float(len(following)), dtype=torch.float32, device=mesh_device(mesh))
         has_any = primitives.total(weight, mesh, op="max", label="batches")
-        # every rank stops at the same step; a rank with a batch does not read `has_any`: its host would wait
+        # all ranks stop at the same step; a rank with a batch does not read `has_any`: the host would wait
         if not following and not has_any:
             return
         batch = following[0] if following else batch
@@ -304,8 +305,8 @@ def join_batches(data: Iterable[T], mesh: AnyMesh = None, like: T | None = None)
 
 
 def cut(batch: Tree, num: int) -> list[Tree]:
-    """Return views along dim 0; with too few rows the last views are empty."""
-    if num == 1:  # uncut leaves need not have equally many rows
+    """Cut a batch into `num` views along dim 0; with fewer rows than `num` the last views are empty."""
+    if num == 1:  # leaves of an uncut batch may have different numbers of rows
         return [batch]
     num_rows(batch, num)
     leaves, spec = tree.flatten(batch)
@@ -316,9 +317,9 @@ def cut(batch: Tree, num: int) -> list[Tree]:
 
 
 def num_rows(batch: Tree, num: int = 1) -> int:
-    """Return the number of rows of each leaf: 0 without leaves, 1 if `num` is 1 and all are 0-d.
+    """Return the number of rows that all leaves have: 0 without leaves, 1 if `num` is 1 and all leaves are 0-d.
 
-    ValueError names a leaf with another number.
+    ValueError for a leaf with another number of rows.
     """
     leaves = tree.tops(batch, Sharded)
     if leaves and num == 1 and all(isinstance(x, Tensor) and not x.dim() for x in leaves):

@@ -1,15 +1,15 @@
 """Describe the arguments of a step as text, for ranks to compare.
 
 Note [Built alike]
-    Steps built with different arguments may issue the same collectives and train different models. So the label of the
-    loss's collective has the arguments as text. The text of an optimizer is the plain values in its closures (numbers,
-    strings, dtypes), by name. Users' functions are not looked into: they may hold values that rightly differ by rank (a
-    path). Tensors are not read.
+    Ranks with steps built from different arguments may call the same collectives and train different models. So the
+    label of the loss's collective, compared between ranks, has the arguments as text. An optimizer's text is the plain
+    values in its closures (numbers, strings, dtypes), by name; closures of users' functions are left out, because their
+    values may rightly differ by rank (a path), and so are values of tensors.
 
-    Ranks with states of different steps or seeds would mix two states, so the text has step and seed. Without texts
-    (over process groups, and in a graph, made once for all steps) the same collective sums a number made of both, the
-    stamp: the sum must be a rank's own stamp times the number of ranks. A stamp is a fifth power modulo a prime: if
-    steps 1, 2, 3 were summed themselves, 2 would be the mean, and its rank would have no error.
+    Ranks with states of different steps or seeds would mix two states, so the text has step and seed. Ranks of process
+    groups compare no texts, and a graph is made once for all steps. There the loss's collective sums a number made of
+    step and seed, the stamp: each rank checks that the sum is its own stamp times the number of ranks. A stamp is a
+    fifth power modulo a prime: a sum of plain steps 1, 2 and 3 is 3 times 2, and rank 2 would raise no error.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from ..core.scalars import Number
 from ..core.tracing import is_tracing
 
 _PACKAGE = __name__.partition(".")[0]
-_LONG_LIST = 16  # longer lists of numbers are tables of this package, and left out
+_LONG_LIST = 16  # elements; longer lists of numbers are tables of this package, and left out of the text
 _PRIME = 2**31 - 1  # different numbers have different fifth powers modulo it
 _SPREAD = 0x9E3779B1  # any 32 bits: adjacent seeds get distant stamps
 _LONGEST = 300  # characters; longer text gets a checksum of the whole
@@ -57,7 +57,7 @@ def _words(name: str, value: object, seen: set[int]) -> Iterator[str]:
         yield from _words(key or name, inner, seen)
     if callable(value) and not isinstance(value, partial | tuple):
         qualname: str = getattr(value, "__qualname__", type(value).__qualname__)
-        # a function without plain values inside gives its name; private helpers of this package give nothing
+        # a user's function gives its name; one of this package only if public and without plain values inside
         if not _is_of_fshard(value) or not (
             parts or isinstance(value, type) or qualname.startswith("_") or "<" in qualname
         ):
@@ -88,9 +88,9 @@ def _inner_values(value: object) -> list[tuple[str, object]]:
 
 
 def stamp_of(step: Tensor, seed: Tensor, device: torch.device) -> tuple[str, Number]:
-    """Return step and seed as text, empty in a graph, and as a stamp below 2**31, so that sums are exact.
+    """Return step and seed as text (empty in a graph), and as a stamp below 2**31, so that sums over ranks are exact.
 
-    In a graph for an accelerator the stamp is 0: every run would copy step and seed to the device.
+    In a graph for an accelerator the stamp is 0: for another, every run would copy step and seed to the device.
 
     >>> stamp_of(torch.tensor(3), torch.tensor(0), torch.device("cpu"))
     (', step=3, seed=0', 665346162)
@@ -99,6 +99,6 @@ def stamp_of(step: Tensor, seed: Tensor, device: torch.device) -> tuple[str, Num
         return "", 0
     first, second = (step, seed) if is_tracing() else (int(step), int(seed))
     text = "" if is_tracing() else f", step={first}, seed={second}"
-    number = (first + (second % _PRIME + 1) * _SPREAD) % _PRIME  # not 0 at the first step: 0 is the mean of -x and x
+    number = (first + (second % _PRIME + 1) * _SPREAD) % _PRIME  # never 0 at step 0: 0 is the mean of -x and x
     square = number * number % _PRIME
     return text, square * square % _PRIME * number % _PRIME

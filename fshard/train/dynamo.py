@@ -1,9 +1,9 @@
 """A step inside the user's own torch.compile.
 
 Note [torch.compile]
-    Dynamo cannot trace all of a step. `nonstrict_trace` makes the step one call, and AOTAutograd traces it into
-    operators as `jit` does: no graph break, and the same nodes. Such a call takes no None, and returns no structure
-    unknown to dynamo. So a constant replaces None, and the new state comes out as leaves.
+    Dynamo cannot trace all of a step. With `nonstrict_trace` dynamo records the step as one call, without a graph
+    break, and AOTAutograd traces this call into the same operators as `jit`. Such a call may not take or return None,
+    nor return a pytree unknown to dynamo. So a constant replaces None, and the call returns the new state's leaves.
 """
 
 from __future__ import annotations
@@ -59,13 +59,13 @@ def _run_step(step: _Step, state: Tree, args: Tree) -> tuple[list[Tensor], Tree]
 
 @cache
 def _opaque() -> Traced:
-    import torch._dynamo  # takes seconds; torch.compile has imported it
+    import torch._dynamo  # takes seconds, unless torch.compile has imported it
 
     return torch._dynamo.nonstrict_trace(_run_step)
 
 
 def __getattr__(name: str) -> Traced:
-    # dynamo reads this while it compiles
+    # the attribute `traced` is made when dynamo first reads it, while it compiles
     if name == "traced":
         return _opaque()
     raise AttributeError(name)

@@ -1,19 +1,20 @@
 """A step that updates each unit in its backward, as soon as the unit's gradients are reduced.
 
 Note [Steps that update in the backward]
-    `Updates` gets the sum of each unit (Note [Updates in a backward]), and runs the optimizer on this unit alone: on
-    its flat parameters, and the same shard of every tree in the state. The optimizer is elementwise, so a unit's update
-    is the same alone.
+    `Updates` gets the summed gradients of each unit (Note [Updates in a backward]), and runs the optimizer on the
+    unit's flat parameters and the same shard of every tree in the optimizer's state. An elementwise optimizer gives
+    each unit the same update alone as with all units.
 
 Note [Updates in a backward]
-    `Gradients.take` hands each unit's sum over ranks to a function. The function may write to the unit's parameters.
-    Then the sum's memory is free.
+    The function `Gradients.take` gets each unit's gradients, summed over ranks, and may write to the unit's parameters.
+    When the function returns, the sum's memory is free.
 
-    A unit's parameters must not be written to while the backward still reads them. Gathered buffers are memory of their
-    own, so only a later gather would read the parameters. No gather comes: autograd runs the nodes made last first, and
-    a unit's anchor is made when the unit is first read (Note [Anchors] in `autograd.py`), so the unit's gradients come
-    after all nodes and checkpoints reading it; else the tape raises an error. Leaves held whole by this rank are copied
-    when read: else the loss, and attributes unknown to autograd, would be the parameters themselves.
+    A unit's parameters must not be written to while the backward still reads them. The backward reads gathered buffers,
+    which share no memory with parameters, so only a later gather of the unit would read new values. No gather follows:
+    autograd runs the nodes made last first, and a unit's anchor is made when the loss first reads the unit (Note
+    [Anchors] in `grad/autograd.py`), so the anchor gets the unit's gradients after all nodes and checkpoints that read
+    the unit; else the tape raises an error. If this rank holds a leaf whole, the loss reads a copy: else the loss's
+    value, or an attribute unknown to autograd, could be the parameter itself.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ from ..update.transforms import LabelState, flags_of
 from .accumulate import Recipe, rank_of, run_each
 from .loss_scale import NoLossScale
 
-# by unit and kind: intervals as (start in the shard, length, tensor of a state, start in this tensor)
+# by unit and kind: intervals as (start in the shard, length, number of the state's tensor, start in this tensor)
 Runs: TypeAlias = Mapping[tuple[int, int], Sequence[tuple[int, int, int, int]]]
 
 
@@ -63,7 +64,7 @@ class Stepped(NamedTuple):
 
 
 def step_in_backward(recipe: Recipe, tx: Transform, state: Tree, batch: Tree, args: Sequence[Tree]) -> Stepped:
-    """Update a donated state unit by unit. An error after an update gives the state away."""
+    """Update a donated state unit by unit. After an error, a state with updated units is given away."""
     _check_can_begin(state)
     given, state = state, replace(state, extra=own_extra(state.extra, [state.params.trainable, state.opt_state]))
     factor = None
@@ -94,7 +95,7 @@ def step_in_backward(recipe: Recipe, tx: Transform, state: Tree, batch: Tree, ar
 
 
 def own_extra(extra: Tree, overwritten: Sequence[Tree]) -> Tree:
-    """Copy leaves in the memory of `overwritten`; each `Sharded` gets a new container."""
+    """Copy the leaves of `extra` that share memory with `overwritten`; each `Sharded` gets a new container."""
 
     def copied(x: Tree) -> Tree:
         if isinstance(x, Sharded):
@@ -105,7 +106,7 @@ def own_extra(extra: Tree, overwritten: Sequence[Tree]) -> Tree:
 
 
 def check_in_backward(tx: Transform, by: Reduction, donate: bool, how: Mapping[str, object]) -> None:
-    """Raise ValueError for arguments of `train_step` that need all gradients first."""
+    """Raise ValueError for arguments of `train_step` that do not go with `in_backward`."""
     accumulate, reduce_once = how["accumulate"], how["reduce_once"]
     reasons = {
         "donate=False: the state is updated in place. Use donate=True": not donate,
@@ -125,7 +126,7 @@ def check_in_backward(tx: Transform, by: Reduction, donate: bool, how: Mapping[s
 
 
 def is_by_elements(tx: Transform) -> bool:
-    """True if an update of some elements reads no others."""
+    """True if the update of an element reads no other elements."""
     return all(part.over == "elements" for part in (tx.parts or {None: tx}).values())
 
 
@@ -145,7 +146,7 @@ def _check_can_begin(state: Tree) -> None:
 
 
 def _run_backward(recipe: Recipe, state: Tree, batch: Tree, args: Sequence[Tree], take: OnSum) -> Outcome:
-    """`take` gets the sum of each unit and kind, (n / W_grads,)."""
+    """Run a forward and backward; `take` gets the summed gradients of each unit and kind, (n / W_grads,)."""
     plan = state.params.plan
     sums = Sharded(whole_view(plan, plan.grads_over, state.params.trainable.view.kinds), [])
     into = Gradients(lambda: sums, by=recipe.by, take=take, device=device_of(state.params))
@@ -160,8 +161,8 @@ class Squares:
     def __init__(self, params: Sharded):
         self._plan = params.plan
         self._dtype = max((wide(row.dtype) for row in params.trainable.tensors), key=lambda dtype: dtype.itemsize)
-        # float64, 0-d, by the axes along which ranks hold different elements: copies count once. GPUs make square sums
-        # on the stream of sums, and would overwrite a tensor dropped too early: all are kept.
+        # float64, 0-d, by the axes along which ranks hold different elements: copies count once. A GPU computes square
+        # sums on the stream of reductions, and could overwrite a freed one before `norm` reads it: all are kept.
         none = torch.zeros((), dtype=torch.float64, device=device_of(params))
         kinds = params.trainable.view.kinds
         self._sums = {over: [none] for over in ((), *(self._plan.apart(k, self._plan.grads_over) for k in kinds))}
@@ -189,7 +190,7 @@ def _runs(layout: Layout, view: View) -> Runs:
 
 
 class Updates:
-    """A step's updates in the memory of a state; gradients are multiplied by `factor`."""
+    """A step's updates, in place in a state's tensors, from gradients times `factor`."""
 
     def __init__(self, tx: Transform, state: Tree, factor: Tensor | None, skip: FoundInf | None = None):
         self._params, self._tx, self._old, self._factor, self._skip = state.params, tx, state.opt_state, factor, skip
@@ -201,7 +202,7 @@ class Updates:
         self.begun = False
 
     def make(self, unit: int, kind: int, total: Tensor) -> None:
-        """`total` is the sum of gradients, (n / W_grads,)."""
+        """Update one unit and kind; `total` is the sum of its gradients, (n / W_grads,)."""
         self.begun = True
         if self._seeds is None:
             return self._made(unit, kind, total)
@@ -213,7 +214,7 @@ class Updates:
     def _made(self, unit: int, kind: int, total: Tensor) -> None:
         params, grads = self.shards[unit, kind], self._own(total, kind)  # (n / W_state,)
 
-        # `layout`: of one label's leaves
+        # `layout`: that of the leaves with one label; None: the state has all leaves
         def update(tx: Transform, state: Tree, skip: FoundInf | None, layout: Layout | None = None) -> Tree:
             if layout is None:  # the state is cut as parameters are
                 return update_part(tx, state, [params], [grads], lambda x: [x.shard(unit, kind)], skip, own_grads=True)
@@ -244,7 +245,7 @@ class Updates:
         return grads.to(plan.kinds[kind].dtype)
 
     def finish(self) -> Tree:
-        if not self.begun:  # no parameter has an element: update the counts alone
+        if not self.begun:  # all parameters are empty: update the optimizer's counts alone
             place, shard = next(iter(self.shards.items()))
             self.make(*place, shard)
         for pending in self._gathers:

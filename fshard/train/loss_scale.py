@@ -1,6 +1,6 @@
 """Loss scalers: immutable values that a step takes and returns.
 
-A gradient in half precision underflows; multiplying the loss by a scale and the gradient by its inverse avoids it.
+In half precision, small gradients underflow to 0; so the loss is multiplied by a scale, and gradients by its inverse.
 Sources: Micikevicius et al., Mixed precision training (2018); torch.amp.GradScaler for the dynamic rule.
 """
 
@@ -31,7 +31,7 @@ from ..update import kernels
 from ..update.base import FoundInf, Label, any_found, check_found
 from ..update.transforms import Labels, labeller
 
-# fields unknown to torch.amp.GradScaler, with values making both scalers equal
+# fields that torch.amp.GradScaler lacks; with these values `DynamicLossScale` does the same
 _BOUNDS = {"min_scale": 0.0, "max_scale": math.inf, "hysteresis": 1}
 
 T = TypeVar("T")
@@ -39,7 +39,7 @@ K = TypeVar("K")
 
 
 def _scaled(x: Tree, scale: Tensor) -> Tree:
-    """Multiply leaves in their own dtypes; of losses, totals alone."""
+    """Multiply each leaf by the scale, in the leaf's dtype; of a `Mean` or `Sum`, the total alone."""
 
     def times(path: str, leaf: Tree) -> Tree:
         if is_loss(leaf):
@@ -55,7 +55,8 @@ def _scaled(x: Tree, scale: Tensor) -> Tree:
 class Unscaled(Marked):
     """A gradient divided by the loss scale: `unscale` refuses to divide it again.
 
-    Copies and results of `detach` are unscaled as well; other results, pickles and sparse gradients are plain tensors.
+    `copy.deepcopy` and `detach` return an `Unscaled`. Results of other operators, tensors read from a pickle, and
+    sparse gradients are plain tensors.
     """
 
     @classmethod
@@ -97,7 +98,7 @@ def _check_between(scale: Number, least: float, most: float) -> None:
 def _unscale(grads: Tree, scale: Tensor, own: bool, labels: Labels, mesh: AnyMesh) -> tuple[Tree, FoundInf]:
     _check_grads(grads)
     sparse = any(row.layout is torch.sparse_coo for row in tree.leaves(grads))
-    if not own or sparse:  # `_values` makes a new tensor of an uncoalesced tensor
+    if not own or sparse:  # dividing `_values` of an uncoalesced tensor in place would divide a copy
         grads = tree.map(lambda row: (row.coalesce() if row.layout is torch.sparse_coo else row).clone(), grads)
     meshes, by_label = _meshes(grads, mesh), dict[Label, Tensor]()
     if labels is not None:  # before the division: a scale below 1 may make finite values overflow
@@ -125,7 +126,7 @@ def _check_grads(grads: Tree) -> None:
 
 
 def _meshes(x: Tree, mesh: AnyMesh) -> list[AnyMesh]:
-    axis_sizes(mesh)  # raises unless it is a mesh
+    axis_sizes(mesh)  # raises unless `mesh` is a mesh or None
     return [present for present in (mesh_of(x), mesh) if present is not None]
 
 
@@ -136,7 +137,7 @@ def _any_of_ranks(flags: T, meshes: Sequence[AnyMesh]) -> T:
 
 
 def _not_finite_by(key: Callable[[Leaf], K], x: Tree, meshes: Sequence[AnyMesh]) -> dict[K, Tensor]:
-    """Return `found_inf` by key, equal on all ranks."""
+    """Return a `found_inf` for the leaves of each key, equal on all ranks."""
     flags, device = dict[K, list[Tensor]](), device_of(x)
     for path, node in tree.paths_to(x, Parts):
         layout = layout_of(node)
@@ -155,15 +156,15 @@ def _not_finite_by(key: Callable[[Leaf], K], x: Tree, meshes: Sequence[AnyMesh])
 
 
 def _not_finite(x: Tensor) -> Tensor:
-    low, high = torch.aminmax(torch.view_as_real(x.resolve_conj()) if x.is_complex() else x)  # NaN if any element is
+    low, high = torch.aminmax(torch.view_as_real(x.resolve_conj()) if x.is_complex() else x)  # NaN if an element is
     return (~(low.isfinite() & high.isfinite())).float()
 
 
 def nonfinite_leaves(x: Tree, mesh: AnyMesh = None) -> list[str]:
     """Return the paths of leaves that are not finite on some rank: one collective, and the host waits for it.
 
-    `x`: a tree of tensors, plain or sharded. `mesh`: for a plain tree (None: this rank alone). All ranks get the same
-    paths.
+    `x`: a tree of tensors, plain or sharded. `mesh`: for a plain tree, the ranks to ask (None: this rank alone). All
+    ranks get the same paths.
 
     >>> nonfinite_leaves({"a": torch.tensor([1.0, torch.inf]), "b": torch.ones(2)})
     ['a']
@@ -178,7 +179,7 @@ def nonfinite_leaves(x: Tree, mesh: AnyMesh = None) -> list[str]:
 
 @dataclass(frozen=True, init=False)
 class StaticLossScale:
-    """A fixed `scale`. An update whose scaled gradients are not finite is skipped.
+    """A fixed `scale`. A step skips the update if its scaled gradients are not finite.
 
     >>> StaticLossScale(8.0).scale(torch.tensor(2.0))
     tensor(16.)
@@ -199,13 +200,13 @@ class StaticLossScale:
     ) -> tuple[Tree, Tree]:
         """Divide gradients by the scale; returns `(grads, found_inf)`.
 
-        - `found_inf` (float32, 0-d): 1 if the gradients of any rank are not finite, equal on all ranks of the mesh of
-          sharded or unreduced gradients.
-        - `mesh`: for a plain tree of gradients; with None `found_inf` is this rank's alone.
-        - `labels` (`by_label`'s): `found_inf` is a dict with one tensor for each label, as for `by_label(...).step`.
-        - `own`: the gradients may be overwritten, and are divided in place.
+        - `found_inf` (float32, 0-d): 1 if gradients are not finite on some rank of the mesh of sharded or unreduced
+          gradients, else 0.
+        - `mesh`: the ranks to ask for a plain tree of gradients; None: this rank alone.
+        - `labels`, as given to `optim.by_label`: `found_inf` is a dict, a tensor by label, for `by_label(...).step`.
+        - `own`: True if gradients may be overwritten: they are divided in place.
 
-        ValueError for gradients unscaled already.
+        ValueError for gradients that were unscaled before.
 
         >>> StaticLossScale(4.0).unscale({"w": torch.tensor([8.0, 4.0])})
         ({'w': Unscaled([2., 1.])}, tensor(0.))
@@ -222,9 +223,9 @@ class StaticLossScale:
 class DynamicLossScale(StaticLossScale):
     """A scale that shrinks when gradients overflow, and grows after `growth_interval` updates without an overflow.
 
-    - `scale`: the first scale; by default 2^16, or the nearest bound.
-    - `growth_factor`, `backoff_factor`: factors of a growing and of a shrinking scale.
-    - `growth_interval`: updates in a row without an overflow until the scale grows.
+    - `scale`: the first scale; by default 2^16, or the bound nearest to 2^16.
+    - `growth_factor`, `backoff_factor`: the factors by which the scale grows and shrinks.
+    - `growth_interval`: the scale grows after this number of consecutive updates without an overflow.
     - `growth_tracker`: the number of such updates so far.
     - `min_scale`, `max_scale`: bounds of the scale; a `scale` outside is a ValueError.
     - `hysteresis`: the scale shrinks at the `hysteresis`-th overflow since it last grew, and at every later one (with
@@ -283,7 +284,7 @@ class DynamicLossScale(StaticLossScale):
         vars(self).update(zip((f.name for f in fields(self)), values, strict=True))
 
     def adjust(self, found_inf: FoundInf, new_scale: Number | None = None) -> DynamicLossScale:
-        """Return the next step's scaler; `new_scale` sets its scale and keeps its counts. No host read."""
+        """Return the next step's scaler; `new_scale` sets its scale and keeps its counts. The host does not wait."""
         if new_scale is not None:
             _check_between(new_scale, self.min_scale, self.max_scale)
             return self._with(_as_scale(new_scale).to(self.value.device), self.growth_tracker, self.hysteresis_tracker)
@@ -292,7 +293,7 @@ class DynamicLossScale(StaticLossScale):
         num_finite = self.growth_tracker + 1
         grows = ~overflowed & (num_finite == self.growth_interval)
         larger, smaller = self.value * self.growth_factor, self.value * self.backoff_factor
-        # as torch.amp.GradScaler: no scale of inf
+        # as in torch.amp.GradScaler, a scale never grows to inf
         larger = torch.where(larger.isfinite(), larger.clamp(max=self.max_scale), self.value)
         smaller = torch.where(overflows_left > 0, self.value, smaller.clamp(min=self.min_scale))
         return self._with(
@@ -323,7 +324,7 @@ class DynamicLossScale(StaticLossScale):
         return {**saved, **bounds, "_hysteresis_tracker": int(self.hysteresis_tracker)}
 
     def load_state_dict(self, saved: Mapping[str, Tree]) -> DynamicLossScale:  # values from a file, checked by __init__
-        """Return the saved scaler. A state dict of torch.amp.GradScaler gets this scaler's bounds and hysteresis.
+        """Return the saved scaler, with this scaler's bounds and hysteresis if torch.amp.GradScaler saved it.
 
         ValueError if the state dict is empty or lacks a value.
 
@@ -372,7 +373,7 @@ class NoLossScale:
     def unscale(
         self, grads: Tree, *, own: bool = False, labels: Labels = None, mesh: AnyMesh = None
     ) -> tuple[Tree, Tensor]:
-        """Return the gradients as they are, and 0."""
+        """Return the gradients unchanged, and 0 as `found_inf`."""
         return grads, torch.zeros((), dtype=torch.float32, device=device_of(grads))
 
     def adjust(self, found_inf: FoundInf) -> NoLossScale:

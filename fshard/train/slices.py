@@ -1,18 +1,19 @@
 """A step's gradients with `reduction="tree"`: the same bits on any number of ranks.
 
 Note [Slices]
-    With `reduction="tree"` the batch of all ranks is cut into a power of two of slices: `plan.slices`, or, if smaller,
-    the largest power of two that divides the number of rows. Each slice has its own random numbers. So gradients of
-    slices do not depend on the number of ranks, nor do the bits of a balanced tree over all slices (Note [The same bits
-    on any number of ranks]).
+    With `reduction="tree"` the batch of all ranks is cut into slices; their number is the largest power of two dividing
+    the number of rows, at most `plan.slices`. Each slice has its own random numbers. So a slice's gradients do not
+    depend on the number of ranks, nor do the bits of their sum, a balanced tree over all slices (Note [The same bits on
+    any number of ranks] in `comm/reduction.py`).
 
-    A matrix product may round differently if the address of an operand differs modulo 16 (MKL on AMD processors). So
-    the loss gets a copy of each slice, at a multiple of 64 bytes; leaves of parameters start at multiples of 16 (Note
-    [Flat buffers] in `plan/plan.py`). Outside the loss, an element's result may not depend on its offset in a row: a
-    step does not use torch's fused optimizers, and norms are summed without rounding (Note [Exact sums] in `norms.py`).
+    A matrix product may round differently if an operand's address modulo 16 bytes differs (MKL on AMD processors). So
+    the loss gets a copy of each slice, at a multiple of 64 bytes; leaves of parameters start at multiples of 16 bytes
+    (Note [Flat buffers] in `plan/plan.py`). Outside the loss, an element's result must not depend on the element's
+    offset in a row. So a step does not use torch's fused optimizers, and sums norms without rounding (Note [Exact sums]
+    in `layout/norms.py`).
 
-    A rank sums its slices like a binary counter with trees of gradients as digits (`_add_to_counter`). All totals are
-    divided by the count of the first slice, and the sum is rescaled at the end.
+    A rank sums its slices like a binary counter with trees of gradients as digits (`_add_to_counter`). Every total is
+    divided by the first slice's count, because later counts are not known yet; the sum is rescaled at the end.
 """
 
 from __future__ import annotations
@@ -45,8 +46,8 @@ def gradients_of_slices(recipe: Recipe, state: Tree, batch: Tree, args: Sequence
             "reduction='tree' with a wire: what it rounds depends on how many ranks there are. Use no wire."
         )
     slices, rows, rank = _cut_slices(batch, recipe.accumulate, params), num_rows(batch), rank_of(params)
-    num = len(slices) * len(slices[0]) * num_ranks(plan.live_mesh())  # of all ranks
-    first: list[Outcome] = []  # with the count of the first slice of all ranks
+    num = len(slices) * len(slices[0]) * num_ranks(plan.live_mesh())  # over all ranks
+    first: list[Outcome] = []  # this rank's first outcome, with the count of rank 0's first micro-batch
 
     def divisor(outcome: Outcome) -> Tensor:
         if not first:
@@ -56,19 +57,19 @@ def gradients_of_slices(recipe: Recipe, state: Tree, batch: Tree, args: Sequence
     grads, counter, outcomes = later_grads(params, plan.grads_over), list[Sharded](), list[Outcome]()
     for number, micro_batches in enumerate(slices):
         local = later_grads(params, (), local=True)  # of one slice, (n,) for each kind
-        # an only slice is reduced in its backward; the sum of several slices, after the last
+        # one slice's gradients are reduced in the backward; the sum of several slices', after the last backward
         reduced = grads if len(slices) == 1 else None
         destinations = summed_locally(reduced, local, len(micro_batches), TREE)
         stream = rank * len(slices) + number  # the slice's number among all ranks'
         micro_batches = tree.map_tops(lambda x: x if isinstance(x, Sharded) else copied(x), Sharded, micro_batches)
-        # `_over_ranks` sums the outcomes
+        # `alone`: `_over_ranks` sums the outcomes
         runs = run_each(recipe, state, micro_batches, args, destinations, stream, divisor, alone=True, whole=num == 1)
         outcomes.append(joined_outcomes([outcome for outcome, _ in runs]))
         _add_to_counter(counter, number, local())
     if len(slices) > 1:
         reduce_all(counter[0], grads(), TREE)
     outcome = _over_ranks(outcomes, plan)
-    torch._assert_async(outcome.sums()[-1], f"{NO_GRADIENT}, in no slice")  # private, as in `consensus`
+    torch._assert_async(outcome.sums()[-1], f"{NO_GRADIENT}, in no slice")  # private: no public name
     return StepGradients(grads(), outcome, first[0].shared(num) / outcome.divisor)
 
 
@@ -89,13 +90,15 @@ def _cut_slices(batch: Tree, accumulate: int, params: Sharded) -> list[list[Tree
 def _count_of_first_slice(outcome: Outcome, recipe: Recipe, rows: int, plan: Plan, rank: int) -> Tensor:
     """Return the count of rank 0's first micro-batch; NaN if ranks differ in their number of rows.
 
-    The text of one small collective has the number of rows, and on CPUs of threads. Without texts: n ranks have equally
-    many rows exactly if n times the sum of squares is the square of the sum.
+    The text of the small collective has the number of rows, and on CPUs the number of threads. Ranks of process groups
+    compare sums in place of texts: n ranks have equally many rows exactly if n times the sum of squares is the square
+    of the sum.
     """
     count = outcome.shared(1) if rank == 0 else torch.zeros_like(outcome.count)
     text, checksum = described(outcome.kind, outcome.dtype, outcome.aux, outcome.output)
     words = f"{text}{recipe.built}, rows={rows}"
-    words += f", threads={torch.get_num_threads()}" * (outcome.count.device.type == "cpu")  # a GPU's bits are its own
+    # a GPU's bits do not depend on the number of threads
+    words += f", threads={torch.get_num_threads()}" * (outcome.count.device.type == "cpu")
     words += " (reduction='tree': as many on every rank)"
     numbers = [on_device(x, count.device) for x in (rows, rows**2, recipe.stamp + checksum)]
     sent, mesh = torch.stack([count, *numbers]), plan.live_mesh()
@@ -105,14 +108,14 @@ def _count_of_first_slice(outcome: Outcome, recipe: Recipe, rows: int, plan: Pla
 
 
 def _add_to_counter(counter: list[Sharded], number: int, grads: Sharded) -> None:
-    """Add sums of equally many slices, as a counter carries digits."""
+    """Add a slice's gradients; sums of equally many slices are added up, as a counter carries digits."""
     while number % 2:
         grads, number = tree.map(lambda a, b: tree_sum([a, b]), counter.pop(), grads), number // 2
     counter.append(grads)
 
 
 def _over_ranks(outcomes: Sequence[Outcome], plan: Plan) -> Outcome:
-    """Sum outcomes in the tree's order; aux is this rank's."""
+    """Sum outcomes over all slices of all ranks, in the tree's order; aux is a list of this rank's."""
     local = tree_sum([torch.stack([*outcome.sums()]) for outcome in outcomes])
     old = COPIES.dual(plan.axis_names)
     sums = reshard(local, old, COPIES, plan.live_mesh(), "loss", by=TREE).wait().unbind()

@@ -44,11 +44,11 @@ class TrainState:
     """The input and output of a step, as one pytree.
 
     - `params`: a `Sharded`.
-    - `opt_state`: the optimizer's state, cut as the plan's `state_over` says.
+    - `opt_state`: the optimizer's state, cut over the plan's `state_over`.
     - `loss_scale`: a scaler.
-    - `step`: the number of steps made, skipped updates included (int64, on the host).
+    - `step`: the number of steps taken, with those that skipped the update (int64, on the host).
     - `rng`: the seed of all random numbers (int64, on the host).
-    - `extra`: any tree of yours; with `train_step(with_extra=True)` the loss's last extra.
+    - `extra`: any tree of yours; with `train_step(with_extra=True)`, the extra that the loss returned last.
     """
 
     params: Sharded
@@ -59,7 +59,7 @@ class TrainState:
     extra: Tree
 
     def give_away(self) -> None:
-        """Make every later use a DonatedError."""
+        """Let every later use of this state raise DonatedError."""
         tree.give_away((self.params, self.opt_state))
         vars(self).clear()
 
@@ -73,7 +73,7 @@ class TrainState:
         return self.picture()._repr_html_()
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> str | tuple[object, ...]:
-        if not vars(self):  # a copy would have no fields
+        if not vars(self):  # given away: a copy would have no fields
             Life(given_away=True).check(type(self).__name__, "__reduce__")
         return super().__reduce_ex__(protocol)
 
@@ -89,15 +89,17 @@ tree.register_fields(TrainState, ("params", "opt_state", "loss_scale", "step", "
 def init_state(
     sharded: Sharded, tx: TransformLike, loss_scale: LossScale | None = None, seed: int = 0, extra: Tree = None
 ) -> TrainState:
-    """Make the state before the first step; the optimizer's state is cut as the plan's `state_over` says.
+    """Make the state before the first step. The optimizer's state is cut over the plan's `state_over`.
 
     - `sharded`: the parameters.
     - `tx`: the optimizer.
-    - `loss_scale`, `extra`: copied, because a donated state is written to. ValueError for a tensor on meta in `extra`.
+    - `loss_scale`, `extra`: copied, because a step with `donate` writes to its state. ValueError if `extra` has a
+      tensor on meta.
     - `seed`: the seed of all random numbers of the steps.
 
-    Leaves of the optimizer's state are copied, too, if they share memory. Every rank of the plan's mesh must call this
-    function: MismatchError if seeds, loss scales or copies of parameters differ between ranks.
+    A tensor of the optimizer's state is copied if it shares memory with parameters or with another tensor of the state.
+    Every rank of the plan's mesh must call this function: MismatchError if seeds, loss scales or copies of parameters
+    differ between ranks.
 
     >>> from fshard.optim import sgd
     >>> init_state(shard_of(torch.ones(2)), sgd(0.1)).step
@@ -112,7 +114,7 @@ def init_state(
     transform = as_transform(tx)
     trained = sharded.for_state  # (n / W_state,) for each kind
     device = device_of(sharded)
-    # on another device, a scaler would make every step wait
+    # a scaler on another device than parameters would make every step wait
     scaler = NoLossScale() if loss_scale is None else tree.map(lambda x: x.to(device, copy=True), loss_scale)
     empty = [path for path, x in tree.paths_to(extra, Sharded) if isinstance(x, Tensor) and x.is_meta]
     if empty and device.type != "meta" and not is_tracing():
@@ -120,10 +122,10 @@ def init_state(
             f"init_state: extra leaf {empty[0]!r}: expected values, got a tensor on meta. Use apply.init_buffers()"
         )
     extra = tree.map(lambda x: x.detach().clone() if isinstance(x, Tensor) else x, extra)
-    # one rank has nothing to compare, and reads no scale
+    # with one rank nothing is compared, and the host need not read the scale
     if sharded.plan.linked and not is_tracing() and not present(sharded.plan.live_mesh()).abstract:
         _check_alike(sharded, seed, scaler)
-    # random numbers of a step are seeded on the host
+    # on the host, where a step seeds its random numbers
     step, rng = (torch.tensor(number, device="cpu") for number in (0, seed))
     if sharded.plan.state_crosses:  # the device may have no room for the whole state
         opt_state = map_parts(ahead.to_host, transform.init(tree.map(lambda x: x.to(HOST), trained)))
@@ -134,7 +136,7 @@ def init_state(
 
 
 def _of_its_own(opt_state: Tree, params: Sequence[Tensor]) -> Tree:
-    """Give each tensor memory of its own: a donated state is written to."""
+    """Copy tensors that share memory: a step with `donate` writes to each tensor of the state."""
     memory = Places(params)
 
     def own(x: object) -> object:
@@ -172,7 +174,7 @@ METRICS = ("loss", "grad_norm", "found_inf")  # 0-d, and equal on all ranks
 
 @tree.constant
 class Step:
-    """The result of `train_step`; torch.compile takes it as one call (Note [torch.compile])."""
+    """The result of `train_step`; torch.compile records it as one call (Note [torch.compile] in `dynamo.py`)."""
 
     def __init__(
         self,
@@ -219,45 +221,46 @@ def train_step(
 ) -> Step:
     """Build `step(state, batch, *args) -> (state, metrics)`: forward, backward, reduction, unscaling, clipping, update.
 
-    The loss is `loss_fn(params, batch, *args)`. `batch` is this rank's, any tree; if the step cuts it (`accumulate`,
-    `reduction="tree"`), a tree of tensors with the rows in dim 0 (else ValueError). `args` go to the loss uncut, with
-    every micro-batch (class weights, a temperature); each `Sharded` among them (a teacher) gathers on access, and gets
-    no gradient.
+    The loss is `loss_fn(params, batch, *args)`. `batch` is this rank's batch, any tree. If the step cuts the batch
+    (`accumulate`, `reduction="tree"`), every leaf must be a tensor with the batch's rows in dim 0 (else ValueError).
+    `args` (class weights, a temperature) go uncut to the loss of every micro-batch; a `Sharded` in `args` (a teacher)
+    is gathered on access, and gets no gradient.
 
     Gradients:
 
-    - `clip_norm`: the largest global 2-norm; larger gradients are scaled down to it. By default none.
+    - `clip_norm`: the largest global 2-norm of gradients; larger gradients are scaled down to this norm. None: no clip.
     - `accumulate`: the number of micro-batches of a batch, cut along dim 0.
     - `reduction`: "exact" (sums in rank order), "fast" (the backend's order), None (exact on CPUs, fast on GPUs),
-      "tree" (the same bits on 1, 2, 4, ... ranks with equally many threads: Note [Slices]), or an object with the
-      methods of `fshard.reduction.Reduction`; its method `after(grads, unit)`, if there is one, gets each unit's sum.
-    - `reduce_once`: the time of the reduction. False: with each micro-batch. True: every rank sums whole gradients,
-      reduced with the last micro-batch. Names of axes over which gradients are not cut (`"replicate"`): gradients are
-      reduce-scattered with each micro-batch, and all-reduced over these axes after the last.
-    - `skip_labels`: labels of `optim.by_label`, if `tx` is such an optimizer. If scaled gradients are not finite on any
-      rank, all ranks skip the update; with labels, the updates of the affected labels alone.
+      "tree" (the same bits on 1, 2, 4, ... ranks with equally many threads: Note [Slices] in `train/slices.py`), or an
+      object with the methods of `fshard.reduction.Reduction`; its optional method `after(grads, unit)` gets each unit's
+      sum.
+    - `reduce_once`: False: gradients are reduced with each micro-batch. True: every rank adds up whole gradients, which
+      are reduced with the last micro-batch. Names of axes over which gradients are not cut (`"replicate"`): gradients
+      are reduce-scattered with each micro-batch, and all-reduced over these axes after the last micro-batch.
+    - `skip_labels`: the labels given to `optim.by_label`, if `tx` is its result. With a loss scale, all ranks skip the
+      update if gradients are not finite on some rank; with `skip_labels`, only the updates of labels with such leaves.
 
     Arguments and results of the loss:
 
-    - `has_aux`: the loss returns `(loss, aux)`; `metrics["aux"]` is this rank's aux (of several micro-batches a list).
-      Each `Mean` and `Sum` in aux becomes its value over all ranks and micro-batches, from the loss's own collective.
+    - `has_aux`: the loss returns `(loss, aux)`; `metrics["aux"]` is this rank's aux (a list for several micro-batches).
+      Each `Mean` and `Sum` in aux becomes its value over all ranks and micro-batches, summed in the loss's collective.
     - `with_extra`: the loss is `loss_fn(params, extra, batch, *args) -> (loss, extra)`, or `(loss, extra, aux)`.
-      `state.extra` goes from micro-batch to micro-batch, detached, and into the new state. The loss must keep
-      structure, shapes and dtypes (else ValueError). Each rank has its own extra, unless the loss makes all equal. A
-      skipped update keeps the old extra.
+      The extra that the loss returns is detached and passed to the next micro-batch; the last one's extra is in the new
+      state. The loss must keep the extra's structure, shapes and dtypes (else ValueError). Ranks have different extras,
+      unless the loss makes them equal. If the update is skipped, the old extra stays.
 
     Memory:
 
-    - `donate`: the step takes the state over and updates it in place; using the state later raises DonatedError.
-      ValueError for a batch or `args` in the state's memory. Leaves and views of the state (`tree.leaves`,
+    - `donate`: the step updates the state's tensors in place, and a later use of the old state raises DonatedError.
+      ValueError if `batch` or `args` share memory with the state. Tensors taken from the old state (`tree.leaves`,
       `local_views`) get the new values: clone them to keep the old values. Without `donate` no input changes.
     - `in_backward`: each unit is updated in the backward, as soon as its gradients are reduced, so gradients of two
-      units are in memory. It needs `donate`, `accumulate=1`, an elementwise `tx` (ValueError) and a state without a
-      loss scale. With `clip_norm` the forward and backward run twice, first for the norm. Leaves held whole by a rank
-      are copied when read. An error in the backward gives the state away. In a graph of `jit` the passes place the
-      updates.
-    - `keep_gathered`: gathered units stay in memory until the last micro-batch: each is gathered once a step, and all
-      take memory. Results have the same bits.
+      units are in memory. ValueError unless `donate`, `accumulate=1`, an elementwise `tx`, and a state without a loss
+      scale. With `clip_norm` the forward and backward run twice, first for the norm. The loss reads copies of leaves
+      that this rank holds whole. After an error in the backward the state is lost. In a graph the passes of `jit` place
+      the updates.
+    - `keep_gathered`: each unit is gathered once a step, and stays in memory until the last micro-batch, so all units
+      are in memory. Results have the same bits.
 
     `metrics` has 0-d tensors, equal on all ranks: `loss`, `grad_norm` (before clipping) and `found_inf`. Random numbers
     drawn in the loss come from the state alone, differ by rank, step and micro-batch, and leave torch's generator as it
@@ -281,7 +284,8 @@ def train_step(
         check_in_backward(transform, by, donate, how)
     named = reduction if isinstance(reduction, str | None) else type(reduction).__qualname__
     built = f", {describe(clip_norm=clip_norm, reduction=named, **how, tx=transform)}"
-    if isinstance(by, TreeSums):  # fused kernels compute the last elements of a row differently
+    # fused kernels round a tensor's last elements differently; these depend on the number of ranks
+    if isinstance(by, TreeSums):
         transform = _unfused(transform)
 
     def run(state: TrainState, batch: Tree, *args: Tree) -> tuple[TrainState, dict[str, Tree]]:
@@ -289,10 +293,10 @@ def train_step(
         _check_opt_state(state.opt_state, params)
         if params.plan.data != params.plan.axis_names:
             check_equal_batches(batch, params.plan)
-        in_place = donate and not is_tracing()  # `jit(donate=True)` places a graph's new tensors
+        in_place = donate and not is_tracing()  # in a graph, `jit(donate=True)` reuses memory
         if in_place:
             _check_unshared((params.trainable, state.opt_state), (batch, *args))
-        # in here: `captures` finds the loss function only if `run` reads it
+        # not before `run`: `compiler/captures.py` finds the loss function only if `run` reads it
         at, stamp = stamp_of(state.step, state.rng, device_of(params))
         recipe = Recipe(
             *(loss_fn, accumulate, by, reduce_once, has_aux, with_extra, clip_norm, skip_labels, in_place),
@@ -319,7 +323,7 @@ def _step_after_backward(
     gradients = gradients_of_slices if in_slices else gradients_of_micro_batches
     grads, outcome, share = gradients(recipe, state, batch, args)
     if recipe.gathered is not None:
-        recipe.gathered.clear()  # the update needs the memory
+        recipe.gathered.clear()  # the update needs the memory of gathered units
     if observer := OBSERVER.get():
         observer.add_sums(grads, share, state.loss_scale)
     grads, found_inf = state.loss_scale.unscale(grads, own=True, labels=recipe.skip_labels)
@@ -329,7 +333,7 @@ def _step_after_backward(
 
     skip = None if isinstance(state.loss_scale, NoLossScale) else found_inf  # 1: no update
     extra = _kept_extra(skip, state.extra, outcome.extra) if recipe.with_extra else state.extra
-    if recipe.donate:  # the update may write to memory of extra
+    if recipe.donate:  # the update may write to memory that `extra` shares
         extra = own_extra(extra, [params.trainable, state.opt_state])
     if params.plan.state_crosses:
         new_params, opt_state = _update_from_host(tx, grads, state, skip, recipe.donate, in_slices)
@@ -366,7 +370,7 @@ def _check_built(
     check_whole("accumulate", accumulate, what="a number of micro-batches")
     if clip_norm is not None:
         check_positive("clip_norm", clip_norm)
-        # the host reads the tensor here, never in a step
+        # the host reads a tensor `clip_norm` once, when the step is built
         if isinstance(clip_norm, Tensor) and not is_tracing() and not clip_norm > 0:
             raise ValueError(f"clip_norm={clip_norm.item()}: expected a number above 0 (or a 0-d tensor of one)")
     check_labels("skip_labels", skip_labels)
@@ -394,10 +398,10 @@ def _kept_extra(skip: FoundInf | None, old: Tree, new: Tree) -> Tree:
 
 
 def _rescale(grads: Sharded, factor: Tensor | None, clip_norm: float | None, exact: bool) -> Tensor:
-    """Multiply gradients in place, and clip; return the norm before clipping."""
+    """Multiply gradients by `factor` and clip, in place; return the norm before clipping."""
     norm = global_norm(grads, exact=exact)
     if factor is not None:
-        norm = norm * factor.to(norm.dtype)  # no second pass over gradients
+        norm = norm * factor.to(norm.dtype)  # saves a pass over gradients
     if clip_norm is not None:
         clip = clip_factor(norm, clip_norm)
         factor = clip if factor is None else factor * clip
@@ -410,9 +414,9 @@ def _rescale(grads: Sharded, factor: Tensor | None, clip_norm: float | None, exa
 def _updated_shards(
     tx: Transform, grads: Sharded, state: TrainState, skip: FoundInf | None, donate: bool, exact: bool
 ) -> tuple[Sharded | Views, Tree]:
-    """With `donate`, in place."""
+    """Update this rank's shards; with `donate`, in place."""
     plan, trained = state.params.plan, state.params.trainable
-    # gradients may have another dtype: the policy's `grads`
+    # gradients have the policy's dtype `grads`, maybe not that of parameters
     grads = Sharded(grads.view, [g.to(p.dtype) for g, p in zip(grads.tensors, trained.tensors, strict=True)])
     # views of the shards: (n / W_params,) -> (n / W_state,)
     fine, params = (refine(x, plan.state_over) for x in (grads, trained))
@@ -423,9 +427,9 @@ def _updated_shards(
 def _update_from_host(
     tx: Transform, grads: Sharded, state: TrainState, skip: FoundInf | None, donate: bool, exact_norms: bool
 ) -> tuple[Sharded, Tree]:
-    """Make new parameters, and optimizer state in host memory; with `donate` in the memory of the old.
+    """Make new parameters, and new optimizer state in host memory; with `donate`, in the old tensors' memory.
 
-    The device has the state of one unit at a time if `tx` updates elements and draws no random numbers, else all.
+    The device has one unit's state at a time if the step is eager, and `tx` elementwise without random numbers.
     """
     params, device = state.params, state.params.plan.device
     in_place = not is_tracing()
@@ -439,7 +443,7 @@ def _update_from_host(
         return Sharded(params.view, params.tensors), updates.finish()
     old = state.opt_state
     there = map_parts(lambda x: x.to(device, non_blocking=True), old)
-    if in_place and not donate:  # 0-d tensors, and tensors on the device, are not copied yet
+    if in_place and not donate:  # 0-d tensors, and tensors on the device, are still the old ones
         there = tree.map(lambda x, before: x.clone() if x is before and isinstance(x, Tensor) else x, there, old)
     state = replace(state, params=params, opt_state=there)
     updated, new = _updated_shards(tx, grads, state, skip, in_place, exact_norms)
@@ -456,7 +460,7 @@ def _back_to(old: Tensor, new: Tensor) -> Tensor:
 
 
 def _gathered(updated: Sharded | Views, params: Sharded, donate: bool) -> Sharded:
-    """(n / W_state,) -> (n / W_params,); with `donate` in place."""
+    """Gather updated shards: (n / W_state,) -> (n / W_params,); with `donate`, in place."""
     plan = params.plan
     new_trained = coarsen(updated, plan.params_over, params.trainable if donate else None)
     by_kind = zip(params.view.kinds, params.updated(new_trained).tensors, strict=True)
@@ -471,7 +475,7 @@ def _check_unshared(donated: Tree, given: Sequence[Tree]) -> None:
     named = dict[str, Tree]()
     for path, node in tree.paths_to(given, Sharded):
         pieces = node.local_views() if isinstance(node, Sharded) else {}
-        # leaves first: a rank may have nothing but padding
+        # leaves before their tree: a rank may have only padding, which has no path
         named.update({f"{path}.{leaf}": piece for leaf, piece in pieces.items()} | {path: node})
     path = next(path for path, x in named.items() if written.has(x))
     number, _, leaf = path.partition(".")
