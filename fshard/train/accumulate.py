@@ -80,7 +80,7 @@ def gradients_of_micro_batches(recipe: Recipe, state: Tree, batch: Tree, args: S
     outcomes: list[Outcome] = []
 
     def divisor(outcome: Outcome) -> Tensor:
-        # later counts are not known yet: divide by the first micro-batch's count, and correct with `share`
+        # the first micro-batch's divisor for all: later counts are not known yet
         return outcome.divisor if num == 1 else (outcomes or [outcome])[0].shared(num)
 
     grads = later_grads(params, plan.grads_over)
@@ -118,7 +118,7 @@ def run_each(
     extra = state.extra
 
     def checked_divisor(outcome: Outcome) -> Tensor:
-        # before the backward: if a rank raised an error later, other ranks would update without this rank
+        # before the backward: if one rank raised an error later, only other ranks would update
         _check_equal_parts(outcome, micro_batches, state.params)
         return divisor(outcome)
 
@@ -229,7 +229,7 @@ def _destinations(sums: Later, params: Sharded, recipe: Recipe, reduced_last: Ax
 
 
 def summed_locally(reduced: Later | None, local: Later, num: int, by: Reduction) -> Iterator[Gradients]:
-    """Add up whole gradients in `local`, and reduce the sum with the last micro-batch."""
+    """Add whole gradients to `local`; reduce them with the last micro-batch."""
     return (Gradients(reduced if number == num - 1 else None, local, number > 0, by) for number in range(num))
 
 
@@ -247,7 +247,7 @@ def _check_equal_parts(outcome: Outcome, micro_batches: Sequence[Tree], params: 
 
 
 def rank_of(params: Sharded) -> int:
-    """Return this rank's number along the axes of `plan.data`, among ranks with different batches."""
+    """Return this rank's number among ranks with different batches."""
     return coordinate(params.plan.live_mesh(), params.plan.data)
 
 
@@ -258,7 +258,7 @@ def check_equal_batches(batch: Tree, plan: Plan) -> None:
         return
     if isinstance(grid, ProcessMesh) and not is_announcing():
         return
-    comparable = Tensor | str | int | float  # and numpy's arrays, below; not a Sharded, whose shards differ by rank
+    comparable = Tensor | str | int | float  # and numpy's arrays; shards of a Sharded differ by rank
     leaves = tree.paths_to(batch, Sharded)
     named = [(path, x) for path, x in leaves if isinstance(x, comparable) or hasattr(x, "__array__")]
     number = consensus.first_unlike([_numbered(x) for _, x in named], grid, axes)

@@ -6,10 +6,11 @@ Note [Built alike]
     values in its closures (numbers, strings, dtypes), by name; closures of users' functions are left out, because their
     values may rightly differ by rank (a path), and so are values of tensors.
 
-    Ranks with states of different steps or seeds would mix two states, so the text has step and seed. Ranks of process
-    groups compare no texts, and a graph is made once for all steps. There the loss's collective sums a number made of
-    step and seed, the stamp: each rank checks that the sum is its own stamp times the number of ranks. A stamp is a
-    fifth power modulo a prime: a sum of plain steps 1, 2 and 3 is 3 times 2, and rank 2 would raise no error.
+    Ranks with states of different steps or seeds would mix two states, so the text has step and seed. But process
+    groups compare texts only in checked calls, and a graph is made once for all steps. So the loss's collective also
+    sums a number made of step and seed, the stamp, and each rank compares the sum with its stamp times the number of
+    ranks. A stamp is a fifth power modulo a prime: plain steps 1, 2, 3 sum to 3 times 2, and the rank at step 2 would
+    raise no error.
 """
 
 from __future__ import annotations

@@ -9,12 +9,12 @@ Note [Updates in a backward]
     The function `Gradients.take` gets each unit's gradients, summed over ranks, and may write to the unit's parameters.
     When the function returns, the sum's memory is free.
 
-    A unit's parameters must not be written to while the backward still reads them. The backward reads gathered buffers,
-    which share no memory with parameters, so only a later gather of the unit would read new values. No gather follows:
-    autograd runs the nodes made last first, and a unit's anchor is made when the loss first reads the unit (Note
-    [Anchors] in `grad/autograd.py`), so the anchor gets the unit's gradients after all nodes and checkpoints that read
-    the unit; else the tape raises an error. If this rank holds a leaf whole, the loss reads a copy: else the loss's
-    value, or an attribute unknown to autograd, could be the parameter itself.
+    A unit's parameters must not be written to while the backward still reads them. Gathered buffers share no memory
+    with parameters, so only a later gather would read the parameters. No gather follows: autograd runs the nodes made
+    last first, and a unit's anchor is made when the unit is first read (Note [Anchors] in `grad/autograd.py`), so the
+    unit's gradients come after all nodes and checkpoints reading the unit; else the tape raises an error. Leaves that
+    this rank holds whole are copied when read: else the loss's value, and attributes unknown to autograd, could be the
+    parameters themselves.
 """
 
 from __future__ import annotations
@@ -146,7 +146,7 @@ def _check_can_begin(state: Tree) -> None:
 
 
 def _run_backward(recipe: Recipe, state: Tree, batch: Tree, args: Sequence[Tree], take: OnSum) -> Outcome:
-    """Run a forward and backward; `take` gets the summed gradients of each unit and kind, (n / W_grads,)."""
+    """`take` gets the summed gradients of each unit and kind, (n / W_grads,)."""
     plan = state.params.plan
     sums = Sharded(whole_view(plan, plan.grads_over, state.params.trainable.view.kinds), [])
     into = Gradients(lambda: sums, by=recipe.by, take=take, device=device_of(state.params))
@@ -161,8 +161,8 @@ class Squares:
     def __init__(self, params: Sharded):
         self._plan = params.plan
         self._dtype = max((wide(row.dtype) for row in params.trainable.tensors), key=lambda dtype: dtype.itemsize)
-        # float64, 0-d, by the axes along which ranks hold different elements: copies count once. A GPU computes square
-        # sums on the stream of reductions, and could overwrite a freed one before `norm` reads it: all are kept.
+        # float64, 0-d, by the axes along which ranks hold different elements: copies count once. GPUs compute square
+        # sums on the stream of reductions, and could overwrite a tensor freed too early: none is freed.
         none = torch.zeros((), dtype=torch.float64, device=device_of(params))
         kinds = params.trainable.view.kinds
         self._sums = {over: [none] for over in ((), *(self._plan.apart(k, self._plan.grads_over) for k in kinds))}
@@ -214,7 +214,7 @@ class Updates:
     def _made(self, unit: int, kind: int, total: Tensor) -> None:
         params, grads = self.shards[unit, kind], self._own(total, kind)  # (n / W_state,)
 
-        # `layout`: that of the leaves with one label; None: the state has all leaves
+        # `layout`: of the leaves with one label (None: of all)
         def update(tx: Transform, state: Tree, skip: FoundInf | None, layout: Layout | None = None) -> Tree:
             if layout is None:  # the state is cut as parameters are
                 return update_part(tx, state, [params], [grads], lambda x: [x.shard(unit, kind)], skip, own_grads=True)

@@ -1,6 +1,6 @@
 """Loss scalers: immutable values that a step takes and returns.
 
-In half precision, small gradients underflow to 0; so the loss is multiplied by a scale, and gradients by its inverse.
+Gradients in half precision may underflow to 0; multiplying the loss by a scale, and gradients by its inverse, helps.
 Sources: Micikevicius et al., Mixed precision training (2018); torch.amp.GradScaler for the dynamic rule.
 """
 
@@ -55,8 +55,7 @@ def _scaled(x: Tree, scale: Tensor) -> Tree:
 class Unscaled(Marked):
     """A gradient divided by the loss scale: `unscale` refuses to divide it again.
 
-    `copy.deepcopy` and `detach` return an `Unscaled`. Results of other operators, tensors read from a pickle, and
-    sparse gradients are plain tensors.
+    Deep copies and results of `detach` are `Unscaled`; other results, pickles and sparse gradients are plain tensors.
     """
 
     @classmethod
@@ -200,11 +199,11 @@ class StaticLossScale:
     ) -> tuple[Tree, Tree]:
         """Divide gradients by the scale; returns `(grads, found_inf)`.
 
-        - `found_inf` (float32, 0-d): 1 if gradients are not finite on some rank of the mesh of sharded or unreduced
-          gradients, else 0.
-        - `mesh`: the ranks to ask for a plain tree of gradients; None: this rank alone.
+        - `found_inf` (float32, 0-d): 1 if gradients are not finite on any rank (of the mesh of sharded or unreduced
+          gradients).
+        - `mesh`: the ranks to ask for plain gradients; None: this rank alone.
         - `labels`, as given to `optim.by_label`: `found_inf` is a dict, a tensor by label, for `by_label(...).step`.
-        - `own`: True if gradients may be overwritten: they are divided in place.
+        - `own`: divide in place.
 
         ValueError for gradients that were unscaled before.
 
@@ -225,7 +224,7 @@ class DynamicLossScale(StaticLossScale):
 
     - `scale`: the first scale; by default 2^16, or the bound nearest to 2^16.
     - `growth_factor`, `backoff_factor`: the factors by which the scale grows and shrinks.
-    - `growth_interval`: the scale grows after this number of consecutive updates without an overflow.
+    - `growth_interval`: consecutive updates without an overflow until the scale grows.
     - `growth_tracker`: the number of such updates so far.
     - `min_scale`, `max_scale`: bounds of the scale; a `scale` outside is a ValueError.
     - `hysteresis`: the scale shrinks at the `hysteresis`-th overflow since it last grew, and at every later one (with

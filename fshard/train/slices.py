@@ -8,9 +8,9 @@ Note [Slices]
 
     A matrix product may round differently if an operand's address modulo 16 bytes differs (MKL on AMD processors). So
     the loss gets a copy of each slice, at a multiple of 64 bytes; leaves of parameters start at multiples of 16 bytes
-    (Note [Flat buffers] in `plan/plan.py`). Outside the loss, an element's result must not depend on the element's
-    offset in a row. So a step does not use torch's fused optimizers, and sums norms without rounding (Note [Exact sums]
-    in `layout/norms.py`).
+    (Note [Flat buffers] in `plan/plan.py`). Outside the loss, an element's result must not depend on its offset in a
+    row: a step does not use torch's fused optimizers, and sums norms without rounding (Note [Exact sums] in
+    `layout/norms.py`).
 
     A rank sums its slices like a binary counter with trees of gradients as digits (`_add_to_counter`). Every total is
     divided by the first slice's count, because later counts are not known yet; the sum is rescaled at the end.
@@ -57,7 +57,7 @@ def gradients_of_slices(recipe: Recipe, state: Tree, batch: Tree, args: Sequence
     grads, counter, outcomes = later_grads(params, plan.grads_over), list[Sharded](), list[Outcome]()
     for number, micro_batches in enumerate(slices):
         local = later_grads(params, (), local=True)  # of one slice, (n,) for each kind
-        # one slice's gradients are reduced in the backward; the sum of several slices', after the last backward
+        # a single slice is reduced in its backward; the sum of several slices, after the last
         reduced = grads if len(slices) == 1 else None
         destinations = summed_locally(reduced, local, len(micro_batches), TREE)
         stream = rank * len(slices) + number  # the slice's number among all ranks'
@@ -90,9 +90,8 @@ def _cut_slices(batch: Tree, accumulate: int, params: Sharded) -> list[list[Tree
 def _count_of_first_slice(outcome: Outcome, recipe: Recipe, rows: int, plan: Plan, rank: int) -> Tensor:
     """Return the count of rank 0's first micro-batch; NaN if ranks differ in their number of rows.
 
-    The text of the small collective has the number of rows, and on CPUs the number of threads. Ranks of process groups
-    compare sums in place of texts: n ranks have equally many rows exactly if n times the sum of squares is the square
-    of the sum.
+    Ranks compare the text of one small collective, with the number of rows, and on CPUs of threads. Without texts: n
+    ranks have equally many rows exactly if n times the sum of squares is the square of the sum.
     """
     count = outcome.shared(1) if rank == 0 else torch.zeros_like(outcome.count)
     text, checksum = described(outcome.kind, outcome.dtype, outcome.aux, outcome.output)
@@ -115,7 +114,7 @@ def _add_to_counter(counter: list[Sharded], number: int, grads: Sharded) -> None
 
 
 def _over_ranks(outcomes: Sequence[Outcome], plan: Plan) -> Outcome:
-    """Sum outcomes over all slices of all ranks, in the tree's order; aux is a list of this rank's."""
+    """Sum outcomes of all slices and ranks in the tree's order; aux is this rank's."""
     local = tree_sum([torch.stack([*outcome.sums()]) for outcome in outcomes])
     old = COPIES.dual(plan.axis_names)
     sums = reshard(local, old, COPIES, plan.live_mesh(), "loss", by=TREE).wait().unbind()

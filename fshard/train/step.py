@@ -46,9 +46,9 @@ class TrainState:
     - `params`: a `Sharded`.
     - `opt_state`: the optimizer's state, cut over the plan's `state_over`.
     - `loss_scale`: a scaler.
-    - `step`: the number of steps taken, with those that skipped the update (int64, on the host).
+    - `step`: the number of steps taken, skipped updates included (int64, on the host).
     - `rng`: the seed of all random numbers (int64, on the host).
-    - `extra`: any tree of yours; with `train_step(with_extra=True)`, the extra that the loss returned last.
+    - `extra`: any tree of yours; with `train_step(with_extra=True)`, the loss's last extra.
     """
 
     params: Sharded
@@ -73,7 +73,7 @@ class TrainState:
         return self.picture()._repr_html_()
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> str | tuple[object, ...]:
-        if not vars(self):  # given away: a copy would have no fields
+        if not vars(self):  # given away
             Life(given_away=True).check(type(self).__name__, "__reduce__")
         return super().__reduce_ex__(protocol)
 
@@ -97,9 +97,8 @@ def init_state(
       tensor on meta.
     - `seed`: the seed of all random numbers of the steps.
 
-    A tensor of the optimizer's state is copied if it shares memory with parameters or with another tensor of the state.
-    Every rank of the plan's mesh must call this function: MismatchError if seeds, loss scales or copies of parameters
-    differ between ranks.
+    Tensors of the optimizer's state are copied if they share memory. Every rank of the plan's mesh must call this
+    function: MismatchError if seeds, loss scales or copies of parameters differ between ranks.
 
     >>> from fshard.optim import sgd
     >>> init_state(shard_of(torch.ones(2)), sgd(0.1)).step
@@ -122,7 +121,7 @@ def init_state(
             f"init_state: extra leaf {empty[0]!r}: expected values, got a tensor on meta. Use apply.init_buffers()"
         )
     extra = tree.map(lambda x: x.detach().clone() if isinstance(x, Tensor) else x, extra)
-    # with one rank nothing is compared, and the host need not read the scale
+    # one rank compares nothing, so the host need not read the scale
     if sharded.plan.linked and not is_tracing() and not present(sharded.plan.live_mesh()).abstract:
         _check_alike(sharded, seed, scaler)
     # on the host, where a step seeds its random numbers
@@ -136,7 +135,7 @@ def init_state(
 
 
 def _of_its_own(opt_state: Tree, params: Sequence[Tensor]) -> Tree:
-    """Copy tensors that share memory: a step with `donate` writes to each tensor of the state."""
+    """Copy tensors that share memory: a step with `donate` writes to the state."""
     memory = Places(params)
 
     def own(x: object) -> object:
@@ -221,10 +220,10 @@ def train_step(
 ) -> Step:
     """Build `step(state, batch, *args) -> (state, metrics)`: forward, backward, reduction, unscaling, clipping, update.
 
-    The loss is `loss_fn(params, batch, *args)`. `batch` is this rank's batch, any tree. If the step cuts the batch
-    (`accumulate`, `reduction="tree"`), every leaf must be a tensor with the batch's rows in dim 0 (else ValueError).
-    `args` (class weights, a temperature) go uncut to the loss of every micro-batch; a `Sharded` in `args` (a teacher)
-    is gathered on access, and gets no gradient.
+    The loss is `loss_fn(params, batch, *args)`. `batch` is this rank's batch, any tree; if the step cuts the batch
+    (`accumulate`, `reduction="tree"`), a tree of tensors with rows in dim 0 (else ValueError). `args` (class weights, a
+    temperature) go uncut to the loss of every micro-batch; a `Sharded` in `args` (a teacher) gathers on access, and
+    gets no gradient.
 
     Gradients:
 
@@ -232,22 +231,22 @@ def train_step(
     - `accumulate`: the number of micro-batches of a batch, cut along dim 0.
     - `reduction`: "exact" (sums in rank order), "fast" (the backend's order), None (exact on CPUs, fast on GPUs),
       "tree" (the same bits on 1, 2, 4, ... ranks with equally many threads: Note [Slices] in `train/slices.py`), or an
-      object with the methods of `fshard.reduction.Reduction`; its optional method `after(grads, unit)` gets each unit's
+      object with the methods of `fshard.reduction.Reduction`; its method `after(grads, unit)`, if any, gets each unit's
       sum.
-    - `reduce_once`: False: gradients are reduced with each micro-batch. True: every rank adds up whole gradients, which
-      are reduced with the last micro-batch. Names of axes over which gradients are not cut (`"replicate"`): gradients
-      are reduce-scattered with each micro-batch, and all-reduced over these axes after the last micro-batch.
-    - `skip_labels`: the labels given to `optim.by_label`, if `tx` is its result. With a loss scale, all ranks skip the
-      update if gradients are not finite on some rank; with `skip_labels`, only the updates of labels with such leaves.
+    - `reduce_once`: False: gradients are reduced with each micro-batch. True: every rank sums whole gradients,
+      reduced with the last micro-batch. Names of axes over which gradients are not cut (`"replicate"`): gradients are
+      reduce-scattered with each micro-batch, and all-reduced over these axes after the last.
+    - `skip_labels`: the labels of an optimizer `optim.by_label`. If scaled gradients are not finite on any rank, all
+      ranks skip the update; with `skip_labels`, only the updates of labels with such gradients.
 
     Arguments and results of the loss:
 
     - `has_aux`: the loss returns `(loss, aux)`; `metrics["aux"]` is this rank's aux (a list for several micro-batches).
       Each `Mean` and `Sum` in aux becomes its value over all ranks and micro-batches, summed in the loss's collective.
     - `with_extra`: the loss is `loss_fn(params, extra, batch, *args) -> (loss, extra)`, or `(loss, extra, aux)`.
-      The extra that the loss returns is detached and passed to the next micro-batch; the last one's extra is in the new
-      state. The loss must keep the extra's structure, shapes and dtypes (else ValueError). Ranks have different extras,
-      unless the loss makes them equal. If the update is skipped, the old extra stays.
+      A returned extra goes, detached, to the next micro-batch, the last extra into the new state. The loss must keep
+      structure, shapes and dtypes (else ValueError). Ranks have different extras, unless the loss makes them equal. A
+      skipped update keeps the old extra.
 
     Memory:
 
@@ -256,9 +255,8 @@ def train_step(
       `local_views`) get the new values: clone them to keep the old values. Without `donate` no input changes.
     - `in_backward`: each unit is updated in the backward, as soon as its gradients are reduced, so gradients of two
       units are in memory. ValueError unless `donate`, `accumulate=1`, an elementwise `tx`, and a state without a loss
-      scale. With `clip_norm` the forward and backward run twice, first for the norm. The loss reads copies of leaves
-      that this rank holds whole. After an error in the backward the state is lost. In a graph the passes of `jit` place
-      the updates.
+      scale. With `clip_norm` the forward and backward run twice, first for the norm. Leaves that a rank holds whole are
+      copied when read. An error in the backward gives the state away. In a graph the passes of `jit` place the updates.
     - `keep_gathered`: each unit is gathered once a step, and stays in memory until the last micro-batch, so all units
       are in memory. Results have the same bits.
 
@@ -296,7 +294,7 @@ def train_step(
         in_place = donate and not is_tracing()  # in a graph, `jit(donate=True)` reuses memory
         if in_place:
             _check_unshared((params.trainable, state.opt_state), (batch, *args))
-        # not before `run`: `compiler/captures.py` finds the loss function only if `run` reads it
+        # `compiler/captures.py` finds the loss function only if `run` reads it
         at, stamp = stamp_of(state.step, state.rng, device_of(params))
         recipe = Recipe(
             *(loss_fn, accumulate, by, reduce_once, has_aux, with_extra, clip_norm, skip_labels, in_place),
@@ -475,7 +473,7 @@ def _check_unshared(donated: Tree, given: Sequence[Tree]) -> None:
     named = dict[str, Tree]()
     for path, node in tree.paths_to(given, Sharded):
         pieces = node.local_views() if isinstance(node, Sharded) else {}
-        # leaves before their tree: a rank may have only padding, which has no path
+        # leaves first: a rank may have only padding, without a path
         named.update({f"{path}.{leaf}": piece for leaf, piece in pieces.items()} | {path: node})
     path = next(path for path, x in named.items() if written.has(x))
     number, _, leaf = path.partition(".")
