@@ -21,14 +21,14 @@ _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # b
 
 
 class Gap(NamedTuple):
-    """The difference of two leaves at their worst element."""
+    """The largest difference between elements of two leaves."""
 
     path: str
     at: list[int]
-    got: Any  # numbers if `ulps` is finite
+    got: Any  # a number if `ulps` is finite
     expected: Any
     ulps: float  # in units in the last place, or infinite
-    num_wrong: int  # elements, of `numel`
+    num_wrong: int  # unlike elements, of `numel`
     numel: int
 
     def __str__(self) -> str:
@@ -50,8 +50,8 @@ def assert_trees_equal(got: Tree, expected: Tree, *, ulps: int = 0) -> None:
 
     Bits of values are compared: 0.0 and -0.0 differ, and NaNs are equal only with equal bits. Floating-point values may
     differ by `ulps` units in the last place: 0.0 and -0.0 are one unit apart, and so are two different NaNs; infinities
-    are not close to finite numbers. The error names the worst leaf and element. Leaves may be of any type. In a
-    `Sharded`, this rank's pieces and padding are compared, by path.
+    are far from finite numbers. The error names the leaf and element with the largest difference. Leaves may be of any
+    type. Of a `Sharded`, this rank's pieces and padding are compared, by path.
 
     >>> assert_trees_equal({"w": torch.ones(2)}, {"w": torch.ones(2)})
     >>> assert_trees_equal({"w": torch.tensor([1.0, 2.5])}, {"w": torch.tensor([1.0, 2.0])})
@@ -104,7 +104,7 @@ def form(x: object) -> str:
 
 
 def first_unlike(got: Tree, expected: Tree) -> tuple[NamedLeaf, str] | None:
-    """Return the first leaf of `got` with path, form or bits unlike `expected`, and the difference; or None.
+    """Return the first leaf of `got` with path, dtype, shape or bits unlike `expected`, and the difference; or None.
 
     A leaf of `Parts` is this rank's piece, or padding.
 
@@ -131,7 +131,7 @@ def _same(x: object, y: object) -> bool:
 
 
 def bits(x: Tensor) -> Tensor:
-    """Return the bytes of a tensor, made dense: uint8, (n,)."""
+    """Return the bytes of a tensor, a sparse one made dense: uint8, (n,)."""
     return as_bytes(_dense(x))
 
 
@@ -157,8 +157,8 @@ def gap(path: str, got: object, expected: object, ulps: int = 0) -> Gap:
 def distance(got: Tensor, expected: Tensor) -> Tensor:
     """Return the distance of two tensors of one shape and dtype, in units in the last place.
 
-    The result is flat, float64, on the CPU: 0 for equal bits, else infinite for integers, an infinity, or NaN and
-    a number.
+    The result is flat, float64, on the CPU: 0 for equal bits; infinite for unequal integers, for an infinity, and for
+    NaN and a number.
 
     >>> distance(torch.tensor([1.0, 0.0, 3.0]), torch.tensor([1.0, -0.0, torch.inf]))
     tensor([0., 1., inf], dtype=torch.float64)
@@ -170,9 +170,9 @@ def distance(got: Tensor, expected: Tensor) -> Tensor:
     far = torch.full(x.shape, math.inf, dtype=torch.float64, device="cpu")
     if x.is_floating_point():
         a, b = _ordered(x), _ordered(y)
-        # steps over adjacent floating-point numbers; for two signs in float64: int64 could overflow
+        # steps over adjacent floating-point numbers; for unlike signs in float64: int64 could overflow
         steps = torch.where((a < 0) == (b < 0), (a - b).double(), a.double() - b.double()).abs()
-        # in float64: torch has no isfinite for float8_e4m3fn
+        # `double`: torch has no isfinite for float8_e4m3fn
         far = torch.where(x.double().isfinite() & y.double().isfinite(), steps, far)
         far = torch.where(x.double().isnan() & y.double().isnan(), 1.0, far)
     return torch.where(same, 0.0, far)

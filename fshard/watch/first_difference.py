@@ -1,16 +1,18 @@
 """The first value in which two observed runs differ: an operator, a gradient, a metric or a new parameter.
 
 Note [Several ranks and one device]
-    1. Values of ranks and micro-batches combine to the value of one device: along each axis they are copies or pieces
-       ("apart"), summands ("sum"), or values to average ("mean"). Pieces may lie along any dim, in blocks, in any order
-       (rows by class, heads among rows). So numbers are compared sorted; copies repeat each number equally often.
-    2. A difference begins where a wrong value is made of right values. A right program may have wrong values without
-       effect: row numbers of a rank, a subtracted maximum, logged values. So results decide: totals and counts,
-       gradients, metrics, parameters. Wrong arguments lead from a wrong total back to the first wrong operator. Any
-       other wrong result is blamed on the first operator wrong on one rank with copies or pieces as arguments.
+    1. Values of ranks and micro-batches must combine to one device's value: along each mesh axis they are copies or
+       pieces ("apart"), summands ("sum"), or values to average ("mean"). Pieces may lie along any dim, in blocks, in
+       any order (rows by class, heads among rows), so numbers are sorted before the comparison. Copies repeat each
+       number equally often.
+    2. The first difference is a wrong value computed from right values. But a right program may have wrong values
+       without effect: a rank's row numbers, a subtracted maximum, logged values. So only wrong results count: the
+       loss's totals and counts, gradients, metrics, parameters. From a wrong total, wrong arguments lead back to the
+       first wrong operator. Another wrong result names the first operator with a wrong value on one rank and copies or
+       pieces as arguments.
     3. Values may differ by rounding in the lowest precision used so far, relative to an operator's arguments or the
-       largest gradient. Parameters are compared where gradients agree and exceed rounding (Adam makes large updates of
-       rounding), and may differ by a part of the largest update.
+       largest gradient. Parameters may differ by a part of the largest update, and are compared where gradients agree
+       and exceed rounding errors, of which Adam makes large updates.
 """
 
 from __future__ import annotations
@@ -34,20 +36,20 @@ from .observed import GRADIENT, LOSS, METRIC, OLD, PARAMETER, SUM, Observed
 Way: TypeAlias = tuple[str, ...]  # by axis: "apart", "sum" or "mean"
 Key: TypeAlias = tuple[str, str | int]  # kind and name of a value; for an operator, its number in the forward
 _KINDS = ("operator", GRADIENT, SUM, METRIC, PARAMETER)
-_SMALL = 2.0**-6  # values below this part of the arguments may be rounding
+_SMALL = 2.0**-6  # values below this part of the largest argument may be rounding errors
 _MOST_UPDATE = 2.0**-4  # agreeing gradients differ by at most this part; updates may differ four times as much
-_MOST_AXES = 6  # axes of several ranks: each triples the ways
-_HALF = 2.0**-20
+_MOST_AXES = 6  # axes of several ranks: each triples the ways to combine values
+_HALF = 2.0**-20  # less than eps of 16 bits
 
 
 class Difference(NamedTuple):
     """The first difference of two observed runs.
 
     - `kind`: "operator", "gradient on this rank of", "summed gradient of", "metric" or "new parameter".
-    - `name`: of the operator, metric or leaf.
+    - `name`: the operator, metric or leaf.
     - `unit`: as in `print(plan)`.
-    - `rank`: None if only the ranks together are wrong.
-    - `line`: of the user's code: the operator's call, or the first read of the leaf's unit.
+    - `rank`: None if only the combined values of ranks are wrong.
+    - `line`: user code that calls the operator, or first reads the leaf's unit.
     """
 
     kind: str
@@ -69,14 +71,14 @@ class _Value(NamedTuple):
     name: str
     unit: str
     line: str
-    inputs: list[int]  # numbers of operators, -1 for other tensors
+    inputs: list[int]  # by argument, the number of its operator, -1 for other tensors
     value: Tensor
-    place: str  # position in the program
+    place: str  # numbers of operator and forward
     eps: float  # of the lowest precision used so far
 
     @property
     def rtol(self) -> float:
-        """Allow 2**12 units in the last place, 2**4 for 16 bits and fewer, at most 1/8."""
+        """Allow 2**12 units in the last place, 2**4 for 16 bits and fewer, at most 1/8 of the value."""
         return min(self.eps * (2**12 if self.eps < _HALF else 2**4), max(self.eps, 2.0**-3))
 
     def differs(self, rank: int | None, text: str) -> Difference:
@@ -87,7 +89,7 @@ class _Value(NamedTuple):
 
 
 class _Run(dict[Key, list[_Value]]):
-    """Values by key, one for each forward or one for the step."""
+    """Values by key: one for each forward, or one for the step."""
 
     def __init__(self, seen: Observed):
         super().__init__()
@@ -132,16 +134,16 @@ class _Run(dict[Key, list[_Value]]):
 def first_difference(
     got: Sequence[Observed], expected: Sequence[Observed], rtol: float | None = None
 ) -> Difference | None:
-    """Return the first different value of two observed runs, or None. `got`, `expected`: `seen` of each rank.
+    """Return the first different value of two observed runs, or None. `got`, `expected`: the `seen` of each rank.
 
     - Runs on equally many ranks are compared rank by rank: numbers must be equal, or within `rtol` times the largest.
     - A run on any number of ranks, in any number of micro-batches, is compared with a run on one device over the
-      batches of all ranks: ranks' values must be copies, pieces or summands of the one device's, or average to these,
-      within `2**12` units in the last place by default (`2**4` for 16 bits and fewer). Differences without effect on
-      loss, gradients, metrics and new parameters do not count.
+      batches of all ranks. Ranks' values must be copies, pieces or summands of one device's values, or average to
+      these, by default within `2**12` units in the last place (`2**4` for 16 bits and fewer). Differences without
+      effect on loss, gradients, metrics and new parameters do not count.
 
-    ValueError if numbers of ranks or micro-batches differ, unless `expected` is of one device and all ranks of `got`
-    have equally many micro-batches; and for anything but results of observed steps.
+    ValueError for anything but results of observed steps, and if numbers of ranks or micro-batches differ, except if
+    `expected` is of one device, and all ranks of `got` have equally many micro-batches.
 
     >>> from fshard.testing import observed
     >>> def run(fn):
@@ -231,7 +233,7 @@ def _limit(key: Key, got: Sequence[_Value], want: _Run, rtol: float | None) -> f
 
 
 def _agreeing(key: Key, run: _Run, want: _Run, rtol: float | None) -> Tensor | None:
-    """Return a new parameter's mask: True where gradients agree beyond rounding, and old values agree."""
+    """Return a new parameter's mask: True where old values agree, and gradients agree and exceed rounding."""
     kind, path = key
     if kind != PARAMETER or rtol == 0 or any((kind, path) not in each for each in (run, want) for kind in (SUM, OLD)):
         return None
@@ -265,7 +267,7 @@ def _ways(sizes: Sequence[int], words: Sequence[str]) -> Iterator[Way]:
 
 
 def _combined(parts: Sequence[Tensor], sizes: Sequence[int], way: Way) -> list[Tensor] | None:
-    """Combine parts along summed and averaged axes; None if shapes or dtypes differ."""
+    """Combine values along summed and averaged axes; None if shapes or dtypes differ."""
     groups: dict[tuple[int, ...], list[Tensor]] = {}
     for at, x in zip(product(*map(range, sizes)), parts, strict=True):
         groups.setdefault(tuple(i for i, word in zip(at, way, strict=True) if word == "apart"), []).append(x)
@@ -290,7 +292,7 @@ def _alike(got: Sequence[Tensor], want: Sequence[Tensor], limit: float) -> bool:
 
 
 def _pieces(values: Sequence[Tensor], wanted: Sequence[Tensor]) -> Iterator[Sequence[Tensor]]:
-    """Yield, for each dim along which the parts fit together, the expected piece for each part."""
+    """Yield, for each dim along which values concatenate to the expected shape, the expected pieces."""
     for dim in range(wanted[0].dim()):
         with suppress(RuntimeError):  # shapes do not fit
             x, y = torch.cat([*values], dim), torch.cat([*wanted], dim)
@@ -305,11 +307,11 @@ class _Ranks:
         self._got, self._one, self._rtol = runs, one, rtol
         self._num, self._is_split = len(runs[0].forwards), runs[0].forwards[0].unit == "split"
         self._states = {-1: "pieces"}  # by number of operator: "copies", "pieces", "partial" or "wrong"
-        self._operator: Difference | None = None  # the first operator wrong on one rank, maybe without effect
-        self._ways = set[tuple[Way, Way]]()  # right ways of the last total
+        self._operator: Difference | None = None  # the first operator with a wrong value, maybe without effect
+        self._ways = set[tuple[Way, Way]]()  # ways to combine the last total's values to the expected total
 
     def first(self) -> Difference | None:
-        apart: Difference | None = None  # the first unlike operator, if leaves are split
+        apart: Difference | None = None  # if leaves are split: the first operator not called on one device
         for key in _keys([*self._got, self._one]):
             numbered = isinstance(key[1], int)
             if numbered and apart:
@@ -357,7 +359,7 @@ class _Ranks:
 
     def _note(self, number: int, parts: Sequence[_Value], want: Sequence[_Value], limit: float) -> None:
         state, given = "wrong", {self._states[n] for n in want[0].inputs}
-        words = ("apart",) if given <= {"copies"} and not self._is_split else ()  # copies in, copies out
+        words = ("apart",) if given <= {"copies"} and not self._is_split else ()  # results from copies are copies
         if ways := next(self._right(parts, want, limit, words), None):
             state = "pieces" if {*ways[0], *ways[1]} <= {"apart"} else "partial"
             if state == "pieces" and not any(x.value.shape != y.value.shape for x in parts for y in want):
@@ -365,7 +367,7 @@ class _Ranks:
         self._states[number] = state
         if state == "wrong" and is_inexact(want[0].value) and not (self._is_split or given & {"wrong", "partial"}):
             difference = self._told(parts, want, limit)
-            is_certain = difference.rank is not None or given <= {"copies"}  # a value made of copies is no row number
+            is_certain = difference.rank is not None or given <= {"copies"}  # row numbers do not come from copies
             self._operator = self._operator or (difference if is_certain else None)
 
     def _told(self, parts: Sequence[_Value], want: Sequence[_Value], limit: float) -> Difference:
@@ -383,7 +385,7 @@ class _Ranks:
         return parts[0].differs(None, f"{text}: {shown}; their sum: {_far(total, wanted[0], limit)}")
 
     def _loss(self, parts: Sequence[_Value], want: Sequence[_Value], limit: float) -> Difference | None:
-        """Check a total or a count: one way must fit both."""
+        """Check a total or a count: values of both must combine in the same way."""
         of = want[0].name.partition("(")[2]
         words = {"Sum)": ("sum",), "Tensor)": ("mean",)}
         right = {*self._right(parts, want, limit, words.get(of, ()))}

@@ -2,8 +2,8 @@
 
 Note [Two runs]
     A step is a function, so a second run has the same bits. If bits differ, a fault (of memory, a processor, a message)
-    disturbed one run, or an operator is not deterministic. If both runs are wrong alike, another rank's copy shows the
-    fault: a permanent fault stays unseen in values without copies.
+    disturbed one run, or an operator is not deterministic. If a permanent fault makes both runs wrong alike, only
+    another rank's copy of a value shows the fault.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from ..train.step import METRICS, Step, TrainState
 from .compare import bits, first_unlike
 
 Result = tuple[TrainState, dict[str, Tree]]
-_BLOCK = 8  # words of 8 bytes with one sum, for `at_rest`
+_BLOCK = 8  # words of 8 bytes in one sum, for `at_rest`
 _REMEDY = "that rank's memory, processor or network may be faulty, or an operator not deterministic"
 
 
@@ -68,9 +68,9 @@ class Guarded:
 
     def _twice(self, state: TrainState, batch: Tree, *args: Tree) -> Result:
         number, mesh = int(state.step), state.params.plan.live_mesh()
-        what = f"guard: step {number}, rank {rank_in(mesh)}"  # first: the step may donate the state
+        what = f"guard: step {number}, rank {rank_in(mesh)}"  # read before the step, which may donate the state
         _check_copies(state, {}, f"the state before step {number}")
-        donates = not isinstance(self.__wrapped__, Step) or self.__wrapped__.donate  # an unknown step may
+        donates = not isinstance(self.__wrapped__, Step) or self.__wrapped__.donate  # a step of another class may
         again = tree.map(lambda x: x.clone() if isinstance(x, Tensor) else x, state) if donates else state
         result, second = self._once(state, batch, *args), self._once(again, batch, *args)
         consensus.together(mesh, partial(_check_equal, result, second, what), _REMEDY)
@@ -92,14 +92,14 @@ class Guarded:
 def guard(step: Callable[..., Result], every: int = 100, *, at_rest: bool = False) -> Guarded:
     """Return `step` with a guard: one step in `every` runs twice, and values that must be equal are compared.
 
-    If `(state.step + 1) % every == 0`, the step runs twice from the same state and batch: on each rank, the new states,
-    with `extra`, and the metrics must have the same bits. Copies on several ranks must have the same bits before and
-    after the step: leaves, along axes that neither cut nor split them; numbers of the optimizer, loss scale, step,
-    seed, loss, norm and `found_inf`. If bits differ, every rank raises MismatchError with the step, the leaf or metric,
-    and the rank, if one differs from two or more.
+    If `(state.step + 1) % every == 0`, the step runs twice from the same state and batch. On each rank, both new
+    states, with `extra`, and the metrics must have the same bits. Before and after the step, copies on several ranks
+    must have the same bits: leaves, along axes that neither cut nor split these leaves; numbers of the optimizer, loss
+    scale, step, seed, loss, norm and `found_inf`. If bits differ, every rank raises MismatchError with the step, the
+    leaf or metric, and the rank, if one rank differs from two or more.
 
-    `at_rest`: every call also compares digests of parameters and optimizer state with digests from the end of the last
-    step, for tensors not written to since, to find bits turned in memory.
+    `at_rest`: every call also looks for bits that flipped in memory since the last step: digests of parameters and
+    optimizer state must be as at the step's end, except of tensors written to since.
 
     If a step donates its state and runs twice, one more state is in memory. Guard the outermost function:
     `guard(jit(step))`, `guard(torch.compile(step))`; `check` goes around the guard. A loss that counts or prints does
@@ -124,7 +124,7 @@ def _nodes(state: TrainState) -> list[tuple[str, Parts | Tensor]]:
 
 
 class _Rest(NamedTuple):
-    """A tensor of a returned state: number `number` of a tree with `layout`, or alone."""
+    """A tensor of a returned state: number `number` of a tree with `layout`, or (None) outside of trees."""
 
     path: str
     layout: Layout | None
@@ -153,7 +153,7 @@ class _Rest(NamedTuple):
 
 
 def _differ(pairs: Sequence[tuple[_Rest, _Rest]]) -> bool:
-    """True if sums differ. The host waits once for each device."""
+    """True if sums of a pair differ. The host waits once for each device."""
     flags: dict[torch.device, list[Tensor]] = {}
     for a, b in pairs:
         flags.setdefault(a.sums.device, []).append((a.sums != b.sums).any())
@@ -170,7 +170,7 @@ def _resting(state: TrainState) -> list[_Rest]:
 
 
 def _sums(x: Tensor) -> Tensor:
-    """Return sums of blocks of bits, last the remainder's: int64, (n,)."""
+    """Return the sum of each block of a tensor's words, and of the remainder: int64, (n,)."""
     whole, rest = words(bits(x))
     end = len(whole) // _BLOCK * _BLOCK
     last = whole[end:].sum() + rest.sum(dtype=torch.int64)
@@ -180,16 +180,16 @@ def _sums(x: Tensor) -> Tensor:
 class _Copy(NamedTuple):
     path: str
     tensors: Sequence[Tensor]
-    leaves: Callable[[], list[tuple[str, Tensor]]]  # equal names on all ranks; another rank's leaf is empty
+    leaves: Callable[[], list[tuple[str, Tensor]]]  # equal names on all ranks; empty if another rank has the leaf
 
 
 def _digests(tensors: Sequence[Tensor], mesh: AnyMesh) -> Tensor:
-    """Return sums of bits: int64, (number of tensors,)."""
+    """Return the sum of each tensor's words: int64, (number of tensors,)."""
     return consensus.digests([*map(bits, tensors)] or [torch.empty(0, device="cpu")], mesh)
 
 
 def _copies(state: TrainState, metrics: Mapping[str, Tree]) -> dict[Axes, list[_Copy]]:
-    """Return this rank's copies, by axes: along these, copies must be equal."""
+    """Return this rank's tensors by the axes along which other ranks have copies."""
     plan, result = state.params.plan, dict[Axes, list[_Copy]]()
 
     def add(over: Axes, copy: _Copy) -> None:
@@ -230,7 +230,7 @@ def _check_copies(state: TrainState, metrics: Mapping[str, Tree], what: str) -> 
 
 def _told(digests: str, axes: Axes, plan: Plan) -> str:
     mesh, groups = plan.live_mesh(), dict[tuple[int, ...], dict[int, str]]()
-    # by coordinates along the other axes
+    # groups of ranks with copies, by coordinates along the other axes
     for rank, text in enumerate(consensus.of_all(digests, mesh)):
         places = zip(plan.axes, digits(rank, [size for _, size in plan.axes]), strict=True)
         groups.setdefault(tuple(at for (axis, _), at in places if axis not in axes), {})[rank] = text
@@ -246,7 +246,7 @@ def _told(digests: str, axes: Axes, plan: Plan) -> str:
 
 
 def _check_equal(first: Result, second: Result, what: str) -> None:
-    # metrics last: a wrong leaf may make a metric wrong
+    # leaves before metrics: a wrong leaf may make a metric wrong
     for kind, *runs in zip(("leaf", "metric"), second, first, strict=True):
         if unlike := first_unlike(*map(_numbers, runs)):
             place, text = unlike
@@ -255,5 +255,5 @@ def _check_equal(first: Result, second: Result, what: str) -> None:
 
 
 def _numbers(x: Tree) -> Tree:
-    """Replace a user's words and objects by 0."""
+    """Replace a user's strings and objects by 0: only numbers are compared."""
     return tree.map(lambda leaf: leaf if isinstance(leaf, (Tensor, int, float)) else 0, x)

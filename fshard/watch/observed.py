@@ -2,11 +2,12 @@
 
 Note [Names of values]
     1. A name has five fields, separated by tabs: kind, name, unit, line of the user's code, and inputs. An operator's
-       inputs: for each argument the number of its operator, or "?" (the batch); leaves are left out.
-    2. Operators are numbered from 0 in each forward. An empty value of the kind "forward" begins a forward (of a
-       micro-batch or a slice): its name has the sizes of the mesh's axes, its unit is "split" if leaves are split.
-    3. Operators are calls by the program. Not recorded: calls by this library or autograd, calls without tensors (a
-       rank's row numbers), memory without values, and calls in compiled functions.
+       inputs: for each tensor argument the number of the operator that computed it, or "?" (the batch); leaves of
+       parameters are left out.
+    2. Operators are numbered from 0 in each forward. An empty value of the kind "forward" begins the forward of a
+       micro-batch or a slice: its name has the sizes of the mesh's axes, its unit is "split" if leaves are split.
+    3. Operators are calls by the user's program. Not recorded: calls by fshard or autograd, calls without tensors (a
+       rank's row numbers), `torch.empty` and the like, and calls in compiled functions.
     4. Old parameters show how far the step moved a parameter.
 """
 
@@ -47,9 +48,9 @@ def observed(
     """Return `step'(state, batch, *args) -> ((state, metrics), seen)`: the step, and its values for `first_difference`.
 
     `seen` is {"names": list of str, "values": list of tensors}, in the program's order: results of the operators called
-    by the loss, gradients of each leaf on this rank and summed over ranks, metrics, parameters. `torch.save` takes it.
-    The bits are an eager `step`'s. All values stay in memory, and parameters and gradients are gathered once more: all
-    ranks must observe, or none.
+    by the loss, gradients of each leaf on this rank and summed over ranks, metrics, parameters. `torch.save` can write
+    `seen`. The bits are an eager `step`'s. All values stay in memory. Parameters and gradients are gathered once more,
+    so all ranks must observe, or none.
 
     For a graph write `jit(observed(step))`. TypeError for `observed(jit(step))`, and for anything but a step of
     `train_step`.
@@ -63,7 +64,7 @@ def observed(
 
     def run(state: TrainState, batch: Tree, *args: Tree) -> tuple[tuple[TrainState, dict[str, Tree]], Observed]:
         seen, before = Seen(), Seen()
-        before.add_leaves(OLD, state.params)  # first: the step may donate parameters
+        before.add_leaves(OLD, state.params)  # before the step, which may donate parameters
         with assigned(OBSERVER, seen):
             after, metrics = step(state, batch, *args)
         seen.check()
@@ -86,7 +87,7 @@ class Seen:
 
     def __call__(self, *args: Any) -> Tape:
         is_here = is_tracing() == self._traced and not torch.compiler.is_compiling()
-        return _ObservedTape(self, *args) if is_here else Tape(*args)  # not inside a graph made by the step
+        return _ObservedTape(self, *args) if is_here else Tape(*args)  # in a graph made by the step, a plain tape
 
     def check(self) -> None:
         if not self.names:
@@ -111,7 +112,7 @@ class Seen:
                 self.add_leaf(kind, x.plan, slot, leaf)
 
     def add_sums(self, grads: Sharded, share: Tensor | None, scaler: Any) -> None:
-        """Add gradients summed over ranks and micro-batches, and unscale all gradients."""
+        """Add gradients summed over ranks and micro-batches, and unscale all recorded gradients."""
         if self.names:
             self.add_leaves(SUM, grads)
         for number, name in enumerate(self.names):
@@ -131,24 +132,24 @@ def backwards(plan: Plan) -> Iterator[Slot]:
 
 class _ObservedTape(Tape):
     def __init__(self, seen: Seen, params: Sharded, into: Gradients, *others: Any):
-        plan = params.plan  # this tape's own plan may join small units
+        plan = params.plan  # not the tape's plan, which may join small units
         self._seen, self._known, self._whole = seen, len(seen.names), plan
         self._gradients: dict[str, Tensor] = {}
         self._sums = empty_grads(params, plan.grads_over) if into.take else None
         if into.take:
-            seen.forget(0)  # if a step clips and updates in the backward, its loss runs twice
+            seen.forget(0)  # a step with `in_backward` and `clip_norm` has run its loss before, for the norm
         super().__init__(params, into, *others)
 
     def forward_once(self, loss: Callable[[Tree], Any]) -> Any:
         seen, plan = self._seen, self._whole
-        seen.forget(self._known)  # values of a run refused by torch.func
+        seen.forget(self._known)  # values of a first run, in which torch.func refused hooks
         sizes = "x".join(str(size) for _, size in plan.axes)
         is_split = any(slot.split is not None for slot in plan.slots)
         seen.add("forward", sizes, torch.empty(0, device=device_of(self._params)), "split" * is_split)
         self._operators = _Operators(seen)
 
         def watched(view: Tree) -> Any:
-            # inner losses are part of the loss
+            # OBSERVER None: a loss inside this loss is not observed apart
             with assigned(OBSERVER, None), assigned(UNROLLS, True), self._operators:
                 return loss(view)
 
@@ -172,7 +173,7 @@ class _ObservedTape(Tape):
             self._operators.read(leaf, self._whole.units[unit].name)
 
     def reduce(self, unit: TapeUnit, grads: Sequence[Tensor | None]) -> None:
-        if unit.gradients != "late":  # late gradients wait until all have come
+        if unit.gradients != "late":  # late gradients come here again, complete
             grads = unit.total(grads)
             for row, begin, end in unit.entry.reduced:
                 for slot, grad in zip(row.leaves, grads[begin:end], strict=True):
@@ -215,10 +216,10 @@ class _Operators(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Args = (), kwargs: Kwargs = None) -> Any:
         out = func(*args, **(kwargs or {}))
-        if torch.compiler.is_dynamo_compiling():  # else torch.compile would compile operator by operator
+        if torch.compiler.is_dynamo_compiling():  # recording would break the graph at every operator
             return out
         name = getattr(func, "__name__", str(func))
-        if name == "__get__":  # an attribute, as x.T
+        if name == "__get__":  # of an attribute, as x.T: take the attribute's name
             name = getattr(func.__self__, "__name__", name)
         given = [x for x in tree.leaves((args, dict(kwargs or {}))) if isinstance(x, Tensor)]
         results = given[:1] if name == "__setitem__" else out if isinstance(out, tuple | list) else (out,)
@@ -251,7 +252,7 @@ class _Operators(TorchFunctionMode):
 
 
 def _is_library(frame: Any) -> bool:
-    """True if this library called the operator; torch's modules belong to the program."""
+    """True if fshard called the operator; torch's modules belong to the program."""
     while frame.f_code.co_filename.startswith(CODE[1]) and "modules" not in frame.f_code.co_filename:
         frame = frame.f_back
     return frame.f_code.co_filename.startswith(CODE[0])

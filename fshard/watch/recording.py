@@ -5,11 +5,11 @@ Note [Recorded steps]
 
     1. `before.pt`: tensors of state, batch and further arguments.
     2. `after.pt`: tensors of the new state, the metrics, and the values of an observed step.
-    3. `about.json`: leaf paths, leaves other than tensors, mesh axes, plan, and two influences on an operator's bits:
-       the number of threads, and the starts in memory of the tensors of before.pt.
+    3. `about.json`: leaf paths, leaves other than tensors, mesh axes, plan, and two numbers that an operator's bits
+       depend on: the number of threads, and the address modulo 64 of each tensor in `before.pt`.
 
-    Every rank renames its folder last, so a folder `rank-N` is complete. A leaf is stored by its number in the order of
-    `tree.flatten`; the replaying code builds the tree structure.
+    Every rank renames its folder last, so a folder `rank-N` is complete. Leaves are stored by number, in the order of
+    `tree.flatten`; the replaying code gives the tree's structure.
 """
 
 from __future__ import annotations
@@ -51,10 +51,11 @@ Steps = Collection[int] | Callable[[int], bool] | None
 Json: TypeAlias = dict[str, Any]
 _FORMAT = 3
 _ALIGN = 64  # bytes: new tensors start at multiples of 64
+# limits for foreign files
 _MOST = 1 << 20  # ranks
 _MOST_THREADS = 1 << 10
 _MOST_AXES = 16
-_MOST_EQUAL = 64  # tensors in one memory, as a compiled step's result and its views
+_MOST_EQUAL = 64  # tensors that share memory, as a compiled step's results may
 _MOST_SHOWN = 60  # characters of a value in an error
 
 
@@ -73,14 +74,14 @@ def record(
 ) -> Step:
     """Return `step` with recording: chosen steps write their arguments, the new state and the metrics to `dir`.
 
-    - `steps`: record these (numbers, or a predicate of the number `state.step`).
+    - `steps`: the numbers of steps to record, or a predicate of the number `state.step`.
     - `nonfinite`: also record steps with a non-finite loss, or a `found_inf` other than 0, while `dir` has
       fewer than `keep` steps (None: no limit).
-    - `donate`: True for a step that donates its state: before each step that may be recorded (with `nonfinite`, every
-      step) the state is copied.
+    - `donate`: True for a step that donates its state: the state is copied before each step that may be recorded (with
+      `nonfinite`, every step).
 
-    Reading step number and metrics waits for the device. `fshard replay` runs recorded steps again. The values of an
-    observed step (`record(observed(step), dir)`) are written, too, for `fshard compare`.
+    The host waits for the device in every step, to read its number and metrics. `fshard replay` runs recorded steps
+    again. `record(observed(step), dir)` also writes the values of the observed step, for `fshard compare`.
 
     TypeError, before the step, for a leaf other than a number, a string, None or a dense tensor of a dtype in files.
 
@@ -105,7 +106,7 @@ def record(
         if chosen or nonfinite:
             for what, x in arguments.items():
                 _filed(what, x)
-        # copied first: a step that donates overwrites `state`
+        # copied before the step: a step that donates overwrites `state`
         is_copied = donate and (chosen or nonfinite)
         before = map(lambda x: x.clone() if isinstance(x, Tensor) else x, state) if is_copied else state
         result = step(state, batch, *args)
@@ -144,15 +145,15 @@ def _write(folder: Path, before: dict[str, Tree], after: dict[str, Tree]) -> Non
         gone.add_note("record: this step donates its state: write record(step, dir, donate=True)")
         raise
     target, writing = folder / f"rank-{origin['rank']}", folder / f"writing-{origin['rank']}"
-    for stale in (target, writing):  # of an earlier run
+    for stale in (target, writing):  # folders of an earlier run
         shutil.rmtree(stale, ignore_errors=True)
     try:
         with naming(writing):
             _write_files(writing, before, after, origin)
-            writing.rename(target)  # last: now complete
+            writing.rename(target)  # now complete
     except BaseException:
         shutil.rmtree(writing, ignore_errors=True)
-        with suppress(OSError):  # fails if other ranks have written there
+        with suppress(OSError):  # rmdir fails if other ranks have written to `folder`
             folder.rmdir()
         raise
 
@@ -167,7 +168,7 @@ def _write_files(folder: Path, before: dict[str, Tree], after: dict[str, Tree], 
             tensors |= tensors_of_tree
         if name == "before":
             about["starts"] = {key: leaf.data_ptr() % _ALIGN for key, leaf in tensors.items()}
-        # cloned: for a view torch.save would write the whole storage
+        # clones: of a view torch.save would write the whole storage
         copies = {key: leaf.detach().cpu().clone() for key, leaf in tensors.items()}
         try:
             torch.save(copies, file := folder / f"{name}.pt")
@@ -213,8 +214,8 @@ class RecordedStep:
     def tree(self, name: str, what: str, like: Tree) -> Tree:
         """Read a recorded tree, with structure and devices of `like`. ValueError if leaf paths differ.
 
-        `name`: "before" or "after"; `what`: such as "state". Tensors from before the step start in memory as
-        recorded, modulo 64 bytes.
+        `name`: "before" or "after" the step; `what`: the tree, as "state". Tensors from before the step get the
+        recorded addresses modulo 64 bytes.
         """
         leaves, spec = flatten(like)
         paths, wanted = tree.paths(spec), self.about[f"{name} {what}"]["paths"]
@@ -239,7 +240,7 @@ class RecordedStep:
         if "after seen" not in self.about:
             raise ValueError(f"{self.folder}: expected an observed step: record(observed(step), dir), got another one")
         plain, tensors = self.about["after seen"]["plain"], _tensors(self.folder / "after.pt")
-        num = len(plain)  # names come first
+        num = len(plain)  # leaves: first all names, then all values
         keys = [f"seen {num + i}" for i in range(num)]
         if not {*keys} <= {*tensors} or {*plain} != {str(i) for i in range(num)}:
             raise ValueError(f"{self.folder}: expected {num} names and as many values, got others")
@@ -276,7 +277,7 @@ def _seen(rank: int, seen: Plain, tensor: Callable[[str, object], Tensor]) -> Js
 
 
 def recorded_steps(folder: Path, at: int | None) -> dict[int, Path]:
-    """Return folders by number of step, in order; only step `at` if given."""
+    """Return folders by number of step, in order; with `at`, this step's alone."""
     by_number = dict[int, Path]()
     for path in folder.glob("step-*") if at is None else [step_folder(folder, at)]:
         digits = path.name.partition("-")[2]
@@ -301,7 +302,7 @@ def _placed(value: object, like: object, start: int) -> object:
 def _opened(path: Path, expected: str, most: int = 1) -> Iterator[tuple[Plain, Callable[[str, object], Tensor]]]:
     """Open a file of torch.save. Yields its pickle, read as data, and a function to load a tensor on the CPU.
 
-    Runs no code of the file, and allocates no more than the file's size. At most `most` tensors share memory.
+    Runs no code of the file, and allocates no more than the file's size. At most `most` tensors may share memory.
     """
     try:
         with open_file(path) as file:
@@ -324,7 +325,7 @@ def _tensor(
 ) -> Tensor:
     name, dtype, first, sizes, strides = stored_tensor(record)
     start, num_bytes = item.data(f"data/{name}")
-    # `record` writes no views. An expanded view of a small storage could have any size.
+    # `record` writes no views, and a file's expanded view of a small storage could have any size
     is_whole = not first and math.prod(sizes) * dtype.itemsize == num_bytes
     equal = loaded.setdefault(name, [])
     require(is_whole and len(equal) <= most, f"{key!r} is no whole tensor of its own: save a clone")
