@@ -1,7 +1,7 @@
 """Whole copies of leaves on all ranks, and the parts on this rank, with derivatives (`moves.py` has none).
 
 Each rank may use its copy differently, so gradients of all copies are summed, as in `collectives.all_reduce`. Every
-rank takes part in this sum: a part depends on all copies, even on a rank without elements (`func_levels.depending`).
+rank takes part in this sum: results depend on the arguments even on a rank without elements (`func_levels.depending`).
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ Update = Callable[..., tuple[Tree, Tree]]
 def copied_whole(x: Parts, given: Tree, layout: Layout | None = None) -> Parts:
     """Return the whole leaves of `x` on every rank, in the order of `layout` (default: of `x`).
 
-    It takes memory for all leaves, and an all-reduce for cut leaves of one dtype and axes. `given` has tensors on every
-    rank: the derivative passes through these even on a rank without a part of `x`.
+    All leaves are then in memory. Cut leaves of one dtype and axes need an all-reduce. `given` has tensors on every
+    rank: through these the derivative passes even on a rank without elements of `x`.
     """
     old, device, whole = typed(x), device_of(x), dict[int, Tensor]()
     groups: dict[tuple[object, ...], list[int]] = {}
@@ -64,10 +64,10 @@ def own_part(whole: Parts, like: Parts, given: Sequence[Tree] = ()) -> Parts:
 def on_copies(
     update: Update, name: str, through: Callable[[Layout], Layout] | None = None, apart: bool = True
 ) -> Update:
-    """Return `update`, run on whole copies if a derivative passes over ranks.
+    """Return an update that runs `update` on whole copies of leaves if a derivative passes.
 
-    `through`: gives the layout of whole leaves on owners, if the state has this layout. `apart`: True if no leaf acts
-    on others.
+    `through`: returns the layout of whole leaves on owners, if the state has this layout. `apart`: True if the update
+    of a leaf depends on no other leaf.
     """
 
     @wraps(update)
@@ -102,7 +102,7 @@ def on_copies(
 
 
 def check_cut_alike(name: str, layouts: Iterable[Layout]) -> None:
-    """TypeError for whole leaves next to cut leaves: an update of all would count whole leaves once per rank."""
+    """TypeError for whole and cut leaves together: an update of all would count whole leaves once per rank."""
     if len(_overs(layouts)) > 1:
         raise TypeError(
             f"{name}: where a derivative passes, expected leaves that are all cut alike, got whole ones, too: make the "
@@ -115,7 +115,7 @@ def _overs(layouts: Iterable[Layout]) -> set[Axes]:
 
 
 def check_apart(name: str, state: Tree) -> None:
-    """TypeError for a state with layouts of leaves: an update of whole copies cannot use it."""
+    """TypeError if the state contains layouts of leaves: an update of whole copies cannot use such a state."""
 
     def knows_leaves(x: object) -> bool:
         return hasattr(x, "layouts") or hasattr(x, "vectors")

@@ -1,8 +1,8 @@
 """The state that a user's function makes of whole leaves, described so that every rank knows its form on other ranks.
 
-Each rank sees only the state of its own leaves, so the function also runs on meta tensors: of each leaf alone, for
-shapes and dtypes; of two leaves and of one, to find lists with an entry for each leaf (TorchOpt flattens trees). If it
-fails on meta, it runs on made-up values; if it fails on these, ranks know only the layout of parameters.
+Each rank sees only the state of its own leaves, so it also runs the function on meta tensors: of each leaf alone, for
+shapes and dtypes; of two leaves and of one, to find lists with an entry for each leaf (TorchOpt flattens trees). If the
+function fails on meta, it runs on made-up values; if it fails on these, nothing is described.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ class Communicated(Exception):
 
 
 class Alone(AbstractMesh):
-    """A mesh for trials without other ranks: these may make no such trial."""
+    """A mesh for trials that other ranks may not run: a collective is an error."""
 
     def ranks(self, axis: str) -> NoReturn:
-        """No rank would answer a message."""
+        """Raise: no rank would answer a message."""
         raise Communicated
 
 
@@ -59,13 +59,13 @@ class Flattened:
         return self.kind(tree.unflatten(spec, entry) for entry in zip(*columns, strict=True))
 
 
-tree.register_fields(Flattened, ("entries",), ("kind",), names=("",))  # leaves keep their path
+tree.register_fields(Flattened, ("entries",), ("kind",), names=("",))  # adds no name to leaf paths
 
 
 def formed(init: Init, whole: Parts) -> list[Tree] | None:
-    """The states of two leaves, of one, and of all, on meta; None if the function fails on made-up values.
+    """The states of two leaves, of one leaf, and of all, on meta; None if the function fails on made-up values.
 
-    On several ranks, `Misplaced` if tensors outside of trees depend on the rank's leaves.
+    On several ranks, `Misplaced` if a state's tensors outside of trees depend on the given leaves.
     """
     everywhere, device = on_rank(whole.layout), device_of(whole)
     restore = bookmark(device)
@@ -84,14 +84,14 @@ def formed(init: Init, whole: Parts) -> list[Tree] | None:
         return [two, single, tree.map_tops(partial(_joined, everywhere), Parts, *each)]
     except Misplaced:
         raise
-    except Exception:  # the function needs other values
+    except Exception:  # perhaps the function needs real values
         return None
     finally:
         restore()
 
 
 def described(state: Tree, whole: Parts, formed: Sequence[Tree]) -> Tree:
-    """Return a state of whole leaves, with leaves' tensors in `Parts` of their own forms."""
+    """Return a state of whole leaves, whose `Parts` know their tensors' shapes and dtypes."""
     two, single, of_all = formed
     try:
         listed = _listed(state, two, single, whole.layout)
@@ -142,7 +142,7 @@ def _check_alike(init: Init, state: Tree, other: Tree) -> None:
 
 
 def _made(init: Init, everywhere: Layout, device: torch.device) -> list[Tree]:
-    """The states of two leaves, of one, and of each alone, made on `device`, moved to meta."""
+    """The states of two leaves, of one leaf, and of each leaf alone, made on `device`, moved to meta."""
 
     def of(*leaves: Leaf) -> Tree:
         xs = [_filled(leaf, number, device) for number, leaf in enumerate(leaves)]
@@ -164,13 +164,13 @@ def _filled(leaf: Leaf, place: int, device: torch.device) -> Tensor:
 
 
 def values(leaf: Leaf, place: int, scale: float) -> Tensor:
-    """Values of magnitude `scale`, like random numbers, but from no generator."""
+    """Values up to `scale` that look random, but come from no generator."""
     numbers = torch.arange(leaf.numel, dtype=torch.float64, device="cpu") + 1
     return (torch.sin(numbers * numbers + 1.7 * place) * scale).view(leaf.shape).to(leaf.dtype)
 
 
 def is_listed(x: Tree, y: Tree, num: int) -> bool:
-    """True if `x`, of `num` leaves, is a list with an entry for each, and `y`, of one leaf, with one entry."""
+    """True if `x`, of `num` leaves, is a list with `num` entries, and `y`, of one leaf, with one entry."""
     return type(x) in (list, tuple) and type(x) is type(y) and (len(x), len(y)) == (num, 1)
 
 
@@ -196,7 +196,7 @@ def _listed(state: Tree, two: Tree, one: Tree, layout: Layout) -> Tree:
 
 
 def _forms(x: Parts) -> dict[int, Form]:
-    """Forms by leaf number; {} if all are parameters' forms."""
+    """Shapes and dtypes by leaf number; {} if all are those of parameters."""
     leaves, pairs = x.layout.leaves, zip(x.layout.mine, x.tensors, strict=True)
     forms = {span.leaf: Form(tuple(t.shape), t.dtype) for span, t in pairs}
     return forms if any((leaves[n].shape, leaves[n].dtype) != form for n, form in forms.items()) else {}
@@ -212,7 +212,7 @@ def _moved(x: Parts, layout: Layout) -> Parts:
 
 
 def undescribed(state: Tree, layout: Layout) -> Tree:
-    """Return the state as an update takes it: with the layout of the gradients, and plain lists. Dual: `again`."""
+    """Return the state as the user's update takes it: in the gradients' layout, with plain lists. Dual: `again`."""
     numbers = {span.leaf for span in layout.mine}
 
     def plain(x: Tree) -> Tree:
@@ -226,7 +226,7 @@ def undescribed(state: Tree, layout: Layout) -> Tree:
 
 
 def again(new: Tree, state: Tree, layout: Layout) -> Tree:
-    """Return a new state in the old state's forms; other parts stay as they are. Dual: `undescribed`."""
+    """Return a new state with the old state's layouts and `Flattened` lists. Dual: `undescribed`."""
     tops = tree.tops(state, _is_told)
     if not any(isinstance(x, Flattened) or (isinstance(x, Parts) and x.layout != layout) for x in tops):
         return new

@@ -1,7 +1,7 @@
 """Move a tree from one layout to another between ranks: to owners of whole leaves, back, to all ranks, to one rank.
 
-Every rank knows both layouts, hence its sends and receives. Along each axis over which the tree is sharded, a rank
-sends one message to every other rank, however many leaves move.
+Every rank knows both layouts, hence its sends and receives. Along each axis over which the tree is cut, a rank sends
+one message to every other rank, however many leaves move.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def assign(costs: Sequence[float], num_ranks: int) -> list[int]:
 
 
 def owned(layout: Layout, mesh: AnyMesh, axes: Axes, cost: Callable[[Leaf], float] = lambda leaf: leaf.numel) -> Layout:
-    """The layout with every leaf whole on one rank along `axes`, balanced by cost."""
+    """The layout with every leaf whole on one rank along `axes`; ranks get about equal costs."""
     ranks = assign([cost(layout.leaves[n]) for n in layout.numbers], num_ranks(mesh, axes))
     return _whole(replace(layout, mesh=mesh, axes=axes), [Rule(axes, at=rank) for rank in ranks])
 
@@ -67,7 +67,7 @@ def _whole(layout: Layout, rules: Sequence[Rule]) -> Layout:
 
 
 class Item(NamedTuple):
-    """Elements [begin, begin + numel) of a leaf on their way between the ranks with these coordinates."""
+    """Elements [begin, begin + numel) of a leaf, and the coordinates of the ranks between which these move."""
 
     leaf: int
     begin: int
@@ -76,7 +76,7 @@ class Item(NamedTuple):
     numel: int
 
 
-Lists = list[list[Item]]  # by rank along an axis, this rank included
+Lists = list[list[Item]]  # one for each rank along an axis, this rank included
 
 
 class Moves(NamedTuple):
@@ -117,17 +117,17 @@ def _find_moves(old: Layout, new: Layout) -> Moves:
 def _items(
     old: Layout, new: Layout, leaf: int, here: Mapping[str, int], sizes: Mapping[str, int], k: int
 ) -> Iterator[Item]:
-    """Yield the leaf's items held by this rank when messages along axes number `k`, `k + 1`, ... have arrived.
+    """Yield the leaf's items on this rank after messages along `axes[k]`, `axes[k + 1]`, ... have arrived.
 
-    Messages go along the last axis first: along axes before `k` an item has its source's coordinates, along other axes
-    its target's. If ranks along an axis have copies, the rank at the target's coordinate sends.
+    Messages go along the last axis first, so an item is at its source's coordinates along `axes[:k]`, and at its
+    target's along other axes. If ranks along an axis have copies, the rank at the target's coordinate sends.
     """
     source_row, target_row = old.row_of[leaf], new.row_of[leaf]
-    passed = [axis for axis in list(here)[:k] if axis in source_row.over]  # no message along these yet: any target
+    passed = [axis for axis in list(here)[:k] if axis in source_row.over]  # to come: the target may be anywhere
     from_here = {axis: here[axis] for axis in list(here)[:k]}
     to_here = {axis: number for axis, number in here.items() if axis not in passed}
     if next(source_row.shards_of(leaf, sizes, from_here), None) is None:
-        return  # before the loop over targets, which may be all ranks
+        return  # saves the loop over targets, which may be all ranks
     for target_at, give in target_row.shards_of(leaf, sizes, to_here):
         for source_at, take in source_row.shards_of(leaf, sizes, from_here):
             begin = max(take.begin, give.begin)
@@ -143,7 +143,7 @@ def _stage(k: int, size: int, here: tuple[int, ...], items: Sequence[Item]) -> t
     sends: Lists = [[] for _ in range(size)]
     recvs: Lists = [[] for _ in range(size)]
     for item in items:
-        # an item has its target's coordinates along later axes
+        # along later axes the item is already at its target's coordinates
         if item.source[: k + 1] + item.target[k + 1 :] == here:
             sends[item.target[k]].append(item)
         if item.source[:k] + item.target[k:] == here:
@@ -170,7 +170,7 @@ def _moved(x: Tree, new: Layout, label: str) -> dict[int, list[tuple[int, Tensor
 def _along(
     ranks: Ranks, by_leaf: Sequence[torch.dtype], sends: Lists, recvs: Lists, held_items: dict[Item, Tensor], label: str
 ) -> dict[Item, Tensor]:
-    """Move items along one axis, one message to each rank; return the items then on this rank."""
+    """Move items along one axis, with one message to each rank; return this rank's new items."""
     refuse_derivative([*held_items.values()], label or "a move of leaves")
     result = {item: held_items[item] for item in sends[ranks.rank]}  # these stay on this rank
     sends, recvs = ([x if p != ranks.rank else [] for p, x in enumerate(lists)] for lists in (sends, recvs))
@@ -182,12 +182,12 @@ def _along(
 
 
 def collect(x: Tree, layout: Layout, label: str = "") -> Parts:
-    """Return whole leaves, on the device of `x`; `layout` says on which ranks. Dual: `spread`."""
+    """Return whole leaves, on the ranks of `layout` and the device of `x`. Dual: `spread`."""
     arrived = _moved(x, layout, label)
     tensors, device = [], device_of(x)
     for span in layout.mine:
         leaf, parts = layout.leaves[span.leaf], sorted(arrived[span.leaf], key=lambda part: part[0])
-        # sorted, the parts are the leaf, end to end
+        # sorted parts, end to end, are the leaf
         flat = [part.to(device) for _, part in parts] or [torch.empty(0, dtype=leaf.dtype, device=device)]
         tensors.append(leaf.shaped(flat[0] if len(flat) == 1 else torch.cat(flat)))
     return Parts(layout, tensors)

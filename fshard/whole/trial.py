@@ -1,7 +1,7 @@
 """Try on a small tree if an update of a leaf depends on other leaves: ranks that own leaves see no others.
 
-Clips act only above a threshold, so a trial's gradients have several magnitudes, and are not finite for one leaf. A
-trial misses an update that looks at other leaves only after many steps, or at other magnitudes.
+Clips act only above a threshold, so a trial's gradients have several magnitudes, and one leaf's are infinite or NaN. A
+trial does not find an update that reads other leaves only after many steps, or at other magnitudes.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from .described import Alone, Communicated, check_shapes, is_listed, named, valu
 from .moves import on_rank
 
 _MAGNITUDES = *((m, m, m) for m in (1.0, 1e-4, 1e4, 1e8)), (torch.inf, torch.nan, 1.0)  # of gradients
-_LEAVES = 6
+_LEAVES = 6  # leaves of the small tree
 _LARGEST = 1 << 14  # elements of a leaf; each dim of a larger leaf is cut to `_SIDE`
 _SIDE = 8
 
@@ -44,10 +44,10 @@ class _Found(NamedTuple):
 
 
 def check_apart(init: Callable[[Tree], Tree], update: Callable[..., tuple[Tree, Tree]], nodes: Sequence[Parts]) -> None:
-    """ValueError if the update of a leaf depends on other leaves, and other ranks own these.
+    """ValueError if the update of a leaf depends on other leaves, and there are several ranks, or it draws numbers.
 
-    On one rank it may, unless it draws random numbers: then leaves are updated one by one. An update passes if it fails
-    on the trial's whole tree (because it needs arguments of its own, say).
+    An update that draws random numbers is run leaf by leaf. No error if the update fails on the trial's whole tree
+    (because it needs further arguments, say).
     """
     device = device_of([*nodes])
     if is_tracing() or torch.compiler.is_compiling() or device.type == "meta":
@@ -86,7 +86,7 @@ def _tried(
                     together = [*runs(whole, magnitudes)]
                 except Misplaced:
                     raise
-                except Exception:  # such gradients give no verdict
+                except Exception:  # perhaps of these magnitudes
                     continue
                 for number, n in enumerate(span.leaf for span in whole.mine):
                     picked = whole.pick([n])
@@ -108,7 +108,7 @@ def _tried(
 
 
 def _chosen(leaves: Sequence[Leaf], numbers: Sequence[int]) -> dict[int, Form]:
-    """Choose up to `_LEAVES` leaves, the smallest of each number of dims first; cut large leaves."""
+    """Choose up to `_LEAVES` leaves, first the smallest with each number of dims; cut large leaves."""
     by_dims: dict[int, list[int]] = {}
     order = sorted(zip(leaves, numbers, strict=True), key=lambda pair: (pair[0].numel, pair[1]))
     for leaf, n in order:
@@ -141,7 +141,7 @@ def _runs(
     layout: Layout,
     magnitudes: Sequence[float],
 ) -> Iterator[tuple[Tree, Tree]]:
-    """Yield the updates and the state after each update; only leaf `bad` gets infinite or NaN gradients."""
+    """Yield (updates, state) of each step; only leaf `bad` gets infinite or NaN gradients."""
 
     def made(seed: int, scale: float) -> Parts:
         scales = {s.leaf: scale if isfinite(scale) or s.leaf == bad else 1.0 for s in layout.mine}
@@ -156,7 +156,7 @@ def _runs(
 
 
 def _alike(x: Tree, y: Tree, number: int, num: int) -> bool:
-    """True if `num` leaves together gave for leaf `number` the result of this leaf alone."""
+    """True if `x`, the result of `num` leaves, has at leaf `number` the values of `y`, the result of this leaf."""
     if isinstance(x, Parts) and isinstance(y, Parts):
         return len(x.tensors) == num and len(y.tensors) == 1 and _equal(x.tensors[number], y.tensors[0])
     if is_listed(x, y, num):
@@ -175,7 +175,7 @@ def _alike(x: Tree, y: Tree, number: int, num: int) -> bool:
 def _equal(x: Tree, y: Tree) -> bool:
     if not isinstance(x, Tensor) or not isinstance(y, Tensor):
         return bool(x == y or (x != x and y != y))  # NaN equals NaN
-    x, y = unwrapped(x), unwrapped(y)  # functions may close over a batched rate
+    x, y = unwrapped(x), unwrapped(y)  # a closure may have a learning rate batched by vmap
     if x.shape != y.shape or x.dtype != y.dtype or not (x.is_floating_point() or x.is_complex()):
         return x.dtype == y.dtype and torch.equal(x, y)
     return torch.allclose(x, y, rtol=1e-5, atol=0, equal_nan=True)

@@ -1,10 +1,10 @@
 """Run an update on whole leaves, each on its owner, or piece by piece with random numbers of its own.
 
 Note [Random numbers of an update]
-    In a step random numbers come from the state's seed and step (`core.random.Seeds`), and from a place: a leaf's
-    number, or the numbers of a flat tensor and of this rank's shard. So ranks with copies draw the same numbers, other
-    ranks do not. Torch's generator depends on earlier draws, so a drawing update runs on one piece after another,
-    seeded for each.
+    In a step random numbers come from the state's seed and step (`core.random.Seeds`), and from a leaf's number, or the
+    numbers of a flat tensor and of this rank's shard. So ranks with copies draw the same numbers, and other ranks draw
+    others. Torch's generator depends on earlier draws, so a drawing update runs on one tensor after another, each with
+    a new seed.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from .moves import collect, on_rank, owned, spread
 from .trial import check_apart
 
 Update: TypeAlias = Callable[..., tuple[Tree, Tree]]
-Places: TypeAlias = Sequence[tuple[int, ...]]  # distinct for leaves and shards
+Places: TypeAlias = Sequence[tuple[int, ...]]  # seeds of tensors, distinct for leaves and shards
 
 
 def bring(x: Tree) -> Tree:
@@ -65,7 +65,7 @@ def back(x: Tree, like: Tree) -> Tree:
 
 
 def on_leaves(init: Init, update: Update) -> tuple[Init, Update]:
-    """Wrap `init` and `update`: where a tree is `Parts`, both get whole leaves.
+    """Wrap `init` and `update`, so that in place of cut `Parts` both get whole leaves.
 
     ValueError from `init` if the update of a leaf depends on other leaves.
     """
@@ -102,7 +102,7 @@ def on_leaves(init: Init, update: Update) -> tuple[Init, Update]:
 def in_trees(init: Init, told: bool) -> Init:
     """Make `init` raise `Misplaced` if fshard cannot see the leaf of a tensor.
 
-    `told`: also if tensors outside of trees depend on the rank's elements.
+    `told`: also if the state's tensors outside of trees depend on the rank's elements.
     """
 
     @wraps(init)
@@ -144,9 +144,9 @@ def _several(entry: Tree) -> str:
 
 
 def unwritten(update: Update) -> Update:
-    """Give `update` new containers; ValueError if it writes in place to a given tensor.
+    """Give `update` new containers; ValueError if `update` writes in place to a given tensor.
 
-    With `own_grads` it may write to gradients.
+    With `own_grads` the update may write to gradients.
     """
 
     @wraps(update)
@@ -203,7 +203,7 @@ def _leaf_by_leaf(update: Update, grads: Parts, state: Tree, *more: Any, **extra
     seeds = UPDATE.get()
     if seeds is None:
         return update(grads, state, *more, **extra)
-    # the update may run twice
+    # an update that runs twice may not overwrite gradients
     here, extra = seeds.following(), {name: x for name, x in extra.items() if name != "own_grads"}
     with here.block() as drew:
         updates, new = update(grads, state, *more, **extra)
@@ -214,7 +214,7 @@ def _leaf_by_leaf(update: Update, grads: Parts, state: Tree, *more: Any, **extra
 
 
 def row_by_row(update: Update) -> Update:
-    """Let an elementwise update, or its fused twin, draw equal numbers in a step for copies of a tensor."""
+    """Let an elementwise update, plain or fused, draw equal numbers in a step for copies of a tensor."""
 
     def run(grads: Tree, state: Tree, params: Tree = None, *more: object, **extra: object) -> tuple[Tree, Tree]:
         given, seeds = (state, *[params] * (params is not None), *more), UPDATE.get()
@@ -232,7 +232,7 @@ def row_by_row(update: Update) -> Update:
 
 
 def at_once(update: Update) -> Update:
-    """Let an update of a whole tree, or its fused twin, draw random numbers on a mesh of one rank alone."""
+    """Let an update of a whole tree, plain or fused, draw random numbers only on a mesh of one rank."""
 
     def run(grads: Tree, state: Tree, *more: Any, **extra: object) -> tuple[Tree, Tree]:
         if differentiates(grads):
@@ -255,14 +255,14 @@ def at_once(update: Update) -> Update:
 
 
 def _places(layout: Layout) -> Places:
-    """Numbers for each tensor: a whole leaf's number; a flat tensor's and this rank's shard's numbers."""
+    """The seed of each tensor: a whole leaf's number, or a flat tensor's number and this rank's shard's."""
     if not layout.flat:
         return [(span.leaf,) for span in layout.mine]
     return [(n, coordinate(layout.live_mesh(), over)) for n, over in sorted(layout.cut_over.items())]
 
 
 def _piecewise(seeds: Seeds, update: Update, grads: Parts, *trees: Any, **extra: object) -> tuple[Tree, list[Tree]]:
-    """Run an update on each tensor of `Parts`, seeded by its place; return the updates, and each run's state."""
+    """Run an update on each tensor of `Parts`, seeded by `_places`; return the updates, and each run's state."""
 
     for x in tree.nodes(trees, Parts):
         if len(x.tensors) != len(grads.tensors):
@@ -284,7 +284,7 @@ def _cut(number: int) -> Callable[[Tree], Tree]:
 
 
 def _check_structure(update: Update, old: Tree, new: Tree) -> None:
-    """ValueError for another structure: the leaves of its tensors are not known."""
+    """ValueError if the state's structure has changed: the leaves of new tensors are not known."""
     if tree.flatten(old)[1] != tree.flatten(new)[1]:
         same = "a number or None has become a tree, or a list or dict has other entries"
         raise ValueError(
@@ -295,7 +295,7 @@ def _check_structure(update: Update, old: Tree, new: Tree) -> None:
 
 
 def _joined(like: Tree, states: Sequence[Tree]) -> Tree:
-    """Return `like` with the tensors of all states in its `Parts`."""
+    """Return `like`, its `Parts` filled with the tensors of all states."""
 
     def put(x: Tree, *pieces: Tree) -> Tree:
         return tree.unflatten(tree.flatten(x)[1], [t for (t,) in pieces]) if isinstance(x, Parts) else x
@@ -304,7 +304,7 @@ def _joined(like: Tree, states: Sequence[Tree]) -> Tree:
 
 
 def _check_passed(name: str, nodes: Sequence[Parts], state: Tree) -> None:
-    """TypeError if a gradient passes through some rank's state, and another rank has no tensor to pass it on."""
+    """TypeError if a gradient passes through one rank's state, and another rank owns no leaf to pass it on."""
     with aside():
         kept, none = any(map(needs_gradient, tree.leaves(state))), not all(x.tensors for x in nodes)
         answers = torch.tensor([kept, none], dtype=torch.float32, device="cpu")
@@ -317,7 +317,7 @@ def _check_passed(name: str, nodes: Sequence[Parts], state: Tree) -> None:
 
 
 def _begun(init: Init, whole: Tree) -> Tree:
-    """If `init` fails on a rank without leaves, take the counts in the state of a leaf of zeros."""
+    """Make the state; if `init` fails on a rank without leaves, make its counts from a leaf of zeros."""
     try:
         return init(whole)
     except Exception as failure:  # perhaps `init` reads the first leaf
