@@ -2,13 +2,13 @@
 
 Note [Late collectives]
     A collective on a GPU reads input and writes output at any time between start and wait. Simulated collectives finish
-    at once, so a program that uses the memory too early is right by chance. A late world finds such uses:
+    at once, so a program that uses the memory before the wait is right by chance. A late world raises for such uses:
 
-    1. At the start, a collective must not read or write outputs of an unfinished collective, nor write its inputs.
-       The started one keeps its result aside, and fills its output with `poison`.
-    2. At the wait, input and output must be unchanged; the output gets the result.
+    1. When a collective starts, it must not read or write outputs of an unfinished collective, nor write inputs of
+       one. The new collective keeps its result aside, and fills its output with `poison`.
+    2. At the wait, the collective's input and output must be unchanged; then the output gets the result.
     3. When a rank ends, it must have waited for all its collectives.
-    4. Peers may read lent memory (Note [Lent memory] in `comm/ranks.py`) after this rank's own wait. So data sent from
+    4. Peers may read lent memory (Note [Lent memory] in `comm/ranks.py`) after this rank has waited. So data sent from
        lent memory must be unchanged when the memory is freed, or when the rank ends.
 """
 
@@ -44,12 +44,12 @@ def poison(x: Tensor) -> Tensor:
 
 @dataclass(eq=False)
 class Late:
-    """An unfinished collective of a late world: an `Exchange` that writes its results at `wait`."""
+    """An unfinished collective of a late world (an `Exchange` of `comm/ranks.py`): `wait` writes its results."""
 
     call: Call
     where: str  # line of user code
     sends: Sequence[Tensor]
-    reads: Sequence[Tensor]  # `sends`, without this rank's part if `writes` has it (gather)
+    reads: Sequence[Tensor]  # `sends`; of a gather, without this rank's tensor, which is in `writes`
     writes: Sequence[Tensor]
     results: Sequence[Tensor]
     parts: Sequence[Tensor]  # the result of `wait`
@@ -84,12 +84,12 @@ class _Memory:
         self.bytes, self.sent = memoryview(memory)[start : start + size], list[tuple[str, int, bytes]]()
 
     def changed(self) -> list[str]:
-        # bytes, not tensors: a finalizer may run while torch's operators are traced
+        # compares bytes, not tensors: a finalizer may run while operators of torch are traced
         return [name for name, begin, data in self.sent if self.bytes[begin : begin + len(data)] != data]
 
 
 class Lent:
-    """One rank's lent memory."""
+    """One rank's lent memory (Note [Lent memory] in `comm/ranks.py`)."""
 
     def __init__(self) -> None:
         self._memories: dict[int, _Memory] = {}  # by address, until a finalizer has compared data
@@ -100,7 +100,7 @@ class Lent:
         if not size or like.device.type != "cpu":
             return like.new_empty(numel)
         memory = _Memory(size)
-        array = (ctypes.c_char * size).from_buffer(memory.bytes)  # torch frees `array` with the storage
+        array = (ctypes.c_char * size).from_buffer(memory.bytes)  # freed with the tensor's storage
         x = torch.frombuffer(array, dtype=torch.uint8)  # (bytes,)
         self._memories[x.data_ptr()] = memory
         weakref.finalize(array, self._freed, x.data_ptr()).atexit = False

@@ -33,12 +33,11 @@ from .rng import with_threads
 class Oracle(NamedTuple):
     """`init(params, loss_scale=None, seed=0, extra=None) -> state`; `step(state, batches, *args) -> (state, metrics)`.
 
-    - `state`: a `TrainState` of plain trees: whole `params`, and `opt_state` for a dict of the trainable leaves by
-      path.
+    - `state`: a `TrainState` of plain trees: `params` are whole, and `opt_state` is that of a dict with the trainable
+      leaves by path. With `with_extra`, `extra` is a list with one item for each rank.
     - `batches`: one batch for each rank, in rank order.
-    - `args`: the same for all ranks, with a whole tree for each `Sharded` argument of the step.
-    - `metrics`: as the step's, but `aux` is a list with one item for each rank; with `with_extra`, the state's
-      `extra` is, too.
+    - `args`: the step's, with a whole tree in place of each `Sharded`.
+    - `metrics`: the step's, but `aux` is a list with one item for each rank.
     """
 
     init: Callable[..., TrainState]
@@ -48,7 +47,7 @@ class Oracle(NamedTuple):
 @dataclass(frozen=True)
 class _Whole:
     spec: Spec
-    places: list[str]  # by leaf: the key in `values`, the path of a tensor's first occurrence
+    places: list[str]  # by leaf: its key in `values`, the path at which the leaf's tensor occurs first
     values: dict[str, Tensor]
     trained: list[str]
     precision: dict[str, Precision]
@@ -91,13 +90,13 @@ def oracle(
 ) -> Oracle:
     """Return a reference for `train_step`, valid for any plan and mesh, without shards and collectives.
 
-    `loss_fn`, `tx`, `clip_norm`, `accumulate`, `skip_labels`, `has_aux` and `with_extra` are the step's, `frozen` and
-    `policy` the plan's, `threads` the `World`'s; a step's other arguments change no value. Compare the new state with
-    `whole_state` of the sharded state.
+    `loss_fn`, `tx`, `clip_norm`, `accumulate`, `skip_labels`, `has_aux` and `with_extra` are arguments of `train_step`,
+    `frozen` and `policy` of `make_plan`, `threads` of `World`. Other arguments of `train_step` change no value. Compare
+    the oracle's new state with `whole_state` of the sharded state.
 
     Sums are in rank order, as in a step, but over all ranks at once and of whole tensors. So sums over two mesh axes,
-    over micro-batches or for a norm may differ from a step's in the last bits, and so may values that overflow in one
-    micro-batch in half precision. Lossy wires are not modelled.
+    over micro-batches or for a norm may differ from a step's in the last bits. In half precision, values that overflow
+    in one micro-batch may also differ. Lossy wires are not modelled.
 
     >>> plain = oracle(lambda w, x: Mean((w * x).sum(), len(x)), sgd(0.5))
     >>> state, metrics = plain.step(plain.init(torch.ones(1)), [torch.tensor([1.0]), torch.tensor([2.0, 3.0])])
@@ -179,7 +178,7 @@ def _forward(
 
 
 def _auxes(outs: Sequence[Sequence[_Out]], policy: Policy) -> list[Tree]:
-    """Return each rank's aux, a list for several micro-batches. Averages are over all ranks."""
+    """Return each rank's aux, or list of aux by micro-batch. A `Mean` or `Sum` becomes its value over all ranks."""
     rows = [local_sums(averages(out.aux).values(), torch.device("cpu")) for row in outs for out in row]
     sums = [torch.stack(column).sum() for column in zip(*rows, strict=True)]
     auxes = [[put_averages(out.aux, sums, policy.output) for out in row] for row in outs]
@@ -189,7 +188,7 @@ def _auxes(outs: Sequence[Sequence[_Out]], policy: Policy) -> list[Tree]:
 def _loss(outs: Sequence[Sequence[_Out]], scale: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor, list[Tensor]]:
     """Return (loss over all ranks and micro-batches, 1 (NaN if a term's counts sum to 0), seeds).
 
-    Seeds: for each term, gradients of the scaled loss by total and by count.
+    Seeds: for each term, the scaled loss's gradients with respect to total and count.
     """
     parts = [_mean(terms) for terms in zip(*(row[i].terms for i in range(len(outs[0])) for row in outs), strict=True)]
     loss, divisor = (torch.stack(each).sum() for each in zip(*parts, strict=True))
@@ -221,7 +220,7 @@ def _gradients(outs: Sequence[Sequence[_Out]], whole: _Whole, seeds: Sequence[Te
             precision = whole.precision[path]
             rows = [grads[path].to(precision.reduce) for grads in by_rank]
             total = rows[0].to(torch.promote_types(precision.reduce, torch.float32))
-            for row in rows[1:]:  # one by one: torch may sum a stack in another order
+            for row in rows[1:]:  # not a sum of a stack, which torch may add in another order
                 total = total + row
             sums[path] = total.to(precision.grads) + sums[path] if part else total.to(precision.grads)
     return sums
@@ -238,7 +237,7 @@ def _backward(out: _Out, whole: _Whole, seeds: Sequence[Tensor]) -> dict[str, Te
 
 def _nonfinite(grads: Mapping[str, Tensor], whole: _Whole, labels: Labels) -> FoundInf:
     label_of = None if labels is None else labeller(labels, whole.values)
-    leaves = dict[Label | None, list[Tensor]]()  # by label, a flag () for each leaf
+    leaves = dict[Label | None, list[Tensor]]()  # by label, a 0-d flag for each leaf
     for path, g in grads.items():
         leaf = Leaf(path, tuple(g.shape), whole.values[path].dtype)
         label = None if label_of is None else label_of(leaf)
@@ -257,7 +256,7 @@ def _norm(grads: Mapping[str, Tensor], whole: _Whole) -> Tensor:
 def whole_state(state: TrainState) -> TrainState:
     """Gather a sharded state: return whole parameters and whole optimizer state (by field and leaf path).
 
-    Every rank must call this function. An oracle's state gets the same form.
+    Every rank must call this function. A state of an oracle gets the same names, so the two states can be compared.
 
     >>> tx = sgd(0.1, momentum=0.9)
     >>> whole_state(init_state(shard_of({"w": torch.ones(2)}), tx)).opt_state

@@ -32,8 +32,8 @@ Make = Callable[[AnyMesh], tuple[Tree, ...]]
 class Finding:
     """A problem of one leaf on one rank.
 
-    - `what`: the tree ("batch", "metrics", ...).
-    - `unit`: the unit that gathers the leaf, or None.
+    - `what`: the tree of the leaf ("batch", "metrics", ...).
+    - `unit`: the unit of the leaf, or None.
     """
 
     rank: int
@@ -49,7 +49,7 @@ class Finding:
 
 @dataclass(frozen=True)
 class Replayed:
-    """The result of a replayed step: the first different leaf and the first non-finite leaf, or None."""
+    """The result of a replayed step: the first leaf with other bits, and the first that is not finite, or None."""
 
     number: int
     num_ranks: int
@@ -67,15 +67,15 @@ class Replayed:
 def replay(dir: str | Path, make: Make, at: int | None = None) -> list[Replayed]:
     """Run again all steps written to `dir` by `fshard.testing.record`, or only step `at`, and compare every bit.
 
-    `make(mesh)` is called on every simulated rank, with a mesh of the recorded sizes (None for plain parameters). It
+    Every simulated rank calls `make(mesh)`, with a mesh of the recorded sizes (None for plain parameters). `make`
     returns `(step, state, batch)`, `(step, state, batch, loss_fn)` or, for a step with further arguments, `(step,
-    state, batch, loss_fn, *args)`. Recorded values replace all leaves. With a `loss_fn`, each rank's local gradients,
-    times the loss scale, are also searched for non-finite values; the loss of a step `with_extra` gets the recorded
-    extra.
+    state, batch, loss_fn, *args)`. Recorded values replace all leaves of these. With a `loss_fn`, each rank's
+    gradients, before the reduction and times the loss scale, are also searched for non-finite values; the loss of a
+    step `with_extra` gets the recorded extra.
 
-    Different values are searched rank by rank, in the metrics, then in the new state. Non-finite values are searched on
-    all ranks, in batch, then old state, gradients, metrics and new state. ValueError for steps that cannot be replayed:
-    other leaves, another plan, missing ranks, or files not by `record`.
+    Different bits are searched rank by rank, in the metrics, then in the new state. Non-finite values are searched on
+    all ranks, in batch, then old state, gradients, metrics and new state. ValueError if a step cannot be replayed:
+    `make` gives other leaves or another plan, ranks are missing, or `record` did not write the files.
 
     >>> import tempfile
     >>> from fshard.testing import record
@@ -116,7 +116,7 @@ def _again(mesh: AnyMesh, make: Make, recorded: RecordedStep) -> tuple[list[Find
     if loss_fn is not None:
         loss_args = [*[state.extra] * getattr(step, "with_extra", False), batch, *args]
         stages.append(("gradients", _gradients(loss_fn, state, loss_args)))
-    # first: the step may update its state in place
+    # before the step, which may update its state in place
     nonfinite = [(i, finding) for i, (what, x) in enumerate(stages) for finding in _nonfinite(rank, what, x)]
     after, metrics = step(state, batch, *args)
     different = list[Finding]()

@@ -31,8 +31,8 @@ def with_threads(number: int) -> Iterator[None]:
 class _Python:
     """The generator of the `random` module.
 
-    Reading the state takes longer than the rest of a turn. So `put_away` draws one word: if it is as expected, the rank
-    has drawn nothing; else `put_away` reads the state, and moves the position back by one.
+    Reading the generator's state takes long. So `put_away` draws one number: if this is the rank's next number, the
+    rank has drawn nothing; else `put_away` reads the state, and moves its position back by one.
     """
 
     def __init__(self, num_ranks: int):
@@ -61,7 +61,8 @@ class _Python:
 class _Numpy:
     """The global generator of numpy, if numpy was imported before the run.
 
-    numpy also caches a normal number: saving it takes long, so `put_away` saves it only for ranks that have drawn.
+    Saving numpy's full state (with a cached normal number) takes long, so `put_away` saves it only for ranks that have
+    drawn.
     """
 
     def __init__(self, num_ranks: int, np: ModuleType):
@@ -74,7 +75,7 @@ class _Numpy:
         self._states = dict[int, object]()  # of ranks that have drawn
 
     @staticmethod
-    def _words(bits: Any) -> bytes:  # of a generator of numpy, unknown to mypy
+    def _words(bits: Any) -> bytes:  # `bits`: a generator of numpy, unknown to mypy
         # faster than `bits.state`
         return ctypes.string_at(bits.ctypes.state_address, _MT19937)
 

@@ -2,9 +2,9 @@
 
 Note [The baton]
     Every rank is a thread, and only the thread with the baton (a lock) runs. A rank passes the baton on when it waits
-    in a collective; the last rank to arrive copies the data for all. So the order is deterministic. Threads share
-    random states, so each pass of the baton saves and restores them. After a failure every other rank gets the baton
-    once more, and stops.
+    in a collective; the last rank to arrive copies the data for all ranks. So the order of threads is deterministic.
+    Threads share the process's random states, so a rank that passes the baton saves its states, and the next rank
+    restores its own. After a failure every other rank gets the baton once more, and stops.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from .rng import generators_of
 class Collective:
     """A collective of a simulated world: kind, unit, mesh axis and participating ranks.
 
-    `nbytes`: bytes sent by one rank, the maximum over ranks.
+    `nbytes`: bytes sent by the rank that sends most.
     """
 
     kind: str
@@ -44,7 +44,7 @@ class Collective:
 
 @dataclass(frozen=True)
 class Dies:
-    """A fault: the rank raises RankDied at its collective number `at`, from 0. No fault if the rank issues fewer.
+    """A fault: the rank raises RankDied at its collective number `at`, from 0, if it calls so many.
 
     >>> from fshard.testing import World
     >>> try:
@@ -60,9 +60,9 @@ class Dies:
 
 @dataclass(frozen=True)
 class Garbage:
-    """A fault: the rank's collective number `at`, from 0, sends every byte changed, alike in every run.
+    """A fault: the rank's collective number `at`, from 0, sends wrong bytes, the same in every run.
 
-    The rank's own tensors do not change.
+    Only other ranks get the wrong bytes.
 
     >>> from fshard.testing import World
     >>> def job(mesh):
@@ -97,19 +97,19 @@ class RankDied(RuntimeError):
 
 
 class Stopped(BaseException):
-    """Raised inside a rank to end its thread, because another rank failed."""
+    """Raised in a rank to end its thread, because another rank failed."""
 
 
 @dataclass
 class Post:
-    """One rank's tensors in a collective; `act` moves the data of all ranks."""
+    """One rank's tensors in a collective; the last rank to arrive calls `act`, which moves all data."""
 
     rank: int
     call: Call
     own: Sequence[Tensor]
     places: Sequence[Tensor]  # for results
     act: Callable[[list[Post]], None]
-    sent: Sequence[Tensor] = ()  # `own`, or garbled copies
+    sent: Sequence[Tensor] = ()  # `own`, or copies with wrong bytes (`Garbage`)
 
 
 def _garbage(x: Tensor, seed: int) -> Tensor:
@@ -120,7 +120,7 @@ def _garbage(x: Tensor, seed: int) -> Tensor:
 
 
 class WorldRun:
-    """The state of one run."""
+    """The state of one run of a world."""
 
     def __init__(self, sizes: Mapping[str, int], device: torch.device, faults: Sequence[Fault]):
         self.sizes, self.device = dict(sizes), device
@@ -164,7 +164,7 @@ class WorldRun:
         return min(ready, key=lambda r: r in self._slow, default=-1)
 
     def hand_over(self, rank: int) -> None:
-        """Pass the baton on. If no rank can run, the run ends, or fails if ranks wait."""
+        """Pass the baton on. If no rank can run, end the run, with MismatchError if some rank still waits."""
         if self.failure is None:
             for generator in self.generators:
                 generator.put_away(rank)
@@ -199,7 +199,7 @@ class WorldRun:
         arrived.append(post)
         if len(arrived) == len(group):
             self._complete(group, sorted(self._meetings.pop(group), key=lambda p: p.rank))
-            arrived.clear()  # waiting ranks hold this list, and so all ranks' results
+            arrived.clear()  # waiting ranks hold this list, and with it all ranks' results
         else:
             self.hand_over(rank)
             self.begin(rank)  # returns when the outputs are filled
@@ -223,7 +223,7 @@ class WorldRun:
         )
 
     def _fail(self, words: str) -> NoReturn:
-        # before raising: a collective in the user's exception handlers must raise Stopped, and not wait
+        # set before raising: a collective in the user's exception handler must raise Stopped, and not wait
         self.failure = MismatchError(words)
         raise self.failure
 
@@ -270,9 +270,9 @@ def on_threads(run: WorldRun, rank_main: Callable[[int], None]) -> None:
         thread.start()
     try:
         run.start()
-        while not run.over.wait(0.2):  # with a timeout: a signal just before a wait is handled after the wait
+        while not run.over.wait(0.2):  # with a timeout: Python handles a signal that comes just before a wait only after it
             pass
-    except BaseException as failure:  # such as KeyboardInterrupt: ranks stop at their next collective
+    except BaseException as failure:  # as KeyboardInterrupt: ranks then stop at their next collective
         run.failure = failure
         run.over.wait()
         raise

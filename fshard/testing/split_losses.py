@@ -41,16 +41,17 @@ def same_loss(
 ) -> None:
     """Raise AssertionError unless a loss of split leaves has the value and the gradients of the plain loss.
 
-    - `split(mesh)`: the loss for a mesh; `plain`: the loss of one device. Both are called with (params, batch, *args),
-      and return no aux.
-    - `params`: whole, on the host; losses are compared for given values, and for values nearby.
+    - `split(mesh)` returns the loss for a mesh; `plain` is the loss on one device. Losses are called with (params,
+      batch, *args), and return no aux.
+    - `params`: whole, on the host; losses are compared for these values, and for values nearby.
     - `batch`: equal on all ranks, but cut in dim 0 (`torch.tensor_split`) over the axes in `data`.
-    - `leaves`, `data`: `make_plan`'s `split=` and `data=`.
+    - `leaves`, `data`: the arguments `split` and `data` of `make_plan`.
     - `sizes`: numbers of simulated ranks to try along the axes in `leaves` and `data`; several axes get unlike sizes.
     - `rtol`: allowed difference, as a part of the leaf's largest number. Floating-point tensors are cast to float64.
 
-    Ranks with equal batches draw equal random numbers; without `data`, the plain loss draws them, too. Gradients show
-    faults of your own backward, or of another library's collective. ValueError if nothing would be compared.
+    Ranks with equal batches draw equal random numbers; without `data`, the plain loss draws the same. Unequal gradients
+    show faults of a backward that you wrote, or of another library's collective. ValueError if no mesh of several ranks
+    would be tried.
 
     >>> def loss(mesh):
     ...     return lambda p, x: all_reduce((x @ p["up"]) @ p["down"], mesh, "tensor").sum()
@@ -80,14 +81,14 @@ def same_loss(
     for point, name in enumerate(("given", "nearby")):
         whole = tree.map(lambda x, point=point: _double(x, 0.1 * point), params)
         expected = results(None, plain, whole)
-        for first in range(len(sizes)):  # give several axes unlike sizes
+        for first in range(len(sizes)):  # several axes get unlike sizes
             sized = {axis: sizes[(first + i) % len(sizes)] for i, axis in enumerate(axes)}
             for got in World(axes=sized).run(lambda mesh, whole=whole: results(mesh, split(mesh), whole)):
                 _compare(f"same_loss: {sized}, the params {name}", got, expected, rtol)
 
 
 def _double(x: Tree, by: float = 0.0) -> Tree:
-    """Return a leaf in float64 or complex128: times 1 + `by` to 1 + 2 `by`; zeros become `by` to 2 `by`."""
+    """Return a leaf in float64 or complex128, moved by a part of `by` to 2 `by`; zeros become `by` to 2 `by`."""
     if not is_inexact(x):
         return x
     x = x.to(torch.complex128 if x.is_complex() else torch.float64)

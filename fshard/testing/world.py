@@ -1,8 +1,8 @@
 """Simulated ranks: run the ranks of a step as threads of one process, in a fixed order, also under a debugger.
 
 Note [One for all]
-    The last rank to arrive at a gather or a reduction computes the result once: work grows with W, not with W². Each
-    rank gets a copy, so later writes of one rank change no other copy.
+    The last rank to arrive at a gather or a reduction computes the result once: work grows with the number of ranks,
+    not with its square. Each rank gets a copy of the result, so writes of one rank change no other rank's copy.
 """
 
 from __future__ import annotations
@@ -53,14 +53,14 @@ def _received(post: Post, posts: list[Post]) -> list[Tensor]:
 
 
 def _fill(place: Tensor, xs: list[Tensor]) -> None:
-    """Copy W tensors (n, ...) to `place` (W n, ...)."""
-    # not strict: chunk of an empty tensor gives one part
+    """Copy W tensors (n, ...) to `place` (W n, ...); W: the number of ranks."""
+    # not strict: `chunk` cuts an empty tensor into one part
     for part, x in zip(place.chunk(len(xs)) if place.numel() else [], xs, strict=False):
         part.copy_(x)
 
 
 def _gather(posts: list[Post]) -> None:
-    # fill one rank's output, then copy it: a new tensor would count as memory of the last rank
+    # fill one rank's output, and copy it: a new tensor would count as memory of the last rank to arrive
     filled = None
     for post in posts:
         (place,) = post.places
@@ -72,7 +72,7 @@ def _gather(posts: list[Post]) -> None:
 
 
 def _sums(posts: list[Post], op: str) -> list[tuple[Tensor, Tensor]]:
-    """Return (output, total) of each rank. If `Garbage` garbles a rank's part, only this rank's total is right."""
+    """Return (output, total) of each rank. If `Garbage` changes what a rank sends, only this rank's total is right."""
     x = posts[0].own[0]
     dtype = sum_dtype(x.dtype) if op == "sum" else x.dtype
     common = fold([p.sent[0] for p in posts], op, torch.empty_like(x, dtype=dtype))
@@ -101,7 +101,7 @@ class SimulatedMesh(Grid):
         self._root: SimulatedMesh | None = None  # the mesh of all axes
 
     def __getitem__(self, names: str | tuple[str, ...]) -> SimulatedMesh:
-        """Return the mesh of some axes, in this mesh's order."""
+        """Return the mesh of some axes, named in this mesh's order."""
         axes = (names,) if isinstance(names, str) else names
         if not axes or tuple(axis for axis in self.mesh_dim_names if axis in axes) != axes:
             raise ValueError(f"mesh[{names!r}]: expected names of axes of {self.mesh_dim_names}, in this order")
@@ -112,7 +112,7 @@ class SimulatedMesh(Grid):
         return part
 
     def ranks(self, axis: str) -> _SimulatedRanks:
-        """Return the ranks along one axis, to run the collectives of `fshard.comm`."""
+        """Return the ranks along one axis, with the collectives that `fshard.comm` calls."""
         if axis not in self._ranks:
             self._ranks[axis] = _SimulatedRanks(self._root or self, self.run, axis)
         return self._ranks[axis]
@@ -132,7 +132,7 @@ class _SimulatedRanks:
 
     @property
     def whole(self) -> _SimulatedRanks | None:
-        # a late world composes gathers and sums from exchanges, as process groups do
+        # None in a late world: gathers and sums are made of exchanges, as over process groups
         return self if self._under_way is None else None
 
     def empty(self, numel: int, like: Tensor, lent: bool) -> Tensor:
@@ -143,7 +143,7 @@ class _SimulatedRanks:
     def _meet(
         self, call: Call, sends: Sequence[Tensor], into: Sequence[Tensor], act: Callable[[list[Post]], None]
     ) -> Exchange:
-        if self.size == 1:  # a rank's message to itself is in place
+        if self.size == 1:  # `into` has a rank's message to itself already
             return Arrived(into)
         post = Post(self._me, call, sends, into, act, sends)
         # synchronize: the last rank to arrive copies all data on its own stream
@@ -159,7 +159,7 @@ class _SimulatedRanks:
         into = outputs_of(sends, recvs, self.rank)
         if self._under_way is None:
             return self._meet(call, sends, into, _deliver)
-        # a gather's output contains this rank's own part, and a backend writes the whole output
+        # a gather's output contains this rank's tensor, and a backend writes the whole output
         gathers = recvs[self.rank] is sends[self.rank]
         aside = [place.clone() if rank == self.rank else torch.empty_like(place) for rank, place in enumerate(into)]
         self._meet(call, sends, aside, _deliver)
@@ -174,7 +174,7 @@ class _SimulatedRanks:
             return Arrived([place.copy_(x)])  # in the dtype of `place`
 
     def all_gather(self, x: Tensor, out: Tensor | None, lent: bool, call: Call) -> Exchange:
-        # new memory even if `lent`, as in a process
+        # new memory even if `lent`, as over process groups
         place = x.new_empty(self.size * x.shape[0], *x.shape[1:]) if out is None else out
         return self._whole(call, x, place, _gather)
 
@@ -188,7 +188,7 @@ class _SimulatedRanks:
 
 
 def _load_forward_mode() -> None:
-    # torch 2.11 for CUDA without a GPU ties a setup to the first fake tensors' thread: later fake tensors would crash
+    # torch 2.11 for CUDA without a GPU ties fake tensors to the thread that makes the first; others would crash
     with FakeTensorMode() if torch.version.cuda and not torch.cuda.is_available() else nullcontext():
         pass
     with warnings.catch_warnings():  # torch scripts some formulas at the first use, and warns about it
@@ -213,7 +213,7 @@ def _on_ranks(run: WorldRun, world: World, fn: Callable[..., T], args: Sequence[
             torch.set_num_threads(world.threads)
             if run.device.type != "cpu":  # a new thread has device 0
                 torch.get_device_module(run.device).set_device(run.device)
-            # CUDA has one backward thread per device: in it, ranks would wait for each other
+            # autograd has one thread per CUDA device: in it, the backwards of all ranks would wait for each other
             with torch.autograd.set_multithreading_enabled(False):
                 results[rank] = _on_rank(SimulatedMesh(run, rank, UnderWay() if world.late else None), fn, args)
         except Stopped as stopped:
@@ -231,8 +231,8 @@ def _on_ranks(run: WorldRun, world: World, fn: Callable[..., T], args: Sequence[
         return x
 
     try:
-        # forward-mode levels belong to the process: the end of one rank's jvp would end other ranks' levels. Inside
-        # this outer jvp a rank's jvp opens no level
+        # levels of forward-mode AD belong to the process: when one rank's jvp ends, it would end other ranks' levels.
+        # Inside this outer jvp, a rank's jvp opens no level
         _load_forward_mode()
         with with_threads(world.threads):
             torch.func.jvp(all_ranks, (torch.zeros((), device="cpu"),), (torch.zeros((), device="cpu"),))
@@ -266,20 +266,20 @@ class World:
     - `device`: the device of all ranks.
     - `faults`: faults to inject: `Dies`, `Garbage`, `Slow`.
     - `late=True`: collectives behave as on a GPU: `wait` delivers the result, and until then outputs hold NaN
-      (integers: bytes 0xA5). InFlightError for a write to a tensor under way, and for a collective never waited for.
-      `log` then lists a gather or a sum as messages.
+      (integers: bytes 0xA5). InFlightError for a write to a tensor of an unfinished collective, and for a collective
+      without a wait. `log` then lists the messages of gathers and sums.
     - `threads`: threads of each rank's operators (`torch.set_num_threads`): 1 by default, as under torchrun. The number
-      sets the order of sums. The caller's number is restored after the run.
+      sets the order of sums. After the run, torch has the caller's number again.
 
-    Ranks run in a fixed order, and reductions add in rank order. Each rank has its own random states of python, numpy
-    (if imported before) and torch, seeded from the caller's states. The run restores the caller's states.
+    Ranks run in a fixed order, and reductions add in rank order. Each rank has random states of python, numpy (if
+    imported before) and torch, seeded from the caller's states. The run restores the caller's states.
 
-    The first exception of any rank stops all ranks and is raised, with a note of the rank. MismatchError names both
-    sides if ranks call different collectives or one rank returns early. `log` lists each collective of the latest run
-    once, in order, without collectives along an axis of one rank.
+    The first exception on any rank stops all ranks and is raised, with a note that names the rank. If ranks call
+    different collectives, or one rank returns early, MismatchError names the ranks and their calls. `log` lists each
+    collective of the latest run once, in order, without collectives along an axis of one rank.
 
-    For forward-mode AD use torch.func.jvp inside: all threads share forward_ad.dual_level. ValueError for an axis
-    without ranks, and for a fault of an unknown rank.
+    For forward-mode AD, `fn` must use torch.func.jvp: ranks would share the level of forward_ad.dual_level. ValueError
+    for an axis without ranks, and for a fault of an unknown rank.
 
     >>> world = World(axes={"data": 2, "model": 3})
     >>> world.run(lambda mesh: all_reduce(torch.tensor(mesh.get_rank()), mesh, "model", label="sums").item())
@@ -325,10 +325,10 @@ class World:
         return [results[rank] for rank in range(self.size)]
 
     def gather(self, results: Sequence[Tree]) -> Tree:
-        """Return rank 0's result, with each `Sharded` made whole from all ranks' results; optimizer states as well.
+        """Return rank 0's result, with each `Sharded` and optimizer state made whole from all ranks' results.
 
-        `results` are of one run of a world with these axes, in rank order. ValueError for other results; TypeError if
-        nothing in `results` is sharded, or gradients are not reduced.
+        `results`: from one run of a world with these axes, in rank order (else ValueError). TypeError if nothing in
+        `results` is sharded, or gradients are not reduced.
 
         >>> from fshard import make_plan, shard_params
         >>> world, params = World(shard=2), {"w": torch.arange(3.0)}
