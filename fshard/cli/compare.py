@@ -1,10 +1,10 @@
 """Find the first value in which two observed runs differ: operator, gradient, metric or parameter, with unit and line.
 
-  fshard compare sharded plain              # folders written by fshard.testing.record, of observed steps
-  fshard compare sharded plain --at 7       # the same, of step 7
-  fshard compare new.pt old.pt --rtol 1e-6  # files of torch.save, with a list of each rank's observations
+  fshard compare sharded plain              # folders with observed steps, from fshard.testing.record
+  fshard compare sharded plain --at 7       # step 7 of both folders
+  fshard compare new.pt old.pt --rtol 1e-6  # files of torch.save: a list with the observed values of each rank
 
-`plain` may be a run on one device with the batch of all ranks. Without --at, the last steps are compared.
+`plain` may be a run on one device with the batches of all ranks. Without --at, the last steps are compared.
 
 Exit status: 0: no difference; 1: a difference; 2: an error.
 """

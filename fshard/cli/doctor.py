@@ -1,11 +1,11 @@
 """Check a host for common faults: versions, networks and limits, and run a step on two processes.
 
   fshard doctor                            # this host
-  fshard doctor --endpoint host1:29500     # one of several hosts; torchrun is given the same endpoint
+  fshard doctor --endpoint host1:29500     # one of several hosts; give torchrun the same endpoint
   srun fshard doctor --endpoint $HEAD:29500
 
-Names, interfaces and the rendezvous are checked if a job has several hosts: with --endpoint, or if the environment of
-torchrun, Slurm or SkyPilot says so.
+Names, interfaces and the rendezvous are checked if the job has several hosts: with --endpoint, or by the environment of
+torchrun, Slurm or SkyPilot.
 
 Exit status: 0: no fault; 1: a fault; 2: an error.
 """
@@ -102,7 +102,7 @@ def facts_here(env: Mapping[str, str], given: str | None) -> Facts:
 
 
 def endpoint_of(env: Mapping[str, str], given: str | None) -> tuple[str, int] | None:
-    """Return the rendezvous as given, or as torchrun or torch would read it from the environment."""
+    """Return (host, port) of the rendezvous: as given, or from the environment of torchrun or torch."""
     text = given or env.get("PET_RDZV_ENDPOINT", "")
     for prefix in ("PET_", ""):
         if not text and f"{prefix}MASTER_ADDR" in env:
@@ -134,7 +134,7 @@ def _limit(which: int) -> float:
 
 
 def _port(endpoint: tuple[str, int]) -> str:
-    """Return the outcome of a connection: "open"; "refused" if nobody listens, as before a job; or an error's text."""
+    """Return the result of connecting: "open", "refused" (nobody listens, as before a job), or an error's text."""
     try:
         socket.create_connection(endpoint, timeout=5).close()
     except ConnectionRefusedError:

@@ -1,9 +1,9 @@
 """Show checkpoints, verify them, or compare two.
 
   fshard inspect run                             # the steps: sizes, and remains of killed saves
-  fshard inspect run --step 100                  # leaves, values and files of one
+  fshard inspect run --step 100                  # leaves, values and files of step 100
   fshard inspect run --verify                    # read all data, and compare it with the checksums
-  fshard inspect run --against other --at 100    # the difference of the last step and step 100 of `other`
+  fshard inspect run --against other --at 100    # the last step of `run` against step 100 of `other`
 
 Exit status: 0: no fault; 1: damage, or two different checkpoints; 2: an error.
 """

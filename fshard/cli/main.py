@@ -1,7 +1,7 @@
 """The commands, and their common parts: help, `--json`, errors and exit statuses.
 
 A command is a module with `add_arguments(parser)` and `run(args) -> int`, the exit status. The module's docstring is
-the help: its first line in the list of commands; all lines, with an example and the exit statuses, in `--help`.
+the help: its first line in the list of commands, all lines in the command's `--help`.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = _parser().parse_args(argv)
     try:
         return args.run(args)
-    except BrokenPipeError:  # a reader such as `head` has seen enough; Python would flush the rest
+    except BrokenPipeError:  # a reader such as `head` has seen enough; Python flushes the rest to nowhere
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return ERROR
     except (ValueError, TypeError, OSError, ImportError, TraceError) as wrong:
@@ -37,7 +37,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    raw = argparse.RawDescriptionHelpFormatter  # other formatters break lines
+    raw = argparse.RawDescriptionHelpFormatter  # others would join the docstring's lines
     parser = argparse.ArgumentParser("fshard", description="Functional sharding for PyTorch.", formatter_class=raw)
     version = f"fshard {fshard.__version__}, torch {torch.__version__}"
     parser.add_argument("--version", action="version", version=version)

@@ -22,9 +22,9 @@ class Line(NamedTuple):
 
 
 def report(lines: Iterable[Line], as_json: bool) -> int:
-    """Print each line as soon as it comes, and return the lowest exit status other than 0; 0 if there is none.
+    """Print each line as soon as it comes, and return the lines' lowest exit status above 0; 0 if all are 0.
 
-    With `as_json`, each line is a JSON object.
+    With `as_json`, each printed line is a JSON object.
     """
     statuses = set[int]()
     for line in lines:
@@ -37,13 +37,13 @@ def report(lines: Iterable[Line], as_json: bool) -> int:
 
 
 def say(text: str, colour: str = "", is_error: bool = False) -> None:
-    """Print, in colour if rich is installed. Terminal codes in paths and errors are made harmless."""
+    """Print, in colour if rich is installed. Control characters in paths and errors are escaped."""
     text = "\n".join(printable(line, 10_000) for line in text.splitlines())
     try:
         from rich.console import Console
     except ImportError:
         colour = ""
-    if colour:  # a name such as "x:smile:" stays as it is
+    if colour:  # `emoji=False`: a name such as "x:smile:" stays as it is
         Console(soft_wrap=True, highlight=False, emoji=False, stderr=is_error).print(text, style=colour, markup=False)
     else:
         print(text, file=sys.stderr if is_error else sys.stdout)

@@ -4,11 +4,11 @@
   fshard plan my_model:build --units "layers.*" --mesh shard=8 --batch tokens=4x2049:int64 --loss my_model:loss
   fshard plan checkpoint/model.safetensors --units "model.layers.*" --mesh replicate=2 shard=4 --json
 
-A model is a function that returns a module or a tree of tensors; it is called on the device meta, so tensors take no
-memory. A model may also be a safetensors file or a folder of Hugging Face's; only the headers are read.
+A model is a function that returns a module or a tree of tensors. It is called on the device meta, so its tensors take
+no memory. A model may also be a safetensors file or a folder of Hugging Face's; only the files' headers are read.
 
-With --batch and --loss, the step is jitted, donated and lowered, and its memory and traffic are shown
-(fshard.estimate). The loss is a function of the model (the module, to be called, or the tree of tensors) and the batch.
+With --batch and --loss, fshard.estimate shows memory and traffic of a jitted, donated step. The loss is a function of
+the model (the module, or the tree of tensors) and the batch.
 
 Exit status: 0; 2: an error.
 """
@@ -88,7 +88,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _model(model: str) -> tuple[Callable[..., Any] | None, Tree, Tree]:
-    """Return function (None for a tree), parameters and buffers of a model, on the device meta."""
+    """Return a model's function (None for a tree of tensors), parameters and buffers, on the device meta."""
     if Path(model).exists():
         entries = entries_at(Path(model)).values()
         if lacking := [f"{x.name!r} is {x.kind}" for x in entries if x.dtype is None]:
@@ -122,7 +122,7 @@ def _estimate(
 
 
 def _batch(texts: Sequence[str]) -> Tree:
-    """Return tensors on meta, by name, from shapes as text; one tensor if the shape has no name."""
+    """Return tensors on meta by name, from texts such as "x=4x8:int64"; one tensor if the text has no name."""
     batch = {}
     for text in texts:
         name, _, form = text.rpartition("=")

@@ -33,6 +33,6 @@ def _line(step: Replayed) -> Line:
 
 
 def _data(x: Finding | None) -> dict[str, object] | None:
-    """Return a leaf's finding by the keys of `fshard compare`."""
+    """Return a finding as a dict, with the keys of `fshard compare`."""
     names = {"kind": "what", "name": "path", "unit": "unit", "rank": "rank", "text": "text"}
     return None if x is None else {key: getattr(x, name) for key, name in names.items()}

@@ -13,7 +13,7 @@ import fshard
 
 
 def stepped(mesh: Any, rows: torch.Tensor) -> torch.Tensor:
-    """Return parameters after a step on a rank's rows."""
+    """Return whole parameters after a step on a rank's rows."""
     params = {"blocks": [{"w": torch.linspace(-1, 1, 64, device="cpu").view(8, 8) * n} for n in (1, 2)]}
     tx = fshard.optim.adamw(0.1)
 

@@ -8,20 +8,20 @@ from typing import NamedTuple
 
 SMALL_SHM = 1 << 30  # bytes
 FEW_FILES = 4096
-# launchers' variables with a job's number of hosts
+# launchers' environment variables with a job's number of hosts
 HOSTS = ("PET_NNODES", "GROUP_WORLD_SIZE", "SLURM_NNODES", "SKYPILOT_NUM_NODES")
 
 
 class Facts(NamedTuple):
-    """Facts about a host. `port`: outcome of a connection to the rendezvous, "open", "refused", or an error's text."""
+    """Facts about a host. `port`: the result of connecting to the rendezvous: "open", "refused", or an error's text."""
 
     env: Mapping[str, str]
     several: bool  # the job has several hosts
     name: str
     addresses: tuple[str, ...]  # of the host's own name
-    interfaces: Mapping[str, str]  # address by name
-    shm: int
-    memlock: float
+    interfaces: Mapping[str, str]  # addresses by name
+    shm: int  # free bytes
+    memlock: float  # bytes
     files: float
     infiniband: bool
     gpus: int
@@ -30,7 +30,7 @@ class Facts(NamedTuple):
 
 
 class Advice(NamedTuple):
-    """A mistake and its remedy; both are empty if nothing is wrong."""
+    """A mistake and its remedy; both texts are empty if nothing is wrong."""
 
     wrong: str = ""
     do: str = ""
@@ -43,7 +43,7 @@ def several_hosts(env: Mapping[str, str]) -> bool:
 
 
 def is_loopback(host: str) -> bool:
-    """Return True if a name or address is the host's own, on every host."""
+    """Return True if a name or address is a loopback: each host reaches itself."""
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
@@ -51,7 +51,7 @@ def is_loopback(host: str) -> bool:
 
 
 def worlds(facts: Facts) -> Iterator[Advice]:
-    """Each host forms its own world."""
+    """Hosts of one job do not meet: each waits, or trains alone."""
     env, host = facts.env, (facts.endpoint or ("", 0))[0]
     head = "give all hosts the name of one: HEAD=$(scontrol show hostnames $SLURM_JOB_NODELIST | sed -n 1p)"
     if facts.several and is_loopback(host):
@@ -81,7 +81,7 @@ def own_name(facts: Facts) -> Iterator[Advice]:
 
 
 def gloo_interface(facts: Facts) -> Iterator[Advice]:
-    """GLOO_SOCKET_IFNAME names no interface."""
+    """GLOO_SOCKET_IFNAME names no interface of this host, or a loopback."""
     value = facts.env.get("GLOO_SOCKET_IFNAME", "")
     for name in value.split(",") if value else []:
         if name not in facts.interfaces:
@@ -108,7 +108,7 @@ def nccl_interface(facts: Facts) -> Iterator[Advice]:
 
 
 def _nccl_takes(value: str, name: str) -> bool:
-    """Return True if NCCL's list takes an interface: prefixes, `=` before whole names, `^` before excluded ones."""
+    """Return True if a NCCL_SOCKET_IFNAME admits an interface: prefixes, `=` before whole names, `^` to exclude."""
     parts = value.lstrip("^=").split(",")
     fits = name in parts if "=" in value[:2] else any(name.startswith(part) for part in parts)
     return fits != value.startswith("^")
@@ -119,13 +119,13 @@ def _outer(facts: Facts) -> list[str]:
 
 
 def _likely(facts: Facts) -> str:
-    """Return the interface most likely on the network."""
+    """Return the first interface with no name of a container or bridge."""
     real = [name for name in _outer(facts) if not name.startswith(("docker", "veth", "virbr", "br-", "cni"))]
     return next(iter(real), "INTERFACE")
 
 
 def shared_memory(facts: Facts) -> Iterator[Advice]:
-    """/dev/shm is too small for NCCL and the workers of loaders."""
+    """/dev/shm is too small for NCCL and the workers of a DataLoader."""
     if facts.shm < SMALL_SHM:
         yield Advice(
             f"/dev/shm has {facts.shm >> 20} MiB: NCCL, DataLoader's workers and gloo on one host use it",

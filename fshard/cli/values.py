@@ -13,7 +13,7 @@ from typing import Any
 def function(option: str, name: str, what: str, num_args: int) -> Callable[..., Any]:
     """Return the function `module:function`. Raises ValueError unless it exists and takes `num_args` arguments."""
     module, _, attribute = name.partition(":")
-    if os.getcwd() not in sys.path:  # a console script finds its own folder in sys.path, `python -m` the working folder
+    if os.getcwd() not in sys.path:  # for a console script, sys.path has the script's folder, not the working folder
         sys.path.insert(0, os.getcwd())
     try:
         imported = getattr(importlib.import_module(module), attribute)

@@ -270,7 +270,7 @@ def on_threads(run: WorldRun, rank_main: Callable[[int], None]) -> None:
         thread.start()
     try:
         run.start()
-        while not run.over.wait(0.2):  # with a timeout: Python handles a signal that comes just before a wait only after it
+        while not run.over.wait(0.2):  # with a timeout: a signal just before a wait is handled after the wait
             pass
     except BaseException as failure:  # as KeyboardInterrupt: ranks then stop at their next collective
         run.failure = failure
