@@ -65,7 +65,7 @@ class StepGradients(NamedTuple):
     """The results of a step's forwards and backwards.
 
     - `grads`: gradients of the scaled loss, divided as if every micro-batch had the first micro-batch's count.
-    - `share`: the factor of `grads` that corrects this divisor (0-d; None: 1).
+    - `share`: a factor for `grads`, to correct this divisor (0-d; None: 1).
     """
 
     grads: Sharded
@@ -282,7 +282,7 @@ def join_batches(data: Iterable[T], mesh: AnyMesh = None, like: T | None = None)
     """Yield `(batch, weight)` until all ranks' `data` end; a rank out of batches repeats its last one with weight 0.
 
     Give the weight (0-d, 1 or 0) to the step as one of `args`, and multiply total and count of the loss's `Mean` by the
-    weight: repeated batches count nothing, and every rank takes part in every collective. Each batch, and the end,
+    weight: repeated batches do not count, and every rank takes part in every collective. Each batch, and the end,
     costs a small collective over the ranks of `mesh`. A rank without any batch repeats `like` (ValueError if None).
 
     >>> [(batch, weight.item()) for batch, weight in join_batches([1, 2])]

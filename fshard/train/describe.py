@@ -100,6 +100,6 @@ def stamp_of(step: Tensor, seed: Tensor, device: torch.device) -> tuple[str, Num
         return "", 0
     first, second = (step, seed) if is_tracing() else (int(step), int(seed))
     text = "" if is_tracing() else f", step={first}, seed={second}"
-    number = (first + (second % _PRIME + 1) * _SPREAD) % _PRIME  # never 0 at step 0: 0 is the mean of -x and x
+    number = (first + (second % _PRIME + 1) * _SPREAD) % _PRIME  # not 0 at step 0: 0 is the mean of -x and x
     square = number * number % _PRIME
     return text, square * square % _PRIME * number % _PRIME

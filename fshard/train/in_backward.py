@@ -2,8 +2,8 @@
 
 Note [Steps that update in the backward]
     `Updates` gets the summed gradients of each unit (Note [Updates in a backward]), and runs the optimizer on the
-    unit's flat parameters and the same shard of every tree in the optimizer's state. An elementwise optimizer gives
-    each unit the same update alone as with all units.
+    unit's flat parameters and the same shard of every tree in the optimizer's state. The optimizer is elementwise, so a
+    unit's update does not depend on other units.
 
 Note [Updates in a backward]
     The function `Gradients.take` gets each unit's gradients, summed over ranks, and may write to the unit's parameters.
@@ -64,7 +64,7 @@ class Stepped(NamedTuple):
 
 
 def step_in_backward(recipe: Recipe, tx: Transform, state: Tree, batch: Tree, args: Sequence[Tree]) -> Stepped:
-    """Update a donated state unit by unit. After an error, a state with updated units is given away."""
+    """Update a donated state unit by unit. An error after an update gives the state away."""
     _check_can_begin(state)
     given, state = state, replace(state, extra=own_extra(state.extra, [state.params.trainable, state.opt_state]))
     factor = None

@@ -1,6 +1,6 @@
 """Loss scalers: immutable values that a step takes and returns.
 
-Gradients in half precision may underflow to 0; multiplying the loss by a scale, and gradients by its inverse, helps.
+Gradients in half precision may underflow to 0: the loss is multiplied by a scale, and gradients by the inverse scale.
 Sources: Micikevicius et al., Mixed precision training (2018); torch.amp.GradScaler for the dynamic rule.
 """
 
@@ -155,7 +155,7 @@ def _not_finite_by(key: Callable[[Leaf], K], x: Tree, meshes: Sequence[AnyMesh])
 
 
 def _not_finite(x: Tensor) -> Tensor:
-    low, high = torch.aminmax(torch.view_as_real(x.resolve_conj()) if x.is_complex() else x)  # NaN if an element is
+    low, high = torch.aminmax(torch.view_as_real(x.resolve_conj()) if x.is_complex() else x)  # NaN if an element is NaN
     return (~(low.isfinite() & high.isfinite())).float()
 
 

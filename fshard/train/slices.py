@@ -2,8 +2,8 @@
 
 Note [Slices]
     With `reduction="tree"` the batch of all ranks is cut into slices; their number is the largest power of two dividing
-    the number of rows, at most `plan.slices`. Each slice has its own random numbers. So a slice's gradients do not
-    depend on the number of ranks, nor do the bits of their sum, a balanced tree over all slices (Note [The same bits on
+    the number of rows, at most `plan.slices`. Each slice has its own random numbers. So gradients of slices do not
+    depend on the number of ranks, nor do the bits of the sum in a balanced tree over all slices (Note [The same bits on
     any number of ranks] in `comm/reduction.py`).
 
     A matrix product may round differently if an operand's address modulo 16 bytes differs (MKL on AMD processors). So
@@ -47,7 +47,7 @@ def gradients_of_slices(recipe: Recipe, state: Tree, batch: Tree, args: Sequence
         )
     slices, rows, rank = _cut_slices(batch, recipe.accumulate, params), num_rows(batch), rank_of(params)
     num = len(slices) * len(slices[0]) * num_ranks(plan.live_mesh())  # over all ranks
-    first: list[Outcome] = []  # this rank's first outcome, with the count of rank 0's first micro-batch
+    first: list[Outcome] = []  # this rank's first outcome, with rank 0's first count
 
     def divisor(outcome: Outcome) -> Tensor:
         if not first:

@@ -97,8 +97,8 @@ def init_state(
       tensor on meta.
     - `seed`: the seed of all random numbers of the steps.
 
-    Tensors of the optimizer's state are copied if they share memory. Every rank of the plan's mesh must call this
-    function: MismatchError if seeds, loss scales or copies of parameters differ between ranks.
+    Tensors of the optimizer's state are copied if they share memory with others. Every rank of the plan's mesh must
+    call this function: MismatchError if seeds, loss scales or copies of parameters differ between ranks.
 
     >>> from fshard.optim import sgd
     >>> init_state(shard_of(torch.ones(2)), sgd(0.1)).step
@@ -236,7 +236,7 @@ def train_step(
     - `reduce_once`: False: gradients are reduced with each micro-batch. True: every rank sums whole gradients,
       reduced with the last micro-batch. Names of axes over which gradients are not cut (`"replicate"`): gradients are
       reduce-scattered with each micro-batch, and all-reduced over these axes after the last.
-    - `skip_labels`: the labels of an optimizer `optim.by_label`. If scaled gradients are not finite on any rank, all
+    - `skip_labels`: labels as given to `optim.by_label`. If scaled gradients are not finite on any rank, all
       ranks skip the update; with `skip_labels`, only the updates of labels with such gradients.
 
     Arguments and results of the loss:
@@ -256,7 +256,8 @@ def train_step(
     - `in_backward`: each unit is updated in the backward, as soon as its gradients are reduced, so gradients of two
       units are in memory. ValueError unless `donate`, `accumulate=1`, an elementwise `tx`, and a state without a loss
       scale. With `clip_norm` the forward and backward run twice, first for the norm. Leaves that a rank holds whole are
-      copied when read. An error in the backward gives the state away. In a graph the passes of `jit` place the updates.
+      copied when read. An error in the backward gives the state away. In a graph the passes of `jit` decide when units
+      are updated.
     - `keep_gathered`: each unit is gathered once a step, and stays in memory until the last micro-batch, so all units
       are in memory. Results have the same bits.
 
@@ -282,7 +283,7 @@ def train_step(
         check_in_backward(transform, by, donate, how)
     named = reduction if isinstance(reduction, str | None) else type(reduction).__qualname__
     built = f", {describe(clip_norm=clip_norm, reduction=named, **how, tx=transform)}"
-    # fused kernels round a tensor's last elements differently; these depend on the number of ranks
+    # fused kernels round a tensor's last elements differently; a shard's last ones depend on the number of ranks
     if isinstance(by, TreeSums):
         transform = _unfused(transform)
 
@@ -441,7 +442,7 @@ def _update_from_host(
         return Sharded(params.view, params.tensors), updates.finish()
     old = state.opt_state
     there = map_parts(lambda x: x.to(device, non_blocking=True), old)
-    if in_place and not donate:  # 0-d tensors, and tensors on the device, are still the old ones
+    if in_place and not donate:  # old 0-d tensors, and old tensors on the device, are in `there`
         there = tree.map(lambda x, before: x.clone() if x is before and isinstance(x, Tensor) else x, there, old)
     state = replace(state, params=params, opt_state=there)
     updated, new = _updated_shards(tx, grads, state, skip, in_place, exact_norms)

@@ -8,8 +8,8 @@ Note [Several ranks and one device]
     2. The first difference is a wrong value computed from right values. But a right program may have wrong values
        without effect: a rank's row numbers, a subtracted maximum, logged values. So only wrong results count: the
        loss's totals and counts, gradients, metrics, parameters. From a wrong total, wrong arguments lead back to the
-       first wrong operator. Another wrong result names the first operator with a wrong value on one rank and copies or
-       pieces as arguments.
+       first wrong operator. For another wrong result, the first operator is named with a wrong value on one rank, and
+       copies or pieces as arguments.
     3. Values may differ by rounding in the lowest precision used so far, relative to an operator's arguments or the
        largest gradient. Parameters may differ by a part of the largest update, and are compared where gradients agree
        and exceed rounding errors, of which Adam makes large updates.
@@ -39,7 +39,7 @@ _KINDS = ("operator", GRADIENT, SUM, METRIC, PARAMETER)
 _SMALL = 2.0**-6  # values below this part of the largest argument may be rounding errors
 _MOST_UPDATE = 2.0**-4  # agreeing gradients differ by at most this part; updates may differ four times as much
 _MOST_AXES = 6  # axes of several ranks: each triples the ways to combine values
-_HALF = 2.0**-20  # less than eps of 16 bits
+_HALF = 2.0**-20  # between eps of float32 and of 16 bits
 
 
 class Difference(NamedTuple):
@@ -311,7 +311,7 @@ class _Ranks:
         self._ways = set[tuple[Way, Way]]()  # ways to combine the last total's values to the expected total
 
     def first(self) -> Difference | None:
-        apart: Difference | None = None  # if leaves are split: the first operator not called on one device
+        apart: Difference | None = None  # if leaves are split: the first operator unlike one device's
         for key in _keys([*self._got, self._one]):
             numbered = isinstance(key[1], int)
             if numbered and apart:

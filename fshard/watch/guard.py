@@ -70,7 +70,9 @@ class Guarded:
         number, mesh = int(state.step), state.params.plan.live_mesh()
         what = f"guard: step {number}, rank {rank_in(mesh)}"  # read before the step, which may donate the state
         _check_copies(state, {}, f"the state before step {number}")
-        donates = not isinstance(self.__wrapped__, Step) or self.__wrapped__.donate  # a step of another class may
+        donates = (
+            not isinstance(self.__wrapped__, Step) or self.__wrapped__.donate
+        )  # a step of another class may donate
         again = tree.map(lambda x: x.clone() if isinstance(x, Tensor) else x, state) if donates else state
         result, second = self._once(state, batch, *args), self._once(again, batch, *args)
         consensus.together(mesh, partial(_check_equal, result, second, what), _REMEDY)
@@ -99,7 +101,7 @@ def guard(step: Callable[..., Result], every: int = 100, *, at_rest: bool = Fals
     leaf or metric, and the rank, if one rank differs from two or more.
 
     `at_rest`: every call also looks for bits that flipped in memory since the last step: digests of parameters and
-    optimizer state must be as at the step's end, except of tensors written to since.
+    optimizer state must be as at that step's end, except for tensors written to since.
 
     If a step donates its state and runs twice, one more state is in memory. Guard the outermost function:
     `guard(jit(step))`, `guard(torch.compile(step))`; `check` goes around the guard. A loss that counts or prints does
@@ -180,7 +182,7 @@ def _sums(x: Tensor) -> Tensor:
 class _Copy(NamedTuple):
     path: str
     tensors: Sequence[Tensor]
-    leaves: Callable[[], list[tuple[str, Tensor]]]  # equal names on all ranks; empty if another rank has the leaf
+    leaves: Callable[[], list[tuple[str, Tensor]]]  # equal names on all ranks; empty on ranks without the leaf
 
 
 def _digests(tensors: Sequence[Tensor], mesh: AnyMesh) -> Tensor:
