@@ -28,7 +28,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = _parser().parse_args(argv)
     try:
         return args.run(args)
-    except BrokenPipeError:  # a reader such as `head` has seen enough; Python flushes the rest to nowhere
+    except BrokenPipeError:  # a reader such as `head` has seen enough; Python flushes the rest to null
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return ERROR
     except (ValueError, TypeError, OSError, ImportError, TraceError) as wrong:

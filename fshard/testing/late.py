@@ -4,8 +4,8 @@ Note [Late collectives]
     A collective on a GPU reads input and writes output at any time between start and wait. Simulated collectives finish
     at once, so a program that uses the memory before the wait is right by chance. A late world raises for such uses:
 
-    1. When a collective starts, it must not read or write outputs of an unfinished collective, nor write inputs of
-       one. The new collective keeps its result aside, and fills its output with `poison`.
+    1. A collective that starts may not read outputs of an unfinished collective, nor write to inputs or outputs of one.
+       Then the new collective keeps its result aside, and fills its output with `poison`.
     2. At the wait, the collective's input and output must be unchanged; then the output gets the result.
     3. When a rank ends, it must have waited for all its collectives.
     4. Peers may read lent memory (Note [Lent memory] in `comm/ranks.py`) after this rank has waited. So data sent from

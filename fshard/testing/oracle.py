@@ -33,7 +33,7 @@ from .rng import with_threads
 class Oracle(NamedTuple):
     """`init(params, loss_scale=None, seed=0, extra=None) -> state`; `step(state, batches, *args) -> (state, metrics)`.
 
-    - `state`: a `TrainState` of plain trees: `params` are whole, and `opt_state` is that of a dict with the trainable
+    - `state`: a `TrainState` of plain trees: `params` are whole, and `opt_state` is that of a dict of the trainable
       leaves by path. With `with_extra`, `extra` is a list with one item for each rank.
     - `batches`: one batch for each rank, in rank order.
     - `args`: the step's, with a whole tree in place of each `Sharded`.

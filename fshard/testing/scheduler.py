@@ -44,7 +44,7 @@ class Collective:
 
 @dataclass(frozen=True)
 class Dies:
-    """A fault: the rank raises RankDied at its collective number `at`, from 0, if it calls so many.
+    """A fault: the rank raises RankDied at its collective number `at`, from 0. No fault if the rank calls fewer.
 
     >>> from fshard.testing import World
     >>> try:

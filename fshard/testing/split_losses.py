@@ -88,7 +88,7 @@ def same_loss(
 
 
 def _double(x: Tree, by: float = 0.0) -> Tree:
-    """Return a leaf in float64 or complex128, moved by a part of `by` to 2 `by`; zeros become `by` to 2 `by`."""
+    """Return a leaf in float64 or complex128, times a factor 1 + `by` to 1 + 2 `by`; zeros become `by` to 2 `by`."""
     if not is_inexact(x):
         return x
     x = x.to(torch.complex128 if x.is_complex() else torch.float64)

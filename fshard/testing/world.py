@@ -188,7 +188,7 @@ class _SimulatedRanks:
 
 
 def _load_forward_mode() -> None:
-    # torch 2.11 for CUDA without a GPU ties fake tensors to the thread that makes the first; others would crash
+    # torch 2.11 for CUDA without a GPU leaves a guard in the first fake tensors' thread: make these before ranks do
     with FakeTensorMode() if torch.version.cuda and not torch.cuda.is_available() else nullcontext():
         pass
     with warnings.catch_warnings():  # torch scripts some formulas at the first use, and warns about it

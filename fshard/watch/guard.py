@@ -70,9 +70,7 @@ class Guarded:
         number, mesh = int(state.step), state.params.plan.live_mesh()
         what = f"guard: step {number}, rank {rank_in(mesh)}"  # read before the step, which may donate the state
         _check_copies(state, {}, f"the state before step {number}")
-        donates = (
-            not isinstance(self.__wrapped__, Step) or self.__wrapped__.donate
-        )  # a step of another class may donate
+        donates = not isinstance(self.__wrapped__, Step) or self.__wrapped__.donate  # another step may
         again = tree.map(lambda x: x.clone() if isinstance(x, Tensor) else x, state) if donates else state
         result, second = self._once(state, batch, *args), self._once(again, batch, *args)
         consensus.together(mesh, partial(_check_equal, result, second, what), _REMEDY)

@@ -44,7 +44,7 @@ class _Found(NamedTuple):
 
 
 def check_apart(init: Callable[[Tree], Tree], update: Callable[..., tuple[Tree, Tree]], nodes: Sequence[Parts]) -> None:
-    """ValueError if the update of a leaf depends on other leaves, and there are several ranks, or it draws numbers.
+    """ValueError if the update of a leaf depends on other leaves, on several ranks or with random numbers.
 
     An update that draws random numbers is run leaf by leaf. No error if the update fails on the trial's whole tree
     (because it needs further arguments, say).
@@ -86,7 +86,7 @@ def _tried(
                     together = [*runs(whole, magnitudes)]
                 except Misplaced:
                     raise
-                except Exception:  # perhaps of these magnitudes
+                except Exception:  # perhaps magnitudes that it refuses
                     continue
                 for number, n in enumerate(span.leaf for span in whole.mine):
                     picked = whole.pick([n])
