@@ -35,7 +35,7 @@ from ..update.transforms import Labels
 from .loss_scale import NoLossScale
 
 T = TypeVar("T")
-Later = Callable[[], Sharded]  # made at the first call
+Later = Callable[[], Sharded]  # makes a tree at the first call, and returns it
 
 
 @dataclass(frozen=True)

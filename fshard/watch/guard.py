@@ -45,7 +45,7 @@ class Guarded:
         self._resting: list[_Rest] = []  # with `at_rest`: tensors of the last returned state
 
     def __call__(self, state: TrainState, batch: Tree, *args: Tree) -> Result:
-        """MismatchError on all ranks if bits differ."""
+        """Run the step; MismatchError on all ranks if bits differ."""
         if is_tracing() or torch.compiler.is_compiling():
             raise TypeError("guard: a graph runs its step once: guard the outermost function, as in guard(jit(step))")
         if not isinstance(state, TrainState):
@@ -70,7 +70,8 @@ class Guarded:
         number, mesh = int(state.step), state.params.plan.live_mesh()
         what = f"guard: step {number}, rank {rank_in(mesh)}"  # read before the step, which may donate the state
         _check_copies(state, {}, f"the state before step {number}")
-        donates = not isinstance(self.__wrapped__, Step) or self.__wrapped__.donate  # another step may
+        # a step that `train_step` did not build may donate
+        donates = not isinstance(self.__wrapped__, Step) or self.__wrapped__.donate
         again = tree.map(lambda x: x.clone() if isinstance(x, Tensor) else x, state) if donates else state
         result, second = self._once(state, batch, *args), self._once(again, batch, *args)
         consensus.together(mesh, partial(_check_equal, result, second, what), _REMEDY)

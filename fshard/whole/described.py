@@ -30,7 +30,7 @@ Init: TypeAlias = Callable[[Tree], Tree]
 
 
 class Communicated(Exception):
-    """A function called a collective, so it knows of other ranks' leaves."""
+    """Raised if a user's function calls a collective, and so may know other ranks' leaves."""
 
 
 class Alone(AbstractMesh):

@@ -123,9 +123,7 @@ def _items(
     target's along other axes. If ranks along an axis have copies, the rank at the target's coordinate sends.
     """
     source_row, target_row = old.row_of[leaf], new.row_of[leaf]
-    passed = [
-        axis for axis in list(here)[:k] if axis in source_row.over
-    ]  # messages along these are to come: any target
+    passed = [axis for axis in list(here)[:k] if axis in source_row.over]  # messages along these are to come
     from_here = {axis: here[axis] for axis in list(here)[:k]}
     to_here = {axis: number for axis, number in here.items() if axis not in passed}
     if next(source_row.shards_of(leaf, sizes, from_here), None) is None:

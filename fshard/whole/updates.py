@@ -341,7 +341,7 @@ def _on_none(init: Init, update: Update, grads: Parts, state: Tree, *more: Any, 
 
 
 def _stand_in(x: Parts) -> Parts:
-    """The smallest leaf, of zeros."""
+    """The smallest leaf of `x`, filled with zeros."""
     layout = x.layout
     smallest = min(layout.numbers, key=lambda n: layout.leaves[n].numel)
     leaf, single = layout.leaves[smallest], on_rank(layout.pick([smallest]))
