@@ -46,8 +46,8 @@ T = TypeVar("T")
 def simulate(fn: Callable[[SimulatedMesh], T], *sizes: int, **more: Any) -> list[T]:
     """Call `fn(mesh)` once per simulated rank, and return the results in rank order.
 
-    Name axes as you like, slowest-varying first: `simulate(fn, shard=2, tensor=2)`. Sizes without names, and `shard`
-    and `replicate` without other axes, are arguments of `World`. `more` may have `World`'s other arguments.
+    Name axes as you like, slowest-varying first: `simulate(fn, shard=2, tensor=2)`. `sizes`, without names, are those
+    of the axes `shard` and `replicate`, in this order. `more` may have `World`'s other arguments.
 
     >>> simulate(lambda mesh: mesh.get_local_rank("shard"), shard=3)
     [0, 1, 2]
