@@ -1,4 +1,4 @@
-"""Checks of arguments (wrong types are TypeErrors, wrong values ValueErrors), error sentences, lines of user code."""
+"""Checks of arguments: TypeError for a type, ValueError for a value. Texts of errors, with the user's line."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from torch import Tensor
 
 
 def shown(value: object) -> str:
-    """Return text for errors: short values in full, tensors by dtype and shape.
+    """Return a value as text: short values in full, tensors by dtype and shape.
 
     >>> shown("a"), shown(torch.ones(2)), shown({})
     ("'a'", 'a torch.float32 tensor of shape (2,)', 'an object of type dict')
@@ -42,7 +42,6 @@ def wrong(name: str, value: object, expected: str, remedy: str = "") -> str:
 
 
 def expect(name: str, value: object, is_right: object, expected: str, remedy: str = "") -> None:
-    """Raise TypeError unless an argument is right."""
     if not is_right:
         raise TypeError(wrong(name, value, expected, remedy))
 
@@ -71,7 +70,7 @@ def check_whole(
 
 
 def is_number(value: object) -> TypeGuard[float]:
-    """True also for symbolic sizes of torch.compile; False for a bool."""
+    """False for a bool; True for symbolic sizes of torch.compile."""
     return isinstance(value, int | float | torch.SymInt | torch.SymFloat) and not isinstance(value, bool)
 
 
@@ -81,7 +80,7 @@ def check_positive(name: str, value: object, tensors: bool = True) -> None:
         return
     if not is_number(value):
         raise TypeError(wrong(name, value, expected))
-    if not value > 0:  # refuses NaN, too
+    if not value > 0:  # true also for NaN
         raise ValueError(wrong(name, value, expected))
 
 
@@ -112,7 +111,7 @@ RANGES: dict[str, tuple[float, float]] = {
 
 
 def check_hyperparams(optimizer: str, rate: object = 0.0, **numbers: object) -> None:
-    """Check numbers by `RANGES`. Values of 0-d tensors are not read; `rate` may be a schedule."""
+    """Check numbers by `RANGES`. 0-d tensors pass unread, as does a schedule as `rate`."""
     for name, value in {"lr": rate, **numbers}.items():
         if name not in RANGES:
             raise TypeError(
@@ -128,7 +127,7 @@ def check_hyperparams(optimizer: str, rate: object = 0.0, **numbers: object) -> 
         expected += " (or a 0-d tensor, or a schedule)" if name == "lr" else " (or a 0-d tensor)"
         if not is_number(value):
             raise TypeError(f"optim.{optimizer}: {wrong(name, value, expected)}")
-        if not least <= value < below:  # refuses NaN, too
+        if not least <= value < below:  # true also for NaN
             raise ValueError(f"optim.{optimizer}: {wrong(name, value, expected)}")
 
 
@@ -137,7 +136,7 @@ def check_rate(value: object) -> None:
         raise TypeError(f"a schedule gave {shown(value)}: expected a number or a 0-d tensor")
 
 
-# not the user's files: fshard, torch, generated code
+# beginnings of files without user code: fshard, torch, generated code
 CODE = (os.path.dirname(os.path.dirname(__file__)) + os.sep, os.path.dirname(torch.__file__) + os.sep, "<frozen ")
 NOT_THE_USER = (
     *CODE,

@@ -1,4 +1,4 @@
-"""Differences of names, shapes and dtypes: a sentence and a remedy for each."""
+"""Texts of errors: how names, shapes and dtypes differ from the expected ones, and the remedy."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Form(NamedTuple):
 
 
 class Wanted(NamedTuple):
-    """A leaf to read."""
+    """An expected leaf; a tied leaf has several names."""
 
     names: list[str]
     form: Form
@@ -60,7 +60,7 @@ def lacking(expected: Collection[str], got: Collection[str]) -> str:
 
 
 def differences(wanted: Iterable[Wanted], given: Mapping[str, object]) -> Iterator[str]:
-    """Say how named tensors, or their forms, differ from a plan's leaves.
+    """Say how named tensors, or their `Form`s, differ from expected leaves.
 
     >>> [*differences([Wanted(["w"], Form((2,), torch.float32))], {"w": torch.zeros(3)})]
     ["'w': expected a tensor [2], got one [3]"]
@@ -73,7 +73,7 @@ def differences(wanted: Iterable[Wanted], given: Mapping[str, object]) -> Iterat
 
 
 def name_differences(expected: Iterable[Sequence[str]], given: Collection[str], of: str = "the plan") -> Iterator[str]:
-    """Report missing and unknown names, with the remedy; a leaf may have several names.
+    """Report missing and unknown names, with the remedy. One of a leaf's names is enough.
 
     >>> list(name_differences([["w"]], ["v"]))
     ["it lacks 1 names: 'w'", "it has 1 names that the plan has not: 'v'"]
@@ -104,7 +104,7 @@ def _remedy(missing: Sequence[str], unknown: Sequence[str]) -> str:
 
 
 def _call(missing: Sequence[str], unknown: Sequence[str]) -> str:
-    """Return an expression to turn most unknown names into missing ones, or ""."""
+    """Return code that renames unknown names to missing ones; "" if none is found."""
     words = [word for word in WRAPPERS if any(word in name for name in unknown)]
     replaced = "name" + "".join(f".replace({word!r}, '')" for word in words)
     plain = [reduce(lambda rest, word: rest.replace(word, ""), words, name) for name in unknown]
@@ -129,7 +129,7 @@ def unfit(name: str, expected: Form, given: object) -> str:
 
 
 def form_difference(name: str, expected: Form, given: object) -> str:
-    """Say why a leaf cannot take a tensor's form; "" if it can. Floating dtypes may differ.
+    """Say how shape or dtype differ; "" if they fit. Any two floating dtypes fit.
 
     >>> form_difference("w", Form((2,), torch.float32), torch.zeros(2, dtype=torch.int64))
     "'w': expected torch.float32, got torch.int64"

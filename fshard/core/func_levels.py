@@ -2,8 +2,8 @@
 
 Note [Gathers inside transforms]
     A loss may read its parameters inside torch.func's transforms. For the transforms, a gathered parameter is a
-    constant: only the outer gradient differentiates by it. So the gather runs with an empty stack, where tensors have
-    memory and autograd records nodes for the outer gradient.
+    constant: only the step's gradient differentiates by it. So the gather runs with an empty stack, where tensors have
+    memory and autograd records nodes for the step's gradient.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 # Private, here and below: torch has no public way to ask for a running transform, or to leave it
-# (test_func_losses.py).
+# (test_func_losses.py notices changes).
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack, temporarily_restore_interpreter_stack
 from torch.autograd import forward_ad
 
@@ -38,7 +38,7 @@ def inside() -> bool:
 
 
 def differentiates(x: Tree) -> bool:
-    """True if a derivative may pass: torch.func runs, or a leaf requires a gradient or has a tangent.
+    """True if a derivative may pass through `x`: in a transform, or if a leaf requires a gradient or has a tangent.
 
     >>> differentiates([torch.ones(1), 2.0]), differentiates([torch.ones(1, requires_grad=True)])
     (False, True)
@@ -49,7 +49,7 @@ def differentiates(x: Tree) -> bool:
 
 
 def needs_gradient(x: object) -> bool:
-    """True if a tensor requires a gradient at any level.
+    """True if `x` is a tensor that requires a gradient at any level.
 
     >>> torch.func.grad(lambda x: x * needs_gradient(2 * x))(torch.ones(()))
     tensor(1.)
@@ -60,14 +60,14 @@ def needs_gradient(x: object) -> bool:
 
 
 def depending(x: Tensor, on: Tree) -> Tensor:
-    """Return `x` for results from `on`: a copy with the levels of `on` if a derivative may pass.
+    """Return `x`, or, if a derivative may pass, a copy with the levels of `on`, for results from `on`.
 
     >>> torch.func.vmap(lambda y: depending(torch.zeros(2), [y]).copy_(y))(torch.ones(1, 2))
     tensor([[1., 1.]])
     """
     if differentiates(on):
         for leaf in tree.tensors(tree.leaves(on)):
-            x = x + leaf.reshape(-1)[:0].abs().sum().to(x.dtype)  # zero, with the tensor's levels
+            x = x + leaf.reshape(-1)[:0].abs().sum().to(x.dtype)  # adds 0, and the levels of `leaf`
     return x
 
 

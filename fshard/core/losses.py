@@ -23,12 +23,12 @@ from .tree import Tree
 
 
 class Running(NamedTuple):
-    """The running loss."""
+    """Settings and records of the running loss."""
 
     policy: Any
     mesh: Any
     remarks: set[str]  # words for ranks to compare
-    lost: list[str]  # modules with updated running statistics
+    lost: list[str]  # modules whose new running statistics are dropped
     tapes: Sequence[Any]  # of this loss, then of the losses around it
 
 
@@ -63,7 +63,7 @@ class _Summand:
         return added([replace(x, total=fn(x.total)) for x in terms_of(self)])
 
     def __add__(self, other: object) -> Tree:
-        if is_number(other) and other == 0:  # the start of `sum`
+        if is_number(other) and other == 0:  # Python's `sum` starts with 0
             return self
         return added([*terms_of(self), *terms_of(other)]) if isinstance(other, _Summand) else NotImplemented
 
@@ -95,7 +95,7 @@ class Mean(_Summand):
       ValueError.
 
     Losses can be added: in `Mean(t, c) + 0.1 * Mean(u, d) - Sum(v) / 2` each `Mean` is divided by its own summed
-    counts. A factor, a number or a 0-d tensor, multiplies this rank's total. Adding anything but a loss is a TypeError;
+    counts. A factor (a number or a 0-d tensor) multiplies this rank's total. Adding anything but a loss is a TypeError;
     with micro-batches or slices, a `Mean` next to other terms is a ValueError.
 
     >>> value_and_grad(lambda w: Mean((w * 3).sum(), 2))(shard_of(torch.ones(2)))[0]
@@ -112,7 +112,7 @@ class Mean(_Summand):
 class Sum(_Summand):
     """A sum loss: the sum of all totals, across ranks and micro-batches. `total` is a 0-d tensor.
 
-    It can be added and multiplied like a `Mean`.
+    A `Sum` can be added and multiplied like a `Mean`.
 
     >>> value_and_grad(lambda w: Sum((w * 3).sum()))(shard_of(torch.ones(2)))[0]
     tensor(6.)
@@ -132,7 +132,7 @@ class Terms(_Summand):
         return reduce(add, [x.total for x in self.terms])
 
 
-# nodes of trees: totals in an aux get detached
+# nodes of trees, so that totals in an aux get detached
 tree.register_fields(Mean, ("total", "count"))
 tree.register_fields(Sum, ("total",))
 tree.register_fields(Terms, ("terms",), names=("",))
@@ -143,7 +143,7 @@ def terms_of(x: Tree) -> tuple[Tree, ...]:
 
 
 def added(terms: Sequence[Mean | Sum]) -> Tree:
-    """Return a `Terms` with at most one `Sum`, or a single loss."""
+    """Add losses: return `Terms`, with all `Sum`s in one, or the only loss."""
     means, totals = [x for x in terms if isinstance(x, Mean)], [x.total for x in terms if isinstance(x, Sum)]
     merged: tuple[Mean | Sum, ...] = (*means, Sum(reduce(add, totals))) if totals else tuple(means)
     return Terms(merged) if len(merged) > 1 else merged[0]
@@ -158,14 +158,14 @@ def _is_term(x: Tree) -> bool:
 
 
 def value_dtype(total: Tensor, output: object) -> torch.dtype:
-    """Return the dtype of a sum over ranks, at least float32; float64 for integers."""
+    """Return `output`, or the dtype of a sum over ranks: at least float32, float64 for integers."""
     if isinstance(output, torch.dtype):
         return output
     return wide(total.dtype) if total.is_floating_point() else torch.float64
 
 
 def averages(aux: Tree) -> dict[str, Mean | Sum]:
-    """Return an aux's `Mean`s and `Sum`s by path, sorted; `Terms` are taken apart."""
+    """Return an aux's `Mean`s and `Sum`s by path, sorted; also those in `Terms`."""
     return dict(sorted((path, x) for path, x in tree.paths_to(aux, _is_term) if _is_term(x)))
 
 
@@ -193,7 +193,7 @@ def _check_count(loss: Mean | Sum, what: str) -> None:
 
 
 def read_loss(loss: Tree) -> tuple[Tree, type]:
-    """Return a loss and its class, Tensor for a plain scalar. ValueError unless totals and counts are 0-d."""
+    """Return a loss, a plain scalar as a `Mean`, and its class. ValueError unless totals and counts are 0-d."""
     if isinstance(loss, Terms):
         return Terms(tuple(read_loss(term)[0] for term in loss.terms)), Terms
     kind = type(loss) if isinstance(loss, Mean | Sum) else Tensor
@@ -210,9 +210,9 @@ def read_loss(loss: Tree) -> tuple[Tree, type]:
 
 
 def described(kind: type, dtype: torch.dtype, aux: Tree, output: object) -> tuple[str, int]:
-    """Return a text of all sums, for ranks to compare, and its checksum, to compare in its place.
+    """Return a text that all ranks must share, and its checksum: classes and dtypes of loss and averages.
 
-    For `Terms`, `aux` is [sum, aux].
+    For `Terms`, `aux` is [loss, aux].
     """
     summed = [f"{k!r}: {type(x).__name__} of {value_dtype(x.total, output)}" for k, x in averages(aux).items()]
     text = f", loss={'a scalar' if kind is Tensor else kind.__name__} of {dtype}"
@@ -221,7 +221,7 @@ def described(kind: type, dtype: torch.dtype, aux: Tree, output: object) -> tupl
 
 
 def put_averages(aux: Tree, sums: Sequence[Tensor], output: object) -> Tree:
-    """Replace an aux's averages by values; `sums` has totals and counts in the order of `averages`."""
+    """Replace an aux's averages by values; `sums`: total and count of each, in the order of `averages`."""
     pairs = dict(zip(averages(aux), zip(sums[::2], sums[1::2], strict=True), strict=True))
 
     def value(path: str, x: Tree) -> Tree:
@@ -236,13 +236,12 @@ def put_averages(aux: Tree, sums: Sequence[Tensor], output: object) -> Tree:
 
 
 def local_sums(losses: Iterable[Mean | Sum], device: torch.device) -> list[Tensor]:
-    """Return total and count of each loss."""
-    # float64: exact counts, sums with less rounding than the loss
+    # float64 keeps counts exact, and rounds sums less than the loss's dtype
     return [x for each in losses for x in (each.total.detach().to(device).double(), _weight(each, device))]
 
 
 def _weight(loss: Mean | Sum, device: torch.device) -> Tensor:
-    """Return the count, NaN if negative: training would go uphill."""
+    """Return the count, 1 for a `Sum`, NaN if negative: training would go uphill."""
     if not isinstance(loss, Mean) or not isinstance(loss.count, Tensor):
         return on_device(loss.count if isinstance(loss, Mean) else 1, device)
     count = on_device(loss.count.detach(), device)
@@ -253,8 +252,8 @@ def _weight(loss: Mean | Sum, device: torch.device) -> Tensor:
 class Outcome:
     """The result of one forward: total and count over all ranks (0-d, float64), class and dtype.
 
-    `sums` returns total and count, total and count of each average in `aux`, and the number of ranks with a gradient.
-    The first call waits for other ranks. `weight`: the count, if known before, as for all losses but a `Mean`.
+    `sums()` returns total and count of the loss, then of each average in `aux`, then the number of ranks with a
+    gradient. Its first call waits for other ranks. `weight`: the count, if known before.
     """
 
     sums: Callable[[], Sequence[Tensor]]
@@ -277,15 +276,15 @@ class Outcome:
 
     @memo
     def divisor(self) -> Tensor:
-        """Divisor of the total: 1 for a Sum, NaN for a count of 0."""
+        """The total's divisor: the count, NaN in place of 0; 1 for a `Sum`."""
         return torch.ones_like(self.count) if self.kind is Sum else torch.where(self.count == 0, torch.nan, self.count)
 
     def shared(self, num: int) -> Tensor:
-        """Return the divisor of each of `num` micro-batches, 1 in place of a count of 0."""
+        """Return the divisor in each of `num` micro-batches, with 1 in place of a count of 0."""
         return torch.ones_like(self.count) if self.kind is Sum else torch.where(self.count == 0, 1.0, self.count) * num
 
     def seeds(self, seed: Tensor) -> list[Tensor]:
-        """Return the gradients of each term's total and count."""
+        """Return the gradients by each term's total and count; `seed`: the one by the total."""
         if self.parts:
             return [x for part in self.parts for x in part.seeds(seed / part.divisor)]
         return [seed, -seed * (self.total / self.divisor)]  # d(T / C) = dT / C - (T / C) dC / C
@@ -301,7 +300,7 @@ class Outcome:
 
 
 def outcome_of_terms(outcome: Outcome, kinds: Sequence[type]) -> Outcome:
-    """Return the outcome of a sum; `outcome.sums` begins with each term's total and count. NaN if a term counts 0."""
+    """Return the outcome of `Terms`; `outcome.sums` begins with each term's total and count. NaN if a term counts 0."""
     later = [partial(lambda i: outcome.sums()[2 * i :], i) for i in range(len(kinds) + 1)]
     parts = [replace(outcome, kind=kind, sums=sums) for kind, sums in zip(kinds, later, strict=False)]
 

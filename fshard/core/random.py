@@ -1,16 +1,16 @@
-"""Random numbers from a seed, a rank and a position in a step alone.
+"""Random numbers from seed, step, rank, and position in the step alone.
 
 Note [Random numbers in a graph]
     If a graph drew from torch's generators, its numbers would depend on earlier code. So each random operator is a node
     from a generator's state to the eager numbers and the next state. The seed of torch's generator is the index of the
-    next state: code restoring the generator (torch.utils.checkpoint) draws the same numbers again.
+    next state: code that restores torch's generator (torch.utils.checkpoint) draws the same numbers again.
 
 Note [Beside other threads]
     All threads share torch's host generator, so other threads' draws would change an eager step's numbers. If there are
-    other threads, a step draws from its own generator: a dispatch key, kept by torch for tests and on in the step's
+    other threads, a step draws from its own generator: a dispatch key that torch keeps for tests, set in the step's
     thread alone, leads random operators to this module. As in a graph, the seed of torch's generator is the index of
-    the next state. Other threads may draw, without changing the seed, but not seed or restore the generator: a second
-    step in another thread is an error.
+    the next state. Other threads may draw (the seed stays), but not seed or restore the generator, as a second step in
+    another thread would: that is an error.
 """
 
 from __future__ import annotations
@@ -59,20 +59,20 @@ def seeded(seed: Tensor, step: Tensor, rank: int, part: int, device: torch.devic
             yield
 
 
-_LOCK = Lock()  # held while operators are registered, once
+_LOCK = Lock()  # one thread at a time registers operators
 _KEY = "TESTING_ONLY_GenericMode"
-_TAG = 0xF5A7 << 48  # marks seeds used as indices of states; other steps' seeds differ in the lower bits
+_TAG = 0xF5A7 << 48  # marks seeds that are indices of states; lower bits tell steps apart
 _OWN_DRAWS: ContextVar[_OwnDraws | None] = ContextVar("fshard.core.random.own", default=None)  # of this thread's step
 
 
 class _OwnDraws(ExitStack):
-    """A block with its own generator for host operators."""
+    """A block in which host operators draw from the block's generator."""
 
     def __enter__(self) -> Self:
         self.enter_context(assigned(_OWN_DRAWS, self))
         with _LOCK:
             key = _lead_here()
-            for op in _higher_order_ops.values():  # higher-order operators have no fallback; new ones may exist
+            for op in _higher_order_ops.values():  # no fallback reaches higher-order operators; new ones may exist
                 if op.non_fallthrough_keys.has(key):
                     op.fallthrough(key)
         self.enter_context(torch._C._IncludeDispatchKeyGuard(key))
@@ -143,7 +143,7 @@ def _given(func: Operator, key: torch._C.DispatchKey, _: object, *args: Tree, **
     block, every = _OWN_DRAWS.get(), (*args, *kwargs.values())
     x = next(x for x in every if isinstance(x, Tensor))
     with torch._C._ExcludeDispatchKeyGuard(torch._C.DispatchKeySet(key)):
-        # traced code draws when it runs
+        # a traced operator draws when the graph runs
         is_real = x.device == HOST and not isinstance(x, FakeTensor | FunctionalTensor)
         if block is None or is_tracing() or not is_real or any(isinstance(x, torch.Generator) for x in every):
             return func(*args, **kwargs)
@@ -156,7 +156,7 @@ def _around_call(
 ) -> Tree:
     """Call an operator without a generator argument: its inner operators get the step's generator.
 
-    Under a dispatch mode they do not, so torch's generator gets the step's state for the call.
+    Under a dispatch mode they do not get it, so torch's generator gets the step's state for the call.
     """
     block = _OWN_DRAWS.get()
     if block is None or is_tracing() or not torch._C._len_torch_dispatch_stack():
@@ -170,7 +170,7 @@ def _around_call(
 
 @dataclass(frozen=True)
 class Seeds:
-    """The origin of an update's random numbers. `following` seeds functions at one place, in the order of calls."""
+    """The origin of an update's random numbers. `at`: seeds of one place; `following`: of the next call there."""
 
     seed: Tensor
     step: Tensor
@@ -186,7 +186,7 @@ class Seeds:
 
     @contextmanager
     def block(self) -> Iterator[Callable[[], bool]]:
-        """Draw from these seeds; yield a function, True once the block has drawn."""
+        """Draw from these seeds; yield a function that returns True once the block has drawn."""
         part = -1  # a loss has parts from 0 on
         with seeded(self.seed, self.step, self.place, part, self.device), assigned(UPDATE, self):
             start = position(self.device)
@@ -235,7 +235,7 @@ def _restore(backs: Sequence[Callable[[], object]]) -> None:
 
 
 def bookmark_of(place: Place) -> Callable[[], object]:
-    if place == HOST:  # while a graph is traced, the index of the next state
+    if place == HOST:  # in a trace: the index of the next state
         return partial(torch.set_rng_state, torch.get_rng_state())
     if isinstance(place, torch.Generator):
         return partial(place.set_state, place.get_state())
@@ -246,7 +246,7 @@ def bookmark_of(place: Place) -> Callable[[], object]:
 
 
 def accelerators() -> list[torch.device]:
-    """Return the accelerator's devices; none before its first use, as asking would start it."""
+    """Return the accelerator's devices; none before its first use: a question would start it."""
     if (kind := torch.accelerator.current_accelerator()) is None:
         return []
     module = torch.get_device_module(kind)
@@ -278,7 +278,7 @@ def forked(rank: int, device: torch.device) -> Iterator[None]:
 
 
 def fork_state(state: Tensor, rank: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return generator states: from `state` and `rank`, and from `state` alone.
+    """Return two generator states: from `state` and `rank`, and from `state` alone.
 
     >>> inside, after = fork_state(torch.get_rng_state(), 0, torch.device("cpu"))
     >>> torch.equal(after, fork_state(torch.get_rng_state(), 1, torch.device("cpu"))[1]), torch.equal(inside, after)
@@ -316,7 +316,7 @@ def draw(
 ) -> tuple[Tensor, Tensor]:
     """Return a tensor, filled by the in-place method `how` or by "randperm", and the next state.
 
-    "native_dropout": the operator itself draws the mask, as on a GPU `bernoulli_` draws other numbers.
+    For "native_dropout" the operator itself draws the mask: on a GPU, `bernoulli_` draws other numbers.
     """
     if how == "native_dropout":
         back = bookmark(like.device)
@@ -330,7 +330,7 @@ def draw(
     if how == "randperm":
         x = torch.randperm(len(like), generator=generator, dtype=like.dtype, device=like.device)
         return x, generator.get_state()
-    # the schema makes integers floats
+    # the schema has turned integers into floats
     values: Sequence[float] = [int(n) for n in numbers] if how == "random_" else numbers
     x = getattr(torch.empty_like(like), how)(*by, *values, generator=generator)
     return x, generator.get_state()
@@ -373,7 +373,7 @@ class Stream(TorchDispatchMode):
             if train is False or p == 0:
                 return x.clone(), torch.ones_like(x, dtype=torch.bool)
             mask = self._draw(name, x, [p])  # like `x`, bool
-            # 1 / (1 - p) would be infinite, and give NaN
+            # p == 1: 1 / (1 - p) is infinite, and 0 times it NaN
             return x * mask * (0.0 if p == 1 else 1 / (1 - p)), mask
         if name == "bernoulli":  # torch.func decomposes dropout into this
             return self._draw("bernoulli_", args[0], args[1:], by=() if args[1:] else args)
@@ -403,7 +403,7 @@ def stream() -> Stream | None:
 
 
 class SameDraws(TorchDispatchMode):
-    """Give equal shapes equal numbers. ValueError for an operator with its own generator."""
+    """Seed before each draw: equal shapes get equal numbers. ValueError for an operator with a generator."""
 
     def __init__(self, device: torch.device):
         super().__init__()
@@ -437,7 +437,7 @@ def _defaults(func: Operator, args: Sequence[Tree]) -> list[float]:
 
 
 def draws(func: Operator, args: Sequence[Tree], kwargs: Mapping[str, Tree]) -> bool:
-    # fshard's operators have this tag, but draw nothing
+    # fshard's operators have this tag, but draw nothing of torch's
     if torch.Tag.nondeterministic_seeded not in getattr(func, "tags", ()) or func.namespace == "fshard":
         return False
     dropout = kwargs.get("dropout_p", next((a for a in args if isinstance(a, float)), 0.0))
@@ -458,5 +458,5 @@ define(
     "draw(Tensor state, str how, Tensor[] by, float[] numbers, Tensor like) -> (Tensor, Tensor)",
     draw,
     lambda state, how, by, numbers, like: (drawn_like(how, like), torch.empty_like(state)),
-    exact=True,  # filled in the order of strides
+    exact=True,  # numbers fill `like` in the order of its strides
 )

@@ -31,12 +31,12 @@ def on_device(x: Number, device: torch.device) -> Tensor:
 
 
 def wide(dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype of scalar factors for `dtype`."""
+    """Return the dtype of scalars that multiply tensors of `dtype`."""
     return torch.float64 if dtype in (torch.float64, torch.complex128) else torch.float32
 
 
 def beside(number: object, x: Tensor) -> Any:  # a `Number` or None
-    # 0-d CPU tensors fit tensors of any device
+    # torch takes 0-d CPU tensors with tensors of any device
     return number.to(x.device) if isinstance(number, Tensor) and x.device.type == "cpu" else number
 
 

@@ -16,8 +16,8 @@ from .tracing import define, is_tracing
 from .tree import Tree
 
 Static = TypeVar("Static", bound=Hashable)
-CACHED = 1 << 15  # elements fitting a CPU's cache, with moments
-_LARGE_BLOCK = 1 << 24  # elements filling an accelerator
+CACHED = 1 << 15  # elements that fit a CPU's cache with their moments
+_LARGE_BLOCK = 1 << 24  # elements that fill an accelerator with work
 MOST = 1 << 30  # limit of elements in a foreach kernel or reduction: some kernels index with int32
 
 
@@ -31,7 +31,7 @@ def addresses(x: Tree) -> set[int]:
 
 
 def _with_storage(x: Tree) -> Iterator[Tensor]:
-    # sparse tensors have no storage, empty ones read nothing
+    # sparse tensors have no storage, empty tensors no elements
     rows = (leaf for leaf in tree.leaves(x) if isinstance(leaf, Tensor) and leaf.layout is torch.strided)
     return (row for row in rows if row.numel())
 
@@ -40,16 +40,16 @@ def span(storage: torch.UntypedStorage) -> range:
     """Return a storage's addresses; without memory (meta, fake), its identity as a range."""
     try:
         start = 0 if storage.device.type == "meta" else storage.data_ptr()
-    except RuntimeError:  # torch before 2.15 returns 0
+    except RuntimeError:  # earlier than 2.15, torch returns 0
         start = 0
     return range(start, start + storage.nbytes()) if start else range(storage._cdata, storage._cdata + 1)
 
 
 class Places:
-    """Address ranges of storages. torch.from_numpy and DLPack may share memory between storages."""
+    """Address ranges of storages: storages may share memory (torch.from_numpy, DLPack)."""
 
     def __init__(self, held: Tree):
-        # sorted and disjoint
+        # of ranges: sorted, disjoint
         self._starts, self._ends = list[int](), list[int]()
         for row in _with_storage(held):
             self.add(span(row.untyped_storage()))
@@ -69,7 +69,7 @@ class Places:
 
 
 def aside(x: Tree, written: Tree) -> Tree:
-    """Copy tensors sharing memory with `written`, soon to change."""
+    """Copy the tensors in `x` that share memory with `written`, which will change."""
     memory = Places(written)
     return tree.map(lambda leaf: leaf.clone() if isinstance(leaf, Tensor) and memory.has(leaf) else leaf, x)
 
@@ -95,7 +95,7 @@ def share_elements(x: Tensor, y: Tensor) -> bool:
 
 def runs_meet(x: Tensor, y: Tensor) -> bool:
     """True if tensors of one storage share a byte."""
-    ends = [0, 0]  # of each tensor's runs so far; one tensor's runs may overlap
+    ends = [0, 0]  # of each tensor's runs so far; runs of one tensor may overlap
     for start, stop, number in sorted((*run, number) for number, z in enumerate((x, y)) for run in _runs(z)):
         if start < ends[1 - number]:
             return True
@@ -155,7 +155,7 @@ def bitcast(x: Tensor, dtype: torch.dtype) -> Tensor:
 
 def as_bytes(x: Tensor) -> Tensor:
     flat = x.detach().reshape(-1)
-    if flat.numel() < 2 and flat.stride() != (1,):  # then any stride counts as contiguous
+    if flat.numel() < 2 and flat.stride() != (1,):  # any stride is contiguous; `view` needs 1
         flat = flat.as_strided((flat.numel(),), (1,))
     return bitcast(torch.view_as_real(flat).reshape(-1) if flat.is_complex() else flat, torch.uint8)
 
@@ -171,7 +171,7 @@ def value_bytes(x: Tensor) -> Tensor:
 
 
 def words(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Return a tensor's 8-byte words, int64 (n,), and the other bytes, uint8."""
+    """Return a tensor's 8-byte words, int64 (n,), and the remaining bytes, uint8."""
     data = as_bytes(x)
     data = data.clone() if data.storage_offset() % 8 else data  # words must be aligned
     end = len(data) // 8 * 8
@@ -186,7 +186,7 @@ def from_bytes(data: Tensor, dtype: torch.dtype) -> Tensor:
 
 define(
     "bitcast(Tensor x, ScalarType dtype) -> Tensor",
-    # the copy has last stride 1; a compiler may give a single element any stride
+    # copies: `view` needs a last stride of 1, and a compiler may give one element another
     lambda x, dtype: x.new_empty(x.numel()).copy_(x).view(dtype),
     lambda x, dtype: x.new_empty(x.nbytes // dtype.itemsize, dtype=dtype),
 )
@@ -198,7 +198,7 @@ class DonatedError(RuntimeError):
 
 @dataclass
 class Life:
-    """Life of a value, shared by all values with the same tensors."""
+    """Record that a value was given away, shared by all values with the same tensors."""
 
     given_away: bool = False
 
@@ -211,18 +211,18 @@ class Life:
             )
 
     def __getstate__(self) -> dict[str, object]:
-        self.check("value", "__getstate__")  # a copy or file would get the later values
+        self.check("value", "__getstate__")  # a copy or file would get the values written later
         return vars(self)
 
 
 @dataclass(frozen=True, eq=False)
 class Source(Generic[Static]):
-    """Metadata of a node with `give_away`: `static` is compared, `of` is a weak reference."""
+    """Metadata of a node with `give_away`: `static` is compared, `of` is a weak reference to the node."""
 
     static: Static
     of: weakref.ref[Tree]
 
-    # equal nodes have equal structures, so `of` is not compared
+    # without `of`: two nodes with equal `static` have equal structures
     def __eq__(self, other: object) -> bool:
         return self.static == (other.static if isinstance(other, Source) else other)
 
@@ -262,7 +262,7 @@ def cleared_outside(row: Tensor, spans: Iterable[tuple[int, int]]) -> Tensor:
     gaps = list(_gaps(len(row), spans))
     if not gaps:
         return row
-    # as long as the longest gap; a product with 0 would keep NaN
+    # for the longest gap; a product with 0 would keep NaN
     zeros = row.new_zeros(max(stop - start for start, stop in gaps))
     begins = [0, *(stop for _, stop in gaps)]  # of kept intervals
     parts = [

@@ -1,4 +1,4 @@
-"""Tracing, its operators, profiler names, and context variables of a block."""
+"""Tools for traced code: modes, hooks, operators, marks, names in profiles, context variables."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from torch.fx import Node
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot
 from torch.utils._python_dispatch import _disable_current_modes
 
-# True: equal units are traced one by one
+# True: trace every call for equal units, not two calls
 UNROLLS: ContextVar[bool] = ContextVar("fshard.core.tracing", default=False)
 T = TypeVar("T")
 Operator: TypeAlias = Any  # its class is private to torch
@@ -25,7 +25,7 @@ Kwargs: TypeAlias = Mapping[str, Any] | None
 
 
 class Rerun(Protocol):
-    """A function run by `fshard.remat`, with its units as inputs."""
+    """A function that `fshard.remat` runs, with its units as inputs."""
 
     def unit(self, tape: Any, number: int) -> Sequence[Tensor]: ...
 
@@ -46,7 +46,7 @@ unseen: Callable[[], AbstractContextManager[None]] = _disable_current_modes
 
 @contextmanager
 def unrecorded() -> Iterator[None]:
-    """Run on fake tensors inside a trace, unseen by modes and graphs."""
+    """Run on fake tensors inside a trace: modes see nothing, and no graph records it."""
     fake = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE)
     with torch._C.DisableTorchFunction(), unseen(), fake:
         yield
@@ -82,7 +82,7 @@ def unhooked() -> Iterator[Sequence[tuple[Callable[..., object], Callable[..., o
 
 
 class memo(cached_property[T]):
-    """A cached_property without a lock: simulated ranks would wait, and dynamo cannot trace locks."""
+    """A cached_property without a lock: simulated ranks would wait for it, dynamo cannot trace it."""
 
     def __init__(self, fn: Callable[[Any], T]):
         super().__init__(fn)
@@ -90,7 +90,7 @@ class memo(cached_property[T]):
 
 
 class Marked(Tensor):
-    """Base of classes for origins of tensors; in a graph, nodes are marked instead."""
+    """Base of tensor classes that tell a tensor's origin. In a graph, nodes are marked instead."""
 
 
 def mark(x: Tensor, kind: type[Tensor]) -> Tensor:
@@ -116,7 +116,7 @@ def kind_of(x: Tensor) -> type[Tensor]:
 
 
 def _renames(node: Node) -> bool:
-    """True for `detach` and in-place operators: eagerly, they keep the class.
+    """True for `detach` and in-place operators: their results keep the class in eager code.
 
     torch 2.13 records `detach` as `aten.detach`, torch 2.14 as `aten.alias`, so the schema decides.
     """
@@ -145,9 +145,9 @@ def define(
 ) -> None:
     """Define `torch.ops.fshard.<name>`: `run` implements it, `shapes` returns fake results.
 
-    Tags forbid compilers to merge equal calls, to run a call while compiling, to put it into a CUDA graph (a collective
-    would repeat without its Python), and, in each node, to copy an argument into another layout. `exact`: arguments
-    keep their strides. `captured`: a CUDA graph may contain the operator.
+    Tags forbid compilers to merge equal calls, to run a call while compiling, and to put it into a CUDA graph (a
+    collective would repeat without its Python). `exact`: arguments keep their strides; else no copies are made to keep
+    them. `captured`: a CUDA graph may contain the operator.
     """
     layout = torch.Tag.needs_exact_strides if exact else torch.Tag.flexible_layout
     unsafe = [] if captured else [torch.Tag.cudagraph_unsafe]
@@ -161,7 +161,7 @@ _EVERY, _OF_TORCH = (torch.library.Library(name, "IMPL") for name in ("_", "aten
 
 
 def lead(key: str, functions: Mapping[str, Callable[..., object]]) -> None:
-    """Replace torch's operators under a dispatch key. Functions take the keyset first."""
+    """Replace torch's operators under a dispatch key. A function's first argument is the keyset."""
     _EVERY.fallback(torch.library.fallthrough_kernel, key)
     for name, run in functions.items():
         _OF_TORCH.impl(name, run, key, with_keyset=True)
@@ -182,7 +182,7 @@ _UNNAMED = nullcontext()
 
 
 def named(what: str, label: str) -> AbstractContextManager[object]:
-    """Return a block named `fshard.<what> <label>` in a running profiler.
+    """Return a block named `fshard.<what> <label>` in profiles.
 
     >>> with named("all_gather", "blocks.0"):
     ...     pass

@@ -1,8 +1,8 @@
 """Trees of tensors in the order of use: the only module that imports optree.
 
 Note [Order of use]
-    A plan needs the order of use of a model's parameters: insertion order. optree sorts a dict's keys as strings ('10'
-    before '2'), except in torch's namespace. This namespace also has every node type of `torch.utils._pytree`.
+    A plan needs parameters in the order of use, and takes insertion order for it. optree sorts a dict's keys as strings
+    ('10' before '2'), except in torch's namespace. This namespace also has every node type of `torch.utils._pytree`.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ from torch import Tensor
 from .differences import lacking
 
 _NAMESPACE = "torch"
-# a tree of any node types; a bare `Any` is not a tree
+# a tree of any node types; a bare `Any` annotates no tree
 Tree: TypeAlias = Any
 Spec = optree.PyTreeSpec
 Metadata: TypeAlias = Hashable | None  # compared as part of the structure
 T = TypeVar("T")
-# files between a function given to `map_tops` and its caller
+# files of the frames from `map_tops` to the function it is given
 CODE = (__file__, os.path.dirname(optree.__file__))
 
 
@@ -69,7 +69,7 @@ def flatten(tree: Tree) -> tuple[list[Tree], Spec]:
 
 def _flatten_until(tree: Tree, is_leaf: Callable[[Tree], bool] | None) -> tuple[list[Tree], Spec]:
     leaves, spec = optree.tree_flatten(tree, is_leaf=is_leaf, namespace=_NAMESPACE)
-    # node types of torch.utils._pytree alone are leaves for optree: register them, and flatten again
+    # nodes known only to torch.utils._pytree are leaves for optree: register their types, and flatten again
     maybe = [x for x in leaves if not isinstance(x, Tensor) and type(x) in pytree.SUPPORTED_NODES]
     unknown: set[type] = {type(x) for x in maybe if is_leaf is None or not is_leaf(x)}
     if not unknown:
@@ -135,13 +135,13 @@ def map(fn: Callable[..., Tree], tree: Tree, *rest: Tree) -> Tree:
 
 def consists_of(tree: Tree, spec: Spec, leaves: Sequence[Tree]) -> bool:
     """True if a tree has this structure, in the order of use, and these very leaves."""
-    if (type(tree), spec.type) == (dict, dict) and spec.num_nodes == len(leaves) + 1:  # a dict of leaves, as layers are
+    if (type(tree), spec.type) == (dict, dict) and spec.num_nodes == len(leaves) + 1:  # fast: most layers
         return [*tree] == spec.entries() and all(builtins.map(operator.is_, tree.values(), leaves))
     now, form = optree.tree_flatten(tree, namespace=_NAMESPACE)
     return len(now) == len(leaves) and all(builtins.map(operator.is_, now, leaves)) and form == spec
 
 
-# nodes to treat as leaves
+# type or predicate of nodes to treat as leaves
 Stop = type | Callable[[Tree], bool]
 
 
@@ -150,7 +150,7 @@ def _is(stop: Stop) -> Callable[[Tree], bool]:
 
 
 def tops(tree: Tree, stop: Stop) -> list[Tree]:
-    """Flatten, with every `stop` node as a leaf."""
+    """Return the leaves, with every `stop` node as a leaf."""
     return _flatten_until(tree, _is(stop))[0]
 
 
@@ -212,7 +212,7 @@ def register(cls: type, flatten: Callable[[Tree], tuple[Any, ...]], unflatten: C
     pytree.register_pytree_node(
         cls, lambda x: _without_names(flatten(x)), lambda children, metadata: unflatten(metadata, children)
     )
-    optree.unregister_pytree_node(cls, namespace=_NAMESPACE)  # torch's namespace: children would have no names
+    optree.unregister_pytree_node(cls, namespace=_NAMESPACE)  # torch has registered `cls` without children's names
 
 
 class StandIn:
@@ -248,7 +248,7 @@ def opened(node: Tree) -> tuple[list[tuple[Hashable, Tree]] | None, Metadata]:
 def register_stand_in(cls: type, of: Callable[[Tree], Tree]) -> None:
     """Register a class of stand-ins; `of(container)` wraps an existing container.
 
-    Mapping over a stand-in returns the same class. Children come in each library's order (Note [Order of use]).
+    Mapping over a stand-in returns another of its class. In optree's own namespace children are sorted.
     """
 
     def flatten_in(namespace: str) -> Callable[[Tree], tuple[list[Tree], Metadata, tuple[Hashable, ...] | None]]:
@@ -273,7 +273,7 @@ def register_stand_in(cls: type, of: Callable[[Tree], Tree]) -> None:
         lambda children, spec: unflatten_in(spec, children),
         flatten_with_keys_fn=flatten_with_keys,
     )
-    optree.unregister_pytree_node(cls, namespace=_NAMESPACE)  # torch's namespace: children would have no names
+    optree.unregister_pytree_node(cls, namespace=_NAMESPACE)  # as in `register`
     optree.register_pytree_node(cls, ordered, unflatten_in, namespace=_NAMESPACE)
     everywhere = optree.registry.__GLOBAL_NAMESPACE
     optree.register_pytree_node(cls, flatten_in(""), unflatten_in, namespace=everywhere)
@@ -320,7 +320,7 @@ def register_fields(
         return x
 
     register(cls, flatten, unflatten)
-    # torch's namespace has no names of nodes' children
+    # for `names` and `child_fields`: `flatten` returns no names
     cls.__children__ = cls, children, tuple(children if names is None else names)  # type: ignore[attr-defined]
 
 
@@ -348,7 +348,7 @@ def _fields(cls: type) -> list[str]:
 
 
 def give_away(tree: Tree) -> None:
-    """Call `give_away` of every outermost node: later uses are a DonatedError."""
+    """Call `give_away` of every outermost node with this method: its later uses raise DonatedError."""
     for node in tops(tree, lambda x: hasattr(x, "give_away")):
         if hasattr(node, "give_away"):
             node.give_away()
@@ -356,7 +356,7 @@ def give_away(tree: Tree) -> None:
 
 def constant(cls: type[T]) -> type[T]:
     """Register immutable values as constants for torch.compile."""
-    # Private: dynamo knows frozen dataclasses by it, would rebuild them from fields, and fail
+    # Private: by this attribute dynamo knows a frozen dataclass, would rebuild it from its fields, and fail
     if "__dataclass_params__" in vars(cls):
         del cls.__dataclass_params__  # type: ignore[attr-defined]
     pytree.register_constant(cls)
@@ -378,7 +378,7 @@ def child_fields(kind: type) -> tuple[str, ...] | None:
 
 
 def walk(spec: Spec, path: tuple[str, ...] = (), first: int = 0) -> Iterator[tuple[tuple[str, ...], Spec, int]]:
-    """Yield (path, structure, first leaf) of every subtree, outer before inner."""
+    """Yield (path, structure, number of the first leaf) of every subtree, outer before inner."""
     yield path, spec, first
     for name, child in zip(names(spec), spec.children(), strict=True):
         yield from walk(child, (*path, str(name)), first)
@@ -427,7 +427,7 @@ def difference(expected: Tree, got: Tree) -> str:
 
 
 def names_in(paths: Iterable[str]) -> set[str]:
-    """Return the paths, and those of all subtrees around them.
+    """Return the paths, and the paths of all subtrees around them.
 
     >>> sorted(names_in(["a.b.c", "d"]))
     ['a', 'a.b', 'a.b.c', 'd']
@@ -436,9 +436,9 @@ def names_in(paths: Iterable[str]) -> set[str]:
 
 
 def matches(path: Sequence[str], pattern: str, names: Container[str]) -> bool:
-    """True if a path matches a dotted pattern: `*` is (part of) one component, `**` any number.
+    """True if a path matches a dotted pattern: `*` is (part of) one component, `**` any number of them.
 
-    A component equal to one of `names` (`names_in` of the tree) means this name alone.
+    A name in the tree (`names`, by `names_in`) means itself, even with `*` or `[`.
 
     >>> [matches(path, "x[0].*", {"x0", "x[0]"}) for path in (["x0", "w"], ["x[0]", "w"])]
     [False, True]
