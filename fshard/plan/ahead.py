@@ -1,16 +1,16 @@
-"""Transfers next to the computation: units gathered ahead, reductions under way, rows in host memory.
+"""Transfers during the computation: units gathered ahead, reductions under way, rows in host memory.
 
 Note [Two units]
-    By default the unit in use and the units gathered ahead take together at most twice the bytes of the largest unit;
-    the unit with arriving gradients and the units being reduced likewise. While a small unit computes, several small
-    units travel, so the link has work. At least one unit travels, and at most `_MOST`: more units gained nothing
+    By default the unit in use and the units gathered ahead take at most twice the bytes of the largest unit; so do the
+    unit with arriving gradients and the units being reduced. While a small unit computes, several small units travel,
+    so the link has work. At least one unit travels, and at most `_MOST`: more units gained nothing
     (docs/benchmarks.md). If collectives have several stages, only one unit is in the first stage.
 
 Note [Crossing over]
-    Each direction has its own stream. A stream's work waits for all earlier work of the computation, so that memory
-    freed by the computation is not overwritten too early. The computation waits for the stream before it uses a result.
-    Host memory is pinned, so copies do not block the host. The host waits for the device (`Crossing.settle`) once for
-    each backward or update, before it reads rows.
+    Copies to host memory and copies from host memory each have a stream. A stream's work waits for all earlier work of
+    the computation: memory freed by the computation must not be overwritten early. The computation waits for the stream
+    before it uses a result. Host memory is pinned, so copies do not block the host. The host waits for the device
+    (`Crossing.settle`) once for each backward or update, before it reads rows.
 """
 
 from __future__ import annotations
@@ -45,14 +45,14 @@ class Ahead:
 
     @memo
     def number(self) -> int | None:
-        """The number of units, if equal next to every unit; else None."""
+        """The number of units that travel at once; None if it depends on the unit in use."""
         if self.prefetch is not None:
             return self.prefetch
         smallest = sorted(size for size in self.sizes if size)[:3]
         return 1 if len(smallest) < 3 or sum(smallest) > self._room else None
 
     def most(self, stages: int) -> int:
-        """Return the most units gathered at once: each stage after the first adds one.
+        """Return the most units gathered at once: each stage after the first adds one unit.
 
         >>> [Ahead((6, 1, 1, 6), None).most(1), Ahead((6, 1, 1, 6), None).most(2), Ahead((6,), 0).most(2)]
         [4, 2, 0]
@@ -93,7 +93,7 @@ def host_row(numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
 
 
 def pinned(row: Tensor, device: torch.device) -> Tensor:
-    """Return a row in host memory for copies that do not block."""
+    """Return the row in pinned host memory, for copies that do not block the host."""
     if row.device != HOST:
         return to_host(row)
     return row if device == HOST or row.is_pinned() else row.pin_memory()
@@ -127,7 +127,7 @@ class _Arrival:
 
 
 class Crossing:
-    """A stream next to the computation."""
+    """A stream parallel to the computation's."""
 
     def __init__(self, device: torch.device):
         self.device: torch.device = device
@@ -174,11 +174,11 @@ class Crossing:
 
 
 class Crossings(NamedTuple):
-    """The streams next to the computation, on the device of a mesh."""
+    """The streams parallel to the computation's, on the device of a mesh."""
 
     up: Crossing  # to the device
     down: Crossing  # to host memory
-    sums: Crossing  # Note [Sums beside the computation] in `under_way.py`
+    sums: Crossing  # Note [Sums beside the computation] in `grad/under_way.py`
     stages: Crossing  # of gathers over several axes
 
 

@@ -43,11 +43,11 @@ def check_tensors(flat: Sequence[object], paths: Sequence[str]) -> None:
 def first_places(flat: Sequence[Tensor], paths: Sequence[str]) -> list[int]:
     """Return, for every leaf, the number of the first leaf tied to it.
 
-    ValueError for leaves that share memory in another way.
+    ValueError for leaves that share memory but are not tied.
     """
     first: dict[Hashable, int] = {}
     places = [first.setdefault(identity(leaf), i) for i, leaf in enumerate(flat)]
-    by_storage: dict[int, list[int]] = defaultdict(list)  # first places alone: tied leaves share memory rightly
+    by_storage: dict[int, list[int]] = defaultdict(list)  # without later tied leaves: these may share memory
     for i in dict.fromkeys(places):
         if flat[i].numel():
             by_storage[address(flat[i])].append(i)
@@ -57,10 +57,10 @@ def first_places(flat: Sequence[Tensor], paths: Sequence[str]) -> list[int]:
 
 
 def identity(leaf: Tensor) -> Hashable:
-    """Return a key, equal for living leaves with the same elements of the same memory."""
+    """Return a key, equal for tied leaves (the same elements of the same memory) that live."""
     if not leaf.numel():  # all empty tensors may have one storage
         return id(leaf)
-    # lazy bits: a conjugated view has its base's memory and other values
+    # lazy bits: a conjugated view has the memory of its base, but other values
     bits = leaf.is_conj(), leaf.is_neg()
     # the stride of a dimension of size 1 means nothing
     strides = tuple(stride for size, stride in zip(leaf.shape, leaf.stride(), strict=True) if size > 1)
@@ -93,12 +93,12 @@ def read_frozen(
     """True for every frozen leaf: `picked` by `frozen=`, or frozen by the tree itself.
 
     If any floating leaf requires a gradient, the tree freezes parameters without `requires_grad` (a tied leaf if none
-    of its places requires a gradient). Otherwise the tree freezes no leaf. Integer leaves never train.
+    of its occurrences requires a gradient). Otherwise the tree freezes no leaf. Integer leaves never train.
 
     ValueError for an unpicked plain tensor next to parameters, and for a picked leaf with `requires_grad` next to a
-    parameter without.
+    parameter without it.
     """
-    says: dict[int, int] = {}  # by the first place of a leaf
+    says: dict[int, int] = {}  # by a leaf's first occurrence
     for leaf, place in zip(flat, places, strict=True):
         if is_differentiable(leaf):
             says[place] = max(says.get(place, _NOTHING), _said(leaf))
@@ -120,7 +120,7 @@ def read_frozen(
     return [picked[i] or bool(trained and says.get(i) == _STILL) for i in places]
 
 
-_NOTHING, _STILL, _TRAINS = range(3)  # a leaf's own word
+_NOTHING, _STILL, _TRAINS = range(3)  # by itself, a leaf is undecided, frozen, or trained
 
 
 def _said(leaf: Tensor) -> int:

@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 Holders = tuple[tuple[int, ...], ...]  # the ranks with each shard
 
 _COLOURS = ("#8ecae6", "#ffd166", "#a8d5a2", "#f4a6a0", "#c9b6e4", "#f9b572", "#8fd3c8", "#e3b3d1")
-_ALL = "#d9dee3"  # parts on all ranks
-_LINES = 15  # of units in a table
+_ALL = "#d9dee3"  # a buffer that all ranks have
+_LINES = 15  # most lines of units in a table
 _NAMES, _BAR, _GAP, _ROW = 272, 208, 20, 42  # widths and a height in the picture
 
 
@@ -26,7 +26,7 @@ class Share(NamedTuple):
 class TableLine(NamedTuple):
     """A line for equal units and one kind: totals of leaves, and the holders of each share.
 
-    `brief` tells the kind from the plan's other kinds.
+    `brief` tells `kind` from the plan's other kinds.
     """
 
     unit: str
@@ -46,7 +46,7 @@ class TableLine(NamedTuple):
 
 @dataclass(frozen=True)
 class Picture:
-    """Text with a picture: `print` shows `text`, a notebook both, `.svg()` returns the picture.
+    """Text with a picture: `print` shows the text, a notebook both, `.svg()` returns the picture.
 
     `rows` has the numbers of the picture.
     """
@@ -66,7 +66,7 @@ class Picture:
 
 
 def picture(title: Sequence[str], shares: Mapping[str, str], rows: Sequence[TableLine]) -> Picture:
-    """`shares`: name and description of each column."""
+    """Return a picture; `shares`: names and descriptions of columns."""
     return Picture("\n".join([*title, *table([*shares], rows)]), rows, lambda: _svg(title, shares, rows))
 
 
@@ -93,7 +93,7 @@ def shortened(name: str, width: int) -> str:
 
 
 def table(columns: Sequence[str], rows: Sequence[TableLine]) -> list[str]:
-    """Return lines for a screen of 80 x 24 characters: too many units end in one common line."""
+    """Return lines for a screen of 80 x 24 characters: units beyond `_LINES` share the last line."""
     regather = len({row.regather for row in rows}) > 1
     title = ["unit", "bytes", *columns, *["regather"] * regather]
     shown = rows if len(rows) <= _LINES else rows[: _LINES - 1]
@@ -185,7 +185,7 @@ def aligned(rows: Sequence[Sequence[str]], right: Collection[int] = ()) -> Itera
 
 
 def size(nbytes: int) -> str:
-    """Return a number of bytes with three or four digits.
+    """Return a number of bytes as text, with three or four digits.
 
     >>> size(96), size(1000), size(1536), size(50 << 30)
     ('96 B', '1000 B', '1.50 KiB', '50.0 GiB')

@@ -11,7 +11,7 @@ from ..core.arguments import wrong
 from ..layout.rules import COPIES, Rule
 from .units import fitting, no_unit
 
-Regather = bool | str | Sequence[str]  # gather a unit again or not; or axes: keep a copy cut over them
+Regather = bool | str | Sequence[str]  # True: gather a unit again; False: keep it; axes: keep a copy cut over these
 
 
 def partitions(sizes: dict[str, int], *overs: str | Sequence[str]) -> dict[str, Axes]:
@@ -31,7 +31,7 @@ def partitions(sizes: dict[str, int], *overs: str | Sequence[str]) -> dict[str, 
 
 
 def axes_of(name: str, over: object, sizes: Mapping[str, int]) -> Axes:
-    """Return the axes in an argument; on one device "shard" and "replicate" give ().
+    """Return the axes in an argument; on one device, for "shard" or "replicate", ().
 
     Raises TypeError if `over` is neither a name nor several names, ValueError for an axis not in the mesh.
     """
@@ -82,7 +82,7 @@ def keep_rules(
 
 
 def _keep_rule(name: str, value: object, sizes: Mapping[str, int], params_over: Axes) -> Rule | None:
-    """Return None if nothing stays, `COPIES` if all stays, else the rule of the cut copy."""
+    """Return None if nothing is kept, `COPIES` for the whole unit, else the rule of the kept shards."""
     if isinstance(value, bool):
         return None if value else COPIES
     if not isinstance(value, str | list | tuple):
@@ -93,5 +93,5 @@ def _keep_rule(name: str, value: object, sizes: Mapping[str, int], params_over: 
             f"{name}={value!r}: expected the last axes of params_over={params_over}, in this order: a copy of the unit "
             "stays cut over them, and is gathered over them alone in the backward"
         )
-    # a copy cut like the parameters would equal the shard itself
+    # a copy cut over all axes of `params_over` would equal the shard itself
     return None if value and axes == params_over else Rule(axes)

@@ -4,12 +4,12 @@ Note [Flat buffers]
     Leaves are grouped in *units* (gathered together) and, inside a unit, by *kind* (dtype, trainable or frozen, sharded
     or whole, on the device or in host memory). The leaves of one unit and kind lie in one flat buffer, in the order of
     the tree. Every leaf starts at a multiple of 16 bytes in each dtype of the buffer: kernels load 16 bytes at once.
-    Zeros pad the end, so that a rank's smallest shard also has such a length.
+    Zeros pad the end, so that even a rank's smallest shard is a multiple of 16 bytes.
 
     A buffer is cut into equal intervals; rank r along the axes of a partition owns interval r, its shard. A rank holds
     one tensor for each kind: its shards of all units, end to end. Each of the three partitions (params, grads, state)
-    has the axes of the one before and possibly more, and the first axis varies slowest. So a shard of a finer partition
-    lies inside one shard of a coarser one.
+    has the axes of the partition before and possibly more, and the first axis varies slowest. So a shard of a
+    finer partition lies inside one shard of a coarser partition.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ from .precision import Policy, Precision
 from .units import ENDS, ROOT
 
 _ALIGN = 16  # bytes
-_BUCKET = 1 << 20  # bytes; smaller units cost by number, not by size
-_SMALL = 16 << 20  # most bytes of all gradients if they wait for joined units
+_BUCKET = 1 << 20  # bytes; smaller units cost time for messages, not for bytes
+_SMALL = 16 << 20  # most bytes of gradients, if they wait in memory for a joined unit
 _MANY = 8  # saved messages worth advice
 
 Shares = Mapping[str, tuple[Axes, Sequence[int]]]
@@ -97,8 +97,8 @@ class Slot(Leaf):
 class Unit:
     """Leaves gathered together: `lengths[k]` elements, with padding, in the flat buffer of kind k.
 
-    `keep_rule`: the buffers kept by `regather=` from forward to backward: none (None), whole ones, or shards over the
-    last axes of `params_over`. `joined`: the names of the units joined in this one.
+    `keep_rule`: the buffers that `regather=` keeps from forward to backward: none (None), whole buffers, or shards over
+    the last axes of `params_over`. `joined`: the names of the units joined in this unit.
     """
 
     name: str
@@ -108,7 +108,7 @@ class Unit:
 
     @property
     def regather(self) -> str:
-        """The argument of `make_plan`, as text."""
+        """The unit's `regather` of `make_plan`, as text."""
         over = () if self.keep_rule is None else self.keep_rule.over
         return ", ".join(over) if over else str(self.keep_rule is None)
 
@@ -127,8 +127,8 @@ def _joined(units: Sequence[Unit]) -> Unit:
 class Plan:
     """The layout of a tree over the axes of a mesh: immutable, hashable, picklable, the same on every rank.
 
-    `slots[leaves[i]]` is the position of leaf i. `claims[i]` is the unit that gathers leaf i (after `join`, the joined
-    unit). A tied leaf has the slot of its first occurrence, perhaps in another unit. Pickling drops the mesh:
+    `slots[leaves[i]]` is the position of leaf i. `claims[i]` is the unit selected for leaf i (after `join`, the
+    joined unit). A tied leaf has the slot of its first occurrence, perhaps in another unit. Pickling drops the mesh:
     `plan.on(mesh)` sets it again.
     """
 
@@ -172,7 +172,7 @@ class Plan:
     def lasting(self) -> frozenset[int]:
         """The units that stay from their second gather in a forward to the forward's end.
 
-        A loss may read the ends between other units, and parts of several joined units in turn.
+        A loss may read `(first)` and `(last)` between other units, and the parts of joined units in turn.
         """
         return frozenset(number for number, unit in enumerate(self.units) if unit.name in ENDS or unit.joined)
 
@@ -189,7 +189,7 @@ class Plan:
     def join(self, bucket: int) -> Plan:
         """Return this plan with neighbouring units joined, up to `bucket` bytes.
 
-        The root, the ends, units of several subtrees, and units of different `keep_rule` are not joined.
+        The root, `(first)`, `(last)`, units of several subtrees, and units of different `keep_rule` stay alone.
         """
         groups, begins, filled = list[list[Unit]](), list[tuple[int, Sequence[int]]](), 0
         for unit, nbytes in zip(self.units, self.ahead.sizes, strict=True):
@@ -210,7 +210,7 @@ class Plan:
 
     @memo
     def as_read(self) -> Plan | None:
-        """A plan of joined units over the same tensors, for an eager loss; None if the tree is large, sent or cast."""
+        """A plan of joined units over the same tensors, for an eager loss; None for a large, sent or cast tree."""
         if self.gather or self.param_wire or self.grad_wire or self.num_ranks(self.axis_names) > 1:
             return None
         if sum(self.ahead.sizes) > _SMALL:
@@ -219,7 +219,7 @@ class Plan:
         return None if casts else self.join(_BUCKET)
 
     def live_mesh(self) -> AnyMesh:
-        """Return the mesh. ValueError for an unpickled plan, which has none."""
+        """Return the mesh; ValueError for an unpickled plan."""
         if self.mesh is None and self.axes:
             raise ValueError(f"this plan has no mesh (it was unpickled): call plan.on(mesh), axes {dict(self.axes)}")
         return self.mesh
@@ -230,14 +230,13 @@ class Plan:
 
     @memo
     def linked(self) -> Axes:
-        """The axes of several ranks. Rows are cut over these alone, unless the user gives a gather or a wire."""
+        """The axes with more than one rank. Rows are cut over these alone, unless the user gives a gather or a wire."""
         return tuple(axis for axis, size in self.axes if size > 1)
 
     def rule(self, kind: int, over: Axes) -> Rule:
         """Return the rule of a kind in a tree cut over `over`.
 
-        Whole leaves are copies in any tree. Split leaves are cut over ranks with the same part, not over the split's
-        axis.
+        Whole leaves are copies in any tree. Parts of split leaves are cut over ranks with the same part.
         """
         if self.kinds[kind].whole:
             return COPIES
@@ -249,7 +248,7 @@ class Plan:
         return (*self.splits([kind]), *self.rule(kind, over).over)
 
     def rest(self, axes: Axes, kind: int | None = None) -> Axes:
-        """Return the axes of several ranks without `axes` and the split axis of a kind."""
+        """Return the axes with more than one rank, without `axes` and the split axis of a kind."""
         split = None if kind is None else self.kinds[kind].split
         return tuple(axis for axis in self.linked if axis not in axes and axis != split)
 
@@ -258,7 +257,7 @@ class Plan:
         return tuple(dict.fromkeys(split for kind in kinds if (split := self.kinds[kind].split) is not None))
 
     def num_ranks(self, axes: Axes) -> int:
-        """Return the number of ranks along these axes together."""
+        """Return the product of these axes' sizes."""
         sizes = dict(self.axes)
         return math.prod(sizes[axis] for axis in axes)
 
@@ -272,8 +271,8 @@ class Plan:
         return tuple(tree.paths(self.spec))
 
     def container(self, spec: tree.Spec, first: int) -> Container:
-        """Return a container's children, by its structure and the number of its first leaf."""
-        # nested containers may have the same first leaf
+        """Return the children of a container of structure `spec`; `first`: the number of its first leaf."""
+        # a container and one inside may have the same first leaf
         known, key = self._known.containers, (first, spec.num_nodes)
         if key not in known:
             known[key] = Container(spec)
@@ -293,7 +292,7 @@ class Plan:
         by_place: dict[tuple[int, int], list[Slot]] = {}
         for slot in self.slots:
             by_place.setdefault((slot.unit, slot.kind), []).append(slot)
-        # an empty leaf may share its start with another
+        # an empty leaf and the next leaf have the same start
         ordered = ((place, sorted(x, key=lambda slot: (slot.start, slot.numel))) for place, x in by_place.items())
         return {place: self._row(*place, slots) for place, slots in ordered}
 
@@ -347,7 +346,7 @@ class Plan:
 
     @property
     def crossings(self) -> Crossings:
-        """The streams of Note [Crossing over] in `ahead`."""
+        """The streams of Note [Crossing over] in `ahead.py`."""
         return present(self.live_mesh()).once(crossings)
 
     @memo
@@ -380,7 +379,7 @@ class Plan:
         return lines
 
     def holders(self, axes: Axes) -> Holders:
-        """Return the ranks with each shard of a partition over these axes."""
+        """Return the ranks that hold each shard of a partition over these axes."""
         sizes = dict(self.axes)
         by_shard = dict[tuple[int, ...], list[int]]()
         for rank in range(math.prod(sizes.values())):
@@ -389,9 +388,9 @@ class Plan:
         return tuple(tuple(by_shard[at]) for at in sorted(by_shard))
 
     def lines(self, shares: Shares, units: Iterable[int]) -> list[TableLine]:
-        """Return contents and holders of units: a line for each kind of units equal but for numbers in names.
+        """Return lines with contents and holders of units; units equal but for numbers in names share lines.
 
-        `shares`: by name, the axes of a cut, and the bytes of an element of each kind.
+        `shares`: by column, the axes of a partition, and the bytes of an element of each kind.
         """
         equal = dict[object, list[int]]()
         for number in units:

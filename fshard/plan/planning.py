@@ -1,4 +1,4 @@
-"""Planning: check arguments, assign leaves to units, place them in flat buffers."""
+"""Planning: check arguments, assign leaves to units, lay leaves out in flat buffers."""
 
 from __future__ import annotations
 
@@ -55,12 +55,12 @@ def make_plan(
     - `units`: the subtrees to gather as one unit each. Give dotted path patterns (`*` one component, `**` any number;
       an existing path means itself), a predicate `(path, subtree) -> bool`, or a number of elements at which a unit is
       full. A tuple of patterns in the list is one unit, adjacent or not (`[("embed", "head"), "blocks.*"]`): this unit
-      stays from its second gather to the end of the forward. Leaves before the first selected one are the unit
-      `(first)`, leaves after the last one the unit `(last)`. Other leaves, and leaves tied across these units, are the
-      unit `(root)`, gathered once for a forward.
+      stays from its second gather to the end of the forward. Leaves before the first selected leaf are the
+      unit `(first)`, leaves after the last one the unit `(last)`. Other leaves, and leaves tied across these units,
+      are the unit `(root)`, gathered once for a forward.
     - `params_over`, `grads_over`, `state_over`: the axes over which parameters, gradients and optimizer state are
-      partitioned. Each must include the axes of the argument before.
-    - `regather`: True frees gathered parameters after the forward, and gathers them again in the backward; False keeps
+      partitioned. Each argument must include the axes of the argument before.
+    - `regather`: True frees gathered parameters in the forward, and gathers them again in the backward; False keeps
       them. Names of the last axes of `params_over` (the axis inside a host, say) keep a copy cut over these axes, and
       the backward gathers over these alone. A dict gives each unit its value, by names or patterns of units
       (`"(last)"`, say) or of their subtrees; the first match counts, and other units have True.
@@ -69,7 +69,7 @@ def make_plan(
     Integer leaves are always frozen. If some leaves require a gradient, as in a module, each `nn.Parameter` without
     `requires_grad` is frozen. A tree of plain tensors trains; next to a module's parameters a plain tensor outside
     `frozen` is a ValueError. Leaves with the same elements of the same memory (one tensor, its `.detach()` or `.data`)
-    are tied: they are stored once, and selecting one path selects the leaf.
+    are tied: they are stored once, and selecting one of its paths selects the leaf.
 
     - `whole`: these leaves stay whole on every rank.
     - `frozen`: these leaves get no gradient and no optimizer state.
@@ -90,12 +90,12 @@ def make_plan(
     - `together`: gather all dtypes of a unit in one message.
     - `gather`: an object that gathers the shards of parameters (`fshard.reduction.Gather`).
     - `prefetch`: the number of units gathered ahead of the unit in use, and of units reduced behind it. Default: one
-      unit, or several small units if these and the unit in use take at most twice the memory of the largest (Note
-      [Two units] in `ahead.py`).
+      unit, or several small units if these and the unit in use take at most twice the memory of the largest unit
+      (Note [Two units] in `plan/ahead.py`).
     - `bucket`: join neighbouring units up to so many bytes; 0 joins none. For a small unit the message costs more than
       its bytes: join units of some kilobytes up to 1 MiB (`1 << 20`). Joined units need two to three times the
       bucket in memory.
-    - `slices`: in a step with `reduction="tree"`, the number of slices of all ranks' batch, a power of two.
+    - `slices`: in a step with `reduction="tree"`, the number of slices (a power of two) of the batch of all ranks.
 
     On a mesh of processes the plans of all ranks are compared.
 
@@ -150,7 +150,7 @@ def make_plan(
 def _data_axes(
     data: str | Sequence[str] | None, sizes: Mapping[str, int], splits: Iterable[Split], state_over: Axes
 ) -> Axes:
-    """ValueError if splits and partitions do not decide the axes of batches."""
+    """Return the axes along which batches differ. ValueError if splits and partitions leave them open."""
     if data is not None:
         named = axes_of("data", data, sizes) if sizes else ()  # on one device axes may have any names
         return tuple(axis for axis in sizes if axis in named)
@@ -166,7 +166,7 @@ def _data_axes(
 
 
 def _padded(plan: Plan, multiples: Sequence[int]) -> Plan:
-    """Pad lengths to multiples for all ranks: any all-reduce then has equal parts."""
+    """Pad lengths to multiples: an all-reduce along any axes then has equal parts."""
     padded = (replace(unit, lengths=tuple(map(_rounded_up, unit.lengths, multiples))) for unit in plan.units)
     return replace(plan, units=tuple(padded))
 
@@ -197,7 +197,7 @@ def _check_arguments(
 def _kinds(
     params: Tree, origins: Sequence[int], wheres: Mapping[str, Where], policy: Policy, splits: Mapping[int, Split]
 ) -> dict[int, Kind]:
-    """Return the kind of each leaf by its first place."""
+    """Return the kind of each leaf, by the number of its first occurrence."""
     flat, spec = tree.flatten(params)
     # the word "state", unless a subtree has this name
     if on_host := wheres["offload"] == "state" and "state" not in map(str, tree.names(spec)):

@@ -22,7 +22,7 @@ _NAMES = {dtype: name for name, dtype in _SHORT.items()}
 class Policy:
     """The dtypes of a plan's floating leaves: `make_plan(params, mesh, policy="storage=f32,compute=bf16,reduce=f32")`.
 
-    - `storage`: the dtype of shards, optimizer state and gradients. Default: each leaf's own.
+    - `storage`: the dtype of shards, optimizer state and gradients. Default: each leaf's own dtype.
     - `compute`: the dtype of gathered leaves and of the computation: the shard is cast, then gathered. Default:
       `storage`.
     - `reduce`: the dtype of sent gradients (sums are taken in float32 at least). Default: `compute`.
@@ -101,7 +101,7 @@ class Policy:
 
     @property
     def stores(self) -> bool:
-        """True if `storage` is given, here or in an override."""
+        """True if this policy or an override gives `storage`."""
         return self.storage is not None or any(policy.stores for _, policy in self.overrides)
 
     def over(self, other: Policy) -> Policy:
@@ -205,7 +205,7 @@ class Precision:
 
 
 def precision(dtype: torch.dtype, policy: Policy) -> Precision:
-    """Return a leaf's dtypes: unless real and floating, its own."""
+    """Return a leaf's dtypes. Only real floating leaves follow the policy."""
     if not dtype.is_floating_point:
         return Precision(dtype, dtype, dtype, dtype)
     storage = _or_default(policy.storage, dtype)

@@ -17,14 +17,14 @@ from .precision import Policy
 Where = str | Sequence[str] | Callable[[str, Tree], bool] | None
 Units = Where | int | Sequence[str | tuple[str, ...]]  # a tuple of patterns is one unit
 ROOT = "(root)"
-ENDS = FIRST, LAST = "(first)", "(last)"  # leaves before the first claimed leaf, after the last one
+ENDS = FIRST, LAST = "(first)", "(last)"  # leaves before the first claimed leaf, and after the last
 _WILD = set("*?[")
 _SHOWN = 8  # names in an error
 _STATE = "; the word 'state' means the optimizer state alone"
 
 
 def _selector(params: Tree, spec: tree.Spec, where: Where, name: str) -> list[tuple[str, int, int]]:
-    """Return (path, first leaf, number of leaves) of subtrees, outer before inner."""
+    """Return (path, first leaf, number of leaves) of the selected subtrees, outer before inner."""
     _check_where(name, where)
     if where is None:
         return []
@@ -41,7 +41,7 @@ def _selector(params: Tree, spec: tree.Spec, where: Where, name: str) -> list[tu
         picked = fits = fitting([path for path, _, _ in nodes], patterns, spec)
         matched = set(chain.from_iterable(fits))
         for number, pattern in enumerate(patterns):
-            if number not in matched:  # a pattern may match a subtree without leaves
+            if number not in matched:  # matching only subtrees without leaves is no error
                 word = _STATE * (name == "offload" and isinstance(where, str))
                 raise ValueError(f"{name}: the pattern {pattern!r} matches nothing; {_top(spec)}{word}")
     pairs = zip(nodes, picked, strict=True)
@@ -94,7 +94,7 @@ def _check_where(name: str, where: object) -> None:
 
 
 def claim_leaves(params: Tree, spec: tree.Spec, origins: Sequence[int], where: Where, name: str) -> list[bool]:
-    """True for every selected leaf; a tied leaf is selected in all its places, or in none."""
+    """True for every selected leaf; selecting one occurrence of a tied leaf selects all."""
     selected = set[int]()
     for _, first, count in _selector(params, spec, where, name):
         selected.update(origins[first : first + count])
@@ -132,12 +132,12 @@ def claim_splits(
 
 
 def claim_policies(params: Tree, spec: tree.Spec, origins: Sequence[int], policy: Policy) -> list[Policy | None]:
-    """Return each leaf's policy, or None: the first override selecting the leaf; for a tied leaf, any occurrence."""
-    chosen: dict[int, Policy] = {}  # by the first place of a leaf
+    """Return, for each leaf, the first override that selects it, or any occurrence of a tied leaf; else None."""
+    chosen: dict[int, Policy] = {}  # by number of a leaf's first occurrence
     dtypes, paths = [leaf.dtype for leaf in tree.leaves(params)], tree.paths(spec)
     for where, override in reversed(_grouped(policy)):  # the first override is set last
         for path, first, count in _selector(params, spec, where, "policy"):
-            # integer leaves inside a selected subtree stay as they are
+            # integer leaves inside a selected subtree stay as they are; selected alone they are refused
             if path == paths[first] and not dtypes[first].is_floating_point:
                 patterns = where if isinstance(where, list) else []
                 named = [patterns[number] for number in fitting([path.split(".")], patterns, spec)[0]] or [where]
@@ -163,11 +163,10 @@ def _grouped(policy: Policy) -> list[tuple[Where, Policy]]:
 def claim_units(
     params: Tree, spec: tree.Spec, flat: Sequence[Tensor], origins: Sequence[int], units: Units
 ) -> tuple[dict[str, tuple[str, ...]], list[int]]:
-    """Return the units by name in the order of use, the root first, and the number of every leaf's unit.
+    """Return {name of a unit: names of its subtrees if several, else ()}, and the number of every leaf's unit.
 
-    A leaf belongs to the innermost subtree selected, else to `(first)`, `(last)` or the root. If `units` is a
-    number, tied leaves count once. The value of a name: the subtrees' names if the
-    unit joins several, else ().
+    Units come in the order of use, the root first. A leaf belongs to the innermost selected subtree, else to `(first)`,
+    `(last)` or the root. If `units` is a number of elements, tied leaves count once.
     """
     owner, parts = [ROOT] * spec.num_leaves, dict[str, tuple[str, ...]]()
     if isinstance(units, int):
@@ -193,7 +192,7 @@ def _without_tuples(units: Any) -> tuple[Where, list[tuple[str, ...]]]:
 
 
 def _together(names: Sequence[str], tuples: Sequence[tuple[str, ...]], spec: tree.Spec) -> dict[str, tuple[str, ...]]:
-    """Return the names joined in each unit. ValueError if a name fits two tuples of patterns."""
+    """Return {name of a joined unit: names joined}. ValueError if a name fits two tuples of patterns."""
     parts, paths = list[tuple[str, ...]](), [name.split(".") for name in names]
     for patterns in tuples:
         fits = fitting(paths, patterns, spec)
@@ -205,9 +204,9 @@ def _together(names: Sequence[str], tuples: Sequence[tuple[str, ...]], spec: tre
 
 
 def _with_ends(owner: Sequence[str], origins: Sequence[int]) -> list[str]:
-    """Take the leaves before the first and after the last claimed leaf out of the root: it stays in memory all along.
+    """Move leaves before the first and after the last claimed leaf out of the root, which stays in memory all along.
 
-    A tied leaf used on both sides, or between units, stays in the root, gathered once.
+    A tied leaf with occurrences at both ends, or between claimed leaves, stays in the root, gathered once.
     """
     claimed = [i for i, name in enumerate(owner) if name != ROOT]
     last_place = {origin: i for i, origin in enumerate(origins)}
@@ -233,7 +232,7 @@ def _fill_units(flat: Sequence[Tensor], origins: Sequence[int], size: int) -> li
 
 
 def select_units(units: Sequence[Sequence[str]], patterns: Sequence[str], spec: tree.Spec, what: str) -> list[int]:
-    """Return the units selected by `patterns`. ValueError for a pattern without a unit."""
+    """Return the units selected by `patterns`. ValueError for a pattern that matches no unit."""
     owners, names = zip(*((unit, name) for unit, names in enumerate(units) for name in names), strict=True)
     fits = fitting([name.split(".") for name in names], patterns, spec)
     matched = set(chain.from_iterable(fits))
