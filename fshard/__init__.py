@@ -90,7 +90,7 @@ __all__ = [
     "zero",
 ]
 
-# imported at first use: the compiler's imports from torch take half a second
+# names imported at first use: the compiler's imports from torch take half a second
 _LAZY = {
     "TraceError": "compiler.trace",
     "estimate": "planner.estimate",

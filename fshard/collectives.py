@@ -1,4 +1,4 @@
-"""Differentiable collectives over a mesh axis, gathers started early, the tally, and batches of unequal number."""
+"""Differentiable collectives over a mesh axis, gathers started early, the tally, and data of unequal length."""
 
 from .comm.collectives import all_gather, all_reduce, all_to_all, broadcast, reduce_scatter, shift, vary
 from .comm.ranks import Call, Tally, tally

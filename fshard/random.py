@@ -1,4 +1,4 @@
-"""Random numbers that differ along an axis of the mesh, where a step draws equal ones on all ranks of the axis."""
+"""Random numbers that differ along a mesh axis, although a step draws equal numbers on all ranks of the axis."""
 
 from __future__ import annotations
 
@@ -14,12 +14,13 @@ __all__ = ["per"]
 
 @contextmanager
 def per(mesh: AnyMesh, axis: str) -> Iterator[None]:
-    """In a block, draw different random numbers on each rank along `axis`, by the rank's number there.
+    """In a block, draw different random numbers on each rank along `axis`, by the rank's number on the axis.
 
     A step draws equal numbers on ranks with equal batches (`make_plan(data=)`). Equal numbers are right for equal
     activations, and wrong for parts of an activation: if a sequence is split, each rank must draw its own mask. Draws
     after the block are equal again, and do not depend on draws inside it. If `mesh` is None, or the axis has one rank,
-    the block changes nothing. In JAX, fold `axis_index` into a key.
+    the block changes nothing. The counterpart in JAX is a key with
+    `axis_index` folded in.
 
     The block affects torch's generators of the host and of the mesh's device, not generators of Python, numpy or your
     own. Raises ValueError if the mesh lacks the axis.

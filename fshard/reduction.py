@@ -1,8 +1,8 @@
 """Protocols for your own sums of gradients and gathers of parameters, and the collectives to build them from.
 
 `start_all_gather(x, ranks)` and the like start a collective along one axis, without a derivative, and return a
-`Pending`; `Pending.wait()` returns the result. `fshard.all_gather(x, mesh, axis)` and the like wait, and have a
-derivative.
+`Pending`; `Pending.wait()` returns the result. `fshard.all_gather(x, mesh, axis)` and the like return the result
+themselves, and have a derivative.
 """
 
 from .comm.primitives import all_gather as start_all_gather

@@ -3,7 +3,7 @@
 Note [Wires]
     1. A `Wire` encodes a flat floating tensor as another flat tensor, and decodes the result.
     2. `sizes`: the number of elements of each leaf in the tensor, in order, padding after the leaf included. All ranks
-       must send equally many bytes, so the encoded length depends only on the sum and the number of `sizes`.
+       must send equally many bytes, so the encoded length must depend only on the sum and the number of `sizes`.
     3. `make_plan(param_wire=...)`: every shard is encoded, all-gathered, and decoded into the compute dtype.
     4. `make_plan(grad_wire=...)`: each rank encodes its part of a gradient; the rank that sums it decodes all parts and
        adds them in float32, in rank order.
@@ -138,7 +138,7 @@ class Float8:
         """Pack the scales, then the codes."""
         leaves = x.float().split(list(sizes))
         zero = x.new_zeros((), dtype=torch.float32)
-        # (leaves,). No `abs`: it takes the memory of a leaf again
+        # (leaves,). `leaf.abs()` would take the memory of a leaf again
         top = torch.stack(
             [torch.maximum(leaf.amin().abs(), leaf.amax().abs()) if len(leaf) else zero for leaf in leaves]
         )

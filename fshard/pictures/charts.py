@@ -26,8 +26,8 @@ _PURPOSES = {
     "results": "#b279a2",
 }
 _KINDS = {"all_gather": "#f58518", "reduce_scatter": "#e45756", "all_reduce": "#54a24b"}
-_OTHERS = "#72609d"  # other kinds
-_LINES, _LABELS = 10, 30  # most lines of a table; most names of units in a chart
+_OTHERS = "#72609d"  # colour of other kinds
+_LINES, _LABELS = 10, 30  # most lines of a table, and most names of units in a chart
 
 
 def chart(lowered: Lowered) -> Picture:
@@ -74,7 +74,7 @@ def _svg(memory: Footprint, sent: Sequence[Flight]) -> str:
     from matplotlib import rc_context
 
     text = io.StringIO()
-    with rc_context({"svg.hashsalt": "fshard"}):  # equal text for equal numbers
+    with rc_context({"svg.hashsalt": "fshard"}):  # equal figures give equal text
         figure(memory, sent).savefig(text, format="svg", metadata={"Date": None})
     return text.getvalue()
 
@@ -90,14 +90,14 @@ def figure(memory: Footprint, sent: Sequence[Flight]) -> Figure:
     result = Figure(figsize=(10, sum(heights) + 1.1), layout="constrained", facecolor="white")
     above, *below = result.subplots(len(heights), 1, sharex=True, height_ratios=heights, squeeze=False)[:, 0]
     _memory(above, memory)
-    for axes in below:  # none without collectives
+    for axes in below:  # no axes if there are no collectives
         _timeline(axes, sent, units)
     result.axes[-1].set_xlabel("node of the graph, in the order of execution")
     return result
 
 
 def _memory(axes: Axes, memory: Footprint) -> None:
-    # without layers too thin to see
+    # without purposes too small to see
     used = [x for x in _PURPOSES if max(row.get(x, 0) for row in memory.bytes) > memory.peak / 500]
     *_, unit = size(memory.peak).split()
     scale = 1 << 10 * ["B", "KiB", "MiB", "GiB", "TiB", "PiB"].index(unit)

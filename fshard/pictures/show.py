@@ -14,7 +14,7 @@ from .charts import chart
 def show(x: Plan | Sharded | TrainState | Lowered) -> Picture:
     """Return a picture: `print` shows text, a notebook draws the picture, `.svg()` returns an SVG file as text.
 
-    - For a plan, sharded parameters or a state: the ranks with each interval of each unit, and its bytes.
+    - For a plan, sharded parameters or a state: the ranks with each interval of each unit, and the interval's bytes.
     - For a step, `fshard.show(fshard.jit(step).lower(...))`: memory by purpose at each node of the graph, and
       collectives from their start to their wait, drawn by matplotlib.
 

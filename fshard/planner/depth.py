@@ -1,16 +1,16 @@
-"""Lowering a step with a few of its equal units, to compute the figures of all.
+"""Lowering a step with a few of its equal units, to compute the figures of the whole step.
 
 Note [Depth]
     The time to lower a step grows with its number of units. Most networks read equal units in a loop. Such a step is
     lowered three times with a few units. If two conditions hold, the figures of the whole graph follow; otherwise the
     whole graph is lowered.
 
-    1. With each further unit, forward and backward of the loss repeat one group of calls, a period, once more. Calls
-       are recorded on meta tensors. A record has operator, shapes, numbers, and the age of the memory read, so special
-       treatment of the last units is noticed.
+    1. With each further unit, forward and backward of the loss repeat one group of operator calls, a period, once more.
+       Calls are recorded on meta tensors. A record has operator, shapes, numbers, and the age of the memory read
+       (in calls since its writing). So a loss that treats its last units differently is noticed.
     2. After all compiler passes, graphs differ only by whole periods at the same places. The bytes at each node grow
-       linearly with the number of units, and from period to period. So the peak is at a node of the smallest graph, or
-       at a copy of this node in the first or last periods.
+       linearly with the number of units, and from period to period. Linear growth is largest at an end: so the peak is
+       at a node of the smallest graph, or at a copy of this node in the first or last periods.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from ..train.accumulate import cut
 from ..train.step import Step
 
 _STANDARD = os.path.dirname(os.__file__) + os.sep  # Python's own library
-_NEAR = 16  # operators: memory written longer ago has no age
+_NEAR = 16  # calls; memory written longer ago has no age
 Key = Hashable
 
 
@@ -47,7 +47,7 @@ class Stack:
     """A list of equal children in a tree of parameters; `units[child]` are the names of a child's units."""
 
     path: str
-    first: int  # number of its first leaf
+    first: int  # number of the list's first leaf
     num_leaves: int
     units: tuple[tuple[str, ...], ...]
 
@@ -95,7 +95,7 @@ def _equal_units(plan: Plan, spec: tree.Spec, first: int) -> tuple[tuple[str, ..
 def depths_of(plan: Plan, stack: Stack) -> tuple[int, int, int]:
     """Return three numbers of units, enough to see memory near the first and last units.
 
-    They are larger if several units are gathered ahead (Note [Two units] in `ahead.py`).
+    The numbers are larger if several units are gathered ahead (Note [Two units] in `plan/ahead.py`).
     """
     names, sizes = {*chain(*stack.units)}, plan.ahead.sizes
     unit = min(size for size, unit in zip(sizes, plan.units, strict=True) if unit.name in names)
@@ -138,7 +138,7 @@ def with_plan(args: Tree, old: Plan, new: Plan) -> Tree:
 
 
 _Form = tuple[torch.Size, tuple[int, ...], torch.dtype]
-Results = dict[Key, tuple[list[_Form], tree.Spec]]  # results of operators, by their arguments
+Results = dict[Key, tuple[list[_Form], tree.Spec]]  # results of operators, by operator and arguments
 
 
 def _form(x: Tensor) -> _Form:
@@ -154,18 +154,18 @@ def _bare(x: object) -> object:
 class _Recorder(TorchDispatchMode):
     """Record calls: operator, forms of tensors, other arguments, and the age of the memory read.
 
-    A call with known results runs no operator, in a tenth of the time.
+    A call recorded before runs no operator, but returns empty tensors, in a tenth of the time.
     """
 
     def __init__(self, results: Results) -> None:
         super().__init__()
         self.keys: list[Key] = []
         self._results = results
-        self._written: dict[int, int] = {}  # number of the last writer, by address
+        self._written: dict[int, int] = {}  # number of the last writing call, by address
 
     def __torch_dispatch__(self, func: Operator, types: object, args: Args = (), kwargs: Kwargs = None) -> object:
         inputs = tree.leaves((args, kwargs or {}))
-        if any(isinstance(x, Tensor) and not x.is_meta for x in inputs):  # a closure's tensor
+        if any(isinstance(x, Tensor) and not x.is_meta for x in inputs):  # a real tensor, read from a closure
             args, kwargs = tree.map(_bare, (args, kwargs or {}))
         key = func, *(_form(x) if isinstance(x, Tensor) else repr(x) for x in inputs)
         ago = [len(self.keys) - self._written.get(address(x), 0) for x in inputs if isinstance(x, Tensor)]
@@ -184,14 +184,14 @@ class _Recorder(TorchDispatchMode):
 
 
 class Origin(NamedTuple):
-    """The caller of a node's operator: a line of the user's code ("" for none), and True in autograd's backward."""
+    """The caller of a node's operator: the line of the user's code, or "", and True if autograd's backward ran."""
 
     line: str
     is_backward: bool
 
 
 class _Origins(TorchDispatchMode):
-    """Put an `Origin` into `meta` of each node. `caller`: the line that asks for the trace."""
+    """Put an `Origin` into `meta` of each node. `caller`: the line that asked for the trace."""
 
     supports_higher_order_operators = True
 
@@ -244,7 +244,7 @@ def calls(step: Step, plan: Plan, given: Sequence[Tree], results: Results) -> li
     return recorder.keys
 
 
-Runs = list[tuple[int, int]]  # of each run of equal periods: end in the shorter list, length of a period
+Runs = list[tuple[int, int]]  # of each group of equal periods: end in the shorter list, length of a period
 
 
 def runs(short: Sequence[Key], long: Sequence[Key]) -> Runs | None:
@@ -275,7 +275,7 @@ def _num_same(short: Sequence[Key], long: Sequence[Key]) -> int:
 
 
 def expanded(short: Sequence[Key], places: Runs, times: int) -> list[Key]:
-    """Return the list with `times` periods more in each run."""
+    """Return the list with `times` periods more in each group."""
     keys, before = list[Key](), 0
     for at, period in places:
         keys += [*short[before:at], *list(short[at - period : at]) * times]
@@ -287,10 +287,10 @@ Rows = Sequence[Mapping[str, int]]  # bytes by purpose, for each node of a graph
 
 
 def images(graphs: Sequence[Rows], short: Sequence[Key], places: Runs, times: Sequence[int]) -> list[list[int]] | None:
-    """Return images (numbers in the graphs) of all nodes that may have the most bytes.
+    """Return images of all nodes that may have the most bytes. An image: a node's numbers in the three graphs.
 
-    A node of a run has two images, counted from the run's beginning and from its end. From each end, return images
-    while bytes grow linearly with the graph's periods. Return None if bytes between them grow otherwise.
+    A node in a group of periods has two images, counted from the group's beginning and from its end. From each end,
+    return images while bytes grow linearly with the number of periods. Return None if bytes between them grow otherwise.
     """
     inside = {at for end, period in places for at in range(_begin(short, end, period), end)}
     outside = [at for at in range(len(short)) if at not in inside]
@@ -315,7 +315,7 @@ def _num_even(graphs: Sequence[Rows], candidates: Sequence[Sequence[int]], times
 
 
 def _before(places: Runs, at: int) -> int:
-    """Count the nodes inserted before `at` by one period more in each run."""
+    """Count the nodes inserted before `at` by one period more in each group."""
     return sum(period for end, period in places if end <= at)
 
 

@@ -1,4 +1,4 @@
-"""Estimate a step before it runs: peak of memory and what is in memory then, traffic of a rank, and room on a GPU."""
+"""Estimate a step before it runs: peak of memory and its tensors, traffic of a rank, and room needed on a GPU."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ class Tensors(NamedTuple):
 
 @dataclass(frozen=True)
 class Peak:
-    """The most bytes in memory; the operator, unit, phase and line of the peak's node; the largest tensors then."""
+    """The most bytes in memory; operator, unit, phase and line of this peak's node; the largest tensors at the peak."""
 
     bytes: int
     operator: str
@@ -87,9 +87,9 @@ class Device:
     unknown: tuple[str, ...]
 
     def fits(self, capacity: int) -> str:
-        """Return "yes" if a device of `capacity` bytes has room, "no" if not, "likely" if it is between the bounds.
+        """Return "yes" if a device of `capacity` bytes has room, "no" if not, "likely" between the bounds.
 
-        The bounds do not count `unknown`: leave room for these items.
+        The bounds leave out the items in `unknown`: leave room for these.
         """
         check_whole("fits: capacity", capacity, what="a number of bytes")
         return "yes" if self.total.high <= capacity else "no" if self.total.low > capacity else "likely"
@@ -132,7 +132,7 @@ def estimate(step: Callable[..., Tree], state: Tree, batch: Tree, *args: Tree) -
 
     The figures are of the step's graph, after `jit`'s passes with its options. If the state has a list of equal units,
     such as the layers of a network, and all figures follow from a few units, only a few units are lowered (Note
-    [Depth]); `graph` says so. TraceError if `jit` cannot trace the step.
+    [Depth] in `planner/depth.py`); `graph` says so. TraceError if `jit` cannot trace the step.
 
     >>> plan = make_plan({"w": torch.empty(512, 512, device="meta")}, AbstractMesh(shard=4))
     >>> tx = optim.adamw(1e-3)
@@ -236,13 +236,13 @@ class _Uneven(Exception): ...
 
 
 class _Growth(NamedTuple):
-    """The numbers of units in the read graphs, and the number of all units. A single graph is the whole."""
+    """The numbers of units in the graphs, and the number of all units. A single graph is the whole graph."""
 
     depths: tuple[int, ...]
     depth: int
 
     def bounded(self, numbers: Sequence[int]) -> tuple[int, bool]:
-        """Return (value for all units, True) if numbers grow linearly; else (bound, False), as for a norm's sums."""
+        """Return (value for all units, True) if numbers grow linearly; else (a bound, False), as for a norm's sums."""
         if len(numbers) == 1:
             return numbers[0], True
         near, far, further = (depth - self.depths[0] for depth in (*self.depths[1:], self.depth))
@@ -273,14 +273,14 @@ class _Site(NamedTuple):
     starts: str | None
 
     def key(self, sizes: Collection[int]) -> Key:
-        """Return a key, equal for other units and larger graphs. Only bytes in `sizes` count."""
-        known = sizes if self.phase != "update" else ()  # updates use rows: these grow with the units
+        """Return a key, equal for this node in other units and larger graphs. Bytes count only if in `sizes`."""
+        known = sizes if self.phase != "update" else ()  # flat tensors grow with the number of units
         return *self[1:5], self.starts, *((dtype, n if n in known else None) for dtype, n in self.forms)
 
 
 class _Reading:
     def __init__(self, lowered: Lowered, stack: Stack | None, on_host: str):
-        # memory of the purpose `on_host` is not counted
+        # `on_host`: a purpose in host memory, not counted
         self.spans: list[MemorySpan] = [x for x in spans(lowered.graph, lowered.holds()) if x.what != on_host]
         nodes, firsts = list(lowered.graph.nodes), {span.first for span in self.spans}
         self._stack = stack
@@ -293,7 +293,7 @@ class _Reading:
         self.sizes: set[int] = {nbytes for site in self.sites for _, nbytes in site.forms}
 
     def _sites(self, nodes: Sequence[fx.Node], sent: Sequence[Flight]) -> Iterator[_Site]:
-        # passes move collectives between phases
+        # compiler passes move collectives between phases
         origins = [None if operator(node).startswith("fshard.") else node.meta.get("origin") for node in nodes]
         last = max((i for i, origin in enumerate(origins) if origin and origin.is_backward), default=len(nodes))
         started = {flight.start: self.general(flight.unit) for flight in sent}
@@ -315,7 +315,9 @@ class _Reading:
         for span in self.spans:
             if span.first <= site.number <= span.last and span.nbytes:
                 at, text = self._units[span.first], form(span.value)
-                text = text.partition("[")[0] if span.value.dim() == 1 else text  # rows grow with the units
+                text = (
+                    text.partition("[")[0] if span.value.dim() == 1 else text
+                )  # a flat tensor's length depends on the units
                 unit = at.starts if span.what == "gathered" else at.unit
                 key = (span.what, at.operator, text, unit or "", at.line)
                 count, nbytes = groups.get(key, (0, 0))
