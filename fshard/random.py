@@ -19,8 +19,7 @@ def per(mesh: AnyMesh, axis: str) -> Iterator[None]:
     A step draws equal numbers on ranks with equal batches (`make_plan(data=)`). Equal numbers are right for equal
     activations, and wrong for parts of an activation: if a sequence is split, each rank must draw its own mask. Draws
     after the block are equal again, and do not depend on draws inside it. If `mesh` is None, or the axis has one rank,
-    the block changes nothing. The counterpart in JAX is a key with
-    `axis_index` folded in.
+    the block changes nothing. In JAX, one folds `axis_index` into a key.
 
     The block affects torch's generators of the host and of the mesh's device, not generators of Python, numpy or your
     own. Raises ValueError if the mesh lacks the axis.

@@ -111,7 +111,7 @@ RANGES: dict[str, tuple[float, float]] = {
 
 
 def check_hyperparams(optimizer: str, rate: object = 0.0, **numbers: object) -> None:
-    """Check numbers by `RANGES`. 0-d tensors pass unread, as does a schedule as `rate`."""
+    """Check numbers by `RANGES`. 0-d tensors, and a schedule as `rate`, pass unread."""
     for name, value in {"lr": rate, **numbers}.items():
         if name not in RANGES:
             raise TypeError(
@@ -136,7 +136,7 @@ def check_rate(value: object) -> None:
         raise TypeError(f"a schedule gave {shown(value)}: expected a number or a 0-d tensor")
 
 
-# beginnings of files without user code: fshard, torch, generated code
+# beginnings of file names without user code: fshard, torch, generated code
 CODE = (os.path.dirname(os.path.dirname(__file__)) + os.sep, os.path.dirname(torch.__file__) + os.sep, "<frozen ")
 NOT_THE_USER = (
     *CODE,

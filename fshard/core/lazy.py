@@ -33,7 +33,7 @@ class Container:
 
 
 class Branch:
-    """A container with children created on access. Its attributes are `_name_`: users may have all other names."""
+    """A container with children created on access. Attributes look like `_this_`: other names are for children."""
 
     __slots__ = ()
 
@@ -194,7 +194,8 @@ def object_class(base: type, kind: type, names: tuple[str, ...]) -> type:
     children = {name: _child(index, name, inspect.getattr_static(kind, name, None)) for index, name in enumerate(names)}
     # `__dict__` of `base`: a class of two bases would get a second one
     more = {"__slots__": STATE, "__dict__": vars(base)["__dict__"], "_attributes_": Attributes(kind, names), **children}
-    if getattr(getattr(kind, "__dataclass_params__", None), "frozen", False):  # it refuses its exact class
+    # a frozen dataclass refuses writes to objects of its exact class
+    if getattr(getattr(kind, "__dataclass_params__", None), "frozen", False):
         more["__setattr__"] = lambda x, *args: kind.__setattr__(object.__new__(x.__class__), *args)
     made = stand_in_class(type(kind), kind, (base, kind), more)
     object.__new__(made)

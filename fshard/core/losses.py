@@ -210,7 +210,7 @@ def read_loss(loss: Tree) -> tuple[Tree, type]:
 
 
 def described(kind: type, dtype: torch.dtype, aux: Tree, output: object) -> tuple[str, int]:
-    """Return a text that all ranks must share, and its checksum: classes and dtypes of loss and averages.
+    """Return a text of classes and dtypes of loss and averages, equal on all ranks, and its checksum.
 
     For `Terms`, `aux` is [loss, aux].
     """
@@ -284,7 +284,7 @@ class Outcome:
         return torch.ones_like(self.count) if self.kind is Sum else torch.where(self.count == 0, 1.0, self.count) * num
 
     def seeds(self, seed: Tensor) -> list[Tensor]:
-        """Return the gradients by each term's total and count; `seed`: the one by the total."""
+        """Return the gradients by each term's total and count; `seed`: the gradient by the total."""
         if self.parts:
             return [x for part in self.parts for x in part.seeds(seed / part.divisor)]
         return [seed, -seed * (self.total / self.divisor)]  # d(T / C) = dT / C - (T / C) dC / C

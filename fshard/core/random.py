@@ -9,8 +9,8 @@ Note [Beside other threads]
     All threads share torch's host generator, so other threads' draws would change an eager step's numbers. If there are
     other threads, a step draws from its own generator: a dispatch key that torch keeps for tests, set in the step's
     thread alone, leads random operators to this module. As in a graph, the seed of torch's generator is the index of
-    the next state. Other threads may draw (the seed stays), but not seed or restore the generator, as a second step in
-    another thread would: that is an error.
+    the next state. Other threads may draw (the seed stays), but not seed or restore the generator. A second step in
+    another thread would, so this is an error.
 """
 
 from __future__ import annotations
@@ -170,7 +170,7 @@ def _around_call(
 
 @dataclass(frozen=True)
 class Seeds:
-    """The origin of an update's random numbers. `at`: seeds of one place; `following`: of the next call there."""
+    """The origin of an update's random numbers. `at`: seeds of one place; `following`: of its next call."""
 
     seed: Tensor
     step: Tensor
@@ -193,7 +193,6 @@ class Seeds:
             yield lambda: position(self.device) != start
 
 
-# of this thread's step
 UPDATE: ContextVar[Seeds | None] = ContextVar("fshard.core.random.update", default=None)
 
 
@@ -437,7 +436,7 @@ def _defaults(func: Operator, args: Sequence[Tree]) -> list[float]:
 
 
 def draws(func: Operator, args: Sequence[Tree], kwargs: Mapping[str, Tree]) -> bool:
-    # fshard's operators have this tag, but draw nothing of torch's
+    # fshard's operators have this tag, but draw nothing from torch
     if torch.Tag.nondeterministic_seeded not in getattr(func, "tags", ()) or func.namespace == "fshard":
         return False
     dropout = kwargs.get("dropout_p", next((a for a in args if isinstance(a, float)), 0.0))

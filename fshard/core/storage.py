@@ -155,7 +155,7 @@ def bitcast(x: Tensor, dtype: torch.dtype) -> Tensor:
 
 def as_bytes(x: Tensor) -> Tensor:
     flat = x.detach().reshape(-1)
-    if flat.numel() < 2 and flat.stride() != (1,):  # any stride is contiguous; `view` needs 1
+    if flat.numel() < 2 and flat.stride() != (1,):  # torch calls any stride contiguous; `view` needs 1
         flat = flat.as_strided((flat.numel(),), (1,))
     return bitcast(torch.view_as_real(flat).reshape(-1) if flat.is_complex() else flat, torch.uint8)
 

@@ -15,7 +15,7 @@ from torch.fx import Node
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot
 from torch.utils._python_dispatch import _disable_current_modes
 
-# True: trace every call for equal units, not two calls
+# True: trace every unit; False: copy the nodes of equal units
 UNROLLS: ContextVar[bool] = ContextVar("fshard.core.tracing", default=False)
 T = TypeVar("T")
 Operator: TypeAlias = Any  # its class is private to torch
@@ -82,7 +82,7 @@ def unhooked() -> Iterator[Sequence[tuple[Callable[..., object], Callable[..., o
 
 
 class memo(cached_property[T]):
-    """A cached_property without a lock: simulated ranks would wait for it, dynamo cannot trace it."""
+    """A cached_property without a lock: simulated ranks would wait for the lock, dynamo cannot trace it."""
 
     def __init__(self, fn: Callable[[Any], T]):
         super().__init__(fn)

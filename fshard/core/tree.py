@@ -135,7 +135,7 @@ def map(fn: Callable[..., Tree], tree: Tree, *rest: Tree) -> Tree:
 
 def consists_of(tree: Tree, spec: Spec, leaves: Sequence[Tree]) -> bool:
     """True if a tree has this structure, in the order of use, and these very leaves."""
-    if (type(tree), spec.type) == (dict, dict) and spec.num_nodes == len(leaves) + 1:  # fast: most layers
+    if (type(tree), spec.type) == (dict, dict) and spec.num_nodes == len(leaves) + 1:  # a dict of leaves
         return [*tree] == spec.entries() and all(builtins.map(operator.is_, tree.values(), leaves))
     now, form = optree.tree_flatten(tree, namespace=_NAMESPACE)
     return len(now) == len(leaves) and all(builtins.map(operator.is_, now, leaves)) and form == spec

@@ -179,7 +179,7 @@ class Crossings(NamedTuple):
     up: Crossing  # to the device
     down: Crossing  # to host memory
     sums: Crossing  # Note [Sums beside the computation] in `grad/under_way.py`
-    stages: Crossing  # of gathers over several axes
+    stages: Crossing  # between stages of a gather
 
 
 def crossings(mesh: Mesh) -> Crossings:

@@ -57,7 +57,7 @@ def first_places(flat: Sequence[Tensor], paths: Sequence[str]) -> list[int]:
 
 
 def identity(leaf: Tensor) -> Hashable:
-    """Return a key, equal for tied leaves (the same elements of the same memory) that live."""
+    """Return a key, equal for living tied leaves: the same elements of the same memory."""
     if not leaf.numel():  # all empty tensors may have one storage
         return id(leaf)
     # lazy bits: a conjugated view has the memory of its base, but other values

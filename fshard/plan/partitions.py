@@ -31,7 +31,7 @@ def partitions(sizes: dict[str, int], *overs: str | Sequence[str]) -> dict[str, 
 
 
 def axes_of(name: str, over: object, sizes: Mapping[str, int]) -> Axes:
-    """Return the axes in an argument; on one device, for "shard" or "replicate", ().
+    """Return the axes in an argument: on one device () for "shard" and "replicate".
 
     Raises TypeError if `over` is neither a name nor several names, ValueError for an axis not in the mesh.
     """

@@ -172,7 +172,7 @@ class Plan:
     def lasting(self) -> frozenset[int]:
         """The units that stay from their second gather in a forward to the forward's end.
 
-        A loss may read `(first)` and `(last)` between other units, and the parts of joined units in turn.
+        A loss may come back to these: to `(first)` and `(last)` between other units, to joined units part by part.
         """
         return frozenset(number for number, unit in enumerate(self.units) if unit.name in ENDS or unit.joined)
 

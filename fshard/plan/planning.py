@@ -55,12 +55,12 @@ def make_plan(
     - `units`: the subtrees to gather as one unit each. Give dotted path patterns (`*` one component, `**` any number;
       an existing path means itself), a predicate `(path, subtree) -> bool`, or a number of elements at which a unit is
       full. A tuple of patterns in the list is one unit, adjacent or not (`[("embed", "head"), "blocks.*"]`): this unit
-      stays from its second gather to the end of the forward. Leaves before the first selected leaf are the
-      unit `(first)`, leaves after the last one the unit `(last)`. Other leaves, and leaves tied across these units,
-      are the unit `(root)`, gathered once for a forward.
+      stays from its second gather to the end of the forward. Leaves before the first selected leaf are the unit
+      `(first)`, leaves after the last selected leaf the unit `(last)`. Other leaves, and leaves tied across these
+      units, are the unit `(root)`, gathered once for a forward.
     - `params_over`, `grads_over`, `state_over`: the axes over which parameters, gradients and optimizer state are
       partitioned. Each argument must include the axes of the argument before.
-    - `regather`: True frees gathered parameters in the forward, and gathers them again in the backward; False keeps
+    - `regather`: True frees gathered parameters during the forward, and gathers them again in the backward; False keeps
       them. Names of the last axes of `params_over` (the axis inside a host, say) keep a copy cut over these axes, and
       the backward gathers over these alone. A dict gives each unit its value, by names or patterns of units
       (`"(last)"`, say) or of their subtrees; the first match counts, and other units have True.
@@ -69,7 +69,7 @@ def make_plan(
     Integer leaves are always frozen. If some leaves require a gradient, as in a module, each `nn.Parameter` without
     `requires_grad` is frozen. A tree of plain tensors trains; next to a module's parameters a plain tensor outside
     `frozen` is a ValueError. Leaves with the same elements of the same memory (one tensor, its `.detach()` or `.data`)
-    are tied: they are stored once, and selecting one of its paths selects the leaf.
+    are tied: they are stored once, and selected by any of their paths.
 
     - `whole`: these leaves stay whole on every rank.
     - `frozen`: these leaves get no gradient and no optimizer state.

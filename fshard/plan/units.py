@@ -132,7 +132,7 @@ def claim_splits(
 
 
 def claim_policies(params: Tree, spec: tree.Spec, origins: Sequence[int], policy: Policy) -> list[Policy | None]:
-    """Return, for each leaf, the first override that selects it, or any occurrence of a tied leaf; else None."""
+    """Return each leaf's first override, or None. Selecting one occurrence of a tied leaf selects all."""
     chosen: dict[int, Policy] = {}  # by number of a leaf's first occurrence
     dtypes, paths = [leaf.dtype for leaf in tree.leaves(params)], tree.paths(spec)
     for where, override in reversed(_grouped(policy)):  # the first override is set last

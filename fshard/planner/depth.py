@@ -123,7 +123,7 @@ def with_few(plan: Plan, stack: Stack, depth: int) -> Plan:
 
 
 def with_plan(args: Tree, old: Plan, new: Plan) -> Tree:
-    """Move a step's arguments, without memory, to the plan `new`."""
+    """Move a step's arguments (tensors without memory) to the plan `new`."""
 
     def moved(x: object) -> object:
         if not isinstance(x, Sharded) or x.plan != old:
@@ -287,10 +287,11 @@ Rows = Sequence[Mapping[str, int]]  # bytes by purpose, for each node of a graph
 
 
 def images(graphs: Sequence[Rows], short: Sequence[Key], places: Runs, times: Sequence[int]) -> list[list[int]] | None:
-    """Return images of all nodes that may have the most bytes. An image: a node's numbers in the three graphs.
+    """Return images of all nodes that may have the most bytes. An image is a node's numbers in the three graphs.
 
     A node in a group of periods has two images, counted from the group's beginning and from its end. From each end,
-    return images while bytes grow linearly with the number of periods. Return None if bytes between them grow otherwise.
+    return images while bytes grow linearly with the number of periods. Return None if bytes between these images do
+    not.
     """
     inside = {at for end, period in places for at in range(_begin(short, end, period), end)}
     outside = [at for at in range(len(short)) if at not in inside]

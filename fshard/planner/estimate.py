@@ -274,7 +274,7 @@ class _Site(NamedTuple):
 
     def key(self, sizes: Collection[int]) -> Key:
         """Return a key, equal for this node in other units and larger graphs. Bytes count only if in `sizes`."""
-        known = sizes if self.phase != "update" else ()  # flat tensors grow with the number of units
+        known = sizes if self.phase != "update" else ()  # an update's tensors grow with the number of units
         return *self[1:5], self.starts, *((dtype, n if n in known else None) for dtype, n in self.forms)
 
 
@@ -315,9 +315,8 @@ class _Reading:
         for span in self.spans:
             if span.first <= site.number <= span.last and span.nbytes:
                 at, text = self._units[span.first], form(span.value)
-                text = (
-                    text.partition("[")[0] if span.value.dim() == 1 else text
-                )  # a flat tensor's length depends on the units
+                # the length of a flat tensor depends on the number of units
+                text = text.partition("[")[0] if span.value.dim() == 1 else text
                 unit = at.starts if span.what == "gathered" else at.unit
                 key = (span.what, at.operator, text, unit or "", at.line)
                 count, nbytes = groups.get(key, (0, 0))
@@ -359,7 +358,7 @@ def _sent_by_all(readings: Sequence[_Reading], all_of: _Growth, stack: Stack | N
     of_few = [*zip(readings, all_of.depths, strict=True)]
     for kind, number, axis in inside:
         rows = [[r.sent.get((kind, names[number], axis), (0, 0)) for names in stack.units[:n]] for r, n in of_few]
-        # another tree may have units of these names, or of names in the whole graph alone
+        # another tree may have units with names of the stack, even of units that this graph lacks
         others = {r.sent.get((kind, names[number], axis)) for r, n in of_few for names in stack.units[n:]}
         if len({(row[0], *{*row[1:-1]}, row[-1]) for row in rows}) > 1 or len({*rows[-1][1:-1]}) > 1 or len(others) > 1:
             raise _Uneven("what ranks send")
