@@ -5,8 +5,8 @@ Note [Wires]
     2. `sizes`: the number of elements of each leaf in the tensor, in order, padding after the leaf included. All ranks
        must send equally many bytes, so the encoded length must depend only on the sum and the number of `sizes`.
     3. `make_plan(param_wire=...)`: every shard is encoded, all-gathered, and decoded into the compute dtype.
-    4. `make_plan(grad_wire=...)`: each rank encodes its summand of a gradient; the rank that adds the summands decodes them
-       all, and adds in float32, in rank order.
+    4. `make_plan(grad_wire=...)`: each rank encodes its summand of a gradient; the rank that adds the summands decodes
+       all of them, and adds in float32, in rank order.
 """
 
 from __future__ import annotations
