@@ -1,4 +1,4 @@
-"""Batch norms with the statistics of the batch of all ranks."""
+"""Batch norms with mean and variance over the batches of all ranks."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 
 
 def synchronise(part: nn.Module, path: str, calls: Calls) -> None:
-    """Let a copy's batch norm take statistics over all ranks of the call's mesh."""
-    # SyncBatchNorm.forward would call torch.distributed's process groups
+    """Make the batch norm `part` take statistics over all ranks of the current call's mesh."""
+    # SyncBatchNorm.forward itself would need process groups of torch.distributed
     forward = super(nn.SyncBatchNorm, part).forward if isinstance(part, nn.SyncBatchNorm) else part.forward
 
     @functools.wraps(forward)
@@ -35,7 +35,7 @@ def synchronise(part: nn.Module, path: str, calls: Calls) -> None:
 
 
 def average(part: Any) -> None:
-    """In a graph, average statistics without momentum: torch's code would read a tensor's value."""
+    """In a trace, average the statistics of a batch norm with momentum=None: torch would call float() on a tensor."""
     forward = part.forward
 
     @functools.wraps(forward)
@@ -48,7 +48,7 @@ def average(part: Any) -> None:
         return out
 
     if part.momentum is None and part.training and part.track_running_stats:
-        part.momentum, part.forward = 1.0, averaged  # 1.0: this batch's statistics
+        part.momentum, part.forward = 1.0, averaged  # with 1.0, torch stores this batch's statistics
 
 
 class _Replaced(TorchFunctionMode):
@@ -74,7 +74,7 @@ def _batch_norm(
     momentum: float = 0.1,
     eps: float = 1e-5,
 ) -> Tensor:
-    """`F.batch_norm`, (N, C, ...) -> (N, C, ...), over all ranks."""
+    """Compute F.batch_norm, (N, C, ...) -> (N, C, ...), with statistics over all ranks."""
     if not training:
         return F.batch_norm(input, running_mean, running_var, weight, bias, False, momentum, eps)
     x = input.to(torch.promote_types(input.dtype, torch.float32))
@@ -92,9 +92,10 @@ def _batch_norm(
 
 
 def _statistics(x: Tensor, mesh: AnyMesh, label: str) -> tuple[Tensor, Tensor, Tensor]:
-    """Count per channel (1,), mean (C,), and sum of squares around the mean (C,), over ranks' batches of any sizes.
+    """Return count per channel (1,), mean (C,), and sum of squared deviations from it (C,), over all ranks.
 
-    Ranks gather means, too: a sum of squares loses the variance if a mean is large (Chan, Golub and LeVeque, 1979).
+    Ranks may have batches of different sizes. They gather means and squared deviations: plain sums of squares would
+    lose the digits of a variance if the mean is large (Chan, Golub and LeVeque, 1979).
     """
     dims = [0, *range(2, x.dim())]
     local_count = x.numel() // max(1, x.shape[1])

@@ -1,14 +1,15 @@
-"""Casts of a module's inputs, and of inputs and outputs of submodules computed in another dtype than the rest.
+"""Casts of a module's inputs, and of inputs and outputs of submodules with another dtype of computation.
 
 Note [Casts]
-    1. A module casts its floating inputs when it is called, as in FSDP; a loss keeps targets in the dtypes of the
-       batch. If the policy names neither `compute` nor `storage`, the module casts nothing.
-    2. A module's code does not know of submodules computed in another dtype, such as norms in float32. The
-       outermost submodule with all parameters in one such dtype casts floating inputs to this dtype, and floating
-       outputs back. If all parameters are computed in the module's own dtypes, no submodule casts.
-    3. Submodules in a policy's `cast_at` always cast inputs, and never outputs, as in FSDP.
+    1. A call of a module casts its floating inputs, as in FSDP; other tensors of the batch, such as targets, keep their
+       dtypes. Nothing is cast if the policy names neither `compute` nor `storage`, and parameters are computed in
+       their dtypes at `functionalize`.
+    2. A policy may compute some submodules, such as norms, in another dtype than the rest. The outermost submodules
+       with all parameters in one such dtype cast floating inputs to this dtype, and floating outputs to the dtype of
+       the rest; none does if all parameters are computed in their dtypes at `functionalize`.
+    3. A submodule in the policy's `cast_at` always casts its inputs, as in FSDP, but outputs only by 2.
 
-    `forward` is wrapped, not hooked: activation checkpoints of transformers call `forward` alone.
+    A cast wraps `forward`, and is no hook: activation checkpointing in transformers calls `forward` without hooks.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from ..plan.precision import Policy, precision
 from .batch_norm import BATCH_NORMS
 from .skeleton import member_of, places_in
 
-# (path of a submodule, dtype of inputs, dtype of outputs or None: not cast).
+# (submodule's path, dtype of its inputs, dtype of its outputs) for each cast; None: outputs are not cast
 Casts = tuple[tuple[str, torch.dtype, torch.dtype | None], ...]
 
 
@@ -42,13 +43,15 @@ def casts_of(
     paths: Sequence[str],
     unasked: bool,
 ) -> Casts:
-    """Return the casts of a module; `dtypes`: storage and computation of each parameter.
+    """Return the casts of a module.
 
-    - `paths`: submodules that cast their inputs in any case
-    - `unasked`: the module, and submodules computed in another dtype, also cast
+    - `dtypes`: (storage, computation) of each parameter
 
-    Outputs get the dtype of most elements by the policy without overrides; if it names none, the one dtype
-    of all parameters.
+    - `paths`: submodules that always cast their inputs
+    - `unasked`: True if the module casts, and submodules by Note [Casts], 2
+
+    Outputs get the dtype in which the policy, without its overrides, computes most elements. If the policy names no
+    dtype and all parameters are computed in one, outputs get that dtype.
     """
     computed = [dtype for _, dtype in dtypes]
     if unasked:
@@ -68,9 +71,10 @@ def casts_of(
 
 
 def cast_paths(skeleton: nn.Module, policy: Policy, at: str, beside: Sequence[str]) -> Iterator[str]:
-    """Yield the paths of `cast_at` in this module. `beside`: paths of the plan's other leaves.
+    """Yield the paths of `cast_at` in this module. `beside`: paths of the plan's leaves outside the module.
 
-    In a plan of several modules, a path begins with `at` (the module's path and a dot), or is in one module alone.
+    If a plan has several modules, a path begins with `at` (the module's path in the plan and a dot), or fits only
+    one module.
     """
     known = dict(skeleton.named_modules())
     for path in policy.cast_at:
@@ -101,7 +105,7 @@ def _computed(part: nn.Module, dtypes: Sequence[torch.dtype]) -> set[torch.dtype
 def _casting(
     part: nn.Module, path: str, dtypes: Sequence[torch.dtype], around: torch.dtype
 ) -> Iterator[tuple[str, torch.dtype]]:
-    """Yield (path, dtype) of the outermost called submodules computed in one dtype, not `around`."""
+    """Yield (path, dtype) of the outermost submodules with a forward and one dtype of computation, not `around`."""
     used = _computed(part, dtypes)
     if len(used) == 1 and type(part).forward is not nn.Module.forward:  # a ModuleList has no forward
         (dtype,) = used
@@ -117,7 +121,7 @@ def _check_batch_norms(skeleton: nn.Module, dtypes: Sequence[torch.dtype], buffe
         if not isinstance(part, BATCH_NORMS):
             continue
         tensors: dict[str, Any] = dict(part.named_parameters(recurse=False)) | dict(part.named_buffers(recurse=False))
-        weight, mean = (tensors.get(name) for name in ("weight", "running_mean"))  # each a `Stand`
+        weight, mean = (tensors.get(name) for name in ("weight", "running_mean"))  # two `Stand`s
         if weight is None or mean is None:
             continue
         computed, kept = dtypes[member_of(weight).number], buffers[member_of(mean).number]
@@ -139,7 +143,7 @@ def cast_around(part: nn.Module, dtype: torch.dtype, around: torch.dtype | None)
         return out if around is None else _cast(out, around)
 
     vars(part)["forward"] = casting
-    # without a hook, torch's transformer layers read submodules' parameters and do not call the submodules
+    # torch's transformer layers call a submodule only if it has a hook; else they may read its parameters alone
     part.register_forward_pre_hook(lambda module, args: None)
 
 
@@ -147,7 +151,8 @@ def _cast(x: Any, dtype: torch.dtype) -> Any:
     """Cast floating tensors; return `x` itself if nothing changes."""
     if isinstance(x, Tensor):
         return x.to(dtype) if x.is_floating_point() else x
-    if is_dataclass(x) and not isinstance(x, type):  # a ModelOutput of transformers is no node of a tree
+    # `tree` takes a dataclass, such as transformers' ModelOutput, for a leaf
+    if is_dataclass(x) and not isinstance(x, type):
         values = {field.name: getattr(x, field.name) for field in fields(x) if field.init}
         cast = {name: _cast(value, dtype) for name, value in values.items()}
         changed = {name: value for name, value in cast.items() if value is not values[name]}
@@ -164,7 +169,7 @@ _DIFFER = re.compile("dtype|scalar type|bias type|Type promoting")
 
 
 def explain(error: RuntimeError, name: str, module: nn.Module) -> None:
-    """Raise torch's error about two dtypes again, with a remedy; return on other errors."""
+    """Raise torch's error about unlike dtypes again, with a remedy; ignore other errors."""
     if type(error) is not RuntimeError or error.__cause__ is not None or not _DIFFER.search(str(error)):
         return
     paths = {id(part): path for path, part in module.named_modules() if path and places_in(part)}
@@ -177,4 +182,5 @@ def explain(error: RuntimeError, name: str, module: nn.Module) -> None:
 
 
 def _stops(x: object) -> bool:
-    return isinstance(x, Branch) or is_dataclass(x)  # to flatten a `Branch` would gather parameters
+    # a `Branch` (core/lazy.py) gathers its parameters if it is flattened
+    return isinstance(x, Branch) or is_dataclass(x)

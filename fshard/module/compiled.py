@@ -1,10 +1,10 @@
-"""Submodules wrapped by torch.compile: in a copy their graphs are functions of the tensors of the current call.
+"""Submodules wrapped by torch.compile: in a copy, their graphs take the current call's tensors as arguments.
 
 Note [Compiled submodules]
-    The graph of `torch.compile(part)` holds the tensors of the part. A copy compiles a function of these tensors
-    instead, with the user's backend and options. Tensors are read before the graph runs, so gathers stay outside of it;
-    the graph writes to the call's buffers. In a trace, and if submodules of the part cast or synchronise (their forward
-    belongs to the copy), the part runs uncompiled.
+    The graph of `torch.compile(part)` holds the tensors of `part`. A copy instead compiles a function with these
+    tensors as arguments, with the user's backend and options. Parameters are read before the graph runs, so gathers
+    stay outside the graph; the graph writes to the call's buffers. In a trace, `part` runs uncompiled; also if the copy
+    has replaced the `forward` of a submodule in `part`, for a cast or a synchronised batch norm.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ Tensors = dict[str, Tensor]
 
 
 def compile_again(part: Any) -> None:
-    """See Note [Compiled submodules]."""
+    """Compile a wrapped submodule of a copy, by Note [Compiled submodules]."""
     original: nn.Module = part._orig_mod
     if any("forward" in vars(inner) for inner in original.modules()):
         vars(part)["forward"] = original
@@ -36,7 +36,7 @@ def compile_again(part: Any) -> None:
             return original(*args, **kwargs)
         given = {name: buffers[last] for name, (buffers, last) in slots.items()}
         read = {name: member_of(stand).read() for name, stand in params.items()}
-        # dynamo does not know `Weight`
+        # dynamo cannot trace the class `Weight`
         read = {name: x.as_subclass(Tensor) if isinstance(x, Weight) else x for name, x in read.items()}
         out, after = compiled(read, given, args, kwargs)
         for name, (buffers, last) in slots.items():
@@ -55,7 +55,7 @@ def _slots_of(module: nn.Module, name: str) -> tuple[Slots, str]:
 def _function_of(module: nn.Module) -> Any:
     def run(params: Tensors, buffers: Tensors, args: Any, kwargs: Any) -> tuple[Any, Tensors]:
         tensors = {**params, **buffers}
-        out = functional_call(module, tensors, args, kwargs)  # puts new buffers into `tensors`
+        out = functional_call(module, tensors, args, kwargs)  # stores assigned buffers in `tensors`
         return out, {name: tensors[name] for name in buffers}
 
     return run

@@ -1,4 +1,4 @@
-"""The copies of a module for its calls: one for each thread, mode, and set of casts."""
+"""The copies of a module for its calls: one for each thread, mode (training or evaluation), and set of casts."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ def _mode(module: nn.Module, name: str) -> str:
 class Copies:
     """Copies of a module without its tensors, each made when a call first needs it.
 
-    A copy keeps attributes assigned by a forward, so each thread has its own copies. A call gets a new copy in a trace,
-    because the copy may keep fake tensors, and in evaluation if a submodule has its own `train()`.
+    A copy keeps attributes assigned by a forward, so each thread has its own copies. In a trace, each call gets a new
+    copy, because the copy may keep fake tensors; also if a submodule in evaluation mode has its own `train()`.
     """
 
     def __init__(
@@ -46,13 +46,13 @@ class Copies:
         sync_batch_norm: bool,
     ):
         check_memory(module, stands)
-        # by mode, as calls in both may run at once; True: the module's own mode
+        # by mode, since calls in two modes may run at once; True: the modes in which submodules were given
         self._skeletons = {True: skeleton(module, stands), False: in_eval_mode(skeleton(module, stands))}
         self.modes = {training: _mode(part, calls.name) for training, part in self._skeletons.items()}
         check_references(self.skeleton, module)
         norms = [x for x in self.skeleton.modules() if isinstance(x, BATCH_NORMS)]
         self.tracks = any(x.training and x.track_running_stats for x in norms)
-        # in evaluation a submodule may keep results of one call's parameters until its own `train()`
+        # in evaluation mode, a submodule with its own `train()` may keep values of one call's parameters until then
         idle = {mode: [x for x in copied.modules() if not x.training] for mode, copied in self._skeletons.items()}
         self._forgets = {mode: any(type(x).train is not nn.Module.train for x in part) for mode, part in idle.items()}
         self.own = {path: weakref.ref(x) for path, x in params.items()}
@@ -79,7 +79,7 @@ class Copies:
         return copies[training, casts]
 
     def check(self, copy: nn.Module, given: Tree, results: Tree) -> None:
-        """ValueError if a copy's first recorded call computed with the module's tensors, unless `given` has them."""
+        """Raise ValueError if a copy's first call with autograd used the module's tensors, unless `given` has them."""
         checked: weakref.WeakSet[nn.Module] = vars(self._of_thread).setdefault("checked", weakref.WeakSet())
         if copy in checked or not torch.is_grad_enabled() or func_levels.inside():
             return
@@ -108,7 +108,7 @@ class Copies:
     def _casts_of(self, call: ModuleCall) -> Casts:
         dtypes, policy = call.params.dtypes(), call.params.policy
         unasked = policy.cast_inputs and [computed for _, computed in dtypes] != self._dtypes
-        # a module with parameters in the dtypes of computation casts only its own inputs
+        # if no parameter changes its dtype, the module casts only its inputs, and submodules only by `cast_at`
         paths = (*[""] * (policy.cast_inputs and (policy.compute is not None or policy.stores)),)
         paths += tuple(cast_paths(self.skeleton, policy, *call.params.place())) if policy.cast_at else ()
         if not unasked and not paths:

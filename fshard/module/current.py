@@ -1,15 +1,15 @@
-"""Calls of a module's function: where its submodules read parameters, and where they read and write buffers.
+"""Calls of a module's function: a call has the parameters and buffers that submodules read or write.
 
 Note [The current call]
-    The code of a module reads `self.weight` and passes no parameters on. While a call runs, a context variable leads to
-    its parameters. After the call, activation checkpointing may run parts of the forward again in the backward. Then
-    autograd's running node leads to the call: torch numbers the nodes of a thread in order, and a call keeps the range
-    of its nodes. The graph of its results keeps the call alive.
+    A module's code reads `self.weight`, and gets no parameters as arguments. While a call runs, a context variable
+    names the call, which has the parameters. After the call, activation checkpointing may run parts of the forward
+    again in the backward. There, the number of autograd's running node finds the call: torch numbers a thread's nodes
+    in order, and each call keeps the range of its nodes' numbers. The graph of a call's results keeps the call alive.
 
 Note [Hooks of a backward]
-    If a part of a forward runs again in the backward, its writes to buffers are dropped: the forward has made these
-    writes. A write by a hook would be lost, so it is an error. A hook is code that touches a buffer in the backward,
-    and touched none in the forward.
+    If a part of a forward runs again in the backward, its writes to buffers are dropped: the first run has made them.
+    A hook's write has no first run, and would be lost: it is an error. Code that touches a buffer in the backward
+    counts as a hook if the same code touched no buffer in the forward.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from ..core.tree import Tree
 from ..sharding.access import placed
 from .leaves import Leaves
 
-# the running call of each skeleton
+# the running call of each functionalized module
 _RUNNING: ContextVar[dict[Calls, ModuleCall] | None] = ContextVar("fshard.module", default=None)
 
 
@@ -45,13 +45,13 @@ class ModuleCall:
     def __init__(self, params: Leaves, buffers: Sequence[Tensor]):
         self.params = params
         self.buffers = buffers
-        self.put: dict[tuple[int, str], tuple[Any, Any]] = {}  # assigned tensors, by (`Slots` id, name)
-        self._copies: dict[object, Tensor] = {}  # of buffers, made when first read
-        self._after: dict[object, Tensor] = {}  # replaced buffers, after the call
-        self._touching = set[CodeType]()  # code of the forward with access to buffers
+        self.put: dict[tuple[int, str], tuple[Any, Any]] = {}  # assigned (member, tensor) by (id of `Slots`, name)
+        self._copies: dict[object, Tensor] = {}  # copies of buffers, made when first read
+        self._after: dict[object, Tensor] = {}  # buffers assigned in the forward, set when it ends
+        self._touching = set[CodeType]()  # code that touched buffers in the forward
         self._returned = False
         self._nodes = (0, 0)  # the call's range of node numbers
-        self.thread = get_ident()  # in a backward, the backward's thread
+        self.thread = get_ident()  # the forward's thread; once a backward begins, the backward's
 
     def buffer(self, number: int, path: str, where: tuple[int, str] | None = None) -> Tensor:
         """Return the call's copy of a buffer, for the module to write to."""
@@ -71,7 +71,7 @@ class ModuleCall:
             del self.put[where]
 
     def _is_hook(self) -> bool:
-        """See Note [Hooks of a backward]."""
+        """Return True if the code that touches a buffer is a hook: Note [Hooks of a backward]."""
         code = _touching_code()
         if not self._returned:
             self._touching.add(code)
@@ -87,10 +87,11 @@ class ModuleCall:
         return read
 
     def new_buffers(self, ties: Sequence[int], replaced: Mapping[int, Tensor]) -> list[Tensor]:
-        """Return the buffers after the call: the caller's own tensors if the module read and wrote nothing.
+        """Return the buffers after the call; a buffer that the module did not touch is the caller's tensor.
 
-        `ties`: for each buffer, the number of the first buffer with this tensor. `replaced`: tensors set as buffers by
-        the module. A read copy counts as written: torch does not count batch norm's writes.
+        `ties`: for each buffer, the number of the first buffer with the same tensor. `replaced`: by number, tensors
+        assigned to buffers. A buffer that was read is returned as a copy: torch's version counter misses batch norm's
+        writes.
         """
         kept = [self._copies.get(number, old) for number, old in zip(ties, self.buffers, strict=True)]
         self.buffers = [replaced.get(number, x) for number, x in enumerate(kept)]
@@ -122,7 +123,7 @@ class ModuleCall:
         self.thread = get_ident()
 
 
-# Files between a buffer and the code touching it, to skip: `Slots`, `Stand`, `__getattr__` of torch and its tracer.
+# Files of stack frames between a module's code and its buffer: `Slots`, `Stand`, torch's `__getattr__` and tracer.
 _FOR_OTHERS = (
     os.path.join(os.path.dirname(__file__), "current.py"),
     os.path.join(os.path.dirname(__file__), "skeleton.py"),
@@ -147,9 +148,9 @@ def _refuse(path: str) -> NoReturn:
 
 
 def nodes_of(results: Tree) -> set[Any]:
-    """The last nodes of the results' graph, without gathering parameters."""
+    """Return the autograd nodes (`grad_fn`) of the results, without gathering parameters."""
     leaves = tree.tops(placed(results), Branch)
-    # tensors in objects outside of trees
+    # also tensors in attributes of objects that are no containers
     leaves += tree.leaves([vars(x) for x in leaves if not isinstance(x, Tensor) and hasattr(x, "__dict__")])
     grad_fn: Any = Tensor.grad_fn  # by torch's own descriptor: `Weight.grad_fn` is None
     nodes = [grad_fn.__get__(x) for x in leaves if isinstance(x, Tensor)]
@@ -157,7 +158,7 @@ def nodes_of(results: Tree) -> set[Any]:
 
 
 class Calls:
-    """The calls of one skeleton while their graphs are alive. `ties`: of its buffers."""
+    """The calls of one functionalized module while their graphs are alive. `ties`: as for `ModuleCall.new_buffers`."""
 
     def __init__(self, name: str, ties: Sequence[int]):
         self.name, self.ties = name, ties
@@ -171,7 +172,7 @@ class Calls:
             self._alive.add(call)
 
     def current(self) -> ModuleCall:
-        """The call that runs; in a backward, the call whose forward runs again in part."""
+        """Return the running call; in a backward, the call whose forward runs again in part."""
         call = self.found()
         if call is None:
             raise RuntimeError(
@@ -182,15 +183,16 @@ class Calls:
         return call
 
     def found(self) -> ModuleCall | None:
-        """As `current`; None outside of calls."""
-        # Private: nothing public tells a saved-tensor hook's node, or the node's number (test_module.py)
+        """Return the call of `current()`, or None outside of calls."""
+        # Private: no public function gives the node whose saved-tensor hook runs, or its number (test_module.py)
         node: Any = torch._C._current_autograd_node()
         running = (_RUNNING.get() or {}).get(self)
         if node is None:
             return running
-        # a forward may contain another call's backward
+        # the node decides before `running`: a forward may contain another call's backward
         made = [call for call in list(self._alive) if call.made(node._sequence_nr())]
-        # a GPU's backward has its own thread, unless multithreading is off, as in `value_and_grad`
+        # other threads have the same numbers; autograd has its own thread for a GPU's backward, unless multithreading
+        # is off, as in `value_and_grad`
         calls = [call for call in made if call.thread == get_ident()] or made
         if len(calls) > 1 and running is None:
             raise RuntimeError(

@@ -36,17 +36,19 @@ class ModuleFunction:
 
     Made by `functionalize`.
 
-    - `params`: a tree of tensors, or the parameters of a loss; a submodule's first read of a leaf gathers its unit
-    - `buffers`: not changed; a call returns new buffers, or the same tensors if the module read none
+    - `params`: a tree of tensors, or the parameters of a loss; the first read of a leaf by a submodule gathers the
+      leaf's unit
+    - `buffers`: never changed; a call returns new buffers, or the same tensor for each buffer not read by the module
 
     Threads may call one function at the same time. Each thread keeps a copy of the module, with attributes (not
-    buffers) assigned by a forward. Weak references to calls with a living graph serve activation checkpointing.
+    buffers) assigned by a forward. For activation checkpointing, the function keeps weak references to calls with a
+    living graph.
     """
 
     def __init__(self, copies: Copies, training: bool, calls: Calls, params: tree.Spec, buffers: tree.Spec):
         self._copies, self._training, self._calls = copies, training, calls
         self._skeleton, self._params, self._buffers = copies.skeleton, params, buffers
-        self.__wrapped__ = copies.skeleton  # `compiler/captures.py` reads it
+        self.__wrapped__ = copies.skeleton  # `compiler/captures.py` reads this attribute
 
     def __call__(self, params: Tree, buffers: Tree, /, *args: Any, **kwargs: Any) -> tuple[Any, Tree]:
         """Return the output of the module, and its buffers afterwards."""
@@ -75,7 +77,7 @@ class ModuleFunction:
         return out, tree.unflatten(self._buffers, after)
 
     def _replaced(self, module: nn.Module) -> dict[int, Tensor]:
-        """The tensors set as buffers by the forward, by number."""
+        """Return, by number, the tensors that the forward assigned to buffers."""
         now, paths = dict(module.named_buffers(remove_duplicate=False)), tree.paths(self._buffers)
         new = {i: now[path] for i, path in enumerate(paths) if path in now and not isinstance(now[path], Stand)}
         for i, first in enumerate(self._calls.ties):
@@ -87,9 +89,9 @@ class ModuleFunction:
         return new
 
     def _check_unwritten(self, call: ModuleCall, before: list[int | None]) -> None:
-        """ValueError if the forward set parameters or wrote to whole leaves; a tape checks gathered leaves."""
+        """Raise ValueError if the forward set parameters, or wrote to leaves not gathered; a tape checks the others."""
         done, after = [("set", path) for path in call.replaced()], call.params.versions()
-        if after != before:  # to make paths takes longer than a small module's forward
+        if after != before:  # making paths takes longer than a small module's forward
             named = zip(tree.paths(self._params), before, after, strict=True)
             done += [("wrote to", path) for path, first, last in named if first != last]
         for did, path in done:
@@ -109,20 +111,20 @@ class ModuleFunction:
     def units(self, *which: type | str | int | Callable[[str, nn.Module], bool]) -> list[str]:
         """Return the paths of submodules, for `make_plan(units=)`.
 
-        Each argument of `which` is a class of submodules, a pattern of their paths (`*` one component, `**` any
-        number), a predicate `(path, submodule) -> bool`, or a number of elements. A number makes a submodule a unit if
-        it has at least so many elements outside of inner units. Submodules without parameters are left out. ValueError
-        if an argument selects nothing.
+        Each argument of `which` is a class of submodules, a pattern of their paths (`*`: one component, `**`: any
+        number), a predicate `(path, submodule) -> bool`, or a number of elements. A number selects submodules with at
+        least so many elements outside of inner units. Submodules without parameters are left out. ValueError if an
+        argument selects nothing.
         """
         return units_of(self._skeleton, which)
 
     def init(self, plan: Plan, seed: int = 0) -> Sharded:
         """Make parameters on a plan, as `init_params` does, with the module's own initialization.
 
-        The module may be on meta. Each submodule with parameters is made once, with its own parameters alone. Its
-        `reset_parameters` initializes them, then the module's `_init_weights` (as in transformers), with random numbers
-        from `seed` and the submodule's path. ValueError for a parameter set by neither, or, as far as its values tell,
-        set to other values by the module's constructors.
+        The module may be on meta. Each submodule is made once, with only its own parameters in memory: its
+        `reset_parameters` initializes them, then the module's `_init_weights` (as in transformers). Random numbers come
+        from `seed` and the submodule's path. ValueError for a parameter that neither method sets, or whose values in
+        the module look differently initialized, as by the module's constructors.
         """
         if plan.spec != self._params:
             expected = tree.unflatten(self._params, [0] * self._params.num_leaves)
@@ -131,7 +133,7 @@ class ModuleFunction:
         return init_params(plan, Initializer(self._skeleton, seed, plan.device, self._copies.own), seed)
 
     def init_buffers(self, device: torch.device | str = "cpu", seed: int = 0) -> Tree:
-        """Make, on a device, buffers of a module on meta, as `init` makes parameters from the same `seed`."""
+        """Make buffers on `device`, also for a module on meta, as `init` makes parameters from the same `seed`."""
         names = tree.paths(self._buffers)
         made = Initializer(self._skeleton, seed, torch.device(device), self._copies.own)
         return tree.unflatten(self._buffers, [made.buffer(name) for name in names])
@@ -139,7 +141,7 @@ class ModuleFunction:
     def state_dict(
         self, params: Sharded, buffers: Tree, rank: int | None = None, dtensors: bool = False
     ) -> dict[str, Tensor]:
-        """Return the module's own state dict, for `module.load_state_dict`: parameters, and the buffers it saves.
+        """Return the module's own state dict, for `module.load_state_dict`: parameters and persistent buffers.
 
         `params` and `buffers` as in a call; each rank returns its own buffers. `rank` and `dtensors` as for
         `fshard.state_dict`. Extra state of submodules (`get_extra_state`) is left out. Dual: `load_state_dict`.
@@ -169,11 +171,11 @@ class ModuleFunction:
         return StateDict(self._skeleton, self._params, self._buffers).kept(self._listed(buffers))
 
     def policy(self, policy: Policy | str | None = None, cast: Which | Sequence[Which] = ()) -> Policy:
-        """Return a policy for `make_plan(policy=)` with batch norms in float32, as their running statistics.
+        """Return a policy for `make_plan(policy=)` that computes batch norms in float32, like their running statistics.
 
-        It is `policy` with overrides for batch norms after its own overrides. `cast` selects submodules, as `units`
-        does or by paths. Each selected submodule casts its floating arguments to `compute`, even arguments made inside
-        the forward (`cast_forward_inputs` of FSDP).
+        The result is `policy` with one more override for each parameter of batch norms, after the overrides of
+        `policy`. `cast` selects submodules, as `units` does or by paths. Each selected submodule casts its floating
+        arguments to its dtype of computation, even arguments made inside the forward (`cast_forward_inputs` of FSDP).
 
         >>> import torch, fshard
         >>> apply, _, _ = fshard.module.functionalize(torch.nn.Sequential(torch.nn.BatchNorm1d(2, bias=False)))
@@ -199,8 +201,8 @@ def functionalize(
     hold the module's own tensors; a tied parameter is one tensor under each of its names. `apply` works on a copy of
     the `module` without tensors, and neither changes nor uses the module itself.
 
-    With `sync_batch_norm`, batch norms take mean and variance over all ranks of the mesh of a call's parameters;
-    `torch.nn.SyncBatchNorm` always does.
+    With `sync_batch_norm`, batch norms take mean and variance over all ranks of the parameters' mesh;
+    torch.nn.SyncBatchNorm always does so.
 
     TypeError if `module` is not a module, or cannot be copied; ValueError for lazy modules that never ran.
 

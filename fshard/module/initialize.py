@@ -1,10 +1,10 @@
-"""A module's own initialization, for one submodule at a time.
+"""Initialization by a module's own methods, one submodule at a time.
 
 Note [What constructors write]
-    `init` does not repeat writes of a constructor to parameters of its children (`self.head.weight.zero_()`, or
-    `self.apply(fn)`). Unless the module is on meta, `init` compares its values with the module's: norms, and
-    if only one of the two is constant.
-    Torch's count of writes tells nothing: many constructors initialize a parameter twice.
+    `init` does not repeat a constructor's writes to parameters of submodules (`self.head.weight.zero_()`, or
+    `self.apply(fn)`). Torch's count of writes does not show such a write: many constructors initialize a parameter
+    twice. Unless the module is on meta, `init` therefore compares values: ValueError if the norms of its parameter and
+    the module's are far apart, or if only one of the two tensors is constant.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from .skeleton import Member, Slots, member_of
 
 
 class Initializer:
-    """`initializer(path, like)` returns an initialized parameter, and keeps its submodule for the next parameter."""
+    """`initializer(path, like)` returns an initialized parameter; the made submodule stays for its next parameter."""
 
     def __init__(self, skeleton: nn.Module, seed: int, device: torch.device, own: Mapping[str, ref[Tensor]]):
         self._skeleton, self._seed, self._device, self._own = skeleton, seed, device, own
@@ -50,9 +50,9 @@ class Initializer:
             self._made = None  # free the last submodule first
             self._made = owner, self._owner(owner, 0)
         value = vars(self._made[1])[kind][name].detach()
-        # an unset value is still NaN; an unset integer is `start`: 0, and 1 in a second run
+        # an element that no method set is still NaN, or for integers still `start`: 0, and 1 in a second run
         if is_inexact(value):
-            unset = torch.linalg.vector_norm(value, 1).isnan()  # NaN if any value is; `isnan()` would take memory
+            unset = torch.linalg.vector_norm(value, 1).isnan()  # a NaN gives a NaN; `value.isnan()` takes memory
         else:
             unset = value != vars(self._owner(owner, 1))[kind][name]
         if unset.any():
@@ -64,7 +64,7 @@ class Initializer:
         return value
 
     def _owner(self, path: str, start: int) -> nn.Module:
-        """Copy a submodule, initialized by itself and by the modules around it."""
+        """Return a copy of a submodule, initialized by its own methods, then by methods of the modules around it."""
 
         def empty(place: Member) -> Tensor:
             fill = torch.nan if is_inexact(place.form) else start
@@ -74,7 +74,7 @@ class Initializer:
         with seeded_by(self._seed, path, self._device), torch.no_grad():
             self._initialize(path, part)
             above = path
-            while above:  # from the inside out, as modules are made
+            while above:  # from the inside out, as constructors run
                 above = above.rpartition(".")[0]
                 self._initialize(above, self._around(above, path, part))
         return part
@@ -92,17 +92,17 @@ class Initializer:
         reset: Any = getattr(part, "reset_parameters", None) or getattr(part, "_reset_parameters", None)
         if callable(reset):
             reset()
-        if whole is not None:  # `_init_weights` may skip modules of some classes
+        if whole is not None:  # not instead of `reset`: `_init_weights` may skip some classes
             library: Any = whole
             library._init_weights(part)
 
 
 def _is_other(x: Tensor, y: Tensor) -> bool:
-    """True if two tensors were surely not drawn alike: their norms are too far apart, or only one is constant."""
+    """True if two tensors surely had different initializations: norms far apart, or only one tensor constant."""
     if (num := x.numel()) < 4:
         return False
     (size, is_constant), (other, is_also) = _moments(x), _moments(y)
-    by_chance = 0.0 if is_constant and is_also else 12 / math.sqrt(num)  # log of a ratio: 12 sigma of normal values
+    by_chance = 0.0 if is_constant and is_also else 12 / math.sqrt(num)  # log of the norms' ratio: 12 sigma if normal
     is_far = max(size, other) > min(size, other) * math.exp(0.1 + by_chance)
     return is_far or is_constant is not is_also
 

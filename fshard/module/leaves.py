@@ -1,4 +1,4 @@
-"""The leaves of a loss's parameters by number, and what a module needs of their plan."""
+"""The parameters of a module's call, by number, and facts of their plan."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from ..sharding.access import At, ReadsTape, placed
 
 
 def _homes(x: At | Tensor, tapes: Sequence[ReadsTape]) -> list[tuple[Plan, Precision]]:
-    """(plan, dtypes) of a leaf: several pairs if plans share its memory, none for a tensor of no plan.
+    """Return (plan, dtypes) of a leaf: several pairs if plans share the leaf's memory, none if it has no plan.
 
-    The memory identifies a gathered leaf, also through a view or a transform.
+    A gathered leaf is found by its memory, even through a view or a transform of torch.func.
     """
     if isinstance(x, At):
         plan = x.tape.plan
@@ -30,7 +30,8 @@ def _homes(x: At | Tensor, tapes: Sequence[ReadsTape]) -> list[tuple[Plan, Preci
     x = unwrapped(x)
     asked = tapes if x.layout is torch.strided else ()  # sparse tensors have no storage
     homes = [(tape, kind) for tape in asked if (kind := tape.kind_of(x)) is not None]
-    read = [home for home in homes if len(homes) > 1 and home[0].slot_of(x)]  # trees of `with_policy` share memory
+    # trees of `with_policy` share memory: take the tree that reads the leaf
+    read = [home for home in homes if len(homes) > 1 and home[0].slot_of(x)]
     return [(tape.plan, tape.plan.kinds[kind].precision) for tape, kind in read[:1] or homes]
 
 
@@ -43,7 +44,7 @@ def _one_policy(plans: Iterable[Plan], what: str) -> None:
         )
 
 
-def leaves_like(what: str, spec: tree.Spec, x: Tree) -> list[Any]:  # leaves of a tree
+def leaves_like(what: str, spec: tree.Spec, x: Tree) -> list[Any]:
     try:
         return tree.flatten_up_to(spec, x)
     except ValueError:
@@ -52,15 +53,15 @@ def leaves_like(what: str, spec: tree.Spec, x: Tree) -> list[Any]:  # leaves of 
 
 
 class Leaves:
-    """The leaves of a loss's parameters by number: a read gathers only the leaf's unit.
+    """The parameters of a call by number; a read gathers only the leaf's unit.
 
-    A read returns the caller's tensors as views, which may get another class. `policy` and `mesh` are the plan's;
-    without a plan, the running loss's.
+    A leaf of the caller is read as a view, because `Member.read` changes the class of the tensor that it returns.
+    `policy` and `mesh` come from the leaves' plan, or without a plan from the running loss.
     """
 
     def __init__(self, params: Tree, spec: tree.Spec, what: str):
         given: list[At | Tensor] = leaves_like(what, spec, placed(params))
-        with torch.enable_grad():  # views made under no_grad may be used outside of it
+        with torch.enable_grad():  # a view made under no_grad would pass no gradient later
             self._sources = [x if isinstance(x, At) else x[...] for x in given]
         self._given = given
         loss = running() or Running(Policy(), None, set(), [], ())
@@ -82,18 +83,18 @@ class Leaves:
         return isinstance(self._sources[number], At)
 
     def like(self, number: int) -> Tensor:
-        """A tensor with a leaf's shape, dtype and device, without a gather or meaningful values."""
+        """Return a tensor with a leaf's shape, dtype and device, without a gather; its values must not be read."""
         source = self._sources[number]
         return source.tape.like(source.number) if isinstance(source, At) else source
 
     def dtypes(self) -> list[tuple[torch.dtype, torch.dtype]]:
-        """Dtypes (storage, computation) of each leaf, equal without a plan."""
+        """Return the dtypes (storage, computation) of each leaf; without a plan, the two are equal."""
         pairs = zip(self._homes, self._sources, strict=True)
         computed = [homes[0][1].compute if isinstance(x, At) else x.dtype for homes, x in pairs]
         return [(homes[0][1].storage if homes else x, x) for homes, x in zip(self._homes, computed, strict=True)]
 
     def place(self) -> tuple[str, list[str]]:
-        """The path of these leaves in their plan, with a dot, and the paths of the plan's other leaves."""
+        """Return the module's path in its plan, with a dot, and the paths of the plan's leaves outside the module."""
         if self._plan is None or len(self._sources) == self._plan.spec.num_leaves:
             return "", []
         paths = tree.paths(self._plan.spec)
@@ -106,10 +107,10 @@ class Leaves:
         return "", []
 
     def versions(self) -> list[int | None]:
-        """Numbers of writes; None for gathered leaves, or if torch counts no writes."""
+        """Return each leaf's number of writes; None for gathered leaves, or if torch counts no writes."""
         return [None if isinstance(x, At) else writes(x) for x in self._sources]
 
     def remark(self, words: str) -> None:
-        """If leaves are gathered, let ranks compare these words; ranks with whole leaves may differ."""
+        """If the plan cuts parameters over ranks, let ranks compare `words`; else ranks may differ."""
         if self._is_cut:
             self._remarks.add(words)

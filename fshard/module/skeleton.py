@@ -1,13 +1,13 @@
-"""A copy of a module without its tensors: in place of each, the copy reads the tensor of the current call.
+"""A copy of a module without its tensors: instead of each tensor, the copy reads a tensor of the current call.
 
 Note [Stands]
     The code of modules reaches tensors in three ways:
 
-    1. `self.weight` indexes `_parameters`. In the copy this is a `Slots`, which returns the tensor of the current call
-       (for a parameter, a `Weight`).
+    1. `self.weight` indexes `_parameters`. In the copy, `_parameters` is a `Slots`: indexing returns the tensor of the
+       current call (for a parameter, a `Weight`).
     2. In the copy, lists and closures (an RNN's `_flat_weights`) hold stands: tensors of the class `Stand`. An operator
        on a stand runs on the tensor of the current call.
-    3. `parameters()` yields stands, too: their dtype, device and shape are known without a gather.
+    3. `parameters()` yields stands. To read a stand's dtype, device or shape gathers nothing.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _FORM |= {torch.is_floating_point, torch.is_complex, torch.numel}
 _DATA = Tensor.data.__get__  # type: ignore[attr-defined]
 _REQUIRES_GRAD = Tensor.requires_grad.__get__  # type: ignore[attr-defined]
 _SET_REQUIRES_GRAD = {Tensor.requires_grad_, Tensor.requires_grad.__set__}  # type: ignore[attr-defined]
-# answers of the original module's parameters
+# a stand answers like a parameter of the original module: a leaf
 _OF_LEAVES = {getattr(Tensor, name).__get__: value for name, value in (("is_leaf", True), ("grad_fn", None))}
 _REFUSED: dict[Any, str] = {
     Tensor.data.__set__: "set the data of",  # type: ignore[attr-defined]
@@ -54,7 +54,7 @@ _REMEDIES = {
 
 
 class Member:
-    """A parameter or buffer of the original module, with attributes set by code. A stand replaces it in the copy."""
+    """A parameter or buffer of the original module, with attributes set by code; in the copy, a stand replaces it."""
 
     def __init__(self, calls: Calls, path: str, number: int, is_buffer: bool, x: Tensor):
         self.calls, self.path, self.number, self.is_buffer = calls, path, number, is_buffer
@@ -66,7 +66,7 @@ class Member:
         return self.read_from(self.calls.current())
 
     def read_from(self, call: ModuleCall, where: tuple[int, str] | None = None) -> Tensor:
-        """Return the tensor of a call, gathering its unit. `where`: the name, as a tied buffer has several."""
+        """Return the tensor of a call, gathering its unit. `where`: (id of `Slots`, name) by which a buffer is read."""
         if self.is_buffer:
             x = call.buffer(self.number, self.path, where)
             vars(x).update(self.attributes, of_call=True)
@@ -78,12 +78,12 @@ class Member:
         return self._worn(x, call.params.is_gathered(self.number))
 
     def _worn(self, x: Any, is_gathered: bool) -> Tensor:
-        """Mark a call's tensor as this parameter. Return a view of a gathered leaf, kept while `x` lives, or `x`."""
+        """Return a call's tensor `x` as a `Weight`: `x` itself, or if it was gathered a view, stored in `x._worn`."""
         worn = x
         kind: Any = type(x)
-        rerun = RERUN.get() is not None  # `remat` gives a function fresh tensors
+        rerun = RERUN.get() is not None  # `remat` runs a function again, on fresh tensors
         if (is_gathered and not rerun) or kind is FunctionalTensor:  # a view: other code may read `x` as a plain tensor
-            # a view made outside the level of a leaf's tangent (`hvp`) would have no tangent
+            # if `x` has a tangent (`hvp`), a view made at another level of torch.func would have none
             with nullcontext() if func_levels.is_wrapped(x) else func_levels.aside(), torch.enable_grad():
                 worn = x[...]  # `view_as` takes no sparse gradients
                 if kind is FunctionalTensor:
@@ -99,7 +99,7 @@ class Member:
         return call.buffers[self.number] if self.is_buffer else call.params.like(self.number)
 
     def train(self, x: Tensor, requires_grad: bool = True) -> Tensor:
-        """Return `x` if `requires_grad` is unchanged, as parametrizations need."""
+        """Return `x` if `requires_grad` is unchanged, as parametrizations need; else refuse."""
         return x if requires_grad is self.trains else self.refuse("set requires_grad of")
 
     def refuse(self, done: str) -> NoReturn:
@@ -114,12 +114,12 @@ def _refusing(done: str) -> Any:
 class Weight(nn.Parameter):
     """A parameter of the current call, as the code of a module reads it (Note [Stands]).
 
-    It is a view of a gathered buffer or of the caller's tensor. It says it is a leaf, because torch puts only leaves
-    into other modules. `.data` is a view, and autograd notices writes to it.
+    A `Weight` is a view of a gathered buffer or of the caller's tensor. `is_leaf` is True, because torch registers only
+    leaves as parameters. `.data` is a detached view, and autograd notices writes to `.data`.
     """
 
     _place: Member
-    _plain: Tensor  # while torch.compile traces, the tensor in a class that operators accept
+    _plain: Tensor  # while torch.compile traces: a view in the class that operators accept
 
     is_leaf = property(lambda self: True)
     grad_fn = property(lambda self: None)
@@ -133,19 +133,19 @@ class Weight(nn.Parameter):
         return self._place.train(self, requires_grad)
 
     def set_(self, source: Any, *args: Any, **kwargs: Any) -> Any:
-        """Do nothing if `source` is this tensor, as parametrizations need."""
+        """Do nothing if `source` is this tensor, as parametrizations need; else refuse."""
         return self if source is self else self._place.refuse("set the data of")
 
 
 @functools.cache
 def _weights(kind: type[Tensor]) -> type[Weight]:
-    """`kind`: in a trace, a class of fake or functional tensors."""
+    """Return a `Weight` class for tensors of class `kind`: in a trace, fake or functional tensors."""
     more = {"__torch_function__": classmethod(_with_plain)} if kind is FunctionalTensor else {}
     return Weight if kind is Tensor else type(kind.__name__, (Weight, kind), more)
 
 
 def _with_plain(cls: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-    """Functionalization accepts only its own class."""
+    """Call `func` with a plain tensor for each `Weight`: functionalization accepts only its own class."""
     args, kwargs = tree.map_tops(lambda x: x._plain if isinstance(x, Weight) else x, Weight, (args, kwargs or {}))
     return func(*args, **kwargs)
 
@@ -153,20 +153,20 @@ def _with_plain(cls: Any, func: Any, types: Any, args: Any = (), kwargs: Any = N
 class Stand(Tensor):
     """A tensor without memory in place of a parameter or buffer of the current call (Note [Stands])."""
 
-    reads_itself = True  # `remat` leaves a stand as it is: operators get the call's tensor
+    reads_itself = True  # `remat` must not replace a stand: an operator on it reads the call's tensor
     _place: Member
 
     @staticmethod
     def of(place: Member, x: Tensor) -> Stand:
-        """`x`: the module's tensor."""
-        # A torch.autograd.Function takes the stand itself; `checks.py` finds it at the end of the result's graph
+        """Make a stand for the module's tensor `x`."""
+        # A torch.autograd.Function computes with the stand itself; `check_graph` then finds it in the result's graph
         requires_grad = place.trains and not place.is_buffer
         # Private: no public function makes a tensor without memory (test_module.py)
         stand: Stand = Tensor._make_wrapper_subclass(
             Stand, x.shape, strides=x.stride(), dtype=x.dtype, device=x.device, requires_grad=requires_grad
         )
         stand._place = place
-        # Private: isinstance(x, nn.Parameter) reads it (test_module.py)
+        # Private: isinstance(x, nn.Parameter) reads `_is_param` (test_module.py)
         stand._is_param = not place.is_buffer
         return stand
 
@@ -189,11 +189,14 @@ class Stand(Tensor):
                 place.refuse(_REFUSED[func])
         form = func in _FORM
         args, kwargs = tree.map_tops(lambda x: _current(x, form), Stand, (args, kwargs or {}))
-        return args[0].data if func == _DATA else func(*args, **kwargs)  # `Weight` has its own `data`
+        return args[0].data if func == _DATA else func(*args, **kwargs)  # `Weight` overrides `data`
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
-        """Replace stands if an operator skips `__torch_function__` (torch.vmap); ValueError if it loses derivatives."""
+        """Replace stands for an operator that skips `__torch_function__` (torch.vmap).
+
+        ValueError if derivatives would be lost.
+        """
         differentiated = torch.is_grad_enabled() and func is not torch.ops.aten.detach.default
 
         def current(x: Any) -> Any:
@@ -201,7 +204,7 @@ class Stand(Tensor):
                 return x
             place = x._place
             lost = differentiated and place.trains and not place.is_buffer
-            with torch.overrides.enable_reentrant_dispatch():  # a first read gathers, which autograd must record
+            with torch.overrides.enable_reentrant_dispatch():  # autograd must record a gather by this read
                 read = place.read()
             if lost or is_tracing() or func_levels.is_wrapped(read):
                 raise ValueError(
@@ -232,7 +235,7 @@ def _current(x: Any, form: bool) -> Any:
 class Slots(dict[str, Any]):
     """The `_parameters` or `_buffers` of a submodule of the copy: indexing reads the tensor of the current call.
 
-    Code may replace a parameter for a while, as functional_call does.
+    A forward may replace a parameter if it puts the old one back, as functional_call does.
     """
 
     def __init__(self, stands: Mapping[str, Stand | None]):
@@ -294,7 +297,7 @@ class Slots(dict[str, Any]):
 
 
 def stands_for(params: Mapping[str, Tensor], buffers: Mapping[str, Tensor], calls: Calls) -> dict[int, Stand]:
-    """Make stands by tensors' ids, numbered in the order of the dicts; tied tensors share a stand."""
+    """Return one stand for each tensor, by the tensor's id, numbered in the order of the dicts."""
     stands: dict[int, Stand] = {}
     for tensors, is_buffer in ((params, False), (buffers, True)):
         for number, (path, x) in enumerate(tensors.items()):
@@ -305,13 +308,13 @@ def stands_for(params: Mapping[str, Tensor], buffers: Mapping[str, Tensor], call
 
 
 def ties(tensors: Mapping[str, Tensor]) -> list[int]:
-    """Return, for each tensor, the number of its first name."""
+    """Return, for each name, the number of the first name with the same tensor."""
     first: dict[int, int] = {}
     return [first.setdefault(id(x), number) for number, x in enumerate(tensors.values())]
 
 
 def places_in(part: nn.Module) -> list[Member]:
-    """Tied parameters count once."""
+    """Return the parameters of a submodule; tied parameters count once."""
     return [member_of(x) for x in part.parameters() if isinstance(x, Stand)]
 
 
@@ -334,13 +337,13 @@ def in_eval_mode(skeleton: nn.Module) -> nn.Module:
 
 
 def copy_of(skeleton: nn.Module, calls: Calls) -> nn.Module:
-    # a copied RNN reads its weights and keeps them: it must get stands
+    # an RNN that is copied reads and keeps its weights: these reads must return stands
     with calls.during(ModuleCall(_Stands(skeleton), [])), _Constants() if is_tracing() else nullcontext():
         return _copy(skeleton, same_stands(skeleton))
 
 
 class _Constants(TorchFunctionMode):
-    """In a trace, copy tensors other than buffers as constants: a skeleton's tensors never change."""
+    """In a trace, copy tensors that are neither parameters nor buffers as constants: they never change."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         x: Any = args[0] if args else None
@@ -352,7 +355,7 @@ class _Constants(TorchFunctionMode):
 
 
 def same_stands(part: nn.Module) -> dict[int, Any]:
-    """Memo of copy.deepcopy: stands stay."""
+    """Return a memo with which copy.deepcopy keeps stands as they are."""
     return {id(x): x for kind in (part.parameters(), part.buffers()) for x in kind}
 
 

@@ -1,4 +1,4 @@
-"""Selection of submodules as units, and the policy of a module with batch norms."""
+"""Selection of submodules as units, and overrides of a policy for batch norms."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def _picked(module: nn.Module, paths: dict[str, nn.Module], selection: Which) ->
 
 
 def _full(module: nn.Module, path: str, size: int, seen: set[int]) -> tuple[list[str], int]:
-    """The units in a module, and its number of elements outside of units; tied parameters count once."""
+    """Return the units in a module, and the number of elements outside these units; tied parameters count once."""
     units, left = list[str](), 0
     for _, x in module.named_parameters(recurse=False):
         left += member_of(x).form.numel() if id(x) not in seen else 0
@@ -62,7 +62,7 @@ def _full(module: nn.Module, path: str, size: int, seen: set[int]) -> tuple[list
 
 
 def policy_for(skeleton: nn.Module, policy: Policy | str | None) -> Policy:
-    """Add overrides: batch norms are computed and reduced in their own dtype, at least float32."""
+    """Add overrides: batch norms are computed and reduced in the dtype of their parameters, at least float32."""
     given, overrides = policy_of(policy), list[tuple[str, Policy]]()
     for path, part in skeleton.named_modules():
         for name, x in part.named_parameters(recurse=False) if isinstance(part, BATCH_NORMS) else []:
