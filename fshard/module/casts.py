@@ -46,7 +46,6 @@ def casts_of(
     """Return the casts of a module.
 
     - `dtypes`: (storage, computation) of each parameter
-
     - `paths`: submodules that always cast their inputs
     - `unasked`: True if the module casts, and submodules by Note [Casts], 2
 

@@ -1,9 +1,9 @@
-"""Optimizers as pairs of pure functions over trees, in optax's shape.
+"""Optimizers as pairs of pure functions over trees, with the signatures of optax.
 
-`init(params) -> state`; `update(grads, state, params, **extra) -> (updates, state)`; `apply_updates(params, updates)`;
-or both in one, `tx.step(grads, state, params) -> (params, state)`. The state of `Sharded` parameters is partitioned
-like them; `fshard.zero` partitions the state of whole parameters. Defaults are torch.optim's if it has the optimizer.
-`lr` is a number, a 0-d tensor, or a schedule: a function of the number of updates made.
+`init(params) -> state`; `update(grads, state, params, **extra) -> (updates, state)`; `apply_updates(params, updates)`.
+`tx.step(grads, state, params) -> (params, state)` is both in one. The state of `Sharded` parameters is partitioned like
+the parameters; `fshard.zero` partitions the state of unsharded parameters. Defaults are torch.optim's if torch.optim
+has the optimizer. `lr` is a number, a 0-d tensor, or a schedule: a function of the number of updates made.
 """
 
 from ..layout.norms import global_norm

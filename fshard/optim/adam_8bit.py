@@ -1,4 +1,4 @@
-"""AdamW with 8-bit moments: each block is stored as codes and one scale."""
+"""AdamW with 8-bit moments: a block of elements is stored as codes and one scale."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ from ..update import kernels
 from ..update.base import Needs, Transform, checked, start_count
 from ..update.elementwise import Rate, adam_corrections, with_rate
 
-_CHUNK = 1 << 15  # elements; they and their codes fit a CPU's cache
+_CHUNK = 1 << 15  # elements that fit a CPU's cache, with their codes
 Books = tuple[Tensor, Tensor]  # code books of the first and the second moment
 
 
 class Quantised(NamedTuple):
-    """A moment: codes of elements (uint8, 0 is zero) and scales of blocks (float32)."""
+    """A moment: codes of elements (uint8, code 0 is the value 0) and scales of blocks (float32)."""
 
     codes: Parts
     scales: Parts
@@ -72,7 +72,7 @@ def encode(x: Tensor, book: Tensor) -> tuple[Tensor, Tensor]:
     rising, order = book.to(x.device).sort()
     scales = x.abs().amax(1)
     shares = x / torch.where(scales > 0, scales, 1).unsqueeze(1)  # (n, block), in [-1, 1]
-    # the bucket between midpoints of neighbouring values is the nearest value
+    # between two midpoints of neighbouring values, the value between these midpoints is nearest
     return order[torch.bucketize(shares, (rising[1:] + rising[:-1]) / 2)].to(torch.uint8), scales
 
 
@@ -94,12 +94,12 @@ def _of_scales(layout: Layout, block: int) -> Layout:
 
 
 def _check_blocks(layout: Layout, block: int) -> None:
-    """ValueError if a block would lie in two leaves or on two ranks. Checked on one rank as on many."""
+    """Raise ValueError if a block would lie in two leaves or on two ranks; on one rank, the check is the same."""
     numbers = [n for n in layout.numbers if layout.flat and layout.leaves[n].numel]
     in_tensor = Counter(layout.row_of[n].tensor for n in numbers)
     for number in numbers:
         row, leaf = layout.row_of[number], layout.leaves[number]
-        if leaf.split is not None and leaf.split.order:  # another split would give a block other elements
+        if leaf.split is not None and leaf.split.order:  # other splits reorder elements: a block would have others
             raise ValueError(
                 f"adamw_8bit: leaf {leaf.path!r} is {leaf.split}: expected leaves that are split along dim 0 in one "
                 "block, whose elements lie as in the whole leaf. Give this one another optimizer (optim.by_label)"
@@ -109,7 +109,7 @@ def _check_blocks(layout: Layout, block: int) -> None:
             advice = f"lay parameters out with make_plan or zero and block={block}"
             if leaf.split is not None:
                 advice += f", and split leaves whose parts begin at multiples of {block} elements"
-            if layout.packed:  # without padding between leaves
+            if layout.packed:  # rows have no padding between leaves
                 advice += f", and label for it only leaves whose number of elements is a multiple of {block}"
             raise ValueError(
                 f"adamw_8bit: leaf {layout.leaves[number].path!r}: a block of {block} elements would lie in two "
@@ -131,12 +131,12 @@ def _check_state(state: Adam8bitState, rows: Sequence[Tensor], block: int) -> No
 def adamw_8bit(
     lr: Rate, b1: Number = 0.9, b2: Number = 0.999, eps: Number = 1e-8, weight_decay: Number = 0.01, block: int = 256
 ) -> Transform:
-    """AdamW with moments in 8 bits, in blocks of `block` elements of a leaf: 2 bytes an element instead of 8.
+    """AdamW with moments in 8 bits, in blocks of `block` elements of a leaf: 2 bytes for each element instead of 8.
 
     `lr`, `b1`, `b2`, `eps` and `weight_decay` as for `adamw`. Each update decodes the moments, makes AdamW's step in
-    float32 and encodes them again. Over flat shards the plan must keep blocks together: `make_plan(..., block=256)`.
-    The result does not depend on the number of ranks. Unlike in the paper, a second moment above zero is never rounded
-    to zero.
+    float32 and encodes the new moments. If parameters are sharded, the plan must not cut blocks:
+    `make_plan(..., block=256)`. The result does not depend on the number of ranks. Unlike in the paper, a second moment
+    above zero is never rounded to zero.
 
     >>> tx = adamw_8bit(0.1, weight_decay=0.0)
     >>> tx.update(torch.tensor([2.0]), tx.init(torch.tensor([1.0])), torch.tensor([1.0]))[0]
@@ -164,7 +164,7 @@ def adamw_8bit(
         _check_state(state, tree.leaves(params), block)
         constants = {**plain(state.count), **adam_corrections(state.count, b1, b2)}
         moments = [*state.mu, *state.nu]
-        rows_of_grads = tree.leaves(without_padding(grads))  # a NaN in padding would be its block's scale
+        rows_of_grads = tree.leaves(without_padding(grads))  # a NaN in padding would set its block's scale
         columns = zip(tree.leaves(params), rows_of_grads, *(m.tensors for m in moments), strict=True)
         rows = [_update_row(constants, _books(numbers, p.device), block, p, *others) for p, *others in columns]
         updates = tree.unflatten(tree.flatten(grads)[1], [row[0] for row in rows])
@@ -181,10 +181,10 @@ def _kept_books(device: torch.device) -> Books:
 
 
 def _books(numbers: Sequence[Sequence[float]], device: torch.device) -> Books:
-    """Cached by device: a copy from the host would synchronize."""
+    """Return the code books on a device, cached because a copy from the host would synchronize."""
     if not is_tracing() and not torch.compiler.is_dynamo_compiling():
         return _kept_books(device)
-    # a graph must not capture a cached tensor; torch copies constants once, while tracing
+    # a graph must not capture a cached tensor; torch copies these constants to the device once, while tracing
     mu, nu = (torch.tensor(book, dtype=torch.float32, device=device) for book in numbers)
     return mu, nu
 
@@ -202,13 +202,13 @@ def _update_row(
     chunk = max(1, block_size(p, _CHUNK) // block)
     change: kernels.Reference = partial(kernels.adam, **kernels.constants_beside(constants, p))
     wide = [_blocks(x.float(), block, chunk) for x in (p, g)]
-    codes = [_blocks(x, block, chunk) for x in moments[::2]]  # padded with code 0, zero
+    codes = [_blocks(x, block, chunk) for x in moments[::2]]  # padded with code 0, the value 0
     scales = [x.split(chunk) for x in moments[1::2]]  # (at most `chunk`,) each
     results: list[list[Tensor]] = [[] for _ in range(5)]
     for p_part, g_part, mu, nu, mu_scale, nu_scale in zip(*wide, *codes, *scales, strict=True):
         old = decode(mu, mu_scale, books[0]), decode(nu, nu_scale, books[1])
         delta, new = change(p_part, g_part, old)
-        # with a nonzero first moment, a second moment of zero would make a step of mu / eps
+        # a second moment rounded to zero would make a step of mu / eps: code 1 is the least
         least = books[1][1] * new[1].amax(1, keepdim=True)
         pair = [*encode(new[0], books[0]), *encode(torch.where(new[1] > 0, new[1].maximum(least), new[1]), books[1])]
         for into, x in zip(results, (delta, *pair), strict=True):

@@ -1,7 +1,7 @@
-"""Optimizers over leaves, not only elements: norms of leaves, rows and columns, whole matrices.
+"""Optimizers with more than elementwise updates: norms of leaves, means of rows and columns, whole matrices.
 
-One small collective adds up the parts of norms and sums. Whole matrices go to ranks, balanced by cost, and results
-back.
+One small collective adds up the ranks' parts of norms and sums. Each whole matrix is sent to one rank, balanced by
+cost, and its update is sent back.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from ..whole.updates import back, bring, to_owners
 
 
 def lamb(lr: Rate, b1: Number = 0.9, b2: Number = 0.999, eps: Number = 1e-6, weight_decay: Number = 0.0) -> Transform:
-    """Scale AdamW's step u of each leaf to the leaf's norm: p <- p - lr (|p| / |u|) u, ratio 1 if a norm is 0.
+    """Scale AdamW's step u of each leaf to the leaf's norm: p <- p - lr (|p| / |u|) u, or p - lr u if a norm is 0.
 
     u = mû / (sqrt(nû) + eps) + weight_decay p, with `b1` and `b2` as in `adam`.
 
@@ -67,7 +67,7 @@ def lamb(lr: Rate, b1: Number = 0.9, b2: Number = 0.999, eps: Number = 1e-6, wei
 
 @dataclass(frozen=True)
 class AdafactorState:
-    """Number of updates made (float32, 0-d); mean squares of rows and columns, by path; nu of other leaves."""
+    """Number of updates made (float32, 0-d); mean squares of rows and columns of matrices, by path; nu of others."""
 
     count: Tensor
     row_var: dict[str, Tensor]  # (..., n, 1)
@@ -80,22 +80,22 @@ tree.register_fields(AdafactorState, ("count", "row_var", "col_var", "variance")
 
 
 class Factors(NamedTuple):
-    """A leaf of two or more dims as a stack of matrices (n, m) with numbered rows."""
+    """A leaf of two or more dims as a stack of matrices (n, m); rows are numbered through the stack."""
 
     leaf: Leaf
     n: int
     m: int
-    turned: bool = False  # the matrix is stored by columns, as for a split along dim 1
+    turned: bool = False  # True for a split along dim 1: elements lie by columns
 
     def fold(self, elements: Tensor, begin: int) -> tuple[Tensor, int, Tensor]:
-        """Return zero-padded rows (rows, m) of elements from `begin` on, number of the first, matrix of each row."""
+        """Return zero-padded rows (rows, m) of elements from `begin` on; the first row's number; each row's matrix."""
         first, last = begin // self.m, -(-(begin + elements.numel()) // self.m)
         rows = elements.new_zeros((last - first) * self.m)
         rows[begin - first * self.m :][: elements.numel()] = elements
         return rows.view(-1, self.m), first, torch.arange(first, last, device=elements.device) // self.n
 
     def add_by_matrix(self, sums: Tensor, rows: Tensor, first: int) -> None:
-        """Add rows to `sums` (matrices, m), in order: index_add_ on a GPU has no order."""
+        """Add each matrix's rows to `sums` (matrices, m), in fixed order, unlike index_add_ on a GPU."""
         last = first + len(rows)
         begin, end = min(-(-first // self.n) * self.n, last), max(last // self.n * self.n, first)
         if begin < end:
@@ -127,11 +127,12 @@ def adafactor(
     d: Number = 1.0,
     weight_decay: Number = 0.0,
 ) -> Transform:
-    """Divide gradients by root second moments, kept for matrices as row and column means: nu = row col / mean(row).
+    """Divide gradients by the root of nu, kept for a matrix as means of rows and columns: nu = row col / mean(row).
 
-    nu is a running mean of g², with decay 1 - t^beta2_decay at step t; eps = (eps1, eps2). u = g / sqrt(max(nu,
-    eps1²)), of RMS at most d; p <- p - lr weight_decay p - max(eps2, RMS(p)) min(lr, t^-½) u. Leaves of fewer than two
-    dims keep nu whole. As torch.optim.Adafactor.
+    nu is a running mean of g², with decay 1 - t^beta2_decay at step t; eps = (eps1, eps2), and eps1=None is the epsilon
+    of the dtype. u = g / sqrt(max(nu, eps1²)), scaled to an RMS of at most d;
+    p <- p - lr weight_decay p - max(eps2, RMS(p)) min(lr, t^-½) u. Leaves of fewer than two dims keep nu of each
+    element. As torch.optim.Adafactor.
 
     >>> tx = adafactor(0.1)
     >>> tx.update(torch.tensor([2.0]), tx.init(torch.tensor([3.0])), torch.tensor([3.0]))[0]
@@ -174,7 +175,7 @@ def adafactor(
     def on_vectors(
         grads: Tree, state: AdafactorState, params: Tree = None, exact_norms: bool = False, **extra: object
     ) -> tuple[Tree, AdafactorState]:
-        """Update; if gradients are whole copies, replace `state.vectors`, a part of the sharded layout."""
+        """Update; if gradients are whole copies, use their layout in place of the sharded layout `state.vectors`."""
         cut, whole = state.vectors, layout_of(grads)
         if cut is None or whole.flat or not cut.flat:
             return update(grads, state, params, exact_norms)
@@ -216,14 +217,14 @@ def _divided(grads: Tree, state: AdafactorState, layout: Layout, eps: float | No
 
 
 def _root_sizes(numels: Sequence[int], device: torch.device) -> Tensor:
-    """Return square roots of `numels`, (leaves,) float64, cached by device because a copy would synchronize."""
+    """Return square roots of `numels`, (leaves,) float64, cached because a copy from the host would synchronize."""
     # a graph must not capture a cached tensor
     make = _made_roots if is_tracing() or torch.compiler.is_dynamo_compiling() else _kept_roots
     return make(tuple(numels), device)
 
 
 def _made_roots(numels: tuple[int, ...], device: torch.device) -> Tensor:
-    with torch.inference_mode(False):  # a derivative may pass through a kept tensor later
+    with torch.inference_mode(False):  # no backward may save an inference tensor
         return torch.tensor([math.sqrt(max(n, 1)) for n in numels], dtype=torch.float64, device=device)
 
 
@@ -242,12 +243,12 @@ def _floor(eps: float | None, g: Tensor) -> float:
 
 
 def _row_and_column_means(grads: Tree, layout: Layout) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """Return mean squares by path, from one collective."""
+    """Return mean squares of each matrix's rows and of its columns, by path, from one collective."""
     shapes = {n: _factors(layout.leaves[n]) for n in layout.numbers}
     factored = {n: shape for n, shape in shapes.items() if shape}
     if not factored:
         return {}, {}
-    if differentiates(grads) and not layout.flat:  # the sums below are written in place
+    if differentiates(grads) and not layout.flat:  # sums in place have no derivative
         squares = {layout.leaves[n].path: g.double().square() for n, g in pieces(grads, layout) if n in factored}
         row = {path: x.mean(-1, keepdim=True) for path, x in squares.items()}
         return row, {path: x.mean(-2, keepdim=True) for path, x in squares.items()}
@@ -277,15 +278,15 @@ def _scaled(g: Tensor, span: Span, factors: Factors, row: Tensor, col: Tensor, e
         row, col = col.mT, row.mT
     mean = row.mean(-2).clamp(min=eps).view(-1, 1)[matrix]  # (rows, 1)
     nu = row.view(-1, 1)[first : first + len(rows)] * col.view(-1, factors.m)[matrix] / mean  # (rows, m)
-    start = span.begin - first * factors.m  # `fold` padded the first row in front
+    start = span.begin - first * factors.m  # without the zeros that `fold` put before g
     return (rows * nu.clamp(min=eps * eps).rsqrt()).view(-1)[start : start + span.numel]
 
 
 def whole_leaves(tx: TransformLike) -> Transform:
-    """Run `tx` on whole leaves: each sharded leaf is sent to one rank, balanced by size, and its update back.
+    """Run `tx` on whole leaves: each sharded leaf is sent to one rank, balanced by size, and its update is sent back.
 
-    A `Transform` without `over` runs on whole leaves anyway; use `whole_leaves` for optimizers of `fshard.optim`.
-    The state lies with the whole leaves.
+    Use `whole_leaves` for optimizers of `fshard.optim`; a `Transform` made without `over` runs on whole leaves anyway.
+    The state of a leaf stays on the rank that gets the leaf.
 
     >>> tx = whole_leaves(sgd(1.0))
     >>> tx.update(torch.ones(2), tx.init(torch.ones(2)))[0]
@@ -303,7 +304,7 @@ def whole_leaves(tx: TransformLike) -> Transform:
         if not layout_of(params).flat:
             return inner.step(grads, state, params, found_inf, donate, **extra)
         state = state if donate else copied(state)
-        # `bring` does not copy a leaf already whole on this rank
+        # `bring` does not copy a leaf already whole on this rank, and the step writes to it
         whole_params = bring(params) if donate else tree.map(torch.clone, bring(params))
         new, state = inner.step(bring(grads), state, whole_params, found_inf, True, **extra)
         return back(new, params), state
@@ -332,17 +333,18 @@ def muon(
     dtype: torch.dtype = torch.bfloat16,
     rest: TransformLike | None = None,
 ) -> Transform:
-    """Make momentum orthogonal: p <- p - lr weight_decay p - lr a O, with O near U Vᵀ of m = U S Vᵀ.
+    """Make momentum m = U S Vᵀ orthogonal: p <- p - lr weight_decay p - lr a O, with O near U Vᵀ.
 
-    m <- momentum m + (1 - momentum) g; with `nesterov`, O is made from momentum m + (1 - momentum) g.
+    m <- momentum m + (1 - momentum) g; with `nesterov`, O is made from momentum m + (1 - momentum) g, with the new m.
     As torch.optim.Muon.
 
-    - O: by `steps` Newton-Schulz iterations with `coefficients`, in `dtype`, on m divided by its norm (at least `eps`)
+    - O: `steps` Newton-Schulz iterations with `coefficients`, in `dtype`, from m / max(|m|, eps)
     - a: for a matrix (A, B), sqrt(max(1, A / B)), or 0.2 sqrt(max(A, B)) with `adjust_lr`="match_rms_adamw"; ValueError
       for another `adjust_lr`
-    - `rest`: updates leaves that are not matrices (default adamw(lr)); to give it embeddings too, use `by_label`
+    - `rest`: updates leaves that are not matrices (default adamw(lr)). An embedding is a matrix: to update it
+      otherwise, use `by_label`
 
-    Each matrix cut over ranks is sent to one rank, balanced by cost: two all-to-alls for all matrices.
+    A matrix cut over ranks is sent to one rank, balanced by cost, and back: two all-to-alls for all matrices.
 
     >>> tx = muon(0.1, weight_decay=0.0)
     >>> params = {"w": torch.eye(2), "b": torch.ones(2)}
@@ -389,7 +391,7 @@ def muon(
 
 
 def _to_owners(x: Tree, layout: Layout) -> Parts:
-    # cost: one product with the small side's Gram matrix
+    # cost of a matrix: its product with the Gram matrix of its small side
     return collect(x, owned(layout, layout.mesh, layout.axes, lambda leaf: leaf.numel * min(leaf.shape)), "muon")
 
 
@@ -406,7 +408,7 @@ def orthogonal(
     a, b, c = coefficients
     wide = x.to(dtype)
     tall = x.shape[0] > x.shape[1]
-    wide = wide.T if tall else wide  # (small, large): a Gram matrix (small, small)
+    wide = wide.T if tall else wide  # (small, large), for a Gram matrix (small, small)
     wide = wide / wide.norm().clamp(min=eps)
     for _ in range(steps):
         gram = wide @ wide.T

@@ -24,22 +24,22 @@ _LEAST_CURVATURE = 1e-10  # pairs with less sᵀy are left out, as in torch.opti
 
 
 class LbfgsState(NamedTuple):
-    """Iterations made (float32, 0-d), last parameters and gradients, latest differences (s, y)."""
+    """Iterations made (float32, 0-d), last parameters and gradients, latest differences of both, s and y."""
 
     count: Tensor  # type: ignore[assignment]  # hides tuple.count
     params: Tree
     grads: Tree
-    s: tuple[Tree, ...]  # oldest first; zeros at the start
+    s: tuple[Tree, ...]  # oldest first; zeros before there are so many
     y: tuple[Tree, ...]
 
 
 def lbfgs(lr: Rate = 1.0, history_size: int = 10, max_iter: int = 1) -> Transform:
     """Step along -H g, with the inverse Hessian H estimated from recent differences of parameters and gradients.
 
-    H comes from the two-loop recursion over the `history_size` latest pairs (s, y) with sᵀy > 1e-10. The step's length
-    is `lr`, in the first iteration min(1, 1 / |g|₁) lr. An update is one iteration; `update(grads, state, params,
-    grad_fn=fn)` makes `max_iter`, and calls `fn(params) -> grads` between them. As torch.optim.LBFGS, with `fn` as its
-    closure, without a line search or tolerances.
+    H comes from the two-loop recursion over the `history_size` latest pairs (s, y) with sᵀy > 1e-10. The step is
+    -lr H g, in the first iteration -min(1, 1 / |g|₁) lr H g. An update is one iteration; `update(grads, state, params,
+    grad_fn=fn)` makes `max_iter` iterations, and calls `fn(params) -> grads` between two. As torch.optim.LBFGS with
+    `fn` as closure, without a line search or tolerances.
 
     >>> tx, w = lbfgs(max_iter=3), torch.tensor([3.0, -1.0])
     >>> updates, _ = tx.update(4 * w, tx.init(w), w, grad_fn=lambda w: 4 * w)
@@ -60,7 +60,7 @@ def lbfgs(lr: Rate = 1.0, history_size: int = 10, max_iter: int = 1) -> Transfor
 
     def iterate(grads: Tree, state: LbfgsState, params: Tree, exact_norms: bool) -> tuple[Tree, LbfgsState]:
         moved = state.count > 0
-        # m + 1 differences (m = history_size); the oldest or the newest is dropped
+        # m + 1 differences (m = history_size); below, the oldest or the newest is dropped
         s = (*state.s, _difference(params, state.params, moved))
         y = (*state.y, _difference(grads, state.grads, moved))
         products = gram([*s, *y, grads])  # (2 m + 3, 2 m + 3): dot products
@@ -103,7 +103,7 @@ def _difference(new: Tree, old: Tree, moved: Tensor) -> Tree:
 
 
 def _kept(products: Tensor, keeps: Tensor) -> Tensor:
-    """Drop the oldest pair if `keeps`, else the newest."""
+    """Return `products` without the oldest pair if `keeps`, else without the newest."""
     m = len(products) // 2
     pairs = torch.arange(m - 1, device=products.device) + keeps.long()  # (m - 1,)
     index = torch.cat([pairs, pairs + m, torch.full_like(pairs[:1], 2 * m)])
@@ -111,14 +111,14 @@ def _kept(products: Tensor, keeps: Tensor) -> Tensor:
 
 
 def _direction(products: Tensor) -> Tensor:
-    """Return -H g as weights of s, y and g (2 m + 1), from dot products."""
+    """Return -H g as weights (2 m + 1,) of s, y and g, from dot products."""
     m = len(products) // 2
     curvature = products.diagonal(m)[:m]  # sᵀy
-    used = curvature > _LEAST_CURVATURE  # False for starting zeros, too
+    used = curvature > _LEAST_CURVATURE  # False for the zeros of `init`
     rho = torch.where(used, 1 / torch.where(used, curvature, 1.0), 0.0)  # 1 / 0 would have a derivative of NaN
     zero, scale = torch.zeros_like(curvature[0]), torch.ones_like(curvature[0])
-    alphas: dict[int, Tensor] = {}  # torch.compile traces no call of `dict[...]`
-    weights = [*[zero] * 2 * m, zero - 1]  # assignment by index on a GPU copies from the host
+    alphas: dict[int, Tensor] = {}  # torch.compile cannot trace `dict[int, Tensor]()`
+    weights = [*[zero] * 2 * m, zero - 1]  # a list: writing one element on a GPU copies from the host
     for i in reversed(range(m)):
         alphas[i] = rho[i] * (torch.stack(weights) @ products[i])
         weights[m + i] = weights[m + i] - alphas[i]

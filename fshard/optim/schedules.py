@@ -1,7 +1,7 @@
 """Schedules: functions from the number of updates so far (a 0-d tensor) to a value (a 0-d tensor).
 
-Any such function is a schedule; the usual schedules here make no copies from device to host. Sources:
-torch.optim.lr_scheduler and optax.
+Any such function is a schedule. The schedules of this file, from torch.optim.lr_scheduler and optax, make no copies
+from device to host.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def linear(start: float, end: float, steps: int) -> Schedule:
 def cosine(start: float, steps: int, end: float = 0.0) -> Schedule:
     """Return half a cosine from `start` to `end` in `steps` steps, then `end`.
 
-    Up to `steps` as torch's CosineAnnealingLR.
+    Until `steps`, the values are those of torch's CosineAnnealingLR.
 
     >>> cosine(1.0, 4)(torch.tensor(2.0)).item()
     0.5
@@ -77,7 +77,7 @@ def warmup_cosine(peak: float, warmup: int, steps: int, start: float = 0.0, end:
 def join(schedules: Sequence[Callable[[Tensor], Tensor]], boundaries: Sequence[int]) -> Schedule:
     """Return a schedule that runs `schedules` in sequence. As optax.join_schedules.
 
-    Schedule `i + 1` begins at step `boundaries[i]`, and counts its steps from there. ValueError unless boundaries rise
+    Schedule `i + 1` begins at step `boundaries[i]`, and counts from that step. ValueError unless boundaries rise
     and are one fewer than schedules.
 
     >>> join([constant(1.0), linear(1.0, 0.0, 2)], [3])(torch.tensor(4.0)).item()

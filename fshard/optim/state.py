@@ -1,4 +1,4 @@
-"""Optimizer state in and out: whole, by leaf path, on all ranks or on one; torch's formats; partitions; new leaves."""
+"""Functions of an optimizer's state: gather and shard it, save and load it in torch's format, extend it by leaves."""
 
 from ..state.optimizer import extend, gather_state, load_state_dict, shard_state, state_dict, torch_names
 

@@ -22,12 +22,12 @@ from ..state.torch_format import BEGUN, TorchState
 from ..update.base import Needs, Transform, checked, choose
 from .matrix import whole_leaves
 
-# classes for single elements; all other classes get whole leaves
+# classes that update each element by itself; all other classes get whole leaves
 _ELEMENTWISE = ("ASGD", "Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD")
 Entry = dict[str, Tensor]  # a torch optimizer's state of one parameter
-Numbers = dict[str, Tensor | float]  # an `Entry` of a user's class, with numbers
-Settings: TypeAlias = Mapping[str, Any]  # the class's own arguments
-# `run(grads, state, params, extra)`: the class's own step writes to `params`; returns the new state
+Numbers = dict[str, Tensor | float]  # an `Entry` of a user's class, which may have numbers
+Settings: TypeAlias = Mapping[str, Any]  # arguments of an optimizer class
+# `run(grads, state, params, extra)` runs the class's own step, which writes to `params`, and returns the new state
 Run = Callable[[Tree, TorchState, Tree, Settings], TorchState]
 
 
@@ -35,10 +35,11 @@ def from_torch(cls: type[Optimizer], **hyperparams: object) -> Transform:
     """Run an optimizer class of torch.optim, or one of yours, `cls(params, **hyperparams)`, as a transformation.
 
     `step` gives exactly the parameters of the class's own step. The class's own step must need no closure and take
-    dense gradients, and the class must keep only tensors and numbers of each parameter (`self.state[p]`). Your classes,
-    and non-elementwise classes of torch (Muon, Adafactor), get whole leaves, however the parameters are cut. If the
-    class's step has further arguments, `update` passes them on by name. Trial steps, which show the class's state, pass
-    1.0 for an argument without a default. For parameter groups, give `by_label` a `from_torch` for each.
+    dense gradients. The class may keep only tensors and numbers, for each parameter by itself (`self.state[p]`). Your
+    classes, and classes of torch that are not elementwise (Muon, Adafactor), get whole leaves, however the parameters
+    are cut. `update` passes further arguments to the class's step by name. To see the class's state, fshard makes trial
+    steps, with 1.0 for arguments without a default. For parameter groups, give `by_label` one `from_torch` for each
+    group.
 
     ValueError for a class that cannot be a pure function; for LBFGS use `lbfgs`.
 
@@ -70,7 +71,7 @@ def _on_rows(cls: type[Optimizer], hyperparams: Settings) -> Transform:
     def run(grads: Tree, state: TorchState, params: Tree, extra: Settings) -> TorchState:
         # `.grad` must not be set on the caller's tensors
         rows = [row.detach() for row in tree.leaves(params)]
-        if not rows:  # a rank without parameters counts updates, too
+        if not rows:  # a rank without parameters still counts updates
             begun = _begin(cls, hyperparams, dummy) | {name: x.clone() for name, x in state.scalars.items()}
             (entry,) = _stepped(cls, hyperparams, [dummy.clone()], [torch.zeros_like(dummy)], [begun])
             return TorchState(state.tensors, {name: entry[name] for name in state.scalars})
@@ -81,7 +82,7 @@ def _on_rows(cls: type[Optimizer], hyperparams: Settings) -> Transform:
 
 
 def _on_leaves(cls: type[Optimizer], hyperparams: Settings) -> Transform:
-    """Rows are whole leaves; the state may have any shapes."""
+    """Run a class of torch.optim on whole leaves; its state may have other shapes than the leaves."""
 
     def init(params: Tree) -> TorchState:
         return TorchState(_first_by_name(params, partial(_begin, cls, hyperparams), "meta"), {})
@@ -102,7 +103,7 @@ def _stepped(
     """Step in place on `rows`; return each row's new state."""
     optimizer = cls(rows, **hyperparams)
     for row, g, entry in zip(rows, grads, entries, strict=True):
-        # torch takes real views of complex tensors; a lazily conjugated one (z.conj()) has no real view
+        # torch takes real views of complex tensors; a lazily conjugated tensor (z.conj()) has no real view
         row.grad = g.detach().to(row.dtype).resolve_conj()
         optimizer.state[row] = entry if entry.get(BEGUN, True) else {}
     optimizer.step()
@@ -111,7 +112,7 @@ def _stepped(
 
 
 def _adapted(cls: type[Optimizer], hyperparams: Settings, init: Callable[[Tree], TorchState], run: Run) -> Transform:
-    """`run` gets copies of parameters and state, unless these are donated."""
+    """Return `run` as a transformation; `run` gets copies of parameters and state, unless donated."""
 
     def fused(
         grads: Tree, state: TorchState, params: Tree, found_inf: Tensor | None, donate: bool, **extra: object
@@ -155,8 +156,8 @@ def _begin(cls: type[Optimizer], hyperparams: Settings, row: Tensor) -> Entry:
     entry = dict(optimizer.state[row])
     group = optimizer.param_groups[0]
     if cls.__name__ == "SGD" and group["momentum"]:
-        entry["momentum_buffer"] = torch.zeros_like(row)  # the first update treats zeros as None
-        if group["dampening"]:  # torch dampens the first gradient unless given None
+        entry["momentum_buffer"] = torch.zeros_like(row)  # the first update is the same as from torch's None
+        if group["dampening"]:  # torch dampens a gradient unless the buffer is None
             entry[BEGUN] = double(0.0)
     if strange := [name for name, x in entry.items() if not isinstance(x, Tensor)]:
         raise ValueError(f"from_torch: {cls.__name__} keeps {strange[0]!r}, which is no tensor: it cannot be a value")
@@ -164,14 +165,14 @@ def _begin(cls: type[Optimizer], hyperparams: Settings, row: Tensor) -> Entry:
 
 
 def _like_params(entries: Sequence[Entry], params: Tree, first: Entry, scalars: set[str]) -> TorchState:
-    """Return entries as trees like `params`; `first` has all names."""
+    """Return entries as trees like `params`. `first`: an entry with all names."""
     spec = tree.flatten(params)[1]
     tensors = {n: tree.unflatten(spec, [entry[n] for entry in entries]) for n in first if n not in scalars}
     return TorchState({n: clear_padding_(x) for n, x in tensors.items()}, {n: first[n] for n in first if n in scalars})
 
 
 def _first_by_name(params: Tree, begin: Callable[[Tensor], Entry], device: str) -> dict[str, Parts]:
-    """Every rank makes the state of all leaves on `device` for shapes and dtypes, and keeps state of its leaves."""
+    """Return the first state of this rank's leaves; every rank makes all leaves' state on `device`, to learn shapes."""
     rows, layout = tree.leaves(params), layout_of(params)
     leaves = {n: layout.leaves[n] for n in layout.numbers}
     shapes = {n: begin(torch.zeros(leaf.shape, dtype=leaf.dtype, device=device)) for n, leaf in leaves.items()}
@@ -187,14 +188,14 @@ def _next_by_name(state: TorchState, layout: Layout, entries: Sequence[Entry]) -
 
 
 def _pieces_of(name: str, layout: Layout, shapes: Mapping[int, Entry], local_entries: Mapping[int, Entry]) -> Parts:
-    """Leaves may lack this name."""
+    """Return the state of one name; some leaves may lack this name."""
     forms = {n: Form(tuple(entry[name].shape), entry[name].dtype) for n, entry in shapes.items() if name in entry}
     part = reshaped(layout, forms)
     return Parts(replace(part, source=(name, part.source)), [local_entries[s.leaf][name] for s in part.mine])
 
 
 def _by_row(state: TorchState, num_rows: int) -> list[Entry]:
-    """Each row gets copies of 0-d tensors: a step writes to them."""
+    """Return the state of each row, with copies of 0-d tensors, because a step writes to them."""
     columns = {name: tree.leaves(x) for name, x in state.tensors.items()}
     rows = ({name: column[i] for name, column in columns.items()} for i in range(num_rows))
     return [row | {name: x.clone() for name, x in state.scalars.items()} for row in rows]
@@ -209,7 +210,7 @@ def _by_leaf(state: TorchState, layout: Layout) -> list[Entry]:
 
 
 def _of_user(cls: type[Optimizer], hyperparams: Settings) -> Transform:
-    """A trial step with zero gradients shows the state's form; the first real step makes it."""
+    """Run a user's class. A trial step with zero gradients shows the state's shapes; the first real step makes it."""
     _check_apart(cls, hyperparams)
     first = _first_step(cls, hyperparams, torch.zeros(2, 2, dtype=torch.float32, device="cpu"))
     # the state has 0-d tensors for Python numbers
@@ -258,7 +259,7 @@ def _needed(cls: type[Optimizer]) -> list[str]:
 
 
 def _try_step(optimizer: Optimizer) -> None:
-    """Pass 1.0 for each argument without a default."""
+    """Call the optimizer's step, with 1.0 for each argument without a default."""
     cls, step = type(optimizer), cast("Callable[..., object]", optimizer.step)
     needed = _needed(cls)
     try:
@@ -273,7 +274,7 @@ def _try_step(optimizer: Optimizer) -> None:
 
 
 def _check_apart(cls: type[Optimizer], hyperparams: Settings) -> None:
-    """ValueError if an update depends on the call's other parameters: ranks hold different parameters."""
+    """Raise ValueError if a parameter's update depends on other parameters: these may be on other ranks."""
 
     def stepped(*starts: Tensor) -> list[Tensor]:
         rows = [start.clone() for start in starts]
@@ -305,7 +306,7 @@ def _value(x: Tensor | float) -> Tensor:
 
 
 def _first_step(cls: type[Optimizer], hyperparams: Settings, row: Tensor) -> Numbers:
-    """Return the state after a step with zero gradient. ValueError if a transformation cannot hold it."""
+    """Return the state after a step with zero gradient. ValueError for state that a transformation cannot keep."""
     row = row.detach().clone()
     optimizer = cls([row], **hyperparams)
     row.grad, before = torch.zeros_like(row), _of_all(optimizer)

@@ -1,7 +1,8 @@
 """Gradient transformations: pairs of pure functions over trees, as in optax.
 
 `init(params) -> state`; `update(grads, state, params, **extra) -> (updates, state)`; `apply_updates(params, updates)`.
-A transformation sends nothing itself: its trees are plain, or `Parts`, if other ranks hold the rest (`fshard.layout`).
+A transformation sends nothing itself. Its trees are plain, or `Parts` (`layout/pieces.py`) if other ranks have some of
+the elements.
 """
 
 from __future__ import annotations
@@ -41,10 +42,10 @@ T = TypeVar("T")
 # from the number of updates made (float64, 0-d) to a hyper-parameter
 Schedule = Callable[[Tensor], Number]
 
-# Not `Hashable`: a dict with keys str is no Mapping with keys `Hashable`.
+# Not `Hashable`: for mypy, a dict[str, X] is no Mapping[Hashable, X].
 Label: TypeAlias = Any
 
-# 1 to skip an update, else 0 (0-d); or a dict of these by label
+# a 0-d tensor, 1 to skip an update, else 0; or a dict of such tensors by label
 FoundInf = Tensor | Mapping[Label, Tensor]
 
 
@@ -76,22 +77,22 @@ class Transform(_Fields):
     - `init(params) -> state`
     - `update(grads, state, params, **extra) -> (updates, state)`
     - `fused(grads, state, params, found_inf, donate, **extra) -> (params, state)`: `update` and `apply_updates` in one
-      kernel, in place on copies, or with `donate` on the arguments; no change if `found_inf` is 1
+      kernel, in place on copies, or with `donate` on the arguments themselves; no change if `found_inf` is 1
     - `over`: the trees that `init` and `update` get for sharded parameters. "leaves" (default): whole leaves, each on
       one rank; `fused` is not called. "elements": flat rows of many leaves, for updates of each element by itself.
-      "tree": the sharded tree; the norms and sums of `fshard.optim` work on it
+      "tree": the sharded tree itself; `fshard.optim.global_norm` accepts a sharded tree
     - `labelled`: `found_inf` may be a dict by label, and is a keyword argument of `update` (`by_label`)
     - `mesh`: the mesh over which `step` combines `found_inf`
-    - `views`: `fused` takes `Views` of parameters and gradients (`fshard.layout.pieces`) and writes to them; otherwise
-      `fused` gets packed copies
-    - `parts`: the transformation of each label, applied to its leaves alone (`by_label`)
-    - `draws`: the functions may draw random numbers, seeded by a step
+    - `views`: `fused` takes `Views` of parameters and gradients (`fshard.layout.pieces`) and writes to the views;
+      otherwise `fused` gets packed copies
+    - `parts`: the transformation of each label, for the label's leaves alone (`by_label`)
+    - `draws`: the functions may draw random numbers; a step seeds them
     - `elementwise=True`: an older name of `over="elements"`
 
     `update` and `fused` ignore unknown arguments in `extra`. With `own_grads=True` they may overwrite the gradients;
     with `exact_norms=True` their norms must have the same bits on any number of ranks (`global_norm(tree,
-    exact=True)`). ValueError for another word in `over`, for an update writing to its arguments, and from `init`
-    over several ranks if the update of a leaf depends on other leaves and `over` does not say so.
+    exact=True)`). ValueError for another word in `over`, and for an update that writes to its arguments. With
+    "leaves", `init` over several ranks raises ValueError if the update of a leaf depends on other leaves.
 
     >>> by_norm = lambda grads, state, params=None, **extra: (tree.map(lambda g: g / g.norm(), grads), state)
     >>> tx = optim.Transform(lambda params: (), by_norm)
@@ -133,11 +134,11 @@ class Transform(_Fields):
         return self.over == "elements"
 
     def _replace(self, **changes: Any) -> Self:
-        """Replace functions or flags by yours, checked."""
+        """Replace fields by the user's, with the checks of the constructor."""
         return type(self)(**{**self._asdict(), "draws": True, **changes})
 
     def with_fields(self, **changes: Any) -> Self:
-        """Replace fields by functions of this package, unchecked."""
+        """Replace fields by this package's own, without checks."""
         return super()._replace(**changes)
 
     def step(
@@ -149,11 +150,11 @@ class Transform(_Fields):
         donate: bool = False,
         **extra: object,
     ) -> tuple[Tree, Tree]:
-        """Return new parameters and state; if `found_inf` (0-d) is 1, the old ones, without a host read.
+        """Return new parameters and state, or if `found_inf` (0-d) is 1 the old parameters and state; no host read.
 
         `found_inf` may be a dict of such tensors by label. A `labelled` transformation skips the labels with a 1; any
         other transformation skips the whole update if one tensor is 1. With `donate`, params and state may be updated
-        in place, and must not be used again. Under a derivative, a step is `update` and `apply_updates`.
+        in place, and must not be used again. Under a derivative, `step` runs `update` and `apply_updates`.
 
         >>> from fshard.optim import sgd
         >>> tx = sgd(0.5)
@@ -217,14 +218,14 @@ def check_found(found_inf: object, labelled: bool = True) -> None:
 
 
 def num_made(found_inf: FoundInf | None) -> Tensor | int:
-    """Return 0 if all labels are skipped, else 1."""
+    """Return the number of updates made: 0 if `found_inf` skips all labels, else 1."""
     if isinstance(found_inf, Mapping):
         found_inf = torch.stack([*found_inf.values()]).amin()
     return 1 if found_inf is None else 1 - found_inf
 
 
 def as_transform(tx: TransformLike) -> Transform:
-    """Return a Transform that changes no input in place."""
+    """Return `tx` as a Transform; a TorchOpt optimizer then updates nothing in place."""
     if isinstance(tx, Transform):
         return tx
     if not callable(getattr(tx, "init", None)) or not callable(getattr(tx, "update", None)):
@@ -276,12 +277,12 @@ def _unlike(x: object, p: Tensor) -> str | None:
 
 
 def start_count(params: Tree) -> Tensor:
-    """Return 0-d float32, as torch's fused kernels take."""
+    """Return a count of 0: 0-d float32, as torch's fused kernels take."""
     return torch.zeros((), dtype=torch.float32, device=device_of(params))
 
 
 def at(value: Number | Schedule, count: Tensor) -> Number:
-    """Schedules get `count` in float64."""
+    """Return a number, or a schedule's value at `count`, which the schedule gets in float64."""
     if callable(value):
         value = value(count.double())
         check_rate(value)
@@ -290,7 +291,7 @@ def at(value: Number | Schedule, count: Tensor) -> Number:
 
 @dataclass(frozen=True)
 class Needs:
-    """The arguments that a transformation needs; errors name it."""
+    """Checks of a transformation's arguments; errors begin with `name`."""
 
     name: str
     state_type: type | None = None
@@ -309,7 +310,7 @@ class Needs:
         if params is not None and structure(params) != structure(grads):
             unlike = tree.difference(params, grads)
             raise ValueError(f"optim.{self.name}: gradients are not of the structure of parameters: {unlike}")
-        # equal structures of parts have equal layouts and shapes
+        # `Parts` of equal structure have equal layouts and shapes
         pairs = zip(tree.tops(grads, Parts), tree.tops(grads if params is None else params, Parts), strict=True)
         for number, (g, p) in enumerate(pairs):
             if wrong := self._wrong(g, p):
@@ -317,7 +318,7 @@ class Needs:
                 raise ValueError(f"optim.{self.name}: the gradient of leaf {path!r} {wrong}")
 
     def _wrong(self, g: Tree, p: Tree) -> str | None:
-        """Return the misfit of a leaf's gradient (or rows), or None."""
+        """Return an error text about the gradient of a leaf, or about rows of `Parts`; None if all is well."""
         if isinstance(g, Parts | Views):
             runs = g.runs if isinstance(g, Views) else [g.tensors]
             has_complex = any(view.is_complex() for run in runs for view in run)
@@ -431,12 +432,12 @@ def clip(max_magnitude: Number) -> Transform:
 
 
 def clip_factor(norm: Tensor, max_norm: Number) -> Tensor:
-    """Norms are 0-d or (leaves,). As torch.nn.utils.clip_grad_norm_."""
+    """Return min(1, max_norm / (norm + 1e-6)), 0-d or (leaves,), as torch.nn.utils.clip_grad_norm_."""
     return (max_norm / (norm + 1e-6)).clamp(max=1.0)
 
 
 def clip_by(name: str, max_norm: Number, p: float, clipped: Callable[[Tree, bool, bool], Tree]) -> Transform:
-    """Clip to a p-norm by `clipped(grads, own_grads, exact_norms)`."""
+    """Return a transformation without state that clips by `clipped(grads, own_grads, exact_norms)`."""
     check_positive(f"optim.{name}: max_norm", max_norm)
     check_positive(f"optim.{name}: p", p, tensors=False)
 
@@ -456,8 +457,8 @@ def clip_by(name: str, max_norm: Number, p: float, clipped: Callable[[Tree, bool
 def clip_by_global_norm(max_norm: Number, p: float = 2) -> Transform:
     """Multiply gradients by min(1, max_norm / (norm + 1e-6)), with the p-norm of the whole tree.
 
-    As torch.nn.utils.clip_grad_norm_, in one small collective. `p` is above 0, or inf. A leaf held by every rank counts
-    once.
+    As torch.nn.utils.clip_grad_norm_, in one small collective. `p` is above 0, or inf. A leaf that every rank has
+    counts once.
 
     >>> clip_by_global_norm(1.0).update(torch.tensor([3.0, 4.0]), ())[0]
     tensor([0.6000, 0.8000])

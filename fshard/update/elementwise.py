@@ -1,4 +1,4 @@
-"""Elementwise optimizers: over flat shards, one kernel updates a few flat tensors."""
+"""Elementwise optimizers: one kernel updates the few flat tensors of a sharded tree."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _DENSE = torch.strided
 
 
 class State(Protocol):
-    """A count and moments (None if not kept), as a NamedTuple."""
+    """A NamedTuple of a count and moments; a moment that the optimizer does not use is None."""
 
     @property
     def _fields(self) -> tuple[str, ...]: ...
@@ -79,12 +79,12 @@ class LionState(NamedTuple):
 class UpdateRule:
     """An elementwise optimizer.
 
-    - `state_type`: a NamedTuple of a `count` of updates and of moments, trees like `params`
+    - `state_type`: a NamedTuple of a `count` of updates, and of moments (trees like `params`)
     - `reference(param, grad, moments, **constants) -> (update, new moments)`, for one tensor of each
     - `constants(count)`: the next update's constants by name
     - `initial_moments`: the value of each moment's elements
-    - `corrections(count)`: constants that the fused kernel computes itself
-    - `fused_kernel`: torch's fused twin; of its constants only the rate may be a tensor
+    - `corrections(count)`: more constants of `reference`; the fused kernel computes these itself
+    - `fused_kernel`: torch's fused version of `reference`; only its rate may be a tensor
     """
 
     name: str
@@ -140,7 +140,7 @@ def _update(rule: UpdateRule, grads: Tree, state: State, params: Tree = None, **
     _check_moments(rule, state)
     constants = {**rule.constants(state.count), **rule.corrections(state.count)}
     flat, spec = tree.flatten(grads)
-    # without parameters, a rule gets the gradients in their place
+    # without parameters, a rule gets gradients in place of parameters
     columns = [flat if params is None else tree.leaves(params), flat, *map(tree.leaves, _moments_of(rule, state))]
     changes: list[kernels.Change] = []
     for p, g, *moments_of_row in zip(*columns, strict=True):
@@ -155,9 +155,9 @@ def _update(rule: UpdateRule, grads: Tree, state: State, params: Tree = None, **
 def _fused(
     rule: UpdateRule, grads: Tree, state: State, params: Tree, found_inf: Tensor | None, donate: bool, **extra: object
 ) -> tuple[Tree, State]:
-    """Update in place with `donate`, else copies; no change if `found_inf` is 1.
+    """Update the arguments in place if `donate`, else copies of these; no change if `found_inf` is 1.
 
-    Rows are cut at the bounds of all `Views`, so all columns have equal sizes.
+    All rows are cut at the bounds of all `Views`: parameters, gradients and moments then have tensors of equal sizes.
     """
     _check_moments(rule, state)
     constants = rule.constants(state.count)
@@ -169,7 +169,7 @@ def _fused(
     if not donate:
         params, state = copied(params), tree.map(torch.clone, state)
     columns = aligned(params, grads, *_moments_of(rule, state))
-    # a kernel takes tensors of one device
+    # all tensors of a kernel call are on one device
     for device in dict.fromkeys(p.device for p in columns[0]):
         on_device = [n for n, p in enumerate(columns[0]) if p.device == device]
         _run(rule, [[column[n] for n in on_device] for column in columns], state.count, found_inf, constants)
@@ -180,7 +180,7 @@ def _run(
     rule: UpdateRule, columns: kernels.Columns, count: Tensor, found_inf: Tensor | None, constants: kernels.Constants
 ) -> None:
     params, grads, *moments = columns
-    # a fused kernel takes one dtype
+    # all tensors of a fused kernel have one dtype
     grads = [g.to(p.dtype) for g, p in zip(grads, params, strict=True)]
     columns = [params, grads, *moments]
     skip, constants = beside(found_inf, params[0]), constants_beside(constants, params[0])
@@ -196,15 +196,15 @@ def update_part(
     state: Tree,
     params: Sequence[Tensor],
     grads: Sequence[Tensor],
-    cut: Callable[[Any], Sequence[Tensor]],  # this folder does not know `Sharded`
+    cut: Callable[[Any], Sequence[Tensor]],  # this folder cannot import `Sharded`
     found_inf: FoundInf | None = None,
     **extra: object,
 ) -> Tree:
-    """Update some elements in place by an elementwise `tx`, while other gradients are on their way.
+    """Update `params`, a part of all elements, in place by an elementwise `tx`, while other gradients are reduced.
 
-    `cut` gives this part's views of each tree in the state; views in host memory are copied to the device and back.
-    Only the 0-d tensors of the returned state are new. Every part starts from the counts before the step, so any part's
-    new counts are the step's.
+    `cut` returns the same part of each moment, as views; views in host memory are copied to the device and back. In the
+    returned state, only the 0-d tensors are new. Every part gets the counts from before the step, so all parts return
+    the same new counts.
     """
 
     views = [list(cut(x)) for x in tree.nodes(state, Parts)]
@@ -243,7 +243,7 @@ def all_numbers(*hyperparams: object) -> bool:
 
 
 def with_rate(lr: Rate, **constants: object) -> Callable[[Tensor], kernels.Constants]:
-    """Only the rate changes from update to update."""
+    """Return a function from the count to `constants` and the rate at this count."""
     return lambda count: {"lr": at(lr, count), **constants}
 
 

@@ -1,9 +1,9 @@
 """The arithmetic of elementwise updates: plain reference functions, and kernels that update in place in one pass.
 
 A reference takes a parameter, a gradient, the moments, and constants by name; it returns the change of the parameter
-and the new moments. Constants are computed once for all rows, in float64. If torch has no fused kernel, `in_blocks`
-runs the reference on blocks that fit a CPU's cache, or have 2^24 elements on an accelerator: so no temporary is as
-large as a shard.
+and the new moments. Constants are computed once for all rows, in float64. If torch has no fused kernel for an
+optimizer, `in_blocks` runs the reference block by block, so that temporaries are small. Blocks fit a CPU's cache, or
+have 2^24 elements on an accelerator.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from ..core.tracing import is_tracing
 from ..core.tree import Tree
 
 Moments = tuple[Tensor, ...]
-Change = tuple[Tensor, Moments]  # of a parameter, and its new moments
+Change = tuple[Tensor, Moments]  # the change of a parameter, and new moments
 Reference = Callable[[Tensor, Tensor, Moments], Change]
-Columns = Sequence[Sequence[Tensor]]  # parameters, gradients and each moment, one for each row
+Columns = Sequence[Sequence[Tensor]]  # parameters, gradients and each moment: one tensor for each row
 
 
 # numbers, 0-d tensors or flags by name
@@ -51,7 +51,7 @@ def _decayed(p: Tensor, g: Tensor, weight_decay: Number) -> Tensor:
 
 
 def root(x: Tensor) -> Tensor:
-    """The square root, with derivative 0 at 0: x is a mean of g², and g / (|g| + eps) has a derivative at 0."""
+    """Return the square root, with derivative 0 at 0: sqrt would give g / (sqrt(g²) + eps) a derivative of NaN there."""
     if not differentiates([x]):
         return x.sqrt()
     is_zero = x == 0
@@ -107,7 +107,7 @@ def rmsprop(
     centered: bool,
 ) -> Change:
     g = _decayed(p, g, weight_decay)
-    nu, *others = moments  # the mean of gradients if centered, the buffer if there is momentum
+    nu, *others = moments  # others: the mean of gradients if centered, the buffer if momentum
     nu = alpha * nu + (1 - alpha) * g * g
     new, variance = [nu], nu
     if centered:
@@ -121,7 +121,7 @@ def rmsprop(
 
 
 def adagrad(p: Tensor, g: Tensor, moments: Moments, *, lr: Number, eps: Number, weight_decay: Number) -> Change:
-    """`lr` includes its decay."""
+    """`lr` is the rate after its decay."""
     g = _decayed(p, g, weight_decay)
     total = moments[0] + g * g
     return -lr * g / (root(total) + eps), (total,)
@@ -133,7 +133,7 @@ def lion(p: Tensor, g: Tensor, moments: Moments, *, lr: Number, b1: Number, b2: 
 
 
 def apply(reference: Reference, p: Tensor, g: Tensor, moments: Moments) -> Change:
-    """Run a reference; complex tensors by real and imaginary parts."""
+    """Run a reference; for complex tensors, on real and imaginary parts."""
     if p.is_complex():
         # a lazily conjugated tensor (z.conj(), or a gradient through one) has no real view
         rp, rg, *rows = (torch.view_as_real(x.resolve_conj()) for x in (p, g, *moments))
@@ -164,16 +164,16 @@ def in_blocks(reference: Reference, columns: Columns, skip: Tensor | None) -> No
 def can_fuse(kernel: Callable[..., None], tensors: Sequence[Tensor], lr: Number = 0.0) -> bool:
     """True if torch's fused kernel takes these tensors."""
     if _rate(lr) is not lr and any(x.dtype == torch.float64 for x in tensors):
-        return False  # the rate would be rounded
+        return False  # the kernel would take the rate in float32
     devices = {x.device.type for x in tensors}
     dense = all(x.is_floating_point() and x.is_contiguous() for x in tensors)
-    # torch 2.13's fused SGD on CPUs does not update half precision, except elements that fill no vector register
+    # torch 2.13's fused SGD on CPUs updates only the last half-precision elements, too few for a vector register
     is_broken = kernel is sgd_ and devices == {"cpu"} and any(x.itemsize < 4 for x in tensors)
     return dense and not is_broken and len(devices) == 1 and devices <= {"cpu", "cuda"}
 
 
 def portions(columns: Columns, most: int = MOST) -> list[list[Tensor]]:
-    """Split contiguous tensors of more than `most` elements into views, alike in each column.
+    """Split contiguous tensors of more than `most` elements into views, at the same positions in each column.
 
     >>> [[len(part) for part in column] for column in portions([[torch.ones(5)], [torch.ones(5)]], most=2)]
     [[2, 2, 1], [2, 2, 1]]
@@ -184,7 +184,7 @@ def portions(columns: Columns, most: int = MOST) -> list[list[Tensor]]:
 
 
 def _rate(lr: Number) -> Number:
-    """Return a tensor as float32 on an accelerator: a fused kernel reads its bytes so."""
+    """Return the rate, as float32 if it is a tensor on an accelerator: fused kernels read its bytes as float32."""
     return lr.float() if isinstance(lr, Tensor) and lr.device.type != "cpu" else lr
 
 
@@ -197,7 +197,7 @@ def sgd_(columns: Columns, count: Tensor, skip: Tensor | None, constants: Consta
         list(moments[0]) if moments else [None] * len(params),
         fused=True,
         found_inf=skip,
-        lr=_rate(constants["lr"]),  # type: ignore[arg-type]  # the kernel takes a tensor too
+        lr=_rate(constants["lr"]),  # type: ignore[arg-type]  # the kernel also takes a tensor
         momentum=constants["momentum"],
         nesterov=constants["nesterov"],
         weight_decay=constants["weight_decay"],
@@ -207,7 +207,7 @@ def sgd_(columns: Columns, count: Tensor, skip: Tensor | None, constants: Consta
 
 
 def adam_(columns: Columns, count: Tensor, skip: Tensor | None, constants: Constants, most: int = MOST) -> None:
-    """Run torch's fused `adam`, as `sgd_`."""
+    """Run torch's fused `adam`, as `sgd_` runs `sgd`."""
     params, grads, mu, nu = portions(columns, most)
     _torch_adam(
         params,
@@ -230,12 +230,12 @@ def adam_(columns: Columns, count: Tensor, skip: Tensor | None, constants: Const
 
 
 def unscaled(g: Tensor, inverse: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the product, and 1 if any element is not finite, else 0."""
+    """Return g times `inverse`, and a flag: 1 if any element of g is not finite, else 0."""
     return g * inverse.to(wide(g.dtype)), (~torch.isfinite(g).all()).float()
 
 
 def unscale_by_parts_(row: Tensor, inverse: Tensor) -> Tensor:
-    """Unscale half precision by blocks in float32, with the bits of torch's kernel."""
+    """Unscale a half-precision row in place, by blocks in float32, with the bits of torch's kernel; return the flag."""
     bad = []
     for part in row.view(-1).split(block_size(row, CACHED)) if row.is_contiguous() else [row]:
         low, high = torch.aminmax(part)  # both are NaN if any element is
@@ -253,7 +253,7 @@ def unscale_(rows: Sequence[Tensor], inverse: Tensor, most: int = MOST) -> Tenso
             new, bad = unscaled(row, inverse.to(row.device))
             row.copy_(new)
         elif (row.dtype != torch.bfloat16 or row.is_cpu) and (row.numel() <= most or row.is_contiguous()):
-            # the kernel takes bfloat16 on CPUs alone
+            # torch's kernel takes bfloat16 only on CPUs
             lists.setdefault((row.device, row.dtype), []).append(row)
             continue
         else:
@@ -270,7 +270,7 @@ def unscale_(rows: Sequence[Tensor], inverse: Tensor, most: int = MOST) -> Tenso
 
 
 def each_where(condition: Tensor, old: Tree, new: Tree) -> Tree:
-    """Apply `where` to leaves; ValueError names a leaf of another shape."""
+    """Apply `where` to each leaf; ValueError names a leaf whose two shapes differ."""
     pairs, spec = tree.pairs(f"{_KEPT}. After an update", old, new)
     result: list[Tree] = []
     for a, b in pairs:
@@ -282,9 +282,9 @@ def each_where(condition: Tensor, old: Tree, new: Tree) -> Tree:
 
 
 def where(condition: Tensor, a: Any, b: Any) -> Any:
-    """Return `a` if a condition is not zero, else `b`, without a host read; two unlike numbers become a tensor.
+    """Return `a` if a condition is not zero, else `b`, without a host read; two unequal numbers become a tensor.
 
-    ValueError for different shapes, and for unlike objects of other types.
+    ValueError for different shapes, and for unequal objects that are neither tensors nor numbers.
     """
     if not isinstance(a, Tensor) and not isinstance(b, Tensor) and a == b:
         return b
@@ -292,7 +292,7 @@ def where(condition: Tensor, a: Any, b: Any) -> Any:
     if shapes[0] != shapes[1] or shapes[0] is None:
         raise ValueError(f"expected {shown(a)}, as before, got {shown(b)}: {_KEPT}")
     if not isinstance(a, Tensor):
-        # counts become float64, too: torch would compute 0.9 ** n in float32 for an integer n
+        # integers (counts) become float64: for an integer tensor n, torch would compute 0.9 ** n in float32
         dtype = torch.bool if isinstance(a, bool) and isinstance(b, bool) else torch.float64
         a = torch.full((), a, dtype=getattr(b, "dtype", dtype), device=condition.device)
     return torch.where(beside(condition.to(torch.bool), a), a, b)

@@ -1,4 +1,4 @@
-"""Transformations made of others: in sequence, by label, resting, with hyper-parameters in the state."""
+"""Transformations made of other transformations: `chain`, `by_label`, `masked`, `resting`, `with_hyperparams`."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def chain(*txs: TransformLike) -> Transform:
         if not isinstance(state, tuple) or len(state) != len(parts):
             got = len(state) if isinstance(state, tuple) else type(state).__name__
             raise ValueError(f"optim.chain: expected the states of {len(parts)} transformations, got {got}")
-        if len(parts) > 1:  # `Views` have no leaves
+        if len(parts) > 1:  # `update` needs trees with leaves, and `Views` have none
             grads, params = packed(grads), packed(params)
         new_states = []
         for tx, inner in zip(parts[:-1], state, strict=False):
@@ -79,7 +79,7 @@ def chain(*txs: TransformLike) -> Transform:
     ) -> tuple[Tree, Tree]:
         updates, states = _all_but_last(grads, state, params, extra)
         states = choose(found_inf, list(state[:-1]), states)
-        if donate and any(tx.draws for tx in parts[:-1]):  # a user's state may be the overwritten parameters
+        if donate and any(tx.draws for tx in parts[:-1]):  # a user's state may share memory with parameters
             states = aside(states, params)
         to_last = _not_own(extra) if states else extra
         params, last = parts[-1].step(updates, state[-1], params, found_inf, donate, **to_last)
@@ -90,7 +90,7 @@ def chain(*txs: TransformLike) -> Transform:
         init=lambda params: tuple(tx.init(params) for tx in parts),
         update=update,
         fused=fused,
-        over="elements" if all(tx.over == "elements" for tx in parts) else "tree",  # parts apply their own `over`
+        over="elements" if all(tx.over == "elements" for tx in parts) else "tree",  # each part applies its own `over`
         labelled=last.labelled and all(map(_is_bare, others)),
         mesh=parts[0].mesh,
         views=True,
@@ -105,7 +105,7 @@ def _is_bare(tx: Transform) -> bool:
 
 
 def _not_own(extra: Mapping[str, object]) -> Mapping[str, object]:
-    """Later transformations must not overwrite their gradients: an earlier one may have kept them."""
+    """Later transformations must not overwrite their gradients: an earlier transformation may have kept these."""
     return {**extra, "own_grads": False} if "own_grads" in extra else extra
 
 
@@ -121,7 +121,8 @@ def with_hyperparams(make: Callable[..., TransformLike], **hyperparams: object) 
     """Return `make(**hyperparams)` with hyper-parameters as tensors in the state, to be changed between steps.
 
     Floats and tensors become 0-d tensors of the state. A schedule is evaluated at each update, and the state shows its
-    value. Any other value goes to `make` as it is. A compiled step does not compile again for a changed tensor.
+    value. Any other value goes to `make` as it is. If a tensor of the state changes, a compiled step does not compile
+    again.
 
     >>> tx = with_hyperparams(scale, factor=-1.0)
     >>> state = tx.init(torch.tensor(0.0))
@@ -140,7 +141,7 @@ def with_hyperparams(make: Callable[..., TransformLike], **hyperparams: object) 
 
     def begun(count: Tensor) -> dict[str, Tensor]:
         numbers = values | {name: at(schedule, count) for name, schedule in schedules.items()}
-        # copied: the step overwrites a donated state
+        # a copy of the caller's tensor: a step overwrites a donated state
         return {name: double(number).to(count.device, copy=True) for name, number in numbers.items()}
 
     def init(params: Tree) -> HyperState:
@@ -167,20 +168,20 @@ def with_hyperparams(make: Callable[..., TransformLike], **hyperparams: object) 
         count = state.count + num_made(found_inf)
         return params, HyperState(choose(found_inf, state.hyperparams, now), count, inner)
 
-    sample = built(begun(torch.zeros((), dtype=torch.float32, device="cpu")))  # for the flags of all updates
-    # a schedule has one count for all labels
+    sample = built(begun(torch.zeros((), dtype=torch.float32, device="cpu")))  # its flags hold for all updates
+    # a schedule has one count for all labels: no label can be skipped alone
     labelled, over = sample.labelled and not schedules, "elements" if sample.over == "elements" else "tree"
     tx = Transform(init, update, fused, over, labelled, sample.mesh, views=True, draws=False)
     return checked(tx, Needs("with_hyperparams", HyperState, sparse=True)).with_fields(draws=sample.draws)
 
 
-# as for `by_label`
+# the argument `labels` of `by_label`
 Labels = Callable[[str, Tensor], Label] | Tree
 
 
 @dataclass(frozen=True)
 class LabelState(OnMesh):
-    """The state of each label's transformation, and its leaves' layout."""
+    """The state of each label's transformation, and the layout of each label's leaves."""
 
     inner: dict[Label, Tree]
     layouts: tuple[tuple[Label, Layout], ...]
@@ -197,9 +198,9 @@ def by_label(transforms: Mapping[Label, TransformLike], labels: Labels) -> Trans
     """Apply to each leaf the transformation of its label in `transforms`.
 
     `labels` is a function `(path, tensor) -> label`, with a meta tensor of the leaf's shape and dtype; or a tree of
-    labels, for leaves or subtrees. A tree's keys may be patterns as in `make_plan`; the first that fits a leaf counts.
-    ValueError names a leaf without a label, a label without a transformation, and a tied leaf with another label at
-    another path. A warning names frozen leaves if no trained leaf has their label.
+    labels, for leaves or subtrees. A tree's keys may be patterns as in `make_plan`; the first pattern that fits a leaf
+    counts. ValueError names a leaf without a label, a label without a transformation, and a tied leaf with two labels.
+    A warning names frozen leaves if no trained leaf has their label.
 
     >>> tx = by_label({"fast": sgd(1.0), "slow": sgd(0.1)}, {"head": "fast", "**": "slow"})
     >>> params = {"body": torch.ones(1), "head": torch.ones(1)}
@@ -222,8 +223,8 @@ def by_label(transforms: Mapping[Label, TransformLike], labels: Labels) -> Trans
             picked = None if params is None else packed(pick(params, part))
             new, new_state = txs[label].update(packed(pick(grads, part)), state.inner[label], picked, **extra)
             skip = skips[label]
-            updates = tree.map(lambda u, new=new: depending(u, new), updates)  # `put` writes to `updates`
-            # p + -0.0 has the bits of p; p + 0.0 does not if p is -0.0
+            updates = tree.map(lambda u, new=new: depending(u, new), updates)  # `put` writes `new` into `updates`
+            # a skipped update is -0.0: p + -0.0 has the bits of p; p + 0.0 does not if p is -0.0
             updates = put(updates, choose(skip, tree.map(lambda u: -torch.zeros_like(u), new), new), part)
             inner[label] = choose(skip, state.inner[label], new_state)
         return updates, LabelState(inner, state.layouts)
@@ -236,15 +237,15 @@ def by_label(transforms: Mapping[Label, TransformLike], labels: Labels) -> Trans
         for label, part in _layouts(state, txs):
             picked, skip = pick(updated, part), skips[label]
             new, inner[label] = txs[label].step(pick(grads, part), states[label], picked, skip, donate=True, **extra)
-            if differentiates(new):  # of a hyper-parameter; earlier labels may be written
+            if differentiates(new):  # by a hyper-parameter: start again, without writes
                 if donate:
                     refuse_derivative(new, f"optim.by_label, label {label!r}, with donate=True")
                 params = packed(params)
                 updates, new_state = update(packed(grads), state, params, found_inf, **extra)
                 return apply_updates(params, updates), new_state
-            if txs[label].draws and isinstance(picked, Parts):  # as in `chain`
+            if txs[label].draws and isinstance(picked, Parts):  # a user's state may share memory with `picked`
                 inner[label] = aside(inner[label], picked)
-            write(picked, new)  # into `updated`, unless the step has written to `picked` itself
+            write(picked, new)  # into `updated`, unless the step has written to `picked`
         return updated, LabelState(inner, state.layouts)
 
     tx = Transform(init, update, fused, "tree", labelled=True, views=True, parts=txs, draws=False)
@@ -265,12 +266,12 @@ def masked(tx: TransformLike, mask: Labels) -> Transform:
 
 
 def resting(tx: TransformLike) -> Transform:
-    """Apply `tx` to each leaf by itself, if its gradient is not zero; else the leaf and its state rest.
+    """Apply `tx` to each leaf by itself, if the leaf's gradient is not zero; else the leaf and its state do not change.
 
     A leaf rests if all elements of its gradient are exactly zero on all ranks, even if the loss read it; torch skips a
-    leaf only if its gradient is None. No host read, one small collective. Each leaf has its own state and count, so
-    norms, means and schedules in `tx` are those of single leaves. Put transformations of all leaves before or after
-    `resting`, in a `chain`.
+    leaf only if its gradient is None. An update makes no host read, and one small collective. Each leaf has a
+    state and count of its own, so norms, means and schedules in `tx` are those of single leaves. In a `chain`, put
+    transformations over all leaves before or after `resting`.
 
     >>> tx, params = resting(sgd(1.0, weight_decay=0.5)), {"a": torch.ones(1), "b": torch.ones(1)}
     >>> tx.step({"a": torch.ones(1), "b": torch.zeros(1)}, tx.init(params), params)[0]
@@ -284,7 +285,7 @@ def resting(tx: TransformLike) -> Transform:
     def init(params: Tree) -> LabelState:
         layout = layout_of(params)
         places = zip(tree.paths(layout.spec), layout.leaf_at, strict=True)
-        # tied leaves rest together
+        # all paths of a tied leaf have the label of the first path
         first = {path: path if number is None else layout.leaves[number].path for path, number in places}
         return of((layout.leaves[number].path for number in layout.numbers), first.__getitem__).init(params)
 
@@ -304,7 +305,7 @@ def resting(tx: TransformLike) -> Transform:
 
 
 def _unreached(grads: Tree, state: LabelState) -> dict[Label, Tensor]:
-    """For each leaf 1 if its gradient is zero on all ranks, else 0."""
+    """Return, for each leaf, 1 if its gradient is zero on all ranks, else 0."""
     reached: dict[Label, Tensor] = {}
     mesh: AnyMesh = None
     for path, layout in state.layouts:
@@ -349,7 +350,7 @@ def _warn_of_frozen(layout: Layout, unused: Sequence[Label], labels: Labels) -> 
     match_of = partial(_label_by_path, labels) if callable(labels) else _matcher(labels, tree.paths(layout.spec))
     for label in unused:
         chosen = [path for path in layout.frozen if (match_of(path) or ("", None))[1] == label]
-        if chosen and label is not False:  # False: left alone by `masked`
+        if chosen and label is not False:  # False: the leaves that `masked` leaves alone
             warnings.warn(
                 f"by_label: no leaf that trains has the label {label!r}; frozen are {listed(chosen)}. If they shall "
                 "train, make a plan in which they do: without frozen=, of parameters that require a gradient",
@@ -358,7 +359,7 @@ def _warn_of_frozen(layout: Layout, unused: Sequence[Label], labels: Labels) -> 
 
 
 def _label_by_path(labels: Callable[[str, Tensor], Label], path: str) -> tuple[str, Label] | None:
-    """Return a frozen leaf's path and label; None if the label depends on the shape."""
+    """Return the path and label of a leaf without its tensor; None if the label depends on the shape."""
     try:
         said = [labels(path, torch.empty([2] * ndim, device="meta")) for ndim in (1, 2)]
     except Exception:  # the user's function knows no such leaf
@@ -378,9 +379,9 @@ def _check_patterns(layout: Layout, labels: Tree) -> None:
 
 
 def _check_ties(layout: Layout, labels: Tree) -> None:
-    """Raise ValueError if a tied leaf has another label at a later path.
+    """Raise ValueError if a later path of a tied leaf has another label than the first path.
 
-    The check ignores "**", and functions that look at the shape or do not know the path.
+    The check ignores labels by "**", and functions that look at the shape or raise for the path.
     """
     paths = tree.paths(layout.spec)
     label_of = labeller(labels, paths)
@@ -409,7 +410,7 @@ def check_labels(name: str, labels: Labels) -> None:
 
 
 def labeller(labels: Labels, paths: Iterable[str]) -> Callable[[Leaf], Label]:
-    """Return a function from leaf to label; `paths`: the whole tree's. ValueError for a leaf without a label."""
+    """Return a function from leaf to label; `paths`: all paths of the tree. ValueError for a leaf without a label."""
     if callable(labels):
         return lambda leaf: labels(leaf.path, torch.empty(leaf.shape, dtype=leaf.dtype, device="meta"))
     match_of = _matcher(labels, paths)
@@ -439,7 +440,7 @@ def _matcher(labels: Tree, paths: Iterable[str]) -> Callable[[str], tuple[str, L
 
 
 def flags_of(found_inf: FoundInf | None, labels: Iterable[Label]) -> Mapping[Label, Tensor | None]:
-    """Return the flag of each label. ValueError for a label without one, before anything is updated."""
+    """Return the flag of each label. ValueError for a label without a flag, before anything is updated."""
     if not isinstance(found_inf, Mapping):
         return dict.fromkeys(labels, found_inf)
     if missing := [label for label in labels if label not in found_inf]:
