@@ -35,7 +35,7 @@ def synchronise(part: nn.Module, path: str, calls: Calls) -> None:
 
 
 def average(part: Any) -> None:
-    """In a trace, average the statistics of a batch norm with momentum=None: torch would call float() on a tensor."""
+    """In a trace, average a batch norm's statistics if momentum=None: torch would call float() on a traced tensor."""
     forward = part.forward
 
     @functools.wraps(forward)

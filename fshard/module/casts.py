@@ -1,12 +1,12 @@
 """Casts of a module's inputs, and of inputs and outputs of submodules with another dtype of computation.
 
 Note [Casts]
-    1. A call of a module casts its floating inputs, as in FSDP; other tensors of the batch, such as targets, keep their
-       dtypes. Nothing is cast if the policy names neither `compute` nor `storage`, and parameters are computed in
-       their dtypes at `functionalize`.
+    1. A call of a module casts its floating inputs, as in FSDP, if the policy names `compute` or `storage`, or computes
+       a parameter in another dtype than the parameter had in `functionalize`. Other tensors of the batch, such as
+       targets, keep their dtypes.
     2. A policy may compute some submodules, such as norms, in another dtype than the rest. The outermost submodules
        with all parameters in one such dtype cast floating inputs to this dtype, and floating outputs to the dtype of
-       the rest; none does if all parameters are computed in their dtypes at `functionalize`.
+       the rest. No submodule casts if all parameters are computed in the dtypes that they had in `functionalize`.
     3. A submodule in the policy's `cast_at` always casts its inputs, as in FSDP, but outputs only by 2.
 
     A cast wraps `forward`, and is no hook: activation checkpointing in transformers calls `forward` without hooks.
@@ -47,7 +47,7 @@ def casts_of(
 
     - `dtypes`: (storage, computation) of each parameter
     - `paths`: submodules that always cast their inputs
-    - `unasked`: True if the module casts, and submodules by Note [Casts], 2
+    - `unasked`: True if the module casts its inputs, and submodules cast by rule 2 of Note [Casts]
 
     Outputs get the dtype in which the policy, without its overrides, computes most elements. If the policy names no
     dtype and all parameters are computed in one, outputs get that dtype.

@@ -132,7 +132,7 @@ def _has_memory(x: Tensor) -> bool:
 
 
 def _reached(module: nn.Module) -> Iterator[tuple[str, str, object]]:
-    """Yield (submodule's path, name of its attribute, object) for all objects that references, also weak, reach."""
+    """Yield (submodule's path, name of its attribute, object) for all objects reached from it, even weakly."""
     parts = {id(part) for part in module.modules()}
     seen = set[int]()
     for path, part in module.named_modules():

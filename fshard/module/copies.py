@@ -34,7 +34,8 @@ class Copies:
     """Copies of a module without its tensors, each made when a call first needs it.
 
     A copy keeps attributes assigned by a forward, so each thread has its own copies. In a trace, each call gets a new
-    copy, because the copy may keep fake tensors; also if a submodule in evaluation mode has its own `train()`.
+    copy, because the copy may keep fake tensors; also if a submodule in evaluation mode has its own `train()`, because
+    the submodule may keep values of one call's parameters until `train()` is called.
     """
 
     def __init__(
@@ -46,13 +47,12 @@ class Copies:
         sync_batch_norm: bool,
     ):
         check_memory(module, stands)
-        # by mode, since calls in two modes may run at once; True: the modes in which submodules were given
+        # by mode, since calls in two modes may run at once; True: each submodule's mode in `functionalize`
         self._skeletons = {True: skeleton(module, stands), False: in_eval_mode(skeleton(module, stands))}
         self.modes = {training: _mode(part, calls.name) for training, part in self._skeletons.items()}
         check_references(self.skeleton, module)
         norms = [x for x in self.skeleton.modules() if isinstance(x, BATCH_NORMS)]
         self.tracks = any(x.training and x.track_running_stats for x in norms)
-        # in evaluation mode, a submodule with its own `train()` may keep values of one call's parameters until then
         idle = {mode: [x for x in copied.modules() if not x.training] for mode, copied in self._skeletons.items()}
         self._forgets = {mode: any(type(x).train is not nn.Module.train for x in part) for mode, part in idle.items()}
         self.own = {path: weakref.ref(x) for path, x in params.items()}

@@ -3,7 +3,7 @@
 Note [The current call]
     A module's code reads `self.weight`, and gets no parameters as arguments. While a call runs, a context variable
     names the call, which has the parameters. After the call, activation checkpointing may run parts of the forward
-    again in the backward. There, the number of autograd's running node finds the call: torch numbers a thread's nodes
+    again in the backward. There, the number of autograd's running node tells the call: torch numbers a thread's nodes
     in order, and each call keeps the range of its nodes' numbers. The graph of a call's results keeps the call alive.
 
 Note [Hooks of a backward]
@@ -191,8 +191,8 @@ class Calls:
             return running
         # the node decides before `running`: a forward may contain another call's backward
         made = [call for call in list(self._alive) if call.made(node._sequence_nr())]
-        # other threads have the same numbers; autograd has its own thread for a GPU's backward, unless multithreading
-        # is off, as in `value_and_grad`
+        # all threads use the same numbers: prefer calls of this thread. A GPU's backward has a thread of autograd,
+        # unless multithreading is off, as in `value_and_grad`
         calls = [call for call in made if call.thread == get_ident()] or made
         if len(calls) > 1 and running is None:
             raise RuntimeError(

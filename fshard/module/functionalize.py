@@ -113,8 +113,8 @@ class ModuleFunction:
 
         Each argument of `which` is a class of submodules, a pattern of their paths (`*`: one component, `**`: any
         number), a predicate `(path, submodule) -> bool`, or a number of elements. A number selects submodules with at
-        least so many elements outside of inner units. Submodules without parameters are left out. ValueError if an
-        argument selects nothing.
+        least so many elements, without the elements of units inside. Submodules without parameters are left out.
+        ValueError if an argument selects nothing.
         """
         return units_of(self._skeleton, which)
 
@@ -123,8 +123,8 @@ class ModuleFunction:
 
         The module may be on meta. Each submodule is made once, with only its own parameters in memory: its
         `reset_parameters` initializes them, then the module's `_init_weights` (as in transformers). Random numbers come
-        from `seed` and the submodule's path. ValueError for a parameter that neither method sets, or whose values in
-        the module look differently initialized, as by the module's constructors.
+        from `seed` and the submodule's path. ValueError for a parameter that neither method sets,
+        or that a constructor of the module has set to other values, as far as values show.
         """
         if plan.spec != self._params:
             expected = tree.unflatten(self._params, [0] * self._params.num_leaves)

@@ -23,7 +23,7 @@ from .skeleton import Member, Slots, member_of
 
 
 class Initializer:
-    """`initializer(path, like)` returns an initialized parameter; the made submodule stays for its next parameter."""
+    """`initializer(path, like)` returns an initialized parameter, and keeps the parameter's submodule for the next."""
 
     def __init__(self, skeleton: nn.Module, seed: int, device: torch.device, own: Mapping[str, ref[Tensor]]):
         self._skeleton, self._seed, self._device, self._own = skeleton, seed, device, own
@@ -52,7 +52,7 @@ class Initializer:
         value = vars(self._made[1])[kind][name].detach()
         # an element that no method set is still NaN, or for integers still `start`: 0, and 1 in a second run
         if is_inexact(value):
-            unset = torch.linalg.vector_norm(value, 1).isnan()  # a NaN gives a NaN; `value.isnan()` takes memory
+            unset = torch.linalg.vector_norm(value, 1).isnan()  # NaN if an element is NaN; `isnan()` takes memory
         else:
             unset = value != vars(self._owner(owner, 1))[kind][name]
         if unset.any():

@@ -235,7 +235,7 @@ def _current(x: Any, form: bool) -> Any:
 class Slots(dict[str, Any]):
     """The `_parameters` or `_buffers` of a submodule of the copy: indexing reads the tensor of the current call.
 
-    A forward may replace a parameter if it puts the old one back, as functional_call does.
+    A forward may replace a parameter if it restores the old parameter, as functional_call does.
     """
 
     def __init__(self, stands: Mapping[str, Stand | None]):

@@ -1,9 +1,10 @@
 """Optimizers as pairs of pure functions over trees, with the signatures of optax.
 
 `init(params) -> state`; `update(grads, state, params, **extra) -> (updates, state)`; `apply_updates(params, updates)`.
-`tx.step(grads, state, params) -> (params, state)` is both in one. The state of `Sharded` parameters is partitioned like
-the parameters; `fshard.zero` partitions the state of unsharded parameters. Defaults are torch.optim's if torch.optim
-has the optimizer. `lr` is a number, a 0-d tensor, or a schedule: a function of the number of updates made.
+`tx.step(grads, state, params) -> (params, state)` is `update` and `apply_updates` in one. The state of `Sharded`
+parameters is partitioned like the parameters; `fshard.zero` partitions the state of unsharded parameters. Defaults are
+torch.optim's if torch.optim has the optimizer. `lr` is a number, a 0-d tensor, or a schedule: a function of the number
+of updates made.
 """
 
 from ..layout.norms import global_norm

@@ -99,7 +99,7 @@ def _check_blocks(layout: Layout, block: int) -> None:
     in_tensor = Counter(layout.row_of[n].tensor for n in numbers)
     for number in numbers:
         row, leaf = layout.row_of[number], layout.leaves[number]
-        if leaf.split is not None and leaf.split.order:  # other splits reorder elements: a block would have others
+        if leaf.split is not None and leaf.split.order:  # other splits reorder elements, and so change blocks
             raise ValueError(
                 f"adamw_8bit: leaf {leaf.path!r} is {leaf.split}: expected leaves that are split along dim 0 in one "
                 "block, whose elements lie as in the whole leaf. Give this one another optimizer (optim.by_label)"

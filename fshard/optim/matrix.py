@@ -67,7 +67,7 @@ def lamb(lr: Rate, b1: Number = 0.9, b2: Number = 0.999, eps: Number = 1e-6, wei
 
 @dataclass(frozen=True)
 class AdafactorState:
-    """Number of updates made (float32, 0-d); mean squares of rows and columns of matrices, by path; nu of others."""
+    """Number of updates made (float32, 0-d); mean squares of matrices' rows and columns by path; nu of other leaves."""
 
     count: Tensor
     row_var: dict[str, Tensor]  # (..., n, 1)

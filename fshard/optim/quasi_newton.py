@@ -24,12 +24,12 @@ _LEAST_CURVATURE = 1e-10  # pairs with less sᵀy are left out, as in torch.opti
 
 
 class LbfgsState(NamedTuple):
-    """Iterations made (float32, 0-d), last parameters and gradients, latest differences of both, s and y."""
+    """Iterations made (float32, 0-d), last parameters and gradients; their latest differences, s and y."""
 
     count: Tensor  # type: ignore[assignment]  # hides tuple.count
     params: Tree
     grads: Tree
-    s: tuple[Tree, ...]  # oldest first; zeros before there are so many
+    s: tuple[Tree, ...]  # oldest first; all zeros in a new state
     y: tuple[Tree, ...]
 
 
@@ -38,8 +38,8 @@ def lbfgs(lr: Rate = 1.0, history_size: int = 10, max_iter: int = 1) -> Transfor
 
     H comes from the two-loop recursion over the `history_size` latest pairs (s, y) with sᵀy > 1e-10. The step is
     -lr H g, in the first iteration -min(1, 1 / |g|₁) lr H g. An update is one iteration; `update(grads, state, params,
-    grad_fn=fn)` makes `max_iter` iterations, and calls `fn(params) -> grads` between two. As torch.optim.LBFGS with
-    `fn` as closure, without a line search or tolerances.
+    grad_fn=fn)` makes `max_iter` iterations, with a call of `fn(params) -> grads` before each further iteration. As
+    torch.optim.LBFGS with `fn` as closure, without a line search or tolerances.
 
     >>> tx, w = lbfgs(max_iter=3), torch.tensor([3.0, -1.0])
     >>> updates, _ = tx.update(4 * w, tx.init(w), w, grad_fn=lambda w: 4 * w)

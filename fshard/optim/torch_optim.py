@@ -210,7 +210,7 @@ def _by_leaf(state: TorchState, layout: Layout) -> list[Entry]:
 
 
 def _of_user(cls: type[Optimizer], hyperparams: Settings) -> Transform:
-    """Run a user's class. A trial step with zero gradients shows the state's shapes; the first real step makes it."""
+    """Run a user's class. A trial step with zero gradients shows its shapes; the first real step makes the state."""
     _check_apart(cls, hyperparams)
     first = _first_step(cls, hyperparams, torch.zeros(2, 2, dtype=torch.float32, device="cpu"))
     # the state has 0-d tensors for Python numbers

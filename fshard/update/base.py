@@ -92,7 +92,7 @@ class Transform(_Fields):
     `update` and `fused` ignore unknown arguments in `extra`. With `own_grads=True` they may overwrite the gradients;
     with `exact_norms=True` their norms must have the same bits on any number of ranks (`global_norm(tree,
     exact=True)`). ValueError for another word in `over`, and for an update that writes to its arguments. With
-    "leaves", `init` over several ranks raises ValueError if the update of a leaf depends on other leaves.
+    over="leaves", `init` over several ranks raises ValueError if a leaf's update depends on other leaves.
 
     >>> by_norm = lambda grads, state, params=None, **extra: (tree.map(lambda g: g / g.norm(), grads), state)
     >>> tx = optim.Transform(lambda params: (), by_norm)
@@ -282,7 +282,7 @@ def start_count(params: Tree) -> Tensor:
 
 
 def at(value: Number | Schedule, count: Tensor) -> Number:
-    """Return a number, or a schedule's value at `count`, which the schedule gets in float64."""
+    """Return a number as it is, or a schedule's value at `count`; the schedule gets `count` in float64."""
     if callable(value):
         value = value(count.double())
         check_rate(value)
@@ -291,7 +291,7 @@ def at(value: Number | Schedule, count: Tensor) -> Number:
 
 @dataclass(frozen=True)
 class Needs:
-    """Checks of a transformation's arguments; errors begin with `name`."""
+    """Checks of a transformation's arguments; errors contain `name`."""
 
     name: str
     state_type: type | None = None

@@ -82,7 +82,7 @@ class UpdateRule:
     - `state_type`: a NamedTuple of a `count` of updates, and of moments (trees like `params`)
     - `reference(param, grad, moments, **constants) -> (update, new moments)`, for one tensor of each
     - `constants(count)`: the next update's constants by name
-    - `initial_moments`: the value of each moment's elements
+    - `initial_moments`: for each moment, the initial value of its elements
     - `corrections(count)`: more constants of `reference`; the fused kernel computes these itself
     - `fused_kernel`: torch's fused version of `reference`; only its rate may be a tensor
     """
@@ -155,7 +155,7 @@ def _update(rule: UpdateRule, grads: Tree, state: State, params: Tree = None, **
 def _fused(
     rule: UpdateRule, grads: Tree, state: State, params: Tree, found_inf: Tensor | None, donate: bool, **extra: object
 ) -> tuple[Tree, State]:
-    """Update the arguments in place if `donate`, else copies of these; no change if `found_inf` is 1.
+    """Update parameters and state in place if `donate`, else copies; no change if `found_inf` is 1.
 
     All rows are cut at the bounds of all `Views`: parameters, gradients and moments then have tensors of equal sizes.
     """

@@ -51,7 +51,7 @@ def _decayed(p: Tensor, g: Tensor, weight_decay: Number) -> Tensor:
 
 
 def root(x: Tensor) -> Tensor:
-    """Return the square root, with derivative 0 at 0: sqrt would give g / (sqrt(g²) + eps) a derivative of NaN there."""
+    """Return the square root, with derivative 0 at 0: with sqrt, g / (sqrt(g²) + eps) has a derivative of NaN there."""
     if not differentiates([x]):
         return x.sqrt()
     is_zero = x == 0

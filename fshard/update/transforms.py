@@ -266,7 +266,7 @@ def masked(tx: TransformLike, mask: Labels) -> Transform:
 
 
 def resting(tx: TransformLike) -> Transform:
-    """Apply `tx` to each leaf by itself, if the leaf's gradient is not zero; else the leaf and its state do not change.
+    """Apply `tx` to each leaf by itself; if a leaf's gradient is zero, the leaf and its state rest (do not change).
 
     A leaf rests if all elements of its gradient are exactly zero on all ranks, even if the loss read it; torch skips a
     leaf only if its gradient is None. An update makes no host read, and one small collective. Each leaf has a
@@ -359,7 +359,7 @@ def _warn_of_frozen(layout: Layout, unused: Sequence[Label], labels: Labels) -> 
 
 
 def _label_by_path(labels: Callable[[str, Tensor], Label], path: str) -> tuple[str, Label] | None:
-    """Return the path and label of a leaf without its tensor; None if the label depends on the shape."""
+    """Return a path and its label, found without the tensor; None if the label depends on the shape."""
     try:
         said = [labels(path, torch.empty([2] * ndim, device="meta")) for ndim in (1, 2)]
     except Exception:  # the user's function knows no such leaf
