@@ -50,7 +50,7 @@ def check_references(skeleton: nn.Module, module: nn.Module) -> None:
 def check_memory(module: nn.Module, tensors: Mapping[int, object]) -> None:
     """Raise ValueError if a parameter or buffer shares elements with another one, or with a tensor that copies keep.
 
-    `tensors`: the replaced tensors, by id. TypeError for modules of torch.jit and old hooks of torch.nn.utils.
+    `tensors`: the replaced tensors, by id.
     """
     for path, part in module.named_modules():
         where = f"functionalize: {path or type(module).__name__!r}"

@@ -22,7 +22,7 @@ Tensors = dict[str, Tensor]
 
 
 def compile_again(part: Any) -> None:
-    """Compile a wrapped submodule of a copy, by Note [Compiled submodules]."""
+    """See Note [Compiled submodules]."""
     original: nn.Module = part._orig_mod
     if any("forward" in vars(inner) for inner in original.modules()):
         vars(part)["forward"] = original

@@ -9,7 +9,7 @@ Note [The current call]
 Note [Hooks of a backward]
     If a part of a forward runs again in the backward, its writes to buffers are dropped: the first run has made them.
     A hook's write has no first run, and would be lost: it is an error. Code that touches a buffer in the backward
-    counts as a hook if the same code touched no buffer in the forward.
+    counts as a hook if it touched none in the forward.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class ModuleCall:
             del self.put[where]
 
     def _is_hook(self) -> bool:
-        """Return True if the code that touches a buffer is a hook: Note [Hooks of a backward]."""
+        """See Note [Hooks of a backward]."""
         code = _touching_code()
         if not self._returned:
             self._touching.add(code)
@@ -158,7 +158,7 @@ def nodes_of(results: Tree) -> set[Any]:
 
 
 class Calls:
-    """The calls of one functionalized module while their graphs are alive. `ties`: as for `ModuleCall.new_buffers`."""
+    """The calls of one functionalized module while their graphs are alive. `ties`: as for `new_buffers`."""
 
     def __init__(self, name: str, ties: Sequence[int]):
         self.name, self.ties = name, ties
@@ -183,13 +183,13 @@ class Calls:
         return call
 
     def found(self) -> ModuleCall | None:
-        """Return the call of `current()`, or None outside of calls."""
+        """Return `current()`, or None outside of calls."""
         # Private: no public function gives the node whose saved-tensor hook runs, or its number (test_module.py)
         node: Any = torch._C._current_autograd_node()
         running = (_RUNNING.get() or {}).get(self)
         if node is None:
             return running
-        # the node decides before `running`: a forward may contain another call's backward
+        # not `running` first: a forward may contain another call's backward
         made = [call for call in list(self._alive) if call.made(node._sequence_nr())]
         # all threads use the same numbers: prefer calls of this thread. A GPU's backward has a thread of autograd,
         # unless multithreading is off, as in `value_and_grad`

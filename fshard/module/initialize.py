@@ -2,9 +2,9 @@
 
 Note [What constructors write]
     `init` does not repeat a constructor's writes to parameters of submodules (`self.head.weight.zero_()`, or
-    `self.apply(fn)`). Torch's count of writes does not show such a write: many constructors initialize a parameter
-    twice. Unless the module is on meta, `init` therefore compares values: ValueError if the norms of its parameter and
-    the module's are far apart, or if only one of the two tensors is constant.
+    `self.apply(fn)`). Torch's count of writes does not show them: many constructors initialize a parameter twice.
+    Unless the module is on meta, `init` compares its parameter with the module's: ValueError if their norms are far
+    apart, or if only one is constant.
 """
 
 from __future__ import annotations

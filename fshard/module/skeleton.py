@@ -158,8 +158,8 @@ class Stand(Tensor):
 
     @staticmethod
     def of(place: Member, x: Tensor) -> Stand:
-        """Make a stand for the module's tensor `x`."""
-        # A torch.autograd.Function computes with the stand itself; `check_graph` then finds it in the result's graph
+        """`x`: the original module's tensor."""
+        # A torch.autograd.Function takes the stand itself; `check_graph` then finds the stand in the result's graph
         requires_grad = place.trains and not place.is_buffer
         # Private: no public function makes a tensor without memory (test_module.py)
         stand: Stand = Tensor._make_wrapper_subclass(

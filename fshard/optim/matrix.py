@@ -175,7 +175,7 @@ def adafactor(
     def on_vectors(
         grads: Tree, state: AdafactorState, params: Tree = None, exact_norms: bool = False, **extra: object
     ) -> tuple[Tree, AdafactorState]:
-        """Update; if gradients are whole copies, use their layout in place of the sharded layout `state.vectors`."""
+        """Update; if gradients are whole copies, use their layout in place of the sharded `state.vectors`."""
         cut, whole = state.vectors, layout_of(grads)
         if cut is None or whole.flat or not cut.flat:
             return update(grads, state, params, exact_norms)
@@ -285,8 +285,8 @@ def _scaled(g: Tensor, span: Span, factors: Factors, row: Tensor, col: Tensor, e
 def whole_leaves(tx: TransformLike) -> Transform:
     """Run `tx` on whole leaves: each sharded leaf is sent to one rank, balanced by size, and its update is sent back.
 
-    Use `whole_leaves` for optimizers of `fshard.optim`; a `Transform` made without `over` runs on whole leaves anyway.
-    The state of a leaf stays on the rank that gets the leaf.
+    A `Transform` made without `over` runs on whole leaves anyway; use `whole_leaves` for optimizers of `fshard.optim`.
+    A leaf's state stays on that rank.
 
     >>> tx = whole_leaves(sgd(1.0))
     >>> tx.update(torch.ones(2), tx.init(torch.ones(2)))[0]

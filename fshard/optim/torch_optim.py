@@ -34,8 +34,8 @@ Run = Callable[[Tree, TorchState, Tree, Settings], TorchState]
 def from_torch(cls: type[Optimizer], **hyperparams: object) -> Transform:
     """Run an optimizer class of torch.optim, or one of yours, `cls(params, **hyperparams)`, as a transformation.
 
-    `step` gives exactly the parameters of the class's own step. The class's own step must need no closure and take
-    dense gradients. The class may keep only tensors and numbers, for each parameter by itself (`self.state[p]`). Your
+    `step` gives exactly the parameters of the class's own step. That step must need no closure and take dense
+    gradients. The class may keep only tensors and numbers, for each parameter by itself (`self.state[p]`). Your
     classes, and classes of torch that are not elementwise (Muon, Adafactor), get whole leaves, however the parameters
     are cut. `update` passes further arguments to the class's step by name. To see the class's state, fshard makes trial
     steps, with 1.0 for arguments without a default. For parameter groups, give `by_label` one `from_torch` for each
@@ -195,7 +195,7 @@ def _pieces_of(name: str, layout: Layout, shapes: Mapping[int, Entry], local_ent
 
 
 def _by_row(state: TorchState, num_rows: int) -> list[Entry]:
-    """Return the state of each row, with copies of 0-d tensors, because a step writes to them."""
+    """Return each row's state, with copies of 0-d tensors: a step writes to these."""
     columns = {name: tree.leaves(x) for name, x in state.tensors.items()}
     rows = ({name: column[i] for name, column in columns.items()} for i in range(num_rows))
     return [row | {name: x.clone() for name, x in state.scalars.items()} for row in rows]

@@ -318,7 +318,7 @@ class Needs:
                 raise ValueError(f"optim.{self.name}: the gradient of leaf {path!r} {wrong}")
 
     def _wrong(self, g: Tree, p: Tree) -> str | None:
-        """Return an error text about the gradient of a leaf, or about rows of `Parts`; None if all is well."""
+        """Return an error text about a leaf's gradient or the rows of `Parts`, or None."""
         if isinstance(g, Parts | Views):
             runs = g.runs if isinstance(g, Views) else [g.tensors]
             has_complex = any(view.is_complex() for run in runs for view in run)
@@ -437,7 +437,7 @@ def clip_factor(norm: Tensor, max_norm: Number) -> Tensor:
 
 
 def clip_by(name: str, max_norm: Number, p: float, clipped: Callable[[Tree, bool, bool], Tree]) -> Transform:
-    """Return a transformation without state that clips by `clipped(grads, own_grads, exact_norms)`."""
+    """Clip by `clipped(grads, own_grads, exact_norms)`, without state."""
     check_positive(f"optim.{name}: max_norm", max_norm)
     check_positive(f"optim.{name}: p", p, tensors=False)
 

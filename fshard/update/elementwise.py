@@ -169,7 +169,7 @@ def _fused(
     if not donate:
         params, state = copied(params), tree.map(torch.clone, state)
     columns = aligned(params, grads, *_moments_of(rule, state))
-    # all tensors of a kernel call are on one device
+    # a kernel call takes tensors of one device
     for device in dict.fromkeys(p.device for p in columns[0]):
         on_device = [n for n, p in enumerate(columns[0]) if p.device == device]
         _run(rule, [[column[n] for n in on_device] for column in columns], state.count, found_inf, constants)
@@ -180,7 +180,7 @@ def _run(
     rule: UpdateRule, columns: kernels.Columns, count: Tensor, found_inf: Tensor | None, constants: kernels.Constants
 ) -> None:
     params, grads, *moments = columns
-    # all tensors of a fused kernel have one dtype
+    # a fused kernel takes tensors of one dtype
     grads = [g.to(p.dtype) for g, p in zip(grads, params, strict=True)]
     columns = [params, grads, *moments]
     skip, constants = beside(found_inf, params[0]), constants_beside(constants, params[0])
@@ -243,7 +243,7 @@ def all_numbers(*hyperparams: object) -> bool:
 
 
 def with_rate(lr: Rate, **constants: object) -> Callable[[Tensor], kernels.Constants]:
-    """Return a function from the count to `constants` and the rate at this count."""
+    """Return a function from the count to `constants` and the rate."""
     return lambda count: {"lr": at(lr, count), **constants}
 
 

@@ -65,7 +65,7 @@ def chain(*txs: TransformLike) -> Transform:
         if not isinstance(state, tuple) or len(state) != len(parts):
             got = len(state) if isinstance(state, tuple) else type(state).__name__
             raise ValueError(f"optim.chain: expected the states of {len(parts)} transformations, got {got}")
-        if len(parts) > 1:  # `update` needs trees with leaves, and `Views` have none
+        if len(parts) > 1:  # `update` needs leaves, which `Views` lack
             grads, params = packed(grads), packed(params)
         new_states = []
         for tx, inner in zip(parts[:-1], state, strict=False):
