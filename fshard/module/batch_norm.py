@@ -19,8 +19,8 @@ BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 
 
 def synchronise(part: nn.Module, path: str, calls: Calls) -> None:
-    """Make the batch norm `part` take statistics over all ranks of the current call's mesh."""
-    # SyncBatchNorm.forward itself would need process groups of torch.distributed
+    """Let a copy's batch norm take statistics over all ranks of the call's mesh."""
+    # SyncBatchNorm.forward would call torch.distributed's process groups
     forward = super(nn.SyncBatchNorm, part).forward if isinstance(part, nn.SyncBatchNorm) else part.forward
 
     @functools.wraps(forward)
@@ -35,7 +35,7 @@ def synchronise(part: nn.Module, path: str, calls: Calls) -> None:
 
 
 def average(part: Any) -> None:
-    """In a trace, average a batch norm's statistics if momentum=None: torch would call float() on a traced tensor."""
+    """In a graph, average statistics without momentum: torch's code would read a tensor's value."""
     forward = part.forward
 
     @functools.wraps(forward)
@@ -48,7 +48,7 @@ def average(part: Any) -> None:
         return out
 
     if part.momentum is None and part.training and part.track_running_stats:
-        part.momentum, part.forward = 1.0, averaged  # with 1.0, torch stores this batch's statistics
+        part.momentum, part.forward = 1.0, averaged  # 1.0: this batch's statistics
 
 
 class _Replaced(TorchFunctionMode):
@@ -74,7 +74,7 @@ def _batch_norm(
     momentum: float = 0.1,
     eps: float = 1e-5,
 ) -> Tensor:
-    """Compute F.batch_norm, (N, C, ...) -> (N, C, ...), with statistics over all ranks."""
+    """`F.batch_norm`, (N, C, ...) -> (N, C, ...), over all ranks."""
     if not training:
         return F.batch_norm(input, running_mean, running_var, weight, bias, False, momentum, eps)
     x = input.to(torch.promote_types(input.dtype, torch.float32))
@@ -92,10 +92,9 @@ def _batch_norm(
 
 
 def _statistics(x: Tensor, mesh: AnyMesh, label: str) -> tuple[Tensor, Tensor, Tensor]:
-    """Return count per channel (1,), mean (C,), and sum of squared deviations from it (C,), over all ranks.
+    """Count per channel (1,), mean (C,), and sum of squares around the mean (C,), over ranks' batches of any sizes.
 
-    Ranks may have batches of different sizes. They gather means and squared deviations: plain sums of squares would
-    lose the digits of a variance if the mean is large (Chan, Golub and LeVeque, 1979).
+    Ranks gather means, too: a sum of squares loses the variance if a mean is large (Chan, Golub and LeVeque, 1979).
     """
     dims = [0, *range(2, x.dim())]
     local_count = x.numel() // max(1, x.shape[1])

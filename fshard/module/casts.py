@@ -1,12 +1,12 @@
 """Casts of a module's inputs, and of inputs and outputs of submodules with another dtype of computation.
 
 Note [Casts]
-    1. A call of a module casts its floating inputs, as in FSDP, if the policy names `compute` or `storage`, or computes
-       a parameter in another dtype than the parameter had in `functionalize`. Other tensors of the batch, such as
+    1. A call of a module casts its floating inputs, as in FSDP, if the policy names `compute` or `storage`, or changes
+       a parameter's dtype. Other tensors of the batch, such as
        targets, keep their dtypes.
     2. A policy may compute some submodules, such as norms, in another dtype than the rest. The outermost submodules
        with all parameters in one such dtype cast floating inputs to this dtype, and floating outputs to the dtype of
-       the rest. No submodule casts if all parameters are computed in the dtypes that they had in `functionalize`.
+       the rest.
     3. A submodule in the policy's `cast_at` always casts its inputs, as in FSDP, but outputs only by 2.
 
     A cast wraps `forward`, and is no hook: activation checkpointing in transformers calls `forward` without hooks.
@@ -43,7 +43,7 @@ def casts_of(
     paths: Sequence[str],
     unasked: bool,
 ) -> Casts:
-    """Return the casts of a module.
+    """The casts of a module.
 
     - `dtypes`: (storage, computation) of each parameter
     - `paths`: submodules that always cast their inputs

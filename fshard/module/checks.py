@@ -1,4 +1,4 @@
-"""Checks that refuse a module if a copy would read the original's tensors, or lose a parameter's class or hooks."""
+"""Checks that refuse modules: a copy would read the original's own tensors, or lose something of a parameter."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def check_parameters(params: Mapping[str, Tensor]) -> None:
                 f"functionalize: {path!r} is of class {type(x).__name__}, and plans hold plain tensors: make it an "
                 "nn.Parameter (of the plain tensors in it, each by itself)"
             )
-        # Private, both: no public function tells if a tensor has hooks (test_module.py)
+        # Private, both: no public function tells if tensors have hooks (test_module.py)
         if x._backward_hooks or x._post_accumulate_grad_hooks:
             raise ValueError(
                 f"functionalize: {path!r} has hooks on its gradient, which would not run: remove them, and change the "
@@ -36,7 +36,7 @@ def check_parameters(params: Mapping[str, Tensor]) -> None:
 
 
 def check_references(skeleton: nn.Module, module: nn.Module) -> None:
-    """Raise TypeError if an object in a copy, such as a closure or a weak reference, leads to the module itself."""
+    """TypeError if functions, weak references and the like in a copy lead to the module itself."""
     paths: dict[int, str] = {id(part): path or "the module" for path, part in module.named_modules()}
     paths |= {id(x): path for named in (module.named_parameters(), module.named_buffers()) for path, x in named}
     for where, name, x in _reached(skeleton):
@@ -48,7 +48,7 @@ def check_references(skeleton: nn.Module, module: nn.Module) -> None:
 
 
 def check_memory(module: nn.Module, tensors: Mapping[int, object]) -> None:
-    """Raise ValueError if a parameter or buffer shares elements with another one, or with a tensor that copies keep.
+    """ValueError if a parameter or buffer shares elements with another, or with a tensor not replaced in copies.
 
     `tensors`: the replaced tensors, by id.
     """
@@ -85,10 +85,9 @@ def is_compiled(part: nn.Module) -> bool:
 
 
 def check_graph(paths: Mapping[int, str], given: Tree, results: Tree, name: str) -> None:
-    """Raise ValueError if the autograd graph of a call ends at one of the module's own parameters.
+    """ValueError if the graph of a call ends at one of the module's own parameters (`paths` by id).
 
-    `paths`: the parameters' paths by id. A forward may take a parameter from anywhere (a registry, a C extension), so
-    the check walks the graph from the results.
+    A function may find a tensor anywhere (a registry, a C extension), so the check walks the graph from the results.
     """
     seen = nodes_of(given)
     waiting = list(nodes_of(results) - seen)
@@ -112,7 +111,7 @@ def check_graph(paths: Mapping[int, str], given: Tree, results: Tree, name: str)
 
 
 def check_uncached(name: str) -> None:
-    # Private: no public function tells if the cache is on (test_module_code.py)
+    # Private: no public function tells (test_module_code.py)
     if parametrize._cache_enabled:
         raise ValueError(
             f"{name}: torch.nn.utils.parametrize.cached() keeps the weight of the first call for all others, whatever "
@@ -132,11 +131,11 @@ def _has_memory(x: Tensor) -> bool:
 
 
 def _reached(module: nn.Module) -> Iterator[tuple[str, str, object]]:
-    """Yield (submodule's path, name of its attribute, object) for all objects reached from it, even weakly."""
+    """Yield (submodule's path, name of its attribute, object) for all objects reached from attributes, also weakly."""
     parts = {id(part) for part in module.modules()}
     seen = set[int]()
     for path, part in module.named_modules():
-        if is_compiled(part):  # Note [Compiled submodules] in compiled.py
+        if is_compiled(part):  # Note [Compiled submodules]
             continue
         for name, value in vars(part).items():
             waiting = [value]
@@ -149,7 +148,7 @@ def _reached(module: nn.Module) -> Iterator[tuple[str, str, object]]:
                 waiting += [vars(x)] if isinstance(x, Tensor) else _referents(x)
 
 
-# Globals are not searched: `check_graph` finds a parameter that the forward reads from a global.
+# Globals are not searched: `check_graph` sees used globals.
 _NOT_ENTERED = (ModuleType, type, CodeType, FrameType, str, bytes, int, float, type(None))
 
 

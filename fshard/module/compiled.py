@@ -1,10 +1,10 @@
 """Submodules wrapped by torch.compile: in a copy, their graphs take the current call's tensors as arguments.
 
 Note [Compiled submodules]
-    The graph of `torch.compile(part)` holds the tensors of `part`. A copy instead compiles a function with these
-    tensors as arguments, with the user's backend and options. Parameters are read before the graph runs, so gathers
-    stay outside the graph; the graph writes to the call's buffers. In a trace, `part` runs uncompiled; also if the copy
-    has replaced the `forward` of a submodule in `part`, for a cast or a synchronised batch norm.
+    The graph of `torch.compile(part)` holds the tensors of the part. A copy compiles a function of these tensors
+    instead, with the user's backend and options. Tensors are read before the graph runs, so gathers stay outside of it;
+    the graph writes to the call's buffers. In a trace, and if submodules of the part cast or synchronise (their forward
+    belongs to the copy), the part runs uncompiled.
 """
 
 from __future__ import annotations

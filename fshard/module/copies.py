@@ -79,7 +79,7 @@ class Copies:
         return copies[training, casts]
 
     def check(self, copy: nn.Module, given: Tree, results: Tree) -> None:
-        """Raise ValueError if a copy's first call with autograd used the module's tensors, unless `given` has them."""
+        """ValueError if a copy's first call with autograd used the module's tensors, unless `given` has them."""
         checked: weakref.WeakSet[nn.Module] = vars(self._of_thread).setdefault("checked", weakref.WeakSet())
         if copy in checked or not torch.is_grad_enabled() or func_levels.inside():
             return

@@ -54,7 +54,7 @@ class ModuleCall:
         self.thread = get_ident()  # the forward's thread; once a backward begins, the backward's
 
     def buffer(self, number: int, path: str, where: tuple[int, str] | None = None) -> Tensor:
-        """Return the call's copy of a buffer, for the module to write to."""
+        """The call's copy of a buffer, for the module to write to."""
         key, old = (where, self._after[where]) if where in self._after else (number, self.buffers[number])
         if self._is_hook():
             return self._read_only(old, path)
@@ -78,7 +78,7 @@ class ModuleCall:
         return code not in self._touching
 
     def _read_only(self, buffer: Tensor, path: str) -> Tensor:
-        """Return a copy of `buffer` for a hook. ValueError at the end of the backward if the hook wrote to the copy."""
+        """A copy of `buffer` for a hook. ValueError at the end of the backward if the hook wrote to the copy."""
         read = buffer.clone()
         version = writes(read)
         # Private: nothing public runs at the end of a backward (test_module_code.py)
@@ -87,10 +87,10 @@ class ModuleCall:
         return read
 
     def new_buffers(self, ties: Sequence[int], replaced: Mapping[int, Tensor]) -> list[Tensor]:
-        """Return the buffers after the call; a buffer that the module did not touch is the caller's tensor.
+        """The buffers after the call; an untouched buffer is the caller's tensor.
 
         `ties`: for each buffer, the number of the first buffer with the same tensor. `replaced`: by number, tensors
-        assigned to buffers. A buffer that was read is returned as a copy: torch's version counter misses batch norm's
+        assigned to buffers. A buffer once read is returned as a copy: torch's version counter misses batch norm's
         writes.
         """
         kept = [self._copies.get(number, old) for number, old in zip(ties, self.buffers, strict=True)]
@@ -148,7 +148,7 @@ def _refuse(path: str) -> NoReturn:
 
 
 def nodes_of(results: Tree) -> set[Any]:
-    """Return the autograd nodes (`grad_fn`) of the results, without gathering parameters."""
+    """The autograd nodes (`grad_fn`) of the results, without gathering parameters."""
     leaves = tree.tops(placed(results), Branch)
     # also tensors in attributes of objects that are no containers
     leaves += tree.leaves([vars(x) for x in leaves if not isinstance(x, Tensor) and hasattr(x, "__dict__")])
@@ -172,7 +172,7 @@ class Calls:
             self._alive.add(call)
 
     def current(self) -> ModuleCall:
-        """Return the running call; in a backward, the call whose forward runs again in part."""
+        """The running call; in a backward, the call whose forward runs again in part."""
         call = self.found()
         if call is None:
             raise RuntimeError(
@@ -183,7 +183,7 @@ class Calls:
         return call
 
     def found(self) -> ModuleCall | None:
-        """Return `current()`, or None outside of calls."""
+        """`current()`, or None outside of calls."""
         # Private: no public function gives the node whose saved-tensor hook runs, or its number (test_module.py)
         node: Any = torch._C._current_autograd_node()
         running = (_RUNNING.get() or {}).get(self)

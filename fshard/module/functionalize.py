@@ -51,7 +51,7 @@ class ModuleFunction:
         self.__wrapped__ = copies.skeleton  # `compiler/captures.py` reads this attribute
 
     def __call__(self, params: Tree, buffers: Tree, /, *args: Any, **kwargs: Any) -> tuple[Any, Tree]:
-        """Return the output of the module, and its buffers afterwards."""
+        """The output of the module, and its buffers afterwards."""
         name = self._calls.name
         if isinstance(params, Parts):
             expected = "the parameters that a loss is given, or whole ones"
@@ -89,7 +89,7 @@ class ModuleFunction:
         return new
 
     def _check_unwritten(self, call: ModuleCall, before: list[int | None]) -> None:
-        """Raise ValueError if the forward set parameters, or wrote to leaves not gathered; a tape checks the others."""
+        """ValueError if the forward set parameters, or wrote to leaves not gathered; a tape checks the others."""
         done, after = [("set", path) for path in call.replaced()], call.params.versions()
         if after != before:  # making paths takes longer than a small module's forward
             named = zip(tree.paths(self._params), before, after, strict=True)
@@ -109,7 +109,7 @@ class ModuleFunction:
         return ModuleFunction(self._copies, False, self._calls, self._params, self._buffers)
 
     def units(self, *which: type | str | int | Callable[[str, nn.Module], bool]) -> list[str]:
-        """Return the paths of submodules, for `make_plan(units=)`.
+        """The paths of submodules, for `make_plan(units=)`.
 
         Each argument of `which` is a class of submodules, a pattern of their paths (`*`: one component, `**`: any
         number), a predicate `(path, submodule) -> bool`, or a number of elements. A number selects submodules with at
@@ -123,8 +123,8 @@ class ModuleFunction:
 
         The module may be on meta. Each submodule is made once, with only its own parameters in memory: its
         `reset_parameters` initializes them, then the module's `_init_weights` (as in transformers). Random numbers come
-        from `seed` and the submodule's path. ValueError for a parameter that neither method sets,
-        or that a constructor of the module has set to other values, as far as values show.
+        from `seed` and the submodule's path. ValueError if neither method sets a parameter,
+        or if a constructor of the module has set it to other values, as far as values show.
         """
         if plan.spec != self._params:
             expected = tree.unflatten(self._params, [0] * self._params.num_leaves)
@@ -141,7 +141,7 @@ class ModuleFunction:
     def state_dict(
         self, params: Sharded, buffers: Tree, rank: int | None = None, dtensors: bool = False
     ) -> dict[str, Tensor]:
-        """Return the module's own state dict, for `module.load_state_dict`: parameters and persistent buffers.
+        """The module's own state dict, for `module.load_state_dict`: parameters and persistent buffers.
 
         `params` and `buffers` as in a call; each rank returns its own buffers. `rank` and `dtensors` as for
         `fshard.state_dict`. Extra state of submodules (`get_extra_state`) is left out. Dual: `load_state_dict`.
@@ -158,7 +158,7 @@ class ModuleFunction:
         src: int | None = None,
         strict: bool = True,
     ) -> tuple[Sharded, Tree]:
-        """Return new parameters and buffers, with the values of a module's state dict.
+        """New parameters and buffers, with the values of a module's state dict.
 
         `mapping`, `rename`, `src` and `strict` as for `fshard.load_state_dict`. Buffers that the module does not save
         stay as they are. Dual: `state_dict`.
@@ -167,11 +167,11 @@ class ModuleFunction:
         return names.read(params, self._listed(buffers), mapping, rename, src, strict)
 
     def persistent(self, buffers: Tree) -> dict[str, Tensor]:
-        """Return the buffers that the module saves (`persistent` of `register_buffer`), by dotted name."""
+        """The buffers that the module saves (`persistent` of `register_buffer`), by dotted name."""
         return StateDict(self._skeleton, self._params, self._buffers).kept(self._listed(buffers))
 
     def policy(self, policy: Policy | str | None = None, cast: Which | Sequence[Which] = ()) -> Policy:
-        """Return a policy for `make_plan(policy=)` that computes batch norms in float32, like their running statistics.
+        """A policy for `make_plan(policy=)` that computes batch norms in float32, like their running statistics.
 
         The result is `policy` with one more override for each parameter of batch norms, after the overrides of
         `policy`. `cast` selects submodules, as `units` does or by paths. Each selected submodule casts its floating
@@ -195,7 +195,7 @@ class ModuleFunction:
 def functionalize(
     module: nn.Module, sync_batch_norm: bool = False
 ) -> tuple[ModuleFunction, dict[str, Any], dict[str, Any]]:
-    """Return `(apply, params, buffers)`: a module as a function, and its parameters and buffers as nested dicts.
+    """`(apply, params, buffers)`: a module as a function, and its parameters and buffers as nested dicts.
 
     `apply(params, buffers, *args, **kwargs)` returns `(out, buffers)`. The dicts nest like the submodules, and
     hold the module's own tensors; a tied parameter is one tensor under each of its names. `apply` works on a copy of

@@ -64,7 +64,7 @@ class Initializer:
         return value
 
     def _owner(self, path: str, start: int) -> nn.Module:
-        """Return a copy of a submodule, initialized by its own methods, then by methods of the modules around it."""
+        """A copy of a submodule, initialized by its own methods, then by methods of the modules around it."""
 
         def empty(place: Member) -> Tensor:
             fill = torch.nan if is_inexact(place.form) else start

@@ -20,9 +20,9 @@ from ..sharding.access import At, ReadsTape, placed
 
 
 def _homes(x: At | Tensor, tapes: Sequence[ReadsTape]) -> list[tuple[Plan, Precision]]:
-    """Return (plan, dtypes) of a leaf: several pairs if plans share the leaf's memory, none if it has no plan.
+    """(plan, dtypes) of a leaf: several pairs if plans share its memory, none for a tensor of no plan.
 
-    A gathered leaf is found by its memory, even through a view or a transform of torch.func.
+    The memory identifies a gathered leaf, also through a view or a transform.
     """
     if isinstance(x, At):
         plan = x.tape.plan
@@ -30,8 +30,7 @@ def _homes(x: At | Tensor, tapes: Sequence[ReadsTape]) -> list[tuple[Plan, Preci
     x = unwrapped(x)
     asked = tapes if x.layout is torch.strided else ()  # sparse tensors have no storage
     homes = [(tape, kind) for tape in asked if (kind := tape.kind_of(x)) is not None]
-    # trees of `with_policy` share memory: take the tree that reads the leaf
-    read = [home for home in homes if len(homes) > 1 and home[0].slot_of(x)]
+    read = [home for home in homes if len(homes) > 1 and home[0].slot_of(x)]  # trees of `with_policy` share memory
     return [(tape.plan, tape.plan.kinds[kind].precision) for tape, kind in read[:1] or homes]
 
 
@@ -53,10 +52,10 @@ def leaves_like(what: str, spec: tree.Spec, x: Tree) -> list[Any]:
 
 
 class Leaves:
-    """The parameters of a call by number; a read gathers only the leaf's unit.
+    """The leaves of a loss's parameters by number: a read gathers only the leaf's unit.
 
-    A leaf of the caller is read as a view, because `Member.read` changes the class of the tensor that it returns.
-    `policy` and `mesh` come from the leaves' plan, or without a plan from the running loss.
+    A read returns the caller's tensors as views, which may get another class. `policy` and `mesh` are the plan's;
+    without a plan, the running loss's.
     """
 
     def __init__(self, params: Tree, spec: tree.Spec, what: str):
@@ -83,18 +82,18 @@ class Leaves:
         return isinstance(self._sources[number], At)
 
     def like(self, number: int) -> Tensor:
-        """Return a tensor with a leaf's shape, dtype and device, without a gather; its values must not be read."""
+        """A tensor with a leaf's shape, dtype and device, without a gather or meaningful values."""
         source = self._sources[number]
         return source.tape.like(source.number) if isinstance(source, At) else source
 
     def dtypes(self) -> list[tuple[torch.dtype, torch.dtype]]:
-        """Return the dtypes (storage, computation) of each leaf; without a plan, the two are equal."""
+        """Dtypes (storage, computation) of each leaf, equal without a plan."""
         pairs = zip(self._homes, self._sources, strict=True)
         computed = [homes[0][1].compute if isinstance(x, At) else x.dtype for homes, x in pairs]
         return [(homes[0][1].storage if homes else x, x) for homes, x in zip(self._homes, computed, strict=True)]
 
     def place(self) -> tuple[str, list[str]]:
-        """Return the module's path in its plan, with a dot, and the paths of the plan's leaves outside the module."""
+        """The module's path in its plan, with a dot, and the paths of the plan's leaves outside the module."""
         if self._plan is None or len(self._sources) == self._plan.spec.num_leaves:
             return "", []
         paths = tree.paths(self._plan.spec)
@@ -107,7 +106,7 @@ class Leaves:
         return "", []
 
     def versions(self) -> list[int | None]:
-        """Return each leaf's number of writes; None for gathered leaves, or if torch counts no writes."""
+        """Numbers of writes; None for gathered leaves, or if torch counts no writes."""
         return [None if isinstance(x, At) else writes(x) for x in self._sources]
 
     def remark(self, words: str) -> None:

@@ -66,7 +66,7 @@ class Member:
         return self.read_from(self.calls.current())
 
     def read_from(self, call: ModuleCall, where: tuple[int, str] | None = None) -> Tensor:
-        """Return the tensor of a call, gathering its unit. `where`: (id of `Slots`, name) by which a buffer is read."""
+        """The tensor of a call, gathering its unit. `where`: (id of `Slots`, name) by which a buffer is read."""
         if self.is_buffer:
             x = call.buffer(self.number, self.path, where)
             vars(x).update(self.attributes, of_call=True)
@@ -78,7 +78,7 @@ class Member:
         return self._worn(x, call.params.is_gathered(self.number))
 
     def _worn(self, x: Any, is_gathered: bool) -> Tensor:
-        """Return a call's tensor `x` as a `Weight`: `x` itself, or if it was gathered a view, stored in `x._worn`."""
+        """A call's tensor `x` as a `Weight`: `x` itself, or if it was gathered a view, stored in `x._worn`."""
         worn = x
         kind: Any = type(x)
         rerun = RERUN.get() is not None  # `remat` runs a function again, on fresh tensors
@@ -99,7 +99,7 @@ class Member:
         return call.buffers[self.number] if self.is_buffer else call.params.like(self.number)
 
     def train(self, x: Tensor, requires_grad: bool = True) -> Tensor:
-        """Return `x` if `requires_grad` is unchanged, as parametrizations need; else refuse."""
+        """`x` if `requires_grad` is unchanged, as parametrizations need; else refuse."""
         return x if requires_grad is self.trains else self.refuse("set requires_grad of")
 
     def refuse(self, done: str) -> NoReturn:
@@ -139,7 +139,7 @@ class Weight(nn.Parameter):
 
 @functools.cache
 def _weights(kind: type[Tensor]) -> type[Weight]:
-    """Return a `Weight` class for tensors of class `kind`: in a trace, fake or functional tensors."""
+    """A `Weight` class for tensors of class `kind`: in a trace, fake or functional tensors."""
     more = {"__torch_function__": classmethod(_with_plain)} if kind is FunctionalTensor else {}
     return Weight if kind is Tensor else type(kind.__name__, (Weight, kind), more)
 
@@ -297,7 +297,7 @@ class Slots(dict[str, Any]):
 
 
 def stands_for(params: Mapping[str, Tensor], buffers: Mapping[str, Tensor], calls: Calls) -> dict[int, Stand]:
-    """Return one stand for each tensor, by the tensor's id, numbered in the order of the dicts."""
+    """One stand for each tensor, by the tensor's id, numbered in the order of the dicts."""
     stands: dict[int, Stand] = {}
     for tensors, is_buffer in ((params, False), (buffers, True)):
         for number, (path, x) in enumerate(tensors.items()):
@@ -314,7 +314,7 @@ def ties(tensors: Mapping[str, Tensor]) -> list[int]:
 
 
 def places_in(part: nn.Module) -> list[Member]:
-    """Return the parameters of a submodule; tied parameters count once."""
+    """The parameters of a submodule; tied parameters count once."""
     return [member_of(x) for x in part.parameters() if isinstance(x, Stand)]
 
 
@@ -355,7 +355,7 @@ class _Constants(TorchFunctionMode):
 
 
 def same_stands(part: nn.Module) -> dict[int, Any]:
-    """Return a memo with which copy.deepcopy keeps stands as they are."""
+    """A memo with which copy.deepcopy keeps stands as they are."""
     return {id(x): x for kind in (part.parameters(), part.buffers()) for x in kind}
 
 

@@ -1,4 +1,4 @@
-"""Conversion of a module function's parameters and buffers to the module's state dict, and back."""
+"""The state dict of a module, from the parameters and buffers of its function and back."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from .skeleton import Stand, member_of
 
 
 class StateDict:
-    """`leaves[name]`: the leaf of a name in the module's own state dict, as (True for a buffer, path in its tree)."""
+    """Leaves, as (True for a buffer, path), by name in a module's own state dict."""
 
     def __init__(self, skeleton: nn.Module, params: tree.Spec, buffers: tree.Spec):
         paths = tree.paths(params), tree.paths(buffers)
         # the module's own method omits unsaved buffers, and its hooks may change names
         state = skeleton.state_dict(keep_vars=True)
         places = {name: member_of(x) for name, x in state.items() if isinstance(x, Stand)}
-        # the names of a tied leaf share one `Member`, with the path of the first name
+        # tied leaves have one `Member` under several names
         of_stand = {name: (x.is_buffer, paths[x.is_buffer][x.number]) for name, x in places.items()}
         self.leaves = {n: (old, n if n in paths[old] else path) for n, (old, path) in of_stand.items()}
         self.buffers = buffers
@@ -65,7 +65,7 @@ class StateDict:
         return loaded, tree.unflatten(self.buffers, [*(values | new).values()])
 
     def _hooked(self, mapping: Mapping[str, Tensor], rename: Rename | None, strict: bool) -> dict[str, Tensor]:
-        """Return `mapping`, renamed, and changed by the module's pre-hooks of `load_state_dict`.
+        """The mapping under the module's names, after the module's hooks of `load_state_dict`.
 
         A rank with an empty mapping runs no hooks.
         """

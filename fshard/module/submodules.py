@@ -50,7 +50,7 @@ def _picked(module: nn.Module, paths: dict[str, nn.Module], selection: Which) ->
 
 
 def _full(module: nn.Module, path: str, size: int, seen: set[int]) -> tuple[list[str], int]:
-    """Return the units in a module, and the number of elements outside these units; tied parameters count once."""
+    """The units in a module, and the number of elements outside these units; tied parameters count once."""
     units, left = list[str](), 0
     for _, x in module.named_parameters(recurse=False):
         left += member_of(x).form.numel() if id(x) not in seen else 0

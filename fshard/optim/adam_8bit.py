@@ -24,7 +24,7 @@ from ..update import kernels
 from ..update.base import Needs, Transform, checked, start_count
 from ..update.elementwise import Rate, adam_corrections, with_rate
 
-_CHUNK = 1 << 15  # elements that fit a CPU's cache, with their codes
+_CHUNK = 1 << 15  # elements; these and their codes fit a CPU's cache
 Books = tuple[Tensor, Tensor]  # code books of the first and the second moment
 
 
@@ -44,7 +44,7 @@ class Adam8bitState(NamedTuple):
 
 
 def code_book(signed: bool) -> Tensor:
-    """Return the 256 values of the codes, in [-1, 1] or [0, 1]; code 0 is zero.
+    """The 256 values of the codes, in [-1, 1] or [0, 1]; code 0 is zero.
 
     Dynamic tree quantisation: seven decades, each divided evenly, larger decades into more values.
 
@@ -94,7 +94,7 @@ def _of_scales(layout: Layout, block: int) -> Layout:
 
 
 def _check_blocks(layout: Layout, block: int) -> None:
-    """Raise ValueError if a block would lie in two leaves or on two ranks; on one rank, the check is the same."""
+    """ValueError if a block would lie in two leaves or on two ranks; on one rank, the check is the same."""
     numbers = [n for n in layout.numbers if layout.flat and layout.leaves[n].numel]
     in_tensor = Counter(layout.row_of[n].tensor for n in numbers)
     for number in numbers:
@@ -181,7 +181,7 @@ def _kept_books(device: torch.device) -> Books:
 
 
 def _books(numbers: Sequence[Sequence[float]], device: torch.device) -> Books:
-    """Return the code books on a device, cached because a copy from the host would synchronize."""
+    """The code books on a device, cached because a copy from the host would synchronize."""
     if not is_tracing() and not torch.compiler.is_dynamo_compiling():
         return _kept_books(device)
     # a graph must not capture a cached tensor; torch copies these constants to the device once, while tracing
@@ -198,7 +198,7 @@ def _blocks(x: Tensor, block: int, chunk: int) -> tuple[Tensor, ...]:
 def _update_row(
     constants: kernels.Constants, books: Books, block: int, p: Tensor, g: Tensor, *moments: Tensor
 ) -> list[Tensor]:
-    """Return the change of the parameter, then codes and scales of both moments."""
+    """The change of the parameter, then codes and scales of both moments."""
     chunk = max(1, block_size(p, _CHUNK) // block)
     change: kernels.Reference = partial(kernels.adam, **kernels.constants_beside(constants, p))
     wide = [_blocks(x.float(), block, chunk) for x in (p, g)]

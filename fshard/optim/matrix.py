@@ -1,7 +1,7 @@
-"""Optimizers with more than elementwise updates: norms of leaves, means of rows and columns, whole matrices.
+"""Optimizers over leaves, not only elements: norms of leaves, rows and columns, whole matrices.
 
-One small collective adds up the ranks' parts of norms and sums. Each whole matrix is sent to one rank, balanced by
-cost, and its update is sent back.
+One small collective adds up the parts of norms and sums. Whole matrices go to ranks, balanced by cost, and results
+back.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def lamb(lr: Rate, b1: Number = 0.9, b2: Number = 0.999, eps: Number = 1e-6, wei
 
 @dataclass(frozen=True)
 class AdafactorState:
-    """Number of updates made (float32, 0-d); mean squares of matrices' rows and columns by path; nu of other leaves."""
+    """Number of updates made (float32, 0-d); mean squares of rows and columns, by path; nu of other leaves."""
 
     count: Tensor
     row_var: dict[str, Tensor]  # (..., n, 1)
@@ -88,7 +88,7 @@ class Factors(NamedTuple):
     turned: bool = False  # True for a split along dim 1: elements lie by columns
 
     def fold(self, elements: Tensor, begin: int) -> tuple[Tensor, int, Tensor]:
-        """Return zero-padded rows (rows, m) of elements from `begin` on; the first row's number; each row's matrix."""
+        """Return zero-padded rows (rows, m) of elements from `begin` on, number of the first, matrix of each row."""
         first, last = begin // self.m, -(-(begin + elements.numel()) // self.m)
         rows = elements.new_zeros((last - first) * self.m)
         rows[begin - first * self.m :][: elements.numel()] = elements
@@ -127,12 +127,11 @@ def adafactor(
     d: Number = 1.0,
     weight_decay: Number = 0.0,
 ) -> Transform:
-    """Divide gradients by the root of nu, kept for a matrix as means of rows and columns: nu = row col / mean(row).
+    """Divide gradients by root second moments, kept for matrices as row and column means: nu = row col / mean(row).
 
-    nu is a running mean of g², with decay 1 - t^beta2_decay at step t; eps = (eps1, eps2), and eps1=None is the epsilon
-    of the dtype. u = g / sqrt(max(nu, eps1²)), scaled to an RMS of at most d;
-    p <- p - lr weight_decay p - max(eps2, RMS(p)) min(lr, t^-½) u. Leaves of fewer than two dims keep nu of each
-    element. As torch.optim.Adafactor.
+    nu is a running mean of g², with decay 1 - t^beta2_decay at step t; eps = (eps1, eps2). u = g / sqrt(max(nu,
+    eps1²)), of RMS at most d; p <- p - lr weight_decay p - max(eps2, RMS(p)) min(lr, t^-½) u. Leaves of fewer than two
+    dims keep nu whole. As torch.optim.Adafactor.
 
     >>> tx = adafactor(0.1)
     >>> tx.update(torch.tensor([2.0]), tx.init(torch.tensor([3.0])), torch.tensor([3.0]))[0]
@@ -175,7 +174,7 @@ def adafactor(
     def on_vectors(
         grads: Tree, state: AdafactorState, params: Tree = None, exact_norms: bool = False, **extra: object
     ) -> tuple[Tree, AdafactorState]:
-        """Update; if gradients are whole copies, use their layout in place of the sharded `state.vectors`."""
+        """Update; if gradients are whole copies, use their layout in place of the sharded layout `state.vectors`."""
         cut, whole = state.vectors, layout_of(grads)
         if cut is None or whole.flat or not cut.flat:
             return update(grads, state, params, exact_norms)
@@ -243,7 +242,7 @@ def _floor(eps: float | None, g: Tensor) -> float:
 
 
 def _row_and_column_means(grads: Tree, layout: Layout) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """Return mean squares of each matrix's rows and of its columns, by path, from one collective."""
+    """Return mean squares by path, from one collective."""
     shapes = {n: _factors(layout.leaves[n]) for n in layout.numbers}
     factored = {n: shape for n, shape in shapes.items() if shape}
     if not factored:
@@ -283,10 +282,10 @@ def _scaled(g: Tensor, span: Span, factors: Factors, row: Tensor, col: Tensor, e
 
 
 def whole_leaves(tx: TransformLike) -> Transform:
-    """Run `tx` on whole leaves: each sharded leaf is sent to one rank, balanced by size, and its update is sent back.
+    """Run `tx` on whole leaves: each sharded leaf is sent to one rank, balanced by size, and its update back.
 
-    A `Transform` made without `over` runs on whole leaves anyway; use `whole_leaves` for optimizers of `fshard.optim`.
-    A leaf's state stays on that rank.
+    A `Transform` without `over` runs on whole leaves anyway; use `whole_leaves` for optimizers of `fshard.optim`.
+    The state lies with the whole leaves.
 
     >>> tx = whole_leaves(sgd(1.0))
     >>> tx.update(torch.ones(2), tx.init(torch.ones(2)))[0]
@@ -304,7 +303,7 @@ def whole_leaves(tx: TransformLike) -> Transform:
         if not layout_of(params).flat:
             return inner.step(grads, state, params, found_inf, donate, **extra)
         state = state if donate else copied(state)
-        # `bring` does not copy a leaf already whole on this rank, and the step writes to it
+        # `bring` does not copy a leaf already whole on this rank
         whole_params = bring(params) if donate else tree.map(torch.clone, bring(params))
         new, state = inner.step(bring(grads), state, whole_params, found_inf, True, **extra)
         return back(new, params), state
@@ -333,18 +332,17 @@ def muon(
     dtype: torch.dtype = torch.bfloat16,
     rest: TransformLike | None = None,
 ) -> Transform:
-    """Make momentum m = U S Vᵀ orthogonal: p <- p - lr weight_decay p - lr a O, with O near U Vᵀ.
+    """Make momentum orthogonal: p <- p - lr weight_decay p - lr a O, with O near U Vᵀ of m = U S Vᵀ.
 
-    m <- momentum m + (1 - momentum) g; with `nesterov`, O is made from momentum m + (1 - momentum) g, with the new m.
+    m <- momentum m + (1 - momentum) g; with `nesterov`, O is made from momentum m + (1 - momentum) g.
     As torch.optim.Muon.
 
-    - O: `steps` Newton-Schulz iterations with `coefficients`, in `dtype`, from m / max(|m|, eps)
+    - O: by `steps` Newton-Schulz iterations with `coefficients`, in `dtype`, on m divided by its norm (at least `eps`)
     - a: for a matrix (A, B), sqrt(max(1, A / B)), or 0.2 sqrt(max(A, B)) with `adjust_lr`="match_rms_adamw"; ValueError
       for another `adjust_lr`
-    - `rest`: updates leaves that are not matrices (default adamw(lr)). An embedding is a matrix: to update it
-      otherwise, use `by_label`
+    - `rest`: updates leaves that are not matrices (default adamw(lr)); to give it embeddings too, use `by_label`
 
-    A matrix cut over ranks is sent to one rank, balanced by cost, and back: two all-to-alls for all matrices.
+    Each matrix cut over ranks is sent to one rank, balanced by cost: two all-to-alls for all matrices.
 
     >>> tx = muon(0.1, weight_decay=0.0)
     >>> params = {"w": torch.eye(2), "b": torch.ones(2)}
@@ -391,7 +389,7 @@ def muon(
 
 
 def _to_owners(x: Tree, layout: Layout) -> Parts:
-    # cost of a matrix: its product with the Gram matrix of its small side
+    # cost: one product with the small side's Gram matrix
     return collect(x, owned(layout, layout.mesh, layout.axes, lambda leaf: leaf.numel * min(leaf.shape)), "muon")
 
 

@@ -103,7 +103,7 @@ def _difference(new: Tree, old: Tree, moved: Tensor) -> Tree:
 
 
 def _kept(products: Tensor, keeps: Tensor) -> Tensor:
-    """Return `products` without the oldest pair if `keeps`, else without the newest."""
+    """`products` without the oldest pair if `keeps`, else without the newest."""
     m = len(products) // 2
     pairs = torch.arange(m - 1, device=products.device) + keeps.long()  # (m - 1,)
     index = torch.cat([pairs, pairs + m, torch.full_like(pairs[:1], 2 * m)])

@@ -29,7 +29,7 @@ def _share(count: Tensor, steps: int) -> Tensor:
 
 
 def constant(value: float) -> Schedule:
-    """Return a schedule of `value` at every step.
+    """A schedule of `value` at every step.
 
     >>> constant(0.1)(torch.tensor(5.0)).item()
     0.1
@@ -39,7 +39,7 @@ def constant(value: float) -> Schedule:
 
 
 def linear(start: float, end: float, steps: int) -> Schedule:
-    """Return a linear schedule from `start` to `end` in `steps` steps, then `end`. As optax.linear_schedule.
+    """A linear schedule from `start` to `end` in `steps` steps, then `end`. As optax.linear_schedule.
 
     >>> linear(0.0, 1.0, 4)(torch.tensor(1.0)).item()
     0.25
@@ -61,7 +61,7 @@ def cosine(start: float, steps: int, end: float = 0.0) -> Schedule:
 
 
 def warmup_cosine(peak: float, warmup: int, steps: int, start: float = 0.0, end: float = 0.0) -> Schedule:
-    """Return a schedule with a linear warm-up, then half a cosine. As optax.warmup_cosine_decay_schedule.
+    """A schedule with a linear warm-up, then half a cosine. As optax.warmup_cosine_decay_schedule.
 
     The value rises from `start` to `peak` in `warmup` steps, and falls to `end` at step `steps`, warm-up included.
 
@@ -75,7 +75,7 @@ def warmup_cosine(peak: float, warmup: int, steps: int, start: float = 0.0, end:
 
 
 def join(schedules: Sequence[Callable[[Tensor], Tensor]], boundaries: Sequence[int]) -> Schedule:
-    """Return a schedule that runs `schedules` in sequence. As optax.join_schedules.
+    """A schedule that runs `schedules` in sequence. As optax.join_schedules.
 
     Schedule `i + 1` begins at step `boundaries[i]`, and counts from that step. ValueError unless boundaries rise
     and are one fewer than schedules.

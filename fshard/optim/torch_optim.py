@@ -22,10 +22,10 @@ from ..state.torch_format import BEGUN, TorchState
 from ..update.base import Needs, Transform, checked, choose
 from .matrix import whole_leaves
 
-# classes that update each element by itself; all other classes get whole leaves
+# elementwise classes; all other classes get whole leaves
 _ELEMENTWISE = ("ASGD", "Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD")
 Entry = dict[str, Tensor]  # a torch optimizer's state of one parameter
-Numbers = dict[str, Tensor | float]  # an `Entry` of a user's class, which may have numbers
+Numbers = dict[str, Tensor | float]  # an `Entry` of a user's class, with numbers
 Settings: TypeAlias = Mapping[str, Any]  # arguments of an optimizer class
 # `run(grads, state, params, extra)` runs the class's own step, which writes to `params`, and returns the new state
 Run = Callable[[Tree, TorchState, Tree, Settings], TorchState]
@@ -36,7 +36,7 @@ def from_torch(cls: type[Optimizer], **hyperparams: object) -> Transform:
 
     `step` gives exactly the parameters of the class's own step. That step must need no closure and take dense
     gradients. The class may keep only tensors and numbers, for each parameter by itself (`self.state[p]`). Your
-    classes, and classes of torch that are not elementwise (Muon, Adafactor), get whole leaves, however the parameters
+    classes, and torch's classes that are not elementwise (Muon, Adafactor), get whole leaves, however the parameters
     are cut. `update` passes further arguments to the class's step by name. To see the class's state, fshard makes trial
     steps, with 1.0 for arguments without a default. For parameter groups, give `by_label` one `from_torch` for each
     group.
@@ -112,7 +112,7 @@ def _stepped(
 
 
 def _adapted(cls: type[Optimizer], hyperparams: Settings, init: Callable[[Tree], TorchState], run: Run) -> Transform:
-    """Return `run` as a transformation; `run` gets copies of parameters and state, unless donated."""
+    """`run` as a transformation; `run` gets copies of parameters and state, unless donated."""
 
     def fused(
         grads: Tree, state: TorchState, params: Tree, found_inf: Tensor | None, donate: bool, **extra: object
@@ -146,7 +146,7 @@ def _check_class(cls: object) -> None:
 
 
 def _begin(cls: type[Optimizer], hyperparams: Settings, row: Tensor) -> Entry:
-    """Return the state before a parameter's first update."""
+    """The state before a parameter's first update."""
     row = row.detach()
     optimizer: Any = cls([row], **hyperparams)  # each class has `_init_group`, `Optimizer` has not
     row.grad = torch.zeros_like(row)
@@ -172,7 +172,7 @@ def _like_params(entries: Sequence[Entry], params: Tree, first: Entry, scalars: 
 
 
 def _first_by_name(params: Tree, begin: Callable[[Tensor], Entry], device: str) -> dict[str, Parts]:
-    """Return the first state of this rank's leaves; every rank makes all leaves' state on `device`, to learn shapes."""
+    """The first state of this rank's leaves; every rank makes all leaves' state on `device`, to learn shapes."""
     rows, layout = tree.leaves(params), layout_of(params)
     leaves = {n: layout.leaves[n] for n in layout.numbers}
     shapes = {n: begin(torch.zeros(leaf.shape, dtype=leaf.dtype, device=device)) for n, leaf in leaves.items()}
@@ -188,14 +188,14 @@ def _next_by_name(state: TorchState, layout: Layout, entries: Sequence[Entry]) -
 
 
 def _pieces_of(name: str, layout: Layout, shapes: Mapping[int, Entry], local_entries: Mapping[int, Entry]) -> Parts:
-    """Return the state of one name; some leaves may lack this name."""
+    """The state of one name; some leaves may lack this name."""
     forms = {n: Form(tuple(entry[name].shape), entry[name].dtype) for n, entry in shapes.items() if name in entry}
     part = reshaped(layout, forms)
     return Parts(replace(part, source=(name, part.source)), [local_entries[s.leaf][name] for s in part.mine])
 
 
 def _by_row(state: TorchState, num_rows: int) -> list[Entry]:
-    """Return each row's state, with copies of 0-d tensors: a step writes to these."""
+    """Each row's state, with copies of 0-d tensors: a step writes to these."""
     columns = {name: tree.leaves(x) for name, x in state.tensors.items()}
     rows = ({name: column[i] for name, column in columns.items()} for i in range(num_rows))
     return [row | {name: x.clone() for name, x in state.scalars.items()} for row in rows]
@@ -274,7 +274,7 @@ def _try_step(optimizer: Optimizer) -> None:
 
 
 def _check_apart(cls: type[Optimizer], hyperparams: Settings) -> None:
-    """Raise ValueError if a parameter's update depends on other parameters: these may be on other ranks."""
+    """ValueError if a parameter's update depends on other parameters: these may be on other ranks."""
 
     def stepped(*starts: Tensor) -> list[Tensor]:
         rows = [start.clone() for start in starts]
@@ -306,7 +306,7 @@ def _value(x: Tensor | float) -> Tensor:
 
 
 def _first_step(cls: type[Optimizer], hyperparams: Settings, row: Tensor) -> Numbers:
-    """Return the state after a step with zero gradient. ValueError for state that a transformation cannot keep."""
+    """The state after a step with zero gradient. ValueError if a transformation cannot keep it."""
     row = row.detach().clone()
     optimizer = cls([row], **hyperparams)
     row.grad, before = torch.zeros_like(row), _of_all(optimizer)

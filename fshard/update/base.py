@@ -150,7 +150,7 @@ class Transform(_Fields):
         donate: bool = False,
         **extra: object,
     ) -> tuple[Tree, Tree]:
-        """Return new parameters and state, or if `found_inf` (0-d) is 1 the old parameters and state; no host read.
+        """New parameters and state, or if `found_inf` (0-d) is 1 the old parameters and state; no host read.
 
         `found_inf` may be a dict of such tensors by label. A `labelled` transformation skips the labels with a 1; any
         other transformation skips the whole update if one tensor is 1. With `donate`, params and state may be updated
@@ -195,7 +195,7 @@ def _over(over: str | None, elementwise: bool | None) -> str:
 
 
 def choose(found_inf: FoundInf | None, old: T, new: T) -> T:
-    """Return `old` if `found_inf` is 1, else `new`; no host read."""
+    """`old` if `found_inf` is 1, else `new`; no host read."""
     return new if found_inf is None else kernels.each_where(any_found(found_inf), old, new)
 
 
@@ -218,14 +218,14 @@ def check_found(found_inf: object, labelled: bool = True) -> None:
 
 
 def num_made(found_inf: FoundInf | None) -> Tensor | int:
-    """Return the number of updates made: 0 if `found_inf` skips all labels, else 1."""
+    """The number of updates made: 0 if `found_inf` skips all labels, else 1."""
     if isinstance(found_inf, Mapping):
         found_inf = torch.stack([*found_inf.values()]).amin()
     return 1 if found_inf is None else 1 - found_inf
 
 
 def as_transform(tx: TransformLike) -> Transform:
-    """Return `tx` as a Transform; a TorchOpt optimizer then updates nothing in place."""
+    """`tx` as a Transform; TorchOpt then updates nothing in place."""
     if isinstance(tx, Transform):
         return tx
     if not callable(getattr(tx, "init", None)) or not callable(getattr(tx, "update", None)):
@@ -277,12 +277,12 @@ def _unlike(x: object, p: Tensor) -> str | None:
 
 
 def start_count(params: Tree) -> Tensor:
-    """Return a count of 0: 0-d float32, as torch's fused kernels take."""
+    """A count of 0: 0-d float32, as torch's fused kernels take."""
     return torch.zeros((), dtype=torch.float32, device=device_of(params))
 
 
 def at(value: Number | Schedule, count: Tensor) -> Number:
-    """Return a number as it is, or a schedule's value at `count`; the schedule gets `count` in float64."""
+    """A number, or a schedule's value at `count`; the schedule gets `count` in float64."""
     if callable(value):
         value = value(count.double())
         check_rate(value)
@@ -318,7 +318,7 @@ class Needs:
                 raise ValueError(f"optim.{self.name}: the gradient of leaf {path!r} {wrong}")
 
     def _wrong(self, g: Tree, p: Tree) -> str | None:
-        """Return an error text about a leaf's gradient or the rows of `Parts`, or None."""
+        """An error text about a leaf's gradient or the rows of `Parts`, or None."""
         if isinstance(g, Parts | Views):
             runs = g.runs if isinstance(g, Views) else [g.tensors]
             has_complex = any(view.is_complex() for run in runs for view in run)
@@ -356,7 +356,7 @@ def _stateless(
 
 
 def identity() -> Transform:
-    """Return the gradients unchanged.
+    """The gradients unchanged.
 
     >>> identity().update(torch.tensor(2.0), ())[0]
     tensor(2.)

@@ -243,7 +243,7 @@ def all_numbers(*hyperparams: object) -> bool:
 
 
 def with_rate(lr: Rate, **constants: object) -> Callable[[Tensor], kernels.Constants]:
-    """Return a function from the count to `constants` and the rate."""
+    """A function from the count to `constants` and the rate."""
     return lambda count: {"lr": at(lr, count), **constants}
 
 

@@ -2,7 +2,7 @@
 
 A reference takes a parameter, a gradient, the moments, and constants by name; it returns the change of the parameter
 and the new moments. Constants are computed once for all rows, in float64. If torch has no fused kernel for an
-optimizer, `in_blocks` runs the reference block by block, so that temporaries are small. Blocks fit a CPU's cache, or
+optimizer, `in_blocks` runs the reference block by block: temporaries stay small. Blocks fit a CPU's cache, or
 have 2^24 elements on an accelerator.
 """
 
@@ -51,7 +51,7 @@ def _decayed(p: Tensor, g: Tensor, weight_decay: Number) -> Tensor:
 
 
 def root(x: Tensor) -> Tensor:
-    """Return the square root, with derivative 0 at 0: with sqrt, g / (sqrt(g²) + eps) has a derivative of NaN there."""
+    """The square root, with derivative 0 at 0: with sqrt, g / (sqrt(g²) + eps) has a derivative of NaN there."""
     if not differentiates([x]):
         return x.sqrt()
     is_zero = x == 0
@@ -184,7 +184,7 @@ def portions(columns: Columns, most: int = MOST) -> list[list[Tensor]]:
 
 
 def _rate(lr: Number) -> Number:
-    """Return the rate, as float32 if it is a tensor on an accelerator: fused kernels read its bytes as float32."""
+    """The rate, as float32 if it is a tensor on an accelerator: fused kernels read its bytes as float32."""
     return lr.float() if isinstance(lr, Tensor) and lr.device.type != "cpu" else lr
 
 
@@ -282,7 +282,7 @@ def each_where(condition: Tensor, old: Tree, new: Tree) -> Tree:
 
 
 def where(condition: Tensor, a: Any, b: Any) -> Any:
-    """Return `a` if a condition is not zero, else `b`, without a host read; two unequal numbers become a tensor.
+    """`a` if a condition is not zero, else `b`, without a host read; two unequal numbers become a tensor.
 
     ValueError for different shapes, and for unequal objects that are neither tensors nor numbers.
     """

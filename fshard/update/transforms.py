@@ -65,7 +65,7 @@ def chain(*txs: TransformLike) -> Transform:
         if not isinstance(state, tuple) or len(state) != len(parts):
             got = len(state) if isinstance(state, tuple) else type(state).__name__
             raise ValueError(f"optim.chain: expected the states of {len(parts)} transformations, got {got}")
-        if len(parts) > 1:  # `update` needs leaves, which `Views` lack
+        if len(parts) > 1:  # `Views` have no leaves
             grads, params = packed(grads), packed(params)
         new_states = []
         for tx, inner in zip(parts[:-1], state, strict=False):
@@ -121,8 +121,7 @@ def with_hyperparams(make: Callable[..., TransformLike], **hyperparams: object) 
     """Return `make(**hyperparams)` with hyper-parameters as tensors in the state, to be changed between steps.
 
     Floats and tensors become 0-d tensors of the state. A schedule is evaluated at each update, and the state shows its
-    value. Any other value goes to `make` as it is. If a tensor of the state changes, a compiled step does not compile
-    again.
+    value. Any other value goes to `make` as it is. A compiled step does not compile again for a changed tensor.
 
     >>> tx = with_hyperparams(scale, factor=-1.0)
     >>> state = tx.init(torch.tensor(0.0))
@@ -141,7 +140,7 @@ def with_hyperparams(make: Callable[..., TransformLike], **hyperparams: object) 
 
     def begun(count: Tensor) -> dict[str, Tensor]:
         numbers = values | {name: at(schedule, count) for name, schedule in schedules.items()}
-        # a copy of the caller's tensor: a step overwrites a donated state
+        # copied: the step overwrites a donated state
         return {name: double(number).to(count.device, copy=True) for name, number in numbers.items()}
 
     def init(params: Tree) -> HyperState:
@@ -169,19 +168,19 @@ def with_hyperparams(make: Callable[..., TransformLike], **hyperparams: object) 
         return params, HyperState(choose(found_inf, state.hyperparams, now), count, inner)
 
     sample = built(begun(torch.zeros((), dtype=torch.float32, device="cpu")))  # its flags hold for all updates
-    # a schedule has one count for all labels: no label can be skipped alone
+    # a schedule has one count for all labels
     labelled, over = sample.labelled and not schedules, "elements" if sample.over == "elements" else "tree"
     tx = Transform(init, update, fused, over, labelled, sample.mesh, views=True, draws=False)
     return checked(tx, Needs("with_hyperparams", HyperState, sparse=True)).with_fields(draws=sample.draws)
 
 
-# the argument `labels` of `by_label`
+# as for `by_label`
 Labels = Callable[[str, Tensor], Label] | Tree
 
 
 @dataclass(frozen=True)
 class LabelState(OnMesh):
-    """The state of each label's transformation, and the layout of each label's leaves."""
+    """The state of each label's transformation, and its leaves' layout."""
 
     inner: dict[Label, Tree]
     layouts: tuple[tuple[Label, Layout], ...]
@@ -198,9 +197,9 @@ def by_label(transforms: Mapping[Label, TransformLike], labels: Labels) -> Trans
     """Apply to each leaf the transformation of its label in `transforms`.
 
     `labels` is a function `(path, tensor) -> label`, with a meta tensor of the leaf's shape and dtype; or a tree of
-    labels, for leaves or subtrees. A tree's keys may be patterns as in `make_plan`; the first pattern that fits a leaf
-    counts. ValueError names a leaf without a label, a label without a transformation, and a tied leaf with two labels.
-    A warning names frozen leaves if no trained leaf has their label.
+    labels, for leaves or subtrees. A tree's keys may be patterns as in `make_plan`; the first that fits a leaf counts.
+    ValueError names a leaf without a label, a label without a transformation, and a tied leaf with another label at
+    another path. A warning names frozen leaves if no trained leaf has their label.
 
     >>> tx = by_label({"fast": sgd(1.0), "slow": sgd(0.1)}, {"head": "fast", "**": "slow"})
     >>> params = {"body": torch.ones(1), "head": torch.ones(1)}
@@ -224,7 +223,7 @@ def by_label(transforms: Mapping[Label, TransformLike], labels: Labels) -> Trans
             new, new_state = txs[label].update(packed(pick(grads, part)), state.inner[label], picked, **extra)
             skip = skips[label]
             updates = tree.map(lambda u, new=new: depending(u, new), updates)  # `put` writes `new` into `updates`
-            # a skipped update is -0.0: p + -0.0 has the bits of p; p + 0.0 does not if p is -0.0
+            # p + -0.0 has the bits of p; p + 0.0 does not if p is -0.0
             updates = put(updates, choose(skip, tree.map(lambda u: -torch.zeros_like(u), new), new), part)
             inner[label] = choose(skip, state.inner[label], new_state)
         return updates, LabelState(inner, state.layouts)
@@ -243,7 +242,7 @@ def by_label(transforms: Mapping[Label, TransformLike], labels: Labels) -> Trans
                 params = packed(params)
                 updates, new_state = update(packed(grads), state, params, found_inf, **extra)
                 return apply_updates(params, updates), new_state
-            if txs[label].draws and isinstance(picked, Parts):  # a user's state may share memory with `picked`
+            if txs[label].draws and isinstance(picked, Parts):  # as in `chain`
                 inner[label] = aside(inner[label], picked)
             write(picked, new)  # into `updated`, unless the step has written to `picked`
         return updated, LabelState(inner, state.layouts)
@@ -266,12 +265,12 @@ def masked(tx: TransformLike, mask: Labels) -> Transform:
 
 
 def resting(tx: TransformLike) -> Transform:
-    """Apply `tx` to each leaf by itself; if a leaf's gradient is zero, the leaf and its state rest (do not change).
+    """Apply `tx` to each leaf by itself, if its gradient is not zero; else the leaf and its state rest.
 
     A leaf rests if all elements of its gradient are exactly zero on all ranks, even if the loss read it; torch skips a
-    leaf only if its gradient is None. An update makes no host read, and one small collective. Each leaf has a
-    state and count of its own, so norms, means and schedules in `tx` are those of single leaves. In a `chain`, put
-    transformations over all leaves before or after `resting`.
+    leaf only if its gradient is None. No host read, one small collective. Each leaf has its own state and count, so
+    norms, means and schedules in `tx` are those of single leaves. Put transformations of all leaves before or after
+    `resting`, in a `chain`.
 
     >>> tx, params = resting(sgd(1.0, weight_decay=0.5)), {"a": torch.ones(1), "b": torch.ones(1)}
     >>> tx.step({"a": torch.ones(1), "b": torch.zeros(1)}, tx.init(params), params)[0]
@@ -285,7 +284,7 @@ def resting(tx: TransformLike) -> Transform:
     def init(params: Tree) -> LabelState:
         layout = layout_of(params)
         places = zip(tree.paths(layout.spec), layout.leaf_at, strict=True)
-        # all paths of a tied leaf have the label of the first path
+        # tied leaves rest together
         first = {path: path if number is None else layout.leaves[number].path for path, number in places}
         return of((layout.leaves[number].path for number in layout.numbers), first.__getitem__).init(params)
 
@@ -350,7 +349,7 @@ def _warn_of_frozen(layout: Layout, unused: Sequence[Label], labels: Labels) -> 
     match_of = partial(_label_by_path, labels) if callable(labels) else _matcher(labels, tree.paths(layout.spec))
     for label in unused:
         chosen = [path for path in layout.frozen if (match_of(path) or ("", None))[1] == label]
-        if chosen and label is not False:  # False: the leaves that `masked` leaves alone
+        if chosen and label is not False:  # False: left alone by `masked`
             warnings.warn(
                 f"by_label: no leaf that trains has the label {label!r}; frozen are {listed(chosen)}. If they shall "
                 "train, make a plan in which they do: without frozen=, of parameters that require a gradient",
@@ -359,7 +358,7 @@ def _warn_of_frozen(layout: Layout, unused: Sequence[Label], labels: Labels) -> 
 
 
 def _label_by_path(labels: Callable[[str, Tensor], Label], path: str) -> tuple[str, Label] | None:
-    """Return a path and its label, found without the tensor; None if the label depends on the shape."""
+    """Return a frozen leaf's path and label; None if the label depends on the shape."""
     try:
         said = [labels(path, torch.empty([2] * ndim, device="meta")) for ndim in (1, 2)]
     except Exception:  # the user's function knows no such leaf
@@ -379,9 +378,9 @@ def _check_patterns(layout: Layout, labels: Tree) -> None:
 
 
 def _check_ties(layout: Layout, labels: Tree) -> None:
-    """Raise ValueError if a later path of a tied leaf has another label than the first path.
+    """Raise ValueError if a tied leaf has another label at a later path.
 
-    The check ignores labels by "**", and functions that look at the shape or raise for the path.
+    The check ignores "**", and functions that look at the shape or do not know the path.
     """
     paths = tree.paths(layout.spec)
     label_of = labeller(labels, paths)
@@ -410,7 +409,7 @@ def check_labels(name: str, labels: Labels) -> None:
 
 
 def labeller(labels: Labels, paths: Iterable[str]) -> Callable[[Leaf], Label]:
-    """Return a function from leaf to label; `paths`: all paths of the tree. ValueError for a leaf without a label."""
+    """Return a function from leaf to label; `paths`: the whole tree's. ValueError for a leaf without a label."""
     if callable(labels):
         return lambda leaf: labels(leaf.path, torch.empty(leaf.shape, dtype=leaf.dtype, device="meta"))
     match_of = _matcher(labels, paths)
@@ -440,7 +439,7 @@ def _matcher(labels: Tree, paths: Iterable[str]) -> Callable[[str], tuple[str, L
 
 
 def flags_of(found_inf: FoundInf | None, labels: Iterable[Label]) -> Mapping[Label, Tensor | None]:
-    """Return the flag of each label. ValueError for a label without a flag, before anything is updated."""
+    """The flag of each label. ValueError for a label without a flag, before anything is updated."""
     if not isinstance(found_inf, Mapping):
         return dict.fromkeys(labels, found_inf)
     if missing := [label for label in labels if label not in found_inf]:
