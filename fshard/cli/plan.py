@@ -87,7 +87,7 @@ def run(args: argparse.Namespace) -> int:
     return report([Line(text, shown)], args.json)
 
 
-def _model(model: str) -> tuple[Callable[..., Any] | None, Tree, Tree]:
+def _model(model: str) -> tuple[Callable[..., Tree] | None, Tree, Tree]:
     """Return function (None for a tree), parameters and buffers of a model, on the device meta."""
     if Path(model).exists():
         entries = entries_at(Path(model)).values()
@@ -103,7 +103,7 @@ def _model(model: str) -> tuple[Callable[..., Any] | None, Tree, Tree]:
 
 
 def _estimate(
-    args: argparse.Namespace, apply: Callable[..., Any] | None, buffers: Tree, tx: optim.Transform, state: TrainState
+    args: argparse.Namespace, apply: Callable[..., Tree] | None, buffers: Tree, tx: optim.Transform, state: TrainState
 ) -> tuple[str, dict[str, object]]:
     if not args.batch or not args.loss:
         raise ValueError("--batch and --loss: expected both, of which a step is made, or neither; --capacity needs it")

@@ -16,7 +16,7 @@ from dataclasses import fields, is_dataclass
 from functools import cached_property, partial
 from operator import attrgetter
 from types import CellType, CodeType, FunctionType, MemberDescriptorType, MethodType, ModuleType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeGuard
 
 import torch
 from torch import Tensor, nn
@@ -92,17 +92,17 @@ _PARTS = "  "  # key of a torch module with all its parts
 _METHODS = (FunctionType, property, staticmethod, classmethod, cached_property)
 
 
-def _is_module(x: object) -> bool:
+def _is_module(x: object) -> TypeGuard[nn.Module]:
     return hasattr(type(x), "named_modules")
 
 
-def _settings(module: Any) -> Iterator[object]:
+def _settings(module: nn.Module) -> Iterator[object]:
     if not is_of_library(type(module)):
         return iter([module.training])
     return (repr(value) for value in vars(module).values() if isinstance(value, bool | int | float | str))
 
 
-def _by_name(x: Any, name: str) -> object:
+def _by_name(x: object, name: str) -> object:
     if isinstance(x, type | ModuleType | partial) or name in getattr(x, "__dict__", ()):
         return getattr(x, name, None)
     getter = _getter(x, name)
@@ -168,7 +168,7 @@ def captures(fn: object) -> Iterator[Capture]:
         unseen = (x._replace(is_part=True) for x in unseen)
 
 
-def _attributes_in(code: Any) -> Iterator[str]:
+def _attributes_in(code: object) -> Iterator[str]:
     """Yield names of attributes read by code or an `attrgetter`; any string may be a name for `getattr`."""
     if isinstance(code, CodeType):
         yield from (x.argval for x in dis.get_instructions(code) if x.opname in ("LOAD_ATTR", "LOAD_METHOD"))
@@ -180,14 +180,14 @@ def _attributes_in(code: Any) -> Iterator[str]:
 
 
 # classes compared by items
-_CONTAINERS: tuple[Any, ...] = (dict, list, tuple, set, frozenset, deque, UserDict, UserList, ChainMap, ContextVar)
+_CONTAINERS: tuple[type, ...] = (dict, list, tuple, set, frozenset, deque, UserDict, UserList, ChainMap, ContextVar)
 _CONTAINERS += (types.SimpleNamespace, types.MappingProxyType)
 
 
 def _objects(value: object, seen: dict[int, object]) -> Iterator[object]:
     unseen = [value]
     while unseen:
-        x: Any = unseen.pop()
+        x = unseen.pop()
         kind = x if isinstance(x, type | ModuleType) else type(x)
         is_owner = not (is_of_library(kind) or _is_module(x) or _is_ours(x))
         if id(x) in seen or not (is_owner or isinstance(x, _CONTAINERS)):
@@ -200,7 +200,7 @@ def _objects(value: object, seen: dict[int, object]) -> Iterator[object]:
             unseen += [x.get(None)] if isinstance(x, ContextVar) else gc.get_referents(x)
 
 
-def _fields(x: Any) -> Collection[str]:
+def _fields(x: object) -> Collection[str]:
     return [field.name for field in fields(x)] if is_dataclass(x) and not isinstance(x, type) else ()
 
 
@@ -239,7 +239,7 @@ def _captures(fn: object, seen: dict[object, object], is_whole: bool = True) -> 
 _Function = Any  # a user's function, bound method, partial or class, or a torch module
 
 
-def _functions(x: Any, seen: dict[Any, object], is_whole: bool = True) -> Iterator[_Function]:
+def _functions(x: Any, seen: dict[object, object], is_whole: bool = True) -> Iterator[_Function]:
     """Yield functions, partials and classes of `x` and of its items: a program with `x` may run them."""
     while _is_ours(x) and hasattr(x, "run"):  # a train step, perhaps checked
         x = x.run
@@ -266,7 +266,7 @@ def _functions(x: Any, seen: dict[Any, object], is_whole: bool = True) -> Iterat
 
 def _methods(x: object, is_whole: bool = False) -> Iterator[_Function]:
     """Yield the user's classes of an object or of a module's parts, and the classes' functions."""
-    parts: Any = x.modules() if _is_module(x) else [x]  # type: ignore[attr-defined]
+    parts = x.modules() if _is_module(x) else [x]
     if is_whole and _is_module(x):
         yield x
     kinds: dict[type, list[object]] = {}
@@ -336,14 +336,14 @@ def _of_owner(fn: Any, owner: object) -> Iterator[Capture]:
                 yield from _of_owner(base, owner)
 
 
-def _variable(fn: FunctionType, place: Any, path: _Path, paths: Collection[_Path]) -> Capture:
+def _variable(fn: FunctionType, place: object, path: _Path, paths: Collection[_Path]) -> Capture:
     variable, k = Capture(f"{'.'.join(path)!r} of {fn.__qualname__}", place, path[-1]), len(path)
     names = {longer[k] for longer in paths if longer[:k] == path and len(longer) > k}
     return variable._replace(by_name=bool(names) and path not in paths)
 
 
 def _attributes(
-    fn: FunctionType, value: Any, path: _Path, paths: Collection[_Path], start: int = 1, around: tuple[int, ...] = ()
+    fn: FunctionType, value: object, path: _Path, paths: Collection[_Path], start: int = 1, around: tuple[int, ...] = ()
 ) -> Iterator[Capture]:
     """Yield the attributes of a user's value read along a path of names, from `path[start]` on.
 
@@ -404,7 +404,7 @@ def _names_in(code: CodeType, first: str = "") -> Iterator[tuple[str, ...]]:
             yield from _names_in(inner)
 
 
-def _generators(root: object, seen: dict[int, object]) -> Iterator[Any]:  # Any: numpy may be absent
+def _generators(root: object, seen: dict[int, object]) -> Iterator[object]:
     """Yield the random generators of Python and numpy reachable from an object."""
     np = sys.modules.get("numpy")
     kinds = (random.Random, *(() if np is None else (np.random.Generator, np.random.RandomState)))

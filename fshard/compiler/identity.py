@@ -197,7 +197,7 @@ class _Writer:
             return f"module {value.__name__}"
         return self.named(name, value) if name else self.text(value)
 
-    def text(self, x: Any) -> str:
+    def text(self, x: object) -> str:
         if type(x) in _SIMPLE:
             return _short(repr(x))
         if id(x) not in self._texts:
@@ -207,7 +207,7 @@ class _Writer:
             self._around.pop()
         return self._texts[id(x)][1]
 
-    def _apart(self, x: Any) -> str:
+    def _apart(self, x: object) -> str:
         """Return a value's text. Later texts refer to no object in it."""
         before, text = len(self._texts), self.text(x)
         while len(self._texts) > before:
@@ -217,7 +217,7 @@ class _Writer:
     def _all(self, values: Iterable[object]) -> str:
         return ", ".join(map(self.text, values))
 
-    def _own(self, x: Any) -> str:
+    def _own(self, x: object) -> str:
         """Write a user's object's attributes: `pickle` may leave some out."""
         return "" if isinstance(x, type) or is_of_library(type(x)) else self.text(object.__getstate__(x))
 
@@ -247,7 +247,7 @@ class _Writer:
             return f"{self.text(type(x))} {{{', '.join(sorted(map(self._apart, x)))}}}"
         return self._object(x)
 
-    def _object(self, x: Any) -> str:
+    def _object(self, x: object) -> str:
         if isinstance(x, FunctionType):
             return self._function(x)
         if isinstance(x, type):
@@ -292,14 +292,14 @@ class _Writer:
         values = {name: value for name, value in vars(x).items() if name[:2] != "__"}
         return f"module {x.__name__} {self.text(values)}"
 
-    def _mesh(self, x: Any) -> str:
+    def _mesh(self, x: Mesh) -> str:
         # each rank of the first mesh has its own program; the rank on another mesh is fixed in the trace
         likeness = present(x).likeness
         number = self._meshes.index(likeness) if likeness in self._meshes else -1
         at = f", rank {rank_in(x)} of {likeness}" if number else ""
         return f"mesh {number} {axis_sizes(x)} on {mesh_device(x).type}{at}"
 
-    def _saved(self, x: Any) -> str:
+    def _saved(self, x: object) -> str:
         saved = None if is_dataclass(x) else parts(x)
         if saved is None:
             saved = copyreg.dispatch_table.get(type(x), lambda y: y.__reduce_ex__(4))(x)

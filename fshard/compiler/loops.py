@@ -16,7 +16,6 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
 
 import torch
 
@@ -50,7 +49,7 @@ def _collected() -> Iterator[None]:
         return
     thread, files, waiting = threading.get_ident(), [_File()], list[Callable[[], object]]()
 
-    def collected(compiler: Any, argtypes: list[str], source: str) -> object:
+    def collected(compiler: AsyncCompile, argtypes: list[str], source: str) -> object:
         # with one compile thread, torch does not wait for background results
         if threading.get_ident() != thread or get_compile_threads() <= 1 or _DIRECTIVE.search(source):
             return alone(compiler, argtypes, source)
@@ -58,7 +57,7 @@ def _collected() -> Iterator[None]:
             files.append(_File())
         return LambdaFuture(partial(files[-1].loop, files[-1].add(argtypes, source)))
 
-    def at_the_end(compiler: Any, scope: dict[str, Any]) -> None:
+    def at_the_end(compiler: AsyncCompile, scope: dict[str, object]) -> None:
         if threading.get_ident() == thread:
             waiting.append(partial(wait, compiler, scope))
         else:

@@ -38,9 +38,10 @@ from .regions import Region, boxed, driver
 from .trace import Output, Trace
 
 Json: TypeAlias = Any  # read by `json`
-InnerCompile = Callable[..., Any]  # compiles one graph
+InnerCompile = Callable[..., object]  # compiles one graph
+Compile = Callable[[fx.GraphModule, InnerCompile], Callable[..., Sequence[Tensor]]]
 
-_CONTAINERS: dict[str, Any] = {kind.__name__: kind for kind in (dict, list, tuple, OrderedDict)}
+_CONTAINERS: dict[str, Callable[..., Tree]] = {kind.__name__: kind for kind in (dict, list, tuple, OrderedDict)}
 _NAMES = {"torch": torch, "device": torch.device, "inf": float("inf"), "nan": float("nan"), "boxed": boxed}
 _PREFIX = f"{boxed.__module__.replace('.', '_')}_"  # of names of `regions` in graph code
 _MESH = re.compile(r"'mesh_(\d+) of the arguments'")
@@ -72,7 +73,7 @@ def digest_of(data: bytes) -> str:
 def record(
     traced: Trace,
     nodes: Sequence[fx.Node | Region],
-    compile: Callable[[fx.GraphModule, InnerCompile], Callable[..., Sequence[Tensor]]],
+    compile: Compile,
     meshes: Sequence[Mesh],
     leaves: Sequence[object],
     captured: Sequence[int],
@@ -106,14 +107,14 @@ def record(
 
 
 def _compiled(
-    module: fx.GraphModule, nodes: Sequence[fx.Node | Region], compile: Any, wrappers: list[Any]
+    module: fx.GraphModule, nodes: Sequence[fx.Node | Region], compile: Compile, wrappers: list[Any]
 ) -> fx.GraphModule:
     """Append Inductor's result for each region to `wrappers`."""
     # Private (test_artifact.py): no public function gives Inductor's results. Its autograd cache would bypass `inner`.
     from torch._functorch import config
     from torch._inductor.compile_fx import compile_fx_inner
 
-    def inner(graph: fx.GraphModule, inputs: Sequence[Tensor], **settings: Any) -> Any:
+    def inner(graph: fx.GraphModule, inputs: Sequence[Tensor], **settings: Any) -> object:
         wrappers.append(compile_fx_inner(graph, inputs, **settings))
         ends.append(_ends(graph))
         return wrappers[-1]
@@ -270,9 +271,9 @@ def result_of(program: Program, leaves: Sequence[object], spec: tree.Spec) -> tu
     return out_spec, tuple(results)
 
 
-def _named_tuple(module: str, name: str) -> Any:
+def _named_tuple(module: str, name: str) -> Callable[..., Tree]:
     """Find the class of a named tuple. Raises TypeError for other objects: a program calls none."""
-    kind: Any = sys.modules.get(module)
+    kind: object = sys.modules.get(module)
     for part in name.split("."):
         kind = getattr(kind, part, None)
     fields = hasattr(kind, "_fields") or hasattr(kind, "n_fields")  # torch's named tuples, as `topk` returns
@@ -286,7 +287,7 @@ def _result(traced: Trace, leaves: Sequence[object]) -> Json:
     numbers = {structure(node): number for number, node in reversed([*enumerate(subtrees)]) if not node.is_leaf()}
     places = {id(leaf): number for number, leaf in enumerate(leaves)}
 
-    def told(x: Any, path: tuple[str, ...]) -> Json:
+    def told(x: object, path: tuple[str, ...]) -> Json:
         (children, _), text = tree.opened(x), structure(tree.flatten(x)[1])
         if text in numbers:
             return {"argument": numbers[text], "leaves": [told(leaf, path) for leaf in tree.leaves(x)]}

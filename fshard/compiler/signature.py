@@ -222,13 +222,13 @@ def _nodes(spec: tree.Spec) -> Any:  # optree shows metadata only in pickles
 _LEAF = _nodes(tree.flatten(0)[1])[0][0]
 
 
-def _carried(x: Any, is_registered: bool, seen: _Seen) -> object:
+def _carried(x: object, is_registered: bool, seen: _Seen) -> object:
     if not is_registered:
         keys = x[1] if isinstance(x, tuple) else x  # a defaultdict has (default_factory, keys)
         if not isinstance(keys, list):
             return x
         named = tuple(k if type(k) in (str, int) else fixed(k) for k in keys)
-        return named if keys is x else (x[0], named)
+        return (x[0], named) if isinstance(x, tuple) else named
     return tuple(_of_metadata(y, seen) for y in x) if type(x) is tuple else _of_metadata(x, seen)
 
 
@@ -253,7 +253,7 @@ class _Same:
 
 
 _Seen = dict[int, tuple[int, object]]  # objects met before in one variable, by id: (number, object)
-Inside = Callable[[Any], Iterable[object] | None]  # `parts` or `static`
+Inside = Callable[[object], Iterable[object] | None]  # `parts` or `static`
 
 
 Inputs = dict[tuple[int, str], list[Tensor]]  # by `Capture.identity`
@@ -291,7 +291,7 @@ _OF_VALUES = {"_ctypes", "_io", "array", "builtins", "collections", "functools",
 _OF_VALUES |= {"datetime", "pathlib", "pathlib._local", "uuid"}
 
 
-def parts(x: Any) -> Iterable[object] | None:
+def parts(x: object) -> Iterable[object] | None:
     """Return the compared parts of an object: fields, or its state for `pickle`. None: compare its identity."""
     if is_dataclass(x) and not isinstance(x, type) and not is_of_library(type(x)):
         return [getattr(x, field.name, None) for field in fields(x)]
@@ -310,7 +310,7 @@ def parts(x: Any) -> Iterable[object] | None:
     return None if isinstance(saved, str) else [list(y) if isinstance(y, Iterator) else y for y in saved]
 
 
-def static(x: Any) -> Iterable[object] | None:
+def static(x: object) -> Iterable[object] | None:
     """Return the compared parts of an object in metadata: those of `parts`, or else all attributes."""
     if isinstance(x, FunctionType):
         cells = [Capture("", cell, "").read() for cell in x.__closure__ or ()]
@@ -335,7 +335,7 @@ def _shared(kind: type) -> Iterator[object]:
     return (x for name, x in stored if name[:2] != "__" and not hasattr(type(x), "__get__"))
 
 
-def _of_ours(x: Any, seen: _Seen) -> object:
+def _of_ours(x: object, seen: _Seen) -> object:
     x = x.static if isinstance(x, Source) else x
     home = x.plan if isinstance(x, View) else x
     if not isinstance(home, Plan | Layout) or not (more := _changing(home)):
@@ -356,9 +356,9 @@ _NO_OBJECTS = (type(None), type, ModuleType)  # `__self__` of C functions, unles
 _FIXED = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size)
 
 
-def _is_fixed(x: Any) -> bool:
+def _is_fixed(x: object) -> bool:
     """Return True if a value and all its parts are immutable."""
-    if type(x) in (tuple, frozenset):
+    if type(x) is tuple or type(x) is frozenset:
         return all(map(_is_fixed, x))
     if isinstance(x, FunctionType | BuiltinFunctionType):
         return not is_users(x) and isinstance(getattr(x, "__self__", None), _NO_OBJECTS)

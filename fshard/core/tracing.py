@@ -84,7 +84,7 @@ def unhooked() -> Iterator[Sequence[tuple[Callable[..., object], Callable[..., o
 class memo(cached_property[T]):
     """A cached_property without a lock: simulated ranks would wait, and dynamo cannot trace locks."""
 
-    def __init__(self, fn: Callable[[Any], T]):
+    def __init__(self, fn: Callable[..., T]):
         super().__init__(fn)
         self.lock = nullcontext()  # private to functools (test_tracing.py)
 

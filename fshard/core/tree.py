@@ -263,7 +263,7 @@ def register_stand_in(cls: type, of: Callable[[Tree], Tree]) -> None:
 
     def flatten_with_keys(x: Tree) -> tuple[list[tuple[pytree.KeyEntry, Tree]], Metadata]:
         children, spec, names = ordered(x)
-        keys: Any = pytree.MappingKey if isinstance(x, dict) else _key
+        keys: Callable[..., pytree.KeyEntry] = pytree.MappingKey if isinstance(x, dict) else _key
         return [*zip(map(keys, names or ()), children, strict=True)], spec
 
     ordered = flatten_in(_NAMESPACE)
@@ -279,7 +279,7 @@ def register_stand_in(cls: type, of: Callable[[Tree], Tree]) -> None:
     optree.register_pytree_node(cls, flatten_in(""), unflatten_in, namespace=everywhere)
 
 
-def _key(name: Any) -> pytree.KeyEntry:
+def _key(name: int | str) -> pytree.KeyEntry:
     return pytree.SequenceKey(name) if isinstance(name, int) else pytree.GetAttrKey(name)
 
 

@@ -65,7 +65,7 @@ class Reads(TorchFunctionMode):
         self.generators: dict[Place, Callable[[], object]] = {}
         self._shown: dict[Tape, Shown | None] = {}
 
-    def run(self, fn: Callable[[], Any]) -> Any:
+    def run(self, fn: Callable[[], object]) -> object:
         """Run `fn`; then restore containers of units."""
         with assigned(RERUN, self), self:
             try:
@@ -95,7 +95,7 @@ class Reads(TorchFunctionMode):
     def _gather(self, tape: Tape, number: int) -> None:
         refuse_other_reads()
 
-    def __torch_function__(self, func: Operator, types: object, args: Args = (), kwargs: Kwargs = None) -> Any:
+    def __torch_function__(self, func: Operator, types: object, args: Args = (), kwargs: Kwargs = None) -> object:
         if RERUN.get() is not self:  # an inner `remat` replaces the reads
             return func(*args, **(kwargs or {}))
         args, kwargs = self._replaced(args), self._replaced(kwargs or {})
@@ -322,7 +322,7 @@ def _passes(x: Tensor) -> bool:
     return getattr(x, "of_call", False) or (isinstance(x, FakeTensor) and not is_tracing())
 
 
-def _tensors(x: Any) -> Iterator[Tensor]:
+def _tensors(x: object) -> Iterator[Tensor]:
     if isinstance(x, Tensor):
         yield x
     elif isinstance(x, (tuple, list, dict)):

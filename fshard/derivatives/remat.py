@@ -84,7 +84,7 @@ def remat(fn: Callable[P, R]) -> Callable[P, R]:
 _TENSOR = object()  # stands for a tensor among leaves
 
 
-def _rematerialized(fn: Callable[..., R], args: Any, kwargs: Any, outer: Reads | None) -> R:
+def _rematerialized(fn: Callable[..., R], args: Tree, kwargs: Tree, outer: Reads | None) -> R:
     leaves, spec = tree.tops((args, kwargs), Branch), tree.structure_above((args, kwargs), Branch)
     reads = FirstReads([x for x in leaves if isinstance(x, Tensor)], outer)
     call = _Rematerialized(fn, spec, leaves, reads)
@@ -241,7 +241,7 @@ class _Rules(torch.autograd.Function):
             return _ruled(later, ctx.levels, tensors, now)
 
     @staticmethod
-    def vmap(info: Any, in_dims: tuple[Any, ...], again: _Again, levels: _Levels, num: int, *tensors: Tensor) -> Any:
+    def vmap(info: Any, in_dims: tuple[Any, ...], again: _Again, levels: _Levels, num: int, *tensors: Tensor) -> object:
         dims, size = in_dims[_NUM_OTHERS:], info.batch_size
         pairs = zip(tensors[:num], dims, strict=False)
         results = [x.expand(size, *x.shape) if d is None else x.movedim(d, 0) for x, d in pairs]

@@ -64,7 +64,7 @@ def parsed(text: bytes, where: object, what: str = "it") -> dict[str, Any]:
     {'a': [1, 2]}
     """
 
-    def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    def once(pairs: list[tuple[str, object]]) -> dict[str, object]:
         values = dict(pairs)
         require(len(values) <= MOST_ITEMS, f"{len(values):,} names in one object: expected at most {MOST_ITEMS:,}")
         require(len(values) == len(pairs), "a name comes twice")

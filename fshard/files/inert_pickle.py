@@ -61,7 +61,7 @@ class _Unpickler(pickle.Unpickler):
         super().__init__(BytesIO(program))
         self._names = names
 
-    def find_class(self, module: str, name: str) -> Any:
+    def find_class(self, module: str, name: str) -> object:
         full_name = f"{module}.{name}"
         if full_name not in self._names and full_name != _DICT:
             raise ValueError(

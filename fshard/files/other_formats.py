@@ -10,7 +10,6 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from operator import add
 from pathlib import Path
-from typing import Any
 
 from .boxes import MOST_RUNS, num_runs, runs_of
 from .directory import finished, read_all
@@ -95,7 +94,7 @@ def _chunks_at(path: Path, folder: Folder) -> Iterator[_Chunk]:
             yield from _chunks(folder, name)
 
 
-def header_of(folder: Folder, name: str) -> tuple[dict[str, FileEntry], dict[str, Any]]:
+def header_of(folder: Folder, name: str) -> tuple[dict[str, FileEntry], dict[str, object]]:
     with folder.open(name) as file:
         return read_header(file, Path(f"{folder}/{name}"))
 

@@ -16,7 +16,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import groupby, pairwise
-from typing import Any
 
 import torch
 
@@ -129,7 +128,7 @@ def _fields(record: Plain, name: str) -> dict[str, Plain]:
     return _expect(record.state, dict, name)
 
 
-def _expect(x: Plain, kind: type, name: str) -> Any:
+def _expect(x: Plain, kind: type, name: str) -> Plain:
     require(isinstance(x, kind), f"{name}: expected {kind.__name__}, got {_kind(x)}")
     return x
 

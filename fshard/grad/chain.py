@@ -112,7 +112,7 @@ def backward_of(
     return Backward(due, set(reads), tied)
 
 
-def _put(due: dict[U, Any], unit: U, event: Reread) -> None:
+def _put(due: dict[U, Due | Reread], unit: U, event: Reread) -> None:
     due.pop(unit, None)
     others = [*takewhile(lambda x: getattr(due[x], "checkpoint", None) == event.checkpoint, reversed(due))]
     due[unit] = event

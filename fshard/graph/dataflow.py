@@ -6,7 +6,6 @@ from bisect import bisect, bisect_left
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import fx
@@ -208,7 +207,7 @@ def copy(graph: fx.Graph, node: fx.Node, other: Mapping[fx.Node, fx.Node]) -> fx
     return new
 
 
-def computed(node: fx.Node) -> Any:
+def computed(node: fx.Node) -> object:
     args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda x: x.meta["val"])
     with next(x for n in node.all_input_nodes for x in values(n)).fake_mode:  # type: ignore[attr-defined]
         return node.target(*args, **kwargs)  # type: ignore[operator]

@@ -44,7 +44,7 @@ from torch.overrides import TorchFunctionMode
 from ..core import func_levels, tree
 from ..core.random import stream
 from ..core.storage import address, addresses
-from ..core.tracing import UNROLLS, Operator, is_tracing, kind_of, node_of, unrecorded
+from ..core.tracing import UNROLLS, Args, Kwargs, Operator, is_tracing, kind_of, node_of, unrecorded
 from ..core.tree import Tree, tensors, with_tensors
 from .dataflow import written
 from .inspect import operator as name_of
@@ -232,7 +232,7 @@ class _Instead(TorchFunctionMode):
         super().__init__()
         self._instead, self._refuses = instead, refuses
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(self, func: Operator, types: object, args: Args = (), kwargs: Kwargs = None) -> object:
         args, kwargs = tree.map(lambda x: self._instead.get(id(x), x), (args, kwargs or {}))
         if self._refuses and func in _ASKS:
             of = args[1:2] if func is torch.autograd.grad else args[:1]

@@ -43,7 +43,7 @@ class Derived:
     units: dict[Hashable, tuple[int, int]] = field(default_factory=dict)  # by leaves
     schedules: dict[Hashable, Any] = field(default_factory=dict)  # by contents of a view
     changing: tuple[object, ...] | None = None  # mutable values in nodes; None until asked
-    graphs: WeakKeyDictionary[object, dict[Any, Any]] = field(default_factory=WeakKeyDictionary)  # by `jit`
+    graphs: WeakKeyDictionary[object, dict[object, object]] = field(default_factory=WeakKeyDictionary)  # by `jit`
 
 
 class Split(NamedTuple):

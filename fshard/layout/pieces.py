@@ -68,7 +68,7 @@ class Parts(OnMesh):
     def for_state(self) -> Parts:
         return self
 
-    def __getitem__(self, key: Any) -> Tree:
+    def __getitem__(self, key: object) -> Tree:
         raise TypeError(f"[{key!r}]: {_NO_NAMES}")
 
     def __getattr__(self, name: str) -> Tree:
@@ -259,7 +259,7 @@ def elements(x: Tree, layout: Layout | None = None) -> Iterator[tuple[Span, Tens
         yield span, piece if layout.flat else layout.leaves[number].flat(piece)
 
 
-def pick(x: Tree, layout: Layout) -> Parts | Views[Any]:
+def pick(x: Tree, layout: Layout) -> Parts | Views[Layout]:
     """Return the leaves of `x` in `layout`: views of flat tensors, or whole leaves."""
     if not layout.flat:
         tensors = tree.leaves(x)

@@ -24,7 +24,7 @@ def synchronise(part: nn.Module, path: str, calls: Calls) -> None:
     forward = super(nn.SyncBatchNorm, part).forward if isinstance(part, nn.SyncBatchNorm) else part.forward
 
     @functools.wraps(forward)
-    def over_ranks(*args: Any, **kwargs: Any) -> Any:
+    def over_ranks(*args: Any, **kwargs: Any) -> object:
         mesh = calls.current().params.mesh
         if num_ranks(mesh) == 1:
             return forward(*args, **kwargs)
@@ -39,7 +39,7 @@ def average(part: Any) -> None:
     forward = part.forward
 
     @functools.wraps(forward)
-    def averaged(*args: Any, **kwargs: Any) -> Any:
+    def averaged(*args: object, **kwargs: object) -> object:
         old = [part.running_mean.clone(), part.running_var.clone()]
         out = forward(*args, **kwargs)
         share = 1 / part.num_batches_tracked

@@ -10,12 +10,13 @@ Note [Compiled submodules]
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from ..core.tracing import is_tracing
+from ..core.tracing import Args, is_tracing
 from .skeleton import Slots, Stand, Weight, member_of, same_stands
 
 Tensors = dict[str, Tensor]
@@ -31,7 +32,7 @@ def compile_again(part: Any) -> None:
     slots = {name: _slots_of(original, name) for name, _ in original.named_buffers(remove_duplicate=False)}
     compiled = part.dynamo_ctx(_function_of(_without_stands(original)))
 
-    def forward(*args: Any, **kwargs: Any) -> Any:
+    def forward(*args: object, **kwargs: object) -> object:
         if is_tracing():
             return original(*args, **kwargs)
         given = {name: buffers[last] for name, (buffers, last) in slots.items()}
@@ -52,8 +53,8 @@ def _slots_of(module: nn.Module, name: str) -> tuple[Slots, str]:
     return vars(module.get_submodule(path))["_buffers"], last
 
 
-def _function_of(module: nn.Module) -> Any:
-    def run(params: Tensors, buffers: Tensors, args: Any, kwargs: Any) -> tuple[Any, Tensors]:
+def _function_of(module: nn.Module) -> Callable[..., tuple[object, Tensors]]:
+    def run(params: Tensors, buffers: Tensors, args: Args, kwargs: dict[str, object]) -> tuple[object, Tensors]:
         tensors = {**params, **buffers}
         out = functional_call(module, tensors, args, kwargs)  # puts new buffers into `tensors`
         return out, {name: tensors[name] for name in buffers}

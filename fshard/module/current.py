@@ -45,7 +45,7 @@ class ModuleCall:
     def __init__(self, params: Leaves, buffers: Sequence[Tensor]):
         self.params = params
         self.buffers = buffers
-        self.put: dict[tuple[int, str], tuple[Any, Any]] = {}  # assigned tensors, by (`Slots` id, name)
+        self.put: dict[tuple[int, str], tuple[Any, Tensor]] = {}  # assigned tensors, by (`Slots` id, name)
         self._copies: dict[object, Tensor] = {}  # of buffers, made when first read
         self._after: dict[object, Tensor] = {}  # replaced buffers, after the call
         self._touching = set[CodeType]()  # code of the forward with access to buffers
@@ -82,7 +82,7 @@ class ModuleCall:
         read = buffer.clone()
         version = writes(read)
         # Private: nothing public runs at the end of a backward (test_module_code.py)
-        engine: Any = torch.autograd.Variable._execution_engine
+        engine = torch.autograd.Variable._execution_engine
         engine.queue_callback(lambda: None if writes(read) == version else _refuse(path))
         return read
 
@@ -114,7 +114,7 @@ class ModuleCall:
 
     def stay_alive_with(self, results: Tree) -> None:
         for node in nodes_of(results):
-            metadata: dict[Any, Any] = node.metadata
+            metadata: dict[object, object] = node.metadata
             metadata[self] = None
             node.register_prehook(self._begin_backward)
 

@@ -48,7 +48,7 @@ class ModuleFunction:
         self._skeleton, self._params, self._buffers = copies.skeleton, params, buffers
         self.__wrapped__ = copies.skeleton  # `compiler/captures.py` reads it
 
-    def __call__(self, params: Tree, buffers: Tree, /, *args: Any, **kwargs: Any) -> tuple[Any, Tree]:
+    def __call__(self, params: Tree, buffers: Tree, /, *args: Tree, **kwargs: Tree) -> tuple[Tree, Tree]:
         """Return the output of the module, and its buffers afterwards."""
         name = self._calls.name
         if isinstance(params, Parts):

@@ -89,7 +89,7 @@ class Initializer:
         names = path.split(".") if path else []
         around = [self._skeleton.get_submodule(".".join(names[:end])) for end in range(len(names), -1, -1)]
         whole = next((module for module in around if callable(getattr(module, "_init_weights", None))), None)
-        reset: Any = getattr(part, "reset_parameters", None) or getattr(part, "_reset_parameters", None)
+        reset = getattr(part, "reset_parameters", None) or getattr(part, "_reset_parameters", None)
         if callable(reset):
             reset()
         if whole is not None:  # `_init_weights` may skip modules of some classes

@@ -10,7 +10,7 @@ from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache
 from types import MethodDescriptorType
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, SupportsIndex
 
 from torch import Tensor
 
@@ -155,7 +155,7 @@ class Lazy(Branch, tree.StandIn):
     def _of_children_(self, children: Sequence[Tree]) -> Tree:
         return tree.unflatten(_one_level(self._spec_), children)
 
-    def __reduce_ex__(self, protocol: Any) -> Any:
+    def __reduce_ex__(self, protocol: SupportsIndex) -> str | tuple[object, ...]:
         return self._filled_().__reduce_ex__(protocol)
 
     def __copy__(self) -> Tree:
@@ -246,10 +246,10 @@ class LazyContainer(Readable, Lazy):
         else:
             setattr(self._settled_(), name, value)
 
-    def __setitem__(self, key: Any, value: Tree) -> None:
+    def __setitem__(self, key: object, value: Tree) -> None:
         self._settled_()[key] = value
 
-    def __delitem__(self, key: Any) -> None:
+    def __delitem__(self, key: object) -> None:
         del self._settled_()[key]
 
     def __bool__(self) -> bool:
@@ -311,7 +311,7 @@ class LazyObject(Lazy):
         listed = None if tape is None else tape.plan.container(spec, first)
         like = held if listed is None else tree.unflatten(_one_level(spec), [None] * len(listed.children))
         cls._attributes_.copy(like, self)
-        state: tuple[Any, ...] = (tape, spec, first, {}, listed)
+        state: tuple[object, ...] = (tape, spec, first, {}, listed)
         for name, value in zip(containers.STATE, state, strict=True):
             object.__setattr__(self, name, value)  # also if a dataclass is frozen
         return self
@@ -325,7 +325,7 @@ class LazyObject(Lazy):
         return self._of_children_([*map(self._pick_, children)])
 
     def _of_children_(self, children: Sequence[Tree]) -> Tree:
-        node: Any = object.__new__(self.__class__)
+        node: Tree = object.__new__(self.__class__)
         self._attributes_.copy(self, node)
         # no children if the stand-in holds them
         for name, child in zip(self._attributes_.children, children, strict=False):
@@ -347,9 +347,8 @@ def lazy(tape: ReadsTape | None, spec: tree.Spec, first: int, held: Tree = None)
     """
     if spec.type in _PLAIN:
         return _stand_in(spec.type)._made_(tape, spec, first, held)
-    kind: Any = spec.type
-    names = containers.child_names(spec)
-    if names is not None and (made := _stand_in(kind, names, containers.special_names(kind))) is not None:
+    kind, names = spec.type, containers.child_names(spec)
+    if kind and names is not None and (made := _stand_in(kind, names, containers.special_names(kind))) is not None:
         return made._made_(tape, spec, first, held)
     if tape is None:
         return held

@@ -7,7 +7,6 @@ import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from itertools import pairwise
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -97,7 +96,7 @@ class Sharded(Parts, Readable):
         """The trainable kinds, cut over `state_over`: a copy if `state_over` cuts them further."""
         return packed(refine(self.trainable, self.plan.state_over))
 
-    def with_trained(self, fine: Sharded | Views[Any]) -> Sharded:
+    def with_trained(self, fine: Sharded | Views[View]) -> Sharded:
         """Return these parameters with trainable kinds gathered from `fine`, cut over `state_over`."""
         return self.updated(coarsen(fine, self.plan.params_over))
 
@@ -389,7 +388,7 @@ def whole_leaves(x: Sharded, unit: int, kind: int, parts: bool = False) -> dict[
     return whole
 
 
-def refine(x: Sharded, over: Axes) -> Sharded | Views[Any]:
+def refine(x: Sharded, over: Axes) -> Sharded | Views[View]:
     """Cut a whole tree over `over`, its own axes and more: return `Views`, or the same tensors if nothing is cut.
 
     A unit's new shard lies inside its old shard, so new shards are not adjacent in a tensor.
@@ -408,7 +407,7 @@ def refine(x: Sharded, over: Axes) -> Sharded | Views[Any]:
     return Views(Sharded, view, runs)
 
 
-def shards_of(x: Sharded | Views[Any]) -> dict[tuple[int, int], Tensor]:
+def shards_of(x: Sharded | Views[View]) -> dict[tuple[int, int], Tensor]:
     """Return views of this rank's shards by unit and kind."""
     view: View = x.key
     rows = [view.of_kind(kind) for kind in view.kinds]
@@ -417,7 +416,7 @@ def shards_of(x: Sharded | Views[Any]) -> dict[tuple[int, int], Tensor]:
     return {(row.unit, row.kind): shard for row, shard in pairs}
 
 
-def coarsen(x: Sharded | Views[Any], over: Axes, into: Sharded | None = None) -> Sharded:
+def coarsen(x: Sharded | Views[View], over: Axes, into: Sharded | None = None) -> Sharded:
     """Gather a whole tree over its axes outside `over`, into `into`, if given. Dual: `refine`.
 
     If nothing is gathered, return the tensors of `x`.
@@ -456,7 +455,7 @@ def _of_one(way: str, x: Sharded, axes: Axes) -> Sharded:
     return Sharded(x.view, tensors)
 
 
-def _summed(x: Sharded | Views[Any], view: View, further: Axes) -> Sharded:
+def _summed(x: Sharded | Views[View], view: View, further: Axes) -> Sharded:
     """Differentiable `coarsen`: the sum of ranks' shards in zeros."""
     shards, plan = shards_of(x), view.plan
     like = {kind: shard for (_, kind), shard in shards.items()}

@@ -132,7 +132,7 @@ class Transform(_Fields):
         """True if `over` is "elements"."""
         return self.over == "elements"
 
-    def _replace(self, **changes: Any) -> Self:
+    def _replace(self, **changes: object) -> Self:
         """Replace functions or flags by yours, checked."""
         return type(self)(**{**self._asdict(), "draws": True, **changes})
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple, Protocol, Self
+from typing import NamedTuple, Protocol, Self
 
 import torch
 from torch import Tensor
@@ -196,7 +196,7 @@ def update_part(
     state: Tree,
     params: Sequence[Tensor],
     grads: Sequence[Tensor],
-    cut: Callable[[Any], Sequence[Tensor]],  # this folder does not know `Sharded`
+    cut: Callable[[Tree], Sequence[Tensor]],  # this folder does not know `Sharded`
     found_inf: FoundInf | None = None,
     **extra: object,
 ) -> Tree:

@@ -281,7 +281,7 @@ def each_where(condition: Tensor, old: Tree, new: Tree) -> Tree:
     return tree.unflatten(spec, result)
 
 
-def where(condition: Tensor, a: Any, b: Any) -> Any:
+def where(condition: Tensor, a: Any, b: Any) -> object:
     """Return `a` if a condition is not zero, else `b`, without a host read; two unlike numbers become a tensor.
 
     ValueError for different shapes, and for unlike objects of other types.

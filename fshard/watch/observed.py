@@ -25,7 +25,7 @@ from ..core import func_levels, tree
 from ..core.arguments import CODE, call_site, check_function
 from ..core.losses import Mean, terms_of
 from ..core.scalars import on_device
-from ..core.tracing import UNROLLS, Args, Kwargs, assigned, is_tracing
+from ..core.tracing import UNROLLS, Args, Kwargs, Operator, assigned, is_tracing
 from ..core.tree import Tree
 from ..grad.grad import OBSERVER, empty_grads
 from ..grad.tape import Leaves, Tape, TapeUnit
@@ -110,7 +110,7 @@ class Seen:
             if isinstance(leaf := whole.get(slot.path), Tensor):  # frozen leaves have no gradient
                 self.add_leaf(kind, x.plan, slot, leaf)
 
-    def add_sums(self, grads: Sharded, share: Tensor | None, scaler: Any) -> None:
+    def add_sums(self, grads: Sharded, share: Tensor | None, scaler: Tree) -> None:
         """Add gradients summed over ranks and micro-batches, and unscale all gradients."""
         if self.names:
             self.add_leaves(SUM, grads)
@@ -139,7 +139,7 @@ class _ObservedTape(Tape):
             seen.forget(0)  # if a step clips and updates in the backward, its loss runs twice
         super().__init__(params, into, *others)
 
-    def forward_once(self, loss: Callable[[Tree], Any]) -> Any:
+    def forward_once(self, loss: Callable[[Tree], object]) -> Any:
         seen, plan = self._seen, self._whole
         seen.forget(self._known)  # values of a run refused by torch.func
         sizes = "x".join(str(size) for _, size in plan.axes)
@@ -213,7 +213,7 @@ class _Operators(TorchFunctionMode):
         made, origin = self._origins.get(id(x), (None, None))
         return origin if made is not None and made() is x else None
 
-    def __torch_function__(self, func: Any, types: Any, args: Args = (), kwargs: Kwargs = None) -> Any:
+    def __torch_function__(self, func: Operator, types: object, args: Args = (), kwargs: Kwargs = None) -> object:
         out = func(*args, **(kwargs or {}))
         if torch.compiler.is_dynamo_compiling():  # else torch.compile would compile operator by operator
             return out
@@ -238,7 +238,7 @@ class _Operators(TorchFunctionMode):
             self._count += 1
             self._seen.add("operator", name, x, self._unit, self._line, inputs)
 
-    def end(self, kind: type, terms: Sequence[Any]) -> None:
+    def end(self, kind: type, terms: Sequence[Tree]) -> None:
         for number, term in enumerate(terms):
             of = Tensor if kind is Tensor else type(term)
             for what in ("total", "count")[: 1 + (of is Mean)]:

@@ -46,7 +46,7 @@ from ..sharding.sharded import Sharded
 from ..train.step import TrainState
 from .compare import form
 
-Step = Callable[..., tuple[Any, Any]]  # step(state, batch, *args) -> (state, metrics), or ((state, metrics), seen)
+Step = Callable[..., tuple[Tree, Tree]]  # step(state, batch, *args) -> (state, metrics), or ((state, metrics), seen)
 Steps = Collection[int] | Callable[[int], bool] | None
 Json: TypeAlias = dict[str, Any]
 _FORMAT = 3
@@ -98,7 +98,7 @@ def record(
         raise TypeError(f"record: {wrong('steps', steps, 'numbers of steps, or a predicate of one')}")
     folder = check_path("record: dir", dir)
 
-    def recorded(state: TrainState, batch: Tree, *args: Tree) -> tuple[Any, Any]:
+    def recorded(state: TrainState, batch: Tree, *args: Tree) -> tuple[object, object]:
         number = int(state.step)
         chosen = steps is not None and (bool(steps(number)) if callable(steps) else number in steps)
         arguments = {"state": state, "batch": batch, "args": args}

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import wraps
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
@@ -82,7 +82,7 @@ def on_leaves(init: Init, update: Update) -> tuple[Init, Update]:
             _check_passed(named(update), nodes, state)
         return state if forms is None else described(state, whole, forms)
 
-    def run(grads: Tree, state: Tree, params: Tree = None, *more: object, **extra: object) -> tuple[Tree, Tree]:
+    def run(grads: Tree, state: Tree, params: Tree = None, *more: Tree, **extra: object) -> tuple[Tree, Tree]:
         whole, known = bring(grads), [] if params is None else [bring(params)]
         if not isinstance(whole, Parts):
             updates, state = _whole_tree(update, whole, state, *known, *more, **extra)
@@ -150,7 +150,7 @@ def unwritten(update: Update) -> Update:
     """
 
     @wraps(update)
-    def run(*args: Any, **extra: object) -> tuple[Tree, Tree]:
+    def run(*args: Tree, **extra: object) -> tuple[Tree, Tree]:
         if torch.compiler.is_compiling():  # dynamo's tensors count no writes
             return update(*args, **extra)
         leaves, spec = tree.flatten(dict(zip(("gradients", "state", "params"), args, strict=False)) | extra)
@@ -189,7 +189,7 @@ def _sent_back(update: Update, updates: Tree, whole: Tree, grads: Tree) -> Tree:
     return back(updates, grads)
 
 
-def _whole_tree(update: Update, *trees: Any, **extra: object) -> tuple[Tree, Tree]:
+def _whole_tree(update: Update, *trees: Tree, **extra: object) -> tuple[Tree, Tree]:
     """Run an update once; in a step, with this call's random numbers."""
     seeds = UPDATE.get()
     if seeds is None:
@@ -198,7 +198,7 @@ def _whole_tree(update: Update, *trees: Any, **extra: object) -> tuple[Tree, Tre
         return update(*trees, **extra)
 
 
-def _leaf_by_leaf(update: Update, grads: Parts, state: Tree, *more: Any, **extra: object) -> tuple[Tree, Tree]:
+def _leaf_by_leaf(update: Update, grads: Parts, state: Tree, *more: Tree, **extra: object) -> tuple[Tree, Tree]:
     """Run an update on all whole leaves at once, or leaf by leaf if it draws random numbers in a step."""
     seeds = UPDATE.get()
     if seeds is None:
@@ -216,7 +216,7 @@ def _leaf_by_leaf(update: Update, grads: Parts, state: Tree, *more: Any, **extra
 def row_by_row(update: Update) -> Update:
     """Let an elementwise update, or its fused twin, draw equal numbers in a step for copies of a tensor."""
 
-    def run(grads: Tree, state: Tree, params: Tree = None, *more: object, **extra: object) -> tuple[Tree, Tree]:
+    def run(grads: Tree, state: Tree, params: Tree = None, *more: Tree, **extra: object) -> tuple[Tree, Tree]:
         given, seeds = (state, *[params] * (params is not None), *more), UPDATE.get()
         if seeds is None or not isinstance(grads, Parts) or not grads.tensors:
             updates, new = _whole_tree(update, grads, *given, **extra)
@@ -234,7 +234,7 @@ def row_by_row(update: Update) -> Update:
 def at_once(update: Update) -> Update:
     """Let an update of a whole tree, or its fused twin, draw random numbers on a mesh of one rank alone."""
 
-    def run(grads: Tree, state: Tree, *more: Any, **extra: object) -> tuple[Tree, Tree]:
+    def run(grads: Tree, state: Tree, *more: Tree, **extra: object) -> tuple[Tree, Tree]:
         if differentiates(grads):
             check_cut_alike(named(update), [x.layout for x in tree.nodes(grads, Parts)])
         seeds = UPDATE.get()
@@ -261,7 +261,7 @@ def _places(layout: Layout) -> Places:
     return [(n, coordinate(layout.live_mesh(), over)) for n, over in sorted(layout.cut_over.items())]
 
 
-def _piecewise(seeds: Seeds, update: Update, grads: Parts, *trees: Any, **extra: object) -> tuple[Tree, list[Tree]]:
+def _piecewise(seeds: Seeds, update: Update, grads: Parts, *trees: Tree, **extra: object) -> tuple[Tree, list[Tree]]:
     """Run an update on each tensor of `Parts`, seeded by its place; return the updates, and each run's state."""
 
     for x in tree.nodes(trees, Parts):
@@ -327,7 +327,7 @@ def _begun(init: Init, whole: Tree) -> Tree:
         return _put_back(init(stand_in), stand_in, whole)
 
 
-def _on_none(init: Init, update: Update, grads: Parts, state: Tree, *more: Any, **extra: object) -> tuple[Tree, Tree]:
+def _on_none(init: Init, update: Update, grads: Parts, state: Tree, *more: Tree, **extra: object) -> tuple[Tree, Tree]:
     """If the update needs a leaf, run it on a leaf of zeros, for counts alone."""
     try:
         return _whole_tree(update, grads, state, *more, **extra)
