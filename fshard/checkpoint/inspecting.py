@@ -131,7 +131,7 @@ def _tree(index: Index) -> Iterator[tuple[list[str], dict[str, object] | None]]:
         label, size = "  " * (len(path) - 1) + printable(path[-1]), f"{entry.num_bytes:,}"
         seals = (_digest(entry), _holders(entry)) if index.files else ("", "")  # other formats lack checksums and ranks
         data = {"name": name, "shape": [*entry.shape], "dtype": NAMES[entry.dtype], "bytes": entry.num_bytes}
-        data |= {"checksum": seals[0] or None, "on": _ranks(entry)}
+        data |= {"checksum": seals[0] or None, "on": _writers(entry)}
         yield [label, printable([*entry.shape]), NAMES[entry.dtype], size, *seals], data
         before = path[:-1]
 
@@ -144,7 +144,7 @@ def _digest(entry: IndexEntry) -> str:
     return f"{zlib.crc32(repr(blocks).encode()):08x}" if all(piece.checksums for piece in entry.pieces) else ""
 
 
-def _ranks(entry: IndexEntry) -> list[int] | None:
+def _writers(entry: IndexEntry) -> list[int] | None:
     """Return the writers of a leaf; None if a file's name tells no rank."""
     matches = [_RANK.search(piece.file) for piece in entry.pieces]
     return sorted({int(match[1]) for match in matches if match}) if all(matches) else None
@@ -152,7 +152,7 @@ def _ranks(entry: IndexEntry) -> list[int] | None:
 
 def _holders(entry: IndexEntry) -> str:
     """Return text such as "ranks 0-2, 5", or the number of files."""
-    ranks = _ranks(entry)
+    ranks = _writers(entry)
     if ranks is None:
         return f"{len({piece.file for piece in entry.pieces}):,} files"
     # in a run of consecutive ranks, rank minus index is constant

@@ -59,24 +59,24 @@ def load_safetensors(path: str | os.PathLike[str], plan: Plan, rename: Rename | 
     expect("load_safetensors: plan", plan, isinstance(plan, Plan), "what fshard.make_plan gives")
     mesh, sharded = plan.live_mesh(), empty_params(plan, plan.device)
     wanted = sharded.view.wanted()
-    there, given = consensus.together(mesh, lambda: _entries(path, wanted.values(), rename), _REMEDY)
+    there, given = consensus.together(mesh, lambda: _entries_needed(path, wanted.values(), rename), _GIVE_SAME_FILES)
     lines = "\n".join(map(str, there.values()))
-    consensus.check_same(mesh, lines, f"load_safetensors: {path}", _REMEDY)
+    consensus.check_same(mesh, lines, f"load_safetensors: {path}", _GIVE_SAME_FILES)
     entries = {leaf.names[0]: [given[name] for name in leaf.names if name in given] for leaf in wanted.values()}
     reads = sorted(_reads(sharded, entries), key=lambda x: (x.unlike != "", x.piece.file, x.piece.offset, x.begin))
-    consensus.together(mesh, lambda: _read(reads), _REMEDY)
+    consensus.together(mesh, lambda: _read_pieces(reads), _GIVE_SAME_FILES)
     return sharded
 
 
-_REMEDY = "give all ranks the same files"
-_FILE = "the path of a file or directory"
+_GIVE_SAME_FILES = "give all ranks the same files"
+_FILE_OR_DIRECTORY = "the path of a file or directory"
 
 
-def _entries(
+def _entries_needed(
     path: str | os.PathLike[str], wanted: Iterable[Wanted], rename: Rename | None
 ) -> tuple[dict[str, FileEntry], dict[str, FileEntry]]:
     """Return all tensors by the files' names, and the needed tensors by the plan's names."""
-    folder = check_path("load_safetensors: path", path, _FILE)
+    folder = check_path("load_safetensors: path", path, _FILE_OR_DIRECTORY)
     there = entries_at(folder)
     given = {name: there[origin] for name, origin in renamed(there, rename).items()}
     forms = {name: Form(x.shape, x.dtype) if x.dtype else f"{x.kind}, no dtype of torch" for name, x in given.items()}
@@ -92,12 +92,12 @@ def _reads(into: Sharded, entries: Mapping[str, Sequence[FileEntry]]) -> Iterato
     for part in contents.parts:
         first = entries[part.name][0]
         for x in entries[part.name]:
-            assert x.dtype is not None  # `_entries` refuses None
+            assert x.dtype is not None  # `_entries_needed` refuses None
             whole = IndexEntry(x.shape, x.dtype, (Piece(str(x.file), x.start, 0, math.prod(x.shape), ()),))
             yield from reads_of(part, whole, f"{x.name!r} and {first.name!r} are tied, but differ" * (x is not first))
 
 
-def _read(reads: Sequence[PieceRead]) -> None:
+def _read_pieces(reads: Sequence[PieceRead]) -> None:
     for name, of_file in groupby(reads, lambda read: read.piece.file):
         with open_file(name) as file:
             for read in of_file:
@@ -157,7 +157,7 @@ def _checked(
 ) -> tuple[Path, list[list[Leaf]], list[tuple[str, Tensor]]]:
     check_whole_tree("save_safetensors", params)
     check_whole("save_safetensors: max_bytes", max_bytes, what="a number of bytes")
-    folder, beside = check_path("save_safetensors: dir", dir, _FILE), _buffers(buffers)
+    folder, beside = check_path("save_safetensors: dir", dir, _FILE_OR_DIRECTORY), _buffers(buffers)
     names, kinds = params.view.names(), zip(params.view.kinds, params.tensors, strict=True)
     dtype_of = {kind: x.dtype for kind, x in kinds}
     leaves = [(names[slot][0], slot.shape, dtype_of[slot.kind]) for row in _rows(params) for slot in row.leaves]

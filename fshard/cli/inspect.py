@@ -36,11 +36,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     require(args.at is None or args.against is not None, f"--at {args.at}: expected --against DIR besides")
-    lines = (Line(line.text, line.data, FAULT if line.is_fault else OK) for line in _lines(args, at(args.dir)))
+    lines = (Line(line.text, line.data, FAULT if line.is_fault else OK) for line in _inspect_lines(args, at(args.dir)))
     return report(lines, args.json)
 
 
-def _lines(args: argparse.Namespace, place: Folder) -> Iterator[inspecting.TextLine]:
+def _inspect_lines(args: argparse.Namespace, place: Folder) -> Iterator[inspecting.TextLine]:
     if args.against is not None:
         other = at(args.against)
         return compare(place, _steps(place, args.step)[-1], other, _steps(other, args.at)[-1])

@@ -29,7 +29,7 @@ from .ranks import Call, Pending, Ranks, message_timeout, note
 
 GROUP = 8
 # a smaller tensor goes whole to every rank, in one message with the same bits
-_SMALL = 1 << 14  # bytes
+_SMALL_MESSAGE = 1 << 14  # bytes
 _only = itemgetter(0)
 _COMBINE: dict[str, Callable[..., Tensor]] = {"sum": torch.add, "max": torch.maximum, "min": torch.minimum}
 _INTEGER_DTYPES = (torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
@@ -272,7 +272,7 @@ def all_reduce(
 def is_direct(x: Tensor, size: int, op: str) -> bool:
     """True if one stage sends whole tensors."""
     # between two ranks both ways send equally many bytes
-    if size <= 2 or x.nbytes * max(size, FEW) <= _SMALL * FEW:
+    if size <= 2 or x.nbytes * max(size, FEW) <= _SMALL_MESSAGE * FEW:
         return True
     # copies from many ranks could fill the memory
     return size <= FEW and (op != "sum" or x.numel() % size != 0)

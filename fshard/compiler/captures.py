@@ -64,7 +64,7 @@ class Capture(NamedTuple):
                 return []
         except RecursionError:  # a list that contains itself
             return []
-        return [x for x in tree.leaves(value) if _is_plain(x)]
+        return [x for x in tree.leaves(value) if _fits_graph(x)]
 
     def read(self) -> object:
         """Return the current value; None for an unassigned variable, the uncalled method for a computed attribute."""
@@ -78,25 +78,25 @@ class Capture(NamedTuple):
         if self.key == "__code__":
             return self.place.__code__
         if self.key == _PARTS:
-            return tuple((x, vars(x).get("forward"), *_settings(x)) for x in self.place.modules())
+            return tuple((x, vars(x).get("forward"), *_module_settings(x)) for x in self.place.modules())
         if self.key:
             return self.place if self.key == _ITSELF else _by_name(self.place, self.key)
         if isinstance(self.place, type):
-            return tuple(x for x in vars(self.place).values() if isinstance(x, _METHODS))
+            return tuple(x for x in vars(self.place).values() if isinstance(x, _METHOD_KINDS))
         named = self.place.__kwdefaults__ or {}
         return *(self.place.__defaults__ or ()), *named, *named.values()
 
 
 _ITSELF = " "  # key of an object that a method reads as a whole
 _PARTS = "  "  # key of a torch module with all its parts
-_METHODS = (FunctionType, property, staticmethod, classmethod, cached_property)
+_METHOD_KINDS = (FunctionType, property, staticmethod, classmethod, cached_property)
 
 
 def _is_module(x: object) -> TypeGuard[nn.Module]:
     return hasattr(type(x), "named_modules")
 
 
-def _settings(module: nn.Module) -> Iterator[object]:
+def _module_settings(module: nn.Module) -> Iterator[object]:
     if not is_of_library(type(module)):
         return iter([module.training])
     return (repr(value) for value in vars(module).values() if isinstance(value, bool | int | float | str))
@@ -137,7 +137,7 @@ def _is_ours(x: object) -> bool:
     return type(x).__module__.startswith("fshard.")
 
 
-def _is_plain(x: object) -> bool:
+def _fits_graph(x: object) -> bool:
     dense = isinstance(x, Tensor) and not isinstance(x, FakeTensor | Marked) and x.layout is torch.strided
     if not dense or type(x) not in (Tensor, nn.Parameter) or func_levels.is_dual(x):
         return False
@@ -195,12 +195,12 @@ def _objects(value: object, seen: dict[int, object]) -> Iterator[object]:
         seen[id(x)] = x
         if is_owner:
             yield x
-            unseen += [getattr(x, name, None) for name in _fields(x)]
+            unseen += [getattr(x, name, None) for name in _dataclass_fields(x)]
         if isinstance(x, _CONTAINERS):
             unseen += [x.get(None)] if isinstance(x, ContextVar) else gc.get_referents(x)
 
 
-def _fields(x: object) -> Collection[str]:
+def _dataclass_fields(x: object) -> Collection[str]:
     return [field.name for field in fields(x)] if is_dataclass(x) and not isinstance(x, type) else ()
 
 
@@ -209,7 +209,7 @@ def _read_of(x: object, names: Collection[str]) -> Iterator[Capture]:
     kinds = x.__mro__ if isinstance(x, type) else (x, *type(x).__mro__)
     stored = {name: None for y in kinds for name in getattr(y, "__dict__", ()) if name in names}
     owner = getattr(x, "__name__", "") if isinstance(x, type | ModuleType) else ""
-    compared = {*_fields(x)}
+    compared = {*_dataclass_fields(x)}
     for name in (name for name in stored if name not in compared):
         variable = Capture(f"{name!r} of {owner or f'a {type(x).__qualname__}'}", x, name)
         if not (owner or _has(x, name)):
@@ -381,8 +381,8 @@ def _has(x: object, name: str) -> bool:
 
 
 # Instructions to load a global or a closure's variable. LOAD_NAME is in bodies of classes.
-_KINDS = ("GLOBAL", "NAME", "DEREF", "CLASSDEREF", "FROM_DICT_OR_GLOBALS", "FROM_DICT_OR_DEREF")
-_LOADS = {f"LOAD_{kind}" for kind in _KINDS}
+_VARIABLE_KINDS = ("GLOBAL", "NAME", "DEREF", "CLASSDEREF", "FROM_DICT_OR_GLOBALS", "FROM_DICT_OR_DEREF")
+_LOADS = {f"LOAD_{kind}" for kind in _VARIABLE_KINDS}
 
 
 def _names_in(code: CodeType, first: str = "") -> Iterator[tuple[str, ...]]:

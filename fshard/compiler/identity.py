@@ -123,13 +123,13 @@ def _machine(called: Signature) -> Texts:
         "the machine": platform.machine(),
         "the processor": _processor(),
         "the number of threads": str(torch.get_num_threads()),
-        "Inductor's settings": _settings(bool(variables)),
+        "Inductor's settings": _changed_settings(bool(variables)),
         "the environment": str(sorted(variables.items())),
         "the accelerator": str(sorted(_accelerator(device) for device in devices)),
     }
 
 
-def _settings(by_variables: bool) -> str:
+def _changed_settings(by_variables: bool) -> str:
     """Return Inductor's changed settings. Its import takes seconds; before the import, all are defaults."""
     if "torch._inductor.config" not in sys.modules and not by_variables:
         return "{}"
@@ -151,17 +151,17 @@ def _processor() -> str:
     lines = info.read_text().splitlines() if info.exists() else [platform.processor()]
     features = next((line for line in lines if line.startswith(("flags", "Features"))), lines[0])
     model = next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "")
-    return f"{torch.backends.cpu.get_cpu_capability()} {model} {_digest(' '.join(sorted(features.split())))}"
+    return f"{torch.backends.cpu.get_cpu_capability()} {model} {_short_sha(' '.join(sorted(features.split())))}"
 
 
 @cache
 def _digest_of_package() -> str:
     """Digest fshard's files: they may change under one version."""
     root = Path(__file__).parents[1]
-    return _digest(*(f"{path.relative_to(root)} {path.read_text()}" for path in sorted(root.rglob("*.py"))))
+    return _short_sha(*(f"{path.relative_to(root)} {path.read_text()}" for path in sorted(root.rglob("*.py"))))
 
 
-def _digest(*texts: str) -> str:
+def _short_sha(*texts: str) -> str:
     return hashlib.sha256("\0".join(texts).encode(errors="surrogatepass")).hexdigest()[:16]
 
 
@@ -171,7 +171,7 @@ def _digest_of_code(code: CodeType) -> str:
     # the order of a set of strings changes with the process
     plain = [sorted(map(repr, x)) if isinstance(x, frozenset) else x for x in code.co_consts]
     constants = [_digest_of_code(x) if isinstance(x, CodeType) else repr(x) for x in plain]
-    return _digest(code.co_code.hex(), str(numbers), str(names), code.co_exceptiontable.hex(), *constants)
+    return _short_sha(code.co_code.hex(), str(numbers), str(names), code.co_exceptiontable.hex(), *constants)
 
 
 class _Writer:
@@ -347,4 +347,4 @@ def _name(kind: type) -> str:
 
 
 def _short(text: str) -> str:
-    return text if len(text) <= _LONG else f"{text[: _LONG // 2]}... ({_digest(text)})"
+    return text if len(text) <= _LONG else f"{text[: _LONG // 2]}... ({_short_sha(text)})"

@@ -31,7 +31,7 @@ P = ParamSpec("P")
 R = TypeVar("R")
 _CacheKey = tuple[Signature, Contents]
 _Graph = Compiled | None  # None: a result requires a gradient, so the function itself runs
-_PLAIN = (
+_RUNS_AS_WRITTEN = (
     "not compiled: a result requires a gradient, so the function runs as it is written. Jit the function that takes "
     "the derivative, or call this one in torch.no_grad()"
 )
@@ -41,7 +41,7 @@ _CASTS = (
 )
 
 # Bytes. A smaller collective costs its start, not its bytes. Units of a large model are far larger: none are merged.
-_SMALL = 1 << 20
+_BUCKET_BYTES = 1 << 20
 
 
 class Jitted(Generic[P, R]):
@@ -77,7 +77,7 @@ class Jitted(Generic[P, R]):
 
     def _run(self, *args: P.args, **kwargs: P.kwargs) -> R:
         (leaves, spec), nodes = flatten(args, kwargs), on_meshes((args, kwargs))
-        if why := _PLAIN if _has_derivative(leaves) else _CASTS if _in_loss_with_policy() else "":
+        if why := _RUNS_AS_WRITTEN if _has_derivative(leaves) else _CASTS if _in_loss_with_policy() else "":
             self._reasons += [why] * (why not in self._reasons)
             return self._fn(*args, **kwargs)
         homes = [node.home for node in nodes if node.home is not None]
@@ -92,7 +92,7 @@ class Jitted(Generic[P, R]):
             inputs = inputs_of(variables)
             key = called, contents(variables, inputs)
             reason = how or self._reason(graphs, key)
-            self._reasons.append(reason if compiled else f"{reason}, and {_PLAIN}")
+            self._reasons.append(reason if compiled else f"{reason}, and {_RUNS_AS_WRITTEN}")
             graphs[key] = compiled
         return self._fn(*args, **kwargs) if compiled is None else compiled.run(leaves, args, inputs)
 
@@ -162,7 +162,7 @@ def jit(
     *,
     backend: str = "inductor",
     in_flight: int = 0,
-    bucket: int = _SMALL,
+    bucket: int = _BUCKET_BYTES,
     artifact: str | os.PathLike[str] | None = None,
 ) -> Jitted[P, R]:
     """Return a function that runs `fn` (a step, a loss, a gradient, any pure function) as one compiled graph.

@@ -89,14 +89,14 @@ class _File:
     def _compiled(self) -> dict[str, Loop]:
         from torch._inductor.codecache import CppPythonBindingsCodeCache
 
-        parts = [_part(name, argtypes, source) for (argtypes, source), name in self._sources.items()]
+        parts = [_loop_part(name, argtypes, source) for (argtypes, source), name in self._sources.items()]
         includes = dict.fromkeys(line.strip() for part in parts for line in _INCLUDE.findall(part))
         bodies = [f"namespace loop{n} {{\n{_INCLUDE.sub('', part)}\n}}\n" for n, part in enumerate(parts)]
         self.path = CppPythonBindingsCodeCache.load("\n".join([*includes, *bodies])).__file__
         return {name: load(name, self.path) for name in self._sources.values()}
 
 
-def _part(name: str, argtypes: Sequence[str], source: str) -> str:
+def _loop_part(name: str, argtypes: Sequence[str], source: str) -> str:
     from torch._inductor.codecache import CppPythonBindingsCodeCache as Bindings
 
     parsed = ", ".join(f"parse_arg<{kind.replace('const ', '')}>(args, {n})" for n, kind in enumerate(argtypes))

@@ -51,7 +51,7 @@ from .trace import Output, Trace, TraceError, input_paths, resolved, trace
 
 Graph = Callable[..., Sequence[Tensor]]  # a compiled graph: from its inputs to its outputs
 
-_PURPOSES = {"opt_state": "optimizer", "params": "parameters"}  # of inputs, by a field in their paths
+_PURPOSE_BY_FIELD = {"opt_state": "optimizer", "params": "parameters"}  # of inputs, by a field in their paths
 
 # With these settings, Inductor keeps the order of nodes, and so the peak of memory. It recomputes no value: recomputing
 # from parameters would keep the forward's gathered buffers until the backward. It folds no constants: folding would
@@ -186,7 +186,7 @@ def _settings() -> dict[str, object]:
 
 def _purpose(path: str) -> str:
     parts = path.split(".") if path.startswith("0.0.") else []  # "0.0.": a state, the first argument
-    return next((purpose for field, purpose in _PURPOSES.items() if field in parts), "arguments")
+    return next((purpose for field, purpose in _PURPOSE_BY_FIELD.items() if field in parts), "arguments")
 
 
 @dataclass(frozen=True)
@@ -239,14 +239,14 @@ class Compiled:
         inputs = [*tensors(leaves), *map(resolved, more)]
         if self.interface.donate:
             (donated_spec, *_), _ = (part.children() for part in self.interface.signature.spec.children())
-            _check_apart(inputs, len(tensors(leaves[: donated_spec.num_leaves])))
+            _check_donated_apart(inputs, len(tensors(leaves[: donated_spec.num_leaves])))
         with ExitStack() as stack:
             # else autograd would record a second backward for the graph
             stack.enter_context(torch.no_grad())
             for device, dtype in self.interface.signature.ambient.autocast:  # the graph has the casts
                 stack.enter_context(torch.autocast(device, dtype, enabled=False))
             outputs = self.fn(*inputs)
-        results = [_result(result, inputs, outputs) for result in self.interface.results]
+        results = [_result_from(result, inputs, outputs) for result in self.interface.results]
         if self.interface.donate:
             # the graph writes to every tensor of its first argument, also in a state's `extra`
             for node in tree.nodes(args[0], Sharded):
@@ -255,7 +255,7 @@ class Compiled:
         return tree.unflatten(self.interface.out_spec, results)
 
 
-def _result(result: object, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> object:
+def _result_from(result: object, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> object:
     if isinstance(result, Input):
         return inputs[result.number]
     return mark(outputs[result.number], result.kind) if isinstance(result, Output) else result
@@ -325,7 +325,7 @@ PASSES = (
 
 _aten = torch.ops.aten
 # by in-place operator on shape or strides: the operator returning a view
-_VIEWS: dict[object, object] = {
+_VIEW_OF_WRITE: dict[object, object] = {
     _aten.t_.default: _aten.t.default,
     _aten.transpose_.default: _aten.transpose.int,
     _aten.unsqueeze_.default: _aten.unsqueeze.default,
@@ -346,7 +346,7 @@ def lower(fn: Callable[..., Tree], leaves: Sequence[object], spec: tree.Spec, op
     _check_unchanged(traced, leaves, names)  # before `donated` adds writes
     for node in traced.module.graph.nodes:
         # compilers need views; later nodes read this node already
-        node.target = _VIEWS.get(node.target, node.target)
+        node.target = _VIEW_OF_WRITE.get(node.target, node.target)
     variables = _used(traced, captured)
     if options.donate:
         traced = donated(traced, leaves)
@@ -385,7 +385,7 @@ def _check_unchanged(traced: Trace, leaves: Sequence[object], captured: Sequence
         raise TraceError(f"jit: the function changes {what} in place: make a new tensor instead, or a clone first")
 
 
-def _check_apart(inputs: Sequence[Tensor], num_donated: int) -> None:
+def _check_donated_apart(inputs: Sequence[Tensor], num_donated: int) -> None:
     ends = [0, 0]  # highest address so far of any tensor, of a donated one
     numbered = [(x, number < num_donated) for number, x in enumerate(inputs) if x.numel()]
     for x, is_donated in sorted(numbered, key=lambda pair: pair[0].data_ptr()):

@@ -286,7 +286,7 @@ def _check_constants(out: Sequence[object], spec: tree.Spec, leaves: Sequence[ob
             )
 
 
-def _put(fake_of: Mapping[int, Tensor], x: Tree) -> Tree:
+def _with_fakes(fake_of: Mapping[int, Tensor], x: Tree) -> Tree:
     return tree.map(lambda leaf: fake_of.get(id(leaf), leaf), x)
 
 
@@ -305,7 +305,7 @@ class _Captured(TorchFunctionMode):
         self._fake_of, self._inputs = fake_of, {id(x): address(x) for x in inputs}
 
     def __torch_function__(self, func: Operator, types: object, args: Args = (), kwargs: Kwargs = None) -> object:
-        args, kwargs = _put(self._fake_of, (args, kwargs or {})) if self._fake_of else (args, kwargs or {})
+        args, kwargs = _with_fakes(self._fake_of, (args, kwargs or {})) if self._fake_of else (args, kwargs or {})
         if func == _SET_DATA and id(args[0]) not in self._inputs:  # for inputs, `_check_same` names the path
             raise TraceError(
                 f"jit: the function assigns to .data of a tensor at {call_site()}, which no graph has: give the new "
@@ -347,7 +347,7 @@ class _Watch(TorchDispatchMode):
     def __torch_dispatch__(self, func: Operator, types: object, args: Args = (), kwargs: Kwargs = None) -> object:
         kwargs = kwargs or {}
         if self._fake_of:
-            args, kwargs = _put(self._fake_of, (args, kwargs))  # calls unseen by `_Captured`
+            args, kwargs = _with_fakes(self._fake_of, (args, kwargs))  # calls unseen by `_Captured`
         if func is torch.ops.aten._efficientzerotensor.default:
             if self._zeros is None:
                 return torch.zeros(*args, **kwargs)

@@ -96,14 +96,14 @@ def share_elements(x: Tensor, y: Tensor) -> bool:
 def runs_meet(x: Tensor, y: Tensor) -> bool:
     """True if tensors of one storage share a byte."""
     ends = [0, 0]  # of each tensor's runs so far; one tensor's runs may overlap
-    for start, stop, number in sorted((*run, number) for number, z in enumerate((x, y)) for run in _runs(z)):
+    for start, stop, number in sorted((*run, number) for number, z in enumerate((x, y)) for run in _byte_runs(z)):
         if start < ends[1 - number]:
             return True
         ends[number] = max(ends[number], stop)
     return False
 
 
-def _runs(x: Tensor) -> list[tuple[int, int]]:
+def _byte_runs(x: Tensor) -> list[tuple[int, int]]:
     """Return (begin, end) of runs of adjacent bytes."""
     starts, length = [byte_range(x).start], x.itemsize
     for stride, size in sorted((stride * x.itemsize, size) for size, stride in zip(x.shape, x.stride(), strict=True)):

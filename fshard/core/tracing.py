@@ -122,10 +122,10 @@ def _renames(node: Node) -> bool:
     """
     arguments = node.target._schema.arguments if isinstance(node.target, torch._ops.OpOverload) else ()
     info = arguments[0].alias_info if len(arguments) == 1 else None
-    return info is not None and _form(node) == _form(node.all_input_nodes[0])
+    return info is not None and _node_form(node) == _node_form(node.all_input_nodes[0])
 
 
-def _form(node: Node) -> object:
+def _node_form(node: Node) -> object:
     x = node.meta["val"]
     return (x.dtype, x.shape, x.layout is torch.strided and x.stride(), x.is_conj(), x.is_neg())
 

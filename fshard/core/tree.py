@@ -325,7 +325,7 @@ def register_fields(
 
 
 def _check_fields(cls: type, children: Sequence[str], metadata: Sequence[str]) -> None:
-    known, named = _fields(cls), [*children, *metadata]
+    known, named = _field_names(cls), [*children, *metadata]
     here = f"register_fields({cls.__name__})"
     if twice := [name for name in dict.fromkeys(named) if named.count(name) > 1]:
         raise ValueError(f"{here}: expected each name once, as a child or as metadata, got {twice[0]!r} twice")
@@ -338,7 +338,7 @@ def _check_fields(cls: type, children: Sequence[str], metadata: Sequence[str]) -
         raise ValueError(f"{here}: expected names of fields, {known}, got {unknown[0]!r}")
 
 
-def _fields(cls: type) -> list[str]:
+def _field_names(cls: type) -> list[str]:
     if is_dataclass(cls):
         return [field.name for field in dataclass_fields(cls)]
     bases = cls.__mro__[::-1]

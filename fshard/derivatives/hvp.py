@@ -113,7 +113,7 @@ def hvp(loss_fn: Callable[..., Tree]) -> Callable[..., Sharded]:
             return changes[0]
         remaining = iter(counts)
         terms = [replace(x, total=change) for x, change in zip(terms_of(loss), changes, strict=True)]
-        return added([replace(x, count=_constant(next(remaining))) if _has_tensor(x) else x for x in terms])
+        return added([replace(x, count=_constant_count(next(remaining))) if _has_tensor(x) else x for x in terms])
 
     def fn(params: Sharded, v: Sharded, *args: Tree) -> Sharded:
         params, v = check_sharded(params), check_sharded(v)
@@ -131,7 +131,7 @@ def _has_tensor(x: Tree) -> bool:
     return isinstance(x, Mean) and isinstance(x.count, Tensor)
 
 
-def _constant(count: Tensor) -> Tensor:
+def _constant_count(count: Tensor) -> Tensor:
     """The count's derivative would be missing."""
     if count.requires_grad:
         raise ValueError(

@@ -334,7 +334,7 @@ def _form(x: Tensor) -> str:
     return f"a {x.dtype} tensor of shape {list(x.shape)}"
 
 
-def _levels(x: Tensor) -> Iterator[Tensor]:
+def _tensor_levels(x: Tensor) -> Iterator[Tensor]:
     yield x
     while func_levels.is_wrapped(x):
         x = _functorch.get_unwrapped(x)
@@ -352,7 +352,7 @@ def is_active(x: Tensor) -> bool:
         return False
     # unseen: a trace would take unknown values of a scan's body for constants
     with unseen() if is_tracing() else nullcontext(), func_levels.aside() as levels:
-        for y in _levels(x):
+        for y in _tensor_levels(x):
             level = _functorch.maybe_get_level(y)
             with func_levels.again(levels[len(levels) - level :] if level > 0 else ()):
                 # Tensor's getter: a module's parameter always claims to require a gradient

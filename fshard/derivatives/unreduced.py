@@ -45,7 +45,7 @@ def unreduced(grads: Tree, params: Sharded) -> Unreduced:
             "other leaves, or summands, cannot be told. Take them with value_and_grad(loss, reduce=False)"
         )
     by_name = dict(tree.paths_to(grads, torch.Tensor))
-    if errors := [*_differences(params, by_name)]:
+    if errors := [*_leaf_differences(params, by_name)]:
         raise ValueError("unreduced: " + "; ".join(errors))
     local = empty_grads(params, (), local=True)  # (n,) for each trainable kind
     for place, row in local.view.rows.items():
@@ -56,7 +56,7 @@ def unreduced(grads: Tree, params: Sharded) -> Unreduced:
     return Unreduced(local)
 
 
-def _differences(params: Sharded, grads: Mapping[str, object]) -> Iterator[str]:
+def _leaf_differences(params: Sharded, grads: Mapping[str, object]) -> Iterator[str]:
     wanted = params.trainable.view.wanted().values()
     known, trained = ({name for tied in x.view.names().values() for name in tied} for x in (params, params.trainable))
     if missing := [leaf.names[0] for leaf in wanted if not any(name in grads for name in leaf.names)]:

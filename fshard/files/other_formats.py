@@ -68,7 +68,7 @@ def source_at(path: str | os.PathLike[str], place: Folder, kind: str) -> Checkpo
         return Checkpoint(f"{place}", place, index, hashlib.sha256(data).hexdigest())
     folder = folder_of(Path(path).parent) if os.path.isfile(path) else place
     try:
-        index = _index(_chunks_at(Path(path), folder))
+        index = _index_of_chunks(_chunks_at(Path(path), folder))
     except (OSError, ValueError) as error:  # their texts begin with the path
         raise CheckpointError(str(error)) from error
     lines = [f"{name!r}: {entry}" for name, entry in index.leaves.items()]
@@ -112,7 +112,7 @@ def _chunks(folder: Folder, name: str) -> Iterator[_Chunk]:
         yield x, tuple(offsets)
 
 
-def _index(chunks: Iterable[_Chunk]) -> Index:
+def _index_of_chunks(chunks: Iterable[_Chunk]) -> Index:
     by_name = dict[str, list[_Chunk]]()
     for chunk in chunks:
         by_name.setdefault(chunk[0].name, []).append(chunk)

@@ -35,15 +35,15 @@ def _new_root() -> Tensor:
 
 
 _OUTERMOST = _new_root()
-_root: ContextVar[Tensor] = ContextVar("fshard_root", default=_OUTERMOST)
+_INNERMOST: ContextVar[Tensor] = ContextVar("fshard_root", default=_OUTERMOST)
 
 
 def root() -> Tensor:
-    return _root.get()
+    return _INNERMOST.get()
 
 
 def another_root() -> AbstractContextManager[None]:
-    return assigned(_root, _new_root())
+    return assigned(_INNERMOST, _new_root())
 
 
 class Anchor(torch.autograd.Function):

@@ -97,7 +97,7 @@ def backward_of(
             is_shared = is_shared or event.is_nested or last != event.checkpoint or (is_known and event.is_new)
             reads[unit] = event.checkpoint, is_shared, min(anchor, event.checkpoint[1])
             if not is_known:
-                _put(due, unit, event)
+                _put_reread(due, unit, event)
         else:
             due.pop(unit, None)
             if event is not None:
@@ -112,7 +112,7 @@ def backward_of(
     return Backward(due, set(reads), tied)
 
 
-def _put(due: dict[U, Due | Reread], unit: U, event: Reread) -> None:
+def _put_reread(due: dict[U, Due | Reread], unit: U, event: Reread) -> None:
     due.pop(unit, None)
     others = [*takewhile(lambda x: getattr(due[x], "checkpoint", None) == event.checkpoint, reversed(due))]
     due[unit] = event

@@ -67,7 +67,7 @@ _CLOSED = (
     "the loss function: unit {!r} of the parameters of an earlier call or micro-batch was used: parameters given to a "
     "loss are good until it returns. Use those it is given now."
 )
-_REFUSED = {
+_REFUSED_EVENTS = {
     ("forward", "reduce"): "the loss function: unit {!r} was given gradients before the loss was returned, by a "
     "backward() inside it. Use torch.autograd.grad(y, x, create_graph=True), or return what is to be differentiated.",
     ("summing", "reduce"): "the loss function: unit {!r} was given gradients twice in one backward, by an autograd "
@@ -103,8 +103,8 @@ class TapeUnit:
             self.entry = self.entry._replace(name=f"{self.entry.name} (kept)")
 
     def check(self, event: Literal["reduce", "gather"]) -> None:
-        if (self.gradients, event) in _REFUSED:
-            raise ValueError(_REFUSED[self.gradients, event].format(self.entry.name))
+        if (self.gradients, event) in _REFUSED_EVENTS:
+            raise ValueError(_REFUSED_EVENTS[self.gradients, event].format(self.entry.name))
 
     def let_go(self) -> None:
         self.leaves = self.bound = None

@@ -203,8 +203,8 @@ def _read_storages(graph: fx.Graph) -> set[int]:
 
 def materialize(graph: fx.Graph) -> None:
     """Compute 0-d values before their pointwise readers: if fused, a value would be computed for each element."""
-    for node in [n for n in graph.nodes if _is_number(n) and torch.Tag.pointwise in getattr(n.target, "tags", ())]:
-        readers = [user for user in node.users if values(user) and not _is_number(user)]
+    for node in [n for n in graph.nodes if _makes_scalars(n) and torch.Tag.pointwise in getattr(n.target, "tags", ())]:
+        readers = [user for user in node.users if values(user) and not _makes_scalars(user)]
         if readers:
             with graph.inserting_after(node):
                 number = copied(graph, node)
@@ -212,7 +212,7 @@ def materialize(graph: fx.Graph) -> None:
                 reader.replace_input_with(node, number)
 
 
-def _is_number(node: fx.Node) -> bool:
+def _makes_scalars(node: fx.Node) -> bool:
     tensors = values(node)
     return node.op == "call_function" and bool(tensors) and all(x.dim() == 0 for x in tensors)
 

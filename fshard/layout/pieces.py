@@ -160,7 +160,7 @@ def typed(x: Tree) -> Layout:
     layout = layout_of(x)
     if not layout.flat:
         return layout
-    tensors = _entries(x, layout) if isinstance(x, Parts) else tree.leaves(x)
+    tensors = _checked_entries(x, layout) if isinstance(x, Parts) else tree.leaves(x)
     dtypes = {number: tensors[layout.row_of[number].tensor].dtype for number in layout.numbers}
     if all(layout.leaves[n].dtype == dtype for n, dtype in dtypes.items()):
         return layout
@@ -193,7 +193,7 @@ def pieces(x: Tree, layout: Layout | None = None) -> list[tuple[int, Tensor]]:
     TypeError if a mapped function has put anything but tensors into the tree.
     """
     layout = layout or layout_of(x)
-    tensors = _entries(x, layout) if isinstance(x, Parts) else tree.leaves(x)
+    tensors = _checked_entries(x, layout) if isinstance(x, Parts) else tree.leaves(x)
     if not layout.flat:
         return [(s.leaf, tensors[s.tensor]) for s in layout.mine]
     return [(s.leaf, tensors[s.tensor][s.start : s.start + s.numel]) for s in layout.mine]
@@ -203,7 +203,7 @@ def path_of(layout: Layout, number: int) -> str:
     return next((layout.leaves[span.leaf].path for span in layout.mine if span.tensor == number), "")
 
 
-def _entries(x: Parts, layout: Layout) -> Sequence[Tensor]:
+def _checked_entries(x: Parts, layout: Layout) -> Sequence[Tensor]:
     for number, entry in enumerate(x.tensors):
         if not isinstance(entry, Tensor) or (layout.flat and entry.dim() != 1):
             leaf = path_of(layout, number)

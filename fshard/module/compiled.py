@@ -30,7 +30,7 @@ def compile_again(part: Any) -> None:
         return
     params = {name: x for name, x in original.named_parameters(remove_duplicate=False) if isinstance(x, Stand)}
     slots = {name: _slots_of(original, name) for name, _ in original.named_buffers(remove_duplicate=False)}
-    compiled = part.dynamo_ctx(_function_of(_without_stands(original)))
+    compiled = part.dynamo_ctx(_functional(_without_stands(original)))
 
     def forward(*args: object, **kwargs: object) -> object:
         if is_tracing():
@@ -53,7 +53,7 @@ def _slots_of(module: nn.Module, name: str) -> tuple[Slots, str]:
     return vars(module.get_submodule(path))["_buffers"], last
 
 
-def _function_of(module: nn.Module) -> Callable[..., tuple[object, Tensors]]:
+def _functional(module: nn.Module) -> Callable[..., tuple[object, Tensors]]:
     def run(params: Tensors, buffers: Tensors, args: Args, kwargs: dict[str, object]) -> tuple[object, Tensors]:
         tensors = {**params, **buffers}
         out = functional_call(module, tensors, args, kwargs)  # puts new buffers into `tensors`

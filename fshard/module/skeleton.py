@@ -318,7 +318,7 @@ def places_in(part: nn.Module) -> list[Member]:
 
 
 def skeleton(module: nn.Module, stands: Mapping[int, Stand]) -> nn.Module:
-    copied = _copy(module, dict(stands))
+    copied = _deep_copy(module, dict(stands))
     for part in copied.modules():
         for kind in ("_parameters", "_buffers"):
             tensors = vars(part)[kind]
@@ -338,7 +338,7 @@ def in_eval_mode(skeleton: nn.Module) -> nn.Module:
 def copy_of(skeleton: nn.Module, calls: Calls) -> nn.Module:
     # a copied RNN reads its weights and keeps them: it must get stands
     with calls.during(ModuleCall(_Stands(skeleton), [])), _Constants() if is_tracing() else nullcontext():
-        return _copy(skeleton, same_stands(skeleton))
+        return _deep_copy(skeleton, same_stands(skeleton))
 
 
 class _Constants(TorchFunctionMode):
@@ -357,7 +357,7 @@ def same_stands(part: nn.Module) -> dict[int, object]:
     return {id(x): x for kind in (part.parameters(), part.buffers()) for x in kind}
 
 
-def _copy(module: nn.Module, memo: dict[int, object]) -> nn.Module:
+def _deep_copy(module: nn.Module, memo: dict[int, object]) -> nn.Module:
     try:
         return copy.deepcopy(module, memo)
     except Exception as failure:

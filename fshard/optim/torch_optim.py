@@ -90,7 +90,7 @@ def _on_leaves(cls: type[Optimizer], hyperparams: Settings) -> Transform:
         rows, layout = [row.detach() for row in tree.leaves(params)], layout_of(params)
         if not rows:  # torch makes no optimizer without parameters
             return state
-        new_entries = _stepped(cls, hyperparams, rows, tree.leaves(grads), _by_leaf(state, layout))
+        new_entries = _stepped(cls, hyperparams, rows, tree.leaves(grads), _entries_by_leaf(state, layout))
         return TorchState(_next_by_name(state, layout, new_entries), {})
 
     return _adapted(cls, hyperparams, init, run)
@@ -200,7 +200,7 @@ def _by_row(state: TorchState, num_rows: int) -> list[Entry]:
     return [row | {name: x.clone() for name, x in state.scalars.items()} for row in rows]
 
 
-def _by_leaf(state: TorchState, layout: Layout) -> list[Entry]:
+def _entries_by_leaf(state: TorchState, layout: Layout) -> list[Entry]:
     entries: dict[int, Entry] = {s.leaf: {} for s in layout.mine}
     for name, x in state.tensors.items():
         for number, leaf in pieces(x):
@@ -210,14 +210,14 @@ def _by_leaf(state: TorchState, layout: Layout) -> list[Entry]:
 
 def _of_user(cls: type[Optimizer], hyperparams: Settings) -> Transform:
     """A trial step with zero gradients shows the state's form; the first real step makes it."""
-    _check_apart(cls, hyperparams)
+    _check_independent(cls, hyperparams)
     first = _first_step(cls, hyperparams, torch.zeros(2, 2, dtype=torch.float32, device="cpu"))
     # the state has 0-d tensors for Python numbers
     numbers = {n: type(x) for n, x in first.items() if not isinstance(x, Tensor)}
-    known, needed = inspect.signature(cls.step).parameters.keys() - {"self", "closure"}, _needed(cls)
+    known, needed = inspect.signature(cls.step).parameters.keys() - {"self", "closure"}, _needed_arguments(cls)
 
     def begin(row: Tensor) -> Entry:
-        return {name: _value(x) for name, x in _first_step(cls, hyperparams, row).items()}
+        return {name: _value_tensor(x) for name, x in _first_step(cls, hyperparams, row).items()}
 
     def init(params: Tree) -> TorchState:
         return TorchState(_first_by_name(params, begin, "cpu"), {BEGUN: double(0.0)})
@@ -233,7 +233,7 @@ def _of_user(cls: type[Optimizer], hyperparams: Settings) -> Transform:
         begun = bool(state.scalars[BEGUN])  # on the CPU: no wait for a device
         if rows:
             optimizer = cls(rows, **hyperparams)
-            for row, g, entry in zip(rows, tree.leaves(grads), _by_leaf(state, layout), strict=True):
+            for row, g, entry in zip(rows, tree.leaves(grads), _entries_by_leaf(state, layout), strict=True):
                 row.grad = g.detach().to(row.dtype, copy=True).resolve_conj()  # a class may write to `grad`
                 if begun:  # the class expects no state at its first step
                     optimizer.state[row] = {n: numbers[n](x) if n in numbers else x for n, x in entry.items()}
@@ -242,14 +242,14 @@ def _of_user(cls: type[Optimizer], hyperparams: Settings) -> Transform:
             for alias, row in zip(aliases, rows, strict=True):
                 if row.data_ptr() != alias.data_ptr():  # a class may give its parameter new memory (p.data = ...)
                     alias.copy_(row)
-            entries = [{name: _value(x) for name, x in optimizer.state[row].items()} for row in rows]
-        _check_names(cls, {name for entry in entries for name in entry}, state)
+            entries = [{name: _value_tensor(x) for name, x in optimizer.state[row].items()} for row in rows]
+        _check_kept_names(cls, {name for entry in entries for name in entry}, state)
         return TorchState(_next_by_name(state, layout, entries), {BEGUN: double(1.0)})
 
     return _adapted(cls, hyperparams, init, run)
 
 
-def _needed(cls: type[Optimizer]) -> list[str]:
+def _needed_arguments(cls: type[Optimizer]) -> list[str]:
     _, *arguments = inspect.signature(cls.step).parameters.values()
     needed = [a.name for a in arguments if a.default is a.empty and a.kind not in (a.VAR_POSITIONAL, a.VAR_KEYWORD)]
     if "closure" in needed:
@@ -260,7 +260,7 @@ def _needed(cls: type[Optimizer]) -> list[str]:
 def _try_step(optimizer: Optimizer) -> None:
     """Pass 1.0 for each argument without a default."""
     cls, step = type(optimizer), cast("Callable[..., object]", optimizer.step)
-    needed = _needed(cls)
+    needed = _needed_arguments(cls)
     try:
         step(**{name: torch.ones((), dtype=torch.float32, device="cpu") for name in needed})
     except Exception as failure:
@@ -272,7 +272,7 @@ def _try_step(optimizer: Optimizer) -> None:
         ) from failure
 
 
-def _check_apart(cls: type[Optimizer], hyperparams: Settings) -> None:
+def _check_independent(cls: type[Optimizer], hyperparams: Settings) -> None:
     """ValueError if an update depends on the call's other parameters: ranks hold different parameters."""
 
     def stepped(*starts: Tensor) -> list[Tensor]:
@@ -292,7 +292,7 @@ def _check_apart(cls: type[Optimizer], hyperparams: Settings) -> None:
         )
 
 
-def _check_names(cls: type[Optimizer], names: set[str], state: TorchState) -> None:
+def _check_kept_names(cls: type[Optimizer], names: set[str], state: TorchState) -> None:
     if late := names - state.tensors.keys():
         raise ValueError(
             f"from_torch: {cls.__name__} keeps {min(late)!r} of a parameter, which its first step with a gradient of "
@@ -300,7 +300,7 @@ def _check_names(cls: type[Optimizer], names: set[str], state: TorchState) -> No
         )
 
 
-def _value(x: Tensor | float) -> Tensor:
+def _value_tensor(x: Tensor | float) -> Tensor:
     return x if isinstance(x, Tensor) else double(x) if isinstance(x, float) else torch.tensor(x, device="cpu")
 
 

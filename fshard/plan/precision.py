@@ -82,11 +82,11 @@ class Policy:
             if not colon:
                 raise ValueError(f"policy: {override.strip()!r}: expected 'pattern: name=dtype, ...' after a semicolon")
             overrides.append((pattern.strip(), cls.parse(words)))
-        dtypes, cast_inputs, cast_at = _settings(first)
+        dtypes, cast_inputs, cast_at = _parsed_settings(first)
         return cls(**dtypes, cast_inputs=cast_inputs, cast_at=cast_at, overrides=tuple(overrides))
 
     def __str__(self) -> str:
-        words = [f"{name}={_name(getattr(self, name))}" for name in _DTYPES if getattr(self, name) is not None]
+        words = [f"{name}={_dtype_name(getattr(self, name))}" for name in _DTYPES if getattr(self, name) is not None]
         words += ["cast_inputs=no"] * (not self.cast_inputs)
         words += [f"cast_at={' '.join(self.cast_at)}"] if self.cast_at else []
         return "; ".join([",".join(words), *(f"{where}: {policy}" for where, policy in self.named().overrides)])
@@ -135,7 +135,7 @@ def _are_pairs(x: object) -> bool:
     return all(isinstance(pair, tuple) and len(pair) == 2 for pair in x)
 
 
-def _settings(text: str) -> tuple[dict[str, str], bool, tuple[str, ...]]:
+def _parsed_settings(text: str) -> tuple[dict[str, str], bool, tuple[str, ...]]:
     settings: dict[str, str] = {}
     for word in filter(None, (word.strip() for word in text.split(","))):
         name, value = (x.strip() for x in (*word.partition("=")[::2],))
@@ -160,7 +160,7 @@ def _dtype(field: str, value: Dtype) -> torch.dtype | None:
     return dtype
 
 
-def _name(dtype: torch.dtype) -> str:
+def _dtype_name(dtype: torch.dtype) -> str:
     return _NAMES.get(dtype, str(dtype).removeprefix("torch."))
 
 
@@ -194,13 +194,13 @@ class Precision:
     @property
     def brief(self) -> str:
         """The dtypes of storage and computation: "f32", "f32/bf16"."""
-        return "/".join(map(_name, dict.fromkeys((self.storage, self.compute))))
+        return "/".join(map(_dtype_name, dict.fromkeys((self.storage, self.compute))))
 
     def __str__(self) -> str:
         words = [str(self.storage).removeprefix("torch.")]
-        words += [f"computed in {_name(self.compute)}"] * (self.compute != self.storage)
-        words += [f"reduced in {_name(self.reduce)}"] * (self.reduce != self.compute)
-        words += [f"gradients in {_name(self.grads)}"] * (self.grads != self.storage)
+        words += [f"computed in {_dtype_name(self.compute)}"] * (self.compute != self.storage)
+        words += [f"reduced in {_dtype_name(self.reduce)}"] * (self.reduce != self.compute)
+        words += [f"gradients in {_dtype_name(self.grads)}"] * (self.grads != self.storage)
         return ", ".join(words)
 
 

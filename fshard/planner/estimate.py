@@ -151,7 +151,7 @@ def estimate(step: Callable[..., Tree], state: Tree, batch: Tree, *args: Tree) -
     stack = stack_of(sharded[0]) if sharded else None
     figures, said = _of_few(fn, options, given, sharded[0], stack) if stack else (None, "no list of equal units")
     if figures is None:
-        whole = _read(fn, options, given, stack)
+        whole = _read_step(fn, options, given, stack)
         sites = [[i] for i in range(len(whole.sites))]
         figures, said = _figures([whole], sites, _Growth((0,), 0), stack), f"the whole graph: {said}"
     notes = [f"the graph of jit(step, donate={options.donate}, bucket={options.bucket}, in_flight={options.in_flight})"]
@@ -185,7 +185,7 @@ class _Figures(NamedTuple):
     sent: _Sent
 
 
-def _read(fn: Callable[..., Tree], options: Options, given: Sequence[Tree], stack: Stack | None) -> _Reading:
+def _read_step(fn: Callable[..., Tree], options: Options, given: Sequence[Tree], stack: Stack | None) -> _Reading:
     lowered = lower(partial(noted, fn, call_site()), *flatten(given, {}), options)
     return _Reading(lowered, stack, "optimizer" if _has_state_on_host(given) else "")
 
@@ -214,7 +214,7 @@ def _of_few(
         places = runs(few, more)
         if places is None or expanded(few, places, stack.depth - depths[0]) != whole:
             return None, f"{name}, but the loss does not compute the same with each"
-        readings = [_read(fn, options, each, stack) for each in states]
+        readings = [_read_step(fn, options, each, stack) for each in states]
     except (TraceError, RuntimeError, TypeError, ValueError, LookupError, AttributeError) as failure:
         return None, f"{name}, but with fewer the loss fails: {type(failure).__name__}: {failure}".splitlines()[0]
     sizes = set.intersection(*(reading.sizes for reading in readings))

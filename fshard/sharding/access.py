@@ -78,7 +78,7 @@ class Shown:
         for key, read in [*self._read.items()]:
             # a container of leaves alone has no container inside
             nests = read.spec.num_nodes > read.spec.num_leaves + 1
-            if sys.getrefcount(read.container) > _ALONE or (nests and _has_inside(read.container)):
+            if sys.getrefcount(read.container) > _OUTSIDE or (nests and _has_inside(read.container)):
                 continue
             if not tree.consists_of(read.container, read.spec, read.leaves):
                 read.inside[read.position] = read.container
@@ -96,11 +96,11 @@ class Shown:
                 read.inside[read.position] = read.container
 
 
-# References to a container: `_ALONE` by a list and the call, `_INSIDE` also by its parent. If Python counts more, a
+# References to a container: `_OUTSIDE` by a list and the call, `_INSIDE` also by its parent. If Python counts more, a
 # unit stays in memory longer; if fewer, a change made after another unit was read is lost.
 _EXAMPLE: list[Tree] = [{}]
-_ALONE = sys.getrefcount(_EXAMPLE[0])
-_INSIDE = _ALONE + 1
+_OUTSIDE = sys.getrefcount(_EXAMPLE[0])
+_INSIDE = _OUTSIDE + 1
 
 
 def _has_inside(container: Tree) -> bool:

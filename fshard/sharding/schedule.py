@@ -139,7 +139,7 @@ class Schedule:
 
     def __init__(self, view: View):
         plan = view.plan
-        entries = {unit: _entry(view, unit) for unit in range(*view.units)}
+        entries = {unit: _unit_entry(view, unit) for unit in range(*view.units)}
         self.sends = any(e.sent for e in entries.values())
         self.entries = {unit: e._replace(leads=e.sent or not self.sends) for unit, e in entries.items()}
         self.last = view.units[1] - 1  # the last unit
@@ -176,12 +176,12 @@ class Schedule:
             return self._runs[first, num]
         except KeyError:
             is_shared = len(set(self._claims[first : first + num])) > 1
-        runs = None if is_shared else _runs([*map(self.leaf, range(first, first + num))])
+        runs = None if is_shared else _runs_of_places([*map(self.leaf, range(first, first + num))])
         self._runs[first, num] = runs
         return runs
 
 
-def _runs(places: Iterable[tuple[int, int]]) -> Runs:
+def _runs_of_places(places: Iterable[tuple[int, int]]) -> Runs:
     runs = list[tuple[int, slice]]()
     for unit, number in places:
         last, leaves = runs[-1] if runs else (None, slice(0))
@@ -213,7 +213,7 @@ def schedule(view: View) -> Schedule:
     return known[key]
 
 
-def _entry(view: View, unit: int) -> Entry:
+def _unit_entry(view: View, unit: int) -> Entry:
     plan = view.plan
     rows = tuple(view.rows[unit, kind] for kind in view.kinds if (unit, kind) in view.rows)
     slots = tuple(slot for row in rows for slot in row.leaves)

@@ -162,15 +162,15 @@ def _checked_extra(old: Tree, new: Tree, versions: Sequence[int | None]) -> Tree
         raise ValueError(f"with_extra: {must}: {tree.difference(old, new)}") from None
     expected, got = (dict(tree.paths_to(x, Sharded)) for x in (old, new))
     for path, before in expected.items():
-        if (form := _form(before)) != _form(got[path]):
+        if (form := _argument_form(before)) != _argument_form(got[path]):
             raise ValueError(
-                f"with_extra: extra leaf {path!r}: expected {form}, as in the state, got {_form(got[path])}. "
+                f"with_extra: extra leaf {path!r}: expected {form}, as in the state, got {_argument_form(got[path])}. "
                 "Tensors keep shape and dtype, and all else its value: what changes must be a tensor."
             )
     return new
 
 
-def _form(leaf: object) -> str:
+def _argument_form(leaf: object) -> str:
     if isinstance(leaf, Tensor):
         return f"{leaf.dtype}{list(leaf.shape)} on {leaf.device}"
     return f"the Sharded at {id(leaf):#x}" if isinstance(leaf, Sharded) else repr(leaf)

@@ -175,7 +175,7 @@ class Squares:
         return torch.stack(totals).sum().sqrt().to(self._dtype)
 
 
-def _runs(layout: Layout, view: View) -> Runs:
+def _shard_runs(layout: Layout, view: View) -> Runs:
     known, key = layout.derived.runs, (view.plan.fingerprint, view.over, view.kinds)
     if key not in known:
         runs = dict[tuple[int, int], list[tuple[int, int, int, int]]]()
@@ -217,7 +217,7 @@ class Updates:
         def update(tx: Transform, state: Tree, skip: FoundInf | None, layout: Layout | None = None) -> Tree:
             if layout is None:  # the state is cut as parameters are
                 return update_part(tx, state, [params], [grads], lambda x: [x.shard(unit, kind)], skip, own_grads=True)
-            runs = _runs(layout, self._view).get((unit, kind), ())
+            runs = _shard_runs(layout, self._view).get((unit, kind), ())
             of_params, of_grads = ([x[start : start + numel] for start, numel, _, _ in runs] for x in (params, grads))
             cut = lambda x: [x.tensors[tensor][at : at + numel] for _, numel, tensor, at in runs]  # noqa: E731
             return update_part(tx, state, of_params, of_grads, cut, skip, own_grads=True)

@@ -122,7 +122,7 @@ def init_state(
     extra = tree.map(lambda x: x.detach().clone() if isinstance(x, Tensor) else x, extra)
     # one rank has nothing to compare, and reads no scale
     if sharded.plan.linked and not is_tracing() and not present(sharded.plan.live_mesh()).abstract:
-        _check_alike(sharded, seed, scaler)
+        _check_same_start(sharded, seed, scaler)
     # random numbers of a step are seeded on the host
     step, rng = (torch.tensor(number, device="cpu") for number in (0, seed))
     if sharded.plan.state_crosses:  # the device may have no room for the whole state
@@ -147,7 +147,7 @@ def _of_its_own(opt_state: Tree, params: Sequence[Tensor]) -> Tree:
     return tree.map(own, opt_state)
 
 
-def _check_alike(params: Sharded, seed: int, scaler: LossScale) -> None:
+def _check_same_start(params: Sharded, seed: int, scaler: LossScale) -> None:
     plan, (leaves, spec) = params.plan, tree.flatten(scaler)
     values = [leaf.tolist() for leaf in leaves if isinstance(leaf, Tensor)]
     text = f"seed={seed}\nloss_scale={type(scaler).__name__} of {values}, {spec}"
@@ -336,7 +336,7 @@ def _step_after_backward(
     else:
         updated, opt_state = _updated_shards(tx, grads, state, skip, recipe.donate, in_slices)
         del grads  # frees memory for the gathers of new parameters
-        new_params = _gathered(updated, params, recipe.donate)
+        new_params = _gathered_params(updated, params, recipe.donate)
     new_state = TrainState(new_params, opt_state, state.loss_scale.adjust(found_inf), state.step + 1, state.rng, extra)
     found_inf = (~norm.isfinite()).float() if skip is None else any_found(skip)
     return Stepped(new_state, outcome, norm, found_inf)
@@ -446,7 +446,7 @@ def _update_from_host(
     is_kept = donate and tree.flatten(old)[1] == tree.flatten(new)[1]
     back = map_parts(_back_to, old, new) if is_kept else map_parts(ahead.to_host, new)
     params.plan.crossings.down.settle()
-    return _gathered(updated, params, in_place), in_new_containers(back)
+    return _gathered_params(updated, params, in_place), in_new_containers(back)
 
 
 def _back_to(old: Tensor, new: Tensor) -> Tensor:
@@ -455,7 +455,7 @@ def _back_to(old: Tensor, new: Tensor) -> Tensor:
     return old.copy_(new) if fits else ahead.to_host(new)
 
 
-def _gathered(updated: Sharded | Views, params: Sharded, donate: bool) -> Sharded:
+def _gathered_params(updated: Sharded | Views, params: Sharded, donate: bool) -> Sharded:
     """(n / W_state,) -> (n / W_params,); with `donate` in place."""
     plan = params.plan
     new_trained = coarsen(updated, plan.params_over, params.trainable if donate else None)

@@ -261,13 +261,13 @@ def apply_updates(params: Tree, updates: Tree) -> Tree:
     """
     pairs, spec = tree.pairs("apply_updates: updates are not of the structure of params", params, updates)
     for number, (p, u) in enumerate(pairs):
-        if u is not None and (misfit := _unlike(u, p)):
+        if u is not None and (misfit := _unlike_param(u, p)):
             raise ValueError(f"apply_updates: the update of leaf {tree.paths(spec)[number]!r} {misfit}")
     # the sum may promote to float32: one rounding, at the end
     return tree.unflatten(spec, [p if u is None else (p + u).to(p.dtype) for p, u in pairs])
 
 
-def _unlike(x: object, p: Tensor) -> str | None:
+def _unlike_param(x: object, p: Tensor) -> str | None:
     if not isinstance(x, Tensor):
         return f"is no tensor: got {shown(x)}"
     if x.shape != p.shape:
@@ -322,7 +322,7 @@ class Needs:
             runs = g.runs if isinstance(g, Views) else [g.tensors]
             has_complex = any(view.is_complex() for run in runs for view in run)
             return "is complex, which this takes none of" if self.real and has_complex else None
-        if unlike := _unlike(g, p):
+        if unlike := _unlike_param(g, p):
             return unlike
         if g.layout is not torch.strided and not self.sparse:
             return "is sparse, which only sgd without momentum and weight decay takes. Make it dense with .to_dense()"

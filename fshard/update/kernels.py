@@ -35,7 +35,7 @@ Columns = Sequence[Sequence[Tensor]]  # parameters, gradients and each moment, o
 Constants: TypeAlias = Mapping[str, Any]
 
 _NUMBERS = (numbers.Number, torch.SymInt, torch.SymFloat)
-_KEPT = (
+_KEEPS_STRUCTURE = (
     "a step that may be skipped keeps the structure of a state, and the shape of each tensor in it. Start with its "
     "final form (fshard.tree.map(torch.zeros_like, params))"
 )
@@ -271,7 +271,7 @@ def unscale_(rows: Sequence[Tensor], inverse: Tensor, most: int = MOST) -> Tenso
 
 def each_where(condition: Tensor, old: Tree, new: Tree) -> Tree:
     """Apply `where` to leaves; ValueError names a leaf of another shape."""
-    pairs, spec = tree.pairs(f"{_KEPT}. After an update", old, new)
+    pairs, spec = tree.pairs(f"{_KEEPS_STRUCTURE}. After an update", old, new)
     result: list[Tree] = []
     for a, b in pairs:
         try:
@@ -290,7 +290,7 @@ def where(condition: Tensor, a: Any, b: Any) -> object:
         return b
     shapes = [x.shape if isinstance(x, Tensor) else () if isinstance(x, _NUMBERS) else None for x in (a, b)]
     if shapes[0] != shapes[1] or shapes[0] is None:
-        raise ValueError(f"expected {shown(a)}, as before, got {shown(b)}: {_KEPT}")
+        raise ValueError(f"expected {shown(a)}, as before, got {shown(b)}: {_KEEPS_STRUCTURE}")
     if not isinstance(a, Tensor):
         # counts become float64, too: torch would compute 0.9 ** n in float32 for an integer n
         dtype = torch.bool if isinstance(a, bool) and isinstance(b, bool) else torch.float64

@@ -211,7 +211,7 @@ def by_label(transforms: Mapping[Label, TransformLike], labels: Labels) -> Trans
     txs = {label: as_transform(tx) for label, tx in transforms.items()}
 
     def init(params: Tree) -> LabelState:
-        layouts = tuple(_split(layout_of(params), txs, labels).items())
+        layouts = tuple(_split_by_label(layout_of(params), txs, labels).items())
         return LabelState({label: txs[label].init(packed(pick(params, part))) for label, part in layouts}, layouts)
 
     def update(
@@ -326,7 +326,7 @@ def check_labelled(tx: Transform) -> None:
         )
 
 
-def _split(layout: Layout, transforms: Mapping[Label, TransformLike], labels: Labels) -> dict[Label, Layout]:
+def _split_by_label(layout: Layout, transforms: Mapping[Label, TransformLike], labels: Labels) -> dict[Label, Layout]:
     if not callable(labels):
         _check_patterns(layout, labels)
     _check_ties(layout, labels)

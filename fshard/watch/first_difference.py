@@ -36,7 +36,7 @@ Key: TypeAlias = tuple[str, str | int]  # kind and name of a value; for an opera
 _KINDS = ("operator", GRADIENT, SUM, METRIC, PARAMETER)
 _SMALL = 2.0**-6  # values below this part of the arguments may be rounding
 _MOST_UPDATE = 2.0**-4  # agreeing gradients differ by at most this part; updates may differ four times as much
-_MOST_AXES = 6  # axes of several ranks: each triples the ways
+_MOST_TRIED_AXES = 6  # axes of several ranks: each triples the ways
 _HALF = 2.0**-20
 
 
@@ -153,7 +153,7 @@ def first_difference(
     """
     if rtol is not None and not (is_number(rtol) and 0 <= rtol < math.inf):
         raise ValueError(f"first_difference: {wrong('rtol', rtol, 'a finite number from 0 on')}")
-    runs, wanted = _read("got", got), _read("expected", expected)
+    runs, wanted = _read_runs("got", got), _read_runs("expected", expected)
     numbers = [[len(run.forwards) for run in each] for each in (runs, wanted)]
     is_same = len(runs) == len(wanted) and (len(runs) > 1 or runs[0].sizes == wanted[0].sizes)
     is_same = is_same and len({*numbers[0], *numbers[1]}) == 1
@@ -168,11 +168,11 @@ def first_difference(
         raise ValueError(f"first_difference: expected what observed(step) returns, by rank: {error}") from error
 
 
-def _read(name: str, by_rank: Sequence[Observed]) -> list[_Run]:
+def _read_runs(name: str, by_rank: Sequence[Observed]) -> list[_Run]:
     try:
         runs = [_Run(seen) for seen in by_rank]
         sizes = [size for size in runs[0].sizes if size != 1]
-        require(len(sizes) <= _MOST_AXES, f"more than {_MOST_AXES} axes of several ranks")
+        require(len(sizes) <= _MOST_TRIED_AXES, f"more than {_MOST_TRIED_AXES} axes of several ranks")
         ranks = math.prod(sizes) if all(run.forwards and run.end for run in runs) else 0
     except Exception as error:  # foreign data raise errors of many types
         expected = "what observed(step) returns beside its results, by rank"
@@ -278,7 +278,7 @@ def _combined(parts: Sequence[Tensor], sizes: Sequence[int], way: Way) -> list[T
     return [(x / num).to(parts[0].dtype) for x in totals]
 
 
-def _alike(got: Sequence[Tensor], want: Sequence[Tensor], limit: float) -> bool:
+def _values_alike(got: Sequence[Tensor], want: Sequence[Tensor], limit: float) -> bool:
     if any(x.dtype != want[0].dtype for x in got):
         return False
     same_shapes = all(x.shape == want[0].shape for x in (*got, *want))
@@ -352,7 +352,7 @@ class _Ranks:
         for of_ranks, of_one in product(_ways(sizes, words), _ways(sizes_of_one, words)):
             got = _combined([x.value for x in parts], sizes, of_ranks)
             wanted = _combined([x.value for x in want], sizes_of_one, of_one)
-            if got and wanted and _alike(got, wanted, limit):
+            if got and wanted and _values_alike(got, wanted, limit):
                 yield of_ranks, of_one
 
     def _note(self, number: int, parts: Sequence[_Value], want: Sequence[_Value], limit: float) -> None:

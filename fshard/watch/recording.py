@@ -51,7 +51,7 @@ Steps = Collection[int] | Callable[[int], bool] | None
 Json: TypeAlias = dict[str, Any]
 _FORMAT = 3
 _ALIGN = 64  # bytes: new tensors start at multiples of 64
-_MOST = 1 << 20  # ranks
+_MOST_RANKS = 1 << 20  # ranks
 _MOST_THREADS = 1 << 10
 _MOST_AXES = 16
 _MOST_EQUAL = 64  # tensors in one memory, as a compiled step's result and its views
@@ -113,7 +113,7 @@ def record(
         (after, metrics), *seen = result if isinstance(result[0], tuple) else (result,)
         if chosen or (nonfinite and _went_nonfinite(metrics) and _has_room(folder, number, keep)):
             results = {"state": after, "metrics": metrics} | ({"seen": seen[0]} if seen else {})
-            _write(step_folder(folder, number), arguments | {"state": before}, results)
+            _write_step(step_folder(folder, number), arguments | {"state": before}, results)
         return result
 
     return recorded
@@ -137,7 +137,7 @@ def origin_of(state: TrainState) -> Json:
     return {"axes": dict(plan.axes), "rank": rank_in(plan.live_mesh()), "plan": plan.describe()}
 
 
-def _write(folder: Path, before: dict[str, Tree], after: dict[str, Tree]) -> None:
+def _write_step(folder: Path, before: dict[str, Tree], after: dict[str, Tree]) -> None:
     try:
         origin = origin_of(before["state"])
     except DonatedError as gone:
@@ -223,7 +223,7 @@ class RecordedStep:
                 f"{self.folder}: the {what} is not the one that was recorded: {lacking(wanted, paths) or 'its order'}. "
                 "Give replay the code that made the recorded step."
             )
-        tensors, plain = _tensors(self.folder / f"{name}.pt"), self.about[f"{name} {what}"]["plain"]
+        tensors, plain = _recorded_tensors(self.folder / f"{name}.pt"), self.about[f"{name} {what}"]["plain"]
         keys = [f"{what} {i}" for i in range(len(leaves))]
         missing = [key for i, key in enumerate(keys) if str(i) not in plain and key not in tensors]
         if missing:
@@ -238,7 +238,7 @@ class RecordedStep:
     def seen(self) -> Json:
         if "after seen" not in self.about:
             raise ValueError(f"{self.folder}: expected an observed step: record(observed(step), dir), got another one")
-        plain, tensors = self.about["after seen"]["plain"], _tensors(self.folder / "after.pt")
+        plain, tensors = self.about["after seen"]["plain"], _recorded_tensors(self.folder / "after.pt")
         num = len(plain)  # names come first
         keys = [f"seen {num + i}" for i in range(num)]
         if not {*keys} <= {*tensors} or {*plain} != {str(i) for i in range(num)}:
@@ -313,7 +313,7 @@ def _opened(path: Path, expected: str, most: int = 1) -> Iterator[tuple[Plain, C
         raise ValueError(f"{path}: expected {expected}: {wrong}") from wrong
 
 
-def _tensors(path: Path) -> dict[str, Tensor]:
+def _recorded_tensors(path: Path) -> dict[str, Tensor]:
     with _opened(path, "the tensors of a recorded step") as (records, tensor):
         require(isinstance(records, dict), f"a {type(records).__name__} in place of tensors by name")
         return {key: tensor(key, record) for key, record in records.items()}
@@ -342,7 +342,7 @@ def _is_number(x: object, least: int, most: int) -> bool:
 
 
 def _are_sizes(x: dict[str, object]) -> bool:
-    return len(x) <= _MOST_AXES and all(_is_number(n, 1, _MOST) for n in x.values())
+    return len(x) <= _MOST_AXES and all(_is_number(n, 1, _MOST_RANKS) for n in x.values())
 
 
 def _is_filed(x: object) -> bool:
@@ -362,7 +362,7 @@ _KEYS: dict[str, tuple[Callable[[object], bool], str]] = {
         lambda x: isinstance(x, dict) and all(_is_number(n, 0, _ALIGN - 1) for n in x.values()),
         f"numbers below {_ALIGN} by tensor",
     ),
-    "rank": (lambda x: _is_number(x, 0, _MOST), "the number of a rank"),
+    "rank": (lambda x: _is_number(x, 0, _MOST_RANKS), "the number of a rank"),
     "axes": (lambda x: isinstance(x, dict) and _are_sizes(x), f"the sizes of at most {_MOST_AXES} axes, by name"),
     "plan": (lambda x: isinstance(x, str), "a text"),
 } | dict.fromkeys(

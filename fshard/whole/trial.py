@@ -116,10 +116,10 @@ def _chosen(leaves: Sequence[Leaf], numbers: Sequence[int]) -> dict[int, Form]:
             by_dims.setdefault(len(leaf.shape), []).append(n)
     ranked = sorted((place, n) for group in by_dims.values() for place, n in enumerate(group))
     form_of = {n: leaf for leaf, n in order}
-    return {n: _cut(form_of[n]) for n in sorted(n for _, n in ranked[:_LEAVES])}
+    return {n: _small_form(form_of[n]) for n in sorted(n for _, n in ranked[:_LEAVES])}
 
 
-def _cut(leaf: Leaf) -> Form:
+def _small_form(leaf: Leaf) -> Form:
     small = leaf.numel <= _LARGEST
     return Form(leaf.shape if small else tuple(min(size, _SIDE) for size in leaf.shape), leaf.dtype)
 

@@ -39,10 +39,10 @@ Places: TypeAlias = Sequence[tuple[int, ...]]  # distinct for leaves and shards
 
 def bring(x: Tree) -> Tree:
     """Send each leaf of `Parts` whole to one rank; a whole leaf is not copied."""
-    return tree.map_tops(_whole, Parts, x)
+    return tree.map_tops(_whole_parts, Parts, x)
 
 
-def _whole(x: Tree) -> Tree:
+def _whole_parts(x: Tree) -> Tree:
     if not isinstance(x, Parts) or not x.layout.flat:
         return x
     layout = to_owners(x.layout)
@@ -119,7 +119,7 @@ def in_trees(init: Init, told: bool) -> Init:
                     '{"mu": fshard.tree.map(torch.zeros_like, params), "nu": ...}'
                 )
         for path, entry in tree.paths_to(state, lambda x: False):
-            if not isinstance(entry, Tensor) and (names := _with_tensors(entry)):
+            if not isinstance(entry, Tensor) and (names := _tensor_attributes(entry)):
                 kind = type(entry).__name__
                 raise Misplaced(
                     f"{named(init)}: its state{f' {path!r}' * bool(path)} is an object of the class {kind}, in which "
@@ -133,7 +133,7 @@ def in_trees(init: Init, told: bool) -> Init:
     return run
 
 
-def _with_tensors(entry: object) -> list[str]:
+def _tensor_attributes(entry: object) -> list[str]:
     names = getattr(entry, "__dict__", getattr(type(entry), "__slots__", ()))
     return [name for name in names if tree.tensors(tree.leaves(getattr(entry, name, None)))]
 
@@ -210,7 +210,7 @@ def _leaf_by_leaf(update: Update, grads: Parts, state: Tree, *more: Tree, **extr
         if not drew():
             return updates, new
     updates, states = _piecewise(here, update, grads, state, *more, **extra)
-    return updates, _joined(new, states)
+    return updates, _joined_states(new, states)
 
 
 def row_by_row(update: Update) -> Update:
@@ -222,9 +222,9 @@ def row_by_row(update: Update) -> Update:
             updates, new = _whole_tree(update, grads, *given, **extra)
         else:
             updates, states = _piecewise(seeds.following(), update, grads, *given, **extra)
-            _check_structure(update, tree.map_tops(_cut(0), Parts, state), states[-1])
+            _check_same_structure(update, tree.map_tops(_leaf_picker(0), Parts, state), states[-1])
             last = tree.map_tops(lambda old, new: old if isinstance(old, Parts) else new, Parts, state, states[-1])
-            new = _joined(last, states)
+            new = _joined_states(last, states)
         check_shapes(update, state, new)
         return updates, new
 
@@ -273,17 +273,17 @@ def _piecewise(seeds: Seeds, update: Update, grads: Parts, *trees: Tree, **extra
     results = []
     for number, place in enumerate(_places(grads.layout)):
         with seeds.at(*place).block():
-            given = tree.map_tops(_cut(number), Parts, (grads, *trees))
+            given = tree.map_tops(_leaf_picker(number), Parts, (grads, *trees))
             results.append(update(*given, **extra))
     tensors = [x for updates, _ in results for x in tree.leaves(updates)]
     return tree.unflatten(tree.flatten(grads)[1], tensors), [state for _, state in results]
 
 
-def _cut(number: int) -> Callable[[Tree], Tree]:
+def _leaf_picker(number: int) -> Callable[[Tree], Tree]:
     return lambda x: [x.tensors[number]] if isinstance(x, Parts) else x
 
 
-def _check_structure(update: Update, old: Tree, new: Tree) -> None:
+def _check_same_structure(update: Update, old: Tree, new: Tree) -> None:
     """ValueError for another structure: the leaves of its tensors are not known."""
     if tree.flatten(old)[1] != tree.flatten(new)[1]:
         same = "a number or None has become a tree, or a list or dict has other entries"
@@ -294,7 +294,7 @@ def _check_structure(update: Update, old: Tree, new: Tree) -> None:
         )
 
 
-def _joined(like: Tree, states: Sequence[Tree]) -> Tree:
+def _joined_states(like: Tree, states: Sequence[Tree]) -> Tree:
     """Return `like` with the tensors of all states in its `Parts`."""
 
     def put(x: Tree, *pieces: Tree) -> Tree:
@@ -323,7 +323,7 @@ def _begun(init: Init, whole: Tree) -> Tree:
     except Exception as failure:  # perhaps `init` reads the first leaf
         if isinstance(failure, MismatchError) or not isinstance(whole, Parts) or whole.tensors:
             raise
-        stand_in = _stand_in(whole)
+        stand_in = _smallest_leaf(whole)
         return _put_back(init(stand_in), stand_in, whole)
 
 
@@ -334,13 +334,13 @@ def _on_none(init: Init, update: Update, grads: Parts, state: Tree, *more: Tree,
     except MismatchError:
         raise
     except Exception:  # as in `_begun`
-        stand_in = _stand_in(grads)
+        stand_in = _smallest_leaf(grads)
         made = tree.map_tops(lambda new, old: new if isinstance(new, Parts) else old, Parts, init(stand_in), state)
         given = tree.map_tops(lambda x: stand_in if isinstance(x, Parts) else x, Parts, more)
         return _put_back(_whole_tree(update, stand_in, made, *given, **extra), stand_in, grads)
 
 
-def _stand_in(x: Parts) -> Parts:
+def _smallest_leaf(x: Parts) -> Parts:
     """The smallest leaf, of zeros."""
     layout = x.layout
     smallest = min(layout.numbers, key=lambda n: layout.leaves[n].numel)

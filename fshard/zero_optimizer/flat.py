@@ -37,7 +37,7 @@ def flat_init(tx: Transform, mesh: AnyMesh, axes: Axes, bucket: int, block: int,
     # elements for `bucket` bytes, at the mean itemsize of trained leaves
     size = max(1, bucket * sum(x.numel() for x in trained) // max(1, sum(x.nbytes for x in trained)))
     plan = make_plan(params, mesh, units=size, params_over=(), grads_over=(), state_over=axes, block=block)
-    return ZeroState(tx.init(_part(plan, _by_slot(plan, params, "parameters"))), plan)
+    return ZeroState(tx.init(_part_of_rank(plan, _by_slot(plan, params, "parameters"))), plan)
 
 
 def _by_slot(plan: Plan, x: Tree, what: str) -> dict[Slot, Tensor]:
@@ -58,7 +58,7 @@ def _rows(plan: Plan) -> list[Row[Slot]]:
     return [*_view(plan).rows.values()]
 
 
-def _part(plan: Plan, leaves: Mapping[Slot, Tensor], local: bool = False) -> Sharded:
+def _part_of_rank(plan: Plan, leaves: Mapping[Slot, Tensor], local: bool = False) -> Sharded:
     """Return this rank's shards; sum `local` gradients over ranks."""
     view, device = _view(plan), _device_of_leaves(plan, leaves)
     likes = [torch.empty(0, dtype=plan.kinds[kind].dtype, device=device) for kind in view.kinds]
@@ -140,8 +140,8 @@ def flat_update(
     if differentiates((grads, state, values(params), extra)):
         return update_on_all(tx, _view(plan).layout, local, grads, state, params, extra)
     gradients = _by_slot(plan, grads, "gradients")
-    grads_part = _part(plan, gradients, local)
-    params_part = None if params is None else _part(plan, _by_slot(plan, params, "parameters"))
+    grads_part = _part_of_rank(plan, gradients, local)
+    params_part = None if params is None else _part_of_rank(plan, _by_slot(plan, params, "parameters"))
     updates, inner = tx.update(grads_part, state.inner, params_part, **extra)
     updated = _Buckets(plan, _device_of_leaves(plan, gradients)).gather_all(updates)
     return tree.unflatten(plan.spec, [updated.get(slot) for slot in plan.slots]), ZeroState(inner, plan)
@@ -167,7 +167,7 @@ def flat_step(
         new_leaves = buckets.leaves()
     else:
         # both parts are copies: the optimizer may overwrite them
-        grads_part, params_part = _part(plan, gradients, local), _part(plan, old)
+        grads_part, params_part = _part_of_rank(plan, gradients, local), _part_of_rank(plan, old)
         new, inner = tx.step(grads_part, inner, params_part, found_inf, True, **extra | {"own_grads": True})
         new_leaves = buckets.gather_all(new)
     updated = old | new_leaves
