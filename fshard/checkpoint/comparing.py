@@ -111,13 +111,13 @@ def _double(x: Tensor) -> Tensor:
 def _read_row_major(place: Folder, entry: IndexEntry, begin: int, end: int, name: str) -> Tensor:
     """Read elements [begin, end) in row-major order. If the stored order differs, elements between are read, too."""
     if not entry.order:
-        return elements(place, entry, begin, end, name)
+        return stored_elements(place, entry, begin, end, name)
     numbers = numbers_in(entry.order, entry.shape, (), begin, end - begin)
     low, high = int(numbers.min()), int(numbers.max()) + 1
-    return elements(place, entry, low, high, name)[numbers - low]
+    return stored_elements(place, entry, low, high, name)[numbers - low]
 
 
-def elements(place: Folder, entry: IndexEntry, begin: int, end: int, name: str) -> Tensor:
+def stored_elements(place: Folder, entry: IndexEntry, begin: int, end: int, name: str) -> Tensor:
     """Read elements [begin, end), in the stored order, to the host."""
     size = entry.dtype.itemsize
     data = bytearray((end - begin) * size)

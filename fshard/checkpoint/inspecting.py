@@ -20,7 +20,7 @@ from ..files.foreign import printable
 from ..files.index import CheckpointError, Index, IndexEntry, Piece, read_block
 from ..files.other_formats import header_of
 from ..files.safetensors_file import CHUNK, NAMES, stored
-from ..plan.owners import aligned
+from ..plan.owners import tabulate
 
 _RANK = re.compile(r"-rank-(\d{1,9})(-\d+)?\.safetensors")
 _DAMAGED = "damaged"
@@ -56,7 +56,7 @@ def _table(names: Sequence[str], rows: Sequence[Sequence[object]]) -> Iterator[T
     titles = [*(name.replace("_", " ") for name in names[:-1]), ""]
     right = [n for n, name in enumerate(names) if name not in ("file", "note")]
     cells = [[f"{x:,}" if isinstance(x, int) else "" if x is None else printable(x, 2000) for x in row] for row in rows]
-    title, *texts = aligned([titles, *cells], right)
+    title, *texts = tabulate([titles, *cells], right)
     yield TextLine(title)
     for text, row in zip(texts, rows, strict=True):
         yield TextLine(text, str(row[-1]).startswith(_DAMAGED), dict(zip(names, row, strict=True)))
@@ -106,13 +106,13 @@ def step_lines(place: Folder, step: int) -> Iterator[TextLine]:
 def contents_lines(index: Index) -> Iterator[TextLine]:
     yield TextLine("")
     rows, leaves = zip((["leaf", "shape", "dtype", "bytes", "checksum", "on"], None), *_tree(index), strict=True)
-    yield from (TextLine(text, False, leaf) for text, leaf in zip(aligned(rows, right={3}), leaves, strict=True))
+    yield from (TextLine(text, False, leaf) for text, leaf in zip(tabulate(rows, right={3}), leaves, strict=True))
     for key, values in (("value", index.values), ("not_readable", index.left_out)):
         if values:
             yield TextLine("")
             cells = [[printable(name), printable(repr(value))] for name, value in values.items()]
             said = [None, *({"name": name, key: number(value)} for name, value in values.items())]
-            lines = aligned([[key.replace("_", " "), ""], *cells])
+            lines = tabulate([[key.replace("_", " "), ""], *cells])
             yield from (TextLine(text, False, data) for text, data in zip(lines, said, strict=True))
 
 
@@ -171,7 +171,7 @@ def _file_lines(there: Folder, index: Index) -> Iterator[TextLine]:
         yield TextLine("left over by saves that were killed, or are under way:")
         cells = [[printable(name), "no file" if size is None else f"{size:,}"] for name, size in left_over.items()]
         said = [{"file": name, "bytes": size, "pieces": 0, "note": "left over"} for name, size in left_over.items()]
-        yield from (TextLine(text, False, data) for text, data in zip(aligned(cells, right={1}), said, strict=True))
+        yield from (TextLine(text, False, data) for text, data in zip(tabulate(cells, right={1}), said, strict=True))
 
 
 def _fault(size: int | None, expected: int) -> str:

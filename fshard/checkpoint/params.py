@@ -19,16 +19,16 @@ from ..core.differences import Form, Wanted, differences, unreadable
 from ..core.storage import as_bytes
 from ..core.tree import Tree
 from ..files.foreign import legible, open_file
-from ..files.hugging_face import Leaf, entries_at, finish, new_files, put, remove_partial
+from ..files.hugging_face import LeafInFile, entries_at, finish, new_files, put_in_file, remove_partial
 from ..files.index import IndexEntry, Piece
 from ..files.safetensors_file import FileEntry, check_fits, read_chunks
 from ..layout.layout import within
 from ..layout.row import Row
 from ..plan.plan import Plan, Slot, check_plain
-from ..sharding.sharded import Sharded, empty_params, whole_leaves
+from ..sharding.sharded import Sharded, empty_params, leaves_of_unit
 from ..state.dtensors import is_sharded, sharding
 from ..state.names import Rename, renamed
-from ..state.params import check_sharded, check_whole_tree
+from ..state.params import check_whole_tree, expect_sharded
 from .contents import Contents, add_parts
 from .restoring import PieceRead, reads_of
 
@@ -129,7 +129,7 @@ def save_safetensors(
     OSError if rank 0 cannot write (a full disk). ValueError for a subtree, duplicate names, dtypes unknown to the
     format, and buffers without values. Dual: `load_safetensors`.
     """
-    check_sharded("save_safetensors: params", params)
+    expect_sharded("save_safetensors: params", params)
     mesh = params.mesh
     is_writer = rank_in(mesh) == 0
     folder, groups, beside = consensus.together(mesh, lambda: _checked(dir, params, buffers, max_bytes))
@@ -140,7 +140,7 @@ def save_safetensors(
         if is_writer:
             for name, value in beside:
                 # a lazy view (conj, neg) has other bits in memory than its values
-                put(entries[name], value.resolve_conj().resolve_neg().contiguous())
+                put_in_file(entries[name], value.resolve_conj().resolve_neg().contiguous())
             finish(folder, entries)
 
     try:
@@ -154,7 +154,7 @@ def save_safetensors(
 
 def _checked(
     dir: str | os.PathLike[str], params: Sharded, buffers: Tree, max_bytes: int
-) -> tuple[Path, list[list[Leaf]], list[tuple[str, Tensor]]]:
+) -> tuple[Path, list[list[LeafInFile]], list[tuple[str, Tensor]]]:
     check_whole_tree("save_safetensors", params)
     check_whole("save_safetensors: max_bytes", max_bytes, what="a number of bytes")
     folder, beside = check_path("save_safetensors: dir", dir, _FILE_OR_DIRECTORY), _buffers(buffers)
@@ -195,11 +195,11 @@ def _put_units(params: Sharded, entries: Mapping[str, FileEntry]) -> Exception |
 
 def _put_unit(params: Sharded, row: Row[Slot], entry_of: Mapping[Slot, FileEntry]) -> Exception | None:
     with torch.no_grad():
-        values = whole_leaves(params, row.unit, row.kind)
+        values = leaves_of_unit(params, row.unit, row.kind)
     try:
         for slot, value in values.items():
             if slot in entry_of:
-                put(entry_of[slot], value)
+                put_in_file(entry_of[slot], value)
     except Exception as error:
         return error
     return None
@@ -210,9 +210,9 @@ def _rows(params: Sharded) -> list[Row[Slot]]:
     return [params.view.rows[place] for place in params.plan.rows if place in params.view.rows]
 
 
-def _groups(leaves: Sequence[Leaf], max_bytes: int) -> list[list[Leaf]]:
+def _groups(leaves: Sequence[LeafInFile], max_bytes: int) -> list[list[LeafInFile]]:
     """Cut the leaves into files of at most `max_bytes`; a larger leaf is a file of its own."""
-    groups: list[list[Leaf]] = [[]]
+    groups: list[list[LeafInFile]] = [[]]
     filled = 0
     for name, shape, dtype in leaves:
         num_bytes = math.prod(shape) * dtype.itemsize

@@ -22,7 +22,7 @@ from ..core.arguments import check_flags, is_number
 from ..core.differences import Form, equal_values, form_difference, name_differences
 from ..core.storage import from_bytes
 from ..core.tree import Tree
-from ..files.directory import at, finished, folder, index_at, links, no_checkpoint
+from ..files.directory import dir_at, finished, folder, index_at, links, no_checkpoint
 from ..files.folders import Folder, Reader
 from ..files.foreign import legible, require
 from ..files.index import CheckpointError, Index, IndexEntry, Piece, read_block
@@ -49,7 +49,7 @@ def steps(dir: str | os.PathLike[str], mesh: AnyMesh = None) -> list[int]:
     >>> steps("no/such/directory")
     []
     """
-    return _seen_by_first(mesh, lambda: _finished(at(dir)))
+    return _seen_by_first(mesh, lambda: _finished(dir_at(dir)))
 
 
 def _finished(place: Folder) -> list[int]:
@@ -111,7 +111,7 @@ def restore(
 
     def checked() -> tuple[Folder, Contents]:
         check_flags(fall_back=fall_back, donate=donate)
-        place = at(dir)
+        place = dir_at(dir)
         if step is not None:
             folder(place, step)  # raises if `step` is no step's number, or its folder a link
         return place, contents_of(like, "restore", mesh)

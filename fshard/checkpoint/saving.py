@@ -24,7 +24,7 @@ from ..comm import consensus
 from ..comm.mesh import AnyMesh, Mesh, adapted
 from ..core.arguments import check_flags, check_whole
 from ..core.tree import Tree
-from ..files.directory import at, folder, prune
+from ..files.directory import dir_at, folder, prune
 from ..files.folders import Folder
 from ..files.index import CheckpointError
 from ..layout.pieces import mesh_of
@@ -137,7 +137,7 @@ def save(
 
     def checked() -> tuple[Folder, Contents]:
         _check_save_arguments(wait, keep_last, keep_every)
-        folder(place := at(dir), step)  # raises if `step` is no step's number, or its folder a link
+        folder(place := dir_at(dir), step)  # raises if `step` is no step's number, or its folder a link
         return place, contents_to_save(state, mesh)
 
     place, contents = consensus.together(mesh, checked)

@@ -63,7 +63,7 @@ def find(path: Path, identity: FunctionIdentity, mesh: AnyMesh) -> Program | str
         return f"it is damaged, or no artifact: {type(error).__name__}: {error}"
 
 
-def save(path: Path, identity: FunctionIdentity, program: Program, mesh: AnyMesh) -> None:
+def save_program(path: Path, identity: FunctionIdentity, program: Program, mesh: AnyMesh) -> None:
     """Add the programs of all ranks to the file at `path`. All ranks call this; rank 0 writes."""
 
     def check() -> None:

@@ -11,7 +11,7 @@ from torch import Tensor, fx
 
 from ..core import tree
 from ..core.storage import address
-from ..graph.dataflow import NodeIndex, computed, copied, index, repeated
+from ..graph.dataflow import NodeIndex, computed, index, insert_copy, repeated
 from .trace import Output, Trace
 
 _EMPTY = (torch.ops.aten.new_empty.default, torch.ops.aten.empty.memory_format, torch.ops.aten.empty_like.default)
@@ -46,7 +46,7 @@ def donated(traced: Trace, leaves: Sequence[object]) -> Trace:
     with graph.inserting_before(output):
         # If an output is (a view of) a written input, as in a swap of two leaves, copy it first. Inductor would turn a
         # clone into a read after the write.
-        outputs = [copied(graph, node) if _storage(node) in old else node for node in outputs]
+        outputs = [insert_copy(graph, node) if _storage(node) in old else node for node in outputs]
     _write(graph, others, inputs, outputs)
     for move in moves:
         results[move.leaf] = Input(move.input)

@@ -32,12 +32,12 @@ from weakref import ProxyTypes, ReferenceType, WeakKeyDictionary, WeakValueDicti
 import torch
 from torch import Tensor
 
-from ..comm.consensus import first_difference
+from ..comm.consensus import first_unlike_line
 from ..comm.mesh import Mesh, axis_sizes, is_mesh, mesh_device, present, process_rank, rank_in
 from ..core import tree
 from ..core.storage import Source
 from .captures import LIBRARIES, Capture, captures, is_of_library, variables
-from .signature import Ambient, Signature, TensorKey, key_of, parts, words
+from .signature import Ambient, Signature, TensorKey, key_of, parts, words_of_key
 from .trace import resolved
 
 Texts = dict[str, str]
@@ -71,10 +71,10 @@ class FunctionIdentity:
     def differences(self, texts: Mapping[str, Texts]) -> list[str]:
         none, pairs = "not there", [(texts[part], now) for part, now in self.texts().items()]
         named = [(x, was.get(x, none), now.get(x, none)) for was, now in pairs for x in dict.fromkeys((*now, *was))]
-        return [first_difference(was, now, f"{name} was {{}}, is {{}}") for name, was, now in named if was != now]
+        return [first_unlike_line(was, now, f"{name} was {{}}, is {{}}") for name, was, now in named if was != now]
 
 
-def identity(fn: object, called: Signature, options: object) -> FunctionIdentity:
+def identity_of(fn: object, called: Signature, options: object) -> FunctionIdentity:
     writer, what, tensors = _Writer([*called.grids.values()]), {"jit's options": str(options)}, list[Tensor]()
     for variable in (x for x in captures(fn) if not (x.is_code or x.is_part)):  # an object's text has its parts
         _add(what, variable.name, writer.read(variable, variable.name))
@@ -102,7 +102,7 @@ def _add(texts: Texts, name: str, text: str) -> None:
 def _of_arguments(called: Signature, writer: _Writer) -> Iterator[tuple[str, str]]:
     for path, key in zip(tree.paths(called.spec), called.kinds, strict=True):
         is_simple = isinstance(key, TensorKey) or key[0] in _SIMPLE
-        yield f"argument {path!r}", words(key) if is_simple else writer.named(f"argument {path!r}", key)
+        yield f"argument {path!r}", words_of_key(key) if is_simple else writer.named(f"argument {path!r}", key)
     yield "the structure of the arguments", writer.named("the arguments", called.spec)
     yield "which arguments are one", str(called.trained)
     grids = [*map(called.grids.__getitem__, filter(None, called.meshes))]
@@ -227,7 +227,7 @@ class _Writer:
         if isinstance(x, Tensor):
             if type(x).__module__.startswith("fshard.module."):  # such a tensor stands for a parameter, without memory
                 return f"{_name(type(x))} {self.text(vars(x))}"
-            form = words(key_of(resolved(x))) if x.layout is torch.strided else f"{x.layout} {x.dtype}"
+            form = words_of_key(key_of(resolved(x))) if x.layout is torch.strided else f"{x.layout} {x.dtype}"
             return f"{_name(type(x))} {form} {self.text(vars(x))}"
         if type(x) in (bytes, bytearray):
             return f"{_name(type(x))} of {len(x)} bytes {hashlib.sha256(x).hexdigest()[:16]}"

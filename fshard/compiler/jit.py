@@ -23,13 +23,13 @@ from ..sharding.sharded import Sharded
 from . import artifact as artifacts
 from .artifact import file_at
 from .captures import Capture, captures
-from .identity import identity
+from .identity import identity_of
 from .lowered import Compiled, Lowered, Options, loaded, lower
-from .signature import Contents, Signature, changed, contents, difference, flatten, inputs_of, on_meshes, signature
+from .signature import Captured, Signature, changed, contents, flat_call, inputs_of, on_meshes, signature, unlike_call
 
 P = ParamSpec("P")
 R = TypeVar("R")
-_CacheKey = tuple[Signature, Contents]
+_CacheKey = tuple[Signature, Captured]
 _Graph = Compiled | None  # None: a result requires a gradient, so the function itself runs
 _RUNS_AS_WRITTEN = (
     "not compiled: a result requires a gradient, so the function runs as it is written. Jit the function that takes "
@@ -59,8 +59,8 @@ class Jitted(Generic[P, R]):
 
     def lower(self, *args: P.args, **kwargs: P.kwargs) -> Lowered:
         """Return the graph for these arguments, to inspect or compile. Arguments may be meta or fake tensors."""
-        leaves, spec = flatten(args, kwargs)
-        known = identity(self._fn, signature(leaves, spec, on_meshes((args, kwargs))), self.options)
+        leaves, spec = flat_call(args, kwargs)
+        known = identity_of(self._fn, signature(leaves, spec, on_meshes((args, kwargs))), self.options)
         return replace(lower(self._fn, leaves, spec, self.options), identity=known)
 
     def explain(self) -> str:
@@ -76,7 +76,7 @@ class Jitted(Generic[P, R]):
         return (Checked(self._run) if checked else self._run)(*args, **kwargs)
 
     def _run(self, *args: P.args, **kwargs: P.kwargs) -> R:
-        (leaves, spec), nodes = flatten(args, kwargs), on_meshes((args, kwargs))
+        (leaves, spec), nodes = flat_call(args, kwargs), on_meshes((args, kwargs))
         if why := _RUNS_AS_WRITTEN if _has_derivative(leaves) else _CASTS if _in_loss_with_policy() else "":
             self._reasons += [why] * (why not in self._reasons)
             return self._fn(*args, **kwargs)
@@ -114,7 +114,7 @@ class Jitted(Generic[P, R]):
     def _from_artifact(
         self, path: str, leaves: list[object], called: Signature, variables: list[Capture]
     ) -> tuple[_Graph, str]:
-        known, mesh, first = identity(self._fn, called, self.options), called.mesh, not self._reasons
+        known, mesh, first = identity_of(self._fn, called, self.options), called.mesh, not self._reasons
         # at a later call, some ranks alone may have new arguments
         others = mesh if first else None
         program, how = together(others, lambda: artifacts.find(path, known, mesh)), f"loaded from {path}"
@@ -128,7 +128,7 @@ class Jitted(Generic[P, R]):
                 return None, ""
             program = together(others, partial(lowered.program, leaves))
             if first:
-                artifacts.save(path, known, program, mesh)
+                artifacts.save_program(path, known, program, mesh)
         return loaded(program, leaves, called, variables, self.options), how
 
     def _reason(self, graphs: dict[_CacheKey, _Graph], key: _CacheKey) -> str:
@@ -139,7 +139,7 @@ class Jitted(Generic[P, R]):
         (old_signature, old_contents), (new_signature, new_contents) = next(iter(graphs)), key
         if old_signature == new_signature:
             return f"traced again: {changed(old_contents, new_contents)}"
-        return f"traced again: {difference(old_signature, new_signature)}"
+        return f"traced again: {unlike_call(old_signature, new_signature)}"
 
 
 def _in_loss_with_policy() -> bool:

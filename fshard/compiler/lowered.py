@@ -32,20 +32,20 @@ from .captures import Capture, captures
 from .donate import Input, donated
 from .identity import FunctionIdentity
 from .loops import in_one_file
-from .program import InnerCompile, Program, UnsavableError, record, result_of, run
+from .program import InnerCompile, Program, UnsavableError, load_program, program_of, result_of
 from .regions import are_alike, as_text, driver, regions
 from .signature import (
-    Contents,
+    Captured,
     Inputs,
     Signature,
     TensorKey,
     changed,
     contents,
-    difference,
-    flatten,
+    flat_call,
     inputs_of,
     on_meshes,
     signature,
+    unlike_call,
 )
 from .trace import Output, Trace, TraceError, input_paths, resolved, trace
 
@@ -69,7 +69,7 @@ class Interface(NamedTuple):
     signature: Signature
     donate: bool
     captured: tuple[Capture, ...]  # their tensors are inputs after the arguments
-    contents: Contents  # values of `captured`
+    contents: Captured  # values of `captured`
     out_spec: tree.Spec
     results: tuple[object, ...]  # as in `Trace`
     has_gradient: bool = False
@@ -149,7 +149,7 @@ class Lowered:
                     "conjugated lazily, or runs as a CUDA graph"
                 )
             grids = [*self.interface.signature.grids.values()]
-            return record(self.traced, parts, partial(_compiled, "inductor"), grids, leaves, self.numbers)
+            return program_of(self.traced, parts, partial(_compiled, "inductor"), grids, leaves, self.numbers)
 
 
 def _compiled(
@@ -215,11 +215,11 @@ class Compiled:
                 "device or on a mesh with processes"
             )
         path, program = file_at("save: path", path), together(mesh, self._lowered.program)
-        artifact.save(path, self._lowered.identity, program, mesh)
+        artifact.save_program(path, self._lowered.identity, program, mesh)
 
     def __call__(self, *args: Tree, **kwargs: Tree) -> Tree:
         """Call the compiled function. Raises ValueError for arguments of another signature."""
-        leaves, spec = flatten(args, kwargs)
+        leaves, spec = flat_call(args, kwargs)
         if self.interface.has_gradient or any(map(func_levels.is_dual, leaves)):
             raise TypeError(
                 "compiled: the result requires a gradient, which a graph does not pass on: compile the function that "
@@ -227,7 +227,7 @@ class Compiled:
             )
         called = signature(leaves, spec, on_meshes((args, kwargs)))
         if called != self.interface.signature:
-            raise ValueError(f"compiled for other arguments: {difference(self.interface.signature, called)}")
+            raise ValueError(f"compiled for other arguments: {unlike_call(self.interface.signature, called)}")
         inputs = inputs_of(self.interface.captured)
         if (now := contents(self.interface.captured, inputs)) != self.interface.contents:
             raise ValueError(f"compiled for other values: {changed(self.interface.contents, now)}")
@@ -265,7 +265,7 @@ def loaded(
     program: Program, leaves: Sequence[object], called: Signature, variables: Sequence[Capture], options: Options
 ) -> Compiled:
     captured = tuple(variables[number]._replace(is_input=True) for number in program.head["captured"])
-    fn, text = run(program, [*called.grids])
+    fn, text = load_program(program, [*called.grids])
     inside = contents(captured, inputs_of(captured)), *result_of(program, leaves, called.spec)
     return Compiled(Interface(called, options.donate, captured, *inside), fn, text)
 
@@ -319,7 +319,7 @@ PASSES = (
     Pass("sink", lambda graph, setting: passes.sink(graph, setting.options.in_flight, setting.ahead)),
     Pass("bucket", lambda graph, setting: bucket(graph, setting.options.bucket)),
     Pass("materialize", lambda graph, _: passes.materialize(graph)),
-    Pass("chain", lambda graph, _: passes.chain(graph)),
+    Pass("chain", lambda graph, _: passes.chain_collectives(graph)),
 )
 
 

@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 from torch import Tensor, fx
@@ -30,6 +30,7 @@ from ..core import tree
 from ..core.storage import as_bytes, from_bytes
 from ..core.tracing import Marked
 from ..core.tree import Tree
+from ..files.index import Json
 from ..graph.inspect import arguments, operator
 from .donate import Input
 from .identity import structure
@@ -37,7 +38,6 @@ from .loops import libraries, load
 from .regions import Region, boxed, driver
 from .trace import Output, Trace
 
-Json: TypeAlias = Any  # read by `json`
 InnerCompile = Callable[..., object]  # compiles one graph
 CompileRegion = Callable[[fx.GraphModule, InnerCompile], Callable[..., Sequence[Tensor]]]
 
@@ -70,7 +70,7 @@ def digest_of(data: bytes) -> str:
     return hashlib.sha256(data).hexdigest()
 
 
-def record(
+def program_of(
     traced: Trace,
     nodes: Sequence[fx.Node | Region],
     compile: CompileRegion,
@@ -205,7 +205,7 @@ def _constant(x: Tensor, parts: _Parts) -> Json:
     return [str(x.dtype).removeprefix("torch."), [*x.shape], str(x.device), parts.put(data)]
 
 
-def run(program: Program, meshes: Sequence[str]) -> tuple[Callable[..., Sequence[Tensor]], str]:
+def load_program(program: Program, meshes: Sequence[str]) -> tuple[Callable[..., Sequence[Tensor]], str]:
     head, parts = program.head, program.parts
     with tempfile.TemporaryDirectory() as folder:  # a loaded library needs no file
         paths = [Path(folder) / f"{number}.so" for number in range(len(head["libraries"]))]

@@ -24,7 +24,7 @@ from torch import Tensor, fx
 from ..core.random import draws
 from ..core.storage import address
 from ..core.tracing import memo
-from ..graph.dataflow import is_call, writes, written
+from ..graph.dataflow import is_call, is_write, written
 from ..graph.inspect import operator, values
 from ..graph.memory import storages_of
 from .trace import alone
@@ -116,7 +116,7 @@ def _is_memory(node: fx.Node) -> bool:
 
 
 def _is_view(node: fx.Node) -> bool:
-    if not _is_computed(node) or writes(node) or not values(node):
+    if not _is_computed(node) or is_write(node) or not values(node):
         return False
     if is_call(node, "getitem"):
         return _is_view(node.args[0])  # type: ignore[arg-type]

@@ -38,8 +38,8 @@ from ..sharding.schedule import View
 from .captures import Capture, is_of_library, is_users
 from .trace import kind_in_key, resolved
 
-Key = tuple[type, *tuple[object, ...]]  # type of a value, and its compared parts
-Contents = tuple[tuple[str, object], ...]  # (name, key of the value) of each captured variable
+ValueKey = tuple[type, *tuple[object, ...]]  # type of a value, and its compared parts
+Captured = tuple[tuple[str, object], ...]  # (name, key of the value) of each captured variable
 
 
 class Ambient(NamedTuple):
@@ -70,7 +70,7 @@ class Signature(NamedTuple):
     """The part of the cache key from arguments and torch's settings (Note [What a graph depends on])."""
 
     structure: Structure
-    kinds: tuple[TensorKey | Key, ...]  # one key for each leaf
+    kinds: tuple[TensorKey | ValueKey, ...]  # one key for each leaf
     trained: tuple[tuple[object, ...], ...]  # aliases among leaves with a gradient
     meshes: tuple[str, ...]
     ambient: Ambient
@@ -104,7 +104,7 @@ def ambient() -> Ambient:
     )
 
 
-def flatten(args: Sequence[Tree], kwargs: Mapping[str, Tree]) -> tuple[list[object], tree.Spec]:
+def flat_call(args: Sequence[Tree], kwargs: Mapping[str, Tree]) -> tuple[list[object], tree.Spec]:
     """Flatten arguments and resolve conjugate and negative bits: a graph reads plain memory."""
     leaves, spec = tree.flatten((args, kwargs))
     return [resolved(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves], spec
@@ -161,7 +161,7 @@ def _check_classes(kinds: Iterable[type]) -> None:
             raise TypeError(f"a tensor of class {kind.__name__}")
 
 
-def key_of(leaf: object) -> TensorKey | Key:
+def key_of(leaf: object) -> TensorKey | ValueKey:
     if isinstance(leaf, Tensor):
         if leaf.layout is not torch.strided:
             raise TypeError(f"a tensor of layout {leaf.layout}")
@@ -173,7 +173,7 @@ def key_of(leaf: object) -> TensorKey | Key:
 _VALUES = (Number, str, bytes, list, tuple, set, frozenset)
 
 
-def fixed(x: Any) -> Key:  # Any: mypy does not narrow by `is_mesh`
+def fixed(x: Any) -> ValueKey:  # Any: mypy does not narrow by `is_mesh`
     """Return a value's key: different for 1, 1.0 and True, and for 0.0 and -0.0; equal for NaNs."""
     kind: Any = type(x)
     attributes = getattr(x, "__dict__", None)
@@ -263,7 +263,7 @@ def inputs_of(variables: Sequence[Capture]) -> Inputs:
     return {variable.identity: variable.tensors() for variable in variables if variable.is_input}
 
 
-def contents(variables: Sequence[Capture], inputs: Inputs) -> Contents:
+def contents(variables: Sequence[Capture], inputs: Inputs) -> Captured:
     """Return (name, key of the value) of captured variables, and the aliases among `inputs`."""
     first: dict[int, int] = {}
     same = tuple(first.setdefault(id(x), i) for i, x in enumerate(chain(*inputs.values())))
@@ -420,12 +420,12 @@ def _incomparable(leaves: Sequence[object], spec: tree.Spec, why: Exception) -> 
     return TypeError(f"jit: a node of the arguments carries what cannot be compared with the next call's ({why})")
 
 
-def difference(old: Signature, new: Signature) -> str:
+def unlike_call(old: Signature, new: Signature) -> str:
     if old.structure != new.structure:
         return "the structure of the arguments, or what their nodes carry (a plan, say), differs"
     for path, before, now in zip(tree.paths(new.spec), old.kinds, new.kinds, strict=True):
         if before != now:
-            return f"argument {path!r} was {words(before)}, is {words(now)}"
+            return f"argument {path!r} was {words_of_key(before)}, is {words_of_key(now)}"
     if old.trained != new.trained:
         return "other arguments are one tensor that requires a gradient, or views of one"
     for name, was, value in zip(Ambient._fields, old.ambient, new.ambient, strict=True):
@@ -434,13 +434,13 @@ def difference(old: Signature, new: Signature) -> str:
     return "the mesh that the arguments lie on is another one, or another rank's"
 
 
-def changed(old: Contents, new: Contents) -> str:
+def changed(old: Captured, new: Captured) -> str:
     before = dict(old)
     names = [name for name, content in new if before.get(name) != content]
     return f"{', '.join(names) or 'a function'} changed"
 
 
-def words(key: TensorKey | Key) -> str:
+def words_of_key(key: TensorKey | ValueKey) -> str:
     if not isinstance(key, TensorKey):
         kind, *content = key
         if not content:  # an empty set, a dataclass without fields

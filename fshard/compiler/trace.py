@@ -34,7 +34,7 @@ from ..core import tree
 from ..core.arguments import NOT_THE_USER, call_site, check_function, frame_of, line_of
 from ..core.random import draws
 from ..core.storage import address
-from ..core.tracing import RERUN, Args, Kwargs, Marked, Operator, assigned, kind_of, mark, unhooked
+from ..core.tracing import RERUN, SET_DATA, Args, Kwargs, Marked, Operator, assigned, kind_of, mark, unhooked
 from ..core.tree import Tree, tensors, with_tensors
 from .captures import captures, generators, state_of
 
@@ -290,9 +290,6 @@ def _with_fakes(fake_of: Mapping[int, Tensor], x: Tree) -> Tree:
     return tree.map(lambda leaf: fake_of.get(id(leaf), leaf), x)
 
 
-_SET_DATA = Tensor.data.__set__  # type: ignore[attr-defined]
-
-
 class _Captured(TorchFunctionMode):
     """Replace captured tensors by fake ones, also in `.tolist()` and `.data`: these call no operator.
 
@@ -306,7 +303,7 @@ class _Captured(TorchFunctionMode):
 
     def __torch_function__(self, func: Operator, types: object, args: Args = (), kwargs: Kwargs = None) -> object:
         args, kwargs = _with_fakes(self._fake_of, (args, kwargs or {})) if self._fake_of else (args, kwargs or {})
-        if func == _SET_DATA and id(args[0]) not in self._inputs:  # for inputs, `_check_same` names the path
+        if func == SET_DATA and id(args[0]) not in self._inputs:  # for inputs, `_check_same` names the path
             raise TraceError(
                 f"jit: the function assigns to .data of a tensor at {call_site()}, which no graph has: give the new "
                 "tensor a name of its own, or write into this one with .copy_() in torch.no_grad()"

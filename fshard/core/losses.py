@@ -209,7 +209,7 @@ def read_loss(loss: Tree) -> tuple[Tree, type]:
     return loss, kind
 
 
-def described(kind: type, dtype: torch.dtype, aux: Tree, output: object) -> tuple[str, int]:
+def loss_text(kind: type, dtype: torch.dtype, aux: Tree, output: object) -> tuple[str, int]:
     """Return a text of all sums, for ranks to compare, and its checksum, to compare in its place.
 
     For `Terms`, `aux` is [sum, aux].

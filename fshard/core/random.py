@@ -37,7 +37,6 @@ from .tree import Tree
 
 Place = torch.device | torch.Generator
 HOST = torch.device("cpu")
-_aten = torch.ops.aten
 _STATE_BYTES = {"cpu": 5056}  # bytes of a generator's state; 16 on other devices
 
 

@@ -36,7 +36,7 @@ def _with_storage(x: Tree) -> Iterator[Tensor]:
     return (row for row in rows if row.numel())
 
 
-def span(storage: torch.UntypedStorage) -> range:
+def address_range(storage: torch.UntypedStorage) -> range:
     """Return a storage's addresses; without memory (meta, fake), its identity as a range."""
     try:
         start = 0 if storage.device.type == "meta" else storage.data_ptr()
@@ -45,14 +45,14 @@ def span(storage: torch.UntypedStorage) -> range:
     return range(start, start + storage.nbytes()) if start else range(storage._cdata, storage._cdata + 1)
 
 
-class Places:
+class MemoryRanges:
     """Address ranges of storages. torch.from_numpy and DLPack may share memory between storages."""
 
     def __init__(self, held: Tree):
         # sorted and disjoint
         self._starts, self._ends = list[int](), list[int]()
         for row in _with_storage(held):
-            self.add(span(row.untyped_storage()))
+            self.add(address_range(row.untyped_storage()))
 
     def add(self, place: range) -> None:
         met = slice(bisect_right(self._ends, place.start), bisect_left(self._starts, place.stop))
@@ -61,16 +61,16 @@ class Places:
             self._ends[met] = [max([place.stop, *self._ends[met]])]
 
     def has(self, x: Tree) -> bool:
-        return any(map(self._meets, (span(row.untyped_storage()) for row in _with_storage(x))))
+        return any(map(self._meets, (address_range(row.untyped_storage()) for row in _with_storage(x))))
 
     def _meets(self, place: range) -> bool:
         first = bisect_right(self._ends, place.start)
         return first < len(self._starts) and self._starts[first] < place.stop
 
 
-def aside(x: Tree, written: Tree) -> Tree:
+def copied_aside(x: Tree, written: Tree) -> Tree:
     """Copy tensors sharing memory with `written`, soon to change."""
-    memory = Places(written)
+    memory = MemoryRanges(written)
     return tree.map(lambda leaf: leaf.clone() if isinstance(leaf, Tensor) and memory.has(leaf) else leaf, x)
 
 
@@ -118,10 +118,10 @@ STEP = 16  # bytes: kernels load 16 at once
 Held = Sequence[tuple[torch.dtype, int]]  # (dtype, number of elements) of packed tensors
 
 
-def pack(tensors: Sequence[Tensor], out: Tensor | None = None) -> Tensor:
-    """Pack tensors into a flat uint8 tensor, with zeros between them. Dual: `unpack`.
+def pack_bytes(tensors: Sequence[Tensor], out: Tensor | None = None) -> Tensor:
+    """Pack tensors into a flat uint8 tensor, with zeros between them. Dual: `unpack_bytes`.
 
-    >>> unpack(pack([torch.ones(1), torch.tensor([2, 3])]), [(torch.float32, 1), (torch.int64, 2)])
+    >>> unpack_bytes(pack_bytes([torch.ones(1), torch.tensor([2, 3])]), [(torch.float32, 1), (torch.int64, 2)])
     [tensor([1.]), tensor([2, 3])]
     """
     parts = list[Tensor]()
@@ -139,7 +139,7 @@ def packed_size(held: Held) -> int:
     return sum(aligned(dtype.itemsize * numel) for dtype, numel in held)
 
 
-def unpack(data: Tensor, held: Held) -> list[Tensor]:
+def unpack_bytes(data: Tensor, held: Held) -> list[Tensor]:
     """Return flat views of `data`."""
     tensors = list[Tensor]()
     for dtype, numel in held:

@@ -22,6 +22,8 @@ Operator: TypeAlias = Any  # its class is private to torch
 # arguments, as modes and tensor subclasses get them
 Args: TypeAlias = tuple[Any, ...]
 Kwargs: TypeAlias = Mapping[str, Any] | None
+Ctx: TypeAlias = Any  # torch's context of a function: forward sets any attributes for backward
+SET_DATA = Tensor.data.__set__  # type: ignore[attr-defined]
 
 
 class Rerun(Protocol):
@@ -170,7 +172,7 @@ def lead(key: str, functions: Mapping[str, Callable[..., object]]) -> None:
 define("materialize(Tensor x) -> Tensor", torch.clone, torch.empty_like)
 
 
-def copied(x: Tensor) -> Tensor:
+def fresh_copy(x: Tensor) -> Tensor:
     """Return a contiguous copy, aligned to 64 bytes."""
     # a compiler would remove a clone
     if is_tracing():
@@ -181,10 +183,10 @@ def copied(x: Tensor) -> Tensor:
 _UNNAMED = nullcontext()
 
 
-def named(what: str, label: str) -> AbstractContextManager[object]:
+def profiled(what: str, label: str) -> AbstractContextManager[object]:
     """Return a block named `fshard.<what> <label>` in a running profiler.
 
-    >>> with named("all_gather", "blocks.0"):
+    >>> with profiled("all_gather", "blocks.0"):
     ...     pass
     """
     # private: `record_function` costs 2 us even without a profiler (test_profiling.py)

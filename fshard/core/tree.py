@@ -36,7 +36,7 @@ Spec = optree.PyTreeSpec
 Metadata: TypeAlias = Hashable | None  # compared as part of the structure
 T = TypeVar("T")
 # files between a function given to `map_tops` and its caller
-CODE = (__file__, os.path.dirname(optree.__file__))
+MAP_CODE = (__file__, os.path.dirname(optree.__file__))
 
 
 def _mirror(kind: type) -> None:
@@ -354,7 +354,7 @@ def give_away(tree: Tree) -> None:
             node.give_away()
 
 
-def constant(cls: type[T]) -> type[T]:
+def register_constant(cls: type[T]) -> type[T]:
     """Register immutable values as constants for torch.compile."""
     # Private: dynamo knows frozen dataclasses by it, would rebuild them from fields, and fail
     if "__dataclass_params__" in vars(cls):

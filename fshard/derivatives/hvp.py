@@ -20,8 +20,8 @@ from ..core.losses import Mean, added, read_loss, terms_of
 from ..core.tracing import RERUN
 from ..core.tree import Tree
 from ..grad.autograd import SavedTensor
-from ..grad.grad import check_loss, check_sharded, later_grads, run
-from ..grad.tape import Leaves, Tape
+from ..grad.grad import check_loss, check_sharded, later_grads, run_loss
+from ..grad.tape import Tape, UnitLeaves
 from ..grad.travel import Gradients
 from ..sharding.schedule import schedule
 from ..sharding.sharded import Sharded
@@ -53,7 +53,7 @@ class _Duals(Tape):
             self._levels = levels
         return super().view()
 
-    def touch(self, unit: int) -> Leaves:
+    def touch(self, unit: int) -> UnitLeaves:
         if (reads := RERUN.get()) is not None:
             return reads.unit(self, unit)
         leaves, tangents = list(super().touch(unit)), self._tangents.touch(unit)
@@ -121,7 +121,7 @@ def hvp(loss_fn: Callable[..., Tree]) -> Callable[..., Sharded]:
         product = later_grads(params, params.plan.grads_over)
         into = Gradients(product) if params.plan.axes else Gradients(None, product)
         tape = _Duals(params, v.trainable, into, tree.nodes(args, Sharded))
-        run(along, params, args, into, tape=tape)
+        run_loss(along, params, args, into, tape=tape)
         return product()
 
     return fn

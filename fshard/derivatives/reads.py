@@ -39,8 +39,8 @@ _functorch = torch._C._functorch
 _IN_PLACE = re.compile(r"[^_]_$|^__(setitem|i\w+)__$")  # write to their first argument
 _CUTS = {Tensor.detach, torch.detach, Tensor.data.__get__}  # type: ignore[attr-defined]
 Positions = dict[Hashable, range]
-Known = dict[int, weakref.ref[Tensor]]  # by `id`
-Constants = dict[int, tuple[weakref.ref[Tensor], int | None]]
+KnownTensors = dict[int, weakref.ref[Tensor]]  # by `id`
+MadeTensors = dict[int, tuple[weakref.ref[Tensor], int | None]]
 _AS_ARGUMENT = "give it to the function as an argument"
 
 
@@ -55,10 +55,10 @@ class Reads(TorchFunctionMode):
         self.outer = outer  # reads of a function around this one
         self.depth = _functorch.current_level() if func_levels.inside() else 0  # of torch.func, around the run
         # with `writes`: tensors from outside, later also tensors made by the run
-        self.constants: Constants = {}
-        self.made: Known = {}
+        self.constants: MadeTensors = {}
+        self.made: KnownTensors = {}
         self._memory = set[int]()  # addresses of tensors made in torch.func: some come from no operator
-        self._watched: Known = {}  # computed from inputs with derivatives
+        self._watched: KnownTensors = {}  # computed from inputs with derivatives
         for x in self.given:
             self._add(x)
         # by generator: a function to restore its first state
@@ -134,7 +134,7 @@ class Reads(TorchFunctionMode):
     def _is_made(self, x: Tensor) -> bool:
         return _knows(self.made, x) or bool(self._memory and _memory(x) in self._memory)
 
-    def _living(self) -> Constants:
+    def _living(self) -> MadeTensors:
         return {n: (ref, writes(func_levels.unwrapped(x))) for n, ref in self.made.items() if (x := ref()) is not None}
 
     def _replaced(self, x: Any) -> Any:
@@ -235,7 +235,7 @@ class FirstReads(Reads):
                 )
             self._watched |= {id(x): self.made[id(x)] for x in (target, base) if _knows(self.made, x)}
 
-    def end(self, others: Sequence[object]) -> tuple[Positions, Constants, bool]:
+    def end(self, others: Sequence[object]) -> tuple[Positions, MadeTensors, bool]:
         """Return (positions, constants, is_blind) for later runs.
 
         Before, drop all results but `others`, the results without derivatives.
@@ -274,7 +274,7 @@ class FirstReads(Reads):
 class SecondReads(Reads):
     """A later run."""
 
-    def __init__(self, inputs: Sequence[Tensor], positions: Positions, constants: Constants, is_blind: bool):
+    def __init__(self, inputs: Sequence[Tensor], positions: Positions, constants: MadeTensors, is_blind: bool):
         super().__init__(inputs)
         self.positions, self.constants, self._is_blind = positions, constants, is_blind
         self._seen = set[Hashable]()
@@ -309,7 +309,7 @@ def refuse_other_reads() -> NoReturn:
     )
 
 
-def _knows(known: Known, x: Tensor) -> bool:
+def _knows(known: KnownTensors, x: Tensor) -> bool:
     return _is_at(known.get(id(x)), x)
 
 

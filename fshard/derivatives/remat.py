@@ -33,13 +33,12 @@ from ..core.arguments import expect
 from ..core.lazy import Branch
 from ..core.random import bookmark
 from ..core.storage import address, is_inexact, share_elements
-from ..core.tracing import RERUN, assigned
+from ..core.tracing import RERUN, Ctx, assigned
 from ..core.tree import Tree
 from .reads import FirstReads, Reads, SecondReads, is_active, stripped
 
 P = ParamSpec("P")
 R = TypeVar("R")
-Ctx = Any
 _Again = Callable[..., tuple[Tensor, ...]]
 _Tensors = Sequence[Tensor]
 _Levels = Sequence[tuple[object, ...]]  # of torch.func

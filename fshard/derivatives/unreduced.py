@@ -13,7 +13,7 @@ from ..core.tree import Tree
 from ..grad.grad import check_sharded, empty_grads
 from ..layout.pieces import Unreduced
 from ..plan.plan import check_plain
-from ..sharding.sharded import Sharded, pack
+from ..sharding.sharded import Sharded, pack_shard
 
 
 def unreduced(grads: Tree, params: Sharded) -> Unreduced:
@@ -52,7 +52,7 @@ def unreduced(grads: Tree, params: Sharded) -> Unreduced:
         out = local.shard(*place)
         given = {slot: [by_name[name] for name in names[slot] if name in by_name] for slot in row.leaves}
         sums = {slot: reduce(torch.add, [x.to(out.dtype) for x in of_leaf]) for slot, of_leaf in given.items()}
-        pack(sums, plan, row, out)
+        pack_shard(sums, plan, row, out)
     return Unreduced(local)
 
 

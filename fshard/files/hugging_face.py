@@ -57,10 +57,10 @@ def indexed(raw: Json, index: object, read: Callable[[str], dict[str, FileEntry]
     return entries
 
 
-Leaf = tuple[str, tuple[int, ...], torch.dtype]  # in a file: name, shape, dtype
+LeafInFile = tuple[str, tuple[int, ...], torch.dtype]  # in a file: name, shape, dtype
 
 
-def new_files(folder: Path, groups: Sequence[Sequence[Leaf]]) -> dict[str, FileEntry]:
+def new_files(folder: Path, groups: Sequence[Sequence[LeafInFile]]) -> dict[str, FileEntry]:
     """Make the files of groups of leaves under temporary names; return each leaf's place."""
     folder.mkdir(parents=True, exist_ok=True)
     remove_partial(folder)  # of a killed save
@@ -88,7 +88,7 @@ def _free_names(folder: Path, num_files: int) -> list[str]:
     return next(names for names in choices if not any((folder / name).exists() for name in names))
 
 
-def put(entry: FileEntry, value: Tensor) -> None:
+def put_in_file(entry: FileEntry, value: Tensor) -> None:
     with naming(entry.file), open(entry.file, "r+b") as file:
         write_tensor(file, entry.start, value)
 

@@ -19,7 +19,7 @@ from .hugging_face import FILE, indexed
 from .hugging_face import INDEX as FILES
 from .index import CheckpointError, Index, IndexEntry, Piece, in_order
 from .safetensors_file import PICKLES, FileEntry, are_counts, read_header
-from .torch_dcp import METADATA, index_of_dcp
+from .torch_dcp import METADATA_FILE, index_of_dcp
 
 DCP, SAFETENSORS = "torch.distributed.checkpoint", "safetensors"
 # of torch's HuggingFaceStorageWriter with save_distributed=True: metadata has each box's offsets in its tensor
@@ -44,7 +44,7 @@ def format_at(path: str | os.PathLike[str], place: Folder) -> str:
     if finished(place):
         return ""
     names = place.names()
-    for name, kind in ((METADATA, DCP), (FILE, SAFETENSORS), (FILES, SAFETENSORS)):
+    for name, kind in ((METADATA_FILE, DCP), (FILE, SAFETENSORS), (FILES, SAFETENSORS)):
         if place.has(name):
             return kind
         if name in names:

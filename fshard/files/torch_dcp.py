@@ -29,7 +29,7 @@ from .inert_pickle import PERSISTENT, PickleRecord, Plain, read_pickle
 from .safetensors_file import NAMES
 from .zip_item import ZipItem
 
-METADATA = ".metadata"
+METADATA_FILE = ".metadata"
 _MOST_VALUES = 1 << 18  # numbers and strings of all items
 _MOST_DIMS = 64  # of a tensor, as in torch
 _DEEPEST = 32  # lists within lists
@@ -92,9 +92,9 @@ def index_of_dcp(place: Folder) -> tuple[Index, bytes]:
     Numbers and strings, pickled one by one by torch, are values, named by their path in lists, tuples and dicts. Other
     objects are left out.
     """
-    where = f"{place}/{METADATA}"
+    where = f"{place}/{METADATA_FILE}"
     try:
-        text = read_all(place, METADATA)
+        text = read_all(place, METADATA_FILE)
     except OSError as error:
         raise CheckpointError(f"{where}: {error}") from error
     with _naming_damage(where):
@@ -160,7 +160,7 @@ def _items(storage_data: Plain) -> _Items:
         name = _expect(index["fqn"], str, "a name")
         fields = _record_fields(info, "torch.distributed.checkpoint.filesystem._StorageInfo")
         file = _expect(fields["relative_path"], str, f"{name!r}: relative_path")
-        require(is_file_name(file), f"expected the name of a file beside {METADATA}, got {file[:80]!r}")
+        require(is_file_name(file), f"expected the name of a file beside {METADATA_FILE}, got {file[:80]!r}")
         offset, length = _counts((fields["offset"], fields["length"]), f"{name!r}: offset and length")
         if fields.get("transform_descriptors"):
             raise ValueError(f"{name!r}: its bytes were transformed when they were written, as by compression")

@@ -22,11 +22,10 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from ..core.storage import address, span
-from ..core.tracing import assigned, unhooked
+from ..core.storage import address, address_range
+from ..core.tracing import Ctx, assigned, unhooked
 
 OnGrads = Callable[[Any, Sequence[Tensor | None]], None]  # takes a `TapeUnit` and its gradients
-Ctx = Any  # torch's context of a function
 
 
 def _new_root() -> Tensor:
@@ -215,7 +214,7 @@ class Owners:
     def places(self) -> list[range]:
         # private: no public function turns the reference into a storage (tested by test_tape.py)
         storages = [torch.UntypedStorage._new_with_weak_ptr(ref.cdata) for ref, *_ in self._owners.values()]
-        return [span(storage) for storage in storages if storage is not None]
+        return [address_range(storage) for storage in storages if storage is not None]
 
     def place(self, x: Tensor) -> tuple[int, int, torch.Size, tuple[int, ...], int, torch.dtype, bool, bool] | None:
         """Return the fields of a `SavedView` after `tape`, if the tensor's buffer is gathered again."""

@@ -44,7 +44,7 @@ from typing import Any, Generic, NamedTuple, TypeAlias, TypeVar
 from torch import Tensor
 
 from .autograd import Anchor, Block, OnGrads, Saves
-from .under_way import Leaves, TapeUnit
+from .under_way import TapeUnit, UnitLeaves
 
 U = TypeVar("U")  # a `TapeUnit`, or anything hashable
 
@@ -137,7 +137,7 @@ class Chain:
         self._checkpoint: tuple[object, tuple[int, int]] = None, (0, 0)  # the last checkpoint's hook, and numbers
         self._planned = iter(planned)
 
-    def bind(self, unit: TapeUnit, take: OnGrads, leaves: Leaves) -> list[Tensor]:
+    def bind(self, unit: TapeUnit, take: OnGrads, leaves: UnitLeaves) -> list[Tensor]:
         """Return the leaves as outputs of an anchor. `take` gets the sum of their gradients over all touches."""
         if unit.anchor is not None:
             *bound, _ = Anchor.apply(unit.anchor, (TapeUnit.add, unit, leaves))
@@ -145,14 +145,14 @@ class Chain:
         self.link(unit, take)
         return self._linked(unit, take, leaves)
 
-    def _linked(self, unit: TapeUnit, take: OnGrads, leaves: Leaves) -> list[Tensor]:
+    def _linked(self, unit: TapeUnit, take: OnGrads, leaves: UnitLeaves) -> list[Tensor]:
         *bound, unit.anchor = Anchor.apply(self.outputs[-1], (take, unit, leaves))
         if self.is_linked:
             self.numbers[unit] = len(self.outputs)
             self.outputs.append(unit.anchor)
         return bound
 
-    def bind_late(self, unit: TapeUnit, take: OnGrads, leaves: Leaves) -> list[Tensor]:
+    def bind_late(self, unit: TapeUnit, take: OnGrads, leaves: UnitLeaves) -> list[Tensor]:
         """As `bind`, in the backward but outside the chain: `take` gets the gradients of this touch."""
         *bound, _ = Anchor.apply(self.outputs[0], (take, unit, leaves))
         return bound

@@ -27,7 +27,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from ..comm.announce import refusing_raw
 from ..core import tree
 from ..core.storage import address, ranges_meet, writes
-from ..core.tracing import Args, Kwargs, Operator, is_tracing
+from ..core.tracing import SET_DATA, Args, Kwargs, Operator, is_tracing
 from ..plan.plan import Slot
 from ..sharding.schedule import Entry
 from .under_way import TapeUnit
@@ -35,7 +35,6 @@ from .under_way import TapeUnit
 # leaves of one counter; True if their memory is the passed parameters'
 Written: TypeAlias = tuple[Sequence[Slot], bool]
 _ADDRESS = operator.attrgetter("_cdata")  # of storages, as `address` of tensors
-_SET_DATA = Tensor.data.__set__  # type: ignore[attr-defined]
 _SMALL_BUFFER = 1 << 16  # elements: running statistics and counters have fewer
 _REMEDY = (
     "A loss changes nothing that it is given: work on a clone, and return its new value, as aux (has_aux=True) or, to "
@@ -56,7 +55,7 @@ class _Refusing(TorchFunctionMode):
         self._frozen = frozen
 
     def __torch_function__(self, func: Operator, types: object, args: Args = (), kwargs: Kwargs = None) -> object:
-        if func == _SET_DATA:
+        if func == SET_DATA:
             raise ValueError(
                 f"the loss function: a graph has no `x.data = y`, and would compute with the old x. {_REMEDY}"
             )

@@ -119,10 +119,10 @@ _DTYPE_NAMES = {
 
 
 def _type(node: fx.Node) -> str:
-    return " ".join(map(form, values(node))) or "()"
+    return " ".join(map(form_of, values(node))) or "()"
 
 
-def form(x: Tensor) -> str:
+def form_of(x: Tensor) -> str:
     """Return dtype and shape, as in "bf16[8, 128]"."""
     return f"{_DTYPE_NAMES.get(x.dtype, str(x.dtype)[6:])}{list(x.shape)}"
 

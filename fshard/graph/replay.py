@@ -44,12 +44,11 @@ from torch.overrides import TorchFunctionMode
 from ..core import func_levels, tree
 from ..core.random import stream
 from ..core.storage import address, addresses
-from ..core.tracing import UNROLLS, Args, Kwargs, Operator, is_tracing, kind_of, node_of, unrecorded
+from ..core.tracing import UNROLLS, Args, Ctx, Kwargs, Operator, is_tracing, kind_of, node_of, unrecorded
 from ..core.tree import Tree, tensors, with_tensors
 from .dataflow import written
 from .inspect import operator as name_of
 
-Ctx = Any  # torch's context of a function: forward sets any attributes for backward
 _BY_TEXT = (bool, int, float, complex, str, bytes, type(None))
 _OWN = ("fshard.draw", "fshard.forked", "fshard.materialize")  # operators of fshard without effects
 

@@ -186,7 +186,7 @@ class Leaf:
         return flat.view(self.shape) if self.split is None else self.split.shaped(flat, self.shape)
 
 
-@tree.constant
+@tree.register_constant
 @dataclass(frozen=True, eq=False)
 class Layout:
     """The places of a tree's elements. Layouts are equal if their `source` is equal."""

@@ -183,7 +183,7 @@ def _as(leaf: Leaf, form: Form | None) -> Leaf:
     return replace(leaf, shape=form.shape, dtype=form.dtype, split=leaf.split if form.shape == leaf.shape else None)
 
 
-def structure(x: Tree) -> Hashable:
+def structure_key(x: Tree) -> Hashable:
     return x.key if isinstance(x, Parts | Views) else tree.flatten(x)[1]
 
 
@@ -288,7 +288,7 @@ def _between(views: Sequence[Tensor], start: int, numel: int) -> Iterator[Tensor
         start, numel, number = start + view.numel(), numel - view.numel(), number + 1
 
 
-def put(x: T, part: Tree, layout: Layout) -> T:
+def put_part(x: T, part: Tree, layout: Layout) -> T:
     """Return `x` with the leaves of `part`; flat tensors are written in place."""
     if layout.flat:
         write(pick(x, layout), part)
@@ -301,11 +301,11 @@ def put(x: T, part: Tree, layout: Layout) -> T:
 
 def write(into: Tree, x: Tree) -> None:
     if into is not x:
-        for to, new in zip(*aligned(into, x), strict=True):
+        for to, new in zip(*aligned_views(into, x), strict=True):
             to.copy_(new)
 
 
-def aligned(*trees: Tree) -> list[list[Tensor]]:
+def aligned_views(*trees: Tree) -> list[list[Tensor]]:
     """Return each tree's elements as views, equal in sizes for all trees."""
     result: list[list[Tensor]] = [[] for _ in trees]
     for groups in zip(*map(_runs, trees), strict=True):

@@ -19,7 +19,7 @@ from torch.func import functional_call
 from ..core.tracing import Args, is_tracing
 from .skeleton import Slots, Stand, Weight, member_of, same_stands
 
-Tensors = dict[str, Tensor]
+ByName = dict[str, Tensor]
 
 
 def compile_again(part: Any) -> None:
@@ -53,8 +53,8 @@ def _slots_of(module: nn.Module, name: str) -> tuple[Slots, str]:
     return vars(module.get_submodule(path))["_buffers"], last
 
 
-def _functional(module: nn.Module) -> Callable[..., tuple[object, Tensors]]:
-    def run(params: Tensors, buffers: Tensors, args: Args, kwargs: dict[str, object]) -> tuple[object, Tensors]:
+def _functional(module: nn.Module) -> Callable[..., tuple[object, ByName]]:
+    def run(params: ByName, buffers: ByName, args: Args, kwargs: dict[str, object]) -> tuple[object, ByName]:
         tensors = {**params, **buffers}
         out = functional_call(module, tensors, args, kwargs)  # puts new buffers into `tensors`
         return out, {name: tensors[name] for name in buffers}

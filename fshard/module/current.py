@@ -128,7 +128,7 @@ _FOR_OTHERS = (
     os.path.join(os.path.dirname(__file__), "skeleton.py"),
     torch.nn.modules.module.__file__,
     os.path.join(os.path.dirname(torch.__file__), "fx"),
-    *tree.CODE,
+    *tree.MAP_CODE,
 )
 
 

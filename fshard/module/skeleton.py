@@ -26,7 +26,7 @@ from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.overrides import TorchFunctionMode
 
 from ..core import func_levels, tree
-from ..core.tracing import RERUN, Args, Kwargs, Operator, is_tracing, unseen
+from ..core.tracing import RERUN, SET_DATA, Args, Kwargs, Operator, is_tracing, unseen
 from .current import Calls, ModuleCall
 from .leaves import Leaves
 
@@ -40,7 +40,7 @@ _SET_REQUIRES_GRAD = {Tensor.requires_grad_, Tensor.requires_grad.__set__}  # ty
 # answers of the original module's parameters
 _OF_LEAVES = {getattr(Tensor, name).__get__: value for name, value in (("is_leaf", True), ("grad_fn", None))}
 _REFUSED: dict[object, str] = {
-    Tensor.data.__set__: "set the data of",  # type: ignore[attr-defined]
+    SET_DATA: "set the data of",
     Tensor.register_hook: "registered a hook on",
     Tensor.register_post_accumulate_grad_hook: "registered a hook on",
 }

@@ -200,7 +200,7 @@ def _update_row(
 ) -> list[Tensor]:
     """Return the change of the parameter, then codes and scales of both moments."""
     chunk = max(1, block_size(p, _CACHED_CODES) // block)
-    change: kernels.Reference = partial(kernels.adam, **kernels.constants_beside(constants, p))
+    change: kernels.Reference = partial(kernels.by_adam, **kernels.constants_beside(constants, p))
     wide = [_blocks(x.float(), block, chunk) for x in (p, g)]
     codes = [_blocks(x, block, chunk) for x in moments[::2]]  # padded with code 0, zero
     scales = [x.split(chunk) for x in moments[1::2]]  # (at most `chunk`,) each

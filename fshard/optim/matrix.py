@@ -24,7 +24,7 @@ from ..core.tracing import is_tracing
 from ..core.tree import Tree
 from ..layout.layout import Layout, Leaf
 from ..layout.norms import leaf_norms, scale_leaves_
-from ..layout.pieces import Parts, copied, device_of, elements, layout_of, packed, pick, pieces, put
+from ..layout.pieces import Parts, copied, device_of, elements, layout_of, packed, pick, pieces, put_part
 from ..layout.row import Span
 from ..update.base import Needs, Transform, TransformLike, as_transform, at, checked, clip_by, clip_factor, start_count
 from ..update.elementwise import AdamState, Rate, adam_transform
@@ -212,7 +212,7 @@ def _divided(grads: Tree, state: AdafactorState, layout: Layout, eps: float | No
         return steps
     vectors = packed(pick(grads, state.vectors))
     roots = tree.map(lambda g, v: g * v.clamp(min=_floor(eps, g) ** 2).rsqrt(), vectors, state.variance)
-    return put(steps, roots, state.vectors)
+    return put_part(steps, roots, state.vectors)
 
 
 def _root_sizes(numels: Sequence[int], device: torch.device) -> Tensor:

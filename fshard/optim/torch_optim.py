@@ -24,8 +24,8 @@ from .matrix import whole_leaves
 
 # classes for single elements; all other classes get whole leaves
 _ELEMENTWISE = ("ASGD", "Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD")
-Entry = dict[str, Tensor]  # a torch optimizer's state of one parameter
-Numbers = dict[str, Tensor | float]  # an `Entry` of a user's class, with numbers
+OfLeaf = dict[str, Tensor]  # a torch optimizer's state of one parameter
+Numbers = dict[str, Tensor | float]  # an `OfLeaf` of a user's class, with numbers
 Settings: TypeAlias = Mapping[str, Any]  # the class's own arguments
 # `run(grads, state, params, extra)`: the class's own step writes to `params`; returns the new state
 Run = Callable[[Tree, TorchState, Tree, Settings], TorchState]
@@ -97,8 +97,8 @@ def _on_leaves(cls: type[Optimizer], hyperparams: Settings) -> Transform:
 
 
 def _stepped(
-    cls: type[Optimizer], hyperparams: Settings, rows: list[Tensor], grads: Sequence[Tensor], entries: Sequence[Entry]
-) -> list[Entry]:
+    cls: type[Optimizer], hyperparams: Settings, rows: list[Tensor], grads: Sequence[Tensor], entries: Sequence[OfLeaf]
+) -> list[OfLeaf]:
     """Step in place on `rows`; return each row's new state."""
     optimizer = cls(rows, **hyperparams)
     for row, g, entry in zip(rows, grads, entries, strict=True):
@@ -144,7 +144,7 @@ def _check_class(cls: object) -> None:
         raise ValueError(f"from_torch: cannot run {name!r} as a transformation: {why}")
 
 
-def _begin(cls: type[Optimizer], hyperparams: Settings, row: Tensor) -> Entry:
+def _begin(cls: type[Optimizer], hyperparams: Settings, row: Tensor) -> OfLeaf:
     """Return the state before a parameter's first update."""
     row = row.detach()
     optimizer: Any = cls([row], **hyperparams)  # each class has `_init_group`, `Optimizer` has not
@@ -163,14 +163,14 @@ def _begin(cls: type[Optimizer], hyperparams: Settings, row: Tensor) -> Entry:
     return entry
 
 
-def _like_params(entries: Sequence[Entry], params: Tree, first: Entry, scalars: set[str]) -> TorchState:
+def _like_params(entries: Sequence[OfLeaf], params: Tree, first: OfLeaf, scalars: set[str]) -> TorchState:
     """Return entries as trees like `params`; `first` has all names."""
     spec = tree.flatten(params)[1]
     tensors = {n: tree.unflatten(spec, [entry[n] for entry in entries]) for n in first if n not in scalars}
     return TorchState({n: clear_padding_(x) for n, x in tensors.items()}, {n: first[n] for n in first if n in scalars})
 
 
-def _first_by_name(params: Tree, begin: Callable[[Tensor], Entry], device: str) -> dict[str, Parts]:
+def _first_by_name(params: Tree, begin: Callable[[Tensor], OfLeaf], device: str) -> dict[str, Parts]:
     """Every rank makes the state of all leaves on `device` for shapes and dtypes, and keeps state of its leaves."""
     rows, layout = tree.leaves(params), layout_of(params)
     leaves = {n: layout.leaves[n] for n in layout.numbers}
@@ -180,28 +180,28 @@ def _first_by_name(params: Tree, begin: Callable[[Tensor], Entry], device: str) 
     return {name: _pieces_of(name, layout, shapes, local_entries) for name in names}
 
 
-def _next_by_name(state: TorchState, layout: Layout, entries: Sequence[Entry]) -> dict[str, Parts]:
+def _next_by_name(state: TorchState, layout: Layout, entries: Sequence[OfLeaf]) -> dict[str, Parts]:
     entry_of = dict(zip((s.leaf for s in layout.mine), entries, strict=True))
     layouts = {name: old.layout for name, old in state.tensors.items()}
     return {name: Parts(of, [entry_of[s.leaf][name] for s in of.mine]) for name, of in layouts.items()}
 
 
-def _pieces_of(name: str, layout: Layout, shapes: Mapping[int, Entry], local_entries: Mapping[int, Entry]) -> Parts:
+def _pieces_of(name: str, layout: Layout, shapes: Mapping[int, OfLeaf], local_entries: Mapping[int, OfLeaf]) -> Parts:
     """Leaves may lack this name."""
     forms = {n: Form(tuple(entry[name].shape), entry[name].dtype) for n, entry in shapes.items() if name in entry}
     part = reshaped(layout, forms)
     return Parts(replace(part, source=(name, part.source)), [local_entries[s.leaf][name] for s in part.mine])
 
 
-def _by_row(state: TorchState, num_rows: int) -> list[Entry]:
+def _by_row(state: TorchState, num_rows: int) -> list[OfLeaf]:
     """Each row gets copies of 0-d tensors: a step writes to them."""
     columns = {name: tree.leaves(x) for name, x in state.tensors.items()}
     rows = ({name: column[i] for name, column in columns.items()} for i in range(num_rows))
     return [row | {name: x.clone() for name, x in state.scalars.items()} for row in rows]
 
 
-def _entries_by_leaf(state: TorchState, layout: Layout) -> list[Entry]:
-    entries: dict[int, Entry] = {s.leaf: {} for s in layout.mine}
+def _entries_by_leaf(state: TorchState, layout: Layout) -> list[OfLeaf]:
+    entries: dict[int, OfLeaf] = {s.leaf: {} for s in layout.mine}
     for name, x in state.tensors.items():
         for number, leaf in pieces(x):
             entries[number][name] = leaf
@@ -216,7 +216,7 @@ def _of_user(cls: type[Optimizer], hyperparams: Settings) -> Transform:
     numbers = {n: type(x) for n, x in first.items() if not isinstance(x, Tensor)}
     known, needed = inspect.signature(cls.step).parameters.keys() - {"self", "closure"}, _needed_arguments(cls)
 
-    def begin(row: Tensor) -> Entry:
+    def begin(row: Tensor) -> OfLeaf:
         return {name: _value_tensor(x) for name, x in _first_step(cls, hyperparams, row).items()}
 
     def init(params: Tree) -> TorchState:
@@ -229,7 +229,7 @@ def _of_user(cls: type[Optimizer], hyperparams: Settings) -> Transform:
                 f"{missing[0]}=...)"
             )
         rows, layout = [row.detach() for row in tree.leaves(params)], layout_of(params)
-        entries = list[Entry]()
+        entries = list[OfLeaf]()
         begun = bool(state.scalars[BEGUN])  # on the CPU: no wait for a device
         if rows:
             optimizer = cls(rows, **hyperparams)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from ..compiler.lowered import Lowered
 from ..graph.inspect import Flight, flights
 from ..graph.memory import Footprint
-from ..plan.owners import Picture, aligned, shortened, size, span
+from ..plan.owners import Picture, shortened, size, span, tabulate
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -40,7 +40,7 @@ def _chart_tables(memory: Footprint, sent: Sequence[Flight]) -> list[str]:
     """Return tables: the peak by purpose, and collectives, grouped if units differ only in numbers."""
     by = sorted(memory.by.items(), key=lambda item: -item[1])
     head = f"{len(memory.nodes):,} nodes; the peak of memory is {size(memory.peak)}, at {memory.at}:"
-    lines = [head, *aligned([[purpose, size(nbytes)] for purpose, nbytes in by], right={1})]
+    lines = [head, *tabulate([[purpose, size(nbytes)] for purpose, nbytes in by], right={1})]
     alike = dict[tuple[str, str, str], list[Flight]]()
     for flight in sent:
         alike.setdefault((flight.kind, re.sub(r"\d+", "0", flight.unit), flight.axis), []).append(flight)
@@ -49,7 +49,7 @@ def _chart_tables(memory: Footprint, sent: Sequence[Flight]) -> list[str]:
     if rest := [flight for group in groups[_LINES:] for flight in group]:
         rows.append(_row("others", "", rest))
     title = ["collective", "unit", "axis", "number", "sent", "in flight"]
-    table = ["", *aligned([title, *rows], right={3, 4}), "in flight: nodes from start to wait"]
+    table = ["", *tabulate([title, *rows], right={3, 4}), "in flight: nodes from start to wait"]
     return [*lines, *table] if sent else lines
 
 

@@ -122,7 +122,7 @@ def _joined_unit(units: Sequence[Unit]) -> Unit:
     return Unit(f"{names[0]} to {names[-1]}", lengths, units[0].keep_rule, names) if len(units) > 1 else units[0]
 
 
-@tree.constant
+@tree.register_constant
 @dataclass(frozen=True, kw_only=True)
 class Plan:
     """The layout of a tree over the axes of a mesh: immutable, hashable, picklable, the same on every rank.
@@ -357,7 +357,7 @@ class Plan:
 
     def first_difference(self, other: Plan) -> str:
         """Describe the first difference from another plan."""
-        return consensus.first_difference(self.describe(), other.describe(), "{}, there is {}")
+        return consensus.first_unlike_line(self.describe(), other.describe(), "{}, there is {}")
 
     def describe(self) -> str:
         """Return everything that ranks must agree on, as lines of text."""

@@ -13,7 +13,7 @@ from ..core.arguments import check_flags, check_word, shown, wrong
 from ..core.tree import Tree
 
 Dtype = torch.dtype | str | None
-Where = str | Callable[[str, Tree], bool]
+WherePolicy = str | Callable[[str, Tree], bool]
 _SHORT = {"f64": torch.float64, "f32": torch.float32, "bf16": torch.bfloat16, "f16": torch.float16}
 _NAMES = {dtype: name for name, dtype in _SHORT.items()}
 
@@ -54,7 +54,7 @@ class Policy:
     grads: Dtype = None
     cast_inputs: bool = True
     cast_at: tuple[str, ...] = ()
-    overrides: tuple[tuple[Where, Policy], ...] = ()
+    overrides: tuple[tuple[WherePolicy, Policy], ...] = ()
 
     def __post_init__(self) -> None:
         for name in _DTYPES:
@@ -125,7 +125,7 @@ _YES, _NO = ("yes", "true", "True", "1"), ("no", "false", "False", "0")
 _DTYPES = [f.name for f in fields(Policy) if f.name not in ("cast_inputs", "cast_at", "overrides")]
 
 
-def _each(where: Where | list[str] | tuple[str, ...]) -> Sequence[Where]:
+def _each(where: WherePolicy | list[str] | tuple[str, ...]) -> Sequence[WherePolicy]:
     return [*where] if isinstance(where, list | tuple) else [where]
 
 

@@ -14,20 +14,20 @@ from torch import Tensor, fx
 
 from ..compiler.jit import Jitted, jit
 from ..compiler.lowered import Lowered, Options, lower
-from ..compiler.signature import flatten
+from ..compiler.signature import flat_call
 from ..compiler.trace import TraceError, eval_shape
 from ..core import tree
 from ..core.arguments import call_site, check_whole
 from ..core.tree import Tree
-from ..graph.inspect import Flight, Traffic, collectives, flights, form, operator, values
+from ..graph.inspect import Flight, Traffic, collectives, flights, form_of, operator, values
 from ..graph.memory import MemorySpan, rows, spans
-from ..plan.owners import aligned, shortened, size
+from ..plan.owners import shortened, size, tabulate
 from ..plan.plan import Plan
 from ..sharding.sharded import Sharded
 from ..train.step import Step
 from .depth import Key, Results, Stack, calls, depths_of, expanded, images, noted, runs, stack_of, with_few, with_plan
 
-MOST = 10  # listed tensors at the peak
+MOST_SHOWN = 10  # listed tensors at the peak
 
 
 class Interval(NamedTuple):
@@ -186,7 +186,7 @@ class _Figures(NamedTuple):
 
 
 def _read_step(fn: Callable[..., Tree], options: Options, given: Sequence[Tree], stack: Stack | None) -> _Reading:
-    lowered = lower(partial(noted, fn, call_site()), *flatten(given, {}), options)
+    lowered = lower(partial(noted, fn, call_site()), *flat_call(given, {}), options)
     return _Reading(lowered, stack, "optimizer" if _has_state_on_host(given) else "")
 
 
@@ -314,7 +314,7 @@ class _Reading:
         groups = dict[tuple[str, ...], tuple[int, int]]()
         for span in self.spans:
             if span.first <= site.number <= span.last and span.nbytes:
-                at, text = self._units[span.first], form(span.value)
+                at, text = self._units[span.first], form_of(span.value)
                 text = text.partition("[")[0] if span.value.dim() == 1 else text  # rows grow with the units
                 unit = at.starts if span.what == "gathered" else at.unit
                 key = (span.what, at.operator, text, unit or "", at.line)
@@ -341,7 +341,7 @@ def _figures(
     there = [reading.there(site) for reading, site in zip(readings, sites, strict=True)]
     pairs = {key: [groups.get(key, (0, 0)) for groups in there] for key in dict.fromkeys(chain(*there))}
     tensors = [Tensors(*key, *all_of.pair(pair, "a tensor")) for key, pair in pairs.items()]  # type: ignore[call-arg, arg-type]
-    largest = sorted(tensors, key=lambda row: -row.bytes)[:MOST]
+    largest = sorted(tensors, key=lambda row: -row.bytes)[:MOST_SHOWN]
     peak = Peak(totals[top], *sites[0][1:5], tuple(largest))
     return _Figures(peak, sorted(memory, key=lambda row: -row.at_peak), _sent_by_all(readings, all_of, stack))
 
@@ -395,6 +395,6 @@ def _lines(x: Estimate) -> list[str]:
     names = ("allocated", "workspaces", "reserved", "communicators", "total")
     room = [["on a GPU", "from", "to", "source"]]
     room += [[n, size(i.low), size(i.high), i.source] for n in names for i in [getattr(device, n)]]
-    tables = [aligned(memory, {1, 2, 3}), aligned(largest, {4, 5}), aligned(sent, {2, 3}), aligned(room, {1, 2})]
+    tables = [tabulate(memory, {1, 2, 3}), tabulate(largest, {4, 5}), tabulate(sent, {2, 3}), tabulate(room, {1, 2})]
     notes = [f"not counted: {', '.join(device.unknown)}", f"of {x.graph}", *x.notes]
     return [head, *(line for table in tables for line in ["", *table]), "", *notes]

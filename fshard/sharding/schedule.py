@@ -24,7 +24,7 @@ from ..plan.plan import Plan, Slot
 from ..plan.units import ENDS, LAST
 
 
-@tree.constant
+@tree.register_constant
 @dataclass(frozen=True)
 class View:
     """The contents of a `Sharded`: some kinds and units of a plan, cut over some axes, for one subtree."""
@@ -131,7 +131,7 @@ class Entry(NamedTuple):
 
 
 # The reads of a subtree: runs of adjacent leaves in a unit, as (unit, slice of its leaves)
-Runs: TypeAlias = Sequence[tuple[int, slice]]
+LeafRuns: TypeAlias = Sequence[tuple[int, slice]]
 
 
 class Schedule:
@@ -152,7 +152,7 @@ class Schedule:
         # by leaf number in the whole tree: (unit, number in the unit), or None; and the leaf's claim
         self._slots = [folder_of.get(plan.slots[number]) for number in plan.leaves]
         self._claims = _claims(plan)
-        self._runs: dict[tuple[int, int], Runs | None] = {}
+        self._runs: dict[tuple[int, int], LeafRuns | None] = {}
 
     @memo
     def likely(self) -> list[int]:
@@ -170,7 +170,7 @@ class Schedule:
             raise KeyError(number)
         return place
 
-    def runs(self, first: int, num: int) -> Runs | None:
+    def runs(self, first: int, num: int) -> LeafRuns | None:
         """Return the reads of `num` leaves from `first` on; None if several units claim them."""
         try:
             return self._runs[first, num]
@@ -181,7 +181,7 @@ class Schedule:
         return runs
 
 
-def _runs_of_places(places: Iterable[tuple[int, int]]) -> Runs:
+def _runs_of_places(places: Iterable[tuple[int, int]]) -> LeafRuns:
     runs = list[tuple[int, slice]]()
     for unit, number in places:
         last, leaves = runs[-1] if runs else (None, slice(0))

@@ -26,7 +26,7 @@ from ..layout.pieces import Parts, Views, packed
 from ..layout.row import Row, Span
 from ..layout.rules import COPIES, reshard
 from ..plan import ahead
-from ..plan.leaves import check_tensors, identity
+from ..plan.leaves import check_tensors, memory_key
 from ..plan.owners import Picture, picture
 from ..plan.plan import Plan, Slot, check_plain
 from ..plan.planning import with_policy
@@ -157,7 +157,7 @@ class Sharded(Parts, Readable):
         slots, whole = self.view.slots(), dict[Slot, Tensor]()
         # sorted: ranks start the same gathers in one order
         for unit, kind in sorted({(s.unit, s.kind) for s in slots if s.kind in self.view.kinds}):
-            whole.update(whole_leaves(self, unit, kind, parts))
+            whole.update(leaves_of_unit(self, unit, kind, parts))
         # None for a missing kind, as frozen leaves among gradients
         return tree.unflatten(self.view.spec, [whole.get(slot) for slot in slots])
 
@@ -250,7 +250,7 @@ def shard_params(params: Tree, plan: Plan, src: int | None = None) -> Sharded:
         values = by_slot
         if src is not None:  # the leaves of one row at a time: a rank may lack room for all
             values = {slot: _from_rank(by_slot[slot].detach(), plan, src, device) for slot in row.leaves}
-        pack(values, plan, sharded.view.rows[place], sharded.shard(*place))
+        pack_shard(values, plan, sharded.view.rows[place], sharded.shard(*place))
     return sharded
 
 
@@ -266,7 +266,7 @@ def room(view: View, kind: int, like: Tensor) -> Tensor:
     return ahead.host_row(numel, like.dtype, plan.device) if plan.kinds[kind].host else like.new_empty(numel)
 
 
-def pack(leaves: Mapping[Slot, Tensor], plan: Plan, row: Row[Slot], out: Tensor) -> Tensor:
+def pack_shard(leaves: Mapping[Slot, Tensor], plan: Plan, row: Row[Slot], out: Tensor) -> Tensor:
     """Fill `out`, this rank's shard of a row, from whole leaves; padding is zero."""
     return row.fill(lambda slot: slot.flat(leaves[slot].detach()), row.number(plan.mesh), out)
 
@@ -288,7 +288,7 @@ def _placed_leaves(params: Tree, plan: Plan) -> list[Tensor]:
     for path, number in zip(plan.paths, plan.leaves, strict=True):
         leaf = by_path[path]
         first = placed.setdefault(number, leaf)
-        same = isinstance(first, Tensor) and isinstance(leaf, Tensor) and identity(first) == identity(leaf)
+        same = isinstance(first, Tensor) and isinstance(leaf, Tensor) and memory_key(first) == memory_key(leaf)
         if first is not leaf and not same:
             raise ValueError(
                 f"leaf {path!r}: expected the very tensor of {plan.slots[number].path!r}, as in the plan, got another "
@@ -375,7 +375,7 @@ def _is_on_host(plan: Plan, kind: int, x: Tensor) -> bool:
     return plan.kinds[kind].host or (plan.state_on_host and x.device == HOST)
 
 
-def whole_leaves(x: Sharded, unit: int, kind: int, parts: bool = False) -> dict[Slot, Tensor]:
+def leaves_of_unit(x: Sharded, unit: int, kind: int, parts: bool = False) -> dict[Slot, Tensor]:
     """Gather the leaves of one unit and kind, whole or in parts; differentiable."""
     row, full, plan = x.view.rows[unit, kind], gather_unit(x, unit, kind), x.plan
     if row.split is None or parts:

@@ -24,7 +24,7 @@ from ..core.scalars import Number
 from ..core.storage import value_bytes, writes
 from ..core.tracing import is_tracing
 from ..core.tree import Tree
-from ..grad.grad import later_grads, run
+from ..grad.grad import later_grads, run_loss
 from ..grad.travel import Gradients, settle
 from ..grad.under_way import Gathered
 from ..layout.pieces import device_of
@@ -125,7 +125,7 @@ def run_each(
         arguments = [*[extra] * recipe.with_extra, micro_batch, *args]
         versions = _versions(extra) if recipe.with_extra else []
         with seeded(state.rng, state.step, stream, number, device_of(state.params)):
-            outcome = run(
+            outcome = run_loss(
                 recipe.loss_fn,
                 state.params,
                 arguments,
@@ -260,7 +260,7 @@ def check_equal_batches(batch: Tree, plan: Plan) -> None:
     comparable = Tensor | str | int | float  # and numpy's arrays; a Sharded differs by rank
     leaves = tree.paths_to(batch, Sharded)
     named = [(path, x) for path, x in leaves if isinstance(x, comparable) or hasattr(x, "__array__")]
-    number = consensus.first_unlike([_numbered(x) for _, x in named], grid, axes)
+    number = consensus.unlike_index([_numbered(x) for _, x in named], grid, axes)
     if number is not None:
         raise MismatchError(
             f"batch: leaf {named[number][0]!r}: expected the same on all ranks along {', '.join(map(repr, axes))}, "

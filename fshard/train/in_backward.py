@@ -50,7 +50,7 @@ from .accumulate import Recipe, rank_of, run_each
 from .loss_scale import NoLossScale
 
 # by unit and kind: intervals as (start in the shard, length, tensor of a state, start in this tensor)
-Runs: TypeAlias = Mapping[tuple[int, int], Sequence[tuple[int, int, int, int]]]
+ShardRuns: TypeAlias = Mapping[tuple[int, int], Sequence[tuple[int, int, int, int]]]
 
 
 class Stepped(NamedTuple):
@@ -175,7 +175,7 @@ class Squares:
         return torch.stack(totals).sum().sqrt().to(self._dtype)
 
 
-def _shard_runs(layout: Layout, view: View) -> Runs:
+def _shard_runs(layout: Layout, view: View) -> ShardRuns:
     known, key = layout.derived.runs, (view.plan.fingerprint, view.over, view.kinds)
     if key not in known:
         runs = dict[tuple[int, int], list[tuple[int, int, int, int]]]()
@@ -184,7 +184,7 @@ def _shard_runs(layout: Layout, view: View) -> Runs:
             start = view.layout.span_of[span.leaf].start - row.start
             runs.setdefault((row.unit, row.kind), []).append((start, span.numel, span.tensor, span.start))
         known[key] = runs
-    made: Runs = known[key]
+    made: ShardRuns = known[key]
     return made
 
 

@@ -18,7 +18,7 @@ from ..core.arguments import check_flags, check_has, check_positive, check_whole
 from ..core.func_levels import refuse_derivative
 from ..core.random import HOST, UPDATE, Seeds
 from ..core.scalars import beside, wide
-from ..core.storage import Life, Places, span
+from ..core.storage import Life, MemoryRanges, address_range
 from ..core.tracing import assigned, is_tracing
 from ..core.tree import Tree
 from ..grad.grad import OBSERVER, check_loss, check_outside, check_sharded
@@ -135,13 +135,13 @@ def init_state(
 
 def _of_its_own(opt_state: Tree, params: Sequence[Tensor]) -> Tree:
     """Give each tensor memory of its own: a donated state is written to."""
-    memory = Places(params)
+    memory = MemoryRanges(params)
 
     def own(x: object) -> object:
         if not isinstance(x, Tensor) or x.layout is not torch.strided:
             return x
         is_own = not memory.has(x)
-        memory.add(span(x.untyped_storage()))
+        memory.add(address_range(x.untyped_storage()))
         return x if is_own else x.detach().clone()
 
     return tree.map(own, opt_state)
@@ -155,11 +155,11 @@ def _check_same_start(params: Sharded, seed: int, scaler: LossScale) -> None:
     rests = {k: plan.rest(params.view.axes(k), k) for k in params.view.kinds}  # axes of copies
     for axes in sorted(dict.fromkeys(rests.values()), key=len):  # a set's order differs between processes
         part = params.only(k for k in params.view.kinds if rests[k] == axes)
-        if consensus.first_unlike(part.tensors, plan.mesh, axes) is None:
+        if consensus.unlike_index(part.tensors, plan.mesh, axes) is None:
             continue
         # the rows differ: compare by leaf, to name one
         views = part.local_views()
-        path = list(views)[consensus.first_unlike([*views.values()], plan.mesh, axes) or 0]
+        path = list(views)[consensus.unlike_index([*views.values()], plan.mesh, axes) or 0]
         raise MismatchError(
             f"init_state: leaf {path!r}: ranks along {', '.join(map(repr, axes))} hold copies of it that differ, and "
             "would train apart. Give one rank's to all with shard_params(params, plan, src=0), or make the same "
@@ -170,7 +170,7 @@ def _check_same_start(params: Sharded, seed: int, scaler: LossScale) -> None:
 METRICS = ("loss", "grad_norm", "found_inf")  # 0-d, and equal on all ranks
 
 
-@tree.constant
+@tree.register_constant
 class Step:
     """The result of `train_step`; torch.compile takes it as one call (Note [torch.compile])."""
 
@@ -465,7 +465,7 @@ def _gathered_params(updated: Sharded | Views, params: Sharded, donate: bool) ->
 
 
 def _check_unshared(donated: Tree, given: Sequence[Tree]) -> None:
-    written = Places(donated)
+    written = MemoryRanges(donated)
     if not written.has(given):
         return
     named = dict[str, Tree]()

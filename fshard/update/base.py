@@ -32,7 +32,7 @@ from ..core.scalars import Number, beside
 from ..core.tracing import is_tracing
 from ..core.tree import Tree
 from ..layout.norms import scaled_by_norm
-from ..layout.pieces import Parts, Views, copied, device_of, packed, structure
+from ..layout.pieces import Parts, Views, copied, device_of, packed, structure_key
 from ..whole.updates import at_once, in_trees, on_leaves, row_by_row, unwritten
 from . import kernels
 
@@ -306,7 +306,7 @@ class Needs:
             )
         if params is None and self.params:
             raise ValueError(f"optim.{self.name}: its update needs the parameters: call update(grads, state, params)")
-        if params is not None and structure(params) != structure(grads):
+        if params is not None and structure_key(params) != structure_key(grads):
             unlike = tree.difference(params, grads)
             raise ValueError(f"optim.{self.name}: gradients are not of the structure of parameters: {unlike}")
         # equal structures of parts have equal layouts and shapes

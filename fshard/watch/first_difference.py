@@ -32,7 +32,7 @@ from .compare import form
 from .observed import GRADIENT, LOSS, METRIC, OLD, PARAMETER, SUM, Observed
 
 Way: TypeAlias = tuple[str, ...]  # by axis: "apart", "sum" or "mean"
-Key: TypeAlias = tuple[str, str | int]  # kind and name of a value; for an operator, its number in the forward
+ValueName: TypeAlias = tuple[str, str | int]  # kind and name of a value; for an operator, its number in the forward
 _KINDS = ("operator", GRADIENT, SUM, METRIC, PARAMETER)
 _SMALL = 2.0**-6  # values below this part of the arguments may be rounding
 _MOST_UPDATE = 2.0**-4  # agreeing gradients differ by at most this part; updates may differ four times as much
@@ -86,7 +86,7 @@ class _Value(NamedTuple):
         return f"{self.kind} {self.name!r}" + f" at {self.line}" * bool(self.line)
 
 
-class _Run(dict[Key, list[_Value]]):
+class _Run(dict[ValueName, list[_Value]]):
     """Values by key, one for each forward or one for the step."""
 
     def __init__(self, seen: Observed):
@@ -182,12 +182,12 @@ def _read_runs(name: str, by_rank: Sequence[Observed]) -> list[_Run]:
     return runs
 
 
-def _keys(runs: Sequence[_Run]) -> list[Key]:
+def _keys(runs: Sequence[_Run]) -> list[ValueName]:
     keys = dict.fromkeys(key for run in runs for key in run if key[0] in _KINDS)
     return sorted(keys, key=lambda key: (_KINDS.index(key[0]), isinstance(key[1], str)))
 
 
-def _unlike(key: Key, run: _Run, want: _Run, rank: int) -> Difference | None:
+def _unlike(key: ValueName, run: _Run, want: _Run, rank: int) -> Difference | None:
     values, b = run.get(key, []), next(iter(want.get(key, [])), None)
     a = next((x for x in values if b is None or x.name != b.name), next(iter(values), None))
     is_partial = key[0] == "operator" and any(len(each.get(key, [])) % len(each.forwards) for each in (run, want))
@@ -217,7 +217,7 @@ def _largest(*tensors: Tensor) -> float:
     return max((float(_flat(x).nan_to_num(0.0, 0.0, 0.0).abs().max()) for x in tensors if x.numel()), default=0.0)
 
 
-def _limit(key: Key, got: Sequence[_Value], want: _Run, rtol: float | None) -> float:
+def _limit(key: ValueName, got: Sequence[_Value], want: _Run, rtol: float | None) -> float:
     (kind, path), first = key, want[key][0]
     given, values = first.rtol if rtol is None else rtol, [x.value for x in want[key]]
     if not given or not is_inexact(first.value):
@@ -230,7 +230,7 @@ def _limit(key: Key, got: Sequence[_Value], want: _Run, rtol: float | None) -> f
     return given * max(_largest(*values, *(x.value for x in got)), _SMALL * behind)
 
 
-def _agreeing(key: Key, run: _Run, want: _Run, rtol: float | None) -> Tensor | None:
+def _agreeing(key: ValueName, run: _Run, want: _Run, rtol: float | None) -> Tensor | None:
     """Return a new parameter's mask: True where gradients agree beyond rounding, and old values agree."""
     kind, path = key
     if kind != PARAMETER or rtol == 0 or any((kind, path) not in each for each in (run, want) for kind in (SUM, OLD)):
@@ -323,7 +323,7 @@ class _Ranks:
                 return apart or difference
         return None
 
-    def _difference(self, key: Key) -> Difference | None:
+    def _difference(self, key: ValueName) -> Difference | None:
         kind, number = key
         parts, want = [x for run in self._got for x in run[key]], self._one[key]
         limit = _limit(key, parts, self._one, self._rtol)

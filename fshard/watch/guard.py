@@ -217,10 +217,10 @@ def _check_copies(state: TrainState, metrics: Mapping[str, Tree], what: str) -> 
     plan = state.params.plan
     mesh = plan.live_mesh()
     for axes, copies in sorted(_copies(state, metrics).items()):
-        first = consensus.first_unlike([_bit_sums(copy.tensors, mesh) for copy in copies], mesh, axes, f"guard: {what}")
+        first = consensus.unlike_index([_bit_sums(copy.tensors, mesh) for copy in copies], mesh, axes, f"guard: {what}")
         if first is not None:
             leaves = copies[first].leaves()
-            number = consensus.first_unlike([bits(x) for _, x in leaves], mesh, axes)
+            number = consensus.unlike_index([bits(x) for _, x in leaves], mesh, axes)
             name, tensors = (f"{copies[first].path} (padding)", copies[first].tensors)
             if number is not None:
                 name, tensors = leaves[number][0], [leaves[number][1]]

@@ -28,7 +28,7 @@ from ..core.scalars import on_device
 from ..core.tracing import UNROLLS, Args, Kwargs, Operator, assigned, is_tracing
 from ..core.tree import Tree
 from ..grad.grad import OBSERVER, empty_grads
-from ..grad.tape import Leaves, Tape, TapeUnit
+from ..grad.tape import Tape, TapeUnit, UnitLeaves
 from ..grad.travel import Gradients
 from ..layout.pieces import device_of
 from ..plan.plan import Plan, Slot
@@ -156,7 +156,7 @@ class _ObservedTape(Tape):
         self._operators.end(returned.kind, terms_of(returned.loss))
         return returned
 
-    def enter(self, spec: tree.Spec, first: int) -> tuple[Tree, Leaves | None]:
+    def enter(self, spec: tree.Spec, first: int) -> tuple[Tree, UnitLeaves | None]:
         child, leaves = super().enter(spec, first)
         self._note(first, leaves or ())
         return child, leaves
@@ -166,7 +166,7 @@ class _ObservedTape(Tape):
         self._note(number, [leaf])
         return leaf
 
-    def _note(self, first: int, leaves: Leaves) -> None:
+    def _note(self, first: int, leaves: UnitLeaves) -> None:
         for number, leaf in enumerate(leaves, first):
             unit = self._whole.slots[self._whole.leaves[number]].unit
             self._operators.read(leaf, self._whole.units[unit].name)

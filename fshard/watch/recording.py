@@ -46,9 +46,9 @@ from ..sharding.sharded import Sharded
 from ..train.step import TrainState
 from .compare import form
 
-Step = Callable[..., tuple[Tree, Tree]]  # step(state, batch, *args) -> (state, metrics), or ((state, metrics), seen)
+AnyStep = Callable[..., tuple[Tree, Tree]]  # step(state, batch, *args) -> (state, metrics), or ((state, metrics), seen)
 Steps = Collection[int] | Callable[[int], bool] | None
-Json: TypeAlias = dict[str, Any]
+JsonDict: TypeAlias = dict[str, Any]
 _FORMAT = 3
 _ALIGN = 64  # bytes: new tensors start at multiples of 64
 _MOST_RANKS = 1 << 20  # ranks
@@ -63,14 +63,14 @@ def step_folder(folder: Path, number: int) -> Path:
 
 
 def record(
-    step: Step,
+    step: AnyStep,
     dir: str | Path,
     *,
     steps: Steps = None,
     nonfinite: bool = True,
     keep: int | None = 8,
     donate: bool = False,
-) -> Step:
+) -> AnyStep:
     """Return `step` with recording: chosen steps write their arguments, the new state and the metrics to `dir`.
 
     - `steps`: record these (numbers, or a predicate of the number `state.step`).
@@ -129,7 +129,7 @@ def _has_room(folder: Path, number: int, keep: int | None) -> bool:
     return keep is None or len(others) < keep
 
 
-def origin_of(state: TrainState) -> Json:
+def origin_of(state: TrainState) -> JsonDict:
     params: Tree = state.params  # `Sharded`, or plain in the state of a step without shards
     if not isinstance(params, Sharded):
         return {"axes": {}, "rank": 0, "plan": ""}
@@ -157,9 +157,9 @@ def _write_step(folder: Path, before: dict[str, Tree], after: dict[str, Tree]) -
         raise
 
 
-def _write_files(folder: Path, before: dict[str, Tree], after: dict[str, Tree], origin: Json) -> None:
+def _write_files(folder: Path, before: dict[str, Tree], after: dict[str, Tree], origin: JsonDict) -> None:
     folder.mkdir(parents=True)
-    about: Json = {"format": _FORMAT, "threads": torch.get_num_threads(), **origin}
+    about: JsonDict = {"format": _FORMAT, "threads": torch.get_num_threads(), **origin}
     for name, trees in {"before": before, "after": after}.items():
         tensors = dict[str, Tensor]()
         for what, x in trees.items():
@@ -176,7 +176,7 @@ def _write_files(folder: Path, before: dict[str, Tree], after: dict[str, Tree], 
     (folder / "about.json").write_text(json.dumps(about))
 
 
-def _filed(what: str, x: Tree) -> tuple[dict[str, Tensor], Json]:
+def _filed(what: str, x: Tree) -> tuple[dict[str, Tensor], JsonDict]:
     leaves, spec = flatten(x)
     for path, leaf in zip(paths := tree.paths(spec), leaves, strict=True):
         if not isinstance(leaf, Tensor | int | float | str):
@@ -199,12 +199,12 @@ class RecordedStep:
     """One rank's files of one step."""
 
     folder: Path
-    about: Json
+    about: JsonDict
 
     @legible()
     def check_plan(self, plan: str) -> None:
         if plan != self.about["plan"]:
-            difference = consensus.first_difference(self.about["plan"], plan, "{}, got {}")
+            difference = consensus.first_unlike_line(self.about["plan"], plan, "{}, got {}")
             raise ValueError(
                 f"{self.folder}: recorded with another plan: expected {difference}. Give replay the code it had."
             )
@@ -235,7 +235,7 @@ class RecordedStep:
         return unflatten(spec, [_placed(*each) for each in zip(recorded, leaves, starts, strict=True)])
 
     @legible()
-    def seen(self) -> Json:
+    def seen(self) -> JsonDict:
         if "after seen" not in self.about:
             raise ValueError(f"{self.folder}: expected an observed step: record(observed(step), dir), got another one")
         plain, tensors = self.about["after seen"]["plain"], _recorded_tensors(self.folder / "after.pt")
@@ -255,7 +255,7 @@ class RecordedStep:
 
 
 @legible()
-def seen_in(path: str | Path, at: int | None = None) -> tuple[int | None, list[Json]]:
+def seen_in(path: str | Path, at: int | None = None) -> tuple[int | None, list[JsonDict]]:
     """Return (step, observed values of each rank), from a file of torch.save or from recorded steps.
 
     `at`: the step (None: the last); a file has step None.
@@ -268,7 +268,7 @@ def seen_in(path: str | Path, at: int | None = None) -> tuple[int | None, list[J
     return number, [recorded.seen() for recorded in read(folder)]
 
 
-def _seen(rank: int, seen: Plain, tensor: Callable[[str, object], Tensor]) -> Json:
+def _seen(rank: int, seen: Plain, tensor: Callable[[str, object], Tensor]) -> JsonDict:
     names, values = seen["names"], seen["values"]
     is_list = type(names) is list and type(values) is list and len(names) == len(values)
     require(is_list and all(isinstance(name, str) for name in names), f"rank {rank}: expected as many values as names")
@@ -371,7 +371,7 @@ _KEYS: dict[str, tuple[Callable[[object], bool], str]] = {
 )
 
 
-def _about(folder: Path) -> Json:
+def _about(folder: Path) -> JsonDict:
     file = folder / "about.json"
     try:
         about = parsed(read_text(file), "about.json")

@@ -160,10 +160,10 @@ def _joined_parts(everywhere: Layout, *each: Tree) -> Tree:
 def _filled_leaf(leaf: Leaf, place: int, device: torch.device) -> Tensor:
     if device.type == "meta":
         return torch.empty(leaf.shape, dtype=leaf.dtype, device=device)
-    return values(leaf, place, 1.0).to(device)
+    return made_up(leaf, place, 1.0).to(device)
 
 
-def values(leaf: Leaf, place: int, scale: float) -> Tensor:
+def made_up(leaf: Leaf, place: int, scale: float) -> Tensor:
     """Values of magnitude `scale`, like random numbers, but from no generator."""
     numbers = torch.arange(leaf.numel, dtype=torch.float64, device="cpu") + 1
     return (torch.sin(numbers * numbers + 1.7 * place) * scale).view(leaf.shape).to(leaf.dtype)
@@ -212,7 +212,7 @@ def _moved(x: Parts, layout: Layout) -> Parts:
 
 
 def undescribed(state: Tree, layout: Layout) -> Tree:
-    """Return the state as an update takes it: with the layout of the gradients, and plain lists. Dual: `again`."""
+    """Return the state as an update takes it: with the layout of the gradients, and plain lists. Dual: `reformed`."""
     numbers = {span.leaf for span in layout.mine}
 
     def plain(x: Tree) -> Tree:
@@ -225,7 +225,7 @@ def undescribed(state: Tree, layout: Layout) -> Tree:
     return tree.map_tops(plain, _is_told, state)
 
 
-def again(new: Tree, state: Tree, layout: Layout) -> Tree:
+def reformed(new: Tree, state: Tree, layout: Layout) -> Tree:
     """Return a new state in the old state's forms; other parts stay as they are. Dual: `undescribed`."""
     tops = tree.tops(state, _is_told)
     if not any(isinstance(x, Flattened) or (isinstance(x, Parts) and x.layout != layout) for x in tops):

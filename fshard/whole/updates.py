@@ -28,12 +28,11 @@ from ..core.tracing import is_tracing
 from ..core.tree import Tree
 from ..layout.layout import Layout
 from ..layout.pieces import Misplaced, Parts, device_of
-from .copies import check_cut_alike, copied_whole, on_copies, own_part
-from .described import Init, again, check_shapes, check_told, described, formed, named, undescribed
+from .copies import Update, check_cut_alike, copied_whole, on_copies, own_part
+from .described import Init, check_shapes, check_told, described, formed, named, reformed, undescribed
 from .moves import collect, on_rank, owned, spread
-from .trial import check_apart
+from .trial import check_alone
 
-Update: TypeAlias = Callable[..., tuple[Tree, Tree]]
 Places: TypeAlias = Sequence[tuple[int, ...]]  # distinct for leaves and shards
 
 
@@ -76,7 +75,7 @@ def on_leaves(init: Init, update: Update) -> tuple[Init, Update]:
         if not nodes:
             return init(params)
         forms = formed(init, whole) if isinstance(whole, Parts) else None
-        check_apart(init, update, nodes)
+        check_alone(init, update, nodes)
         state = _begun(init, whole)
         if differentiates(params) and not is_tracing():
             _check_passed(named(update), nodes, state)
@@ -92,7 +91,7 @@ def on_leaves(init: Init, update: Update) -> tuple[Init, Update]:
             updates, new = _leaf_by_leaf(update, whole, plain, *known, *more, **extra)
         else:
             updates, new = _on_none(init, update, whole, plain, *known, *more, **extra)
-        new = again(new, state, whole.layout)
+        new = reformed(new, state, whole.layout)
         check_shapes(update, state, new)
         return _sent_back(update, updates, whole, grads), new
 

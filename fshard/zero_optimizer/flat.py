@@ -22,10 +22,10 @@ from ..plan.leaves import is_differentiable
 from ..plan.plan import Plan, Slot
 from ..plan.planning import make_plan
 from ..sharding.schedule import View
-from ..sharding.sharded import Sharded, pack, room, whole_view
+from ..sharding.sharded import Sharded, pack_shard, room, whole_view
 from ..update.base import FoundInf, Transform
 from ..update.elementwise import update_part
-from .leaf import ZeroState, check_zero_state, leaves_of, update_on_all, values
+from .leaf import ZeroState, check_zero_state, detached_values, leaves_of, update_on_all
 
 # an attribute of a bucket's storage, as users hold views: else a user's tensor might look like a bucket
 _MARK = "fshard_bucket"
@@ -54,7 +54,7 @@ def _view(plan: Plan) -> View:
     return whole_view(plan, plan.state_over, [k for k, kind in enumerate(plan.kinds) if kind.trainable])
 
 
-def _rows(plan: Plan) -> list[Row[Slot]]:
+def _plan_rows(plan: Plan) -> list[Row[Slot]]:
     return [*_view(plan).rows.values()]
 
 
@@ -67,17 +67,17 @@ def _part_of_rank(plan: Plan, leaves: Mapping[Slot, Tensor], local: bool = False
         for pending in _summing(plan, leaves, part).values():
             pending.wait()
     else:
-        for row in _rows(plan):
-            pack(leaves, plan, row, row.of(part.tensors))
+        for row in _plan_rows(plan):
+            pack_shard(leaves, plan, row, row.of(part.tensors))
     return part
 
 
 def _summing(plan: Plan, leaves: Mapping[Slot, Tensor], into: Sharded | None = None) -> dict[Row[Slot], Pending]:
     """Start the sums of gradients: this rank's shards (n / W,), in `into` or new."""
     mesh, old, started = plan.live_mesh(), COPIES.dual(plan.axis_names), {}
-    for row in _rows(plan):  # the same order on every rank
+    for row in _plan_rows(plan):  # the same order on every rank
         whole = primitives.buffer(mesh, plan.axis_names, row.numel, leaves[row.leaves[0]], lent=True)  # (n,)
-        pack(leaves, plan, plan.rows[row.unit, row.kind], whole)
+        pack_shard(leaves, plan, plan.rows[row.unit, row.kind], whole)
         out = None if into is None else row.of(into.tensors)
         started[row] = reshard(whole, old, row.rule, mesh, plan.units[row.unit].name, out)
     return started
@@ -103,7 +103,7 @@ class _Buckets:
         self.plan, self.started = plan, list[Pending]()
         self.whole = dict[Row[Slot], Tensor]()  # (n,) for each row
         self.reused = set[Row[Slot]]()  # buckets of the parameters given away
-        for row in _rows(plan):
+        for row in _plan_rows(plan):
             like = torch.empty(0, dtype=plan.kinds[row.kind].dtype, device=device)
             bucket = None if given_away is None else _bucket_of(given_away, plan, row)
             if bucket is None:
@@ -120,7 +120,7 @@ class _Buckets:
         self.started.append(reshard(shard, row.rule, COPIES, mesh, name, self.whole[row]))
 
     def gather_all(self, x: Sharded) -> dict[Slot, Tensor]:
-        for row in _rows(self.plan):
+        for row in _plan_rows(self.plan):
             self.gather(row, row.of(x.tensors))
         return self.leaves()
 
@@ -137,7 +137,7 @@ def flat_update(
 ) -> tuple[Tree, ZeroState]:
     """Return whole updates: each rank computes its shards, and gathers the others."""
     plan = check_zero_state(state, Plan)
-    if differentiates((grads, state, values(params), extra)):
+    if differentiates((grads, state, detached_values(params), extra)):
         return update_on_all(tx, _view(plan).layout, local, grads, state, params, extra)
     gradients = _by_slot(plan, grads, "gradients")
     grads_part = _part_of_rank(plan, gradients, local)
@@ -196,7 +196,7 @@ def _step_by_bucket(
     for row, bucket in buckets.whole.items():
         shard = plan.shard_of(bucket, row.kind, plan.state_over)  # (n / W,)
         if row not in buckets.reused:  # reused buckets hold the parameters already
-            pack(old, plan, row, shard)
+            pack_shard(old, plan, row, shard)
         sources = [(0, arriving[row].wait())] if local else _sources(gradients, plan, row)
         grads, spans = [grad for _, grad in sources], [(start, grad.numel()) for start, grad in sources]
 
@@ -216,7 +216,7 @@ def _sources(leaves: Mapping[Slot, Tensor], plan: Plan, row: Row[Slot]) -> list[
         return views
     mesh, like = plan.live_mesh(), leaves[row.leaves[0]]
     out = primitives.buffer(mesh, plan.state_over[-1:], row.length, like, lent=False)
-    return [(0, pack(leaves, plan, row, out))]
+    return [(0, pack_shard(leaves, plan, row, out))]
 
 
 def _views(x: Tensor, spans: Sequence[tuple[int, int]]) -> list[Tensor]:
